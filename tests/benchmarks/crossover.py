@@ -19,12 +19,10 @@ from pathlib import Path
 from megatron_pulse.planner.cluster.cluster import Cluster, ClusterLink, Shared
 from megatron_pulse.planner.tune.config import Choices
 from megatron_pulse.planner.tune.evaluate import Evaluator
-from megatron_pulse.planner.tune.sharded.opponent import opponent
-from megatron_pulse.profile.devices import PRESETS, Roofline
 from megatron_pulse.profile.profile import Profile
 from megatron_pulse.profile.table import read_table
 from tests.benchmarks.decide import decide
-from tests.benchmarks.emulation import BACKBONES, more_sizes, real_profile, setup_of
+from tests.benchmarks.emulation import BACKBONES, V100, more_sizes, real_profile, setup_of
 
 USABLE = 0.9
 
@@ -68,8 +66,7 @@ class Place:
 
     def sharded(self, rate: float) -> float:
         """FSDP2's or HSDP's samples/s."""
-        adam_s = Evaluator(self.profile, self.cluster(rate), self.samples).adam_s
-        found = opponent(self.profile, self.cluster(rate), self.samples, adam_s)
+        found = Evaluator(self.profile, self.cluster(rate), self.samples).fully_sharded()
         return 0.0 if found is None else found.throughput
 
     def meets(self, throughput: float) -> float | None:
@@ -98,7 +95,7 @@ class Place:
 def chains(args: argparse.Namespace) -> Iterator[tuple[str, Profile, int]]:
     """Name, profile and usual samples of each."""
     if args.table is not None:
-        profile = read_table(args.table, Roofline(PRESETS["V100-32GB"], "float16"), (1,))
+        profile = read_table(args.table, V100, (1,))
         yield args.table.stem, profile, args.samples
         return
     for name in args.backbones:

@@ -19,6 +19,7 @@ from typing import Any
 from megatron_pulse.backbone.chain import Backbone, Layer, TensorSpec
 from megatron_pulse.backbone.costs import ChainCosts, SkipCost
 from megatron_pulse.planner.cluster.link import Link
+from megatron_pulse.profile.devices import PRESETS, Roofline
 from megatron_pulse.profile.profile import Profile
 
 FULL_RATE_BYTES_PER_S = 20e6
@@ -30,6 +31,9 @@ MODEL_S = 0.6
 OPERATION_S = 5e-4
 """What an operation of ours takes here beside what it sleeps: the median of 230 rows of the claim,
 whose steps took that much longer than predicted for each."""
+
+V100 = Roofline(PRESETS["V100-32GB"], "float16")
+"""The paper's device, in half precision."""
 
 PAPER_LINK_BYTES_PER_S = 10e9
 """Between the V100 nodes of the paper."""
@@ -121,10 +125,8 @@ def real_profile(name: str, sizes: tuple[int, ...] = ()) -> Profile:
     """The analytic profile of ``name`` on a V100 in half precision, at the usual microbatch or at
     these."""
     from megatron_pulse.profile.analytic import analyse
-    from megatron_pulse.profile.devices import PRESETS, Roofline
 
-    roofline = Roofline(PRESETS["V100-32GB"], "float16")
-    return analyse(real_backbone(name), sizes or [setup_of(name).micro_batch_size], roofline)
+    return analyse(real_backbone(name), sizes or [setup_of(name).micro_batch_size], V100)
 
 
 def more_sizes(name: str) -> tuple[int, ...]:

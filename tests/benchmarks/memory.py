@@ -20,12 +20,11 @@ from megatron_pulse.planner.cluster.cluster import Cluster, ClusterLink, Shared
 from megatron_pulse.planner.tune.config import Choices, Recompute
 from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
 from megatron_pulse.profile.analytic import analyse
-from megatron_pulse.profile.devices import PRESETS, Roofline
 from megatron_pulse.profile.profile import Profile
 from megatron_pulse.profile.table import read_table
 from megatron_pulse.runtime.measure.running import RUNNING
 from tests.benchmarks.decide import decide
-from tests.benchmarks.emulation import real_backbone
+from tests.benchmarks.emulation import V100, real_backbone
 
 RANKS, USABLE = 4, 0.9
 RATES = (10.0, 1.25)
@@ -50,15 +49,14 @@ WAYS = {
 
 def cells(args: argparse.Namespace) -> Iterator[tuple[str, Profile, int, tuple[int, ...], float]]:
     """Name, profile, samples, microbatch sizes and GB of each."""
-    roofline = Roofline(PRESETS["V100-32GB"], "float16")
     if args.table is not None:
-        profile = read_table(args.table, roofline, (1,))
+        profile = read_table(args.table, V100, (1,))
         yield from ((args.table.stem, profile, 8, (1,), gb) for gb in args.gb or (48.0, 80.0))
         return
     prepare_profiling()
     for name in args.backbones:
         samples, sizes, caps = CASES[name]
-        profile = analyse(real_backbone(name), sizes, roofline, running=RUNNING)
+        profile = analyse(real_backbone(name), sizes, V100, running=RUNNING)
         yield from ((name, profile, samples, sizes, gb) for gb in args.gb or caps)
 
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from megatron_pulse.planner.cluster.link import Link
 from megatron_pulse.planner.partition.memory import bytes_per_parameter
+from megatron_pulse.planner.tune.sharded.again import ComputedAgain
 from megatron_pulse.planner.tune.sharded.sharding import (
     ShardedUnit,
     over,
@@ -19,7 +20,7 @@ from megatron_pulse.planner.tune.sharded.sharding import (
     step_bytes,
     step_s,
 )
-from megatron_pulse.planner.tune.sharded.ways import Recomputed, Ways
+from megatron_pulse.planner.tune.sharded.ways import Ways
 from tests.benchmarks.contestant import Contestant, Engine, Refused
 from tests.benchmarks.emulation import Emulation, element_count
 
@@ -84,16 +85,20 @@ class DataParallel:
         num = self.num_devices
         state = sum(self.parameters) * bytes_per_parameter("float16", True, num)
         for size in self.sizes():
-            kept, again = self.ways.kept(size), self.ways.recomputed(size, self.usable - state)
-            needs, way = state + again.kept + again.again, self._way(size, again)
+            recomputing = self.ways.recomputing(size)
+            again = recomputing.chosen(self.usable - state)
+            chain = recomputing.chain(again)
+            saved = float(sum(chain.saved_bytes))
+            made = max(recomputing.made_bytes(i, again) for i in range(len(chain)))
+            needs, way = state + saved + made, self._way(size, again)
             if needs > self.usable:
                 yield Refused(str(Engine.DATA_PARALLEL), Engine.DATA_PARALLEL, way, needs)
                 continue
             scale = self.emulation.time_scale
             layers = tuple(
                 (
-                    scale * kept.every.forward_s[i],
-                    scale * kept.of(i, again).backward_s[i],
+                    scale * chain.forward_s[i],
+                    scale * chain.backward_s[i],
                     self._elements(n),
                 )
                 for i, n in enumerate(self.parameters)
@@ -101,7 +106,7 @@ class DataParallel:
             yield replace(
                 replicated(layers, self.link, num, self.samples // size),
                 state_bytes=(state,) * num,
-                saved_bytes=(again.kept, again.again),
+                saved_bytes=(saved, made),
                 way=way,
                 micro_batch_size=size,
             )
@@ -135,7 +140,7 @@ class DataParallel:
     def _elements(self, parameters: int) -> int:
         return element_count(2 * parameters, self.emulation.byte_divisor)
 
-    def _way(self, size: int, again: Recomputed) -> str:
+    def _way(self, size: int, again: ComputedAgain) -> str:
         told = f"{len(again.layers)} of {len(self.parameters)} layers recomputed"
         part = f"what is cheap of {len(again.part)}"
         return f"b={size}" + f", {told}" * bool(again.layers) + f", {part}" * bool(again.part)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from datetime import timedelta
 
@@ -9,6 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_pulse.planner.cluster.link import Link
+from megatron_pulse.planner.tune.sharded.again import Recomputing
 from megatron_pulse.planner.tune.sharded.sharding import (
     REDUCING,
     Gathering,
@@ -22,7 +24,6 @@ from megatron_pulse.planner.tune.sharded.sharding import (
     step_bytes,
     step_s,
 )
-from megatron_pulse.planner.tune.sharded.ways import Recomputable, recomputed
 from tests.benchmarks.capped import capped
 from tests.benchmarks.contestant import TIMEOUT_S, Contestant, Engine
 from tests.benchmarks.contestants import needed_bytes
@@ -153,22 +154,23 @@ def test_as_few_layers_are_recomputed_as_fit(emulation: Emulation) -> None:
         )
         for size, layers in profile.times.items()
     }
-    for chain in (profile, replace(profile, times=parts)):
-        dear = chain.at(size, False, range(len(chain.layers)))
-        kept = Recomputable(chain.at(size), chain.at(size, True), dear)
-        costs, whole = kept.every, sum(kept.every.saved_bytes)
-        assert not recomputed(kept, whole).layers | recomputed(kept, whole).part
-        some, every = (recomputed(kept, share * whole) for share in (0.7, 0.0))
-        assert some.kept + some.again <= 0.7 * whole
+    for layers in (profile, replace(profile, times=parts)):
+        recomputing = Recomputing(layers, size)
+        costs, whole = recomputing.costs, sum(recomputing.costs.saved_bytes)
+        assert not any(recomputing.chosen(whole)) and recomputing.least_s(whole) == 0
+        room = 0.7 * whole
+        some, every = (recomputing.chosen(room) for room in (room, 0.0))
+        chain = recomputing.chain(some)
+        made = max(recomputing.made_bytes(i, some) for i in some.layers | some.part)
+        assert sum(chain.saved_bytes) + made <= room
         assert len(some.layers) < len(every.layers) and not some.layers & some.part
-        assert bool(some.part) == (chain is not profile)
-        assert some.kept == sum(kept.of(i, some).saved_bytes[i] for i in range(len(costs)))
-        assert some.again == max(
-            kept.made_bytes(i, kept.of(i, some)) for i in some.layers | some.part
-        )
-        more_s = sum(kept.more_s(i, some) for i in range(len(costs)))
-        least_s = sum(costs.forward_s[i] for i in some.layers)
-        assert more_s == pytest.approx(least_s + 0.05 * sum(costs.forward_s[i] for i in some.part))
+        assert bool(some.part) == (layers is not profile)
+        more_s = sum(chain.backward_s) - sum(costs.backward_s)
+        forward_s = sum(costs.forward_s[i] for i in some.layers)
+        forward_s += 0.05 * sum(costs.forward_s[i] for i in some.part)
+        assert more_s == pytest.approx(forward_s)
+        assert recomputing.least_s(room) <= more_s
+        assert recomputing.least_s(0.0) == math.inf
 
 
 def entered_under(emulation: Emulation, share: float) -> tuple[list[Contestant], list[Contestant]]:
@@ -213,20 +215,20 @@ def test_under_a_cap_more_is_recomputed_and_everything_fits(emulation: Emulation
         (
             1.2e9,
             [
-                ("Megatron DDP", "b=32, 19 of 28 layers recomputed", 0.2060056, 1168394876),
+                ("Megatron DDP", "b=32, 18 of 28 layers recomputed", 0.2060056, 1194618172),
                 (
                     "FSDP2, gathered each microbatch",
                     "b=32, 18 of 28 layers recomputed, gathered each microbatch, "
                     "reduced once a step, 10 units",
                     0.22824420156132627,
-                    1160803896,
+                    1177447944,
                 ),
                 (
                     "HSDP",
-                    "b=32, 21 of 28 layers recomputed, gathered each microbatch, "
+                    "b=32, 20 of 28 layers recomputed, gathered each microbatch, "
                     "reduced once a step, 10 units",
-                    0.23287621003596753,
-                    1170678984,
+                    0.23455553677129654,
+                    1196371704,
                 ),
             ],
         ),

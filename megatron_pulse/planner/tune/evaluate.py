@@ -19,6 +19,7 @@ from megatron_pulse.planner.tune.costs import Unfit, UnfitError
 from megatron_pulse.planner.tune.cuts.lower_caps import Caps, WithRoom
 from megatron_pulse.planner.tune.estimate import PARAMETER_BYTES
 from megatron_pulse.planner.tune.queueing import schedules
+from megatron_pulse.planner.tune.sharded.opponent import Opponent, opponent
 from megatron_pulse.planner.tune.stages import Stages
 
 CORE = 4
@@ -102,6 +103,14 @@ class Evaluator(WithRoom):
         """The same backbone and batch on another cluster, or with another state of parameters."""
         of = self.profile, cluster, self.global_batch_size, self.sequence_parallel, self.num_heads
         return Evaluator(*of, self.self_conditioning, state or self.state)
+
+    def fully_sharded(self) -> Opponent | None:
+        """FSDP2 or HSDP at its best for the same batch on the same devices; None where none fits,
+        or where it is not predicted: with forwards of their own for self-conditioning."""
+        if self.self_conditioning:
+            return None
+        of = self.profile, self.cluster, self.global_batch_size
+        return opponent(*of, self.adam_s, self.state.averages)
 
     def candidates(self, choices: Choices) -> list[Config]:
         """Every config of ``choices`` that uses all devices and divides the batch."""

@@ -15,7 +15,6 @@ from megatron_pulse.planner.tune.searching.budget import Budget, Clock
 from megatron_pulse.planner.tune.searching.finish import finish
 from megatron_pulse.planner.tune.searching.short import search_short
 from megatron_pulse.planner.tune.searching.tuning import Tuning
-from megatron_pulse.planner.tune.sharded.opponent import opponent
 
 DECISION_S, FINISH_SHARE = 28.0, 0.35
 """Seconds of a decision, and the share of them for whole schedules of the best."""
@@ -71,9 +70,7 @@ def tune(
         raise UntunableError(nothing_fits(evaluator, choices, candidates, rest))
     progress("whole schedules", found)
     searched = clock()
-    if not evaluator.self_conditioning:  # how FSDP2 runs forwards of their own is not predicted
-        of = evaluator.profile, evaluator.cluster, evaluator.global_batch_size
-        found.opponent = opponent(*of, evaluator.adam_s, evaluator.state.averages)
+    found.opponent = evaluator.fully_sharded()
     finish(evaluator, found, max(0.0, finish_s - (clock() - searched)), solver, clock=clock)
     if not found.outcomes:
         raise UntunableError(

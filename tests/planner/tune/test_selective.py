@@ -20,7 +20,6 @@ from megatron_pulse.planner.tune.config import Choices, Config, Recompute
 from megatron_pulse.planner.tune.evaluate import Evaluator
 from megatron_pulse.planner.tune.plans.to_plan import plan_of
 from megatron_pulse.planner.tune.searching.search import search
-from megatron_pulse.planner.tune.sharded.opponent import opponent
 from tests.planner.tune.problems import cluster, profile
 from tests.plans import load_edited, shown
 
@@ -82,10 +81,7 @@ def test_a_search_minds_what_weight_gradients_wait_with(seed: int) -> None:
 
 def test_what_is_against_it_may_do_the_same() -> None:
     """FSDP2 with as much memory for each device."""
-    least = [
-        opponent(of.profile, of.cluster, 24)
-        for of in (evaluator(memory_gb=4.0), evaluator(None, 4.0))
-    ]
+    least = [of.fully_sharded() for of in (evaluator(memory_gb=3.5), evaluator(None, 3.5))]
     with_part, whole = (found.step_s for found in least if found is not None)
     assert least[0] is not None and least[0].fitted.again.part
     assert with_part < whole

@@ -15,7 +15,8 @@ from megatron_pulse.planner.layout.layouts import LAYOUTS
 from megatron_pulse.planner.layout.placement import Partition
 from megatron_pulse.planner.tune.config import Choices, Config, Recompute
 from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
-from megatron_pulse.planner.tune.memory.knapsack import Spared, least_work
+from megatron_pulse.planner.tune.memory.knapsack import Spared, least_seconds
+from megatron_pulse.planner.tune.memory.least_work import least_work
 from megatron_pulse.planner.tune.memory.relief import Relief
 from megatron_pulse.planner.tune.memory.sparing import ON_LINK, TRAVELLING
 from megatron_pulse.planner.tune.searching.search import search
@@ -85,6 +86,7 @@ def test_of_all_what_is_cheap_or_nothing_the_least_work_is_chosen(
         assert enough(again, [], need, beside, part)
         seconds = sum(e.seconds for e in again) + sum(e.part_s for e in part)
         assert seconds <= 1.02 * min(sufficient) + 1e-9
+        assert least_seconds(layers, need) <= min(sufficient) + 1e-9
 
 
 def tight(

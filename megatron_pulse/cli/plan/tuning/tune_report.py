@@ -81,12 +81,19 @@ def _beside(found: Tuning, explained: bool) -> list[str]:
     """What FSDP2 would come to, where it can run."""
     if (other := found.opponent) is None:
         return []
-    lines = [f"{other.beside(found.outcomes[0].throughput)} ({other.facts})"]
+    best = found.outcomes[0]
+    lines = [f"{other.beside(best.throughput)} ({other.facts})"]
+    if found.num_left and found.bound_s < other.step_s < best.step_s:
+        lines.append(
+            f"  but {found.num_left:,} configs were left when the time was up, and might be faster "
+            "than that: give more --seconds first"
+        )
     if explained:
         lines.append(
             "  the fastest of its ways that fit, with ideal collectives at the links' bandwidth, "
             "which slow no computing, and no buffers but for what is gathered and reduced"
         )
+        lines += [f"  {what}: {', '.join(names)}" for what, names in other.layers.items() if names]
     return lines
 
 

@@ -1,11 +1,6 @@
-"""Which of a device's layers compute their activations again, or what is cheap of them, or have
-them wait on the host, where not all can be kept: with as little work, and time on the link, as will
-do.
+"""Of which layers activations are not all kept, so that enough bytes are spared in the least time.
 
-A knapsack over bins of bytes for what to compute again: of each layer all, what is cheap, or
-nothing. Time on the link to the host is short too: a second of it gets a price (Lagrange), the one
-at which what is cheapest just fits; of what is then spared the dearest to compute again goes to the
-host, and one or two layers are changed as long as that takes less.
+A knapsack over bins of bytes: of each layer all is computed again, what is cheap, or nothing.
 """
 
 from __future__ import annotations
@@ -13,24 +8,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from megatron_pulse.planner.tune.memory.relief import Relief
-
 BINS = 4096
 """Into which the bytes to be spared are divided; what a layer spares is rounded down to them."""
 
-PRICES = 8
-"""Prices of a second on the link that are tried."""
-
-
-ROUNDS = 20
-"""Times that a choice is improved, at the most."""
-
-LEAST = 1e-9
-"""Share of the work that counts as less."""
+type Step = tuple[float, float]
+"""Seconds, and bytes that they spare."""
 
 
 @dataclass(frozen=True)
@@ -52,23 +39,25 @@ class Spared:
     part_transient: float = 0.0
 
     @property
-    def ways(self) -> list[_Way]:
+    def ways(self) -> list[SparingWay]:
         """All, or what is cheap, where that is possible and spares anything."""
         every = (
-            _Way(self, self.seconds, self.num_bytes, False),
-            _Way(self, self.part_s, self.part_bytes, True),
+            SparingWay(self, self.seconds, self.num_bytes, False),
+            SparingWay(self, self.part_s, self.part_bytes, True),
         )
         return [way for way in every if way.num_bytes > 0 and way.seconds < math.inf]
 
     def with_at_most(self, transient: float) -> Spared:
         """The same without what has more in use."""
+        if max(self.transient, self.part_transient) <= transient:
+            return self
         seconds = self.seconds if self.transient <= transient else math.inf
         part_s = self.part_s if self.part_transient <= transient else math.inf
         return replace(self, seconds=seconds, part_s=part_s)
 
 
 @dataclass(frozen=True)
-class _Way:
+class SparingWay:
     """How a layer spares bytes: all of it computed again, or on the host at a price, or a part."""
 
     layer: Spared
@@ -77,158 +66,48 @@ class _Way:
     is_part: bool
 
 
-def least_work(
-    layers: Sequence[Spared], need: float, beside: float = 0.0, link_s: float = 0.0
-) -> Relief | None:
-    """How a device's ``layers`` spare ``need`` bytes in the fewest seconds of work, and no more
-    than ``link_s`` on the link to the host.
-
-    A layer that is computed again needs its ``transient`` bytes, as far as they are more than
-    ``beside``, which are there in any case. None where all of them do not spare enough. For each of
-    the largest transients that may be chosen up to, without the host exact but for what rounding
-    down to bins loses: at most len(layers) of ``BINS`` of the need.
-    """
-    if need < 1:
-        return Relief()
-    best: tuple[float, Relief] | None = None
-    transients = {t for layer in layers for t in (layer.transient, layer.part_transient)}
-    for most in sorted({max(beside, transient) for transient in (beside, *transients)}):
-        allowed = [
-            each.with_at_most(most) for each in layers if each.num_bytes > 0 or each.part_bytes > 0
-        ]
-        enough = need + most - beside
-        for found in _reliefs(allowed, enough, link_s):
-            if link_s > 0:
-                found = _improved(allowed, found, enough, link_s)
-            seconds = sum(each.seconds for each in allowed if each.layer in found.again)
-            seconds += sum(each.part_s for each in allowed if each.layer in found.selective)
-            if best is None or seconds < best[0]:
-                best = seconds, found
-    return None if best is None else best[1]
+def least_seconds(layers: Iterable[Spared], need: float) -> float:
+    """In fewer nothing spares ``need`` bytes without the host, whatever is in use meanwhile;
+    infinite where all of them do not spare enough."""
+    return relaxed_s(cheapest_steps(layers), need)
 
 
-def _improved(layers: Sequence[Spared], choice: Relief, need: float, link_s: float) -> Relief:
-    """The choice with one or two layers' ways changed, as long as that takes less work."""
-    ways = np.array([[0.0, each.seconds, 0.0, each.part_s] for each in layers])
-    link = np.array([[0.0, 0.0, each.copying, 0.0] for each in layers])
-    spares = np.array([[0.0, each.num_bytes, each.away_bytes, each.part_bytes] for each in layers])
-    chosen = choice.again, choice.host, choice.selective
-    now = np.array([sum(w * (each.layer in c) for w, c in enumerate(chosen, 1)) for each in layers])
-    rows, num_ways = np.arange(len(layers)), len(chosen) + 1
-    which: Any = np.repeat(rows, num_ways)
-    for _ in range(ROUNDS):
-        own = ways[rows, now], link[rows, now], spares[rows, now]
-        left_s, surplus = link_s - own[1].sum(), own[2].sum() - need
-        with np.errstate(invalid="ignore"):  # what cannot be is infinite, and no gain
-            work, copying, freed = (
-                (table - mine[:, None]).ravel()
-                for table, mine in zip((ways, link, spares), own, strict=True)
-            )
-            gains = work[:, None] + work
-        possible = (which[:, None] != which) & (gains < -LEAST * (1 + own[0].sum()))
-        possible &= copying[:, None] + copying <= left_s
-        possible &= freed[:, None] + freed >= -surplus
-        if not possible.any():
-            break
-        for at in divmod(int(np.where(possible, gains, np.inf).argmin()), len(which)):
-            now[which[at]] = at % num_ways
-    parts = (
-        frozenset(each.layer for each, n in zip(layers, now, strict=True) if n == way)
-        for way in range(1, num_ways)
-    )
-    return Relief(*parts)
+def relaxed_s(steps: Iterable[Step], need: float) -> float:
+    """The linear relaxation: the cheapest bytes first, of the last layer a part."""
+    left, seconds = need, 0.0
+    for step_s, num_bytes in steps:
+        if left <= num_bytes:
+            return seconds + max(0.0, left) * step_s / num_bytes
+        left, seconds = left - num_bytes, seconds + step_s
+    return math.inf if left >= 1 else seconds
 
 
-def _reliefs(layers: Sequence[Spared], need: float, link_s: float) -> Iterator[Relief]:
-    """All that must be computed again; then of what is sufficient at a price of the link, and those
-    that first fill the link."""
-    every = _knapsack(layers, need)
-    if every is not None:
-        yield _relief(every)
-    if link_s <= 0:
-        return
-    for kept, host in _sufficient(layers, need, link_s):
-        if (more := _cheapest_again(host, link_s)) is not None:
-            again = [way.layer for way in more]
-            yield _relief([*kept, *more], [each for each in host if each not in again])
-    fits = [each for each in layers if 0 < each.copying <= link_s]
-    for worth in (lambda e: e.seconds / e.copying, lambda e: e.seconds, lambda e: e.away_bytes):
-        left_s, left = link_s, need
-        host = []
-        for each in sorted(fits, key=worth, reverse=True):
-            if each.copying <= left_s and left > 0:
-                host.append(each)
-                left_s, left = left_s - each.copying, left - each.away_bytes
-        rest = [each for each in layers if each not in host]
-        found = _knapsack(rest, left) if left > 0 else []
-        if host and found is not None:
-            yield _relief(found, host)
+def cheapest_steps(layers: Iterable[Spared]) -> list[Step]:
+    """Seconds and bytes, the cheapest first, of what each layer's ways add to each other, from
+    nothing to the one that spares most."""
+    steps = [step for layer in layers for step in _corners(layer.ways)]
+    return sorted(steps, key=lambda step: step[0] / step[1])
 
 
-def _relief(ways: Sequence[_Way], host: Sequence[Spared] = ()) -> Relief:
-    return Relief(
-        frozenset(way.layer.layer for way in ways if not way.is_part),
-        frozenset(each.layer for each in host),
-        frozenset(way.layer.layer for way in ways if way.is_part),
-    )
+def _corners(ways: Iterable[SparingWay]) -> Iterator[Step]:
+    """From corner to corner of the lower convex hull of a layer's ways."""
+    hull = [(0.0, 0.0)]
+    for way in sorted(ways, key=lambda way: (way.num_bytes, way.seconds)):
+        here = way.seconds, way.num_bytes
+        if here[1] == hull[-1][1]:
+            continue
+        while len(hull) > 1 and _slope(hull[-2], here) <= _slope(hull[-2], hull[-1]):
+            hull.pop()
+        hull.append(here)
+    for before, after in pairwise(hull):
+        yield after[0] - before[0], after[1] - before[1]
 
 
-def _sufficient(
-    layers: Sequence[Spared], need: float, link_s: float
-) -> Iterator[tuple[list[_Way], list[Spared]]]:
-    """Those to be computed again, and those on the host, that spare ``need`` for the least, at
-    various prices of a second on the link."""
-    own = {each.layer: each for each in layers}
-    ratios = [each.seconds / each.copying for each in layers if 0 < each.copying < math.inf]
-    high = max((ratio for ratio in ratios if ratio < math.inf), default=0.0) * 2 + 1.0
-    low, price = 0.0, high
-    for _ in range(PRICES):
-        found = _knapsack([_priced(each, price) for each in layers], need)
-        if found is None:
-            return
-        kept, host = list[_Way](), list[Spared]()
-        for way in found:
-            layer = own[way.layer.layer]
-            if way.is_part or way.seconds == layer.seconds:
-                kept.append(replace(way, layer=layer))
-            else:
-                host.append(layer)
-        yield kept, host
-        if sum(each.copying for each in host) > link_s:
-            low = price
-        else:
-            high = price
-        price = (low + high) / 2
+def _slope(before: tuple[float, float], after: tuple[float, float]) -> float:
+    return (after[0] - before[0]) / (after[1] - before[1])
 
 
-def _priced(layer: Spared, price: float) -> Spared:
-    """To be computed again, or on the host at that price of the link, where that is cheaper for its
-    bytes."""
-    away_s = price * layer.copying if layer.away_bytes > 0 else math.inf
-    if away_s * layer.num_bytes < layer.seconds * layer.away_bytes:
-        return replace(layer, seconds=away_s, num_bytes=layer.away_bytes)
-    return layer
-
-
-def _cheapest_again(host: Sequence[Spared], link_s: float) -> list[_Way] | None:
-    """Which of these are to be computed again, in the fewest seconds, if the link has so much time
-    for the others; None if it has too little."""
-    must = [each for each in host if each.copying > link_s]
-    if any(each.seconds == math.inf for each in must):
-        return None
-    over = sum(each.copying for each in host if each.copying <= link_s) - link_s
-    found = [_Way(each, each.seconds, each.num_bytes, False) for each in must]
-    if over <= 0:
-        return found
-    may = [each for each in host if 0 < each.copying <= link_s and each.seconds < math.inf]
-    again = _knapsack([replace(e, num_bytes=e.copying, part_bytes=0.0) for e in may], over)
-    own = {each.layer: each for each in may}
-    if again is None:
-        return None
-    return found + [replace(way, layer=own[way.layer.layer]) for way in again]
-
-
-def _knapsack(layers: Sequence[Spared], need: float) -> list[_Way] | None:
+def knapsack(layers: Sequence[Spared], need: float) -> list[SparingWay] | None:
     """At most one way of each layer, with the fewest seconds, that together spare ``need``; None
     where all do not."""
     ways = [ways for layer in layers if (ways := layer.ways)]
@@ -250,7 +129,7 @@ def _knapsack(layers: Sequence[Spared], need: float) -> list[_Way] | None:
             way_of[with_it + way.seconds < least] = number
             least = np.minimum(least, with_it + way.seconds)
         taken.append(way_of)
-    found, left = list[_Way](), BINS
+    found, left = list[SparingWay](), BINS
     for i in reversed(range(len(ways))):
         if left > 0 and (number := int(taken[i][left])):
             found.append(ways[i][number - 1])
@@ -258,10 +137,10 @@ def _knapsack(layers: Sequence[Spared], need: float) -> list[_Way] | None:
     return min(_without_surplus(found, need), chosen, key=_seconds)
 
 
-def _first_enough(ways: Iterable[Sequence[_Way]], need: float) -> list[_Way]:
+def _first_enough(ways: Iterable[Sequence[SparingWay]], need: float) -> list[SparingWay]:
     """The first for their seconds that together spare ``need``; of a layer the one that spares
     more, once it comes."""
-    found, spared = dict[int, _Way](), 0.0
+    found, spared = dict[int, SparingWay](), 0.0
     every = [way for own in ways for way in own]
     for way in sorted(every, key=lambda way: way.seconds / way.num_bytes):
         if spared >= need:
@@ -273,10 +152,10 @@ def _first_enough(ways: Iterable[Sequence[_Way]], need: float) -> list[_Way]:
     return list(found.values())
 
 
-def _without_surplus(chosen: Sequence[_Way], need: float) -> list[_Way]:
+def _without_surplus(chosen: Sequence[SparingWay], need: float) -> list[SparingWay]:
     """Without those, the dearest first, that are not needed beside the others; or with less of
     them, where that is enough."""
-    left, surplus = list[_Way](), sum(way.num_bytes for way in chosen) - need
+    left, surplus = list[SparingWay](), sum(way.num_bytes for way in chosen) - need
     for way in sorted(chosen, key=lambda each: -each.seconds):
         if way.num_bytes <= surplus:
             surplus -= way.num_bytes
@@ -289,5 +168,5 @@ def _without_surplus(chosen: Sequence[_Way], need: float) -> list[_Way]:
     return left
 
 
-def _seconds(ways: Sequence[_Way]) -> float:
+def _seconds(ways: Sequence[SparingWay]) -> float:
     return sum(way.seconds for way in ways)

@@ -13,7 +13,8 @@ from megatron_pulse.planner.partition.memory import in_flight
 from megatron_pulse.planner.schedule.bound.bounds import filled
 from megatron_pulse.planner.step.replay import Edge
 from megatron_pulse.planner.tune.config import Config, Recompute
-from megatron_pulse.planner.tune.memory.knapsack import Spared, least_work
+from megatron_pulse.planner.tune.memory.knapsack import Spared
+from megatron_pulse.planner.tune.memory.least_work import least_work
 from megatron_pulse.planner.tune.memory.relief import Relief
 from megatron_pulse.planner.tune.stages import Cut, Stages
 from megatron_pulse.profile.devices import ELEMENT_BYTES

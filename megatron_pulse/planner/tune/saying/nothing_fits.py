@@ -15,7 +15,6 @@ from megatron_pulse.planner.tune.costs import Unfit, UnfitError
 from megatron_pulse.planner.tune.evaluate import Evaluator
 from megatron_pulse.planner.tune.searching.budget import Budget
 from megatron_pulse.planner.tune.searching.kinds import ranks_of
-from megatron_pulse.planner.tune.sharded.opponent import opponent
 from megatron_pulse.planner.tune.stages import Stages
 
 MOST_NODES = 64
@@ -100,9 +99,7 @@ def _sharded(evaluator: Evaluator) -> Iterator[str]:
     known = cluster.num_devices > 1 and not samples % cluster.num_devices
     if evaluator.self_conditioning or not known:
         return
-    averages = evaluator.state.averages
-    found = opponent(evaluator.profile, cluster, samples, evaluator.adam_s, averages)
-    if found is None:
+    if (found := evaluator.fully_sharded()) is None:
         yield "nor would torch's fully_shard (FSDP2, HSDP) fit"
     else:
         rate = f"{found.throughput:.4g} samples/s predicted"

@@ -28,12 +28,13 @@ ALIKE = 0.005
 
 @dataclass(frozen=True)
 class Opponent:
-    """The fastest way to shard that fits, on ``samples`` a step; ``step_s`` has in it the
-    optimizer's seconds."""
+    """The fastest way to shard that fits, on ``samples`` a step, of layers with these ``names``;
+    ``step_s`` has in it the optimizer's seconds."""
 
     fitted: FittedWay
     samples: int
     step_s: float
+    names: tuple[str, ...]
 
     @property
     def throughput(self) -> float:
@@ -67,6 +68,18 @@ class Opponent:
             said = f"{_percent(-gain)} less than this plan"
         return f"{self.name} is predicted at {self.throughput:.4g} samples/s, {said}"
 
+    @property
+    def layers(self) -> dict[str, list[str]]:
+        """Its units, each as its first and last layer, and the layers of which all is recomputed,
+        or what is cheap."""
+        names, again = self.names, self.fitted.again
+        ends = [dict.fromkeys((names[own[0]], names[own[-1]])) for own in self.fitted.layers]
+        return {
+            "units": [" to ".join(each) for each in ends],
+            "recomputed": [names[i] for i in sorted(again.layers)],
+            "selective": [names[i] for i in sorted(again.part)],
+        }
+
     def record(self) -> dict[str, Any]:
         """For JSON."""
         way, sharding = self.fitted.way, self.fitted.sharding
@@ -76,13 +89,11 @@ class Opponent:
             "micro_batch_size": way.micro_batch_size,
             "num_microbatches": sharding.count,
             "group": way.group,
-            "units": len(sharding.units),
             "gathered": str(way.gathering),
             "reduce_once": way.reduce_once,
             "prefetch": way.prefetch,
-            "recomputed": len(self.fitted.again.layers),
-            "selective": len(self.fitted.again.part),
             "memory_bytes": self.fitted.needs_bytes,
+            **self.layers,
         }
 
 
@@ -106,6 +117,7 @@ def opponent(
     of = profile, cluster.num_devices, samples, cluster.usable_bytes, sizes
     ways = Ways(*of, averages=averages)
     trained = sum(layer.trained_parameters for layer in profile.layers)
+    names = tuple(layer.name for layer in profile.layers)
 
     @cache
     def carried(group: int, about: int) -> Transfers:
@@ -130,7 +142,7 @@ def opponent(
         seconds = step_s(fitted.sharding, carried(way.group, way.about))
         seconds += adam_s * trained / way.group
         if best is None or seconds < best.step_s:
-            best = Opponent(fitted, samples, seconds)
+            best = Opponent(fitted, samples, seconds, names)
     return best
 
 

@@ -10,7 +10,7 @@ take, follow each other without a pause, and slow no computing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
@@ -24,8 +24,8 @@ STATE_BYTES = 16
 AVERAGE_BYTES = 4
 """Of a parameter's average, where one is kept, divided as well."""
 
-MOST = 3
-"""Microbatches of which the peak is that of any more."""
+STEADY = 3
+"""Microbatches of a step from which on each further one is like the last but for the very last."""
 
 REDUCING = 2
 """Units whose gradients may be on their way at once; FSDP2's own default is 1."""
@@ -195,12 +195,12 @@ def over(link: Link, way: Sharding) -> Transfers:
 def step_s(way: Sharding, transfers: Transfers) -> float:
     """Seconds of a step whose collectives follow each other.
 
-    Of many microbatches three are played, and the third's share is taken for each further one.
+    Of many microbatches ``STEADY`` are played; each further one adds what the last of them adds.
     """
-    if way.count <= 3:
+    if way.count <= STEADY:
         return _play(way, transfers)
-    two, three = (_play(replace(way, count=count), transfers) for count in (2, 3))
-    return three + (way.count - 3) * (three - two)
+    fewer, most = (_play(replace(way, count=count), transfers) for count in (STEADY - 1, STEADY))
+    return most + (way.count - STEADY) * (most - fewer)
 
 
 def _play(way: Sharding, transfers: Transfers) -> float:
@@ -260,9 +260,20 @@ def peak_bytes(way: Sharding) -> float:
     on their way have followed. Of many microbatches all behave as the second, but for the
     last.
     """
-    way = replace(way, count=min(way.count, MOST))
+    return max(held for _, held in _held(way))
+
+
+def full_bytes(way: Sharding) -> float:
+    """The most of these while the activations of a whole microbatch are held."""
+    last = len(way.units) - 1
+    return max(held for op, held in _held(way) if op.unit == last)
+
+
+def _held(way: Sharding) -> Iterator[tuple[UnitPass, float]]:
+    """A device's operations, and bytes beyond its state while each runs."""
+    way = replace(way, count=min(way.count, STEADY))
     program, units = passes(way), way.units
-    held = most = 0.0
+    held = 0.0
     asked = 0
     summing: set[int] = set()
     reducing: list[float] = []
@@ -273,18 +284,17 @@ def peak_bytes(way: Sharding) -> float:
         unit = units[op.unit]
         if op.forward:
             held += unit.saved_bytes
-            most = max(most, held)
+            yield op, held
         else:
             held += 0.0 if op.unit in summing else unit.parameter_bytes * unit.trained
             summing.add(op.unit)
-            most = max(most, held + unit.again_bytes)
+            yield op, held + unit.again_bytes
             held -= unit.saved_bytes
         held -= unit.parameter_bytes if op.frees else 0.0
         if op.reduces:
             summing.discard(op.unit)
             reducing.append(unit.parameter_bytes * unit.trained)
             held -= reducing.pop(0) if len(reducing) > REDUCING else 0.0
-    return most
 
 
 def grouped(parameters: Sequence[int], count: int) -> list[range]:

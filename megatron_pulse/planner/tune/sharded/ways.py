@@ -1,26 +1,27 @@
 """All ways to shard a chain that divide the batch, under a cap on memory.
 
 Samples of a microbatch, how often parameters are gathered and gradients reduced, units,
-prefetching. Layers are recomputed, all or what is cheap of them, first what spares most for its
-time, until the step fits.
+prefetching. Of as few layers as will do all is computed again, or what is cheap.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from itertools import product
+from math import inf
 from typing import NamedTuple
 
-from megatron_pulse.backbone.costs import ChainCosts
+from megatron_pulse.planner.tune.sharded.again import ComputedAgain, Recomputing
 from megatron_pulse.planner.tune.sharded.sharding import (
     AVERAGE_BYTES,
-    MOST,
     STATE_BYTES,
+    STEADY,
     Gathering,
     ShardedUnit,
     Sharding,
+    full_bytes,
     grouped,
     peak_bytes,
     state_bytes,
@@ -34,86 +35,8 @@ UNITS = (12, 32, 96)
 PREFETCH = (1, 3, 6)
 """Units that are gathered ahead."""
 
-
-class Recomputed(NamedTuple):
-    """Layers that are computed again, and those of which what is cheap is; the bytes of activations
-    that then are held: from forward to backward, and at most while a layer is computed again."""
-
-    layers: frozenset[int]
-    part: frozenset[int]
-    kept: float
-    again: float
-
-
-class Recomputable(NamedTuple):
-    """A chain that keeps all, what layers take alone, and all that is not cheap."""
-
-    every: ChainCosts
-    inputs: ChainCosts
-    dear: ChainCosts
-
-    def of(self, layer: int, again: Recomputed) -> ChainCosts:
-        """The one that the layer is in."""
-        if layer in again.layers:
-            return self.inputs
-        return self.dear if layer in again.part else self.every
-
-    def more_s(self, layer: int, again: Recomputed) -> float:
-        """Seconds that its backward takes longer."""
-        costs = self.of(layer, again)
-        return costs.backward_s[layer] - self.every.backward_s[layer]
-
-    def made_bytes(self, layer: int, costs: ChainCosts) -> float:
-        """What is there of its activations while they are computed again, if it is in ``costs``."""
-        kept = 0 if costs is self.inputs else costs.saved_bytes[layer]
-        return float(self.every.saved_bytes[layer] - kept)
-
-
-def recomputed(chain: Recomputable, room: float) -> Recomputed:
-    """As little as fits ``room``, or all that gains; first what spares most for its seconds."""
-    every = chain.every
-    choices = [
-        (
-            every.saved_bytes[i] - costs.saved_bytes[i],
-            costs.backward_s[i] - every.backward_s[i],
-            i,
-            costs,
-        )
-        for costs in (chain.inputs, chain.dear)
-        for i in range(len(every))
-    ]
-    order = sorted(
-        (choice for choice in choices if choice[0] > 0),
-        key=lambda choice: choice[0] / max(choice[1], 1e-12),
-        reverse=True,
-    )
-    kept = float(sum(every.saved_bytes))
-    chosen = dict[int, ChainCosts]()
-
-    def held(layer: int, costs: ChainCosts | None) -> float:
-        return (every if costs is None else costs).saved_bytes[layer]
-
-    def made(chosen: Mapping[int, ChainCosts]) -> float:
-        return max((chain.made_bytes(i, costs) for i, costs in chosen.items()), default=0.0)
-
-    for _, _, i, costs in order:
-        if kept + made(chosen) <= room:
-            break
-        if held(i, costs) < held(i, chosen.get(i)):
-            kept += held(i, costs) - held(i, chosen.get(i))
-            chosen[i] = costs
-    for i in sorted(chosen, key=lambda i: every.backward_s[i] - chosen[i].backward_s[i]):
-        for less in (None, chain.dear):  # what is not needed beside the others, the dearest first
-            if less is chosen[i] or held(i, less) < held(i, chosen[i]):
-                continue
-            others = {j: costs for j, costs in chosen.items() if j != i}
-            others |= {} if less is None else {i: less}
-            more = held(i, less) - held(i, chosen[i])
-            if kept + more + made(others) <= room:
-                kept, chosen = kept + more, others
-                break
-    whole = frozenset(i for i, costs in chosen.items() if costs is chain.inputs)
-    return Recomputed(whole, frozenset(chosen) - whole, kept, made(chosen))
+ROOM_SHARE = 1 / 256
+"""Share of a device's memory to which the room for activations is found."""
 
 
 class Way(NamedTuple):
@@ -129,11 +52,12 @@ class Way(NamedTuple):
 
 @dataclass(frozen=True)
 class FittedWay:
-    """A way with as few layers recomputed as fit; ``needs_bytes`` on each device, which may be more
-    than there are where nothing fits."""
+    """A way with as little computed again as fits; ``layers`` of each of its units,
+    ``needs_bytes`` on each device, which may be more than there are where nothing fits."""
 
     way: Way
-    again: Recomputed
+    again: ComputedAgain
+    layers: tuple[range, ...]
     sharding: Sharding
     needs_bytes: float
 
@@ -163,16 +87,9 @@ class Ways:
         self.element_bytes = ELEMENT_BYTES[profile.dtype]
         self.trained_bytes = STATE_BYTES + (AVERAGE_BYTES if averages else 0)
         self.moved = moved or (lambda count: self.element_bytes * count)
-        self.costs = cache(lambda size: profile.at(size, False))
-        every = range(len(profile.layers))
-        self.kept = cache(
-            lambda size: Recomputable(
-                self.costs(size), profile.at(size, True), profile.at(size, False, every)
-            )
-        )
-        self.recomputed = cache(self._recomputed)
+        self.recomputing = cache(partial(Recomputing, profile))
         self.bare = cache(self._bare)
-        self._peak = cache(self._peak_of)
+        self._peaks = cache(self._peaks_of)
         self._grouped = cache(lambda about: grouped([x.parameters for x in profile.layers], about))
 
     def ways(self, group: int) -> Iterator[Way]:
@@ -188,32 +105,47 @@ class Ways:
         """Microbatches of a device."""
         return self.samples // (self.num_devices * size)
 
-    def again(self, way: Way) -> Recomputed:
-        """Its layers that are recomputed."""
-        return self.recomputed(way.micro_batch_size, self._room(way))
-
     def fit(self, way: Way) -> FittedWay:
-        """The way with its costs."""
-        again = self.again(way)
-        costs, kept = self.costs(way.micro_batch_size), self.kept(way.micro_batch_size)
-        units = []
-        for bare, own in zip(self.bare(way.about), self._grouped(way.about), strict=True):
-            forward_s = sum(costs.forward_s[i] for i in own)
-            backward_s = sum(kept.of(i, again).backward_s[i] for i in own)
-            units.append(
-                ShardedUnit(
-                    self.time_scale * forward_s,
-                    self.time_scale * backward_s,
-                    bare.moved_bytes,
-                    bare.parameter_bytes,
-                    bare.state_bytes,
-                    float(sum(kept.of(i, again).saved_bytes[i] for i in own)),
-                    max(kept.made_bytes(i, kept.of(i, again)) for i in own),
-                    bare.trained,
-                )
+        """The way with its costs.
+
+        What is held beside activations when these are the most is less than the most of it: room
+        for them is looked for between what is there in any case and what can be.
+        """
+        sure, most = self._rooms(way)
+        found = self._with(way, most)
+        if found.needs_bytes <= self.usable:
+            return found
+        low, high = sure - self.recomputing(way.micro_batch_size).shared_bytes, most
+        found = self._with(way, low)
+        while high - low > ROOM_SHARE * self.usable:
+            middle = self._with(way, (low + high) / 2)
+            if middle.needs_bytes <= self.usable:
+                found, low = middle, (low + high) / 2
+            else:
+                high = (low + high) / 2
+        return found
+
+    def _with(self, way: Way, room: float) -> FittedWay:
+        """The way with activations that have ``room``."""
+        return self.costed(way, self.recomputing(way.micro_batch_size).chosen(room))
+
+    def costed(self, way: Way, again: ComputedAgain) -> FittedWay:
+        """The way where these layers are computed again."""
+        recomputing, layers = self.recomputing(way.micro_batch_size), self._grouped(way.about)
+        chain = recomputing.chain(again)
+        units = tuple(
+            replace(
+                bare,
+                forward_s=self.time_scale * sum(chain.forward_s[i] for i in own),
+                backward_s=self.time_scale * sum(chain.backward_s[i] for i in own),
+                saved_bytes=float(sum(chain.saved_bytes[i] for i in own)),
+                again_bytes=max(recomputing.made_bytes(i, again) for i in own),
             )
-        sharding = self._sharding(way, tuple(units), self.count(way.micro_batch_size))
-        return FittedWay(way, again, sharding, state_bytes(sharding) + peak_bytes(sharding))
+            for bare, own in zip(self.bare(way.about), layers, strict=True)
+        )
+        sharding = self._sharding(way, units, self.count(way.micro_batch_size))
+        needs_bytes = state_bytes(sharding) + peak_bytes(sharding)
+        return FittedWay(way, again, tuple(layers), sharding, needs_bytes)
 
     def _bare(self, about: int) -> tuple[ShardedUnit, ...]:
         """Units with parameters only."""
@@ -235,31 +167,32 @@ class Ways:
         return self._sharding(way, self.bare(way.about), self.count(way.micro_batch_size))
 
     def computed_s(self, way: Way) -> float:
-        """Seconds that a device computes in a step."""
-        costs = self.costs(way.micro_batch_size)
-        each = sum(costs.forward_s) + sum(costs.backward_s)
-        again, kept = self.again(way), self.kept(way.micro_batch_size)
-        each += sum(kept.more_s(i, again) for i in again.layers | again.part)
+        """Seconds below which a device does not compute a step; infinite where nothing fits."""
+        recomputing, (_, most) = self.recomputing(way.micro_batch_size), self._rooms(way)
+        costs = recomputing.costs
+        each = sum(costs.forward_s) + sum(costs.backward_s) + recomputing.least_s(most)
         return self.time_scale * each * self.count(way.micro_batch_size)
 
     def hopeless(self, way: Way) -> bool:
         """Whether it cannot fit, for what is certainly held."""
-        held = sum(unit.state_bytes for unit in self.bare(way.about)) / way.group
-        return self._room(way) < 0 or held + self.again(way).kept > self.usable
+        sure, _ = self._rooms(way)
+        return sure < 0 or self.computed_s(way) == inf
 
     def _sharding(self, way: Way, units: tuple[ShardedUnit, ...], count: int) -> Sharding:
         of = way.group, way.gathering, way.reduce_once, way.prefetch
         return Sharding(units, self.num_devices, count, *of)
 
-    def _room(self, way: Way) -> float:
-        """Bytes that are left for activations."""
+    def _rooms(self, way: Way) -> tuple[float, float]:
+        """Bytes of activations for which there is room in any case, beside the most that is held of
+        parameters and gradients; and beside what of these is held while activations are the most.
+        """
         held = sum(unit.state_bytes for unit in self.bare(way.about)) / way.group
         # Of a group and a microbatch nothing else bears on what parameters and gradients take.
         alike = way._replace(group=1, micro_batch_size=0)
-        return self.usable - held - self._peak(alike, min(MOST, self.count(way.micro_batch_size)))
+        peaks = self._peaks(alike, min(STEADY, self.count(way.micro_batch_size)))
+        sure, most = (self.usable - held - peak for peak in peaks)
+        return sure, most
 
-    def _peak_of(self, way: Way, count: int) -> float:
-        return peak_bytes(self._sharding(way, self.bare(way.about), count))
-
-    def _recomputed(self, size: int, room: float) -> Recomputed:
-        return recomputed(self.kept(size), room)
+    def _peaks_of(self, way: Way, count: int) -> tuple[float, float]:
+        bare = self._sharding(way, self.bare(way.about), count)
+        return peak_bytes(bare), full_bytes(bare)
