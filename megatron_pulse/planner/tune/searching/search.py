@@ -236,10 +236,13 @@ class _ConfigSearch:
         return False
 
     def vary_one(self, good: Outcome) -> bool:
-        """Simulate one variant, if there is one. Where it is sooner by schedules that are found at
-        once, or may be by others, they are searched for."""
+        """Simulate one variant, or rule some out; whether there was any. Where it is sooner by
+        schedules that are found at once, or may be by others, they are searched for."""
         steps = self.steps
-        for config, stages in steps.variants.of(good, steps.listed.limit):
+        for variant in steps.variants.of(good, steps.listed.limit):
+            if variant is None:
+                return True  # others come first, or the time is up
+            config, stages = variant
             try:
                 outcome, beside_s = steps.evaluate(config, "quick", stages), steps.quick_s(good)
                 if stages.partition == good.stages.partition:

@@ -35,6 +35,9 @@ LEAST_SHARE = 0.1
 MOVED = 1.03
 """Times a step, up to which it is a variant with its cuts moved, or what differs in two things."""
 
+LOOKS = 24
+"""Variants that are looked at, and may all be ruled out, before whoever asks is told so."""
+
 TOGETHER = 48
 """Moved cuts of which the one is simulated first that is the soonest in the same order."""
 
@@ -122,11 +125,16 @@ class Variants:
         """Seconds that all variants had."""
         return sum(self._spent_s.values())
 
-    def of(self, good: Outcome, limit: float) -> Iterator[tuple[Config, Stages]]:
-        """Those of ``good`` that were not seen, fit, and may be sooner than ``limit``."""
+    def of(self, good: Outcome, limit: float) -> Iterator[tuple[Config, Stages] | None]:
+        """Those of ``good`` that were not seen, fit, and may be sooner than ``limit``; None in
+        the place of every so many that are not: there may be no end to them, so look at the clock.
+        """
         key = good.config, good.stages.partition
         known = [(good.config, cuts) for cuts in self.known.of(kind_of(good.config))]
-        for config, cuts in chain(known, self._left.setdefault(key, self._all(good))):
+        every = chain(known, self._left.setdefault(key, self._all(good)))
+        for number, (config, cuts) in enumerate(every, 1):
+            if number % LOOKS == 0:
+                yield None
             if (config, cuts) in self._seen or self.bounds[config] >= limit:
                 continue
             if self._times.get((good.config, config), 1.0) > self._wider(MOVED):
@@ -180,8 +188,9 @@ class Variants:
         for some in batched(farther(cuts, moved, seconds), TOGETHER):
             times = {each: seconds(each) for each in some}
             least_s = min(least_s, *times.values())
-            promising = [each for each in some if times[each] < self._wider(CLOSE) * least_s]
-            yield from sorted(promising, key=times.__getitem__)
+            soonest, *others = sorted(some, key=times.__getitem__)
+            yield soonest  # of each, though it be far behind: whoever asks looks at the clock
+            yield from (each for each in others if times[each] < self._wider(CLOSE) * least_s)
 
     def _twice(self, own: Config, cuts: Partition, most: float) -> list[Config]:
         """What differs in two things and may have these cuts, where it is estimated to take less

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
+from itertools import islice
 
 import pytest
 
@@ -15,6 +17,7 @@ from megatron_pulse.planner.tune.searching.candidates import KnownCuts
 from megatron_pulse.planner.tune.searching.hopes import HOPE, Hopes, gap_s
 from megatron_pulse.planner.tune.searching.kinds import kind_of
 from megatron_pulse.planner.tune.searching.variants import CLOSE, MOVED, Variants
+from megatron_pulse.planner.tune.stages import Stages
 from tests.planner.tune.problems import cluster, profile
 
 CHOICES = Choices(pipeline=(4,), tensor=(1,), recompute=(Recompute.NEVER,))
@@ -41,6 +44,11 @@ def variants(known: KnownCuts | None = None) -> Variants:
     return found
 
 
+def of(tried: Variants, good: Outcome) -> Iterator[tuple[Config, Stages]]:
+    """All variants, whatever they take."""
+    return (variant for variant in tried.of(good, 1e9) if variant is not None)
+
+
 def test_what_searches_gain_is_known_of_a_config() -> None:
     every = map(outcome, configs())
     quick = next(o for o in every if gap_s(o) > 0.01 * o.step_s)
@@ -61,14 +69,14 @@ def test_what_searches_gain_is_known_of_a_config() -> None:
 def test_cuts_that_were_good_for_others_come_first_and_once() -> None:
     good, known = outcome(configs()[0]), KnownCuts()
     tried = variants(known)
-    first, _ = next(tried.of(good, 1e9))
+    first, _ = next(of(tried, good))
     assert first != good.config
     own = good.stages.partition
     moved = next(cuts for cuts in evaluator().moved_cuts(good.config, own) if cuts != own)
     known.learn(kind_of(good.config), moved)
-    config, stages = next(tried.of(good, 1e9))
+    config, stages = next(of(tried, good))
     assert (config, stages.partition) == (good.config, moved)
-    rest = [(config, stages.partition) for config, stages in tried.of(good, 1e9)]
+    rest = [(config, stages.partition) for config, stages in of(tried, good)]
     assert (good.config, moved) not in rest and len(set(rest)) == len(rest)
 
 
@@ -79,7 +87,7 @@ def test_what_took_much_longer_is_not_tried_with_other_cuts() -> None:
         tried = variants()
         tried.compared(good, split, times)
         tried.compared(good, split, 2 * MOVED)  # the least counts
-        assert comes == any(config == split for config, _ in tried.of(good, 1e9))
+        assert comes == any(config == split for config, _ in of(tried, good))
 
 
 def test_turns_go_to_kinds_and_to_sizes_that_take_about_as_long() -> None:
@@ -100,3 +108,13 @@ def test_turns_go_to_kinds_and_to_sizes_that_take_about_as_long() -> None:
     tried.took(near, 0.6)  # the best has twice the time
     assert tried.turns(best, far) == [others[0], best, near]
     assert tried.spent_s == pytest.approx(1.6)
+
+
+def test_where_nothing_fits_any_more_whoever_asks_is_told_so_again_and_again() -> None:
+    """Cuts are moved without an end there, and a search would never look at the clock."""
+    good = outcome(configs()[0])
+    full = Evaluator(evaluator().profile, cluster(memory_gb=1.0), 32)
+    tried = Variants(full, KnownCuts())
+    tried.bounds = dict.fromkeys(configs(), 0.0)
+    tried.widen(2.0)
+    assert list(islice(tried.of(good, 1e9), 5)) == [None] * 5
