@@ -162,7 +162,7 @@ def test_as_few_layers_are_recomputed_as_fit(emulation: Emulation) -> None:
         some, every = (recomputing.chosen(room) for room in (room, 0.0))
         chain = recomputing.chain(some)
         made = max(recomputing.made_bytes(i, some) for i in some.layers | some.part)
-        assert sum(chain.saved_bytes) + made <= room
+        assert sum(chain.saved_bytes) + made == sum(recomputing.held_bytes(some)) <= room
         assert len(some.layers) < len(every.layers) and not some.layers & some.part
         assert bool(some.part) == (layers is not profile)
         more_s = sum(chain.backward_s) - sum(costs.backward_s)

@@ -10,7 +10,7 @@ from math import inf
 import pytest
 
 from megatron_pulse.planner.cluster.cluster import Cluster
-from megatron_pulse.planner.tune.sharded.again import ComputedAgain
+from megatron_pulse.planner.tune.sharded.again import ComputedAgain, Recomputing
 from megatron_pulse.planner.tune.sharded.opponent import groups, on_cluster, opponent
 from megatron_pulse.planner.tune.sharded.sharding import (
     Gathering,
@@ -80,6 +80,27 @@ def test_what_it_computes_again_is_about_the_best() -> None:
             more.append(found.step_s / least - 1)
     assert len(more) > 15 and sum(map(bool, more)) > 3
     assert sum(more) / len(more) < 0.011 and max(more) < 0.07
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_passes_by_is_counted_where_only_some_are_computed_again(seed: int) -> None:
+    """Layers that are all computed again keep it once; what is chosen fits in any case."""
+    rng = random.Random(seed)
+    whole = profile(rng, 12, 3, megabytes=20.0, saved_mb=60.0)
+    sharing = tuple(replace(x, passed_bytes=15_000_000) for x in whole.times[1])
+    recomputing = Recomputing(replace(whole, times={1: sharing}), 1)
+    saved = sum(recomputing.costs.saved_bytes)
+    more = 0
+    for share in (0.6, 0.7, 0.8, 0.9):
+        room = share * saved
+
+        def held(again: ComputedAgain) -> float:
+            return sum(recomputing.held_bytes(again))
+
+        more += held(recomputing.chosen(room)) > room
+        found = recomputing.fitting(room, room, room, lambda again, room=room: held(again) <= room)
+        assert held(found) <= room
+    assert more
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
@@ -9,6 +10,9 @@ from megatron_pulse.backbone.costs import ChainCosts
 from megatron_pulse.planner.tune.memory.knapsack import Spared, least_seconds
 from megatron_pulse.planner.tune.memory.least_work import least_work
 from megatron_pulse.profile.profile import Profile
+
+NEAR = 1 / 256
+"""Share of a device's memory to which the room for activations is found."""
 
 
 class ComputedAgain(NamedTuple):
@@ -40,9 +44,7 @@ class Recomputing:
             )
             for i in every
         ]
-        self.shared_bytes = float(sum(whole.shared_bytes))
-        """What passes by layers that are all computed again, beside what ``chosen`` counts at most
-        where they are not."""
+        self._shared_bytes = float(sum(whole.shared_bytes))
         self._least_room = self._least_that_fits()
         self.chosen = cache(self._chosen)
         self.least_s = cache(self._least_s)
@@ -51,12 +53,36 @@ class Recomputing:
         """What planning reads where these are computed again."""
         return self._profile.at(self._size, again.layers, again.part)
 
+    def held_bytes(self, again: ComputedAgain) -> tuple[float, float]:
+        """What is held of activations from forward to backward, and the most that is made of one
+        layer's."""
+        made = max(self.made_bytes(i, again) for i in range(len(self._spared)))
+        return float(sum(self.chain(again).saved_bytes)), made
+
     def made_bytes(self, layer: int, again: ComputedAgain) -> float:
         """What is there of its activations only while they are computed again."""
         own = self._spared[layer]
         if layer in again.layers:
             return own.transient
         return own.part_transient if layer in again.part else 0.0
+
+    def fitting(
+        self, sure: float, most: float, memory: float, fits: Callable[[ComputedAgain], bool]
+    ) -> ComputedAgain:
+        """As little as ``fits``, where ``sure`` bytes of room are enough and more than ``most`` are
+        not there; to ``NEAR`` of a device's ``memory``. Where nothing fits, what takes least."""
+        found = self.chosen(most)
+        if fits(found):
+            return found
+        low, high = sure - self._shared_bytes, most  # ``chosen`` counts so much less at most
+        found = self.chosen(low)
+        while high - low > max(1.0, NEAR * memory):
+            middle = (low + high) / 2
+            if fits(again := self.chosen(middle)):
+                found, low = again, middle
+            else:
+                high = middle
+        return found
 
     def _chosen(self, room: float) -> ComputedAgain:
         """With the fewest seconds that fit ``room`` bytes, of what is held from forward to backward

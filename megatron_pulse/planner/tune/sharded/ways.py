@@ -35,9 +35,6 @@ UNITS = (12, 32, 96)
 PREFETCH = (1, 3, 6)
 """Units that are gathered ahead."""
 
-ROOM_SHARE = 1 / 256
-"""Share of a device's memory to which the room for activations is found."""
-
 
 class Way(NamedTuple):
     """A way without its costs: ``about`` so many units, as ``Sharding`` has the rest."""
@@ -111,23 +108,12 @@ class Ways:
         What is held beside activations when these are the most is less than the most of it: room
         for them is looked for between what is there in any case and what can be.
         """
-        sure, most = self._rooms(way)
-        found = self._with(way, most)
-        if found.needs_bytes <= self.usable:
-            return found
-        low, high = sure - self.recomputing(way.micro_batch_size).shared_bytes, most
-        found = self._with(way, low)
-        while high - low > ROOM_SHARE * self.usable:
-            middle = self._with(way, (low + high) / 2)
-            if middle.needs_bytes <= self.usable:
-                found, low = middle, (low + high) / 2
-            else:
-                high = (low + high) / 2
-        return found
 
-    def _with(self, way: Way, room: float) -> FittedWay:
-        """The way with activations that have ``room``."""
-        return self.costed(way, self.recomputing(way.micro_batch_size).chosen(room))
+        def fits(again: ComputedAgain) -> bool:
+            return self.costed(way, again).needs_bytes <= self.usable
+
+        recomputing = self.recomputing(way.micro_batch_size)
+        return self.costed(way, recomputing.fitting(*self._rooms(way), self.usable, fits))
 
     def costed(self, way: Way, again: ComputedAgain) -> FittedWay:
         """The way where these layers are computed again."""
