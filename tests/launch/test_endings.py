@@ -7,7 +7,6 @@ import platform
 import random
 import re
 import signal
-import socket
 import sys
 import time
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 
 from tests.integration.runs import BASE, TINY, pipeline
 from tests.launch.sessions import BIN, Session, session
+from tests.ranks import free_port
 
 pytestmark = pytest.mark.slow
 
@@ -130,9 +130,7 @@ def test_a_rank_killed_after_a_save(tmp_path: Path) -> None:
 def test_a_stopped_rank_is_named_though_it_hosts_the_store(tmp_path: Path) -> None:
     """No launcher, two replicas: the other rank waits in a collective of Megatron's, and the store
     in which ranks say what failed stands still as well."""
-    with socket.create_server(("localhost", 0)) as free:
-        port = free.getsockname()[1]
-    job = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    job = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
     command = [sys.executable, *TRAINING, *pipeline(1)]
     command += ["--save", tmp_path, "--pulse-timeout-s", "15"]
     with (
