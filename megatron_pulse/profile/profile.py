@@ -383,13 +383,12 @@ class Profile:
     @property
     def has_backward(self) -> tuple[bool, ...]:
         """Which layers compute a gradient, of a parameter or of what they take."""
-        runs = [layer.wants or layer.trained_parameters > 0 for layer in self.layers]
-        for skip in self.skips:
-            runs[skip.destination] |= skip.wants
-        for edge in self.conditioning:
-            for i in edge.consumers:
-                runs[i] |= edge.wants
-        return tuple(runs)
+        given = {skip.destination for skip in self.skips if skip.wants}
+        given.update(*(edge.consumers for edge in self.conditioning if edge.wants))
+        return tuple(
+            layer.wants or layer.trained_parameters > 0 or i in given
+            for i, layer in enumerate(self.layers)
+        )
 
     def _neighbours(self, size: int) -> tuple[int | None, int]:
         """The two profiled sizes whose line gives costs at ``size``; (None, the only one)."""
@@ -424,12 +423,16 @@ class Profile:
             sums = layer.shard_sums
             if not all(0 <= n <= _MOST for n in (*sums.rows, *sums.columns, *sums.contexts)):
                 yield f"layers[{i}].shard_sums: bytes must be from 0 to {_MOST:g}"
+        computing = {i for i, runs in enumerate(self.has_backward) if runs}
         for size, times in self.times.items():
             if not 1 <= size <= _MOST_SAMPLES:
                 yield f"times: the microbatch size {size} must be from 1 to {_MOST_SAMPLES:,}"
             if len(times) != len(self.layers):
                 yield f"times[{size}] is of {len(times)} layers, but there are {len(self.layers)}"
             for i, layer_times in enumerate(times):
+                back_s = layer_times.input_grad_s + layer_times.weight_grad_s
+                if back_s > 0 and i not in computing:
+                    yield f"times[{size}][{i}] has a backward, and nothing there wants a gradient"
                 part, saved = layer_times.selective_bytes, layer_times.saved_bytes
                 if part > max(0, saved):
                     yield f"times[{size}][{i}].selective_bytes is {part:,}, of {saved:,} saved"

@@ -12,7 +12,8 @@ from dataclasses import replace
 
 from megatron_pulse.planner.cluster.link import Link
 from megatron_pulse.planner.partition.memory import bytes_per_parameter
-from megatron_pulse.planner.tune.sharded.again import ComputedAgain, Recomputing
+from megatron_pulse.planner.tune.sharded.again import ComputedAgain
+from megatron_pulse.planner.tune.sharded.in_turn import Room
 from megatron_pulse.planner.tune.sharded.sharding import (
     ShardedUnit,
     over,
@@ -86,9 +87,11 @@ class DataParallel:
         state = sum(self.parameters) * bytes_per_parameter("float16", True, num)
         for size in self.sizes():
             recomputing = self.ways.recomputing(size)
-            again = _within(recomputing, self.usable - state)
-            chain, (saved, made) = recomputing.chain(again), recomputing.held_bytes(again)
-            needs, way = state + saved + made, self._way(size, again)
+            room = self.usable - state
+            again = recomputing.chosen((Room(room, room),) * len(self.parameters))
+            chain, way = recomputing.chain(again), self._way(size, again)
+            saved, most = float(sum(chain.saved_bytes)), recomputing.needed_bytes(again)
+            needs = state + most
             if needs > self.usable:
                 yield Refused(str(Engine.DATA_PARALLEL), Engine.DATA_PARALLEL, way, needs)
                 continue
@@ -104,7 +107,7 @@ class DataParallel:
             yield replace(
                 replicated(layers, self.link, num, self.samples // size),
                 state_bytes=(state,) * num,
-                saved_bytes=(saved, made),
+                saved_bytes=(saved, most - saved),
                 way=way,
                 micro_batch_size=size,
             )
@@ -142,15 +145,6 @@ class DataParallel:
         told = f"{len(again.layers)} of {len(self.parameters)} layers recomputed"
         part = f"what is cheap of {len(again.part)}"
         return f"b={size}" + f", {told}" * bool(again.layers) + f", {part}" * bool(again.part)
-
-
-def _within(recomputing: Recomputing, room: float) -> ComputedAgain:
-    """As little as fits ``room`` bytes of activations."""
-
-    def fits(again: ComputedAgain) -> bool:
-        return sum(recomputing.held_bytes(again)) <= room
-
-    return recomputing.fitting(room, room, room, fits)
 
 
 def elements(unit: ShardedUnit) -> int:

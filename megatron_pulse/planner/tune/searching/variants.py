@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import batched, chain
 
 from megatron_pulse.planner.layout.placement import Partition
@@ -179,6 +179,7 @@ class Variants:
         that has no room; of some together the soonest first, and what is close to it."""
         evaluator, usable = self.evaluator, self.evaluator.cluster.usable_bytes
 
+        @cache
         def seconds(cuts: Partition) -> float:
             stages = evaluator.cut(config, cuts)
             over = max(1.0, max(stages.least_held(config.split)) / usable)

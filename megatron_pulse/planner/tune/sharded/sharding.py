@@ -263,10 +263,13 @@ def peak_bytes(way: Sharding) -> float:
     return max(held for _, held in _held(way))
 
 
-def full_bytes(way: Sharding) -> float:
-    """The most of these while the activations of a whole microbatch are held."""
-    last = len(way.units) - 1
-    return max(held for op, held in _held(way) if op.unit == last)
+def held_bytes(way: Sharding) -> tuple[tuple[float, float], ...]:
+    """The most of these while each unit's forward runs, and its backward."""
+    most = [[0.0, 0.0] for _ in way.units]
+    for op, held in _held(way):
+        both = most[op.unit]
+        both[not op.forward] = max(both[not op.forward], held)
+    return tuple((forward, backward) for forward, backward in most)
 
 
 def _held(way: Sharding) -> Iterator[tuple[UnitPass, float]]:

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import product
-from math import inf
 from typing import NamedTuple
 
 from megatron_pulse.planner.tune.sharded.again import ComputedAgain, Recomputing
+from megatron_pulse.planner.tune.sharded.in_turn import Room
 from megatron_pulse.planner.tune.sharded.sharding import (
     AVERAGE_BYTES,
     STATE_BYTES,
@@ -21,8 +21,8 @@ from megatron_pulse.planner.tune.sharded.sharding import (
     Gathering,
     ShardedUnit,
     Sharding,
-    full_bytes,
     grouped,
+    held_bytes,
     peak_bytes,
     state_bytes,
 )
@@ -86,7 +86,7 @@ class Ways:
         self.moved = moved or (lambda count: self.element_bytes * count)
         self.recomputing = cache(partial(Recomputing, profile))
         self.bare = cache(self._bare)
-        self._peaks = cache(self._peaks_of)
+        self._room = cache(self._room_of)
         self._grouped = cache(lambda about: grouped([x.parameters for x in profile.layers], about))
 
     def ways(self, group: int) -> Iterator[Way]:
@@ -103,17 +103,8 @@ class Ways:
         return self.samples // (self.num_devices * size)
 
     def fit(self, way: Way) -> FittedWay:
-        """The way with its costs.
-
-        What is held beside activations when these are the most is less than the most of it: room
-        for them is looked for between what is there in any case and what can be.
-        """
-
-        def fits(again: ComputedAgain) -> bool:
-            return self.costed(way, again).needs_bytes <= self.usable
-
-        recomputing = self.recomputing(way.micro_batch_size)
-        return self.costed(way, recomputing.fitting(*self._rooms(way), self.usable, fits))
+        """The way with its costs."""
+        return self.costed(way, self.recomputing(way.micro_batch_size).chosen(self._rooms(way)))
 
     def costed(self, way: Way, again: ComputedAgain) -> FittedWay:
         """The way where these layers are computed again."""
@@ -125,7 +116,7 @@ class Ways:
                 forward_s=self.time_scale * sum(chain.forward_s[i] for i in own),
                 backward_s=self.time_scale * sum(chain.backward_s[i] for i in own),
                 saved_bytes=float(sum(chain.saved_bytes[i] for i in own)),
-                again_bytes=max(recomputing.made_bytes(i, again) for i in own),
+                again_bytes=recomputing.made_bytes(own, again),
             )
             for bare, own in zip(self.bare(way.about), layers, strict=True)
         )
@@ -154,31 +145,30 @@ class Ways:
 
     def computed_s(self, way: Way) -> float:
         """Seconds below which a device does not compute a step; infinite where nothing fits."""
-        recomputing, (_, most) = self.recomputing(way.micro_batch_size), self._rooms(way)
-        costs = recomputing.costs
-        each = sum(costs.forward_s) + sum(costs.backward_s) + recomputing.least_s(most)
+        recomputing = self.recomputing(way.micro_batch_size)
+        costs, again_s = recomputing.costs, recomputing.least_s(self._rooms(way)[-1].held)
+        each = sum(costs.forward_s) + sum(costs.backward_s) + again_s
         return self.time_scale * each * self.count(way.micro_batch_size)
 
     def hopeless(self, way: Way) -> bool:
-        """Whether it cannot fit, for what is certainly held."""
-        sure, _ = self._rooms(way)
-        return sure < 0 or self.computed_s(way) == inf
+        """Whether it cannot fit."""
+        return not self.recomputing(way.micro_batch_size).may_fit(self._rooms(way))
 
     def _sharding(self, way: Way, units: tuple[ShardedUnit, ...], count: int) -> Sharding:
         of = way.group, way.gathering, way.reduce_once, way.prefetch
         return Sharding(units, self.num_devices, count, *of)
 
-    def _rooms(self, way: Way) -> tuple[float, float]:
-        """Bytes of activations for which there is room in any case, beside the most that is held of
-        parameters and gradients; and beside what of these is held while activations are the most.
-        """
-        held = sum(unit.state_bytes for unit in self.bare(way.about)) / way.group
-        # Of a group and a microbatch nothing else bears on what parameters and gradients take.
-        alike = way._replace(group=1, micro_batch_size=0)
-        peaks = self._peaks(alike, min(STEADY, self.count(way.micro_batch_size)))
-        sure, most = (self.usable - held - peak for peak in peaks)
-        return sure, most
+    def _rooms(self, way: Way) -> tuple[Room, ...]:
+        """Bytes that each layer has for activations, beside parameters and gradients."""
+        # A microbatch bears on them by how many there are alone.
+        alike = way._replace(micro_batch_size=0)
+        return self._room(alike, min(STEADY, self.count(way.micro_batch_size)))
 
-    def _peaks_of(self, way: Way, count: int) -> tuple[float, float]:
-        bare = self._sharding(way, self.bare(way.about), count)
-        return peak_bytes(bare), full_bytes(bare)
+    def _room_of(self, way: Way, count: int) -> tuple[Room, ...]:
+        bare, layers = self._sharding(way, self.bare(way.about), count), self._grouped(way.about)
+        left = self.usable - state_bytes(bare) - 1  # byte, for rounding
+        return tuple(
+            Room(left - max(forward, backward), left - backward)
+            for own, (forward, backward) in zip(layers, held_bytes(bare), strict=True)
+            for _ in own
+        )
