@@ -1,8 +1,9 @@
 """All contestants under one memory cap: each at its best of what fits, and what does not, refused.
 
-Pipelines may take half and twice the usual microbatch, compute all activations again, and be cut
-with memory in view where the best cut does not fit. What relays runs with and without recomputation
-where both are predicted to be near. FSDP2, HSDP and DDP: see ``sharded_best``.
+Pipelines may take half and twice the usual microbatch, compute all activations again, or what is
+cheap of them, and be cut with memory in view where the best cut does not fit. What relays runs with
+and without recomputation where these are predicted to be near. FSDP2, HSDP and DDP: see
+``sharded_best``.
 """
 
 from __future__ import annotations
@@ -33,10 +34,18 @@ def pipeline_sizes(emulation: Emulation, samples: int) -> list[int]:
     return [size for size in sizes if samples % size == 0]
 
 
-def way(size: int, recomputed: int, num_layers: int) -> str:
-    """Of a pipeline of which so many layers are recomputed, in words."""
-    share = "all" if recomputed == num_layers else f"{recomputed} of {num_layers} layers"
-    return f"b={size}" + (f", {share} recomputed" if recomputed else "")
+RECOMPUTED = {"": 0, ", cheap recomputed": 1, ", recomputed": 2}
+"""What others' pipelines compute again of all layers: nothing, what is cheap of each, or all."""
+
+
+def way(size: int, recomputed: int, num_layers: int, part: int = 0) -> str:
+    """Of a pipeline of which so many layers are recomputed, and of ``part`` what is cheap."""
+
+    def share(count: int) -> str:
+        return "all" if count == num_layers else f"{count} of {num_layers} layers"
+
+    told = [f"b={size}", *[f"{share(recomputed)} recomputed"] * bool(recomputed)]
+    return ", ".join([*told, *[f"what is cheap of {share(part)} recomputed"] * bool(part)])
 
 
 def capped(
@@ -50,19 +59,20 @@ def capped(
     """Who runs where every device may take ``usable`` bytes, and who does not."""
     offers: dict[str, list[Contestant]] = {}
     for size in pipeline_sizes(emulation, samples):
-        usual = size == emulation.micro_batch_size
-        for again in (False, True):
-            variant = emulation.variant(size, again)
+        usual, num = size == emulation.micro_batch_size, len(emulation.costs)
+        for words, again in RECOMPUTED.items():
+            part = range(num if again == 1 else 0)
+            variant = emulation.variant(size, again == 2, part)
             plan = CappedPlanner(variant, link, num_devices, samples // size, solver_s, usable)
             found = list(plan.theirs())
-            if usual and (not again or _refused(offers, usable)):
+            if usual and (not again or (again == 2 and _refused(offers, usable))):
                 found += plan.ours()
             for one in found:
                 own = one.engine is Engine.OURS
                 told = replace(
                     one,
-                    name=one.name + ", recomputed" * (again and not own),
-                    way=way(size, again * len(variant.costs), len(variant.costs)),
+                    name=one.name + words * (not own),
+                    way=way(size, num * (again == 2), num, len(part)),
                     micro_batch_size=size,
                     backbone=None if usual else variant.backbone,
                 )

@@ -119,9 +119,9 @@ def measure(
     if outcome is not None:
         config, said = outcome.config, ""
         if args.memory_gb:
-            again = outcome.stages.recompute
-            said = way(config.micro_batch_size, len(again), len(emulation.costs))
-            emulated = emulation.variant(config.micro_batch_size, again)
+            again, part = outcome.stages.recompute, outcome.stages.selective
+            said = way(config.micro_batch_size, len(again), len(emulation.costs), len(part))
+            emulated = emulation.variant(config.micro_batch_size, again, part)
         else:
             emulated = emulation
         best = tuned(emulated, link, outcome, entered, said)

@@ -21,6 +21,7 @@ from megatron_pulse.backbone.costs import ChainCosts, SkipCost
 from megatron_pulse.planner.cluster.link import Link
 from megatron_pulse.profile.devices import PRESETS, Roofline
 from megatron_pulse.profile.profile import Profile
+from megatron_pulse.runtime.measure.running import RUNNING
 
 FULL_RATE_BYTES_PER_S = 20e6
 """What 10 GB/s become: little enough for two cores to serve several ranks."""
@@ -91,9 +92,15 @@ class Emulation:
             ),
         )
 
-    def variant(self, micro_batch_size: int, recompute: bool | Collection[int]) -> Emulation:
-        """The same with other microbatches, where layers (or all) compute activations again."""
-        costs = self.profile.at(micro_batch_size, recompute)
+    def variant(
+        self,
+        micro_batch_size: int,
+        recompute: bool | Collection[int],
+        selective: Collection[int] = (),
+    ) -> Emulation:
+        """The same with other microbatches, where layers (or all) compute activations again, and
+        others what is cheap of them."""
+        costs = self.profile.at(micro_batch_size, recompute, selective)
         small = shrink(real_backbone(self.name), micro_batch_size, self.byte_divisor)
         return replace(self, costs=costs, backbone=small, micro_batch_size=micro_batch_size)
 
@@ -126,7 +133,8 @@ def real_profile(name: str, sizes: tuple[int, ...] = ()) -> Profile:
     these."""
     from megatron_pulse.profile.analytic import analyse
 
-    return analyse(real_backbone(name), sizes or [setup_of(name).micro_batch_size], V100)
+    sizes = sizes or (setup_of(name).micro_batch_size,)
+    return analyse(real_backbone(name), sizes, V100, running=RUNNING)
 
 
 def more_sizes(name: str) -> tuple[int, ...]:

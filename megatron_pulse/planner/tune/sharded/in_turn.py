@@ -51,7 +51,9 @@ def least_in_turn(layers: Sequence[Sequence[Handling]], rooms: Sequence[Room]) -
     if size <= 0:
         size = 1.0  # there is only room for nothing
     # Of each choice so far: seconds, bytes held, and whether the last layer is computed again.
-    seconds, held, again = np.zeros(1), np.zeros(1), np.zeros(1, bool)
+    seconds: Any = np.zeros(1)
+    held: Any = np.zeros(1)
+    again: Any = np.zeros(1, bool)
     taken: list[tuple[Any, Any]] = []
     for ways, room in zip(layers, rooms, strict=True):
         parts = []
@@ -80,7 +82,7 @@ def _undominated(seconds: Any, held: Any, again: Any, size: float) -> Any:
     for alike in (np.flatnonzero(again), np.flatnonzero(~again)):
         order = alike[np.lexsort((seconds[alike], held[alike]))]
         least = np.minimum.accumulate(seconds[order])
-        better = np.ones(len(order), bool)
+        better: Any = np.ones(len(order), bool)
         better[1:] = least[1:] < least[:-1]
         order = order[better]  # the more is held, the fewer seconds
         bins = (held[order] / size).astype(np.int64)
