@@ -241,9 +241,14 @@ def in_dtype(
 def load_recorded(record: Mapping[str, Any]) -> Backbone:
     """The backbone of a record, with the options that are newer than it, trained as it says.
 
-    Raises ValueError as ``load_backbone`` and ``choose_trained``, and where it says another family
-    than its name's.
+    Raises ValueError as ``load_backbone`` and ``choose_trained``, where it says another family than
+    its name's, and where it is of a table of layers.
     """
+    if "table" in record:
+        raise ValueError(
+            f"the layers of {record['table']} are a table's, with nothing to run: to run a plan, "
+            "profile a backbone or a module of yours ('pulse profile --backbone' or '--module')"
+        )
     backbone = load_backbone(record["name"], record["options"])
     family = backbone.record["family"]
     if (said := record.get("family", family)) != family:

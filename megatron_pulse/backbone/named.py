@@ -1,12 +1,19 @@
-"""Layers by name: which compute activations again, or keep them on the host, until the backward."""
+"""Backbones and layers by name: which layers compute activations again, or keep them on the host,
+until the backward."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from itertools import groupby
+from typing import Any
 
 from megatron_pulse.faults import Faults, unmatched
+
+
+def name_of(record: Mapping[str, Any]) -> str:
+    """What a backbone's record, or that of a table of layers, is called."""
+    return str(record.get("name") or record.get("table") or "the profile")
 
 
 def matching_layers(names: Sequence[str], patterns: Collection[str]) -> frozenset[int]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.derived.from_module import check_weights, source_of
+from megatron_pulse.backbone.named import name_of
 from megatron_pulse.data.build import check_dataset
 from megatron_pulse.diffusion.choice import ProcessChoice
 from megatron_pulse.diffusion.chosen import chosen_process
@@ -71,6 +72,11 @@ def read_command_line() -> tuple[CommandLine, PulseOptions, PlanFile | None]:
             args.pulse_plan = str(plan_for_world(options.plan, args.world_size))
             options = replace(options, plan=args.pulse_plan)
             given = load_checked(args.pulse_plan)
+            if "table" in given.backbone:
+                named, given = name_of(given.backbone), None
+                faults.append(
+                    f"--pulse-plan is of a table of layers ({named}), with nothing to run"
+                )
     if given is not None:
         contrary = list(contradictions(given, line, options))
         options = obey(given, args, options)

@@ -187,3 +187,20 @@ def test_nothing_fits(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "recomputation were tried, and none fits; more nodes were not" in error.splitlines()[-2]
     assert "(FSDP2, HSDP) fit" in error.splitlines()[-1]
     assert not (here / "plan.json").exists()
+
+
+def test_a_plan_for_a_table_of_layers_is_shown_and_not_run(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = profile(random.Random(0), 12, 5)
+    save_profile(replace(whole, backbone={"table": "layers"}), "p.json")
+    assert main(f"{ASKED} {FAST} -o plan.json".split()) == 0
+    assert main("show plan.json -o plan.html".split()) == 0
+    assert "not run: layers is a table of layers" in capsys.readouterr().out
+    assert main("check plan.json".split()) == 2
+    assert "the layers of layers are a table's, with nothing to run" in capsys.readouterr().err
+    made = json.loads((here / "plan.json").read_text())
+    del made["backbone"]["table"], made["xxh3_128"]
+    (here / "plan.json").write_text(json.dumps(made))
+    assert main("show plan.json".split()) == 2
+    assert "backbone.name is missing" in capsys.readouterr().err

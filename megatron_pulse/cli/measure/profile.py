@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_pulse.backbone.named import name_of
 from megatron_pulse.cli.backbone_flags import (
     add_layers_flags,
     layers_faults,
@@ -178,7 +179,7 @@ def report(profile: Profile, size: int, top: int) -> list[str]:
     """Lines: where the costs are from, the ``top`` layers by time at ``size``, and totals."""
     from megatron_pulse.profile.profile import Source
 
-    name = profile.backbone.get("name") or profile.backbone.get("table")
+    name = name_of(profile.backbone)
     versions = "".join(f", {key} {value}" for key, value in profile.versions.items())
     sizes = ", ".join(map(str, profile.micro_batch_sizes))
     costs = profile.at(size)

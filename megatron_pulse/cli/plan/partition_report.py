@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_pulse.backbone.costs import ChainCosts
+from megatron_pulse.backbone.named import name_of
 from megatron_pulse.cli.output import ends, table
 from megatron_pulse.planner.layout.layouts import Layout
 from megatron_pulse.planner.partition.best import BestPartition
@@ -31,8 +32,7 @@ class PartitionReport:
     @property
     def name(self) -> str:
         """The backbone's, or the table's."""
-        record = self.profile.backbone
-        return str(record.get("name") or record.get("table"))
+        return name_of(self.profile.backbone)
 
     @property
     def objective_value(self) -> float:

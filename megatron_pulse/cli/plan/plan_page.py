@@ -6,6 +6,7 @@ import html
 from functools import partial
 from pathlib import Path
 
+from megatron_pulse.backbone.named import name_of
 from megatron_pulse.cli import page
 from megatron_pulse.cli.output import draw
 from megatron_pulse.cli.plan import plan_text
@@ -62,7 +63,7 @@ def _partition(plan: PlanFile) -> str:
     slowest = max((edge.seconds for edge in plan.edges), default=0.0)
     found = evaluate(costs, plan.partition, Link(slowest))
     what = f"microbatch of {plan.micro_batch_size}; loads with {1e3 * slowest:.3g} ms a message"
-    title = f"{plan.backbone['name']}: {plan.placement.kind} on P = {plan.pipeline}"
+    title = f"{name_of(plan.backbone)}: {plan.placement.kind} on P = {plan.pipeline}"
     return draw_partition(costs, plan.partition, found, title, what)
 
 

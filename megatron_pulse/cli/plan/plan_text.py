@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_pulse.backbone.named import tell_layers
+from megatron_pulse.backbone.named import name_of, tell_layers
 from megatron_pulse.cli.output import columns, ends, table
 from megatron_pulse.encoders.recipe import VAE
 from megatron_pulse.planner.fill.fillers import FilledSchedule
@@ -168,7 +168,9 @@ def provenance(plan: PlanFile) -> list[tuple[str, str]]:
 
 
 def command(plan: PlanFile, path: Path) -> str:
-    """How the plan is run."""
+    """How the plan is run; a table's is not."""
+    if "table" in plan.backbone:
+        return f"not run: {name_of(plan.backbone)} is a table of layers"
     cluster = plan.provenance["cluster"]
     per_node = min(plan.world_size, int(cluster.get("devices_per_node", plan.world_size)))
     nodes = -(-plan.world_size // per_node)
@@ -177,7 +179,7 @@ def command(plan: PlanFile, path: Path) -> str:
         f"pulse run {several}--nproc-per-node {per_node} launch/pretrain_diffusion.py --pulse-plan "
         f"{shlex.quote(str(path))} {_data(plan)} --train-iters 1000 --lr 1e-4 "
         + f"{NO_AVERAGES} " * (not plan.averages)
-        + f"--save runs/{plan.backbone['name']}"
+        + f"--save runs/{name_of(plan.backbone)}"
     )
 
 

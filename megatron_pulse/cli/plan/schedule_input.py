@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from megatron_pulse.backbone.named import name_of
 from megatron_pulse.cli.errors import mending, require, warn
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import read_json
@@ -117,9 +118,7 @@ def from_profile(args: argparse.Namespace) -> ScheduleInput:
         whole = make(cap=limit)
     # A stage without parameters has a weight gradient too, though it does next to nothing.
     split = make(cap=limit, split=True, least_s=1e-6 * max(whole.backward))
-    record = profile.backbone
-    name = str(record.get("name") or record.get("table") or args.profile.stem)
-    return ScheduleInput(name, whole, split, "ms", 1e3, size, profile)
+    return ScheduleInput(name_of(profile.backbone), whole, split, "ms", 1e3, size, profile)
 
 
 def cap(

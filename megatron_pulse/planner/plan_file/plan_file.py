@@ -15,6 +15,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from megatron_pulse.backbone.named import name_of
 from megatron_pulse.faults import UserError
 from megatron_pulse.file_kinds import FileKind, kind_of
 from megatron_pulse.files import FileError, read_json, write_sealed
@@ -89,7 +90,7 @@ class PlanFile:
     def heading(self) -> str:
         """What runs where, in a line."""
         return (
-            f"{self.backbone['name']} on {self.world_size} rank(s): pipeline {self.pipeline} x "
+            f"{name_of(self.backbone)} on {self.world_size} rank(s): pipeline {self.pipeline} x "
             f"data {self.data} x tensor {self.tensor}, {self.placement.kind} of {len(self.stages)} "
             "stage(s)"
         )

@@ -131,13 +131,14 @@ def _at_least(description: str, **properties: Any) -> dict[str, Any]:
 _PARTS: dict[str, Any] = dict(
     format={"const": FORMAT, "description": f"{FORMAT!r} (a plan of this version)"},
     backbone=record(
-        "a backbone's record: name, family, options, train, freeze",
-        ["name", "options"],
+        "a backbone's record: name, family, options, train, freeze; or the table of its layers",
+        [],
         name=TEXT,
         family=TEXT,
         options=OBJECT,
         train=list_of(TEXT, "patterns of what is trained"),
         freeze=list_of(TEXT, "patterns of what is frozen"),
+        table=TEXT,
     ),
     dtype=one_of(list(ELEMENT_BYTES)),
     pipeline=COUNT,

@@ -60,14 +60,9 @@ def tune(
     search_s, looked = seconds - finish_s - (clock() - began), partial(progress, "tuning")
     found = search_short(evaluator, choices, candidates, keep, search_s, looked, finish_s, clock)
     finish_s = max(0.0, finish_s - max(0.0, found.seconds - search_s))
-    if not found.outcomes and found.num_left:
-        raise UntunableError(
-            f"no config was simulated in {found.seconds:.1f} s, {found.num_left:,} were left: "
-            "give it more seconds, or fewer choices"
-        )
     if not found.outcomes:
         rest = Budget(max(0.0, search_s - found.seconds) + finish_s, clock)
-        raise UntunableError(nothing_fits(evaluator, choices, candidates, rest))
+        raise UntunableError(nothing_fits(evaluator, choices, candidates, rest, found))
     progress("whole schedules", found)
     searched = clock()
     found.opponent = evaluator.fully_sharded()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
+from megatron_pulse.backbone.named import name_of
 from megatron_pulse.cli.output import columns, table
 from megatron_pulse.cli.plan.plan_text import filling_facts, homes, policies
 from megatron_pulse.planner.tune.evaluate import CORE, Evaluator, Outcome
@@ -27,7 +28,7 @@ _STARRED = f"* of {CORE} P microbatches, continued at the rate of their last hal
 def report(found: Tuning, evaluator: Evaluator, explained: bool) -> list[str]:
     """The table, what became of the rest, and on request the reasons."""
     profile, cluster = evaluator.profile, evaluator.cluster
-    name = profile.backbone.get("name") or profile.backbone.get("table") or "the profile"
+    name = name_of(profile.backbone)
     rows = [_COLUMNS, *(_row(i, o) for i, o in enumerate(found.outcomes, start=1))]
     lines = [
         f"{name}, {profile.dtype}, {profile.source} on {profile.device}; {cluster.num_devices} "

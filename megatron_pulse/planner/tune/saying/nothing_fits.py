@@ -15,6 +15,7 @@ from megatron_pulse.planner.tune.costs import Unfit, UnfitError
 from megatron_pulse.planner.tune.evaluate import Evaluator
 from megatron_pulse.planner.tune.searching.budget import Budget
 from megatron_pulse.planner.tune.searching.kinds import ranks_of
+from megatron_pulse.planner.tune.searching.tuning import Tuning
 from megatron_pulse.planner.tune.stages import Stages
 
 MOST_NODES = 64
@@ -33,14 +34,16 @@ def nothing_fits(
     choices: Choices,
     candidates: Iterable[Config],
     budget: Budget | None = None,
+    found: Tuning | None = None,
 ) -> str:
-    """Why none of ``candidates`` can run, and what would have to change; each remedy is one that
-    was tried and fits, in time."""
+    """Why none of ``candidates`` can run, or none was ``found`` in time, and what would have to
+    change; each remedy is one that was tried and fits, in time."""
     budget = budget or Budget(float("inf"))
     cluster, candidates = evaluator.cluster, list(candidates)
-    looking = Budget(budget.left / 2)  # the rest is for remedies
+    said = [*_unseen(found)] or ["nothing fits"]
+    said[0] += f": each device has {_of_device(cluster, cluster.usable_bytes)} to use"
+    looking = budget.part(0.5)  # the rest is for remedies
     need = _least_memory(evaluator, candidates, looking)
-    said = [f"nothing fits: each device has {_of_device(cluster, cluster.usable_bytes)} to use"]
     if not _by_need(evaluator, candidates):
         said = [f"nothing can run: {_reasons(evaluator, candidates)}"]
     elif need is not None:
@@ -50,33 +53,51 @@ def nothing_fits(
             else "in time one was found for"
         )
         said.append(f"{looked} {_of_device(cluster, need[0])}, by {need[1]}")
-        if need[0] <= cluster.usable_bytes:
+        if need[0] <= cluster.usable_bytes and not (found and found.num_left):
             said.append("but all schedules that were simulated hold more at once")
     remedies: list[str] = []
     for words, state in _smaller_states(evaluator):
         lighter = evaluator.on(cluster, state)
-        if budget.left and (fits := _first_fit(lighter, lighter.candidates(choices), budget)):
-            remedies.append(f"with {words}: {fits} fits")
+        remedies += _remedy(words, lighter, lighter.candidates(choices), budget)
     for words, relaxed in _relaxations(choices):
         if remedies and relaxed == Choices():
             break  # one change is enough
-        if not budget.left:
-            break
-        fits = _first_fit(evaluator, evaluator.candidates(relaxed), budget)
-        if fits is not None:
-            remedies.append(f"with {words}: {fits} fits")
+        remedies += _remedy(words, evaluator, evaluator.candidates(relaxed), budget)
     nodes = cluster.nodes
     most = MOST_NODES * cluster.nodes
     while not remedies and cluster.inter_node and nodes < most and budget.left:
         nodes *= 2
         larger = replace(cluster, nodes=nodes)
-        grown = evaluator.on(larger)
-        fits = _first_fit(grown, grown.candidates(choices), budget)
-        if fits is not None:
-            remedies.append(f"with {larger.num_devices} devices ({nodes} nodes): {fits} fits")
+        words, grown = f"{larger.num_devices} devices ({nodes} nodes)", evaluator.on(larger)
+        remedies += _remedy(words, grown, grown.candidates(choices), budget)
+    sharded = list(_sharded(evaluator, bool(remedies)))
     if not remedies:
         remedies.append(_no_remedy(cluster) if budget.left else _NO_TIME)
-    return "\n  ".join(("; ".join(said), *remedies, *_sharded(evaluator)))
+    return "\n  ".join(("; ".join(said), *remedies, *sharded))
+
+
+def _unseen(found: Tuning | None) -> Iterator[str]:
+    """That there was no time for some, if so."""
+    if found is not None and found.num_left:
+        yield (
+            f"no config was simulated in {found.seconds:.1f} s, {found.num_left:,} were left: give "
+            "it more seconds, or fewer choices; it may be that nothing fits"
+        )
+
+
+def _remedy(
+    words: str, evaluator: Evaluator, candidates: Iterable[Config], budget: Budget
+) -> Iterator[str]:
+    """What fits ``with`` that, and how fast it is by a schedule that is found at once."""
+    if not budget.left or (fits := _first_fit(evaluator, candidates, budget)) is None:
+        return
+    rate = ""
+    if budget.left:
+        with suppress(UnfitError):
+            outcome = evaluator.evaluate(fits, quick=True)
+            if evaluator.has_room(outcome):
+                rate = f", about {outcome.throughput:.3g} samples/s or more"
+    yield f"with {words}: {fits} fits{rate}"
 
 
 def _of_device(cluster: Cluster, num_bytes: float) -> str:
@@ -93,8 +114,8 @@ def _up(number: float) -> str:
     return f"{ceil(number / step * (1 - 1e-9)) * step:.4g}"
 
 
-def _sharded(evaluator: Evaluator) -> Iterator[str]:
-    """Whether FSDP2 or HSDP would fit, where that is known."""
+def _sharded(evaluator: Evaluator, others: bool) -> Iterator[str]:
+    """Whether FSDP2 or HSDP would fit, where that is known; others would if something changed."""
     cluster, samples = evaluator.cluster, evaluator.global_batch_size
     known = cluster.num_devices > 1 and not samples % cluster.num_devices
     if evaluator.self_conditioning or not known:
@@ -103,7 +124,8 @@ def _sharded(evaluator: Evaluator) -> Iterator[str]:
         yield "nor would torch's fully_shard (FSDP2, HSDP) fit"
     else:
         rate = f"{found.throughput:.4g} samples/s predicted"
-        yield f"{found.name} fits: {rate} ({found.facts}); use it here"
+        advice = " as it is" if others else "", "" if others else "; use it here"
+        yield f"{found.name} fits{advice[0]}: {rate} ({found.facts}){advice[1]}"
 
 
 _NO_TIME = "with more --seconds it is said what would fit: there was no time to try"

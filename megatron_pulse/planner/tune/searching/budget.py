@@ -38,6 +38,10 @@ class Budget:
         """Seconds that remain, not below 0."""
         return max(0.0, self.seconds - self.spent)
 
+    def part(self, share: float) -> Budget:
+        """A share of the time that is left, from now on; what work takes is not known there."""
+        return Budget(share * self.left, self._clock)
+
     def fits(self, kind: str, size: float, share: float = 1.0) -> bool:
         """Whether work of that size should be done in a share of the time that is left."""
         return share * self.left > self.estimate(kind, size)
