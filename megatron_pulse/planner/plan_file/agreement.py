@@ -18,9 +18,6 @@ _COLUMNS = ("forward", "backward", "weight_grad", "saved_bytes", *REDONE, WAITIN
 
 def sum_faults(record: Mapping[str, Any]) -> Iterator[str]:
     """Values that are each well-formed and do not fit together."""
-    named = {"table"} if "table" in record["backbone"] else {"name", "options"}
-    for name in sorted(named - record["backbone"].keys()):
-        yield f"backbone.{name} is missing"
     batch, data, size = (record[name] for name in ("global_batch_size", "data", "micro_batch_size"))
     if batch % (data * size):
         yield (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron_pulse.planner.fill.table import COMPONENTS
@@ -212,4 +213,13 @@ SCHEMA = record(
 
 def plan_faults(content: Any) -> list[str]:
     """Every fault of a plan file's form: where it is, and what is allowed there."""
-    return faults_of(SCHEMA, content)
+    return [*faults_of(SCHEMA, content), *_unnamed(content)]
+
+
+def _unnamed(content: Any) -> Iterator[str]:
+    """What a backbone's record lacks that is of no table of layers."""
+    found = content.get("backbone") if isinstance(content, Mapping) else None
+    if isinstance(found, Mapping) and "table" not in found:
+        for name, allowed in {"name": TEXT, "options": OBJECT}.items():
+            if name not in found:
+                yield f"backbone.{name} is missing; allowed is {allowed['description']}"
