@@ -139,6 +139,19 @@ def test_no_step_is_shorter_than_the_bound_where_a_gradient_is_not_sent_back() -
     assert replay(problem, schedule, edges[:1]).timeline.makespan == 7
 
 
+def test_backwards_follow_each_other_where_a_gradient_comes_from_elsewhere() -> None:
+    """Stage 1 sends none back, stage 2 does: the first's backward is still behind both, as bounds
+    count it."""
+    edges = (Edge(0, 1, 1.0, wants=False), Edge(1, 2, 1.0), Edge(0, 2, 1.0))
+    problem = replace(problem_of(sequential(3), 2), link=lags(edges, 3))
+    found = synthesize(problem, effort=1)
+    timeline = replay(problem, found.schedule, edges).timeline
+    for microbatch in range(2):
+        first, second = (Operation(Kind.BACKWARD, s, microbatch) for s in (0, 1))
+        assert timeline.start[first] >= timeline.end[second]
+    assert timeline.makespan >= lower_bound(problem)
+
+
 def test_edges_of_a_partition() -> None:
     costs = ChainCosts(
         names=tuple("abcd"),

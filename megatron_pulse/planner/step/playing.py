@@ -206,8 +206,7 @@ def _prepared(step: Step) -> tuple[Any, Any, Any, Any, int]:
         own, m = stage[i], step.microbatch[i]
         of, needed = _needed(step, i)
         if of >= 0:
-            low, high = min(of, own), max(of, own)
-            if step.home[of] == device[i] or not step.linked[low, high]:
+            if step.home[of] == device[i] or not step.linked[of, own]:
                 required[i] = needed if needed >= 0 else i
         if kind[i] == _FORWARD:
             awaited[i] = step.received[own]

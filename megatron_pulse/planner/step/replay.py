@@ -194,6 +194,7 @@ class Player:
             linked[edge.source, edge.destination] = True
             received[edge.destination] += 1
             if edge.wants:
+                linked[edge.destination, edge.source] = True
                 back[edge.destination].append((edge.source, edge.seconds))
                 returned[edge.source] += 1
         step = Step(
