@@ -45,7 +45,8 @@ class Sparing(Cut):
     def needed(self, config: Config, partition: Partition) -> Relief:
         """The layers to compute again with these cuts, all or what is cheap, and those whose
         activations wait on the host, so that there is room for what is in flight at about full
-        rate; where all of a device do not spare enough, fewer will be."""
+        rate; where all of a device do not spare enough, fewer will be, and one where what is made
+        anew of all has no room."""
         stages = self.cut_with(config, partition, Relief())
         placement, flying = (
             partition.placement,
@@ -68,6 +69,8 @@ class Sparing(Cut):
             found = _least_work(every, need, stages.working_bytes[device], link_s)
             if found is None:
                 found = Relief(frozenset(each.layer for each in every))
+                if self._lacks(config, partition, device, found) > 0:
+                    found = self._for_one(config, stages, device, link_s) or found
             elif must := self._again_for_one(config, partition, device, every, found):
                 given = tuple(_whole(each) if each.layer in must else each for each in every)
                 found = _least_work(given, need, stages.working_bytes[device], link_s) or found
@@ -89,8 +92,7 @@ class Sparing(Cut):
         if not config.split:
             return frozenset()
         stages, costs = self.cut_with(config, partition, chosen), self.costs(config, chosen)
-        short = stages.per_device(stages.kept_bytes(True))[device] - self.left(stages, device)
-        if short <= 0:
+        if (short := self._lacks(config, partition, device, chosen)) <= 0:
             return frozenset()
         may = tuple(
             replace(
@@ -105,6 +107,23 @@ class Sparing(Cut):
         )
         found = _least_work(may, short, stages.working_bytes[device])
         return frozenset() if found is None else found.again
+
+    def _lacks(self, config: Config, partition: Partition, device: int, chosen: Relief) -> float:
+        """Bytes that a device lacks for one microbatch."""
+        stages = self.cut_with(config, partition, chosen)
+        held = stages.per_device(stages.kept_bytes(config.split))[device]
+        return held - self.left(stages, device)
+
+    def _for_one(self, config: Config, stages: Stages, device: int, link_s: float) -> Relief | None:
+        """What a device must compute again so that there is room for one microbatch; None if it is
+        not known how."""
+        partition = stages.partition
+        own = partition.placement.stages_of_device(device)
+        need = sum(stages.saved_bytes[s] for s in own) - self.left(stages, device)
+        every = tuple(
+            each for s in own for each in self._sparing(config, partition.layers_of_stage(s), 1.0)
+        )
+        return _least_work(every, need, stages.working_bytes[device], link_s)
 
     def holds(self, config: Config, stages: Stages, share: float) -> bool:
         """Whether there is room for that share of what is in flight at full rate."""
