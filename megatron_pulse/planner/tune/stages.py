@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 from megatron_pulse.backbone.costs import ChainCosts
 from megatron_pulse.planner.layout.crossing import crossings
@@ -25,7 +25,10 @@ from megatron_pulse.planner.tune.conditioning import (
 from megatron_pulse.planner.tune.config import Config
 from megatron_pulse.planner.tune.costs import Costs, Unfit, UnfitError
 from megatron_pulse.planner.tune.memory.relief import Relief
-from megatron_pulse.profile.profile import LayerTimes
+from megatron_pulse.planner.tune.memory.working import Working
+
+MOST_KNOWN = 256
+"""Choices of what is not kept whose work is remembered."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,8 @@ class Stages:
     ``costs`` have what stages compute of copied embedders (``conditioning.with_copies``).
     Per device: the bytes of parameters, gradients and optimizer as ``state_bytes``, what the
     optimizer has beside these while it works as ``stepping_bytes``, what an operation needs while
-    it runs as ``working_bytes``, and ``carried_bytes`` of messages that travel or wait.
+    it runs as ``working_bytes``, with whole backwards and with split ones, and ``carried_bytes`` of
+    messages that travel or wait.
     ``copying_s`` are the seconds in which embedders that run on every device are copied and their
     gradients summed.
     Of the layers in ``relief`` not all is kept: per stage ``offloaded_bytes`` may wait on the host,
@@ -52,7 +56,7 @@ class Stages:
     trained: tuple[float, ...]
     state_bytes: tuple[float, ...]
     stepping_bytes: tuple[float, ...]
-    working_bytes: tuple[float, ...]
+    working_bytes: tuple[tuple[float, ...], tuple[float, ...]]
     carried_bytes: tuple[float, ...]
     copying_s: float = 0.0
     relief: Relief = Relief()
@@ -89,10 +93,9 @@ class Stages:
             return kept
         return tuple(k - o for k, o in zip(kept, self.offloaded_bytes, strict=True))
 
-    @cached_property
-    def transient_bytes(self) -> tuple[float, ...]:
+    def transient_bytes(self, split: bool) -> tuple[float, ...]:
         """What each device holds beside its state and activations, at most."""
-        return tuple(map(sum, zip(self.working_bytes, self.carried_bytes, strict=True)))
+        return tuple(map(sum, zip(self.working_bytes[split], self.carried_bytes, strict=True)))
 
     @cached_property
     def stepping(self) -> tuple[float, ...]:
@@ -123,7 +126,7 @@ class Stages:
     def least_held(self, split: bool) -> tuple[float, ...]:
         """Bytes that each device holds at the least: with one microbatch, or while the optimizer
         works."""
-        kept = zip(self.working_bytes, self.per_device(self.kept_bytes(split)), strict=True)
+        kept = zip(self.working_bytes[split], self.per_device(self.kept_bytes(split)), strict=True)
         return self.memory_bytes(tuple(map(sum, kept)))
 
     def stage_s(self, split: bool) -> tuple[float, ...]:
@@ -138,13 +141,6 @@ class Stages:
         """Seconds of a microbatch on the busiest device, which sends while it computes, or on its
         links."""
         return max(*self.work_s(split), busiest_link_s(self.partition.placement, self.edges))
-
-
-def kept_beside(times: LayerTimes, layer: int, relief: Relief) -> int:
-    """Bytes of a layer's own that are kept, of the most that it has in use."""
-    if layer in relief.again:
-        return 0
-    return times.kept_bytes(layer in relief.selective)
 
 
 def busiest_link_s(placement: Placement, edges: Sequence[Edge]) -> float:
@@ -166,7 +162,7 @@ class Cut(Costs):
         """Whether every device has room for one microbatch, and for the optimizer's step."""
         least = stages.per_device(stages.kept_bytes(split))
         return max(stages.stepping) <= self.cluster.usable_bytes and all(
-            self.left(stages, device) >= need for device, need in enumerate(least)
+            self.left(stages, device, split) >= need for device, need in enumerate(least)
         )
 
     def problem_of(
@@ -207,7 +203,7 @@ class Cut(Costs):
             most = min(most, config.pipeline)
         again = stages.most_again
         for device, least in enumerate(stages.per_device(stages.kept_bytes(config.split))):
-            left = max(self.left(stages, device), least if anyhow else 0.0)
+            left = max(self.left(stages, device, config.split), least if anyhow else 0.0)
             if left < least:
                 raise UnfitError(
                     Unfit.ACTIVATIONS,
@@ -217,10 +213,10 @@ class Cut(Costs):
             room.append(min(left, most * least + again[device]))
         return tuple(room)
 
-    def left(self, stages: Stages, device: int) -> float:
+    def left(self, stages: Stages, device: int, split: bool) -> float:
         """Bytes of a device that there are for activations; negative where state alone is more."""
-        taken = stages.state_bytes[device] + stages.transient_bytes[device]
-        return self.cluster.usable_bytes - taken
+        beside = stages.working_bytes[split][device] + stages.carried_bytes[device]
+        return self.cluster.usable_bytes - stages.state_bytes[device] - beside
 
     def cut_with(
         self,
@@ -235,12 +231,14 @@ class Cut(Costs):
         samples = self.global_batch_size // config.data
         sent, copied = conditioning(self.profile, partition, costs, samples)
         costs = with_copies(costs, partition, copied, times, relief.again)
-        extra = self._extra_bytes(config.micro_batch_size, config.tensor, relief)
-        working = [0.0] * config.pipeline
+        works = self._working(config, relief)
+        working = [0.0] * config.pipeline, [0.0] * config.pipeline
         for stage, device in enumerate(placement.device_of_stage):
-            own = extra[partition.cuts[stage] : partition.cuts[stage + 1]]
-            beside = (extra[embedder.layer] for embedder in copied if stage in embedder.stages)
-            working[device] = max(working[device], *own, *beside)
+            first, end = partition.cuts[stage : stage + 2]
+            spans = [(first, end), *((e.layer, e.layer + 1) for e in copied if stage in e.stages)]
+            for split, most in enumerate(working):
+                own = (works.beside(*span, bool(split)) for span in spans)
+                most[device] = max(most[device], *own)
         link = self.ranks(config).link
         count = config.num_microbatches(self.global_batch_size)
         crossed = tuple(crossings(costs, partition))
@@ -254,7 +252,7 @@ class Cut(Costs):
             tuple(map(float, partition.per_stage(costs.trained_parameters))),
             (),
             (),
-            tuple(working),
+            (tuple(working[0]), tuple(working[1])),
             carried,
             sum(self._copying_s(config, embedder) for embedder in copied),
             relief,
@@ -327,19 +325,21 @@ class Cut(Costs):
         slowest = max(num_bytes / link.bytes_per_s for link in links)
         return slowest + 2 * sum(link.latency_s for link in links)
 
+    def _working(self, config: Config, relief: Relief) -> Working:
+        """What operations work with beside what is held."""
+        key = config.micro_batch_size, config.tensor, relief
+        if key not in self._known_working:
+            times = self._times_at(config.micro_batch_size)
+            parts = [self.parts(config, i) for i in range(len(times))]
+            made = Working(times, parts, self.costs(config, relief), relief)
+            if len(self._known_working) >= MOST_KNOWN:
+                self._known_working.clear()
+            self._known_working[key] = made
+        return self._known_working[key]
+
     @cached_property
-    def _extra_bytes(self) -> Callable[[int, int, Relief], tuple[float, ...]]:
-        """Of each layer what an operation needs while it runs beside what it keeps, where so many
-        samples are on so many tensor-parallel ranks."""
-
-        def extra(samples: int, tensor: int, relief: Relief) -> tuple[float, ...]:
-            return tuple(
-                max(0, times.most_bytes(i in relief.selective) - kept_beside(times, i, relief))
-                / self._parts(tensor, i)
-                for i, times in enumerate(self._times_at(samples))
-            )
-
-        return lru_cache(maxsize=64)(extra)
+    def _known_working(self) -> dict[tuple[int, int, Relief], Working]:
+        return {}
 
     def parts(self, config: Config, layer: int) -> int:
         """Into how many parts a layer's work is divided."""

@@ -199,8 +199,8 @@ class ChainOnCluster(Cuts):
         while low <= high:
             middle = (low + high) // 2
             costs = self.costs(config, levels[middle])
-            beside = self.cut_with(config, free.partition, levels[middle]).transient_bytes
-            rule = self.rule(config, share, of(beside))
+            beside = self.cut_with(config, free.partition, levels[middle])
+            rule = self.rule(config, share, of(beside.transient_bytes(config.split)))
             try:
                 found = self._under(rule, costs, placement, goal)
                 high = middle - 1

@@ -9,11 +9,13 @@ stage to stage, and so does its gradient on the way back.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 from megatron_pulse.planner.layout.crossing import SkipCarrier, carried
 from megatron_pulse.planner.partition.memory import sent_alone
 from megatron_pulse.planner.schedule.operations import BACKWARDS, Kind, Schedule
-from megatron_pulse.planner.tune.stages import Stages, kept_beside
+from megatron_pulse.planner.tune.memory.working import Working
+from megatron_pulse.planner.tune.stages import Stages
 from megatron_pulse.profile.profile import LayerTimes
 
 type _Of = tuple[Kind, int]
@@ -45,37 +47,14 @@ def most_in_use(
 def _works(
     stages: Stages, times: Sequence[LayerTimes], parts: Sequence[int], split: bool
 ) -> tuple[Mapping[_Of, float], Mapping[_Of, float]]:
-    """What operations have in use at most, beyond what is held when a forward ends, or another
-    begins; and a backward whose activations an R has computed again.
-
-    With layers 0 to 2, when layer 1 works (saved: s, computed again: a; what is held: all below)::
-
-        F             s0 s1 ..     counted from its end
-        R             s0 s1 s2     a0 a1 ..       R goes forward too
-        B             s0 s1 ..     a1 alone, as its own work
-        B after an R  s0 s1 ..     a0 a1 ..
-    """
-    costs, back = stages.costs, _back(split)
-    works, apart = dict[_Of, float](), dict[_Of, float]()
-    waiting = costs.waiting_bytes or costs.saved_bytes
-    for stage in range(len(stages.saved_bytes)):
-        forward = backward = computing = after = saved_later = held_later = again_later = 0.0
-        for i in reversed(stages.partition.layers_of_stage(stage)):
-            recomputed = i in stages.recompute
-            whole = times[i].most_bytes(i in stages.selective) / parts[i]
-            own = max(0.0, whole - kept_beside(times[i], i, stages.relief) / parts[i])
-            alone = times[i].forward_bytes / parts[i] or whole
-            again = costs.again_bytes[i] if costs.again_bytes else 0.0
-            forward = max(forward, (alone if recomputed else own) - saved_later)
-            backward = max(backward, own - held_later)
-            after = max(after, own - again - held_later - again_later)
-            if recomputed:
-                computing = max(computing, own - again - again_later)
-            saved_later += costs.saved_bytes[i]
-            held_later += costs.saved_bytes[i] - (waiting[i] if split else 0.0)
-            again_later += again
-        works[Kind.FORWARD, stage], works[Kind.RECOMPUTE, stage] = forward, computing
-        works[back, stage], apart[back, stage] = backward, after
+    """What operations have in use at most (``Works``); and a backward whose activations an R has
+    computed again."""
+    working = Working(times, parts, stages.costs, stages.relief)
+    works, apart, back = dict[_Of, float](), dict[_Of, float](), _back(split)
+    for stage, (first, end) in enumerate(pairwise(stages.partition.cuts)):
+        own = working.of(first, end, split)
+        works[Kind.FORWARD, stage], works[Kind.RECOMPUTE, stage] = own.forward, own.computing
+        works[back, stage], apart[back, stage] = own.backward, own.after
     return works, apart
 
 

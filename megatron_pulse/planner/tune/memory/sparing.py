@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from math import inf
@@ -55,10 +55,12 @@ class Sparing(Cut):
         link_s = 0.0
         if config.recompute is Recompute.HOST:
             link_s = ON_LINK * stages.busy_s(config.split)
-        chosen = Relief()
+        works = stages.working_bytes[True]  # with split backwards it is the more, or as much
+        chosen, spent = Relief(), dict[int, Relief]()
         for device in range(placement.num_devices):
             own = placement.stages_of_device(device)
-            need = sum(flying[s] * stages.saved_bytes[s] for s in own) - self.left(stages, device)
+            need = sum(flying[s] * stages.saved_bytes[s] for s in own)
+            need -= self.left(stages, device, split=True)
             if need <= 0:
                 continue
             every = tuple(
@@ -66,17 +68,33 @@ class Sparing(Cut):
                 for s in own
                 for each in self._sparing(config, partition.layers_of_stage(s), flying[s])
             )
-            found = _least_work(every, need, stages.working_bytes[device], link_s)
+            found = _least_work(every, need, works[device], link_s)
             if found is None:
-                found = Relief(frozenset(each.layer for each in every))
-                if self._lacks(config, partition, device, found) > 0:
-                    found = self._for_one(config, stages, device, link_s) or found
+                spent[device] = found = Relief(frozenset(each.layer for each in every))
             elif must := self._again_for_one(config, partition, device, every, found):
                 given = tuple(_whole(each) if each.layer in must else each for each in every)
-                found = _least_work(given, need, stages.working_bytes[device], link_s) or found
+                found = _least_work(given, need, works[device], link_s) or found
                 found = Relief(found.again | must, found.host - must, found.selective - must)
             chosen |= found
-        return chosen
+        return self._with_fewer_made(config, stages, chosen, spent, link_s) if spent else chosen
+
+    def _with_fewer_made(
+        self,
+        config: Config,
+        stages: Stages,
+        chosen: Relief,
+        spent: Mapping[int, Relief],
+        link_s: float,
+    ) -> Relief:
+        """The same, but where devices that compute all again have no room for what they make anew,
+        with as little again as leaves room for one microbatch."""
+        made, found = self.cut_with(config, stages.partition, chosen), Relief()
+        lacking = [d for d in spent if self._short(config, made, d) > 0]
+        for device in lacking:
+            found |= self._for_one(config, stages, device, link_s) or spent[device]
+        others = frozenset().union(*(spent[device].again for device in lacking))
+        rest = (each - others for each in (chosen.again, chosen.host, chosen.selective))
+        return found | Relief(*rest)
 
     def _again_for_one(
         self,
@@ -92,7 +110,7 @@ class Sparing(Cut):
         if not config.split:
             return frozenset()
         stages, costs = self.cut_with(config, partition, chosen), self.costs(config, chosen)
-        if (short := self._lacks(config, partition, device, chosen)) <= 0:
+        if (short := self._short(config, stages, device)) <= 0:
             return frozenset()
         may = tuple(
             replace(
@@ -105,25 +123,24 @@ class Sparing(Cut):
             for each in layers
             if each.layer not in chosen.again and each.seconds < inf
         )
-        found = _least_work(may, short, stages.working_bytes[device])
+        found = _least_work(may, short, stages.working_bytes[config.split][device])
         return frozenset() if found is None else found.again
 
-    def _lacks(self, config: Config, partition: Partition, device: int, chosen: Relief) -> float:
+    def _short(self, config: Config, stages: Stages, device: int) -> float:
         """Bytes that a device lacks for one microbatch."""
-        stages = self.cut_with(config, partition, chosen)
         held = stages.per_device(stages.kept_bytes(config.split))[device]
-        return held - self.left(stages, device)
+        return held - self.left(stages, device, config.split)
 
     def _for_one(self, config: Config, stages: Stages, device: int, link_s: float) -> Relief | None:
         """What a device must compute again so that there is room for one microbatch; None if it is
         not known how."""
         partition = stages.partition
         own = partition.placement.stages_of_device(device)
-        need = sum(stages.saved_bytes[s] for s in own) - self.left(stages, device)
+        need = sum(stages.saved_bytes[s] for s in own) - self.left(stages, device, config.split)
         every = tuple(
             each for s in own for each in self._sparing(config, partition.layers_of_stage(s), 1.0)
         )
-        return _least_work(every, need, stages.working_bytes[device], link_s)
+        return _least_work(every, need, stages.working_bytes[config.split][device], link_s)
 
     def holds(self, config: Config, stages: Stages, share: float) -> bool:
         """Whether there is room for that share of what is in flight at full rate."""
@@ -135,7 +152,9 @@ class Sparing(Cut):
                 for n, b, o in zip(flying, stages.saved_bytes, away, strict=True)
             )
         )
-        return all(self.left(stages, device) >= need for device, need in enumerate(held))
+        return all(
+            self.left(stages, device, config.split) >= need for device, need in enumerate(held)
+        )
 
     def held_s(self, config: Config, stages: Stages) -> float:
         """Seconds of a microbatch that the memory for activations asks for: it cannot come and go
@@ -151,7 +170,7 @@ class Sparing(Cut):
             taken[home.device_of_stage[stage]] += kept[stage] * until_back
         least_s = 0.0
         for device, least in enumerate(stages.per_device(kept)):
-            room = max(self.left(stages, device), least)
+            room = max(self.left(stages, device, config.split), least)
             if not config.ample:
                 room = min(room, config.pipeline * least)
             if least:
@@ -203,7 +222,7 @@ class Sparing(Cut):
         count = config.num_microbatches(self.global_batch_size)
         return tuple(max(1.0, share * n) for n in in_flight(config.placement, count))
 
-    def _sparing(self, config: Config, layers: Iterable[int], times: float) -> Iterator[Spared]:
+    def _sparing(self, config: Config, layers: range, times: float) -> Iterator[Spared]:
         """What each of ``layers`` takes and spares ``times`` in flight, where it spares any."""
         none, whole = self.costs(config, Relief()), self.profile.recomputed(True)
         again = self.costs(config, Relief(whole))

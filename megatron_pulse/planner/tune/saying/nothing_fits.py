@@ -232,7 +232,7 @@ def _least_memory(
 def _fullest(stages: Stages) -> float:
     """Bytes of the fullest device with one microbatch, or while the optimizer works."""
     kept = stages.per_device(stages.saved_bytes)
-    columns = zip(stages.state_bytes, stages.transient_bytes, kept, strict=True)
+    columns = zip(stages.state_bytes, stages.transient_bytes(False), kept, strict=True)
     return max(*stages.stepping, *map(sum, columns))
 
 
