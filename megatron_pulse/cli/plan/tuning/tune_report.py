@@ -42,7 +42,7 @@ def report(found: Tuning, evaluator: Evaluator, explained: bool) -> list[str]:
         f"{found.num_configs:,} configs, {found.num_simulated:,} simulated, in "
         f"{found.seconds:.1f} s{_ready(found)}; how sure the best is",
         *(f"  {line}" for line in certainty(found)),
-        *_beside(found, explained),
+        *_beside(found, evaluator, explained),
     ]
     rest = []
     for reason, count in found.refused.most_common():
@@ -54,7 +54,10 @@ def report(found: Tuning, evaluator: Evaluator, explained: bool) -> list[str]:
     if found.num_left:
         rest.append(f"  {found.num_left:7,d}  not looked at any further: the time was up")
     whole = found.num_configs - sum(found.refused.values()) - found.num_left
-    rest.append(f"  {whole:7,d}  simulated with cuts of their own and the best known ones")
+    rest.append(
+        f"  {whole:7,d}  simulated with cuts of their own and the best known ones (of those above "
+        "some with known cuts)"
+    )
     lines += [f"what became of the {found.num_configs:,} configs:", *rest]
     if explained:
         lines += ["", *explain(found)]
@@ -64,6 +67,8 @@ def report(found: Tuning, evaluator: Evaluator, explained: bool) -> list[str]:
 def _beyond(found: Tuning, profile: Profile) -> list[str]:
     """Which listed microbatches are of sizes that nobody profiled around."""
     tried = {outcome.config.micro_batch_size for outcome in found.outcomes}
+    if found.opponent is not None:
+        tried.add(found.opponent.fitted.way.micro_batch_size)
     beyond = ", ".join(str(size) for size in sorted(tried) if profile.extrapolates(size))
     sizes = ", ".join(map(str, profile.micro_batch_sizes))
     said = f"the profile is of microbatches of {sizes}; times at b = {beyond} are extrapolated"
@@ -78,10 +83,16 @@ def _conditioned(evaluator: Evaluator) -> list[str]:
     )
 
 
-def _beside(found: Tuning, explained: bool) -> list[str]:
-    """What FSDP2 would come to, where it can run."""
+def _beside(found: Tuning, evaluator: Evaluator, explained: bool) -> list[str]:
+    """What FSDP2 would come to, or why that is not said."""
     if (other := found.opponent) is None:
-        return []
+        devices, batch = evaluator.cluster.num_devices, evaluator.global_batch_size
+        why = "does not fit"
+        if evaluator.self_conditioning:
+            why = "is not predicted with --self-conditioning"
+        elif batch % devices:
+            why = f"is not predicted: {devices} devices do not divide a batch of {batch}"
+        return [f"FSDP2 (torch's fully_shard) {why}"] * (devices > 1)
     best = found.outcomes[0]
     lines = [f"{other.beside(best.throughput)} ({other.facts})"]
     if found.num_left and found.bound_s < other.step_s < best.step_s:
@@ -94,6 +105,7 @@ def _beside(found: Tuning, explained: bool) -> list[str]:
             "  the fastest of its ways that fit, with ideal collectives at the links' bandwidth, "
             "which slow no computing, and no buffers but for what is gathered and reduced"
         )
+        lines.append(f"  in torch: {other.in_torch}")
         lines += [f"  {what}: {', '.join(names)}" for what, names in other.layers.items() if names]
     return lines
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from megatron_pulse.planner.tune.config import Config
 from megatron_pulse.planner.tune.costs import Unfit
 from megatron_pulse.planner.tune.evaluate import Outcome
+from megatron_pulse.planner.tune.searching.kinds import names_of
 from megatron_pulse.planner.tune.searching.tuning import Tuning
 
 NOTED = 1e-3
@@ -45,7 +46,7 @@ def explain(found: Tuning) -> list[str]:
     others = {
         name: rival
         for name, rival in sorted(found.rivals.items(), key=lambda item: item[1].step_s)
-        if not _shares(name, best.config)
+        if name not in names_of(best.config)
     }
     told: dict[Config, list[str]] = {}
     for name, rival in others.items():
@@ -81,11 +82,11 @@ def against(best: Outcome, rival: Outcome) -> str:
         if abs(delta) > 0.002 * best.step_s
     ]
     where = ", ".join(told) or "by a little of everything"
-    if lost >= 0:
-        return f"{lost:.1%} slower ({where})"
+    if not rival.extrapolated or best.extrapolated:
+        return f"{abs(lost):.1%} {'slower' if lost >= 0 else 'sooner'} ({where})"
     return (
-        f"{-lost:.1%} sooner by the part of a step that was simulated ({where}); its whole step "
-        "was not, or devices have no room for it"
+        f"{abs(lost):.1%} {'slower' if lost >= 0 else 'sooner'} by the part of a step that was "
+        f"simulated ({where}); its whole step was not, or devices have no room for it"
     )
 
 
@@ -122,10 +123,6 @@ def certainty(found: Tuning) -> list[str]:
         f"among the {found.num_simulated:,} simulated configs: the soonest{whole}",
         f"among all {found.num_configs:,} configs: {rest}",
     ]
-
-
-def _shares(name: str, config: Config) -> bool:
-    return name in (f"P={config.pipeline}", f"T={config.tensor}", config.layout.name)
 
 
 def _ms(seconds: float) -> str:

@@ -33,6 +33,7 @@ from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
 from megatron_pulse.planner.tune.in_order import InOrder
 from megatron_pulse.planner.tune.queueing import schedules
 from megatron_pulse.planner.tune.searching.budget import Budget, Clock
+from megatron_pulse.planner.tune.searching.kinds import names_of
 from megatron_pulse.planner.tune.searching.steps import FAR
 from megatron_pulse.planner.tune.searching.tuning import (
     Tried,
@@ -98,7 +99,9 @@ def finish(
     rounds.settle()
     rounds.move(1.0)
     found.outcomes = rounds.once()
-    found.rivals = {n: rounds.listed.get(tried(one), one) for n, one in found.rivals.items()}
+    whole = [one for one in rounds.ranked() if not one.extrapolated]
+    for name, rival in found.rivals.items():
+        found.rivals[name] = next((o for o in whole if name in names_of(o.config)), rival)
     found.seconds += budget.spent
 
 

@@ -65,3 +65,8 @@ def has_several(config: Config) -> bool:
 def num_stages(config: Config) -> int:
     """Of one pipeline."""
     return config.pipeline * config.layout.num_chunks
+
+
+def names_of(config: Config) -> tuple[str, str, str]:
+    """What rivals are told apart by: pipeline and tensor degree, and layout."""
+    return f"P={config.pipeline}", f"T={config.tensor}", config.layout.name

@@ -24,7 +24,7 @@ from megatron_pulse.planner.tune.searching.budget import Budget
 from megatron_pulse.planner.tune.searching.candidates import Candidate, KnownCuts, Reached
 from megatron_pulse.planner.tune.searching.corrections import Corrections
 from megatron_pulse.planner.tune.searching.hopes import Hopes
-from megatron_pulse.planner.tune.searching.kinds import Kind, has_several, num_stages
+from megatron_pulse.planner.tune.searching.kinds import Kind, has_several, names_of, num_stages
 from megatron_pulse.planner.tune.searching.tuning import Shortlist, Tuning, keep_soonest
 from megatron_pulse.planner.tune.searching.variants import Variants, recomputes_nothing
 from megatron_pulse.planner.tune.stages import Stages
@@ -244,7 +244,7 @@ class Steps:
         found = self.found
         with self.within(how, self.evaluator.size(config)):
             outcome = self.evaluator.evaluate(config, quick=how == "quick", stages=stages)
-        names = f"P={config.pipeline}", f"T={config.tensor}", config.layout.name
+        names = names_of(config)
         if config not in self._simulated:
             found.simulated.update(names)
         self._simulated.add(config)

@@ -13,6 +13,7 @@ from typing import Any
 from megatron_pulse.planner.cluster.cluster import Cluster
 from megatron_pulse.planner.tune.config import divisors
 from megatron_pulse.planner.tune.sharded.sharding import (
+    Gathering,
     Sharding,
     Transfers,
     gradient_bytes,
@@ -21,6 +22,16 @@ from megatron_pulse.planner.tune.sharded.sharding import (
 )
 from megatron_pulse.planner.tune.sharded.ways import FittedWay, Way, Ways
 from megatron_pulse.profile.profile import Profile
+
+IN_TORCH = {
+    Gathering.PASS: "reshard_after_forward=True",
+    Gathering.MICROBATCH: "reshard_after_forward=False",
+    Gathering.STEP: (
+        "reshard_after_forward=False, set_reshard_after_backward(False) before all backwards but "
+        "the last"
+    ),
+}
+"""What fully_shard is told for each way to gather."""
 
 ALIKE = 0.005
 """Share of a step within which two predictions are called alike."""
@@ -55,6 +66,8 @@ class Opponent:
         size, again, way = self.fitted.way.micro_batch_size, self.fitted.again, self.fitted.sharding
         told = [f"b = {size}", *[f"{len(again.layers)} layers recomputed"] * bool(again.layers)]
         told += [f"what is cheap of {len(again.part)} layers recomputed"] * bool(again.part)
+        way_ahead = self.fitted.way.prefetch
+        told += [f"{way_ahead} units gathered ahead"] * (way_ahead > 1)
         return ", ".join([*told, str(way), f"{self.fitted.needs_bytes / 1e9:.3g} GB"])
 
     def beside(self, throughput: float) -> str:
@@ -80,6 +93,23 @@ class Opponent:
             "selective": [names[i] for i in sorted(again.part)],
         }
 
+    @property
+    def in_torch(self) -> str:
+        """How torch is told so."""
+        way, sharding = self.fitted.way, self.fitted.sharding
+        told = [
+            "fully_shard([its layers' modules]) for each unit, from the first on, then the whole",
+            IN_TORCH[way.gathering],
+        ]
+        if sharding.reduce_once and sharding.count > 1:
+            told.append("set_requires_gradient_sync(False) before all backwards but the last")
+        if way.prefetch > 1:
+            told.append(f"set_modules_to_forward_prefetch (and backward) with {way.prefetch} units")
+        told += ["checkpoint for each recomputed layer"] * bool(self.fitted.again.layers)
+        if self.fitted.again.part:
+            told.append("checkpoint that saves products of matrices for each selective layer")
+        return "; ".join(told)
+
     def record(self) -> dict[str, Any]:
         """For JSON."""
         way, sharding = self.fitted.way, self.fitted.sharding
@@ -90,7 +120,7 @@ class Opponent:
             "num_microbatches": sharding.count,
             "group": way.group,
             "gathered": str(way.gathering),
-            "reduce_once": way.reduce_once,
+            "reduce_once": sharding.reduce_once or sharding.count == 1,
             "prefetch": way.prefetch,
             "memory_bytes": self.fitted.needs_bytes,
             **self.layers,
