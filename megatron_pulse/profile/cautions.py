@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_pulse.profile.devices import PRESETS, known_device
+from megatron_pulse.profile.devices import FIGURES, PRESETS, known_device, peaks_name
 from megatron_pulse.profile.profile import SPREAD, Profile, Source
 
 
@@ -51,18 +51,21 @@ def thread_caution(measured: int, run: int) -> str:
 def device_caution(profile: Profile, device: object) -> str:
     """That costs are those of another device than a cluster's; empty where they may be its own.
 
-    ``device`` is what the cluster says of its own: a preset's name, a profile's path, or figures,
-    which may be those of whatever was measured.
+    ``device`` is what the cluster says of its own: a preset's name, a profile's path, or figures
+    (``DeviceFigures``), which may be those of whatever was measured.
     """
+    theirs = device if isinstance(device, str) else "those of its own figures"
     name = profile.device
     if profile.source is Source.MEASURED:
         name = known.name if (known := known_device(name)) is not None else name
         differs = device in PRESETS and name != device
+    elif not isinstance(device, str) and FIGURES in name:
+        theirs = peaks_name(**vars(device))
+        differs = not name.startswith(theirs)
     else:
         differs = name in PRESETS and name != device
     if not differs:
         return ""
-    theirs = device if isinstance(device, str) else "those of its own figures"
     return (
         f"costs are {profile.device}'s and the cluster's devices are {theirs}: times do not hold "
         "there; give --backbone instead of --profile, or a profile of that device"

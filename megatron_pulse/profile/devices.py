@@ -96,9 +96,18 @@ def known_device(cuda_name: str) -> Device | None:
     return found[0] if len(found) == 1 else None
 
 
+FIGURES = " TFLOP/s, "
+"""In the names of devices of which only figures are known."""
+
+
+def peaks_name(tflops: float, bandwidth_gbs: float) -> str:
+    """What a device of these figures is called, but for its memory."""
+    return f"{tflops:g}{FIGURES}{bandwidth_gbs:g} GB/s"
+
+
 def custom_device(peak_tflops: float, bandwidth_gbs: float, memory_gb: float) -> Device:
     """A device of these figures; its peak is that of whatever dtype is profiled."""
-    name = f"{peak_tflops:g} TFLOP/s, {bandwidth_gbs:g} GB/s, {memory_gb:g} GB"
+    name = f"{peaks_name(peak_tflops, bandwidth_gbs)}, {memory_gb:g} GB"
     peak = dict.fromkeys(ELEMENT_BYTES, peak_tflops * 1e12)
     return Device(name, peak, bandwidth_gbs * 1e9, round(memory_gb * 1e9))
 

@@ -21,6 +21,7 @@ from megatron_pulse.profile.cautions import (
     spread_caution,
     thread_caution,
 )
+from megatron_pulse.profile.devices import custom_device
 from megatron_pulse.profile.files import load_profile, save_profile
 from megatron_pulse.profile.profile import Profile, Source
 from tests.by_hand import unsealed_record
@@ -72,6 +73,11 @@ def test_costs_of_another_device_than_the_cluster() -> None:
     measured = replace(profile, device="Tesla V100-SXM2-32GB", source=Source.MEASURED)
     for device in ("V100-32GB", "measured.json", DeviceFigures(0.05, 16)):
         assert device_caution(measured, device) == ""  # figures may be what was measured there
+    figures = DeviceFigures(70.0, 320.0)
+    other = replace(profile, device=custom_device(70.0, 1008.0, 24.0).name)
+    assert "devices are 70 TFLOP/s, 320 GB/s" in device_caution(other, figures)
+    same = replace(profile, device=custom_device(70.0, 320.0, 16.0).name)
+    assert device_caution(same, figures) == ""
     assert "costs are Tesla V100-SXM2-32GB's" in device_caution(measured, "H100")
     assert "costs are a CPU's" in device_caution(replace(measured, device="a CPU"), "V100-32GB")
 
