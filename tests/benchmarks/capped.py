@@ -17,6 +17,7 @@ from megatron_pulse.planner.partition.evaluate import MemoryRule
 from megatron_pulse.planner.partition.find import Goal, PartitionError, find_partition
 from megatron_pulse.planner.partition.memory import in_flight
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
+from megatron_pulse.planner.tune.config import Recompute
 from tests.benchmarks.contestant import Contestant, Engine, Refused
 from tests.benchmarks.contestants import Planner, needed_bytes
 from tests.benchmarks.emulation import Emulation
@@ -34,7 +35,11 @@ def pipeline_sizes(emulation: Emulation, samples: int) -> list[int]:
     return [size for size in sizes if samples % size == 0]
 
 
-RECOMPUTED = {"": 0, ", cheap recomputed": 1, ", recomputed": 2}
+RECOMPUTED = {
+    "": Recompute.NEVER,
+    ", cheap recomputed": Recompute.SELECTIVE,
+    ", recomputed": Recompute.ALWAYS,
+}
 """What others' pipelines compute again of all layers: nothing, what is cheap of each, or all."""
 
 
@@ -61,18 +66,19 @@ def capped(
     for size in pipeline_sizes(emulation, samples):
         usual, num = size == emulation.micro_batch_size, len(emulation.costs)
         for words, again in RECOMPUTED.items():
-            part = range(num if again == 1 else 0)
-            variant = emulation.variant(size, again == 2, part)
+            part = range(num if again is Recompute.SELECTIVE else 0)
+            every = again is Recompute.ALWAYS
+            variant = emulation.variant(size, every, part)
             plan = CappedPlanner(variant, link, num_devices, samples // size, solver_s, usable)
             found = list(plan.theirs())
-            if usual and (not again or (again == 2 and _refused(offers, usable))):
+            if usual and (again is Recompute.NEVER or (every and _refused(offers, usable))):
                 found += plan.ours()
             for one in found:
                 own = one.engine is Engine.OURS
                 told = replace(
                     one,
                     name=one.name + words * (not own),
-                    way=way(size, num * (again == 2), num, len(part)),
+                    way=way(size, num * every, num, len(part)),
                     micro_batch_size=size,
                     backbone=None if usual else variant.backbone,
                 )

@@ -190,7 +190,7 @@ def test_nothing_fits(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_plan_for_a_table_of_layers_is_shown_and_not_run(
-    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole = profile(random.Random(0), 12, 5)
     save_profile(replace(whole, backbone={"table": "layers"}), "p.json")
