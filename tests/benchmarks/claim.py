@@ -128,7 +128,8 @@ def measure(
         pick = Pick(str(config), best.name, outcome.step_s * emulation.time_scale)
         entered += [best] if best not in entered else []
     if args.only:
-        entered = [c for c in entered if any(word in c.name for word in args.only)]
+        name = pick and pick.contestant
+        entered = [c for c in entered if c.name == name or any(w in c.name for w in args.only)]
     results = run_cell(
         emulation.backbone,
         entered,
@@ -220,7 +221,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--ranks-per-node", type=int, default=1, help="those on a node reach each other without")
     add("--model-seconds", type=float, default=MODEL_S, help="the model on a microbatch, emulated")
     add("--solver-seconds", type=float, help=f"for each ILP (default: {SOLVER_S:g}); 0: none")
-    add("--only", type=names, default=[], help="contestants whose name has one of these words")
+    add("--only", type=names, default=[], help="the pick, and whose name has one of these words")
     add("--out", type=Path, default=Path("runs/claim"))
     add("--resume", action="store_true", help="keep the cells that --out has")
     add(
