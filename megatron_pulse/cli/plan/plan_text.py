@@ -33,6 +33,7 @@ def batch(plan: PlanFile) -> str:
         parts.append(f"convolutions {laid}")
     for name in ("sequence_parallel", "distributed_optimizer"):
         parts += [name.replace("_", " ")] * getattr(plan, name)
+    parts += ["optimizer on the host"] * plan.host_optimizer
     if plan.recompute:
         told = tell_layers(plan.recomputed, len(plan.profile.layers))
         parts.append(f"activations computed again of layers {told}")

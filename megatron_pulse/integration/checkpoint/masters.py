@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from torch import Tensor, nn
@@ -88,6 +89,8 @@ def _shares(optimizer: Any) -> Iterator[tuple[nn.Parameter, Share]]:
         if isinstance(inner, DistributedOptimizer):
             for parameter, (group, place) in inner.model_param_group_index_map.items():
                 master: Tensor = inner.optimizer.param_groups[group]["params"][place]
+                if isinstance(inner.optimizer, HybridDeviceOptimizer):
+                    master = inner.optimizer.param_to_inner_param[master]
                 span = inner._get_model_param_range_map(parameter)["param"]
                 yield parameter, Share(master.detach(), span.start)
         elif isinstance(inner, Float16OptimizerWithFloat16Params):

@@ -50,6 +50,7 @@ def _decided(plan: PlanFile) -> dict[str, Any]:
         "recompute_granularity": _granularity(plan),
         "use_distributed_optimizer": plan.distributed_optimizer,
         "grad_reduce_in_bf16": plan.half_gradients,
+        "optimizer_cpu_offload": plan.host_optimizer,
         "overlap_grad_reduce": plan.overlap_grad_reduce,
         "use_tp_pp_dp_mapping": plan.rank_order == "tp-pp-dp",
         "bf16": plan.dtype == "bfloat16",

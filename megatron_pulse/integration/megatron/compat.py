@@ -96,7 +96,10 @@ class _NullStream:
     def _nothing(self, *args: Any, **kwargs: Any) -> None:
         return None
 
-    wait_stream = wait_event = record = wait = synchronize = record_event = _nothing
+    wait_stream = wait_event = record = wait = synchronize = _nothing
+
+    def record_event(self, event: object = None) -> _NullStream:
+        return self
 
     def query(self) -> bool:
         return True
@@ -269,6 +272,17 @@ def _use_fused_adam() -> None:
         distributed.HAVE_APEX_OR_TE = distributed.USING_APEX_OPTIMIZER = True
 
 
+def _use_host_optimizer() -> None:
+    import megatron.core.optimizer as optimizer
+    import megatron.core.optimizer.distrib_optimizer as distributed
+
+    from megatron_pulse.integration.megatron.host_optimizer import HostOptimizer
+    from megatron_pulse.runtime.parameters.host_adam import HostAdam
+
+    optimizer.CPUAdam = HostAdam
+    optimizer.HybridDeviceOptimizer = distributed.HybridDeviceOptimizer = HostOptimizer
+
+
 def patch_megatron() -> None:
     """Apply what needs ``megatron.training`` to be imported. Runs once per process."""
     global _patched
@@ -292,6 +306,7 @@ def patch_megatron() -> None:
     # It parses the command line anew, for --enable-ft-package, which is refused.
     training.ft_integration.setup = lambda: None
     _use_fused_adam()
+    _use_host_optimizer()
     wait_for_weight_gradients()
     # It compiles kernels of language models, by running them: a minute, and no layer here has them.
     training.set_jit_fusion_options = lambda tp_size=None: torch.cuda.empty_cache()

@@ -410,7 +410,8 @@ def _memory_limit(options: PulseOptions) -> float | None:
 
 def parameter_state(args: argparse.Namespace, options: PulseOptions) -> ParameterState:
     """What this run keeps of a trained parameter."""
-    return ParameterState(options.ema_decay > 0, args.bf16 and args.grad_reduce_in_bf16)
+    half = args.bf16 and args.grad_reduce_in_bf16
+    return ParameterState(options.ema_decay > 0, half, args.optimizer_cpu_offload)
 
 
 def _memory(args: argparse.Namespace, options: PulseOptions, count: int) -> MemoryRules | None:

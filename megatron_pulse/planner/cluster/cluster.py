@@ -32,6 +32,10 @@ from megatron_pulse.planner.cluster.link import Link
 from megatron_pulse.planner.cluster.schema import cluster_faults
 from megatron_pulse.profile.devices import PRESETS, Device, custom_device
 
+HOST_ADAM_BYTES = 28
+"""Of a node's memory that the processor's Adam reads (weight, gradient, both moments) and writes
+(without the gradient) for a parameter, in fp32."""
+
 
 class ClusterError(UserError):
     """A cluster that does not exist, or a file that does not describe one; lists every fault."""
@@ -76,7 +80,9 @@ class Cluster:
     ``reduce_scatter_efficiency`` and ``all_gather_efficiency`` are those of their kinds where they
     differ, ``collective_latency`` is the part of the links' latency that a collective has for a
     step of its ring. ``operation_us`` are microseconds that the runtime adds to an operation.
-    ``host`` is the way from a device to pinned memory of its node, where it can be used.
+    ``host`` is the way from a device to pinned memory of its node, where it can be used, and
+    ``host_memory_gbs`` what the processors' Adam reads and writes there in a second, all devices of
+    a node at once.
     Raises ClusterError for values that a file could not have either.
     """
 
@@ -94,6 +100,7 @@ class Cluster:
     collective_latency: float = 1.0
     operation_us: float = 0.0
     host: ClusterLink | None = None
+    host_memory_gbs: float | None = None
 
     def __post_init__(self) -> None:
         _refuse(cluster_faults(to_record(self)), f"cluster {self.name!r}")
@@ -239,6 +246,7 @@ _MEASURED = (
     "all_gather_efficiency",
     "collective_latency",
     "operation_us",
+    "host_memory_gbs",
 )
 
 

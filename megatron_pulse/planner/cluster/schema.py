@@ -72,7 +72,7 @@ SCHEMA: dict[str, Any] = {
         device=_DEVICE,
         links=record(
             "a record with intra_node, for several nodes inter_node and, where activations may "
-            "wait in the nodes' memory, host",
+            "wait in the nodes' memory, or Adam work there, host",
             ["intra_node"],
             intra_node=_LINK,
             inter_node=_LINK,
@@ -82,6 +82,7 @@ SCHEMA: dict[str, Any] = {
         reduce_scatter_efficiency=_above_0("the part that reduce-scatters reach"),
         all_gather_efficiency=_above_0("the part that all-gathers reach"),
         collective_latency=_above_0("the part of the latency that a collective's ring has"),
+        host_memory_gbs=_above_0("GB/s that Adam reads and writes in a node's memory"),
         operation_us=number(
             "a number from 0 to 1e9: microseconds that the runtime adds to an operation",
             minimum=0,

@@ -20,10 +20,12 @@ from megatron_pulse.profile.devices import ELEMENT_BYTES
 @dataclass(frozen=True)
 class ParameterState:
     """What a run keeps of a trained parameter otherwise than Megatron by default: its average in
-    fp32 (``averages``), or with bfloat16 the sum of its gradients in that (``half_gradients``)."""
+    fp32 (``averages``), with bfloat16 the sum of its gradients in that (``half_gradients``), or the
+    optimizer's state and averages in the node's memory (``host_optimizer``)."""
 
     averages: bool = False
     half_gradients: bool = False
+    host_optimizer: bool = False
 
     def gradient_bytes(self, dtype: str) -> int:
         """Of a gradient as it is summed over microbatches and replicas."""
@@ -50,14 +52,23 @@ def bytes_per_parameter(
     float32   4 parameter, 4 gradient                8 both moments
     ========  =====================================  ==========================================
 
-    An average has 4 more, divided too. What the optimizer has while it works is ``stepping_bytes``.
+    An average has 4 more, divided too. With the optimizer on the host all that is divided is
+    there (``host_bytes_per_parameter``). What it has while it works is ``stepping_bytes``.
     Source: Megatron-Core's guide to the distributed optimizer, whose figures have both. Raises
     KeyError for other dtypes.
     """
     replicas = data_parallel if distributed_optimizer else 1
     kept = ELEMENT_BYTES[dtype] + state.gradient_bytes(dtype)
+    if state.host_optimizer:
+        return kept
     copy = 0 if dtype == "float32" else 4
     return kept + (copy + 8 + 4 * state.averages) / replicas
+
+
+def host_bytes_per_parameter(data_parallel: int, state: ParameterState) -> float:
+    """Bytes of a parameter in the node's memory for each replica, where the optimizer is there:
+    fp32 copy, gradient and both moments, and an average."""
+    return (4 + 4 + 8 + 4 * state.averages) / data_parallel if state.host_optimizer else 0.0
 
 
 def stepping_bytes(
@@ -68,6 +79,8 @@ def stepping_bytes(
 ) -> float:
     """Bytes of a parameter that are there while the optimizer works, and no activation is: an fp32
     copy of a gradient that is summed in half precision. It goes before the next forward."""
+    if state.host_optimizer:  # there they are fp32
+        return 0.0
     replicas = data_parallel if distributed_optimizer else 1
     return (4 if state.gradient_bytes(dtype) < 4 else 0) / replicas
 

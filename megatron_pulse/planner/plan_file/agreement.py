@@ -45,6 +45,8 @@ def sum_faults(record: Mapping[str, Any]) -> Iterator[str]:
         yield "sequence_parallel: it needs tensor parallelism, and tensor is 1"
     if record["half_gradients"] and record["dtype"] != "bfloat16":
         yield f"half_gradients: sums of gradients in bfloat16, and dtype is {record['dtype']}"
+    if record.get("host_optimizer") and not record["distributed_optimizer"]:
+        yield "host_optimizer: it is a distributed one, and distributed_optimizer is no"
     names = Counter(name for stage in record["stages"] for name in stage)
     for name, count in names.items():
         if count > 1:

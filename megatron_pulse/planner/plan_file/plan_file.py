@@ -55,7 +55,8 @@ class PlanFile:
     and why (see ``tune.plans.policies``). ``self_conditioning`` is the share of steps that run all
     forwards once before. The layers in ``recompute`` compute their activations again, those of
     ``offload`` may wait on the host, those of ``selective`` compute again what is cheap.
-    ``averages`` and ``half_gradients`` say what is kept of a parameter (see ``ParameterState``).
+    ``averages``, ``half_gradients`` and ``host_optimizer`` say what is kept of a parameter, and
+    where (see ``ParameterState``).
     """
 
     backbone: Mapping[str, Any]
@@ -85,6 +86,7 @@ class PlanFile:
     self_conditioning: float = 0.0
     offload: tuple[str, ...] = ()
     selective: tuple[str, ...] = ()
+    host_optimizer: bool = False
 
     @property
     def heading(self) -> str:
@@ -123,7 +125,7 @@ class PlanFile:
     @property
     def state(self) -> ParameterState:
         """What is kept of a trained parameter."""
-        return ParameterState(self.averages, self.half_gradients)
+        return ParameterState(self.averages, self.half_gradients, self.host_optimizer)
 
     @property
     def recomputed(self) -> frozenset[int]:
@@ -220,7 +222,7 @@ def to_record(plan: PlanFile) -> dict[str, Any]:
             case "encoders" | "in_front" | "policies" as name:
                 if (given := getattr(plan, name)) is not None:
                     record[name] = list(given)
-            case "self_conditioning" | "offload" | "selective" as name:
+            case "self_conditioning" | "offload" | "selective" | "host_optimizer" as name:
                 if given := getattr(plan, name):
                     record[name] = given
             case "stages":

@@ -207,6 +207,7 @@ SCHEMA = record(
     policies=list_of(_POLICY, "what was decided of each encoder"),
     offload=list_of(TEXT, "names of layers", least=0),
     selective=list_of(TEXT, "names of layers", least=0),
+    host_optimizer=FLAG,
     self_conditioning=number("a number above 0, at most 1", exclusiveMinimum=0, maximum=1),
 )
 

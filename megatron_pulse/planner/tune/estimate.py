@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from megatron_pulse.backbone.costs import running_sum
-from megatron_pulse.planner.cluster.cluster import Cluster, ClusterError
+from megatron_pulse.planner.cluster.cluster import HOST_ADAM_BYTES, Cluster, ClusterError
 from megatron_pulse.planner.layout.placement import Partition
 from megatron_pulse.planner.partition.memory import DEFAULT_STATE, ParameterState
 from megatron_pulse.planner.schedule.bound.bounds import device_bound, last_gradients, memory_bound
@@ -28,6 +28,12 @@ OPTIMIZER_BYTES = 30
 """Bytes that Adam reads and writes for a parameter: gradient, copy and both moments in fp32. Used
 where the profile has not measured it."""
 
+HOST_AVERAGE_BYTES = 12
+"""Of a node's memory that are read and written for a parameter's average, in fp32."""
+
+HOST_BYTES_PER_S = 20e9
+"""What of its node's memory a device's Adam reaches, roughly, where the cluster does not say."""
+
 CPU_BYTES_PER_S = 10e9
 """Of a CPU's memory, roughly, where the cluster does not say what its devices reach."""
 
@@ -41,13 +47,38 @@ def memory_bytes_per_s(profile: Profile, cluster: Cluster) -> float:
     known = cluster.peaks or known_device(profile.device)
     if known is not None:
         return known.bytes_per_s
-    if profile.threads or profile.device.startswith("CPU"):
+    if _is_cpu(profile):
         return CPU_BYTES_PER_S
     raise ClusterError(
         f"cluster {cluster.name!r}: what the memory of its devices ({profile.device}) reaches is "
         "not known, and the optimizer's time depends on it: give the cluster's file "
         "'device: {tflops: X, bandwidth_gbs: Y}', the peaks of that device and of its memory"
     )
+
+
+def host_adam_s(profile: Profile, cluster: Cluster, state: ParameterState) -> float:
+    """Seconds of Adam on the host for a parameter: its gradient there in fp32, the step, and the
+    parameter back, one after another, on all devices of a node at once.
+
+    Raises ClusterError for a cluster of GPUs without a link to the host.
+    """
+    link = cluster.to_host
+    if link is None and not _is_cpu(profile):
+        raise ClusterError(
+            f"cluster {cluster.name!r}: how its devices reach their node's memory is not known, "
+            "where the optimizer is to be: write links.host into its file ('pulse probe' measures "
+            "it), or leave out --optimizer-cpu-offload"
+        )
+    copied = CPU_BYTES_PER_S if link is None else link.bytes_per_s
+    reached = HOST_BYTES_PER_S
+    if cluster.host_memory_gbs is not None:
+        reached = cluster.host_memory_gbs * 1e9 / cluster.devices_per_node
+    moved = HOST_ADAM_BYTES + HOST_AVERAGE_BYTES * state.averages
+    return (4 + PARAMETER_BYTES[profile.dtype]) / copied + moved / reached
+
+
+def _is_cpu(profile: Profile) -> bool:
+    return bool(profile.threads) or profile.device.startswith("CPU")
 
 
 class Estimator(ChainOnCluster):
@@ -76,6 +107,9 @@ class Estimator(ChainOnCluster):
         self.adam_s = measured_s / max(
             1, sum(layer.trained_parameters for layer in profile.layers)
         ) or OPTIMIZER_BYTES / memory_bytes_per_s(profile, cluster)
+        self._own_adam_s = self.adam_s
+        if state.host_optimizer:
+            self._own_adam_s = host_adam_s(profile, cluster, state)
 
     def quick_bound(self, config: Config) -> float:
         """No step of the config is shorter, however it is cut: all work, spread evenly as far as
@@ -208,7 +242,7 @@ class Estimator(ChainOnCluster):
     def optimizer_s(self, config: Config, parameters: float) -> float:
         """Seconds of Adam over the ``parameters`` of a rank."""
         parts = config.data if config.distributed_optimizer else 1
-        return parameters * self.adam_s / parts
+        return parameters * self._own_adam_s / parts
 
     def _about(self, config: Config, work: float, delay: float, held: float) -> float:
         ranks, size = self.ranks(config), self.gradient_bytes

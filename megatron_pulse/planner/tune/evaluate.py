@@ -113,9 +113,12 @@ class Evaluator(WithRoom):
         return opponent(*of, self.adam_s, self.state.averages)
 
     def candidates(self, choices: Choices) -> list[Config]:
-        """Every config of ``choices`` that uses all devices and divides the batch."""
+        """Every config of ``choices`` that uses all devices and divides the batch; on the host the
+        optimizer is the distributed one, whatever they say."""
         cluster, has_skips = self.cluster, bool(self.profile.skips)
         devices, inside = cluster.num_devices, cluster.devices_per_node
+        if self.state.host_optimizer:
+            choices = replace(choices, distributed_optimizer=(True,))
         if not self.profile.selects:
             known = tuple(r for r in choices.recompute if r is not Recompute.SELECTIVE)
             choices = replace(choices, recompute=known)

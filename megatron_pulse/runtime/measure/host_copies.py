@@ -1,4 +1,5 @@
-"""How fast a device copies to pinned memory of its node and back, both ways at once."""
+"""How fast a device copies to pinned memory of its node and back, both ways at once, and how fast
+the processor's Adam is there."""
 
 from __future__ import annotations
 
@@ -8,9 +9,13 @@ import time
 import torch
 
 from megatron_pulse.runtime.away import Streams
+from megatron_pulse.runtime.parameters.host_adam import HostAdam
 
 LARGE_BYTES, SMALL_BYTES = 1 << 26, 1 << 12
 """What is copied for bandwidth, and for latency."""
+
+ADAM_PARAMETERS = 1 << 23
+"""More than caches hold."""
 
 ROUNDS = 7
 """Of which the median counts."""
@@ -23,6 +28,19 @@ def host_copies(device: torch.device) -> tuple[float, float]:
     """
     large_s, small_s = (_both_ways_s(device, num_bytes) for num_bytes in (LARGE_BYTES, SMALL_BYTES))
     return LARGE_BYTES / large_s / 1e9, 1e6 * small_s
+
+
+def host_adam_s() -> float:
+    """Seconds of the processor's Adam for one parameter, of many."""
+    weights = torch.nn.Parameter(torch.zeros(ADAM_PARAMETERS))
+    weights.grad = torch.ones(ADAM_PARAMETERS)
+    adam = HostAdam([weights], lr=1e-9)
+    spent = []
+    for _ in range(ROUNDS + 1):  # the first is not counted
+        began = time.perf_counter()
+        adam.step()
+        spent.append(time.perf_counter() - began)
+    return statistics.median(spent[1:]) / ADAM_PARAMETERS
 
 
 def _both_ways_s(device: torch.device, num_bytes: int) -> float:

@@ -19,11 +19,17 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_pulse.planner.cluster.cluster import Cluster, ClusterLink, DeviceFigures, Shared
+from megatron_pulse.planner.cluster.cluster import (
+    HOST_ADAM_BYTES,
+    Cluster,
+    ClusterLink,
+    DeviceFigures,
+    Shared,
+)
 from megatron_pulse.profile.devices import USABLE, known_device
 from megatron_pulse.runtime.failures import PulseError
 from megatron_pulse.runtime.measure.empty_step import operation_s
-from megatron_pulse.runtime.measure.host_copies import host_copies
+from megatron_pulse.runtime.measure.host_copies import host_adam_s, host_copies
 from megatron_pulse.runtime.measure.link_times import Meter, PairTimes, StreamTimes
 
 _ALL_REDUCE_S = 0.3
@@ -158,7 +164,8 @@ class _Prober:
             reduce_scatter_efficiency=reached["reduce_scatter"],
             all_gather_efficiency=reached["all_gather"],
             operation_us=_rounded(1e6 * self._operation_s()),
-            host=self._to_host(),
+            host=(host := self._to_host()),
+            host_memory_gbs=None if host is None else self._host_memory_gbs(each),
         )
         self.meter.meet()
         if self.rank:
@@ -286,6 +293,12 @@ class _Prober:
             return None
         gbs, latency_us = min(b for b, _ in found), max(latency for _, latency in found)
         return ClusterLink("pcie", _rounded(gbs), _rounded(latency_us), Shared.DEVICE)
+
+    def _host_memory_gbs(self, each: int) -> float:
+        """What Adam reads and writes in a node's memory while all of its ``each`` ranks' do so."""
+        self.meter.meet()
+        slowest_s = max(self.meter.gather(host_adam_s()))
+        return _rounded(each * HOST_ADAM_BYTES / slowest_s / 1e9)
 
     def device(self, each: int) -> tuple[float, str | DeviceFigures]:
         """Memory of the smallest device, and a preset or the figures of the slowest."""

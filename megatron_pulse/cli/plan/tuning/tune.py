@@ -127,6 +127,13 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         help="sum gradients in bfloat16, as Megatron's flag: 2 bytes a parameter less, and less to "
         "reduce; a run of the plan does so",
     )
+    add(
+        "--optimizer-cpu-offload",
+        action="store_true",
+        help="keep fp32 weights and Adam's state in the nodes' memory, where the processors move "
+        "them, as Megatron's flag: a device has 6 bytes of a bfloat16 parameter, a step takes "
+        "longer; a run of the plan does so",
+    )
     add("--seconds", type=float, default=28.0, metavar="S", help="to decide (default 28)")
     add(
         "--solver",
@@ -276,6 +283,11 @@ def _faults(args: argparse.Namespace) -> list[str]:
         ]
         if args.output is None or args.output.suffix:
             faults.append("--worlds writes a plan for each into a folder: give -o DIR")
+    if args.no_offload and args.optimizer_cpu_offload:
+        faults.append(
+            "--no-offload and --optimizer-cpu-offload: one leaves the nodes' memory alone, the "
+            "other has the optimizer there: give one"
+        )
     faults += out_of(ABOVE_ZERO, args, "seconds")
     faults += out_of(SHARE, args, "self_conditioning")
     faults += layers_faults(args, profile=args.profile)

@@ -111,7 +111,8 @@ def no_prediction_taken(args: argparse.Namespace, profile: Profile) -> list[str]
 def state(args: argparse.Namespace) -> ParameterState:
     from megatron_pulse.planner.partition.memory import ParameterState
 
-    return ParameterState(not args.no_averages, args.grad_reduce_in_bf16)
+    kept = not args.no_averages, args.grad_reduce_in_bf16
+    return ParameterState(*kept, args.optimizer_cpu_offload)
 
 
 def choices_of(args: argparse.Namespace) -> Choices:

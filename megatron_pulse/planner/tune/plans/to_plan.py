@@ -37,6 +37,7 @@ def plan_of(outcome: Outcome, evaluator: Evaluator) -> PlanFile:
         distributed_optimizer=config.distributed_optimizer,
         averages=evaluator.state.averages,
         half_gradients=evaluator.state.half_gradients,
+        host_optimizer=evaluator.state.host_optimizer,
         overlap_grad_reduce=config.data > 1,
         stages=tuple(
             tuple(names[i] for i in partition.layers_of_stage(s))

@@ -159,6 +159,9 @@ def _smaller_states(evaluator: Evaluator) -> Iterator[tuple[str, ParameterState]
     if evaluator.profile.dtype == "bfloat16" and not state.half_gradients:
         words = "gradients summed in bfloat16 (--grad-reduce-in-bf16)"
         yield words, replace(state, half_gradients=True)
+    if evaluator.cluster.host is not None and not state.host_optimizer:
+        words = "the optimizer in the nodes' memory (--optimizer-cpu-offload)"
+        yield words, replace(state, host_optimizer=True)
 
 
 _EACH = (

@@ -1,0 +1,70 @@
+"""Adam on the host (``--optimizer-cpu-offload``): Megatron's, with the same bits in every layout.
+
+Of a parameter the device keeps what computes, and its gradient. An fp32 copy, the gradient and both
+moments are in the node's memory, where the processor's Adam moves them::
+
+    device    gradients                              parameters, rounded
+                  |  to the host                          ^
+    host          v                                       |  to the device
+              gradient, fp32 copy, moments  --- Adam ---> fp32 copy
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from itertools import product
+from typing import Any
+
+import torch
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+
+from megatron_pulse.runtime.parameters.host_adam import begin
+
+_HOW = (
+    "offload_fraction",
+    "cpu_optimizer_cls",
+    "gpu_optimizer_cls",
+    "param_update_in_fp32",
+    "pin_cpu_grads",
+    "pin_cpu_params",
+    "overlap_cpu_optimizer_d2h_h2d",
+)
+
+
+class HostOptimizer(HybridDeviceOptimizer):
+    """Megatron's optimizer on the host, for all parameters of a rank, whose copies stay the same
+    tensors (``masters`` are these) and are pinned, and which loads without a step of noise."""
+
+    def __init__(self, params: Any, **how: Any) -> None:
+        for pinned in ("pin_cpu_grads", "pin_cpu_params"):
+            how[pinned] = how.get(pinned, True) and torch.cuda.is_available()
+        super().__init__(params, **how)
+        # A checkpoint has the groups: of Adam, and not of how this is made.
+        for group, name in product(self.param_groups, (*_HOW, "fused")):
+            group.pop(name, None)
+
+    def _init_sub_optimizers(self) -> None:
+        # Loading calls it again: its values are copied into the tensors that are there.
+        if not hasattr(self, "param_to_inner_param"):
+            super()._init_sub_optimizers()
+
+    def _get_sub_optimizer_param_groups(self, offload_fraction: float) -> tuple[Any, ...]:
+        groups, copies = [], {}
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                copy = torch.empty(
+                    parameter.shape, dtype=torch.float32, pin_memory=self.pin_cpu_params
+                )
+                copies[parameter] = copy.copy_(parameter.detach())
+            groups.append({**group, "params": [copies[p] for p in group["params"]]})
+        back = {copy: parameter for parameter, copy in copies.items()}
+        return [group for group in groups if group["params"]], [], copies, back, dict(copies)
+
+    def dummy_step(self) -> None:
+        """Make Adam's state, into which a checkpoint is loaded, and change nothing."""
+        for optimizer in self.sub_optimizers:
+            optimizer.state = defaultdict(dict)
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    begin(optimizer.state[parameter], parameter)
+        self._sync_sub_optimizers_state_to_hdo()
