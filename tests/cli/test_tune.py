@@ -112,11 +112,13 @@ def test_what_no_config_can_have_is_named(here: Path, capsys: pytest.CaptureFixt
 
 def test_all_faults_at_once(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--layouts", "fold,sequential", "--pipeline", "2,x", "--seconds", "0", "--top", "0"]
+    flags += ["--no-offload", "--optimizer-cpu-offload"]
     asked = f"{ASKED} --option a=1 --dtype float16 -o plan.txt".replace("p.json", "none.json")
     assert main([*asked.split(), *flags]) == 2
     error = capsys.readouterr().err
     for part in (
-        "8 faults",
+        "9 faults",
+        "--no-offload and --optimizer-cpu-offload: one leaves",
         "--layouts: 'fold' is none of",
         "--pipeline 2,x",
         "--seconds is 0",
@@ -168,6 +170,19 @@ def test_what_cannot_be_is_refused_before_anything_is_measured(
     assert main(f"{asked} --worlds 4,8 -o plans".split()) == 2
     assert "no pipeline degree of 3 divides 8 devices" in capsys.readouterr().err
     assert time.process_time() - began < 2 and not (here / "plans").exists()
+
+
+def test_an_optimizer_on_the_host_is_predicted_and_planned(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = f"{ASKED} {FAST} --optimizer-cpu-offload -o plan.json"
+    assert main(asked.split()) == 2
+    assert "write links.host into its file" in capsys.readouterr().err
+    save_cluster(cluster(host_gbs=12.0), "c.yaml")
+    assert main(asked.split()) == 0
+    assert load_checked(here / "plan.json").host_optimizer
+    assert main(["show", "plan.json"]) == 0
+    assert "of its node's memory for a device's share" in capsys.readouterr().out
 
 
 def test_an_unknown_device_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -59,6 +59,7 @@ _LONG = "--save {out}/s --train-iters 5 --exit-interval 3 --save-interval 3"
 _PROFILE = "--profile --use-pytorch-profiler --profile-step-start 1 --profile-step-end 2"
 _PROFILE += " --tensorboard-dir {out}/t/board"
 _SHARED = "--use-distributed-optimizer"
+_HOST = f"{_SHARED} --optimizer-cpu-offload"
 
 TRIALS: tuple[Trial, ...] = (
     Trial("--tensor-model-parallel-size 2", 2),
@@ -206,6 +207,8 @@ TRIALS: tuple[Trial, ...] = (
         2,
         OTHER,
     ),
+    Trial(f"{_HOST} --overlap-cpu-optimizer-d2h-h2d --use-precision-aware-optimizer", 2),
+    Trial(f"{_HOST} --no-pin-cpu-grads --no-pin-cpu-params --save {{out}}/s", writes="s/iter*3/*"),
     Trial("--no-gradient-reduce-div-fusion", 2),
     Trial(
         "--eval-interval 1 --start-eval-at-iter 2 --eval-iters 2 --eval-global-batch-size 4 "

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from megatron_pulse.cli.main import main
+from megatron_pulse.cli.plan import plan_text
 from megatron_pulse.integration.flags.arguments import pulse_options
 from megatron_pulse.integration.flags.parse import parse
 from megatron_pulse.integration.flags.plan_flags import contradictions, obey
@@ -63,16 +64,17 @@ def make_plan(
     options: Mapping[str, Any] = UVIT,
     encoders: Path | None = None,
     share: float = 0.0,
+    host_optimizer: bool = False,
 ) -> Path:
     """A plan of a tiny backbone for ``config``, perhaps with encoders in its idle time, or of which
-    a ``share`` of the steps condition themselves."""
+    a ``share`` of the steps condition themselves, or with the optimizer on the host."""
     ranks = config.pipeline * config.data * config.tensor
     cluster = Cluster("tests", 1, ranks, 8.0, DeviceFigures(0.1, 20.0), LINK, host=TO_HOST)
     device = cluster.peaks
     assert device is not None
     backbone = load_backbone(name, dict(options))
     profile = analyse(backbone, [config.micro_batch_size], Roofline(device, "float32"))
-    state = ParameterState(averages=True)
+    state = ParameterState(averages=True, host_optimizer=host_optimizer)
     evaluator = Evaluator(profile, cluster, BATCH, self_conditioning=share, state=state)
     if config.recompute is Recompute.HOST:
         evaluator = short_of_memory(evaluator, config)
@@ -238,6 +240,28 @@ def test_ranks_with_different_plans_are_refused(tmp_path: Path) -> None:
         run_ranks(2, differ, str(tmp_path))
     assert said_once(error.value, "rank 1 plans otherwise than rank 0")
     assert said_once(error.value, "--pulse-plan FILE")
+
+
+def test_a_run_has_the_optimizer_where_its_plan_has_it(tmp_path: Path) -> None:
+    config = Config(2, 1, 1, 2, FOLD_EXACT, split=True, distributed_optimizer=True)
+    plan = str(make_plan(tmp_path / "plan.json", config, host_optimizer=True))
+    obeyed = run(2, "--pulse-plan", plan, *STEPS[2:], backbone="none")
+    flags = ["--use-distributed-optimizer", "--optimizer-cpu-offload"]
+    assert_same(obeyed, alone(*flags, *STEPS))
+    here = str(make_plan(tmp_path / "here.json", config))
+    assert "--optimizer-cpu-offload True, but --pulse-plan says False" in refused(
+        2, "--pulse-plan", here, "--optimizer-cpu-offload"
+    )
+
+
+def test_auto_plans_for_an_optimizer_on_the_host(tmp_path: Path) -> None:
+    flags = [*TINY["uvit"], "--pulse-auto", "--global-batch-size", str(BATCH), "--bf16"]
+    flags += ["--use-distributed-optimizer", "--optimizer-cpu-offload", "--save", str(tmp_path)]
+    got = run(2, *flags, "--train-iters", "2", backbone="none")
+    assert len(got.losses) == 2 and None not in got.losses
+    plan = load_checked(tmp_path / "plan.json")
+    assert plan.host_optimizer and plan.distributed_optimizer
+    assert " --optimizer-cpu-offload" in plan_text.flags(plan)
 
 
 def test_auto_measures_tunes_and_runs(tmp_path: Path) -> None:

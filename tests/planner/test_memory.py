@@ -29,6 +29,10 @@ from megatron_pulse.planner.schedule.search.synthesize import synthesize
         ("float16", ParameterState(), 16, 7, 4),
         ("float32", ParameterState(), 16, 10, 0),
         ("float32", ParameterState(averages=True), 20, 11, 0),
+        ("bfloat16", ParameterState(host_optimizer=True), 6, 6, 0),
+        ("bfloat16", ParameterState(True, True, host_optimizer=True), 4, 4, 0),
+        ("float16", ParameterState(True, host_optimizer=True), 6, 6, 0),  # gradients in fp32
+        ("float32", ParameterState(host_optimizer=True), 8, 8, 0),
     ],
 )
 def test_bytes_of_a_parameter(

@@ -12,8 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_pulse.planner.cluster.cluster import Shared, from_record, to_record
-from megatron_pulse.runtime.measure.host_copies import host_copies
+from megatron_pulse.planner.cluster.cluster import (
+    HOST_ADAM_BYTES,
+    Shared,
+    from_record,
+    to_record,
+)
+from megatron_pulse.runtime.measure.host_copies import host_adam_s, host_copies
 from megatron_pulse.runtime.measure.link_times import StreamTimes, fit_link
 from tests.benchmarks.network import Node, namespaces, unavailable
 from tests.ranks import RanksFailed, run_ranks
@@ -90,6 +95,11 @@ def test_copies_to_the_host_are_timed() -> None:
     """On a CPU from memory to memory, by what a GPU's are timed with."""
     gbs, latency_us = host_copies(torch.device("cpu"))
     assert 0.05 < gbs < 1000.0 and 0.0 < latency_us < 1e5
+
+
+def test_adam_on_the_host_is_timed() -> None:
+    """A parameter has 28 bytes to be moved."""
+    assert 0.1 < HOST_ADAM_BYTES / host_adam_s() / 1e9 < 1000.0
 
 
 def test_one_rank_is_told_to_start_more() -> None:

@@ -10,6 +10,7 @@ from megatron_pulse.backbone.named import name_of, tell_layers
 from megatron_pulse.cli.output import columns, ends, table
 from megatron_pulse.encoders.recipe import VAE
 from megatron_pulse.planner.fill.fillers import FilledSchedule
+from megatron_pulse.planner.partition.memory import host_bytes_per_parameter
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.planner.schedule.check.simulate import Timeline, grid
 from megatron_pulse.planner.schedule.check.validate import held_most
@@ -68,11 +69,27 @@ def predicted(plan: PlanFile) -> list[tuple[str, str]]:
         *own,
         ("bubble", f"{100 * p['bubble']:.1f} % of the devices' time in the pipeline"),
         ("memory", f"at most {max(p['memory_bytes']) / 1e9:.3g} GB on a device"),
+        *_for_optimizer(plan),
         (
             "sent",
             f"{p['pipeline_bytes_per_sample'] / 1e6:.3g} MB a sample in the pipeline, "
             f"{p['data_bytes_per_sample'] / 1e6:.3g} MB for the gradients' reduction",
         ),
+    ]
+
+
+def _for_optimizer(plan: PlanFile) -> list[tuple[str, str]]:
+    """The most of a node's memory that the optimizer of one of its devices has there."""
+    if not plan.host_optimizer:
+        return []
+    stages, layers = plan.partition, plan.profile.layers
+    most = max(
+        sum(layers[i].trained_parameters for s in held for i in stages.layers_of_stage(s))
+        for held in map(stages.placement.stages_of_device, range(plan.pipeline))
+    )
+    num_bytes = most * host_bytes_per_parameter(plan.data, plan.state)
+    return [
+        ("optimizer", f"at most {num_bytes / 1e9:.3g} GB of its node's memory for a device's share")
     ]
 
 
@@ -216,6 +233,8 @@ def flags(plan: PlanFile) -> str:
         ),
         (NO_AVERAGES, not plan.averages),
         ("--use-distributed-optimizer", plan.distributed_optimizer),
+        ("--optimizer-cpu-offload", plan.host_optimizer),
+        ("--grad-reduce-in-bf16", plan.half_gradients),
         ("--overlap-grad-reduce", plan.overlap_grad_reduce),
         ("--use-tp-pp-dp-mapping", plan.rank_order == "tp-pp-dp"),
     ):

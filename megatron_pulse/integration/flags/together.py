@@ -53,11 +53,13 @@ def check_megatron(args: argparse.Namespace) -> list[str]:
 def validate(args: argparse.Namespace) -> None:
     """Megatron's own validation, which changes ``args``.
 
-    --optimizer-cpu-offload takes the way of --use-precision-aware-optimizer, as Megatron demands.
+    --optimizer-cpu-offload takes the way of --use-precision-aware-optimizer, as Megatron demands,
+    which wants gradients that were summed in fp32 of fp16.
     With tensor parallelism it asks how many hardware queues CUDA has, also before CUDA starts and
     where the user has chosen: ``pretrain.leave_connections`` sees to that.
     """
     args.use_precision_aware_optimizer |= args.optimizer_cpu_offload
+    args.accumulate_allreduce_grads_in_fp32 |= args.optimizer_cpu_offload and args.fp16
     chosen = os.environ.get(CONNECTIONS)
     if args.tensor_model_parallel_size > 1:
         os.environ[CONNECTIONS] = "1"

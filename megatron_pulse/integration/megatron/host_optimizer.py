@@ -43,6 +43,12 @@ class HostOptimizer(HybridDeviceOptimizer):
         for group, name in product(self.param_groups, (*_HOW, "fused")):
             group.pop(name, None)
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's, and takes shares of fp32 parameters, which are views of them."""
+        for name, default in self.defaults.items():
+            param_group.setdefault(name, default)
+        self.param_groups.append(param_group)
+
     def _init_sub_optimizers(self) -> None:
         # Loading calls it again: its values are copied into the tensors that are there.
         if not hasattr(self, "param_to_inner_param"):

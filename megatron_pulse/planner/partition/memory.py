@@ -28,8 +28,10 @@ class ParameterState:
     host_optimizer: bool = False
 
     def gradient_bytes(self, dtype: str) -> int:
-        """Of a gradient as it is summed over microbatches and replicas."""
-        return {"bfloat16": 2 if self.half_gradients else 4, "float16": 2, "float32": 4}[dtype]
+        """Of a gradient as it is summed over microbatches and replicas; on its way to the host a
+        float16 one is summed in fp32."""
+        half = {"bfloat16": self.half_gradients, "float16": not self.host_optimizer}
+        return 2 if half.get(dtype) else 4
 
 
 DEFAULT_STATE = ParameterState()
@@ -48,7 +50,7 @@ def bytes_per_parameter(
     dtype     on every replica                       divided by the distributed optimizer
     ========  =====================================  ==========================================
     bfloat16  2 parameter, 4 fp32 gradient (or 2)    4 fp32 copy, 8 both moments
-    float16   2 parameter, 2 gradient                4 fp32 copy, 8 both moments
+    float16   2 parameter, 2 gradient (or 4 fp32)    4 fp32 copy, 8 both moments
     float32   4 parameter, 4 gradient                8 both moments
     ========  =====================================  ==========================================
 

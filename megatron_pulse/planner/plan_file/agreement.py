@@ -46,7 +46,7 @@ def sum_faults(record: Mapping[str, Any]) -> Iterator[str]:
     if record["half_gradients"] and record["dtype"] != "bfloat16":
         yield f"half_gradients: sums of gradients in bfloat16, and dtype is {record['dtype']}"
     if record.get("host_optimizer") and not record["distributed_optimizer"]:
-        yield "host_optimizer: it is a distributed one, and distributed_optimizer is no"
+        yield "host_optimizer: it is a distributed one, and distributed_optimizer is false"
     names = Counter(name for stage in record["stages"] for name in stage)
     for name, count in names.items():
         if count > 1:

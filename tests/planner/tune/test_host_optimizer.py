@@ -1,0 +1,116 @@
+"""The optimizer in the nodes' memory: its time and bytes by hand, its plans, and the way to it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_pulse.planner.cluster.cluster import ClusterError
+from megatron_pulse.planner.layout.layouts import LAYOUTS
+from megatron_pulse.planner.partition.memory import ParameterState
+from megatron_pulse.planner.plan_file.plan_file import PlanFile, PlanFileError
+from megatron_pulse.planner.tune.config import Choices, Config
+from megatron_pulse.planner.tune.evaluate import Evaluator
+from megatron_pulse.planner.tune.plans.to_plan import plan_of
+from megatron_pulse.planner.tune.saying.nothing_fits import nothing_fits
+from tests.planner.tune.problems import cluster, profile
+from tests.plans import load_edited, shown
+
+HOST = ParameterState(averages=True, host_optimizer=True)
+NODE_GBS = 80.0
+CONFIG = Config(2, 2, 1, 1, LAYOUTS["fold exact"], distributed_optimizer=True)
+
+
+def evaluator(state: ParameterState = HOST, memory_gb: float = 16.0, **changes: Any) -> Evaluator:
+    machine = replace(cluster(1, 4, memory_gb, host_gbs=12.0), **changes)
+    return Evaluator(profile(random.Random(2), 12, 5), machine, 8, state=state)
+
+
+@pytest.mark.parametrize("averages", [False, True])
+def test_its_time_and_bytes_by_hand(averages: bool) -> None:
+    """bfloat16: 6 bytes stay, 4 go and 2 come over the link, 28 or 40 are moved in the memory."""
+    state = ParameterState(averages=averages)
+    outcomes = [
+        evaluator(s, host_memory_gbs=NODE_GBS).evaluate(CONFIG)
+        for s in (state, replace(state, host_optimizer=True))
+    ]
+    here, there = outcomes
+    held = here.stages.per_device(here.stages.trained)
+    moved = 28 + 12 * averages
+    each_s = 6 / 12e9 + moved / (NODE_GBS * 1e9 / 4)
+    assert there.optimizer_s == pytest.approx(max(held) / 2 * each_s, rel=1e-6)
+    assert there.optimizer_s > 2 * here.optimizer_s
+    assert there.step_s - here.step_s == pytest.approx(there.optimizer_s - here.optimizer_s)
+    for count, on_device, on_host in zip(held, here.memory_bytes, there.memory_bytes, strict=True):
+        assert on_device - on_host == pytest.approx((12 + 4 * averages) / 2 * count, rel=1e-6)
+
+
+@pytest.fixture(scope="module")
+def plan() -> PlanFile:
+    of = evaluator(host_memory_gbs=NODE_GBS)
+    return plan_of(of.evaluate(CONFIG), of)
+
+
+def test_a_plan_says_it(plan: PlanFile, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = shown(plan, tmp_path, capsys)
+    assert "optimizer on the host" in said and " --optimizer-cpu-offload" in said
+    outer, inner = (len(plan.stages[s]) + len(plan.stages[3 - s]) for s in (0, 1))
+    most = 20 / 2 * max(outer, inner) * 20_000_000  # of each device of the fold
+    assert f"at most {most / 1e9:.3g} GB of its node's memory" in said
+
+
+EDITS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "on the device": (lambda r: r.pop("host_optimizer"), "predicted.memory_bytes.0 is"),
+    "not divided": (
+        lambda r: r.update(distributed_optimizer=False),
+        "host_optimizer: it is a distributed one, and distributed_optimizer is false",
+    ),
+    "faster": (
+        lambda r: r["provenance"]["cluster"].update(host_memory_gbs=2 * NODE_GBS),
+        "predicted.optimizer_s is",
+    ),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_an_edited_plan_is_refused(edit: str, plan: PlanFile, tmp_path: Path) -> None:
+    change, reason = EDITS[edit]
+    with pytest.raises(PlanFileError) as refused:
+        load_edited(plan, change, tmp_path)
+    assert reason in str(refused.value)
+
+
+def test_it_is_always_the_distributed_one() -> None:
+    of = evaluator()
+    found = of.candidates(Choices(distributed_optimizer=(False,)))
+    assert found and all(config.distributed_optimizer for config in found)
+
+
+def test_devices_must_reach_their_nodes_memory() -> None:
+    with pytest.raises(ClusterError, match="write links.host into its file"):
+        evaluator(host=None)
+    assert evaluator(ParameterState(), host=None).adam_s > 0
+
+
+def test_fsdp2_keeps_its_optimizer_on_the_device() -> None:
+    rivals = [
+        evaluator(s, host_memory_gbs=NODE_GBS).fully_sharded()
+        for s in (HOST, replace(HOST, host_optimizer=False))
+    ]
+    assert rivals[0] is not None and rivals[0] == rivals[1]
+
+
+def test_it_is_advised_where_nothing_fits_and_it_would() -> None:
+    """With one device for a model there is nothing to divide."""
+    choices = Choices(pipeline=(1,), tensor=(1,))
+    of = evaluator(ParameterState(), memory_gb=0.7)
+    small = of.on(replace(of.cluster, devices_per_node=1, memory_gb=3.2))
+    text = nothing_fits(small, choices, small.candidates(choices))
+    assert "with the optimizer in the nodes' memory (--optimizer-cpu-offload): " in text
+    without = small.on(replace(small.cluster, host=None))
+    assert "cpu-offload" not in nothing_fits(without, choices, without.candidates(choices))
