@@ -10,6 +10,7 @@ from typing import Any
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.planner.fill.components import Component
 from megatron_pulse.planner.layout.placement import Partition
+from megatron_pulse.planner.schedule.check.validate import peak_activations
 from megatron_pulse.planner.schedule.operations import Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
 from megatron_pulse.planner.tune.sharded.sharding import Sharding
@@ -38,8 +39,9 @@ class Contestant:
 
     ``packed`` are the fp32 elements of the one tensor that enters each stage (not ours);
     ``layers`` of a data-parallel run are (forward seconds, backward seconds, gradient elements).
-    ``saved_bytes`` are what each stage keeps of a microbatch, ``state_bytes`` parameters, gradients
-    and optimizer of each device, both of the real backbone. ``exchange`` sends shapes before
+    ``saved_bytes`` are what each stage keeps of a microbatch, ``waiting_bytes`` what of it stays
+    from input gradient to weight gradient (none: all), ``state_bytes`` parameters, gradients and
+    optimizer of each device, all of the real backbone. ``exchange`` sends shapes before
     tensors where they differ, else all are as large as the largest (Megatron interleaved).
     ``sharding`` is how FSDP2 and HSDP run their units, which are their ``layers``. ``way`` says in
     words how it runs where that was chosen, and ``micro_batch_size`` its microbatches' samples (0:
@@ -61,12 +63,18 @@ class Contestant:
     predicted_s: float = 0.0
     expected_bytes: int = 0
     saved_bytes: tuple[float, ...] = ()
+    waiting_bytes: tuple[float, ...] = ()
     state_bytes: tuple[float, ...] = ()
     way: str = ""
     micro_batch_size: int = 0
     sharding: Sharding | None = None
     encoders: Encoders | None = None
     backbone: Backbone | None = None
+
+    def held_most(self, schedule: Schedule) -> tuple[float, ...]:
+        """The most bytes of activations on each device, by this schedule."""
+        waiting = self.waiting_bytes or None
+        return peak_activations(schedule, self.saved_bytes, waiting=waiting)
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,8 @@ from megatron_pulse.planner.layout.placement import (
     sequential,
 )
 from megatron_pulse.planner.partition.find import Goal, PartitionError, find_partition
-from megatron_pulse.planner.partition.memory import bytes_per_parameter
+from megatron_pulse.planner.partition.memory import bytes_per_parameter, waiting_bytes
 from megatron_pulse.planner.partition.volume import relayed, volume
-from megatron_pulse.planner.schedule.check.validate import peak_activations
 from megatron_pulse.planner.schedule.problem import (
     ScheduleProblem,
     Synthesis,
@@ -100,7 +99,7 @@ def needed_bytes(contestant: Contestant) -> float:
     order = contestant.schedule or make_schedule(
         CLASSIC[contestant.engine], problem.placement, contestant.num_microbatches
     )
-    return max(map(sum, zip(state, peak_activations(order, contestant.saved_bytes), strict=True)))
+    return max(map(sum, zip(state, contestant.held_most(order), strict=True)))
 
 
 class Planner:
@@ -233,6 +232,7 @@ class Planner:
             problem,
             expected_bytes=moved,
             saved_bytes=self.saved(partition, passing=costs is self.relayed),
+            waiting_bytes=self.waiting(partition) if engine is Engine.OURS else (),
             state_bytes=self.state(partition),
         )
 
@@ -252,6 +252,11 @@ class Planner:
             )
             for d in range(self.num_devices)
         )
+
+    def waiting(self, partition: Partition) -> tuple[float, ...]:
+        """Real bytes that a stage of ours still holds of a microbatch between its input gradient
+        and its weight gradient; torch holds all, for it keeps the graph."""
+        return waiting_bytes(self.emulation.costs, partition)
 
     def saved(self, partition: Partition, passing: bool) -> tuple[float, ...]:
         """Real bytes that each stage keeps of a microbatch.

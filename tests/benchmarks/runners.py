@@ -47,7 +47,6 @@ def ours(contestant: Contestant, backbone: Any) -> Runner:
     """The product's executor with stages that sleep."""
     from megatron_pulse.backbone.shapes import fields_of
     from megatron_pulse.planner.layout.routes import trace_routes
-    from megatron_pulse.planner.schedule.check.validate import peak_activations
     from megatron_pulse.planner.step.communication import compile_communication
     from megatron_pulse.planner.step.program import compile_program
     from megatron_pulse.runtime.executor import Executor
@@ -85,7 +84,7 @@ def ours(contestant: Contestant, backbone: Any) -> Runner:
     )
     samples = fields_of(backbone)  # there are no other fields
     batch = {name: settings.make_empty(spec).zero_() for name, spec in samples.items()}
-    peak = peak_activations(schedule, contestant.saved_bytes)[rank]
+    peak = contestant.held_most(schedule)[rank]
 
     def step() -> None:
         if encoded is not None:

@@ -7,12 +7,18 @@ from pathlib import Path
 
 import pytest
 
+from megatron_pulse.planner.cluster.cluster import Cluster, ClusterLink, Shared
+from megatron_pulse.planner.layout.layouts import ROW
+from megatron_pulse.planner.schedule.check.validate import held_most
+from megatron_pulse.planner.tune.config import Config
+from megatron_pulse.planner.tune.evaluate import Evaluator
 from tests.benchmarks.emulation import emulate, num_bytes
 from tests.benchmarks.network import unavailable
 from tests.benchmarks.predict import blocking_1f1b
 
 RATE = 2e9
 COUNT = 2
+SPLIT = Config(2, 1, 1, 4, ROW, split=True, ample=True)
 
 
 @pytest.mark.slow
@@ -36,6 +42,23 @@ def test_contestants_send_what_they_should_and_take_as_long_as_they_must() -> No
         assert min(result.seconds) > least
         assert min(result.seconds) < 3 * result.predicted_s + 0.2
         assert result.memory_bytes <= 1.001 * needed_bytes(contestant)
+
+
+def test_the_picks_memory_is_the_plans() -> None:
+    """Where weight gradients wait long: of what a stage keeps only a part does."""
+    from tests.benchmarks.contestants import needed_bytes, tuned
+
+    emulation = emulate("uvit-s", 0.1)
+    link, size, config = ClusterLink("other", RATE / 1e9, 10.0, Shared.DEVICE), 4, SPLIT
+    cluster = Cluster("claim", 2, 1, 32.0, "V100-32GB", link, link)
+    outcome = Evaluator(emulation.profile, cluster, 8 * size).evaluate(config)
+    emulated = emulation.variant(size, (), ())
+    best = tuned(emulated, emulation.link(RATE), outcome, [], f"b={size}")
+    problem = outcome.problem
+    assert best.waiting_bytes == problem.waiting and best.saved_bytes == problem.activation
+    beside = max(outcome.memory_bytes) - needed_bytes(best)  # messages, and a layer that runs
+    assert 0 <= beside < 0.2 * max(outcome.memory_bytes)
+    assert best.held_most(best.schedule) == held_most(problem, best.schedule)
 
 
 def test_blocking_1f1b_without_links_is_1f1b() -> None:
