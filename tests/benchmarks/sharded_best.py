@@ -6,6 +6,7 @@ what is predicted to be the fastest runs.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -27,8 +28,6 @@ from tests.benchmarks.emulation import Emulation, element_count
 
 NEAR = 1.1
 """Of FSDP2 the best of each way to gather runs, if it is predicted to take so much at most."""
-
-HSDP_GROUP = 2
 
 FP32_BYTES = 4
 
@@ -52,8 +51,10 @@ class DataParallel:
         refused: list[Refused] = []
         ways = [(Engine.DATA_PARALLEL, self._replicated())]
         ways += [(Engine.FSDP2, self._sharded(self.num_devices, Engine.FSDP2))]
-        if self.num_devices >= 4 and self.num_devices % HSDP_GROUP == 0:
-            ways += [(Engine.HSDP, self._sharded(HSDP_GROUP, Engine.HSDP))]
+        groups = [g for g in range(2, self.num_devices) if self.num_devices % g == 0]
+        if groups:
+            every = itertools.chain.from_iterable(self._sharded(g, Engine.HSDP) for g in groups)
+            ways += [(Engine.HSDP, every)]
         for engine, found in ways:
             fitting: dict[object, Contestant] = {}
             least: Refused | None = None
@@ -117,6 +118,7 @@ class DataParallel:
             fitted = self.ways.fit(choice)
             way, needs = fitted.sharding, fitted.needs_bytes
             said = f"{self._way(choice.micro_batch_size, fitted.again)}, {way}"
+            said += f", groups of {group}" * (engine is Engine.HSDP)
             if needs > self.usable:
                 yield Refused(str(engine), engine, said, needs)
                 continue

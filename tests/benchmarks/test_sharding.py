@@ -209,7 +209,7 @@ def test_under_a_cap_more_is_recomputed_and_everything_fits(emulation: Emulation
                 ),
                 (
                     "HSDP",
-                    "b=32, gathered each microbatch, reduced once a step, 10 units",
+                    "b=32, gathered each microbatch, reduced once a step, 10 units, groups of 2",
                     0.23144955025937594,
                     2330306592,
                 ),
@@ -234,7 +234,7 @@ def test_under_a_cap_more_is_recomputed_and_everything_fits(emulation: Emulation
                 (
                     "HSDP",
                     "b=32, 12 of 28 layers recomputed, what is cheap of 14, "
-                    "gathered each microbatch, reduced once a step, 10 units",
+                    "gathered each microbatch, reduced once a step, 10 units, groups of 2",
                     0.23349466232008306,
                     1195380888,
                 ),
