@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import re
+import signal
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from megatron_pulse.cli.main import main
+from megatron_pulse.cli.plan.tuning.until import Until
 from megatron_pulse.planner.cluster.cluster import save_cluster
 from megatron_pulse.planner.tune.plans.recompute import load_checked
 from megatron_pulse.profile.files import save_profile
@@ -64,6 +69,15 @@ def test_best_in_table_json_and_plan(here: Path, capsys: pytest.CaptureFixture[s
     assert plan.num_microbatches == best["num_microbatches"] == plan.schedule.num_microbatches
     assert plan.replay().timeline.makespan == pytest.approx(best["pipeline_s"])
     assert plan.predicted["samples_per_s"] == pytest.approx(best["samples_per_s"])
+    search = plan.provenance["search"]
+    assert search["configs"] == record["num_configs"]
+    assert 0 < search["lower_bound_s"] <= plan.predicted["step_s"] * (1 + 1e-9)
+    assert main("show plan.json --layers".split()) == 0
+    shown = capsys.readouterr().out
+    assert f"  search    {search['configs']:,} configs, " in shown
+    rows = [row for row in shown.splitlines() if re.match(r" +\d+  layer\d+ ", row)]
+    ways = [number in plan.selected for number in range(12)]
+    assert ["what is cheap computed again" in row for row in rows] == ways
 
 
 def test_waiting_for_links_is_beside_what_is_proved(
@@ -90,6 +104,48 @@ def test_sizes_beyond_the_profile_s_are_named(
     assert (note in capsys.readouterr().out) is said
     outcomes = json.loads((here / "t.json").read_text())["outcomes"]
     assert {outcome["costs_extrapolated"] for outcome in outcomes} == {said}
+
+
+def interrupt_when_something_is_found() -> None:
+    while not isinstance(
+        until := getattr(signal.getsignal(signal.SIGINT), "__self__", None), Until
+    ):
+        time.sleep(0.01)
+    while not until.found:
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_an_interrupted_search_says_what_it_found(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    chain = profile(random.Random(0), 24, 9)
+    save_profile(chain, "p.json")
+    save_cluster(cluster(4, 8), "c.yaml")
+    threading.Thread(target=interrupt_when_something_is_found, daemon=True).start()
+    began = time.monotonic()
+    asked = ASKED.replace("16", "256")
+    assert main(f"{asked} --solver none --seconds 3000 -o plan.json".split()) == 0
+    took = time.monotonic() - began
+    said = capsys.readouterr()
+    assert "stopping with what was found so far" in said.err and took < 100
+    seconds = re.search(r"simulated, in ([\d.]+) s", said.out)
+    assert seconds and float(seconds[1]) <= took
+    load_checked(here / "plan.json")
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_second_interrupt_and_one_before_anything_is_found_end_all() -> None:
+    until = Until(10.0)
+    with until:
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        until.found, before = True, until.clock()
+        signal.raise_signal(signal.SIGINT)
+        assert 10.0 <= until.clock() - before < 15.0
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
 
 
 def test_only_what_is_asked_for(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

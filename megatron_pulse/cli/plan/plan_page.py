@@ -9,7 +9,7 @@ from pathlib import Path
 from megatron_pulse.backbone.named import name_of
 from megatron_pulse.cli import page
 from megatron_pulse.cli.output import draw
-from megatron_pulse.cli.plan import plan_text
+from megatron_pulse.cli.plan import plan_facts, plan_text
 from megatron_pulse.planner.cluster.link import Link
 from megatron_pulse.planner.draw.lanes import sent
 from megatron_pulse.planner.draw.partition import draw_partition
@@ -44,14 +44,17 @@ def write_page(plan: PlanFile, replayed: Replay, path: Path, at: Path) -> str:
 def _page(plan: PlanFile, replayed: Replay, path: Path, timeline: str) -> str:
     parts = [
         page.lines([plan_text.batch(plan)]),
-        "<h2>Predicted</h2>" + page.listed([*plan_text.predicted(plan), *plan_text.on_host(plan)]),
+        "<h2>Predicted</h2>"
+        + page.listed([*plan_facts.predicted(plan), *plan_facts.on_host(plan)]),
         "<h2>Partition</h2>" + page.picture(_partition(plan)),
         "<h2>One step of a pipeline</h2>" + page.picture(timeline),
         "<h2>Devices</h2>"
         + page.table(plan_text.DEVICE_COLUMNS, plan_text.devices(plan, replayed), left=(1, 7)),
         "<h2>Memory</h2>" + _memory(plan),
+        "<h2>Layers</h2>"
+        + page.table(plan_text.LAYER_COLUMNS, plan_text.layers(plan), left=(1, 6)),
         "<h2>Messages of a step of one pipeline</h2>" + _messages(plan, replayed),
-        "<h2>Made from</h2>" + page.listed(plan_text.provenance(plan)),
+        "<h2>Made from</h2>" + page.listed(plan_facts.provenance(plan)),
         f"<h2>Run it</h2><pre>{html.escape(plan_text.command(plan, path))}</pre>",
         page.lines([f"which is {plan_text.flags(plan)}"]),
     ]

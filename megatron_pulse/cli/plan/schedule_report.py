@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_pulse.cli import page
 from megatron_pulse.cli.output import columns, draw, table
-from megatron_pulse.cli.plan.plan_text import filling_facts, homes
+from megatron_pulse.cli.plan.plan_facts import filling_facts, homes
 from megatron_pulse.cli.plan.schedule_input import ScheduleInput
 from megatron_pulse.planner.draw.schedule import draw_schedule
 from megatron_pulse.planner.draw.trace_events import trace_events

@@ -12,8 +12,10 @@ _DESCRIPTION = """\
 Tells what a plan does: degrees and rank order, what each device holds and how long it works, idles
 and sends, what is predicted of a step, where all of that is from, and how to run it. A small
 schedule is also printed as a grid, a row for each device (--grid: a large one too): F2:0 is the
-forward of stage 2 on microbatch 0, B its backward, or I and W its input and weight gradient; '-'
-goes on, '.' is idle.
+forward of stage 2 on microbatch 0, B its backward, or I and W its input and weight gradient; R, in
+time that would be idle, computes activations again for the backward that comes; at O they have left
+for the node's memory, at L they begin to come back; '-' goes on, '.' is idle. --layers lists what
+each layer saves for its backward, and whether that is kept, computed again or on the host.
 
 -o writes, by its ending,
 
@@ -27,6 +29,7 @@ Times are of one pipeline, with messages taking their turns on links.
 
 examples:
   pulse show plan.json
+  pulse show plan.json --layers
   pulse show plan.json -o timeline.svg
   pulse show plan.json -o report.html
 """
@@ -39,6 +42,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add("plan", type=Path, metavar="PLAN", help="what 'pulse tune' wrote")
     add("-o", "--output", type=Path, metavar="FILE", help=".svg, .html or .json, see above")
     add("--grid", action="store_true", help="print the grid, however wide")
+    add("--layers", action="store_true", help="list all layers, and what they keep")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -50,7 +54,7 @@ def run(args: argparse.Namespace) -> None:
 
     plan = load_checked(args.plan)
     replayed = plan.replay()
-    print("\n".join(describe(plan, replayed, args.plan, wide=args.grid)))
+    print("\n".join(describe(plan, replayed, args.plan, args.grid, args.layers)))
     if args.output is not None:
         from megatron_pulse.cli.plan.plan_page import write_page
 

@@ -135,7 +135,7 @@ def _tune(
     with _refusing(backbone), HERE.during("tuning", patient=True, grants_s=seconds):
         found = tune(evaluator, choices, DECISION_S + seconds, seconds, options.solver)
     best = found.outcomes[0]
-    plan = _filled(plan_of(best, evaluator), options, backbone)
+    plan = _filled(plan_of(best, evaluator, found), options, backbone)
     save_plan(plan, path)
     rate = plan.predicted["samples_per_s"]
     print(f"plan: {best.config}; {rate:.4g} samples/s expected; in {path}", flush=True)

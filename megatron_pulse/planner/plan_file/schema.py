@@ -124,9 +124,10 @@ _PREDICTED = (
 )
 
 
-def _at_least(description: str, **properties: Any) -> dict[str, Any]:
-    """An object of these properties, and perhaps others."""
-    return {**record(description, **properties), "additionalProperties": True}
+def _at_least(description: str, *optional: str, **properties: Any) -> dict[str, Any]:
+    """An object of these properties, but perhaps for those ``optional``, and perhaps others."""
+    required = [name for name in properties if name not in optional]
+    return {**record(description, required, **properties), "additionalProperties": True}
 
 
 _PARTS: dict[str, Any] = dict(
@@ -183,6 +184,7 @@ _PARTS: dict[str, Any] = dict(
     ),
     provenance=_at_least(
         "where the plan is from",
+        "search",
         profile_sha256=TEXT,
         profile=TEXT,
         cluster=OBJECT,
@@ -195,6 +197,13 @@ _PARTS: dict[str, Any] = dict(
             solver=TEXT,
         ),
         versions=OBJECT,
+        search=_at_least(
+            "how sure the search is",
+            configs=COUNT,
+            simulated=COUNT,
+            left=NATURAL,
+            lower_bound_s=_FIGURE,
+        ),
     ),
     profile={**OBJECT, "description": "what each layer costs, as 'pulse profile' writes it"},
 )

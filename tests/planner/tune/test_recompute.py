@@ -227,6 +227,16 @@ EDITS: dict[str, tuple[Edit, str]] = {
     "pipeline": (times(0.9, "predicted", "pipeline_s"), "predicted.pipeline_s is"),
     "reduction": (put("predicted", "exposed_reduction_s", to=0), "predicted.exposed_reduction_s"),
     "optimizer's time": (times(0.5, "predicted", "optimizer_s"), "predicted.optimizer_s is"),
+    "a bound of the search": (
+        lambda r: r["provenance"].update(
+            search={"configs": 9, "simulated": 3, "left": 1, "lower_bound_s": 1e3}
+        ),
+        "provenance.search.lower_bound_s is 1000, above the",
+    ),
+    "a search of nothing": (
+        lambda r: r["provenance"].update(search={"configs": 0}),
+        "provenance.search.configs is 0; allowed is a whole number, 1 or more",
+    ),
     "bubble": (put("predicted", "bubble", to=0.0), "predicted.bubble is 0; from the costs"),
     "memory": (times(0.5, "predicted", "memory_bytes", 0), "predicted.memory_bytes.0 is"),
     "memory beyond": (put("predicted", "memory_bytes", 1, to=2e9), "device 1 needs 2 GB of 1 GB"),

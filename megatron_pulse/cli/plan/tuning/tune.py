@@ -134,7 +134,13 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "them, as Megatron's flag: a device has 6 bytes of a bfloat16 parameter, a step takes "
         "longer; a run of the plan does so",
     )
-    add("--seconds", type=float, default=28.0, metavar="S", help="to decide (default 28)")
+    add(
+        "--seconds",
+        type=float,
+        default=28.0,
+        metavar="S",
+        help="to decide (default 28); Ctrl-C ends them with what was found so far",
+    )
     add(
         "--solver",
         choices=("auto", *map(str, Solver)),
@@ -224,7 +230,7 @@ def run(args: argparse.Namespace) -> None:
     encoded: EncodedPlan | None = None
     if args.encoders is not None:
         plans = [
-            plan_of(outcome, evaluator)
+            plan_of(outcome, evaluator, found)
             for outcome in found.outcomes[:_FILLED]
             if not outcome.extrapolated
         ]
@@ -232,7 +238,7 @@ def run(args: argparse.Namespace) -> None:
         lines += ["", *encoding(encoded)]
         made = encoded.figures()
     if args.output is not None:
-        plain = plan_of(found.outcomes[0], evaluator)
+        plain = plan_of(found.outcomes[0], evaluator, found)
         save_plan(encoded.plan if encoded else plain, args.output)
         lines.append(f"plan written to {args.output}")
     answer(args, lines, partial(as_json, found, evaluator, made, fewer))

@@ -162,18 +162,27 @@ def numbers(text: str | None) -> tuple[int, ...] | None:
 
 
 def tuned(args: argparse.Namespace, evaluator: Evaluator, choices: Choices) -> Tuning:
-    """The best configs with whole schedules, beneath a bar of the time that they may take."""
+    """The best configs with whole schedules, beneath a bar of the time that they may take.
+
+    Ctrl-C is the end of that time where something was found, and else, or again, of all.
+    """
     from tqdm import tqdm
 
+    from megatron_pulse.cli.plan.tuning.until import Until
     from megatron_pulse.planner.tune.tune import tune
 
-    total = round(args.seconds)
-    with tqdm(total=total, unit="s", delay=2, leave=False, disable=None) as bar:
+    total, until = round(args.seconds), Until(args.seconds)
+    with until, tqdm(total=total, unit="s", delay=2, leave=False, disable=None) as bar:
 
         def progress(what: str, now: Tuning) -> None:
             bar.set_description(what, refresh=False)
             bar.update(min(round(now.seconds), total) - bar.n)
             if now.outcomes:
+                until.found = True
                 bar.set_postfix_str(f"{now.outcomes[0].throughput:.4g} samples/s", refresh=False)
 
-        return tune(evaluator, choices, args.seconds, None, args.solver, args.top, progress)
+        of = evaluator, choices, args.seconds, None, args.solver, args.top
+        found = tune(*of, progress, until.clock)
+    if until.took_s is not None:
+        found.seconds = until.took_s - found.ready_s
+    return found

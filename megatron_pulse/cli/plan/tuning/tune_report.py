@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_pulse.backbone.named import name_of
 from megatron_pulse.cli.output import columns, table
-from megatron_pulse.cli.plan.plan_text import filling_facts, homes, policies
+from megatron_pulse.cli.plan.plan_facts import filling_facts, homes, policies
 from megatron_pulse.planner.tune.evaluate import CORE, Evaluator, Outcome
 from megatron_pulse.planner.tune.plans.policies import EncodedPlan
 from megatron_pulse.planner.tune.saying.explain import certainty, explain

@@ -66,7 +66,7 @@ def tune_worlds(args: argparse.Namespace, profile: Profile, parts: Mapping[int, 
         best = found.outcomes[0]
         choices = replace(choices, distributed_optimizer=(best.config.distributed_optimizer,))
         file = world_file(args.output, world)
-        save_plan(plan_of(best, evaluator), file)
+        save_plan(plan_of(best, evaluator, found), file)
         lines.append(f"{world} devices: {best.config}; {best.throughput:.4g} samples/s; {file}")
         if found.opponent is not None and found.opponent.throughput > best.throughput:
             lines.append(f"  {found.opponent.beside(best.throughput)}")

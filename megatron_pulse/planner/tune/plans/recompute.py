@@ -92,7 +92,14 @@ def recomputed(plan: PlanFile, bounds: bool = True) -> PlanFile:
     )
     outcome = evaluator.evaluate(config, Synthesis(plan.schedule, certificate), stages=stages)
     made = plan_of(outcome, evaluator)
-    return replace(made, encoders=plan.encoders, in_front=plan.in_front, policies=plan.policies)
+    search = {name: plan.provenance[name] for name in ("search",) if name in plan.provenance}
+    return replace(
+        made,
+        provenance={**made.provenance, **search},
+        encoders=plan.encoders,
+        in_front=plan.in_front,
+        policies=plan.policies,
+    )
 
 
 def _other_costs(plan: PlanFile) -> Iterator[str]:
@@ -156,6 +163,12 @@ def _differences(said: Any, again: Any, where: str) -> Iterator[str]:
 
 def _certificate_faults(plan: PlanFile, again: PlanFile) -> Iterator[str]:
     """Bounds above what the schedule takes, and proofs that are none."""
+    search, step_s = plan.provenance.get("search"), again.predicted["step_s"]
+    if search is not None and search["lower_bound_s"] > step_s * (1 + ROUNDING):
+        yield (
+            f"provenance.search.lower_bound_s is {search['lower_bound_s']:.8g}, above the "
+            f"{step_s:.8g} of a step"
+        )
     known = plan.provenance["schedule"]
     bound, makespan = known["lower_bound"], again.provenance["schedule"]["makespan"]
     if bound > makespan * (1 + ROUNDING):

@@ -9,13 +9,15 @@ from importlib.metadata import PackageNotFoundError, version
 from megatron_pulse.planner.cluster.cluster import to_record
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
+from megatron_pulse.planner.tune.searching.tuning import Tuning
 from megatron_pulse.profile.cautions import spread_caution
 
 
-def plan_of(outcome: Outcome, evaluator: Evaluator) -> PlanFile:
+def plan_of(outcome: Outcome, evaluator: Evaluator, found: Tuning | None = None) -> PlanFile:
     """The plan file of an outcome of ``evaluator``, whose schedule must be of all microbatches.
 
-    It holds the costs of the profile at its own microbatch size.
+    It holds the costs of the profile at its own microbatch size, and how sure the search is that
+    ``found`` it.
     """
     if outcome.extrapolated:
         raise ValueError("the outcome's schedule is of fewer microbatches than a step has")
@@ -55,12 +57,23 @@ def plan_of(outcome: Outcome, evaluator: Evaluator) -> PlanFile:
             "cluster": to_record(cluster),
             "schedule": {**asdict(certificate), "gap": certificate.gap},
             "versions": {name: _version(name) for name in ("megatron-pulse", "megatron-core")},
+            **({} if found is None else {"search": _searched(found)}),
         },
         profile=costs,
         self_conditioning=outcome.self_conditioning,
         offload=tuple(names[i] for i in sorted(stages.offload)),
         selective=tuple(names[i] for i in sorted(stages.selective)),
     )
+
+
+def _searched(found: Tuning) -> dict[str, float]:
+    """How many configs were looked at, and the least that a step of any of them takes."""
+    return {
+        "configs": found.num_configs,
+        "simulated": found.num_simulated,
+        "left": found.num_left,
+        "lower_bound_s": min(found.bound_s, found.outcomes[0].step_s),
+    }
 
 
 def _version(package: str) -> str:

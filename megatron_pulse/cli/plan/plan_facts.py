@@ -1,0 +1,175 @@
+"""What a plan says of itself, in names and values for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron_pulse.cli.output import table
+from megatron_pulse.planner.fill.fillers import FilledSchedule
+from megatron_pulse.planner.partition.memory import host_bytes_per_parameter
+from megatron_pulse.planner.plan_file.plan_file import PlanFile
+from megatron_pulse.planner.schedule.operations import BACKWARDS, Kind, Schedule
+
+
+def predicted(plan: PlanFile) -> list[tuple[str, str]]:
+    """Names and values of what the tuner expects."""
+    p = plan.predicted
+    own: list[tuple[str, str]] = []
+    if plan.self_conditioning:
+        own = [
+            (
+                "before",
+                f"all forwards in {100 * plan.self_conditioning:g} % of the steps, for "
+                f"self-conditioning: {1e3 * p['self_conditioning_s']:.4g} ms in the mean",
+            )
+        ]
+    return [
+        ("step", f"{1e3 * p['step_s']:.4g} ms, {p['samples_per_s']:.4g} samples/s"),
+        (
+            "of that",
+            f"pipeline {1e3 * p['pipeline_s']:.4g} ms, gradients' reduction that nothing hides "
+            f"{1e3 * p['exposed_reduction_s']:.3g} ms, optimizer {1e3 * p['optimizer_s']:.3g} ms",
+        ),
+        *own,
+        ("bubble", f"{100 * p['bubble']:.1f} % of the devices' time in the pipeline"),
+        ("memory", f"at most {max(p['memory_bytes']) / 1e9:.3g} GB on a device"),
+        *_for_optimizer(plan),
+        (
+            "sent",
+            f"{p['pipeline_bytes_per_sample'] / 1e6:.3g} MB a sample in the pipeline, "
+            f"{p['data_bytes_per_sample'] / 1e6:.3g} MB for the gradients' reduction",
+        ),
+    ]
+
+
+def _for_optimizer(plan: PlanFile) -> list[tuple[str, str]]:
+    """The most of a node's memory that the optimizer of one of its devices has there."""
+    if not plan.host_optimizer:
+        return []
+    stages, layers = plan.partition, plan.profile.layers
+    most = max(
+        sum(layers[i].trained_parameters for s in held for i in stages.layers_of_stage(s))
+        for held in map(stages.placement.stages_of_device, range(plan.pipeline))
+    )
+    num_bytes = most * host_bytes_per_parameter(plan.data, plan.state)
+    return [
+        ("optimizer", f"at most {num_bytes / 1e9:.3g} GB of its node's memory for a device's share")
+    ]
+
+
+def filling_facts(found: FilledSchedule) -> list[tuple[str, str]]:
+    """What filling gives over encoding in front, and what other times cost."""
+    made, front = found.certificate, found.front_s
+    spread = (
+        f"{over - 1:.1%} above the bound at {factor:g} of their times"
+        for factor, over in made.spread.items()
+    )
+    return [
+        ("filled", str(made)),
+        ("in front", f"{front:.4g} s: filling is {front / made.makespan:.3f} times as fast"),
+        ("spread", ", ".join(spread)),
+    ]
+
+
+def policies(plan: PlanFile) -> list[str]:
+    """A table of when encoders run, with the step of each way; stored is said, not chosen."""
+    if plan.policies is None:
+        return []
+
+    def shown(seconds: float | None) -> str:
+        return "-" if seconds is None else f"{1e3 * seconds:.4g}"
+
+    rows = [("", "encoder", "runs", "ms filled", "ms in front", "ms stored", "MB a sample stored")]
+    for one in plan.policies:
+        when = "in idle time" if one["policy"] == "fill" else "in front"
+        steps = (shown(one[name]) for name in ("fill_s", "front_s", "stored_s"))
+        rows.append(("", one["name"], when, *steps, f"{one['stored_bytes'] / 1e6:.4g}"))
+    return [*table(rows, left=(1, 2)), "  (a pipeline's step, the other encoders as is soonest)"]
+
+
+def homes(schedule: Schedule) -> list[tuple[str, str]]:
+    """Names of the fillers, and where and in how many pieces their components run."""
+    rows = []
+    for number, filler in enumerate(schedule.fillers):
+        every = range(schedule.placement.num_devices)
+        devices = every if filler.devices is None else filler.devices
+        rows.append(
+            (
+                f"X{number}",
+                f"{filler.name}: {len(filler.slice_seconds)} pieces on device "
+                f"{shown(list(devices))}, {1e3 * sum(filler.slice_seconds):.4g} ms",
+            )
+        )
+    return rows
+
+
+def on_host(plan: PlanFile) -> list[tuple[str, str]]:
+    """Names of the devices whose activations wait on the host, how many, and the most at once:
+    from the forward's end, when the copy begins, to the backward."""
+    problem, rows = plan.problem, []
+    for device, order in enumerate(plan.schedule.order):
+        left = [op for op in order if op.kind is Kind.OFFLOAD]
+        if not left or problem.offloaded is None:
+            continue
+        stages = problem.placement.stages_of_device(device)
+        may = sum(problem.offloaded[s] > 0 for s in stages) * plan.num_microbatches
+        num_bytes = sum(problem.offloaded[op.stage] for op in left)
+        seconds = sum(problem.copying_of(op.stage) for op in left)
+        leaving, held, most = {(op.stage, op.microbatch) for op in left}, 0.0, 0.0
+        for op in order:
+            if (op.stage, op.microbatch) in leaving:
+                sign = (op.kind is Kind.FORWARD) - (op.kind in BACKWARDS)
+                most = max(most, held := held + sign * problem.offloaded[op.stage])
+        rows.append(
+            (
+                f"device {device}",
+                f"those of {len(left)} of {may} forwards that may leave: {num_bytes / 1e9:.3g} GB "
+                f"in a step, {most / 1e9:.3g} GB of pinned memory at most, {1e3 * seconds:.3g} ms "
+                "each way, beside computing",
+            )
+        )
+    return rows
+
+
+def provenance(plan: PlanFile) -> list[tuple[str, str]]:
+    """Names and values of where the plan is from."""
+    p = plan.provenance
+    made, cluster = p["schedule"], p["cluster"]
+    known = "proved: none is shorter" if made["proved"] else f"gap {100 * made['gap']:.2f} %"
+    size = [str(cluster[key]) for key in ("nodes", "devices_per_node") if key in cluster]
+    return [
+        ("profile", f"{p['profile']} (sha256 {p['profile_sha256'][:12]})"),
+        ("cluster", f"{cluster.get('name', 'unknown')} ({' x '.join(size)} devices)"),
+        (
+            "schedule",
+            f"{made['solver']}: {1e3 * made['makespan']:.4g} ms without waiting for shared links, "
+            f"lower bound {1e3 * made['lower_bound']:.4g} ms ({known})",
+        ),
+        *_searched(plan),
+        ("versions", ", ".join(f"{name} {value}" for name, value in p["versions"].items())),
+    ]
+
+
+def _searched(plan: PlanFile) -> list[tuple[str, str]]:
+    """How sure the search was, where the plan says it."""
+    if (search := plan.provenance.get("search")) is None:
+        return []
+    bound_s, step_s = search["lower_bound_s"], plan.predicted["step_s"]
+    found = f"{search['configs']:,} configs, {search['simulated']:,} simulated"
+    if not search["left"]:
+        return [("search", f"{found}, none left; not all of their cuts")]
+    least = f"{search['left']:,} left, of which none takes less than {1e3 * bound_s:.4g} ms"
+    return [("search", f"{found}, {least} ({max(0, 1 - bound_s / step_s):.1%} less)")]
+
+
+def shown(numbers: Sequence[int]) -> str:
+    """Ascending numbers with runs joined: 0-3, 8-11."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    if len(runs) > 4:
+        return ", ".join(map(str, numbers[:4])) + f", ... {numbers[-1]}"
+    return ", ".join(f"{a}-{b}" if b > a else f"{a}" for a, b in runs)

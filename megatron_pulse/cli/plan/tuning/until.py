@@ -1,0 +1,44 @@
+"""A search that may be interrupted and say what it found."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+
+from megatron_pulse.cli.errors import warn
+
+
+class Until:
+    """A clock of a search that should end after ``seconds``, or about at the first interrupt
+    (Ctrl-C) after something was ``found``: from then on a second counts as another ``seconds``,
+    and so any share of them is over. One before that, or another, is raised."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.found = seconds, False
+        self._began = time.monotonic()
+        self._interrupted_at: float | None = None
+
+    def clock(self) -> float:
+        """Seconds since whenever."""
+        now, since = time.monotonic(), self._interrupted_at
+        return now if since is None else now + self.seconds * (1 + now - since)
+
+    @property
+    def took_s(self) -> float | None:
+        """Real seconds since the beginning, where it was interrupted."""
+        return None if self._interrupted_at is None else time.monotonic() - self._began
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is threading.main_thread():  # others cannot be interrupted
+            self._before = signal.signal(signal.SIGINT, self._interrupted)
+
+    def __exit__(self, *raised: object) -> None:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, self._before)
+
+    def _interrupted(self, number: int, frame: object) -> None:
+        if self._interrupted_at is not None or not self.found:
+            raise KeyboardInterrupt
+        self._interrupted_at = time.monotonic()
+        warn("stopping with what was found so far; Ctrl-C again ends without")
