@@ -1,6 +1,6 @@
 """Memory of real training steps beside the plan's: what each device holds at its peak.
 
-    .venv/bin/python -m tests.benchmarks.peaks --json peaks.json      # 20 configs, some minutes
+    .venv/bin/python -m tests.benchmarks.peaks --json peaks.json      # 31 configs, some minutes
     .venv/bin/python -m tests.benchmarks.peaks --only uvit-split      # those whose name has this
 
 Each config is planned as the tuner does, written as a plan file, and trained by it in Megatron's
@@ -8,9 +8,10 @@ own loop on CPU ranks. Of the second step is measured what training holds when i
 begins (all memory that torch has allocated since the process was ready: weights, gradients,
 optimizer, averages), and on top of it the most that is alive at once until its last backward ends,
 of all tensors that operators make (``LiveBytes``). Batches are the host's, and copied for the
-device as it asks for them; so are activations that wait there. What a kernel needs while it runs,
-gloo, and the optimizer's step (which is torch's on a CPU, and has copies that a GPU's has not) are
-not seen. The exit status is 1 if a device is further from its plan than 5 %.
+device as it asks for them; so are activations that wait there, and optimizers that are there. What
+a kernel needs while it runs, gloo, and the optimizer's step (which is torch's on a CPU, and has
+copies that a GPU's has not) are not seen. The exit status is 1 if a device is further from its plan
+than 5 %.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import json
 import statistics
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,7 @@ class Case:
         ways = {Recompute.ALWAYS: "-all", Recompute.NEEDED: "-some", Recompute.HOST: "-host"}
         again = ways.get(config.recompute, "")
         of_state = "-half" * state.half_gradients + "-plain" * (not state.averages)
+        of_state += "-adam-away" * state.host_optimizer
         return (
             f"{self.backbone}-{layout}-{config.pipeline}{f'x{config.data}' * (config.data > 1)}"
             f"{'-split' * config.split}{again}{dtype}{of_state}"
@@ -133,6 +135,14 @@ CASES = (
     Case("sd", Config(4, 1, 1, 4, ROW, recompute=HOST), 12, room=0.6),
     Case("dit", Config(4, 1, 1, 4, ROW, split=True, recompute=HOST), 12, "bfloat16", room=0.8),
     Case("hunyuan", Config(4, 1, 1, 4, FOLD_SOFT, recompute=HOST), 12, room=0.7),
+    Case(
+        "uvit", Config(2, 1, 1, 4, FOLD_EXACT, split=True, distributed_optimizer=True), 6,
+        "bfloat16", state=ParameterState(averages=True, host_optimizer=True),
+    ),
+    Case(
+        "sd", Config(2, 2, 1, 4, ROW, distributed_optimizer=True), 4, "float16",
+        state=ParameterState(averages=True, host_optimizer=True),
+    ),
 )  # fmt: skip
 
 
@@ -256,6 +266,7 @@ def measured(argv: list[str]) -> Peak:
         if count != 2 or held:
             return execute(self, copied(batches), *args, **kwargs)
         now = _allocated()
+        hosted.update((t.untyped_storage()._cdata, t) for t in _of_optimizers_on_the_host())
         own = now.keys() - before.keys() - hosted.keys()
         held.append(sum(now[key].nbytes() for key in own))
         with live:
@@ -270,6 +281,21 @@ def measured(argv: list[str]) -> Peak:
     sys.argv = ["pretrain_diffusion.py", *argv]
     pretrain.main()
     return Peak(held[0], held[0] + live.peak)
+
+
+def _of_optimizers_on_the_host() -> Iterator[Any]:
+    """Adam's tensors there, and averages, which are where the fp32 weights are."""
+    from megatron_pulse.diffusion.ema import ExponentialMovingAverage
+    from megatron_pulse.integration.megatron.host_optimizer import HostOptimizer
+
+    objects = gc.get_objects()
+    optimizers = [one for one in objects if type(one) is HostOptimizer]
+    for optimizer in (one for found in optimizers for one in found.sub_optimizers):
+        for parameter, state in optimizer.state.items():
+            yield from (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
+    for averages in objects if optimizers else ():
+        if type(averages) is ExponentialMovingAverage:
+            yield from averages.state.values()
 
 
 def _allocated() -> dict[int, Any]:
