@@ -104,10 +104,20 @@ class Evaluator(WithRoom):
         of = self.profile, cluster, self.global_batch_size, self.sequence_parallel, self.num_heads
         return Evaluator(*of, self.self_conditioning, state or self.state)
 
+    @property
+    def not_sharded(self) -> str:
+        """Why FSDP2 and HSDP are not predicted; empty where they are."""
+        devices, batch = self.cluster.num_devices, self.global_batch_size
+        if self.self_conditioning:
+            return "is not predicted with --self-conditioning"
+        if batch % devices:
+            return f"is not predicted: {devices} devices do not divide a batch of {batch}"
+        return ""
+
     def fully_sharded(self) -> Opponent | None:
         """FSDP2 or HSDP at its best for the same batch on the same devices; None where none fits,
-        or where it is not predicted: with forwards of their own for self-conditioning."""
-        if self.self_conditioning:
+        or where it is ``not_sharded``."""
+        if self.not_sharded:
             return None
         of = self.profile, self.cluster, self.global_batch_size
         return opponent(*of, self.adam_s, self.state.averages)

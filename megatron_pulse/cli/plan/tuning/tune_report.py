@@ -86,13 +86,8 @@ def _conditioned(evaluator: Evaluator) -> list[str]:
 def _beside(found: Tuning, evaluator: Evaluator, explained: bool) -> list[str]:
     """What FSDP2 would come to, or why that is not said."""
     if (other := found.opponent) is None:
-        devices, batch = evaluator.cluster.num_devices, evaluator.global_batch_size
-        why = "does not fit"
-        if evaluator.self_conditioning:
-            why = "is not predicted with --self-conditioning"
-        elif batch % devices:
-            why = f"is not predicted: {devices} devices do not divide a batch of {batch}"
-        return [f"FSDP2 (torch's fully_shard) {why}"] * (devices > 1)
+        why = evaluator.not_sharded or "does not fit"
+        return [f"FSDP2 (torch's fully_shard) {why}"] * (evaluator.cluster.num_devices > 1)
     best = found.outcomes[0]
     lines = [f"{other.beside(best.throughput)} ({other.facts})"]
     if found.num_left and found.bound_s < other.step_s < best.step_s:

@@ -116,9 +116,7 @@ def _up(number: float) -> str:
 
 def _sharded(evaluator: Evaluator, others: bool) -> Iterator[str]:
     """Whether FSDP2 or HSDP would fit, where that is known; others would if something changed."""
-    cluster, samples = evaluator.cluster, evaluator.global_batch_size
-    known = cluster.num_devices > 1 and not samples % cluster.num_devices
-    if evaluator.self_conditioning or not known:
+    if evaluator.cluster.num_devices == 1 or evaluator.not_sharded:
         return
     if (found := evaluator.fully_sharded()) is None:
         yield "nor would torch's fully_shard (FSDP2, HSDP) fit"
@@ -217,7 +215,7 @@ def _least_memory(
         if found and not budget.left:
             break
         with suppress(UnfitError):
-            found.append((_fullest(ample.stages(config)), config))
+            found.append((_fullest(ample.stages(config), config.split), config))
     for need, config in sorted(found)[:REFINED]:
         high, low = need, evaluator.cluster.usable_bytes
         while budget.left and high > (1 + NEAR) * low:
@@ -225,17 +223,17 @@ def _least_memory(
             memory_gb = middle / 1e9 / evaluator.cluster.usable_memory
             smaller = evaluator.on(replace(evaluator.cluster, memory_gb=memory_gb))
             try:
-                high = min(middle, _fullest(smaller.stages(config)))
+                high = min(middle, _fullest(smaller.stages(config), config.split))
             except UnfitError:
                 low = middle
         found.append((high, config))
     return min(found, default=None)
 
 
-def _fullest(stages: Stages) -> float:
+def _fullest(stages: Stages, split: bool) -> float:
     """Bytes of the fullest device with one microbatch, or while the optimizer works."""
-    kept = stages.per_device(stages.saved_bytes)
-    columns = zip(stages.state_bytes, stages.transient_bytes(False), kept, strict=True)
+    kept = stages.per_device(stages.kept_bytes(split))
+    columns = zip(stages.state_bytes, stages.transient_bytes(split), kept, strict=True)
     return max(*stages.stepping, *map(sum, columns))
 
 
