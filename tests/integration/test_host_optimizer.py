@@ -110,10 +110,25 @@ def test_checkpoints_go_from_the_device_to_the_host_and_back(tmp_path: Path, to_
         assert not torch.equal(master, saved.masters[name]), name
 
 
+@pytest.mark.parametrize("host", [HOST, HOST[:1]], ids=["host", "device"])
+def test_a_checkpoint_before_the_first_step_that_counts(tmp_path: Path, host: list[str]) -> None:
+    """Where the loss scale has all overflow there is no state yet."""
+    scale = ["--fp16", "--initial-loss-scale", str(2.0**60), "--hysteresis", "1"]
+    steps = ["--global-batch-size", "8", "--train-iters"]
+    saved = run(2, *host, *scale, *steps, "2", "--save", str(tmp_path))
+    assert saved.grad_norms == [None, None]
+    resumed = _go_on(1, tmp_path, *host, *FP16)
+    assert len(resumed.losses) == 2
+    for name, master in saved.masters.items():
+        assert (resumed.masters[name] - master).abs().max() < 1e-2, name
+
+
 def test_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     (fault,) = refuse(monkeypatch, 1, ["--optimizer-cpu-offload"])
     assert "--optimizer-cpu-offload was given without --use-distributed-optimizer" in fault
     (fault,) = refuse(monkeypatch, 1, ["--no-pin-cpu-grads"])
     assert "--no-pin-cpu-grads was given without --optimizer-cpu-offload" in fault
+    (fault,) = refuse(monkeypatch, 1, [*HOST, *BF16, "--log-params-norm"])
+    assert "--log-params-norm cannot be used with --optimizer-cpu-offload" in fault
     (fault,) = refuse(monkeypatch, 1, [*HOST, "--optimizer-offload-fraction", "0.5"])
     assert "all of the optimizer's state goes to the host" in fault

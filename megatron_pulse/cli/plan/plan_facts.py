@@ -51,7 +51,7 @@ def _for_optimizer(plan: PlanFile) -> list[tuple[str, str]]:
         sum(layers[i].trained_parameters for s in held for i in stages.layers_of_stage(s))
         for held in map(stages.placement.stages_of_device, range(plan.pipeline))
     )
-    num_bytes = most * host_bytes_per_parameter(plan.data, plan.state)
+    num_bytes = most * host_bytes_per_parameter(plan.dtype, plan.data, plan.state)
     return [
         ("optimizer", f"at most {num_bytes / 1e9:.3g} GB of its node's memory for a device's share")
     ]

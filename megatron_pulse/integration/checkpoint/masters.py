@@ -56,10 +56,15 @@ def with_fp32_weights(generate_state_dict: Callable[..., Any]) -> Callable[..., 
     """Megatron's ``generate_state_dict``, with masters in the place of rounded weights.
 
     Its optimizers find their states' layouts by the parameters in the state, so they come first.
+    Those that have made no step yet, where all were skipped, have their states begun.
     """
 
-    def generate(args: Any, model: list[nn.Module], *rest: Any, **kwargs: Any) -> Any:
-        state = generate_state_dict(args, model, *rest, **kwargs)
+    def generate(
+        args: Any, model: list[nn.Module], optimizer: Any, *rest: Any, **kwargs: Any
+    ) -> Any:
+        if optimizer is not None and not args.no_save_optim:
+            _begin_states(optimizer)
+        state = generate_state_dict(args, model, optimizer, *rest, **kwargs)
         for i, chunk in enumerate(model):
             unwrap(chunk).replace_rounded(state["model" if len(model) == 1 else f"model{i}"])
         return state
@@ -106,6 +111,17 @@ def _group(optimizer: Any) -> torch.distributed.ProcessGroup | None:
         if isinstance(inner, DistributedOptimizer):
             return inner.data_parallel_group
     return None
+
+
+def _begin_states(optimizer: Any) -> None:
+    """Give distributed optimizers that have no state yet that of before the first step."""
+    for inner in _inner(optimizer):
+        if not isinstance(inner, DistributedOptimizer) or inner.optimizer.state:
+            continue
+        if isinstance(inner.optimizer, HybridDeviceOptimizer):
+            inner.optimizer.dummy_step()
+        else:
+            inner.init_state_fn(inner.optimizer, inner.config)
 
 
 def _inner(optimizer: Any) -> list[Any]:

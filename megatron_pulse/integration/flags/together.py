@@ -136,6 +136,11 @@ def _check_optimizer(args: argparse.Namespace) -> Iterator[str]:
             "--optimizer sgd cannot be used with --use-distributed-optimizer, which shares the "
             "state of adam: leave one out"
         )
+    if args.optimizer_cpu_offload and args.bf16 and args.log_params_norm:
+        yield (
+            "--log-params-norm cannot be used with --optimizer-cpu-offload and --bf16: the norm is "
+            "of fp32 weights on the device, where there are none"
+        )
     if args.ddp_num_buckets is not None and args.ddp_bucket_size is not None:
         yield "--ddp-num-buckets and --ddp-bucket-size say the same: give one"
     if args.overlap_param_gather and args.save_params_interval is not None:

@@ -3,10 +3,10 @@
 Of a parameter the device keeps what computes, and its gradient. An fp32 copy, the gradient and both
 moments are in the node's memory, where the processor's Adam moves them::
 
-    device    gradients                              parameters, rounded
+    device    gradients                              parameters
                   |  to the host                          ^
     host          v                                       |  to the device
-              gradient, fp32 copy, moments  --- Adam ---> fp32 copy
+              gradient, fp32 copy, moments  --- Adam ---> fp32 copy, rounded
 """
 
 from __future__ import annotations
@@ -65,6 +65,28 @@ class HostOptimizer(HybridDeviceOptimizer):
             groups.append({**group, "params": [copies[p] for p in group["params"]]})
         back = {copy: parameter for parameter, copy in copies.items()}
         return [group for group in groups if group["params"]], [], copies, back, dict(copies)
+
+    def _register_param_copy_back_gpu_hook(self) -> None:
+        """Parameters are rounded into pinned memory, and travel as they are: torch would round
+        them into other memory, and wait for these copies."""
+        rounded = {
+            copy: torch.empty(
+                parameter.shape, dtype=parameter.dtype, pin_memory=self.pin_cpu_params
+            )
+            for copy, parameter in self.cpu_copys_map_gpu_param.items()
+            if parameter.dtype != copy.dtype
+        }
+
+        def copy_back(optimizer: Any, args: Any, kwargs: Any) -> None:
+            self._h2d_stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._h2d_stream):
+                for copy in (p for group in optimizer.param_groups for p in group["params"]):
+                    there = rounded[copy].copy_(copy) if copy in rounded else copy
+                    self.cpu_copys_map_gpu_param[copy].data.copy_(there, non_blocking=True)
+            self._h2d_stream.record_event().wait(torch.cuda.current_stream())
+
+        for optimizer in self.sub_optimizers:
+            optimizer.register_step_post_hook(copy_back)
 
     def dummy_step(self) -> None:
         """Make Adam's state, into which a checkpoint is loaded, and change nothing."""

@@ -67,10 +67,13 @@ def bytes_per_parameter(
     return kept + (copy + 8 + 4 * state.averages) / replicas
 
 
-def host_bytes_per_parameter(data_parallel: int, state: ParameterState) -> float:
+def host_bytes_per_parameter(dtype: str, data_parallel: int, state: ParameterState) -> float:
     """Bytes of a parameter in the node's memory for each replica, where the optimizer is there:
-    fp32 copy, gradient and both moments, and an average."""
-    return (4 + 4 + 8 + 4 * state.averages) / data_parallel if state.host_optimizer else 0.0
+    fp32 copy, gradient and both moments, an average, and what the copy is rounded to."""
+    if not state.host_optimizer:
+        return 0.0
+    rounded = ELEMENT_BYTES[dtype] if dtype != "float32" else 0
+    return (4 + 4 + 8 + 4 * state.averages + rounded) / data_parallel
 
 
 def stepping_bytes(

@@ -31,6 +31,9 @@ where the profile has not measured it."""
 HOST_AVERAGE_BYTES = 12
 """Of a node's memory that are read and written for a parameter's average, in fp32."""
 
+HOST_ROUNDING_BYTES = 6
+"""Of a node's memory that are read and written to round a parameter to half precision."""
+
 HOST_BYTES_PER_S = 20e9
 """What of its node's memory a device's Adam reaches, roughly, where the cluster does not say."""
 
@@ -74,6 +77,7 @@ def host_adam_s(profile: Profile, cluster: Cluster, state: ParameterState) -> fl
     if cluster.host_memory_gbs is not None:
         reached = cluster.host_memory_gbs * 1e9 / cluster.devices_per_node
     moved = HOST_ADAM_BYTES + HOST_AVERAGE_BYTES * state.averages
+    moved += HOST_ROUNDING_BYTES * (profile.dtype != "float32")
     return (4 + PARAMETER_BYTES[profile.dtype]) / copied + moved / reached
 
 
