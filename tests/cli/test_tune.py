@@ -170,10 +170,12 @@ def test_all_faults_at_once(here: Path, capsys: pytest.CaptureFixture[str]) -> N
     flags = ["--layouts", "fold,sequential", "--pipeline", "2,x", "--seconds", "0", "--top", "0"]
     flags += ["--no-offload", "--optimizer-cpu-offload"]
     asked = f"{ASKED} --option a=1 --dtype float16 -o plan.txt".replace("p.json", "none.json")
+    asked = asked.replace("c.yaml", "none.yaml")
     assert main([*asked.split(), *flags]) == 2
     error = capsys.readouterr().err
     for part in (
-        "9 faults",
+        "10 faults",
+        "none.yaml",
         "--no-offload and --optimizer-cpu-offload: one leaves",
         "--layouts: 'fold' is none of",
         "--pipeline 2,x",

@@ -271,6 +271,7 @@ def best_encoded(
 
 
 def _faults(args: argparse.Namespace) -> list[str]:
+    from megatron_pulse.planner.cluster.cluster import ClusterError, cluster
     from megatron_pulse.planner.layout.layouts import LAYOUTS
 
     faults = out_of(TO_MILLION, args, "global_batch_size", "top")
@@ -301,6 +302,10 @@ def _faults(args: argparse.Namespace) -> list[str]:
         faults.append("--dtype is for --backbone; a profile has its own")
     if args.encoders is not None:
         faults += no_file(encoders=args.encoders)
+    try:
+        cluster(args.cluster)
+    except ClusterError as error:
+        faults.append(str(error))
     if args.worlds is None:
         faults += check_file(args.output, "--output", ".json")
     faults += json_faults(args)
