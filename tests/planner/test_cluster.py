@@ -162,7 +162,7 @@ links:
         "nodes is 2.5; allowed is a whole number, 1 or more",
         "devices_per_node is missing; allowed is a whole number, 1 or more",
         "memory_gb is '.nan'; allowed is a number from 1e-6",
-        "memory is unknown; did you mean memory_gb or usable_memory? allowed are name, nodes",
+        "memory is unknown; did you mean memory_gb or usable_memory or host_memory_gbs? allowed",
         "usable_memory is 1.5; allowed is a number above 0, at most 1",
         "device is {'tflops': 3}; allowed is one of V100-32GB",
         "links.intra_node.kind is 'string'; allowed is one of nvlink",
