@@ -26,7 +26,7 @@ from megatron_pulse.planner.observe.trace import (
     merge_step,
 )
 from megatron_pulse.planner.partition.memory import ParameterState
-from megatron_pulse.planner.plan_file.plan_file import PlanFile, save_plan, to_record
+from megatron_pulse.planner.plan_file.plan_file import PlanFile, PlanFileError, save_plan, to_record
 from megatron_pulse.planner.schedule.check.simulate import Timeline
 from megatron_pulse.planner.schedule.message import Message
 from megatron_pulse.planner.schedule.operations import Schedule
@@ -116,6 +116,18 @@ def load_edited(plan: PlanFile, change: Callable[[Any], Any], folder: Path) -> P
     change(record)
     (folder / "plan.json").write_text(json.dumps(record))
     return load_checked(folder / "plan.json")
+
+
+type Edit = tuple[Callable[[Any], Any], str]
+"""A change of a plan's record, and what is said against it."""
+
+
+def assert_refused(plan: PlanFile, edit: Edit, folder: Path) -> None:
+    """``plan`` is not read after that ``edit``, for the reason that it names."""
+    change, reason = edit
+    with pytest.raises(PlanFileError) as refused:
+        load_edited(plan, change, folder)
+    assert reason in str(refused.value)
 
 
 def shown(plan: PlanFile, folder: Path, capsys: pytest.CaptureFixture[str]) -> str:

@@ -57,22 +57,21 @@ LAYER_COLUMNS = ("layer", "", "device", "stage", "forward ms", "saves MB", "what
 def layers(plan: PlanFile) -> list[tuple[str, ...]]:
     """A row of ``LAYER_COLUMNS`` for each layer: what it saves of a microbatch for its backward,
     and what becomes of that."""
-    size, home = plan.micro_batch_size, plan.placement.device_of_stage
+    costs, home = plan.profile.times[plan.micro_batch_size], plan.placement.device_of_stage
+    ways = {
+        "computed again": plan.recomputed,
+        "on the host, where there is no room": plan.offloaded,
+        "what is cheap computed again": plan.selected,
+    }
     rows: list[tuple[str, ...]] = []
     for stage, names in enumerate(plan.stages):
         for name in names:
             number = len(rows)
-            times = plan.profile.times[size][number]
-            ways = {
-                "computed again": number in plan.recomputed,
-                "on the host, where there is no room": number in plan.offloaded,
-                "what is cheap computed again": number in plan.selected,
-            }
-            said = ", ".join(way for way, chosen in ways.items() if chosen) or "kept"
-            kept = f"{times.saved_bytes / 1e6:.4g}"
-            forward = f"{1e3 * times.forward_s:.4g}"
+            said = ", ".join(way for way, chosen in ways.items() if number in chosen) or "kept"
+            saved = f"{costs[number].saved_bytes / 1e6:.4g}"
+            forward = f"{1e3 * costs[number].forward_s:.4g}"
             place = str(number), name, str(home[stage]), str(stage)
-            rows.append((*place, forward, kept, said))
+            rows.append((*place, forward, saved, said))
     return rows
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import pytest
 from megatron_pulse.planner.layout.layouts import LAYOUTS
 from megatron_pulse.planner.plan_file.plan_file import (
     PlanFile,
-    PlanFileError,
 )
 from megatron_pulse.planner.schedule.check.validate import faults_for
 from megatron_pulse.planner.schedule.operations import Kind
@@ -22,7 +20,7 @@ from megatron_pulse.planner.tune.evaluate import Evaluator
 from megatron_pulse.planner.tune.plans.to_plan import plan_of
 from megatron_pulse.planner.tune.searching.search import search
 from tests.planner.tune.problems import cluster, profile
-from tests.plans import load_edited, shown
+from tests.plans import Edit, assert_refused, shown
 
 
 def evaluator(host_gbs: float = 50.0, memory_gb: float = 1.6) -> Evaluator:
@@ -71,7 +69,7 @@ def keep_all(record: Any) -> None:
         order[:] = [op for op in order if op[0] not in "OL"]
 
 
-EDITS: dict[str, tuple[Callable[[Any], Any], str]] = {
+EDITS: dict[str, Edit] = {
     "a layer less": (lambda r: r["offload"].pop(), "times.offloaded_bytes."),
     "none": (lambda r: r.pop("offload"), "all of them or none"),
     "an unknown layer": (lambda r: r["offload"].append("other"), "offload: no stage has a layer"),
@@ -92,10 +90,7 @@ EDITS: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 @pytest.mark.parametrize("edit", EDITS)
 def test_an_edited_plan_is_refused(edit: str, plan: PlanFile, tmp_path: Path) -> None:
-    change, reason = EDITS[edit]
-    with pytest.raises(PlanFileError) as refused:
-        load_edited(plan, change, tmp_path)
-    assert reason in str(refused.value)
+    assert_refused(plan, EDITS[edit], tmp_path)
 
 
 def test_the_search_finds_it_where_it_is_better_and_not_without_a_link() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,13 @@ import pytest
 from megatron_pulse.planner.cluster.cluster import ClusterError
 from megatron_pulse.planner.layout.layouts import LAYOUTS
 from megatron_pulse.planner.partition.memory import ParameterState
-from megatron_pulse.planner.plan_file.plan_file import PlanFile, PlanFileError
+from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.planner.tune.config import Choices, Config
 from megatron_pulse.planner.tune.evaluate import Evaluator
 from megatron_pulse.planner.tune.plans.to_plan import plan_of
 from megatron_pulse.planner.tune.saying.nothing_fits import nothing_fits
 from tests.planner.tune.problems import cluster, profile
-from tests.plans import load_edited, shown
+from tests.plans import Edit, assert_refused, shown
 
 HOST = ParameterState(averages=True, host_optimizer=True)
 NODE_GBS = 80.0
@@ -64,7 +63,7 @@ def test_a_plan_says_it(plan: PlanFile, tmp_path: Path, capsys: pytest.CaptureFi
     assert f"at most {most / 1e9:.3g} GB of its node's memory" in said
 
 
-EDITS: dict[str, tuple[Callable[[Any], Any], str]] = {
+EDITS: dict[str, Edit] = {
     "on the device": (lambda r: r.pop("host_optimizer"), "predicted.memory_bytes.0 is"),
     "not divided": (
         lambda r: r.update(distributed_optimizer=False),
@@ -79,10 +78,7 @@ EDITS: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 @pytest.mark.parametrize("edit", EDITS)
 def test_an_edited_plan_is_refused(edit: str, plan: PlanFile, tmp_path: Path) -> None:
-    change, reason = EDITS[edit]
-    with pytest.raises(PlanFileError) as refused:
-        load_edited(plan, change, tmp_path)
-    assert reason in str(refused.value)
+    assert_refused(plan, EDITS[edit], tmp_path)
 
 
 def test_it_is_always_the_distributed_one() -> None:

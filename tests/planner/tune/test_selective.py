@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from megatron_pulse.planner.layout.layouts import LAYOUTS
 from megatron_pulse.planner.plan_file.plan_file import (
     PlanFile,
-    PlanFileError,
 )
 from megatron_pulse.planner.schedule.check.validate import faults_for
 from megatron_pulse.planner.tune.config import Choices, Config, Recompute
@@ -21,7 +18,7 @@ from megatron_pulse.planner.tune.evaluate import Evaluator
 from megatron_pulse.planner.tune.plans.to_plan import plan_of
 from megatron_pulse.planner.tune.searching.search import search
 from tests.planner.tune.problems import cluster, profile
-from tests.plans import load_edited, shown
+from tests.plans import Edit, assert_refused, shown
 
 CONFIG = Config(4, 1, 1, 1, LAYOUTS["sequential"], ample=True, recompute=Recompute.NEEDED)
 
@@ -87,7 +84,7 @@ def test_what_is_against_it_may_do_the_same() -> None:
     assert with_part < whole
 
 
-EDITS: dict[str, tuple[Callable[[Any], Any], str]] = {
+EDITS: dict[str, Edit] = {
     "a layer less": (lambda r: r["selective"].pop(), "times.backward."),
     "none": (lambda r: r.pop("selective"), "times.backward."),
     "an unknown layer": (
@@ -111,10 +108,7 @@ EDITS: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 @pytest.mark.parametrize("edit", EDITS)
 def test_an_edited_plan_is_refused(edit: str, plan: PlanFile, tmp_path: Path) -> None:
-    change, reason = EDITS[edit]
-    with pytest.raises(PlanFileError) as refused:
-        load_edited(plan, change, tmp_path)
-    assert reason in str(refused.value)
+    assert_refused(plan, EDITS[edit], tmp_path)
 
 
 def test_nothing_is_computed_again_where_that_is_asked() -> None:

@@ -92,10 +92,12 @@ def recomputed(plan: PlanFile, bounds: bool = True) -> PlanFile:
     )
     outcome = evaluator.evaluate(config, Synthesis(plan.schedule, certificate), stages=stages)
     made = plan_of(outcome, evaluator)
-    search = {name: plan.provenance[name] for name in ("search",) if name in plan.provenance}
+    provenance = dict(made.provenance)
+    if "search" in plan.provenance:
+        provenance["search"] = plan.provenance["search"]
     return replace(
         made,
-        provenance={**made.provenance, **search},
+        provenance=provenance,
         encoders=plan.encoders,
         in_front=plan.in_front,
         policies=plan.policies,
