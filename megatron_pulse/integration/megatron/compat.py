@@ -20,8 +20,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.optim._functional import adam as functional_adam
 from torch.utils._device import _device_constructors
+
+from megatron_pulse.runtime.parameters.adam import update
 
 CPU = torch.device("cpu")
 TESTED_MEGATRON = ("0.19.",)
@@ -243,23 +244,10 @@ class FusedAdam(torch.optim.Optimizer):
             fused = bool(params) and params[0].is_cuda
             device = params[0].device if fused else CPU
             counts = torch.full((len(params),), float(group["step"] - 1), device=device)
-            functional_adam(
-                params,
-                [p.grad for p in params],
-                [self.state[p]["exp_avg"] for p in params],
-                [self.state[p]["exp_avg_sq"] for p in params],
-                [],
-                list(counts.unbind()),
-                fused=fused,
-                amsgrad=False,
-                beta1=group["betas"][0],
-                beta2=group["betas"][1],
-                lr=group["lr"],
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                maximize=False,
-                decoupled_weight_decay=self.adam_w_mode,
-            )
+            firsts = [self.state[p]["exp_avg"] for p in params]
+            seconds = [self.state[p]["exp_avg_sq"] for p in params]
+            lists = params, [p.grad for p in params], firsts, seconds
+            update(group, lists, list(counts.unbind()), fused, self.adam_w_mode)
 
 
 def _use_fused_adam() -> None:

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim._functional import adam as functional_adam
+
+from megatron_pulse.runtime.parameters.adam import Lists, update
 
 WHOLE = 64
 """Elements, a multiple of every processor's vectors."""
@@ -27,7 +28,7 @@ class HostAdam(torch.optim.AdamW):
         """One update of every parameter that has a gradient; all are fp32 and contiguous."""
         for group in self.param_groups:
             steps: list[float] = []
-            lists: list[list[Tensor]] = [[], [], [], []]
+            lists: Lists = ([], [], [], [])
             ends: list[tuple[Tensor, Tensor]] = []
             for parameter in group["params"]:
                 if parameter.grad is None:
@@ -50,20 +51,7 @@ class HostAdam(torch.optim.AdamW):
                 pieces = bool(split) + bool(parameter.numel() % WHOLE)
                 steps += [float(state["step"])] * pieces
                 state["step"] += 1
-            functional_adam(
-                *lists,
-                [],
-                [torch.tensor(done) for done in steps],
-                fused=True,
-                amsgrad=False,
-                beta1=group["betas"][0],
-                beta2=group["betas"][1],
-                lr=group["lr"],
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                maximize=False,
-                decoupled_weight_decay=True,
-            )
+            update(group, lists, [torch.tensor(done) for done in steps], fused=True)
             for end, filled in ends:
                 end.copy_(filled[: end.numel()])
 
