@@ -15,6 +15,7 @@ by the layer before, and is kept by that, counts once.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -159,6 +160,13 @@ class ProfiledLayer:
     def trained_parameters(self) -> int:
         """Those that have gradients and an optimizer's state."""
         return self.parameters - self.frozen_parameters
+
+    def of_rank(self, tensor: int) -> tuple[int, int]:
+        """Parameters of each of ``tensor`` ranks that share the layer, and those that are trained:
+        frozen ones are taken to be divided as all are."""
+        whole = self.parameters - self.sharded_parameters
+        count = whole + math.ceil(self.sharded_parameters / tensor)
+        return count, math.ceil(self.trained_parameters * count / max(1, self.parameters))
 
 
 @dataclass(frozen=True)

@@ -46,9 +46,10 @@ def _for_optimizer(plan: PlanFile) -> list[tuple[str, str]]:
     """The most of a node's memory that the optimizer of one of its devices has there."""
     if not plan.host_optimizer:
         return []
-    stages, layers = plan.partition, plan.profile.layers
+    stages = plan.partition
+    trained = [layer.of_rank(plan.tensor)[1] for layer in plan.profile.layers]
     most = max(
-        sum(layers[i].trained_parameters for s in held for i in stages.layers_of_stage(s))
+        sum(trained[i] for s in held for i in stages.layers_of_stage(s))
         for held in map(stages.placement.stages_of_device, range(plan.pipeline))
     )
     num_bytes = most * host_bytes_per_parameter(plan.dtype, plan.data, plan.state)

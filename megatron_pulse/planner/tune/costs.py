@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cache, lru_cache, partial
@@ -207,10 +206,7 @@ class Costs:
             (1.0 if self.sequence_parallel else x.sharded_time) if x.sharded_parameters else 0.0
             for x in layers
         ]
-        parameters = tuple(
-            x.parameters - x.sharded_parameters + math.ceil(x.sharded_parameters / tensor)
-            for x in layers
-        )
+        counts = [layer.of_rank(tensor) for layer in layers]
 
         def divide(values: tuple[float, ...]) -> list[float]:
             return [v * (1 - s) + v * s / tensor for v, s in zip(values, shares, strict=True)]
@@ -225,12 +221,8 @@ class Costs:
             weight_grad_s=tuple(divide(costs.weight_grad_s)),
             split_forward_s=tuple(map(add, divide(costs.split_forward_s), forward_s)),
             split_backward_s=tuple(map(add, divide(costs.split_backward_s), backward_s)),
-            parameters=parameters,
-            # Frozen weights are taken to be divided as all of their layer are.
-            trained=tuple(
-                math.ceil(x.trained_parameters * count / max(1, x.parameters))
-                for x, count in zip(layers, parameters, strict=True)
-            ),
+            parameters=tuple(count for count, _ in counts),
+            trained=tuple(trained for _, trained in counts),
             recompute_s=tuple(
                 seconds + (i in recompute) * summed
                 for i, (seconds, summed) in enumerate(

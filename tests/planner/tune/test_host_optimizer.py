@@ -63,6 +63,18 @@ def test_a_plan_says_it(plan: PlanFile, tmp_path: Path, capsys: pytest.CaptureFi
     assert f"at most {most / 1e9:.3g} GB of its node's memory" in said
 
 
+def test_tensor_parallelism_divides_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two ranks share three quarters of each layer: each has 5/8 of its optimizer."""
+    whole = evaluator(host_memory_gbs=NODE_GBS)
+    layers = [replace(x, sharded_parameters=15_000_000) for x in whole.profile.layers]
+    of = Evaluator(replace(whole.profile, layers=tuple(layers)), whole.cluster, 8, [16], state=HOST)
+    outcome = of.evaluate(replace(CONFIG, data=1, tensor=2))
+    most = max(outcome.stages.per_device(outcome.stages.trained))
+    assert most % (20_000_000 * 5 // 8) == 0
+    said = shown(plan_of(outcome, of), tmp_path, capsys)
+    assert f"at most {22 * most / 1e9:.3g} GB of its node's memory" in said
+
+
 EDITS: dict[str, Edit] = {
     "on the device": (lambda r: r.pop("host_optimizer"), "predicted.memory_bytes.0 is"),
     "not divided": (
