@@ -18,6 +18,7 @@ import math
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
@@ -28,7 +29,7 @@ from megatron_pulse.planner.tune.evaluate import Outcome
 from model_specs import available
 from tests.benchmarks.capped import capped, pipeline_sizes, way
 from tests.benchmarks.cell import run_cell
-from tests.benchmarks.contestant import Engine, Refused
+from tests.benchmarks.contestant import REPLICAS, Contestant, Engine, Refused
 from tests.benchmarks.contestants import SOLVER_S, contestants, needed_bytes, tuned
 from tests.benchmarks.emulation import (
     BACKBONES,
@@ -130,6 +131,7 @@ def measure(
     if args.only:
         name = pick and pick.contestant
         entered = [c for c in entered if c.name == name or any(w in c.name for w in args.only)]
+    entered, passed_over = within(entered, args.within)
     results = run_cell(
         emulation.backbone,
         entered,
@@ -154,7 +156,28 @@ def measure(
         "pick": asdict(pick) if pick is not None else None,
         "results": [result.record() for result in results],
         "refused": [asdict(one) for one in refused],
+        "passed_over": {one.name: one.predicted_s for one in passed_over},
     }
+
+
+def within(
+    entered: Sequence[Contestant], factor: float
+) -> tuple[list[Contestant], list[Contestant]]:
+    """Who runs and who does not, being predicted to take more than ``factor`` times as long as the
+    soonest of its kind: relayed pipelines, or replicas (DDP, FSDP2, HSDP). Ours and Megatron's
+    1F1B, with which all are compared, always run."""
+    soonest: dict[bool, float] = {}
+    for one in entered:
+        kind = one.engine in REPLICAS
+        if one.engine is not Engine.OURS:
+            soonest[kind] = min(soonest.get(kind, math.inf), one.predicted_s)
+
+    def runs(one: Contestant) -> bool:
+        if one.engine in (Engine.OURS, Engine.MEGATRON_1F1B):
+            return True
+        return one.predicted_s <= factor * soonest[one.engine in REPLICAS]
+
+    return [c for c in entered if runs(c)], [c for c in entered if not runs(c)]
 
 
 def tune(
@@ -222,6 +245,13 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--model-seconds", type=float, default=MODEL_S, help="the model on a microbatch, emulated")
     add("--solver-seconds", type=float, help=f"for each ILP (default: {SOLVER_S:g}); 0: none")
     add("--only", type=names, default=[], help="the pick, and whose name has one of these words")
+    add(
+        "--within",
+        type=float,
+        default=math.inf,
+        help="of others' pipelines, and of DDP, FSDP2 and HSDP, pass over those predicted to take "
+        "more than so many times as long as the soonest of them (default: all run)",
+    )
     add("--out", type=Path, default=Path("runs/claim"))
     add("--resume", action="store_true", help="keep the cells that --out has")
     add(
@@ -243,6 +273,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         faults.append("rates and repetitions must be positive")
     if min(args.batches) < 1:
         faults.append("batches must be 1 or more times the usual one")
+    if not args.within >= 1:
+        faults.append("--within must be 1 or more times the soonest prediction")
     if args.memory_gb is not None and not 0 < args.memory_gb < math.inf:
         faults.append("memory must be positive")
     if faults:

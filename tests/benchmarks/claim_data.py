@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from tests.benchmarks.contestant import Engine
+from tests.benchmarks.contestant import REPLICAS, Engine
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,8 @@ class Row:
 @dataclass(frozen=True)
 class Cell:
     """A backbone over links of ``rate`` GB/s, and how it was scaled; ``memory_gb`` is the cap of
-    every device, where there is one, and ``refused`` what would need more than 0.9 of it."""
+    every device, where there is one, and ``refused`` what would need more than 0.9 of it;
+    ``passed_over`` are the predicted seconds of those that were not run for them."""
 
     backbone: str
     rate: float
@@ -67,6 +68,7 @@ class Cell:
     records: tuple[Mapping[str, Any], ...]
     memory_gb: float | None = None
     refused: tuple[Mapping[str, Any], ...] = ()
+    passed_over: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def samples(self) -> int:
@@ -124,8 +126,7 @@ class Cell:
     @property
     def wholes(self) -> tuple[Row, ...]:
         """Those whose devices run the whole backbone each."""
-        engines = {Engine.DATA_PARALLEL.value, Engine.FSDP2.value, Engine.HSDP.value}
-        return tuple(r for r in self.rows if r.engine in engines)
+        return tuple(r for r in self.rows if r.engine in REPLICAS)
 
     @property
     def whole(self) -> Row | None:
@@ -157,6 +158,7 @@ def cells_of(results: Mapping[str, Any]) -> tuple[Cell, ...]:
             tuple(c["results"]),
             c.get("memory_gb"),
             tuple(c.get("refused", ())),
+            c.get("passed_over", {}),
         )
         for c in results["cells"]
     ]

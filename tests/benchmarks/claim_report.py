@@ -66,6 +66,7 @@ def write_report(results: Mapping[str, Any], out: Path) -> str:
             "## All contestants",
             table(_ALL, map(_contestant, all_rows(cells))),
             *_refusals(cells),
+            *_passed_over(cells),
         ]
     )
     with replacing(out / "report.md") as beside:
@@ -82,6 +83,16 @@ def _refusals(cells: Sequence[Cell]) -> list[str]:
         for r in c.refused
     ]
     return ["## What does not fit", table(_REFUSED, rows)] if rows else []
+
+
+def _passed_over(cells: Sequence[Cell]) -> list[str]:
+    """The section of what was predicted to be too slow to be run (``--within``)."""
+    rows = [
+        (*_where(c), name, f"{c.samples * c.time_scale / seconds:.1f}")
+        for c in cells
+        for name, seconds in c.passed_over.items()
+    ]
+    return ["## What was not run", table(_PASSED_OVER, rows)] if rows else []
 
 
 def verdicts(cells: Sequence[Cell], moved: Sequence[Moved]) -> Iterator[str]:
@@ -244,6 +255,8 @@ def _ratio(values: tuple[float, float, float]) -> str:
 
 
 _REFUSED = (*_WHERE, "contestant", "how", "GB needed")
+
+_PASSED_OVER = (*_WHERE, "contestant", "samples/s, predicted")
 
 _ALL = (
     *_WHERE,

@@ -33,6 +33,10 @@ class Engine(StrEnum):
     HSDP = "HSDP"
 
 
+REPLICAS = (Engine.DATA_PARALLEL, Engine.FSDP2, Engine.HSDP)
+"""Those whose devices run the whole backbone each."""
+
+
 @dataclass(frozen=True)
 class Contestant:
     """A way to run a step, planned for one backbone and one bandwidth; all of it is emulated.

@@ -12,6 +12,7 @@ from megatron_pulse.planner.layout.layouts import ROW
 from megatron_pulse.planner.schedule.check.validate import held_most
 from megatron_pulse.planner.tune.config import Config
 from megatron_pulse.planner.tune.evaluate import Evaluator
+from tests.benchmarks.contestant import Contestant, Engine
 from tests.benchmarks.emulation import emulate, num_bytes
 from tests.benchmarks.network import unavailable
 from tests.benchmarks.predict import blocking_1f1b
@@ -25,7 +26,6 @@ SPLIT = Config(2, 1, 1, 4, ROW, split=True, ample=True)
 @pytest.mark.skipif(bool(unavailable()), reason=f"no network namespaces: {unavailable()}")
 def test_contestants_send_what_they_should_and_take_as_long_as_they_must() -> None:
     from tests.benchmarks.cell import compute_s, run_cell
-    from tests.benchmarks.contestant import Engine
     from tests.benchmarks.contestants import contestants, needed_bytes
 
     emulation = emulate("uvit-s", 0.1)
@@ -88,6 +88,27 @@ def test_ratio_of_communication_to_computing_is_the_real_one() -> None:
     ]
 
 
+def test_who_is_predicted_to_be_slow_among_his_kind_is_passed_over() -> None:
+    from tests.benchmarks.claim import within
+
+    entered = [
+        Contestant(engine.value, engine, 1, predicted_s=seconds)
+        for engine, seconds in {
+            Engine.OURS: 9.0,
+            Engine.MEGATRON_1F1B: 9.0,
+            Engine.TORCH_1F1B: 2.0,
+            Engine.TORCH_ZBV: 2.7,
+            Engine.DATA_PARALLEL: 5.0,
+            Engine.FSDP2: 6.6,
+            Engine.HSDP: 6.4,
+        }.items()
+    ]
+    found = within(entered, 1.3)
+    assert [c.engine for c in found[1]] == [Engine.TORCH_ZBV, Engine.FSDP2]
+    assert {c.name for c in entered} == {c.name for several in found for c in several}
+    assert within(entered, float("inf")) == (entered, [])
+
+
 def test_report_says_what_was_measured(tmp_path: Path) -> None:
     from tests.benchmarks.claim_report import write_report
 
@@ -125,6 +146,7 @@ def test_report_says_what_was_measured(tmp_path: Path) -> None:
             result("Megatron 1F1B", "Megatron 1F1B", [2.0, 2.2], 9e6),
             result("torch ZBV", "torch ZBV", [0.5, 0.5], 9e6),
         ],
+        "passed_over": {"torch 1F1B": 1.28},
     }
     text = write_report(json.loads(json.dumps({"cells": [cell], "volumes": []})), tmp_path)
     assert (
@@ -133,4 +155,5 @@ def test_report_says_what_was_measured(tmp_path: Path) -> None:
     )
     assert "0 of 1 cells with skips" in text
     assert "torch ZBV takes 52 % less time than ours" in text
+    assert "| uvit-2.7b | 128 | - | 1.25 | torch 1F1B | 100.0 |" in text
     assert {p.name for p in tmp_path.iterdir()} >= {"report.md", "throughput.png", "costs.svg"}
