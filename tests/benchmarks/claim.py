@@ -13,12 +13,15 @@ is refused. Results go to ``--out``: results.json after every cell, then report.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import math
 import signal
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
@@ -132,14 +135,15 @@ def measure(
         name = pick and pick.contestant
         entered = [c for c in entered if c.name == name or any(w in c.name for w in args.only)]
     entered, passed_over = within(entered, args.within)
-    results = run_cell(
-        emulation.backbone,
-        entered,
-        args.ranks,
-        emulation.rate_mbit(rate * 1e9),
-        args.repetitions,
-        args.ranks_per_node,
-    )
+    with alone():
+        results = run_cell(
+            emulation.backbone,
+            entered,
+            args.ranks,
+            emulation.rate_mbit(rate * 1e9),
+            args.repetitions,
+            args.ranks_per_node,
+        )
     return {
         "backbone": emulation.name,
         "rate_gbs": rate,
@@ -158,6 +162,18 @@ def measure(
         "refused": [asdict(one) for one in refused],
         "passed_over": {one.name: one.predicted_s for one in passed_over},
     }
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """One call of this machine measures at a time, while others plan their next cell."""
+    with (Path(tempfile.gettempdir()) / "megatron_pulse-claim.lock").open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print("planned; another call measures a cell", flush=True)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def within(
