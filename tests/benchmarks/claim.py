@@ -135,7 +135,7 @@ def measure(
         name = pick and pick.contestant
         entered = [c for c in entered if c.name == name or any(w in c.name for w in args.only)]
     entered, passed_over = within(entered, args.within)
-    with alone():
+    with alone(args.together):
         results = run_cell(
             emulation.backbone,
             entered,
@@ -165,14 +165,16 @@ def measure(
 
 
 @contextmanager
-def alone() -> Iterator[None]:
-    """One call of this machine measures at a time, while others plan their next cell."""
+def alone(together: bool) -> Iterator[None]:
+    """One call of this machine measures at a time, while others plan their next cell; those that
+    do it ``together`` do not wait for each other."""
+    how = fcntl.LOCK_SH if together else fcntl.LOCK_EX
     with (Path(tempfile.gettempdir()) / "megatron_pulse-claim.lock").open("a") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, how | fcntl.LOCK_NB)
         except BlockingIOError:
             print("planned; another call measures a cell", flush=True)
-            fcntl.flock(file, fcntl.LOCK_EX)
+            fcntl.flock(file, how)
         yield
 
 
@@ -267,6 +269,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         default=math.inf,
         help="of others' pipelines, and of DDP, FSDP2 and HSDP, pass over those predicted to take "
         "more than so many times as long as the soonest of them (default: all run)",
+    )
+    add(
+        "--together",
+        action="store_true",
+        help="measure beside other calls that say so, not one at a time: two of four ranks load a "
+        "machine as one of eight does",
     )
     add("--out", type=Path, default=Path("runs/claim"))
     add("--resume", action="store_true", help="keep the cells that --out has")
