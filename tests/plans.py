@@ -37,13 +37,9 @@ from megatron_pulse.planner.tune.plans.recompute import load_checked, recomputed
 from megatron_pulse.planner.tune.plans.to_plan import plan_of
 from megatron_pulse.profile.devices import ELEMENT_BYTES
 from megatron_pulse.profile.parameters import count_parameters
-from megatron_pulse.profile.profile import (
-    LayerTimes,
-    Profile,
-    ProfiledLayer,
-    ProfiledSkip,
-    Source,
-)
+from megatron_pulse.profile.profile import Profile, Source
+from megatron_pulse.profile.record.layers import ProfiledLayer, ProfiledSkip
+from megatron_pulse.profile.record.times import LayerTimes
 from model_specs import load_backbone
 
 OPTIONS = {"in_channels": 1, "depth": 8, "embed_dim": 32}

@@ -41,7 +41,8 @@ from megatron_pulse.profile.measuring.sizes import (
     module_sizes,
     sharded_time,
 )
-from megatron_pulse.profile.profile import NO_SPREAD, LayerTimes, Profile, ProfileError, Source
+from megatron_pulse.profile.profile import Profile, ProfileError, Source
+from megatron_pulse.profile.record.times import NO_SPREAD, LayerTimes
 from megatron_pulse.profile.shapes import over_shapes
 
 _ROUNDING = 1e-9

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_pulse.profile.devices import FIGURES, PRESETS, known_device, peaks_name
-from megatron_pulse.profile.profile import SPREAD, Profile, Source
+from megatron_pulse.profile.profile import Profile, Source
+from megatron_pulse.profile.record.times import SPREAD
 
 
 def rank_threads() -> int:

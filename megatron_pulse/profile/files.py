@@ -14,14 +14,9 @@ from typing import Any
 from megatron_pulse.faults import told
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import FileError, read_json, write_sealed
-from megatron_pulse.profile.profile import (
-    LayerTimes,
-    Profile,
-    ProfiledConditioning,
-    ProfiledLayer,
-    ProfiledSkip,
-    ProfileError,
-)
+from megatron_pulse.profile.profile import Profile, ProfileError
+from megatron_pulse.profile.record.layers import ProfiledConditioning, ProfiledLayer, ProfiledSkip
+from megatron_pulse.profile.record.times import LayerTimes
 
 _FORMAT = "megatron_pulse profile 1"
 _MOST_SUMS = 1000

@@ -15,7 +15,6 @@ by the layer before, and is kept by that, counts once.
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,9 +26,8 @@ from megatron_pulse.backbone.context import LOCAL, TRANSFORMER_IMPLS
 from megatron_pulse.backbone.costs import ChainCosts, SkipCost
 from megatron_pulse.faults import UserError, told
 from megatron_pulse.profile.devices import ELEMENT_BYTES
-
-SPREAD = 0.3
-"""Repetitions that spread over more of their time than this were disturbed."""
+from megatron_pulse.profile.record.layers import ProfiledConditioning, ProfiledLayer, ProfiledSkip
+from megatron_pulse.profile.record.times import SPREAD, LayerTimes, between
 
 _MOST = 1e15  # seconds, bytes and parameters; sums and products of such stay far from overflow
 _MOST_SAMPLES = 1_000_000
@@ -45,152 +43,6 @@ class Source(StrEnum):
     MEASURED = "measured"
     ANALYTIC = "analytic"
     TABLE = "table"
-
-
-@dataclass(frozen=True)
-class LayerTimes:
-    """One layer at one microbatch size: medians, their interquartile ranges, and bytes.
-
-    ``weight_grad_s`` is what the whole backward takes longer than the input gradient alone. The
-    times named ``split_`` are those where weight gradients wait, as with split backwards: of the
-    forward that leaves them, of the backward without them, and of what is left. All of a profile's
-    layers have them, or none (0: not measured, and taken to be as without).
-    ``peak_bytes`` is the most that is in use at once in one forward and backward, beyond
-    parameters and the layer's inputs; a parameter's gradient counts only while it is being made.
-    ``again_bytes`` are what computing the layer again makes and keeps until its backward, beside
-    what it was called with, of which the layer before was called with ``passed_bytes`` too;
-    ``forward_bytes`` are the most that is in use in a forward that keeps nothing,
-    ``waiting_bytes`` what weight gradients that wait hold behind the input gradient. Each of
-    them all of a profile's layers have, or none (0: as much as is saved, beside what is kept).
-    Where what is cheap is computed again ``selective_bytes`` are saved (0: not known),
-    ``selective_peak_bytes`` in use at most, and a backward takes ``selective_s`` longer.
-    """
-
-    forward_s: float
-    input_grad_s: float
-    weight_grad_s: float
-    forward_spread_s: float
-    input_grad_spread_s: float
-    weight_grad_spread_s: float
-    saved_bytes: int
-    peak_bytes: int
-    split_forward_s: float = 0.0
-    split_input_grad_s: float = 0.0
-    split_weight_grad_s: float = 0.0
-    again_bytes: int = 0
-    passed_bytes: int = 0
-    forward_bytes: int = 0
-    waiting_bytes: int = 0
-    selective_bytes: int = 0
-    selective_peak_bytes: int = 0
-    selective_s: float = 0.0
-
-    def parts_s(self, split: bool) -> tuple[float, float, float]:
-        """Forward, input gradient and weight gradient; with ``split`` where these wait."""
-        found = self.split_forward_s, self.split_input_grad_s, self.split_weight_grad_s
-        if split and any(found):
-            return found
-        return self.forward_s, self.input_grad_s, self.weight_grad_s
-
-    def kept_bytes(self, selective: bool) -> int:
-        """What is saved, or what of it is not cheap."""
-        return self.selective_bytes or self.saved_bytes if selective else self.saved_bytes
-
-    def most_bytes(self, selective: bool) -> int:
-        """What is in use at most."""
-        return self.selective_peak_bytes or self.peak_bytes if selective else self.peak_bytes
-
-    @property
-    def whole_s(self) -> float:
-        """Forward and backward."""
-        return self.forward_s + self.input_grad_s + self.weight_grad_s
-
-    @property
-    def spread(self) -> float:
-        """The largest interquartile range, as a part of the whole time."""
-        ranges = (self.forward_spread_s, self.input_grad_spread_s, self.weight_grad_spread_s)
-        return max(ranges) / self.whole_s if self.whole_s else 0.0
-
-
-_SIZES = {name for name in LayerTimes.__dataclass_fields__ if name.endswith("_bytes")}
-
-NO_SPREAD = 0.0, 0.0, 0.0
-"""The spreads of times that were not measured."""
-
-
-@dataclass(frozen=True)
-class ShardSums:
-    """What tensor-parallel ranks sum, bytes per sample of each tensor.
-
-    A forward sums the outputs of row-parallel linears (``rows``), a backward the gradients of what
-    column-parallel ones take: ``columns`` of tokens, which sequence parallelism divides, and
-    ``contexts``, which are whole on every rank.
-    """
-
-    rows: tuple[int, ...] = ()
-    columns: tuple[int, ...] = ()
-    contexts: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class ProfiledLayer:
-    """What does not depend on the microbatch size; ``boundary_bytes`` are those of all boundary
-    tensors that the layer takes, together, per sample.
-
-    Tensor parallelism divides ``sharded_parameters`` of the parameters and ``sharded_time`` of the
-    time (a share; what norms and residuals take, every rank takes), and sums ``shard_sums``.
-    ``optimizer_s`` is what Adam takes for the parameters (0: not measured). Of the parameters
-    ``frozen_parameters`` are not trained. ``wants``, here and of skips and conditioning, says
-    whether a backward gives back the gradient of what is taken. A layer that ``begins`` a further
-    chain of a cascade takes nothing of the one before.
-    """
-
-    name: str
-    parameters: int
-    boundary_bytes: int
-    sharded_parameters: int = 0
-    shard_sums: ShardSums = ShardSums()
-    optimizer_s: float = 0.0
-    sharded_time: float = 1.0
-    frozen_parameters: int = 0
-    wants: bool = True
-    begins: bool = False
-
-    @property
-    def trained_parameters(self) -> int:
-        """Those that have gradients and an optimizer's state."""
-        return self.parameters - self.frozen_parameters
-
-    def of_rank(self, tensor: int) -> tuple[int, int]:
-        """Parameters of each of ``tensor`` ranks that share the layer, and those that are trained:
-        frozen ones are taken to be divided as all are."""
-        whole = self.parameters - self.sharded_parameters
-        count = whole + math.ceil(self.sharded_parameters / tensor)
-        return count, math.ceil(self.trained_parameters * count / max(1, self.parameters))
-
-
-@dataclass(frozen=True)
-class ProfiledSkip:
-    """A skip edge between layers, bytes per sample."""
-
-    name: str
-    source: int
-    destination: int
-    num_bytes: int
-    wants: bool = True
-
-
-@dataclass(frozen=True)
-class ProfiledConditioning:
-    """What layer ``source`` computes for ``consumers``, bytes per sample; ``embedder`` says whether
-    the source can run on every device instead."""
-
-    name: str
-    source: int
-    consumers: tuple[int, ...]
-    num_bytes: int
-    embedder: bool
-    wants: bool = True
 
 
 @dataclass(frozen=True)
@@ -280,12 +132,12 @@ class Profile:
         low, high = self._neighbours(micro_batch_size)
         if low is None:
             return tuple(
-                _combine(layer, layer, micro_batch_size / high - 1, proportional=True)
+                between(layer, layer, micro_batch_size / high - 1, proportional=True)
                 for layer in self.times[high]
             )
         share = (micro_batch_size - low) / (high - low)
         pairs = zip(self.times[low], self.times[high], strict=True)
-        return tuple(_combine(a, b, share, least=micro_batch_size / low) for a, b in pairs)
+        return tuple(between(a, b, share, least=micro_batch_size / low) for a, b in pairs)
 
     def only(self, micro_batch_size: int) -> Profile:
         """The same at one microbatch size alone, interpolated where it was not profiled."""
@@ -477,23 +329,3 @@ def _beyond(where: str, record: object, names: Sequence[str]) -> Iterator[str]:
         value = getattr(record, name)
         if not 0 <= value <= _MOST:  # not-a-number fails too
             yield f"{where}.{name} is {value}; it must be from 0 to {_MOST:g}"
-
-
-def _combine(
-    a: LayerTimes,
-    b: LayerTimes,
-    share: float,
-    proportional: bool = False,
-    least: float = 0.0,
-) -> LayerTimes:
-    """The value at ``share`` of the way from ``a`` to ``b`` (to twice ``a``, if proportional);
-    before ``a`` at least ``least`` of it, behind ``b`` at least that."""
-    mixed: dict[str, Any] = {}
-    for name in LayerTimes.__dataclass_fields__:
-        start, end = getattr(a, name), getattr(b, name)
-        step = start if proportional else end - start
-        floor = least * start if share < 0 else end if share > 1 else 0.0
-        mixed[name] = max(floor, float(start + share * step))
-    for name in mixed.keys() & _SIZES:
-        mixed[name] = round(mixed[name])
-    return LayerTimes(**mixed)

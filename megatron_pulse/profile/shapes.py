@@ -8,7 +8,8 @@ from typing import Any
 
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.shapes import at_shape, shares_of
-from megatron_pulse.profile.profile import LayerTimes, Profile
+from megatron_pulse.profile.profile import Profile
+from megatron_pulse.profile.record.times import LayerTimes
 
 
 def over_shapes(backbone: Backbone, profile_of: Callable[[Backbone], Profile]) -> Profile:

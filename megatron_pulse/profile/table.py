@@ -17,15 +17,9 @@ from megatron_pulse.faults import told
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import FileError, read_json
 from megatron_pulse.profile.devices import ELEMENT_BYTES, Kernel, Roofline
-from megatron_pulse.profile.profile import (
-    NO_SPREAD,
-    LayerTimes,
-    Profile,
-    ProfiledLayer,
-    ProfiledSkip,
-    ProfileError,
-    Source,
-)
+from megatron_pulse.profile.profile import Profile, ProfileError, Source
+from megatron_pulse.profile.record.layers import ProfiledLayer, ProfiledSkip
+from megatron_pulse.profile.record.times import NO_SPREAD, LayerTimes
 
 _TABLE_ELEMENT_BYTES = 2
 _MOST = 10**18

@@ -15,16 +15,14 @@ from megatron_pulse.backbone.costs import SkipCost
 from megatron_pulse.planner.layout.placement import Partition, sequential
 from megatron_pulse.planner.schedule.problem import stage_problem
 from megatron_pulse.profile.files import from_record, load_profile, save_profile, to_record
-from megatron_pulse.profile.profile import (
-    LayerTimes,
-    Profile,
+from megatron_pulse.profile.profile import Profile, ProfileError, Source
+from megatron_pulse.profile.record.layers import (
     ProfiledConditioning,
     ProfiledLayer,
     ProfiledSkip,
-    ProfileError,
     ShardSums,
-    Source,
 )
+from megatron_pulse.profile.record.times import LayerTimes
 from tests.by_hand import unsealed_record
 
 

@@ -10,7 +10,8 @@ from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.planner.schedule.check.simulate import Timeline
 from megatron_pulse.planner.schedule.operations import Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
-from megatron_pulse.profile.profile import LayerTimes, Profile, ProfileError
+from megatron_pulse.profile.profile import Profile, ProfileError
+from megatron_pulse.profile.record.times import LayerTimes
 
 
 def typical_step(trace: Trace) -> StepTrace:

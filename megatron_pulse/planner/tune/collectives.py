@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from megatron_pulse.planner.cluster.cluster import Cluster
-from megatron_pulse.profile.profile import ShardSums
+from megatron_pulse.profile.record.layers import ShardSums
 
 BUCKET_PARAMETERS = 40_000_000
 """Megatron's bucket: gradients that are summed over replicas together, at the least."""

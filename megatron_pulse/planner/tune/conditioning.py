@@ -19,7 +19,8 @@ from megatron_pulse.planner.layout.embedders import (
 )
 from megatron_pulse.planner.layout.placement import Partition
 from megatron_pulse.profile.devices import ELEMENT_BYTES
-from megatron_pulse.profile.profile import LayerTimes, Profile
+from megatron_pulse.profile.profile import Profile
+from megatron_pulse.profile.record.times import LayerTimes
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from megatron_pulse.backbone.gradients import wanted_gradients
 from megatron_pulse.backbone.returned import Kind, declared, kind_of, misfit
 from megatron_pulse.profile.devices import ELEMENT_BYTES
 from megatron_pulse.profile.measuring.sizes import ModuleSizes
-from megatron_pulse.profile.profile import ProfiledConditioning, ProfiledLayer, ProfiledSkip
+from megatron_pulse.profile.record.layers import ProfiledConditioning, ProfiledLayer, ProfiledSkip
 
 type LeavingWeights = Callable[[Any], AbstractContextManager[Callable[[], None]]]
 """Within, a forward of the module that it is given leaves weight gradients that can wait; what it

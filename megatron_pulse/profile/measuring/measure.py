@@ -43,7 +43,8 @@ from megatron_pulse.profile.measuring.sizes import (
     sharded_time,
 )
 from megatron_pulse.profile.parameters import count_parameters
-from megatron_pulse.profile.profile import LayerTimes, Profile, ProfileError, Source
+from megatron_pulse.profile.profile import Profile, ProfileError, Source
+from megatron_pulse.profile.record.times import LayerTimes
 from megatron_pulse.profile.shapes import over_shapes
 
 _DEFAULT_PATIENCE = Patience()

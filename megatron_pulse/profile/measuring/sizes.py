@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.profile.measuring.building import count_module_parameters
-from megatron_pulse.profile.profile import ShardSums
+from megatron_pulse.profile.record.layers import ShardSums
 
 
 @dataclass(frozen=True)

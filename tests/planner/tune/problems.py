@@ -7,14 +7,9 @@ import random
 from megatron_pulse.planner.cluster.cluster import Cluster, ClusterLink, DeviceFigures, Shared
 from megatron_pulse.planner.tune.config import Choices, Config, Recompute, configs
 from megatron_pulse.planner.tune.evaluate import Evaluator
-from megatron_pulse.profile.profile import (
-    LayerTimes,
-    Profile,
-    ProfiledLayer,
-    ProfiledSkip,
-    ShardSums,
-    Source,
-)
+from megatron_pulse.profile.profile import Profile, Source
+from megatron_pulse.profile.record.layers import ProfiledLayer, ProfiledSkip, ShardSums
+from megatron_pulse.profile.record.times import LayerTimes
 
 
 def cluster(

@@ -20,7 +20,8 @@ from megatron_pulse.planner.tune.evaluate import Evaluator
 from megatron_pulse.planner.tune.plans.recompute import load_checked
 from megatron_pulse.planner.tune.plans.to_plan import plan_of
 from megatron_pulse.planner.tune.tune import tune
-from megatron_pulse.profile.profile import Profile, ShardSums
+from megatron_pulse.profile.profile import Profile
+from megatron_pulse.profile.record.layers import ShardSums
 from tests.by_hand import unsealed_record
 from tests.plans import small_plan, small_profile
 

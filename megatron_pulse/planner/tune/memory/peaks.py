@@ -16,7 +16,7 @@ from megatron_pulse.planner.partition.memory import sent_alone
 from megatron_pulse.planner.schedule.operations import BACKWARDS, Kind, Schedule
 from megatron_pulse.planner.tune.memory.working import Working
 from megatron_pulse.planner.tune.stages import Stages
-from megatron_pulse.profile.profile import LayerTimes
+from megatron_pulse.profile.record.times import LayerTimes
 
 type _Of = tuple[Kind, int]
 """An operation of any microbatch: its kind and stage."""

@@ -19,7 +19,7 @@ import numpy as np
 
 from megatron_pulse.backbone.costs import ChainCosts
 from megatron_pulse.planner.tune.memory.relief import Relief
-from megatron_pulse.profile.profile import LayerTimes
+from megatron_pulse.profile.record.times import LayerTimes
 
 
 class Works(NamedTuple):
