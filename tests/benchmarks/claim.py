@@ -182,18 +182,16 @@ def within(
     entered: Sequence[Contestant], factor: float
 ) -> tuple[list[Contestant], list[Contestant]]:
     """Who runs and who does not, being predicted to take more than ``factor`` times as long as the
-    soonest of its kind: relayed pipelines, or replicas (DDP, FSDP2, HSDP). Ours and Megatron's
-    1F1B, with which all are compared, always run."""
-    soonest: dict[bool, float] = {}
-    for one in entered:
-        kind = one.engine in REPLICAS
-        if one.engine is not Engine.OURS:
-            soonest[kind] = min(soonest.get(kind, math.inf), one.predicted_s)
+    soonest of the others. Ours, Megatron's 1F1B, with which all are compared, and the soonest
+    relayed pipeline and the soonest replica (DDP, FSDP2, HSDP) always run."""
+    others = [one for one in entered if one.engine is not Engine.OURS]
+    kinds = [[one for one in others if (one.engine in REPLICAS) is kind] for kind in (False, True)]
+    soonest = [min(kind, key=lambda one: one.predicted_s) for kind in kinds if kind]
+    least_s = min((one.predicted_s for one in soonest), default=0.0)
 
     def runs(one: Contestant) -> bool:
-        if one.engine in (Engine.OURS, Engine.MEGATRON_1F1B):
-            return True
-        return one.predicted_s <= factor * soonest[one.engine in REPLICAS]
+        always = one.engine in (Engine.OURS, Engine.MEGATRON_1F1B) or one in soonest
+        return always or one.predicted_s <= factor * least_s
 
     return [c for c in entered if runs(c)], [c for c in entered if not runs(c)]
 
@@ -267,8 +265,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "--within",
         type=float,
         default=math.inf,
-        help="of others' pipelines, and of DDP, FSDP2 and HSDP, pass over those predicted to take "
-        "more than so many times as long as the soonest of them (default: all run)",
+        help="of the others, pass over those predicted to take more than so many times as long as "
+        "the soonest, but for 1F1B and the soonest of pipelines and of replicas (default: all run)",
     )
     add(
         "--together",
