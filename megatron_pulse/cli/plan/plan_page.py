@@ -52,7 +52,7 @@ def _page(plan: PlanFile, replayed: Replay, path: Path, timeline: str) -> str:
         + page.table(plan_text.DEVICE_COLUMNS, plan_text.devices(plan, replayed), left=(1, 7)),
         "<h2>Memory</h2>" + _memory(plan),
         "<h2>Layers</h2>"
-        + page.table(plan_text.LAYER_COLUMNS, plan_text.layers(plan), left=(1, 6)),
+        + page.table(plan_text.LAYER_COLUMNS, plan_text.layers(plan), left=(1, 9)),
         "<h2>Messages of a step of one pipeline</h2>" + _messages(plan, replayed),
         "<h2>Made from</h2>" + page.listed(plan_facts.provenance(plan)),
         f"<h2>Run it</h2><pre>{html.escape(plan_text.command(plan, path))}</pre>",

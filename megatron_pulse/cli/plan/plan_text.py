@@ -20,6 +20,7 @@ from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.planner.schedule.check.simulate import Timeline, grid
 from megatron_pulse.planner.schedule.check.validate import held_most
 from megatron_pulse.planner.step.replay import Replay
+from megatron_pulse.planner.tune.plans.recompute import layer_costs
 from megatron_pulse.profile.memory_format import format_of
 
 GRID_WIDTH = 180
@@ -51,28 +52,52 @@ def batch(plan: PlanFile) -> str:
     return ", ".join(parts)
 
 
-LAYER_COLUMNS = ("layer", "", "device", "stage", "forward ms", "saves MB", "what is saved is")
+LAYER_COLUMNS = (
+    *("layer", "", "device", "stage", "forward ms", "backward ms"),
+    *("saves MB", "keeps MB", "waits MB", "what is saved is"),
+)
 
 
 def layers(plan: PlanFile) -> list[tuple[str, ...]]:
-    """A row of ``LAYER_COLUMNS`` for each layer: what it saves of a microbatch for its backward,
-    and what becomes of that."""
-    costs, home = plan.profile.times[plan.micro_batch_size], plan.placement.device_of_stage
+    """A row of ``LAYER_COLUMNS`` for each layer, and one for each stage with the sums that its
+    schedule takes: what a layer would save of a microbatch for its backward, what of it is kept
+    until then, and until a weight gradient that waits, and what becomes of the rest."""
+    profiled, costs = plan.profile.times[plan.micro_batch_size], layer_costs(plan)
+    home, partition = plan.placement.device_of_stage, plan.partition
+    split = plan.problem.weight_grad is not None
+    waits = costs.waiting_bytes if split else (0,) * len(profiled)
+    rows: list[tuple[str, ...]] = []
+    for stage, names in enumerate(plan.stages):
+        own = partition.layers_of_stage(stage)
+        for number, name in zip(own, names, strict=True):
+            saved, kept = profiled[number].saved_bytes, costs.saved_bytes[number]
+            figures = (
+                *(f"{1e3 * s[number]:.4g}" for s in (costs.forward_s, costs.backward_s)),
+                *(f"{n / 1e6:.4g}" for n in (saved, kept, waits[number])),
+            )
+            place = str(number), name, str(home[stage]), str(stage)
+            rows.append((*place, *figures, _becomes(plan, number, kept < saved)))
+        seconds = (sum(s[i] for i in own) for s in (costs.forward_s, costs.backward_s))
+        held = [(sum(n[i] for i in own)) for n in (costs.saved_bytes, waits)]
+        figures = (
+            *(f"{1e3 * s:.4g}" for s in seconds),
+            f"{sum(profiled[i].saved_bytes for i in own) / 1e6:.4g}",
+            *(f"{n / 1e6:.4g}" for n in held),
+        )
+        rows.append(("", "sum", str(home[stage]), str(stage), *figures, ""))
+    return rows
+
+
+def _becomes(plan: PlanFile, layer: int, is_less: bool) -> str:
+    """What is done with what a layer saves, of which ``is_less`` is kept, or all."""
+    if layer in plan.selected and not is_less:
+        return "kept: nothing of it is cheap"
     ways = {
         "computed again": plan.recomputed,
         "on the host, where there is no room": plan.offloaded,
         "what is cheap computed again": plan.selected,
     }
-    rows: list[tuple[str, ...]] = []
-    for stage, names in enumerate(plan.stages):
-        for name in names:
-            number = len(rows)
-            said = ", ".join(way for way, chosen in ways.items() if number in chosen) or "kept"
-            saved = f"{costs[number].saved_bytes / 1e6:.4g}"
-            forward = f"{1e3 * costs[number].forward_s:.4g}"
-            place = str(number), name, str(home[stage]), str(stage)
-            rows.append((*place, forward, saved, said))
-    return rows
+    return ", ".join(way for way, chosen in ways.items() if layer in chosen) or "kept"
 
 
 def command(plan: PlanFile, path: Path) -> str:

@@ -14,8 +14,11 @@ and sends, what is predicted of a step, where all of that is from, and how to ru
 schedule is also printed as a grid, a row for each device (--grid: a large one too): F2:0 is the
 forward of stage 2 on microbatch 0, B its backward, or I and W its input and weight gradient; R, in
 time that would be idle, computes activations again for the backward that comes; at O they have left
-for the node's memory, at L they begin to come back; '-' goes on, '.' is idle. --layers lists what
-each layer saves for its backward, and whether that is kept, computed again or on the host.
+for the node's memory, at L they begin to come back; '-' goes on, '.' is idle. --layers lists of
+each layer, and of each stage the sum, how long it computes as the plan has it (embedders that run
+on every device with the first layer that needs them), what it would save of a microbatch for its
+backward, what of that it keeps until then and, with split backwards, until the weight gradient, and
+whether the rest is computed again or on the host.
 
 -o writes, by its ending,
 

@@ -101,10 +101,20 @@ def weighed_parameters(costs: ChainCosts, share: float) -> tuple[float, ...]:
 def kept_bytes(costs: ChainCosts, partition: Partition) -> tuple[float, ...]:
     """What a forward of each stage keeps until its backward.
 
-    What a layer that is computed again pops, it keeps, unless the skip's own stage does. A stage
-    without a backward keeps nothing, but what it hands on waits where it is taken. That is
+    A stage without a backward keeps nothing, but what it hands on waits where it is taken. That is
     counted as its own: it must not run ahead without bound.
     """
+    saved, backward = map(partition.per_stage, (kept_of_layers(costs, partition), costs.backward_s))
+    given = (*(costs.boundary_bytes[cut] for cut in partition.cuts[1:-1]), 0)
+    return tuple(
+        float(kept if seconds else max(kept, waiting))
+        for kept, seconds, waiting in zip(saved, backward, given, strict=True)
+    )
+
+
+def kept_of_layers(costs: ChainCosts, partition: Partition) -> tuple[float, ...]:
+    """What a forward of each layer keeps until its backward. What a layer that is computed again
+    pops, it keeps, unless the skip's own stage does."""
     layers = list(costs.saved_bytes)
     for first in partition.cuts[:-1]:
         layers[first] += costs.shared_bytes[first] if costs.shared_bytes else 0
@@ -114,12 +124,7 @@ def kept_bytes(costs: ChainCosts, partition: Partition) -> tuple[float, ...]:
             alone = carrier is SkipCarrier.LOCAL and sent_alone(skip, partition)
             if costs.recompute_s[skip.destination] and (alone or carrier is SkipCarrier.DIRECT):
                 layers[skip.destination] += skip.num_bytes
-    saved, backward = map(partition.per_stage, (layers, costs.backward_s))
-    given = (*(costs.boundary_bytes[cut] for cut in partition.cuts[1:-1]), 0)
-    return tuple(
-        float(kept if seconds else max(kept, waiting))
-        for kept, seconds, waiting in zip(saved, backward, given, strict=True)
-    )
+    return tuple(layers)
 
 
 def sent_alone(skip: SkipEnds, partition: Partition) -> bool:

@@ -13,9 +13,11 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from megatron_pulse.backbone.costs import ChainCosts
 from megatron_pulse.faults import told
 from megatron_pulse.planner.cluster.cluster import ClusterError, from_record
 from megatron_pulse.planner.layout.layouts import layout_of
+from megatron_pulse.planner.partition.memory import kept_of_layers
 from megatron_pulse.planner.plan_file.check import machine_faults, rank_faults
 from megatron_pulse.planner.plan_file.plan_file import PlanFile, PlanFileError, read_plan, to_record
 from megatron_pulse.planner.schedule.check.simulate import run
@@ -25,6 +27,7 @@ from megatron_pulse.planner.tune.evaluate import Evaluator
 from megatron_pulse.planner.tune.memory.relief import Relief
 from megatron_pulse.planner.tune.plans.filling import filling_faults
 from megatron_pulse.planner.tune.plans.to_plan import plan_of
+from megatron_pulse.planner.tune.stages import Stages
 
 ROUNDING = 1e-6
 """Relative difference of figures that count as equal: sums in another order, a solver's units."""
@@ -73,13 +76,8 @@ def recomputed(plan: PlanFile, bounds: bool = True) -> PlanFile:
 
     Raises ValueError (UnfitError, ClusterError) for what cannot run on the plan's cluster.
     """
-    cluster = from_record(plan.provenance["cluster"], "provenance.cluster")
-    of = plan.profile, cluster, plan.global_batch_size, plan.sequence_parallel
-    evaluator = Evaluator(*of, self_conditioning=plan.self_conditioning, state=plan.state)
+    evaluator, stages = _stages_of(plan)
     config, count = _config(plan), plan.num_microbatches
-    evaluator.refuse(config)
-    relief = Relief(plan.recomputed, plan.offloaded, plan.selected)
-    stages = evaluator.cut_with(config, plan.partition, relief)
     if not _close(plan.problem.cap or (), evaluator.problem(config, count, stages).cap or ()):
         config = replace(config, ample=True)
     problem, known = evaluator.problem(config, count, stages), plan.provenance["schedule"]
@@ -102,6 +100,25 @@ def recomputed(plan: PlanFile, bounds: bool = True) -> PlanFile:
         in_front=plan.in_front,
         policies=plan.policies,
     )
+
+
+def layer_costs(plan: PlanFile) -> ChainCosts:
+    """The costs of its layers that a plan's stages are made of, with those copied and computed
+    again that it says; their ``saved_bytes`` are what is kept from forward to backward."""
+    _, stages = _stages_of(plan)
+    costs = stages.costs.of_schedule(plan.problem.weight_grad is not None)
+    return replace(costs, saved_bytes=tuple(map(round, kept_of_layers(costs, plan.partition))))
+
+
+def _stages_of(plan: PlanFile) -> tuple[Evaluator, Stages]:
+    """What evaluates the plan, and what its stages are by its costs."""
+    cluster = from_record(plan.provenance["cluster"], "provenance.cluster")
+    of = plan.profile, cluster, plan.global_batch_size, plan.sequence_parallel
+    evaluator = Evaluator(*of, self_conditioning=plan.self_conditioning, state=plan.state)
+    config = _config(plan)
+    evaluator.refuse(config)
+    relief = Relief(plan.recomputed, plan.offloaded, plan.selected)
+    return evaluator, evaluator.cut_with(config, plan.partition, relief)
 
 
 def _other_costs(plan: PlanFile) -> Iterator[str]:
