@@ -79,7 +79,7 @@ class DataParallel:
         each, left = divmod(self.samples, self.num_devices)
         usual = self.emulation.micro_batch_size
         for size in (2**k for k in range(each.bit_length() if not left else 0)):
-            if usual <= 4 * size and size <= 4 * usual and each % size == 0:
+            if usual <= 4 * size and each % size == 0:
                 yield size
 
     def _replicated(self) -> Iterator[Contestant | Refused]:

@@ -39,7 +39,7 @@ class Unfit(StrEnum):
     SHARDS = "tensor parallelism divides nothing, or not evenly"
     SLOWER = "slower than those listed, by its lower bound"
     SAME = "comes to the same as another config"
-    LATE = "left when the time was up"
+    LATE = "left when the search ended"
 
 
 class UnfitError(Carried, ValueError):

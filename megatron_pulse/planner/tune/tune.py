@@ -43,13 +43,15 @@ def tune(
     keep: int = 10,
     progress: Callable[[str, Tuning], None] = lambda what, found: None,
     clock: Clock = time.monotonic,
+    stopped: Callable[[], bool] = lambda: False,
 ) -> Tuning:
     """The ``keep`` best configs, the best of them with whole schedules, soonest first, and FSDP2.
 
     It takes about ``seconds`` by ``clock``, of which ``finish_s`` (a share, where not said) go to
     schedules of all microbatches by ``solver``, the others to the search over configs.
-    ``progress`` is called after every step of the search and once before the schedules, with what
-    is being done. Compiling, once on a machine, is not counted. Raises UntunableError.
+    ``progress`` is called after every step of the search and before what comes behind it, with what
+    is being done; FSDP2 is not looked at any further once it is all to be ``stopped``. Compiling,
+    once on a machine, is not counted. Raises UntunableError.
     """
     began = clock()
     finish_s = FINISH_SHARE * seconds if finish_s is None else finish_s
@@ -63,13 +65,15 @@ def tune(
     if not found.outcomes:
         rest = Budget(max(0.0, search_s - found.seconds) + finish_s, clock)
         raise UntunableError(nothing_fits(evaluator, choices, candidates, rest, found))
-    progress("whole schedules", found)
+    progress("what FSDP2 would come to", found)
     searched = clock()
-    found.opponent = evaluator.fully_sharded()
+    found.opponent = evaluator.fully_sharded(stopped)
+    progress("whole schedules", found)
     finish(evaluator, found, max(0.0, finish_s - (clock() - searched)), solver, clock=clock)
     if not found.outcomes:
         raise UntunableError(
             "nothing fits: whole schedules of the best take more memory than what was simulated of "
             "them: give --seconds for more of them, or other choices"
         )
+    found.stopped = stopped()
     return found

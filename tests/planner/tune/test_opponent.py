@@ -184,8 +184,10 @@ def test_frozen_parameters_are_gathered_and_no_more() -> None:
     assert [u.moved_bytes for u in trained.units] == [u.moved_bytes for u in still.units]
     assert {u.trained for u in trained.units} == {1.0} and {u.trained for u in still.units} == {0.0}
     assert on_cluster(cluster(), still).reduce == (0.0,) * len(still.units)
-    assert sum(u.state_bytes for u in trained.units) == 16 * 8 * 20_000_000
+    assert sum(u.state_bytes for u in trained.units) == 12 * 8 * 20_000_000
     assert sum(u.state_bytes for u in still.units) == 2 * 8 * 20_000_000
+    for way, each in ((trained, 4), (still, 0)):
+        assert sum(u.summed_bytes for u in way.units) == each * 8 * 20_000_000
 
 
 def test_says_who_is_ahead_and_nothing_where_nothing_can_be_said() -> None:

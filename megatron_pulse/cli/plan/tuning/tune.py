@@ -224,7 +224,8 @@ def run(args: argparse.Namespace) -> None:
     if any(outcome.stages.relief.computes for outcome in found.outcomes):
         warn(whole_caution(profile))
     lines = report(found, evaluator, args.explain)
-    if (fewer := fewer_devices(evaluator, found.outcomes[0], choices)) is not None:
+    fewer = None if found.stopped else fewer_devices(evaluator, found.outcomes[0], choices)
+    if fewer is not None:
         lines.append(fewer.beside(found.outcomes[0].throughput))
     made: dict[str, Any] | None = None
     encoded: EncodedPlan | None = None

@@ -182,7 +182,7 @@ def tuned(args: argparse.Namespace, evaluator: Evaluator, choices: Choices) -> T
                 bar.set_postfix_str(f"{now.outcomes[0].throughput:.4g} samples/s", refresh=False)
 
         of = evaluator, choices, args.seconds, None, args.solver, args.top
-        found = tune(*of, progress, until.clock)
+        found = tune(*of, progress, until.clock, until.stopped)
     if until.took_s is not None:
         found.seconds = until.took_s - found.ready_s
     return found

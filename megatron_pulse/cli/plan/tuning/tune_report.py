@@ -52,7 +52,7 @@ def report(found: Tuning, evaluator: Evaluator, explained: bool) -> list[str]:
             if explained and example:
                 rest.append(f"           for example {example}")
     if found.num_left:
-        rest.append(f"  {found.num_left:7,d}  not looked at any further: the time was up")
+        rest.append(f"  {found.num_left:7,d}  not looked at any further when the search ended")
     whole = found.num_configs - sum(found.refused.values()) - found.num_left
     rest.append(
         f"  {whole:7,d}  simulated with cuts of their own and the best known ones (of those above "
@@ -86,14 +86,15 @@ def _conditioned(evaluator: Evaluator) -> list[str]:
 def _beside(found: Tuning, evaluator: Evaluator, explained: bool) -> list[str]:
     """What FSDP2 would come to, or why that is not said."""
     if (other := found.opponent) is None:
-        why = evaluator.not_sharded or "does not fit"
+        ended = "was not predicted: the search was stopped before" if found.stopped else ""
+        why = evaluator.not_sharded or ended or "does not fit"
         return [f"FSDP2 (torch's fully_shard) {why}"] * (evaluator.cluster.num_devices > 1)
     best = found.outcomes[0]
     lines = [f"{other.beside(best.throughput)} ({other.facts})"]
     if found.num_left and found.bound_s < other.step_s < best.step_s:
         lines.append(
-            f"  but {found.num_left:,} configs were left when the time was up, and might be faster "
-            "than that: give more --seconds first"
+            f"  but {found.num_left:,} configs were left when the search ended, and might be "
+            "faster than that: let it search longer first (--seconds)"
         )
     if explained:
         lines.append(

@@ -24,6 +24,10 @@ class Until:
         now, since = time.monotonic(), self._interrupted_at
         return now if since is None else now + self.seconds * (1 + now - since)
 
+    def stopped(self) -> bool:
+        """Whether it was interrupted."""
+        return self._interrupted_at is not None
+
     @property
     def took_s(self) -> float | None:
         """Real seconds since the beginning, where it was interrupted."""
@@ -38,7 +42,9 @@ class Until:
             signal.signal(signal.SIGINT, self._before)
 
     def _interrupted(self, number: int, frame: object) -> None:
-        if self._interrupted_at is not None or not self.found:
+        if not self.found:
+            warn("nothing was found yet that fits")
+        if self.stopped() or not self.found:
             raise KeyboardInterrupt
         self._interrupted_at = time.monotonic()
         warn("stopping with what was found so far; Ctrl-C again ends without")

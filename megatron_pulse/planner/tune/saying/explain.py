@@ -112,7 +112,7 @@ def certainty(found: Tuning) -> list[str]:
         better = 1 - found.bound_s / best.step_s
         most = f"none can take more than {better:.1%} off the best step"
         rest = (
-            f"not proved: {found.num_left:,} were left when the time was up; "
+            f"not proved: {found.num_left:,} were left when the search ended; "
             f"{most if found.bound_s > 0 else 'how good they can be is not known'}"
         )
         late = [degree for degree, counts in sorted(found.degrees.items()) if counts[Unfit.LATE]]

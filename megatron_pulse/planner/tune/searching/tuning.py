@@ -29,7 +29,8 @@ class Tuning:
     in full for each reason. ``rivals`` are the best of every degree and layout that was simulated,
     by "P=4" or "fold exact", ``simulated`` counts the configs of each that were, and ``degrees``
     refusals by pipeline degree. ``opponent`` is what FSDP2 would come to. ``near`` are the best
-    with all their cuts. ``seconds`` do not have in them the ``ready_s`` of compiling.
+    with all their cuts. ``seconds`` do not have in them the ``ready_s`` of compiling. It may have
+    been ``stopped`` before its time.
     """
 
     outcomes: list[Outcome] = field(default_factory=list)
@@ -46,6 +47,7 @@ class Tuning:
     seconds: float = 0.0
     ready_s: float = 0.0
     opponent: Opponent | None = None
+    stopped: bool = False
 
     @property
     def proved(self) -> bool:

@@ -82,7 +82,11 @@ class Recomputing:
             Handling(0.0, saved),
             Handling(part.backward_s[i] - back_s, held, saved - held),
             Handling(
-                *(whole.backward_s[i] - back_s, whole.saved_bytes[i] + shared, saved), True, shared
+                whole.backward_s[i] - back_s,
+                whole.saved_bytes[i] + shared,
+                float(whole.again_bytes[i]),
+                True,
+                shared,
             ),
         )
 

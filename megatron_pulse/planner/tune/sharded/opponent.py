@@ -5,7 +5,7 @@ Seconds are those of ideal collectives at the cluster's bandwidths, and of the o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 from megatron_pulse.planner.cluster.cluster import Cluster
 from megatron_pulse.planner.tune.config import divisors
 from megatron_pulse.planner.tune.sharded.sharding import (
+    REDUCING,
     Gathering,
     Sharding,
     Transfers,
@@ -100,9 +101,12 @@ class Opponent:
         told = [
             "fully_shard([its layers' modules]) for each unit, from the first on, then the whole",
             IN_TORCH[way.gathering],
+            f"set_reduce_scatter_max_input_buffers({REDUCING})",
         ]
         if sharding.reduce_once and sharding.count > 1:
             told.append("set_requires_gradient_sync(False) before all backwards but the last")
+        if sharding.replicas > 1 and sharding.count > 1:
+            told.append("set_requires_all_reduce(False) before all backwards but the last")
         if way.prefetch > 1:
             told.append(f"set_modules_to_forward_prefetch (and backward) with {way.prefetch} units")
         told += ["checkpoint for each recomputed layer"] * bool(self.fitted.again.layers)
@@ -133,10 +137,11 @@ def opponent(
     samples: int,
     adam_s: float = 0.0,
     averages: bool = False,
+    stopped: Callable[[], bool] = lambda: False,
 ) -> Opponent | None:
     """The fastest of all ways, of which Adam takes ``adam_s`` for a parameter, which may have an
     average; None where there is none: of one device, of a batch that the devices do not divide, or
-    where nothing fits.
+    where nothing fits; or once it is to be ``stopped``.
 
     No way that was not played is faster than the one that is returned (``least_s``).
     """
@@ -161,11 +166,18 @@ def opponent(
             least_s(ways.bare_sharding(way), transfers, computed_s) + adam_s * trained / way.group
         )
 
-    entered = (way for group in groups(cluster) for way in ways.ways(group))
+    entered: list[tuple[float, Way]] = []
+    for way in (way for group in groups(cluster) for way in ways.ways(group)):
+        if stopped():
+            return None
+        if not ways.hopeless(way):
+            entered.append((least(way), way))
     best: Opponent | None = None
-    for bound, way in sorted((least(way), way) for way in entered if not ways.hopeless(way)):
+    for bound, way in sorted(entered):
         if best is not None and bound >= best.step_s:
             break
+        if stopped():
+            return None
         fitted = ways.fit(way)
         if fitted.needs_bytes > cluster.usable_bytes:
             continue

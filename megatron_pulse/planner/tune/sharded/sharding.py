@@ -18,8 +18,11 @@ from itertools import repeat
 
 from megatron_pulse.planner.cluster.link import Link
 
-STATE_BYTES = 16
-"""Of a parameter, divided over a group: fp32 parameter and gradient, and both moments of Adam."""
+STATE_BYTES = 12
+"""Of a parameter, divided over a group: it in fp32, and both moments of Adam."""
+
+SUMMED_BYTES = 4
+"""Of a gradient, divided over a group: fp32, there from its first reduction in a step on."""
 
 AVERAGE_BYTES = 4
 """Of a parameter's average, where one is kept, divided as well."""
@@ -50,8 +53,9 @@ class ShardedUnit:
 
     Its parameters travel as ``moved_bytes`` and take ``parameter_bytes`` where they are gathered,
     as do their gradients, of the share that is ``trained``; ``state_bytes`` are what all of a
-    group's devices keep of it together. ``saved_bytes`` wait from forward to backward,
-    ``again_bytes`` are there only in the backward, which computes them again.
+    group's devices keep of it together, ``summed_bytes`` what its reduced gradients take of them
+    all. ``saved_bytes`` wait from forward to backward, ``again_bytes`` are there only in the
+    backward, which computes them again.
     """
 
     forward_s: float
@@ -62,6 +66,7 @@ class ShardedUnit:
     saved_bytes: float = 0.0
     again_bytes: float = 0.0
     trained: float = 1.0
+    summed_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -257,8 +262,8 @@ def peak_bytes(way: Sharding) -> float:
     """Bytes of a device beyond its state at most: gathered units, gradients, activations.
 
     A gather's buffer counts from when it is asked for, gradients until as many reductions as may be
-    on their way have followed. Of many microbatches all behave as the second, but for the
-    last.
+    on their way have followed, and their shards in fp32 from the first reduction to the step's end:
+    ``zero_grad`` lets go of them. Of many microbatches all behave as the second, but for the last.
     """
     return max(held for _, held in _held(way))
 
@@ -279,6 +284,7 @@ def _held(way: Sharding) -> Iterator[tuple[UnitPass, float]]:
     held = 0.0
     asked = 0
     summing: set[int] = set()
+    summed: set[int] = set()
     reducing: list[float] = []
     for at, op in enumerate(program):
         for next_one in program[asked : at + 1 + way.prefetch]:
@@ -298,6 +304,8 @@ def _held(way: Sharding) -> Iterator[tuple[UnitPass, float]]:
             summing.discard(op.unit)
             reducing.append(unit.parameter_bytes * unit.trained)
             held -= reducing.pop(0) if len(reducing) > REDUCING else 0.0
+            held += 0.0 if op.unit in summed else unit.summed_bytes / way.group
+            summed.add(op.unit)
 
 
 def grouped(parameters: Sequence[int], count: int) -> list[range]:

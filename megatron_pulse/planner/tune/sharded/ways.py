@@ -18,6 +18,7 @@ from megatron_pulse.planner.tune.sharded.sharding import (
     AVERAGE_BYTES,
     STATE_BYTES,
     STEADY,
+    SUMMED_BYTES,
     Gathering,
     ShardedUnit,
     Sharding,
@@ -135,7 +136,11 @@ class Ways:
             state = float(self.trained_bytes * trained + self.element_bytes * (count - trained))
             share = trained / count if count else 1.0
             found.append(
-                ShardedUnit(0.0, 0.0, self.moved(count), size * count, state, trained=share)
+                ShardedUnit(
+                    *(0.0, 0.0, self.moved(count), size * count, state),
+                    trained=share,
+                    summed_bytes=float(SUMMED_BYTES * trained),
+                )
             )
         return tuple(found)
 
