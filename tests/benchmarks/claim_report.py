@@ -37,8 +37,8 @@ Every device has as much memory as `cap` says, of which 90 % count as usable: wh
 the profile's figures, does not run. Of the rest each runs at its best by its prediction: pipelines
 with the usual microbatch, half or twice that, all recomputed, what is cheap of it, or nothing (what
 relays skips each of these that is near); DDP, FSDP2 and HSDP with a quarter of the usual microbatch
-to all that a device has of the batch, as few layers recomputed as fit, or what is cheap of them, and parameters gathered and
-gradients reduced as often as is best. The batch is the same for all."""
+to all that a device has of the batch, as few layers recomputed as fit, or what is cheap of them,
+and parameters gathered and gradients reduced as often as is best. The batch is the same for all."""
 
 
 def write_report(results: Mapping[str, Any], out: Path) -> str:
