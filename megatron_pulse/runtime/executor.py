@@ -34,14 +34,14 @@ from megatron_pulse.planner.step.program import (
     Wait,
 )
 from megatron_pulse.profile.measuring.machine import keep_freed_memory
-from megatron_pulse.runtime.again import Again
-from megatron_pulse.runtime.away import Away, Streams, storages
 from megatron_pulse.runtime.called import Carrier, Recorder, Workload
 from megatron_pulse.runtime.failures import FailureBoard, PulseError
 from megatron_pulse.runtime.messages.exchange import Exchange, Tensors
 from megatron_pulse.runtime.messages.links import Links
 from megatron_pulse.runtime.parameters.later import Later
 from megatron_pulse.runtime.parameters.replicas import Replicas
+from megatron_pulse.runtime.saved.again import Again
+from megatron_pulse.runtime.saved.away import Away, Streams, storages
 from megatron_pulse.runtime.settings import META, Batch, RunSettings
 from megatron_pulse.runtime.watch.place import HERE
 from megatron_pulse.runtime.watch.words import of_operation

@@ -20,14 +20,14 @@ from megatron_pulse.backbone.returned import Kind, declared, misfit
 from megatron_pulse.backbone.shapes import tell_shape
 from megatron_pulse.planner.layout.crossing import SkipCarrier
 from megatron_pulse.planner.layout.routes import Routes, embedders_of
-from megatron_pulse.runtime.again import Again
-from megatron_pulse.runtime.away import Away
 from megatron_pulse.runtime.failures import PulseError
 from megatron_pulse.runtime.modules import unsound
 from megatron_pulse.runtime.parameters.later import Later
 from megatron_pulse.runtime.parameters.replicas import Replicas
 from megatron_pulse.runtime.parameters.weight_gradients import deferring
-from megatron_pulse.runtime.selective import Selective
+from megatron_pulse.runtime.saved.again import Again
+from megatron_pulse.runtime.saved.away import Away
+from megatron_pulse.runtime.saved.selective import Selective
 
 Tensors = dict[str, Tensor]
 
@@ -150,7 +150,7 @@ class Stage(Nest):
             else:
                 saving: AbstractContextManager[Any] = nullcontext()
                 if away is not None and offloaded:
-                    saving = away.saving()
+                    saving = away.saving(spec.name)
                 elif selective and torch.is_grad_enabled():
                     saving = Selective(module.parameters(), module.buffers()).saving()
                 with saving:

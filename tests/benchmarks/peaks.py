@@ -242,8 +242,8 @@ def measured(argv: list[str]) -> Peak:
 
     from megatron_pulse.integration import pretrain
     from megatron_pulse.profile.measuring.memory import LiveBytes
-    from megatron_pulse.runtime.away import Away
     from megatron_pulse.runtime.executor import Executor
+    from megatron_pulse.runtime.saved.away import Away
 
     before, count, live = _allocated(), 0, LiveBytes()
     hosted: dict[int, Any] = {}

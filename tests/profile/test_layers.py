@@ -20,8 +20,8 @@ from megatron_pulse.profile.measuring.clock import Patience, median_and_spread
 from megatron_pulse.profile.measuring.layer_call import make_call
 from megatron_pulse.profile.measuring.measure import measure
 from megatron_pulse.profile.profile import Profile, Source
-from megatron_pulse.runtime import selective
 from megatron_pulse.runtime.measure.running import RUNNING
+from megatron_pulse.runtime.saved import selective
 from model_specs import load_backbone
 from tests.profile.layers import WIDTH, small_backbone
 from tests.runtime import tiny

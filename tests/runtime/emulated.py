@@ -21,14 +21,14 @@ from megatron_pulse.planner.schedule.operations import Filler, Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
 from megatron_pulse.planner.step.communication import compile_communication
 from megatron_pulse.planner.step.program import compile_program
-from megatron_pulse.runtime.again import Again
-from megatron_pulse.runtime.away import Away
 from megatron_pulse.runtime.called import Workload
 from megatron_pulse.runtime.executor import Executor
 from megatron_pulse.runtime.failures import default_board
 from megatron_pulse.runtime.measure.tracer import Traced, Tracer
 from megatron_pulse.runtime.messages.links import Links
 from megatron_pulse.runtime.parameters.later import Later
+from megatron_pulse.runtime.saved.again import Again
+from megatron_pulse.runtime.saved.away import Away
 from megatron_pulse.runtime.settings import RunSettings
 
 _WAKE_UP_S = 60e-6

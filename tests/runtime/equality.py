@@ -21,10 +21,10 @@ from megatron_pulse.planner.layout.placement import Partition, make_placement
 from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
 from megatron_pulse.planner.step.plan import Plan, make_plan
 from megatron_pulse.profile.trained import choose_trained
-from megatron_pulse.runtime import away, selective
 from megatron_pulse.runtime.called import Workload
 from megatron_pulse.runtime.measure.recorder import StepRecorder
 from megatron_pulse.runtime.pipeline import Pipeline
+from megatron_pulse.runtime.saved import away, selective
 from megatron_pulse.runtime.stage import layer_seed
 from tests.planner.schedules import offloaded_anywhere, recomputed_anywhere
 from tests.ranks import run_ranks

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron_pulse.runtime.away import LEAST_BYTES, Away, storages
+from megatron_pulse.runtime.saved.away import LEAST_BYTES, Away, storages
 
 
 class _Layer(nn.Module):
@@ -39,7 +39,7 @@ def gradients(fetched: bool | None) -> tuple[list[Tensor], Away | None, list[boo
         y = layer(x)
     else:
         away = Away(storages([x, *layer.parameters()]))
-        with away.saving():
+        with away.saving("the layer"):
             y = layer(x)
         away.leave()
         assert any(made() is not None for made in layer.made)  # on its way
@@ -63,7 +63,7 @@ def test_what_others_hold_stays() -> None:
     x = torch.randn(LEAST_BYTES, requires_grad=True)
     small = torch.ones(4, requires_grad=True)
     away = Away(storages([x]))
-    with away.saving():
+    with away.saving("the layer"):
         y = (x * x).sum() + (small * small).sum()
     away.leave()
     away.let_go()
@@ -75,7 +75,7 @@ def test_what_others_hold_stays() -> None:
 def test_taken_twice_is_brought_twice() -> None:
     x = torch.randn(LEAST_BYTES, requires_grad=True)
     away = Away(frozenset())
-    with away.saving():
+    with away.saving("the layer"):
         y = x.exp()
     away.leave()
     away.let_go()
@@ -103,7 +103,7 @@ def test_conjugated_and_negated_views_are_so_again() -> None:
     layer, x = _Conjugated(), torch.randn(16, 64)
     found = []
     for away in (None, Away(storages([x, *layer.parameters()]))):
-        with away.saving() if away is not None else nullcontext():
+        with away.saving("the layer") if away is not None else nullcontext():
             y = layer(x)
         if away is not None:
             away.leave()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_pulse.runtime.failures import PulseError
-from megatron_pulse.runtime.selective import LEAST_BYTES, Selective
+from megatron_pulse.runtime.saved.selective import LEAST_BYTES, Selective
 from tests.runtime.equality import counting_made
 
 SIZE = 64

@@ -8,8 +8,8 @@ import time
 
 import torch
 
-from megatron_pulse.runtime.away import Streams
 from megatron_pulse.runtime.parameters.host_adam import HostAdam
+from megatron_pulse.runtime.saved.away import Streams
 
 LARGE_BYTES, SMALL_BYTES = 1 << 26, 1 << 12
 """What is copied for bandwidth, and for latency."""

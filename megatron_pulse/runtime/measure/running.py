@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_pulse.profile.measuring.layer_call import Running
 from megatron_pulse.runtime.parameters.later import Later
 from megatron_pulse.runtime.parameters.weight_gradients import deferring
-from megatron_pulse.runtime.selective import Selective
+from megatron_pulse.runtime.saved.selective import Selective
 
 
 @contextmanager

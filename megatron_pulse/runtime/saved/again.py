@@ -12,14 +12,16 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_pulse.runtime.failures import PulseError
+from megatron_pulse.runtime.saved.written import Watched, written
 
 
 class Again:
     """One layer on one microbatch, of which only what it takes is kept.
 
     ``layer`` computes it, and must come to the same whenever it is called: it draws nothing at
-    random, and writes into none of the tensors that ``state`` names, or PulseError is raised. What
-    its operations save is dropped, and numbered::
+    random, and writes into none of the tensors that ``state`` names, or PulseError is raised, and
+    later, where it writes into what it has saved and a backward wants that. What its operations
+    save is dropped, and numbered::
 
         forward()    layer ----> 0, 1, 2, ...                       numbers in autograd's graph
         compute()    layer ----> saved tensors 0, 1, 2, ...         once more; ends with the last
@@ -34,6 +36,7 @@ class Again:
     ) -> None:
         self._name, self._layer, self._state = name, layer, state
         self._saved: list[tuple[torch.Size, torch.dtype]] = []
+        self._watched: list[Watched] = []
         self._found: dict[int, Tensor] | None = None
         self._within: tuple[Callable[[], AbstractContextManager[Any]], ...] = ()
 
@@ -44,6 +47,8 @@ class Again:
         drawn = list(_drawn())
         with saved_tensors_hooks(self._number, self._take):
             results = self._layer()
+        for each in self._watched:
+            each.settle()
         now = self._state()
         unlike = [
             f"writes into {what}"
@@ -97,9 +102,12 @@ class Again:
 
     def _number(self, tensor: Tensor) -> int:
         self._saved.append((tensor.shape, tensor.dtype))
+        self._watched.append(Watched(tensor))
         return len(self._saved) - 1
 
     def _take(self, number: int) -> Tensor:
+        if self._watched[number].is_written:
+            raise written(self._name)
         self.compute()
         assert self._found is not None
         if number not in self._found:

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
 from torch.autograd.graph import saved_tensors_hooks
+
+from megatron_pulse.runtime.saved.written import Watched, written
 
 LEAST_BYTES = 1 << 12
 """What is smaller stays: starting a copy takes longer than it."""
@@ -27,9 +30,20 @@ class _Moved:
 
 
 @dataclass(frozen=True)
-class _View:
-    """A saved tensor of a storage that moves."""
+class _Stays:
+    """A saved tensor of ``layer`` that does not move."""
 
+    layer: str
+    tensor: Tensor
+    version: int
+
+
+@dataclass(frozen=True)
+class _View:
+    """A saved tensor of ``layer``, of a storage that moves."""
+
+    layer: str
+    watched: Watched
     number: int
     dtype: torch.dtype
     offset: int
@@ -39,10 +53,11 @@ class _View:
     negated: bool
 
     @classmethod
-    def of(cls, tensor: Tensor, number: int) -> _View:
+    def of(cls, layer: str, tensor: Tensor, number: int) -> _View:
         """As ``tensor`` is of its storage."""
         shape = tensor.storage_offset(), tensor.size(), tensor.stride()
-        return cls(number, tensor.dtype, *shape, tensor.is_conj(), tensor.is_neg())
+        turned = tensor.is_conj(), tensor.is_neg()
+        return cls(layer, Watched(tensor), number, tensor.dtype, *shape, *turned)
 
     def on(self, storage: UntypedStorage) -> Tensor:
         """The tensor, of what came back."""
@@ -82,25 +97,31 @@ class Away:
 
     The host waits for no copy: the stream that computes does, so that memory is free, and taken, in
     its own order. On a CPU copies are done at once, into other memory. What is small stays, and the
-    storages ``kept``, which somebody else holds anyway (``storages``).
+    storages ``kept``, which somebody else holds anyway (``storages``). The backward raises
+    PulseError where it takes what was written into before it left.
     """
 
     def __init__(self, kept: Set[int], streams: Streams | None = None) -> None:
         self._kept, self._streams = kept, streams
         self._numbers: dict[int, int] = {}
         self._moved: list[_Moved] = []
+        self._watched: list[Watched] = []
         self._left = False
         self._last: torch.cuda.Event | None = None
 
-    def saving(self) -> AbstractContextManager[Any]:
-        """Within, what layers save is noted."""
-        within: AbstractContextManager[Any] = saved_tensors_hooks(self._note, self._take)
+    def saving(self, layer: str) -> AbstractContextManager[Any]:
+        """Within, what the layer saves is noted."""
+        note = partial(self._note, layer)
+        within: AbstractContextManager[Any] = saved_tensors_hooks(note, self._take)
         return within
 
     def leave(self) -> None:
         """Begin to copy all that was noted."""
         self._left = True
         self._numbers.clear()
+        for each in self._watched:
+            each.settle()
+        self._watched.clear()
         stream = None if self._streams is None else self._streams.out
         for moved in self._moved:
             assert moved.here is not None
@@ -146,7 +167,7 @@ class Away:
         if event is not None and self._streams is not None:
             torch.cuda.current_stream(self._streams.out.device).wait_event(event)
 
-    def _note(self, tensor: Tensor) -> Tensor | _View:
+    def _note(self, layer: str, tensor: Tensor) -> _Stays | _View:
         storage = tensor.untyped_storage()
         if (
             self._left
@@ -155,16 +176,22 @@ class Away:
             or (self._streams is not None and tensor.device != self._streams.out.device)
             or tensor.layout is not torch.strided
         ):
-            return tensor
+            return _Stays(layer, tensor, tensor._version)
         number = self._numbers.setdefault(storage.data_ptr(), len(self._moved))
         if number == len(self._moved):
             self._moved.append(_Moved(storage))
         self._moved[number].left += 1
-        return _View.of(tensor, number)
+        view = _View.of(layer, tensor, number)
+        self._watched.append(view.watched)
+        return view
 
-    def _take(self, saved: Tensor | _View) -> Tensor:
-        if isinstance(saved, Tensor):
-            return saved
+    def _take(self, saved: _Stays | _View) -> Tensor:
+        if isinstance(saved, _Stays):
+            if saved.tensor._version != saved.version:
+                raise written(saved.layer)
+            return saved.tensor
+        if saved.watched.is_written:
+            raise written(saved.layer)
         moved = self._moved[saved.number]
         here = self._bring(moved) if moved.here is None else moved.here
         self._wait(moved.arrived)

@@ -1,0 +1,1 @@
+"""What layers save for their backward: computed again, in part or whole, or on the host."""

@@ -1,0 +1,131 @@
+"""What was saved and then written into is refused wherever torch refuses it, however it is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import megatron_pulse as pulse
+from megatron_pulse.runtime.failures import PulseError
+from megatron_pulse.runtime.saved.again import Again
+from megatron_pulse.runtime.saved.away import LEAST_BYTES, Away
+from megatron_pulse.runtime.saved.selective import Selective
+from megatron_pulse.runtime.saved.written import Watched
+
+SIDE = 64  # squared, more than stays on a device
+assert 4 * SIDE * SIDE >= LEAST_BYTES
+
+Function = Callable[[Tensor, Tensor], Tensor]
+
+
+def _result(x: Tensor, w: Tensor) -> Tensor:
+    return torch.sigmoid(x @ w).add_(1)
+
+
+def _input(x: Tensor, w: Tensor) -> Tensor:
+    made = x @ w
+    sine = made.sin()
+    made.mul_(2)
+    return sine + made
+
+
+def _view(x: Tensor, w: Tensor) -> Tensor:
+    made = torch.exp(x @ w)
+    made[0].zero_()
+    return made
+
+
+def _small(x: Tensor, w: Tensor) -> Tensor:
+    made = torch.exp((x @ w)[0, :4])
+    made.add_(1)
+    return made.sum() * x
+
+
+def _allowed(x: Tensor, w: Tensor) -> Tensor:
+    """What is written into was not saved, or what it saved is what was written."""
+    made = (x @ w).add_(1)
+    return F.relu(made, inplace=True) + x
+
+
+def _later(x: Tensor, w: Tensor) -> Tensor:
+    """Written into by who comes after the layer: see ``after``."""
+    return torch.tanh(x @ w)
+
+
+FUNCTIONS = [_result, _input, _view, _small, _allowed, _later]
+
+
+def gradient(function: Function, how: str) -> Tensor:
+    """Of ``x``; raises where a backward is refused."""
+    torch.manual_seed(0)
+    x, w = torch.randn(SIDE, SIDE, requires_grad=True), torch.randn(SIDE, SIDE) / SIDE
+    away = Away(set())
+    if how == "again":
+        layer = Again("it", lambda: function(x, w), lambda: {"x": x})
+        y = layer.forward()
+        layer.compute()
+    else:
+        saving = Selective([w]).saving() if how == "selective" else nullcontext()
+        with away.saving("it") if how.startswith("away") else saving:
+            y = function(x, w)
+    if function is _later:
+        y.mul_(2)
+    if how == "away":
+        away.leave()
+        away.let_go()
+        away.fetch()
+    (found,) = torch.autograd.grad(y.square().sum(), x)
+    return found
+
+
+@pytest.mark.parametrize("how", ["again", "away", "away, not left", "selective"])
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_it_is_refused_where_torch_refuses_it(function: Function, how: str) -> None:
+    try:
+        expected = gradient(function, "plain")
+    except RuntimeError as error:
+        assert "modified by an inplace operation" in str(error)
+        if function is _later and how == "again":  # computed anew, and never written into
+            expected = 4 * gradient(lambda x, w: torch.tanh(x @ w), "plain")
+            assert torch.allclose(gradient(function, how), expected)
+            return
+        with pytest.raises(PulseError, match="was written into since"):
+            gradient(function, how)
+    else:
+        assert torch.equal(gradient(function, how), expected)
+
+
+def test_what_is_watched_is_not_held_and_settles() -> None:
+    tensor = torch.zeros(1000)
+    watched, storage = Watched(tensor), tensor.untyped_storage()
+    assert watched._alias is not None and watched._alias.untyped_storage().nbytes() == 0
+    assert not watched.is_written and storage.nbytes() == 4000
+    tensor.detach()[3] = 1
+    assert watched.is_written and tensor[3] == 1
+    later = Watched(tensor)
+    later.settle()
+    tensor.add_(1)
+    assert not later.is_written
+
+
+class _Careless(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(SIDE, SIDE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(torch.sigmoid(self.linear(x)).add_(1))
+
+
+def test_a_run_names_the_layer() -> None:
+    chain = pulse.chain([_Careless] * 2, pulse.TensorSpec((SIDE,)))
+    costs = pulse.weighted_costs(chain, [1.0] * 2)
+    plan = pulse.make_plan(chain, costs, pulse.sequential(1), recompute=[1])
+    pipeline = pulse.Pipeline(plan, lambda y, batch: y.square().mean(), SIDE)
+    with pytest.raises(PulseError, match=r"layer layers\.1: something that an operation saved"):
+        pipeline.step([{"noisy": torch.randn(SIDE, SIDE)}] * 2)
