@@ -50,10 +50,10 @@ def tune(
     It takes about ``seconds`` by ``clock``, of which ``finish_s`` (a share, where not said) go to
     schedules of all microbatches by ``solver``, the others to the search over configs.
     ``progress`` is called after every step of the search and before what comes behind it, with what
-    is being done; FSDP2 is not looked at any further once it is all to be ``stopped``. Compiling,
-    once on a machine, is not counted. Raises UntunableError.
+    is being done; neither cuts nor FSDP2 are looked at any further once it is all to be
+    ``stopped``. Compiling, once on a machine, is not counted. Raises UntunableError.
     """
-    began = clock()
+    began, evaluator.stopped = clock(), stopped
     finish_s = FINISH_SHARE * seconds if finish_s is None else finish_s
     candidates = evaluator.candidates(choices)
     if not candidates:

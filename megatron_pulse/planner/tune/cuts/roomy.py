@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, lru_cache, partial
-from itertools import islice
+from itertools import islice, takewhile
 from math import inf
 
 from megatron_pulse.planner.layout.placement import Partition
@@ -38,8 +38,10 @@ class ChainOnCluster(Cuts):
     """One backbone's chain on one cluster: the stages and schedule problems of configs.
 
     Arguments are those of ``Costs``. Where ``stages`` may be given, the default are the config's
-    own.
+    own. Cuts are moved no further once all is to be ``stopped``.
     """
+
+    stopped: Callable[[], bool] = staticmethod(lambda: False)
 
     @cached_property
     def _stages_of(self) -> Callable[[Config], Stages | UnfitError]:
@@ -136,7 +138,7 @@ class ChainOnCluster(Cuts):
             if sum(stages.state_bytes) + sum(stages.saved_bytes) > limit * config.pipeline:
                 continue
             moved = farther(start, partial(self.moved_cuts, config), fullness)
-            for cuts in islice(moved, MOVES):
+            for cuts in takewhile(lambda _: not self.stopped(), islice(moved, MOVES)):
                 if self.fits(stages := self.cut(config, cuts), config.split):
                     return [stages]
         return []
@@ -151,7 +153,7 @@ class ChainOnCluster(Cuts):
     def _moved(self, config: Config, goal: Goal, fitting: Sequence[Stages]) -> list[Stages]:
         """The same with cuts moved as long as that is better, first the soonest: what
         each device computes again is found anew, and as much is in flight."""
-        looks = iter(range(MOVES))
+        looks = takewhile(lambda _: not self.stopped(), range(MOVES))
 
         def moved(stages: Stages) -> Stages:
             share = next((share for share in SHARES if self.holds(config, stages, share)), 0.0)

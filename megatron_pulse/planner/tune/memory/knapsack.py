@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from functools import cached_property
+from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
@@ -38,7 +39,7 @@ class Spared:
     part_bytes: float = 0.0
     part_transient: float = 0.0
 
-    @property
+    @cached_property
     def ways(self) -> list[SparingWay]:
         """All, or what is cheap, where that is possible and spares anything."""
         every = (
@@ -47,13 +48,42 @@ class Spared:
         )
         return [way for way in every if way.num_bytes > 0 and way.seconds < math.inf]
 
+    @property
+    def spares(self) -> bool:
+        """Whether any of its ways spares bytes."""
+        return self.num_bytes > 0 or self.part_bytes > 0
+
     def with_at_most(self, transient: float) -> Spared:
         """The same without what has more in use."""
         if max(self.transient, self.part_transient) <= transient:
             return self
-        seconds = self.seconds if self.transient <= transient else math.inf
-        part_s = self.part_s if self.part_transient <= transient else math.inf
-        return replace(self, seconds=seconds, part_s=part_s)
+        return self._with[self.transient <= transient, self.part_transient <= transient]
+
+    @cached_property
+    def _with(self) -> dict[tuple[bool, bool], Spared]:
+        """The same with all of it, and with what is cheap, or without them."""
+        return {
+            (whole, part): replace(
+                self,
+                seconds=self.seconds if whole else math.inf,
+                part_s=self.part_s if part else math.inf,
+            )
+            for whole, part in product((False, True), repeat=2)
+        }
+
+    def steps(self, transient: float = math.inf) -> tuple[Step, ...]:
+        """What its ways add to each other, from nothing to the one that spares most, without those
+        that have more in use than ``transient``."""
+        return self._steps[self.transient <= transient, self.part_transient <= transient]
+
+    @cached_property
+    def _steps(self) -> dict[tuple[bool, bool], tuple[Step, ...]]:
+        """By whether all of it, and what is cheap, may be computed again."""
+        both = self.ways
+        return {
+            (whole, part): tuple(_corners(w for w in both if (part if w.is_part else whole)))
+            for whole, part in product((False, True), repeat=2)
+        }
 
 
 @dataclass(frozen=True)
@@ -69,7 +99,7 @@ class SparingWay:
 def least_seconds(layers: Iterable[Spared], need: float) -> float:
     """In fewer nothing spares ``need`` bytes without the host, whatever is in use meanwhile;
     infinite where all of them do not spare enough."""
-    return relaxed_s(cheapest_steps(layers), need)
+    return relaxed_s(cheapest_steps(layers, math.inf), need)
 
 
 def relaxed_s(steps: Iterable[Step], need: float) -> float:
@@ -82,10 +112,9 @@ def relaxed_s(steps: Iterable[Step], need: float) -> float:
     return math.inf if left >= 1 else seconds
 
 
-def cheapest_steps(layers: Iterable[Spared]) -> list[Step]:
-    """Seconds and bytes, the cheapest first, of what each layer's ways add to each other, from
-    nothing to the one that spares most."""
-    steps = [step for layer in layers for step in _corners(layer.ways)]
+def cheapest_steps(layers: Iterable[Spared], transient: float) -> list[Step]:
+    """The layers' ``steps``, the cheapest bytes first."""
+    steps = [step for layer in layers for step in layer.steps(transient)]
     return sorted(steps, key=lambda step: step[0] / step[1])
 
 

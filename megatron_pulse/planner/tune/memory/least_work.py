@@ -53,13 +53,15 @@ def least_work(
     if need < 1:
         return Relief()
     best: tuple[float, Relief] | None = None
-    entered = []
-    for most, allowed, steps in _up_to(tuple(layers), beside):
-        enough = need + most - beside
-        entered.append((0.0 if link_s > 0 else relaxed_s(steps, enough), most, allowed, enough))
-    for least_s, _, allowed, enough in sorted(entered, key=lambda one: one[:2]):
+    entered = [
+        (0.0 if link_s > 0 else relaxed_s(steps, need + most - beside), most)
+        for most, steps in _up_to(tuple(layers), beside)
+    ]
+    for least_s, most in sorted(entered):
         if best is not None and least_s >= best[0]:
             break
+        allowed = [each.with_at_most(most) for each in layers if each.spares]
+        enough = need + most - beside
         for found in _reliefs(allowed, enough, link_s):
             if link_s > 0:
                 found = _improved(allowed, found, enough, link_s)
@@ -71,18 +73,13 @@ def least_work(
 
 
 @lru_cache(maxsize=64)
-def _up_to(
-    layers: tuple[Spared, ...], beside: float
-) -> list[tuple[float, list[Spared], list[Step]]]:
-    """Each of the most bytes that may be in use, with the layers that have no more, and what bounds
-    them (``relaxed_s``)."""
-    spare = [each for each in layers if each.num_bytes > 0 or each.part_bytes > 0]
+def _up_to(layers: tuple[Spared, ...], beside: float) -> list[tuple[float, list[Step]]]:
+    """Each of the most bytes that may be in use, and what bounds the layers that have no more
+    (``relaxed_s``)."""
+    spare = [each for each in layers if each.spares]
     transients = {t for layer in layers for t in (layer.transient, layer.part_transient)}
-    found = []
-    for most in sorted({max(beside, transient) for transient in (beside, *transients)}):
-        allowed = [each.with_at_most(most) for each in spare]
-        found.append((most, allowed, cheapest_steps(allowed)))
-    return found
+    every = sorted({max(beside, transient) for transient in (beside, *transients)})
+    return [(most, cheapest_steps(spare, most)) for most in every]
 
 
 def _improved(layers: Sequence[Spared], choice: Relief, need: float, link_s: float) -> Relief:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import inf
 
+from megatron_pulse.backbone.costs import ChainCosts
 from megatron_pulse.planner.layout.placement import Partition
 from megatron_pulse.planner.partition.evaluate import MemoryRule
 from megatron_pulse.planner.partition.memory import in_flight
@@ -224,25 +225,40 @@ class Sparing(Cut):
 
     def _sparing(self, config: Config, layers: range, times: float) -> Iterator[Spared]:
         """What each of ``layers`` takes and spares ``times`` in flight, where it spares any."""
-        none, whole = self.costs(config, Relief()), self.profile.recomputed(True)
-        again = self.costs(config, Relief(whole))
-        part = self.costs(config, Relief(selective=whole))
-        held, link = self._times_at(config.micro_batch_size), self.cluster.to_host
-        for i in layers:
-            fewer, less = (none.saved_bytes[i] - costs.saved_bytes[i] for costs in (again, part))
-            if max(fewer, less) > 0 and i not in self.profile.embedders:
-                copying = inf if link is None else none.saved_bytes[i] / link.bytes_per_s
-                yield Spared(
-                    i,
-                    again.backward_s[i] - none.backward_s[i] if fewer > 0 else inf,
-                    times * max(0, fewer),
-                    held[i].peak_bytes / self.parts(config, i),
-                    max(0.0, times - TRAVELLING) * max(0, fewer),
-                    copying,
-                    part.backward_s[i] - none.backward_s[i] if less > 0 else inf,
-                    times * max(0, less),
-                    (held[i].most_bytes(True) - held[i].kept_bytes(True)) / self.parts(config, i),
-                )
+        of = config.micro_batch_size, config.tensor, times
+        found = (self._spared(*of, layer) for layer in layers)
+        return (each for each in found if each is not None)
+
+    @cached_property
+    def _spared(self) -> Callable[[int, int, float, int], Spared | None]:
+        return lru_cache(maxsize=16384)(self._make_spared)
+
+    def _make_spared(self, size: int, tensor: int, times: float, layer: int) -> Spared | None:
+        none, again, part = self._of_each(size, tensor)
+        kept = none.saved_bytes[layer]
+        fewer, less = (kept - costs.saved_bytes[layer] for costs in (again, part))
+        if max(fewer, less) <= 0 or layer in self.profile.embedders:
+            return None
+        held, link = self._times_at(size)[layer], self.cluster.to_host
+        parts = self._parts(tensor, layer)
+        return Spared(
+            layer,
+            again.backward_s[layer] - none.backward_s[layer] if fewer > 0 else inf,
+            times * max(0, fewer),
+            held.peak_bytes / parts,
+            max(0.0, times - TRAVELLING) * max(0, fewer),
+            inf if link is None else kept / link.bytes_per_s,
+            part.backward_s[layer] - none.backward_s[layer] if less > 0 else inf,
+            times * max(0, less),
+            (held.most_bytes(True) - held.kept_bytes(True)) / parts,
+        )
+
+    def _of_each(self, size: int, tensor: int) -> tuple[ChainCosts, ChainCosts, ChainCosts]:
+        """Costs where all is kept, where all is computed again, and where all that is cheap is."""
+        whole, none = self.profile.recomputed(True), frozenset[int]()
+        reliefs = (none, none), (whole, none), (none, whole)
+        kept, again, part = (self._costs_of(size, r, tensor, s) for r, s in reliefs)
+        return kept, again, part
 
 
 def _whole(layer: Spared) -> Spared:
