@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import math
 import os
 import sys
@@ -63,6 +64,8 @@ def main() -> None:
         with parser_speaks_once(job):
             line, options, given = read_command_line()
         args = line.args
+        if not options.verbose and args.logging_level is None:
+            logging.getLogger("megatron_pulse").setLevel(logging.WARNING)
         if args.deterministic_mode:  # read where NCCL and cuBLAS begin
             with refusing(AssertionError, where="--deterministic-mode: "):
                 apply_determinism_env(os.environ)

@@ -112,6 +112,7 @@ def train(
     args.log_throughput = False  # Megatron's line; ours is always there
     if args.rank == 0:
         print(plan.describe())
+        print(f"  {_divided(args, plan)}")
         fillers = plan.step(num_microbatches(args)).schedule.fillers
         for said in data.describe_encoders(fillers, plan.placement.num_devices):
             print(said)
@@ -194,3 +195,18 @@ def _make_dataset_provider(
 
     provide.is_distributed = True  # type: ignore[attr-defined]
     return provide
+
+
+def _divided(args: argparse.Namespace, plan: Plan) -> str:
+    """How ranks divide the work, and where the optimizer is."""
+    pipeline, tensor = plan.placement.num_devices, args.tensor_model_parallel_size
+    data = args.world_size // (pipeline * tensor)
+    said = f"{args.world_size} rank(s): pipeline {pipeline} x data {data} x tensor {tensor}"
+    if not args.optimizer_cpu_offload:
+        return said
+    how = ["optimizer on the host"]
+    how += ["copies beside its work"] * args.overlap_cpu_optimizer_d2h_h2d
+    pinned = {"gradients": args.pin_cpu_grads, "weights": args.pin_cpu_params}
+    if kept := [name for name, pin in pinned.items() if pin and torch.cuda.is_available()]:
+        how.append(f"{' and '.join(kept)} in pinned memory")
+    return f"{said}; {', '.join(how)}"

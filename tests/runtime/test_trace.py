@@ -16,7 +16,9 @@ from megatron_pulse.planner.observe.trace import Trace, load_trace, save_trace
 from megatron_pulse.planner.schedule.operations import Kind
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
 from megatron_pulse.runtime.measure.clock import SharedClock, compare_clocks, share_clock
+from megatron_pulse.runtime.measure.tracer import Traced, Tracer
 from tests.planner.schedules import wave
+from tests.plans import small_plan
 from tests.ranks import run_ranks
 from tests.toys import TOKENS, nested, toy_backbone
 
@@ -68,6 +70,19 @@ def test_a_trace_of_real_steps(tmp_path: Path) -> None:
     file = tmp_path / "trace.json"
     save_trace(trace, file)
     assert load_trace(file) == trace
+
+
+def test_steps_that_do_not_come_are_told_of(tmp_path: Path) -> None:
+    traced = Traced("digest", {}, small_plan("fold", True, 2).schedule, {})
+    for first, count, missed in ((2, 2, False), (3, 2, True)):
+        tracer = Tracer(range(first, 9), traced, None, torch.device("cpu"), 30.0, tmp_path)
+        for _ in range(count):
+            if (recorder := tracer.begin(None)) is not None:
+                tracer.end(recorder)
+        assert bool(tracer.missed) is missed
+    tracer.close()
+    assert not list(tmp_path.iterdir())
+    assert "of this run's 2 step(s), counted from 1, steps 3 to 8" in tracer.missed
 
 
 def compare_skewed(skew_s: float) -> tuple[SharedClock, SharedClock, SharedClock]:

@@ -337,7 +337,8 @@ class PulseOptions:
         marks=[FlagMark.FOLDER],
     )
     trace_steps: tuple[int, int] = flag(
-        "the steps to trace, counted from 1 in this run (default 3-5: after the warm-up)",
+        "the steps to trace, counted from 1 in this run, also where it goes on with another "
+        "(default 3-5: after the warm-up)",
         (3, 5),
         metavar="FIRST-LAST",
         read=_steps,

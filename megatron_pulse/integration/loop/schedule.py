@@ -189,6 +189,8 @@ class PulseSchedule:
         """Write what was traced of a run that ended before the last step to trace."""
         if self._tracer is not None:
             self._tracer.close()
+            if self._tracer.missed and dist.get_rank() == 0:
+                print(f"warning: {self._tracer.missed} (--pulse-trace-steps)", flush=True)
 
     def _verified(self, call: _Call) -> contextlib.AbstractContextManager[None]:
         """What surrounds a step of which something may be verified."""

@@ -75,6 +75,17 @@ class Tracer:
         if self._step == self._steps[-1]:
             self.close()
 
+    @property
+    def missed(self) -> str:
+        """That none of the steps came, and so there is no file; empty where one did."""
+        if self._done or self._folder is None:
+            return ""
+        first, last = self._steps[0], self._steps[-1]
+        return (
+            f"{self._folder / FILE} was not written: of this run's {self._step} step(s), counted "
+            f"from 1, steps {first} to {last} were to be traced"
+        )
+
     def close(self) -> None:
         """Write what has been traced, unless that was done."""
         if self._is_written or not self._done or self._folder is None:

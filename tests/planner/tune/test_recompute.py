@@ -15,14 +15,15 @@ from megatron_pulse.cli.main import main
 from megatron_pulse.planner.cluster.cluster import Cluster, ClusterLink, DeviceFigures, Shared
 from megatron_pulse.planner.layout.layouts import FOLD_EXACT
 from megatron_pulse.planner.plan_file.plan_file import PlanFileError, read_plan, save_plan
-from megatron_pulse.planner.tune.config import Choices, Recompute
+from megatron_pulse.planner.tune.config import Choices, Config, Recompute
 from megatron_pulse.planner.tune.evaluate import Evaluator
 from megatron_pulse.planner.tune.plans.recompute import load_checked
 from megatron_pulse.planner.tune.plans.to_plan import plan_of
 from megatron_pulse.planner.tune.tune import tune
-from megatron_pulse.profile.profile import Profile
+from megatron_pulse.profile.profile import Profile, Source
 from megatron_pulse.profile.record.layers import ShardSums
 from tests.by_hand import unsealed_record
+from tests.planner.tune.problems import cluster
 from tests.plans import small_plan, small_profile
 
 Record = dict[str, Any]
@@ -395,3 +396,20 @@ def test_what_the_tuner_makes_comes_to_the_same(
     plan = small_plan(kind, split and pipeline > 1, pipeline, recompute)
     save_plan(plan, tmp_path / "plan.json")
     assert load_checked(tmp_path / "plan.json") == plan
+
+
+def test_a_plan_s_caution_is_of_what_was_measured(tmp_path: Path) -> None:
+    """Not of sizes between or beyond."""
+    whole = small_profile()
+    noisy = {
+        size: tuple(replace(x, forward_spread_s=x.whole_s) for x in layers)
+        for size, layers in whole.times.items()
+    }
+    measured = replace(whole, source=Source.MEASURED, times=noisy)
+    of = Evaluator(measured, cluster(1, 2, 16.0), 16)
+    plan = plan_of(of.evaluate(Config(2, 1, 1, 8, FOLD_EXACT)), of)
+    assert 8 not in measured.micro_batch_sizes
+    said = plan.provenance["unsteady"]
+    assert "spread over more than" in said and "at microbatch size 8" not in said
+    save_plan(plan, tmp_path / "plan.json")
+    assert load_checked(tmp_path / "plan.json").provenance["unsteady"] == said

@@ -153,7 +153,7 @@ def _config(plan: PlanFile) -> Config:
 
 _AS_GIVEN = {
     *("schedule", "profile"),
-    *(f"provenance.{name}" for name in ("profile_sha256", "versions", "cluster")),
+    *(f"provenance.{name}" for name in ("profile_sha256", "unsteady", "versions", "cluster")),
 }
 _SHARES = ("gap", "bubble")
 

@@ -52,7 +52,7 @@ def plan_of(outcome: Outcome, evaluator: Evaluator, found: Tuning | None = None)
         provenance={
             "profile_sha256": hashlib.sha256(repr(profile).encode()).hexdigest(),
             "threads": profile.threads,
-            "unsteady": spread_caution(costs),
+            "unsteady": spread_caution(profile),
             "profile": f"{profile.source.value}, {profile.device}: {profile.method}",
             "cluster": to_record(cluster),
             "schedule": {**asdict(certificate), "gap": certificate.gap},
