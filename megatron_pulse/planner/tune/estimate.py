@@ -67,11 +67,7 @@ def host_adam_s(profile: Profile, cluster: Cluster, state: ParameterState) -> fl
     """
     link = cluster.to_host
     if link is None and not _is_cpu(profile):
-        raise ClusterError(
-            f"cluster {cluster.name!r}: how its devices reach their node's memory is not known, "
-            "where the optimizer is to be: write links.host into its file ('pulse probe' measures "
-            "it), or leave out --optimizer-cpu-offload"
-        )
+        raise no_way_to_host(cluster)
     copied = CPU_BYTES_PER_S if link is None else link.bytes_per_s
     reached = HOST_BYTES_PER_S
     if cluster.host_memory_gbs is not None:
@@ -79,6 +75,15 @@ def host_adam_s(profile: Profile, cluster: Cluster, state: ParameterState) -> fl
     moved = HOST_ADAM_BYTES + HOST_AVERAGE_BYTES * state.averages
     moved += HOST_ROUNDING_BYTES * (profile.dtype != "float32")
     return (4 + PARAMETER_BYTES[profile.dtype]) / copied + moved / reached
+
+
+def no_way_to_host(cluster: Cluster) -> ClusterError:
+    """The error of a cluster whose optimizer is to be where no link is known to lead."""
+    return ClusterError(
+        f"cluster {cluster.name!r}: how its devices reach their node's memory is not known, where "
+        "the optimizer is to be: write links.host into its file ('pulse probe' measures it), or "
+        "leave out --optimizer-cpu-offload"
+    )
 
 
 def _is_cpu(profile: Profile) -> bool:

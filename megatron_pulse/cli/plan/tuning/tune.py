@@ -21,6 +21,7 @@ from megatron_pulse.cli.errors import (
 )
 from megatron_pulse.cli.output import add_json, answer, json_faults, overwritten
 from megatron_pulse.cli.plan.tuning.tune_input import (
+    binding,
     choices_of,
     evaluator_of,
     given_profile,
@@ -179,6 +180,7 @@ def run(args: argparse.Namespace) -> None:
     from megatron_pulse.planner.cluster.cluster import cluster
     from megatron_pulse.planner.fill.table import EncoderTable, read_table
     from megatron_pulse.planner.plan_file.plan_file import save_plan
+    from megatron_pulse.planner.tune.estimate import no_way_to_host
     from megatron_pulse.planner.tune.plans.to_plan import plan_of
     from megatron_pulse.planner.tune.saying.fewer import fewer_devices
     from megatron_pulse.planner.tune.tune import UntunableError, check_choices
@@ -201,6 +203,9 @@ def run(args: argparse.Namespace) -> None:
         except UntunableError as error:
             faults.append(f"--worlds {part.num_devices}: {error}" if parts else str(error))
     require(faults)
+    sooner = args.profile is None and where.peaks is not None  # than a profile is made
+    if args.optimizer_cpu_offload and sooner and where.to_host is None:
+        raise no_way_to_host(where)
     with mending(ValueError):
         profile = given_profile(args, where)
     require(
@@ -223,7 +228,7 @@ def run(args: argparse.Namespace) -> None:
     found = tuned(args, evaluator, choices)
     if any(outcome.stages.relief.computes for outcome in found.outcomes):
         warn(whole_caution(profile))
-    lines = report(found, evaluator, args.explain)
+    lines = report(found, evaluator, args.explain, binding(args))
     fewer = None if found.stopped else fewer_devices(evaluator, found.outcomes[0], choices)
     if fewer is not None:
         lines.append(fewer.beside(found.outcomes[0].throughput))

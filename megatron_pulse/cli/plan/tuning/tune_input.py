@@ -137,6 +137,16 @@ def choices_of(args: argparse.Namespace) -> Choices:
     )
 
 
+def binding(args: argparse.Namespace) -> list[str]:
+    """The flags that say how a plan may compute, of those that FSDP2 would have as well."""
+    given = {
+        "--no-recompute": args.no_recompute,
+        "--recompute": args.recompute,
+        "--micro-batch-size": args.micro_batch_size is not None,
+    }
+    return [flag for flag, is_given in given.items() if is_given]
+
+
 def unused_caution(args: argparse.Namespace, evaluator: Evaluator, choices: Choices) -> str:
     """What of lists of choices is in no config; empty for nothing."""
     from megatron_pulse.planner.tune.config import unused

@@ -25,8 +25,11 @@ _NOTABLE_S = 2.0
 _STARRED = f"* of {CORE} P microbatches, continued at the rate of their last half: not exact"
 
 
-def report(found: Tuning, evaluator: Evaluator, explained: bool) -> list[str]:
-    """The table, what became of the rest, and on request the reasons."""
+def report(
+    found: Tuning, evaluator: Evaluator, explained: bool, bound: Collection[str] = ()
+) -> list[str]:
+    """The table, what became of the rest, and on request the reasons; ``bound`` are flags that say
+    what a plan may do, and not what FSDP2 may."""
     profile, cluster = evaluator.profile, evaluator.cluster
     name = name_of(profile.backbone)
     rows = [_COLUMNS, *(_row(i, o) for i, o in enumerate(found.outcomes, start=1))]
@@ -42,7 +45,7 @@ def report(found: Tuning, evaluator: Evaluator, explained: bool) -> list[str]:
         f"{found.num_configs:,} configs, {found.num_simulated:,} simulated, in "
         f"{found.seconds:.1f} s{_ready(found)}; how sure the best is",
         *(f"  {line}" for line in certainty(found)),
-        *_beside(found, evaluator, explained),
+        *_beside(found, evaluator, explained, bound),
     ]
     rest = []
     for reason, count in found.refused.most_common():
@@ -66,10 +69,10 @@ def report(found: Tuning, evaluator: Evaluator, explained: bool) -> list[str]:
 
 def _beyond(found: Tuning, profile: Profile) -> list[str]:
     """Which listed microbatches are of sizes that nobody profiled around."""
-    tried = {outcome.config.micro_batch_size for outcome in found.outcomes}
+    tried = {outcome.config.micro_batch_size: "" for outcome in found.outcomes}
     if found.opponent is not None:
-        tried.add(found.opponent.fitted.way.micro_batch_size)
-    beyond = ", ".join(str(size) for size in sorted(tried) if profile.extrapolates(size))
+        tried.setdefault(found.opponent.fitted.way.micro_batch_size, " (FSDP2's)")
+    beyond = ", ".join(f"{b}{tried[b]}" for b in sorted(tried) if profile.extrapolates(b))
     sizes = ", ".join(map(str, profile.micro_batch_sizes))
     said = f"the profile is of microbatches of {sizes}; times at b = {beyond} are extrapolated"
     return [f"note: {said}"] * bool(beyond)
@@ -83,7 +86,9 @@ def _conditioned(evaluator: Evaluator) -> list[str]:
     )
 
 
-def _beside(found: Tuning, evaluator: Evaluator, explained: bool) -> list[str]:
+def _beside(
+    found: Tuning, evaluator: Evaluator, explained: bool, bound: Collection[str]
+) -> list[str]:
     """What FSDP2 would come to, or why that is not said."""
     if (other := found.opponent) is None:
         ended = "was not predicted: the search was stopped before" if found.stopped else ""
@@ -91,6 +96,8 @@ def _beside(found: Tuning, evaluator: Evaluator, explained: bool) -> list[str]:
         return [f"FSDP2 (torch's fully_shard) {why}"] * (evaluator.cluster.num_devices > 1)
     best = found.outcomes[0]
     lines = [f"{other.beside(best.throughput)} ({other.facts})"]
+    if bound:
+        lines.append(f"  which {', '.join(bound)} does not bind: that is of plans alone")
     if found.num_left and found.bound_s < other.step_s < best.step_s:
         lines.append(
             f"  but {found.num_left:,} configs were left when the search ended, and might be "

@@ -60,7 +60,7 @@ def explain(found: Tuning) -> list[str]:
         )
     for degree in sorted(found.degrees):
         if f"P={degree}" not in found.rivals:
-            counts = found.degrees[degree].most_common(2)
+            counts = found.degrees[degree].most_common()
             said = "; ".join(f"{n} x {reason}" for reason, n in counts)
             lines.append(f"  P={degree}: none simulated ({said})")
     return lines
