@@ -146,6 +146,10 @@ def some_values(action: argparse.Action) -> list[str]:
         (["--transformer-impl", "transformer_engine"], "its layers run on GPUs alone"),
         (["--distributed-backend", "nccl"], "torch finds no GPU here; leave it out"),
         (["--num-workers", "1000000"], "cores; give"),
+        (
+            ["--ckpt-fully-parallel-load"],
+            "load-exchange-algo gather_object",
+        ),
         (["--fp16", "--bf16"], "exclude each other"),
         (["--pulse-verify-every", "5"], "--pulse-verify-every: there is no other rank"),
         (["--loss-scale", "128"], "--loss-scale was given without --fp16"),

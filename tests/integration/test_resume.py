@@ -17,7 +17,7 @@ import torch
 from tests.integration.conftest import BATCH, COSINE, LR
 from tests.integration.runs import BASE, TINY, Run, pipeline, run, train
 from tests.integration.test_bad_input import GOOD, refuse
-from tests.ranks import run_ranks
+from tests.ranks import RanksFailed, run_ranks
 
 SEED = ["--seed", "5"]
 
@@ -107,6 +107,14 @@ def test_generators_of_another_kind_of_device(tmp_path: Path) -> None:
     first = [*TINY["uvit"], *BASE, *flags, *save, "--train-iters", "2"]
     run_ranks(1, _saved_by_a_gpu, first)
     assert run(1, *flags, *save, "--train-iters", "4").losses == whole.losses[2:]
+
+
+def test_what_is_missing_at_another_layout_is_told_where_it_counts(saved: Path) -> None:
+    with pytest.raises(RanksFailed) as failed:
+        run(2, *SEED, *COSINE, *pipeline(2), "--train-iters", "12", "--load", str(saved),
+            "--global-batch-size", str(BATCH), "--dist-ckpt-strictness", "raise_all")  # fmt: skip
+    said = str(failed.value)
+    assert "is refused by --dist-ckpt-strictness" in said and "rng_state" in said
 
 
 def test_counted_in_samples(saved: Path) -> None:

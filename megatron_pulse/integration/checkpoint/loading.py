@@ -15,6 +15,7 @@ from typing import Any
 import megatron.core.optimizer.distrib_optimizer as distributed
 import megatron.core.optimizer.optimizer as plain
 import torch
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -78,9 +79,16 @@ def wrap_load_checkpoint(
 
 @contextmanager
 def _unreadable(start: Start) -> Iterator[None]:
-    """Say in one line what torch says of one that was saved without hashes, and is damaged."""
+    """Say in one line what torch says of one that was saved without hashes, and is damaged, and
+    Megatron of what it misses."""
     try:
         yield
+    except CheckpointingException as error:
+        raise PulseError(
+            f"{start.given}: {start.saved.folder} is refused by --dist-ckpt-strictness (states of "
+            "random numbers are of one layout, and count where another reads it: raise_unexpected "
+            f"does without): {last_line(error)}"
+        ) from error
     except CheckpointException as error:
         raise PulseError(
             f"{start.given}: {start.saved.folder} cannot be read: {last_line(error)}"

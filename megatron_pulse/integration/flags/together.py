@@ -36,6 +36,7 @@ def check_together(line: CommandLine) -> list[str]:
         *_check_optimizer(args),
         *_check_rate(args),
         *_check_output(args),
+        *_check_reading(args),
     ]
 
 
@@ -215,3 +216,12 @@ def _check_output(args: argparse.Namespace) -> Iterator[str]:
         )
     if args.wandb_project and args.wandb_save_dir is None and args.save is None:
         yield "--wandb-project was given without --wandb-save-dir or --save"
+
+
+def _check_reading(args: argparse.Namespace) -> Iterator[str]:
+    how = args.ckpt_fully_parallel_load_exchange_algo
+    if args.ckpt_fully_parallel_load and how != "gather_object" and not torch.cuda.is_available():
+        yield (
+            f"--ckpt-fully-parallel-load shares what is read by {how}, through GPUs, and torch "
+            "finds none: give --ckpt-fully-parallel-load-exchange-algo gather_object"
+        )
