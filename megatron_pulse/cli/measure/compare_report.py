@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from megatron_pulse.cli import page
-from megatron_pulse.cli.output import draw, table
+from megatron_pulse.cli.output import draw, in_ms, table
 from megatron_pulse.planner.draw.lanes import sent, waited
 from megatron_pulse.planner.draw.looks import NAMES
 from megatron_pulse.planner.draw.schedule import Panel, draw_schedule
@@ -120,8 +120,8 @@ def _rows(compared: Compared) -> list[tuple[str, ...]]:
             NAMES[row.kind],
             str(row.stage),
             str(row.count),
-            f"{1e3 * row.predicted_s:.4g} ms",
-            f"{1e3 * row.measured_s:.4g} ms",
+            in_ms(row.predicted_s),
+            in_ms(row.measured_s),
             _off(row.predicted_s, row.measured_s),
             f"{1e3 * row.total_difference_s:+.3g} ms",
         )
@@ -133,10 +133,10 @@ def _devices(compared: Compared) -> list[tuple[str, ...]]:
     return [
         (
             str(d.device),
-            f"{1e3 * d.predicted_busy_s:.4g} ms",
-            f"{1e3 * d.measured_busy_s:.4g} ms",
+            in_ms(d.predicted_busy_s),
+            in_ms(d.measured_busy_s),
             _off(d.predicted_busy_s, d.measured_busy_s),
-            f"{1e3 * d.measured_wait_s:.4g} ms",
+            in_ms(d.measured_wait_s),
         )
         for d in compared.found.devices
     ]
@@ -162,7 +162,7 @@ def words(compared: Compared) -> list[str]:
     extra = busiest.measured_busy_s - busiest.predicted_busy_s
     lines.append(
         f"the busiest device, {busiest.device}, computed {_amount(extra)} than predicted and "
-        f"waited {1e3 * busiest.measured_wait_s:.3g} ms for messages"
+        f"waited {in_ms(busiest.measured_wait_s, 3)} for messages"
     )
     lines += [_in_words(row) for row in found.differing_most(3) if row.total_difference_s]
     sent_extra = compared.measured_bytes - compared.predicted_bytes
@@ -179,13 +179,13 @@ def _in_words(row: Row) -> str:
     return (
         f"{NAMES[row.kind]}s of stage {row.stage} took "
         f"{_amount(row.measured_s - row.predicted_s)} each, "
-        f"{1e3 * abs(row.total_difference_s):.3g} ms in a step "
+        f"{in_ms(abs(row.total_difference_s), 3)} in a step "
         f"({_off(row.predicted_s, row.measured_s)})"
     )
 
 
 def _amount(seconds: float) -> str:
-    return f"{1e3 * abs(seconds):.3g} ms {'longer' if seconds >= 0 else 'less'}"
+    return f"{in_ms(abs(seconds), 3)} {'longer' if seconds >= 0 else 'less'}"
 
 
 def write_drawing(compared: Compared, path: Path) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_pulse.cli.backbone_flags import add_code_flag
 from megatron_pulse.cli.errors import add_parser, warn
-from megatron_pulse.cli.output import add_json, answer, columns
+from megatron_pulse.cli.output import add_json, answer, columns, in_ms
 from megatron_pulse.faults import UserError, told
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import read_text
@@ -122,7 +122,7 @@ def _figures(plan: PlanFile) -> str:
     known = plan.provenance["schedule"]
     return (
         f"as worked out from the costs of {len(plan.profile.layers)} layers; the schedule takes "
-        f"{1e3 * known['makespan']:.4g} ms, no schedule less than "
+        f"{in_ms(known['makespan'])}, no schedule less than "
         f"{1e3 * known['lower_bound']:.4g}, without waiting for shared links"
     )
 

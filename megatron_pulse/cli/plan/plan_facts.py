@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_pulse.cli.output import table
+from megatron_pulse.cli.output import in_ms, table
 from megatron_pulse.planner.fill.fillers import FilledSchedule
 from megatron_pulse.planner.partition.memory import host_bytes_per_parameter
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
@@ -20,15 +20,15 @@ def predicted(plan: PlanFile) -> list[tuple[str, str]]:
             (
                 "before",
                 f"all forwards in {100 * plan.self_conditioning:g} % of the steps, for "
-                f"self-conditioning: {1e3 * p['self_conditioning_s']:.4g} ms in the mean",
+                f"self-conditioning: {in_ms(p['self_conditioning_s'])} in the mean",
             )
         ]
     return [
-        ("step", f"{1e3 * p['step_s']:.4g} ms, {p['samples_per_s']:.4g} samples/s"),
+        ("step", f"{in_ms(p['step_s'])}, {p['samples_per_s']:.4g} samples/s"),
         (
             "of that",
-            f"pipeline {1e3 * p['pipeline_s']:.4g} ms, gradients' reduction that nothing hides "
-            f"{1e3 * p['exposed_reduction_s']:.3g} ms, optimizer {1e3 * p['optimizer_s']:.3g} ms",
+            f"pipeline {in_ms(p['pipeline_s'])}, gradients' reduction that nothing hides "
+            f"{in_ms(p['exposed_reduction_s'], 3)}, optimizer {in_ms(p['optimizer_s'], 3)}",
         ),
         *own,
         ("bubble", f"{100 * p['bubble']:.1f} % of the devices' time in the pipeline"),
@@ -98,7 +98,7 @@ def homes(schedule: Schedule) -> list[tuple[str, str]]:
             (
                 f"X{number}",
                 f"{filler.name}: {len(filler.slice_seconds)} pieces on device "
-                f"{shown(list(devices))}, {1e3 * sum(filler.slice_seconds):.4g} ms",
+                f"{shown(list(devices))}, {in_ms(sum(filler.slice_seconds))}",
             )
         )
     return rows
@@ -125,7 +125,7 @@ def on_host(plan: PlanFile) -> list[tuple[str, str]]:
             (
                 f"device {device}",
                 f"those of {len(left)} of {may} forwards that may leave: {num_bytes / 1e9:.3g} GB "
-                f"in a step, {most / 1e9:.3g} GB of pinned memory at most, {1e3 * seconds:.3g} ms "
+                f"in a step, {most / 1e9:.3g} GB of pinned memory at most, {in_ms(seconds, 3)} "
                 "each way, beside computing",
             )
         )
@@ -143,8 +143,8 @@ def provenance(plan: PlanFile) -> list[tuple[str, str]]:
         ("cluster", f"{cluster.get('name', 'unknown')} ({' x '.join(size)} devices)"),
         (
             "schedule",
-            f"{made['solver']}: {1e3 * made['makespan']:.4g} ms without waiting for shared links, "
-            f"lower bound {1e3 * made['lower_bound']:.4g} ms ({known})",
+            f"{made['solver']}: {in_ms(made['makespan'])} without waiting for shared links, "
+            f"lower bound {in_ms(made['lower_bound'])} ({known})",
         ),
         *_searched(plan),
         ("versions", ", ".join(f"{name} {value}" for name, value in p["versions"].items())),
@@ -159,7 +159,7 @@ def _searched(plan: PlanFile) -> list[tuple[str, str]]:
     found = f"{search['configs']:,} configs, {search['simulated']:,} simulated"
     if not search["left"]:
         return [("search", f"{found}, none left; not all of their cuts")]
-    least = f"{search['left']:,} left, of which none takes less than {1e3 * bound_s:.4g} ms"
+    least = f"{search['left']:,} left, of which none takes less than {in_ms(bound_s)}"
     return [("search", f"{found}, {least} ({max(0, 1 - bound_s / step_s):.1%} less)")]
 
 

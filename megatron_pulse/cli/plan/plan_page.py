@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron_pulse.backbone.named import name_of
 from megatron_pulse.cli import page
-from megatron_pulse.cli.output import draw
+from megatron_pulse.cli.output import draw, in_ms
 from megatron_pulse.cli.plan import plan_facts, plan_text
 from megatron_pulse.planner.cluster.link import Link
 from megatron_pulse.planner.draw.lanes import sent
@@ -65,7 +65,7 @@ def _partition(plan: PlanFile) -> str:
     costs = plan.profile.at(plan.micro_batch_size, plan.recomputed, plan.selected)
     slowest = max((edge.seconds for edge in plan.edges), default=0.0)
     found = evaluate(costs, plan.partition, Link(slowest))
-    what = f"microbatch of {plan.micro_batch_size}; loads with {1e3 * slowest:.3g} ms a message"
+    what = f"microbatch of {plan.micro_batch_size}; loads with {in_ms(slowest, 3)} a message"
     title = f"{name_of(plan.backbone)}: {plan.placement.kind} on P = {plan.pipeline}"
     return draw_partition(costs, plan.partition, found, title, what)
 
@@ -113,7 +113,7 @@ def _messages(plan: PlanFile, replayed: Replay) -> str:
         (
             f"{source} to {destination}",
             str(len(times)),
-            f"{1e3 * sum(times):.3g} ms",
+            in_ms(sum(times), 3),
             f"{100 * sum(times) / makespan:.2f} %",
         )
         for (source, destination), times in sorted(found.items())

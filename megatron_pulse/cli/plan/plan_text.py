@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 
 from megatron_pulse.backbone.named import name_of, tell_layers
-from megatron_pulse.cli.output import columns, ends, table
+from megatron_pulse.cli.output import columns, ends, in_ms, table
 from megatron_pulse.cli.plan.plan_facts import (
     homes,
     on_host,
@@ -187,9 +187,9 @@ def devices(plan: PlanFile, replayed: Replay) -> list[tuple[str, ...]]:
             (
                 str(device),
                 shown(ranks_of(plan, device)),
-                f"{1e3 * line.busy[device]:.4g} ms",
+                in_ms(line.busy[device]),
                 f"{100 * line.bubble[device] / line.makespan:.1f} %",
-                f"{1e3 * replayed.sending_s[device]:.3g} ms",
+                in_ms(replayed.sending_s[device], 3),
                 f"{peaks[device] / 1e9:.3g} GB",
                 f"{plan.predicted['memory_bytes'][device] / 1e9:.3g} GB",
                 "; ".join(held),

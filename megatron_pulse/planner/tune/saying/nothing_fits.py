@@ -50,7 +50,7 @@ def nothing_fits(
         looked = (
             "the least that any config was found to need is about"
             if looking.left
-            else "in time one was found for"
+            else "the least that was found in this time needs"
         )
         said.append(f"{looked} {_of_device(cluster, need[0])}, by {need[1]}")
         if need[0] <= cluster.usable_bytes and not (found and found.num_left):
