@@ -32,7 +32,7 @@ from megatron_pulse.planner.tune.evaluate import Outcome
 from model_specs import available
 from tests.benchmarks.capped import capped, pipeline_sizes, way
 from tests.benchmarks.cell import run_cell
-from tests.benchmarks.contestant import REPLICAS, Contestant, Engine, Refused
+from tests.benchmarks.contestant import Contestant, Engine, Refused
 from tests.benchmarks.contestants import SOLVER_S, contestants, needed_bytes, tuned
 from tests.benchmarks.emulation import (
     BACKBONES,
@@ -183,17 +183,26 @@ def within(
 ) -> tuple[list[Contestant], list[Contestant]]:
     """Who runs and who does not, being predicted to take more than ``factor`` times as long as the
     soonest of the others. Ours, Megatron's 1F1B, with which all are compared, and the soonest
-    relayed pipeline and the soonest replica (DDP, FSDP2, HSDP) always run."""
+    relayed pipeline, the soonest that shards (FSDP2, HSDP) and DDP, whose collectives are taken as
+    ideal, always run."""
     others = [one for one in entered if one.engine is not Engine.OURS]
-    kinds = [[one for one in others if (one.engine in REPLICAS) is kind] for kind in (False, True)]
-    soonest = [min(kind, key=lambda one: one.predicted_s) for kind in kinds if kind]
-    least_s = min((one.predicted_s for one in soonest), default=0.0)
+    soonest: dict[str, Contestant] = {}
+    for one in others:
+        before = soonest.setdefault(_kind(one.engine), one)
+        soonest[_kind(one.engine)] = min(before, one, key=lambda c: c.predicted_s)
+    least_s = min((one.predicted_s for one in soonest.values()), default=0.0)
 
     def runs(one: Contestant) -> bool:
-        always = one.engine in (Engine.OURS, Engine.MEGATRON_1F1B) or one in soonest
+        always = one.engine in (Engine.OURS, Engine.MEGATRON_1F1B) or one in soonest.values()
         return always or one.predicted_s <= factor * least_s
 
     return [c for c in entered if runs(c)], [c for c in entered if not runs(c)]
+
+
+def _kind(engine: Engine) -> str:
+    if engine in (Engine.FSDP2, Engine.HSDP):
+        return "sharded"
+    return "replicated" if engine is Engine.DATA_PARALLEL else "relayed"
 
 
 def tune(
@@ -266,7 +275,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         type=float,
         default=math.inf,
         help="of the others, pass over those predicted to take more than so many times as long as "
-        "the soonest, but for 1F1B and the soonest of pipelines and of replicas (default: all run)",
+        "the soonest, but for 1F1B, the soonest pipeline, the soonest of FSDP2 and HSDP, and DDP "
+        "(default: all run)",
     )
     add(
         "--together",
