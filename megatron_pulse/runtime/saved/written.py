@@ -5,6 +5,8 @@ torch refuses a backward that takes such a tensor, but looks at none that hooks 
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -21,7 +23,7 @@ class Watched:
         self._alias: Tensor | None = tensor.detach()
         self._version, self._written = tensor._version, False
         if tensor.layout is torch.strided:
-            self._alias.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            self._alias.data = _nothing(tensor.dtype, tensor.device)
 
     @property
     def is_written(self) -> bool:
@@ -34,6 +36,11 @@ class Watched:
         """What comes after no longer counts."""
         self._written = self.is_written
         self._alias = None
+
+
+@cache
+def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(0, dtype=dtype, device=device)
 
 
 def written(layer: str) -> PulseError:
