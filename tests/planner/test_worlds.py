@@ -64,7 +64,9 @@ def test_a_plan_for_each_world(tmp_path: Path, capsys: pytest.CaptureFixture[str
     ]  # fmt: skip
     plans = tmp_path / "plans"
     assert main([*words, "--worlds", "4,2,1", "-o", str(plans)]) == 0
-    *said, faster = capsys.readouterr().out.splitlines()
+    *every, faster = capsys.readouterr().out.splitlines()
+    # On a busy machine a second finds little, and FSDP2 is said to be ahead.
+    said = [line for line in every if not line.startswith("  FSDP2")]
     assert [line.split(" devices: ")[0] for line in said] == ["4", "2", "1"]
     rates = [float(line.split("; ")[1].split()[0]) for line in said]
     best = ("4", "2", "1")[rates.index(max(rates))]
