@@ -123,7 +123,7 @@ def _figures(plan: PlanFile) -> str:
     return (
         f"as worked out from the costs of {len(plan.profile.layers)} layers; the schedule takes "
         f"{in_ms(known['makespan'])}, no schedule less than "
-        f"{1e3 * known['lower_bound']:.4g}, without waiting for shared links"
+        f"{in_ms(known['lower_bound'])}, without waiting for shared links"
     )
 
 

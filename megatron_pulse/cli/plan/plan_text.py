@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_pulse.backbone.named import name_of, tell_layers
@@ -67,24 +68,23 @@ def layers(plan: PlanFile) -> list[tuple[str, ...]]:
     split = plan.problem.weight_grad is not None
     waits = costs.waiting_bytes if split else (0,) * len(profiled)
     rows: list[tuple[str, ...]] = []
+
+    def figures(own: Sequence[int]) -> list[str]:
+        seconds = (sum(s[i] for i in own) for s in (costs.forward_s, costs.backward_s))
+        saved = sum(profiled[i].saved_bytes for i in own)
+        held = (sum(n[i] for i in own) for n in (costs.saved_bytes, waits))
+        return [
+            *(f"{1e3 * s:.4g}" for s in seconds),
+            *(f"{n / 1e6:.4g}" for n in (saved, *held)),
+        ]
+
     for stage, names in enumerate(plan.stages):
         own = partition.layers_of_stage(stage)
         for number, name in zip(own, names, strict=True):
-            saved, kept = profiled[number].saved_bytes, costs.saved_bytes[number]
-            figures = (
-                *(f"{1e3 * s[number]:.4g}" for s in (costs.forward_s, costs.backward_s)),
-                *(f"{n / 1e6:.4g}" for n in (saved, kept, waits[number])),
-            )
+            is_less = costs.saved_bytes[number] < profiled[number].saved_bytes
             place = str(number), name, str(home[stage]), str(stage)
-            rows.append((*place, *figures, _becomes(plan, number, kept < saved)))
-        seconds = (sum(s[i] for i in own) for s in (costs.forward_s, costs.backward_s))
-        held = [(sum(n[i] for i in own)) for n in (costs.saved_bytes, waits)]
-        figures = (
-            *(f"{1e3 * s:.4g}" for s in seconds),
-            f"{sum(profiled[i].saved_bytes for i in own) / 1e6:.4g}",
-            *(f"{n / 1e6:.4g}" for n in held),
-        )
-        rows.append(("", "sum", str(home[stage]), str(stage), *figures, ""))
+            rows.append((*place, *figures([number]), _becomes(plan, number, is_less)))
+        rows.append(("", "sum", str(home[stage]), str(stage), *figures(own), ""))
     return rows
 
 

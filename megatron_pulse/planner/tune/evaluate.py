@@ -114,13 +114,13 @@ class Evaluator(WithRoom):
             return f"is not predicted: {devices} devices do not divide a batch of {batch}"
         return ""
 
-    def fully_sharded(self, stopped: Callable[[], bool] = lambda: False) -> Opponent | None:
+    def fully_sharded(self) -> Opponent | None:
         """FSDP2 or HSDP at its best for the same batch on the same devices; None where none fits,
         where it is ``not_sharded``, or once it is to be ``stopped``."""
         if self.not_sharded:
             return None
         of = self.profile, self.cluster, self.global_batch_size
-        return opponent(*of, self.adam_s, self.state.averages, stopped)
+        return opponent(*of, self.adam_s, self.state.averages, self.stopped)
 
     def candidates(self, choices: Choices) -> list[Config]:
         """Every config of ``choices`` that uses all devices and divides the batch; on the host the

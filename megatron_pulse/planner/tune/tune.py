@@ -67,7 +67,7 @@ def tune(
         raise UntunableError(nothing_fits(evaluator, choices, candidates, rest, found))
     progress("what FSDP2 would come to", found)
     searched = clock()
-    found.opponent = evaluator.fully_sharded(stopped)
+    found.opponent = evaluator.fully_sharded()
     progress("whole schedules", found)
     finish(evaluator, found, max(0.0, finish_s - (clock() - searched)), solver, clock=clock)
     if not found.outcomes:

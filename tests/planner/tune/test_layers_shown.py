@@ -21,10 +21,8 @@ FORWARD, BACKWARD, SAVES, KEEPS, WAITS = range(4, 9)
 
 def listed(plan: PlanFile) -> list[tuple[str, ...]]:
     """The rows of sums, each equal to its layers'; all are as long as the titles."""
-    rows, sums = (
-        [row for row in layers(plan) if row[0]],
-        [row for row in layers(plan) if not row[0]],
-    )
+    every = layers(plan)
+    rows, sums = [row for row in every if row[0]], [row for row in every if not row[0]]
     assert {len(row) for row in (*rows, *sums)} == {len(LAYER_COLUMNS)}
     assert [row[1] for row in rows] == [name for names in plan.stages for name in names]
     for total in sums:

@@ -71,19 +71,10 @@ class Spared:
             for whole, part in product((False, True), repeat=2)
         }
 
-    def steps(self, transient: float = math.inf) -> tuple[Step, ...]:
-        """What its ways add to each other, from nothing to the one that spares most, without those
-        that have more in use than ``transient``."""
-        return self._steps[self.transient <= transient, self.part_transient <= transient]
-
     @cached_property
-    def _steps(self) -> dict[tuple[bool, bool], tuple[Step, ...]]:
-        """By whether all of it, and what is cheap, may be computed again."""
-        both = self.ways
-        return {
-            (whole, part): tuple(_corners(w for w in both if (part if w.is_part else whole)))
-            for whole, part in product((False, True), repeat=2)
-        }
+    def steps(self) -> tuple[Step, ...]:
+        """What its ways add to each other, from nothing to the one that spares most."""
+        return tuple(_corners(self.ways))
 
 
 @dataclass(frozen=True)
@@ -99,7 +90,7 @@ class SparingWay:
 def least_seconds(layers: Iterable[Spared], need: float) -> float:
     """In fewer nothing spares ``need`` bytes without the host, whatever is in use meanwhile;
     infinite where all of them do not spare enough."""
-    return relaxed_s(cheapest_steps(layers, math.inf), need)
+    return relaxed_s(cheapest_steps(layers), need)
 
 
 def relaxed_s(steps: Iterable[Step], need: float) -> float:
@@ -112,9 +103,9 @@ def relaxed_s(steps: Iterable[Step], need: float) -> float:
     return math.inf if left >= 1 else seconds
 
 
-def cheapest_steps(layers: Iterable[Spared], transient: float) -> list[Step]:
+def cheapest_steps(layers: Iterable[Spared]) -> list[Step]:
     """The layers' ``steps``, the cheapest bytes first."""
-    steps = [step for layer in layers for step in layer.steps(transient)]
+    steps = [step for layer in layers for step in layer.steps]
     return sorted(steps, key=lambda step: step[0] / step[1])
 
 

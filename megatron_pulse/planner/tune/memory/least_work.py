@@ -79,7 +79,7 @@ def _up_to(layers: tuple[Spared, ...], beside: float) -> list[tuple[float, list[
     spare = [each for each in layers if each.spares]
     transients = {t for layer in layers for t in (layer.transient, layer.part_transient)}
     every = sorted({max(beside, transient) for transient in (beside, *transients)})
-    return [(most, cheapest_steps(spare, most)) for most in every]
+    return [(most, cheapest_steps(each.with_at_most(most) for each in spare)) for most in every]
 
 
 def _improved(layers: Sequence[Spared], choice: Relief, need: float, link_s: float) -> Relief:
