@@ -38,12 +38,6 @@ def table(rows: Sequence[Sequence[str]], left: Sequence[int] = ()) -> list[str]:
     return lines
 
 
-def in_ms(seconds: float, digits: int = 4) -> str:
-    """Milliseconds to so many digits, or whole ones: never with an exponent."""
-    value = 1e3 * seconds
-    return f"{value:,.0f} ms" if abs(value) >= 10**digits - 0.5 else f"{value:.{digits}g} ms"
-
-
 def ends(layers: Sequence[int], names: Sequence[str]) -> str:
     """The first and the last of a stage's ``layers``, of all those ``names``, and their numbers."""
     first, last = layers[0], layers[-1]

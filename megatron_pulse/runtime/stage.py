@@ -152,7 +152,7 @@ class Stage(Nest):
                 if away is not None and offloaded:
                     saving = away.saving(spec.name)
                 elif selective and torch.is_grad_enabled():
-                    saving = Selective(module.parameters(), module.buffers()).saving()
+                    saving = Selective(spec.name, module.parameters(), module.buffers()).saving()
                 with saving:
                     results = _run(spec.name, module, later, which, inputs, popped, used)
             results = self._returned(spec, module, inputs, results, kinds)

@@ -70,7 +70,7 @@ def gradient(function: Function, how: str) -> Tensor:
         y = layer.forward()
         layer.compute()
     else:
-        saving = Selective([w]).saving() if how == "selective" else nullcontext()
+        saving = Selective("it", [w]).saving() if how == "selective" else nullcontext()
         with away.saving("it") if how.startswith("away") else saving:
             y = function(x, w)
     if function is _later:
@@ -94,7 +94,7 @@ def test_it_is_refused_where_torch_refuses_it(function: Function, how: str) -> N
             expected = 4 * gradient(lambda x, w: torch.tanh(x @ w), "plain")
             assert torch.allclose(gradient(function, how), expected)
             return
-        with pytest.raises(PulseError, match="was written into since"):
+        with pytest.raises(PulseError, match="^layer it: .* was written into since"):
             gradient(function, how)
     else:
         assert torch.equal(gradient(function, how), expected)
@@ -122,10 +122,11 @@ class _Careless(nn.Module):
         return torch.tanh(torch.sigmoid(self.linear(x)).add_(1))
 
 
-def test_a_run_names_the_layer() -> None:
+@pytest.mark.parametrize("how", ["recompute", "selective"])
+def test_a_run_names_the_layer(how: str) -> None:
     chain = pulse.chain([_Careless] * 2, pulse.TensorSpec((SIDE,)))
     costs = pulse.weighted_costs(chain, [1.0] * 2)
-    plan = pulse.make_plan(chain, costs, pulse.sequential(1), recompute=[1])
+    plan = pulse.make_plan(chain, costs, pulse.sequential(1), **{how: [1]})
     pipeline = pulse.Pipeline(plan, lambda y, batch: y.square().mean(), SIDE)
     with pytest.raises(PulseError, match=r"layer layers\.1: something that an operation saved"):
         pipeline.step([{"noisy": torch.randn(SIDE, SIDE)}] * 2)

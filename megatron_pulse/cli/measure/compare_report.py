@@ -9,7 +9,8 @@ from statistics import median
 from typing import Any
 
 from megatron_pulse.cli import page
-from megatron_pulse.cli.output import draw, in_ms, table
+from megatron_pulse.cli.output import draw, table
+from megatron_pulse.figures import in_ms
 from megatron_pulse.planner.draw.lanes import sent, waited
 from megatron_pulse.planner.draw.looks import NAMES
 from megatron_pulse.planner.draw.schedule import Panel, draw_schedule

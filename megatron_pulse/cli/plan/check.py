@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_pulse.cli.backbone_flags import add_code_flag
 from megatron_pulse.cli.errors import add_parser, warn
-from megatron_pulse.cli.output import add_json, answer, columns, in_ms
+from megatron_pulse.cli.output import add_json, answer, columns
 from megatron_pulse.faults import UserError, told
+from megatron_pulse.figures import in_ms
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import read_text
 from megatron_pulse.seal import HASH

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_pulse.cli.output import in_ms, table
+from megatron_pulse.cli.output import table
+from megatron_pulse.figures import in_ms
 from megatron_pulse.planner.fill.fillers import FilledSchedule
 from megatron_pulse.planner.partition.memory import host_bytes_per_parameter
 from megatron_pulse.planner.plan_file.plan_file import PlanFile

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from megatron_pulse.backbone.named import name_of
 from megatron_pulse.cli import page
-from megatron_pulse.cli.output import draw, in_ms
+from megatron_pulse.cli.output import draw
 from megatron_pulse.cli.plan import plan_facts, plan_text
+from megatron_pulse.figures import in_ms
 from megatron_pulse.planner.cluster.link import Link
 from megatron_pulse.planner.draw.lanes import sent
 from megatron_pulse.planner.draw.partition import draw_partition

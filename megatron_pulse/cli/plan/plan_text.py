@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_pulse.backbone.named import name_of, tell_layers
-from megatron_pulse.cli.output import columns, ends, in_ms, table
+from megatron_pulse.cli.output import columns, ends, table
 from megatron_pulse.cli.plan.plan_facts import (
     homes,
     on_host,
@@ -17,6 +17,7 @@ from megatron_pulse.cli.plan.plan_facts import (
     shown,
 )
 from megatron_pulse.encoders.recipe import VAE
+from megatron_pulse.figures import in_ms
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.planner.schedule.check.simulate import Timeline, grid
 from megatron_pulse.planner.schedule.check.validate import held_most

@@ -11,6 +11,7 @@ import itertools
 from xml.etree import ElementTree
 
 from megatron_pulse.backbone.costs import ChainCosts
+from megatron_pulse.figures import in_ms
 from megatron_pulse.planner.layout.placement import Partition
 from megatron_pulse.planner.partition.evaluate import Evaluation
 
@@ -116,8 +117,8 @@ class _Drawing:
             )
             self._hint(
                 bar,
-                f"{name}: forward {_ms(self.costs.forward_s[i])}, backward "
-                f"{_ms(self.costs.backward_s[i])}, {self.costs.parameters[i] / 1e6:.3g} M "
+                f"{name}: forward {in_ms(self.costs.forward_s[i], 3)}, backward "
+                f"{in_ms(self.costs.backward_s[i], 3)}, {self.costs.parameters[i] / 1e6:.3g} M "
                 "parameters",
             )
 
@@ -184,7 +185,7 @@ class _Drawing:
         names = [self.costs.names[i] for i in layers]
         ends = names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}"
         units = f"{len(names)} unit{'s' * (len(names) > 1)}"
-        took = _ms(sum(self.times[i] for i in layers))
+        took = in_ms(sum(self.times[i] for i in layers), 3)
         for texts in (
             (f"stage {stage}: {units}, {took}", ends),
             (f"stage {stage}", took),
@@ -216,10 +217,10 @@ class _Drawing:
             self._add(
                 "rect", x=begin + width, y=top, width=full - width, height=_BAR, fill="#c4c4c4"
             )
-            self._text(begin + room + 8, top + _BAR / 2 + 4, _ms(load), size=12)
+            self._text(begin + room + 8, top + _BAR / 2 + 4, in_ms(load, 3), size=12)
             x = begin + room * mean / largest
             mark = self._add("line", x1=x, y1=top - 5, x2=x, y2=top + _BAR, stroke=_INK)
-            self._hint(mark, f"mean computing time {_ms(mean)}")
+            self._hint(mark, f"mean computing time {in_ms(mean, 3)}")
             share = f"computes {part / mean:.2f} of the mean" if mean else ""
             self._text(begin, top + _BAR + 12, share, size=10, fill="#666666")
 
@@ -284,7 +285,3 @@ def _shade(depth: float) -> str:
     k = min(int(at), len(_SHADES) - 2)
     mixed = (round(a + (at - k) * (b - a)) for a, b in zip(_SHADES[k], _SHADES[k + 1], strict=True))
     return "#" + "".join(f"{value:02x}" for value in mixed)
-
-
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms"

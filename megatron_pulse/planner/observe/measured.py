@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron_pulse.faults import told
+from megatron_pulse.figures import in_ms
 from megatron_pulse.planner.observe.trace import StepTrace, Trace
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.planner.schedule.check.simulate import Timeline
@@ -69,8 +70,8 @@ def rescale(profile: Profile, plan: PlanFile, measured: ScheduleProblem) -> Prof
         backward = measured.backward[stage] - again_s
         if backward <= 0:
             raise ProfileError(
-                f"stage {stage}: its backward took {1e3 * measured.backward[stage]:.3g} ms, no "
-                f"longer than the forward that it computes again ({1e3 * again_s:.3g} ms)"
+                f"stage {stage}: its backward took {in_ms(measured.backward[stage], 3)}, no "
+                f"longer than the forward that it computes again ({in_ms(again_s, 3)})"
             )
         if measured.weight_grad is None:
             first = later = _ratio(backward, inputs + weights)

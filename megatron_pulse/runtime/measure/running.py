@@ -30,7 +30,7 @@ def leaving_weights(module: Any) -> Iterator[Callable[[], None]]:
 def selecting(module: Any) -> Iterator[Callable[[], Sequence[Tensor]]]:
     """Within, a forward of ``module`` saves nothing that is cheap to have again; yields what says
     what is kept, once it has run."""
-    layer = Selective(module.parameters(), module.buffers())
+    layer = Selective(type(module).__name__, module.parameters(), module.buffers())
     with layer.saving():
         yield lambda: layer.tensors
 

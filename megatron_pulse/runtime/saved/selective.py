@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from megatron_pulse.runtime.failures import PulseError
+from megatron_pulse.runtime.saved.written import written
 
 LEAST_BYTES = 1 << 12
 """What is smaller is saved: having it again takes longer than it is worth."""
@@ -65,13 +65,16 @@ class Selective:
     half of its bytes (``WORTH``), which are then saved in its place. In the backward pass the same
     operators are called with the same tensors: the numbers are the same to the last bit. What an
     operator has written into within the layer is not used, nor are ``buffers``, which others may
-    change; where something that is saved is written into later, the backward raises PulseError.
-    (What is written past torch, by NumPy or ``.data``, nobody sees.) What cheap operators made and
-    nobody holds is let go at once, as always; what others made and cheap ones took, at the layer's
-    end.
+    change; where something that is saved is written into later, the backward raises PulseError,
+    which names the ``layer``. (What is written past torch, by NumPy or ``.data``, nobody sees.)
+    What cheap operators made and nobody holds is let go at once, as always; what others made and
+    cheap ones took, at the layer's end.
     """
 
-    def __init__(self, parameters: Iterable[Tensor], buffers: Iterable[Tensor] = ()) -> None:
+    def __init__(
+        self, layer: str, parameters: Iterable[Tensor], buffers: Iterable[Tensor] = ()
+    ) -> None:
+        self._layer = layer
         self._constants = set(map(_key, _strided(parameters)))
         self._buffers = set(map(_key, _strided(buffers)))
         self._saved: list[_Saved] = []
@@ -100,7 +103,7 @@ class Selective:
     def _pack(self, tensor: Tensor) -> Tensor | _Saved:
         if tensor.layout is not torch.strided:
             return tensor
-        saved = _Saved(tensor.detach())
+        saved = _Saved(self._layer, tensor.detach())
         if _key(tensor) not in self._constants | self._buffers:
             self._saved.append(saved)
         return saved
@@ -272,11 +275,11 @@ class _Made:
         self.versions = self._versions()
 
     def make(self) -> Tensor:
-        """The operator's result."""
+        """The operator's result; raises _Written."""
         if (known := self.value) is not None:
             return known
         if self.differs:
-            raise _written()
+            raise _Written
         args, kwargs = tree_map_only(_View, _View.take, (self.args, self.kwargs))
         result = self.func(*args, **kwargs)
         made: Tensor = result[self.index] if isinstance(result, tuple) else result
@@ -315,10 +318,10 @@ class _View:
 
 
 class _Saved:
-    """What autograd holds in place of a tensor."""
+    """What autograd holds in place of a tensor that ``layer`` saved."""
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor, self.version = tensor, tensor._version
+    def __init__(self, layer: str, tensor: Tensor) -> None:
+        self.layer, self.tensor, self.version = layer, tensor, tensor._version
         self.view: _View | None = None
 
     def leave_to(self, made: _Made) -> None:
@@ -331,26 +334,26 @@ class _Saved:
         """For the backward pass."""
         if self.view is None:
             if self.tensor._version != self.version:
-                raise _written()
+                raise written(self.layer)
             return self.tensor
         made = self.view.made
-        with torch.no_grad(), _without_autocast():
-            tensor = self.view.take()
+        try:
+            with torch.no_grad(), _without_autocast():
+                tensor = self.view.take()
+        except _Written:
+            raise written(self.layer) from None
         made.left -= 1
         if made.left <= 0:
             made.value = None
         return tensor
 
 
+class _Written(Exception):
+    """What an operator's result is made of was written into."""
+
+
 def _take(saved: Tensor | _Saved) -> Tensor:
     return saved if isinstance(saved, Tensor) else saved.take()
-
-
-def _written() -> PulseError:
-    return PulseError(
-        "something that a layer saved for its backward pass was written into since: layers of "
-        "which what is cheap is computed again must leave what they are given, and return, as it is"
-    )
 
 
 @contextmanager

@@ -76,8 +76,8 @@ def recomputed(plan: PlanFile, bounds: bool = True) -> PlanFile:
 
     Raises ValueError (UnfitError, ClusterError) for what cannot run on the plan's cluster.
     """
-    evaluator, stages = _stages_of(plan)
-    config, count = _config(plan), plan.num_microbatches
+    evaluator, config, stages = _stages_of(plan)
+    count = plan.num_microbatches
     if not _close(plan.problem.cap or (), evaluator.problem(config, count, stages).cap or ()):
         config = replace(config, ample=True)
     problem, known = evaluator.problem(config, count, stages), plan.provenance["schedule"]
@@ -105,20 +105,20 @@ def recomputed(plan: PlanFile, bounds: bool = True) -> PlanFile:
 def layer_costs(plan: PlanFile) -> ChainCosts:
     """The costs of its layers that a plan's stages are made of, with those copied and computed
     again that it says; their ``saved_bytes`` are what is kept from forward to backward."""
-    _, stages = _stages_of(plan)
+    _, _, stages = _stages_of(plan)
     costs = stages.costs.of_schedule(plan.problem.weight_grad is not None)
     return replace(costs, saved_bytes=tuple(map(round, kept_of_layers(costs, plan.partition))))
 
 
-def _stages_of(plan: PlanFile) -> tuple[Evaluator, Stages]:
-    """What evaluates the plan, and what its stages are by its costs."""
+def _stages_of(plan: PlanFile) -> tuple[Evaluator, Config, Stages]:
+    """What evaluates the plan, its config, and what its stages are by its costs."""
     cluster = from_record(plan.provenance["cluster"], "provenance.cluster")
     of = plan.profile, cluster, plan.global_batch_size, plan.sequence_parallel
     evaluator = Evaluator(*of, self_conditioning=plan.self_conditioning, state=plan.state)
     config = _config(plan)
     evaluator.refuse(config)
     relief = Relief(plan.recomputed, plan.offloaded, plan.selected)
-    return evaluator, evaluator.cut_with(config, plan.partition, relief)
+    return evaluator, config, evaluator.cut_with(config, plan.partition, relief)
 
 
 def _other_costs(plan: PlanFile) -> Iterator[str]:

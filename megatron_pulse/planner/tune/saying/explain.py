@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_pulse.figures import in_ms
 from megatron_pulse.planner.tune.config import Config
 from megatron_pulse.planner.tune.costs import Unfit
 from megatron_pulse.planner.tune.evaluate import Outcome
@@ -37,7 +38,7 @@ def explain(found: Tuning) -> list[str]:
     mine = parts(best)
     lines = [
         f"why {best.config}:",
-        f"  of a step of {_ms(best.step_s)} the mean device computes {_share(mine.compute, best)}"
+        f"  of a step of {in_ms(best.step_s)} the mean device computes {_share(mine.compute, best)}"
         f" and waits {_share(mine.idle, best)}; gradients that nothing hides take "
         f"{_share(mine.reduction, best)}, the optimizer {_share(mine.optimizer, best)}",
     ]
@@ -123,10 +124,6 @@ def certainty(found: Tuning) -> list[str]:
         f"among the {found.num_simulated:,} simulated configs: the soonest{whole}",
         f"among all {found.num_configs:,} configs: {rest}",
     ]
-
-
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.4g} ms"
 
 
 def _share(seconds: float, outcome: Outcome) -> str:
