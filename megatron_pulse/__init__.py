@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from megatron_pulse.planner.partition.find import Goal as Goal
     from megatron_pulse.planner.partition.find import find_partition as find_partition
     from megatron_pulse.planner.schedule.solve import solve as solve
+    from megatron_pulse.planner.step.make import make_plan as make_plan
     from megatron_pulse.planner.step.plan import Plan as Plan
-    from megatron_pulse.planner.step.plan import make_plan as make_plan
     from megatron_pulse.profile.measuring.measure import measure as measure
     from megatron_pulse.profile.trained import choose_trained as choose_trained
     from megatron_pulse.runtime.pipeline import Pipeline as Pipeline
@@ -53,7 +53,8 @@ _NAMES = {
         "sequential",
     ),
     "megatron_pulse.planner.partition.find": ("Goal", "find_partition"),
-    "megatron_pulse.planner.step.plan": ("Plan", "make_plan"),
+    "megatron_pulse.planner.step.make": ("make_plan",),
+    "megatron_pulse.planner.step.plan": ("Plan",),
     "megatron_pulse.planner.schedule.solve": ("solve",),
     "megatron_pulse.runtime.pipeline": ("Pipeline",),
 }

@@ -9,7 +9,7 @@ from megatron_pulse.backbone.costs import weighted_costs
 from megatron_pulse.backbone.gradients import wanted_gradients
 from megatron_pulse.backbone.published import adopted, require_fit, to_published
 from megatron_pulse.planner.layout.placement import fold, sequential
-from megatron_pulse.planner.step.plan import make_plan
+from megatron_pulse.planner.step.make import make_plan
 from megatron_pulse.profile.parameters import count_parameters
 from model_specs.controlnet.chain import BRANCH
 from model_specs.controlnet.published import joined

@@ -35,7 +35,7 @@ from megatron_pulse.planner.schedule.problem import ScheduleProblem
 from megatron_pulse.planner.schedule.registry import SCHEDULES, make_schedule
 from megatron_pulse.planner.schedule.search.synthesize import synthesize
 from megatron_pulse.planner.step.communication import messages_of
-from megatron_pulse.planner.step.plan import make_plan
+from megatron_pulse.planner.step.make import make_plan
 from megatron_pulse.planner.tune.config import Choices, configs
 from tests.planner.chains import SDXL_UNET, chain
 from tests.planner.strategies import placements

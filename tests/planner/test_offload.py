@@ -19,8 +19,9 @@ from megatron_pulse.planner.schedule.operations import Operation, Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
 from megatron_pulse.planner.schedule.search.synthesize import synthesize
 from megatron_pulse.planner.schedule.solve import solve
+from megatron_pulse.planner.step.make import make_plan
 from megatron_pulse.planner.step.order import moments
-from megatron_pulse.planner.step.plan import PlanError, make_plan
+from megatron_pulse.planner.step.plan import PlanError
 from megatron_pulse.planner.step.replay import replay
 from tests.planner.strategies import problems
 from tests.toys import toy_backbone

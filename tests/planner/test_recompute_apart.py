@@ -21,7 +21,8 @@ from megatron_pulse.planner.schedule.problem import ScheduleProblem
 from megatron_pulse.planner.schedule.recompute import placed
 from megatron_pulse.planner.schedule.search.synthesize import synthesize
 from megatron_pulse.planner.schedule.solve import solve
-from megatron_pulse.planner.step.plan import PlanError, make_plan
+from megatron_pulse.planner.step.make import make_plan
+from megatron_pulse.planner.step.plan import PlanError
 from tests.planner.schedules import recomputed_anywhere
 from tests.planner.strategies import problems
 from tests.toys import toy_backbone

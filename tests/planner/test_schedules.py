@@ -25,7 +25,8 @@ from megatron_pulse.planner.schedule.classic.names import SPLIT
 from megatron_pulse.planner.schedule.classic.one_f_one_b import interleaved_1f1b, one_f_one_b
 from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
 from megatron_pulse.planner.schedule.registry import SCHEDULES, make_schedule, pick
-from megatron_pulse.planner.step.plan import Plan, PlanError, make_plan
+from megatron_pulse.planner.step.make import make_plan
+from megatron_pulse.planner.step.plan import Plan, PlanError
 from tests.planner.chains import chain
 from tests.planner.schedules import simulate
 from tests.planner.schedules import wave as synthesized

@@ -19,7 +19,8 @@ from megatron_pulse.backbone.costs import weighted_costs
 from megatron_pulse.planner.layout.embedders import EmbedderChoice
 from megatron_pulse.planner.layout.placement import Partition, make_placement
 from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
-from megatron_pulse.planner.step.plan import Plan, make_plan
+from megatron_pulse.planner.step.make import make_plan
+from megatron_pulse.planner.step.plan import Plan
 from megatron_pulse.profile.trained import choose_trained
 from megatron_pulse.runtime.called import Workload
 from megatron_pulse.runtime.measure.recorder import StepRecorder

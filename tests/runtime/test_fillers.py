@@ -14,7 +14,8 @@ from megatron_pulse.backbone.costs import weighted_costs
 from megatron_pulse.planner.layout.placement import make_placement
 from megatron_pulse.planner.schedule.operations import Filler, Kind, Operation, Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
-from megatron_pulse.planner.step.plan import Plan, make_plan
+from megatron_pulse.planner.step.make import make_plan
+from megatron_pulse.planner.step.plan import Plan
 from megatron_pulse.planner.step.program import Run
 from tests.planner.slices import fill
 from tests.ranks import RanksFailed, run_ranks

@@ -29,7 +29,8 @@ from megatron_pulse.planner.plan_file.check import parameter_faults
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.planner.schedule.files import from_json, to_json
 from megatron_pulse.planner.step.find_schedules import find_schedules
-from megatron_pulse.planner.step.plan import Plan, PlanError, is_file, make_plan
+from megatron_pulse.planner.step.make import make_plan
+from megatron_pulse.planner.step.plan import Plan, PlanError, is_file
 from megatron_pulse.profile.analytic import analyse
 from megatron_pulse.profile.devices import (
     ELEMENT_BYTES,
