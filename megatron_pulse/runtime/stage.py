@@ -18,6 +18,7 @@ from megatron_pulse.backbone.context import LayerContext
 from megatron_pulse.backbone.derived.nesting import Nest, container_of, register_parameters
 from megatron_pulse.backbone.returned import Kind, declared, misfit
 from megatron_pulse.backbone.shapes import tell_shape
+from megatron_pulse.backbone.shared import shared_inputs
 from megatron_pulse.planner.layout.crossing import SkipCarrier
 from megatron_pulse.planner.layout.routes import Routes, embedders_of
 from megatron_pulse.runtime.failures import PulseError
@@ -28,6 +29,7 @@ from megatron_pulse.runtime.parameters.weight_gradients import deferring
 from megatron_pulse.runtime.saved.again import Again
 from megatron_pulse.runtime.saved.away import Away
 from megatron_pulse.runtime.saved.selective import Selective
+from megatron_pulse.runtime.untouched import Untouched
 
 Tensors = dict[str, Tensor]
 
@@ -73,6 +75,8 @@ class Stage(Nest):
         self.replicas: Replicas | None = None
         self._embedders = [backbone.layers[i] for i in embedders_of(backbone, routes, stage)]
         self._replicated = routes.replicated
+        shared = shared_inputs(backbone)
+        self._shared = [shared[i] for i in layers]
         self._specs = [backbone.layers[i] for i in routes.partition.layers_of_stage(stage)]
         self._boundary_skips = {
             r.name: r.output_index
@@ -133,17 +137,19 @@ class Stage(Nest):
         conditioning = {**conditioning, **self._embed(conditioning, which)}
         expected = self._kinds(inputs, skips, which)
         how = self.recomputed, self.offloaded, self.selective
-        layers = zip(self._specs, self._chain, expected, *how, strict=True)
-        for spec, module, kinds, recomputed, offloaded, selective in layers:
+        layers = zip(self._specs, self._chain, expected, self._shared, *how, strict=True)
+        for spec, module, kinds, shared, recomputed, offloaded, selective in layers:
             if spec.name in self._replicated:
                 continue
             popped = {spec.own(name): _alias(skips.pop(name)) for name in spec.pops}
             used = {spec.own(name): self._use(name, conditioning[name]) for name in spec.uses}
             inputs = tuple(_alias(tensor) for tensor in inputs)
+            untouched = Untouched(spec, shared, inputs, popped, used)
             if recomputed and torch.is_grad_enabled():
                 given = inputs, popped, used
                 call = functools.partial(_run, spec.name, module, None, which, *given)
-                layer = Again(spec.name, call, functools.partial(_state, module, *given))
+                state = functools.partial(_state, module, *given)
+                layer = Again(spec.name, call, state, _generators(module))
                 results = layer.forward()
                 if again is not None:
                     again.append(layer)
@@ -155,6 +161,8 @@ class Stage(Nest):
                     saving = Selective(spec.name, module.parameters(), module.buffers()).saving()
                 with saving:
                     results = _run(spec.name, module, later, which, inputs, popped, used)
+            if fault := untouched.fault():
+                raise BackboneError(self._backbone_name, [f"{spec.name} {fault}"])
             results = self._returned(spec, module, inputs, results, kinds)
             inputs = results[: len(spec.outputs)]
             for name, tensor in zip(spec.provides, results[len(spec.outputs) :], strict=True):
@@ -283,6 +291,12 @@ def _state(
     }
 
 
+def _generators(module: nn.Module) -> list[torch.Generator]:
+    """What a layer has of its own to draw random numbers from."""
+    values = (value for part in module.modules() for value in vars(part).values())
+    return [value for value in values if isinstance(value, torch.Generator)]
+
+
 def _alias(tensor: Tensor) -> Tensor:
     """The same tensor behind an autograd node of its own, whose gradient is laid out in order.
 
@@ -293,9 +307,22 @@ def _alias(tensor: Tensor) -> Tensor:
     """
     if not tensor.requires_grad:
         return tensor
-    alias = tensor.view_as(tensor)
+    alias = _Own.apply(tensor) if tensor.is_leaf else tensor.view_as(tensor)
     alias.register_hook(in_order)
     return alias
+
+
+class _Own(torch.autograd.Function):
+    """The same tensor as a layer's result: where a stage begins it may be written into, as
+    elsewhere."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
 
 
 class _FanOut(torch.autograd.Function):

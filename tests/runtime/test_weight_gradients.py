@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -78,6 +79,14 @@ def thrice(given: Tensor, p: dict[str, Tensor]) -> Tensor:
     return given
 
 
+def changed_after_uses(given: Tensor, p: dict[str, Tensor]) -> Tensor:
+    """Where torch's result is a view, a sum of three gradients is associated otherwise."""
+    result = linear(given, p)
+    double, more = result * 2, result + given
+    result.sigmoid_()
+    return double.tanh() + more.sin() + result
+
+
 def first_with_data(given: Tensor, p: dict[str, Tensor]) -> Tensor:
     return linear(given.detach(), p) * linear(given, p)
 
@@ -135,6 +144,7 @@ WAYS: dict[str, Way] = {
     "bias that is data": way(lambda x, p: F.linear(x, p["w"], x[0, 0, :96].detach()), WIDE, "w"),
     "a view of a weight": way(lambda x, p: F.linear(x, p["w"].t(), p["b"]), SQUARE, ""),
     "result changed in place": way(lambda x, p: linear(x, p).relu_(), WIDE),
+    "changed in place after uses": way(changed_after_uses, SQUARE),
     "twice": way(twice(linear), WIDE),
     "thrice": way(thrice, SQUARE),
     "first with data": way(first_with_data, WIDE, ""),
@@ -385,6 +395,56 @@ def test_gradients_that_a_layer_asks_for_while_it_runs_are_not_its_weights() -> 
         found.append([x.grad, layer.linear.weight.grad, layer.linear.bias.grad])
     for whole, parts in zip(*found, strict=True):
         assert whole is not None and parts is not None and torch.equal(whole, parts)
+
+
+class _Unrolled(torch.autograd.Function):
+    """Whose backward asks for gradients of what ran in its forward, as implicit layers do."""
+
+    @staticmethod
+    def forward(ctx: Any, given: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+        with torch.enable_grad():
+            ctx.given = given.detach().requires_grad_()
+            ctx.result = function(ctx.given)
+        return ctx.result.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (found,) = torch.autograd.grad(ctx.result, ctx.given, gradient)
+        return found, None
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_gradients_that_a_backward_asks_for_are_not_its_weights(before: bool) -> None:
+    """Whether a weight waits of what ran before, or after."""
+    found = []
+    for split in (False, True):
+        torch.manual_seed(0)
+        own, other, later = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), Later()
+        x = torch.randn(3, WIDTH, requires_grad=True)
+        with deferring(later if split else None):
+            y = _Unrolled.apply(other(x) if before else x, lambda z, own=own: own(z).tanh())
+            y = y if before else other(y)
+        y.square().sum().backward()
+        assert later.parameters == (set(other.parameters()) if split else set())
+        later.compute()
+        assert own.weight.grad is None and own.bias.grad is None
+        found.append([x.grad, other.weight.grad, other.bias.grad])
+    for whole, parts in zip(*found, strict=True):
+        assert whole is not None and parts is not None and torch.equal(whole, parts)
+
+
+@pytest.mark.parametrize("name", ["linear", "megatron", "conv2d", "four dimensions"])
+def test_a_weight_that_is_written_into_before_its_backward_is_refused(name: str) -> None:
+    """As torch does where the backward is whole."""
+    way = WAYS[name]
+    for later in (None, Later()):
+        parameters = {k: nn.Parameter(torch.randn(shape)) for k, shape in way.parameters.items()}
+        with megatron_waits(), deferring(later):
+            result = way.call(torch.randn(way.given, requires_grad=True), dict(parameters))
+        with torch.no_grad():
+            parameters["w"].mul_(0.5)
+        with pytest.raises(RuntimeError if later is None else PulseError, match="inplace|written"):
+            result.sum().backward()
 
 
 def test_a_layer_that_adds_to_gradients_while_it_runs_is_refused() -> None:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import megatron_pulse as pulse
+from megatron_pulse.backbone.check import BackboneError
 from megatron_pulse.runtime.failures import PulseError
 from megatron_pulse.runtime.saved.again import Again
 from megatron_pulse.runtime.saved.away import LEAST_BYTES, Away
@@ -46,6 +47,14 @@ def _small(x: Tensor, w: Tensor) -> Tensor:
     return made.sum() * x
 
 
+def _together(x: Tensor, w: Tensor) -> Tensor:
+    """Writes of several at once, which modes of torch's do not see counted."""
+    made = x @ w
+    sine = made.sin()
+    torch._foreach_mul_([made], 2.0)
+    return sine + made
+
+
 def _allowed(x: Tensor, w: Tensor) -> Tensor:
     """What is written into was not saved, or what it saved is what was written."""
     made = (x @ w).add_(1)
@@ -57,7 +66,7 @@ def _later(x: Tensor, w: Tensor) -> Tensor:
     return torch.tanh(x @ w)
 
 
-FUNCTIONS = [_result, _input, _view, _small, _allowed, _later]
+FUNCTIONS = [_result, _input, _view, _small, _together, _allowed, _later]
 
 
 def gradient(function: Function, how: str) -> Tensor:
@@ -129,4 +138,62 @@ def test_a_run_names_the_layer(how: str) -> None:
     plan = pulse.make_plan(chain, costs, pulse.sequential(1), **{how: [1]})
     pipeline = pulse.Pipeline(plan, lambda y, batch: y.square().mean(), SIDE)
     with pytest.raises(PulseError, match=r"layer layers\.1: something that an operation saved"):
+        pipeline.step([{"noisy": torch.randn(SIDE, SIDE)}] * 2)
+
+
+class _Tanh(nn.Module):
+    """Saves not what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(SIDE, SIDE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.linear(torch.tanh(x))
+        return found
+
+
+class _AddsToSkip(_Tanh):
+    def forward(self, x: Tensor, skip: Tensor) -> Tensor:
+        skip += 1.0
+        return super().forward(x + skip)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_a_later_layer_that_writes_into_what_one_computed_again_was_given(split: bool) -> None:
+    chain = pulse.chain([_Tanh, _Tanh, _AddsToSkip], pulse.TensorSpec((SIDE,)), skips=[(0, 2)])
+    costs = pulse.weighted_costs(chain, [1.0] * 3)
+    schedule = "zb-h1" if split else "auto"
+    for recompute, refused in (([], False), ([0], False), ([1], True)):
+        plan = pulse.make_plan(chain, costs, pulse.sequential(1), schedule, recompute=recompute)
+        pipeline = pulse.Pipeline(plan, lambda y, batch: y.square().mean(), SIDE)
+        expected = pytest.raises(PulseError, match=r"layers\.1 ran, and then .* its input 0: its")
+        with expected if refused else nullcontext():
+            pipeline.step([{"noisy": torch.randn(SIDE, SIDE)}] * 2)
+
+
+class _WritesInput(_Tanh):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            x += 1.0
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(("skips", "refused"), [([(0, 2)], True), ([(1, 3)], False)])
+def test_what_a_layer_is_given_and_a_later_one_takes_is_not_written_into(
+    skips: list[tuple[int, int]], refused: bool
+) -> None:
+    """Beside a cut that one would have what was before, on one device what came after."""
+
+    class Pops(_Tanh):
+        def forward(self, x: Tensor, skip: Tensor) -> Tensor:
+            return super().forward(x + skip)
+
+    kinds = [_Tanh, _WritesInput, Pops if refused else _Tanh, _Tanh if refused else Pops]
+    chain = pulse.chain(kinds, pulse.TensorSpec((SIDE,)), skips=skips)
+    costs = pulse.weighted_costs(chain, [1.0] * 4)
+    plan = pulse.make_plan(chain, costs, pulse.sequential(1))
+    pipeline = pulse.Pipeline(plan, lambda y, batch: y.square().mean(), SIDE)
+    fault = "layers.1 writes into its input 0, the skip 0 to 2"
+    with pytest.raises(BackboneError, match=fault) if refused else nullcontext():
         pipeline.step([{"noisy": torch.randn(SIDE, SIDE)}] * 2)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_pulse.runtime.parameters.later import Later, alone
+from megatron_pulse.runtime.parameters.later import Later, alone, require_unwritten
 
 _PLAIN = ("stride", "padding", "dilation", "groups")
 _TRANSPOSED = ("stride", "padding", "output_padding", "groups", "dilation")
@@ -82,7 +82,7 @@ class _Convolution(torch.autograd.Function):
         ctx: Any, given: Tensor, held: tuple[_Call, nn.Parameter, Any], later: Later
     ) -> Tensor:
         call, weight, bias = ctx.held = held
-        ctx.later = later
+        ctx.later, ctx.version = later, weight._version
         ctx.save_for_backward(given)
         return call.result(given, weight, bias)
 
@@ -90,6 +90,7 @@ class _Convolution(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         (given,) = alone(ctx.saved_tensors)
         call, weight, bias = ctx.held
+        require_unwritten(weight, ctx.version)
         waits = bias is not None and bias.requires_grad
         sizes = None if bias is None else bias.shape
 

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron_pulse.runtime.failures import PulseError
+
 Gradients = Callable[[], tuple[Tensor, ...]]
 
 _TOGETHER_BYTES = 1 << 24
@@ -25,6 +27,7 @@ class Later:
         self._waits: dict[nn.Parameter, bool] = {}
         self._hooks: Any = None
         self._inside = False
+        self._pass: int | None = None
 
     def takes(self, given: Tensor, weight: Tensor) -> bool:
         """Whether the gradient of ``weight`` in a product with ``given`` waits.
@@ -48,9 +51,14 @@ class Later:
         self._waits.update(dict.fromkeys(parameters, False))
 
     def add(self, parameters: tuple[nn.Parameter, ...], gradients: Gradients) -> None:
-        """``gradients()`` will give those of ``parameters``; a layer that asks for gradients while
-        it runs (``torch.autograd.grad``) asks for none of these."""
-        if not self._inside:
+        """``gradients()`` will give those of ``parameters``. A layer that asks for gradients while
+        it runs (``torch.autograd.grad``), or in a backward of its own, asks for none of these."""
+        if self._inside:
+            return
+        number = torch._C._current_graph_task_id()
+        if self._pass is None or number < self._pass:
+            self._pass, self._work = number, []  # what came before was of a pass within this one
+        if number == self._pass:
             self._work.append((parameters, gradients))
 
     @property
@@ -63,6 +71,7 @@ class Later:
 
         What a parameter gets from several uses is summed first, in the order of that pass.
         """
+        self._pass = None
         self._work.reverse()
         sums = _Sums(Counter(id(p) for parameters, _ in self._work for p in parameters))
         while self._work:
@@ -135,6 +144,16 @@ class _Giving(torch.autograd.Function):
         given = (None, *gradients)
         gradients.clear()
         return given
+
+
+def require_unwritten(weight: Tensor, version: int) -> None:
+    """Raises PulseError where ``weight`` is not what it was, as torch does where it saves one."""
+    if weight._version != version:
+        raise PulseError(
+            f"a weight of shape {tuple(weight.shape)} was written into after an operation used it "
+            "and before its backward pass (torch refuses that in whole backward passes, too): give "
+            "the operation a copy (weight.clone())"
+        )
 
 
 def alone(saved: Iterable[Any]) -> tuple[Any, ...]:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_pulse.runtime.parameters.later import Later, alone
+from megatron_pulse.runtime.parameters.later import Later, alone, require_unwritten
 
 
 class LinearMap(NamedTuple):
@@ -42,7 +42,8 @@ def put_off_linear(
     ):
         return None
     result: Tensor = _Linear.apply(given, (kind, weight, bias), later)
-    return result
+    # A view of its rows where torch's is one: what is written into it has its gradients added so.
+    return result.view(*given.shape[:-1], -1) if result.dim() < given.dim() else result
 
 
 class _Linear(torch.autograd.Function):
@@ -54,14 +55,17 @@ class _Linear(torch.autograd.Function):
         ctx: Any, given: Tensor, held: tuple[LinearMap, nn.Parameter, Any], later: Later
     ) -> Tensor:
         kind, weight, bias = ctx.held = held
-        ctx.later = later
+        ctx.later, ctx.version = later, weight._version
         ctx.save_for_backward(given)
-        return kind.result(given, weight, bias).detach()  # it may be a view, and changed in place
+        result = kind.result(given, weight, bias)
+        return result.flatten(0, -2).detach() if result._is_view() else result
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         (given,) = alone(ctx.saved_tensors)
         kind, weight, bias = ctx.held
+        require_unwritten(weight, ctx.version)
+        gradient = gradient.reshape(*given.shape[:-1], weight.shape[0])
         waits = bias is not None and bias.requires_grad
 
         def weight_gradients() -> tuple[Tensor, ...]:

@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 
 from megatron_pulse.runtime.failures import PulseError
 from megatron_pulse.runtime.parameters.convolutions import CONVOLUTIONS, put_off_convolution
-from megatron_pulse.runtime.parameters.later import Later, alone
+from megatron_pulse.runtime.parameters.later import Later, alone, require_unwritten
 from megatron_pulse.runtime.parameters.linear_maps import TORCH, put_off_linear
 
 _OPERATIONS = frozenset({F.linear, *CONVOLUTIONS})
@@ -106,7 +106,7 @@ class _Node(torch.autograd.Function):
     def forward(
         ctx: Any, split: SplitCall, later: Later, given: Tensor, bias: Tensor | None, anchor: Any
     ) -> Tensor:
-        ctx.split, ctx.later = split, later
+        ctx.split, ctx.later, ctx.version = split, later, split.weight._version
         ctx.set_materialize_grads(False)
         result, saved = split.run(given, bias)
         ctx.save_for_backward(*saved)
@@ -117,6 +117,8 @@ class _Node(torch.autograd.Function):
         if gradient is None:
             return (None,) * 5
         split, saved = ctx.split, alone(ctx.saved_tensors)
+        if ctx.needs_input_grad[2]:
+            require_unwritten(split.weight, ctx.version)
         ctx.later.add(split.parameters, lambda: split.weight_gradients(saved, gradient))
         return (None, None, *split.input_gradients(saved, gradient), None)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
@@ -18,10 +18,10 @@ from megatron_pulse.runtime.saved.written import Watched, written
 class Again:
     """One layer on one microbatch, of which only what it takes is kept.
 
-    ``layer`` computes it, and must come to the same whenever it is called: it draws nothing at
-    random, and writes into none of the tensors that ``state`` names, or PulseError is raised, and
-    later, where it writes into what it has saved and a backward wants that. What its operations
-    save is dropped, and numbered::
+    ``layer`` computes it, and must come to the same whenever it is called. It draws nothing at
+    random, of torch's own generators and ``generators``, and neither it nor a later one writes into
+    the tensors that ``state`` names, or PulseError is raised; and where something was written into
+    that it has saved and a backward wants. What its operations save is dropped, and numbered::
 
         forward()    layer ----> 0, 1, 2, ...                       numbers in autograd's graph
         compute()    layer ----> saved tensors 0, 1, 2, ...         once more; ends with the last
@@ -32,51 +32,58 @@ class Again:
     """
 
     def __init__(
-        self, name: str, layer: Callable[[], Any], state: Callable[[], Mapping[str, Tensor]]
+        self,
+        name: str,
+        layer: Callable[[], Any],
+        state: Callable[[], Mapping[str, Tensor]],
+        generators: Sequence[torch.Generator] = (),
     ) -> None:
         self._name, self._layer, self._state = name, layer, state
+        self._generators = generators
+        self._before: dict[str, tuple[Tensor, int]] = {}
         self._saved: list[tuple[torch.Size, torch.dtype]] = []
         self._watched: list[Watched] = []
         self._found: dict[int, Tensor] | None = None
+        self._running = False
         self._within: tuple[Callable[[], AbstractContextManager[Any]], ...] = ()
 
     def forward(self) -> Any:
         """What the layer returns."""
         self._within = tuple(_autocasts())
-        before = {what: (one, one._version) for what, one in self._state().items()}
-        drawn = list(_drawn())
-        with saved_tensors_hooks(self._number, self._take):
-            results = self._layer()
+        self._before = {what: (one, one._version) for what, one in self._state().items()}
+        drawn = list(_drawn(self._generators))
+        self._running = True
+        try:
+            with saved_tensors_hooks(self._number, self._take):
+                results = self._layer()
+        finally:
+            self._running = False
         for each in self._watched:
             each.settle()
-        now = self._state()
-        unlike = [
-            f"writes into {what}"
-            for what, (one, version) in before.items()
-            if one._version != version or now.get(what) is not one
-        ]
-        if not all(map(torch.equal, drawn, _drawn())):
+        unlike = [f"writes into {what}" for what in self._written()]
+        if not all(map(torch.equal, drawn, _drawn(self._generators))):
             unlike.append("draws random numbers")
         if unlike:
-            raise PulseError(
-                f"layer {self._name} {' and '.join(unlike)} while it runs, and would do it again: "
-                "its activations cannot be computed again (leave it out of --pulse-recompute, or "
-                "make the plan with --no-recompute)"
-            )
+            raise self._refused(f"{' and '.join(unlike)} while it runs, and would do it again")
         return results
 
     def compute(self) -> None:
         """Have all that was saved; nothing where it is there."""
         if self._found is not None:
             return
+        if since := list(self._written()):
+            raise self._refused(f"ran, and then somebody wrote into {' and '.join(since)}")
         found: dict[int, Tensor] = {}
 
         def keep(tensor: Tensor) -> int:
             number = len(found)
+            if number >= len(self._saved):
+                return number  # of a layer that goes on where it was to end
             if self._saved[number] != (tensor.shape, tensor.dtype):
-                raise PulseError(
-                    f"what is computed again differs: {tuple(tensor.shape)} {tensor.dtype} instead "
-                    f"of {tuple(self._saved[number][0])} {self._saved[number][1]}"
+                shape, dtype = self._saved[number]
+                raise self._refused(
+                    f"saved {tuple(tensor.shape)} {tensor.dtype} when it ran again, "
+                    f"{tuple(shape)} {dtype} before"
                 )
             found[number] = tensor.detach()
             if len(found) == len(self._saved):
@@ -87,18 +94,25 @@ class Again:
             for make_context in self._within:
                 stack.enter_context(make_context())
             stack.enter_context(torch.enable_grad())
-            stack.enter_context(saved_tensors_hooks(keep, _never))
+            stack.enter_context(saved_tensors_hooks(keep, self._never))
             try:
                 if self._saved:
                     self._layer()
             except _Enough:
                 pass
         if len(found) < len(self._saved):
-            raise PulseError(
-                f"a layer that is computed again saves {len(found)} tensors, it saved "
-                f"{len(self._saved)} before"
+            raise self._refused(
+                f"saved {len(found)} tensors when it ran again, {len(self._saved)} before"
             )
         self._found = found
+        self._before.clear()
+
+    def _written(self) -> Iterator[str]:
+        """What of the layer's state is not what it was when the layer began."""
+        now = self._state()
+        for what, (one, version) in self._before.items():
+            if one._version != version or now.get(what) is not one:
+                yield what
 
     def _number(self, tensor: Tensor) -> int:
         self._saved.append((tensor.shape, tensor.dtype))
@@ -108,24 +122,36 @@ class Again:
     def _take(self, number: int) -> Tensor:
         if self._watched[number].is_written:
             raise written(self._name)
+        if self._running:
+            raise self._asked()
         self.compute()
         assert self._found is not None
         if number not in self._found:
-            raise PulseError("a backward pass takes what it saved twice: it is there once")
+            raise self._refused("has a backward pass that takes what it saved twice")
         return self._found.pop(number)
 
+    def _never(self, number: int) -> Tensor:
+        raise self._asked()
 
-class _Enough(Exception):
-    """All that was saved is there."""
+    def _asked(self) -> PulseError:
+        return self._refused("asks for gradients while it runs")
+
+    def _refused(self, why: str) -> PulseError:
+        return PulseError(
+            f"layer {self._name} {why}: its activations cannot be computed again (leave it out of "
+            "--pulse-recompute, or make the plan with --no-recompute)"
+        )
 
 
-def _never(number: int) -> Tensor:
-    raise AssertionError(f"nobody goes back through what is computed again ({number})")
+class _Enough(BaseException):
+    """All that was saved is there; no layer that goes on after an Exception catches it."""
 
 
-def _drawn() -> Iterator[Tensor]:
-    """What tells whether random numbers were drawn since: of the CPU and of the current GPU."""
+def _drawn(generators: Sequence[torch.Generator]) -> Iterator[Tensor]:
+    """What tells whether random numbers were drawn since: of the CPU, of these, and of the current
+    GPU."""
     yield torch.get_rng_state()
+    yield from (generator.get_state() for generator in generators)
     if torch.cuda.is_initialized():
         generator = torch.cuda.default_generators[torch.cuda.current_device()]
         yield torch.tensor(generator.get_offset())

@@ -168,13 +168,12 @@ class Away:
             torch.cuda.current_stream(self._streams.out.device).wait_event(event)
 
     def _note(self, layer: str, tensor: Tensor) -> _Stays | _View:
-        storage = tensor.untyped_storage()
         if (
             self._left
+            or (storage := _storage_of(tensor)) is None
             or storage.nbytes() < LEAST_BYTES
             or storage.data_ptr() in self._kept
             or (self._streams is not None and tensor.device != self._streams.out.device)
-            or tensor.layout is not torch.strided
         ):
             return _Stays(layer, tensor, tensor._version)
         number = self._numbers.setdefault(storage.data_ptr(), len(self._moved))
@@ -204,6 +203,18 @@ class Away:
 def storages(tensors: Iterable[Tensor]) -> set[int]:
     """What tells the storages of tensors from others."""
     return {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
+
+def _storage_of(tensor: Tensor) -> UntypedStorage | None:
+    """Where its numbers are; None for one that is sparse, jagged, or zeros that nobody wrote."""
+    if tensor.layout is not torch.strided:
+        return None
+    try:
+        storage = tensor.untyped_storage()
+        storage.data_ptr()
+    except RuntimeError:
+        return None
+    return storage
 
 
 def _copying(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:

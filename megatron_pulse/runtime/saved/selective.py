@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import increment_version, saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -160,7 +160,9 @@ class _Followed(TorchDispatchMode):
             given |= kwargs
             for argument in func._schema.arguments:
                 if argument.alias_info is not None and argument.alias_info.is_write:
-                    self._write(_tensors(given.get(argument.name)))
+                    self._write(changed := list(_tensors(given.get(argument.name))))
+                    if func.__name__.startswith("_foreach"):  # where modes look, it counts none
+                        increment_version(changed)
         return result
 
     def made_of(self, tensor: Tensor) -> _Made | None:
