@@ -1,8 +1,18 @@
-"""``python -m megatron_pulse.cli``: the same as ``pulse``."""
+"""``pulse``, and ``python -m megatron_pulse.cli``."""
 
 import sys
 
-from megatron_pulse.cli.main import main
+
+def start() -> int:
+    """Run one command; an interrupt is one, too, while what it needs is imported."""
+    try:
+        from megatron_pulse.cli.main import main
+
+        return main()
+    except KeyboardInterrupt:
+        print("\npulse: interrupted", file=sys.stderr)
+        return 130
+
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(start())

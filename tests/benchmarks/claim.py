@@ -30,6 +30,7 @@ from typing import Any
 from megatron_pulse.files import replacing
 from megatron_pulse.planner.tune.evaluate import Outcome
 from model_specs import available
+from tests.benchmarks.arguments import count, positive, positives
 from tests.benchmarks.capped import capped, pipeline_sizes, way
 from tests.benchmarks.cell import run_cell
 from tests.benchmarks.contestant import Contestant, Engine, Refused
@@ -255,19 +256,21 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     def names(text: str) -> list[str]:
         return [part for part in text.split(",") if part]
 
-    def numbers(text: str) -> list[float]:
-        return list(map(float, names(text)))
-
     add = parser.add_argument
     add("--backbones", type=names, help="of pulse backbones (default: the five of the table)")
-    add("--rates", type=numbers, help="GB/s of a real V100's link (default: 10,2.5,1.25)")
-    add("--repetitions", type=int, help="of every contestant in a cell (default: 5)")
-    add("--ranks", type=int, default=4, help="pipeline devices P")
-    add("--microbatches", type=int, help="of a step (default: 4P for SD v2, 2P for others)")
-    add("--batches", type=int, nargs="+", default=[1], help="times the usual global batch")
-    add("--memory-gb", type=float, help="of every device: what does not fit 0.9 of it is refused")
-    add("--ranks-per-node", type=int, default=1, help="those on a node reach each other without")
-    add("--model-seconds", type=float, default=MODEL_S, help="the model on a microbatch, emulated")
+    add("--rates", type=positives, help="GB/s of a real V100's link (default: 10,2.5,1.25)")
+    add("--repetitions", type=count, help="of every contestant in a cell (default: 5)")
+    add("--ranks", type=count, default=4, help="pipeline devices P")
+    add("--microbatches", type=count, help="of a step (default: 4P for SD v2, 2P for others)")
+    add("--batches", type=count, nargs="+", default=[1], help="times the usual global batch")
+    add("--memory-gb", type=positive, help="of a device: what does not fit 0.9 of it is refused")
+    add("--ranks-per-node", type=count, default=1, help="those on a node reach each other without")
+    add(
+        "--model-seconds",
+        type=positive,
+        default=MODEL_S,
+        help="a microbatch, emulated",
+    )
     add("--solver-seconds", type=float, help=f"for each ILP (default: {SOLVER_S:g}); 0: none")
     add("--only", type=names, default=[], help="the pick, and whose name has one of these words")
     add(
@@ -301,14 +304,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     faults = [f"no backbone is called {name!r}: see pulse backbones" for name in unknown]
     if args.ranks % args.ranks_per_node:
         faults.append(f"{args.ranks} ranks do not divide into nodes of {args.ranks_per_node}")
-    if not args.rates or min(args.rates) <= 0 or args.repetitions < 1:
-        faults.append("rates and repetitions must be positive")
-    if min(args.batches) < 1:
-        faults.append("batches must be 1 or more times the usual one")
+    if not 0 <= args.solver_seconds < math.inf:
+        faults.append(f"--solver-seconds {args.solver_seconds:g} is no number from 0 on")
     if not args.within >= 1:
-        faults.append("--within must be 1 or more times the soonest prediction")
-    if args.memory_gb is not None and not 0 < args.memory_gb < math.inf:
-        faults.append("memory must be positive")
+        faults.append(f"--within {args.within:g} is less than the soonest prediction, which is 1")
     if faults:
         parser.error("; ".join(faults))
     return args

@@ -21,6 +21,7 @@ from megatron_pulse.planner.tune.config import Choices
 from megatron_pulse.planner.tune.evaluate import Evaluator
 from megatron_pulse.profile.profile import Profile
 from megatron_pulse.profile.table import read_table
+from tests.benchmarks.arguments import count, positive, positives, some_of
 from tests.benchmarks.decide import decide
 from tests.benchmarks.emulation import BACKBONES, V100, more_sizes, real_profile, setup_of
 
@@ -85,11 +86,17 @@ class Place:
         for _ in range(MOST_SEARCHES):
             assert rate is not None
             throughput, pick = self.picked(rate)
+            if not throughput:
+                return None, pick
             met = self.meets(throughput)
             if met is None or met <= NEAR * rate:
                 return met, pick
             rate = met
         return rate, pick
+
+
+def _rate(throughput: float) -> str:
+    return f"{throughput:.3g}" if throughput else "does not fit"
 
 
 def chains(args: argparse.Namespace) -> Iterator[tuple[str, Profile, int]]:
@@ -109,16 +116,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--backbones", type=lambda t: t.split(","), default=list(BACKBONES))
-    parser.add_argument("--table", type=Path, help="of layers, instead of backbones")
-    parser.add_argument("--samples", type=int, default=8, help="of a table's step, usually")
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--memory-gb", type=float, default=32.0, help="of a device")
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4], help="times the usual")
-    parser.add_argument("--rates", type=lambda t: [*map(float, t.split(","))], default=[10.0, 2.5])
-    parser.add_argument("--seconds", type=float, default=20.0, help="for each search")
-    parser.add_argument("--json", type=Path, help="write rows here")
+    add = parser.add_argument
+    known = ", ".join(BACKBONES)
+    add("--backbones", type=some_of(BACKBONES), default=list(BACKBONES), help=f"of {known}")
+    add("--table", type=Path, help="of layers, instead of backbones")
+    add("--samples", type=count, default=8, help="of a table's step, usually (default: 8)")
+    add("--ranks", type=count, default=4, help="devices (default: 4)")
+    add("--memory-gb", type=positive, default=32.0, help="of a device (default: 32)")
+    add("--batches", type=count, nargs="+", default=[1, 4], help="times the usual (default: 1 4)")
+    add("--rates", type=positives, default=[10.0, 2.5], help="GB/s (default: 10,2.5)")
+    add("--seconds", type=positive, default=20.0, help="of processor time a search (default: 20)")
+    add("--json", type=Path, help="write rows here")
     args = parser.parse_args()
+    if args.table is not None and not args.table.is_file():
+        parser.error(f"--table {args.table}: there is no such file")
     rows = []
     at = " | ".join(f"{rate:g} GB/s: pick, FSDP2" for rate in args.rates)
     print(f"| backbone | samples | crossover, GB/s | the pick there | {at} |")
@@ -129,7 +140,7 @@ def main() -> None:
             place = Place(profile, args.ranks, args.memory_gb, samples, args.seconds)
             met, pick = place.crossover()
             both = {rate: (place.picked(rate)[0], place.sharded(rate)) for rate in args.rates}
-            told = " | ".join(f"{own:.3g}, {other:.3g}" for own, other in both.values())
+            told = " | ".join(", ".join(map(_rate, pair)) for pair in both.values())
             where = "none" if met is None else f"{met:.3g}"
             print(f"| {name} | {samples} | {where} | {pick} | {told} |", flush=True)
             rows.append(

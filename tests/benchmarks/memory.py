@@ -23,6 +23,7 @@ from megatron_pulse.profile.analytic import analyse
 from megatron_pulse.profile.profile import Profile
 from megatron_pulse.profile.table import read_table
 from megatron_pulse.runtime.measure.running import RUNNING
+from tests.benchmarks.arguments import positive, positives, some_of
 from tests.benchmarks.decide import decide
 from tests.benchmarks.emulation import V100, real_backbone
 
@@ -109,12 +110,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--backbones", type=lambda t: t.split(","), default=list(CASES))
-    parser.add_argument("--table", type=Path, help="of layers, instead of backbones")
-    parser.add_argument("--gb", type=lambda t: tuple(map(float, t.split(","))), help="of a device")
-    parser.add_argument("--seconds", type=float, default=20.0, help="for each search")
-    parser.add_argument("--json", type=Path, help="write rows here")
+    add = parser.add_argument
+    add("--backbones", type=some_of(CASES), default=list(CASES), help=f"of {', '.join(CASES)}")
+    add("--table", type=Path, help="of layers, instead of backbones")
+    add(
+        "--gb",
+        type=positives,
+        help="of a device (default: each one's own; a table's 48,80)",
+    )
+    add("--seconds", type=positive, default=20.0, help="of processor time a search (default: 20)")
+    add("--json", type=Path, help="write rows here")
     args = parser.parse_args()
+    if args.table is not None and not args.table.is_file():
+        parser.error(f"--table {args.table}: there is no such file")
     rows = []
     print(
         "| backbone | GB/s | GB | "

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_pulse.cli import page
 from megatron_pulse.cli.output import draw, table
-from megatron_pulse.figures import in_ms
+from megatron_pulse.figures import in_mb, in_ms
 from megatron_pulse.planner.draw.lanes import sent, waited
 from megatron_pulse.planner.draw.looks import NAMES
 from megatron_pulse.planner.draw.schedule import Panel, draw_schedule
@@ -170,7 +170,7 @@ def words(compared: Compared) -> list[str]:
     if abs(sent_extra) > 0.01 * max(compared.measured_bytes, compared.predicted_bytes):
         more = sent_extra > 0
         lines.append(
-            f"{abs(sent_extra) / 1e6:.3g} MB {'more' if more else 'less'} were sent than predicted"
+            f"{in_mb(abs(sent_extra))} {'more' if more else 'less'} were sent than predicted"
             + "; conditioning, replicated embedders and what encoders make are not predicted" * more
         )
     return lines

@@ -9,7 +9,7 @@ from typing import Any
 from megatron_pulse.backbone.costs import ChainCosts
 from megatron_pulse.backbone.named import name_of
 from megatron_pulse.cli.output import ends, table
-from megatron_pulse.figures import in_ms
+from megatron_pulse.figures import in_mb, in_ms
 from megatron_pulse.planner.layout.layouts import Layout
 from megatron_pulse.planner.partition.best import BestPartition
 from megatron_pulse.planner.partition.find import PartitionError
@@ -49,7 +49,7 @@ class PartitionReport:
             f"{self.name}: {self.found.layout} on P = {placement.num_devices}, balance "
             f"{found.balance:.2f}",
             f"{self.profile.device}, {self.profile.dtype}, microbatch of {self.micro_batch_size}: "
-            f"largest load {in_ms(max(found.load_s), 3)}; moves {moved.total / 1e6:.3g} MB "
+            f"largest load {in_ms(max(found.load_s), 3)}; moves {in_mb(moved.total)} "
             f"(boundaries {moved.boundary / 1e6:.3g}, skips {moved.skip / 1e6:.3g})",
         )
 

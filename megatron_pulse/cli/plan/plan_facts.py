@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_pulse.cli.output import table
-from megatron_pulse.figures import in_ms
+from megatron_pulse.figures import in_mb, in_ms
 from megatron_pulse.planner.fill.fillers import FilledSchedule
 from megatron_pulse.planner.partition.memory import host_bytes_per_parameter
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
@@ -37,8 +37,8 @@ def predicted(plan: PlanFile) -> list[tuple[str, str]]:
         *_for_optimizer(plan),
         (
             "sent",
-            f"{p['pipeline_bytes_per_sample'] / 1e6:.3g} MB a sample in the pipeline, "
-            f"{p['data_bytes_per_sample'] / 1e6:.3g} MB for the gradients' reduction",
+            f"{in_mb(p['pipeline_bytes_per_sample'])} a sample in the pipeline, "
+            f"{in_mb(p['data_bytes_per_sample'])} for the gradients' reduction",
         ),
     ]
 
@@ -53,9 +53,14 @@ def _for_optimizer(plan: PlanFile) -> list[tuple[str, str]]:
         sum(trained[i] for s in held for i in stages.layers_of_stage(s))
         for held in map(stages.placement.stages_of_device, range(plan.pipeline))
     )
+    per_node = int(plan.provenance["cluster"].get("devices_per_node", 1))
     num_bytes = most * host_bytes_per_parameter(plan.dtype, plan.data, plan.state)
     return [
-        ("optimizer", f"at most {num_bytes / 1e9:.3g} GB of its node's memory for a device's share")
+        (
+            "optimizer",
+            f"at most {num_bytes / 1e9:.3g} GB of its node's memory for a device's share, "
+            f"{per_node * num_bytes / 1e9:.3g} GB for the {per_node} of a node",
+        )
     ]
 
 

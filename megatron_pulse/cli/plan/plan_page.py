@@ -20,6 +20,7 @@ from megatron_pulse.planner.partition.evaluate import evaluate
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.planner.schedule.check.validate import held_most
 from megatron_pulse.planner.step.replay import Replay
+from megatron_pulse.planner.tune.plans.recompute import fullest_stepping
 
 
 def write_page(plan: PlanFile, replayed: Replay, path: Path, at: Path) -> str:
@@ -50,7 +51,7 @@ def _page(plan: PlanFile, replayed: Replay, path: Path, timeline: str) -> str:
         "<h2>Partition</h2>" + page.picture(_partition(plan)),
         "<h2>One step of a pipeline</h2>" + page.picture(timeline),
         "<h2>Devices</h2>"
-        + page.table(plan_text.DEVICE_COLUMNS, plan_text.devices(plan, replayed), left=(1, 7)),
+        + page.table(plan_text.DEVICE_COLUMNS, plan_text.devices(plan, replayed), left=(1, 7, 8)),
         "<h2>Memory</h2>" + _memory(plan),
         "<h2>Layers</h2>"
         + page.table(plan_text.LAYER_COLUMNS, plan_text.layers(plan), left=(1, 9)),
@@ -72,23 +73,25 @@ def _partition(plan: PlanFile) -> str:
 
 
 def _memory(plan: PlanFile) -> str:
-    """A bar for each device: activations, and what else it holds, of what is usable."""
+    """A bar for each device, of what is usable: activations, and what else it holds, or what it
+    holds while the optimizer works where that is more."""
     held = plan.predicted["memory_bytes"]
     cluster = plan.provenance["cluster"]
     limit = 1e9 * cluster.get("memory_gb", 0) * cluster.get("usable_memory", 1.0)
     whole = max(limit, *held) if max(held) > limit / 5 else max(held)
     rows = []
-    peaks = held_most(plan.problem, plan.schedule)
+    peaks, stepping = held_most(plan.problem, plan.schedule), fullest_stepping(plan)
     for device, (size, peak) in enumerate(zip(held, peaks, strict=True)):
-        rest = max(0.0, size - peak)
+        shown = 0.0 if device in stepping else peak
+        rest = max(0.0, size - shown)
         bars = "".join(
             f'<span class="bar {look}" style="width: {100 * part / whole:.2f}%"></span>'
-            for look, part in (("solid", rest), ("hatched", peak))
+            for look, part in (("solid", rest), ("hatched", shown))
         )
         rows.append(
             f'<tr><td>device {device}</td><td><span class="track">{bars}</span></td>'
-            f"<td>{size / 1e9:.3g} GB</td><td>{rest / 1e9:.3g} GB</td><td>{peak / 1e9:.3g} GB</td>"
-            "</tr>"
+            f"<td>{size / 1e9:.3g} GB</td><td>{rest / 1e9:.3g} GB</td><td>{shown / 1e9:.3g} GB</td>"
+            f"<td>{'the optimizer works' if device in stepping else 'it computes'}</td></tr>"
         )
     note = f"a full bar is {whole / 1e9:.3g} GB; {limit / 1e9:.4g} GB are usable"
     key = '<span class="bar {}" style="width: 24px"></span> {}'
@@ -99,7 +102,8 @@ def _memory(plan: PlanFile) -> str:
             ("hatched", "activations"),
         )
     )
-    head = "<tr><th></th><th></th><th>in all</th><th>held</th><th>activations</th></tr>"
+    names = ("", "", "in all", "held", "activations", "fullest while")
+    head = f"<tr>{''.join(f'<th>{name}</th>' for name in names)}</tr>"
     return f'<div class="wide"><table>{head}{"".join(rows)}</table></div><p>{looks}; {note}</p>'
 
 

@@ -22,7 +22,7 @@ from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.planner.schedule.check.simulate import Timeline, grid
 from megatron_pulse.planner.schedule.check.validate import held_most
 from megatron_pulse.planner.step.replay import Replay
-from megatron_pulse.planner.tune.plans.recompute import layer_costs
+from megatron_pulse.planner.tune.plans.recompute import fullest_stepping, layer_costs
 from megatron_pulse.profile.memory_format import format_of
 
 GRID_WIDTH = 180
@@ -171,14 +171,17 @@ def ranks_of(plan: PlanFile, device: int) -> list[int]:
 NO_AVERAGES = "--pulse-ema-decay 0"
 """What a run is given whose plan has no memory for averages of the weights."""
 
-DEVICE_COLUMNS = ("device", "ranks", "busy", "idle", "sends", "activations", "memory", "stages")
+DEVICE_COLUMNS = (
+    *("device", "ranks", "busy", "idle", "sends", "activations", "memory", "fullest while"),
+    "stages",
+)
 
 
 def devices(plan: PlanFile, replayed: Replay) -> list[tuple[str, ...]]:
     """A row of ``DEVICE_COLUMNS`` for each device; stages with the layers that they hold."""
     line, partition = replayed.timeline, plan.partition
     names = [name for stage in plan.stages for name in stage]
-    peaks = held_most(plan.problem, plan.schedule)
+    peaks, stepping = held_most(plan.problem, plan.schedule), fullest_stepping(plan)
     rows: list[tuple[str, ...]] = []
     for device in range(plan.pipeline):
         held = []
@@ -193,6 +196,7 @@ def devices(plan: PlanFile, replayed: Replay) -> list[tuple[str, ...]]:
                 in_ms(replayed.sending_s[device], 3),
                 f"{peaks[device] / 1e9:.3g} GB",
                 f"{plan.predicted['memory_bytes'][device] / 1e9:.3g} GB",
+                "the optimizer works" if device in stepping else "it computes",
                 "; ".join(held),
             )
         )

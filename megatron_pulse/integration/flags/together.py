@@ -92,7 +92,7 @@ def _check_needs(line: CommandLine) -> Iterator[str]:
     for name in line.given:
         for needed, flags in _section("needs"):
             one = needed.split(" or ")
-            if name in flags.split() and not any(_is_set(line.args, flag) for flag in one):
+            if name in flags.split() and not any(_is_set(line, flag) for flag in one):
                 yield f"{name} was given without {needed}"
     if "--sequence-parallel" in line.given and line.args.tensor_model_parallel_size == 1:
         yield "--sequence-parallel was given without --tensor-model-parallel-size 2 or more"
@@ -112,10 +112,13 @@ def _check_constant_rate(line: CommandLine) -> Iterator[str]:
             yield f"{name} was given without --lr-decay-style: the rate is constant by default"
 
 
-def _is_set(args: argparse.Namespace, flag: str) -> bool:
+def _is_set(line: CommandLine, flag: str) -> bool:
+    """Whether it is, or was given: a plan that says otherwise is said elsewhere."""
     name, _, value = flag.partition(" ")
-    held = getattr(args, name[2:].replace("-", "_"))
-    return str(held) == value if value else bool(held)
+    held = getattr(line.args, name[2:].replace("-", "_"))
+    if value:
+        return str(held) == value
+    return bool(held) or (held is False and flag in line.given)
 
 
 def _check_numbers(args: argparse.Namespace) -> Iterator[str]:

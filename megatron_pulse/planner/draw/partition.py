@@ -11,7 +11,7 @@ import itertools
 from xml.etree import ElementTree
 
 from megatron_pulse.backbone.costs import ChainCosts
-from megatron_pulse.figures import in_ms
+from megatron_pulse.figures import in_mb, in_ms
 from megatron_pulse.planner.layout.placement import Partition
 from megatron_pulse.planner.partition.evaluate import Evaluation
 
@@ -100,7 +100,7 @@ class _Drawing:
             y1, y2 = (self._bar_top(d) + _BAR / 2 for d in (one, other))
             size = self.costs.boundary_bytes[cuts[stage]]
             line = self._add("line", x1=x, y1=y1, x2=x, y2=y2, **_CHAIN_LINE)
-            self._hint(line, f"stage {stage - 1} to {stage}: {size / 1e6:.3g} MB each way")
+            self._hint(line, f"stage {stage - 1} to {stage}: {in_mb(size)} each way")
 
     def _units(self) -> None:
         for i, name in enumerate(self.costs.names):
@@ -143,7 +143,7 @@ class _Drawing:
             self._hint(
                 arc,
                 f"{self.costs.names[skip.source]} to {self.costs.names[skip.destination]}: "
-                f"{skip.num_bytes / 1e6:.3g} MB, "
+                f"{in_mb(skip.num_bytes)}, "
                 + (f"device {one} to {other}" if travels else f"stays on device {one}"),
             )
 

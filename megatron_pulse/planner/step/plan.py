@@ -16,6 +16,7 @@ from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.gradients import wanted_gradients
 from megatron_pulse.backbone.named import tell_layers
 from megatron_pulse.faults import told
+from megatron_pulse.figures import counted, in_mb
 from megatron_pulse.planner.layout.embedders import EmbedderChoice
 from megatron_pulse.planner.layout.placement import Partition, Placement
 from megatron_pulse.planner.layout.routes import Routes, trace_routes
@@ -183,7 +184,9 @@ class Plan:
             for stage in placement.stages_of_device(device):
                 names = [backbone.layers[i].name for i in self.partition.layers_of_stage(stage)]
                 shown = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}"
-                lines.append(f"  device {device}, stage {stage}: {shown} ({len(names)} layers)")
+                lines.append(
+                    f"  device {device}, stage {stage}: {shown} ({counted(len(names), 'layer')})"
+                )
         if without := wanted_gradients(backbone).layers.count(False):
             lines.append(f"  {without} layers have no backward pass: nothing up to them is trained")
         if self.recompute:
@@ -199,8 +202,8 @@ class Plan:
             if choice.sent_bytes:
                 lines.append(
                     f"  {choice.layer}: {'replicated' if choice.replicated else 'sent'} (per "
-                    f"step: {choice.sent_bytes / 1e6:.3g} MB if sent, "
-                    f"{choice.replicated_bytes / 1e6:.3g} MB if replicated)"
+                    f"step: {in_mb(choice.sent_bytes)} if sent, "
+                    f"{in_mb(choice.replicated_bytes)} if replicated)"
                 )
         return "\n".join(lines)
 

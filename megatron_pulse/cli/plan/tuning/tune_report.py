@@ -8,6 +8,7 @@ from typing import Any
 from megatron_pulse.backbone.named import name_of
 from megatron_pulse.cli.output import columns, table
 from megatron_pulse.cli.plan.plan_facts import filling_facts, homes, policies
+from megatron_pulse.figures import plain
 from megatron_pulse.planner.tune.evaluate import CORE, Evaluator, Outcome
 from megatron_pulse.planner.tune.plans.policies import EncodedPlan
 from megatron_pulse.planner.tune.saying.explain import certainty, explain
@@ -248,8 +249,8 @@ def _row(rank: int, outcome: Outcome) -> tuple[str, ...]:
         f"{1e3 * outcome.step_s / outcome.global_batch_size:.4g}",
         f"{outcome.throughput:.4g}",
         f"{outcome.bubble:.1%}",
-        f"{max(outcome.memory_bytes) / 1e9:#.3g}",
-        f"{outcome.pipeline_bytes / 1e6:#.3g}",
-        f"{outcome.data_bytes / 1e6:#.3g}",
+        f"{max(outcome.memory_bytes) / 1e9:#.3g}".rstrip("."),
+        plain(outcome.pipeline_bytes / 1e6),
+        plain(outcome.data_bytes / 1e6),
         f"{gap}*" if outcome.extrapolated else gap,
     )

@@ -110,6 +110,13 @@ def layer_costs(plan: PlanFile) -> ChainCosts:
     return replace(costs, saved_bytes=tuple(map(round, kept_of_layers(costs, plan.partition))))
 
 
+def fullest_stepping(plan: PlanFile) -> set[int]:
+    """The devices that hold the most while the optimizer works, when no activation is there."""
+    _, _, stages = _stages_of(plan)
+    pairs = zip(stages.stepping, plan.predicted["memory_bytes"], strict=True)
+    return {d for d, (stepping, most) in enumerate(pairs) if _close((stepping,), (most,))}
+
+
 def _stages_of(plan: PlanFile) -> tuple[Evaluator, Config, Stages]:
     """What evaluates the plan, its config, and what its stages are by its costs."""
     cluster = from_record(plan.provenance["cluster"], "provenance.cluster")

@@ -99,7 +99,8 @@ def certainty(found: Tuning) -> list[str]:
     elif certificate.proved:
         schedule = "proved: these stages have none that is shorter within this memory"
     else:
-        schedule = f"not proved: these stages may have one that is {certificate.gap:.1%} shorter"
+        shorter = 1 - certificate.lower_bound / certificate.makespan
+        schedule = f"not proved: these stages may have one that is up to {shorter:.1%} shorter"
     whole = "" if best.extrapolated else " by whole steps"
     waits = best.timeline.makespan / certificate.makespan - 1
     if not best.extrapolated and waits > NOTED:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from megatron_pulse.figures import counted, plain
 from megatron_pulse.planner.cluster.cluster import Cluster
 from megatron_pulse.planner.tune.config import divisors
 from megatron_pulse.planner.tune.sharded.sharding import (
@@ -65,8 +66,13 @@ class Opponent:
     def facts(self) -> str:
         """How it would run."""
         size, again, way = self.fitted.way.micro_batch_size, self.fitted.again, self.fitted.sharding
-        told = [f"b = {size}", *[f"{len(again.layers)} layers recomputed"] * bool(again.layers)]
-        told += [f"what is cheap of {len(again.part)} layers recomputed"] * bool(again.part)
+        told = [
+            f"b = {size}",
+            *[f"{counted(len(again.layers), 'layer')} recomputed"] * bool(again.layers),
+        ]
+        told += [f"what is cheap of {counted(len(again.part), 'layer')} recomputed"] * bool(
+            again.part
+        )
         way_ahead = self.fitted.way.prefetch
         told += [f"{way_ahead} units gathered ahead"] * (way_ahead > 1)
         return ", ".join([*told, str(way), f"{self.fitted.needs_bytes / 1e9:.3g} GB"])
@@ -214,4 +220,4 @@ def on_cluster(cluster: Cluster, way: Sharding) -> Transfers:
 
 
 def _percent(share: float) -> str:
-    return f"{100 * share:.2g} %"
+    return f"{plain(100 * share, 2)} %"
