@@ -2,8 +2,9 @@
 
 Every device compiles the same plan, so both ends of a message know when it is sent, and shapes
 never travel. From one device to another there is a *channel*, which is first in, first out. All
-messages of a step have one order, that of the times at which the plan's simulation has them made;
-what one operation makes goes in the order in which it is needed. Every device issues its sends and
+messages of a step have one order, that of the times at which the plan's simulation has them made,
+but that those with time to spare let those without go first (``Moments.turns``); what one operation
+makes goes in the order in which it is needed. Every device issues its sends and
 receives in that order, which is what NCCL wants of communicators that are used at one time, and
 what gloo accepts.
 
@@ -140,9 +141,9 @@ def compile_communication(
     times = moments(schedule, problem, travels)
     predictions = messages_of_predictions(schedule) if predicts else ()
     messages = (*of_stages, *messages_of_slices(schedule), *predictions)
-    return CommunicationPlan(
-        tuple(sorted(messages, key=lambda m: (times.made(m), times.needed(m), m))), times
-    )
+    turns = times.turns(messages)
+    order = sorted(messages, key=lambda m: (turns[m], times.made(m), times.needed(m), m))
+    return CommunicationPlan(tuple(order), times)
 
 
 def _bytes(routes: Routes, message: Message) -> int:

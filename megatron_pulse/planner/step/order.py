@@ -53,6 +53,43 @@ class Moments:
         """When its consumer begins."""
         return self.start.get(message.consumer, _LAST)
 
+    def turns(self, messages: Iterable[Message]) -> dict[Message, Moment]:
+        """When each is issued in the one order of all: when it is ``made``, or later, by what it
+        and those behind it on its way have time for, an operation at most, and not behind what its
+        device makes after it. All are issued before they are ``needed``.
+
+        So those that have no time go first, and a receive of theirs need not wait for a send::
+
+            device 0     [  F0:7  ]s              [  I0:3  ]     s may arrive when F1:7 begins
+            device 1        [  I1:3  ]g [  W1:2  ][  F1:7  ]     g is needed at once
+
+        By the times at which they are made s comes before g, so device 0 would post the receive of
+        g behind s; g comes first, and it is posted before F0:7.
+        """
+        found: dict[Message, Moment] = {}
+        sent_next: dict[int, Moment] = {}
+        behind: dict[tuple[int, int], tuple[Message, float]] = {}
+        for message in sorted(messages, key=self._travels, reverse=True):
+            made, arrived = self._travels(message)
+            way, latest = (message.source, message.destination), self.needed(message)[0]
+            if way in behind:  # what it puts off puts that off
+                other, its_latest = behind[way]
+                other_made, other_arrived = self._travels(other)
+                took = other_arrived[0] - max(other_made[0], arrived[0])
+                latest = min(latest, its_latest - took)
+            behind[way] = message, latest
+            turn = made
+            if made != _LAST:
+                later = min(max(0.0, latest - arrived[0]), self._longest)
+                turn = min((made[0] + later, made[1]), sent_next.get(message.source, _LAST))
+            found[message] = sent_next[message.source] = turn
+        return found
+
+    def _travels(self, message: Message) -> tuple[Moment, Moment]:
+        """From when to when."""
+        made = self.made(message)
+        return made, self.arrival.get(message, made)
+
     def let_go(self, device: int, message: Message) -> int:
         """Before which of its operations ``device``, which has sent it, counts on a message to have
         arrived."""
@@ -63,6 +100,11 @@ class Moments:
         """Before which of its operations ``device`` issues a message, one way or the other: the
         first that has not ended when it is ``made``. Their number: behind the last."""
         return bisect_right(self._ends[device], made)
+
+    @cached_property
+    def _longest(self) -> float:
+        """Of all operations."""
+        return max((self.end[op][0] - start[0] for op, start in self.start.items()), default=0.0)
 
     @cached_property
     def _starts(self) -> list[list[Moment]]:

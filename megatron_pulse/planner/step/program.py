@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import accumulate
 
 from megatron_pulse.planner.schedule.message import STEP_END, Message
 from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
@@ -51,6 +53,10 @@ class Run:
     operation: Operation
 
 
+AHEAD = 1
+"""Operations by which a receive is posted before the one in which the plan has its message made."""
+
+
 class Collective(Enum):
     """What all devices of the pipeline do together for replicated embedders."""
 
@@ -73,13 +79,14 @@ def compile_program(
 ) -> tuple[Event, ...]:
     """What ``device`` does, event by event, in one step; with ``replicated`` embedders.
 
-    A receive is posted before the operation that runs, by the plan's times, when its message is
-    made::
+    A receive is posted ``AHEAD`` operations before the one that runs, by the plan's times, when its
+    message is made, if no send is before it in the order::
 
-        device 0   [  F0:0  ][  F0:1  ] ...            F0:0 sends at its end, a;
-        device 1         [ ... R F1:.. ] W [ F1:0 ]    R is before what runs at a, W before F1:0
+        device 0   [  F0:0  ][  F0:1  ] ...                  F0:0 sends at its end, a;
+        device 1     R [ F1:.. ][ ...  ] W [ F1:0 ]          R an operation before a, W before F1:0
 
-    so what is sent can travel while both ends compute. All devices issue their messages in the
+    so what is sent can travel while both ends compute, and does not wait for a device that lags
+    behind these times. All devices issue their messages in the
     plan's order, and before a device waits for a message, by that order, it has issued all that
     came before it. Of the messages that have not arrived the first has therefore been issued at
     its destination, and its producer waits for none: nothing can wait for ever, not even where a
@@ -93,15 +100,14 @@ def compile_program(
     before: list[list[Event]] = [[] for _ in range(len(order) + 1)]
     inputs: defaultdict[Operation, list[Message]] = defaultdict(list)
     passed: defaultdict[int, list[Message]] = defaultdict(list)
-    for message in plan.messages:
-        if device not in (message.source, message.destination):
-            continue
+    mine = [m for m in plan.messages if device in (m.source, m.destination)]
+    for message in mine:
         if message.destination == device:
             inputs[message.consumer].append(message)
         else:
             passed[plan.moments.let_go(device, message)].append(message)
-        issue = Send(message) if message.source == device else Receive(message)
-        before[plan.moments.place(device, plan.moments.made(message))].append(issue)
+    for message, place in zip(mine, _places(mine, plan, device), strict=True):
+        before[place].append(Send(message) if message.source == device else Receive(message))
     waits = _Waits(schedule, plan, device)
     events: list[Event] = [Together(Collective.REFRESH)] if replicated else []
     for number, (issued, operation) in enumerate(zip(before, order, strict=False)):
@@ -115,6 +121,20 @@ def compile_program(
     if replicated and schedule.kinds != (Kind.FORWARD,):
         events.append(Together(Collective.RETURN))
     return tuple(events)
+
+
+def _places(mine: Sequence[Message], plan: CommunicationPlan, device: int) -> list[int]:
+    """Before which of its operations ``device`` issues its messages, in their order: what it sends
+    when that is made; receives ``AHEAD``, or as what comes after them wants it, but behind sends
+    that come before."""
+    made = [plan.moments.place(device, plan.moments.made(message)) for message in mine]
+    least = list(accumulate(reversed(made), min))
+    places, reached = list[int](), 0
+    for message, place, most in zip(mine, made, reversed(least), strict=True):
+        if message.destination == device:
+            place = max(reached, min(place - AHEAD, most))
+        places.append(reached := place)
+    return places
 
 
 class _Waits:
