@@ -19,8 +19,13 @@ from megatron_pulse.planner.schedule.message import Message
 from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem, equal_stages
 from megatron_pulse.planner.schedule.registry import make_schedule
-from megatron_pulse.planner.step.communication import CommunicationPlan, compile_communication
+from megatron_pulse.planner.step.communication import (
+    CommunicationPlan,
+    compile_communication,
+    messages_of,
+)
 from megatron_pulse.planner.step.nccl_check import _Machine, check_events
+from megatron_pulse.planner.step.order import Travel, moments
 from megatron_pulse.planner.step.program import (
     AHEAD,
     Collective,
@@ -201,6 +206,33 @@ def test_receives_are_posted_before_what_runs_when_their_messages_are_made(
                         assert len(ran) <= latest
                 case _:
                     pass
+
+
+@settings(max_examples=50, derandomize=True)
+@given(schedules(), st.integers(0, 10**6), st.sampled_from((0.0, 0.1, 1.0)))
+def test_messages_with_time_to_spare_let_those_without_go_first(
+    schedule: Schedule, seed: int, rate: float
+) -> None:
+    """None is issued before it is made, nor when it is needed; what a device sends goes when it is
+    made; and what has no time to spare goes before all that is made later."""
+    problem = equal_stages(
+        schedule.placement, schedule.num_microbatches, Kind.WEIGHT_GRAD in schedule.kinds
+    )
+    routes = routes_of(schedule, seed)
+    messages = [m for line in schedule.order for op in line for m in messages_of(routes, op)]
+    times = moments(schedule, problem, [Travel(m, rate) for m in messages])
+    turns = times.turns(messages)
+    sent: dict[int, tuple[float, int]] = {}
+    for message in sorted(messages, key=lambda m: (turns[m], times.made(m))):
+        made = times.made(message)
+        assert made <= turns[message] < times.needed(message)
+        assert made >= sent.get(message.source, made)
+        sent[message.source] = made
+        if turns[message] == made:
+            assert all(turns[m] >= made for m in messages if times.made(m) > made)
+    late = times.with_turns(turns).arrival
+    assert all(times.arrival[m] <= late[m] for m in messages)
+    assert all(late[m][0] <= times.needed(m)[0] + 1e-9 for m in messages)
 
 
 @settings(max_examples=50, derandomize=True)

@@ -143,7 +143,7 @@ def compile_communication(
     messages = (*of_stages, *messages_of_slices(schedule), *predictions)
     turns = times.turns(messages)
     order = sorted(messages, key=lambda m: (turns[m], times.made(m), times.needed(m), m))
-    return CommunicationPlan(tuple(order), times)
+    return CommunicationPlan(tuple(order), times.with_turns(turns))
 
 
 def _bytes(routes: Routes, message: Message) -> int:

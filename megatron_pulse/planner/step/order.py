@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatron_pulse.planner.layout.routes import Payload
@@ -69,7 +69,7 @@ class Moments:
         found: dict[Message, Moment] = {}
         sent_next: dict[int, Moment] = {}
         behind: dict[tuple[int, int], tuple[Message, float]] = {}
-        for message in sorted(messages, key=self._travels, reverse=True):
+        for message in reversed(sorted(messages, key=self._planned)):
             made, arrived = self._travels(message)
             way, latest = (message.source, message.destination), self.needed(message)[0]
             if way in behind:  # what it puts off puts that off
@@ -84,6 +84,27 @@ class Moments:
                 turn = min((made[0] + later, made[1]), sent_next.get(message.source, _LAST))
             found[message] = sent_next[message.source] = turn
         return found
+
+    def with_turns(self, turns: Mapping[Message, Moment]) -> Moments:
+        """The same, but that messages arrive as they do where they travel at their ``turns``."""
+        took: dict[Message, float] = {}
+        reached: dict[tuple[int, int], float] = {}
+        for message in sorted(self.arrival, key=self._planned):
+            way, (made, arrived) = (message.source, message.destination), self._travels(message)
+            took[message] = arrived[0] - max(made[0], reached.get(way, made[0]))
+            reached[way] = arrived[0]
+        reached.clear()
+        arrival: dict[Message, Moment] = {}
+        for message in sorted(took, key=lambda m: (turns[m], self.made(m), self.needed(m), m)):
+            way, (_, arrived) = (message.source, message.destination), self._travels(message)
+            begins = max(turns[message][0], reached.get(way, turns[message][0]))
+            reached[way] = begins + took[message]
+            arrival[message] = (max(reached[way], arrived[0]), arrived[1])
+        return replace(self, arrival=arrival)
+
+    def _planned(self, message: Message) -> tuple[Moment, Moment, Moment]:
+        """By which messages travel one after the other in the plan's times."""
+        return *self._travels(message), self.needed(message)
 
     def _travels(self, message: Message) -> tuple[Moment, Moment]:
         """From when to when."""
