@@ -21,23 +21,32 @@ class Untouched:
         popped: Mapping[str, Tensor],
         used: Mapping[str, Tensor],
     ) -> None:
-        given: dict[str, Tensor] = {}
-        for what, skip in shared.items():
-            if isinstance(what, int):
-                given[f"its input {what}, the skip {layer.own(skip)}"] = inputs[what]
-            else:
-                given[f"the skip {layer.own(what)}"] = popped[layer.own(what)]
-        given |= {f"the conditioning {name}": tensor for name, tensor in used.items()}
-        self._given = given
-        self._versions = {what: tensor._version for what, tensor in given.items()}
+        self._layer, self._shared, self._used = layer, shared, tuple(used)
+        self._given = [
+            *(
+                inputs[what] if isinstance(what, int) else popped[layer.own(what)]
+                for what in shared
+            ),
+            *used.values(),
+        ]
+        self._versions = [tensor._version for tensor in self._given]
 
     def fault(self) -> str | None:
         """What the layer has done to it since; None for nothing."""
-        written = [
-            what for what, tensor in self._given.items() if tensor._version != self._versions[what]
-        ]
-        if not written:
+        if self._versions == [tensor._version for tensor in self._given]:
             return None
+        own = self._layer.own
+        names = [
+            *(
+                f"its input {what}, the skip {own(skip)}"
+                if isinstance(what, int)
+                else f"the skip {own(what)}"
+                for what, skip in self._shared.items()
+            ),
+            *(f"the conditioning {name}" for name in self._used),
+        ]
+        told = zip(names, self._given, self._versions, strict=True)
+        written = [name for name, tensor, version in told if tensor._version != version]
         return (
             f"writes into {' and '.join(written)}, which a later layer may take too: what it finds "
             "would depend on where the chain is cut (write x = x + 1 in the place of x += 1)"
