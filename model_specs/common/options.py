@@ -100,9 +100,12 @@ def resolve[C: FamilyConfig](name: str, default: C, options: Mapping[str, Value]
     kinds = typing.get_type_hints(type(default))
     values: dict[str, Any] = {}
     faults = []
+    all_shown = False  # a name that is like no option gets the whole list
     for key, value in options.items():
         if key not in kinds:
-            faults.append(f"{key[:60]}: no such option; {meant(key, kinds)}".rstrip("; "))
+            near = meant(key, kinds)
+            all_shown = all_shown or not near
+            faults.append(f"{key[:60]}: no such option; {near}".rstrip("; "))
             continue
         try:
             values[key] = _convert(value, kinds[key])
@@ -115,12 +118,12 @@ def resolve[C: FamilyConfig](name: str, default: C, options: Mapping[str, Value]
     config = dataclasses.replace(default, **values)
     faults += config.faults()
     if faults:
-        legal = "".join(
+        legal = "legal options are:" + "".join(
             f"\n  {key} ({_KINDS[kinds[key]]}; default {flag_value(getattr(default, key))})"
             for key in kinds
         )
         what = f"options of backbone {name!r}"
-        raise OptionError(told(what, faults, f"legal options are:{legal}"), faults)
+        raise OptionError(told(what, faults, legal if all_shown else ""), faults)
     return config
 
 

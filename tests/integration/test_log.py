@@ -20,6 +20,14 @@ NEEDED_BY_FEW = {"mlxtend", "pandas", "scipy.stats", "sklearn", "wandb"}
 """Packages that a rank which needs none of them would spend its start on."""
 
 
+def fine_tuned(argv: list[str]) -> str:
+    """What a rank of a run that begins with weights of another layout says."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        train([*TINY["uvit"], *BASE, "--global-batch-size", "2", *argv])
+    return out.getvalue()
+
+
 def said(argv: list[str]) -> tuple[str, str, set[str]]:
     """(stdout, stderr) of one rank's run, and what it imported of ``NEEDED_BY_FEW``."""
     import megatron.core.timers as timers
@@ -69,6 +77,13 @@ def test_the_log_of_twenty_steps_is_short_and_whole(tmp_path: Path) -> None:
     written = (save / "arguments.txt").read_text()
     assert re.search(r"^seed +77$", written, re.MULTILINE)
     assert len(written.splitlines()) > 500
+
+    start = ["--pretrained-checkpoint", str(save), "--train-iters", "1", "--eval-iters", "0"]
+    fold = ["--pipeline-model-parallel-size", "2"]
+    tuned = "".join(run_ranks(2, fine_tuned, [*start, *fold]))
+    assert f"begins with the weights in {save}" in tuned and "successfully loaded" in tuned
+    for alarming in ("could not find", "will be ignored", "metadata", "version", "mismatch"):
+        assert alarming not in tuned, tuned
 
 
 def test_what_flags_ask_for_is_said(tmp_path: Path) -> None:

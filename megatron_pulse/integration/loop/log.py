@@ -50,6 +50,14 @@ _NOISE = re.compile(
             r"WARNING:megatron\.core\.rerun_state_machine:.*DISABLED",
             r"WARNING: one_logger package is required",
             r"CPU RNG state changed within GPU RNG context",
+            # Checkpoints: what this run does with one is in its own line (resume.py), noise is a
+            # function of seed and sample, and no rerun state is kept.
+            r" checkpoint version \d",
+            r"could not find arguments in the checkpoint",
+            r"\(TP, PP\) mismatch after resume .*: RNG state will be ignored",
+            r"Job sharding has changed: Rerun state will be ignored",
+            r"sharded_state_dict metadata loaded from the checkpoint: ",
+            r"  failed to find checkpoint .* in wandb",
         )
     )
 )

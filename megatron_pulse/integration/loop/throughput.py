@@ -76,7 +76,7 @@ class Figures:
         if self.mfu is not None:
             yield f"MFU {100 * self.mfu:.1f} %"
         if self.idle is not None:
-            yield f"bubble {100 * self.idle:.1f} % (plan {100 * self.planned_idle:.1f} %)"
+            yield f"bubble {100 * self.idle:.1f} % (plan {100 * max(0.0, self.planned_idle):.1f} %)"
         yield f"peak {self.peak_gb:.3g} GB ({self.memory})"
         yield f"{timedelta(seconds=round(self.seconds_left))} left"
         if self.num_corrupt:
