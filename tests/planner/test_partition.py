@@ -34,6 +34,8 @@ ORDERS = (
     ("load", "bytes"),
     ("bytes", "load"),
     ("load", "bytes", "stage"),
+    ("bytes",),
+    ("stage", "bytes", "load"),
 )
 EXACT = Goal(collocate=True)
 
@@ -86,12 +88,18 @@ def score(costs: ChainCosts, partition: Partition, goal: Goal) -> tuple[float, .
         limit = goal.memory(partition.placement).limit_bytes
         if max(found.memory_bytes) > limit:
             return None
-    home = partition.device_of_layer
-    travelling = sum(s.num_bytes for s in costs.skips if home(s.source) != home(s.destination))
+    home, stage = partition.device_of_layer, partition.stage_of_layer
+
+    def is_sent(skip: SkipCost) -> bool:
+        """Whether it travels, and not as the boundary tensor."""
+        ends = skip.source, skip.destination
+        merged = skip.source + 1 in partition.cuts and stage(ends[1]) == stage(ends[0]) + 1
+        return home(ends[0]) != home(ends[1]) and not merged
+
     values = {
         "load": max(found.load_s),
         "stage": max(found.stage_s),
-        "bytes": found.boundary_bytes + travelling,
+        "bytes": found.boundary_bytes + sum(s.num_bytes for s in costs.skips if is_sent(s)),
     }
     return tuple(round(values[measure], 6) for measure in goal.order)
 
@@ -191,6 +199,23 @@ def test_unet_is_cut_by_its_edges_not_by_mirrored_indices() -> None:
     message = r"keeps both ends of each of the 12 skips.*with 4 stages per device: 6\b"
     with pytest.raises(PartitionError, match=message):
         find_partition(unit_costs(num_layers, edges), fold(7, 2), EXACT)
+
+
+def test_a_skip_that_is_the_boundary_tensor_is_counted_once() -> None:
+    """A boundary of 2 bytes with a skip of 2 beside it, or of 3 that is the skip as well."""
+    costs = ChainCosts(
+        tuple("abcd"),
+        (1.0,) * 4,
+        (2.0,) * 4,
+        (0,) * 4,
+        (0,) * 4,
+        (0, 3, 2, 9),
+        (SkipCost(0, 2, 2),),
+    )
+    found = find_partition(costs, sequential(2), Goal(("bytes",)))
+    assert found.cuts == (0, 1, 4)
+    row = Goal().evaluate(costs, found)
+    assert (row.boundary_bytes, row.skip_bytes) == (3, 0)
 
 
 def test_conditioning_never_constrains() -> None:

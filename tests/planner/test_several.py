@@ -54,7 +54,11 @@ def tasks(draw: st.DrawFn) -> tuple[ChainCosts, Placement, Goal]:
     if draw(st.booleans()):
         waiting.sort(reverse=True)
     goal = Goal(
-        draw(st.sampled_from([("load", "stage", "bytes"), ("stage", "load", "bytes")])),
+        draw(
+            st.sampled_from(
+                [("load", "stage", "bytes"), ("stage", "load", "bytes"), ("bytes", "load")]
+            )
+        ),
         placement.kind.mirrored and draw(st.booleans()),
         Link(draw(st.sampled_from([0, 0.5])), draw(st.sampled_from([float("inf"), 2.0]))),
         draw(st.sampled_from([0, 1, 2])),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -37,7 +38,7 @@ class PairCosts:
     compute: Floats = field(init=False)
 
     def __post_init__(self) -> None:
-        costs, num = self.costs, len(self.costs.names)
+        costs = self.costs
         self.forward = running_sum(costs.forward_s)
         self.compute = running_sum(np.add(costs.forward_s, costs.backward_s).tolist())
         if not len(self.beside_s):
@@ -50,8 +51,8 @@ class PairCosts:
         # Cuts 0 and num are the ends of the chain, where nothing is sent.
         self._bytes = np.array([0, *costs.boundary_bytes[1:], 0], dtype=np.float64)
         self.send = np.array([self.link.time_s(size) for size in self._bytes])
-        self._skip_s = _SkipSums(costs, [self.link.time_s(s.num_bytes) for s in costs.skips], num)
-        self._skip_bytes = _SkipSums(costs, [s.num_bytes for s in costs.skips], num)
+        self._skip_s = SkipSums(costs, [self.link.time_s(s.num_bytes) for s in costs.skips])
+        self._skip_bytes = SkipSums(costs, [s.num_bytes for s in costs.skips])
 
     def load(self, pair: int | Ints, a: Ints, a2: Ints, b2: Ints, b: Ints) -> Floats:
         """Forward and backward time of both stages, and of all messages of the device, beside what
@@ -70,10 +71,19 @@ class PairCosts:
         return result
 
     def bytes(self, pair: int | Ints, a: Ints, a2: Ints, b2: Ints, b: Ints) -> Floats:
-        """Forward bytes of the inner boundaries, and half of each skip with one end here."""
-        inner = np.where(a2 == b2, 0.0, self._bytes[a2] + self._bytes[b2])
-        result: Floats = inner + self._skip_bytes.single_ends(a, a2, b2, b) / 2
+        """Forward bytes of the inner boundaries, and half of each skip with one end here.
+
+        A skip that is the boundary tensor before one of the stages is not sent again.
+        """
+        innermost = a2 == b2
+        inner = np.where(innermost, 0.0, self._bytes[a2] + self._bytes[b2])
+        again = self.merged_bytes(a, a2) + np.where(innermost, 0.0, self.merged_bytes(b2, b))
+        result: Floats = inner + self._skip_bytes.single_ends(a, a2, b2, b) / 2 - again
         return result
+
+    def merged_bytes(self, begin: Ints, end: Ints) -> Floats:
+        """Skips that are the boundary tensor before the stage [begin, end), which pops them."""
+        return self._skip_bytes.merged(begin, end)
 
     def row(self, measure: str, begin: Ints, end: Ints) -> Floats:
         """``measure`` of the single stages [begin, end), one on each device."""
@@ -86,7 +96,7 @@ class PairCosts:
             stage: Floats = self.forward[end] - self.forward[begin] + self.lam * self.send[end]
             return stage
         skip_bytes = self._skip_bytes.single_ends(begin, end, end, end) / 2
-        moved: Floats = self._bytes[end] + skip_bytes
+        moved: Floats = self._bytes[end] + skip_bytes - self.merged_bytes(begin, end)
         return moved
 
     def row_bytes_held(self, stage: int, begin: Ints, end: Ints) -> Floats:
@@ -117,10 +127,11 @@ class PairCosts:
         return [(held[pair], held[-1 - pair]) for pair in range(self.num_pairs)]
 
 
-class _SkipSums:
+class SkipSums:
     """Sums of a weight over skips, by where their ends are."""
 
-    def __init__(self, costs: ChainCosts, weights: list[float], num: int) -> None:
+    def __init__(self, costs: ChainCosts, weights: Sequence[float]) -> None:
+        num = len(costs.names)
         ends, edges = np.zeros(num), np.zeros((num, num))
         for skip, weight in zip(costs.skips, weights, strict=True):
             ends[skip.source] += weight
@@ -143,6 +154,13 @@ class _SkipSums:
         ends = self._ends[a2] - self._ends[a] + self._ends[b] - self._ends[b2]
         result: Floats = ends - 2 * inside
         return result
+
+    def merged(self, begin: Ints, end: Ints) -> Floats:
+        """The weight of skips from the layer before ``begin`` to layers from there on before
+        ``end``: sent as the boundary tensor (see ``crossing``)."""
+        if not self._any:
+            return np.zeros(len(begin))
+        return self._between(np.maximum(begin - 1, 0), begin, begin, end)
 
     def _between(self, from_: Ints, from_end: Ints, to: Ints, to_end: Ints) -> Floats:
         """Of skips from layers ``from_`` on before ``from_end`` to layers ``to`` on before

@@ -17,8 +17,8 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from megatron_pulse.backbone.costs import Floats
-from megatron_pulse.planner.partition.pair_costs import SLACK, Bools, Ints, ragged
-from megatron_pulse.planner.partition.several.walks import Block, Walks
+from megatron_pulse.planner.partition.pair_costs import SLACK, Bools, Ints, SkipSums, ragged
+from megatron_pulse.planner.partition.several.walks import Walks
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,8 @@ class Beam:
         self.walks, self.measure, self.collocate = walks, measure, collocate
         self.limited = limited
         self._pushed, self._popped = self._skips()
+        costs = walks.many.costs
+        self._skip_bytes = SkipSums(costs, [skip.num_bytes for skip in costs.skips])
         after = [[b.device for b in walks.blocks[at:]] for at in range(1, len(walks.blocks) + 1)]
         self._open = [sorted(set(devices)) for devices in after]
         self._left = self._left_for_open()
@@ -91,8 +93,10 @@ class Beam:
         costs, link = self.walks.many.costs, self.walks.many.link
         num = len(costs.names)
         skips = sorted(costs.skips, key=lambda skip: skip.destination)
-        if self.collocate:
-            weights = [float(not self.walks.paired) for _ in skips]
+        if self.walks.paired:  # every skip stays on its device
+            weights = [0.0 for _ in skips]
+        elif self.collocate:
+            weights = [1.0 for _ in skips]
         elif self.measure == "load":
             weights = [link.time_s(skip.num_bytes) for skip in skips]
         else:
@@ -167,10 +171,11 @@ class Beam:
             if at + 1 < len(walks.blocks):
                 load[:, [device, walks.blocks[at + 1].device]] += 2 * walks.sent_s[end][:, None]
         elif self.measure == "bytes":
-            worth += walks.sent_bytes[end]
+            if at + 1 < len(walks.blocks) and walks.blocks[at + 1].device != device:
+                worth += walks.sent_bytes[end]
         elif self.measure == "stage":
             worth = np.maximum(worth, block.even.value[block.begin[edge], end])
-        together = self._charge_skips(begun, owner, end, block, load, worth)
+        together = self._charge_skips(begun, owner, end, at, load, worth)
         further = _Beginnings(end, load, held, worth, owner, edge)
         keep = together & self._fits(further, at, device)
         keep &= self._least(further, at) <= bound
@@ -205,27 +210,30 @@ class Beam:
         begun: _Beginnings,
         owner: Ints,
         end: Ints,
-        block: Block,
+        at: int,
         load: Floats,
         worth: Floats,
     ) -> Bools:
         """Add what skips into a block cost; whether all are from its device, if they must be."""
+        device = self.walks.blocks[at].device
         together: Bools = np.ones(len(owner), dtype=np.bool_)
         if self._pushed.shape[1] == 1:
             return together
-        first = self._popped[self.walks.left[begun.place[owner]]]
-        last = self._popped[self.walks.left[end]]
+        cuts = self.walks.left[begun.place[owner]], self.walks.left[end]
+        first, last = self._popped[cuts[0]], self._popped[cuts[1]]
         for other in range(load.shape[1]):
-            if other == block.device:
+            if other == device:
                 continue
             crossing = begun.skips[owner, other, last] - begun.skips[owner, other, first]
             if self.collocate:
                 together &= crossing == 0
             elif self.measure == "load":
                 load[:, other] += 2 * crossing
-                load[:, block.device] += 2 * crossing
+                load[:, device] += 2 * crossing
             else:
                 worth += crossing
+        if self.measure == "bytes" and at and self.walks.blocks[at - 1].device != device:
+            worth -= self._skip_bytes.merged(*cuts)
         return together
 
     def _promising(self, begun: _Beginnings, at: int, width: int) -> _Beginnings:

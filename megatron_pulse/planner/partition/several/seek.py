@@ -101,7 +101,7 @@ class _Seeker:
             yield Walks(self.many, few)
             if self.best is None and few is not self.nested:
                 yield Walks(self.many, self.nested)
-        yield Walks(self.many)
+        yield Walks(self.many, stepwise=self.order[0] == "bytes")
 
     def _walk(self, walks: Walks, measure: str, work: int) -> bool:
         """Search ever wider; whether all walks were followed that could be better."""

@@ -8,9 +8,10 @@ from the outside in. Steps that follow each other on one device are a block:
                           device     0  1  1  0  0  1  1  0
                           blocks    |--|-----|-----|-----|--|
 
-Load and bytes depend on where blocks end alone, so a search walks from block to block. Where a
-block is cut inside is chosen for each pair of ends beforehand: for the smallest largest stage, and
-for the least memory.
+Loads depend on where blocks end alone, so a search walks from block to block. Where a block is cut
+inside is chosen for each pair of ends beforehand: for the smallest largest stage, and for the least
+memory. Bytes depend on it as well (a skip that is the boundary tensor is not sent again where the
+next stage pops it), so for them every step can be a block of its own.
 """
 
 from __future__ import annotations
@@ -97,12 +98,12 @@ class Block:
 
 
 class Walks:
-    """The places and blocks of a chain over a placement."""
+    """The places and blocks of a chain over a placement; with ``stepwise`` a block is one step."""
 
-    def __init__(self, many: ManyCuts, closed: Bools | None = None) -> None:
+    def __init__(self, many: ManyCuts, closed: Bools | None = None, stepwise: bool = False) -> None:
         costs, num, home = many.costs, len(many.costs.names), many.placement.device_of_stage
         self.many, self.paired = many, closed is not None
-        self._home = home
+        self._home, self._stepwise = home, stepwise
         self._forward = running_sum(costs.forward_s)
         self._compute = self._forward + running_sum(costs.backward_s)
         rule = many.memory
@@ -155,7 +156,7 @@ class Walks:
         steps = self._middle if self.paired else len(self._home)
         runs: list[list[int]] = []
         for step in range(steps):
-            if step and self._home[step] == self._home[step - 1]:
+            if step and self._home[step] == self._home[step - 1] and not self._stepwise:
                 runs[-1].append(step)
             else:
                 runs.append([step])
