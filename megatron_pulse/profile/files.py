@@ -8,14 +8,19 @@ import typing
 from collections.abc import Mapping, Set
 from enum import StrEnum
 from pathlib import Path
-from types import NoneType
+from types import NoneType, UnionType
 from typing import Any
 
 from megatron_pulse.faults import told
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import FileError, read_json, write_sealed
 from megatron_pulse.profile.profile import Profile, ProfileError
-from megatron_pulse.profile.record.layers import ProfiledConditioning, ProfiledLayer, ProfiledSkip
+from megatron_pulse.profile.record.layers import (
+    ProfiledConditioning,
+    ProfiledLayer,
+    ProfiledSkip,
+    ShardSums,
+)
 from megatron_pulse.profile.record.times import LayerTimes
 
 _FORMAT = "megatron_pulse profile 1"
@@ -24,12 +29,14 @@ _MOST_SUMS = 1000
 _OLDER: Mapping[type, set[str]] = {
     Profile: {"threads", "transformer_impl"},
     ProfiledLayer: {"optimizer_s", "sharded_time", "frozen_parameters", "wants", "begins"},
+    ShardSums: {"repeated_rows"},
     ProfiledSkip: {"wants"},
     ProfiledConditioning: {"wants"},
     LayerTimes: {
         *("split_forward_s", "split_input_grad_s", "split_weight_grad_s"),
         *("again_bytes", "passed_bytes", "forward_bytes", "waiting_bytes"),
         *("selective_bytes", "selective_peak_bytes", "selective_s"),
+        "halved_s",
     },
 }
 """Which old profiles do not have; what one record of a list has, all have."""
@@ -95,6 +102,9 @@ def _read(
                 for key, v in value.items()
             }
         faults.append(f"{where}: expected an object, got {_short(value)}")
+    elif origin is UnionType:
+        (given,) = (one for one in arguments if one is not NoneType)
+        return None if value is None else _read(given, value, where, faults, said)
     elif issubclass(kind, StrEnum):
         if value in list(kind):
             return kind(value)

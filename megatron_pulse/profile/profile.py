@@ -283,6 +283,9 @@ class Profile:
             sums = layer.shard_sums
             if not all(0 <= n <= _MOST for n in (*sums.rows, *sums.columns, *sums.contexts)):
                 yield f"layers[{i}].shard_sums: bytes must be from 0 to {_MOST:g}"
+            if not 0 <= (repeated := sums.repeated_rows or 0) <= len(sums.rows):
+                most = len(sums.rows)
+                yield f"layers[{i}].shard_sums.repeated_rows is {repeated}; must be 0 to {most}"
         computing = {i for i, runs in enumerate(self.has_backward) if runs}
         for size, times in self.times.items():
             if not 1 <= size <= _MOST_SAMPLES:

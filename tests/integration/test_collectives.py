@@ -22,6 +22,7 @@ from megatron_pulse.planner.tune.collectives import (
     backward_sums,
     buckets,
     forward_sums,
+    recomputed_sums,
 )
 from megatron_pulse.planner.tune.conditioning import conditioning
 from megatron_pulse.planner.tune.config import Config
@@ -116,9 +117,8 @@ def expected(
     found: Counter[CollectiveCall] = Counter()
     for layer in profile.layers:
         given = layer.shard_sums, MICROBATCH, sequence_parallel
-        for call in forward_sums(*given):
-            found[call] += count * (2 if recompute else 1)
-        for call in backward_sums(*given):
+        again = recomputed_sums(*given) if recompute else ()
+        for call in (*forward_sums(*given), *backward_sums(*given), *again):
             found[call] += count
     return found
 
@@ -127,6 +127,7 @@ def expected(
     ("name", "sequence_parallel", "recompute"),
     [
         ("sd", False, False),
+        ("uvit", False, True),
         ("flux", False, True),
         ("hunyuan", True, False),
         ("sd3", True, True),

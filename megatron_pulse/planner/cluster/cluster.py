@@ -32,6 +32,9 @@ from megatron_pulse.planner.cluster.link import Link
 from megatron_pulse.planner.cluster.schema import cluster_faults
 from megatron_pulse.profile.devices import PRESETS, Device, custom_device
 
+SMALL_BYTES = 2**20
+"""A collective of so many bytes fits a processor's cache, and NCCL's protocols for few bytes."""
+
 HOST_ADAM_BYTES = 28
 """Of a node's memory that the processor's Adam reads (weight, gradient, both moments) and writes
 (without the gradient) for a parameter, in fp32."""
@@ -79,7 +82,9 @@ class Cluster:
     ``all_reduce_efficiency`` is the part of the links' bandwidth that collectives reach,
     ``reduce_scatter_efficiency`` and ``all_gather_efficiency`` are those of their kinds where they
     differ, ``collective_latency`` is the part of the links' latency that a collective has for a
-    step of its ring. ``operation_us`` are microseconds that the runtime adds to an operation.
+    step of its ring. Up to ``SMALL_BYTES`` a collective is ``small_collectives`` times as fast, its
+    latency apart: sums over tensor-parallel ranks are so small, gradients are not.
+    ``operation_us`` are microseconds that the runtime adds to an operation.
     ``host`` is the way from a device to pinned memory of its node, where it can be used, and
     ``host_memory_gbs`` what the processors' Adam reads and writes there in a second, all devices of
     a node at once.
@@ -98,6 +103,7 @@ class Cluster:
     reduce_scatter_efficiency: float | None = None
     all_gather_efficiency: float | None = None
     collective_latency: float = 1.0
+    small_collectives: float = 1.0
     operation_us: float = 0.0
     host: ClusterLink | None = None
     host_memory_gbs: float | None = None
@@ -205,6 +211,7 @@ class Cluster:
         of its slowest link. Bandwidths are multiplied by ``efficiency``.
         """
         self._check_group(ranks, concurrent)
+        num_bytes = self._as_large(num_bytes)
 
         def ring_s(num_bytes: float, size: int, link: Link) -> float:
             latency_s = link.latency_s * self.collective_latency
@@ -224,6 +231,11 @@ class Cluster:
             link = across.used_by(inside * concurrent)
             seconds += ring_s(num_bytes / inside, len(nodes), link)
         return seconds
+
+    def _as_large(self, num_bytes: float) -> float:
+        """Bytes that a large collective would move in the time of ``num_bytes``."""
+        small = min(num_bytes, SMALL_BYTES)
+        return small / self.small_collectives + num_bytes - small
 
     def _kind(self, rank_a: int, rank_b: int) -> ClusterLink:
         if self.node_of(rank_a) == self.node_of(rank_b):
@@ -245,6 +257,7 @@ _MEASURED = (
     "reduce_scatter_efficiency",
     "all_gather_efficiency",
     "collective_latency",
+    "small_collectives",
     "operation_us",
     "host_memory_gbs",
 )

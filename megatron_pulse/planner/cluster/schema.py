@@ -82,6 +82,7 @@ SCHEMA: dict[str, Any] = {
         reduce_scatter_efficiency=_above_0("the part that reduce-scatters reach"),
         all_gather_efficiency=_above_0("the part that all-gathers reach"),
         collective_latency=_above_0("the part of the latency that a collective's ring has"),
+        small_collectives=_above_0("times as fast as large ones that small collectives are"),
         host_memory_gbs=_above_0("GB/s that Adam reads and writes in a node's memory"),
         operation_us=number(
             "a number from 0 to 1e9: microseconds that the runtime adds to an operation",

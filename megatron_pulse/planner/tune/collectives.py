@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from megatron_pulse.planner.cluster.cluster import Cluster
@@ -62,6 +62,14 @@ def forward_sums(
         yield from _all(CollectiveKind.ALL_GATHER, sums.columns, samples)
     kind = CollectiveKind.REDUCE_SCATTER if sequence_parallel else CollectiveKind.ALL_REDUCE
     yield from _all(kind, sums.rows, samples)
+
+
+def recomputed_sums(
+    sums: ShardSums, samples: int, sequence_parallel: bool
+) -> Iterator[CollectiveCall]:
+    """Of computing a layer's activations again: a forward up to the last tensor that is wanted."""
+    repeated = replace(sums, rows=sums.rows[: sums.repeated_rows])
+    return forward_sums(repeated, samples, sequence_parallel)
 
 
 def backward_sums(

@@ -21,12 +21,15 @@ from megatron_pulse.planner.tune.collectives import (
     backward_sums,
     collective_s,
     forward_sums,
+    recomputed_sums,
 )
 from megatron_pulse.planner.tune.config import Config, Recompute
 from megatron_pulse.planner.tune.memory.relief import Relief
 from megatron_pulse.planner.tune.ranks import Ranks
 from megatron_pulse.profile.devices import ELEMENT_BYTES
 from megatron_pulse.profile.profile import Profile
+from megatron_pulse.profile.record.layers import ProfiledLayer
+from megatron_pulse.profile.record.times import LayerTimes
 
 
 class Unfit(StrEnum):
@@ -115,7 +118,7 @@ class Costs:
         """Costs of the chain on one tensor-parallel rank, that keeps not all of these layers
         (default: those of ``relief``).
 
-        Of what has sharded parameters ``sharded_time`` is divided, and its activations and
+        Of what has sharded parameters the shared time is divided, and its activations and
         boundaries where these are sequence parallel; the sums over ranks delay both passes. Every
         rank computes all the rest.
         """
@@ -195,21 +198,16 @@ class Costs:
         layers = self.profile.layers
         parts = [tensor if layer.sharded_parameters else 1 for layer in layers]
         edges = parts if self.sequence_parallel else [1] * len(layers)
-        forward_s, backward_s = self._sums_of(micro_batch_size, tensor)
-        backward_s = tuple(
-            backward + forward if i in recompute else backward
-            for i, (forward, backward) in enumerate(zip(forward_s, backward_s, strict=True))
-        )
+        forward_s, backward_s, repeated_s = self._sums_of(micro_batch_size, tensor)
+        repeated_s = tuple((i in recompute) * seconds for i, seconds in enumerate(repeated_s))
+        backward_s = tuple(map(add, backward_s, repeated_s))
 
-        # Sequence parallelism divides norms and residuals too.
-        shares = [
-            (1.0 if self.sequence_parallel else x.sharded_time) if x.sharded_parameters else 0.0
-            for x in layers
-        ]
+        times = self._times_at(micro_batch_size)
+        own = [self._own_part(*of, tensor) for of in zip(layers, times, strict=True)]
         counts = [layer.of_rank(tensor) for layer in layers]
 
         def divide(values: tuple[float, ...]) -> list[float]:
-            return [v * (1 - s) + v * s / tensor for v, s in zip(values, shares, strict=True)]
+            return [value * part for value, part in zip(values, own, strict=True)]
 
         def share(values: tuple[int, ...]) -> tuple[int, ...]:
             return tuple(value // n for value, n in zip(values, edges, strict=True))
@@ -223,12 +221,7 @@ class Costs:
             split_backward_s=tuple(map(add, divide(costs.split_backward_s), backward_s)),
             parameters=tuple(count for count, _ in counts),
             trained=tuple(trained for _, trained in counts),
-            recompute_s=tuple(
-                seconds + (i in recompute) * summed
-                for i, (seconds, summed) in enumerate(
-                    zip(divide(costs.recompute_s), forward_s, strict=True)
-                )
-            ),
+            recompute_s=tuple(map(add, divide(costs.recompute_s), repeated_s)),
             again_bytes=share(costs.again_bytes),
             shared_bytes=share(costs.shared_bytes),
             waiting_bytes=share(costs.waiting_bytes),
@@ -239,11 +232,26 @@ class Costs:
             ),
         )
 
+    def _own_part(self, layer: ProfiledLayer, times: LayerTimes, tensor: int) -> float:
+        """The part of a layer's time that each of ``tensor`` ranks computes (Amdahl's law).
+
+        Where one of two ranks took less than half, as tensors came to fit its caches, more ranks
+        divide what that one took.
+        """
+        if not layer.sharded_parameters:
+            return 1.0
+        share = layer.sharded_time
+        if times.halved_s and times.whole_s:
+            share = 2 * max(0.0, 1 - times.halved_s / times.whole_s)
+        if self.sequence_parallel:  # which divides norms and residuals too
+            share = max(1.0, share)
+        return 1 - share + share / tensor if share <= 1 else (2 - share) / tensor
+
     def _make_sums(
         self, micro_batch_size: int, tensor: int
-    ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Seconds in which each layer's forward and backward sum over tensor-parallel ranks, where
-        nothing is computed again."""
+    ) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]:
+        """Seconds in which each layer sums over tensor-parallel ranks: in a forward, in a backward
+        where nothing is computed again, and in computing it again."""
 
         @cache
         def seconds(calls: tuple[CollectiveCall, ...]) -> float:
@@ -251,8 +259,11 @@ class Costs:
 
         given = micro_batch_size, self.sequence_parallel
         sums = [layer.shard_sums for layer in self.profile.layers]
-        forward = tuple(seconds(tuple(forward_sums(x, *given))) for x in sums)
-        return forward, tuple(seconds(tuple(backward_sums(x, *given))) for x in sums)
+        forward, backward, repeated = (
+            tuple(seconds(tuple(of(x, *given))) for x in sums)
+            for of in (forward_sums, backward_sums, recomputed_sums)
+        )
+        return forward, backward, repeated
 
     def _make_totals(
         self, micro_batch_size: int, recompute: Recompute, tensor: int, split: bool

@@ -67,9 +67,8 @@ def measure(
 
     Each layer is built alone, whole, with random parameters of ``dtype``, and measured with random
     inputs; only one is on the device at a time. What two tensor-parallel ranks can share is also
-    built as one of them, and measured at the largest size. ``once_per_kind`` measures layers once
-    that run the same operators on tensors of the same shapes, strides and dtypes (see
-    ``kind_of``).
+    built, and measured, as one of them. ``once_per_kind`` measures layers once that run the same
+    operators on tensors of the same shapes, strides and dtypes (see ``kind_of``).
     With ``running``, the runtime's ``RUNNING``, each layer is also measured as with split
     backwards, and where what is cheap is computed again.
     A chain of several shapes is measured at each (see ``over_shapes``).
@@ -105,7 +104,7 @@ def measure(
     known: dict[str, LayerMeasure] = {}
     adams: dict[str, float] = {}
     optimizer_s: list[float] = []
-    shares: list[float] = []
+    halved_s: dict[int, list[float]] = {size: [] for size in micro_batch_sizes}
     layers = tqdm(
         range(len(backbone.layers)),
         "measuring",
@@ -148,22 +147,27 @@ def measure(
             module = built(i, context)
             for size in micro_batch_sizes:
                 measured[size].append(timed(i, module, size))
-            shares.append(1.0)
-            if can_halve(backbone, sizes[i]):
-                half, most = built(i, halved), max(micro_batch_sizes)
-                shares[i] = sharded_time(
-                    measured[most][i].whole_s, timed(i, half, most, "half").whole_s
-                )
-                del half
+            half = built(i, halved) if can_halve(backbone, sizes[i]) else None
+            for size in micro_batch_sizes:
+                seconds = 0.0 if half is None else timed(i, half, size, "half").whole_s
+                halved_s[size].append(seconds)
+            del half
             adam = str([tuple(p.shape) for p in module.parameters() if p.requires_grad])
             if adam not in adams:
                 adams[adam] = optimizer_seconds(module.parameters(), place, patience)
             optimizer_s.append(adams[adam])
             del module
     chain, skips, conditioning = describe_chain(backbone, sizes, dtype)
+    most = max(micro_batch_sizes)
     chain = tuple(
-        replace(layer, optimizer_s=seconds, sharded_time=share)
-        for layer, seconds, share in zip(chain, optimizer_s, shares, strict=True)
+        replace(
+            layer,
+            optimizer_s=seconds,
+            sharded_time=sharded_time(whole.whole_s, half_s) if half_s else 1.0,
+        )
+        for layer, seconds, whole, half_s in zip(
+            chain, optimizer_s, measured[most], halved_s[most], strict=True
+        )
     )
     return Profile(
         backbone=backbone.record,
@@ -174,7 +178,9 @@ def measure(
         recompute=recompute,
         method=_method(patience, once_per_kind, running is not None),
         layers=chain,
-        times={size: _times(backbone, measured[size]) for size in micro_batch_sizes},
+        times={
+            size: _times(backbone, measured[size], halved_s[size]) for size in micro_batch_sizes
+        },
         skips=skips,
         conditioning=conditioning,
         versions=_versions(place),
@@ -221,7 +227,9 @@ def fill(module: Any) -> None:
             parameter.normal_(0, 0.02)
 
 
-def _times(backbone: Backbone, measured: Sequence[LayerMeasure]) -> tuple[LayerTimes, ...]:
+def _times(
+    backbone: Backbone, measured: Sequence[LayerMeasure], halved_s: Sequence[float]
+) -> tuple[LayerTimes, ...]:
     memory = memory_columns(backbone, [layer.memory for layer in measured])
     found = []
     for layer, columns in zip(measured, memory, strict=True):

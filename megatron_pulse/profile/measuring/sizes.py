@@ -42,21 +42,33 @@ def module_sizes(module: Any, forward: Callable[[], object], samples: int) -> Mo
 
 
 def _shard_sums(module: Any, forward: Callable[[], object], samples: int) -> ShardSums:
-    """What Megatron's row- and column-parallel linears within ``module`` give and take."""
-    import torch
+    """What Megatron's row- and column-parallel linears within ``module`` give and take.
+
+    A row-parallel linear saves what it multiplies before its sum: where a layer saves nothing
+    after, recomputation ends before the sum.
+    """
+    from torch.autograd.graph import saved_tensors_hooks
 
     rows: list[int] = []
+    saved_before: list[int] = []
+    num_saved = 0
+
+    def count_saved(tensor: Any) -> Any:
+        nonlocal num_saved
+        num_saved += 1
+        return tensor
+
+    def add_row(made: Any) -> None:
+        rows.append(made[0].nbytes // samples)
+        saved_before.append(num_saved)
+
     columns: list[int] = []
     contexts: list[int] = []
     hooks = []
     for name, part in module.named_modules():
         kind = type(part).__name__
         if "RowParallel" in kind:
-            hooks.append(
-                part.register_forward_hook(
-                    lambda _, given, made: rows.append(made[0].nbytes // samples)
-                )
-            )
+            hooks.append(part.register_forward_hook(lambda _, given, made: add_row(made)))
         elif "ColumnParallel" in kind:
             # Keys and values of Megatron's CrossAttention are of a context.
             found = contexts if name.endswith("linear_kv") else columns
@@ -66,8 +78,9 @@ def _shard_sums(module: Any, forward: Callable[[], object], samples: int) -> Sha
                 )
             )
     if hooks:
-        with torch.no_grad():
+        with saved_tensors_hooks(count_saved, lambda tensor: tensor):
             forward()
     for hook in hooks:
         hook.remove()
-    return ShardSums(tuple(rows), tuple(columns), tuple(contexts))
+    repeated = sum(before < num_saved for before in saved_before)
+    return ShardSums(tuple(rows), tuple(columns), tuple(contexts), repeated)

@@ -12,12 +12,15 @@ class ShardSums:
 
     A forward sums the outputs of row-parallel linears (``rows``), a backward the gradients of what
     column-parallel ones take: ``columns`` of tokens, which sequence parallelism divides, and
-    ``contexts``, which are whole on every rank.
+    ``contexts``, which are whole on every rank. Recomputation ends with the last tensor that the
+    backward wants: it repeats the first ``repeated_rows`` sums of a forward (None: all, in older
+    profiles).
     """
 
     rows: tuple[int, ...] = ()
     columns: tuple[int, ...] = ()
     contexts: tuple[int, ...] = ()
+    repeated_rows: int | None = None
 
 
 @dataclass(frozen=True)

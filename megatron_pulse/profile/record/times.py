@@ -26,6 +26,8 @@ class LayerTimes:
     them all of a profile's layers have, or none (0: as much as is saved, beside what is kept).
     Where what is cheap is computed again ``selective_bytes`` are saved (0: not known),
     ``selective_peak_bytes`` in use at most, and a backward takes ``selective_s`` longer.
+    ``halved_s`` are forward and backward on one of two tensor-parallel ranks, their sums apart (0:
+    as ``ProfiledLayer.sharded_time`` says).
     """
 
     forward_s: float
@@ -46,6 +48,7 @@ class LayerTimes:
     selective_bytes: int = 0
     selective_peak_bytes: int = 0
     selective_s: float = 0.0
+    halved_s: float = 0.0
 
     def parts_s(self, split: bool) -> tuple[float, float, float]:
         """Forward, input gradient and weight gradient; with ``split`` where these wait."""

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from megatron_pulse.planner.cluster.cluster import (
     HOST_ADAM_BYTES,
+    SMALL_BYTES,
     Cluster,
     ClusterLink,
     DeviceFigures,
@@ -37,6 +38,8 @@ _WARM_UP, _ROUNDS = 2, 5
 _SMALL_BYTES = 4096
 _BLOCKS, _TURNS, _TURN = 9, 10, 384
 """Turns of a product of that width and a small all-reduce: some milliseconds on a CPU's core."""
+_MOST_TIMES = 8.0
+"""By how much small collectives are taken to differ from large ones at the most."""
 _COLLECTIVES = {
     "all_reduce": "allreduce_s",
     "reduce_scatter": "reduce_scatter_s",
@@ -157,12 +160,16 @@ class _Prober:
             kind: _rounded(statistics.median(group.efficiency for group in found))
             for kind, found in groups.items()
         }
-        progress("operations")
         cluster = replace(
             cluster,
             all_reduce_efficiency=reached["all_reduce"],
             reduce_scatter_efficiency=reached["reduce_scatter"],
             all_gather_efficiency=reached["all_gather"],
+        )
+        cluster = replace(cluster, small_collectives=self._small_collectives(cluster))
+        progress("operations")
+        cluster = replace(
+            cluster,
             operation_us=_rounded(1e6 * self._operation_s()),
             host=(host := self._to_host()),
             host_memory_gbs=None if host is None else self._host_memory_gbs(each),
@@ -245,15 +252,26 @@ class _Prober:
         """
         by_link = cluster.allreduce_s(_SMALL_BYTES, (0, 1))
         after_another_s = self._seconds_of("all_reduce", (0, 1), _SMALL_BYTES)
-        return _rounded(max(after_another_s, self._small_reduce_s()) / by_link)
+        return _rounded(max(after_another_s, self._added_reduce_s(_SMALL_BYTES)) / by_link)
 
-    def _small_reduce_s(self) -> float:
-        """What a small all-reduce adds to a turn of computing; the median of several blocks."""
+    def _small_collectives(self, cluster: Cluster) -> float:
+        """Times as fast as large ones that all-reduces of ``SMALL_BYTES`` are, their latency apart,
+        in turn with computing; 1 where no larger ones were measured."""
+        if self.settings.max_bytes <= 4 * SMALL_BYTES:
+            return 1.0
+        added_s = self._added_reduce_s(SMALL_BYTES) - self._added_reduce_s(_SMALL_BYTES)
+        sizes = SMALL_BYTES, _SMALL_BYTES
+        one_s, small_s = (cluster.allreduce_s(size, (0, 1)) for size in sizes)
+        times = (one_s - small_s) / added_s if added_s > 0 else _MOST_TIMES
+        return _rounded(min(_MOST_TIMES, max(1 / _MOST_TIMES, times)))
+
+    def _added_reduce_s(self, num_bytes: int) -> float:
+        """What such an all-reduce adds to a turn of computing; the median of several blocks."""
         group = dist.new_group([0, 1], timeout=timedelta(seconds=self.settings.timeout_s))
         added = []
         if self.rank in (0, 1):
             device = self.settings.device
-            factor, small = torch.ones(_TURN, _TURN, device=device), torch.ones(_SMALL_BYTES // 4)
+            factor, small = torch.ones(_TURN, _TURN, device=device), torch.ones(num_bytes // 4)
             small = small.to(device)
 
             def turns(reduce: bool) -> float:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_pulse.planner.cluster.cluster import Cluster, ClusterError
+from megatron_pulse.planner.cluster.cluster import SMALL_BYTES, Cluster, ClusterError
 from megatron_pulse.planner.layout.layouts import FOLD_EXACT, LAYOUTS, ROW, WHOLE, Layout
 from megatron_pulse.planner.layout.placement import Partition
 from megatron_pulse.planner.partition.memory import ParameterState
@@ -85,6 +85,10 @@ def test_collectives_have_their_own_efficiency_and_latency() -> None:
     assert machine.allreduce_s(4e9, ranks) == pytest.approx(2 * (3 / 5 + latency_s))
     assert machine.reduce_scatter_s(4e9, ranks) == pytest.approx(3 / 5 + latency_s)
     assert machine.all_gather_s(4e9, ranks) == pytest.approx(3 / 2.5 + latency_s)
+    sooner = replace(machine, small_collectives=4.0)
+    for size, as_large in ((4, 1), (SMALL_BYTES, SMALL_BYTES / 4), (1e9, 1e9 - SMALL_BYTES * 0.75)):
+        found = sooner.allreduce_s(size, ranks)
+        assert found == pytest.approx(machine.allreduce_s(as_large, ranks))
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -145,6 +149,27 @@ def test_tensor_parallel_ranks_divide_a_share_of_the_time_and_all_with_their_seq
     assert totals(0.0, 4) == pytest.approx(alone)
     assert totals(1.0, 4) == pytest.approx(alone / 4)
     assert totals(0.25, 4, sequences=True) == pytest.approx(alone / 4)
+
+
+@pytest.mark.parametrize(("halved", "of_four"), [(0.8, 0.7), (0.5, 0.25), (0.4, 0.2)])
+def test_tensor_parallel_ranks_take_what_one_of_two_was_measured_to_take(
+    halved: float, of_four: float
+) -> None:
+    """At each size, whatever the largest says; also less than half, from which ranks divide on."""
+    times = {
+        size: tuple(replace(x, halved_s=halved * x.whole_s) for x in column)
+        for size, column in CHAIN.times.items()
+    }
+    some = {"sharded_parameters": 1_000_000, "shard_sums": ShardSums()}
+    layers = tuple(replace(x, sharded_time=0.9, **some) for x in CHAIN.layers)
+    evaluator = Evaluator(replace(CHAIN, times=times, layers=layers), cluster(), 8)
+
+    def work(tensor: int) -> float:
+        found = evaluator.totals(Config(1, 1, tensor, 1, WHOLE))
+        return found.forward_s + found.backward_s
+
+    assert work(2) == pytest.approx(halved * work(1))
+    assert work(4) == pytest.approx(of_four * work(1))
 
 
 @pytest.mark.parametrize("seed", range(4))
