@@ -18,6 +18,8 @@ from megatron_pulse.planner.schedule.bound.bounds import (
     memory_bound,
     one_machine_bound,
 )
+from megatron_pulse.planner.schedule.bound.exhaustive import exhaustive_bound
+from megatron_pulse.planner.schedule.bound.path import MicrobatchPath
 from megatron_pulse.planner.schedule.check.simulate import run
 from megatron_pulse.planner.schedule.check.validate import faults_for
 from megatron_pulse.planner.schedule.operations import Operation
@@ -28,21 +30,23 @@ from tests.planner.strategies import equal
 
 
 @st.composite
-def tiny(draw: st.DrawFn) -> ScheduleProblem:
+def tiny(draw: st.DrawFn, waits: bool = False) -> ScheduleProblem:
     """Problems of at most 18 operations; what weight gradients wait with may be less than an
-    activation, or more."""
+    activation, or more. With ``waits`` they always wait, within a cap."""
     placement, most = draw(st.sampled_from([(sequential(2), 4), (sequential(3), 2), (fold(2), 2)]))
     count = draw(st.integers(1, most))
     num = placement.num_stages
-    split = draw(st.booleans()) and num * count <= 6
+    if waits:
+        count = min(count, 6 // num)
+    split = (waits or draw(st.booleans())) and num * count <= 6
 
     def times() -> tuple[float, ...]:
         return tuple(map(float, draw(st.lists(st.integers(1, 4), min_size=num, max_size=num))))
 
     taken = tuple(map(float, draw(st.lists(st.integers(1, 3), min_size=num, max_size=num))))
-    capped = draw(st.booleans())
+    capped = waits or draw(st.booleans())
     waiting = None
-    if split and capped and draw(st.booleans()):
+    if waits or (split and capped and draw(st.booleans())):
         waiting = tuple(map(float, draw(st.lists(st.integers(0, 4), min_size=num, max_size=num))))
     most = tuple(map(max, taken, waiting or taken))
     held = [
@@ -127,6 +131,37 @@ def test_what_whole_activations_fill_of_a_cap(cap: float, sizes: list[float]) ->
         if (held := sum(n * s for n, s in zip(counts, kinds, strict=True))) <= cap * (1 + 1e-9)
     )
     assert filled(cap, sizes) == pytest.approx(most if len(kinds) < 3 else cap)
+
+
+@settings(max_examples=80, derandomize=True)
+@given(tiny())
+def test_every_order_says_what_the_shortest_schedule_takes(problem: ScheduleProblem) -> None:
+    best, path = optimum(problem), MicrobatchPath(problem)
+    for length in (best, best + 5.0):
+        assert exhaustive_bound(path, length) == pytest.approx(best)
+
+
+@settings(max_examples=60, derandomize=True)
+@given(tiny(waits=True))
+def test_schedules_whose_weight_gradients_wait_with_bytes_are_proved(
+    problem: ScheduleProblem,
+) -> None:
+    found = synthesize(problem, effort=20).certificate
+    assert found.lower_bound <= optimum(problem) + 1e-9
+    assert found.proved or found.makespan > optimum(problem)
+
+
+def test_what_weight_gradients_wait_with_bounds_a_step() -> None:
+    """Device 0 holds nothing from input to weight gradient, and room for one activation before."""
+    problem = ScheduleProblem(
+        sequential(2), 3, (1, 8), (5, 7), (2, 5), (2.0,), (2, 2), (2, 2), waiting=(0, 1)
+    )
+    assert optimum(problem) == 77 == lower_bound(problem)
+
+
+def test_large_problems_are_not_tried_in_every_order() -> None:
+    problem = equal(sequential(4), 8, split=True)
+    assert exhaustive_bound(MicrobatchPath(problem), 1e3) == 0
 
 
 def test_jackson() -> None:

@@ -91,11 +91,11 @@ def with_offload(
     room to travel or all the memory, with what then must leave, and of the one where nothing does;
     no more are tried once one is as short as any can be. Each search has half of what is left of
     ``seconds``. Its bound is of all such schedules."""
-    began, best = time.monotonic(), None
+    began, best = time.process_time(), None
     bound = lower_bound(problem, work=0.0)
 
     def in_time(of: ScheduleProblem) -> Synthesis:
-        return search(of, max(0.0, seconds - (time.monotonic() - began)) / 2)
+        return search(of, max(0.0, seconds - (time.process_time() - began)) / 2)
 
     for found in _candidates(problem, in_time):
         length = run(problem, found.schedule).makespan
@@ -105,7 +105,7 @@ def with_offload(
             break
     assert best is not None  # one keeps everything
     length, found = best
-    spent, solver = time.monotonic() - began, found.certificate.solver
+    spent, solver = time.process_time() - began, found.certificate.solver
     certificate = Certificate(length, min(bound, length), length <= bound * _TIGHT, solver, spent)
     return Synthesis(found.schedule, certificate)
 

@@ -112,9 +112,9 @@ class ScheduleProblem:
 
     @property
     def with_least_memory(self) -> ScheduleProblem:
-        """The same where an activation takes all the time what it takes at the least, and nothing
-        travels: no schedule of this one is shorter than its shortest."""
-        if self.offloaded is None and self.waiting is None:
+        """The same where nothing travels, and an activation that does takes all the time what it
+        takes at the least: no schedule of this one is shorter than its shortest."""
+        if self.offloaded is None:
             return self
         activation = tuple(map(min, self._elsewhere, self._kept_waiting))
         return replace(self, activation=activation, waiting=None, offloaded=None, copying=None)
@@ -192,12 +192,15 @@ class ScheduleProblem:
         }
         return changes.get(kind, 0.0)
 
+    def waiting_of(self, stage: int) -> float:
+        """Memory that it takes from the input gradient to the weight gradient."""
+        if self.waiting is None or self.weight_grad is None:
+            return self.activation_of(stage)
+        return self.waiting[stage]
+
     def most_of(self, stage: int) -> float:
         """Memory that it takes at the most, from the forward to the weight gradient."""
-        own = self.activation_of(stage)
-        if self.waiting is None or self.weight_grad is None:
-            return own
-        return max(own, self.waiting[stage])
+        return max(self.activation_of(stage), self.waiting_of(stage))
 
     @property
     def waits_alike(self) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from functools import partial
 
@@ -11,7 +10,7 @@ from megatron_pulse.planner.cluster.cluster import Cluster
 from megatron_pulse.planner.tune.config import Choices, why_none
 from megatron_pulse.planner.tune.evaluate import Evaluator
 from megatron_pulse.planner.tune.saying.nothing_fits import nothing_fits
-from megatron_pulse.planner.tune.searching.budget import Budget, Clock
+from megatron_pulse.planner.tune.searching.budget import Budget, Clock, ProcessorClock
 from megatron_pulse.planner.tune.searching.finish import finish
 from megatron_pulse.planner.tune.searching.short import search_short
 from megatron_pulse.planner.tune.searching.tuning import Tuning
@@ -42,17 +41,19 @@ def tune(
     solver: str = "auto",
     keep: int = 10,
     progress: Callable[[str, Tuning], None] = lambda what, found: None,
-    clock: Clock = time.monotonic,
+    clock: Clock | None = None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Tuning:
     """The ``keep`` best configs, the best of them with whole schedules, soonest first, and FSDP2.
 
-    It takes about ``seconds`` by ``clock``, of which ``finish_s`` (a share, where not said) go to
-    schedules of all microbatches by ``solver``, the others to the search over configs.
+    It takes about ``seconds`` by ``clock`` (of this process, where not said), of which ``finish_s``
+    (a share, where not said) go to schedules of all microbatches by ``solver``, the others to the
+    search over configs.
     ``progress`` is called after every step of the search and before what comes behind it, with what
     is being done; neither cuts nor FSDP2 are looked at any further once it is all to be
     ``stopped``. Compiling, once on a machine, is not counted. Raises UntunableError.
     """
+    clock = clock or ProcessorClock()
     began, evaluator.stopped = clock(), stopped
     finish_s = FINISH_SHARE * seconds if finish_s is None else finish_s
     candidates = evaluator.candidates(choices)

@@ -140,8 +140,8 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         type=float,
         default=28.0,
         metavar="S",
-        help="of this process's time to decide, which is more on a busy machine (default 28); "
-        "Ctrl-C ends them with what was found so far",
+        help="of this process's time to decide, at most (default 28), which is up to four times as "
+        "long on a busy machine; Ctrl-C ends them with what was found so far",
     )
     add(
         "--solver",

@@ -178,7 +178,9 @@ def tuned(args: argparse.Namespace, evaluator: Evaluator, choices: Choices) -> T
     """
     from tqdm import tqdm
 
+    from megatron_pulse.cli.errors import warn
     from megatron_pulse.cli.plan.tuning.until import Until
+    from megatron_pulse.planner.tune.searching.budget import LATE
     from megatron_pulse.planner.tune.tune import tune
 
     total, until = round(args.seconds), Until(args.seconds)
@@ -193,6 +195,11 @@ def tuned(args: argparse.Namespace, evaluator: Evaluator, choices: Choices) -> T
 
         of = evaluator, choices, args.seconds, None, args.solver, args.top
         found = tune(*of, progress, until.clock, until.stopped)
+    if until.is_late:
+        warn(
+            f"this process had less than 1/{LATE:g} of a core: the wall's clock ended the search, "
+            "and another run may find another answer. Give more --seconds"
+        )
     if until.took_s is not None:
         found.seconds = until.took_s - found.ready_s
     return found

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import signal
 import threading
-import time
 
 from megatron_pulse.cli.errors import warn
+from megatron_pulse.planner.tune.searching.budget import ProcessorClock
 
 
 class Until:
-    """A clock of a search that should end after ``seconds``, or about at the first interrupt
+    """A clock of a search that should end after ``seconds`` of this process's time (see
+    ``ProcessorClock``), or about at the first interrupt
     (Ctrl-C) after something was ``found``: from then on a second counts as another ``seconds``,
     and so any share of them is over. One before that, or another, is raised."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds, self.found = seconds, False
-        self._began = time.monotonic()
+        self._own = ProcessorClock()
         self._interrupted_at: float | None = None
 
     def clock(self) -> float:
         """Seconds since whenever."""
-        now, since = time.monotonic(), self._interrupted_at
+        now, since = self._own(), self._interrupted_at
         return now if since is None else now + self.seconds * (1 + now - since)
 
     def stopped(self) -> bool:
@@ -30,8 +31,13 @@ class Until:
 
     @property
     def took_s(self) -> float | None:
-        """Real seconds since the beginning, where it was interrupted."""
-        return None if self._interrupted_at is None else time.monotonic() - self._began
+        """Seconds of the wall since the beginning, where it was interrupted."""
+        return None if self._interrupted_at is None else self._own.wall_s
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the wall ended the search."""
+        return self._own.is_late
 
     def __enter__(self) -> None:
         if threading.current_thread() is threading.main_thread():  # others cannot be interrupted
@@ -46,5 +52,5 @@ class Until:
             warn("nothing was found yet that fits")
         if self.stopped() or not self.found:
             raise KeyboardInterrupt
-        self._interrupted_at = time.monotonic()
+        self._interrupted_at = self._own()
         warn("stopping with what was found so far; Ctrl-C again ends without")

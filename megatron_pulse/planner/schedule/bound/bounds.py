@@ -6,6 +6,7 @@ one_machine...   the same per operation: starts no earlier than what must run be
                  ends early enough for what must follow; the best preemptive order (Jackson)
 memory_bound     memory times time is at least what the activations' shortest lives need (Little)
 order_bound      per operation too, in the best order that keeps the device's memory
+exhaustive       every order of all devices' operations, of small problems (``exhaustive``)
 ===============  ===========================================================================
 
 Of a cascade each chain has these bounds alone, and a device's order is of all chains' operations.
@@ -33,8 +34,7 @@ def lower_bound(
     problem: ScheduleProblem, work: float = BOUND_WORK, until: float = math.inf
 ) -> float:
     """No schedule is shorter: the best of the bounds above, ``order_bound`` up to ``work`` or
-    ``until`` (of ``time.monotonic``). An activation takes all the time what it takes at the
-    least."""
+    ``until`` (of ``time.process_time``). What may wait on the host is there all the time."""
     problem = problem.with_least_memory
     if problem.recompute is not None:
         rest = problem.without_recomputation
@@ -129,8 +129,9 @@ def _preemptive(paths: Sequence[MicrobatchPath]) -> float:
 def memory_bound(problem: ScheduleProblem, path: MicrobatchPath | None = None) -> float:
     """max over devices with a cap: first start + shares of the cap times lives + what follows.
 
-    An activation takes what it takes at the least, and lives at the least from the start of its
-    forward to the end of what frees it. Of a cap counts what whole ones fill.
+    An activation lives at the least from the start of its forward to the end of what frees it, and
+    takes what weight gradients wait with from its input gradient on. Of a cap counts what whole
+    ones fill.
     """
     problem = problem.with_least_memory
     if problem.cap is None:
@@ -142,12 +143,13 @@ def memory_bound(problem: ScheduleProblem, path: MicrobatchPath | None = None) -
         if not cap:
             continue
         stages = problem.placement.stages_of_device(device)
-        cap = filled(cap, [problem.activation_of(s) for s in stages])
+        sizes = [(problem.activation_of(s), problem.waiting_of(s)) for s in stages]
+        cap = filled(cap, [size for both in sizes for size in both])
         need = 0.0
-        for s in stages:
+        for s, (own, waiting) in zip(stages, sizes, strict=True):
             back = 2 * num - 1 - s
-            life = path.first[back] + path.time[back] + path.weight[back] - path.first[s]
-            need += problem.activation_of(s) / cap * life
+            need += own / cap * (path.first[back] - path.first[s])
+            need += max(own, waiting) / cap * path.time[back] + waiting / cap * path.weight[back]
         follows = 0.0 if problem.weight_grad else path.last[2 * num - 1 - stages[0]]
         bound = max(bound, path.first[stages[0]] + problem.num_microbatches * need + follows)
     return bound

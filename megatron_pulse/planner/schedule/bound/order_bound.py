@@ -87,6 +87,9 @@ def classes_of(path: MicrobatchPath, device: int) -> DeviceClasses:
     for at, (kind, stage) in enumerate(kinds):
         if kind is Kind.FORWARD:
             k = kinds.index((frees, stage))
+            if frees is Kind.WEIGHT_GRAD:
+                held[k] += problem.waiting_of(stage)
+                k = after[k]
             while k != at:
                 held[k] += problem.activation_of(stage)
                 k = after[k]
@@ -99,14 +102,14 @@ def order_bound(
 ) -> float:
     """No schedule is shorter, whatever the device; ``least`` is a bound that is known.
 
-    Ends after ``work``, or at ``until`` (of ``time.monotonic``); devices with too many states are
-    left out.
+    Ends after ``work``, or at ``until`` (of ``time.process_time``); devices with too many states
+    are left out.
     """
     cap, devices = path.problem.cap, range(path.problem.placement.num_devices)
     classes = [classes_of(path, device) for device in devices]
     # The busiest first, which is mostly what the bound comes from.
     for device in sorted(devices, key=lambda d: -classes[d].busy):
-        if work <= 0 or time.monotonic() >= until:
+        if work <= 0 or time.process_time() >= until:
             break
         room = None if cap is None else cap[device]
         least, spent = shortest_order(classes[device], room, least, work, until)
@@ -131,7 +134,7 @@ def shortest_order(
         return least, 0.0
     table = _Table.of(states, classes)
     low, high, stride, spent = least, np.inf, 0.0, TABLE_WORK * states.size
-    while high > low * (1 + CLOSE) and spent < work and time.monotonic() < until:
+    while high > low * (1 + CLOSE) and spent < work and time.process_time() < until:
         length = (low + high) / 2 if high < np.inf else low * (1 + stride)
         stride = 2 * stride or STRIDE
         end, reached, late, tried = _earliest(*table, length * _TIGHT)

@@ -103,10 +103,9 @@ class MicrobatchPath:
                     best = max(best, heads[k - 1][m] + first[k] - first[k - 1])
                 if m:
                     best = max(best, heads[k][m - 1] + time[k])
-                for stage, frees, room in reuse:
-                    if k == stage and m >= room:
-                        free = heads[frees][m - room] + time[frees] + self.weight[frees]
-                        best = max(best, free)
+                for takes, frees, later, room in reuse:
+                    if k == takes and m >= room:
+                        best = max(best, heads[frees][m - room] + time[frees] + later)
                 heads[k][m] = best
         return heads
 
@@ -132,21 +131,30 @@ class MicrobatchPath:
                     best = max(best, gap + time[k + 1] + tails[k + 1][m])
                 if m + 1 < count:
                     best = max(best, time[k] + tails[k][m + 1])
-                for stage, frees, room in reuse:
+                for takes, frees, later, room in reuse:
                     if k == frees and m + room < count:
-                        following = time[stage] + tails[stage][m + room]
-                        best = max(best, self.weight[k] + following)
+                        best = max(best, later + time[takes] + tails[takes][m + room])
                 tails[k][m] = best
         return tails
 
-    def _reuse(self) -> Iterator[tuple[int, int, int]]:
-        """(stage, what frees its activation, n): forward m + n starts when activation m is free."""
+    def _reuse(self) -> Iterator[tuple[int, int, float, int]]:
+        """(what takes memory, what frees it, seconds, n): what takes it for microbatch m + n starts
+        so many seconds after the end of what frees that of m: the weight gradient's, or none.
+
+        From forward to weight gradient an activation takes the least of its two sizes, from forward
+        to input gradient its own, from input to weight gradient what weight gradients wait with.
+        """
         problem, num = self.problem, self.problem.placement.num_stages
         for s, device in enumerate(problem.placement.device_of_stage):
-            takes, count = problem.activation_of(s), problem.num_microbatches
+            own, waiting, back = problem.activation_of(s), problem.waiting_of(s), 2 * num - 1 - s
             cap = None if problem.cap is None else problem.cap[device] * (1 + 1e-9)
-            if cap is not None and cap < takes * count:
-                yield s, 2 * num - 1 - s, int(cap / takes)
+            for size, takes, later in (
+                (min(own, waiting), s, self.weight[back]),
+                (own, s, 0.0),
+                (waiting, back, self.weight[back]),
+            ):
+                if cap is not None and cap < size * problem.num_microbatches:
+                    yield takes, back, later, int(cap / size)
 
 
 def _waits(count: int, lines: list[tuple[float, float]]) -> list[float]:

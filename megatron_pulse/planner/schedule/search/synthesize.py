@@ -30,7 +30,9 @@ import numpy as np
 
 from megatron_pulse.planner.layout.placement import Placement, fold
 from megatron_pulse.planner.schedule.bound.bounds import device_bound, lower_bound
+from megatron_pulse.planner.schedule.bound.exhaustive import exhaustive_bound
 from megatron_pulse.planner.schedule.bound.order_bound import BOUND_WORK
+from megatron_pulse.planner.schedule.bound.path import MicrobatchPath
 from megatron_pulse.planner.schedule.classic.names import CLASSICS, SPLIT
 from megatron_pulse.planner.schedule.compiled import compiling
 from megatron_pulse.planner.schedule.offload import with_offload
@@ -128,8 +130,9 @@ def synthesize(
     """The shortest schedule found; never longer than a classic one that fits ``problem``.
 
     On every stage operations of a kind are in microbatch order. The search ends at the lower bound,
-    or after ``seconds``. With ``effort``, the number of starts to improve, the clock has no part in
-    the answer; without a limit of time (``math.inf``) the effort is by the size of the problem.
+    or after ``seconds`` of this process's time. With ``effort``, the number of starts to improve,
+    the clock has no part in the answer; without a limit of time (``math.inf``) the effort is by the
+    size of the problem.
     ``templates``, in ticks of ``job_shop(problem)``, are starts that come on top. ``beside`` is
     asked now and then, with the best schedule and bound so far, whether that is enough. What is
     computed again is a part of its backward until the end, and then goes to idle times; what may
@@ -146,19 +149,21 @@ def synthesize(
         found = synthesize(within, seconds, effort, templates, beside, bounded)
         return with_recomputation(problem, found)
     get_ready()
-    began = time.monotonic()
+    began = time.process_time()
     if effort is None and seconds == math.inf:
         operations = problem.num_microbatches * problem.placement.num_stages * len(problem.kinds)
         effort = min(MOST_STARTS, max(16, OPERATIONS // operations))
     share = seconds / LONG_S if effort is None else max(effort, LEAST_STARTS) / MOST_STARTS
     until = math.inf if effort is not None else began + BOUND_SHARE * seconds
     search = _ScheduleSearch(problem, BOUND_WORK * min(1.0, share) if bounded else None, until)
-    left = seconds - (time.monotonic() - began)
+    left = seconds - (time.process_time() - began)
     stop = None if beside is None else lambda: beside(search.best, search.bound)
     search.spend(_Budget(left, effort, stop), tuple(templates))
+    if bounded and not search.proved:
+        search.try_every_order()
     length, bound = search.length, min(search.bound, search.length)
     certificate = Certificate(
-        length, bound, search.proved, "constructive", time.monotonic() - began
+        length, bound, search.proved, "constructive", time.process_time() - began
     )
     return Synthesis(search.best, certificate)
 
@@ -166,7 +171,7 @@ def synthesize(
 @cache
 def get_ready() -> None:
     """Compile what the search runs most, or read it from disk: no search's time is spent on it."""
-    began = time.monotonic()
+    began = time.process_time()
     problem = ScheduleProblem(fold(1), 1, (1.0, 1.0), (1.0, 1.0))
     with compiling():
         lower_bound(problem)
@@ -175,7 +180,7 @@ def get_ready() -> None:
         anneal(shop, improve(shop, next(starts(shop))), float)
         beam_templates(shop, shop.most_load)
         next(Widening(problem, shop).starts(lambda: math.inf, lambda _: 1.0), None)
-    if (spent := time.monotonic() - began) > NOTABLE_S:
+    if (spent := time.process_time() - began) > NOTABLE_S:
         log.info("compiled the search for schedules in %.1f s; it is kept on disk", spent)
 
 
@@ -236,14 +241,14 @@ class _Budget:
         self, seconds: float, effort: int | None, stop: Callable[[], bool] | None = None
     ) -> None:
         self.effort, self.stop = effort, stop
-        self.deadline = math.inf if effort is not None else time.monotonic() + seconds
+        self.deadline = math.inf if effort is not None else time.process_time() + seconds
 
     @property
     def spent(self) -> bool:
         """Whether nothing is left."""
         if self.stop is not None and self.stop():
             return True
-        return time.monotonic() >= self.deadline or self.effort == 0
+        return time.process_time() >= self.deadline or self.effort == 0
 
     def take(self) -> None:
         """One start."""
@@ -256,22 +261,22 @@ class _Budget:
             taken = min(self.effort, max(1, int(self.effort * part)))
             self.effort -= taken
             return _Budget(math.inf, taken, self.stop)
-        return _Budget(max(0.0, part * (self.deadline - time.monotonic())), None, self.stop)
+        return _Budget(max(0.0, part * (self.deadline - time.process_time())), None, self.stop)
 
     def past(self, part: float) -> Callable[[], bool]:
         """Whether a part of the time that is left now is over; never where effort counts."""
-        until = time.monotonic() + part * (self.deadline - time.monotonic())
-        return lambda: time.monotonic() >= until
+        until = time.process_time() + part * (self.deadline - time.process_time())
+        return lambda: time.process_time() >= until
 
     def looks(self) -> Callable[[int], float]:
         """How many starts of operations a sweep may still look at after so many, to take this."""
         if self.effort is not None:
             most = LOOKS * self.effort
             return lambda done: most - done
-        began = time.monotonic()
+        began = time.process_time()
 
         def left(done: int) -> float:
-            now = time.monotonic()
+            now = time.process_time()
             if self.spent:
                 return 0.0
             return done * (self.deadline - now) / max(1e-9, now - began) if done else math.inf
@@ -283,9 +288,9 @@ class _Budget:
         if self.effort is not None:
             swaps = max(1, SWAPS * self.effort)
             return lambda done: done / swaps
-        began = time.monotonic()
+        began = time.process_time()
         length = max(1e-9, self.deadline - began)
-        return lambda _: 1.0 if self.spent else (time.monotonic() - began) / length
+        return lambda _: 1.0 if self.spent else (time.process_time() - began) / length
 
 
 class _ScheduleSearch:
@@ -315,6 +320,12 @@ class _ScheduleSearch:
     def proved(self) -> bool:
         """Whether no schedule is shorter."""
         return self.length <= self.bound * (1 + 1e-9)
+
+    def try_every_order(self) -> None:
+        """Prove what a small problem can do without, where one device's bounds do not."""
+        if len(self.problem.placement.starts) == 1:
+            path = MicrobatchPath(self.problem)
+            self.bound = max(self.bound, exhaustive_bound(path, self.length))
 
     def spend(self, budget: _Budget, templates: Iterable[Template] = ()) -> None:
         """Search until the bound is reached or the budget spent."""

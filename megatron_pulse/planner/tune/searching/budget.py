@@ -8,7 +8,31 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 type Clock = Callable[[], float]
-"""Seconds since whenever; the wall's (``time.monotonic``) or a process's (``time.process_time``)"""
+"""Seconds since whenever"""
+
+LATE = 4.0
+"""Times as many seconds of the wall as of the processor that a search takes at the most."""
+
+
+class ProcessorClock:
+    """Seconds of this process's time since the clock was made, so that answers do not depend on
+    what else the machine does; those of the wall over ``LATE`` where that is more."""
+
+    def __init__(self) -> None:
+        self._processor, self._wall = time.process_time(), time.monotonic()
+
+    def __call__(self) -> float:
+        return max(time.process_time() - self._processor, self.wall_s / LATE)
+
+    @property
+    def wall_s(self) -> float:
+        """Seconds of the wall since then."""
+        return time.monotonic() - self._wall
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the wall decides: the machine gives less than 1 / ``LATE`` of a core."""
+        return self.wall_s / LATE > time.process_time() - self._processor
 
 
 class Budget:
@@ -18,8 +42,8 @@ class Budget:
     none is begun which would end too late, however slow the machine is at the moment.
     """
 
-    def __init__(self, seconds: float, clock: Clock = time.monotonic) -> None:
-        self.seconds, self._clock = seconds, clock
+    def __init__(self, seconds: float, clock: Clock | None = None) -> None:
+        self.seconds, self._clock = seconds, clock or ProcessorClock()
         self.begin()
         self._took: defaultdict[str, float] = defaultdict(float)
         self._sizes: defaultdict[str, float] = defaultdict(float)

@@ -16,7 +16,6 @@ among them::
 from __future__ import annotations
 
 import itertools
-import time
 from collections import defaultdict
 from contextlib import suppress
 from dataclasses import replace
@@ -80,7 +79,7 @@ def finish(
     seconds: float,
     solver: str = "auto",
     count: int = 3,
-    clock: Clock = time.monotonic,
+    clock: Clock | None = None,
 ) -> None:
     """Find whole schedules for the best, in about ``seconds`` altogether; sort anew.
 

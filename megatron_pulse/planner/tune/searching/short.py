@@ -12,7 +12,6 @@ as are needed are sooner still::
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -20,7 +19,7 @@ from dataclasses import replace
 from megatron_pulse.planner.tune.config import Choices, Config, Recompute
 from megatron_pulse.planner.tune.costs import UnfitError
 from megatron_pulse.planner.tune.evaluate import Evaluator
-from megatron_pulse.planner.tune.searching.budget import Budget, Clock
+from megatron_pulse.planner.tune.searching.budget import Budget, Clock, ProcessorClock
 from megatron_pulse.planner.tune.searching.search import search
 from megatron_pulse.planner.tune.searching.steps import FAR
 from megatron_pulse.planner.tune.searching.tuning import Shortlist, Tuning, keep_soonest
@@ -45,11 +44,12 @@ def search_short(
     seconds: float,
     progress: Callable[[Tuning], None],
     finish_s: float,
-    clock: Clock = time.monotonic,
+    clock: Clock | None = None,
 ) -> Tuning:
     """What ``search`` finds of ``candidates``, those of ``choices``; and where these may compute as
     few activations again as are needed, and some of the best have to, of those that compute all."""
     few = Recompute.NEEDED in choices.recompute and Recompute.ALWAYS not in choices.recompute
+    clock = clock or ProcessorClock()
     first = Budget(seconds, clock)
 
     def look(found: Tuning) -> None:

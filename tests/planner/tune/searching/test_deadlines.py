@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from megatron_pulse.planner.tune.config import Choices, Config, configs
 from megatron_pulse.planner.tune.costs import Unfit
 from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
-from megatron_pulse.planner.tune.searching.budget import Budget
+from megatron_pulse.planner.tune.searching.budget import LATE, Budget
 from megatron_pulse.planner.tune.searching.search import search
 from megatron_pulse.planner.tune.tune import UntunableError, tune
 from tests.planner.tune.problems import cluster, profile
@@ -111,6 +112,14 @@ def test_time_is_left_for_a_whole_schedule(monkeypatch: pytest.MonkeyPatch) -> N
     whole = 30e-6 * evaluator.size(found.outcomes[0].config, whole=True)
     assert whole > 0.3 and found.num_left > 0
     assert found.seconds + whole <= 1.1 * (1.0 + 0.1)
+
+
+def test_waiting_for_the_processor_is_not_time_spent() -> None:
+    budget = Budget(100.0)
+    time.sleep(0.2)
+    assert budget.spent < 0.5 * 0.2
+    time.sleep(0.2)
+    assert budget.spent >= 0.4 / LATE  # but for what is far too long
 
 
 def test_no_time_at_all_is_said() -> None:
