@@ -304,7 +304,11 @@ class PulseSchedule:
     def _replicate(self, chunks: dict[int, nn.Module], device: int) -> Replicas:
         """Copies of the replicated embedders for this device's stages, owned by some of them."""
         stages = {number: unwrap(chunk) for number, chunk in chunks.items()}
-        chunk_of = {m: chunk for chunk in chunks.values() for m in unwrap(chunk).modules()}
+        chunk_of = {
+            layer: chunk
+            for number, chunk in chunks.items()
+            for _, layer in stages[number].named_layers()  # modules() knows no derived ones
+        }
         first = next(iter(stages.values()))
         context = LayerContext(first.config, first.pg_collection)
         assert self._links is not None

@@ -26,7 +26,10 @@ STUDY: dict[str, Callable[[], Made]] = {
         *(texts.clip, texts.t5),
     )
 }
-ZOO = {**STUDY, "small_unet": unets.small_unet, "small_svd": unets.small_svd}
+SMALL: dict[str, Callable[[], Made]] = {
+    made.__name__: made for made in (unets.small_unet, unets.small_svd, unets.small_motion)
+}
+ZOO = {**STUDY, **SMALL}
 SKIPS = {"sd": 12, "sdxl": 9, "svd": 12, "motion": 12, "hunyuan": 2, "small_unet": 4,
          "small_svd": 4}  # fmt: skip
 """Published: of a UNet one a level, block and resampling, of Hunyuan-DiT n / 2 - 1 of n blocks."""

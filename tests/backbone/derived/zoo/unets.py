@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import diffusers
 
 from tests.backbone.derived.zoo.draw import TEXT, Made, rand, whole
@@ -77,12 +79,25 @@ def small_svd() -> Made:
     return _svd(2, 1)
 
 
-def motion() -> Made:
+def _motion(**sizes: Any) -> Made:
     module = diffusers.UNetMotionModel(
-        **UNET, num_attention_heads=4, motion_num_attention_heads=4, motion_max_seq_length=8
-    )
+        **{**UNET, **sizes}, num_attention_heads=4, motion_num_attention_heads=4,
+        motion_max_seq_length=8,
+    )  # fmt: skip
     return module, lambda b: {
         "sample": rand(b, 4, 3, 8, 8),
         "timestep": whole(b),
         "encoder_hidden_states": rand(3 * b, TEXT, 16),
     }
+
+
+def motion() -> Made:
+    return _motion()
+
+
+def small_motion() -> Made:
+    return _motion(
+        block_out_channels=(8, 16), layers_per_block=1,
+        down_block_types=("DownBlockMotion", "CrossAttnDownBlockMotion"),
+        up_block_types=("CrossAttnUpBlockMotion", "UpBlockMotion"),
+    )  # fmt: skip
