@@ -34,7 +34,7 @@ def trial(module: nn.Module, chains: Chains) -> list[str]:
     that and its chain, on the example that the chain was made of.
 
     Nothing is tried of a module that is not small or has no values, nor again where a call takes
-    longer than a second or fails, as on an example that was made for its shapes alone.
+    longer than a second.
     """
     tensors = (*module.parameters(), *module.buffers())
     if not is_small(module) or any(is_hollow(tensor) for tensor in tensors):
@@ -49,8 +49,8 @@ def _tried(module: nn.Module, chains: Chains) -> list[str]:
         if time.perf_counter() - start > _SECONDS:
             return []
         second = _called(module, given, chains.output)
-    except Exception:  # a module may raise anything
-        return []
+    except Exception as error:  # a module may raise anything
+        return [f"it cannot be called with its example: {raised(error)}"]
     exact = first.device.type == "cpu"
     if (apart := _apart(first, second)) > (0.0 if exact else _tolerance(first)):
         return [

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import functools
 import random
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_pulse.backbone.derived.exported import DerivationError
+from megatron_pulse.backbone.derived.weights.hollow import hollow, is_hollow, made_hollow
 from megatron_pulse.backbone.derived.weights.scratch import from_scratch
 from tests.backbone.derived.zoo import ZOO
 
@@ -97,6 +101,74 @@ def test_late_and_odd_ways_to_fill_a_weight() -> None:
     assert not unlike(Late)
 
 
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("small_unet", {}),
+        ("small_unet", {"low_cpu_mem_usage": False}),
+        ("small_unet", {"torch_dtype": torch.bfloat16}),
+        ("wan", {}),  # of which parts stay in fp32
+        ("clip", {}),
+        ("t5", {"dtype": torch.bfloat16}),  # with tied weights
+    ],
+)
+@pytest.mark.parametrize("file", ["safetensors", "bin"])
+def test_what_from_pretrained_reads_has_the_bits_of_its_files(
+    name: str, how: dict[str, Any], file: str, tmp_path: Path
+) -> None:
+    module = ZOO[name]()[0]
+    if file == "bin" and name in ("clip", "t5"):
+        torch.save(module.state_dict(), tmp_path / "pytorch_model.bin")
+        module.config.save_pretrained(tmp_path)
+    else:
+        module.save_pretrained(tmp_path, safe_serialization=file == "safetensors")
+    make = functools.partial(type(module).from_pretrained, tmp_path, **how)
+    assert not unlike(make)
+    read = dict(make().named_parameters())
+    own = dict(module.named_parameters())
+    assert all(torch.equal(p, own[n].to(p.dtype)) for n, p in read.items())
+    assert all(map(is_hollow, hollow(made_hollow(make), torch.float32).parameters()))
+
+
+class Filed(nn.Module):
+    """Weights of files in the place of its own, and some that are changed behind that."""
+
+    def __init__(self, folder: Path, how: str) -> None:
+        super().__init__()
+        with torch.device("meta" if how != "copied" else "cpu"):
+            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        state = torch.load(folder / "state.pt", mmap=how == "mapped")
+        if how == "mapped":
+            self.to_empty(device="cpu")
+        self.load_state_dict(state, assign=how == "assigned")
+        nn.init.normal_(self.last.bias)
+        self.last.weight.data *= 2
+        assert self.first.weight.to("meta").device.type == "meta"
+
+
+@pytest.mark.parametrize("how", ["copied", "mapped", "assigned"])
+def test_what_is_read_by_hand_has_the_bits_of_its_file(how: str, tmp_path: Path) -> None:
+    whole = nn.ModuleDict({"first": nn.Linear(4, 4), "last": nn.Linear(4, 4)})
+    torch.save(whole.state_dict(), tmp_path / "state.pt")
+    assert not unlike(lambda: Filed(tmp_path, how))
+
+
+class Moved(nn.Module):
+    """Makes its weight anew where that has no values, of the class that it finds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        weight = self.linear.weight
+        assert weight.to("meta").device.type == "meta"
+        self.linear.weight = type(weight)(weight.to("meta"), **vars(weight))
+
+
+def test_a_weight_that_is_moved_to_no_values_is_refused_by_name() -> None:
+    with pytest.raises(DerivationError, match=r"linear\.weight"):
+        from_scratch(Moved).parameters(SEED)
+
+
 class Faulty(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -111,6 +183,8 @@ class Faulty(nn.Module):
             self.register_buffer("noise", torch.randn(3))
         elif kind == "computed":
             self.register_buffer("sum", self.linear.weight.detach().sum())
+        elif kind == "meta":
+            self.absent = nn.Parameter(torch.empty(3, device="meta"))
 
 
 @pytest.mark.parametrize(
@@ -121,6 +195,7 @@ class Faulty(nn.Module):
         "python": "Python's random numbers are drawn",
         "buffer": "the buffer noise is drawn at random",
         "computed": "the buffer sum is computed from parameters",
+        "meta": "absent is left on the meta device, without values: do its files lack it",
     }.items(),
 )
 def test_what_cannot_be_made_again_is_refused(kind: str, words: str) -> None:

@@ -15,14 +15,19 @@ from megatron_pulse.backbone.derived.refused.shared import shared_memory
 
 @contextmanager
 def registering(change: Callable[[nn.Parameter], nn.Parameter]) -> Iterator[None]:
-    """Within, modules get what ``change`` makes of a parameter in its place, once for each."""
+    """Within, modules get what ``change`` makes of a parameter in its place, once for each.
+
+    Where another has replaced ``nn.Module.register_parameter`` since, as those do that make a
+    module on the meta device before they read its weights, that one decides.
+    """
     register = nn.Module.register_parameter
     made = WeakIdKeyDictionary()  # the memory of what was replaced is not kept
 
     def register_parameter(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None:
+        if param is not None and nn.Module.register_parameter is register_parameter:
             if param not in made:
                 made[param] = change(param)
+                vars(made[param]).update(vars(param))  # as transformers' marks of what was read
             param = made[param]
         register(self, name, param)
 

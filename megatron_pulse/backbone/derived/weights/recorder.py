@@ -1,9 +1,10 @@
 """What fills the tensors of a module, recorded while it is made.
 
 A parameter loses its memory when a module gets it: what is done to it from then on, and to what is
-made of it, is recorded, and only shapes are computed. Everything else is computed and recorded. A
-random operation on what has no memory is done on a scratch tensor, so that the next one draws the
-same numbers as ever; with the generator's state before it, it can be done again at any time.
+made of it, is recorded, and only shapes are computed. Everything else is computed and recorded, but
+for what is on the meta device, which has no values. A random operation on what has no memory is
+done on a scratch tensor, so that the next one draws the same numbers as ever; with the generator's
+state before it, it can be done again at any time.
 (torchdistX calls this deferred initialisation; it does not keep the random numbers.)
 """
 
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
@@ -35,6 +37,8 @@ from megatron_pulse.backbone.derived.weights.tape import (
 _DRAWN = ("uniform_", "normal_", "random_", "exponential_", "cauchy_", "log_normal_", "geometric_")
 _LIKE = ("rand_like", "randn_like", "randint_like")
 """Random operations that do not look at the values of what they are given."""
+_METADATA = frozenset((*FunctionalTensor.metadata_fns, torch.ops.prim.layout.default))
+"""What C++ asks of a tensor's device and shape, where no exception may come back."""
 _READERS = (Tensor.numpy, Tensor.tolist, Tensor.__array__)
 _SET_DATA = Tensor.data.__set__
 
@@ -73,9 +77,17 @@ class TapeRecorder(TorchDispatchMode):
                 nn.Module._apply = apply
 
     def _registered(self, parameter: nn.Parameter) -> nn.Parameter:
-        if isinstance(parameter, FakeTensor) or is_lazy(parameter):
+        if isinstance(parameter, FakeTensor) or is_lazy(parameter) or parameter.is_meta:
             return parameter
         return nn.Parameter(self.emptied(parameter), parameter.requires_grad)
+
+    def is_given(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` has values that came from outside, as those of a file."""
+        memory = tensor.untyped_storage()._cdata
+        if isinstance(tensor, FakeTensor) or memory not in self._known:
+            return not isinstance(tensor, FakeTensor)
+        number = self._known[memory][1]
+        return number in self._outside and number not in self._hollow
 
     def emptied(self, tensor: Tensor) -> Tensor:
         """``tensor`` without memory; what is done to either counts for both."""
@@ -125,7 +137,10 @@ class TapeRecorder(TorchDispatchMode):
     ) -> Any:
         """Do it, on shapes alone where something has no memory, and record it."""
         kwargs = kwargs or {}
-        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if func in _METADATA:
+            with self._fake:
+                return func(*args, **kwargs)
+        tensors = [t for t in tensors_in((args, kwargs)) if _has_values(t)]
         places = {id(tensor): self.place(tensor) for tensor in tensors}
         written = _written(func, args, kwargs)
         is_random = torch.Tag.nondeterministic_seeded in func.tags
@@ -141,11 +156,12 @@ class TapeRecorder(TorchDispatchMode):
                 self._draw(func, args, kwargs)
             fakes = {id(t): self._twin(t, places[id(t)]) for t in hollow}
             results = _with(func, args, kwargs, lambda t: fakes.get(id(t), t), self._fake)
+            results = pytree.tree_map_only(FakeTensor, _let_go, results)
         elif hollow:
             results = _with(func, args, kwargs, self.read)
         else:
             results = func(*args, **kwargs)
-        found = tensors_in(results)
+        found = [t for t in tensors_in(results) if _has_values(t)]
         for tensor in found:
             key = tensor.untyped_storage()._cdata
             if key not in self._known:
@@ -161,7 +177,7 @@ class TapeRecorder(TorchDispatchMode):
         if writes:
             at, by = pytree.tree_map(
                 lambda leaf: (
-                    places[id(leaf)]
+                    places.get(id(leaf), leaf)
                     if isinstance(leaf, Tensor)
                     else FromGenerator()
                     if isinstance(leaf, torch.Generator)
@@ -241,10 +257,14 @@ def _apply(part: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True
     """What ``nn.Module._apply`` does to real tensors; it swaps those of other classes."""
     for child in part.children() if recurse else ():
         child._apply(fn)
-    for parameter in part._parameters.values():
-        if parameter is not None:
-            with torch.no_grad():
+    for name, parameter in part._parameters.items():
+        if parameter is None:
+            continue
+        with torch.no_grad():
+            if _has_values(parameter):
                 parameter.data = fn(parameter)
+            else:
+                part._parameters[name] = nn.Parameter(fn(parameter), parameter.requires_grad)
     for name, buffer in part._buffers.items():
         part._buffers[name] = buffer if buffer is None else fn(buffer)
     return part
@@ -261,7 +281,7 @@ class _Python(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         recorder, kwargs = self._recorder, kwargs or {}
-        if func in _READERS and type(args[0]) is not nn.parameter.UninitializedParameter:
+        if func in _READERS and not is_lazy(args[0]) and _has_values(args[0]):
             if recorder.is_hollow(args[0]):
                 with _paused():
                     values = func(recorder.read(args[0].detach()), *args[1:], **kwargs)
@@ -269,10 +289,22 @@ class _Python(TorchFunctionMode):
                     values.flags.writeable = False
                 return values
             recorder.expose(args[0].detach())
-        if func == _SET_DATA and any(map(recorder.is_hollow, args)):
+        if func == _SET_DATA and any(_has_values(a) and recorder.is_hollow(a) for a in args):
             func(*(a if isinstance(a, FakeTensor) else recorder.emptied(a) for a in args))
             return None
         return func(*args, **kwargs)
+
+
+def _has_values(tensor: Tensor) -> bool:
+    """Whether ``tensor`` has values, or is recorded in their place; none on the meta device has."""
+    return isinstance(tensor, FakeTensor) or not tensor.is_meta
+
+
+def _let_go(tensor: FakeTensor) -> Tensor:
+    """``tensor``, or what a copy to the meta device is: from then on nothing is to be recorded."""
+    if tensor.device.type != "meta":
+        return tensor
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 @contextmanager
@@ -303,7 +335,7 @@ def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
     for i, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = kwargs.get(argument.name, args[i] if i < len(args) else None)
-            found += tensors_in(value)
+            found += filter(_has_values, tensors_in(value))
     return found
 
 

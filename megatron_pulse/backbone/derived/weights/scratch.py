@@ -20,7 +20,8 @@ def from_scratch(make: Callable[[], nn.Module]) -> Weights:
     """The parameters of ``torch.manual_seed(seed); make()``, bit for bit, on the CPU.
 
     ``make`` is run when the first is asked for, without memory for the module: one tensor at a time
-    is drawn. The steps that fill a parameter are done again each time it is asked for.
+    is drawn. The steps that fill a parameter are done again each time it is asked for. What
+    ``make`` reads from files is kept as it was read.
     Raises DerivationError with all parameters and buffers that cannot be made so, and why.
     """
 
@@ -32,24 +33,32 @@ def from_scratch(make: Callable[[], nn.Module]) -> Weights:
 
 
 class _Recorded(Mapping[str, Tensor]):
-    """Parameters by name, each computed when it is asked for."""
+    """Parameters by name: the ``given`` ones are copied, the others computed when asked for."""
 
-    def __init__(self, tape: Tape, places: Mapping[str, StorageView]) -> None:
-        self._tape, self._places = tape, places
+    def __init__(
+        self,
+        names: list[str],
+        tape: Tape,
+        places: Mapping[str, StorageView],
+        given: Mapping[str, Tensor],
+    ) -> None:
+        self._names, self._tape, self._places, self._given = names, tape, places, given
 
     def __getitem__(self, name: str) -> Tensor:
+        if name in self._given:
+            return self._given[name].clone(memory_format=torch.preserve_format)
         tensor = self._tape.play(self._places[name])
         whole = tensor.untyped_storage().nbytes() == tensor.nbytes
         return tensor if whole else tensor.clone(memory_format=torch.preserve_format)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._places
+        return name in self._names
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
+        return iter(self._names)
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._names)
 
 
 def _record(make: Callable[[], nn.Module], seed: int) -> Mapping[str, Tensor]:
@@ -65,8 +74,17 @@ def _record(make: Callable[[], nn.Module], seed: int) -> Mapping[str, Tensor]:
                 "the module",
                 [f"it cannot be made without memory for its weights: {raised(error)}"],
             ) from error
-    places = {name: recorder.place(p.detach()) for name, p in module.named_parameters()}
-    faults = []
+    parameters = {name: p.detach() for name, p in module.named_parameters()}
+    faults = [
+        f"{name} is left on the meta device, without values: do its files lack it?"
+        for name, tensor in (*parameters.items(), *module.named_buffers())
+        if tensor.is_meta
+    ]
+    if faults:
+        raise DerivationError(type(module).__name__, faults)
+    given = {name: tensor for name, tensor in parameters.items() if recorder.is_given(tensor)}
+    drawn = {name: tensor for name, tensor in parameters.items() if name not in given}
+    places = {name: recorder.place(tensor) for name, tensor in drawn.items()}
     faults += [
         f"{name}'s random numbers are drawn, which torch's seed does not determine: draw torch's"
         for name, state in other_generators().items()
@@ -89,4 +107,5 @@ def _record(make: Callable[[], nn.Module], seed: int) -> Mapping[str, Tensor]:
             )
     if faults:
         raise DerivationError(type(module).__name__, faults)
-    return _Recorded(recorder.tape, places)
+    recorder.tape.keep(place.storage for place in places.values())
+    return _Recorded(list(parameters), recorder.tape, places, given)

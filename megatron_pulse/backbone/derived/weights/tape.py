@@ -88,8 +88,19 @@ class Tape:
         """Whether something was written to ``storage``."""
         return bool(self._writers.get(storage))
 
+    def keep(self, storages: Iterable[int]) -> None:
+        """Forget all that what is in ``storages`` does not depend on."""
+        needed = {i for storage in set(storages) for i in self._history(storage)}
+        order = {i: new for new, i in enumerate(sorted(needed))}
+        self.steps = [self.steps[i] for i in order]
+        for storage, writers in self._writers.items():
+            self._writers[storage] = [order[i] for i in writers if i in order]
+
     def history(self, storage: int) -> list[TapedCall]:
         """All that what is in ``storage`` depends on, in order."""
+        return [self.steps[i] for i in self._history(storage)]
+
+    def _history(self, storage: int) -> list[int]:
         queue = [-i for i in self._writers[storage]]
         heapq.heapify(queue)
         found: list[int] = []
@@ -102,7 +113,7 @@ class Tape:
                 writers = self._writers[other]
                 for i in writers[: bisect_left(writers, index)]:
                     heapq.heappush(queue, -i)
-        return [self.steps[i] for i in reversed(found)]
+        return found[::-1]
 
     def play(self, place: StorageView) -> Tensor:
         """The tensor at ``place``; the state of torch's generator is what it was."""
