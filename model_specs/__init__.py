@@ -34,6 +34,7 @@ import functools
 import importlib
 import pkgutil
 from collections.abc import Mapping
+from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
 
@@ -41,7 +42,7 @@ from megatron_pulse.backbone.cascade import CASCADE, cascade
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.check import BackboneError, require_valid
 from megatron_pulse.backbone.published import Published
-from megatron_pulse.encoders.recipe import TextRecipe, text_fields
+from megatron_pulse.encoders.recipe import TextRecipe, folder_name, padded_length, text_fields
 from megatron_pulse.faults import UserError, raised, told, unknown
 from megatron_pulse.flag_fields import flag_value
 from megatron_pulse.profile.trained import trained_as
@@ -58,9 +59,9 @@ from model_specs.common.options import (
 from model_specs.derived.cascades import is_cascade as is_cascade
 from model_specs.derived.cascades import options_of, parts_of, require_known
 from model_specs.derived.classes import CLASSES
+from model_specs.derived.diffusers_modules import BUCKETS, pipeline_folder, split
 from model_specs.derived.diffusers_modules import PREFIX as DIFFUSERS
 from model_specs.derived.diffusers_modules import describe_weights as describe_weights
-from model_specs.derived.diffusers_modules import split
 from model_specs.derived.diffusers_modules import weights_folder as weights_folder
 from model_specs.derived.family import DTYPE as DTYPE
 from model_specs.derived.family import DerivedFamily
@@ -165,6 +166,7 @@ def load_backbone(name: str, options: Mapping[str, Value] = _NO_OPTIONS) -> Back
     if is_cascade(name):
         return _load_cascade(name, options)
     family = _family(name)
+    options = with_texts_of(name, options)
     name = _name_in(family, name)
     config = resolve(name, family.CONFIGS[name], options)
     try:
@@ -415,6 +417,41 @@ def _published_families() -> dict[str, ModuleType]:
     }
 
 
+_LENGTHS = ("text_length", "context_length", "caption_length")
+
+
+def _recipes(name: str) -> list[TextRecipe]:
+    """How the texts of the configuration ``name`` may be made."""
+    own = _family(name)
+    family: Any = own
+    if isinstance(own, DerivedFamily):
+        family = _published_families().get(own.family)
+    config = own.CONFIGS[_name_in(own, name)]
+    option = next((each for each in _LENGTHS if hasattr(config, each)), "")
+    texts: tuple[TextRecipe, ...] = getattr(family, "TEXTS", ())
+    return [dataclasses.replace(recipe, length_option=option) for recipe in texts]
+
+
+def with_texts_of(
+    name: str, options: Mapping[str, Value], folder: str | Path | None = None
+) -> Mapping[str, Value]:
+    """``options`` of a class of diffusers, with the length of texts that the tokenizers of a
+    pipeline say: that in ``folder``, or whose folder ``name`` is.
+
+    Nothing is added where options say a length, or where a pipeline cuts texts to what is asked.
+    """
+    if not name.startswith(DIFFUSERS) or options.keys() & {*_LENGTHS, BUCKETS}:
+        return options
+    folder = pipeline_folder(name) if folder is None else Path(folder)
+    for recipe in _recipes(name) if folder is not None and folder.is_dir() else ():
+        places = (folder / folder_name("tokenizer", place) for place in recipe.kinds)
+        lengths = {padded_length(place) for place in places}
+        if len(lengths) == 1 and (length := lengths.pop()) is not None:
+            fitted = recipe.fitted or not recipe.length_option
+            return options if fitted else {**options, recipe.length_option: str(length)}
+    return options
+
+
 def text_recipe(name: str, backbone: Backbone) -> TextRecipe | None:
     """How the text that the backbone of this name reads is made; None if it reads none.
 
@@ -424,11 +461,7 @@ def text_recipe(name: str, backbone: Backbone) -> TextRecipe | None:
     read = text_fields(backbone.batch_fields)
     if not read:
         return None
-    family: Any = _family(name)
-    if isinstance(family, DerivedFamily):
-        family = _published_families().get(family.family)
-    recipes: tuple[TextRecipe, ...] = getattr(family, "TEXTS", ())
-    for recipe in recipes:
+    for recipe in _recipes(name):
         if recipe.fields.keys() == read:
             return recipe
     raise UserError(

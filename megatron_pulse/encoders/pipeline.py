@@ -14,11 +14,11 @@ from megatron_pulse.encoders.pieces import EncoderPiece, run_pieces
 from megatron_pulse.encoders.recipe import ComponentKind, Part, State, TextRecipe, folder_name
 from megatron_pulse.encoders.text import text_pieces
 from megatron_pulse.encoders.tokens import (
-    MISFITS,
     Tokenizers,
     digest_of,
     ids_name,
     mask_name,
+    misfits,
     missing_tokenizers,
     require,
 )
@@ -135,7 +135,7 @@ class TextEncoders:
                 faults.append(f"{folder_name('text_encoder', place)}: {raised(error)}")
         require(self.folder, faults)
         self.tokenizers = Tokenizers(self.folder, recipe, self.shapes)
-        require(self.folder, [*self._misfits(), *self._unknown_tokens()], MISFITS)
+        require(self.folder, [*self._misfits(), *self._unknown_tokens()], misfits(self.recipe))
 
     def __call__(self, text: str) -> dict[str, Tensor]:
         """Every field of one prompt, without a batch dimension: fp32 states and int64 masks."""

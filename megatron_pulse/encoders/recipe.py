@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
+
+from megatron_pulse.file_kinds import FileKind
+from megatron_pulse.files import FileError, read_json
 
 
 class ComponentKind(StrEnum):
@@ -53,7 +57,8 @@ class TextRecipe:
     text's own tokens; places in ``fitted`` are padded to what is left of the field's length, the
     others to what their tokenizer says. ``zeros_if_empty``: without a prompt the states are zeros
     where the pipeline's ``force_zeros_for_empty_prompt`` (true by default) says so; else they are
-    the encoding of "". ``lower``: texts are stripped and in lower case.
+    the encoding of "". ``lower``: texts are stripped and in lower case. ``length_option`` is what
+    the backbone calls the option that says how long its texts are; empty where it has none.
     """
 
     fields: Mapping[str, tuple[Row, ...]]
@@ -62,6 +67,7 @@ class TextRecipe:
     fitted: frozenset[int] = frozenset()
     zeros_if_empty: bool = False
     lower: bool = False
+    length_option: str = field(default="", compare=False)
 
     def parts(self) -> Iterator[Part]:
         """Of all fields."""
@@ -81,6 +87,24 @@ class TextRecipe:
     def told(self, field: str) -> str:
         """What a field is made of, in words."""
         return ", then ".join(" + ".join(map(str, row)) for row in self.fields[field])
+
+
+LONGEST = 1 << 14
+"""Tokens; tokenizers that say no length say a much larger one."""
+
+
+def length_said(number: object) -> int | None:
+    """A ``model_max_length`` that is a number of tokens; None of another."""
+    return int(number) if isinstance(number, int | float) and 1 <= number <= LONGEST else None
+
+
+def padded_length(tokenizer: Path) -> int | None:
+    """How many tokens the tokenizer of a folder pads to; None if its settings do not say."""
+    try:
+        settings = read_json(tokenizer / "tokenizer_config.json", FileKind.MODEL)
+    except FileError:
+        return None
+    return length_said(settings.get("model_max_length"))
 
 
 VAE = "vae"

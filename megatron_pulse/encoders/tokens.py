@@ -15,11 +15,9 @@ import torch
 from torch import Tensor
 
 from megatron_pulse.encoders.loading import files_amiss
-from megatron_pulse.encoders.recipe import VAE, TextRecipe, folder_name
+from megatron_pulse.encoders.recipe import LONGEST, VAE, TextRecipe, folder_name, length_said
 from megatron_pulse.faults import UserError, raised, told
 
-_LONGEST = 1 << 14
-"""Tokens; tokenizers that say no length say a much larger one."""
 _CONTENT = ("*.safetensors", "*.bin", "*.json", "*.txt", "*.model")
 
 
@@ -28,11 +26,16 @@ class EncodersError(UserError):
 
 
 _WHOLE = "Give the folder of the pipeline that the backbone is of, whole."
-MISFITS = (
-    "Give the folder of the pipeline that the backbone is of; the length of its texts is an option "
-    "of the backbone (context_length=N)."
-)
-"""What to do where encoders are there and make something else."""
+
+
+def misfits(recipe: TextRecipe) -> str:
+    """What to do where encoders are there and make something else."""
+    option = recipe.length_option
+    length = f"an option of the backbone ({option}=N)" if option else "no option of this backbone"
+    return (
+        "Give the folder of the pipeline that the backbone is of; the length of its texts is "
+        f"{length}."
+    )
 
 
 def require(folder: Path, faults: Sequence[str], remedy: str = _WHOLE) -> None:
@@ -143,9 +146,7 @@ class Tokenizers:
 
     def _own_length(self, place: int) -> int | None:
         """How many tokens a tokenizer pads to; None if it does not say, or no such number."""
-        length = self._tokenizers[place].model_max_length
-        known = isinstance(length, int | float) and 1 <= length <= _LONGEST
-        return int(length) if known else None
+        return length_said(self._tokenizers[place].model_max_length)
 
     def _fitted_lengths(
         self, shapes: Mapping[str, Sequence[int]], faults: list[str]
@@ -156,7 +157,7 @@ class Tokenizers:
                 continue
             if (own := self._own_length(place)) is None:
                 name = folder_name("tokenizer", place)
-                faults.append(f"{name} has no model_max_length from 1 to {_LONGEST}")
+                faults.append(f"{name} has no model_max_length from 1 to {LONGEST}")
             lengths[place] = own or 1
         for name, rows in self.recipe.fields.items():
             if len(shapes[name]) != 2:

@@ -86,6 +86,15 @@ def weights_folder(name: str) -> Path | None:
     return component if holds_weights(component) else None
 
 
+def pipeline_folder(name: str) -> Path | None:
+    """The pipeline's folder that ``diffusers:FOLDER`` is, or is a component of; None if neither."""
+    folder = Path(name.removeprefix(PREFIX))
+    if not folder.is_dir():
+        return None
+    places = (folder, folder.resolve().parent)
+    return next((each for each in places if (each / "tokenizer").is_dir()), None)
+
+
 def describe_weights(name: str) -> str:
     """Where the first weights of ``diffusers:FOLDER`` or ``diffusers:CLASS`` come from, if no
     checkpoint says other ones; empty of any other name."""

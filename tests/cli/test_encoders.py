@@ -228,6 +228,28 @@ def test_import_says_how_long_texts_are(
     assert main([*argv, "--encoders", str(folder), "-o", drawn]) == 0  # of the same length
 
 
+def test_texts_of_a_module_are_as_long_as_its_pipeline_makes_them(folder: Path) -> None:
+    from megatron_pulse.encoders.tokens import misfits
+    from model_specs import load_backbone, text_recipe, with_texts_of
+
+    name, one = f"diffusers:{folder}", "diffusers:UNet2DConditionModel"
+    for each in (name, f"{name}/unet"):
+        backbone = load_backbone(each)
+        assert backbone.batch_fields["context"].shape[0] == LENGTH
+    again = load_backbone(backbone.record["name"], backbone.record["options"])
+    assert again.batch_fields["context"].shape[0] == LENGTH
+    assert with_texts_of(name, {"text_length": "5"}) == {"text_length": "5"}
+    assert with_texts_of(one, {}, folder) == {"text_length": str(LENGTH)}
+    assert with_texts_of("diffusers:PixArtTransformer2DModel", {}, folder) == {}  # it cuts them
+    recipes = [
+        text_recipe(own, load_backbone(own, options))
+        for own, options in ((name, {}), ("sd-tiny", {}), ("pixart-tiny", {}), ("hunyuan-tiny", {}))
+    ]
+    told = ("(text_length=N)", "(context_length=N)", "(caption_length=N)", "no option of this")
+    for recipe, said in zip(recipes, told, strict=True):
+        assert recipe is not None and said in misfits(recipe)
+
+
 def test_encoders_of_other_data_are_refused(
     folder: Path, imported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

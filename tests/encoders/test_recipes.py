@@ -202,7 +202,7 @@ def test_recipes_of_backbones(backbone: str, recipe: TextRecipe | None) -> None:
     from megatron_pulse.integration.data import wanted_by
 
     chain = load_backbone(backbone)
-    assert text_recipe(backbone, chain) is recipe
+    assert text_recipe(backbone, chain) == recipe
     needed = {} if recipe is None else {name: recipe.told(name) for name in recipe.fields}
     assert wanted_by(chain).made_by == needed, "stored texts that are made otherwise are refused"
 
@@ -212,7 +212,7 @@ def test_classes_have_the_recipes_of_the_families_that_are_published_as_them() -
         batch_fields = {"timesteps": None, "context": None}
 
     chain: Any = Reads()
-    assert text_recipe("diffusers:UNet2DConditionModel", chain) is texts.SD
+    assert text_recipe("diffusers:UNet2DConditionModel", chain) == texts.SD
     with pytest.raises(UserError, match="diffusers:SanaTransformer2DModel reads context"):
         text_recipe("diffusers:SanaTransformer2DModel", chain)
 

@@ -299,8 +299,8 @@ def _with_length_of_texts(backbone: Backbone, folder: Path) -> tuple[Backbone, l
         if len(shapes[field]) != 2 or made == shapes[field][0]:
             continue
         if is_module(backbone.name):
-            return backbone, [f"--pulse-option text_length={made}"]
-        options = {**changed_options(backbone), "context_length": str(made)}
+            return backbone, [f"--pulse-option {recipe.length_option}={made}"]
+        options = {**changed_options(backbone), recipe.length_option: str(made)}
         try:
             fitted = load_backbone(backbone.record["name"], options)
         except ValueError:

@@ -29,7 +29,7 @@ from megatron_pulse.data.latents.writer import LatentWriter
 from megatron_pulse.data.text.encoded import Encoded, cut_short
 from megatron_pulse.encoders.autoencoder import Autoencoder, posterior_noise, sampled
 from megatron_pulse.flag_fields import DTYPES
-from model_specs import load_backbone
+from model_specs import load_backbone, with_texts_of
 
 if TYPE_CHECKING:
     from megatron_pulse.backbone.chain import Backbone
@@ -55,7 +55,8 @@ def write_latents(
     backbone = None
     if args.encoders is not None:
         with mending(ValueError):
-            backbone = load_backbone(args.backbone, options_of(args))
+            options = with_texts_of(args.backbone, options_of(args), args.encoders)
+            backbone = load_backbone(args.backbone, options)
     with mending(OSError):
         dataset, _ = open_dataset(
             args.source,

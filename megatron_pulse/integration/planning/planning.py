@@ -57,7 +57,7 @@ from megatron_pulse.profile.trained import (
 )
 from megatron_pulse.runtime.measure.running import RUNNING
 from megatron_pulse.runtime.watch.place import HERE
-from model_specs import in_dtype, is_module, load_backbone, load_recorded
+from model_specs import in_dtype, is_module, load_backbone, load_recorded, with_texts_of
 
 
 def plan_run(
@@ -247,7 +247,7 @@ def _keeping(flag: str, patterns: Sequence[str], backbone: Backbone) -> frozense
 
 def _by_flags(args: argparse.Namespace, options: PulseOptions, backbone: Backbone) -> Plan:
     count = num_microbatches(args)
-    placement = options.make_placement(args.pipeline_model_parallel_size)
+    placement = options.make_placement(args.pipeline_model_parallel_size, backbone)
     # Costs are those of the whole model; ``backbone`` may hold parts of its sequences.
     whole = load_recorded(backbone.record)
     recompute, offload, selective = _unkept(args, options, backbone)
@@ -293,8 +293,9 @@ def _replicas(args: argparse.Namespace) -> int:
 
 
 def options_here(args: argparse.Namespace, options: PulseOptions) -> Mapping[str, Any]:
-    """The options of the backbone of these flags; a module is exported in the run's dtype, and
-    convolutions are in the memory format of ``--pulse-profile`` where no option says which.
+    """The options of the backbone of these flags; a module is exported in the run's dtype, its
+    texts are as long as the tokenizers of ``--pulse-encoders`` say, and convolutions are in the
+    memory format of ``--pulse-profile``, where no option says which.
 
     Raises ValueError where they say another dtype.
     """
@@ -302,6 +303,8 @@ def options_here(args: argparse.Namespace, options: PulseOptions) -> Mapping[str
     if options.profile is not None and options.profile not in PRESETS:
         with contextlib.suppress(ProfileError):  # which is said where it is read for its costs
             given = in_format_of(load_profile(options.profile).backbone, options.backbone, given)
+    if options.encoders is not None and options.plan is None:  # a plan says it
+        given = with_texts_of(options.backbone, given, options.encoders)
     return in_dtype(options.backbone, given, compute_dtype(args))
 
 

@@ -159,3 +159,20 @@ def test_parameters_of_two_dtypes_are_refused() -> None:
     module.layers[3].half()
     with pytest.raises(DerivationError, match="float32 and float16, and a run has one dtype"):
         pulse.from_module(module, given, sample=sample)
+
+
+class Named(nn.Module):
+    """Looks words up, which a trace of shapes does with any numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.end = nn.Embedding(4, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+        return self.end(x + self.words(words))
+
+
+def test_a_module_that_raises_on_its_example_is_refused() -> None:
+    given = {"x": torch.zeros(2, WIDTH), "words": torch.tensor([1, 4])}
+    with pytest.raises(DerivationError, match=r"called with its example: IndexError: index out"):
+        pulse.from_module(Named(), given, sample="x")
