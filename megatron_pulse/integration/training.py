@@ -112,6 +112,9 @@ def train(
     args.log_throughput = False  # Megatron's line; ours is always there
     if args.rank == 0:
         print(plan.describe())
+        if options.placement is None and plan.placement.num_devices > 1:
+            default = options.default_placement(plan.backbone)
+            print(f"  {default.kind} by default (--pulse-placement): {default.why}")
         print(f"  {_divided(args, plan)}")
         fillers = plan.step(num_microbatches(args)).schedule.fillers
         for said in data.describe_encoders(fillers, plan.placement.num_devices):

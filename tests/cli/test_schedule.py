@@ -146,6 +146,8 @@ def test_by_name_and_own(here: Path, capsys: pytest.CaptureFixture[str]) -> None
     found = json.loads((here / "o.json").read_text())
     again = as_json("--times whole.json -p 2 -m 5 --schedule new/o.csv", capsys)
     assert again["order"] == found["order"] and again["makespan"] == found["makespan"]
+    row = as_json(f"--times whole.json -p 4 -m 5 {FAST}", capsys)  # a stage for each device
+    assert len(row["order"]) == 4
     named = as_json("--times equal.json -p 4 -m 8 --name zb-h1", capsys)
     assert (named["makespan"], max(named["peak"])) == (54, 8)
     assert {text[0] for text in named["order"][0]} == set("FIW")

@@ -51,6 +51,11 @@ BAD: dict[str, tuple[int, list[str], str]] = {
         pipeline(2, "--pulse-num-chunks", "3"),
         "a device of fold hosts 2, 4, ...",
     ),
+    "stages of a row": (
+        2,
+        pipeline(2, "--pulse-placement", "sequential", "--pulse-num-chunks", "2"),
+        "a device of sequential hosts 1 stage(s)",
+    ),
     "cap too small": (2, pipeline(2, "--pulse-activation-cap", "1"), "cap"),
     "schedule file": (2, pipeline(2, "--pulse-schedule", "none.csv"), "none.csv"),
     "dropout": (1, ["--attention-dropout", "0.1"], "--attention-dropout"),
@@ -103,6 +108,12 @@ def test_refused_with_the_reason(kind: str, monkeypatch: pytest.MonkeyPatch) -> 
     faults = refuse(monkeypatch, num_ranks, flags)
     assert len(faults) == 1, faults
     assert reason in faults[0]
+
+
+def test_stages_that_the_default_placement_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    good = [*BASE, "--pulse-backbone", "dit-tiny"]
+    faults = refuse(monkeypatch, 2, pipeline(2, "--pulse-num-chunks", "2"), good)
+    assert any("the default here (no skips, which a fold is for)" in fault for fault in faults)
 
 
 def test_auto_measures_nothing_for_data_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ SMALL_UNET = ("sample_size=8", "block_out_channels=16,32", "layers_per_block=1")
 
 @dataclass(frozen=True)
 class Family:
-    """A tiny configuration, how it is laid over devices, and who publishes it.
+    """A tiny configuration, how it is laid over devices by default, and who publishes it.
 
     ``reference`` is diffusers' class.
     ``replicated``: by default its text embedder runs on every device.
@@ -96,7 +96,7 @@ def test_trains_alike_over_pipeline_and_tensors_and_leaves_to_diffusers(
     write_latents(tmp_path / "latents", family)
     flags = [
         *("--pulse-backbone", family.backbone, "--pulse-data", f"latents:{tmp_path / 'latents'}"),
-        *("--pulse-placement", family.placement, "--global-batch-size", "8", "--train-iters", "2"),
+        *("--global-batch-size", "8", "--train-iters", "2"),
     ]
     for option in family.options:
         flags += ["--pulse-option", option]

@@ -22,6 +22,7 @@ from megatron_pulse.planner.layout.placement import (
     sequential,
 )
 from megatron_pulse.planner.partition.closed import largest_fold
+from megatron_pulse.planner.partition.default import default_placement
 from megatron_pulse.planner.partition.evaluate import MemoryRule
 from megatron_pulse.planner.partition.find import Goal, PartitionError, find_partition
 from megatron_pulse.planner.partition.moves import FARTHEST, moves
@@ -233,6 +234,22 @@ def test_crossing_skips_that_fit_no_fold_say_so_and_travel_when_allowed() -> Non
     with pytest.raises(PartitionError, match="let skips travel"):
         find_partition(costs, fold(2), EXACT)
     assert len(find_partition(costs, fold(2)).cuts) == 5
+
+
+@pytest.mark.parametrize(
+    ("edges", "collocate", "kind", "why"),
+    [
+        ([], True, "sequential", "no skips"),
+        ([(0, 5), (1, 4)], True, "fold", "2 skips, both ends of each on one device"),
+        ([(0, 3), (2, 5)], True, "sequential", "2 skips, which no fold keeps"),
+        ([(0, 3), (2, 5)], False, "fold", "2 skips, most of which"),
+    ],
+)
+def test_default_placement_folds_what_a_fold_keeps_at_home(
+    edges: Edges, collocate: bool, kind: str, why: str
+) -> None:
+    found = default_placement(6, chain(6, edges).skips, collocate)
+    assert found.kind.name == kind and why in found.why
 
 
 def test_memory_that_does_not_suffice_says_what_would() -> None:

@@ -89,7 +89,8 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add(
         "--placement",
         choices=PLACEMENTS,
-        help="default: fold; of a profile without skips: sequential",
+        help="default: sequential for a profile without skips, or times of one stage for each "
+        "device; else fold",
     )
     add(
         "--waves",

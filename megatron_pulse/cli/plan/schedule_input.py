@@ -135,7 +135,9 @@ def _placement(args: argparse.Namespace, num_stages: int) -> Placement:
     """The placement of so many stages; raises UserError where there is none."""
     from megatron_pulse.planner.layout.placement import PLACEMENTS
 
-    devices, kind = args.num_devices, PLACEMENTS[args.placement or "fold"]
+    devices = args.num_devices
+    default = "sequential" if num_stages == devices and not args.waves else "fold"
+    kind = PLACEMENTS[args.placement or default]
     chunks, rest = divmod(num_stages, devices)
     asked = kind.least_chunks * (args.waves or 1)
     if rest or not kind.allows(chunks) or (args.waves and kind.chunk_step and chunks != asked):

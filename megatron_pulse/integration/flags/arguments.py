@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 
+from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.diffusion.choice import ProcessChoice
 from megatron_pulse.flag_fields import (
     ABOVE_ZERO,
@@ -26,6 +27,7 @@ from megatron_pulse.flag_fields import (
 )
 from megatron_pulse.planner.layout.embedders import Policy
 from megatron_pulse.planner.layout.placement import PLACEMENTS, Placement, make_placement
+from megatron_pulse.planner.partition.default import DefaultPlacement, default_placement
 from megatron_pulse.planner.schedule.registry import SCHEDULES
 from megatron_pulse.profile.devices import PRESETS
 from megatron_pulse.runtime.watch.bounded import backstop_s
@@ -62,8 +64,8 @@ def _steps(text: str) -> tuple[int, int]:
 
 
 def _num_chunks(options: PulseOptions) -> str | None:
-    kind, chunks = PLACEMENTS[options.placement], options.num_chunks
-    if kind.chunk_step and not kind.allows(chunks):
+    kind, chunks = PLACEMENTS.get(options.placement or ""), options.num_chunks
+    if chunks is not None and kind is not None and not kind.allows(chunks):
         return f"{chunks}: a device of {kind} hosts {kind.chunks} stage(s)"
     return None
 
@@ -157,15 +159,14 @@ class PulseOptions:
         "microbatch size are searched unless they are given",
         False,
     )
-    placement: str = flag(
+    placement: str | None = flag(
         "; ".join(f"{kind}: {kind.help}" for kind in PLACEMENTS.values())
-        + " (default; both ends of every skip can be on one device)",
-        "fold",
+        + " (default: fold where the backbone has skips that it keeps on their devices, else "
+        "sequential; the log says which, and why)",
         choices=list(PLACEMENTS),
     )
-    num_chunks: int = flag(
+    num_chunks: int | None = flag(
         "stages on a device, where it hosts several (default 2; a fold of two waves has 4)",
-        2,
         metavar="V",
         check=_num_chunks,
     )
@@ -344,9 +345,28 @@ class PulseOptions:
         read=_steps,
     )
 
-    def make_placement(self, num_devices: int) -> Placement:
-        """The placement on ``num_devices`` pipeline devices."""
-        return make_placement(self.placement, num_devices, self.num_chunks)
+    def make_placement(self, num_devices: int, backbone: Backbone) -> Placement:
+        """The placement of ``backbone`` on ``num_devices`` pipeline devices.
+
+        Raises ValueError where the default one cannot have ``num_chunks`` stages on each.
+        """
+        chunks = 2 if self.num_chunks is None else self.num_chunks
+        if self.placement is not None:
+            return make_placement(self.placement, num_devices, chunks)
+        default = self.default_placement(backbone)
+        if self.num_chunks is not None and not default.kind.allows(chunks):
+            raise ValueError(
+                f"--pulse-num-chunks {chunks}: a device of {default.kind} hosts "
+                f"{default.kind.chunks} stage(s), and that is the default here ({default.why}): "
+                "leave it out, or give --pulse-placement"
+            )
+        return make_placement(default.kind.name, num_devices, chunks)
+
+    def default_placement(self, backbone: Backbone) -> DefaultPlacement:
+        """What ``placement`` is for ``backbone`` where it is not given."""
+        return default_placement(
+            len(backbone.layers), backbone.skips, collocate=self.partition == "exact"
+        )
 
     @property
     def backstop_s(self) -> float:
