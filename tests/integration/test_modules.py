@@ -58,6 +58,15 @@ def test_a_class_without_a_family_trains_alike_in_every_layout_and_as_plain_torc
     assert rest.executed.placement == "fold" and rest.executed.recomputed
     end = replace(expected, losses=expected.losses[1:], grad_norms=expected.grad_norms[1:])
     assert_same(rest, end)
+    code = tmp_path / "read.py"
+    code.write_text(f"""
+import diffusers
+
+def build():
+    return diffusers.UNet2DModel.from_pretrained({str(folder / "module")!r})
+""")
+    read = ["--pulse-module", f"{code}:build", *said, *TWO]
+    assert_same(run(2, *read, *pipeline(2), backbone="none"), expected)
     losses, plain = _plain_torch(folder / "module", expected)
     assert expected.losses == pytest.approx(losses, rel=1e-6)
     for name, weight in plain.items():
@@ -215,7 +224,7 @@ def test_code_of_ones_own_reads_text_in_bf16_and_its_weights_come_and_go_as_a_fi
     got = run(2, *flags, *split, *save, backbone="none")
     assert (got.executed.placement, got.executed.recomputed) == ("fold", True)
     assert_same(got, expected)
-    sharded = ["--use-distributed-optimizer", "--overlap-grad-reduce"]
+    sharded = ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
     halves = run(2, *flags, *sharded, backbone="none")
     for key, master in expected.masters.items():
         torch.testing.assert_close(halves.masters[key], master, rtol=1e-6, atol=5e-5)

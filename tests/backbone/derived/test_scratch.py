@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import random
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from megatron_pulse.backbone.derived.exported import DerivationError
 from megatron_pulse.backbone.derived.weights.hollow import hollow, is_hollow, made_hollow
 from megatron_pulse.backbone.derived.weights.scratch import from_scratch
+from megatron_pulse.backbone.derived.weights.tape import Tape, TapedCall
 from tests.backbone.derived.zoo import ZOO
 
 SEED = 5
@@ -167,6 +169,38 @@ class Moved(nn.Module):
 def test_a_weight_that_is_moved_to_no_values_is_refused_by_name() -> None:
     with pytest.raises(DerivationError, match=r"linear\.weight"):
         from_scratch(Moved).parameters(SEED)
+
+
+class Catching(nn.Module):
+    """Goes on another way where an operation fails."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        try:
+            torch.zeros(2) @ torch.zeros(3)
+        except RuntimeError:
+            nn.init.zeros_(self.linear.bias)
+
+
+def test_what_a_module_catches_of_the_recorder_is_raised_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert not unlike(Catching)
+
+    def broken(self: Tape, step: TapedCall, writes: object) -> None:
+        raise RuntimeError("no more tape")
+
+    class Broken(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            with monkeypatch.context() as patch, contextlib.suppress(RuntimeError):
+                patch.setattr(Tape, "add", broken)
+                nn.init.zeros_(self.linear.bias)
+
+    with pytest.raises(DerivationError, match="without memory for its weights: .*no more tape"):
+        from_scratch(Broken).parameters(SEED)
 
 
 class Faulty(nn.Module):

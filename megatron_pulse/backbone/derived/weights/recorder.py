@@ -48,11 +48,17 @@ def _restore(target: Tensor, values: Tensor) -> Tensor:
 
 
 class TapeRecorder(TorchDispatchMode):
-    """Within ``making``, operations go to ``tape``, and parameters have no memory."""
+    """Within ``making``, operations go to ``tape``, and parameters have no memory.
+
+    ``faults`` are exceptions that the module's own operations, on memory, would not have raised:
+    who catches one goes on with what is not recorded.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.tape = Tape()
+        self.faults: list[Exception] = []
+        self._own: Exception | None = None
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._known: dict[int, tuple[StorageWeakRef, int]] = {}
         self._hollow: set[int] = set()
@@ -76,10 +82,23 @@ class TapeRecorder(TorchDispatchMode):
             finally:
                 nn.Module._apply = apply
 
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Within, an exception is one of ``faults``, but for an operation's own."""
+        try:
+            yield
+        except Exception as error:
+            if error is not self._own:
+                self.faults.append(error)
+            raise
+        finally:
+            self._own = None
+
     def _registered(self, parameter: nn.Parameter) -> nn.Parameter:
         if isinstance(parameter, FakeTensor) or is_lazy(parameter) or parameter.is_meta:
             return parameter
-        return nn.Parameter(self.emptied(parameter), parameter.requires_grad)
+        with self.noting():
+            return nn.Parameter(self.emptied(parameter), parameter.requires_grad)
 
     def is_given(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` has values that came from outside, as those of a file."""
@@ -140,6 +159,10 @@ class TapeRecorder(TorchDispatchMode):
         if func in _METADATA:
             with self._fake:
                 return func(*args, **kwargs)
+        with self.noting():
+            return self._recorded(func, args, kwargs)
+
+    def _recorded(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         tensors = [t for t in tensors_in((args, kwargs)) if _has_values(t)]
         places = {id(tensor): self.place(tensor) for tensor in tensors}
         written = _written(func, args, kwargs)
@@ -160,7 +183,11 @@ class TapeRecorder(TorchDispatchMode):
         elif hollow:
             results = _with(func, args, kwargs, self.read)
         else:
-            results = func(*args, **kwargs)
+            try:
+                results = func(*args, **kwargs)
+            except Exception as error:
+                self._own = error
+                raise
         found = [t for t in tensors_in(results) if _has_values(t)]
         for tensor in found:
             key = tensor.untyped_storage()._cdata
@@ -283,7 +310,7 @@ class _Python(TorchFunctionMode):
         recorder, kwargs = self._recorder, kwargs or {}
         if func in _READERS and not is_lazy(args[0]) and _has_values(args[0]):
             if recorder.is_hollow(args[0]):
-                with _paused():
+                with recorder.noting(), _paused():
                     values = func(recorder.read(args[0].detach()), *args[1:], **kwargs)
                 if hasattr(values, "flags"):
                     values.flags.writeable = False

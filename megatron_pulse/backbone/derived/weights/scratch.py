@@ -69,6 +69,8 @@ def _record(make: Callable[[], nn.Module], seed: int) -> Mapping[str, Tensor]:
         try:
             with recorder.making():
                 module = make()
+            if recorder.faults:  # which ``make`` caught
+                raise recorder.faults[0]
         except Exception as error:  # whatever it does that shapes alone do not allow
             raise DerivationError(
                 "the module",
