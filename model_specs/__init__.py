@@ -442,9 +442,11 @@ def with_texts_of(
     """
     if not name.startswith(DIFFUSERS) or options.keys() & {*_LENGTHS, BUCKETS}:
         return options
-    folder = pipeline_folder(name) if folder is None else Path(folder)
-    for recipe in _recipes(name) if folder is not None and folder.is_dir() else ():
-        places = (folder / folder_name("tokenizer", place) for place in recipe.kinds)
+    pipeline = pipeline_folder(name) if folder is None else Path(folder)
+    if pipeline is None or not pipeline.is_dir():
+        return options
+    for recipe in _recipes(name):
+        places = (pipeline / folder_name("tokenizer", place) for place in recipe.kinds)
         lengths = {padded_length(place) for place in places}
         if len(lengths) == 1 and (length := lengths.pop()) is not None:
             fitted = recipe.fitted or not recipe.length_option

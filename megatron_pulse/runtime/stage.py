@@ -15,7 +15,12 @@ from torch import Tensor, nn
 from megatron_pulse.backbone.chain import COMPUTE, Backbone, Layer
 from megatron_pulse.backbone.check import BackboneError
 from megatron_pulse.backbone.context import LayerContext
-from megatron_pulse.backbone.derived.nesting import Nest, container_of, register_parameters
+from megatron_pulse.backbone.derived.nesting import (
+    Holder,
+    Nest,
+    container_of,
+    register_parameters,
+)
 from megatron_pulse.backbone.returned import Kind, declared, misfit
 from megatron_pulse.backbone.shapes import tell_shape
 from megatron_pulse.backbone.shared import shared_inputs
@@ -97,13 +102,15 @@ class Stage(Nest):
         self._backbone_name = backbone.name
         self._declared: dict[tuple[int, torch.dtype, int], list[tuple[Kind, ...]]] = {}
         self._chain: tuple[nn.Module, ...] = ()  # no list: parameters have names of their own
+        self._holders: dict[str, tuple[Holder, ...]] = {}
         for spec in self._specs:
             with torch.random.fork_rng(devices=[]):
                 own = spec.own(spec.name)
                 torch.manual_seed(seed if spec.qualified else layer_seed(seed, own))
                 module = spec.build(context)
             if spec.qualified:
-                register_parameters(self, dict(module.named_parameters()))
+                parameters = dict(module.named_parameters())
+                self._holders[spec.name] = register_parameters(self, parameters)
             else:
                 container, leaf = container_of(self, spec.name)
                 container._modules[leaf] = module
@@ -144,6 +151,8 @@ class Stage(Nest):
             popped = {spec.own(name): _alias(skips.pop(name)) for name in spec.pops}
             used = {spec.own(name): self._use(name, conditioning[name]) for name in spec.uses}
             inputs = tuple(_alias(tensor) for tensor in inputs)
+            for holder in self._holders.get(spec.name, ()):
+                holder()
             untouched = Untouched(spec, shared, inputs, popped, used)
             if recomputed and torch.is_grad_enabled():
                 given = inputs, popped, used

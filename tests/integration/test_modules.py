@@ -224,8 +224,9 @@ def test_code_of_ones_own_reads_text_in_bf16_and_its_weights_come_and_go_as_a_fi
     got = run(2, *flags, *split, *save, backbone="none")
     assert (got.executed.placement, got.executed.recomputed) == ("fold", True)
     assert_same(got, expected)
-    sharded = ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
+    sharded = ["--use-distributed-optimizer", "--overlap-grad-reduce"]
     halves = run(2, *flags, *sharded, backbone="none")
+    assert_same(run(2, *flags, *sharded, "--overlap-param-gather", backbone="none"), halves)
     for key, master in expected.masters.items():
         torch.testing.assert_close(halves.masters[key], master, rtol=1e-6, atol=5e-5)
 

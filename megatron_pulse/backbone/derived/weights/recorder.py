@@ -358,7 +358,7 @@ def _with(
 
 def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
     """The arguments that ``func`` writes to."""
-    found = []
+    found: list[Tensor] = []
     for i, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = kwargs.get(argument.name, args[i] if i < len(args) else None)
