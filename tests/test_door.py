@@ -161,7 +161,7 @@ def test_faults_of_losses_and_layers_are_said_where_they_are() -> None:
     with pytest.raises(OSError, match="mine") as caught:
         _one_device(Failing).step(batches)
     assert caught.value.__notes__[0] == "layer layers.0"
-    assert "stage 0, microbatch 0" in caught.value.__notes__[1]
+    assert "trying stage 0" in caught.value.__notes__[1]
 
 
 def test_a_layer_of_another_shape_is_named() -> None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron_pulse.backbone.chain import Backbone, TensorSpec
+from megatron_pulse.backbone.check import BackboneError
 from megatron_pulse.backbone.shapes import own_fields, sample_field, shape_of
 from megatron_pulse.planner.layout.routes import Payload, Routes, batch_fields_of
 from megatron_pulse.planner.schedule.message import Message
@@ -35,9 +36,11 @@ from megatron_pulse.planner.step.program import (
 )
 from megatron_pulse.profile.measuring.machine import keep_freed_memory
 from megatron_pulse.runtime.called import Carrier, Recorder, Workload
+from megatron_pulse.runtime.draws import Drawing
 from megatron_pulse.runtime.failures import FailureBoard, PulseError
 from megatron_pulse.runtime.messages.exchange import Exchange, Tensors
 from megatron_pulse.runtime.messages.links import Links
+from megatron_pulse.runtime.modules import buffers_kept
 from megatron_pulse.runtime.parameters.later import Later
 from megatron_pulse.runtime.parameters.replicas import Replicas
 from megatron_pulse.runtime.saved.again import Again
@@ -113,6 +116,7 @@ class Executor:
         self._unread: dict[int, int] = {}
         self._shapes: list[int] = []
         self._losses: dict[int, list[Tensor]] = {}
+        self._ended: set[int] = set()
         self._current: Operation | None = None
         self._copies: Streams | None = None
         self.offloaded_bytes = 0
@@ -151,6 +155,8 @@ class Executor:
         grad_mode = torch.enable_grad() if self._training else torch.no_grad()
         try:
             with contextlib.ExitStack() as stack, grad_mode:
+                if not self._training:
+                    stack.enter_context(buffers_kept(self._modules()))
                 self._syncing = {s: stack.enter_context(contextlib.ExitStack()) for s in self._own}
                 if self._training:
                     for stage, make_context in self._no_sync.items():
@@ -165,6 +171,11 @@ class Executor:
         finally:
             HERE.event = None
         return [loss for losses in self._losses.values() for loss in losses]
+
+    def _modules(self) -> list[nn.Module]:
+        """All that forwards run here."""
+        copies = [] if self._replicas is None else self._replicas.modules()
+        return [*self._stages.values(), *copies]
 
     @property
     def held_bytes(self) -> int:
@@ -243,7 +254,20 @@ class Executor:
                 with torch.no_grad():
                     self._fillers[operation.stage](operation.microbatch)
             case _:
+                drawing = Drawing()
                 self._backward(operation)
+                self._require_none_drawn(drawing, f"the backward of {self._layers_of(operation)}")
+
+    def _require_none_drawn(self, drawing: Drawing, what: str) -> None:
+        """Raise BackboneError if ``what`` has drawn random numbers."""
+        if fault := drawing.fault():
+            raise BackboneError(self._backbone.name, [f"{what} {fault}"])
+
+    def _layers_of(self, operation: Operation) -> str:
+        """The layers of an operation's stage, in words."""
+        layers = self._routes.partition.layers_of_stage(operation.stage)
+        first, last = (self._backbone.layers[i].name for i in (layers[0], layers[-1]))
+        return first if first == last else f"{first} to {last}"
 
     # --- forward ------------------------------------------------------------------------------
 
@@ -307,7 +331,10 @@ class Executor:
         results += [(Payload.CONDITIONING, name, tensor) for name, tensor in provided.items()]
         if placement.after[stage] is None:
             fields = own_fields(self._backbone, head.chain, batch)
+            drawing = Drawing(whole=stage not in self._ended)
             saved.loss = _loss(self._settings.loss_of(head.chain)(outputs[0], fields))
+            self._require_none_drawn(drawing, "the loss")
+            self._ended.add(stage)
             # torch's mean squared error is a number in memory of the size of what it is of.
             self._losses[stage].append(saved.loss.detach().clone())
         else:

@@ -6,23 +6,51 @@ Faults name the layers.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megatron_pulse.backbone.chain import Layer
+from megatron_pulse.runtime.draws import generators_kept
 
 
 def built_elsewhere(layers: Iterable[Layer], context: Any) -> Iterator[tuple[str, nn.Module]]:
     """Layers of other processes by their names, built without memory; those that cannot be so
     built are left out. What their makers hold already is what it is here."""
-    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+    with generators_kept(), torch.device("meta"):
         for layer in layers:
             try:
                 yield layer.name, layer.build(context)
             except Exception:  # their own process says what is wrong with them
                 continue
+
+
+@contextmanager
+def buffers_kept(roots: Iterable[nn.Module]) -> Iterator[None]:
+    """Within, the modules may write into their buffers, or replace them; after it these are what
+    they were."""
+    found = [
+        (part, name, buffer, None if buffer is None else buffer.clone())
+        for root in roots
+        for part in root.modules()
+        for name, buffer in part._buffers.items()
+    ]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for part, name, buffer, value in found:
+                part._buffers[name] = buffer
+                if buffer is not None and value is not None and not _is_expanded(buffer):
+                    buffer.copy_(value)
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    """Whether elements share memory: torch lets nobody write into such a tensor."""
+    sides = zip(tensor.shape, tensor.stride(), strict=True)
+    return any(size > 1 and not stride for size, stride in sides)
 
 
 def unsound(modules: Sequence[tuple[str, nn.Module]], frozen: Collection[str] = ()) -> list[str]:
@@ -61,7 +89,7 @@ def _draws(part: nn.Module) -> str:
         case nn.RNNBase() | nn.MultiheadAttention():
             return f"with dropout = {part.dropout:g}" if part.dropout else ""
         case nn.RReLU():
-            return "slopes" if part.lower != part.upper else ""
+            return "slopes"  # also where there is one alone to draw
         case nn.FractionalMaxPool2d() | nn.FractionalMaxPool3d():
             return "regions"
     return ""

@@ -12,16 +12,26 @@ from torch import Tensor, nn
 from megatron_pulse.backbone.chain import Backbone, TensorSpec
 from megatron_pulse.backbone.check import BackboneError
 from megatron_pulse.backbone.context import LayerContext
+from megatron_pulse.backbone.derived.refused.telling import alike
 from megatron_pulse.backbone.shapes import ShapeError, fields_of, shape_of
 from megatron_pulse.faults import told
 from megatron_pulse.planner.layout.routes import Payload, batch_fields_of
 from megatron_pulse.planner.step.plan import Plan
 from megatron_pulse.runtime.called import Recorder, Workload
+from megatron_pulse.runtime.draws import generators_kept
 from megatron_pulse.runtime.encoding.encoding import Encoding, Frozen
 from megatron_pulse.runtime.executor import Executor
 from megatron_pulse.runtime.failures import PulseError, default_board
 from megatron_pulse.runtime.messages.links import Links
-from megatron_pulse.runtime.modules import built_elsewhere, unsound
+from megatron_pulse.runtime.modules import buffers_kept, built_elsewhere, unsound
+from megatron_pulse.runtime.parameters.grad_norm import (
+    clip,
+    combined,
+    norm_of,
+    require_finite,
+    require_max_norm,
+    require_norm_type,
+)
 from megatron_pulse.runtime.parameters.replicas import Replicas
 from megatron_pulse.runtime.settings import Batch, LossFunction, RunSettings
 from megatron_pulse.runtime.stage import Stage, summed
@@ -119,9 +129,78 @@ class Pipeline:
         """Those of this process's layers, for its optimizer."""
         return (parameter for _, parameter in self.named_parameters())
 
+    def grad_norm(self, norm_type: float = 2.0) -> Tensor:
+        """The norm of the gradients of all processes' layers, as one number on each.
+
+        In fp32, or fp64 where parameters are. Frozen parameters have none, and replicated embedders
+        count once. The bits are the same at every layout. All processes call it. Raises PulseError
+        for a ``norm_type`` that is neither positive nor inf.
+        """
+        return self._norms(norm_type)[0]
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Scale all gradients so that their ``grad_norm`` is at most ``max_norm``; returns what it
+        was.
+
+        As torch's ``clip_grad_norm_`` does on one process, which on several would scale the layers
+        of each by a norm of their own. All processes call it, with the same arguments. With
+        ``error_if_nonfinite`` raises PulseError that names the layers whose gradients are not
+        finite, on all processes, and scales nothing.
+        """
+        most = require_max_norm(max_norm)
+        total, norms = self._norms(norm_type)
+        if error_if_nonfinite:
+            require_finite(total, norms, [layer.name for layer in self.plan.backbone.layers])
+        clip(self.parameters(), most, total)
+        return total
+
+    def _norms(self, norm_type: float) -> tuple[Tensor, Tensor]:
+        """The norm of all gradients, and in fp64 that of each layer's."""
+        kind, device = require_norm_type(norm_type), self._settings.device
+        layers = self.plan.backbone.layers
+        own = dict(pair for stage in self.stages.values() for pair in stage.named_layers())
+        none = torch.zeros((), dtype=torch.float64, device=device)
+        norms = torch.stack(
+            [
+                norm_of(own[layer.name].parameters(), kind, device) if layer.name in own else none
+                for layer in layers
+            ]
+        )
+        if self.links is not None:
+            self.links.total(norms, "the norms of all layers' gradients")  # one term is not 0
+        wide = torch.promote_types(self._settings.dtype, torch.float32)
+        return combined(norms, kind).to(wide), norms
+
     def state_dict(self) -> dict[str, Tensor]:
         """The weights of this process's layers; those of all processes make the whole model."""
         return {k: v for stage in self.stages.values() for k, v in stage.state_dict().items()}
+
+    def full_state_dict(self, to: int | None = None) -> dict[str, Tensor]:
+        """The weights and buffers of all layers, in the memory of the host: what ``state_dict``
+        returns on one process.
+
+        On every process, or on process ``to`` alone; the others get nothing. ``load_state_dict``
+        takes it at any layout. All processes call it; one tensor at a time travels. Raises
+        PulseError if there is no process ``to``.
+        """
+        placement = self.plan.placement
+        if to is not None and to not in range(placement.num_devices):
+            raise PulseError(f"to must be a process from 0 to {placement.num_devices - 1}, is {to}")
+        whole: dict[str, Tensor] = {}
+        for number, owner in enumerate(placement.device_of_stage):
+            own = self.stages[number].state_dict() if owner == self.rank else {}
+            for name in self._told(list(own), owner, "names of weights"):
+                value = own[name].to("cpu", copy=True) if owner == self.rank else None
+                value = self._told(value, owner, name)
+                if to in (None, self.rank) and value is not None:
+                    whole[name] = value
+        return whole
+
+    def _told[T](self, value: T, process: int, what: str) -> T:
+        """What ``value`` is on that process, on all."""
+        return value if self.links is None else self.links.tell(value, process, what)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take the weights of this process's layers from those of a whole model.
@@ -156,15 +235,23 @@ class Pipeline:
             raise PulseError(told("weights to load", faults))
         for stage in self.stages.values():
             stage.load_state_dict({name: state[name] for name in stage.state_dict()})
+        if self._replicas is not None:
+            self._replicas.load_buffers(state)
 
-    def step(self, batches: Sequence[Batch], *, recorder: Recorder | None = None) -> list[Tensor]:
+    def step(
+        self,
+        batches: Sequence[Batch],
+        *,
+        everywhere: bool = False,
+        recorder: Recorder | None = None,
+    ) -> list[Tensor]:
         """Forward and backward of one microbatch for each of ``batches``; all processes call it.
 
         Every process gives the same batches: ``noisy`` is what the first layer takes, the rest is
         for the loss and for layers that use fields of the batch. In a chain of several shapes each
         microbatch has one of them, by the shapes of its fields. Gradients of the mean loss are
-        added to those of the parameters. Returns the microbatches' losses where the chain ends,
-        elsewhere nothing (of a cascade, one chain's after another's). Raises PulseError if the
+        added to those of the parameters. Returns the microbatches' losses, ``everywhere`` or only
+        where the chain ends (of a cascade, one chain's after another's). Raises PulseError if the
         processes have different plans, if no layer is trained, and with everything that is missing
         in the batches or of another shape, or dtype in ``noisy``.
         """
@@ -175,19 +262,42 @@ class Pipeline:
             )
         self._require_fit(batches)
         executor = self.executor(len(batches))
-        return executor.run(iter(batches), self._settings, recorder=recorder)
+        losses = executor.run(iter(batches), self._settings, recorder=recorder)
+        return self._spread(losses) if everywhere else losses
 
-    def evaluate(self, batches: Sequence[Batch]) -> list[Tensor]:
-        """The losses alone, as ``step`` returns them, without gradients."""
+    def evaluate(self, batches: Sequence[Batch], *, everywhere: bool = False) -> list[Tensor]:
+        """The losses alone, as ``step`` returns them, without gradients.
+
+        Layers run in the mode that they are in (``train``); their buffers stay as they are.
+        """
         self._require_fit(batches)
         executor = self.executor(len(batches), forward_only=True)
-        return executor.run(iter(batches), self._settings, forward_only=True)
+        losses = executor.run(iter(batches), self._settings, forward_only=True)
+        return self._spread(losses) if everywhere else losses
+
+    def train(self, mode: bool = True) -> None:
+        """Put this process's layers in the mode of training, or of evaluation (``False``)."""
+        copies = [] if self._replicas is None else self._replicas.modules()
+        for module in (*self.stages.values(), *copies):
+            module.train(mode)
+
+    def _spread(self, losses: list[Tensor]) -> list[Tensor]:
+        """The losses of all chains, on every process."""
+        placement, device = self.plan.placement, self._settings.device
+        ends = [placement.device_of_stage[stage] for stage in placement.ends]
+        count = len(losses) // max(ends.count(self.rank), 1)
+        own = iter(losses)
+        found: list[Tensor] = []
+        for owner in ends:
+            mine = [next(own).cpu() for _ in range(count)] if owner == self.rank else []
+            found += [loss.to(device) for loss in self._told(mine, owner, "the losses")]
+        return found
 
     def executor(self, num_microbatches: int, *, forward_only: bool = False) -> Executor:
         """What runs a step of that many microbatches; all processes call it."""
         key = num_microbatches, forward_only
         if key not in self._executors:
-            if self.plan.is_synthesized and not self._tried:
+            if not self._tried:
                 self._try_layers()
             step = self.plan.step(num_microbatches, forward_only=forward_only)
             self._require_one_plan(num_microbatches)
@@ -222,16 +332,30 @@ class Pipeline:
             raise PulseError(told("batches", faults or ["a step needs at least one"]))
 
     def _try_layers(self) -> None:
-        """Run every layer once: what fails does so before time is spent on a schedule."""
+        """Run every layer once: what fails does so before time is spent on a schedule, and on the
+        process that has the layer."""
         fault: Exception | None = None
-        self._tried = True
+        found: dict[int, list[str]] = {}
         try:
             for which in range(self.plan.backbone.num_shapes):
-                for stage in self.stages.values():
-                    _run_on_zeros(self.plan, stage, self._settings, which)
+                for number, stage in self.stages.items():
+                    try:
+                        _run_on_zeros(self.plan, stage, self._settings, which)
+                    except BackboneError as error:
+                        found.setdefault(number, error.faults)
+                    except Exception as error:
+                        error.add_note(f"pipeline device {self.rank}, trying stage {number}")
+                        raise
         except Exception as error:
             fault = error
         self._require_none(fault, "trying layers on zeros")
+        if self._group is not None:
+            every = self._gathered(found, "trying layers on zeros")
+            found = {number: faults for one in every for number, faults in one.items()}
+        if found:
+            faults = (fault for number in sorted(found) for fault in found[number])
+            raise BackboneError(self.plan.backbone.name, list(alike(faults)))
+        self._tried = True
 
     def _require_none(self, fault: Exception | None, doing: str) -> None:
         """Raise ``fault``, or say where another process has one and which."""
@@ -280,11 +404,8 @@ def _run_on_zeros(plan: Plan, stage: Stage, settings: RunSettings, which: int) -
     taken |= {edge.name: summed(zeros(edge.spec)) for edge in routes.conditioning_into(index)}
     names = {to.name for to in routes.given_to(index) if to.payload is Payload.SKIP}
     skips = {skip.name: zeros(skip.spec) for skip in routes.skips if skip.name in names}
-    kept = [(buffer, buffer.clone()) for buffer in stage.buffers()]
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
+    with generators_kept(), buffers_kept([stage]), torch.no_grad():
         stage(tuple(map(zeros, routes.boundaries[index])), skips, taken, which=which)
-        for buffer, value in kept:
-            buffer.copy_(value)
 
 
 def _misfits(backbone: Backbone, batch: object, settings: RunSettings) -> Iterator[str]:

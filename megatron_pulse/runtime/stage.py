@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from typing import Any
 
@@ -26,6 +26,7 @@ from megatron_pulse.backbone.shapes import tell_shape
 from megatron_pulse.backbone.shared import shared_inputs
 from megatron_pulse.planner.layout.crossing import SkipCarrier
 from megatron_pulse.planner.layout.routes import Routes, embedders_of
+from megatron_pulse.runtime.draws import Drawing, generators_kept
 from megatron_pulse.runtime.failures import PulseError
 from megatron_pulse.runtime.modules import unsound
 from megatron_pulse.runtime.parameters.later import Later
@@ -101,12 +102,12 @@ class Stage(Nest):
         self._provides = tuple(c.name for c in routes.conditioning_out_of(stage))
         self._backbone_name = backbone.name
         self._declared: dict[tuple[int, torch.dtype, int], list[tuple[Kind, ...]]] = {}
+        self._known: set[tuple[object, ...]] = set()
         self._chain: tuple[nn.Module, ...] = ()  # no list: parameters have names of their own
         self._holders: dict[str, tuple[Holder, ...]] = {}
         for spec in self._specs:
-            with torch.random.fork_rng(devices=[]):
-                own = spec.own(spec.name)
-                torch.manual_seed(seed if spec.qualified else layer_seed(seed, own))
+            own = spec.own(spec.name)
+            with generators_kept(seed if spec.qualified else layer_seed(seed, own)):
                 module = spec.build(context)
             if spec.qualified:
                 parameters = dict(module.named_parameters())
@@ -145,6 +146,7 @@ class Stage(Nest):
         expected = self._kinds(inputs, skips, which)
         how = self.recomputed, self.offloaded, self.selective
         layers = zip(self._specs, self._chain, expected, self._shared, *how, strict=True)
+        drawn: list[str] = []
         for spec, module, kinds, shared, recomputed, offloaded, selective in layers:
             if spec.name in self._replicated:
                 continue
@@ -158,8 +160,9 @@ class Stage(Nest):
                 given = inputs, popped, used
                 call = functools.partial(_run, spec.name, module, None, which, *given)
                 state = functools.partial(_state, module, *given)
-                layer = Again(spec.name, call, state, _generators(module))
-                results = layer.forward()
+                layer = Again(spec.name, call, state)
+                with self._drawing(spec, module, which, drawn):
+                    results = layer.forward()
                 if again is not None:
                     again.append(layer)
             else:
@@ -168,7 +171,7 @@ class Stage(Nest):
                     saving = away.saving(spec.name)
                 elif selective and torch.is_grad_enabled():
                     saving = Selective(spec.name, module.parameters(), module.buffers()).saving()
-                with saving:
+                with saving, self._drawing(spec, module, which, drawn):
                     results = _run(spec.name, module, later, which, inputs, popped, used)
             if fault := untouched.fault():
                 raise BackboneError(self._backbone_name, [f"{spec.name} {fault}"])
@@ -178,6 +181,8 @@ class Stage(Nest):
                 conditioning[name] = summed(tensor)
             inputs, pushed = self._fan_out(inputs, spec.pushes)
             skips.update(pushed)
+        if drawn:
+            raise BackboneError(self._backbone_name, drawn)
         return (
             inputs,
             {name: skips[name] for name in self._skips_out},
@@ -187,6 +192,20 @@ class Stage(Nest):
     def named_layers(self) -> Iterator[tuple[str, nn.Module]]:
         """The layers' modules by their names, in chain order."""
         return zip((spec.name for spec in self._specs), self._chain, strict=True)
+
+    @contextmanager
+    def _drawing(
+        self, spec: Layer, module: nn.Module, which: int, faults: list[str]
+    ) -> Iterator[None]:
+        """Add to ``faults`` what a layer draws within: of every generator until it has run in its
+        mode, and drawn nothing."""
+        key = spec.name, module.training, torch.is_grad_enabled(), which
+        drawing = Drawing(module, whole=key not in self._known)
+        yield
+        if fault := drawing.fault():
+            faults.append(f"{spec.name} {fault}")
+        else:
+            self._known.add(key)
 
     def _kinds(
         self, inputs: tuple[Tensor, ...], skips: Tensors, which: int
@@ -247,7 +266,18 @@ class Stage(Nest):
             fields = {spec.own(name): conditioning[name] for name in spec.uses}
             module = self.replicas.module(spec.name)
             tell_shape(module, which)
-            results = module((), {}, fields)
+            before, faults = _buffers(module), list[str]()
+            with self._drawing(spec, module, which, faults):
+                results = module((), {}, fields)
+            if (after := _buffers(module)) != before:
+                written = [name for name in after if after[name] != before.get(name)]
+                faults.append(
+                    f"{spec.name} writes into its buffer {', '.join(written)}, of which every "
+                    "device has a copy: send what it provides (--pulse-conditioning send), or "
+                    "write into none"
+                )
+            if faults:
+                raise BackboneError(self._backbone_name, faults)
             provided.update(
                 (name, summed(tensor)) for name, tensor in zip(spec.provides, results, strict=True)
             )
@@ -300,10 +330,9 @@ def _state(
     }
 
 
-def _generators(module: nn.Module) -> list[torch.Generator]:
-    """What a layer has of its own to draw random numbers from."""
-    values = (value for part in module.modules() for value in vars(part).values())
-    return [value for value in values if isinstance(value, torch.Generator)]
+def _buffers(module: nn.Module) -> dict[str, tuple[int, int]]:
+    """What tells whether a buffer is another, or was written into."""
+    return {name: (id(buffer), buffer._version) for name, buffer in module.named_buffers()}
 
 
 def _alias(tensor: Tensor) -> Tensor:

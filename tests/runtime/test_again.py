@@ -13,15 +13,6 @@ from megatron_pulse.runtime.failures import PulseError
 WIDTH = 16
 
 
-class _Drops(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.dropout(self.linear(x), 0.5)
-
-
 class _Norms(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +71,6 @@ class _Adds(nn.Module):
 
 
 CASES = [
-    (_Drops, "layer layers.1 draws random numbers while it runs"),
     (_Norms, "layer layers.1 writes into its buffer norm.num_batches_tracked while it runs"),
     (_Spectral, "writes into its buffer linear.parametrizations.weight.0._u"),
     (_Averages, "layer layers.1 writes into its buffer mean while it runs"),

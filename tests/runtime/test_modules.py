@@ -187,7 +187,7 @@ def test_random_modules_are_refused(part: nn.Module) -> None:
 
 def test_modules_that_draw_nothing_are_taken() -> None:
     def make() -> nn.Module:
-        return nn.Sequential(linear(), nn.Dropout(0.0), nn.RReLU(0.1, 0.1), nn.Dropout(0.5).eval())
+        return nn.Sequential(linear(), nn.Dropout(0.0), nn.RReLU().eval(), nn.Dropout(0.5).eval())
 
     assert pipeline_of([make, linear]).step([{"noisy": torch.ones(2, 4)}])
 

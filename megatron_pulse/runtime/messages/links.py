@@ -244,6 +244,15 @@ class Links:
         if self._group.rank() != device:
             self.traffic.replica_bytes += tensor.nbytes
 
+    def total(self, tensor: torch.Tensor, what: str) -> None:
+        """Make ``tensor`` on all devices the sum of theirs, in place. The host waits for it."""
+        self._together(
+            lambda: dist.all_reduce(tensor, group=self._group, async_op=True),
+            tensor,
+            f"adding up {what}",
+        )
+        self._finish()
+
     def _channel(self, message: Message) -> Channel:
         return self._channels[message.source, message.destination]
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from megatron_pulse.backbone.chain import Backbone, Layer
 from megatron_pulse.backbone.context import LayerContext
 from megatron_pulse.planner.layout.routes import Routes
+from megatron_pulse.runtime.draws import generators_kept
 from megatron_pulse.runtime.messages.links import Links
 
 
@@ -43,6 +44,7 @@ class Replicas:
         self._links = links
         self._masters = masters
         self._before_reading = before_reading
+        self._has_buffers = False  # those of the owners, which makers may draw at random
         self._copies: dict[str, _Copy] = {}
         placement = routes.partition.placement
         for i, layer in enumerate(backbone.layers):
@@ -57,10 +59,19 @@ class Replicas:
         """This device's copy of the embedder ``name``."""
         return self._copies[name].module
 
+    def modules(self) -> list[nn.Module]:
+        """All copies here."""
+        return [copy.module for copy in self._copies.values()]
+
     def refresh(self) -> None:
         """Make every copy what its owner's parameters are now. Joined by all devices."""
         for name, copy in self._copies.items():
             parameters = copy.parameters
+            if not self._has_buffers and (buffers := dict(copy.module.named_buffers())):
+                own = self._masters[name] if name in self._masters else copy.module
+                found = {at: buffer.cpu() for at, buffer in own.named_buffers()}
+                found = self._links.tell(found, copy.owner, f"the buffers of {name}")
+                _fill(buffers, found)
             if name in self._masters:
                 self._before_reading(self._masters[name])
                 parameters = list(self._masters[name].parameters())
@@ -69,6 +80,14 @@ class Replicas:
             values = _flat([parameter.detach() for parameter in parameters])
             self._links.broadcast(values, copy.owner, f"the parameters of {name}")
             copy.load(values)
+        self._has_buffers = True
+
+    def load_buffers(self, state: Mapping[str, Tensor]) -> None:
+        """Take the copies' buffers from a whole model's weights."""
+        for name, copy in self._copies.items():
+            own, before = dict(copy.module.named_buffers()), f"{name}."
+            found = {key.removeprefix(before): value for key, value in state.items()}
+            _fill({at: own[at] for at in own.keys() & found.keys()}, found)
 
     def return_gradients(self) -> None:
         """Give the owners the sums of all copies' gradients. Joined by all devices."""
@@ -109,6 +128,12 @@ class _Copy:
             total.zero_()
 
 
+def _fill(buffers: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, buffer in buffers.items():
+            buffer.copy_(values[name])
+
+
 def _trained(module: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
@@ -147,7 +172,7 @@ def _backward(parameters: list[nn.Parameter], gradients: list[Tensor]) -> None:
 
 def _empty(layer: Layer, context: LayerContext | None, device: torch.device) -> nn.Module:
     """A layer whose parameters may be anything: their owner's come before they are used."""
-    with torch.random.fork_rng(devices=[]):
+    with generators_kept():
         if not layer.qualified:
             module: nn.Module = layer.build(context)
             return module

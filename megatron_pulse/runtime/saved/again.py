@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
@@ -18,10 +18,10 @@ from megatron_pulse.runtime.saved.written import Watched, written
 class Again:
     """One layer on one microbatch, of which only what it takes is kept.
 
-    ``layer`` computes it, and must come to the same whenever it is called. It draws nothing at
-    random, of torch's own generators and ``generators``, and neither it nor a later one writes into
-    the tensors that ``state`` names, or PulseError is raised; and where something was written into
-    that it has saved and a backward wants. What its operations save is dropped, and numbered::
+    ``layer`` computes it, and must come to the same whenever it is called: it draws nothing at
+    random, and neither it nor a later one writes into the tensors that ``state`` names, or
+    PulseError is raised; and where something was written into that it has saved and a backward
+    wants. What its operations save is dropped, and numbered::
 
         forward()    layer ----> 0, 1, 2, ...                       numbers in autograd's graph
         compute()    layer ----> saved tensors 0, 1, 2, ...         once more; ends with the last
@@ -36,10 +36,8 @@ class Again:
         name: str,
         layer: Callable[[], Any],
         state: Callable[[], Mapping[str, Tensor]],
-        generators: Sequence[torch.Generator] = (),
     ) -> None:
         self._name, self._layer, self._state = name, layer, state
-        self._generators = generators
         self._before: dict[str, tuple[Tensor, int]] = {}
         self._saved: list[tuple[torch.Size, torch.dtype]] = []
         self._watched: list[Watched] = []
@@ -51,7 +49,6 @@ class Again:
         """What the layer returns."""
         self._within = tuple(_autocasts())
         self._before = {what: (one, one._version) for what, one in self._state().items()}
-        drawn = list(_drawn(self._generators))
         self._running = True
         try:
             with saved_tensors_hooks(self._number, self._take):
@@ -61,8 +58,6 @@ class Again:
         for each in self._watched:
             each.settle()
         unlike = [f"writes into {what}" for what in self._written()]
-        if not all(map(torch.equal, drawn, _drawn(self._generators))):
-            unlike.append("draws random numbers")
         if unlike:
             raise self._refused(f"{' and '.join(unlike)} while it runs, and would do it again")
         return results
@@ -145,16 +140,6 @@ class Again:
 
 class _Enough(BaseException):
     """All that was saved is there; no layer that goes on after an Exception catches it."""
-
-
-def _drawn(generators: Sequence[torch.Generator]) -> Iterator[Tensor]:
-    """What tells whether random numbers were drawn since: of the CPU, of these, and of the current
-    GPU."""
-    yield torch.get_rng_state()
-    yield from (generator.get_state() for generator in generators)
-    if torch.cuda.is_initialized():
-        generator = torch.cuda.default_generators[torch.cuda.current_device()]
-        yield torch.tensor(generator.get_offset())
 
 
 def _autocasts() -> list[Callable[[], AbstractContextManager[Any]]]:

@@ -29,7 +29,7 @@ def kept(module: nn.Module) -> dict[str, Any]:
         for name, value in vars(part).items():
             if name not in _OF_TORCH and not isinstance(value, Tensor | None):
                 found.update(_within(f"{prefix}.{name}".lstrip("."), value, 0, seen))
-    for name, file in _files(module).items():
+    for name, file in files_of(module).items():
         for each, value in list(vars(file).items()):
             if not each.startswith("__") and not isinstance(value, Tensor | None):
                 found.update(_within(f"{name}.{each}", value, 0, seen))
@@ -39,14 +39,14 @@ def kept(module: nn.Module) -> dict[str, Any]:
 def forget_results(module: nn.Module) -> None:
     """Let functions beside the classes of ``module`` that keep their results (``lru_cache``) find
     them anew: a trace would leave tensors without values there, and take none that others made."""
-    for file in _files(module).values():
+    for file in files_of(module).values():
         for owner in (file, *(each for each in vars(file).values() if isinstance(each, type))):
             for each in list(vars(owner).values()):
                 if isinstance(each, functools._lru_cache_wrapper):
                     each.cache_clear()
 
 
-def _files(module: nn.Module) -> dict[str, ModuleType]:
+def files_of(module: nn.Module) -> dict[str, ModuleType]:
     """The files of the classes of a module's parts, by name, but for libraries'."""
     names = sorted({type(part).__module__ for part in module.modules()})
     return {
