@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from megatron_pulse.backbone.chain import TensorSpec as TensorSpec
     from megatron_pulse.backbone.check import check_backbone as check_backbone
     from megatron_pulse.backbone.costs import ChainCosts as ChainCosts
+    from megatron_pulse.backbone.costs import SkipCost as SkipCost
     from megatron_pulse.backbone.costs import weighted_costs as weighted_costs
     from megatron_pulse.backbone.derived.from_module import from_module as from_module
     from megatron_pulse.backbone.plain import chain as chain
@@ -26,8 +27,13 @@ if TYPE_CHECKING:
     from megatron_pulse.planner.layout.placement import interleaved as interleaved
     from megatron_pulse.planner.layout.placement import opposite as opposite
     from megatron_pulse.planner.layout.placement import sequential as sequential
+    from megatron_pulse.planner.partition.evaluate import MemoryRule as MemoryRule
     from megatron_pulse.planner.partition.find import Goal as Goal
     from megatron_pulse.planner.partition.find import find_partition as find_partition
+    from megatron_pulse.planner.schedule.bound.bounds import lower_bound as lower_bound
+    from megatron_pulse.planner.schedule.operations import Schedule as Schedule
+    from megatron_pulse.planner.schedule.problem import Certificate as Certificate
+    from megatron_pulse.planner.schedule.problem import ScheduleProblem as ScheduleProblem
     from megatron_pulse.planner.schedule.solve import solve as solve
     from megatron_pulse.planner.step.make import make_plan as make_plan
     from megatron_pulse.planner.step.plan import Plan as Plan
@@ -39,7 +45,7 @@ _NAMES = {
     "megatron_pulse.backbone.cascade": ("cascade",),
     "megatron_pulse.backbone.chain": ("Backbone", "Layer", "TensorSpec"),
     "megatron_pulse.backbone.check": ("check_backbone",),
-    "megatron_pulse.backbone.costs": ("ChainCosts", "weighted_costs"),
+    "megatron_pulse.backbone.costs": ("ChainCosts", "SkipCost", "weighted_costs"),
     "megatron_pulse.backbone.derived.from_module": ("from_module",),
     "megatron_pulse.backbone.plain": ("chain",),
     "megatron_pulse.profile.measuring.measure": ("measure",),
@@ -52,9 +58,13 @@ _NAMES = {
         "opposite",
         "sequential",
     ),
+    "megatron_pulse.planner.partition.evaluate": ("MemoryRule",),
     "megatron_pulse.planner.partition.find": ("Goal", "find_partition"),
     "megatron_pulse.planner.step.make": ("make_plan",),
     "megatron_pulse.planner.step.plan": ("Plan",),
+    "megatron_pulse.planner.schedule.bound.bounds": ("lower_bound",),
+    "megatron_pulse.planner.schedule.operations": ("Schedule",),
+    "megatron_pulse.planner.schedule.problem": ("Certificate", "ScheduleProblem"),
     "megatron_pulse.planner.schedule.solve": ("solve",),
     "megatron_pulse.runtime.pipeline": ("Pipeline",),
 }

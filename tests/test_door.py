@@ -98,6 +98,31 @@ def test_faults_of_what_plans_are_made_of_are_said() -> None:
             pulse.measure(chain, sizes)  # type: ignore[arg-type]
 
 
+def test_what_a_program_plans_with_is_at_the_door() -> None:
+    """A split schedule of weights by hand, proved by what the door gives alone."""
+    chain = pulse.chain([Linear] * 4, pulse.TensorSpec((2,)), [(0, 3)])
+    costs = pulse.weighted_costs(chain, [1.0] * 4, 0.25)
+    assert costs.backward_s == (2.0,) * 4 and costs.weight_grad_s == (0.5,) * 4
+    assert costs.skips == (pulse.SkipCost(0, 3, 4),)
+    assert pulse.weighted_costs(chain, [1] * 4, [0, 1, 2, 0]).weight_grad_s == (0.0, 1.0, 2.0, 0.0)
+    plan = pulse.make_plan(chain, costs, pulse.fold(2), "wave-split")
+    problem = plan.problem_of(2)
+    assert isinstance(problem, pulse.ScheduleProblem) and problem.weight_grad == (0.5,) * 4
+    found = pulse.solve(problem, 1.0, "none")
+    assert isinstance(found.schedule, pulse.Schedule)
+    assert isinstance(found.certificate, pulse.Certificate)
+    assert pulse.lower_bound(problem) <= found.certificate.makespan
+    rule = pulse.MemoryRule(1e9, 16.0, (1.0,) * 4)
+    assert rule.weighed(costs) == (0.0,) * 4
+    with pytest.raises(ValueError, match=r"(?s)parts of trained .*layers.0: 3 of 2.*layers.3: 9"):
+        pulse.weighted_costs(chain, [1] * 4, [3, 1, 1, 9])
+    for share in (1.5, -1, math.nan):
+        with pytest.raises(ValueError, match="weight"):
+            pulse.weighted_costs(chain, [1] * 4, share)
+    with pytest.raises(ValueError, match="need 4 weight_grads, one per layer; got 1"):
+        pulse.weighted_costs(chain, [1] * 4, [1])
+
+
 def test_a_search_says_what_it_is_at(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bar, which is drawn once that takes long, goes on whenever the search asks."""
     updates: list[object] = []

@@ -21,8 +21,11 @@ type Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class SkipCost:
-    """A skip edge from layer ``source`` to layer ``destination`` and its size; its gradient goes
-    back where it ``wants`` one."""
+    """A skip edge from layer ``source`` to layer ``destination``, by their places in the chain.
+
+    ``num_bytes`` is its size for one microbatch; a gradient of that size goes back where it
+    ``wants`` one.
+    """
 
     source: int
     destination: int
@@ -137,47 +140,76 @@ def running_sum(values: Sequence[float]) -> Floats:
     return np.concatenate(([0.0], np.cumsum(np.asarray(values, dtype=np.float64))))
 
 
-def weighted_costs(backbone: Backbone, weights: Sequence[float]) -> ChainCosts:
-    """``backbone`` with ``weights`` as forward times and twice that as backward times.
+def weighted_costs(
+    backbone: Backbone,
+    weights: Sequence[float],
+    weight_grads: Sequence[float] | float | None = None,
+) -> ChainCosts:
+    """``backbone`` with ``weights`` as forward times and twice that as backward times, in any unit.
 
     A layer that is not trained takes its weight for its backward, where it has one, else nothing.
-    Bytes are of one sample in bf16; parameters and saved activations are unknown, and so 0.
-    Raises ValueError for another number of weights, or with each that is no finite number.
+    ``weight_grads`` is the part of each layer's backward time that a split backward may put off, in
+    the unit of ``weights``, or one share from 0 to 1 of all trained layers' (None: unknown). Bytes
+    are of one sample in bf16; parameters and saved activations are unknown, and so 0.
+    Raises ValueError for another number of weights, and with each that is no finite number, or is
+    longer than its backward.
     """
-    if len(weights) != len(backbone.layers):
-        raise ValueError(
-            f"{backbone.name}: need {len(backbone.layers)} weights, one per layer; got "
-            f"{len(weights)}"
-        )
-    faults = [
-        f"{layer.name}: {weight!r}"
-        for layer, weight in zip(backbone.layers, weights, strict=True)
-        if not (isinstance(weight, SupportsFloat) and 0 <= float(weight) < math.inf)
-    ]
-    if faults:
-        raise ValueError(told("weights must be finite numbers from 0 on", faults))
-    none = (0,) * len(weights)
+    layers, num = backbone.layers, len(backbone.layers)
     wanted = wanted_gradients(backbone)
-    gradients = [
-        runs + layer.trained for layer, runs in zip(backbone.layers, wanted.layers, strict=True)
-    ]
+    gradients = [runs + layer.trained for layer, runs in zip(layers, wanted.layers, strict=True)]
+    forward = _times(backbone, "weights", weights)
+    backward = tuple(n * weight for n, weight in zip(gradients, forward, strict=True))
+    if isinstance(weight_grads, SupportsFloat):
+        share = _times(backbone, "the share of weight gradients", [weight_grads] * num)[0]
+        if share > 1:
+            raise ValueError(f"weight_grads must be a share from 0 to 1, or times, is {share:g}")
+        apart = tuple(share * b * la.trained for b, la in zip(backward, layers, strict=True))
+    else:
+        apart = () if weight_grads is None else _times(backbone, "weight_grads", weight_grads)
+    most = [b if layer.trained else 0.0 for b, layer in zip(backward, layers, strict=True)]
+    if faults := [
+        f"{layer.name}: {time:g} of {whole:g}"
+        for layer, time, whole in zip(layers, apart, most, strict=False)
+        if time > whole
+    ]:
+        raise ValueError(
+            told("weight gradients must be parts of trained layers' backwards", faults)
+        )
+    none = (0,) * num
     return ChainCosts(
-        tuple(layer.name for layer in backbone.layers),
-        tuple(map(float, weights)),
-        tuple(num * float(weight) for num, weight in zip(gradients, weights, strict=True)),
+        tuple(layer.name for layer in layers),
+        forward,
+        backward,
         none,
         none,
         tuple(
             0 if i in backbone.starts else sum(map(_half_bytes, layer.inputs))
-            for i, layer in enumerate(backbone.layers)
+            for i, layer in enumerate(layers)
         ),
         tuple(
             SkipCost(s.source, s.destination, _half_bytes(s.spec), wanted.skips[s.name])
             for s in backbone.skips
         ),
+        weight_grad_s=apart,
         wants=tuple(map(any, wanted.boundaries)),
         starts=backbone.starts,
     )
+
+
+def _times(backbone: Backbone, what: str, values: Sequence[SupportsFloat]) -> tuple[float, ...]:
+    """A number for each layer; raises ValueError with each that is none from 0 on."""
+    if len(values) != len(backbone.layers):
+        raise ValueError(
+            f"{backbone.name}: need {len(backbone.layers)} {what}, one per layer; got {len(values)}"
+        )
+    faults = [
+        f"{layer.name}: {value!r}"
+        for layer, value in zip(backbone.layers, values, strict=True)
+        if not (isinstance(value, SupportsFloat) and 0 <= float(value) < math.inf)
+    ]
+    if faults:
+        raise ValueError(told(f"{what} must be finite numbers from 0 on", faults))
+    return tuple(map(float, values))
 
 
 def _half_bytes(spec: TensorSpec) -> int:

@@ -21,11 +21,12 @@ from megatron_pulse.planner.partition.memory import weighed_parameters
 
 @dataclass(frozen=True)
 class MemoryRule:
-    """What a device may hold: ``limit_bytes``.
+    """What a device may hold: ``limit_bytes`` (inf: anything).
 
     ``bytes_per_parameter`` counts parameter, gradient and optimizer state, of which a frozen
-    parameter takes ``frozen_share``; ``in_flight[s]`` is how many microbatches' activations stage s
-    keeps at once.
+    parameter takes ``frozen_share`` (0 to 1); ``in_flight[s]`` is how many microbatches'
+    activations stage s keeps at once, one number for each stage. A goal's ``memory`` makes one for
+    a placement.
     """
 
     limit_bytes: float

@@ -135,9 +135,10 @@ class Filler:
 
 @dataclass(frozen=True)
 class Schedule:
-    """``order[d]`` is what device ``d`` executes, in order; ``X2:7`` is slice 7 of ``fillers[2]``.
+    """The order of every device's operations: ``order[d]`` is what device ``d`` executes.
 
-    Every slice of every filler is in it once.
+    Every operation of every microbatch is in it once. ``X2:7`` is slice 7 of ``fillers[2]``; every
+    slice of every filler is there once.
     """
 
     name: str

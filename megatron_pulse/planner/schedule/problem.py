@@ -365,7 +365,11 @@ def whole(problem: ScheduleProblem) -> ScheduleProblem:
 @dataclass(frozen=True)
 class Certificate:
     """What is known of a schedule: its length, a bound below which none can be, and how it was
-    found. ``gap`` is makespan / lower_bound - 1; ``proved`` says that no schedule is shorter."""
+    found.
+
+    ``makespan`` and ``lower_bound`` are in the problem's unit of time; ``seconds`` is how long
+    ``solver`` took. ``proved`` says that no schedule is shorter.
+    """
 
     makespan: float
     lower_bound: float

@@ -133,7 +133,10 @@ def _problem(
         unknown = max(weight) <= 0 and not recompute
         if unknown or any(w > b for w, b in zip(weight, backward, strict=True)):
             if synthesized:
-                raise PlanError("wave-split needs a profile with weight gradients apart")
+                raise PlanError(
+                    "wave-split needs a profile with weight gradients apart (weighted_costs takes "
+                    "weight_grads=0.5)"
+                )
             costs = replace(costs, weight_grad_s=tuple(b / 2 for b in costs.backward_s))
     activation = caps = again = None
     if is_file(name):  # its R, if any, are where it says, whatever memory they take

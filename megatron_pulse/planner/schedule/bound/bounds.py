@@ -33,8 +33,11 @@ MANY = 64
 def lower_bound(
     problem: ScheduleProblem, work: float = BOUND_WORK, until: float = math.inf
 ) -> float:
-    """No schedule is shorter: the best of the bounds above, ``order_bound`` up to ``work`` or
-    ``until`` (of ``time.process_time``). What may wait on the host is there all the time."""
+    """Lower bound of every schedule's makespan, in the problem's unit of time.
+
+    The best of the bounds above, ``order_bound`` up to ``work`` (0: not at all) or ``until`` (of
+    ``time.process_time``). An activation takes all the time what it takes at the least.
+    """
     problem = problem.with_least_memory
     if problem.recompute is not None:
         rest = problem.without_recomputation
