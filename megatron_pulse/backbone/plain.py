@@ -99,7 +99,7 @@ def _builder(make: Callable[[], Any], name: str, num_skips: int) -> Callable[[An
             raise TypeError(f"{name}: its maker returned {type(module).__name__}, no torch module")
         _require_call(name, module, num_skips)
         if _as_plain not in module._forward_pre_hooks.values():  # a maker may keep its module
-            module.register_forward_pre_hook(_as_plain)
+            module.register_forward_pre_hook(_as_plain, prepend=True)  # before its own
             module.register_forward_hook(as_layer)
         return module
 

@@ -47,6 +47,19 @@ def buffers_kept(roots: Iterable[nn.Module]) -> Iterator[None]:
                     buffer.copy_(value)
 
 
+@contextmanager
+def attributes_kept(roots: Iterable[nn.Module]) -> Iterator[None]:
+    """Within, the modules may set attributes, of their parts too; after it these are what they
+    were, but for what has changed inside of them."""
+    found = [(vars(part), dict(vars(part))) for root in roots for part in root.modules()]
+    try:
+        yield
+    finally:
+        for attributes, values in found:
+            attributes.clear()
+            attributes.update(values)
+
+
 def _is_expanded(tensor: Tensor) -> bool:
     """Whether elements share memory: torch lets nobody write into such a tensor."""
     sides = zip(tensor.shape, tensor.stride(), strict=True)

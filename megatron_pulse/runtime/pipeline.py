@@ -23,7 +23,7 @@ from megatron_pulse.runtime.encoding.encoding import Encoding, Frozen
 from megatron_pulse.runtime.executor import Executor
 from megatron_pulse.runtime.failures import PulseError, default_board
 from megatron_pulse.runtime.messages.links import Links
-from megatron_pulse.runtime.modules import buffers_kept, built_elsewhere, unsound
+from megatron_pulse.runtime.modules import attributes_kept, buffers_kept, built_elsewhere, unsound
 from megatron_pulse.runtime.parameters.grad_norm import (
     clip,
     combined,
@@ -393,7 +393,7 @@ class Pipeline:
 
 def _run_on_zeros(plan: Plan, stage: Stage, settings: RunSettings, which: int) -> None:
     """A forward of a stage on tensors like those of a step's microbatch of the shape ``which``; its
-    buffers stay as they are."""
+    buffers and attributes stay as they are."""
     routes, index = plan.routes, stage.stage
 
     def zeros(spec: TensorSpec) -> Tensor:
@@ -404,7 +404,12 @@ def _run_on_zeros(plan: Plan, stage: Stage, settings: RunSettings, which: int) -
     taken |= {edge.name: summed(zeros(edge.spec)) for edge in routes.conditioning_into(index)}
     names = {to.name for to in routes.given_to(index) if to.payload is Payload.SKIP}
     skips = {skip.name: zeros(skip.spec) for skip in routes.skips if skip.name in names}
-    with generators_kept(), buffers_kept([stage]), torch.no_grad():
+    with (
+        generators_kept(),
+        buffers_kept([stage]),
+        attributes_kept(module for _, module in stage.named_layers()),
+        torch.no_grad(),
+    ):
         stage(tuple(map(zeros, routes.boundaries[index])), skips, taken, which=which)
 
 

@@ -146,7 +146,7 @@ class Stage(Nest):
         expected = self._kinds(inputs, skips, which)
         how = self.recomputed, self.offloaded, self.selective
         layers = zip(self._specs, self._chain, expected, self._shared, *how, strict=True)
-        drawn: list[str] = []
+        faults: list[str] = []
         for spec, module, kinds, shared, recomputed, offloaded, selective in layers:
             if spec.name in self._replicated:
                 continue
@@ -161,7 +161,7 @@ class Stage(Nest):
                 call = functools.partial(_run, spec.name, module, None, which, *given)
                 state = functools.partial(_state, module, *given)
                 layer = Again(spec.name, call, state)
-                with self._drawing(spec, module, which, drawn):
+                with self._watching(spec, module, which, faults):
                     results = layer.forward()
                 if again is not None:
                     again.append(layer)
@@ -171,7 +171,7 @@ class Stage(Nest):
                     saving = away.saving(spec.name)
                 elif selective and torch.is_grad_enabled():
                     saving = Selective(spec.name, module.parameters(), module.buffers()).saving()
-                with saving, self._drawing(spec, module, which, drawn):
+                with saving, self._watching(spec, module, which, faults):
                     results = _run(spec.name, module, later, which, inputs, popped, used)
             if fault := untouched.fault():
                 raise BackboneError(self._backbone_name, [f"{spec.name} {fault}"])
@@ -181,8 +181,8 @@ class Stage(Nest):
                 conditioning[name] = summed(tensor)
             inputs, pushed = self._fan_out(inputs, spec.pushes)
             skips.update(pushed)
-        if drawn:
-            raise BackboneError(self._backbone_name, drawn)
+        if faults:
+            raise BackboneError(self._backbone_name, faults)
         return (
             inputs,
             {name: skips[name] for name in self._skips_out},
@@ -194,17 +194,24 @@ class Stage(Nest):
         return zip((spec.name for spec in self._specs), self._chain, strict=True)
 
     @contextmanager
-    def _drawing(
+    def _watching(
         self, spec: Layer, module: nn.Module, which: int, faults: list[str]
     ) -> Iterator[None]:
-        """Add to ``faults`` what a layer draws within: of every generator until it has run in its
-        mode, and drawn nothing."""
+        """Add to ``faults`` what a layer draws within, and a parameter that it freezes or unfreezes;
+        all is looked at until it has run in its mode without a fault."""
         key = spec.name, module.training, torch.is_grad_enabled(), which
-        drawing = Drawing(module, whole=key not in self._known)
+        first = key not in self._known
+        drawing = Drawing(module, whole=first)
+        before = _trained(module) if first else set()
         yield
-        if fault := drawing.fault():
-            faults.append(f"{spec.name} {fault}")
-        else:
+        found = [] if (fault := drawing.fault()) is None else [fault]
+        if first and (names := before ^ _trained(module)):
+            found.append(
+                f"sets requires_grad of its parameter {min(names)} while it runs: what is trained "
+                "would depend on the layout; set it before a step"
+            )
+        faults += [f"{spec.name} {what}" for what in found]
+        if not found:
             self._known.add(key)
 
     def _kinds(
@@ -267,7 +274,7 @@ class Stage(Nest):
             module = self.replicas.module(spec.name)
             tell_shape(module, which)
             before, faults = _buffers(module), list[str]()
-            with self._drawing(spec, module, which, faults):
+            with self._watching(spec, module, which, faults):
                 results = module((), {}, fields)
             if (after := _buffers(module)) != before:
                 written = [name for name in after if after[name] != before.get(name)]
@@ -328,6 +335,11 @@ def _state(
         **{f"the skip {name}": tensor for name, tensor in popped.items()},
         **{f"the conditioning {name}": tensor for name, tensor in used.items()},
     }
+
+
+def _trained(module: nn.Module) -> set[str]:
+    """The names of the parameters that want a gradient."""
+    return {name for name, parameter in module.named_parameters() if parameter.requires_grad}
 
 
 def _buffers(module: nn.Module) -> dict[str, tuple[int, int]]:

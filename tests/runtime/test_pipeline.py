@@ -135,6 +135,38 @@ def test_weights_are_drawn_by_seed_and_name_whatever_draws_them() -> None:
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
+def test_what_a_layer_keeps_begins_with_the_first_step() -> None:
+    """The try before it leaves attributes as they were, wherever the chain is cut."""
+
+    def counted(block: Any, h: Tensor) -> Tensor:
+        last = getattr(block, "last", None)
+        block.last = h.detach()
+        return h / block.calls if last is None else h / block.calls + 0.1 * last
+
+    def first_input(module: Any, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (2 * given[0],)
+
+    def make() -> nn.Module:
+        block = Block(counted)
+        block.register_forward_pre_hook(first_input)  # of the module's own call
+        return block
+
+    pipelines = [pipeline_of([make] * 4, stages) for stages in (1, 2, 4)]
+    whole, *cut = [[p.step(batches(step)) for step in range(2)] for p in pipelines]
+    assert whole == cut[0] == cut[1]
+    layers = dict(layer for s in pipelines[0].stages.values() for layer in s.named_layers())
+    assert [layer.calls for layer in layers.values()] == [6] * 4
+
+
+def test_a_layer_that_freezes_itself_is_refused() -> None:
+    def toggling(block: Any, h: Tensor) -> Tensor:
+        block.linear.weight.requires_grad_(block.calls % 2 == 0)
+        return h
+
+    with pytest.raises(BackboneError, match="layers.0 sets requires_grad of .* linear.weight"):
+        pipeline_of([lambda: Block(toggling)]).step(batches())
+
+
 class Averaging(nn.Module):
     """Has buffers that every forward writes into, replaces or makes."""
 
