@@ -197,8 +197,8 @@ class Stage(Nest):
     def _watching(
         self, spec: Layer, module: nn.Module, which: int, faults: list[str]
     ) -> Iterator[None]:
-        """Add to ``faults`` what a layer draws within, and a parameter that it freezes or unfreezes;
-        all is looked at until it has run in its mode without a fault."""
+        """Add to ``faults`` what a layer draws within, and a parameter that it freezes or trains
+        anew; all is looked at until it has run in its mode without a fault."""
         key = spec.name, module.training, torch.is_grad_enabled(), which
         first = key not in self._known
         drawing = Drawing(module, whole=first)
