@@ -14,6 +14,7 @@ from megatron_pulse.diffusion.choice import ProcessChoice
 from megatron_pulse.diffusion.chosen import chosen_process
 from megatron_pulse.faults import collecting, faults_in, told
 from megatron_pulse.flag_fields import flag_faults
+from megatron_pulse.integration.checkpoint.lr_schedule import record_schedule
 from megatron_pulse.integration.checkpoint.resume import NewRun, faults_of, process_of
 from megatron_pulse.integration.checkpoint.start import Start, enter, find_start, no_step_elsewhere
 from megatron_pulse.integration.data import DiffusionData, can_drop
@@ -168,6 +169,7 @@ def prepare(
 ) -> tuple[Plan, DiffusionData | CascadeData, Start | None]:
     """Plan, data and what to begin with; raises FlagError with every fault found."""
     args = line.args
+    record_schedule(args)
     faults = check_flags(line, options)
     can_plan = not line.unread and not any(flag_faults(options, PREFIX))
     if options.plan is not None and given is None:

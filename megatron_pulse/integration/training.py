@@ -19,6 +19,7 @@ from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.global_vars import get_wandb_writer, set_global_variables
 
 from megatron_pulse.integration.checkpoint.loading import wrap_load_checkpoint
+from megatron_pulse.integration.checkpoint.lr_schedule import keep_saved_schedule
 from megatron_pulse.integration.checkpoint.masters import with_fp32_weights, with_masters
 from megatron_pulse.integration.checkpoint.saving import Saving, patch_saving
 from megatron_pulse.integration.checkpoint.start import Start
@@ -32,7 +33,7 @@ from megatron_pulse.integration.loop.grad_norm import (
     clip_apart,
     use_layout_independent_grad_norm,
 )
-from megatron_pulse.integration.loop.log import with_whole_intervals
+from megatron_pulse.integration.loop.log import RateOfStep, with_whole_intervals
 from megatron_pulse.integration.loop.schedule import PulseSchedule, TraceOptions
 from megatron_pulse.integration.loop.self_conditioning import SelfConditioning
 from megatron_pulse.integration.loop.step import wrap_train_step
@@ -67,6 +68,10 @@ def train(
     if args.async_save:  # by threads, where Megatron asks for a process, and lowers its priority
         args.use_persistent_ckpt_worker, args.async_strategy = True, "mcore"
         args.async_ckpt_cpu_priority = args.async_ckpt_io_priority = None
+    keeps_schedule = False
+    if start is not None and start.continued and args.use_checkpoint_opt_param_scheduler:
+        keeps_schedule = True
+        keep_saved_schedule(args, start.saved.arguments)
     validate(args)
     args.use_persistent_ckpt_worker = False
     set_global_variables(args, build_tokenizer=False)
@@ -122,15 +127,17 @@ def train(
         if own is not None:
             print(own.describe(plan.placement))
         print(f"process: {data.description}", flush=True)
+    rate = RateOfStep()
     training.set_startup_timestamps(program_start=begin, main_entry=time.time())
     with _hooks(
         get_forward_backward_func=lambda *a, **k: cut_short(schedule),
         Float16Module=StageFloat16Module,
         num_floating_point_operations=lambda *a, **k: 0,
         report_theoretical_memory=lambda *a, **k: None,  # it knows language models only
+        get_canonical_lr_for_logging=rate.read,
         train_step=throughput.timed(
             wrap_train_step(
-                training.train_step,
+                rate.noted(training.train_step),
                 args,
                 options,
                 lambda: schedule.not_finite(data.iterators(args, plan.placement)[0]),
@@ -141,7 +148,7 @@ def train(
         get_megatron_optimizer=with_masters(training.get_megatron_optimizer, options.ema_decay),
         save_checkpoint=saving.save,
         maybe_finalize_async_save=saving.finish,
-        load_checkpoint=wrap_load_checkpoint(training.load_checkpoint, args, start),
+        load_checkpoint=wrap_load_checkpoint(training.load_checkpoint, args, start, keeps_schedule),
         **stopping,
     ):
         training.pretrain(

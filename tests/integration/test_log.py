@@ -61,6 +61,7 @@ def scalars(folder: Path, tag: str) -> list[float]:
 def test_the_log_of_twenty_steps_is_short_and_whole(tmp_path: Path) -> None:
     save, board = tmp_path / "run", tmp_path / "tensorboard"
     steps = ["--train-iters", str(NUM_STEPS), "--eval-interval", "10"]
+    steps += ["--lr-decay-style", "linear"]
     ((out, err, imported),) = logs([*steps, "--save", str(save), "--seed", "77",
                           "--tensorboard-dir", str(board)])  # fmt: skip
     assert not imported
@@ -70,6 +71,9 @@ def test_the_log_of_twenty_steps_is_short_and_whole(tmp_path: Path) -> None:
     assert [int(step) for step in logged] == list(range(1, NUM_STEPS + 1))
     losses = [float(loss) for loss in re.findall(r" \| loss: (\S+) \|", out)]
     assert losses == pytest.approx(scalars(board, "loss"), rel=1e-5)  # each of its own step
+    rates = [float(rate) for rate in re.findall(r"learning rate: (\S+) \|", out)]
+    used = [1e-3 * (1 - step / NUM_STEPS) for step in range(NUM_STEPS)]
+    assert rates == pytest.approx(used) == scalars(board, "learning-rate")  # each of its own step
     assert "PPL" not in out and out.count("validation loss at iteration") >= 2
     assert "successfully saved checkpoint from iteration      20" in out
     assert f"arguments: {save / 'arguments.txt'}" in out

@@ -149,6 +149,59 @@ def test_the_saved_schedule_where_it_is_asked_for(
     assert "--lr 0.0001 (still 0.001)" in said(monkeypatch, *flags)
 
 
+@pytest.mark.parametrize(
+    ("before", "now", "iteration", "place"),
+    [
+        ({}, {}, 4, 24),
+        ({}, {"global_batch_size": 16}, 4, 48),
+        ({"train_samples": 90}, {"train_samples": 99, "global_batch_size": 16}, 4, 24),
+        ({}, {"train_samples": 99, "global_batch_size": 16}, 4, 24),
+        ({"train_samples": 90}, {"global_batch_size": 16}, 4, 48),
+        ({}, {}, 8, 56),
+        ({}, {}, 2, 8),
+        ({}, {"train_samples": 99}, 0, 0),
+    ],
+)
+def test_place_in_schedule_counts_steps_that_were_made(
+    before: dict[str, int], now: dict[str, int], iteration: int, place: int
+) -> None:
+    """Four steps of eight, of which one was skipped, by all units and batches; and counted from
+    other steps."""
+    from megatron_pulse.integration.checkpoint.lr_schedule import place_in_schedule
+
+    args = {"train_samples": None, "global_batch_size": 8, "consumed_train_samples": 32}
+    saved = {
+        "iteration": 4,
+        "args": argparse.Namespace(**args | before),
+        "opt_param_scheduler": {"num_steps": 24},
+    }
+    now = {**now, "consumed_train_samples": iteration * 8}
+    assert place_in_schedule(saved, argparse.Namespace(**args | now), iteration) == place
+
+
+def test_schedule_after_skipped_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another batch, the checkpoint's schedule and a new optimizer leave the rate where it was."""
+    decay, warmup, save = 20, 6, tmp_path / "first"
+    shape = ["--lr-decay-style", "linear", "--lr-decay-iters", str(decay)]
+    shape += ["--lr-warmup-iters", str(warmup)]
+    fp16 = [*SEED, "--fp16", "--hysteresis", "1", "--initial-loss-scale", str(2**18)]
+    first = run(1, *fp16, *shape, "--global-batch-size", "8", "--train-iters", "8",
+                "--save", str(save), "--no-save-optim")  # fmt: skip
+    made = sum(norm is not None for norm in first.grad_norms)
+    assert warmup - 2 < made < 8
+    rate = LR * min(made / warmup, (decay - made) / (decay - warmup))
+    more = [*fp16, "--load", str(save), "--no-load-optim", "--train-iters", "9"]
+    more += ["--global-batch-size", "16"]
+    assert column(run(1, *more, *shape), "lr") == pytest.approx([rate])
+    kept = ["--use-checkpoint-opt_param-scheduler", "--lr", "1e-5"]
+    assert column(run(1, *more, *kept), "lr") == pytest.approx([rate])
+    line = said(monkeypatch, *more, *shape)
+    assert "--train-iters 9 (was 8)" in line and "--lr-" not in line
+    by_samples = ["--train-samples", "99", *kept, "--load", str(save), "--no-load-optim"]
+    (fault,) = refuse(monkeypatch, 1, [*fp16, *by_samples], GOOD[:-2])
+    assert "its schedule is of --train-iters" in fault and "leave that out" in fault
+
+
 def test_a_new_optimizer_goes_on_with_the_schedule(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,7 +2,8 @@
 
 By itself it does not find its parameter groups again under another ``--lr``, or silently keeps the
 saved rates, betas and weight decay; it counts the schedule in samples, so that another global
-batch moves it; and it makes ``--train-samples`` steps of the new batch from the very beginning.
+batch moves it, and from 0 with a new optimizer; and it makes ``--train-samples`` steps of the new
+batch from the very beginning.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_pulse.integration.checkpoint.checkpoints import last_line
+from megatron_pulse.integration.checkpoint.checkpoints import last_line, read_common
+from megatron_pulse.integration.checkpoint.lr_schedule import SCHEDULER, place_in_schedule
 from megatron_pulse.integration.checkpoint.masters import begin_averages
 from megatron_pulse.integration.checkpoint.resume import has_averages_of
-from megatron_pulse.integration.checkpoint.start import Start, steps_left
+from megatron_pulse.integration.checkpoint.start import Start, folders_read, steps_left
 from megatron_pulse.integration.megatron.model import unwrap
 from megatron_pulse.runtime.failures import PulseError
 from megatron_pulse.runtime.watch.place import HERE
@@ -34,9 +36,12 @@ _STATE = ("params", "step")
 
 
 def wrap_load_checkpoint(
-    load_checkpoint: Callable[..., Any], args: argparse.Namespace, start: Start | None
+    load_checkpoint: Callable[..., Any],
+    args: argparse.Namespace,
+    start: Start | None,
+    keeps_schedule: bool,
 ) -> Callable[..., Any]:
-    """``load_checkpoint`` for a run that begins with ``start``."""
+    """``load_checkpoint`` for a run that begins with ``start``, and ``keeps_schedule`` of it."""
     if start is None:
         return load_checkpoint
 
@@ -70,8 +75,9 @@ def wrap_load_checkpoint(
             for stage in stages:
                 begin_averages(stage, args.pulse_ema_decay)
         if start.continued:
-            _hold(optimizer, given, keep=_RATES if args.use_checkpoint_opt_param_scheduler else ())
-            _place(opt_param_scheduler, args, start, result[0])
+            for group, settings in zip(optimizer.param_groups, given, strict=True):
+                group.update(settings)
+            _place(opt_param_scheduler, args, start, result[0], keeps_schedule)
         return result
 
     return load
@@ -130,26 +136,16 @@ def _generators_that_fit() -> Iterator[None]:
             tracker.set_states(begun)
 
 
-def _hold(optimizer: Any, given: list[dict[str, Any]], keep: tuple[str, ...]) -> None:
-    """Set the parameter groups as flags say, but for what is to be kept as it was saved."""
-    for group, settings in zip(optimizer.param_groups, given, strict=True):
-        group.update({name: value for name, value in settings.items() if name not in keep})
-
-
-def _place(scheduler: Any, args: argparse.Namespace, start: Start, iteration: int) -> None:
+def _place(
+    scheduler: Any, args: argparse.Namespace, start: Start, iteration: int, keeps_schedule: bool
+) -> None:
     """Put the schedule where the run is, in the units and batches of this run."""
-    before = start.saved.arguments
     if args.train_samples is not None:
         args.train_iters = iteration + steps_left(args, args.consumed_train_samples)
-    by_samples = args.train_samples is not None
-    as_before = (
-        by_samples == (before.train_samples is not None)
-        and (by_samples or args.global_batch_size == before.global_batch_size)
-        and iteration == start.saved.iteration
-    )
-    kept = args.use_checkpoint_opt_param_scheduler
-    if args.no_load_optim or not (as_before or kept):
-        scheduler.num_steps = (
-            args.consumed_train_samples if by_samples else iteration * args.global_batch_size
-        )
+    saved = read_common(folders_read(start, args)[-1])
+    scheduler.num_steps = place_in_schedule(saved, args, iteration)
+    if keeps_schedule and SCHEDULER in saved:  # it follows --train-iters, which is no part of it
+        scheduler.wd_incr_steps = saved[SCHEDULER]["wd_incr_steps"]
+        if args.train_samples is None:
+            scheduler.wd_incr_steps *= args.global_batch_size / saved["args"].global_batch_size
     scheduler.step(0)

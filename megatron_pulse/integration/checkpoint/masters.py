@@ -12,6 +12,7 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from torch import Tensor, nn
 
 from megatron_pulse.diffusion.ema import ExponentialMovingAverage
+from megatron_pulse.integration.checkpoint.lr_schedule import SCHEDULER
 from megatron_pulse.integration.megatron.model import unwrap
 from megatron_pulse.integration.megatron.stage import MegatronStage
 from megatron_pulse.runtime.parameters.masters import Masters, Share
@@ -56,15 +57,23 @@ def with_fp32_weights(generate_state_dict: Callable[..., Any]) -> Callable[..., 
     """Megatron's ``generate_state_dict``, with masters in the place of rounded weights.
 
     Its optimizers find their states' layouts by the parameters in the state, so they come first.
-    Those that have made no step yet, where all were skipped, have their states begun.
+    Those that have made no step yet, where all were skipped, have their states begun. The place in
+    the learning-rate schedule is kept without the optimizer's state as well (--no-save-optim).
     """
 
     def generate(
-        args: Any, model: list[nn.Module], optimizer: Any, *rest: Any, **kwargs: Any
+        args: Any,
+        model: list[nn.Module],
+        optimizer: Any,
+        opt_param_scheduler: Any,
+        *rest: Any,
+        **kwargs: Any,
     ) -> Any:
         if optimizer is not None and not args.no_save_optim:
             _begin_states(optimizer)
-        state = generate_state_dict(args, model, optimizer, *rest, **kwargs)
+        state = generate_state_dict(args, model, optimizer, opt_param_scheduler, *rest, **kwargs)
+        if opt_param_scheduler is not None:
+            state[SCHEDULER] = opt_param_scheduler.state_dict()
         for i, chunk in enumerate(model):
             unwrap(chunk).replace_rounded(state["model" if len(model) == 1 else f"model{i}"])
         return state

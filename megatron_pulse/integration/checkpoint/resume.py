@@ -13,6 +13,7 @@ from megatron_pulse.diffusion.scheduler import read_process
 from megatron_pulse.encoders.tokens import recorded_by
 from megatron_pulse.faults import told
 from megatron_pulse.flag_fields import flag_name
+from megatron_pulse.integration.checkpoint.lr_schedule import LENGTHS, SHAPE, given_schedule
 from megatron_pulse.integration.checkpoint.process import continued_process, saved_process
 from megatron_pulse.integration.checkpoint.start import Start
 from megatron_pulse.integration.flags.arguments import FlagMark, PulseOptions, pulse_flags
@@ -153,6 +154,19 @@ def _other_count(start: Start, wanted: NewRun) -> Iterator[str]:
         )
 
 
+def _other_unit(start: Start, wanted: NewRun) -> Iterator[str]:
+    """A saved schedule counts steps or samples, whichever its run did."""
+    args, before = wanted.arguments, start.saved.arguments
+    if not start.continued or not args.use_checkpoint_opt_param_scheduler:
+        return
+    if (before.train_samples is None) != (args.train_samples is None):
+        unit = "iters" if before.train_samples is None else "samples"
+        yield (
+            f"its schedule is of --train-{unit}, which --use-checkpoint-opt_param-scheduler keeps: "
+            f"give --train-{unit}, or leave that out and say the schedule by flags"
+        )
+
+
 def _precision(args: argparse.Namespace) -> str:
     return "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
 
@@ -167,21 +181,6 @@ def _other_seed(start: Start, wanted: NewRun) -> Iterator[str]:
         )
 
 
-# What the learning rate and the weight decay follow; --use-checkpoint-opt_param-scheduler keeps it.
-_SCHEDULE = (
-    "train_iters",
-    "train_samples",
-    "lr",
-    "min_lr",
-    "lr_decay_style",
-    "lr_decay_iters",
-    "lr_decay_samples",
-    "lr_warmup_iters",
-    "lr_warmup_samples",
-    "lr_warmup_fraction",
-    "lr_warmup_init",
-    "weight_decay",
-)
 # What else makes the steps to come others than those that the run would have made.
 _STEPS = ("global_batch_size", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad", "seed")
 
@@ -191,10 +190,12 @@ def _other_flags(start: Start, wanted: NewRun) -> Iterator[str]:
     if not start.continued:
         return
     before, now = start.saved.arguments, wanted.arguments
-    for name in (*_SCHEDULE, *_STEPS, *pulse_flags(FlagMark.STEPS)):
-        old, new = _given(before, name), _given(now, name)
+    old_schedule, new_schedule = given_schedule(before), given_schedule(now)
+    for name in (*LENGTHS, *SHAPE, *_STEPS, *pulse_flags(FlagMark.STEPS)):
+        old = old_schedule[name] if name in old_schedule else getattr(before, name, None)
+        new = new_schedule[name] if name in new_schedule else getattr(now, name, None)
         if old != new:
-            kept = name in _SCHEDULE[2:] and now.use_checkpoint_opt_param_scheduler
+            kept = name in SHAPE and now.use_checkpoint_opt_param_scheduler
             yield f"{flag_name(name)} {_text(new)} ({'still' if kept else 'was'} {_text(old)})"
     if now.override_ckpt_iteration is not None:
         yield f"steps count from {now.override_ckpt_iteration} (--override-ckpt-iteration)"
@@ -212,16 +213,6 @@ def _other_encoders(start: Start, wanted: NewRun) -> Iterator[str]:
             yield f"what encodes: {name} {now} (was {was})"
 
 
-def _given(args: argparse.Namespace, name: str) -> Any:
-    """A flag as it was given: Megatron fills some in while it runs."""
-    value = getattr(args, name, None)
-    if name == "train_iters" and args.train_samples is not None:
-        return None
-    if name in ("lr_decay_iters", "lr_decay_samples"):
-        return None if value == getattr(args, name.replace("lr_decay", "train")) else value
-    return value
-
-
 def _text(value: Any) -> str:
     return "not given" if value is None else str(value)
 
@@ -234,7 +225,13 @@ def _other_process(start: Start, wanted: NewRun) -> Iterator[str]:
 
 
 _Comparison = Callable[[Start, NewRun], Iterator[str]]
-_FAULTS: tuple[_Comparison, ...] = (_other_backbone, _no_optimizer, _other_count, _other_seed)
+_FAULTS: tuple[_Comparison, ...] = (
+    _other_backbone,
+    _no_optimizer,
+    _other_count,
+    _other_unit,
+    _other_seed,
+)
 _CHANGES: tuple[_Comparison, ...] = (
     _other_sizes,
     _other_process,

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import megatron.training.arguments as arguments
+from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from megatron.training.log_handler import CustomHandler
 from tqdm import tqdm
 
@@ -162,6 +163,27 @@ def with_whole_intervals(
         return training_log(losses, totals, rate, iteration, *rest, **named)
 
     return log
+
+
+class RateOfStep:
+    """Learning rate of a step's line in the log: Megatron reads it after the scheduler's step, so
+    that a line would have the next step's."""
+
+    def __init__(self) -> None:
+        self._rate: float | None = None
+
+    def noted(self, train_step: Callable[..., Any]) -> Callable[..., Any]:
+        """Megatron's ``train_step``, before which the rate is noted."""
+
+        def step(forward: Any, data: Any, model: Any, optimizer: Any, *rest: Any, **kw: Any) -> Any:
+            self._rate = get_canonical_lr_for_logging(optimizer.param_groups)
+            return train_step(forward, data, model, optimizer, *rest, **kw)
+
+        return step
+
+    def read(self, param_groups: list[dict[str, Any]]) -> float | None:
+        """In the place of Megatron's ``get_canonical_lr_for_logging``."""
+        return self._rate
 
 
 def _write_arguments(title: str, args: argparse.Namespace) -> None:

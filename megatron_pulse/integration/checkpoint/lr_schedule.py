@@ -1,0 +1,98 @@
+"""The schedule of learning rate and weight decay in a run that goes on.
+
+Megatron counts it in samples of the steps that changed weights. Under ``--train-iters`` all of its
+lengths are in batches of the run, so that its place is a number of steps: another global batch
+rescales the place as well as the lengths.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from typing import Any
+
+SCHEDULER = "opt_param_scheduler"
+"""Where a checkpoint's common state has the scheduler's."""
+LENGTHS = ("train_iters", "train_samples")
+SHAPE = (
+    "lr",
+    "min_lr",
+    "lr_decay_style",
+    "lr_decay_iters",
+    "lr_decay_samples",
+    "lr_wsd_decay_style",
+    "lr_wsd_decay_iters",
+    "lr_wsd_decay_samples",
+    "lr_warmup_iters",
+    "lr_warmup_samples",
+    "lr_warmup_fraction",
+    "lr_warmup_init",
+    "weight_decay",
+    "weight_decay_incr_style",
+    "start_weight_decay",
+    "end_weight_decay",
+)
+"""Flags that --use-checkpoint-opt_param-scheduler takes from the checkpoint."""
+
+
+def given_schedule(args: argparse.Namespace) -> Mapping[str, Any]:
+    """The flags of the schedule as they were given: Megatron fills some in while it runs.
+
+    Checkpoints from before these were recorded have the filled values alone; a length of decay that
+    is the run's, and ends of a constant weight decay, are taken for filled ones.
+    """
+    recorded: Mapping[str, Any] | None = getattr(args, "pulse_schedule", None)
+    if recorded is not None:
+        return recorded
+    given = {name: getattr(args, name, None) for name in (*LENGTHS, *SHAPE)}
+    if given["train_samples"] is not None:
+        given["train_iters"] = None
+    for unit in ("iters", "samples"):
+        if given[f"lr_decay_{unit}"] == given[f"train_{unit}"]:
+            given[f"lr_decay_{unit}"] = None
+    if given["weight_decay_incr_style"] == "constant":
+        given["start_weight_decay"] = given["end_weight_decay"] = None
+    return given
+
+
+def record_schedule(args: argparse.Namespace) -> None:
+    """Keep the flags of the schedule as they are now, for the runs that go on with this one."""
+    args.pulse_schedule = {name: getattr(args, name) for name in (*LENGTHS, *SHAPE)}
+
+
+def keep_saved_schedule(args: argparse.Namespace, before: argparse.Namespace) -> None:
+    """Let the flags of the schedule be those of the run ``before``, and hold from here on.
+
+    A decay that followed that run's length keeps it. Lengths in steps are then scaled together by
+    Megatron, for the global batch of this run.
+    """
+    given = given_schedule(before)
+    for name in SHAPE:
+        setattr(args, name, given[name])
+    args.lr_decay_iters, args.lr_decay_samples = before.lr_decay_iters, before.lr_decay_samples
+    record_schedule(args)
+    args.use_checkpoint_opt_param_scheduler, args.override_opt_param_scheduler = False, True
+
+
+def place_in_schedule(saved: Mapping[str, Any], args: argparse.Namespace, iteration: int) -> int:
+    """Megatron's count for a run that goes on at ``iteration``, from the common state ``saved``.
+
+    The place is in steps that changed weights, or in their samples under ``--train-samples``.
+    Where the unit changes, the share of skipped steps is taken for the share of their samples.
+    Steps that ``--override-ckpt-iteration`` adds or takes away count as made.
+    """
+    before: argparse.Namespace = saved["args"]
+    was_by_samples, by_samples = before.train_samples is not None, args.train_samples is not None
+    batch, num_samples = before.global_batch_size, args.consumed_train_samples
+    if SCHEDULER in saved:
+        place = saved[SCHEDULER]["num_steps"]
+    else:  # saved by an older version with --no-save-optim: no step is known to be skipped
+        place = before.consumed_train_samples if was_by_samples else saved["iteration"] * batch
+    place = max(0, place + (iteration - saved["iteration"]) * batch)
+    if by_samples and was_by_samples:
+        return int(place)
+    if not by_samples and not was_by_samples:
+        return round(place * args.global_batch_size / batch)
+    if by_samples:
+        return round(num_samples * place / (iteration * batch)) if iteration else 0
+    return round(iteration * place / num_samples) * args.global_batch_size if num_samples else 0
