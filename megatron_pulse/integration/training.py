@@ -72,13 +72,14 @@ def train(
     if start is not None and start.continued and args.use_checkpoint_opt_param_scheduler:
         keeps_schedule = True
         keep_saved_schedule(args, start.saved.arguments)
+    checks = args.check_for_nan_in_loss_and_grad  # Megatron unsets it with --fp16
     validate(args)
     args.use_persistent_ckpt_worker = False
     set_global_variables(args, build_tokenizer=False)
     timers.wandb = get_wandb_writer()  # the module, where asked for; compat has kept it from them
     # Of each bucket it would say that something is not finite, and not which microbatch: losses are
     # looked at in every step, and the norm of gradients.
-    checks, args.check_for_nan_in_loss_and_grad = args.check_for_nan_in_loss_and_grad, False
+    args.check_for_nan_in_loss_and_grad = False
     patch_megatron()
     patch_saving()
     # It compares flags that follow the layout here; faults_of compares the backbones.
@@ -140,7 +141,8 @@ def train(
                 rate.noted(training.train_step),
                 args,
                 options,
-                lambda: schedule.not_finite(data.iterators(args, plan.placement)[0]),
+                checks,
+                lambda scale: schedule.not_finite(data.iterators(args, plan.placement)[0], scale),
             ),
             args,
         ),

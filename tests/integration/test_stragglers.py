@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -73,6 +74,11 @@ def test_beside_its_own_first_steps() -> None:
 
 
 FLAGS = [*TINY["uvit"], *BASE, "--global-batch-size", "8"]
+
+
+def least_scale(scale: int) -> list[str]:
+    """fp16 at a loss scale that cannot be lowered."""
+    return ["--fp16", "--initial-loss-scale", str(scale), "--min-loss-scale", str(scale)]
 
 
 def slow_down(flags: list[str]) -> Any:
@@ -169,21 +175,57 @@ def spoil_gradients(flags: list[str], call: int) -> Any:
     [
         (pipeline(2), 6, 0),
         (["--use-distributed-optimizer", "--overlap-grad-reduce"], 4, 1),
+        (pipeline(2, *least_scale(4), "--pulse-max-skipped-steps", "1"), 6, 0),
     ],
-    ids=["two devices", "two replicas"],
+    ids=["two devices", "two replicas", "fp16"],
 )
 def test_gradients_that_are_no_numbers_are_named(
     layout: list[str], call: int, replica: int
 ) -> None:
-    """The step is made again with the same bits, and no weight was changed before."""
+    """The step is made again with the same bits, and no weight was changed before; under fp16 at
+    scale 1, where the scale that skips it is the least."""
     with pytest.raises(RanksFailed) as failed:
         run_ranks(2, spoil_gradients, [*FLAGS, *layout, "--train-iters", "3"], call)
+    found = "the gradients of step 2 are not finite (nan), though"
+    if "--fp16" in layout:
+        found = (
+            "1 step(s) in a row were skipped: the gradients of the last, step 2, are not finite at "
+            "loss scale 1 either, though"
+        )
     text = (
-        "the gradients of step 2 are not finite (nan), though its losses are: those of microbatch "
-        f"1 in replica {replica} from layer mid_block.mlp backwards (rank 1): lower --lr"
+        f"{found} its losses are: those of microbatch 1 in replica {replica} from layer "
+        "mid_block.mlp backwards (rank 1): lower --lr"
     )
     assert text in str(failed.value), str(failed.value)
     assert "Traceback" not in str(failed.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        (least_scale(2**40), "the least by --min-loss-scale, and are finite at scale 1: lower"),
+        (["--fp16", "--loss-scale", str(2**40)], "fixed by --loss-scale, and are finite at"),
+    ],
+    ids=["least", "fixed"],
+)
+def test_a_loss_scale_that_no_step_bears_is_told_from_broken_gradients(
+    flags: list[str], why: str, tmp_path: Path
+) -> None:
+    """After so many skipped steps as a flag says; what was saved before stays."""
+    flags = [
+        *flags,
+        "--pulse-max-skipped-steps",
+        "2",
+        "--save",
+        str(tmp_path),
+        "--save-interval",
+        "1",
+    ]
+    with pytest.raises(RanksFailed) as failed:
+        run_ranks(1, train, [*FLAGS, *flags, "--train-iters", "4"])
+    text = f"of the last, step 2, overflow at loss scale {2.0**40:g}, {why}"
+    assert f"2 step(s) in a row were skipped: the gradients {text}" in str(failed.value)
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "1"
 
 
 def verified(flags: list[str]) -> int:

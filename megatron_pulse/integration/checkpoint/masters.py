@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from megatron_pulse.diffusion.ema import ExponentialMovingAverage
 from megatron_pulse.integration.checkpoint.lr_schedule import SCHEDULER
 from megatron_pulse.integration.megatron.model import unwrap
+from megatron_pulse.integration.megatron.optimizers import inner_optimizers
 from megatron_pulse.integration.megatron.stage import MegatronStage
 from megatron_pulse.runtime.parameters.masters import Masters, Share
 
@@ -99,7 +100,7 @@ def _masters_of(stage: MegatronStage, found: dict[nn.Parameter, Share], group: A
 
 def _shares(optimizer: Any) -> Iterator[tuple[nn.Parameter, Share]]:
     """Each parameter that has fp32 masters of its own, and what this rank holds of them."""
-    for inner in _inner(optimizer):
+    for inner in inner_optimizers(optimizer):
         if isinstance(inner, DistributedOptimizer):
             for parameter, (group, place) in inner.model_param_group_index_map.items():
                 master: Tensor = inner.optimizer.param_groups[group]["params"][place]
@@ -116,7 +117,7 @@ def _shares(optimizer: Any) -> Iterator[tuple[nn.Parameter, Share]]:
 
 def _group(optimizer: Any) -> torch.distributed.ProcessGroup | None:
     """The ranks over which a distributed optimizer shares masters out."""
-    for inner in _inner(optimizer):
+    for inner in inner_optimizers(optimizer):
         if isinstance(inner, DistributedOptimizer):
             return inner.data_parallel_group
     return None
@@ -124,16 +125,10 @@ def _group(optimizer: Any) -> torch.distributed.ProcessGroup | None:
 
 def _begin_states(optimizer: Any) -> None:
     """Give distributed optimizers that have no state yet that of before the first step."""
-    for inner in _inner(optimizer):
+    for inner in inner_optimizers(optimizer):
         if not isinstance(inner, DistributedOptimizer) or inner.optimizer.state:
             continue
         if isinstance(inner.optimizer, HybridDeviceOptimizer):
             inner.optimizer.dummy_step()
         else:
             inner.init_state_fn(inner.optimizer, inner.config)
-
-
-def _inner(optimizer: Any) -> list[Any]:
-    """A chain of optimizers, without those of ranks that have nothing to optimize."""
-    chain = getattr(optimizer, "chained_optimizers", [optimizer])
-    return [inner for inner in chain if not inner.is_stub_optimizer]

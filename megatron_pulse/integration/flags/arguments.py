@@ -260,6 +260,13 @@ class PulseOptions:
         metavar="STEPS",
         within=FROM_ZERO,
     )
+    max_skipped_steps: int = flag(
+        "with --fp16, end the run after so many steps in a row that overflow at the least loss "
+        "scale, or a fixed one, and say why (default 5)",
+        5,
+        metavar="STEPS",
+        within=FROM_ONE,
+    )
     data: str | None = flag(
         "what to train on: mnist, digits8, folder:PATH (images), captions:PATH (images with "
         "texts), or latents:PATH (see 'pulse data'); of a cascade base=SPEC,upper=SPEC",

@@ -163,11 +163,12 @@ class PulseSchedule:
             self.step_time = None if meter is None else meter.read()
         return shared
 
-    def not_finite(self, batches: Iterator[Batch]) -> str:
-        """Whose gradients of the last step are not finite (collective), in words.
+    def not_finite(self, batches: Iterator[Batch], loss_scale: float | None = None) -> str:
+        """Whose gradients of the last step are not finite (collective), in words; empty where each
+        microbatch's alone are.
 
-        It is made once more, on ``batches``, which are the same, with the weights as they were;
-        no gradient is left.
+        It is made once more, on ``batches``, which are the same, with the weights as they were, at
+        another ``loss_scale`` if there is one; no gradient is left.
         """
         call, encoded = self._last, self._encoded
         if call is None:
@@ -177,9 +178,12 @@ class PulseSchedule:
             encoded = encoded.anew()
         own = self._plan.placement.stages_of_device(call.groups.pp.rank())
         check = GradientCheck(dict(zip(own, call.chunks, strict=True)))
+        settings = self._settings_or_fail()
+        if loss_scale is not None:
+            settings = replace(settings, grad_scale=lambda loss: loss * loss_scale)
         executor.run(
             self._ready(batches, encoded, call),
-            self._settings_or_fail(),
+            settings,
             recorder=check,
             reduces=False,
         )

@@ -10,8 +10,10 @@ from typing import Any
 from tqdm import tqdm
 
 from megatron_pulse.integration.flags.arguments import PulseOptions
+from megatron_pulse.integration.loop.again.not_finite import SUM_TOO_LARGE, SkippedSteps
 from megatron_pulse.integration.loop.grad_norm import NotFinite
 from megatron_pulse.integration.megatron.model import unwrap
+from megatron_pulse.integration.megatron.optimizers import inner_optimizers
 from megatron_pulse.runtime.failures import PulseError
 from megatron_pulse.runtime.watch.place import HERE
 
@@ -20,35 +22,49 @@ def wrap_train_step(
     train_step: Callable[..., Any],
     args: argparse.Namespace,
     options: PulseOptions,
-    find_not_finite: Callable[[], str],
+    checks: bool,
+    find_not_finite: Callable[[float | None], str],
 ) -> Callable[..., Any]:
     """Megatron's ``train_step``, followed by the average's update and the progress bar.
 
     Raises PulseError where the norm of the gradients is not finite, with what ``find_not_finite``
-    says of it, which knows whose they are.
+    says of it, which knows whose they are. With ``checks`` so do steps that are skipped for it at a
+    loss scale that cannot be lowered.
     """
+    skips = SkippedSteps(args, options.max_skipped_steps, find_not_finite) if checks else None
     bar: tqdm[Any] | None = None
     is_last = args.rank == args.world_size - 1
     shows_progress = not options.no_progress and is_last and sys.stderr.isatty()
 
     def step(
-        forward_step_func: Any, data_iterator: Any, model: Any, *rest: Any, **kwargs: Any
+        forward_step_func: Any,
+        data_iterator: Any,
+        model: Any,
+        optimizer: Any,
+        *rest: Any,
+        **kwargs: Any,
     ) -> Any:
         nonlocal bar
         HERE.settle("between steps")
         done = args.curr_iteration + 1
+        # The tensors: another takes their place where the scale changes, and none is read here.
+        scales = [inner.get_loss_scale() for inner in inner_optimizers(optimizer)]
         try:
             with HERE.during(f"step {done}"):
-                result = train_step(forward_step_func, data_iterator, model, *rest, **kwargs)
+                result = train_step(
+                    forward_step_func, data_iterator, model, optimizer, *rest, **kwargs
+                )
         except NotFinite as norm:
             with HERE.during(f"making step {done} again, whose gradients are not finite"):
-                whose = find_not_finite()
+                whose = find_not_finite(None) or SUM_TOO_LARGE
             raise PulseError(
                 f"the gradients of step {done} are not finite ({norm}), though its losses are: "
                 f"{whose}: lower --lr or --clip-grad, or check the backbone "
                 "(--no-check-for-nan-in-loss-and-grad goes on all the same)"
             ) from None
         losses, skipped = result[0], result[1]
+        if skips is not None:
+            skips.look(done, bool(skipped), scales)
         if options.ema_decay and not skipped:
             for chunk in model:
                 stage = unwrap(chunk)
