@@ -10,15 +10,20 @@ import sys
 from pathlib import Path
 from types import FrameType
 
-from megatron_pulse.cli.errors import add_parser
+from megatron_pulse.cli.errors import add_parser, out_of, require
 from megatron_pulse.faults import UserError
+from megatron_pulse.flag_fields import TO_4096
 from megatron_pulse.processes import port_is_taken
+from megatron_pulse.profile.cautions import rank_threads, said_threads
 
 _DESCRIPTION = """\
 Starts ranks as torchrun does, with torchrun's flags, and ends better: what a rank said stays the
 last word (torchrun adds some 35 lines of its own), and ranks that were told to stop have the time
 to save (torchrun kills them after 30 s, and is gone before them at the third signal).
 The status is 0, 1 where a rank failed, or 128 and the number of the signal.
+On a CPU a rank computes with one thread, at any number of ranks (torchrun leaves a single rank all
+cores): the last bits of what is computed may depend on that. --threads N, before the script, or
+OMP_NUM_THREADS says otherwise.
 On one node its ranks meet at a port of their own, so that several runs may share a machine, unless
 --master-port or another way to meet is given.
 
@@ -56,7 +61,9 @@ def run(args: argparse.Namespace) -> None:
 
     logging.disable(logging.ERROR)  # of the launcher: ranks speak for themselves
     processes._terminate_process_handler = _Orders()
-    line = _with_port(args.command_line)
+    line = _read(args.command_line)
+    if line.threads is not None or said_threads() is None:
+        os.environ["OMP_NUM_THREADS"] = str(line.threads or rank_threads())
     is_file = not (line.no_python or line.module or line.run_path)
     if is_file and not Path(line.training_script).is_file():
         raise UserError(f"{line.training_script}: there is no such script")
@@ -81,15 +88,17 @@ def run(args: argparse.Namespace) -> None:
         raise UserError(f"the ranks cannot be started: {reason}") from error
 
 
-def _with_port(words: list[str]) -> argparse.Namespace:
-    """torchrun's command line; ranks of one node that are not told where to meet do so at a free
-    port of this machine."""
+def _read(words: list[str]) -> argparse.Namespace:
+    """torchrun's command line and ``--threads``; ranks of one node that are not told where to meet
+    do so at a free port of this machine."""
     from torch.distributed import run as torchrun
 
     parser = torchrun.get_args_parser()
+    parser.add_argument("--threads", type=int)
     fixed = parser.get_default("master_port")
     parser.set_defaults(master_port=None)
     line: argparse.Namespace = parser.parse_args(words)
+    require(out_of(TO_4096, line, "threads"))
     meets = line.rdzv_backend != "static" or line.rdzv_endpoint or line.master_port
     if line.nnodes in ("1", "1:1") and not meets:
         line.standalone = True

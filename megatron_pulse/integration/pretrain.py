@@ -42,7 +42,7 @@ from megatron_pulse.integration.preparing import (
 )
 from megatron_pulse.integration.training import train
 from megatron_pulse.profile.cautions import plan_cautions
-from megatron_pulse.profile.measuring.machine import num_threads
+from megatron_pulse.profile.measuring.machine import compute_as_a_rank, num_threads
 from megatron_pulse.profile.memory_format import format_caution
 from megatron_pulse.runtime.job import Job
 from megatron_pulse.runtime.stopping import STOP
@@ -64,6 +64,8 @@ def main() -> None:
         with parser_speaks_once(job):
             line, options, given = read_command_line()
         args = line.args
+        if not torch.cuda.is_available():
+            compute_as_a_rank()  # also where torchrun leaves a single rank all cores
         if not options.verbose and args.logging_level is None:
             logging.getLogger("megatron_pulse").setLevel(logging.WARNING)
         if args.deterministic_mode:  # read where NCCL and cuBLAS begin

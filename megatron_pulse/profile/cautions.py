@@ -11,10 +11,15 @@ from megatron_pulse.profile.profile import Profile, Source
 from megatron_pulse.profile.record.times import SPREAD
 
 
-def rank_threads() -> int:
-    """With how many threads a rank on a CPU computes: torchrun's one, or OMP_NUM_THREADS."""
+def said_threads() -> int | None:
+    """How many threads OMP_NUM_THREADS gives a process; None where it does not say."""
     first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    return int(first) if first.isascii() and first.isdigit() and int(first) > 0 else 1
+    return int(first) if first.isascii() and first.isdigit() and int(first) > 0 else None
+
+
+def rank_threads() -> int:
+    """With how many threads a rank on a CPU computes: one, or OMP_NUM_THREADS."""
+    return said_threads() or 1
 
 
 def spread_caution(profile: Profile, micro_batch_size: int | None = None) -> str:
@@ -45,7 +50,7 @@ def thread_caution(measured: int, run: int) -> str:
         return ""
     return (
         f"costs were measured with {measured} thread(s), ranks compute with {run}: their times are "
-        f"others; profile with --threads {run}, or start ranks with OMP_NUM_THREADS={measured}"
+        f"others; profile with --threads {run}, or start ranks by pulse run --threads {measured}"
     )
 
 

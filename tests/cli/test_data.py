@@ -148,10 +148,20 @@ def test_verify_reads_the_rows_of_latents(
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
-def test_pixels_as_latents(dtype: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pixels_as_latents(
+    dtype: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     folder = tmp_path / "latents"
     argv = ["data", "write-latents", "--from", "digits8", "-o", str(folder), "--dtype", dtype]
+    before = torch.get_num_threads()
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    torch.set_num_threads(2)
     assert main(argv) == 0
+    assert torch.get_num_threads() == 1, "as a rank of training"
+    torch.set_num_threads(before)
     written = LatentFolder(folder, verify=True)
     images, labels = load_digits("digits8")
     assert len(written) == len(images)

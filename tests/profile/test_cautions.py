@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -91,6 +93,40 @@ def test_profiles_of_before_there_were_threads_are_read(tmp_path: Path) -> None:
     assert load_profile(tmp_path / "p.json") == replace(disturbed(), threads=0)
 
 
+@pytest.mark.parametrize("ranks", ["1", "2"])
+@pytest.mark.parametrize(
+    ("setting", "flags", "threads"),
+    [
+        (None, [], "1"),
+        ("many", [], "1"),
+        ("4,2", [], "4,2"),
+        ("4", ["--threads", "3"], "3"),
+    ],
+)
+def test_ranks_have_as_many_threads_at_any_number(
+    ranks: str,
+    setting: str | None,
+    flags: list[str],
+    threads: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import torch.distributed.elastic.multiprocessing.api as processes
+    from torch.distributed import run as torchrun
+
+    script = tmp_path / "script.py"
+    script.touch()
+    handed: list[str] = []
+    monkeypatch.setattr(torchrun, "run", lambda line: handed.append(os.environ["OMP_NUM_THREADS"]))
+    # What the command changes for good in its own process.
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "1")
+    monkeypatch.setattr(processes, "_terminate_process_handler", None)
+    monkeypatch.setattr(logging.root.manager, "disable", logging.NOTSET)
+    monkeypatch.setenv("OMP_NUM_THREADS", setting or "")
+    assert main(["run", *flags, "--nproc-per-node", ranks, str(script)]) == 0
+    assert handed == [threads]
+
+
 def test_tuning_says_it_and_plans_keep_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -161,6 +197,23 @@ def test_what_makes_a_comparison_doubtful_is_named(
     out, err = capsys.readouterr()
     assert "warning: 1 of 20 measurements" in err and "warning: costs were measured with 4" in err
     assert "makespan" in out
+
+
+def test_a_process_alone_computes_as_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from megatron_pulse.profile.measuring.machine import compute_as_a_rank
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    compute_as_a_rank()
+    obeyed = torch.get_num_threads()
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    compute_as_a_rank()
+    alone = torch.get_num_threads()
+    torch.set_num_threads(before)
+    assert (obeyed, alone) == (3, 1)
 
 
 def test_measuring_uses_the_threads_that_are_asked_for() -> None:

@@ -73,6 +73,7 @@ def run(args: argparse.Namespace) -> None:
     require(faults)
     import torch
 
+    from megatron_pulse.profile.measuring.machine import compute_as_a_rank
     from megatron_pulse.runtime.failures import PulseError
     from megatron_pulse.runtime.measure.probe import ProbeSettings, probe
 
@@ -86,6 +87,8 @@ def run(args: argparse.Namespace) -> None:
             )
         device = torch.device("cuda", int(ranks["LOCAL_RANK"]))
         torch.cuda.set_device(device)
+    else:
+        compute_as_a_rank()
     max_bytes = int(args.max_mb * 2**20)
     settings = ProbeSettings(args.name, device, max_bytes, args.timeout_s, args.device)
     with mending(PulseError), _joined(ranks, backend, args.timeout_s):

@@ -142,7 +142,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         type=int,
         metavar="N",
         help="measured on a CPU: with as many threads as a rank will have (default: "
-        "OMP_NUM_THREADS, or 1 as torchrun sets it for several ranks)",
+        "OMP_NUM_THREADS, or 1, as pulse run has it)",
     )
     add("--top", type=int, default=12, metavar="N", help="layers to list (default 12)")
     add("-o", "--output", type=Path, required=True, metavar="JSON", help="the profile to write")

@@ -29,6 +29,7 @@ from megatron_pulse.data.latents.writer import LatentWriter
 from megatron_pulse.data.text.encoded import Encoded, cut_short
 from megatron_pulse.encoders.autoencoder import Autoencoder, posterior_noise, sampled
 from megatron_pulse.flag_fields import DTYPES
+from megatron_pulse.profile.measuring.machine import compute_as_a_rank
 from model_specs import load_backbone, with_texts_of
 
 if TYPE_CHECKING:
@@ -52,6 +53,8 @@ def write_latents(
     """Encode what is not yet in the folder, of this rank's share."""
     if torch.cuda.is_available():
         torch.cuda.set_device(place.local_rank % torch.cuda.device_count())
+    else:
+        compute_as_a_rank()  # the bits of text states are those of a step that encodes
     backbone = None
     if args.encoders is not None:
         with mending(ValueError):

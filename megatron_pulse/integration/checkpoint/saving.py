@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_pulse.files import replacing
 from megatron_pulse.full_disk import why_full
+from megatron_pulse.integration.checkpoint.artifacts import CheckpointArtifacts
 from megatron_pulse.integration.checkpoint.background import copied, write_in_threads
 from megatron_pulse.integration.checkpoint.folders import LATEST, step_folder
 from megatron_pulse.integration.checkpoint.integrity.hashes import (
@@ -77,6 +78,7 @@ class Saving:
 
     def __init__(self, save: Callable[..., Any], finish: Callable[..., Any]) -> None:
         self._save, self._finish = save, finish
+        self._artifacts = CheckpointArtifacts()
         self._unfinished: int | None = None
         """The step that is being written beside training."""
 
@@ -86,6 +88,8 @@ class Saving:
         with _telling("saving", iteration):
             result = self._save(iteration, *args, **kwargs)
         self._unfinished = iteration if get_args().async_save else None
+        if self._unfinished is None:
+            self._artifacts.log()
         return result
 
     def finish(self, blocking: bool = False, terminate: bool = False) -> None:
@@ -98,6 +102,7 @@ class Saving:
             self._finish(blocking=blocking, terminate=terminate)
         if is_empty_async_queue():
             self._unfinished = None
+            self._artifacts.log()
 
 
 @contextlib.contextmanager

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import torch
 
+from megatron_pulse.profile.cautions import rank_threads, said_threads
+
 
 def device_name(device: torch.device) -> str:
     """The GPU's name, or the processor's model."""
@@ -50,6 +52,13 @@ def device_memory(device: torch.device) -> int:
 def num_threads(device: torch.device) -> int:
     """How many threads compute on a CPU; 0 for a GPU."""
     return torch.get_num_threads() if device.type == "cpu" else 0
+
+
+def compute_as_a_rank() -> None:
+    """Compute with as many threads as a rank, where the environment does not say how many: torch
+    takes all cores then, and last bits may depend on that."""
+    if said_threads() is None:
+        torch.set_num_threads(rank_threads())
 
 
 @contextmanager
