@@ -25,7 +25,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_pulse.files import replacing
 from megatron_pulse.full_disk import why_full
-from megatron_pulse.integration.checkpoint.artifacts import CheckpointArtifacts
 from megatron_pulse.integration.checkpoint.background import copied, write_in_threads
 from megatron_pulse.integration.checkpoint.folders import LATEST, step_folder
 from megatron_pulse.integration.checkpoint.integrity.hashes import (
@@ -36,6 +35,7 @@ from megatron_pulse.integration.checkpoint.integrity.hashes import (
     gather_hashes,
     sealed,
 )
+from megatron_pulse.integration.megatron.artifacts import CheckpointArtifacts
 from megatron_pulse.runtime.failures import PulseError
 from megatron_pulse.runtime.watch.place import HERE
 

@@ -49,7 +49,7 @@ def stopping_hooks(args: argparse.Namespace) -> dict[str, Callable[..., Any]]:
     """What takes the place of Megatron's own functions: orders of any rank stop all of them.
 
     SIGTERM, SIGINT, SIGHUP and ``--exit-signal`` stop a run, with ``--exit-signal-handler`` and
-    without. It saves the step that is done, once, and ends with status 0.
+    without. It saves the step that is done, once, and ends with status 0. A step is evaluated once.
     """
     decide, evaluate = training.checkpoint_and_decide_exit, training.evaluate_and_print_results
     args.exit_signal_handler = args.exit_signal_handler_for_training = False  # this is one
@@ -74,12 +74,20 @@ def stopping_hooks(args: argparse.Namespace) -> dict[str, Callable[..., Any]]:
         )
         return True
 
-    def evaluate_unless_told(prefix: str, *rest: Any, **kwargs: Any) -> None:
+    evaluated: int | None = None
+
+    def evaluate_unless_told(
+        prefix: str, forward_step: Any, data: Any, model: Any, iteration: int, *rest: Any, **kw: Any
+    ) -> None:
+        nonlocal evaluated
+        if iteration == evaluated:  # the last step, which ended an interval as well
+            return
         reruns = get_rerun_state_machine()
         mode = reruns.get_mode()
         try:
             with HERE.during("evaluating"):
-                evaluate(prefix, *rest, **kwargs)
+                evaluate(prefix, forward_step, data, model, iteration, *rest, **kw)
+            evaluated = iteration
         except EvaluationCut:
             reruns.set_mode(mode)
             _say(f"told to stop: no evaluation at {prefix}")
