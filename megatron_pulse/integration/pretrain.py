@@ -41,7 +41,7 @@ from megatron_pulse.integration.preparing import (
     with_schedules,
 )
 from megatron_pulse.integration.training import train
-from megatron_pulse.profile.cautions import plan_cautions
+from megatron_pulse.profile.cautions import plan_thread_caution
 from megatron_pulse.profile.measuring.machine import compute_as_a_rank, num_threads
 from megatron_pulse.profile.memory_format import format_caution
 from megatron_pulse.runtime.job import Job
@@ -100,8 +100,8 @@ def main() -> None:
             print(f"warning: {caution}", flush=True)
         if given is not None and args.rank == 0:
             device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-            for caution in plan_cautions(given.provenance, num_threads(device)):
-                print(f"warning: {caution}", flush=True)
+            if said := plan_thread_caution(given.provenance, num_threads(device)):
+                print(f"warning: {said}", flush=True)  # what was measured, who measured has said
             if said := format_caution(given.backbone, plan.backbone.record, "the plan"):
                 print(f"warning: {said}", flush=True)
         plan = with_schedules(plan, args, options)

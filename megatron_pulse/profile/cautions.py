@@ -89,9 +89,13 @@ def whole_caution(profile: Profile) -> str:
     )
 
 
+def plan_thread_caution(provenance: Mapping[str, Any], threads: int) -> str:
+    """``thread_caution`` of a plan's provenance for a run with so many threads a rank (0: none)."""
+    measured = provenance.get("threads")
+    return thread_caution(measured if isinstance(measured, int) else 0, threads)
+
+
 def plan_cautions(provenance: Mapping[str, Any], threads: int) -> list[str]:
     """The cautions that a plan's provenance has for a run with so many threads a rank (0: none)."""
-    said = [str(provenance.get("unsteady") or "")]
-    measured = provenance.get("threads")
-    said.append(thread_caution(measured if isinstance(measured, int) else 0, threads))
+    said = [str(provenance.get("unsteady") or ""), plan_thread_caution(provenance, threads)]
     return [text for text in said if text]

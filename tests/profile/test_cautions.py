@@ -19,6 +19,7 @@ from megatron_pulse.planner.tune.plans.recompute import load_checked, recomputed
 from megatron_pulse.profile.cautions import (
     device_caution,
     plan_cautions,
+    plan_thread_caution,
     rank_threads,
     spread_caution,
     thread_caution,
@@ -140,6 +141,7 @@ def test_tuning_says_it_and_plans_keep_it(
     assert "warning: 2 of" in err and "warning: costs were measured with 2 thread(s)" in err
     kept = load_checked("plan.json").provenance
     assert len(plan_cautions(kept, 1)) == 2 and len(plan_cautions(kept, 2)) == 1
+    assert "thread(s)" in plan_thread_caution(kept, 1) and not plan_thread_caution(kept, 2)
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     assert main(argv) == 0
     assert "thread" not in capsys.readouterr().err

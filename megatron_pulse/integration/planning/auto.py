@@ -35,6 +35,7 @@ from megatron_pulse.planner.tune.plans.policies import Policy, encode_plan
 from megatron_pulse.planner.tune.plans.recompute import load_checked, recomputed
 from megatron_pulse.planner.tune.plans.to_plan import plan_of
 from megatron_pulse.planner.tune.tune import DECISION_S, UntunableError, check_choices, tune
+from megatron_pulse.profile.cautions import spread_caution
 from megatron_pulse.profile.devices import USABLE
 from megatron_pulse.profile.measuring.measure import measure
 from megatron_pulse.profile.memory_format import in_format_of, in_given_format
@@ -127,6 +128,8 @@ def _tune(
         check_choices(cluster, args.global_batch_size, choices)
     print(f"measuring {backbone.name} and tuning for {cluster.num_devices} ranks", flush=True)
     profile = _measure(args, options, backbone)
+    if said := spread_caution(profile):
+        print(f"warning: {said}", flush=True)
     divided = backbone.divides_sequences
     of = profile, cluster, args.global_batch_size
     own, state = options.self_conditioning or 0.0, parameter_state(args, options)
