@@ -83,7 +83,8 @@ def place_in_schedule(saved: Mapping[str, Any], args: argparse.Namespace, iterat
     """
     before: argparse.Namespace = saved["args"]
     was_by_samples, by_samples = before.train_samples is not None, args.train_samples is not None
-    batch, num_samples = before.global_batch_size, args.consumed_train_samples
+    batch: int = before.global_batch_size
+    num_samples: int = args.consumed_train_samples
     if SCHEDULER in saved:
         place = saved[SCHEDULER]["num_steps"]
     else:  # saved by an older version with --no-save-optim: no step is known to be skipped
@@ -95,4 +96,5 @@ def place_in_schedule(saved: Mapping[str, Any], args: argparse.Namespace, iterat
         return round(place * args.global_batch_size / batch)
     if by_samples:
         return round(num_samples * place / (iteration * batch)) if iteration else 0
-    return round(iteration * place / num_samples) * args.global_batch_size if num_samples else 0
+    made = round(iteration * place / num_samples) if num_samples else 0
+    return int(made * args.global_batch_size)
