@@ -72,13 +72,14 @@ class Buckets(DiffusionDataset):
 class BucketSampler(MicrobatchSampler):
     """Microbatches whose samples are all of one part of ``Buckets``, of ``sizes`` samples each.
 
-    Group g of the run is its positions ``g * mbs ... (g + 1) * mbs``, a microbatch of some rank. In
-    an epoch e part k has the groups floor(e * n_k / mbs) to floor((e + 1) * n_k / mbs) of its own
-    stream of samples, which goes through all n_k, shuffled anew, again and again: no sample is
-    dropped, and parts are seen as often as they have samples. The groups of an epoch are shuffled.
-    So what a microbatch holds is a function of (seed, position, microbatch size), whatever the
-    layout; ranks of data parallelism may have microbatches of other shapes at the same time.
-    Raises ValueError also where ``consumed_samples`` is no multiple of the microbatch size.
+    Group g of the run is its positions ``g * u ... (g + 1) * u``, all of one part, with u the
+    ``group_size``. In an epoch e part k has the groups floor(e * n_k / u) to
+    floor((e + 1) * n_k / u) of its own stream of samples. The stream goes through all n_k, shuffled
+    anew, again and again: no sample is dropped, and parts are seen as often as they have samples.
+    The groups of an epoch are shuffled. The sample at a position is a function of (seed, position,
+    group size): microbatch size and data-parallel degree only cut groups.
+    Raises ValueError also where the microbatch size divides the group size or the consumed samples
+    not.
     """
 
     def __init__(
@@ -91,26 +92,31 @@ class BucketSampler(MicrobatchSampler):
         seed: int,
         shuffle: bool = True,
         period: int | None = None,
+        *,
+        group_size: int,
     ) -> None:
         super().__init__(
             sum(sizes), consumed_samples, micro_batch_size, data_parallel_rank,
             data_parallel_size, seed, shuffle, period,
         )  # fmt: skip
-        if consumed_samples % micro_batch_size:
-            fault = (
-                f"{consumed_samples} samples were consumed, which is no multiple of the microbatch "
-                f"size {micro_batch_size}: go on with the size that the run had"
-            )
-            raise ValueError(told("microbatches of several shapes", [fault]))
+        whole = {"samples of one shape in a row": group_size, "consumed samples": consumed_samples}
+        faults = [
+            f"{count} {what} are no multiple of the microbatch size {micro_batch_size}"
+            for what, count in whole.items()
+            if count % micro_batch_size
+        ]
+        if faults:
+            raise ValueError(told("microbatches of several shapes", faults))
+        self.group_size = group_size
         self.sizes = tuple(sizes)
         self._firsts = (0, *accumulate(sizes))
         self._epoch: tuple[int, np.ndarray] | None = None
         self._orders: dict[int, tuple[int, np.ndarray]] = {}
 
     def item(self, position: int) -> Item:
-        group, place = divmod(position, self.micro_batch_size)
+        group, place = divmod(position, self.group_size)
         part, number = self._group(group)
-        epoch, own = divmod(number * self.micro_batch_size + place, self.sizes[part])
+        epoch, own = divmod(number * self.group_size + place, self.sizes[part])
         if self.shuffle:
             own = int(self._order(part, epoch)[own])
         return self._firsts[part] + own, position
@@ -122,11 +128,11 @@ class BucketSampler(MicrobatchSampler):
 
     def _begins(self, epoch: int) -> list[int]:
         """How many groups each part has had before an epoch."""
-        return [epoch * size // self.micro_batch_size for size in self.sizes]
+        return [epoch * size // self.group_size for size in self.sizes]
 
     def _group(self, group: int) -> tuple[int, int]:
         """The part of a group of the run, and which of its own it is."""
-        epoch = group * self.micro_batch_size // self.num_samples
+        epoch = group * self.group_size // self.num_samples
         while sum(self._begins(epoch + 1)) <= group:
             epoch += 1
         begins = self._begins(epoch)

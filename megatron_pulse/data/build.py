@@ -95,6 +95,11 @@ def names_of(spec: str) -> list[str]:
     return _NEXT.split(spec)
 
 
+def several_parts(spec: str | None) -> bool:
+    """Whether ``--pulse-data`` names several datasets for a chain, whose samples are buckets."""
+    return spec is not None and len(names_of(spec)) > 1
+
+
 def data_of_chains(spec: str | None, chains: Sequence[str]) -> dict[str, str]:
     """What ``--pulse-data`` names for every chain; raises DataError where it leaves one out."""
     if spec is None:

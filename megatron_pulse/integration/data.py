@@ -103,6 +103,7 @@ class DiffusionData:
         self._seed = seed
         self._class_dropout = options.class_dropout
         self._skip_corrupt = options.skip_corrupt
+        self._bucket_batch = options.bucket_batch
         self.num_corrupt = 0
         """How often a sample of training was replaced in this process, its image being corrupt."""
         self._null_label = backbone.null_label
@@ -199,11 +200,15 @@ class DiffusionData:
         def loader(split: Split) -> Iterator[dict[str, Tensor]]:
             training = split is Split.TRAIN
             dataset = self.train if training else self.validation
+            batch = args.global_batch_size if training else args.eval_global_batch_size
+            sizes = [len(part) for part in dataset.parts]
             make_sampler = (
-                partial(BucketSampler, [len(part) for part in dataset.parts])
-                if len(dataset.parts) > 1
+                partial(BucketSampler, sizes, group_size=self._bucket_batch or batch)
+                if len(sizes) > 1
                 else partial(MicrobatchSampler, len(dataset))
             )
+            if training and len(sizes) > 1 and args.rank == 0:
+                self._tell_small(sizes, self._bucket_batch or batch)
             sampler = make_sampler(
                 consumed_samples=args.consumed_train_samples if training else 0,
                 micro_batch_size=args.micro_batch_size if training else args.eval_micro_batch_size,
@@ -234,6 +239,18 @@ class DiffusionData:
             return self._counted(batches, dataset, training, first_to_read)
 
         return loader(Split.TRAIN), loader(Split.VALIDATION)
+
+    def _tell_small(self, sizes: Sequence[int], in_a_row: int) -> None:
+        """Say of which shapes a row of samples has each sample several times."""
+        shapes = ["x".join(map(str, part.image_shape)) for part in self.train.parts]
+        few = [f"{n} of {s}" for n, s in zip(sizes, shapes, strict=True) if n < in_a_row]
+        if few:
+            print(
+                f"warning: {in_a_row} samples in a row are of one shape, and there are only "
+                f"{', '.join(few)}: each comes several times in a row; "
+                "--pulse-bucket-batch N mixes shapes within a step",
+                flush=True,
+            )
 
     def _counted(
         self,

@@ -15,8 +15,9 @@ from megatron_pulse.diffusion.objectives import DiffusionProcess
 from tests.ranks import run_ranks
 
 
-def take(count, mbs, dp, sizes, consumed=0, **options):
+def take(count, mbs, dp, sizes, consumed=0, group=None, **options):
     """The first microbatches, those of all ranks in order."""
+    options["group_size"] = group or mbs
     ranks = [iter(BucketSampler(sizes, consumed, mbs, r, dp, 11, **options)) for r in range(dp)]
     return [next(ranks[i % dp]) for i in range(count)]
 
@@ -52,8 +53,23 @@ def test_parts_are_mixed_within_an_epoch_and_validation_repeats():
     assert [[i for i, _ in items] for items in again[:4]] == [
         [i for i, _ in items] for items in again[4:]
     ]
-    with pytest.raises(ValueError, match="3 samples were consumed, which is no multiple"):
-        BucketSampler([4, 4], 3, 2, 0, 1, 1)
+    with pytest.raises(ValueError, match=r"3 consumed samples are no multiple.* size 2") as error:
+        BucketSampler([4, 4], 3, 2, 0, 1, 1, group_size=5)
+    assert "5 samples of one shape in a row are no multiple" in str(error.value)
+
+
+def test_a_change_of_layout_in_mid_epoch_leaves_every_sample_once() -> None:
+    """98 samples in groups of 14; microbatch size and data-parallel degree change twice."""
+    sizes, group = [56, 42], 14
+    whole = [item for items in take(14, 14, 1, sizes, group=group) for item in items]
+    found, layouts = [], [(7, 1, 28), (1, 2, 14), (2, 7, 56), (14, 1, 98)]
+    for mbs, dp, count in layouts:
+        items = take(count // mbs, mbs, dp, sizes, consumed=len(found), group=group)
+        assert all(len({part(sizes, i) for i, _ in each}) == 1 for each in items)
+        found += [item for each in items for item in each]
+    assert found == whole
+    for epoch in range(2):
+        assert sorted(i for i, _ in found[98 * epoch : 98 * (epoch + 1)]) == list(range(98))
 
 
 def arrays(*shapes):
@@ -71,7 +87,7 @@ def same_everywhere():
     process = DiffusionProcess(Objective.V)
 
     def batches(needs_image, workers=0):
-        sampler = BucketSampler([10, 10], 0, 3, 0, 1, 5)
+        sampler = BucketSampler([10, 10], 0, 3, 0, 1, 5, group_size=3)
         loader = DiffusionLoader(
             both, sampler, process, 5, split=Split.TRAIN, needs_image=needs_image,
             num_workers=workers, other_processes=(process,),

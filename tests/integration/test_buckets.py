@@ -75,10 +75,24 @@ def test_stores_of_several_shapes_train_alike_where_a_run_goes_on_in_another_lay
     assert_same(rest, end)
 
 
-def test_replicas_may_have_microbatches_of_other_shapes(buckets: Buckets) -> None:
-    """At the same time; gradients and optimizer states are of the weights that all share."""
-    both = run(2, *buckets.flags, "--use-distributed-optimizer", backbone="none")
+def test_replicas_have_the_same_steps_at_another_microbatch_size(buckets: Buckets) -> None:
+    """Gradients and optimizer states are of the weights that all share."""
+    flags = [*buckets.flags, "--micro-batch-size", "4", "--use-distributed-optimizer"]
+    both = run(2, *flags, backbone="none")
     assert_equal_to_rounding(both, buckets.run)
+
+
+def test_another_order_of_shapes_in_mid_epoch_is_refused(
+    buckets: Buckets, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    again = [*BASE, *buckets.flags, "--load", str(buckets.checkpoints)]
+    other = ["--global-batch-size", "16", "--micro-batch-size", "2"]
+    (said,) = refuse(monkeypatch, 1, other, again)
+    assert "an order of 8 of one shape in a row, and this run would have 16" in said
+    assert said.endswith("give --pulse-bucket-batch 8")
+    said = refuse(monkeypatch, 1, ["--pulse-bucket-batch", "3"], again)
+    assert "--pulse-bucket-batch 3 is not a multiple of --micro-batch-size 2" in said
+    assert "--pulse-bucket-batch 3 does not divide --global-batch-size 8" in said
 
 
 def test_samples_are_of_the_first_shape(

@@ -14,7 +14,7 @@ from megatron.core import dist_checkpointing
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_pulse.backbone.chain import Backbone
-from megatron_pulse.data.build import data_of_chains, encoders_of_chains
+from megatron_pulse.data.build import data_of_chains, encoders_of_chains, several_parts
 from megatron_pulse.diffusion.objectives import DiffusionProcess
 from megatron_pulse.encoders.tokens import recorded_by
 from megatron_pulse.faults import told
@@ -145,6 +145,8 @@ def read_saved_run(load: str | Path, iteration: int | None = None) -> SavedRun:
     if not is_ours(common):
         raise CheckpointError(f"{folder} was not written by megatron_pulse")
     args = common["args"]
+    if not hasattr(args, "pulse_bucket_batch") and several_parts(args.pulse_data):
+        args.pulse_bucket_batch = args.micro_batch_size  # in a row, before there was the flag
     known = vars(add_pulse_arguments(argparse.ArgumentParser()).parse_args([]))
     for name, value in known.items():
         if not hasattr(args, name):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_pulse.data.build import several_parts
 from megatron_pulse.diffusion.chosen import chosen_process
 from megatron_pulse.diffusion.objectives import DiffusionProcess
 from megatron_pulse.diffusion.scheduler import read_process
@@ -167,6 +168,20 @@ def _other_unit(start: Start, wanted: NewRun) -> Iterator[str]:
         )
 
 
+def _other_buckets(start: Start, wanted: NewRun) -> Iterator[str]:
+    """Samples of several shapes come in an order that depends on how many of one are in a row."""
+    args, before = wanted.arguments, start.saved.arguments
+    buckets = several_parts(args.pulse_data) and several_parts(before.pulse_data)
+    if not start.continued or not buckets:
+        return
+    was, now = (each.pulse_bucket_batch or each.global_batch_size for each in (before, args))
+    if was != now:
+        yield (
+            f"its samples come in an order of {was} of one shape in a row, and this run would have "
+            f"{now}, with some samples twice in an epoch: give --pulse-bucket-batch {was}"
+        )
+
+
 def _precision(args: argparse.Namespace) -> str:
     return "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
 
@@ -230,6 +245,7 @@ _FAULTS: tuple[_Comparison, ...] = (
     _no_optimizer,
     _other_count,
     _other_unit,
+    _other_buckets,
     _other_seed,
 )
 _CHANGES: tuple[_Comparison, ...] = (

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 
 from megatron_pulse.backbone.chain import Backbone
+from megatron_pulse.data.build import several_parts
 from megatron_pulse.diffusion.choice import ProcessChoice
 from megatron_pulse.flag_fields import (
     ABOVE_ZERO,
@@ -73,6 +74,12 @@ def _num_chunks(options: PulseOptions) -> str | None:
 def _skip_corrupt(options: PulseOptions) -> str | None:
     if options.skip_corrupt and not (options.data or "").startswith(("folder:", "captions:")):
         return "is for image files: --pulse-data folder:PATH or captions:PATH"
+    return None
+
+
+def _bucket_batch(options: PulseOptions) -> str | None:
+    if options.bucket_batch is not None and not several_parts(options.data):
+        return "is for --pulse-data with several stores: latents:A,latents:B"
     return None
 
 
@@ -272,6 +279,15 @@ class PulseOptions:
         "texts), or latents:PATH (see 'pulse data'); of a cascade base=SPEC,upper=SPEC",
         metavar="SPEC",
         marks=[FlagMark.STEPS],
+    )
+    bucket_batch: int | None = flag(
+        "with --pulse-data of several shapes, so many samples in a row are of one shape: a divisor "
+        "of --global-batch-size and a multiple of --micro-batch-size. Fewer mix shapes within a "
+        "step. The order of samples depends on this number, not on the layout (default: the global "
+        "batch)",
+        metavar="N",
+        within=FROM_ONE,
+        check=_bucket_batch,
     )
     encoders: str | None = flag(
         "a diffusers pipeline folder whose vae/ and text_encoder*/ make latents and text states in "

@@ -81,6 +81,16 @@ def _check_sizes(args: argparse.Namespace) -> Iterator[str]:
     if micro is None or micro < 1:
         yield "--micro-batch-size must be given and positive"
         return
+    bucket = args.pulse_bucket_batch
+    if bucket is not None and bucket > 0:
+        name = flag_name("pulse_bucket_batch")
+        if bucket % micro:
+            yield f"{name} {bucket} is not a multiple of --micro-batch-size {micro}"
+        for other in ("global_batch_size", "eval_global_batch_size"):
+            if (size := getattr(args, other)) is not None and size % bucket:
+                yield f"{name} {bucket} does not divide {flag_name(other)} {size}"
+        if (size := args.eval_micro_batch_size) is not None and bucket % size:
+            yield f"{name} {bucket} is not a multiple of --eval-micro-batch-size {size}"
     sizes = [("global_batch_size", args.global_batch_size, micro)]
     if args.eval_global_batch_size is not None or args.eval_micro_batch_size is not None:
         size = args.eval_global_batch_size or args.global_batch_size or micro * replicas
