@@ -13,7 +13,7 @@ import math
 import os
 import stat
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain, count
 from pathlib import Path
@@ -89,13 +89,13 @@ def unwritable(folder: Path, what: str = "") -> str | None:
 
 
 def read_text(path: str | Path, kind: FileKind, max_bytes: int = MAX_BYTES) -> str:
-    """The text of a file in UTF-8; raises FileError."""
+    """The text of a file in UTF-8; raises FileError. Captions alone may be empty."""
     with _opened(path, kind) as file:
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
         raise _unreadable(path, kind, f"it is larger than {max_bytes >> 10:,} KiB")
     text = _decoded(content, path, kind)
-    if not text.strip():
+    if not text.strip() and kind is not FileKind.CAPTION:
         raise _unreadable(path, kind, "it is empty")
     return text
 
@@ -161,8 +161,11 @@ def read_json(path: str | Path, kind: FileKind, *, infinities: bool = False) -> 
     return _of_kind(path, kind, value, text)
 
 
-def parse_json(text: str, *, infinities: bool = False) -> Any:
-    """The value of a JSON text; raises ValueError with every fault."""
+def parse_json(text: str, *, infinities: bool = False, only: Collection[str] | None = None) -> Any:
+    """The value of a JSON text; raises ValueError with every fault.
+
+    Of a record, ``only`` these keys are looked at where they are given.
+    """
     # Each but the first of a list or an object is behind a comma.
     if (most := text.count(",") + text.count("[") + text.count("{")) > MAX_VALUES:
         raise ValueError(f"it has up to {most:,} values; no more than {MAX_VALUES:,} are read")
@@ -171,17 +174,21 @@ def parse_json(text: str, *, infinities: bool = False) -> Any:
     def record(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         made = dict(pairs)
         if len(made) < len(pairs):
-            repeated.update(k for k, n in Counter(k for k, _ in pairs).items() if n > 1)
+            twice = (k for k, n in Counter(k for k, _ in pairs).items() if n > 1)
+            repeated.update(k for k in twice if only is None or k in only)
         return made
 
     try:
-        value = json.loads(text, object_pairs_hook=record)
+        value = json.loads(text, object_pairs_hook=record, strict=only is None)
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
     except ValueError as error:
         raise ValueError(f"it is no JSON: {error}") from error
-    twice = (f"the key {key[:60]!r} is there more than once" for key in repeated)
-    return _sound(value, twice, infinities)
+    again = (f"the key {key[:60]!r} is there more than once" for key in repeated)
+    if only is not None and isinstance(value, dict):
+        _sound({key: part for key, part in value.items() if key in only}, again, infinities)
+        return value
+    return _sound(value, again, infinities)
 
 
 def read_yaml(path: str | Path, kind: FileKind) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from megatron_pulse.data.images.digits import DIGIT_SOURCES, open_digits
 from megatron_pulse.data.images.folder import ImageFiles, ImageFolder
 from megatron_pulse.data.images.metadata import TEXT
 from megatron_pulse.data.latents.folder import LatentFolder
+from megatron_pulse.data.split import units_of
 from megatron_pulse.data.text.captions import CaptionedImages
 from megatron_pulse.faults import Faults, collecting
 
@@ -43,19 +44,23 @@ def open_dataset(
     wanted: WantedFields | None = None,
     validation_fraction: float = 0.1,
     verify: bool = False,
+    default_caption: str = "",
 ) -> tuple[DiffusionDataset, DiffusionDataset]:
     """(training, validation) of the dataset ``spec`` (see ``OPTIONS``).
 
     ``wanted`` is what the backbone takes: images are resized to its shape, and the datasets have
-    exactly its fields. ``channels`` is for image folders. Raises DataError for an unknown ``spec``,
-    listing the options, and with everything that the backbone cannot take or lacks.
+    exactly its fields. ``channels`` is for image folders, ``default_caption`` for images that have
+    no caption where others do. Raises DataError for an unknown ``spec``, listing the options, and
+    with everything that the backbone cannot take or lacks.
     """
-    train, validation = _open(spec, image_size, channels, wanted, validation_fraction, verify)
+    train, validation = _open(
+        spec, image_size, channels, wanted, validation_fraction, verify, default_caption
+    )
     return (train, validation) if wanted is None else _fitted(spec, train, validation, [wanted])[1:]
 
 
 def open_buckets(
-    spec: str, wanted: Sequence[WantedFields]
+    spec: str, wanted: Sequence[WantedFields], default_caption: str = ""
 ) -> tuple[DiffusionDataset, DiffusionDataset, tuple[int, ...]]:
     """(training, validation) of all that ``spec`` names, separated by commas, and which of
     ``wanted``, the backbone's shapes, each of their ``parts`` has.
@@ -64,12 +69,12 @@ def open_buckets(
     """
     names, faults = names_of(spec), list[str]()
     if len(names) == 1:
-        which, train, validation = _bucket(spec, wanted)
+        which, train, validation = _bucket(spec, wanted, default_caption)
         return train, validation, (which,)
     found = []
     for name in names:
         with collecting(faults, (ValueError, OSError)):
-            found.append(_bucket(name, wanted))
+            found.append(_bucket(name, wanted, default_caption))
     if faults:
         raise Faults(faults)
     shapes, trains, validations = zip(*found, strict=True)
@@ -77,7 +82,7 @@ def open_buckets(
 
 
 def _bucket(
-    name: str, wanted: Sequence[WantedFields]
+    name: str, wanted: Sequence[WantedFields], default_caption: str
 ) -> tuple[int, DiffusionDataset, DiffusionDataset]:
     """Which of ``wanted`` the samples of one dataset are, and (training, validation) of them."""
     if len(wanted) > 1 and not name.startswith("latents:"):
@@ -86,7 +91,8 @@ def _bucket(
             [f"the backbone takes {len(wanted)} shapes, and images have none of their own"],
             "Write latents of each: pulse data write-latents.",
         )
-    train, validation = _open(name, wanted=wanted[0] if len(wanted) == 1 else None)
+    only = wanted[0] if len(wanted) == 1 else None
+    train, validation = _open(name, wanted=only, default_caption=default_caption)
     return _fitted(name, train, validation, wanted)
 
 
@@ -140,6 +146,7 @@ def _open(
     wanted: WantedFields | None = None,
     validation_fraction: float = 0.1,
     verify: bool = False,
+    default_caption: str = "",
 ) -> tuple[DiffusionDataset, DiffusionDataset]:
     """(training, validation) as they are."""
     kind, _, path = spec.partition(":")
@@ -157,9 +164,11 @@ def _open(
 
         files: ImageFiles
         if kind == "folder":
-            files = ImageFolder(path, image_size, channels, verify, column)
+            files = ImageFolder(path, image_size, channels, verify, column, default_caption)
         else:
-            files = CaptionedImages(path, image_size, channels, fields, verify, column)
+            files = CaptionedImages(
+                path, image_size, channels, fields, verify, column, default_caption
+            )
         images: DiffusionDataset = files
         if CONDITIONING in fields:
             images = Conditioned(files, fields[CONDITIONING], verify)
@@ -204,8 +213,18 @@ def _split(
 ) -> tuple[DiffusionDataset, DiffusionDataset]:
     if len(source) < 2:
         raise DataError(spec, [f"it has {len(source)} sample(s)"], "Training needs 2 or more.")
-    first, second = split_indices(len(source), fraction)
-    return Subset(source, first), Subset(source, second)
+    units = units_of(source.ties()) if fraction else []
+    if alone := bool(units) and len(set(units)) == 1:
+        units = []
+    first, second = split_indices(len(source), fraction, units)
+    train, validation = Subset(source, first), Subset(source, second)
+    if alone:
+        train.cautions = [
+            *train.cautions,
+            f"all {len(source)} samples of {spec} are of one picture or group: what is held back "
+            "is trained on too",
+        ]
+    return train, validation
 
 
 def _fitted(

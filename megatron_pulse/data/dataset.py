@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -87,6 +87,10 @@ class DiffusionDataset(ABC):
     frames: bool = False
     """Whether framings differ between samples."""
     has_captions: bool = False
+    has_files: bool = False
+    """Whether each sample is of a file that may change."""
+    has_groups: bool = False
+    """Whether samples have a ``group``."""
     made_by: Mapping[str, str] = {}
     """What encoded fields (and ``latent``, the images) ahead, where that is known."""
     cautions: Sequence[str] = ()
@@ -132,8 +136,21 @@ class DiffusionDataset(ABC):
         return f"sample {index}"
 
     def revision(self, index: int) -> str:
-        """What is another one when the sample's file is; empty where there is no file."""
+        """What is another one when the sample is of another file; empty where there is no file."""
         return ""
+
+    def identity(self, index: int) -> int:
+        """A hash of the content of the sample's file, of 63 bits; 0 where there is no file."""
+        return 0
+
+    def group(self, index: int) -> str:
+        """The name of what the sample is held back or trained on with; empty for none."""
+        return ""
+
+    def ties(self) -> Sequence[Sequence[Hashable]]:
+        """For each sample what ties it to others, as its picture does to those with other captions;
+        empty where all stand alone."""
+        return ()
 
     def conditioning(self, index: int) -> dict[str, Tensor]:
         """The tensor of every name in ``fields``."""
@@ -196,6 +213,8 @@ class Derived(DiffusionDataset):
         self.fields = source.fields
         self.frames = source.frames
         self.has_captions = source.has_captions
+        self.has_files = source.has_files
+        self.has_groups = source.has_groups
         self.made_by = source.made_by
         self.cautions = source.cautions
         self.latent_shape = source.latent_shape
@@ -227,6 +246,16 @@ class Derived(DiffusionDataset):
 
     def revision(self, index: int) -> str:
         return self.source.revision(self.at(index))
+
+    def identity(self, index: int) -> int:
+        return self.source.identity(self.at(index))
+
+    def group(self, index: int) -> str:
+        return self.source.group(self.at(index))
+
+    def ties(self) -> Sequence[Sequence[Hashable]]:
+        ties = self.source.ties()
+        return [ties[self.at(i)] for i in range(len(self))] if ties else ()
 
     def conditioning(self, index: int) -> dict[str, Tensor]:
         return self.source.conditioning(self.at(index))
@@ -267,10 +296,13 @@ def permutation(size: int, seed: int, epoch: int) -> np.ndarray:
     return order
 
 
-def split_indices(size: int, validation_fraction: float) -> tuple[np.ndarray, np.ndarray]:
+def split_indices(
+    size: int, validation_fraction: float, units: Sequence[int] = ()
+) -> tuple[np.ndarray, np.ndarray]:
     """(training, validation) indices, sorted and disjoint: the same split in every run.
 
-    At least one sample is kept for validation unless the fraction is 0.
+    At least one sample is kept for validation unless the fraction is 0. Where ``units`` has a
+    number for each sample, of two or more, samples of one unit are on one side.
     """
     if not 0 <= validation_fraction < 1:
         raise ValueError(f"validation_fraction is {validation_fraction}; it must be in [0, 1)")
@@ -278,4 +310,13 @@ def split_indices(size: int, validation_fraction: float) -> tuple[np.ndarray, np
     if validation_fraction > 0:
         held_out = min(max(held_out, 1), size - 1)
     order = permutation(size, seed=0, epoch=0)
-    return np.sort(order[held_out:]), np.sort(order[:held_out])
+    if not len(units) or not held_out:
+        return np.sort(order[held_out:]), np.sort(order[:held_out])
+    numbers = np.asarray(units)
+    counts, held, left = np.bincount(numbers), set[int](), held_out
+    for unit in dict.fromkeys(numbers[order].tolist()):
+        if counts[unit] <= left:
+            held.add(unit)
+            left -= counts[unit]
+    chosen = np.isin(numbers, list(held or {int(counts.argmin())}))
+    return np.flatnonzero(~chosen), np.flatnonzero(chosen)

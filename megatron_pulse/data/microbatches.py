@@ -49,7 +49,8 @@ def make_microbatch(
     ``noisy`` and ``target`` float32 ``[b, c, h, w]``, ``timesteps`` float32 ``[b]``, ``labels``
     int64 ``[b]``, the dataset's ``fields`` ``[b, ...]``, ``index`` int64 ``[b]``, ``dropped`` bool
     ``[b]``. A sample loses its label and its other conditioning together: it is ``dropped``, and
-    gets ``null_label`` (None keeps labels) and the dataset's ``null_conditioning``. Without
+    gets ``null_label`` (None keeps labels) and the dataset's ``null_conditioning``. One whose
+    caption is empty is ``dropped`` too, and keeps its label. Without
     ``needs_image`` (a device in the middle of the pipeline) ``noisy`` and ``target`` are left out,
     no image is read and no noise drawn; the other fields are the same bit for bit. Where the
     dataset has samples of several shapes, ``noisy`` is then on the meta device, and says which they
@@ -75,7 +76,7 @@ def make_microbatch(
     shape = noised if needs_image else None
     visits = [(i, p if training else 0) for i, p in items]
     rows = [draw(seed, i, p, shape, stream) for i, p in visits]
-    dropped = [training and row.drop < drop_probability for row in rows]
+    without_label = [training and row.drop < drop_probability for row in rows]
     timesteps = torch.tensor([process.timestep(row.u) for row in rows], dtype=torch.float32)
 
     reads = needs_image if part.latent_shape is None else needs_pixels
@@ -97,7 +98,11 @@ def make_microbatch(
     taken, images = zip(*map(read, indices), strict=True)
     labels = [
         null_label if drop and null_label is not None else part.label(index)
-        for drop, index in zip(dropped, taken, strict=True)
+        for drop, index in zip(without_label, taken, strict=True)
+    ]
+    dropped = [
+        drop or (part.has_captions and not part.caption(index))
+        for drop, index in zip(without_label, taken, strict=True)
     ]
     batch = {
         "timesteps": timesteps,

@@ -122,7 +122,9 @@ class DiffusionData:
             wanted = [self.in_loop.unencoded(one) for one in wanted]
         self._tokenize = wanted[0].tokenize
         with _naming_encoders(options, wanted[0]):
-            self.train, self.validation, shapes = open_buckets(options.data, wanted)
+            self.train, self.validation, shapes = open_buckets(
+                options.data, wanted, options.default_caption
+            )
         self._processes = [process.for_tokens(num_tokens[which]) for which in shapes]
         self.held_out = next(
             (p for p, which in zip(self.validation.parts, shapes, strict=True) if which == 0),

@@ -409,10 +409,15 @@ def test_a_folder_whose_files_changed_is_not_gone_on_with(
     assert write(folder, source, out) == 2
     assert ", files of " in capsys.readouterr().err
     table.write_text(said)
+    before = (out / "latent-00000.npy").read_bytes()
     (photos / "1.png").write_bytes((photos / "2.png").read_bytes() + b"\0")
-    assert write(folder, source, out) == 2
+    assert write(folder, source, out) == 0
+    said = capsys.readouterr().out
+    assert f"1 of the pictures were edited since they were encoded ({photos}/1.png)" in said
+    assert (out / "latent-00000.npy").read_bytes() != before
     (photos / "1.png").write_bytes(picture)
     assert write(folder, source, out) == 0
+    assert (out / "latent-00000.npy").read_bytes() == before
     meta = out / "meta.json"
     older = re.sub(", files of [0-9a-f]+", "", json.dumps(unsealed_record(meta)))
     meta.write_text(older)

@@ -1,6 +1,7 @@
 """Captioned images, and the word vectors that stand for their texts."""
 
 import json
+from collections import Counter
 
 import pytest
 import torch
@@ -10,8 +11,11 @@ from megatron_pulse.data.build import open_dataset
 from megatron_pulse.data.dataset import DataError, FieldSpec
 from megatron_pulse.data.fields import WantedFields
 from megatron_pulse.data.images.folder import ImageFolder
+from megatron_pulse.data.microbatches import make_microbatch
 from megatron_pulse.data.text.captions import CaptionedImages
+from megatron_pulse.data.text.encoded import Encoded
 from megatron_pulse.data.text.words import WordEncoder, split_words
+from megatron_pulse.diffusion.objectives import DiffusionProcess, Objective
 
 FIELDS = {
     "context": FieldSpec((5, 64)),
@@ -164,9 +168,87 @@ def test_a_folder_of_classes_may_have_captions(tmp_path):
     data = ImageFolder(tmp_path, 8)
     assert data.classes == ["cat", "dog"] and data.labels == [0, 0, 1]
     assert data.captions == ["this is cat/b", "this is cat/c", "this is dog/a"]
-    (tmp_path / "cat/c.txt").unlink()
-    with pytest.raises(DataError, match="cat/c.png has no caption"):
-        open_dataset(f"folder:{tmp_path}", 8)
+
+
+def test_pictures_without_a_caption_are_counted_and_have_the_default(tmp_path):
+    for name in ("a", "b", "c", "d", "e"):
+        picture(tmp_path / f"{name}.png")
+    (tmp_path / "a.txt").write_text("one")
+    (tmp_path / "b.txt").write_text(" \n")
+    said = [{"file_name": "c.png", "text": ""}, {"file_name": "d.png"}]
+    said += [{"file_name": "e.png", "text": "five"}]
+    (tmp_path / "metadata.jsonl").write_text("\n".join(map(json.dumps, said)))
+    captions = dict.fromkeys(("b.png", "c.png", "d.png"), "") | {"a.png": "one", "e.png": "five"}
+    data = CaptionedImages(tmp_path, 8, fields=FIELDS)
+    assert dict(said_by(data)) == captions
+    (caution,) = data.cautions
+    assert "3 pictures (c.png, d.png, b.png) without a caption" in caption_free(caution)
+    assert caution.endswith("they train unconditionally")
+    train, _ = open_dataset(f"folder:{tmp_path}", 8, default_caption="a thing")
+    assert Counter(train.source.captions) == {"a thing": 3, "one": 1, "five": 1}
+    assert train.cautions[0].endswith("their caption is 'a thing'")
+
+
+def caption_free(text):
+    return text.replace(", or with an empty one", "")
+
+
+def test_an_uncaptioned_sample_is_one_whose_conditioning_is_dropped(tmp_path):
+    for name in ("a", "b"):
+        picture(tmp_path / f"{name}.png")
+    (tmp_path / "a.txt").write_text("one")
+
+    class Encode:
+        def __call__(self, text):
+            assert text, "an empty text may be another one than none"
+            return {"context": torch.ones(2)}
+
+        def null(self):
+            return {"context": torch.zeros(2)}
+
+    data = Encoded(ImageFolder(tmp_path, 8), Encode(), {"context": FieldSpec((2,))})
+    batch = make_microbatch(data, [(0, 0), (1, 1)], DiffusionProcess(Objective.V), 0)
+    assert batch["context"].tolist() == [[1, 1], [0, 0]]
+    assert batch["dropped"].tolist() == [False, True]
+
+
+def test_a_text_of_several_pictures_is_said(tmp_path):
+    for name in ("a.png", "a.jpg", "b.png"):
+        picture(tmp_path / name)
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.txt").write_text(name)
+    data = CaptionedImages(tmp_path, 8)
+    assert data.captions == ["a", "a", "b"]
+    (caution,) = data.cautions
+    assert "1 text beside several pictures" in caution and "(a.jpg and a.png)" in caution
+
+
+def test_keys_that_nothing_reads_are_not_looked_at(tmp_path):
+    for name in ("a", "b"):
+        picture(tmp_path / f"{name}.png")
+    extra = '"score": NaN, "hash": 15148389476238741504, "p": 1e-33, "alt": "\\u000b\t", "p": 2'
+    line = '{{"file_name": "{}.png", "text": "x", ' + extra + ', "gruop": "g"}}\n'
+    (tmp_path / "metadata.jsonl").write_text("".join(line.format(n) for n in "ab"))
+    data = CaptionedImages(tmp_path, 8)
+    assert data.captions == ["x", "x"]
+    (caution,) = data.cautions
+    assert "the key 'gruop', on 2 lines" in caution and "did you mean 'group'?" in caution
+    (tmp_path / "metadata.jsonl").write_text('{"file_name": "a.png", "txt": "x"}\n' * 2)
+    with pytest.raises(DataError, match=r"all lines: text is missing; did you mean txt\? it has"):
+        CaptionedImages(tmp_path, 8)
+    (tmp_path / "metadata.jsonl").write_text('{"file_name": "a.png", "text": "x", "text": "y"}\n')
+    with pytest.raises(DataError, match="'text' is there more than once"):
+        CaptionedImages(tmp_path, 8)
+
+
+def test_listed_files_of_other_formats_are_left_aside(tmp_path):
+    picture(tmp_path / "a.png")
+    (tmp_path / "b.avif").write_bytes(b"x")
+    (tmp_path / "metadata.csv").write_text("file_name,text\na.png,x\nb.avif,y\n")
+    data = CaptionedImages(tmp_path, 8)
+    assert said_by(data) == [("a.png", "x")]
+    assert "1 picture (b.avif) in formats that are not read" in data.cautions[0]
+    assert "1 listed file (b.avif) of no format that is read" in data.cautions[1]
 
 
 def test_faults_of_captions_are_listed_at_once(tmp_path):
@@ -186,7 +268,6 @@ def test_faults_of_captions_are_listed_at_once(tmp_path):
     for words in (
         "sub/metadata.jsonl and sub/metadata.csv are both there",
         "metadata.csv, line 3: there is no file no.png",
-        "metadata.csv, line 4: the caption of b.png is empty",
         "metadata.csv, line 6: 3 cells below 2 names",
         "metadata.csv, line 8: there is no file no\0.png",
         "metadata.csv, line 9: the caption of c.png has the character '\\x1b'",
@@ -194,13 +275,12 @@ def test_faults_of_captions_are_listed_at_once(tmp_path):
         "e.txt cannot be read as a caption",
     ):
         assert sum(words in fault for fault in faults) == 1, words
-    assert [fault for fault in faults if "has no caption" in fault] == ["f.png has no caption"]
     assert not any("d.png" in fault or "b.png has" in fault for fault in faults)
     (tmp_path / "metadata.csv").write_text('file_name,text\na.png,one\nb.png,"two\nc.png,three\n')
     with pytest.raises(DataError, match="metadata.csv, line 4: unexpected end of data"):
         CaptionedImages(tmp_path, 8)
     (tmp_path / "sub/metadata.jsonl").unlink()
-    with pytest.raises(DataError, match="of text there must be one column; it has"):
+    with pytest.raises(DataError, match=r"there must be one column; did you mean texts\? it has"):
         CaptionedImages(tmp_path, 8)
 
 
@@ -231,7 +311,7 @@ def test_every_bad_line_is_listed(tmp_path):
     captioned(tmp_path)
     with open(tmp_path / "metadata.jsonl", "a") as file:
         file.write('{"file_name": "no.png", "text": "a"}\n{"text": "b"}\n{"file_name": 3}\n[]\n{\n')
-        file.write('{"file_name": "0.png", "text": null}\n')
+        file.write('{"file_name": "0.png", "text": 3}\n{"file_name": "0.png", "text": null}\n')
     with pytest.raises(DataError) as error:
         CaptionedImages(tmp_path, 8)
     assert [fault.split(":")[0] for fault in error.value.faults] == [

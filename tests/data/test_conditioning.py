@@ -51,7 +51,8 @@ def test_each_sample_has_its_own_other_picture(photos):
 def test_what_is_missing_is_listed(photos):
     beside = photos.with_name("photos.conditioning")
     (beside / "0" / "2.png").unlink()
-    (beside / "1" / "3.png").write_bytes((beside / "1" / "3.jpg").read_bytes())
+    for suffix in ("WEBP", "tiff"):
+        (beside / "1" / f"3.{suffix}").write_bytes((beside / "1" / "3.jpg").read_bytes())
     with pytest.raises(DataError) as error:
         open_dataset(f"folder:{photos}", wanted=WANTED)
     assert len(error.value.faults) == 2
@@ -60,6 +61,20 @@ def test_what_is_missing_is_listed(photos):
     beside.rename(photos.with_name("elsewhere"))
     with pytest.raises(DataError, match=r"there is no folder .*photos\.conditioning"):
         open_dataset(f"folder:{photos}", wanted=WANTED)
+
+
+def test_the_exact_name_comes_first_and_case_does_not_count(photos):
+    beside = photos.with_name("photos.conditioning")
+    (beside / "0" / "2.png").rename(beside / "0" / "2.PNG")
+    (photos / "1" / "3.jpg").write_bytes((beside / "1" / "3.jpg").read_bytes())
+    (beside / "1" / "3.png").write_bytes((beside / "0" / "0.png").read_bytes())
+    data, _ = open_dataset(f"folder:{photos}", wanted=WANTED, validation_fraction=0)
+    others = {data.describe(i): data.conditioning(i)["conditioning"] for i in range(len(data))}
+    assert others[f"{photos}/1/3.png"].max() < 0.01 and others[f"{photos}/0/2.png"].min() > 0.1
+    assert abs(others[f"{photos}/1/3.jpg"].mean() - 60 / 255) < 0.01 and not data.cautions
+    (beside / "1" / "3.png").unlink()
+    data, _ = open_dataset(f"folder:{photos}", wanted=WANTED)
+    assert "has 1 picture (1/3.jpg) that several pictures share" in data.cautions[0]
 
 
 def test_a_corrupt_other_picture_makes_the_sample_corrupt(photos):

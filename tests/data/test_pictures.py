@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import struct
 import subprocess
@@ -13,13 +14,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from PIL import ExifTags, Image
+from PIL import ExifTags, Image, ImageCms, ImageOps
 
 from megatron_pulse.cli.main import main
 from megatron_pulse.data.dataset import CorruptSample, DataError, FieldSpec
 from megatron_pulse.data.images.conditioning import control_picture
 from megatron_pulse.data.images.folder import ImageFolder
-from megatron_pulse.data.images.opening import MAX_BYTES, SUFFIXES
+from megatron_pulse.data.images.opening import MAX_BYTES, SUFFIXES, opened
+from megatron_pulse.data.images.pictures import decoded, upright_size
 
 RAMP = np.linspace(0, 255, 24, dtype=np.uint8)[None].repeat(16, 0)
 """16 high, 24 wide, brighter to the right."""
@@ -33,7 +35,7 @@ def alone(folder: Path, name: str, image: Image.Image, **how: object) -> ImageFo
     return ImageFolder(folder, 16, channels=1)
 
 
-@pytest.mark.parametrize("suffix", ["png", "jpg", "webp"])
+@pytest.mark.parametrize("suffix", ["png", "jpg", "webp", "tif"])
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_pictures_are_seen_as_the_camera_was_held(tmp_path, suffix, orientation):
     """A file that says how it is to be turned is the picture that viewers show."""
@@ -45,14 +47,107 @@ def test_pictures_are_seen_as_the_camera_was_held(tmp_path, suffix, orientation)
     asleep[ExifTags.Base.Orientation] = orientation
     with_notes = upright.copy()
     with_notes.info["exif"] = notes.tobytes()
-    from PIL import ImageOps
-
     stored = ImageOps.exif_transpose(with_notes)
-    how = {"exif": asleep.tobytes(), "quality": 100}
+    how = {"exif": asleep if suffix == "tif" else asleep.tobytes(), "quality": 100}
     data = alone(tmp_path / "a", f"a.{suffix}", stored, **how)
     plain = alone(tmp_path / "b", f"b.{suffix}", upright, quality=100)
     assert (data.image(0) - plain.image(0)).abs().max() < 0.03
     assert data.framing(0) == plain.framing(0) and data.framing(0).original == (16, 24)
+
+
+def opened_by_pillow(path: Path) -> np.ndarray:
+    """What Pillow's own functions make of a file: upright, and in sRGB."""
+    with Image.open(path) as file:
+        image = ImageOps.exif_transpose(file)
+    if profile := file.info.get("icc_profile"):
+        image = ImageCms.profileToProfile(
+            image, io.BytesIO(profile), ImageCms.createProfile("sRGB"), outputMode="RGB"
+        )
+    return np.asarray(image.convert("RGB"))
+
+
+def ours(path: Path) -> np.ndarray:
+    with opened(path) as file:
+        size, image = upright_size(file), decoded(file, 3)
+    assert image.size == size
+    return np.asarray(image)
+
+
+def test_notes_count_wherever_a_png_has_them(tmp_path):
+    """EXIF before and behind the pixels, as text of ImageMagick's, and XMP."""
+    notes = Image.Exif()
+    notes[ExifTags.Base.Orientation] = 6
+    exif, plain = notes.tobytes()[6:], png(24, 16, pixels=RAMP)
+    head, end = plain[:33], plain[-12:]
+    raw = f"\nexif\n{len(exif):8d}\n{(b'Exif' + bytes(2) + exif).hex()}\n".encode()
+    xmp = b'XML:com.adobe.xmp\0\0\0\0\0<x tiff:Orientation="6"/>'
+    kinds = {
+        "eXIf": exif,
+        "tEXt": b"Raw profile type exif\0" + raw,
+        "zTXt": b"Raw profile type exif\0\0" + zlib.compress(raw),
+        "iTXt": xmp,
+    }
+    for kind, content in kinds.items():
+        note = chunk(kind.encode(), content)
+        for where, whole in (
+            ("before", head + note + plain[33:]),
+            ("behind", plain[:-12] + note + end),
+        ):
+            path = tmp_path / f"{kind}-{where}.png"
+            path.write_bytes(whole)
+            found = ours(path)
+            assert found.shape == (24, 16, 3), path.name
+            assert np.array_equal(found, opened_by_pillow(path)), path.name
+
+
+@pytest.mark.parametrize("suffix", ["png", "jpg", "webp", "tif"])
+def test_colours_are_converted_to_srgb_as_pillow_does(tmp_path, suffix):
+    """From a profile whose red and blue have changed places."""
+    profile = bytearray(ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes())
+    for tag, other in ((b"rXYZ", b"bXYX"), (b"bXYZ", b"rXYZ"), (b"bXYX", b"bXYZ")):
+        at = profile.index(tag, 128)
+        profile[at : at + 4] = other
+    colour = np.stack([RAMP, RAMP.T[:16, :16].repeat(2, 1)[:, :24], 255 - RAMP], -1)
+    path = tmp_path / f"a.{suffix}"
+    Image.fromarray(colour).save(path, icc_profile=bytes(profile), quality=100)
+    found = ours(path)
+    assert np.array_equal(found, opened_by_pillow(path))
+    with Image.open(path) as file:
+        assert np.abs(found.astype(int) - np.asarray(file.convert("RGB"))).max() > 50
+    Image.fromarray(colour).save(path, icc_profile=b"damaged", quality=100)
+    with Image.open(path) as file:
+        assert np.array_equal(ours(path), np.asarray(file.convert("RGB")))
+
+
+def test_modes_of_pictures_are_pillows(tmp_path):
+    """CMYK, grey with transparency and a profile of grey, palettes, Lab, and what has 32 bits."""
+    colour = Image.fromarray(RAMP).convert("RGB")
+    for name, image in {
+        "a.tif": colour.convert("CMYK"),
+        "b.jpg": colour.convert("CMYK"),
+        "c.png": colour.convert("LA"),
+        "d.gif": colour.quantize(16),
+        "e.bmp": colour,
+        "f.tif": Image.fromarray(RAMP.astype(np.uint16) * 257),
+        "g.png": colour.quantize(16),
+        "h.jfif": colour,
+    }.items():
+        how = {"transparency": 3} if name in ("d.gif", "g.png") else {}
+        how |= {"format": "JPEG"} if name == "h.jfif" else {}
+        image.save(tmp_path / name, **how)
+        expected = opened_by_pillow(tmp_path / name)
+        if name == "f.tif":
+            expected = np.asarray(colour)
+        assert np.array_equal(ours(tmp_path / name), expected), name
+    lab = ImageCms.profileToProfile(
+        colour, ImageCms.createProfile("sRGB"), ImageCms.createProfile("LAB"), outputMode="LAB"
+    )
+    lab.save(tmp_path / "i.tif")
+    assert np.abs(ours(tmp_path / "i.tif").astype(int) - np.asarray(colour)).max() < 8
+    for kind in (np.float32, np.int32):
+        Image.fromarray(RAMP.astype(kind)).save(tmp_path / "j.tif")
+        with pytest.raises(ValueError, match="its samples have 32 bits"):
+            ours(tmp_path / "j.tif")
 
 
 def test_grey_of_16_bits_is_not_cut_off_at_white(tmp_path):
@@ -73,20 +168,25 @@ def test_what_is_left_aside_is_told(tmp_path, capsys):
     folder = tmp_path / "photos"
     folder.mkdir()
     for i in range(4):
-        Image.fromarray(RAMP).save(folder / f"{i}.png")
+        Image.fromarray(RAMP + np.uint8(i)).save(folder / f"{i}.png")
         (folder / f"{i}.txt").write_text("a ramp")
     assert main(["data", "info", f"folder:{folder}", "--image-size", "8"]) == 0
     assert not capsys.readouterr().err
     for name in ("p.txt", "q.txt", "r.txt", "s.txt"):
         (folder / name).write_text("of a picture that is gone")
-    Image.fromarray(RAMP).save(folder / "old.bmp")
+    (folder / "old.avif").write_text("a picture")
+    for name in ("._0.png", "video.mp4", "README.md"):
+        (folder / name).write_text("of another kind")
     (folder / "old.txt").write_text("in a format that is not read")
     for kind in ("folder", "captions"):
         assert main(["data", "info", f"{kind}:{folder}", "--image-size", "8"]) == 0
         told = capsys.readouterr()
         assert "warning: " in told.err and "4 for" not in told.out
         assert "5 texts (old.txt, p.txt, q.txt, ...) without a picture of that name" in told.err
-        assert "1 picture (old.bmp) in formats that are not read" in told.err
+        assert "1 picture (old.avif) in formats that are not read" in told.err
+        assert "1 hidden file (._0.png) with names of pictures: left aside" in told.err
+        assert "1 file (video.mp4) that are no pictures by their names" in told.err
+        assert "README" not in told.err
 
 
 def test_a_link_to_nothing_is_named(tmp_path):
@@ -96,10 +196,10 @@ def test_a_link_to_nothing_is_named(tmp_path):
     assert len(ImageFolder(tmp_path, 8, channels=1)) == 1
     (tmp_path / "class" / "b.png").symlink_to("nothing.png")
     with pytest.raises(DataError, match=r"b\.png: .*No such file"):
-        ImageFolder(tmp_path, 8, channels=1).revision(1)
+        ImageFolder(tmp_path, 8, channels=1).identity(1)
 
 
-READ = "PNG, JPEG and WEBP are read"
+READ = "PNG, JPEG, WEBP, GIF, BMP and TIFF are read"
 
 
 def refused(folder: Path, name: str = "a.png") -> str:
@@ -128,9 +228,8 @@ def refused(folder: Path, name: str = "a.png") -> str:
         (b"\0\0\0\x18ftypheic\0\0\0\0mif1heic", "HEIF"),
         (b"root:x:0:0:root:/root:/bin/bash", ""),
         (b"", ""),
-        ("BMP", "BMP"),
-        ("GIF", "GIF"),
-        ("TIFF", "TIFF"),
+        (b"\0\0\0\x1cftypavif\0\0\0\0avifmif1", "AVIF"),
+        (b"\xff\x0a\xfa\x7f\x01", "JPEG XL"),
         ("PPM", ""),
         ("TGA", ""),
     ],
@@ -147,11 +246,12 @@ def test_what_a_file_holds_counts_and_not_its_name(tmp_path, content, what):
 
 
 def test_files_of_the_formats_that_are_read_may_have_each_others_names(tmp_path):
-    for name in ("PNG", "JPEG", "WEBP"):
+    names = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+    for name in names:
         for suffix in SUFFIXES:
             path = tmp_path / f"{name}{suffix}"
             Image.fromarray(RAMP).save(path, format=name)
-    assert len(ImageFolder(tmp_path, 16, verify=True)) == 3 * len(SUFFIXES)
+    assert len(ImageFolder(tmp_path, 16, verify=True)) == len(names) * len(SUFFIXES)
 
 
 def chunk(name: bytes, content: bytes) -> bytes:
@@ -159,11 +259,16 @@ def chunk(name: bytes, content: bytes) -> bytes:
     return struct.pack(">I", len(content)) + name + content + crc
 
 
-def png(width: int, height: int, *chunks: bytes) -> bytes:
-    """A black one of 8 bits, which says that it is so large, with more chunks before the pixels."""
-    head = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
-    pixels = chunk(b"IDAT", zlib.compress(bytes(16 * 49)))
-    return b"\x89PNG\r\n\x1a\n" + head + b"".join(chunks) + pixels + chunk(b"IEND", b"")
+def png(width: int, height: int, *chunks: bytes, pixels: np.ndarray | None = None) -> bytes:
+    """One of 8 bits, which says that it is so large, with more chunks before the pixels: grey ones
+    that are given, or black."""
+    colour = 2 if pixels is None else 0
+    head = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, colour, 0, 0, 0))
+    rows = bytes(16 * 49)
+    if pixels is not None:
+        rows = b"".join(b"\0" + row.tobytes() for row in pixels)
+    data = chunk(b"IDAT", zlib.compress(rows))
+    return b"\x89PNG\r\n\x1a\n" + head + b"".join(chunks) + data + chunk(b"IEND", b"")
 
 
 def webp(head: bytes) -> bytes:

@@ -37,6 +37,16 @@ def add_encoder_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_default_caption(parser: argparse.ArgumentParser) -> None:
+    """Add ``--default-caption``."""
+    parser.add_argument(
+        "--default-caption",
+        default="",
+        metavar="TEXT",
+        help="of pictures without a caption, or with an empty one (default: none)",
+    )
+
+
 def encoder_faults(args: argparse.Namespace) -> list[str]:
     """Why ``--encoders`` names no folder of a pipeline."""
     if args.encoders is None:

@@ -20,6 +20,7 @@ from megatron_pulse.cli.errors import (
 )
 from megatron_pulse.cli.job import RankOfJob
 from megatron_pulse.cli.models.encoding import (
+    add_default_caption,
     add_encoder_flags,
     autoencoder_folder,
     encoder_faults,
@@ -32,7 +33,8 @@ Without --vae the pixels themselves are the latents; with it they are those of a
 AutoencoderKL, shifted and scaled as its configuration says: mean and deviation of its posterior,
 of which training draws another sample at every reading, as diffusers' own trainers do (--posterior
 sample or mean keep half the bytes). Files are written in whole shards: an interrupted command goes
-on where it stopped when it is given again. Started on several ranks, by torchrun or srun, each
+on where it stopped when it is given again, and encodes anew what holds pictures that were edited
+since. Started on several ranks, by torchrun or srun, each
 encodes every so many-th shard, and the folder is the same in the end, byte for byte. What the type
 on disk cannot hold is refused; sizes and crops of image files are kept for models that are told
 them. Train on the result with --pulse-data latents:DIR.
@@ -91,6 +93,7 @@ def add_write_latents(
         help="of --encoders: their states (default), or token ids, some thousandth of the bytes",
     )
     add("--text-states", metavar="LxD", help="of captions: length and width of their states")
+    add_default_caption(parser)
     add("--batch-size", type=int, default=16, metavar="N", help="images per encoding (16)")
     add("--shard-size", type=int, default=1024, metavar="N", help="samples per file (1024)")
     add("--verify", action="store_true", help="read every image once before beginning")

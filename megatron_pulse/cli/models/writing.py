@@ -26,8 +26,10 @@ from megatron_pulse.data.fields import FRAMING, FRAMING_SPEC, WantedFields, fram
 from megatron_pulse.data.images.conditioning import CONDITIONING
 from megatron_pulse.data.latents.layout import FILES, LatentLayout, LatentType
 from megatron_pulse.data.latents.writer import LatentWriter
+from megatron_pulse.data.split import name_hash
 from megatron_pulse.data.text.encoded import Encoded, cut_short
 from megatron_pulse.encoders.autoencoder import Autoencoder, posterior_noise, sampled
+from megatron_pulse.faults import UserError
 from megatron_pulse.flag_fields import DTYPES
 from megatron_pulse.profile.measuring.machine import compute_as_a_rank
 from model_specs import load_backbone, with_texts_of
@@ -43,6 +45,7 @@ _POSTERIORS = {
 }
 _ASIDE_S = 5.0
 """How often what other ranks have written is looked for."""
+_NAMED = 3
 _LOG_S = 60.0
 """How often a log is told how far it is."""
 
@@ -68,6 +71,7 @@ def write_latents(
             wanted=_wanted(args, text_states, backbone),
             validation_fraction=0.0,
             verify=args.verify,
+            default_caption=args.default_caption,
         )
     if args.encoders is not None and not dataset.has_captions:
         require([f"--encoders: {args.source} has no captions; give only --vae"])
@@ -96,9 +100,12 @@ def write_latents(
         source=_source(args, dataset, autoencoder) + revision,
         made_by=made_by,
         deviates=autoencoder is not None and _posterior(args) == "distribution",
+        pictures=dataset.has_files,
+        groups=dataset.has_groups,
     )
     with mending(OSError):
         writer = LatentWriter(args.output, layout, dataset.null_conditioning(), len(dataset))
+        _encode_edited_anew(writer, dataset, place)
         there = writer.count()
         if writer.complete:
             print(f"{args.output} is already complete: {there} samples")
@@ -157,6 +164,28 @@ def _encoded(
     return encoded, encoders.made_by()
 
 
+def _encode_edited_anew(writer: LatentWriter, dataset: DiffusionDataset, place: RankOfJob) -> None:
+    """Let shards be written anew whose pictures were edited since."""
+    total = writer.count() // place.num_ranks
+    with tqdm(total=total, desc="comparing pictures", unit="file", delay=2, disable=None) as bar:
+
+        def picture(index: int) -> int:
+            bar.update()
+            return dataset.identity(index)
+
+        changed = writer.changed(picture, place.rank, place.num_ranks)
+    if not changed:
+        return
+    samples = [index for others in changed.values() for index in others]
+    named = ", ".join(dataset.describe(index) for index in samples[:_NAMED])
+    told = f"{len(samples)} of the pictures were edited since they were encoded ({named}"
+    told += ", ...)" if len(samples) > _NAMED else ")"
+    if place.num_ranks > 1:
+        raise UserError(f"{told}. Give the command on one rank once, which encodes them anew.")
+    print(f"{told}; shards encoded anew: {', '.join(map(str, sorted(changed)))}")
+    writer.forget(changed)
+
+
 def _write(
     writer: LatentWriter,
     dataset: DiffusionDataset,
@@ -182,7 +211,15 @@ def _write(
                         noise = posterior_noise(0, i, 0, tuple(latent.shape))
                         latent = sampled(latent, deviation, noise)
                     kept = deviation if writer.layout.deviates else None
-                    writer.add(latent, dataset.label(i), given, kept)
+                    group = dataset.group(i)
+                    writer.add(
+                        latent,
+                        dataset.label(i),
+                        given,
+                        kept,
+                        dataset.identity(i),
+                        name_hash(group) if group else 0,
+                    )
                 progress.add(len(indices))
             if place.num_ranks > 1:
                 progress.look_aside()

@@ -1,20 +1,22 @@
 """Another picture beside each sample, which a control branch sees (edges, depths, poses).
 
-In training that of ``photos/a/b.png`` is ``photos.conditioning/a/b.png``, or has another suffix of
-pictures.
+In training that of ``photos/a/b.png`` is ``photos.conditioning/a/b.png``; where there is none, the
+one picture of that name with another suffix.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 from torch import Tensor
 
 from megatron_pulse.data.dataset import DataError, Derived, FieldSpec
 from megatron_pulse.data.images.folder import ImageFiles
-from megatron_pulse.data.images.metadata import some
-from megatron_pulse.data.images.opening import SUFFIXES, UNREADABLE, opened
+from megatron_pulse.data.images.listing import Listing, by_stem, some
+from megatron_pulse.data.images.opening import UNREADABLE, opened
 from megatron_pulse.data.images.pictures import decoded, squared
+from megatron_pulse.data.split import name_hash
 
 CONDITIONING = "conditioning"
 """The batch field."""
@@ -35,11 +37,11 @@ class Conditioned(Derived):
     def __init__(self, source: ImageFiles, spec: FieldSpec, verify: bool = False) -> None:
         super().__init__(source)
         root = others_of(source.root)
-        files, faults = list[Path](), list[str]()
+        files, faults, listing = list[Path](), list[str](), Listing.of(root)
+        there, stems = set(listing.pictures), by_stem(listing.pictures)
         for path in source.files:
             at = root / path.relative_to(source.root)
-            found = [at.with_suffix(suffix) for suffix in dict.fromkeys((at.suffix, *SUFFIXES))]
-            found = [other for other in found if other.is_file()]
+            found = [at] if at in there else stems.get(at.with_suffix(""), [])
             if not found:
                 faults.append(f"there is no {at}")
             elif len(found) > 1:
@@ -54,14 +56,14 @@ class Conditioned(Derived):
                 f"A ControlNet needs another picture for each, by the same name in {root}.",
             )
         used = set(files)
-        extra = [
-            path
-            for path in sorted(root.rglob("*"))
-            if path.suffix.lower() in SUFFIXES and path not in used
-        ]
-        if extra:
+        self.cautions = [*source.cautions, *listing.left_aside()]
+        if extra := [path for path in listing.pictures if path not in used]:
             told = f"{root} has {some(root, extra, 'picture')} that no sample has: left aside"
-            self.cautions = [*source.cautions, told]
+            self.cautions.append(told)
+        pairs = Counter(other for _, other in set(zip(source.files, files, strict=True)))
+        if shared := [other for other, count in pairs.items() if count > 1]:
+            told = f"{root} has {some(root, shared, 'picture')} that several pictures share"
+            self.cautions.append(told)
         channels, side, _ = spec.shape
         self.fields = {**source.fields, CONDITIONING: spec}
         self._others = ImageFiles(root, files, [0] * len(files), 1, side, channels, verify)
@@ -76,6 +78,9 @@ class Conditioned(Derived):
 
     def revision(self, index: int) -> str:
         return f"{super().revision(index)}; {self._others.revision(index)}"
+
+    def identity(self, index: int) -> int:
+        return name_hash(f"{super().identity(index)} {self._others.identity(index)}")
 
     def conditioning(self, index: int) -> dict[str, Tensor]:
         other = _as_seen(self._others.image(index))

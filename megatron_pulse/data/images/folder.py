@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from megatron_pulse.data.images.pictures import (
     squared,
     upright_size,
 )
+from megatron_pulse.data.split import content_hash, same_files
 
 
 class ImageFiles(DiffusionDataset):
@@ -33,6 +34,7 @@ class ImageFiles(DiffusionDataset):
     """
 
     frames = True
+    has_files = True
     kind = "folder"
     """How ``--pulse-data`` names such a dataset."""
 
@@ -46,12 +48,15 @@ class ImageFiles(DiffusionDataset):
         channels: int = 3,
         verify: bool = False,
         captions: Sequence[str] = (),
+        groups: Sequence[str] = (),
     ) -> None:
         self.root = root
         self.files = files
         self.labels = labels
         self.captions = list(captions)
         self.has_captions = bool(captions)
+        self._groups = groups
+        self.has_groups = any(groups)
         self.num_classes = num_classes
         self.image_shape = (channels, image_size, image_size)
         self._sound = bytearray(len(files))  # 1: was decoded
@@ -86,9 +91,24 @@ class ImageFiles(DiffusionDataset):
         return str(self.files[index])
 
     def revision(self, index: int) -> str:
-        path = self.files[index]
+        return os.path.relpath(self.files[index], self.root)
+
+    def identity(self, index: int) -> int:
         with self._told(index):
-            return f"{os.path.relpath(path, self.root)}, {path.stat().st_size} bytes"
+            return content_hash(self.files[index])
+
+    def group(self, index: int) -> str:
+        return self._groups[index] if self.has_groups else ""
+
+    def ties(self) -> Sequence[Sequence[Hashable]]:
+        pictures = same_files(self.files)
+        if not self.has_groups:
+            return [(picture,) for picture in pictures]
+        named = [("group", group) if group else None for group in self._groups]
+        return [
+            (picture,) if group is None else (picture, group)
+            for picture, group in zip(pictures, named, strict=True)
+        ]
 
     def _decoded(self, index: int) -> Image.Image:
         """The whole image; raises DataError with the file's name and what to do."""
@@ -135,8 +155,8 @@ class ImageFiles(DiffusionDataset):
 class ImageFolder(ImageFiles):
     """``root/CLASS/**/*.png`` (classes numbered in order of name), or images in ``root`` alone.
 
-    Where captions are beside the images (see ``metadata.py``), every image must have one; images
-    beside folders are then no fault, and of one class.
+    Where captions are beside the images (see ``metadata.py``), images beside folders are no fault,
+    and of one class. Those without a caption have that of ``default``.
     """
 
     def __init__(
@@ -146,17 +166,21 @@ class ImageFolder(ImageFiles):
         channels: int = 3,
         verify: bool = False,
         column: str = TEXT,
+        default: str = "",
     ) -> None:
         root = Path(root)
-        said = read_captions(root, column)
+        said = read_captions(root, column, default)
         if said.pairs:
             files = [path for path, _ in said.pairs]
             self.classes, labels = _classes(root, files)
         else:
-            self.classes, files, labels = _scan(root)
+            self.classes, files, labels = _scan(root, said.pictures)
         captions = [caption for _, caption in said.pairs]
+        groups = [said.groups.get(path, "") for path in files]
         num_classes = len(self.classes)
-        super().__init__(root, files, labels, num_classes, image_size, channels, verify, captions)
+        super().__init__(
+            root, files, labels, num_classes, image_size, channels, verify, captions, groups
+        )
         self.cautions = said.cautions
 
 
@@ -169,19 +193,17 @@ def _classes(root: Path, files: Sequence[Path]) -> tuple[list[str], list[int]]:
     return classes, [classes.index(name) for name in of]
 
 
-def _scan(root: Path) -> tuple[list[str], list[Path], list[int]]:
+def _scan(root: Path, pictures: Sequence[Path]) -> tuple[list[str], list[Path], list[int]]:
     what = f"image folder {root}"
     wanted = f"{', '.join(SUFFIXES)} files in it, or in one subfolder per class"
     if not root.is_dir():
         raise DataError(what, ["it is not a folder"], f"Give a folder with {wanted}.")
-    flat = sorted(p for p in root.iterdir() if not p.is_dir() and p.suffix.lower() in SUFFIXES)
+    flat = sorted(path for path in pictures if path.parent == root)
     folders = sorted(p for p in root.iterdir() if p.is_dir() and not p.name.startswith("."))
-    by_class = {
-        folder.name: sorted(
-            p for p in folder.rglob("*") if p.suffix.lower() in SUFFIXES and not p.is_dir()
-        )
-        for folder in folders
-    }
+    by_class = {folder.name: list[Path]() for folder in folders}
+    for path in sorted(pictures):
+        if path.parent != root:
+            by_class[path.relative_to(root).parts[0]].append(path)
     if flat and any(by_class.values()):
         raise DataError(
             what,

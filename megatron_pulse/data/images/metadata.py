@@ -4,60 +4,73 @@
 each) and ``metadata.csv`` have a ``file_name``, relative to their own folder, and a column of
 captions, as Hugging Face's ``imagefolder`` has them; they may lie in subfolders, and name no file
 outside of the folder that is read. A picture that is listed several times, with other captions, is
-as many samples.
+as many samples. A ``group`` there names pictures of which none is held back for validation while
+another is trained on. Other keys are not looked at. A picture without a caption has ``default``.
 """
 
 from __future__ import annotations
 
 import csv
 import os
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 
 from megatron_pulse.data.dataset import DataError
-from megatron_pulse.data.images.opening import SUFFIXES
+from megatron_pulse.data.images.listing import (
+    METADATA,
+    TABLE,
+    TEXT_SUFFIX,
+    Listing,
+    by_stem,
+    is_picture,
+    some,
+)
+from megatron_pulse.faults import meant
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import FileError, parse_json, read_lines, read_text
 from megatron_pulse.letters import NO_LETTER
 from megatron_pulse.named_files import within
 
-METADATA = "metadata.jsonl"
-TABLE = "metadata.csv"
-FILE_NAME, TEXT = "file_name", "text"
-_UNREAD = (".avif", ".bmp", ".gif", ".heic", ".heif", ".jfif", ".jxl", ".tif", ".tiff")
-"""Of pictures in formats that are not read here."""
-_NAMED = 3
+FILE_NAME, TEXT, GROUP = "file_name", "text", "group"
+_ALIKE = 0.75
+"""How alike a key that nothing reads is to one that is read, where it may be meant."""
 
-Row = tuple[int, str, str]
-"""(line, file_name, caption)"""
+Row = tuple[int, str, str, str]
+"""(line, file_name, caption, group)"""
 
 
 @dataclass(frozen=True)
 class Captions:
-    """Every (picture, caption), and ``cautions``: which files are left aside."""
+    """Every (picture, caption), the ``groups`` of the pictures that are in one, and ``cautions``:
+    which files and keys are left aside, and which pictures have no caption of their own.
+    ``pictures`` are all in the folder, captioned or not."""
 
     pairs: Sequence[tuple[Path, str]]
+    pictures: Sequence[Path]
     cautions: Sequence[str] = ()
+    groups: Mapping[Path, str] = field(default_factory=dict)
 
 
-def read_captions(root: Path, column: str = TEXT) -> Captions:
+def read_captions(root: Path, column: str = TEXT, default: str = "") -> Captions:
     """Those below ``root``: pictures that are listed, in that order, then those with a text beside
-    them. None where there are neither lists nor texts.
+    them, then those without a caption, which have ``default``. None where there are neither lists
+    nor texts.
 
     ``column`` is the captions' in the lists. Raises DataError with everything that is wrong:
-    lines, pictures that are missing, without a caption or with contrary ones, empty captions.
+    lines, pictures that are missing or have contrary captions or groups.
     """
     faults: list[str] = []
-    files = _files_below(root)
-    texts = {path for path in files if path.suffix == ".txt"}
-    pictures = [path for path in files if path.suffix.lower() in SUFFIXES]
+    listing = Listing.of(root)
+    texts, pictures = set(listing.texts), listing.pictures
     listed, said = list[tuple[Path, str]](), defaultdict[Path, dict[str, str]](dict)
-    lists = _lists(root, files, faults)
+    lists, groups, unread = _lists(listing, faults), dict[Path, str](), Counter[str]()
+    aside, bare = dict[Path, None](), dict[Path, None]()
     for path in lists:
         where = str(path.relative_to(root))
-        for number, name, says in _rows(path, where, column, faults):
+        for number, name, says, group in _rows(path, where, column, faults, unread):
             at = f"{where}, line {number}"
             picture = within(root, path.parent, name)
             if picture is None:
@@ -66,29 +79,37 @@ def read_captions(root: Path, column: str = TEXT) -> Captions:
             if not os.path.isfile(picture):
                 faults.append(f"{at}: there is no file {name}")
                 continue
+            if not is_picture(picture):
+                aside[picture] = None
+                continue
             named = said[picture]
+            if group and groups.setdefault(picture, group) != group:
+                other = groups[picture]
+                faults.append(f"{at}: {name} is of {GROUP} {_short(group)}, and of {_short(other)}")
             if unfit := _unfit(says):
                 faults.append(f"{at}: the caption of {name} {unfit}")
+            elif not says.strip():
+                bare[picture] = None
+                listed.append((picture, default))
             else:
                 listed.append((picture, says))
                 named[says.strip()] = at
     if lists and not listed and not faults:
         faults.append(f"{' and '.join(str(p.relative_to(root)) for p in lists)} names no images")
-    beside, bare = [], []
+    beside, without = [], []
     for picture in pictures:
-        text = picture.with_suffix(".txt")
-        if text not in texts:
-            bare += [picture] if picture not in said else []
-        elif (caption := _read(text, faults)) is None:
+        text = picture.with_suffix(TEXT_SUFFIX)
+        caption = _read(text, faults) if text in texts else ""
+        if caption is None:
             continue
+        if not caption:
+            without += [picture] if picture not in said else []
         elif picture not in said:
             beside.append((picture, caption))
         elif said[picture] and caption not in said[picture]:
             other, at = next(iter(said[picture].items()))
             here = f"{text.relative_to(root)} says {_short(caption)}"
             faults.append(f"{here}, and {at} {_short(other)}")
-    if listed or beside or faults:
-        faults += [f"{picture.relative_to(root)} has no caption" for picture in bare]
     if faults:
         raise DataError(
             f"captioned images {root}",
@@ -97,121 +118,154 @@ def read_captions(root: Path, column: str = TEXT) -> Captions:
             f"Captions that are not called {TEXT} in a list are named behind the folder: "
             f"captions:{root}#NAME.",
         )
-    return Captions([*listed, *beside], left_aside(root, files))
+    if not listed and not beside:
+        return Captions([], pictures, list(listing.left_aside()))
+    bare |= dict.fromkeys(without)
+    cautions = [
+        *listing.left_aside(),
+        *_left_by_lists(root, aside, unread, column),
+        *_shared(root, [picture for picture, _ in beside]),
+        *_uncaptioned(root, bare, default),
+    ]
+    pairs = [*listed, *beside, *((picture, default) for picture in without)]
+    return Captions(pairs, pictures, cautions, groups)
 
 
-def left_aside(root: Path, files: Sequence[Path]) -> list[str]:
-    """What to say of texts among ``files`` beside which there is no picture of their name, and of
-    pictures in formats that are not read here: how many, and the names of some."""
-    names = {path.with_suffix("") for path in files if path.suffix.lower() in SUFFIXES}
-    texts = [p for p in files if p.suffix == ".txt" and p.with_suffix("") not in names]
-    others = [path for path in files if path.suffix.lower() in _UNREAD]
-    # One that is beside no picture at all is no caption: a README, a licence.
-    folders = {name.parent for name in names} | {path.parent for path in others}
-    texts = [path for path in texts if path.parent in folders]
-    cautions = []
-    if texts:
-        cautions.append(
-            f"{root} has {some(root, texts, 'text')} without a picture of that name: left aside"
+def _left_by_lists(
+    root: Path, aside: Collection[Path], unread: Counter[str], column: str
+) -> Iterator[str]:
+    """What of the lists is not read: files in other formats, and keys that may be misspelt."""
+    if aside:
+        yield f"{root}: {some(root, aside, 'listed file')} of no format that is read: left aside"
+    known = (FILE_NAME, column, GROUP)
+    for key, count in unread.items():
+        if near := get_close_matches(key.lower(), known, n=1, cutoff=_ALIKE):
+            yield (
+                f"{root}: the key {key[:60]!r}, on {count} line{'s' * (count > 1)} of its lists "
+                f"without {near[0]!r}, is read by nothing: did you mean {near[0]!r}?"
+            )
+
+
+def _shared(root: Path, beside: Sequence[Path]) -> Iterator[str]:
+    """That a text is beside several pictures of its name."""
+    several = [same for same in by_stem(beside).values() if len(same) > 1]
+    if several:
+        names = " and ".join(str(path.relative_to(root)) for path in several[0])
+        yield (
+            f"{root}: {len(several)} text{'s' * (len(several) > 1)} beside several pictures of one "
+            f"name: they share the caption ({names}{', ...' if len(several) > 1 else ''})"
         )
-    if others:
-        cautions.append(
-            f"{root} has {some(root, others, 'picture')} in formats that are not read: left "
-            f"aside; convert them to {', '.join(SUFFIXES)}"
-        )
-    return cautions
 
 
-def some(root: Path, paths: Sequence[Path], what: str) -> str:
-    """How many paths below ``root``, each a ``what``, and the names of the first."""
-    shown = ", ".join(str(path.relative_to(root)) for path in paths[:_NAMED])
-    more = ", ..." if len(paths) > _NAMED else ""
-    return f"{len(paths)} {what}{'s' * (len(paths) > 1)} ({shown}{more})"
-
-
-def _files_below(root: Path) -> list[Path]:
-    """All that is not hidden, sorted folder by folder; links to folders count in ``root`` itself,
-    where classes may be such."""
-    found: list[Path] = []
-    for top in sorted(root.iterdir()) if root.is_dir() else ():
-        if top.name.startswith("."):
-            continue
-        if not top.is_dir():
-            found.append(top)
-            continue
-        for folder, folders, names in os.walk(top):
-            folders[:] = sorted(name for name in folders if not name.startswith("."))
-            found += [Path(folder, name) for name in sorted(names) if not name.startswith(".")]
-    return found
+def _uncaptioned(root: Path, bare: Collection[Path], default: str) -> Iterator[str]:
+    """How many pictures have no caption of their own, and what they have."""
+    if bare:
+        kept = f"their caption is {_short(default)}" if default else "they train unconditionally"
+        few = some(root, bare, "picture")
+        yield f"{root}: {few} without a caption, or with an empty one: {kept}"
 
 
 def _short(text: str) -> str:
     return repr(text if len(text) <= 60 else f"{text[:57]}...")
 
 
-def _lists(root: Path, files: Sequence[Path], faults: list[str]) -> list[Path]:
-    """The lists of captions among ``files``; one for each folder."""
-    found = {path.parent: path for path in files if path.name == METADATA}
-    for path in files:
-        if path.name == TABLE and found.setdefault(path.parent, path) != path:
-            names = " and ".join(str(p.relative_to(root)) for p in (found[path.parent], path))
+def _lists(listing: Listing, faults: list[str]) -> list[Path]:
+    """The lists of captions; one for each folder."""
+    found: dict[Path, Path] = {}
+    for path in listing.lists:
+        if found.setdefault(path.parent, path) != path:
+            both = sorted((found[path.parent], path), key=lambda p: p.name != METADATA)
+            names = " and ".join(str(p.relative_to(listing.root)) for p in both)
             faults.append(f"{names} are both there: which one counts?")
+            found[path.parent] = both[0]
     return sorted(found.values())
 
 
-def _rows(path: Path, where: str, column: str, faults: list[str]) -> Iterator[Row]:
-    """What a list says; its lines that say nothing that can be used are faults."""
+def _rows(
+    path: Path, where: str, column: str, faults: list[str], unread: Counter[str]
+) -> Iterator[Row]:
+    """What a list says; its lines that say nothing that can be used are faults. Keys that are read
+    by nothing are counted where one that is read is missing."""
     try:
-        lines = read_lines(path, FileKind.CAPTIONS)
-        yield from (_of_table if path.name == TABLE else _of_lines)(lines, where, column, faults)
+        lines, of = read_lines(path, FileKind.CAPTIONS), _of_lines
+        if path.name == TABLE:
+            of = _of_table
+        yield from of(lines, where, column, faults, unread)
     except FileError as error:
         faults.append(str(error))
 
 
-def _of_lines(lines: Iterator[str], where: str, column: str, faults: list[str]) -> Iterator[Row]:
+def _of_lines(
+    lines: Iterator[str], where: str, column: str, faults: list[str], unread: Counter[str]
+) -> Iterator[Row]:
+    known, with_caption, keys = (FILE_NAME, column, GROUP), False, dict[str, None]()
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
-            record = parse_json(line)
+            record = parse_json(line, only=known)
             if not isinstance(record, dict):
                 raise TypeError("it must be an object with file_name and the caption")
-            missing = [key for key in (FILE_NAME, column) if key not in record]
-            if missing:
-                raise TypeError(f"{' and '.join(missing)} is missing; it has {_names(record)}")
-            name, caption = record[FILE_NAME], record[column]
-            if not isinstance(name, str) or not isinstance(caption, str):
+            if FILE_NAME not in record:
+                raise TypeError(_missing(FILE_NAME, record))
+            _count_unread(record, known, unread)
+            with_caption |= column in record
+            keys |= dict.fromkeys(record)
+            name, caption = record[FILE_NAME], record.get(column)
+            group = record.get(GROUP)
+            if not isinstance(name, str) or not isinstance(caption, str | None):
                 raise TypeError(f"{FILE_NAME} and {column} must be strings")
+            if not isinstance(group, str | int | None) or isinstance(group, bool):
+                raise TypeError(f"{GROUP} must be a string or a whole number")
         except (ValueError, TypeError) as error:
             faults.append(f"{where}, line {number}: {error}")
             continue
-        yield number, name, caption
+        yield number, name, caption or "", "" if group is None else str(group)
+    if keys and not with_caption:
+        faults.append(f"{where}, all lines: {_missing(column, keys)}")
 
 
-def _of_table(lines: Iterator[str], where: str, column: str, faults: list[str]) -> Iterator[Row]:
+def _missing(key: str, there: Collection[str]) -> str:
+    others = [name for name in there if name != FILE_NAME]
+    return f"{key} is missing; {meant(key, others)}it has {_names(list(there))}"
+
+
+def _count_unread(there: Collection[str], known: Collection[str], unread: Counter[str]) -> None:
+    if any(key not in there for key in known):
+        unread.update(key for key in there if key not in known)
+
+
+def _of_table(
+    lines: Iterator[str], where: str, column: str, faults: list[str], unread: Counter[str]
+) -> Iterator[Row]:
     reader = csv.reader((f"{line}\n" for line in lines), strict=True)
     try:
         head = next(reader, [])
         if missing := [key for key in (FILE_NAME, column) if head.count(key) != 1]:
+            near = "".join(
+                meant(key, [name for name in head if name != FILE_NAME]) for key in missing
+            )
             faults.append(
-                f"{where}: of {' and '.join(missing)} there must be one column; it has "
+                f"{where}: of {' and '.join(missing)} there must be one column; {near}it has "
                 f"{_names(head)}"
             )
             return
         at, says = head.index(FILE_NAME), head.index(column)
+        group = head.index(GROUP) if GROUP in head else None
+        _count_unread(head, (FILE_NAME, column, GROUP), unread)
         first = reader.line_num + 1
         for row in reader:
             number, first = first, reader.line_num + 1
             if row and len(row) != len(head):
                 faults.append(f"{where}, line {number}: {len(row)} cells below {len(head)} names")
             elif row:
-                yield number, row[at], row[says]
+                yield number, row[at], row[says], "" if group is None else row[group].strip()
     except csv.Error as error:
         faults.append(f"{where}, line {reader.line_num}: {error}")
 
 
-def _names(keys: Sequence[str] | dict[str, object]) -> str:
-    return ", ".join(str(key)[:40] for key in list(keys)[:10]) or "none"
+def _names(keys: Sequence[str]) -> str:
+    return ", ".join(key[:40] for key in keys[:10]) or "none"
 
 
 def _read(path: Path, faults: list[str]) -> str | None:
@@ -228,7 +282,5 @@ def _read(path: Path, faults: list[str]) -> str | None:
 
 
 def _unfit(caption: str) -> str:
-    if not caption.strip():
-        return "is empty"
     found = NO_LETTER.search(caption)
     return f"has the character {found[0]!r}" if found else ""

@@ -9,21 +9,28 @@ from __future__ import annotations
 
 import os
 import re
+import struct
 import warnings
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from PIL.BmpImagePlugin import BmpImageFile
+from PIL.GifImagePlugin import GifImageFile
 from PIL.ImageFile import ImageFile
 from PIL.JpegImagePlugin import JpegImageFile
 from PIL.PngImagePlugin import PngImageFile
+from PIL.TiffImagePlugin import TiffImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
 from megatron_pulse.files import open_regular
 
 UNREADABLE = (OSError, SyntaxError, ValueError)
 """What reading a file raises that is no whole picture, or that storage does not give."""
-SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
+_DAMAGED = (EOFError, IndexError, KeyError, TypeError, OverflowError, struct.error, zlib.error)
+"""What Pillow's readers raise beside these for damaged files."""
+SUFFIXES = (".png", ".jpg", ".jpeg", ".jfif", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 """Of the files that are taken for pictures."""
 MAX_PIXELS = 89_478_485
 """Of a picture: Pillow's own limit, beyond which it warns (256 MiB as RGB). Decoding one, turning
@@ -35,8 +42,11 @@ _READERS: Mapping[str, type[ImageFile]] = {
     "PNG": PngImageFile,
     "JPEG": JpegImageFile,
     "WEBP": WebPImageFile,
+    "GIF": GifImageFile,
+    "BMP": BmpImageFile,
+    "TIFF": TiffImageFile,
 }
-_READ = "PNG, JPEG and WEBP are read"
+_READ = "PNG, JPEG, WEBP, GIF, BMP and TIFF are read"
 _HEAD = 64
 _BEGINNINGS = {
     name: re.compile(pattern, re.DOTALL)
@@ -69,8 +79,8 @@ warnings.filterwarnings("ignore", module=r"PIL\.")
 def opened(path: Path) -> Iterator[ImageFile]:
     """The file, of which only the beginning was read (of WEBP all, as its reader does).
 
-    Raises ``UNREADABLE`` for one that is no regular file, of another format than PNG, JPEG and
-    WEBP, or larger than ``MAX_PIXELS`` or ``MAX_BYTES``.
+    Raises ``UNREADABLE`` for one that is no regular file, of another format than those of
+    ``_READERS``, with samples of 32 bits, or larger than ``MAX_PIXELS`` or ``MAX_BYTES``.
     """
     with open_regular(path) as content:
         head = content.read(_HEAD)
@@ -83,14 +93,25 @@ def opened(path: Path) -> Iterator[ImageFile]:
             _require_small(*_webp_size(head))
         content.seek(0)
         try:
-            file = _READERS[name](content, str(path))
-        except UNREADABLE as error:
+            # Without its name it is not mapped, which Pillow 13 does wrongly for TIFF on its side.
+            file = _READERS[name](content)
+        except (*UNREADABLE, *_DAMAGED) as error:
             if isinstance(error, OSError) and error.errno is not None:
                 raise
             raise ValueError(f"it begins as {name} does, and is damaged: {error}") from error
         with file:
             _require_small(*file.size)
+            if file.mode == "F" or (file.mode == "I" and name == "TIFF"):
+                raise ValueError("its samples have 32 bits: write it anew with 8 or 16")
             yield file
+
+
+def load(file: ImageFile) -> None:
+    """Read the pixels of an opened file, and the notes behind them; raises ``UNREADABLE``."""
+    try:
+        file.load()
+    except _DAMAGED as error:
+        raise ValueError(f"it is damaged: {error}") from error
 
 
 def _require_small(width: int, height: int) -> None:

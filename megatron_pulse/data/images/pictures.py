@@ -1,11 +1,21 @@
-"""One picture file: upright, in the channels asked for, as a square of pixels."""
+"""One picture file: upright, in sRGB, in the channels asked for, as a square of pixels."""
 
 from __future__ import annotations
 
+import io
+import struct
+from contextlib import suppress
+from functools import lru_cache
+
 import numpy as np
 import torch
-from PIL import ExifTags, Image
+from PIL import ExifTags, Image, ImageCms
+from PIL.ImageFile import ImageFile
+from PIL.PngImagePlugin import PngImageFile
+from PIL.TiffImagePlugin import TiffImageFile
 from torch import Tensor
+
+from megatron_pulse.data.images.opening import load
 
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -19,27 +29,43 @@ _UPRIGHT = {
 """What sets a picture upright, by EXIF's Orientation."""
 _SWAPPED = (5, 6, 7, 8)
 """Those that swap width and height."""
+_SPACES = {"RGB": "RGB", "L": "GRAY", "CMYK": "CMYK", "LAB": "Lab"}
+"""ICC's names of what modes are."""
+_GREYS = ("1", "LA", "La")
+_NOTES = (b"eXIf", b"iTXt", b"tEXt", b"zTXt")
+"""Chunks of PNG that may say the orientation."""
 
 
-def upright_size(file: Image.Image) -> tuple[int, int]:
+def upright_size(file: ImageFile) -> tuple[int, int]:
     """(width, height) of what ``decoded`` makes of an opened file."""
+    if isinstance(file, PngImageFile) and _has_notes_behind(file):
+        load(file)
     width, height = file.size
-    return (height, width) if _orientation(file) in _SWAPPED else (width, height)
+    turned = not isinstance(file, TiffImageFile) and _orientation(file) in _SWAPPED
+    return (height, width) if turned else (width, height)
 
 
-def decoded(file: Image.Image, channels: int) -> Image.Image:
+def decoded(file: ImageFile, channels: int) -> Image.Image:
     """The whole picture of an opened file, grey (1 channel) or RGB (3), as its camera was held.
 
-    Of 16 bits the upper 8 count; transparency is left out, as diffusers' own trainers do.
+    Colours of another profile are converted to sRGB, as ``PIL.ImageCms.profileToProfile`` does. Of
+    16 bits the upper 8 count; transparency is left out, as diffusers' own trainers do.
     """
+    load(file)  # also what stands behind the pixels
     turn = _UPRIGHT.get(_orientation(file))
     if file.mode.startswith("I"):  # grey of 16 bits: Pillow would make everything above 255 white
         high = np.asarray(file) >> 8
         image = Image.fromarray(high.clip(0, 255).astype(np.uint8))
     else:
         image = file
+    image = _in_srgb(image, file.info.get("icc_profile"))
     image = image.convert("L" if channels == 1 else "RGB")
     return image if turn is None else image.transpose(turn)
+
+
+def has_alpha(file: ImageFile) -> bool:
+    """Whether a picture has transparency, which is left out."""
+    return file.has_transparency_data
 
 
 def squared(image: Image.Image, size: int) -> Tensor:
@@ -57,9 +83,49 @@ def central_square(width: int, height: int) -> tuple[int, int, int]:
     return (width - side) // 2, (height - side) // 2, side
 
 
-def _orientation(file: Image.Image) -> int:
-    """EXIF's, of what stands before the pixels; 1, upright, where nothing (legible) does."""
-    try:  # the file's own method would read all of a PNG, where notes may follow the pixels
+def _in_srgb(image: Image.Image, profile: object) -> Image.Image:
+    """``image`` by its profile; as it is where there is none, or none for its kind of pixels."""
+    if not isinstance(profile, bytes):
+        profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("LAB")).tobytes()
+        return image if image.mode != "LAB" else _in_srgb(image, profile)
+    if image.mode not in _SPACES:
+        image = image.convert("L" if image.mode in _GREYS else "RGB")
+    with suppress(ImageCms.PyCMSError, OSError, ValueError):  # a damaged profile
+        transform = _to_srgb(profile, image.mode)
+        return image if transform is None else transform.apply(image)
+    return image
+
+
+@lru_cache(maxsize=16)
+def _to_srgb(profile: bytes, mode: str) -> ImageCms.ImageCmsTransform | None:
+    """What converts pixels of a mode; None where the profile is of other pixels."""
+    opened = ImageCms.ImageCmsProfile(io.BytesIO(profile))
+    if opened.profile.xcolor_space.strip() != _SPACES[mode]:
+        return None
+    return ImageCms.buildTransform(opened, ImageCms.createProfile("sRGB"), mode, "RGB")
+
+
+def _has_notes_behind(file: PngImageFile) -> bool:
+    """Whether a PNG has notes behind its pixels, by the heads of its chunks."""
+    content, seen = file.fp, False
+    assert content is not None
+    place = content.tell()
+    try:
+        content.seek(8)
+        while len(head := content.read(8)) == 8:
+            length, name = struct.unpack(">I4s", head)
+            if seen and name in _NOTES:
+                return True
+            seen |= name == b"IDAT"
+            content.seek(length + 4, io.SEEK_CUR)
+        return False
+    finally:
+        content.seek(place)
+
+
+def _orientation(file: ImageFile) -> int:
+    """EXIF's or XMP's, of what was read of the file; 1, upright, where nothing (legible) says."""
+    try:  # the file's own method would read all of a PNG
         found = Image.Image.getexif(file).get(ExifTags.Base.Orientation, 1)
     except Exception:  # Pillow raises many kinds for damaged notes beside sound pixels
         return 1

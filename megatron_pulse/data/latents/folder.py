@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +94,24 @@ class LatentFolder(DiffusionDataset):
     def conditioning(self, index: int) -> dict[str, Tensor]:
         return {name: self._finite(name, index) for name in self.fields}
 
+    def ties(self) -> Sequence[Sequence[Hashable]]:
+        # Folders of earlier versions keep no hashes of pictures; one picture has one latent.
+        names = [name for name in self.layout.numbers if name != "label"]
+        found: list[tuple[Hashable, ...]] = []
+        for index in range(len(self)):
+            own = [(name, int(self._row(name, index))) for name in names]
+            kept = tuple(tie for tie in own if tie[1])
+            found.append(kept if self.layout.pictures else (*kept, self._latent_hash(index)))
+        return found
+
+    def _latent_hash(self, index: int) -> int:
+        """That of a sample's latent, as it was written."""
+        shard, place = self._place(index)
+        told = self._shards[shard]
+        if told.hashes is None:
+            return row_hash(self._row("latent", index))
+        return int(self._hash_table(told)[sorted(told.files).index("latent")][1 + place])
+
     def framing(self, index: int) -> Framing:
         if not self.frames:
             return super().framing(index)
@@ -130,7 +148,12 @@ class LatentFolder(DiffusionDataset):
         for index in tqdm(everything, "verifying", unit="sample", delay=2, disable=None):
             for name in self.layout.columns():
                 try:
-                    self.label(index) if name == "label" else self._finite(name, index)
+                    if name == "label":
+                        self.label(index)
+                    elif name in self.layout.numbers:
+                        self._row(name, index)
+                    else:
+                        self._finite(name, index)
                 except DataError as error:
                     yield from error.faults
 

@@ -11,6 +11,9 @@ Beside it ``hashes-00000.bin`` has a hash of each row, with which what is read i
 Until all shards are there, ``shard-00000.json`` says of each that it is, so that several writers
 need not know of each other; then ``meta.json`` has them all.
 
+``picture`` has a hash of each sample's picture file, by which a writer sees that one was edited and
+the split of a dataset that several samples are of one; ``group`` one of the name of its group.
+
 Conditioning fields have any names (those that backbones read: ``context``, ``context_mask``,
 ``pooled``, ...). A field may have a *null* value, the encoding of the empty prompt. bfloat16 is
 stored as the uint16 of its bits, since NumPy has no such type.
@@ -20,7 +23,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
@@ -41,7 +44,7 @@ FILES = ", files of "
 _RECORDS = "shard-*.json"
 RESERVED = (
     *("latent", "label", "null", "image", "index", "noisy", "target", "timesteps", "labels"),
-    *("dropped", "pixels", "noise", "posterior", "deviation"),
+    *("dropped", "pixels", "noise", "posterior", "deviation", "picture", "group"),
 )
 """Names that no conditioning field can have."""
 
@@ -67,8 +70,9 @@ class LatentLayout:
     of the images before they were encoded (None: that of the latents). ``source`` says which
     images they were, ``made_by`` what encoded them (``latent``) and each field (classes, states,
     lengths, digests of weights); both are compared when a writer resumes. Where it ``deviates``,
-    latents are means of posteriors, whose standard deviations are kept beside them. Raises
-    DataError for names that cannot be fields.
+    latents are means of posteriors, whose standard deviations are kept beside them. ``pictures``
+    and ``groups``: whether hashes of pictures and of groups are kept (see above). Raises DataError
+    for names that cannot be fields.
     """
 
     shape: tuple[int, ...]
@@ -80,6 +84,8 @@ class LatentLayout:
     source: str = ""
     made_by: Mapping[str, str] = field(default_factory=dict)
     deviates: bool = False
+    pictures: bool = False
+    groups: bool = False
 
     def __post_init__(self) -> None:
         faults = [f"no field can be called {n!r}" for n in self.fields if n in RESERVED]
@@ -92,6 +98,12 @@ class LatentLayout:
         if faults:
             raise DataError("latent layout", faults, "Name fields as backbones do.")
 
+    @property
+    def numbers(self) -> tuple[str, ...]:
+        """What shards hold one whole number of for each sample."""
+        kept = {"label": True, "picture": self.pictures, "group": self.groups}
+        return tuple(name for name, there in kept.items() if there)
+
     def stored(self, name: str) -> np.dtype:
         """The type on disk of a conditioning field."""
         dtype = self.fields[name].dtype
@@ -103,7 +115,7 @@ class LatentLayout:
         return {
             "latent": latent,
             **({"deviation": latent} if self.deviates else {}),
-            "label": ((), np.dtype("int64")),
+            **{name: ((), np.dtype("int64")) for name in self.numbers},
             **{name: (spec.shape, self.stored(name)) for name, spec in self.fields.items()},
         }
 
@@ -143,7 +155,23 @@ class Meta:
     @property
     def count(self) -> int:
         """Samples in all shards."""
-        return sum(shard.count for shard in (*self.shards, *self.later.values()))
+        return sum(shard.count for shard in self.numbered.values())
+
+    @property
+    def numbered(self) -> dict[int, Shard]:
+        """All shards that are there, by number."""
+        return dict(enumerate(self.shards)) | self.later
+
+    def without(self, root: Path, numbers: Collection[int]) -> Meta:
+        """Write that the shards of these ``numbers`` are not there any more, and are to be."""
+        kept = {n: shard for n, shard in self.numbered.items() if n not in numbers}
+        left = Meta(self.layout, self.nulls)
+        for number in numbers:
+            (root / _RECORDS.replace("*", f"{number:05d}")).unlink(missing_ok=True)
+        for number, shard in kept.items():
+            left.record(root, number, shard)
+        _write(root / META, left.to_dict() | {"shards": []})
+        return left
 
     def add(self, number: int, shard: Shard) -> None:
         """Count a shard as there."""

@@ -44,7 +44,7 @@ def _schema(form: int, dtypes: list[str]) -> dict[str, Any]:
         source={**TEXT, "minLength": 0},
     )
     layout["properties"]["made_by"] = table_of({**TEXT, "minLength": 0}, "texts by field")
-    layout["properties"]["deviates"] = FLAG
+    layout["properties"] |= {"deviates": FLAG, "pictures": FLAG, "groups": FLAG}
     # Later versions say more of a layout, which ``LatentLayout`` knows or refuses.
     layout["additionalProperties"] = True
     return record(
@@ -71,7 +71,9 @@ def _misfits(content: dict[str, Any]) -> Iterator[str]:
     """Files that lie elsewhere, and fields without one."""
     layout = content["layout"]
     fields = set(layout["fields"])
-    columns = {"latent", "label", *fields, *(["deviation"] if layout.get("deviates") else [])}
+    optional = {"deviates": "deviation", "pictures": "picture", "groups": "group"}
+    columns = {"latent", "label", *fields}
+    columns |= {name for flag, name in optional.items() if layout.get(flag)}
     places = [("nulls", content["nulls"])]
     for i, shard in enumerate(content["shards"]):
         places.append((f"shards.{i}.files", shard["files"]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -74,6 +74,29 @@ class LatentWriter:
         """Samples in all shards that now are on disk, whoever wrote them."""
         return Meta.load(self.root).count if self._begun else 0
 
+    def changed(
+        self, picture: Callable[[int], int], rank: int = 0, num_ranks: int = 1
+    ) -> dict[int, list[int]]:
+        """The samples whose ``picture`` has another hash by now than when they were written, by
+        the number of their shard; of one of several writers' share."""
+        found: dict[int, list[int]] = {}
+        for number, shard in self._meta.numbered.items() if self.layout.pictures else ():
+            if number % num_ranks != rank:
+                continue
+            first = number * self.layout.shard_size
+            try:
+                there = mapped(self.root / shard.files["picture"].name).tolist()
+            except ValueError:  # it is damaged, or gone
+                there = [-1] * shard.count
+            others = [first + i for i, was in enumerate(there) if picture(first + i) != was]
+            found |= {number: others} if others else {}
+        return found
+
+    def forget(self, numbers: Collection[int]) -> None:
+        """Let these shards be written anew; of other writers none may be at work."""
+        self._meta = self._meta.without(self.root, numbers)
+        self._number = len(self._meta.shards)
+
     def share(self, rank: int = 0, num_ranks: int = 1) -> list[int]:
         """The numbers of the shards that one of several writers still has to write."""
         assert self.num_samples is not None
@@ -93,9 +116,11 @@ class LatentWriter:
         label: int,
         conditioning: Mapping[str, Tensor] = _NONE,
         deviation: Tensor | None = None,
+        picture: int = 0,
+        group: int = 0,
     ) -> None:
-        """Append a sample: ``latent`` of the layout's ``shape``, a tensor of every field, and the
-        latent's ``deviation`` where the layout deviates."""
+        """Append a sample: ``latent`` of the layout's ``shape``, a tensor of every field, the
+        latent's ``deviation`` where the layout deviates, and the hashes that it keeps."""
         layout, faults = self.layout, []
         if self.complete:
             faults.append("the folder is complete")
@@ -115,7 +140,9 @@ class LatentWriter:
             raise DataError(f"latents {self.root}, sample {sample}", faults, "Nothing was added.")
         given |= conditioning
         kept = {name: value.detach().cpu().clone() for name, value in given.items()}
-        self._pending.append(kept | {"label": torch.tensor(label)})
+        numbers = {"label": label, "picture": picture, "group": group}
+        kept |= {name: torch.tensor(numbers[name]) for name in layout.numbers}
+        self._pending.append(kept)
         if len(self._pending) == layout.shard_size or sample + 1 == self.num_samples:
             self._flush()
 
@@ -187,6 +214,8 @@ class LatentWriter:
         old, new = asdict(there.layout), asdict(self.layout)
         if FILES not in there.layout.source:
             new["source"] = self.layout.source.partition(FILES)[0]
+        if new["pictures"] and not old["pictures"]:
+            return ["an earlier version wrote it, without hashes of the pictures' contents"]
         faults = []
         for key in (key for key in old if old[key] != new[key]):
             if key in ("fields", "made_by"):

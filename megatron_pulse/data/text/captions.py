@@ -18,7 +18,8 @@ class CaptionedImages(ImageFiles):
 
     ``fields`` are what a backbone asks for: the dataset has those of them that are text. Dropped
     samples get the encoding of the empty text. ``verify`` is that of ImageFiles, ``column`` the
-    captions' in lists. Raises DataError with everything that is wrong with them.
+    captions' in lists, ``default`` that of images without one. Raises DataError with everything
+    that is wrong with them.
     """
 
     kind = "captions"
@@ -31,9 +32,10 @@ class CaptionedImages(ImageFiles):
         fields: Mapping[str, FieldSpec] = NO_FIELDS,
         verify: bool = False,
         column: str = TEXT,
+        default: str = "",
     ) -> None:
         root = Path(root)
-        said = read_captions(root, column)
+        said = read_captions(root, column, default)
         if not said.pairs:
             raise DataError(
                 f"captioned images {root}",
@@ -43,8 +45,9 @@ class CaptionedImages(ImageFiles):
                 "'pulse data emoji' makes one.",
             )
         files, captions = zip(*said.pairs, strict=True)
+        groups = [said.groups.get(path, "") for path in files]
         super().__init__(
-            root, list(files), [0] * len(files), 1, image_size, channels, verify, captions
+            root, list(files), [0] * len(files), 1, image_size, channels, verify, captions, groups
         )
         self.cautions = said.cautions
         self._encoder = WordEncoder(fields)

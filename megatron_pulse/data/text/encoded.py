@@ -62,7 +62,9 @@ class Encoded(Derived):
         self._encode = encode
 
     def conditioning(self, index: int) -> dict[str, Tensor]:
-        return {**self.source.conditioning(index), **self._encode(self.caption(index))}
+        caption = self.caption(index)
+        made = self._encode(caption) if caption else self._encode.null()
+        return {**self.source.conditioning(index), **made}
 
     def null_conditioning(self) -> dict[str, Tensor]:
         return {**self.source.null_conditioning(), **self._encode.null()}

@@ -325,6 +325,13 @@ class PulseOptions:
         False,
         check=_skip_corrupt,
     )
+    default_caption: str = flag(
+        "with folder: and captions: data that have captions, the caption of pictures that have "
+        "none or an empty one (default: none; they train unconditionally)",
+        "",
+        metavar="TEXT",
+        marks=[FlagMark.STEPS],
+    )
     class_dropout: float = flag(
         "share of samples that lose their label and all other conditioning, for classifier-free "
         "guidance (default 0.1)",

@@ -1,0 +1,114 @@
+"""The files of a folder of images: pictures, texts and lists, and what is left aside."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_pulse.data.images.opening import SUFFIXES
+
+METADATA = "metadata.jsonl"
+TABLE = "metadata.csv"
+TEXT_SUFFIX = ".txt"
+_UNREAD = (".avif", ".heic", ".heif", ".ico", ".jp2", ".jxl", ".psd", ".svg")
+"""Of pictures in formats that are not read here."""
+_NAMED = 3
+
+
+@dataclass(frozen=True)
+class Listing:
+    """All files below ``root`` that are not hidden, sorted folder by folder; and the hidden ones
+    that are called as pictures."""
+
+    root: Path
+    files: Sequence[Path]
+    hidden: Sequence[Path] = ()
+
+    @classmethod
+    def of(cls, root: Path) -> Listing:
+        """Those of a folder. Links to folders count in ``root`` itself, where classes may be such.
+        Hidden folders are not entered."""
+        found, hidden = list[Path](), list[Path]()
+
+        def add(path: Path) -> None:
+            if not path.name.startswith("."):
+                found.append(path)
+            elif is_picture(path):
+                hidden.append(path)
+
+        for top in sorted(root.iterdir()) if root.is_dir() else ():
+            if not top.is_dir():
+                add(top)
+            elif not top.name.startswith("."):
+                for folder, folders, names in os.walk(top):
+                    folders[:] = sorted(name for name in folders if not name.startswith("."))
+                    for name in sorted(names):
+                        add(Path(folder, name))
+        return cls(root, found, hidden)
+
+    @property
+    def pictures(self) -> list[Path]:
+        """Files that are called as pictures that are read here."""
+        return [path for path in self.files if is_picture(path)]
+
+    @property
+    def texts(self) -> list[Path]:
+        """Texts that may be captions."""
+        return [path for path in self.files if path.suffix == TEXT_SUFFIX]
+
+    @property
+    def lists(self) -> list[Path]:
+        """Lists of captions."""
+        return [path for path in self.files if path.name in (METADATA, TABLE)]
+
+    def left_aside(self) -> Iterator[str]:
+        """What is not read, and why: how many files, and the names of some."""
+        pictures = self.pictures
+        names = {path.with_suffix("") for path in pictures}
+        others = [path for path in self.files if path.suffix.lower() in _UNREAD]
+        # A text that is beside no picture at all is no caption: a README, a licence.
+        folders = {name.parent for name in names} | {path.parent for path in others}
+        lone = [p for p in self.texts if p.with_suffix("") not in names and p.parent in folders]
+        if lone:
+            yield f"{self._has(lone, 'text')} without a picture of that name: left aside"
+        if others:
+            yield (
+                f"{self._has(others, 'picture')} in formats that are not read: left aside; "
+                f"convert them to {', '.join(SUFFIXES)}"
+            )
+        if self.hidden:
+            yield f"{self._has(self.hidden, 'hidden file')} with names of pictures: left aside"
+        known = {*pictures, *self.texts, *self.lists, *others}
+        if strange := [p for p in self.files if p not in known and not _is_note(p)]:
+            yield f"{self._has(strange, 'file')} that are no pictures by their names: left aside"
+
+    def _has(self, paths: Sequence[Path], what: str) -> str:
+        return f"{self.root} has {some(self.root, paths, what)}"
+
+
+def is_picture(path: Path) -> bool:
+    """Whether a file is called as pictures are that are read here."""
+    return path.suffix.lower() in SUFFIXES
+
+
+def some(root: Path, paths: Collection[Path], what: str) -> str:
+    """How many paths below ``root``, each a ``what``, and the names of the first."""
+    shown = ", ".join(str(path.relative_to(root)) for path in [*paths][:_NAMED])
+    more = ", ..." if len(paths) > _NAMED else ""
+    return f"{len(paths)} {what}{'s' * (len(paths) > 1)} ({shown}{more})"
+
+
+def by_stem(paths: Sequence[Path]) -> dict[Path, list[Path]]:
+    """The paths of each name without its suffix."""
+    found = defaultdict[Path, list[Path]](list)
+    for path in paths:
+        found[path.with_suffix("")].append(path)
+    return found
+
+
+def _is_note(path: Path) -> bool:
+    """Whether a file is about the folder: a README, a licence, a script, a table."""
+    return path.suffix.lower() in ("", ".md", ".rst", ".json", ".jsonl", ".csv", ".py", ".sh")

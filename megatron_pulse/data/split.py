@@ -1,0 +1,83 @@
+"""Samples that belong together: none of a unit is held back while another is trained on."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import xxhash
+
+from megatron_pulse.files import open_regular
+
+_MOST_COMPARED = 100_000
+"""Files; of more, only names are compared."""
+_END_BYTES = 4096
+
+
+def units_of(ties: Sequence[Sequence[Hashable]]) -> list[int]:
+    """The unit of each sample, numbered from 0: samples with a tie in common are of one unit, and
+    so are those that others connect."""
+    parent = list(range(len(ties)))
+
+    def root(sample: int) -> int:
+        while parent[sample] != sample:
+            parent[sample] = parent[parent[sample]]
+            sample = parent[sample]
+        return sample
+
+    first: dict[Hashable, int] = {}
+    for sample, own in enumerate(ties):
+        for tie in own:
+            parent[root(sample)] = root(first.setdefault(tie, sample))
+    numbers: dict[int, int] = {}
+    return [numbers.setdefault(root(sample), len(numbers)) for sample in range(len(ties))]
+
+
+def content_hash(*paths: Path) -> int:
+    """A hash of the bytes of files (XXH3, 63 bits); raises OSError."""
+    whole = xxhash.xxh3_64()
+    for path in paths:
+        with open_regular(path) as file:
+            while piece := file.read(1 << 20):
+                whole.update(piece)
+    return int(whole.intdigest()) >> 1
+
+
+def name_hash(name: str) -> int:
+    """A hash of a text (XXH3, 63 bits)."""
+    return int(xxhash.xxh3_64_intdigest(name.encode())) >> 1
+
+
+def same_files(files: Sequence[Path]) -> list[Hashable]:
+    """A key for each file, equal for those of equal bytes.
+
+    Whole files are read only where size, beginning and end are equal. Of more than 100,000 files,
+    and of those that cannot be read, the key is the path.
+    """
+    unique = list(dict.fromkeys(files))
+    keys: dict[Path, Hashable] = {path: path for path in unique}
+    if len(unique) <= _MOST_COMPARED:
+        for sized in _alike(unique, lambda path: os.stat(path).st_size):
+            for ended in _alike(sized, _ends):
+                for same in _alike(ended, content_hash):
+                    keys |= dict.fromkeys(same, same[0])
+    return [keys[path] for path in files]
+
+
+def _alike(paths: Sequence[Path], key: Callable[[Path], Hashable]) -> Iterator[list[Path]]:
+    """Those whose key is equal, where there are several."""
+    found = defaultdict[Hashable, list[Path]](list)
+    for path in paths:
+        with suppress(OSError):  # told where it is read
+            found[key(path)].append(path)
+    yield from (same for same in found.values() if len(same) > 1)
+
+
+def _ends(path: Path) -> bytes:
+    with open_regular(path) as file:
+        head = file.read(_END_BYTES)
+        file.seek(max(os.fstat(file.fileno()).st_size - _END_BYTES, 0))
+        return head + file.read(_END_BYTES)

@@ -1,0 +1,101 @@
+"""What is held back for validation has nothing in common with what is trained on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from megatron_pulse.cli.main import main
+from megatron_pulse.data.build import open_dataset
+from megatron_pulse.data.dataset import DiffusionDataset, split_indices
+from megatron_pulse.data.split import same_files, units_of
+
+
+def test_units_join_what_shares_a_tie_with_another() -> None:
+    ties = [("a",), ("b", "x"), ("c",), ("a", "y"), ("d", "y"), ("x",), ()]
+    assert units_of(ties) == [0, 1, 2, 0, 0, 1, 3]
+
+
+def test_units_are_held_back_whole() -> None:
+    units = [i // 5 for i in range(100)]
+    train, held_out = split_indices(100, 0.1, units)
+    assert len(held_out) == 10 and not {units[i] for i in train} & {units[i] for i in held_out}
+    alone = split_indices(100, 0.1, list(range(100)))
+    assert [part.tolist() for part in alone] == [part.tolist() for part in split_indices(100, 0.1)]
+    large = [0] * 60 + [1] * 40
+    assert [len(part) for part in split_indices(100, 0.1, large)] == [60, 40]
+    assert len(split_indices(100, 0.0, units)[1]) == 0
+
+
+def test_files_of_equal_bytes_are_found(tmp_path: Path) -> None:
+    """Also where they differ in the middle alone, of one size."""
+    content = bytes(20_000)
+    for name, byte in (("a", 0), ("b", 1), ("c", 0), ("d", 0)):
+        (tmp_path / name).write_bytes(content + bytes([byte]) + content)
+    (tmp_path / "e").write_bytes(b"another size")
+    a, b, c, d, e, gone = same_files([tmp_path / name for name in "abcdef"])
+    assert a == c == d and len({a, b, e, gone}) == 4
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    """20 pictures: 10 with three captions each, and 10 in five groups; a copy of one is listed."""
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    rows = []
+    for i in range(20):
+        pixels = np.full((16, 16, 3), 10 * i, np.uint8)
+        Image.fromarray(pixels).save(folder / f"{i}.png")
+        said = {"file_name": f"{i}.png", "text": f"caption of {i}"}
+        rows += [said | {"text": f"{j}. {i}"} for j in range(3)] if i < 10 else []
+        rows += [said | {"group": i % 5}] if i >= 10 else []
+    (folder / "copy.png").write_bytes((folder / "3.png").read_bytes())
+    rows.append({"file_name": "copy.png", "text": "a copy"})
+    (folder / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return folder
+
+
+def kinds(data: DiffusionDataset) -> set[object]:
+    """What may be on one side only: brightness of each picture, by groups from 10 on."""
+    seen = {round((float(data.image(i).mean()) + 1) * 12.75) for i in range(len(data))}
+    return {value if value < 10 else f"group {value % 5}" for value in seen}
+
+
+def test_pictures_and_groups_are_on_one_side(photos: Path, tmp_path: Path) -> None:
+    """Of lists of captions, and of the latents that are written of them."""
+    out = tmp_path / "latents"
+    argv = ["data", "write-latents", "--from", f"captions:{photos}", "--image-size", "8"]
+    assert main([*argv, "--text-states", "2x4", "-o", str(out)]) == 0
+    for spec in (f"captions:{photos}", f"folder:{photos}", f"latents:{out}"):
+        for fraction in (0.1, 0.3, 0.5):
+            train, held_out = open_dataset(spec, 8, validation_fraction=fraction)
+            assert len(train) + len(held_out) == 41
+            assert abs(len(held_out) - 41 * fraction) < 4
+            assert kinds(train) and kinds(held_out) and not kinds(train) & kinds(held_out)
+
+
+def test_copies_in_classes_are_on_one_side(photos: Path) -> None:
+    (photos / "metadata.jsonl").unlink()
+    for i in range(21):
+        name = "copy.png" if i == 20 else f"{i}.png"
+        place = photos / ("a" if i % 2 else "b") / name
+        place.parent.mkdir(exist_ok=True)
+        (photos / name).rename(place)
+    for fraction in np.linspace(0.05, 0.6, 12):
+        parts = open_dataset(f"folder:{photos}", 8, validation_fraction=fraction)
+        names = [{Path(p.describe(i)).name for i in range(len(p))} for p in parts]
+        assert all(len({"3.png", "copy.png"} & side) != 1 for side in names)
+
+
+def test_one_picture_cannot_be_divided_and_is_said(tmp_path: Path) -> None:
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    rows = [json.dumps({"file_name": "a.png", "text": str(i)}) for i in range(4)]
+    (tmp_path / "metadata.jsonl").write_text("\n".join(rows))
+    train, held_out = open_dataset(f"captions:{tmp_path}", 8)
+    assert (len(train), len(held_out)) == (3, 1)
+    (said,) = train.cautions
+    assert said.startswith(f"all 4 samples of captions:{tmp_path} are of one picture or group")
