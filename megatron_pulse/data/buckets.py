@@ -33,6 +33,10 @@ class Buckets(DiffusionDataset):
     def parts(self) -> tuple[DiffusionDataset, ...]:
         return self._parts
 
+    @property
+    def sources(self) -> tuple[DiffusionDataset, ...]:
+        return tuple(source for part in self._parts for source in part.sources)
+
     def part_of(self, index: int) -> tuple[int, int]:
         part = bisect_right(self._ends, index)
         return part, index - (self._ends[part - 1] if part else 0)

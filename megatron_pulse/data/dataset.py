@@ -103,6 +103,11 @@ class DiffusionDataset(ABC):
         """The samples of each shape, where there are several."""
         return (self,)
 
+    @property
+    def sources(self) -> tuple[DiffusionDataset, ...]:
+        """The datasets that read files (or make samples), of which this one is made."""
+        return (self,)
+
     def part_of(self, index: int) -> tuple[int, int]:
         """Which of ``parts`` a sample is in, and its index there."""
         return 0, index
@@ -218,6 +223,10 @@ class Derived(DiffusionDataset):
         self.made_by = source.made_by
         self.cautions = source.cautions
         self.latent_shape = source.latent_shape
+
+    @property
+    def sources(self) -> tuple[DiffusionDataset, ...]:
+        return self.source.sources
 
     def at(self, index: int) -> int:
         """Which sample of ``source`` is this one."""

@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
+import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
@@ -18,6 +19,7 @@ from megatron_pulse.data.buckets import BucketSampler
 from megatron_pulse.data.build import no_data_named, open_buckets
 from megatron_pulse.data.dataset import DataError, DiffusionDataset, FieldSpec
 from megatron_pulse.data.fields import WantedFields
+from megatron_pulse.data.images.survey import require_readable, surveys
 from megatron_pulse.data.microbatches import DiffusionLoader, Split
 from megatron_pulse.data.sampler import MicrobatchSampler
 from megatron_pulse.data.text.encoded import cut_short
@@ -104,8 +106,8 @@ class DiffusionData:
         self._class_dropout = options.class_dropout
         self._skip_corrupt = options.skip_corrupt
         self._bucket_batch = options.bucket_batch
-        self.num_corrupt = 0
-        """How often a sample of training was replaced in this process, its image being corrupt."""
+        self._corrupt: set[str] = set()
+        """The files of training that were passed over in this process, being corrupt."""
         self._null_label = backbone.null_label
         self.homes: dict[str, tuple[int, ...]] = {}
         """The pipeline devices of each encoder in the loop, as the plan says."""
@@ -139,6 +141,25 @@ class DiffusionData:
         if self._tokenize is not None and self.train.has_captions:
             found += cut_short(self.train, self._tokenize)
         return found
+
+    def survey(self) -> list[str]:
+        """What the image files are, for people; looks at all of them.
+
+        Raises DataError with each that cannot be read, unless those are passed over.
+        """
+        found = surveys([self.train, self.validation])
+        if not self._skip_corrupt:
+            require_readable(found)
+        held = f"{len(self.train):,} samples to train on, {len(self.validation):,} held back"
+        return [f"{each.describe()}; {held}" for each in found]
+
+    def count_corrupt(self) -> int:
+        """How many files all ranks have passed over in training, being corrupt (collective)."""
+        if not self._skip_corrupt:
+            return 0
+        every: list[set[str]] = [set()] * dist.get_world_size()
+        dist.all_gather_object(every, self._corrupt)
+        return len(set().union(*every))
 
     def place_encoders(self, plan: Plan, given: PlanFile | None) -> list[str]:
         """Put the encoders of the loop where the plan has them; why it cannot be."""
@@ -265,7 +286,8 @@ class DiffusionData:
         named: set[int] = set()
         for batch in batches:
             for index in batch.pop("corrupt").tolist():
-                self.num_corrupt += training
+                if training:
+                    self._corrupt.add(dataset.describe(index))
                 if tells and index not in named and len(named) < _MOST_NAMED:
                     named.add(index)
                     more = "; more will not be named" if len(named) == _MOST_NAMED else ""

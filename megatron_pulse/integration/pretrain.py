@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from megatron.training.determinism import apply_determinism_env
 
+from megatron_pulse.data.dataset import DataError
 from megatron_pulse.integration.checkpoint.folders import CheckpointError, newest_named
 from megatron_pulse.integration.checkpoint.lock import FolderInUse, FolderLock
 from megatron_pulse.integration.checkpoint.resume import NewRun, describe
@@ -96,6 +97,10 @@ def main() -> None:
             print(describe(start, begun), flush=True)
         elif args.rank == 0 and (weights := describe_weights(options.backbone or "")):
             print(weights, flush=True)
+        with HERE.during("looking at pictures", patient=True), refusing(DataError):
+            looked_at = by_rank_0(data.survey)
+        for line in looked_at if args.rank == 0 else ():
+            print(line, flush=True)
         for caution in data.cautions if args.rank == 0 else ():
             print(f"warning: {caution}", flush=True)
         if given is not None and args.rank == 0:

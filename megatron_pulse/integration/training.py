@@ -112,7 +112,7 @@ def train(
     throughput = ThroughputLog(
         work,
         lambda: schedule.step_time,
-        lambda: data.num_corrupt,
+        data.count_corrupt,
         _stragglers(args, options, plan),
     )
     args.log_throughput = False  # Megatron's line; ours is always there

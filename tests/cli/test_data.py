@@ -99,6 +99,38 @@ def test_emoji(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "not empty" in capsys.readouterr().err
 
 
+def test_check_looks_at_every_file_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And says what becomes of pictures: listed twice, small, of another shape, transparent."""
+    rng = np.random.default_rng(0)
+    shapes = {"a": (9, 9, 3), "b": (20, 16, 3), "c": (6, 9, 4), "d": (8, 8, 3)}
+    rows = [{"file_name": f"{name}.png", "text": name} for name in (*shapes, "d", "e", "e")]
+    for name, shape in shapes.items():
+        Image.fromarray(rng.integers(0, 256, shape, np.uint8)).save(tmp_path / f"{name}.png")
+    (tmp_path / "e.png").write_text("no image")
+    (tmp_path / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    argv = ["data", "check", f"captions:{tmp_path}", "--image-size", "8"]
+    assert main(argv) == 2
+    told = capsys.readouterr()
+    assert (
+        f"{tmp_path}: 5 pictures, 2 cropped to the central square, 1 smaller than 8x8" in told.out
+    )
+    assert "1 with transparency, which is left out, 1 cannot be read (all decoded)" in told.out
+    assert "held back" in told.out and told.err.count("e.png: not an image") == 1
+    (tmp_path / "e.png").write_bytes((tmp_path / "d.png").read_bytes())
+    assert main([*argv, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    (folder,) = report["folders"]
+    assert folder["pictures"] == 5 and folder["unreadable"] == []
+    assert report["num_training"] + report["num_validation"] == 7
+    with LatentWriter(tmp_path / "l", LatentLayout((1, 2, 2), 1, LatentType.FLOAT32)) as writer:
+        for _ in range(4):
+            writer.add(torch.randn(1, 2, 2), 0)
+    assert main(["data", "check", f"latents:{tmp_path / 'l'}"]) == 0
+    path = tmp_path / "l" / "latent-00000.npy"
+    path.write_bytes(path.read_bytes()[:-1] + b"\1")
+    assert main(["data", "check", f"latents:{tmp_path / 'l'}"]) == 2
+
+
 def test_verify_lists_every_bad_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("a", "b"):
         (tmp_path / name).mkdir()

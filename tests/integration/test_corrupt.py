@@ -38,14 +38,17 @@ def test_every_layout_passes_over_the_same(flags: list[str]) -> None:
     named = [re.findall(r"corrupt, passed over: .*/(\d+)\.png", said) for said in (alone, first)]
     assert named[0] == named[1] and named[0]
     assert {int(i) for i in named[0]} <= set(CORRUPT) and len(set(named[0])) == len(named[0])
-    counts = [re.findall(r"corrupt samples passed over: (\d+)", said) for said in (alone, last)]
-    assert counts[0] == counts[1] and int(counts[0][-1]) >= len(named[0])
+    counts = [re.findall(r"corrupt files passed over: (\d+)", said) for said in (alone, last)]
+    assert counts[0] == counts[1] and int(counts[0][-1]) == len(named[0])
+    assert "12 pictures, 0 cropped" in alone and "4 cannot be read (all decoded)" in alone
+    assert "; 11 samples to train on, 1 held back" in alone
 
 
 def test_the_error_names_the_file_and_the_command_that_finds_all(flags: list[str]) -> None:
     with pytest.raises(RanksFailed) as failed:
         run_ranks(1, timed_run, flags)
     said = failed.value.outputs[0]
+    assert all(f"captions/{i}.png: it begins as PNG does" in said for i in CORRUPT)
     assert re.search(r"captions/\d+\.png: ", said) and "Traceback" not in said
     assert re.search(
         r"pulse data info captions:\S+ --image-size 8 --channels 1 --verify' lists them all", said

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_pulse.cli.errors import add_parser, mending, out_of, require, warn
 from megatron_pulse.cli.models.emoji import add_emoji
 from megatron_pulse.cli.models.encoders import add_encoders
+from megatron_pulse.cli.models.encoding import add_default_caption
 from megatron_pulse.cli.models.latents import add_write_latents
 from megatron_pulse.cli.output import add_json, answer, columns
 from megatron_pulse.flag_fields import PIXELS
@@ -31,9 +32,21 @@ _DESCRIPTION = f"""\
 {_SPECS}
 examples:
   pulse data info folder:photos --image-size 64 --verify
+  pulse data check folder:photos --image-size 64
   pulse data write-latents --from folder:photos --image-size 256 --vae sd-vae -o latents
   pulse data encoders sd-v1.5
   pulse data emoji --to runs/emoji/images
+"""
+_CHECK = f"""\
+Pictures are decoded, with a progress bar on a terminal, and counted: how many are cropped, enlarged
+or have transparency, and which cannot be read. Rows of latents are compared with their hashes. The
+exit status is 2 where anything cannot be read. A run looks at the heads of all pictures when it
+starts, and decodes those of small folders.
+
+{_SPECS}
+examples:
+  pulse data check folder:photos --image-size 512
+  pulse data check latents:runs/latents
 """
 _INFO = f"""\
 {_SPECS}
@@ -59,9 +72,55 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         help="read every image file, or compare every latent file with its SHA-256",
     )
     add_json(info, to_file=False)
+    check = add_parser(parts, "data check", "look at every file of a dataset", _CHECK, run_check)
+    check.add_argument("spec", metavar="SPEC", help="a dataset, as above")
+    check.add_argument("--image-size", type=int, metavar="N", help="resize images to NxN")
+    check.add_argument("--channels", type=int, choices=[1, 3], default=3, help="of a folder (3)")
+    add_default_caption(check)
+    add_json(check, to_file=False)
     add_write_latents(parts, _SPECS)
     add_encoders(parts)
     add_emoji(parts)
+
+
+def run_check(args: argparse.Namespace) -> None:
+    """Decode every picture, or compare every row of latents with its hash, and print what is so."""
+    require(out_of(PIXELS, args, "image_size"))
+    from megatron_pulse.data.build import open_dataset
+    from megatron_pulse.data.images.survey import require_readable, surveys
+
+    with mending(OSError):
+        data = open_dataset(
+            args.spec,
+            args.image_size,
+            args.channels,
+            verify=args.spec.startswith("latents:"),
+            default_caption=args.default_caption,
+        )
+        found = surveys(data, whole=True)
+    warn(*data[0].cautions)
+    train, validation = data
+    report = {
+        "dataset": args.spec,
+        "num_training": len(train),
+        "num_validation": len(validation),
+        "folders": [
+            {
+                "folder": str(each.files.root),
+                "pictures": each.num_pictures,
+                "cropped": each.num_cropped,
+                "enlarged": each.num_enlarged,
+                "with_alpha": each.num_with_alpha,
+                "unreadable": each.unreadable,
+            }
+            for each in found
+        ],
+        "cautions": list(train.cautions),
+    }
+    told = [*(each.describe() for each in found)]
+    told.append(f"{len(train):,} samples to train on, {len(validation):,} held back")
+    answer(args, told, lambda: report)
+    require_readable(found)
 
 
 def run_info(args: argparse.Namespace) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from megatron_pulse.data.dataset import DataError, Derived, FieldSpec
+from megatron_pulse.data.dataset import DataError, Derived, DiffusionDataset, FieldSpec
 from megatron_pulse.data.images.folder import ImageFiles
 from megatron_pulse.data.images.listing import Listing, by_stem, some
 from megatron_pulse.data.images.opening import UNREADABLE, opened
@@ -67,6 +67,10 @@ class Conditioned(Derived):
         channels, side, _ = spec.shape
         self.fields = {**source.fields, CONDITIONING: spec}
         self._others = ImageFiles(root, files, [0] * len(files), 1, side, channels, verify)
+
+    @property
+    def sources(self) -> tuple[DiffusionDataset, ...]:
+        return (*super().sources, self._others)
 
     def image(self, index: int) -> Tensor:
         self._others.check(index)

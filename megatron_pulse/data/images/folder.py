@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from PIL import Image
+from PIL.ImageFile import ImageFile
 from torch import Tensor
 from tqdm import tqdm
 
@@ -77,7 +78,7 @@ class ImageFiles(DiffusionDataset):
 
     def framing(self, index: int) -> Framing:
         size = self.image_shape[1]
-        with self._opened(index) as file:
+        with self.opened(index) as file:
             width, height = upright_size(file)
         left, top, side = central_square(width, height)
         crop = (round(top * size / side), round(left * size / side))
@@ -112,35 +113,39 @@ class ImageFiles(DiffusionDataset):
 
     def _decoded(self, index: int) -> Image.Image:
         """The whole image; raises DataError with the file's name and what to do."""
-        with self._opened(index) as file:
+        with self.opened(index) as file:
             image = decoded(file, self.image_shape[0])
         self._sound[index] = 1
         return image
 
     @contextmanager
-    def _opened(self, index: int) -> Iterator[Image.Image]:
+    def opened(self, index: int) -> Iterator[ImageFile]:
         """The file, of which only the beginning was read; what is wrong with it is a DataError."""
         with self._told(index), opened(self.files[index]) as file:
             yield file
 
+    @property
+    def remedy(self) -> str:
+        """What to do about files that cannot be read."""
+        channels, size, _ = self.image_shape
+        spec = shlex.quote(f"{self.kind}:{self.root}")
+        return (
+            "Replace or remove this file; training passes over such with --pulse-skip-corrupt. "
+            f"'pulse data info {spec} --image-size {size} --channels {channels} --verify' "
+            "lists them all."
+        )
+
     @contextmanager
     def _told(self, index: int) -> Iterator[None]:
         """What is wrong with a file becomes a DataError."""
-        channels, size, _ = self.image_shape
         try:
             yield
         except UNREADABLE as error:
             # What storage does not give has a number; it may be there for others, or later.
             missing = isinstance(error, OSError) and error.errno is not None
             kind = DataError if missing else CorruptSample
-            spec = shlex.quote(f"{self.kind}:{self.root}")
-            raise kind(
-                f"image folder {self.root}",
-                [f"{self.files[index]}: {error}"],
-                "Replace or remove this file; training passes over such with --pulse-skip-corrupt. "
-                f"'pulse data info {spec} --image-size {size} --channels {channels} --verify' "
-                "lists them all.",
-            ) from error
+            fault = f"{self.files[index]}: {error}"
+            raise kind(f"image folder {self.root}", [fault], self.remedy) from error
 
     def _verified(self) -> Iterator[str]:
         """A fault for every file that cannot be read."""

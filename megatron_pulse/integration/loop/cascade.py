@@ -48,10 +48,14 @@ class CascadeData:
         self.description = "; ".join(sorted(said))
         self.process = next(iter(self.parts.values())).process
 
-    @property
-    def num_corrupt(self) -> int:
-        """How often a sample of training was replaced in this process, its image being corrupt."""
-        return sum(part.num_corrupt for part in self.parts.values())
+    def survey(self) -> list[str]:
+        """What the image files are of every chain, for people (see ``DiffusionData``)."""
+        told = [line for part in self.parts.values() for line in part.survey()]
+        return list(dict.fromkeys(told))
+
+    def count_corrupt(self) -> int:
+        """How many files all ranks have passed over in training, being corrupt (collective)."""
+        return sum(part.count_corrupt() for part in self.parts.values())
 
     @property
     def cautions(self) -> list[str]:

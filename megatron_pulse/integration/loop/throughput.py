@@ -80,7 +80,7 @@ class Figures:
         yield f"peak {self.peak_gb:.3g} GB ({self.memory})"
         yield f"{timedelta(seconds=round(self.seconds_left))} left"
         if self.num_corrupt:
-            yield f"corrupt samples passed over: {self.num_corrupt}"
+            yield f"corrupt files passed over: {self.num_corrupt}"
 
     def scalars(self) -> dict[str, float]:
         """For TensorBoard and W&B: tags and values."""
@@ -94,7 +94,7 @@ class Figures:
             "seconds-left": self.seconds_left,
         }
         if self.num_corrupt:
-            values["corrupt-samples"] = self.num_corrupt
+            values["corrupt-files"] = self.num_corrupt
         return {tag: value for tag, value in values.items() if value is not None}
 
 
@@ -149,8 +149,7 @@ def figures(
         max(rank.peak_bytes for rank in ranks) / 1e9,
         memory,
         steps_left * seconds / len(steps),
-        # Every rank of a replica meets the same samples.
-        round(sum(rank.num_corrupt for rank in ranks) * work.num_replicas / len(ranks)),
+        round(max(rank.num_corrupt for rank in ranks)),
     )
 
 
@@ -176,9 +175,9 @@ class ThroughputLog:
     """Times training steps and says how fast they were where Megatron logs.
 
     ``step_time`` gives the computing time of the step that was made last, ``num_corrupt`` how many
-    corrupt samples this process has met; ``stragglers`` looks at each interval for slow ranks. One
-    or two small gathers per interval are all that it sends. The first step of a run, which opens
-    connections and warms up, counts only where it is alone.
+    corrupt files all ranks have met (collective); ``stragglers`` looks at each interval for slow
+    ranks. A few small gathers per interval are all that it sends. The first step of a run, which
+    opens connections and warms up, counts only where it is alone.
     """
 
     def __init__(

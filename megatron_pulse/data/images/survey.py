@@ -1,0 +1,95 @@
+"""What the files of an image folder are, looked at once: readable, how large, how they are cut."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tqdm import tqdm
+
+from megatron_pulse.data.dataset import DataError, DiffusionDataset
+from megatron_pulse.data.images.folder import ImageFiles
+from megatron_pulse.data.images.pictures import has_alpha, upright_size
+
+MOST_DECODED = 32 << 20
+"""Bytes of files: so many are decoded at the start of a run, which takes some seconds. Of more,
+only the heads are read."""
+
+
+@dataclass
+class Survey:
+    """The pictures of one folder. ``unreadable`` has a fault for each that cannot be read."""
+
+    files: ImageFiles
+    num_pictures: int = 0
+    decoded: bool = False
+    num_cropped: int = 0
+    num_enlarged: int = 0
+    num_with_alpha: int = 0
+    unreadable: list[str] = field(default_factory=list)
+
+    def describe(self) -> str:
+        """One line: how many there are, and what becomes of them."""
+        _, height, width = self.files.image_shape
+        told = [
+            f"{self.num_pictures:,} pictures",
+            f"{self.num_cropped:,} cropped to the central square",
+            f"{self.num_enlarged:,} smaller than {width}x{height} and enlarged",
+            f"{self.num_with_alpha:,} with transparency, which is left out",
+        ]
+        if self.unreadable:
+            told.append(f"{len(self.unreadable):,} cannot be read")
+        how = "all decoded" if self.decoded else "heads read; 'pulse data check' decodes all"
+        return f"{self.files.root}: {', '.join(told)} ({how})"
+
+
+def surveys(data: Sequence[DiffusionDataset], whole: bool | None = None) -> list[Survey]:
+    """Of every image folder that ``data`` are made of; each file is looked at once.
+
+    ``whole`` decodes every picture (None: where all have ``MOST_DECODED`` bytes at most).
+    """
+    sources = dict.fromkeys(source for one in data for source in one.sources)
+    return [_survey(one, whole) for one in sources if isinstance(one, ImageFiles)]
+
+
+def require_readable(found: Sequence[Survey]) -> None:
+    """Raise DataError with every picture that cannot be read."""
+    faults = [fault for each in found for fault in each.unreadable]
+    if faults:
+        first = next(each for each in found if each.unreadable)
+        raise DataError(f"image folder {first.files.root}", faults, first.files.remedy)
+
+
+def _survey(files: ImageFiles, whole: bool | None) -> Survey:
+    first: dict[Path, int] = {}
+    for index, path in enumerate(files.files):
+        first.setdefault(path, index)
+    if whole is None:
+        whole = _num_bytes(list(first)) <= MOST_DECODED
+    found = Survey(files, len(first), whole)
+    what = "decoding pictures" if whole else "looking at pictures"
+    for index in tqdm(first.values(), what, unit="file", delay=2, disable=None):
+        try:
+            with files.opened(index) as file:
+                width, height = upright_size(file)
+                found.num_with_alpha += has_alpha(file)
+            if whole:
+                files.check(index)
+        except DataError as error:
+            found.unreadable += error.faults
+            continue
+        found.num_cropped += width != height
+        found.num_enlarged += min(width, height) < files.image_shape[1]
+    return found
+
+
+def _num_bytes(paths: Sequence[Path]) -> int:
+    """Of files, until there are too many to be decoded."""
+    total = 0
+    for path in paths:
+        total += os.stat(path).st_size if os.path.exists(path) else 0
+        if total > MOST_DECODED:
+            break
+    return total
