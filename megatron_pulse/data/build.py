@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 
 from megatron_pulse.data.buckets import Buckets
@@ -16,7 +17,7 @@ from megatron_pulse.data.dataset import (
 )
 from megatron_pulse.data.fields import Fitted, WantedFields, made_otherwise
 from megatron_pulse.data.images.conditioning import CONDITIONING, Conditioned
-from megatron_pulse.data.images.digits import DIGIT_SOURCES, open_digits
+from megatron_pulse.data.images.digits import DIGIT_SOURCES, all_digits
 from megatron_pulse.data.images.folder import ImageFiles, ImageFolder
 from megatron_pulse.data.images.metadata import TEXT
 from megatron_pulse.data.latents.folder import LatentFolder
@@ -53,9 +54,8 @@ def open_dataset(
     no caption where others do. Raises DataError for an unknown ``spec``, listing the options, and
     with everything that the backbone cannot take or lacks.
     """
-    train, validation = _open(
-        spec, image_size, channels, wanted, validation_fraction, verify, default_caption
-    )
+    source = _open(spec, image_size, channels, wanted, verify, default_caption)
+    ((train, validation),) = _split([(spec, source)], validation_fraction)
     return (train, validation) if wanted is None else _fitted(spec, train, validation, [wanted])[1:]
 
 
@@ -68,32 +68,26 @@ def open_buckets(
     Raises DataError as ``open_dataset`` does, of all that are named.
     """
     names, faults = names_of(spec), list[str]()
-    if len(names) == 1:
-        which, train, validation = _bucket(spec, wanted, default_caption)
-        return train, validation, (which,)
-    found = []
+    only = wanted[0] if len(wanted) == 1 else None
+    opened, found = list[tuple[str, DiffusionDataset]](), []
     for name in names:
         with collecting(faults, (ValueError, OSError)):
-            found.append(_bucket(name, wanted, default_caption))
+            if only is None and not name.startswith("latents:"):
+                raise DataError(
+                    f"dataset {name}",
+                    [f"the backbone takes {len(wanted)} shapes, and images have none of their own"],
+                    "Write latents of each: pulse data write-latents.",
+                )
+            opened.append((name, _open(name, wanted=only, default_caption=default_caption)))
+    for (name, _), halves in zip(opened, _split(opened), strict=True):
+        with collecting(faults, (ValueError, OSError)):
+            found.append(_fitted(name, *halves, wanted))
     if faults:
         raise Faults(faults)
     shapes, trains, validations = zip(*found, strict=True)
+    if len(names) == 1:
+        return trains[0], validations[0], shapes
     return Buckets(trains), Buckets(validations), shapes
-
-
-def _bucket(
-    name: str, wanted: Sequence[WantedFields], default_caption: str
-) -> tuple[int, DiffusionDataset, DiffusionDataset]:
-    """Which of ``wanted`` the samples of one dataset are, and (training, validation) of them."""
-    if len(wanted) > 1 and not name.startswith("latents:"):
-        raise DataError(
-            f"dataset {name}",
-            [f"the backbone takes {len(wanted)} shapes, and images have none of their own"],
-            "Write latents of each: pulse data write-latents.",
-        )
-    only = wanted[0] if len(wanted) == 1 else None
-    train, validation = _open(name, wanted=only, default_caption=default_caption)
-    return _fitted(name, train, validation, wanted)
 
 
 def names_of(spec: str) -> list[str]:
@@ -144,20 +138,18 @@ def _open(
     image_size: int | None = None,
     channels: int = 3,
     wanted: WantedFields | None = None,
-    validation_fraction: float = 0.1,
     verify: bool = False,
     default_caption: str = "",
-) -> tuple[DiffusionDataset, DiffusionDataset]:
-    """(training, validation) as they are."""
+) -> DiffusionDataset:
+    """All samples of one dataset, as they are; two or more."""
     kind, _, path = spec.partition(":")
     path, column = _column_of(path) if kind in ("folder", "captions") else (path, TEXT)
     if wanted is not None and kind != "latents":
         channels, image_size = wanted.shape[:2]
     fields = NO_FIELDS if wanted is None else wanted.fields
-    train: DiffusionDataset
-    validation: DiffusionDataset
+    source: DiffusionDataset
     if spec in DIGIT_SOURCES:
-        train, validation = open_digits(spec, image_size, validation_fraction)
+        source = all_digits(spec, image_size)
     elif kind in ("folder", "captions") and path:
         if image_size is None:
             raise DataError(spec, ["a folder of images needs an image size"], "Give image_size.")
@@ -169,15 +161,16 @@ def _open(
             files = CaptionedImages(
                 path, image_size, channels, fields, verify, column, default_caption
             )
-        images: DiffusionDataset = files
+        source = files
         if CONDITIONING in fields:
-            images = Conditioned(files, fields[CONDITIONING], verify)
-        train, validation = _split(spec, images, validation_fraction)
+            source = Conditioned(files, fields[CONDITIONING], verify)
     elif kind == "latents" and path:
-        train, validation = _split(spec, LatentFolder(path, verify), validation_fraction)
+        source = LatentFolder(path, verify)
     else:
         raise no_dataset(f"there is no dataset {spec!r}")
-    return train, validation
+    if len(source) < 2:
+        raise DataError(spec, [f"it has {len(source)} sample(s)"], "Training needs 2 or more.")
+    return source
 
 
 def _column_of(path: str) -> tuple[str, str]:
@@ -209,22 +202,29 @@ def no_dataset(reason: str) -> DataError:
 
 
 def _split(
-    spec: str, source: DiffusionDataset, fraction: float
-) -> tuple[DiffusionDataset, DiffusionDataset]:
-    if len(source) < 2:
-        raise DataError(spec, [f"it has {len(source)} sample(s)"], "Training needs 2 or more.")
-    units = units_of(source.ties()) if fraction else []
-    if alone := bool(units) and len(set(units)) == 1:
-        units = []
-    first, second = split_indices(len(source), fraction, units)
-    train, validation = Subset(source, first), Subset(source, second)
-    if alone:
-        train.cautions = [
-            *train.cautions,
-            f"all {len(source)} samples of {spec} are of one picture or group: what is held back "
-            "is trained on too",
-        ]
-    return train, validation
+    opened: Sequence[tuple[str, DiffusionDataset]], fraction: float = 0.1
+) -> list[tuple[DiffusionDataset, DiffusionDataset]]:
+    """(training, validation) of each dataset. What is held back of one is of none trained on: not
+    its pictures, nor its groups."""
+    ties: list[Sequence[Hashable]] = []
+    for number, (_, source) in enumerate(opened):
+        own = source.ties() if fraction else ()
+        ties += own or [((number, i),) for i in range(len(source))]
+    every, sides = iter(units_of(ties)), dict[int, bool]()
+    found = []
+    for spec, source in opened:
+        units = list(islice(every, len(source)))
+        alone = len(set(units)) == 1
+        first, second = split_indices(len(source), fraction, [] if alone else units, sides)
+        train, validation = Subset(source, first), Subset(source, second)
+        if fraction and {units[i] for i in first} & {units[i] for i in second}:
+            train.cautions = [
+                *train.cautions,
+                f"the {len(source)} samples of {spec} are of one picture or group: what is held "
+                "back is trained on too",
+            ]
+        found.append((train, validation))
+    return found
 
 
 def _fitted(

@@ -306,12 +306,16 @@ def permutation(size: int, seed: int, epoch: int) -> np.ndarray:
 
 
 def split_indices(
-    size: int, validation_fraction: float, units: Sequence[int] = ()
+    size: int,
+    validation_fraction: float,
+    units: Sequence[int] = (),
+    sides: dict[int, bool] | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """(training, validation) indices, sorted and disjoint: the same split in every run.
 
     At least one sample is kept for validation unless the fraction is 0. Where ``units`` has a
-    number for each sample, of two or more, samples of one unit are on one side.
+    number for each sample, of two or more, samples of one unit are on one side: that of ``sides``
+    (held back or not), which gets those that are new.
     """
     if not 0 <= validation_fraction < 1:
         raise ValueError(f"validation_fraction is {validation_fraction}; it must be in [0, 1)")
@@ -322,10 +326,20 @@ def split_indices(
     if not len(units) or not held_out:
         return np.sort(order[held_out:]), np.sort(order[:held_out])
     numbers = np.asarray(units)
-    counts, held, left = np.bincount(numbers), set[int](), held_out
-    for unit in dict.fromkeys(numbers[order].tolist()):
-        if counts[unit] <= left:
+    own = dict(zip(*np.unique(numbers, return_counts=True), strict=True))
+    known = {} if sides is None else sides
+    held = {unit for unit in own if known.get(unit)}
+    left = held_out - sum(own[unit] for unit in held)
+    free = [unit for unit in dict.fromkeys(numbers[order].tolist()) if unit not in known]
+    for unit in free:
+        if own[unit] <= left:
             held.add(unit)
-            left -= counts[unit]
-    chosen = np.isin(numbers, list(held or {int(counts.argmin())}))
+            left -= own[unit]
+    if not held and free:
+        held.add(min(free, key=own.__getitem__))
+    if sides is not None:
+        sides |= {unit: unit in held for unit in free}
+    chosen = np.isin(numbers, list(held))
+    if chosen.all() or not chosen.any():  # others have decided, and one side would have none
+        return np.sort(order[held_out:]), np.sort(order[:held_out])
     return np.flatnonzero(~chosen), np.flatnonzero(chosen)

@@ -99,8 +99,8 @@ def main() -> None:
             print(weights, flush=True)
         with HERE.during("looking at pictures", patient=True), refusing(DataError):
             looked_at = by_rank_0(data.survey)
-        for line in looked_at if args.rank == 0 else ():
-            print(line, flush=True)
+        for told in looked_at if args.rank == 0 else ():
+            print(told, flush=True)
         for caution in data.cautions if args.rank == 0 else ():
             print(f"warning: {caution}", flush=True)
         if given is not None and args.rank == 0:

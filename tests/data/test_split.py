@@ -7,12 +7,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from megatron_pulse.cli.main import main
-from megatron_pulse.data.build import open_dataset
+from megatron_pulse.data.build import open_buckets, open_dataset
 from megatron_pulse.data.dataset import DiffusionDataset, split_indices
+from megatron_pulse.data.fields import WantedFields
+from megatron_pulse.data.latents.layout import LatentLayout, LatentType
+from megatron_pulse.data.latents.writer import LatentWriter
 from megatron_pulse.data.split import same_files, units_of
+from tests.by_hand import unsealed_record
 
 
 def test_units_join_what_shares_a_tie_with_another() -> None:
@@ -78,6 +83,18 @@ def test_pictures_and_groups_are_on_one_side(photos: Path, tmp_path: Path) -> No
             assert kinds(train) and kinds(held_out) and not kinds(train) & kinds(held_out)
 
 
+def test_a_picture_in_stores_of_two_sizes_is_on_one_side(photos: Path, tmp_path: Path) -> None:
+    wanted, names = [], []
+    for size in (8, 4):
+        names.append(f"latents:{tmp_path / str(size)}")
+        argv = ["data", "write-latents", "--from", f"folder:{photos}", "--image-size", str(size)]
+        assert main([*argv, "-o", names[-1].partition(":")[2]]) == 0
+        wanted.append(WantedFields((3, size, size)))
+    train, held_out, shapes = open_buckets(",".join(names), wanted)
+    assert shapes == (0, 1) and [len(part) for part in held_out.parts] == [4, 4]
+    assert not kinds(train) & kinds(held_out)
+
+
 def test_copies_in_classes_are_on_one_side(photos: Path) -> None:
     (photos / "metadata.jsonl").unlink()
     for i in range(21):
@@ -98,4 +115,20 @@ def test_one_picture_cannot_be_divided_and_is_said(tmp_path: Path) -> None:
     train, held_out = open_dataset(f"captions:{tmp_path}", 8)
     assert (len(train), len(held_out)) == (3, 1)
     (said,) = train.cautions
-    assert said.startswith(f"all 4 samples of captions:{tmp_path} are of one picture or group")
+    assert said.startswith(f"the 4 samples of captions:{tmp_path} are of one picture or group")
+
+
+@pytest.mark.parametrize("hashed", [True, False])
+def test_equal_latents_of_earlier_versions_are_on_one_side(tmp_path: Path, hashed: bool) -> None:
+    """Whose folders say nothing of pictures."""
+    with LatentWriter(tmp_path, LatentLayout((1, 2, 2), 1, LatentType.FLOAT32, shard_size=7)) as to:
+        for i in range(30):
+            to.add(torch.full((1, 2, 2), float(i % 10)), 0)
+    if not hashed:
+        content = unsealed_record(tmp_path / "meta.json")
+        for shard in content["shards"]:
+            shard["hashes"] = None
+        (tmp_path / "meta.json").write_text(json.dumps(content))
+    train, held_out = open_dataset(f"latents:{tmp_path}")
+    sides = [{float(part.image(i).mean()) for i in range(len(part))} for part in (train, held_out)]
+    assert len(held_out) == 3 and not sides[0] & sides[1]

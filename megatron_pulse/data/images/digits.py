@@ -66,6 +66,11 @@ def open_digits(
     )
 
 
+def all_digits(source: str, image_size: int | None = None) -> ArrayDataset:
+    """Those of ``open_digits``, in one."""
+    return ArrayDataset(*load_digits(source, image_size), num_classes=10)
+
+
 def _resized(pixels: np.ndarray, size: int) -> np.ndarray:
     if pixels.shape[-1] == size:
         return pixels

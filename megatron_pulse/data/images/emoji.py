@@ -13,7 +13,7 @@ from PIL import Image, ImageDraw, ImageFont
 from tqdm import tqdm
 
 from megatron_pulse.data.dataset import DataError
-from megatron_pulse.data.images.metadata import METADATA
+from megatron_pulse.data.images.listing import METADATA
 
 FONT = Path("/usr/share/fonts/truetype/noto/NotoColorEmoji.ttf")
 PACKAGE = "fonts-noto-color-emoji"

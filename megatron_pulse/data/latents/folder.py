@@ -95,22 +95,26 @@ class LatentFolder(DiffusionDataset):
         return {name: self._finite(name, index) for name in self.fields}
 
     def ties(self) -> Sequence[Sequence[Hashable]]:
-        # Folders of earlier versions keep no hashes of pictures; one picture has one latent.
         names = [name for name in self.layout.numbers if name != "label"]
-        found: list[tuple[Hashable, ...]] = []
-        for index in range(len(self)):
-            own = [(name, int(self._row(name, index))) for name in names]
-            kept = tuple(tie for tie in own if tie[1])
-            found.append(kept if self.layout.pictures else (*kept, self._latent_hash(index)))
-        return found
+        kept = [
+            tuple((name, number) for name in names if (number := int(self._row(name, index))))
+            for index in range(len(self))
+        ]
+        if self.layout.pictures:
+            return kept
+        # Folders of earlier versions keep no hashes of pictures; one picture has one latent.
+        latents = [
+            tie for number in range(len(self._shards)) for tie in self._latent_hashes(number)
+        ]
+        return [(*own, latent) for own, latent in zip(kept, latents, strict=True)]
 
-    def _latent_hash(self, index: int) -> int:
-        """That of a sample's latent, as it was written."""
-        shard, place = self._place(index)
-        told = self._shards[shard]
-        if told.hashes is None:
-            return row_hash(self._row("latent", index))
-        return int(self._hash_table(told)[sorted(told.files).index("latent")][1 + place])
+    def _latent_hashes(self, number: int) -> list[int]:
+        """Those of a shard's latents, as they were written."""
+        shard = self._shards[number]
+        if shard.hashes is None:
+            return [row_hash(row) for row in mapped(self.root / shard.files["latent"].name)]
+        hashes: list[int] = self._hash_table(shard)[sorted(shard.files).index("latent")].tolist()
+        return hashes[1:]
 
     def framing(self, index: int) -> Framing:
         if not self.frames:
