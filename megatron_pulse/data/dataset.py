@@ -132,6 +132,10 @@ class DiffusionDataset(ABC):
         """The text that belongs to the image; empty where the data has none."""
         return ""
 
+    def uncaptioned(self, index: int) -> bool:
+        """Whether the sample has no caption where others have one: it trains unconditionally."""
+        return self.has_captions and not self.caption(index)
+
     def check(self, index: int) -> None:
         """Raise CorruptSample exactly if ``image`` would."""
         return None
@@ -246,6 +250,9 @@ class Derived(DiffusionDataset):
 
     def caption(self, index: int) -> str:
         return self.source.caption(self.at(index))
+
+    def uncaptioned(self, index: int) -> bool:
+        return self.source.uncaptioned(self.at(index))
 
     def check(self, index: int) -> None:
         self.source.check(self.at(index))

@@ -198,6 +198,13 @@ class Fitted(Derived):
             sizes = constants(self._framed, {}, self.source.framing(index))
         return {**self._constants, **sizes, **{name: given[name] for name in self._taken}}
 
+    def uncaptioned(self, index: int) -> bool:
+        if not self._known:
+            return super().uncaptioned(index)
+        given, null = self.source.conditioning(index), self.source.null_conditioning()
+        named = self._known.keys() & null.keys() & given.keys()
+        return bool(named) and all(torch.equal(given[name], null[name]) for name in named)
+
     def _unknown_tokens(self, given: Mapping[str, Tensor]) -> list[str]:
         """Stored ids that an encoder's table does not have: a GPU would end the run for them."""
         faults = []

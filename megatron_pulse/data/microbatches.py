@@ -101,8 +101,7 @@ def make_microbatch(
         for drop, index in zip(without_label, taken, strict=True)
     ]
     dropped = [
-        drop or (part.has_captions and not part.caption(index))
-        for drop, index in zip(without_label, taken, strict=True)
+        drop or part.uncaptioned(index) for drop, index in zip(without_label, taken, strict=True)
     ]
     batch = {
         "timesteps": timesteps,

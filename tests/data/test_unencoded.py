@@ -150,6 +150,20 @@ def test_what_the_data_lack_is_listed(folder: Path, source: str, tmp_path: Path)
         Tokenizers(make_pipeline(tmp_path / "sd", "clip"), SDXL, SHAPES)
 
 
+def test_stored_tokens_of_no_caption_are_dropped(folder: Path, tmp_path: Path) -> None:
+    """So that the step makes of them what stands for no prompt, which may be zeros."""
+    tokenizers = Tokenizers(folder, SDXL, SHAPES)
+    fields = {name: FieldSpec(shape, "int64") for name, shape in tokenizers.shapes.items()}
+    layout = LatentLayout((2, 4, 4), 1, fields=fields)
+    with LatentWriter(tmp_path, layout, tokenizers.null()) as writer:
+        for i in range(8):
+            writer.add(torch.full((2, 4, 4), float(i)), 0, tokenizers("a bird" if i % 2 else ""))
+    wanted = unencoded(WantedFields((2, 4, 4), FIELDS), tokenizers, FIELDS)
+    train, _ = open_dataset(f"latents:{tmp_path}", wanted=wanted, validation_fraction=0)
+    batch = make_microbatch(train, ITEMS, FLOW, 5)
+    assert batch["dropped"].tolist() == [True, False] * 4
+
+
 @pytest.mark.parametrize(
     ("token", "has"), [(-1, "-1 to 7"), (15, "1 to 15"), (1 << 40, "1 to 1099511627776")]
 )
