@@ -175,7 +175,9 @@ def test_what_is_left_aside_is_told(tmp_path, capsys):
     for name in ("p.txt", "q.txt", "r.txt", "s.txt"):
         (folder / name).write_text("of a picture that is gone")
     (folder / "old.avif").write_text("a picture")
-    for name in ("._0.png", "video.mp4", "README.md"):
+    (folder / "deep" / ".thumbs").mkdir(parents=True)
+    (folder / "deep" / "link").symlink_to(tmp_path)
+    for name in ("._0.png", "video.mp4", "README.md", "deep/.thumbs/1.png"):
         (folder / name).write_text("of another kind")
     (folder / "old.txt").write_text("in a format that is not read")
     for kind in ("folder", "captions"):
@@ -184,7 +186,8 @@ def test_what_is_left_aside_is_told(tmp_path, capsys):
         assert "warning: " in told.err and "4 for" not in told.out
         assert "5 texts (old.txt, p.txt, q.txt, ...) without a picture of that name" in told.err
         assert "1 picture (old.avif) in formats that are not read" in told.err
-        assert "1 hidden file (._0.png) with names of pictures: left aside" in told.err
+        assert "2 hidden files (._0.png, deep/.thumbs/1.png) with names of pictures" in told.err
+        assert "1 link (deep/link) to folders, below those of classes: not followed" in told.err
         assert "1 file (video.mp4) that are no pictures by their names" in told.err
         assert "README" not in told.err
 

@@ -25,7 +25,8 @@ A dataset is named as for --pulse-data:
   folder:PATH    images, in one subfolder per class or none (needs --image-size)
   captions:PATH  images with captions: a.txt beside a.png; metadata.jsonl, one {"file_name": ...,
                  "text": ...} a line; or metadata.csv. PATH#NAME where the lists call the
-                 captions NAME (needs --image-size); folder:PATH has such captions too
+                 captions NAME (needs --image-size); folder:PATH has such captions too. Pictures
+                 of one "group" there are held back for validation together
   latents:PATH   latents written by 'pulse data write-latents'
 """
 _DESCRIPTION = f"""\

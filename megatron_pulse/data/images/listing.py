@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,18 +21,19 @@ _NAMED = 3
 
 @dataclass(frozen=True)
 class Listing:
-    """All files below ``root`` that are not hidden, sorted folder by folder; and the hidden ones
-    that are called as pictures."""
+    """All files below ``root`` that are not hidden, sorted folder by folder; the hidden ones that
+    are called as pictures; and links to folders that are not entered."""
 
     root: Path
     files: Sequence[Path]
     hidden: Sequence[Path] = ()
+    links: Sequence[Path] = ()
 
     @classmethod
     def of(cls, root: Path) -> Listing:
         """Those of a folder. Links to folders count in ``root`` itself, where classes may be such.
-        Hidden folders are not entered."""
-        found, hidden = list[Path](), list[Path]()
+        Hidden folders are not entered. Raises OSError for others that cannot be read."""
+        found, hidden, links = list[Path](), list[Path](), list[Path]()
 
         def add(path: Path) -> None:
             if not path.name.startswith("."):
@@ -39,15 +41,29 @@ class Listing:
             elif is_picture(path):
                 hidden.append(path)
 
+        def look_into(folder: Path) -> None:
+            with suppress(OSError):  # a system's own, which nobody else may read
+                hidden.extend(path for path in sorted(folder.iterdir()) if is_picture(path))
+
+        def stop(error: OSError) -> None:
+            raise error
+
         for top in sorted(root.iterdir()) if root.is_dir() else ():
             if not top.is_dir():
                 add(top)
-            elif not top.name.startswith("."):
-                for folder, folders, names in os.walk(top):
+            elif top.name.startswith("."):
+                look_into(top)
+            else:
+                for folder, folders, names in os.walk(top, onerror=stop):
+                    for name in folders:
+                        if name.startswith("."):
+                            look_into(Path(folder, name))
+                        elif os.path.islink(Path(folder, name)):
+                            links.append(Path(folder, name))
                     folders[:] = sorted(name for name in folders if not name.startswith("."))
                     for name in sorted(names):
                         add(Path(folder, name))
-        return cls(root, found, hidden)
+        return cls(root, found, hidden, links)
 
     @property
     def pictures(self) -> list[Path]:
@@ -81,6 +97,10 @@ class Listing:
             )
         if self.hidden:
             yield f"{self._has(self.hidden, 'hidden file')} with names of pictures: left aside"
+        if self.links:
+            yield (
+                f"{self._has(self.links, 'link')} to folders, below those of classes: not followed"
+            )
         known = {*pictures, *self.texts, *self.lists, *others}
         if strange := [p for p in self.files if p not in known and not _is_note(p)]:
             yield f"{self._has(strange, 'file')} that are no pictures by their names: left aside"
