@@ -281,10 +281,7 @@ class PulseOptions:
         marks=[FlagMark.STEPS],
     )
     bucket_batch: int | None = flag(
-        "with --pulse-data of several shapes, so many samples in a row are of one shape: a divisor "
-        "of --global-batch-size and a multiple of --micro-batch-size. Fewer mix shapes within a "
-        "step. The order of samples depends on this number, not on the layout (default: the global "
-        "batch)",
+        "samples in a row that are of one shape, of data of several (default: the global batch)",
         metavar="N",
         within=FROM_ONE,
         check=_bucket_batch,
@@ -320,14 +317,13 @@ class PulseOptions:
         False,
     )
     skip_corrupt: bool = flag(
-        "with folder: and captions: data, take another sample in the place of one whose image "
-        "cannot be read (the same in every layout); the log counts them",
+        "take another sample in the place of one whose image cannot be read, the same in every "
+        "layout; the log counts files",
         False,
         check=_skip_corrupt,
     )
     default_caption: str = flag(
-        "with folder: and captions: data that have captions, the caption of pictures that have "
-        "none or an empty one (default: none; they train unconditionally)",
+        "of pictures without one, where others have some (default: none)",
         "",
         metavar="TEXT",
         marks=[FlagMark.STEPS],
