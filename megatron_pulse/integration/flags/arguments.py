@@ -329,8 +329,8 @@ class PulseOptions:
         marks=[FlagMark.STEPS],
     )
     class_dropout: float = flag(
-        "share of samples that lose their label and all other conditioning, for classifier-free "
-        "guidance (default 0.1)",
+        "share of samples that lose label and conditioning, for classifier-free guidance (default "
+        "0.1)",
         0.1,
         metavar="P",
         within=BELOW_ONE,
