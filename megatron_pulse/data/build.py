@@ -51,8 +51,8 @@ def open_dataset(
 
     ``wanted`` is what the backbone takes: images are resized to its shape, and the datasets have
     exactly its fields. ``channels`` is for image folders, ``default_caption`` for images that have
-    no caption where others do. Raises DataError for an unknown ``spec``, listing the options, and
-    with everything that the backbone cannot take or lacks.
+    no caption. Raises DataError for an unknown ``spec``, listing the options, and with everything
+    that the backbone cannot take or lacks.
     """
     source = _open(spec, image_size, channels, wanted, verify, default_caption)
     ((train, validation),) = _split([(spec, source)], validation_fraction)

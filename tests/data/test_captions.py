@@ -189,6 +189,14 @@ def test_pictures_without_a_caption_are_counted_and_have_the_default(tmp_path):
     assert train.cautions[0].endswith("their caption is 'a thing'")
 
 
+def test_the_default_caption_is_that_of_all_where_none_has_any(tmp_path):
+    for name in ("cat/a", "dog/b"):
+        picture(tmp_path / f"{name}.png")
+    data = ImageFolder(tmp_path, 8, default="a photo of sks")
+    assert data.classes == ["cat", "dog"] and data.captions == ["a photo of sks"] * 2
+    assert CaptionedImages(tmp_path, 8, default="x").captions == ["x", "x"]
+
+
 def caption_free(text):
     return text.replace(", or with an empty one", "")
 

@@ -84,6 +84,7 @@ BAD: dict[str, tuple[int, list[str], str]] = {
     ),
     "time limit": (1, ["--pulse-timeout-s", "-1"], "--pulse-timeout-s"),
     "corrupt digits": (1, ["--pulse-skip-corrupt"], "is for image files"),
+    "captions of digits": (1, ["--pulse-default-caption", "x"], "is for image files"),
     "save interval alone": (1, ["--save-interval", "5"], "without --save"),
 }
 

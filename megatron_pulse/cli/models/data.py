@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_pulse.cli.errors import add_parser, mending, out_of, require, warn
 from megatron_pulse.cli.models.emoji import add_emoji
 from megatron_pulse.cli.models.encoders import add_encoders
-from megatron_pulse.cli.models.encoding import add_default_caption
+from megatron_pulse.cli.models.encoding import add_default_caption, caption_faults
 from megatron_pulse.cli.models.latents import add_write_latents
 from megatron_pulse.cli.output import add_json, answer, columns
 from megatron_pulse.flag_fields import PIXELS
@@ -86,7 +86,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def run_check(args: argparse.Namespace) -> None:
     """Decode every picture, or compare every row of latents with its hash, and print what is so."""
-    require(out_of(PIXELS, args, "image_size"))
+    require(out_of(PIXELS, args, "image_size") + caption_faults(args, args.spec))
     from megatron_pulse.data.build import open_dataset
     from megatron_pulse.data.images.survey import require_readable, surveys
 

@@ -47,6 +47,13 @@ def add_default_caption(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def caption_faults(args: argparse.Namespace, source: str) -> list[str]:
+    """Why ``--default-caption`` is of no use."""
+    if args.default_caption and not source.startswith(("folder:", "captions:")):
+        return ["--default-caption is for image files: folder:PATH or captions:PATH"]
+    return []
+
+
 def encoder_faults(args: argparse.Namespace) -> list[str]:
     """Why ``--encoders`` names no folder of a pipeline."""
     if args.encoders is None:

@@ -23,6 +23,7 @@ from megatron_pulse.cli.models.encoding import (
     add_default_caption,
     add_encoder_flags,
     autoencoder_folder,
+    caption_faults,
     encoder_faults,
 )
 from megatron_pulse.faults import UserError, collecting
@@ -122,7 +123,7 @@ def _check(args: argparse.Namespace) -> list[str]:
             f"--from {args.source}: give --encoders and --backbone, or --text-states, or the "
             "captions would be lost"
         )
-    faults += encoder_faults(args)
+    faults += encoder_faults(args) + caption_faults(args, args.source)
     if args.encoders is not None and args.vae is None:
         from megatron_pulse.encoders.components import autoencoder_faults
 

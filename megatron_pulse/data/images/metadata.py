@@ -57,7 +57,7 @@ class Captions:
 def read_captions(root: Path, column: str = TEXT, default: str = "") -> Captions:
     """Those below ``root``: pictures that are listed, in that order, then those with a text beside
     them, then those without a caption, which have ``default``. None where there are neither lists
-    nor texts.
+    nor texts, nor a default.
 
     ``column`` is the captions' in the lists. Raises DataError with everything that is wrong:
     lines, pictures that are missing or have contrary captions or groups.
@@ -118,7 +118,7 @@ def read_captions(root: Path, column: str = TEXT, default: str = "") -> Captions
             f"Captions that are not called {TEXT} in a list are named behind the folder: "
             f"captions:{root}#NAME.",
         )
-    if not listed and not beside:
+    if not listed and not beside and not default:
         return Captions([], pictures, list(listing.left_aside()))
     bare |= dict.fromkeys(without)
     cautions = [

@@ -83,6 +83,13 @@ def _bucket_batch(options: PulseOptions) -> str | None:
     return None
 
 
+def _default_caption(options: PulseOptions) -> str | None:
+    files = any(f"{kind}:" in (options.data or "") for kind in ("folder", "captions"))
+    if options.default_caption and not files:
+        return "is for image files: --pulse-data folder:PATH or captions:PATH"
+    return None
+
+
 def _encode(options: PulseOptions) -> str | None:
     if options.encode and options.encoders is None:
         return "is for --pulse-encoders DIR"
@@ -323,10 +330,11 @@ class PulseOptions:
         check=_skip_corrupt,
     )
     default_caption: str = flag(
-        "of pictures without one, where others have some (default: none)",
+        "of pictures without a caption of their own (default: none)",
         "",
         metavar="TEXT",
         marks=[FlagMark.STEPS],
+        check=_default_caption,
     )
     class_dropout: float = flag(
         "share of samples that lose label and conditioning, for classifier-free guidance (default "
