@@ -86,6 +86,19 @@ def test_captions_as_latents(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "context: 5x6 float32" in capsys.readouterr().out
     assert main(argv) == 0
     assert "already complete" in capsys.readouterr().out
+    sharded = [*argv[:-1], str(tmp_path / "sharded"), "--shard-size", "4"]
+    assert main(sharded) == 0
+    picture = tmp_path / "captions" / "6.png"
+    Image.new("L", (8, 8), 9).save(picture)
+    shards = {f: f.stat().st_mtime_ns for f in (tmp_path / "sharded").glob("latent-*")}
+    assert as_rank(1, 2, sharded) == 2
+    assert "Give the command on one rank once" in capsys.readouterr().err
+    assert main(sharded) == 0
+    assert "6.png); shards encoded anew: 1\n" in capsys.readouterr().out
+    touched = [f.name for f, before in shards.items() if f.stat().st_mtime_ns != before]
+    assert touched == ["latent-00001.npy"]
+    anew = LatentFolder(tmp_path / "sharded", verify=True)
+    assert (anew.image(6) == 9 / 127.5 - 1).all() and torch.equal(anew.image(3), written.image(3))
 
 
 @pytest.mark.skipif(not FONT.is_file(), reason=f"needs {FONT}: install {PACKAGE}")
