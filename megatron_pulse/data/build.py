@@ -67,11 +67,12 @@ def open_buckets(
 
     Raises DataError as ``open_dataset`` does, of all that are named.
     """
-    names, faults = names_of(spec), list[str]()
+    names = names_of(spec)
+    faults: dict[str, list[str]] = {name: [] for name in names}
     only = wanted[0] if len(wanted) == 1 else None
     opened, found = list[tuple[str, DiffusionDataset]](), []
     for name in names:
-        with collecting(faults, (ValueError, OSError)):
+        with collecting(faults[name], (ValueError, OSError)):
             if only is None and not name.startswith("latents:"):
                 raise DataError(
                     f"dataset {name}",
@@ -80,10 +81,10 @@ def open_buckets(
                 )
             opened.append((name, _open(name, wanted=only, default_caption=default_caption)))
     for (name, _), halves in zip(opened, _split(opened), strict=True):
-        with collecting(faults, (ValueError, OSError)):
+        with collecting(faults[name], (ValueError, OSError)):
             found.append(_fitted(name, *halves, wanted))
-    if faults:
-        raise Faults(faults)
+    if any(faults.values()):
+        raise Faults([fault for own in faults.values() for fault in own])
     shapes, trains, validations = zip(*found, strict=True)
     if len(names) == 1:
         return trains[0], validations[0], shapes
@@ -211,7 +212,7 @@ def _split(
         own = source.ties() if fraction else ()
         ties += own or [((number, i),) for i in range(len(source))]
     every, sides = iter(units_of(ties)), dict[int, bool]()
-    found = []
+    found: list[tuple[DiffusionDataset, DiffusionDataset]] = []
     for spec, source in opened:
         units = list(islice(every, len(source)))
         alone = len(set(units)) == 1

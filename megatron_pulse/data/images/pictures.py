@@ -108,7 +108,7 @@ def _to_srgb(profile: bytes, mode: str) -> ImageCms.ImageCmsTransform | None:
 
 def _changes_nothing(transform: ImageCms.ImageCmsTransform) -> bool:
     """Whether a profile is sRGB itself, as most are: converting takes twice as long as decoding."""
-    levels = np.linspace(0, 255, 33).round().astype(np.uint8)
+    levels: np.ndarray = np.linspace(0, 255, 33).round().astype(np.uint8)
     colours = np.stack(np.meshgrid(levels, levels, levels), -1).reshape(33, -1, 3)
     return np.array_equal(np.asarray(transform.apply(Image.fromarray(colours))), colours)
 

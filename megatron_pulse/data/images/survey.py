@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from megatron_pulse.data.images.pictures import has_alpha, upright_size
 MOST_DECODED = 32 << 20
 """Bytes of files: so many are decoded at the start of a run, which takes some seconds. Of more,
 only the heads are read."""
+_READERS = 8
+"""Threads that read heads, each of which waits for storage most of the time."""
 
 
 @dataclass
@@ -69,19 +72,30 @@ def _survey(files: ImageFiles, whole: bool | None) -> Survey:
     if whole is None:
         whole = _num_bytes(list(first)) <= MOST_DECODED
     found = Survey(files, len(first), whole)
-    what = "decoding pictures" if whole else "looking at pictures"
-    for index in tqdm(first.values(), what, unit="file", delay=2, disable=None):
+
+    def look(index: int) -> tuple[int, int, bool] | DataError:
+        """(width, height) of a picture, and whether it has transparency."""
         try:
             with files.opened(index) as file:
-                width, height = upright_size(file)
-                found.num_with_alpha += has_alpha(file)
+                seen = *upright_size(file), has_alpha(file)
             if whole:
                 files.check(index)
         except DataError as error:
-            found.unreadable += error.faults
-            continue
-        found.num_cropped += width != height
-        found.num_enlarged += min(width, height) < files.image_shape[1]
+            return error
+        return seen
+
+    what = "decoding pictures" if whole else "looking at pictures"
+    with ThreadPoolExecutor(1 if whole else _READERS) as readers:
+        for seen in tqdm(
+            readers.map(look, first.values()), what, len(first), unit="file", delay=2, disable=None
+        ):
+            if isinstance(seen, DataError):
+                found.unreadable += seen.faults
+                continue
+            width, height, alpha = seen
+            found.num_cropped += width != height
+            found.num_enlarged += min(width, height) < files.image_shape[1]
+            found.num_with_alpha += alpha
     return found
 
 
