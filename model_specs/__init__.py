@@ -59,9 +59,10 @@ from model_specs.common.options import (
 from model_specs.derived.cascades import is_cascade as is_cascade
 from model_specs.derived.cascades import options_of, parts_of, require_known
 from model_specs.derived.classes import CLASSES
-from model_specs.derived.diffusers_modules import BUCKETS, pipeline_folder, split
+from model_specs.derived.diffusers_modules import BUCKETS, class_of, pipeline_folder, split
 from model_specs.derived.diffusers_modules import PREFIX as DIFFUSERS
 from model_specs.derived.diffusers_modules import describe_weights as describe_weights
+from model_specs.derived.diffusers_modules import read_published as read_published
 from model_specs.derived.diffusers_modules import weights_folder as weights_folder
 from model_specs.derived.family import DTYPE as DTYPE
 from model_specs.derived.family import DerivedFamily
@@ -72,12 +73,6 @@ from model_specs.derived.names import is_module as is_module
 from model_specs.derived.names import misnamed as misnamed
 
 _NO_OPTIONS: Mapping[str, Value] = MappingProxyType({})
-
-# Older folders call several models Transformer2DModel; diffusers tells them apart in the same way.
-_CLASS_OF_NORM = {
-    "ada_norm_zero": "DiTTransformer2DModel",
-    "ada_norm_single": "PixArtTransformer2DModel",
-}
 
 
 @functools.cache
@@ -370,9 +365,7 @@ def load_published(config: Mapping[str, Any]) -> Backbone:
     A class that no family builds is a module. Raises ValueError for one whose inputs are not
     known, and for settings that its family lacks.
     """
-    wanted = config.get("_class_name")
-    if wanted == "Transformer2DModel":
-        wanted = _CLASS_OF_NORM.get(str(config.get("norm_type")), wanted)
+    wanted = class_of(config)
     families = _published_families()
     if wanted not in families and wanted in CLASSES:
         options, kept = split(wanted, config)

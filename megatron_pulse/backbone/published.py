@@ -7,7 +7,7 @@ called the same. Converting is exact in both directions: only rows move.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -150,7 +150,8 @@ class Published:
     (recomputed positions) and may be there or not. ``constants`` makes what is stored beside the
     weights and not trained either, by published names: written, and compared where it is read.
     Where the class is a ``part`` of the backbone, only tensors whose names begin so are written,
-    without that; the others are another class's, which it is read with.
+    without that; the others are another class's, which it is read with. ``on_load`` gives, for the
+    names of stored tensors, those of older versions by what they are called today.
     """
 
     library: str
@@ -160,6 +161,7 @@ class Published:
     ignored: tuple[str, ...] = ()
     constants: Callable[[], Mapping[str, Tensor]] = dict
     part: str = ""
+    on_load: Callable[[Iterable[str]], Mapping[str, str]] = lambda names: {n: n for n in names}
 
 
 class PublishedError(Carried, UserError):
@@ -168,6 +170,41 @@ class PublishedError(Carried, UserError):
     def __init__(self, what: str, faults: list[str]) -> None:
         self.faults = faults
         super().__init__(told(what, faults))
+
+
+def names_on_load(model: object, names: Iterable[str]) -> dict[str, str]:
+    """The ``names`` of stored tensors by what ``model`` calls them, a module of diffusers or not.
+
+    diffusers' classes rename what older versions called otherwise (``query`` is ``to_q`` today),
+    and leave aside what they say may be there.
+    """
+    found = {name: name for name in names}
+    rename = getattr(model, "_fix_state_dict_keys_on_load", None)
+    if rename is not None:
+        rename(found)
+    patterns: Sequence[str] = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    own = getattr(model, "state_dict", dict)() if patterns else {}
+    return {
+        name: stored
+        for name, stored in found.items()
+        if name in own or not any(re.search(pattern, name) for pattern in patterns)
+    }
+
+
+class Renamed(Mapping[str, "Tensor"]):
+    """``stored`` tensors by other names, each read when it is asked for."""
+
+    def __init__(self, stored: Mapping[str, Tensor], names: Mapping[str, str]) -> None:
+        self._stored, self._names = stored, names
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._stored[self._names[name]]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 def to_published(published: Published, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -70,6 +70,10 @@ def no_autoencoder(vae: Path | None) -> list[str]:
     """Why ``--vae``, if given, names no folder of an autoencoder."""
     if vae is None or (vae / "config.json").is_file():
         return []
+    if vae.is_file():
+        from megatron_pulse.encoders.loading import files_amiss
+
+        return [f"--vae: {fault}" for fault in files_amiss(vae)]
     return [f"--vae {vae} holds no config.json of a diffusers AutoencoderKL"]
 
 

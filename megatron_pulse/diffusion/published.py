@@ -1,11 +1,14 @@
-"""Weights as others store them: diffusers folders (safetensors), and state dicts in one file."""
+"""Weights as others store them: components' folders of diffusers and transformers, and state dicts
+in one file. All that reads such weights reads them here."""
 
 from __future__ import annotations
 
 import json
 import os
 import pickle
+import re
 import shutil
+import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -19,17 +22,27 @@ from tqdm import tqdm
 
 from megatron_pulse.backbone.published import Published, PublishedError
 from megatron_pulse.backbone.torch_files import is_plain_archive
+from megatron_pulse.diffusion.originals import original_faults
 from megatron_pulse.diffusion.scheduler import SCHEDULER_FILE, file_beside
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import FileError, read_json, replacing
 from megatron_pulse.named_files import is_file_name, no_file
 
 _STEM = "diffusion_pytorch_model"
+_SAFE, _TORCH = ".safetensors", ".bin"
+STEMS: Mapping[str, Mapping[str, str]] = {
+    "diffusers": {_SAFE: _STEM, _TORCH: _STEM},
+    "transformers": {_SAFE: "model", _TORCH: "pytorch_model"},
+}
+"""Names of files with weights by library and ending; that which counts first comes first."""
 _COMPONENTS = ("unet", "transformer")
 _MAX_HEAD = 16 << 20
 """Bytes in front of the tensors of a safetensors file, about 100 for each."""
 _SHARD_BYTES = 10_000_000_000
-_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+_PICKLES = (_TORCH, ".pt", ".pth", ".ckpt")
+_WORDS = re.compile(rb"[A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z0-9_]+){2,}")
+_MAX_WORDS = 64 << 20
+"""Bytes of a pickle that are looked through for names."""
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -63,7 +76,7 @@ def find_component(folder: Path) -> Path:
     fault = f"there is no config.json in {looked}"
     if os.path.lexists(folder / "config.json"):
         fault = no_file(folder / "config.json")
-    raise PublishedError(f"{folder} is not a diffusers folder", [fault])
+    raise PublishedError(f"{folder} is not a diffusers folder", [fault, *original_files(folder)])
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -96,8 +109,9 @@ def _unread(path: Path, error: FileError) -> PublishedError:
 
 
 class StoredTensors(Mapping[str, Tensor]):
-    """The tensors of safetensors files, each read when it is asked for and mapped, not copied.
+    """The tensors of files, each read when it is asked for and mapped, not copied.
 
+    Files are safetensors, or state dicts that torch.save wrote (weights only: no code runs).
     Raises PublishedError that lists every file of ``paths`` that is missing or damaged, and every
     name that is in several.
     """
@@ -105,20 +119,15 @@ class StoredTensors(Mapping[str, Tensor]):
     def __init__(self, paths: Sequence[Path]) -> None:
         self._files: dict[str, Path] = {}
         self._kinds: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        self._loaded: dict[str, Tensor] = {}
         faults = []
         for path in paths:
             if fault := no_file(path):
                 faults.append(fault)
                 continue
             try:
-                _require_short_head(path)
-                with safe_open(path, "pt") as file:
-                    slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-                    kinds = {
-                        name: (tuple(part.get_shape()), _dtype_of(part.get_dtype()))
-                        for name, part in slices.items()
-                    }
-            except Exception as error:  # safetensors has its own kinds
+                kinds = self._looked_at(path)
+            except Exception as error:  # safetensors and torch have their own kinds
                 faults.append(f"{path.name}: {error}")
                 continue
             for name in kinds:
@@ -129,7 +138,23 @@ class StoredTensors(Mapping[str, Tensor]):
         if faults:
             raise PublishedError(str(paths[0].parent), faults)
 
+    def _looked_at(self, path: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Names, shapes and dtypes of one file."""
+        if path.suffix != _SAFE:
+            state = _load_state_dict(path)
+            self._loaded.update(state)
+            return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in state.items()}
+        _require_short_head(path)
+        with safe_open(path, "pt") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            return {
+                name: (tuple(part.get_shape()), _dtype_of(part.get_dtype()))
+                for name, part in slices.items()
+            }
+
     def __getitem__(self, name: str) -> Tensor:
+        if name in self._loaded:
+            return self._loaded[name]
         with safe_open(self._files[name], "pt") as file:  # closed, the pages go with the tensor
             tensor: Tensor = file.get_tensor(name)
         return tensor
@@ -155,22 +180,28 @@ class StoredTensors(Mapping[str, Tensor]):
         ]
 
 
-def read_folder(folder: Path, variant: str | None = None, stem: str = _STEM) -> StoredTensors:
-    """All tensors of a diffusers component, sharded or not; of transformers' the ``stem`` of the
-    files' names is ``model``.
+def read_folder(
+    folder: Path, variant: str | None = None, library: str = "diffusers"
+) -> StoredTensors:
+    """All tensors of a component of ``library``, sharded or not, from safetensors or, where there
+    are none, from what torch.save wrote (``.bin``).
 
     ``variant`` is what stands in the files' names for another precision ("fp16"); without it the
     files that have none are read, or those of the only variant.
     Raises PublishedError that lists every file that is missing or damaged, or that the index
-    looks for outside of the folder, and every name that is not where the index says.
+    looks for outside of the folder, and every name that is not where the index says; and for
+    weights of another layout (see ``originals``).
     """
-    path = _find_weights(folder, variant, stem)
+    path = _find_weights(folder, variant, library)
     if path.suffix != ".json":
-        return StoredTensors([path])
-    places = read_index(path)
-    tensors = StoredTensors([folder / name for name in sorted(set(places.values()))])
-    if unlike := tensors.unlike(places):
-        raise PublishedError(f"{path}", unlike)
+        tensors = StoredTensors([path])
+    else:
+        places = read_index(path)
+        tensors = StoredTensors([folder / name for name in sorted(set(places.values()))])
+        if unlike := tensors.unlike(places):
+            raise PublishedError(f"{path}", unlike)
+    if faults := original_faults(path, tensors):
+        raise PublishedError(f"{path}", faults)
     return tensors
 
 
@@ -201,15 +232,18 @@ def holds_weights(folder: Path) -> bool:
     return any(path.name.startswith(_STEM) or path.suffix in _PICKLES for path in folder.iterdir())
 
 
-def _find_weights(folder: Path, variant: str | None, stem: str) -> Path:
+def _find_weights(folder: Path, variant: str | None, library: str) -> Path:
     """The file that holds all tensors, or the index of several."""
     found: dict[str | None, Path] = {}
-    for name in ("*safetensors", "*safetensors.index*json"):  # an index counts for more
-        for path in folder.glob(f"{stem}.{name}"):
-            middle = path.name.removeprefix(f"{stem}.").replace("safetensors", "")
-            middle = middle.removesuffix("json").replace("index", "").strip(".")
-            if path.is_file() and "-of-" not in middle:
-                found[middle or None] = path
+    for suffix, stem in STEMS[library].items():
+        own: dict[str | None, Path] = {}
+        for name in (f"*{suffix[1:]}", f"*{suffix[1:]}.index*json"):  # an index counts for more
+            for path in folder.glob(f"{stem}.{name}"):
+                middle = path.name.removeprefix(f"{stem}.").replace(suffix[1:], "")
+                middle = middle.removesuffix("json").replace("index", "").strip(".")
+                if path.is_file() and "-of-" not in middle:
+                    own[middle or None] = path
+        found = {**own, **found}
     if variant is None and None not in found and len(found) == 1:
         (variant,) = found
     if variant in found:
@@ -218,18 +252,15 @@ def _find_weights(folder: Path, variant: str | None, stem: str) -> Path:
         known = ", ".join(str(each or "none") for each in found)
         wanted = f"variant {variant!r}" if variant else "weights without a variant"
         fault = f"there are no {wanted}; there are those with variant {known}: name one"
-    else:
-        there = sorted(path.name for path in folder.glob("*") if path.suffix in _PICKLES)
-        named = [p for p in sorted(folder.glob(f"{stem}.safetensors*")) if no_file(p)]
-        if named:
-            raise PublishedError(f"{folder} holds no weights to read", [*map(no_file, named)])
-        fault = f"{stem}.safetensors is missing (there is: {', '.join(there) or 'nothing like it'})"
-        if there:
-            fault += (
-                f"; {there[0]} is a pickle, which can hold code that runs when it is read: where "
-                "you trust it, load it once with use_safetensors=False and save it again"
-            )
-    raise PublishedError(f"{folder} holds no such weights in safetensors", [fault])
+        raise PublishedError(f"{folder} holds no such weights", [fault])
+    stems = STEMS[library].items()
+    named = [path for end, stem in stems for path in sorted(folder.glob(f"{stem}{end}*"))]
+    if amiss := [fault for path in named if (fault := no_file(path))]:
+        raise PublishedError(f"{folder} holds no weights to read", amiss)
+    there = sorted(p.name for p in folder.glob("*") if p.suffix in (_SAFE, *_PICKLES))
+    fault = " and ".join(f"{stem}{end}" for end, stem in stems) + " are missing"
+    fault += f" (there is: {', '.join(there) or 'nothing like them'})"
+    raise PublishedError(f"{folder} holds no such weights", [fault, *original_files(folder)])
 
 
 def _dtype_of(name: str) -> torch.dtype:
@@ -238,21 +269,57 @@ def _dtype_of(name: str) -> torch.dtype:
     return _DTYPES[name]
 
 
-def read_state_dict(path: Path) -> Mapping[str, Tensor]:
+def read_state_dict(path: Path) -> StoredTensors:
     """The tensors of one ``.safetensors`` file, or of a state dict that torch.save wrote."""
-    if path.suffix == ".safetensors":
-        return StoredTensors([path])
+    return StoredTensors([path])
+
+
+def _load_state_dict(path: Path) -> dict[str, Tensor]:
+    """What torch.save wrote; raises ValueError where that is no state dict."""
     try:
         mapped = is_plain_archive(path)  # not of files that torch wrote before version 1.6
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
         fault = "it is no state dict that torch.save wrote, or holds more than tensors"
-        raise PublishedError(f"{path}", [fault]) from error
+        raise ValueError(f"{fault}{_and(original_faults(path, names_in(path)))}") from error
+    except EOFError as error:
+        raise ValueError("it is empty, or cut off") from error
     except Exception as error:  # torch raises many kinds for a damaged file
-        raise PublishedError(f"{path}", [str(error).splitlines()[0]]) from error
+        raise ValueError(str(error).splitlines()[0]) from error
     if not isinstance(state, dict) or not all(isinstance(t, Tensor) for t in state.values()):
-        raise PublishedError(f"{path}", ["it holds no state dict (names and tensors)"])
+        fault = "it holds no state dict (names and tensors)"
+        raise ValueError(f"{fault}{_and(original_faults(path, names_in(path)))}")
     return state
+
+
+def _and(faults: Sequence[str]) -> str:
+    return "".join(f"; {fault}" for fault in faults)
+
+
+def original_files(folder: Path) -> list[str]:
+    """A fault for each file of a folder that is an original single-file checkpoint."""
+    if not folder.is_dir():
+        return []
+    files = [path for path in sorted(folder.iterdir()) if path.suffix in (_SAFE, *_PICKLES)]
+    return [fault for path in files for fault in original_faults(path, names_in(path))]
+
+
+def names_in(path: Path) -> list[str]:
+    """Names of the tensors in a file, as far as they can be told without running anything in it.
+
+    Of what torch.save wrote these are words of its pickle, which is not unpickled.
+    """
+    try:
+        if path.suffix == _SAFE:
+            return list(StoredTensors([path]))
+        if not is_plain_archive(path):
+            return []
+        with zipfile.ZipFile(path) as archive:
+            (record,) = (one for one in archive.infolist() if one.filename.endswith("/data.pkl"))
+            content = archive.open(record).read(_MAX_WORDS)
+    except (PublishedError, OSError, ValueError):  # reading it tells what is wrong with it
+        return []
+    return [found.decode() for found in _WORDS.findall(content)]
 
 
 def write_state_dict(

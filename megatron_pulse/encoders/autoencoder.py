@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megatron_pulse.diffusion.noise import Stream, draw
 from megatron_pulse.encoders.images import MOMENTS, PIXELS, image_pieces
-from megatron_pulse.encoders.loading import files_amiss, require_all, require_layers, silently
+from megatron_pulse.encoders.loading import files_amiss, load, require_layers, silently, stored
 from megatron_pulse.encoders.pieces import run_pieces
 from megatron_pulse.encoders.tokens import digest_of
 from megatron_pulse.faults import UserError, told
@@ -29,10 +29,11 @@ class Autoencoder:
     configuration's ``scaling_factor``, divided channel by channel by ``latents_std`` where it has
     one; the shift is its ``latents_mean``, channel by channel, or its ``shift_factor``. ``pieces``
     are its encoder's layers. One image is encoded at a time, as the bits may depend on how many are
-    encoded together. ``dtype`` is fp32 unless given. Nothing is downloaded: ``folder`` holds
-    ``config.json`` and the weights, which are left there unless it ``weighs``: then it neither
-    encodes nor decodes. Raises AutoencoderError if it does not, or if these settings contradict
-    each other.
+    encoded together. ``dtype`` is fp32 unless given; instead of fp16 it is fp32 too unless the
+    configuration's ``force_upcast`` is false, as in pipelines of SDXL. Nothing is downloaded:
+    ``folder`` holds ``config.json`` and the weights, which are left there unless it ``weighs``:
+    then it neither encodes nor decodes. Raises AutoencoderError if it does not, or if these
+    settings contradict each other.
     """
 
     def __init__(
@@ -49,21 +50,16 @@ class Autoencoder:
             named = config.get("_class_name", AutoencoderKL.__name__)
             if named != AutoencoderKL.__name__:
                 raise UserError(f"its config.json is of {named}")
-            if weighs:
-                with silently(diffusers.utils.logging):
-                    model, found = AutoencoderKL.from_pretrained(
-                        str(folder),
-                        local_files_only=True,
-                        torch_dtype=dtype,
-                        output_loading_info=True,
-                    )
-                require_all(found["missing_keys"])
+            with torch.device("meta"), silently(diffusers.utils.logging):
+                model: Any = AutoencoderKL.from_config(config)
+            tensors = stored(Path(folder), "diffusers", weighs)
+            require_layers(tensors, model)
+            self.dtype = _dtype(dtype, model.config)
+            # diffusers' own ``to`` warns of weights that it keeps in fp32, of which there are none.
+            nn.Module.to(model, self.dtype)
+            if weighs and tensors is not None:
+                load(model, tensors, self.dtype)
                 model = model.to(self.device)
-            else:
-                with torch.device("meta"):
-                    # diffusers' own ``to`` warns of weights, of which there are none.
-                    model = nn.Module.to(AutoencoderKL.from_config(config), dtype)
-            require_layers(Path(folder), "diffusers", model)
         except Exception as error:  # diffusers raises many kinds
             reason = str(error) or type(error).__name__
             if not isinstance(error, UserError):
@@ -73,7 +69,6 @@ class Autoencoder:
             ) from error
         self.folder = Path(folder)
         self.model = model.eval().requires_grad_(False)
-        self.dtype = dtype
         self.pieces = image_pieces(self.model)
         self.latent_channels = int(model.config.latent_channels)
         self.scale, self.shift = _normalization(folder, model.config)
@@ -141,6 +136,12 @@ def posterior_noise(seed: int, sample: int, position: int, shape: tuple[int, ...
     noise = draw(seed, sample, position, shape, Stream.POSTERIOR).noise
     assert noise is not None
     return noise
+
+
+def _dtype(asked: torch.dtype, config: Mapping[str, Any]) -> torch.dtype:
+    """That which an autoencoder runs in: many overflow in fp16, which their config.json says."""
+    upcast = asked == torch.float16 and config["force_upcast"]
+    return torch.float32 if upcast else asked
 
 
 def _normalization(folder: str | Path, config: Mapping[str, Any]) -> tuple[Tensor, Tensor]:

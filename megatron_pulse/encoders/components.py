@@ -8,8 +8,7 @@ from math import prod
 from pathlib import Path
 
 from megatron_pulse.backbone.published import PublishedError
-from megatron_pulse.diffusion.published import read_folder
-from megatron_pulse.encoders.loading import STEMS
+from megatron_pulse.diffusion.published import STEMS, read_folder
 from megatron_pulse.encoders.recipe import VAE
 from megatron_pulse.encoders.tokens import require
 from megatron_pulse.file_kinds import FileKind
@@ -56,15 +55,12 @@ def autoencoder_faults(folder: Path) -> list[str]:
 
 
 def weight_faults(folder: Path, names: Sequence[str]) -> list[str]:
-    """Why the weights of these components cannot be read, from the heads of their files.
-
-    Those in other formats than safetensors are left to the library that reads them.
-    """
+    """Why the weights of these components cannot be read, from the heads of their files."""
     faults = []
     for name in names:
         library = "diffusers" if name == VAE else "transformers"
         where = folder / name
-        if not where.is_dir() or any(where.glob("*.bin")):
+        if not where.is_dir():
             continue
         if fault := _weighed(where, "", library).fault:
             told = fault if fault.startswith(name) else f"{name}: {fault}"
@@ -96,7 +92,7 @@ def _has_config(name: str, library: str) -> bool:
 
 def _weighed(where: Path, class_name: str, library: str) -> PipelineComponent:
     try:
-        tensors = read_folder(where, stem=STEMS[library])
+        tensors = read_folder(where, library=library)
     except PublishedError as error:
         fault = str(error).replace(f"{where}", where.name)
         return PipelineComponent(where.name, class_name, library, fault=fault)

@@ -8,16 +8,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
-from megatron_pulse.backbone.published import PublishedError
+from megatron_pulse.backbone.published import PublishedError, names_on_load
 from megatron_pulse.backbone.torch_files import is_plain_archive
-from megatron_pulse.diffusion.published import StoredTensors, read_folder, read_index
+from megatron_pulse.diffusion.originals import original_faults
+from megatron_pulse.diffusion.published import StoredTensors, names_in, read_folder, read_index
 from megatron_pulse.faults import UserError
 from megatron_pulse.named_files import no_file
 
-STEMS = {"transformers": "model", "diffusers": "diffusion_pytorch_model"}
-"""Of the names of files with weights, by library."""
 _NAMED = 3
 _NUMBER = re.compile(r"\.\d+(?=\.)")
 
@@ -25,7 +25,11 @@ _NUMBER = re.compile(r"\.\d+(?=\.)")
 def files_amiss(folder: Path) -> list[str]:
     """A fault for each file of a component's folder that no library is to be given: pipes and
     devices, which would keep it waiting for ever, links to nothing, indexes of weights that name
-    files elsewhere, and weights that would take any amount of memory."""
+    files elsewhere, and weights that would take any amount of memory. A file in the folder's place
+    is a fault too."""
+    if folder.is_file():
+        told = original_faults(folder, names_in(folder))
+        return told or [f"{folder.name} is a file: give the folder of the component"]
     faults: list[str] = []
     for path in sorted(path for path in folder.glob("*") if not path.is_dir()):
         if fault := no_file(path):
@@ -64,19 +68,40 @@ def require_all(missing: Collection[str]) -> None:
         raise UserError(f"its weights lack {_some(missing)}: fetch them anew")
 
 
-def require_layers(folder: Path, library: str, model: nn.Module) -> None:
-    """Raise UserError where the weights of ``folder`` have fewer or more layers than ``model``,
-    which is made of its configuration, or others in size: the libraries leave out what is beyond.
-
-    Heads of files are read and no weights. Names are compared from ``encoder.`` or ``decoder.`` on,
-    as files of some versions have a word before; those of no layer, and files in other formats than
-    safetensors, are left to the library.
-    """
+def stored(folder: Path, library: str, needed: bool) -> StoredTensors | None:
+    """The tensors of a component; unless they are ``needed``, None where they cannot be read,
+    which ``weight_faults`` tells."""
     try:
-        tensors = read_folder(folder, stem=STEMS[library])
+        return read_folder(folder, library=library)
     except PublishedError:
+        if needed:
+            raise
+        return None
+
+
+def load(model: nn.Module, tensors: StoredTensors, dtype: torch.dtype) -> None:
+    """Give ``model``, which is one of diffusers' without memory, the stored ``tensors`` in
+    ``dtype``. Raises UserError for what they lack."""
+    names = names_on_load(model, tensors)
+    wanted = model.state_dict()
+    require_all(wanted.keys() - names.keys())
+    model.load_state_dict({name: tensors[names[name]].to(dtype) for name in wanted}, assign=True)
+
+
+def require_layers(tensors: StoredTensors | None, model: nn.Module) -> None:
+    """Raise UserError where stored ``tensors`` have fewer or more layers than ``model``, which is
+    made of its configuration, or others in size: the libraries leave out what is beyond.
+
+    No weights are read, and nothing is compared where there are none. Names are compared from
+    ``encoder.`` or ``decoder.`` on, as files of some versions have a word before; those of no layer
+    are left to the library.
+    """
+    if tensors is None:
         return
-    there = {_inner(name): tensors.kind_of(name)[0] for name in tensors}
+    there = {
+        _inner(name): tensors.kind_of(stored)[0]
+        for name, stored in names_on_load(model, tensors).items()
+    }
     wanted = {_inner(name): tuple(value.shape) for name, value in model.state_dict().items()}
     lacking, beyond = _like(wanted, there), _like(there, wanted)
     if lacking or beyond:

@@ -9,7 +9,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_pulse.encoders.loading import files_amiss, require_all, require_layers, silently
+from megatron_pulse.encoders.loading import (
+    files_amiss,
+    require_all,
+    require_layers,
+    silently,
+    stored,
+)
 from megatron_pulse.encoders.pieces import EncoderPiece, run_pieces
 from megatron_pulse.encoders.recipe import ComponentKind, Part, State, TextRecipe, folder_name
 from megatron_pulse.encoders.text import text_pieces
@@ -51,22 +57,25 @@ class TextEncoder:
         chosen = dtype or (torch.float32 if device.type == "cpu" else "auto")
         if not sys.stderr.isatty():
             transformers.utils.logging.disable_progress_bar()
-        if weighs:
+        config = kind.config_class.from_pretrained(str(where), local_files_only=True)
+        tensors = stored(where, "transformers", weighs)
+        with torch.device("meta"):
+            require_layers(tensors, kind(config))
+        if weighs and tensors is not None:
             # A device context knows torch's constructors from its first use on, and transformers
             # replaces torch.linspace while it loads: that use must not be its.
             with torch.device("cpu"):
                 torch.empty(0)
             with silently(transformers.utils.logging):
                 model, found = kind.from_pretrained(
-                    str(where), local_files_only=True, dtype=chosen, output_loading_info=True
-                )
+                    None, config=config, state_dict=dict(tensors), dtype=chosen,
+                    output_loading_info=True,
+                )  # fmt: skip
             require_all(found["missing_keys"])
             model = model.to(device)
         else:
-            config = kind.config_class.from_pretrained(str(where), local_files_only=True)
             with torch.device("meta"):
                 model = kind(config).to(dtype)
-        require_layers(where, "transformers", model)
         self.model = model.eval().requires_grad_(False)
         self.dtype: torch.dtype = self.model.dtype
         self.width = int(getattr(model.config, "d_model", 0) or model.config.hidden_size)

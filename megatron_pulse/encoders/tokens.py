@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_pulse.diffusion.published import original_files
 from megatron_pulse.encoders.loading import files_amiss
 from megatron_pulse.encoders.recipe import LONGEST, VAE, TextRecipe, folder_name, length_said
 from megatron_pulse.faults import UserError, raised, told
@@ -191,9 +192,11 @@ def missing_tokenizers(folder: Path, recipe: TextRecipe) -> list[str]:
     """A fault for every tokenizer that the folder lacks and for files of theirs that cannot be
     read, or one for the folder."""
     if not folder.is_dir():
-        return ["there is no such folder"]
+        return files_amiss(folder) if folder.is_file() else ["there is no such folder"]
     names = [folder_name("tokenizer", place) for place in recipe.kinds]
     faults = [f"{name} is missing" for name in names if not (folder / name).is_dir()]
+    if len(faults) == len(names):
+        faults += original_files(folder)
     return faults + [f"{name}: {fault}" for name in names for fault in files_amiss(folder / name)]
 
 

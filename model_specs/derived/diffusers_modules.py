@@ -6,17 +6,17 @@ import copy
 import functools
 import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_pulse.backbone.chain import Backbone
-from megatron_pulse.backbone.published import Published, PublishedError
+from megatron_pulse.backbone.published import Published, PublishedError, names_on_load
 from megatron_pulse.faults import raised, unknown
 from model_specs.common.options import FamilyConfig
 from model_specs.derived.classes import CLASSES
 from model_specs.derived.family import DTYPE, DTYPES, DerivedFamily, options_class
-from model_specs.derived.saying import slowly
+from model_specs.derived.saying import say_once, slowly
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,6 +24,16 @@ if TYPE_CHECKING:
 PREFIX = "diffusers:"
 BUCKETS = "buckets"
 """The option that lists the shapes which microbatches may have."""
+_CLASS_OF_NORM = {
+    "ada_norm_zero": "DiTTransformer2DModel",
+    "ada_norm_single": "PixArtTransformer2DModel",
+}
+"""Of Transformer2DModel, by norm_type, as diffusers tells them apart."""
+_AVERAGES = frozenset(
+    {"decay", "min_decay", "optimization_step", "update_after_step", "use_ema_warmup", "inv_gamma",
+     "power"}
+)  # fmt: skip
+"""Bookkeeping that diffusers' EMAModel writes among a model's settings."""
 _DTYPE_EFFECT = "the module is exported in {0.dtype}"
 
 
@@ -37,10 +47,10 @@ def family_of(name: str) -> DerivedFamily:
     given: Mapping[str, Any] = {}
     class_name, component = target, None
     if folder.is_dir():
-        from megatron_pulse.diffusion.published import find_component, read_config
+        from megatron_pulse.diffusion.published import find_component
 
         component = find_component(folder)
-        given = read_config(component)
+        given = read_published(component)
         class_name = given["_class_name"]
     elif not target.isidentifier():
         raise ValueError(f"{name}: there is no folder {target}, and no class is called that")
@@ -70,6 +80,48 @@ def family_of(name: str) -> DerivedFamily:
         functools.partial(_published, class_name),
         kept,
     )
+
+
+def read_published(component: Path) -> dict[str, Any]:
+    """The ``config.json`` in a component's folder, with the class as diffusers calls it today.
+
+    Settings that the class does not have are left out, as diffusers does, and said; but for those
+    of a run's averaged weights, which ``EMAModel.save_pretrained`` writes.
+    """
+    from megatron_pulse.diffusion.published import read_config
+
+    config = read_config(component)
+    named = config["_class_name"]
+    class_name = class_of(config)
+    if not (known := _settings(class_name)):
+        return config
+    unknown = [key for key in config if not key.startswith("_") and key not in known]
+    if said := [key for key in unknown if key not in _AVERAGES | _settings(named)]:
+        say_once(
+            f"warning: {component / 'config.json'}: {', '.join(sorted(said))}: a {class_name} of "
+            "diffusers has no such settings; they are left out"
+        )
+    kept = {key: value for key, value in config.items() if key not in unknown}
+    return {**kept, "_class_name": class_name}
+
+
+def class_of(config: Mapping[str, Any]) -> str:
+    """The class of a ``config.json``; older folders call several models Transformer2DModel."""
+    named = str(config.get("_class_name"))
+    if named != "Transformer2DModel":
+        return named
+    return _CLASS_OF_NORM.get(str(config.get("norm_type")), named)
+
+
+@functools.cache
+def _settings(class_name: str) -> frozenset[str]:
+    """Names of a class's settings; none where diffusers has no such model."""
+    import diffusers
+
+    kind = getattr(diffusers, class_name, None)
+    if not isinstance(kind, type) or not issubclass(kind, diffusers.ModelMixin):
+        return frozenset()
+    return frozenset(list(inspect.signature(kind.__init__).parameters)[1:])
 
 
 def weights_folder(name: str) -> Path | None:
@@ -203,7 +255,14 @@ def _published(class_name: str, config: FamilyConfig) -> Published:
         class_name,
         {key: values[key] for key in defaults_of(class_name)},
         constants=functools.partial(_constants, class_name, config),
+        on_load=functools.partial(_names_on_load, class_name, config),
     )
+
+
+def _names_on_load(class_name: str, config: FamilyConfig, names: Iterable[str]) -> dict[str, str]:
+    from megatron_pulse.backbone.derived.from_module import module_of
+
+    return names_on_load(module_of(_built(class_name, json.dumps(vars(config)))), names)
 
 
 def _constants(class_name: str, config: FamilyConfig) -> Mapping[str, Tensor]:

@@ -32,12 +32,20 @@ def misnamed(name: str) -> str:
     if kind.lower() == prefix[:-1] and not name.startswith(prefix):
         return f"{name}: write {prefix}{target}"
     if name.startswith(prefix):
-        folder = Path(target)
-        return f"{name} is a file: name its folder, {prefix}{folder.parent}" * folder.is_file()
+        return _misnamed_file(name, Path(target)) if Path(target).is_file() else ""
     if not place or not attribute:
         what = "function after" if place else "file or package before"
         return f"{name} has no {what} the colon: write FILE.py:FACTORY or PACKAGE.MODULE:FACTORY"
     return ""
+
+
+def _misnamed_file(name: str, file: Path) -> str:
+    from megatron_pulse.diffusion.originals import original_faults
+    from megatron_pulse.diffusion.published import names_in
+
+    if faults := original_faults(file, names_in(file)):
+        return f"{name}: {faults[0]}"
+    return f"{name} is a file: name its folder, {diffusers_modules.PREFIX}{file.parent}"
 
 
 def allow(name: str) -> None:

@@ -7,11 +7,11 @@ import functools
 import hashlib
 import inspect
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from megatron_pulse.backbone.chain import Backbone
-from megatron_pulse.backbone.published import Published
+from megatron_pulse.backbone.published import Published, names_on_load
 from megatron_pulse.faults import meant, raised, told, unknown
 from model_specs.common.options import FamilyConfig
 from model_specs.derived.code import canonical, find
@@ -83,7 +83,20 @@ def _build(name: str, config: FamilyConfig) -> Backbone:
 
 def _published(name: str, config: FamilyConfig) -> Published:
     """A file of the module's own names, which its ``load_state_dict`` takes."""
-    return Published("torch", name, {}, constants=functools.partial(_constants, name, config))
+    return Published(
+        "torch",
+        name,
+        {},
+        constants=functools.partial(_constants, name, config),
+        on_load=functools.partial(_names_on_load, name, config),
+    )
+
+
+def _names_on_load(name: str, config: FamilyConfig, names: Iterable[str]) -> Mapping[str, str]:
+    from megatron_pulse.backbone.derived.from_module import module_of, source_of
+
+    backbone = _build(name, config)
+    return names_on_load(module_of(backbone) if source_of(backbone) else None, names)
 
 
 def _constants(name: str, config: FamilyConfig) -> Mapping[str, Tensor]:

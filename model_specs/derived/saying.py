@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,12 @@ def say(line: str) -> None:
     """Print ``line`` beside what a command prints."""
     if os.environ.get("RANK", "0") == "0":
         print(line, file=sys.stderr, flush=True)
+
+
+@functools.cache
+def say_once(line: str) -> None:
+    """``say`` a line, unless it was said before."""
+    say(line)
 
 
 @contextmanager

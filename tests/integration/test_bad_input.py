@@ -279,7 +279,7 @@ def test_weights_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     module = ["--pulse-module", f"diffusers:{tmp_path}", "--pulse-data", "digits8", "--lr", "1"]
     module += ["--micro-batch-size", "2", "--train-iters", "5", "--pulse-objective", "epsilon"]
     faults = refuse(monkeypatch, 1, [*module, "--no-such"], [])
-    assert any("diffusion_pytorch_model.bin is a pickle" in fault for fault in faults), faults
+    assert any("diffusion_pytorch_model.bin: it is empty" in fault for fault in faults), faults
     assert any("--no-such" in fault for fault in faults), faults
 
 

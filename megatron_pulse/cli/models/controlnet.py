@@ -29,13 +29,13 @@ def with_controlnet(
 
     Raises ValueError with all that keeps one from controlling the other.
     """
-    from megatron_pulse.diffusion.published import read_config, read_folder
-    from model_specs import load_published, published_form
+    from megatron_pulse.diffusion.published import read_folder
+    from model_specs import load_published, published_form, read_published
     from model_specs.controlnet.published import joined
 
     place = None if source == NEW else Path(source)
-    control = None if place is None else read_config(place)
-    backbone = load_published(joined(read_config(unet), control))
+    control = None if place is None else read_published(place)
+    backbone = load_published(joined(read_published(unet), control))
     form = published_form(dataclasses.replace(backbone, kept={}))
     assert form is not None  # it was published
     kept = {

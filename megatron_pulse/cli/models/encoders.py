@@ -87,15 +87,15 @@ def run(args: argparse.Namespace) -> None:
 
 def _reader(args: argparse.Namespace) -> tuple[Backbone | None, TextRecipe | None, str]:
     """The backbone, how its text is made, and what to say of it."""
-    from megatron_pulse.diffusion.published import find_component, read_config
-    from model_specs import load_backbone, load_published, text_recipe
+    from megatron_pulse.diffusion.published import find_component
+    from model_specs import load_backbone, load_published, read_published, text_recipe
 
     if args.backbone is not None:
         with mending(ValueError):
             backbone = load_backbone(args.backbone, options_of(args))
             return backbone, text_recipe(args.backbone, backbone), f"read by {args.backbone}"
     try:
-        config = read_config(find_component(args.folder))
+        config = read_published(find_component(args.folder))
         backbone = load_published(config)
         recipe = text_recipe(backbone.name, backbone)
     except ValueError as error:

@@ -187,11 +187,11 @@ def run_export(args: argparse.Namespace) -> None:
 
 
 def _open_folder(args: argparse.Namespace) -> tuple[Backbone, Mapping[str, Tensor], Path]:
-    from megatron_pulse.diffusion.published import find_component, read_config, read_folder
-    from model_specs import load_published
+    from megatron_pulse.diffusion.published import find_component, read_folder
+    from model_specs import load_published, read_published
 
     component = find_component(args.source)
-    backbone: Backbone = load_published(read_config(component))
+    backbone: Backbone = load_published(read_published(component))
     tensors: Mapping[str, Tensor] = read_folder(component)
     if args.controlnet is not None:
         backbone, tensors = with_controlnet(component, tensors, args.controlnet)
@@ -255,6 +255,8 @@ def _check_beside(path: Path) -> list[str]:
 def _check_source(args: argparse.Namespace) -> list[str]:
     faults = option_faults(args)
     if args.source.is_file():
+        if faults_of_file := _original(args):
+            return faults_of_file
         if args.backbone is None:
             faults.append(
                 f"--from {args.source} is a file: say with --backbone or --module what it holds"
@@ -278,6 +280,18 @@ def _check_source(args: argparse.Namespace) -> list[str]:
                 f"--controlnet {args.controlnet}: there is no such folder; {NEW} makes one"
             )
     return faults
+
+
+def _original(args: argparse.Namespace) -> list[str]:
+    """Why a single file is in another layout than the backbone's; code of one's own may have any
+    names."""
+    from megatron_pulse.diffusion.originals import original_faults
+    from megatron_pulse.diffusion.published import names_in
+    from model_specs import is_code
+
+    if args.backbone is not None and is_code(args.backbone):
+        return []
+    return [f"--from {fault}" for fault in original_faults(args.source, names_in(args.source))]
 
 
 def _with_length_of_texts(backbone: Backbone, folder: Path) -> tuple[Backbone, list[str]]:

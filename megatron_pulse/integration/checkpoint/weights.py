@@ -24,6 +24,7 @@ from megatron_pulse.backbone.derived.weights.first import altered
 from megatron_pulse.backbone.published import (
     Published,
     PublishedError,
+    Renamed,
     adopted,
     require_fit,
     to_published,
@@ -127,6 +128,7 @@ def import_weights(
     weights in fp32 once, and beside them one published tensor at a time.
     """
     published = _published(backbone)
+    tensors = Renamed(tensors, published.on_load(tensors))
     _require_fit(backbone, published, tensors, what)
     if faults := altered(published.constants(), tensors):
         raise PublishedError(what, faults)

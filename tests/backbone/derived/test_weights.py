@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -110,11 +111,26 @@ def test_a_variant_in_another_precision_is_read_by_name_or_when_it_is_the_only_o
     )
     with pytest.raises(PublishedError, match="no variant 'ema'.* variant none, fp16: name one"):
         read_folder(tmp_path, "ema")
+    index = tmp_path / f"{FILE}.index.fp16.json"
+    index.rename(tmp_path / "diffusion_pytorch_model.fp16.safetensors.index.json")
+    assert read_folder(tmp_path, "fp16").keys() == wanted.keys()
 
 
-def test_a_pickle_is_refused_with_what_to_do(tmp_path: Path) -> None:
+def test_what_torch_saved_is_read_without_running_code(made: Any, tmp_path: Path) -> None:
+    module = made[0]
+    wanted = module.state_dict()
+    for more in ({}, {"max_shard_size": "20KB"}, {"variant": "fp16", "max_shard_size": "20KB"}):
+        folder = tmp_path / f"{len(list(tmp_path.iterdir()))}"
+        module.save_pretrained(folder, safe_serialization=False, **more)
+        found = read_folder(folder)
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+        assert found.kind_of("pos_embed.proj.weight")[0] == wanted["pos_embed.proj.weight"].shape
     (tmp_path / "diffusion_pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(PublishedError, match="use_safetensors=False and save it again"):
+    with pytest.raises(PublishedError, match="model.bin: it is empty, or cut off"):
+        read_folder(tmp_path)
+    torch.save({"a": Namespace()}, tmp_path / "diffusion_pytorch_model.bin")
+    with pytest.raises(PublishedError, match="holds more than tensors"):
         read_folder(tmp_path)
 
 

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import functools
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from megatron_pulse.backbone.published import PublishedError, is_finite
+from megatron_pulse.backbone.published import PublishedError, is_finite, names_on_load
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-_IGNORED = "_keys_to_ignore_on_load_unexpected"
-"""Where diffusers' and transformers' classes say what older files hold beside."""
 _FAR = 2.0**-6
 """Of the largest value: a buffer that differs by more has been trained, and not been rounded."""
 
@@ -85,18 +82,13 @@ def from_stored(stored: TensorFiles, module: nn.Module, place: str) -> Weights:
     Raises PublishedError with all that is wrong.
     """
     state = {name: tensor.detach() for name, tensor in module.state_dict(keep_vars=True).items()}
-    found = set(stored)
-    patterns: Sequence[str] = getattr(module, _IGNORED, None) or ()
-    faults = [
-        f"{name} is unexpected"
-        for name in sorted(found - state.keys())
-        if not any(re.search(pattern, name) for pattern in patterns)
-    ]
+    found = names_on_load(module, stored)
+    faults = [f"{name} is unexpected" for name in sorted(found.keys() - state.keys())]
     names = _names(module, found)
     parameters = dict(module.named_parameters())
     faults += [f"{name} is missing" for name in parameters if name not in names]
-    for name in sorted(found & state.keys()):
-        faults += _unlike(name, stored, state[name])
+    for name in sorted(found.keys() & state.keys()):
+        faults += _unlike(name, stored.kind_of(found[name]), state[name])
     buffers = {name: tensor for name, tensor in module.named_buffers() if name in names}
     if not faults:
         faults = altered(buffers, {name: stored[names[name]] for name in buffers})
@@ -124,8 +116,8 @@ def altered(buffers: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> list[
     return faults
 
 
-def _names(module: nn.Module, found: set[str]) -> dict[str, str]:
-    """What of the module is in ``found``, with its name there: of tied weights any is."""
+def _names(module: nn.Module, found: Mapping[str, str]) -> dict[str, str]:
+    """What of the module is in ``found``, with its stored name: of tied weights any is."""
     first: dict[int, str] = {}
     names: dict[str, str] = {}
     for name, tensor in (
@@ -134,12 +126,12 @@ def _names(module: nn.Module, found: set[str]) -> dict[str, str]:
     ):
         own = first.setdefault(id(tensor), name)
         if name in found:
-            names.setdefault(own, name)
+            names.setdefault(own, found[name])
     return names
 
 
-def _unlike(name: str, stored: TensorFiles, own: Tensor) -> Iterator[str]:
-    shape, dtype = stored.kind_of(name)
+def _unlike(name: str, kind: tuple[tuple[int, ...], torch.dtype], own: Tensor) -> Iterator[str]:
+    shape, dtype = kind
     if shape != tuple(own.shape):
         yield f"{name} has the shape {list(shape)}, expected {list(own.shape)}"
     if dtype != own.dtype and not (dtype in _FLOATS and own.dtype in _FLOATS):

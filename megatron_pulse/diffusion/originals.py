@@ -1,0 +1,39 @@
+"""Original single-file checkpoints, told from diffusers' layout by the names of their tensors.
+
+CompVis, Stability, Black Forest Labs and ComfyUI store a whole model, or its backbone alone, in one
+file under other names. diffusers converts them (``from_single_file``); nothing here reads them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+_WHOLE = r"(?:model\.)?diffusion_model\."
+_LAYOUTS = (
+    (rf"{_WHOLE}joint_blocks\.\d+\.", "StableDiffusion3Pipeline"),
+    (rf"{_WHOLE}double_blocks\.\d+\.", "FluxTransformer2DModel"),
+    (r"conditioner\.embedders\.\d+\.", "StableDiffusionXLPipeline"),
+    (r"control_model\.", "ControlNetModel"),
+    (_WHOLE, "StableDiffusionPipeline"),
+    (r"first_stage_model\.", "AutoencoderKL"),
+    (r"(?:encoder\.down|decoder\.up)\.\d+\.block\.\d+\.", "AutoencoderKL"),
+    (r"joint_blocks\.\d+\.(?:x|context)_block\.", "SD3Transformer2DModel"),
+    (r"double_blocks\.\d+\.img_", "FluxTransformer2DModel"),
+    (r"(?:input|output)_blocks\.\d+\.\d+\.", "UNet2DConditionModel"),
+)
+"""What a name begins with, and the class of diffusers that converts such a file; first counts."""
+
+
+def original_faults(path: Path, names: Iterable[str]) -> list[str]:
+    """What to say of a file with tensors of these names: one fault with what to do, or none."""
+    there = list(names)
+    for begins, kind in _LAYOUTS:
+        if found := next((name for name in there if re.match(begins, name)), None):
+            return [
+                f"{path.name} is an original single-file checkpoint ({found}), not in diffusers' "
+                f"layout: convert it once with diffusers.{kind}.from_single_file('{path}')"
+                ".save_pretrained(FOLDER), and give FOLDER"
+            ]
+    return []
