@@ -258,7 +258,7 @@ def _find_weights(folder: Path, variant: str | None, library: str) -> Path:
     if amiss := [fault for path in named if (fault := no_file(path))]:
         raise PublishedError(f"{folder} holds no weights to read", amiss)
     there = sorted(p.name for p in folder.glob("*") if p.suffix in (_SAFE, *_PICKLES))
-    fault = " and ".join(f"{stem}{end}" for end, stem in stems) + " are missing"
+    fault = ", and ".join(f"{stem}{end} is missing" for end, stem in stems)
     fault += f" (there is: {', '.join(there) or 'nothing like them'})"
     raise PublishedError(f"{folder} holds no such weights", [fault, *original_files(folder)])
 
