@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_pulse.diffusion.noise import Stream, draw
+from megatron_pulse.encoders.finite import CHECK, all_finite, not_finite
 from megatron_pulse.encoders.images import MOMENTS, PIXELS, image_pieces
 from megatron_pulse.encoders.loading import files_amiss, load, require_layers, silently, stored
 from megatron_pulse.encoders.pieces import run_pieces
@@ -88,6 +89,9 @@ class Autoencoder:
     def posterior(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """(mean, standard deviation) of the images' latents, as ``encode`` gives them."""
         moments = torch.cat([self._moments(image) for image in images.split(1)])
+        if not all_finite({MOMENTS: moments}):
+            fault = not_finite(f"autoencoder {self.folder}", self.dtype)
+            raise AutoencoderError(f"{fault}. {CHECK}")
         mean, deviation = self.normalized(moments)
         return mean.to(images.device), deviation.to(images.device)
 

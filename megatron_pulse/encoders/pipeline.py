@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megatron_pulse.encoders.finite import CHECK, all_finite, not_finite
 from megatron_pulse.encoders.loading import (
     files_amiss,
     require_all,
@@ -81,8 +82,8 @@ class TextEncoder:
         self.width = int(getattr(model.config, "d_model", 0) or model.config.hidden_size)
         projected = self.kind is ComponentKind.PROJECTED_CLIP
         self.pooled_width = int(model.config.projection_dim) if projected else self.width
-        masked = place in recipe.masked or bool(getattr(model.config, "use_attention_mask", False))
-        masked = masked and weighs  # which mask it is depends on what is in it
+        said = recipe.masked_if_said and getattr(model.config, "use_attention_mask", False)
+        masked = (place in recipe.masked or bool(said)) and weighs  # which depends on the ids
         self.pieces: tuple[EncoderPiece, ...] = text_pieces(
             self.kind, self.model, recipe.states_of(place), masked
         )
@@ -156,6 +157,9 @@ class TextEncoders:
         for place, encoder in self.encoders.items():
             given = {"ids": tokens[ids_name(place)][None], "mask": tokens[mask_name(place)][None]}
             found[place] = {k: v[0].cpu() for k, v in encoder.encode(given).items() if k[0] != "_"}
+            if not all_finite(found[place]):
+                name = folder_name("text_encoder", place)
+                require(self.folder, [not_finite(name, encoder.dtype)], CHECK)
         return self.joined(found)
 
     def joined(self, found: Mapping[int, Mapping[str, Tensor]]) -> dict[str, Tensor]:
@@ -197,6 +201,7 @@ class TextEncoders:
                 f"tokenizer {self.tokenizers.digests[place]}, "
                 f"{self.tokenizers.lengths[place]} tokens"
                 + (" masked" if place in self.recipe.masked else "")
+                + self.tokenizers.cleaning
                 for place in places
             )
             said[name] = f"{self.recipe.told(name)} ({of})"

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
+from types import MappingProxyType
 
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import FileError, read_json
@@ -54,19 +55,26 @@ class TextRecipe:
 
     A field is rows of states. Rows are padded with zeros to the widest and follow each other along
     the sequence. ``kinds`` are the encoders by place. Places in ``masked`` attend only to the
-    text's own tokens; places in ``fitted`` are padded to what is left of the field's length, the
-    others to what their tokenizer says. ``zeros_if_empty``: without a prompt the states are zeros
-    where the pipeline's ``force_zeros_for_empty_prompt`` (true by default) says so; else they are
-    the encoding of "". ``lower``: texts are stripped and in lower case. ``length_option`` is what
-    the backbone calls the option that says how long its texts are; empty where it has none.
+    text's own tokens; if ``masked_if_said``, so do those whose config.json says
+    ``use_attention_mask``. Places in ``fitted`` are padded to what is left of the field's length,
+    those in ``padded_as`` as another place, the others to what their tokenizer says.
+    ``zeros_if_empty``: without a prompt the states are zeros where the pipeline's
+    ``force_zeros_for_empty_prompt`` (true by default) says so; else they are the encoding of "".
+    ``cleans``: texts are cleaned (see ``cleaning.py``).
+    ``inversions``: a token of textual inversion stands for all its vectors.
+    ``length_option`` is what the backbone calls the option that says how long its texts are; empty
+    where it has none.
     """
 
     fields: Mapping[str, tuple[Row, ...]]
     kinds: Mapping[int, ComponentKind]
     masked: frozenset[int] = frozenset()
     fitted: frozenset[int] = frozenset()
+    padded_as: Mapping[int, int] = MappingProxyType({})
+    masked_if_said: bool = False
     zeros_if_empty: bool = False
-    lower: bool = False
+    cleans: bool = False
+    inversions: bool = False
     length_option: str = field(default="", compare=False)
 
     def parts(self) -> Iterator[Part]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_pulse.diffusion.published import original_files
+from megatron_pulse.encoders.cleaning import cleaned, cleans, with_all_vectors
 from megatron_pulse.encoders.loading import files_amiss
 from megatron_pulse.encoders.recipe import LONGEST, VAE, TextRecipe, folder_name, length_said
 from megatron_pulse.faults import UserError, raised, told
@@ -102,12 +103,11 @@ class Tokenizers:
 
     def __call__(self, text: str) -> dict[str, Tensor]:
         """``text_encoder_ids``, ``text_encoder_mask`` ... of one text, cut and padded, int64."""
-        text = text.lower().strip() if self.recipe.lower else text
         found = {}
         for place, tokenizer in self._tokenizers.items():
             made = tokenizer(
-                text, padding="max_length", max_length=self.lengths[place], truncation=True,
-                return_attention_mask=True,
+                self._given(text, tokenizer), padding="max_length",
+                max_length=self.lengths[place], truncation=True, return_attention_mask=True,
             )  # fmt: skip
             found[ids_name(place)] = torch.tensor(made["input_ids"])
             found[mask_name(place)] = torch.tensor(made["attention_mask"])
@@ -127,11 +127,23 @@ class Tokenizers:
     def excess(self, text: str) -> int:
         """By how many tokens a text is longer than what is left of it, at the place where most is
         cut off; 0 where all of it counts."""
-        text = text.lower().strip() if self.recipe.lower else text
         return max(
-            max(0, len(tokenizer(text, verbose=False)["input_ids"]) - self.lengths[place])
+            max(0, self._count(text, tokenizer) - self.lengths[place])
             for place, tokenizer in self._tokenizers.items()
         )
+
+    @property
+    def cleaning(self) -> str:
+        """How texts are cleaned, where others would be by other packages; empty if they are not."""
+        return ", cleaned captions" if self.recipe.cleans and cleans() else ""
+
+    def _given(self, text: str, tokenizer: Any) -> str:
+        """What a tokenizer gets of a text, as pipelines prepare it."""
+        text = cleaned(text) if self.recipe.cleans else text
+        return with_all_vectors(text, tokenizer) if self.recipe.inversions else text
+
+    def _count(self, text: str, tokenizer: Any) -> int:
+        return len(tokenizer(self._given(text, tokenizer), verbose=False)["input_ids"])
 
     def null(self) -> dict[str, Tensor]:
         """Those of the empty text, which stand for a dropped caption."""
@@ -141,6 +153,7 @@ class Tokenizers:
         """For every name, what makes it."""
         return {
             name: f"{folder_name('tokenizer', place)} {self.digests[place]}, {length} tokens"
+            + self.cleaning
             for place, length in self.lengths.items()
             for name in (ids_name(place), mask_name(place))
         }
@@ -156,7 +169,7 @@ class Tokenizers:
         for place in self.recipe.kinds:
             if place in self.recipe.fitted:
                 continue
-            if (own := self._own_length(place)) is None:
+            if (own := self._own_length(self.recipe.padded_as.get(place, place))) is None:
                 name = folder_name("tokenizer", place)
                 faults.append(f"{name} has no model_max_length from 1 to {LONGEST}")
             lengths[place] = own or 1

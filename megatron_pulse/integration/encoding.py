@@ -24,6 +24,7 @@ from megatron_pulse.data.microbatches import noised_here
 from megatron_pulse.diffusion.objectives import DiffusionProcess
 from megatron_pulse.encoders.autoencoder import Autoencoder
 from megatron_pulse.encoders.components import INDEX, autoencoder_faults, weight_faults
+from megatron_pulse.encoders.finite import any_broken, not_finite
 from megatron_pulse.encoders.images import MOMENTS, PIXELS
 from megatron_pulse.encoders.pieces import States
 from megatron_pulse.encoders.pipeline import TextEncoders
@@ -297,6 +298,7 @@ class Encoders:
         process: DiffusionProcess,
     ) -> None:
         self._process = process
+        self._broken: dict[str, torch.Tensor] = {}
         here = {name for name, devices in homes.items() if number in devices}
         places = () if loop.recipe is None else loop.recipe.kinds
         mine = [p for p in places if folder_name("text_encoder", p) in here]
@@ -315,9 +317,24 @@ class Encoders:
             pieces = self._vae.pieces if VAE in here else None
             self.components.append(Frozen(VAE, given, (MOMENTS,), homes[VAE], pieces))
 
+    def not_finite(self) -> list[str]:
+        """A fault for each encoder that has given numbers that are not finite; waits for a GPU."""
+        dtypes = {VAE: self._vae.dtype} if self._vae is not None else {}
+        if self._texts is not None:
+            dtypes |= {
+                folder_name("text_encoder", place): encoder.dtype
+                for place, encoder in self._texts.encoders.items()
+            }
+        return [not_finite(name, dtypes[name]) for name, broken in self._broken.items() if broken]
+
     def finished(self, batch: Batch, encoded: Encoded) -> dict[str, torch.Tensor]:
         """``batch`` with all that its device reads of it."""
         made = dict(batch)
+        for name, states in encoded.items():
+            if not states:
+                continue
+            broken = any_broken(states)
+            self._broken[name] = broken | self._broken.get(name, broken)
         if self._texts is not None:
             found = {
                 place: encoded[name]

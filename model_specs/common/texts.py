@@ -10,11 +10,17 @@ from megatron_pulse.encoders.recipe import ComponentKind, Part, State, TextRecip
 _FIRST_LAST = Part(1, State.LAST)
 _PENULTIMATES = (Part(1, State.PENULTIMATE), Part(2, State.PENULTIMATE))
 
-SD = TextRecipe({"context": ((_FIRST_LAST,),)}, {1: ComponentKind.CLIP})
+SD = TextRecipe(
+    {"context": ((_FIRST_LAST,),)},
+    {1: ComponentKind.CLIP},
+    masked_if_said=True,
+    inversions=True,
+)
 SDXL = TextRecipe(
     {"context": (_PENULTIMATES,), "pooled": ((Part(2, State.POOLED),),)},
     {1: ComponentKind.CLIP, 2: ComponentKind.PROJECTED_CLIP},
     zeros_if_empty=True,
+    inversions=True,
 )
 SD3 = TextRecipe(
     {
@@ -23,18 +29,20 @@ SD3 = TextRecipe(
     },
     {1: ComponentKind.PROJECTED_CLIP, 2: ComponentKind.PROJECTED_CLIP, 3: ComponentKind.T5},
     fitted=frozenset({3}),
+    padded_as={2: 1},
 )
 FLUX = TextRecipe(
     {"context": ((Part(2, State.LAST),),), "pooled": ((Part(1, State.POOLED),),)},
     {1: ComponentKind.CLIP, 2: ComponentKind.T5},
     fitted=frozenset({2}),
+    inversions=True,
 )
 PIXART = TextRecipe(
     {"context": ((_FIRST_LAST,),), "context_mask": ((Part(1, State.MASK),),)},
     {1: ComponentKind.T5},
     masked=frozenset({1}),
     fitted=frozenset({1}),
-    lower=True,
+    cleans=True,
 )
 HUNYUAN_DIT = TextRecipe(
     {

@@ -225,5 +225,5 @@ def test_original_checkpoints_are_named_with_what_to_do(
     with pytest.raises(ValueError, match="original single-file"):
         model_specs.load_backbone(f"diffusers:{safe}")
     shutil.move(safe, repo / FILE)
-    (repo / "config.json").write_text('{"_class_name": "UNet2DConditionModel", "sample_size": 4}')
+    (repo / "config.json").write_text('{"_class_name": "UNet2DConditionModel", "sample_size": 8}')
     refused(importing(repo, tmp_path, *EPSILON), *words[1:])

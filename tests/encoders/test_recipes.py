@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import diffusers
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from megatron_pulse.diffusion.choice import Objective
 from megatron_pulse.diffusion.objectives import DiffusionProcess
@@ -25,7 +27,7 @@ from megatron_pulse.integration.encoding import Encoders, InLoop
 from megatron_pulse.runtime.encoding.encoding import Encoding
 from model_specs import load_backbone, text_recipe
 from model_specs.common import texts
-from tests.encoders.pipelines import LENGTH, make_pipeline
+from tests.encoders.pipelines import LENGTH, WORDS, make_pipeline
 
 TEXT = "a Red bird with the very old blue heart of a cat"
 SHORT = " a Red bird"
@@ -168,6 +170,126 @@ def test_states_are_those_of_the_pipeline(name: str, tmp_path: Path) -> None:
         assert not encoders.null()["pooled"].any()
         (tmp_path / "model_index.json").write_text('{"force_zeros_for_empty_prompt": false}')
         assert TextEncoders(tmp_path, recipe, shapes).null()["pooled"].any()
+
+
+def same_states(name: str, folder: Path, text: str, **shapes: Any) -> TextEncoders:
+    """The encoders of a folder, whose states are those of the family's pipeline."""
+    recipe, _, encode_prompt, known = CASES[name]
+    encoders = TextEncoders(folder, recipe, shapes or known)
+    theirs, null = encode_prompt(folder, text)
+    for ours, expected in ((encoders(text), theirs), (encoders.null(), null)):
+        for field, value in ours.items():
+            assert torch.equal(value, expected[field][0].to(value.dtype)), field
+    return encoders
+
+
+@pytest.mark.parametrize("name", ["sd", "sdxl", "flux"])
+@torch.no_grad()
+def test_a_token_of_textual_inversion_stands_for_all_its_vectors(name: str, tmp_path: Path) -> None:
+    _, kinds, _, _ = CASES[name]
+    folder = make_pipeline(tmp_path, *kinds)
+    words = ["<toy>", "<toy>_1", "<toy>_2", "<one>"]
+    for place in range(1, len(kinds) + 1):
+        tokens = folder / folder_name("tokenizer", place)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(tokens)
+        tokenizer.add_tokens(words)
+        tokenizer.save_pretrained(tokens)
+        where = folder / folder_name("text_encoder", place)
+        kind = getattr(
+            transformers, json.loads((where / "config.json").read_text())["architectures"][0]
+        )
+        encoder = kind.from_pretrained(where)
+        torch.manual_seed(place)
+        encoder.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+        encoder.save_pretrained(where)
+    encoders = same_states(name, folder, "a <toy> of <one>")
+    ids = encoders.tokenizers("a <toy>")["text_encoder_ids"].tolist()
+    assert [i for i in ids if i >= len(WORDS)] == [15, 16, 17]
+
+
+@pytest.mark.parametrize("name", ["sd", "sdxl"])
+@torch.no_grad()
+def test_use_attention_mask_counts_where_the_pipeline_reads_it(name: str, tmp_path: Path) -> None:
+    folder = make_pipeline(tmp_path, *CASES[name][1])
+    edit(folder / "text_encoder/config.json", use_attention_mask=True)
+    edit(folder / "tokenizer/tokenizer_config.json", pad_token="<pad>")
+    same_states(name, folder, SHORT)
+
+
+@torch.no_grad()
+def test_both_clips_of_sd3_are_padded_as_the_first(tmp_path: Path) -> None:
+    folder = make_pipeline(tmp_path, *CASES["sd3"][1])
+    edit(folder / "tokenizer_2/tokenizer_config.json", model_max_length=1000)
+    same_states("sd3", folder, SHORT)
+
+
+class Soup:
+    """bs4's, as far as captions need it."""
+
+    def __init__(self, text: str, features: str) -> None:
+        self.text = re.sub(r"<[^>]*>", "", text)
+
+
+@pytest.mark.parametrize("there", [True, False])
+@torch.no_grad()
+def test_pixart_s_captions_are_cleaned_where_diffusers_cleans_them(
+    there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    from diffusers.pipelines.pixart_alpha import pipeline_pixart_alpha as pixart_alpha
+
+    from megatron_pulse.encoders import cleaning
+
+    for package, stands_in in (
+        ("BeautifulSoup", Soup),
+        ("ftfy", SimpleNamespace(fix_text=lambda text: text)),
+    ):
+        monkeypatch.setattr(pixart_alpha, package, stands_in, raising=False)
+    for name in ("is_bs4_available", "is_ftfy_available"):
+        for module in (pixart_alpha, diffusers.utils):
+            monkeypatch.setattr(module, name, lambda: there)
+    cleaning._cleaner.cache_clear()
+    request.addfinalizer(cleaning._cleaner.cache_clear)
+    recipe, kinds, _, shapes = CASES["pixart"]
+    folder = make_pipeline(tmp_path, *kinds)
+    pipeline = diffusers.PixArtAlphaPipeline(
+        vae=None, transformer=None, scheduler=None, **components(folder, 1)
+    )
+    encoders = TextEncoders(folder, recipe, shapes)
+    assert encoders.made_by()["context"].endswith("cleaned captions)") == there
+    for text in (
+        " A <b>Red</b> bird https://x.com/bird.png", "the old#123 cat &amp; bird @heart", TEXT,
+        "very-old-red-blue-bird of 123.45.67.89", "bird.png of the cat, free shipping",
+    ):  # fmt: skip
+        states, mask, *_ = pipeline.encode_prompt(
+            text, do_classifier_free_guidance=False, device="cpu", clean_caption=True,
+            max_sequence_length=7,
+        )  # fmt: skip
+        ours = encoders(text)
+        assert torch.equal(ours["context"], states[0]) and ours["context_mask"].equal(mask[0])
+    cut = encoders.tokenizers.excess("a bird https://x.com/a/b/c/d/e/f/g")
+    assert (cut == 0) == there
+
+
+def test_numbers_that_are_not_finite_name_the_encoder(tmp_path: Path) -> None:
+    folder = make_pipeline(tmp_path, "clip")
+    weights = folder / "text_encoder/model.safetensors"
+    tensors = load_file(weights)
+    (name,) = (name for name in tensors if name.endswith("layers.1.mlp.fc2.weight"))
+    save_file({**tensors, name: tensors[name] * 1e8}, weights, {"format": "pt"})
+    shapes = {"context": (LENGTH, 8)}
+    assert TextEncoders(folder, texts.SD, shapes)(TEXT)["context"].isfinite().all()
+    said = "text_encoder, in float16, gives numbers that are not finite"
+    with pytest.raises(EncodersError, match=f"{said}(.|\n)*--pulse-encoders-dtype"):
+        TextEncoders(folder, texts.SD, shapes, torch.float16)(TEXT)
+    loop = InLoop(folder, texts.SD, shapes, False, {}, torch.float16)
+    encoders = Encoders(loop, {"text_encoder": (0,)}, 0, DiffusionProcess(Objective.FLOW))
+    tokens = Tokenizers(folder, texts.SD, shapes)(TEXT)
+    batch = {n: v[None] for n, v in tokens.items()} | {"index": torch.arange(1)}
+    batch |= {"dropped": torch.tensor([False])}
+    (encoded,) = Encoding(encoders.components, torch.device("cpu")).front([batch])
+    assert encoders.not_finite() == []
+    encoders.finished(batch, encoded)
+    assert encoders.not_finite() == [said]
 
 
 def test_what_the_folder_lacks_is_said_at_once(tmp_path: Path) -> None:

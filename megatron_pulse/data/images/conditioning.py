@@ -106,5 +106,5 @@ def control_picture(path: Path, spec: FieldSpec) -> Tensor:
 
 
 def _as_seen(picture: Tensor) -> Tensor:
-    """From [-1, 1] to [0, 1]."""
-    return (picture + 1) / 2
+    """From [-1, 1] to [0, 1]: the bits of pixels over 255, as diffusers' pipelines have them."""
+    return ((picture + 1) * 127.5).round() / 255

@@ -44,6 +44,10 @@ class EncodedBatches:
             self.encoding.fill(schedule, self._next)
         return iter(ready)
 
+    def not_finite(self) -> list[str]:
+        """See ``Encoders``."""
+        return self._encoders.not_finite()
+
     def end(self) -> None:
         """The step of training has ended."""
         if self._filled:
@@ -88,6 +92,11 @@ class EncodedChains:
                 for batch in whole
             ]
         )
+
+    def not_finite(self) -> list[str]:
+        """See ``Encoders``."""
+        parts = self._parts.items()
+        return [f"{chain}: {fault}" for chain, part in parts for fault in part.not_finite()]
 
     def end(self) -> None:
         """The step of training has ended."""

@@ -352,7 +352,8 @@ class PulseSchedule:
         if not math.isfinite(values.sum().item()):
             own = torch.stack(losses).view(len(mine), -1).tolist() if mine else []
             by_chain = dict(zip(mine, own, strict=True))
-            raise PulseError(losses_not_finite(names, by_chain, groups.dp_cp.rank()))
+            amiss = [] if self._encoded is None else self._encoded.not_finite()
+            raise PulseError(losses_not_finite(names, by_chain, groups.dp_cp.rank(), amiss))
         columns = values.float().unbind(1)
         return [dict(zip(names, column.unbind(), strict=True)) for column in columns]
 

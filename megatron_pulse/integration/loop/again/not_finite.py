@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron_pulse.encoders.finite import CHECK
 from megatron_pulse.integration.megatron.model import unwrap
 from megatron_pulse.planner.schedule.operations import Kind, Operation
 from megatron_pulse.planner.step.program import Event, Run
@@ -35,9 +36,13 @@ _BACKWARDS = (Kind.BACKWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD)
 
 
 def losses_not_finite(
-    names: Sequence[str], losses: Mapping[int, Sequence[float]], replica: int
+    names: Sequence[str],
+    losses: Mapping[int, Sequence[float]],
+    replica: int,
+    encoders: Sequence[str] = (),
 ) -> str:
-    """Which losses are not finite (collective): each device knows its own, by chain."""
+    """Which losses are not finite (collective): each device knows its own, by chain; ``encoders``
+    are faults of those in the loop, which then are the cause."""
     own = [
         f"the {names[chain]} of microbatch {number} is {loss}"
         + f" in replica {replica} (rank {dist.get_rank()})"
@@ -46,6 +51,9 @@ def losses_not_finite(
         if not math.isfinite(loss)
     ]
     found = dict.fromkeys(text for of_rank in _gathered(own) for text in of_rank)
+    amiss = dict.fromkeys(text for of_rank in _gathered(list(encoders)) for text in of_rank)
+    if amiss:
+        return f"{_listed(found)}: {_listed(amiss)}. {CHECK}"
     return f"{_listed(found)}: lower --lr, check the data, or use --bf16 instead of --fp16"
 
 

@@ -1,0 +1,47 @@
+"""What diffusers' pipelines do to a text before it is tokenized."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+
+def cleaned(text: str) -> str:
+    """As PixArt's pipelines clean prompts by default: without addresses, tags, file names and the
+    like; where ``cleans`` is false, in lower case and stripped."""
+    return text.lower().strip() if (clean := _cleaner()) is None else clean(clean(text))
+
+
+def cleans() -> bool:
+    """Whether the packages that diffusers cleans texts with are there (bs4 and ftfy)."""
+    return _cleaner() is not None
+
+
+@functools.cache
+def _cleaner() -> Callable[[str], str] | None:
+    from diffusers.utils import is_bs4_available, is_ftfy_available
+
+    if not (is_bs4_available() and is_ftfy_available()):
+        return None
+    from diffusers import PixArtAlphaPipeline
+
+    pipeline: Any = object.__new__(PixArtAlphaPipeline)  # its method needs no component
+    clean: Callable[[str], str] = pipeline._clean_caption
+    return clean
+
+
+def with_all_vectors(text: str, tokenizer: Any) -> str:
+    """``text`` in which each added token that has several vectors (``<cat>``, ``<cat>_1``, ...) is
+    followed by the others, as ``load_textual_inversion`` of diffusers trained it."""
+    added = tokenizer.added_tokens_encoder
+    if not any(f"{token}_1" in added for token in added):
+        return text
+    for token in dict.fromkeys(tokenizer.tokenize(text)):
+        if token not in added:
+            continue
+        tokens = [token]
+        while (more := f"{token}_{len(tokens)}") in added:
+            tokens.append(more)
+        text = text.replace(token, " ".join(tokens))
+    return text
