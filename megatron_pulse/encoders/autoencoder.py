@@ -19,6 +19,9 @@ from megatron_pulse.encoders.tokens import digest_of
 from megatron_pulse.faults import UserError, told
 
 
+_REMARK = "in fp16 it may overflow, says its config.json, where force_upcast is not false"
+
+
 class AutoencoderError(UserError):
     """A folder that is no usable AutoencoderKL."""
 
@@ -33,7 +36,8 @@ class Autoencoder:
     encoded together. ``dtype`` is fp32 unless given; instead of fp16 it is fp32 too unless the
     configuration's ``force_upcast`` is false, as in pipelines of SDXL. Nothing is downloaded:
     ``folder`` holds ``config.json`` and the weights, which are left there unless it ``weighs``:
-    then it neither encodes nor decodes. Raises AutoencoderError if it does not, or if these
+    then it neither encodes nor decodes; ``remark`` says where its dtype is another than was asked
+    for. Raises AutoencoderError if it does not, or if these
     settings contradict each other.
     """
 
@@ -56,6 +60,7 @@ class Autoencoder:
             tensors = stored(Path(folder), "diffusers", weighs)
             require_layers(tensors, model)
             self.dtype = _dtype(dtype, model.config)
+            self.remark = f"{folder} runs in fp32: {_REMARK}" if self.dtype != dtype else ""
             # diffusers' own ``to`` warns of weights that it keeps in fp32, of which there are none.
             nn.Module.to(model, self.dtype)
             if weighs and tensors is not None:

@@ -181,6 +181,8 @@ class InLoop:
             when = "in the idle time of the step before" if name in filled else "in front"
             where = ", ".join(map(str, homes))
             lines.append(f"  {name}: {when}, on device{'s' * (len(homes) > 1)} {where}")
+        if (autoencoder := self.autoencoder()) is not None and autoencoder.remark:
+            lines.append(f"  {autoencoder.remark}")
         others = {path.name for path in self.folder.glob("text_encoder*") if path.is_dir()}
         if self.recipe is not None and (unread := sorted(others - set(self.names))):
             lines.append(f"  {', '.join(unread)}: not used, the backbone reads none of it")

@@ -20,6 +20,7 @@ from megatron_pulse.encoders.pipeline import TextEncoders
 from megatron_pulse.encoders.tokens import Tokenizers
 from model_specs.common.texts import SD
 from tests.cli.small_diffusion import backbone, make_diffusion
+from tests.data.captioned import captioned_digits
 from tests.encoders.pipelines import LENGTH
 
 
@@ -138,3 +139,24 @@ def test_a_configuration_of_another_model_is_refused(folder: Path, tmp_path: Pat
         for weighs in (False, True):
             with pytest.raises(AutoencoderError, match=said if not weighs else ""):
                 Autoencoder(other / "vae", weighs=weighs)
+
+
+def test_an_autoencoder_that_overflows_in_fp16_is_run_in_fp32_or_named(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other, source = tmp_path / "other", captioned_digits(tmp_path, 2)
+    shutil.copytree(folder, other)
+    path = other / "vae/diffusion_pytorch_model.safetensors"
+    weights = load_file(path)
+    weights["encoder.down_blocks.0.resnets.0.conv2.weight"] *= 3e5
+    save_file(weights, path, {"format": "pt"})
+    argv = ["data", "write-latents", "--from", source, "--image-size", "8", *backbone(folder)]
+    argv += ["--encoders", str(other), "--encoders-dtype", "fp16"]
+    assert main([*argv, "-o", str(tmp_path / "a")]) == 0
+    assert f"warning: {other}/vae runs in fp32: in fp16 it may overf" in capsys.readouterr().err
+    config = other / "vae/config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"force_upcast": False}))
+    assert main([*argv, "-o", str(tmp_path / "b")]) == 2
+    said = capsys.readouterr().err
+    assert f"autoencoder {other}/vae, in float16, gives numbers that are not finite" in said
+    assert "(--encoders-dtype, in training --pulse-encoders-dtype)" in said

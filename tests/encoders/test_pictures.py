@@ -93,6 +93,7 @@ def test_an_autoencoder_runs_in_fp16_only_where_it_may(tmp_path: Path) -> None:
         save_file(weights, path, {"format": "pt"})
         ours = Autoencoder(folder, torch.float16)
         assert ours.dtype == Autoencoder(folder, torch.float16, weighs=False).dtype == dtype
+        assert ("runs in fp32" in ours.remark) == force
         if force:
             assert torch.equal(ours.encode(pixels), Autoencoder(folder).encode(pixels))
             continue

@@ -33,7 +33,7 @@ def add_encoder_flags(parser: argparse.ArgumentParser) -> None:
         "--encoders-dtype",
         choices=list(DTYPES),
         help="of the encoders (default: the folder's for text and fp32 for the autoencoder; fp32 "
-        "on a CPU)",
+        "on a CPU); with fp16 an autoencoder keeps fp32 unless its force_upcast is false",
     )
 
 

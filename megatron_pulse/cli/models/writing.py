@@ -88,7 +88,7 @@ def write_latents(
         dataset, texts = _encoded(args, dataset, shape, backbone)
         made_by |= texts
     if not place.rank:
-        warn(*dataset.cautions)
+        warn("" if autoencoder is None else autoencoder.remark, *dataset.cautions)
     fields = {**dataset.fields, **({FRAMING: FRAMING_SPEC} if dataset.frames else {})}
     layout = LatentLayout(
         shape=shape,

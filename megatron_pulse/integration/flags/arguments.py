@@ -311,7 +311,7 @@ class PulseOptions:
     )
     encoders_dtype: Literal["fp32", "bf16", "fp16"] | None = flag(
         "of the encoders (default: the folder's for text and fp32 for the autoencoder; fp32 on a "
-        "CPU)",
+        "CPU); with fp16 an autoencoder keeps fp32 unless its force_upcast is false",
         marks=[FlagMark.STEPS],
         check=_encoders_dtype,
     )
