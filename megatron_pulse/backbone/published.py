@@ -183,7 +183,7 @@ def names_on_load(model: object, names: Iterable[str]) -> dict[str, str]:
     if rename is not None:
         rename(found)
     patterns: Sequence[str] = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
-    own = getattr(model, "state_dict", dict)() if patterns else {}
+    own: Mapping[str, Any] = getattr(model, "state_dict", dict)() if patterns else {}
     return {
         name: stored
         for name, stored in found.items()

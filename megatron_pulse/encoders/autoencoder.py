@@ -18,7 +18,6 @@ from megatron_pulse.encoders.pieces import run_pieces
 from megatron_pulse.encoders.tokens import digest_of
 from megatron_pulse.faults import UserError, told
 
-
 _REMARK = "in fp16 it may overflow, says its config.json, where force_upcast is not false"
 
 

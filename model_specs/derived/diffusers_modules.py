@@ -118,10 +118,10 @@ def _settings(class_name: str) -> frozenset[str]:
     """Names of a class's settings; none where diffusers has no such model."""
     import diffusers
 
-    kind = getattr(diffusers, class_name, None)
+    kind: Any = getattr(diffusers, class_name, None)
     if not isinstance(kind, type) or not issubclass(kind, diffusers.ModelMixin):
         return frozenset()
-    return frozenset(list(inspect.signature(kind.__init__).parameters)[1:])
+    return frozenset(inspect.signature(kind).parameters)
 
 
 def weights_folder(name: str) -> Path | None:
