@@ -98,8 +98,8 @@ def read_published(component: Path) -> dict[str, Any]:
     unknown = [key for key in config if not key.startswith("_") and key not in known]
     if said := [key for key in unknown if key not in _AVERAGES | _settings(named)]:
         say_once(
-            f"warning: {component / 'config.json'}: {', '.join(sorted(said))}: a {class_name} of "
-            "diffusers has no such settings; they are left out"
+            f"warning: {component / 'config.json'}: {class_name} has no such settings, they are "
+            f"passed over: {', '.join(sorted(said))}"
         )
     kept = {key: value for key, value in config.items() if key not in unknown}
     return {**kept, "_class_name": class_name}
