@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import stat
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -64,6 +65,20 @@ def replacing(path: str | Path) -> Iterator[Path]:
         os.replace(beside, path)
     finally:
         beside.unlink(missing_ok=True)
+
+
+@contextmanager
+def appearing(folder: Path) -> Iterator[Path]:
+    """Yield a new folder beside ``folder``, which must not exist or be empty; on success it takes
+    its place, else it is removed."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    beside = folder.with_name(f".{folder.name}.{os.getpid()}.part")
+    beside.mkdir()
+    try:
+        yield beside
+        os.replace(beside, folder)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
 
 
 def write_sealed(path: str | Path, text: str) -> None:

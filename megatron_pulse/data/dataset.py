@@ -179,7 +179,8 @@ class DiffusionDataset(ABC):
     @property
     def pixel_size(self) -> tuple[int, int]:
         """(height, width) of the images, also where ``image_shape`` is that of latents."""
-        return (self.image_shape[1], self.image_shape[2])
+        height, width = self.image_shape[-2:]
+        return height, width
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """One sample: ``image``, ``label`` and ``index`` (int64 scalars), and its ``fields``."""

@@ -39,6 +39,20 @@ class TimestepDensity(StrEnum):
     LOGIT_NORMAL = "logit_normal"
 
 
+class SamplingNoise(StrEnum):
+    """Where the noise of sampling comes from: each sample's own, or a diffusers generator."""
+
+    PER_SAMPLE = "per-sample"
+    DIFFUSERS = "diffusers"
+
+
+class FlowGrid(StrEnum):
+    """A flow's times before the shift: equal steps from 1 to 0, or the scheduler's own."""
+
+    EVEN = "even"
+    SCHEDULER = "scheduler"
+
+
 class TimeShift(StrEnum):
     """What a dynamic shift's line gives: the shift's logarithm, or the shift itself."""
 

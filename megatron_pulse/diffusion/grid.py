@@ -1,15 +1,15 @@
-"""A grid of images as a PNG."""
+"""Samples as PNG files: a sheet of all, or files of their own size."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from megatron_pulse.files import replacing
+from megatron_pulse.files import appearing, replacing
 from megatron_pulse.letters import runs
 
 _CAPTION_HEIGHT = 12
@@ -33,7 +33,6 @@ def save_grid(
         raise ValueError(f"save_grid draws 1 or 3 channels, got {channels}; decode latents first")
     if labels is not None and len(labels) != count:
         raise ValueError(f"save_grid got {count} images and {len(labels)} labels")
-    pixels = ((images.detach().cpu().float().clamp(-1, 1) + 1) * 127.5).round().byte().numpy()
     caption = _CAPTION_HEIGHT if labels is not None else 0
     cell_width, cell_height = width * scale + _PADDING, height * scale + caption + _PADDING
     rows = -(-count // columns)
@@ -41,9 +40,8 @@ def save_grid(
         "RGB", (columns * cell_width + _PADDING, rows * cell_height + _PADDING), "white"
     )
     pen = ImageDraw.Draw(grid)
-    for i, pixel in enumerate(pixels):
+    for i, tile in enumerate(_pictures(images)):
         x, y = i % columns * cell_width + _PADDING, i // columns * cell_height + _PADDING
-        tile = Image.fromarray(np.repeat(pixel, 4 - channels, axis=0)[:3].transpose(1, 2, 0))
         grid.paste(tile.resize((width * scale, height * scale), Image.Resampling.NEAREST), (x, y))
         if labels is not None:
             label = labels[i].item() if isinstance(labels, Tensor) else labels[i]
@@ -51,6 +49,41 @@ def save_grid(
     with replacing(path) as beside:
         grid.save(beside, format="PNG")
     return Path(path)
+
+
+def save_pictures(images: Tensor, folder: Path) -> list[Path]:
+    """Write ``images [n, c, h, w]`` in [-1, 1] (c 1 or 3) as ``0000.png`` and so on, in order.
+
+    ``folder`` must not exist, or be empty; it appears whole. Returns the files.
+    """
+    return _save_all(folder, {f"{i:04d}.png": p for i, p in enumerate(_pictures(images))})
+
+
+def save_frames(videos: Tensor, folder: Path) -> list[list[Path]]:
+    """Write ``videos [n, f, c, h, w]`` as ``save_pictures`` does, the frames of each in a folder
+    of its own: ``0000/0000.png`` and so on. Returns the files of each."""
+    count = videos.shape[1]
+    named = {
+        f"{i // count:04d}/{i % count:04d}.png": p
+        for i, p in enumerate(_pictures(videos.flatten(0, 1)))
+    }
+    files = _save_all(folder, named)
+    return [files[first : first + count] for first in range(0, len(files), count)]
+
+
+def _save_all(folder: Path, named: Mapping[str, Image.Image]) -> list[Path]:
+    with appearing(folder) as beside:
+        for name, picture in named.items():
+            (beside / name).parent.mkdir(exist_ok=True)
+            picture.save(beside / name, format="PNG")
+    return [folder / name for name in named]
+
+
+def _pictures(images: Tensor) -> Iterator[Image.Image]:
+    pixels = ((images.detach().cpu().float().clamp(-1, 1) + 1) * 127.5).round().byte().numpy()
+    for pixel in pixels:
+        colours = np.repeat(pixel, 4 - len(pixel), axis=0)[:3]
+        yield Image.fromarray(colours.transpose(1, 2, 0))
 
 
 def _write(pen: ImageDraw.ImageDraw, x: float, y: float, label: str) -> None:

@@ -7,7 +7,9 @@ the same run on another layout, or on GPUs, sees the same numbers. Philox is cou
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from enum import IntEnum
+from itertools import count
 from typing import NamedTuple
 
 import numpy as np
@@ -75,3 +77,22 @@ def start_noise(seed: int, indices: range, shape: tuple[int, ...], step: int = 0
     """Sampling noise ``[len(indices), *shape]`` float32, each row of (seed, index, step) alone."""
     noise = [draw(seed, index, step, shape, Stream.SAMPLING).noise for index in indices]
     return torch.stack([row for row in noise if row is not None])
+
+
+def sample_noises(seed: int, indices: range, shape: tuple[int, ...]) -> Iterator[Tensor]:
+    """``start_noise`` of the first step, then of one step after the other, without end."""
+    return (start_noise(seed, indices, shape, step) for step in count())
+
+
+def diffusers_noises(
+    seed: int, total: int, indices: range, shape: tuple[int, ...]
+) -> Iterator[Tensor]:
+    """The rows ``indices`` of what a diffusers pipeline draws for a batch of ``total`` samples.
+
+    Its ``randn_tensor`` in float32 with ``torch.Generator().manual_seed(seed)``: the starting noise
+    first, then that of each stochastic step. A whole batch is one draw, so the values depend on
+    ``total``.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        yield torch.randn((total, *shape), generator=generator)[indices.start : indices.stop]

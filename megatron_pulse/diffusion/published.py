@@ -7,10 +7,9 @@ import json
 import os
 import pickle
 import re
-import shutil
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from megatron_pulse.backbone.torch_files import is_plain_archive
 from megatron_pulse.diffusion.originals import original_faults
 from megatron_pulse.diffusion.scheduler import SCHEDULER_FILE, file_beside
 from megatron_pulse.file_kinds import FileKind
-from megatron_pulse.files import FileError, read_json, replacing
+from megatron_pulse.files import FileError, appearing, read_json, replacing
 from megatron_pulse.named_files import is_file_name, no_file
 
 _STEM = "diffusion_pytorch_model"
@@ -366,7 +365,7 @@ def write_folder(
     plan = split_torch_state_dict_into_shards(
         _own(tensors), filename_pattern=pattern, max_shard_size=shard_bytes
     )
-    with _appearing(folder) as beside:
+    with appearing(folder) as beside:
         _write_json(beside / "config.json", config)
         if scheduler is not None:
             (beside / "scheduler").mkdir()
@@ -411,16 +410,3 @@ def _own(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         result[name] = tensor.clone() if shared else tensor
         seen.add(result[name].data_ptr())
     return result
-
-
-@contextmanager
-def _appearing(folder: Path) -> Iterator[Path]:
-    """A new folder beside ``folder`` that takes its place if the block succeeds."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    beside = folder.with_name(f".{folder.name}.{os.getpid()}.part")
-    beside.mkdir()
-    try:
-        yield beside
-        os.replace(beside, folder)
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from megatron_pulse.diffusion.choice import DynamicShift, Objective
-from megatron_pulse.diffusion.noise import start_noise
+from megatron_pulse.diffusion.choice import DynamicShift, FlowGrid, Objective
+from megatron_pulse.diffusion.noise import sample_noises
 from megatron_pulse.diffusion.objectives import DiffusionProcess, predicted_mean
-from megatron_pulse.diffusion.scheduler_export import sampling_settings
+from megatron_pulse.diffusion.scheduler_export import (
+    ddim_spacing,
+    is_stochastic,
+    sampling_settings,
+)
 from megatron_pulse.diffusion.self_conditioning import beside
 from megatron_pulse.faults import told
 
@@ -38,26 +43,36 @@ def sample(
     clip: float | None = None,
     first_index: int = 0,
     self_conditioned: bool = False,
+    noises: Iterator[Tensor] | None = None,
+    flow_grid: FlowGrid = FlowGrid.EVEN,
 ) -> Tensor:
     """``count`` samples ``[count, *shape]`` float32, for named ``conditioning [count, ...]``.
 
     Sample i starts from noise of (``seed``, ``first_index`` + i) alone, so a set sampled in
-    chunks is the set sampled at once. Guidance (Ho & Salimans 2022) evaluates the model on
-    ``[conditional; unconditional]``, a batch of twice ``count``, unless ``guidance_scale`` is 1;
-    the latter has the values of ``null`` (without batch dimension) in place of its own. Of a
-    prediction with a learned sigma only the mean's half counts (see predicted_mean). ``eta`` is
-    DDIM's (Song et al. 2021, eq. 16). ``clip`` bounds DDIM's estimate of x_0 (1 for pixels in
-    [-1, 1], None for latents); Euler has no such estimate and bounds only the result.
+    chunks is the set sampled at once; unless ``noises`` are given, ``[count, *shape]``: first what
+    to start from (both samplers' init_noise_sigma is 1), then what each stochastic step adds.
+    Guidance (Ho & Salimans 2022) evaluates the model on ``[conditional; unconditional]``, a batch
+    of twice ``count``, unless ``guidance_scale`` is 1; the latter has the values of ``null``
+    (without batch dimension) in place of its own. Of a prediction with a learned sigma only the
+    mean's half counts (see predicted_mean). ``eta`` is DDIM's (Song et al. 2021, eq. 16); flow's
+    Euler is stochastic where the published scheduler is. ``clip`` bounds DDIM's estimate of x_0 (1
+    for pixels in [-1, 1], None for latents); Euler has no such estimate and bounds only the result.
     A ``self_conditioned`` model gets ``[b, 2c, h, w]``: behind x_t what it made of x_0 in the step
     before (zeros in the first), within ``clip``; under guidance each half its own, as in training.
-    What a published scheduler says of sampling counts (see sampling_settings); else, and with zero
-    terminal SNR, the grid begins at the last timestep (Lin et al. 2024, section 3.3). A dynamic
-    shift must have become a number (see DiffusionProcess.for_tokens).
+    What a published scheduler says of sampling counts (see sampling_settings and ddim_spacing);
+    else the grid begins at the last timestep (Lin et al. 2024, section 3.3). ``flow_grid`` is
+    flow's. A dynamic shift must have become a number (see DiffusionProcess.for_tokens).
     """
-    _check(process, num_steps, guidance_scale, eta, null)
-    indices = range(first_index, first_index + count)
-    x = start_noise(seed, indices, shape)
-    scheduler, euler = _scheduler(process, num_steps, clip), process.objective == Objective.FLOW
+    _check(process, num_steps, guidance_scale, eta, flow_grid, null)
+    if noises is None:
+        noises = sample_noises(seed, range(first_index, first_index + count), shape)
+    x = next(noises)
+    scheduler = _scheduler(process, num_steps, clip, flow_grid)
+    step = (
+        partial(_euler_step, stochastic=is_stochastic(process))
+        if process.objective == Objective.FLOW
+        else partial(_ddim_step, eta=eta)
+    )
     guided = (
         {
             name: torch.cat([value, _repeated(null[name], count) if name in null else value])
@@ -85,18 +100,38 @@ def sample(
         conditional, unconditional = mean.chunk(2)
         return unconditional + guidance_scale * (conditional - unconditional)
 
-    steps = tqdm(scheduler.timesteps, desc="sampling", disable=not progress, leave=False)
-    for step, timestep in enumerate(steps, start=1):
-        extra: dict[str, Any] = {}
-        if not euler:
-            # From noise alone fresh noise and that which is there are alike, and DDIM's root of
-            # what is left beside fresh noise may be of a rounding below 0.
-            from_noise = not scheduler.alphas_cumprod[int(timestep)]
-            extra["eta"] = 0.0 if from_noise else eta
-            if extra["eta"] > 0:
-                extra["variance_noise"] = start_noise(seed, indices, shape, step)
-        x = scheduler.step(predict(x, timestep), timestep, x, **extra).prev_sample
+    for timestep in tqdm(scheduler.timesteps, desc="sampling", disable=not progress, leave=False):
+        x = step(scheduler, predict(x, timestep), timestep, x, noises)
     return x if clip is None else x.clamp(-clip, clip)
+
+
+def _ddim_step(
+    scheduler: Any, made: Tensor, timestep: Tensor, x: Tensor, noises: Iterator[Tensor], eta: float
+) -> Tensor:
+    # From noise alone fresh noise and that which is there are alike, and DDIM's root of what is
+    # left beside fresh noise may be of a rounding below 0.
+    if eta == 0 or not scheduler.alphas_cumprod[int(timestep)]:
+        return cast(Tensor, scheduler.step(made, timestep, x).prev_sample)
+    fresh = next(noises)
+    return cast(
+        Tensor, scheduler.step(made, timestep, x, eta=eta, variance_noise=fresh).prev_sample
+    )
+
+
+def _euler_step(
+    scheduler: Any,
+    made: Tensor,
+    timestep: Tensor,
+    x: Tensor,
+    noises: Iterator[Tensor],
+    stochastic: bool,
+) -> Tensor:
+    stepped = scheduler.step(made, timestep, x).prev_sample
+    if not stochastic:
+        return cast(Tensor, stepped)
+    # diffusers' stochastic_sampling, with noise that is a function of seed and sample.
+    now, later = scheduler.sigmas[scheduler.step_index - 1 : scheduler.step_index + 1]
+    return cast(Tensor, (1 - later) * (x - now * made) + later * next(noises))
 
 
 def _repeated(value: Tensor, count: int) -> Tensor:
@@ -108,6 +143,7 @@ def _check(
     num_steps: int,
     guidance_scale: float,
     eta: float,
+    flow_grid: FlowGrid,
     null: Fields | None,
 ) -> None:
     faults = []
@@ -117,13 +153,17 @@ def _check(
         faults.append("guidance needs null values, those that dropped conditioning had in training")
     if eta < 0 or (eta > 0 and process.objective == Objective.FLOW):
         faults.append(f"eta is {eta}; DDIM takes eta >= 0, flow's Euler steps only 0")
+    if flow_grid != FlowGrid.EVEN and process.objective != Objective.FLOW:
+        faults.append(f"the grid {flow_grid} is of flow's times; {process.objective} has timesteps")
     if isinstance(process.shift, DynamicShift):
         faults.append("a dynamic shift has no value before the picture's size is known")
     if faults:
         raise ValueError(told("sampling", faults))
 
 
-def _scheduler(process: DiffusionProcess, num_steps: int, clip: float | None) -> Any:
+def _scheduler(
+    process: DiffusionProcess, num_steps: int, clip: float | None, flow_grid: FlowGrid
+) -> Any:
     from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler
 
     settings = sampling_settings(process)
@@ -131,12 +171,12 @@ def _scheduler(process: DiffusionProcess, num_steps: int, clip: float | None) ->
         euler = FlowMatchEulerDiscreteScheduler(
             num_train_timesteps=process.num_timesteps, shift=process.shift, **settings
         )
-        # diffusers' own default grid spends its last step on going from 1/1000 to 0.
-        euler.set_timesteps(sigmas=np.linspace(1.0, 1.0 / num_steps, num_steps).tolist())
+        if flow_grid == FlowGrid.SCHEDULER:
+            euler.set_timesteps(num_steps)
+        else:  # diffusers' own default grid spends its last step on going from 1/1000 to 0
+            euler.set_timesteps(sigmas=np.linspace(1.0, 1.0 / num_steps, num_steps).tolist())
         return euler
-    settings = {"timestep_spacing": "trailing", "clip_sample": False} | settings
-    if process.zero_terminal_snr:
-        settings["timestep_spacing"] = "trailing"  # any other never sees the last timestep
+    settings = {"clip_sample": False} | settings | {"timestep_spacing": ddim_spacing(process)}
     if clip is not None:
         settings |= {"clip_sample": True, "clip_sample_range": clip}
     ddim = DDIMScheduler(**process.scheduler_arguments() | settings)

@@ -62,6 +62,7 @@ _NUMBERS = {
     "num_train_timesteps", "beta_start", "beta_end", "shift", "flow_shift", "base_shift",
     "max_shift", "base_image_seq_len", "max_image_seq_len",
 }  # fmt: skip
+SPACINGS = ("leading", "trailing", "linspace")
 SCHEDULER_FILE = "scheduler_config.json"
 OURS = "_megatron_pulse"
 """A key of ours for how times are drawn; diffusers passes over keys that begin so."""
@@ -214,7 +215,7 @@ def _foreign_keys(config: Mapping[str, Any], choice: ProcessChoice) -> list[str]
 
 
 def _faults_of_types(settings: Mapping[str, Any]) -> list[str]:
-    """Settings that should be numbers and are not."""
+    """Settings that should be numbers and are not, or a spacing that no scheduler has."""
     faults = []
     for key in _NUMBERS & settings.keys():
         value = settings[key]
@@ -225,6 +226,9 @@ def _faults_of_types(settings: Mapping[str, Any]) -> list[str]:
     count = settings["num_train_timesteps"]
     if isinstance(count, float) and not count.is_integer():
         faults.append(f"num_train_timesteps is {count}, which is no whole number")
+    spacing = settings.get("timestep_spacing", SPACINGS[0])
+    if spacing not in SPACINGS:
+        faults.append(f"timestep_spacing is {spacing!r}; known: {', '.join(SPACINGS)}")
     betas = settings.get("trained_betas")
     if betas is not None and not (
         isinstance(betas, list) and all(type(beta) in (int, float) for beta in betas)

@@ -10,12 +10,16 @@ from megatron_pulse.diffusion.objectives import DiffusionProcess
 from megatron_pulse.diffusion.scheduler import DYNAMIC, OF_FLOW, OURS, defaults_of, settings_of
 
 _SAMPLING = (
-    "timestep_spacing", "steps_offset", "set_alpha_to_one", "clip_sample", "clip_sample_range",
+    "steps_offset", "set_alpha_to_one", "clip_sample", "clip_sample_range",
     "thresholding", "dynamic_thresholding_ratio", "sample_max_value",
 )  # fmt: skip
 _FLOW_SAMPLING = (
     "shift_terminal", "use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas",
 )  # fmt: skip
+_STOCHASTIC = "stochastic_sampling"
+_SPACING = "timestep_spacing"
+_AS_PUBLISHED = ("DDIMScheduler", "DDIMParallelScheduler", OF_FLOW[0])
+"""The schedulers that sampling here is."""
 
 
 def scheduler_of_process(process: DiffusionProcess, clip: bool) -> dict[str, Any]:
@@ -30,15 +34,15 @@ def scheduler_of_process(process: DiffusionProcess, clip: bool) -> dict[str, Any
     if base is None:
         base = {"_class_name": OF_FLOW[0] if flow else "DDIMScheduler"}
         if not flow:
-            base |= {"clip_sample": clip, "timestep_spacing": "trailing"}
-            base |= sampling_settings(process)  # as before
+            base |= {"clip_sample": clip, **sampling_settings(process)}  # as before
+            base[_SPACING] = ddim_spacing(process)
     wanted = _flow_settings(process, base) if flow else process.scheduler_arguments()
     if process.scheduler:  # what importing read is written again, and nothing else
         said = settings_of(base)
         takes = defaults_of(base["_class_name"])
         wanted = {k: value for k, value in wanted.items() if k in takes and said[k] != value}
         if wanted.get("rescale_betas_zero_snr"):
-            wanted["timestep_spacing"] = "trailing"  # any other never sees the last timestep
+            wanted[_SPACING] = "trailing"  # "leading" never sees the last timestep
     import diffusers
 
     config = {**base, **wanted, "_diffusers_version": diffusers.__version__}
@@ -85,15 +89,60 @@ def _flow_settings(process: DiffusionProcess, base: Mapping[str, Any]) -> dict[s
 
 
 def sampling_settings(process: DiffusionProcess) -> dict[str, Any]:
-    """What the published scheduler says of sampling only, as DDIM or flow's Euler take it.
-
-    DDIM steps by whole strides, so the spacing "linspace" is left out.
-    """
+    """What the published scheduler says of sampling only, as DDIM or flow's Euler take it, except
+    ``ddim_spacing`` and ``is_stochastic``."""
     if not process.scheduler:
         return {}
     settings = settings_of(process.scheduler)
     keys = _FLOW_SAMPLING if process.objective == Objective.FLOW else _SAMPLING
-    said = {key: settings[key] for key in keys if key in settings}
-    if said.get("timestep_spacing") not in ("leading", "trailing"):
-        said.pop("timestep_spacing", None)
-    return said
+    return {key: settings[key] for key in keys if key in settings}
+
+
+def ddim_spacing(process: DiffusionProcess) -> str:
+    """How DDIM's timesteps are spaced: as the published scheduler's, or "trailing".
+
+    "leading" never sees the last timestep, so a zero terminal SNR is "trailing". DDIM goes by
+    strides of equal length, also from the timesteps of "linspace", which are further apart: that is
+    a picture of diffusers' DDIM, and for other classes, whose steps end at the next timestep, it is
+    none.
+    """
+    if not process.scheduler:
+        return "trailing"
+    said = settings_of(process.scheduler).get(_SPACING, "trailing")
+    if said == "linspace" and process.scheduler["_class_name"] not in _AS_PUBLISHED:
+        return "trailing"
+    return "trailing" if said == "leading" and process.zero_terminal_snr else str(said)
+
+
+def is_stochastic(process: DiffusionProcess) -> bool:
+    """Whether flow's Euler adds noise anew in every step, as the published scheduler says."""
+    said = settings_of(process.scheduler) if process.scheduler else {}
+    return process.objective == Objective.FLOW and bool(said.get(_STOCHASTIC))
+
+
+def describe_sampler(process: DiffusionProcess) -> str:
+    """The sampler in a line: its name, its grid, and what the published scheduler says that does
+    not count in it."""
+    if process.objective == Objective.FLOW:
+        sampler = "flow Euler" + (", stochastic" if is_stochastic(process) else "")
+        takes = {*_FLOW_SAMPLING, _STOCHASTIC, *DYNAMIC, "shift", "flow_shift", "use_flow_sigmas"}
+        takes |= {"num_train_timesteps", "use_dynamic_shifting", "prediction_type"}
+        own: dict[str, Any] = {}
+    else:
+        own = {_SPACING: ddim_spacing(process)}
+        sampler = f"DDIM, {own[_SPACING]} timesteps"
+        betas = ("beta_start", "beta_end", "beta_schedule", "trained_betas")
+        takes = {*_SAMPLING, *betas, *process.scheduler_arguments()}
+    if not process.scheduler:
+        return sampler
+    name, said = process.scheduler["_class_name"], settings_of(process.scheduler)
+    defaults = defaults_of(name)
+    unlike = [
+        f"{key} {value}"
+        for key, value in sorted(said.items())
+        if (key in own and own[key] != value)
+        or (key in defaults and key not in takes | own.keys() and defaults[key] != value)
+    ]
+    notes = [] if name in _AS_PUBLISHED else [f"in place of {name}"]
+    notes += [f"without its {', '.join(unlike)}"] if unlike else []
+    return ", ".join([sampler, *notes])

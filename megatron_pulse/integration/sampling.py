@@ -16,8 +16,9 @@ from megatron_pulse.data.dataset import Framing
 from megatron_pulse.data.fields import SIZES, constants
 from megatron_pulse.data.images.conditioning import CONDITIONING
 from megatron_pulse.data.text.words import WordEncoder
-from megatron_pulse.diffusion.choice import ProcessChoice
+from megatron_pulse.diffusion.choice import FlowGrid, ProcessChoice, SamplingNoise
 from megatron_pulse.diffusion.chosen import chosen_process
+from megatron_pulse.diffusion.noise import diffusers_noises
 from megatron_pulse.diffusion.objectives import DiffusionProcess
 from megatron_pulse.diffusion.sampling import Fields, ModelFunction, sample
 from megatron_pulse.encoders.pipeline import TextEncoders
@@ -192,7 +193,8 @@ def _request(model: TrainedModel, count: int, given: Fields, null: Fields) -> Re
     wanted = wanted_by(model.backbone)
     if model.makes_pixels:
         text = {name: spec for name, spec in wanted.fields.items() if name in given}
-        whole = Framing.whole((wanted.shape[1], wanted.shape[2]))
+        height, width = wanted.shape[-2:]
+        whole = Framing.whole((height, width))
         defaults = constants(wanted.fields, text, whole)
         given = {name: v.expand(count, *v.shape) for name, v in defaults.items()} | dict(given)
     read = set(model.backbone.batch_fields) - {"timesteps"}
@@ -265,22 +267,30 @@ def sample_images(
     num_steps: int,
     guidance: float,
     seed: int,
+    eta: float = 0.0,
+    noise: SamplingNoise = SamplingNoise.PER_SAMPLE,
+    flow_grid: FlowGrid = FlowGrid.EVEN,
     batch_size: int = 100,
     progress: bool = True,
 ) -> Tensor:
-    """Samples ``[n, c, h, w]`` of what is asked for: pixels in [-1, 1], or latents.
+    """Samples ``[n, *shape]`` of what is asked for: pixels in [-1, 1], or latents.
 
     A model that has nothing to drop (no text, no null class) is not guided, whatever ``guidance``
-    is.
+    is. With the ``noise`` of diffusers all samples are one batch of a pipeline, in parts or not.
     """
     images = []
+    shape = model.backbone.sample_spec.shape
     for first in range(0, request.count, batch_size):
         part = request.part(first, first + batch_size)
+        noises = None
+        if noise == SamplingNoise.DIFFUSERS:
+            rows = range(first, first + part.count)
+            noises = diffusers_noises(seed, request.count, rows, shape)
         images.append(
             sample(
                 model.predict,
                 model.process,
-                model.backbone.sample_spec.shape,
+                shape,
                 part.count,
                 part.fields,
                 num_steps=num_steps,
@@ -291,6 +301,9 @@ def sample_images(
                 clip=1.0 if model.makes_pixels else None,
                 first_index=first,
                 self_conditioned=model.is_self_conditioned,
+                eta=eta,
+                noises=noises,
+                flow_grid=flow_grid,
             )
         )
     return torch.cat(images)

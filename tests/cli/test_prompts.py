@@ -257,6 +257,32 @@ def test_prompts_give_the_pictures_of_the_pipeline(
     assert drawn[0].std() > 0.01
 
 
+@pytest.mark.parametrize(
+    ("name", "flags", "called"),
+    [("sd", ["--eta", "0.5"], {"eta": 0.5}), ("sd3", ["--flow-grid", "scheduler"], {})],
+)
+def test_noise_of_diffusers_gives_the_pictures_of_a_generator(
+    name: str, flags: list[str], called: dict[str, Any], drawn: list[torch.Tensor], tmp_path: Path
+) -> None:
+    """Two prompts of two pictures, from one seed, as a user calls the pipeline."""
+    family, checkpoint = FAMILIES[name], tmp_path / "checkpoint"
+    family.write(tmp_path)
+    assert main(["import", "--from", str(tmp_path), "--to", str(checkpoint)]) == 0
+    flags = [*flags, "--prompt", "old cat", "--noise", "diffusers", "--seed", "7"]
+    draw(family, tmp_path, checkpoint, *flags)
+    without = dict.fromkeys(("safety_checker", "feature_extractor")) if name == "sd" else {}
+    pipeline: Any = family.pipeline.from_pretrained(tmp_path, **without)
+    pipeline.set_progress_bar_config(disable=True)
+    size = {"max_sequence_length": T5_LENGTH} if name == "sd3" else {}
+    theirs = pipeline(
+        ["a red bird", "old cat"], negative_prompt=["old cat"] * 2, num_images_per_prompt=2,
+        generator=torch.Generator().manual_seed(7), num_inference_steps=STEPS, output_type="pt",
+        guidance_scale=2.0, height=family.side, width=family.side, **called, **size,
+    ).images  # fmt: skip
+    torch.testing.assert_close(drawn[0] / 2 + 0.5, theirs, rtol=0, atol=5e-6)
+    assert drawn[0].std() > 0.01
+
+
 def test_control_images_give_the_pictures_of_sdxls_pipeline(
     drawn: list[torch.Tensor], tmp_path: Path
 ) -> None:

@@ -6,10 +6,20 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from PIL import Image
+from safetensors.torch import load_file
 
 from megatron_pulse.cli.main import main
+from megatron_pulse.cli.models.drawing import Drawing
+from megatron_pulse.data.dataset import FieldSpec
+from megatron_pulse.data.latents.layout import LatentLayout, LatentType
+from megatron_pulse.data.latents.writer import LatentWriter
+from megatron_pulse.encoders.autoencoder import Autoencoder
+from tests.backbone.derived.zoo.videos import wan
+from tests.cli.test_data import make_vae
 from tests.data.captioned import captioned_digits
 from tests.integration.runs import TEXT, pipeline, run
 
@@ -47,6 +57,78 @@ def test_grid_and_report(trained: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert content["score"]["num_images"] == 8
     assert content["process"] == "flow, shift 1, times logit_normal(0, 1), 1000 timesteps"
     assert "generated digits are the digit asked for" in capsys.readouterr().out
+
+
+def test_pictures_of_their_own_size(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, flags = tmp_path / "new" / "digits", ["--classes", "3,5", "--per-class", "2", "--raw"]
+    flags += ["--noise", "diffusers"]
+    assert sample(trained, "-o", str(folder), *flags, "--json") == 0
+    content = json.loads(capsys.readouterr().out)
+    files = [str(folder / f"{i:04d}.png") for i in range(4)]
+    assert (content["files"], content["labels"]) == (files, [3, 3, 5, 5])
+    assert (content["weights"], content["noise"]) == ("raw", "diffusers")
+    assert content["sampler"] == "flow Euler"
+    assert sorted(map(str, folder.iterdir())) == files
+    tensors = tmp_path / "digits.safetensors"
+    assert sample(trained, "-o", str(tensors), *flags) == 0
+    assert "(raw weights; flow, " in capsys.readouterr().out
+    samples = load_file(tensors)["samples"]
+    assert samples.shape == (4, 1, 8, 8)
+    for path, pixels in zip(files, samples, strict=True):
+        picture = torch.from_numpy(np.array(Image.open(path).convert("RGB"))).permute(2, 0, 1)
+        expected = ((pixels.clamp(-1, 1) + 1) * 127.5).round().byte().expand(3, 8, 8)
+        assert torch.equal(picture, expected)
+    assert sample(trained, "-o", str(folder), *flags) == 2
+    assert f"{folder} exists and is not empty; name a new folder" in capsys.readouterr().err
+    assert sample(trained, "-o", str(tmp_path / "a.jpg"), *flags, "--seed", str(2**64)) == 2
+    said = capsys.readouterr().err
+    assert "must end in .png (a sheet), .safetensors" in said and "below 2^64" in said
+
+
+def test_frames_of_videos(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a class of diffusers, from data; what is no picture is refused before it is sampled."""
+    module, _ = wan()
+    module.save_pretrained(tmp_path / "wan")
+    size = [f"--option={option}" for option in ("frames=3", "height=8", "width=8", "text_length=7")]
+    weights = str(tmp_path / "wan" / "diffusion_pytorch_model.safetensors")
+    source = ["import", "--from", weights, "--module", f"diffusers:{tmp_path / 'wan'}", *size]
+    flow = ["--objective", "flow", "--flow-shift", "3", "--to", str(tmp_path / "start")]
+    assert main([*source, *flow]) == 0
+    layout = LatentLayout((4, 3, 8, 8), 1, LatentType.FLOAT32, {"context": FieldSpec((7, 16))})
+    with LatentWriter(tmp_path / "latents", layout) as writer:
+        for _ in range(20):
+            writer.add(torch.randn(4, 3, 8, 8), 0, {"context": torch.randn(7, 16)})
+        writer.close()
+    draw = ["sample", "--load", str(tmp_path / "start"), "--raw", "--steps", "2", "--per-class"]
+    draw += ["1", "--from-data", "2", "--data", f"latents:{tmp_path / 'latents'}"]
+    capsys.readouterr()
+    make_vae(tmp_path / "vae", latent_channels=4)
+    vae = ["--vae", str(tmp_path / "vae")]
+    assert main([*draw, "-o", str(tmp_path / "no.png")]) == 2
+    said = capsys.readouterr().err
+    assert "samples are latents of 4x3x8x8: decode them with --vae" in said
+    assert "-o FILE.safetensors" in said
+    assert main([*draw, *vae, "-o", str(tmp_path / "videos"), "--json"]) == 0
+    files = json.loads(capsys.readouterr().out)["files"]
+    expected = [[f"{tmp_path}/videos/000{i}/000{k}.png" for k in range(3)] for i in range(2)]
+    assert files == expected
+    side = Image.open(files[1][2]).width
+    autoencoder, first = Autoencoder(tmp_path / "vae"), torch.randn(2, 3, 4, 8, 8)
+    behind = Drawing((4, 3, 8, 8), autoencoder)(first.transpose(1, 2))
+    assert torch.equal(Drawing((3, 4, 8, 8), autoencoder)(first), behind), "as CogVideoX has frames"
+    assert main([*draw, *vae, "-o", str(tmp_path / "sheet.png")]) == 0
+    sheet = Image.open(tmp_path / "sheet.png")
+    assert sheet.width == 3 * (side * -(-56 // side) + 2) + 2, "three frames in a row"
+    assert sheet.height > 2 * 56
+
+
+def test_samples_that_are_no_pictures() -> None:
+    assert not Drawing((3, 8, 8), None).faults() and not Drawing((3, 9, 8, 8), None).faults()
+    for shape in ((3, 16), (1,), (3, 1, 2, 8, 8)):
+        (said,) = Drawing(shape, None).faults()
+        assert "which is no picture and no video: write them with -o FILE.safetensors" in said
 
 
 def test_same_seed_same_picture(trained: Path, tmp_path: Path) -> None:

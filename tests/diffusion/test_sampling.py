@@ -5,11 +5,13 @@ import pytest
 import torch
 from PIL import Image
 
-from megatron_pulse.diffusion.choice import DynamicShift, NoiseSchedule, Objective
+from megatron_pulse.diffusion.choice import DynamicShift, FlowGrid, NoiseSchedule, Objective
 from megatron_pulse.diffusion.grid import save_grid
+from megatron_pulse.diffusion.noise import diffusers_noises, start_noise
 from megatron_pulse.diffusion.objectives import DiffusionProcess
 from megatron_pulse.diffusion.sampling import sample
 from megatron_pulse.diffusion.scheduler import process_of_scheduler
+from megatron_pulse.diffusion.scheduler_export import describe_sampler
 from tests.diffusion.schedulers import PUBLISHED
 
 SHAPE = (1, 4, 4)
@@ -181,8 +183,6 @@ def test_ddim_is_that_of_the_pipeline():
     """The same pictures as diffusers' DDIM, made of the pipeline's own configuration."""
     from diffusers import DDIMScheduler
 
-    from megatron_pulse.diffusion.noise import start_noise
-
     process = process_of_scheduler(PUBLISHED["hunyuan-dit-v1.2"])
     model = gaussian_model(process, lambda y: 0.1 * y, std=0.5)
     given = {"labels": torch.tensor([3])}
@@ -193,6 +193,86 @@ def test_ddim_is_that_of_the_pipeline():
         x = theirs.step(model(x, timestep.float().view(1), given), timestep, x).prev_sample
     ours = sample(model, process, SHAPE, 1, given, 20, seed=5, progress=False)
     torch.testing.assert_close(ours, x, rtol=0, atol=1e-6)
+
+
+DDIM = {
+    "_class_name": "DDIMScheduler", "beta_start": 0.00085, "beta_end": 0.012,
+    "beta_schedule": "scaled_linear", "clip_sample": False, "set_alpha_to_one": False,
+    "steps_offset": 1,
+}  # fmt: skip
+EULER = {"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 3.0}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        DDIM,
+        {**DDIM, "timestep_spacing": "linspace"},
+        {**DDIM, "timestep_spacing": "linspace", "rescale_betas_zero_snr": True,
+         "prediction_type": "v_prediction"},
+        {**DDIM, "timestep_spacing": "trailing", "set_alpha_to_one": True},
+        {**DDIM, "clip_sample": True, "clip_sample_range": 0.3, "prediction_type": "sample"},
+        {**DDIM, "thresholding": True, "sample_max_value": 1.5, "dynamic_thresholding_ratio": 0.7},
+        EULER,
+        {**EULER, "stochastic_sampling": True},
+        {**EULER, "shift_terminal": 0.1, "use_karras_sigmas": True},
+        {**EULER, "shift": 1.0, "use_exponential_sigmas": True, "stochastic_sampling": True},
+    ],
+    ids=lambda c: " ".join(f"{k}={v}" for k, v in c.items() if DDIM.get(k) != v),
+)  # fmt: skip
+@pytest.mark.parametrize("eta", [0.0, 0.5])
+def test_a_trajectory_is_that_of_the_scheduler_itself(config, eta):
+    """Every setting of the schedulers that sampling is, with diffusers' noise in all steps."""
+    import diffusers
+
+    theirs = getattr(diffusers, config["_class_name"]).from_config(config)
+    flow = "beta_start" not in config
+    if flow and eta:
+        pytest.skip("flow has no eta")
+    process = process_of_scheduler(config)
+    zero_snr = process.zero_terminal_snr
+    theirs.set_timesteps(9)
+    seen = []
+
+    def model(x, timesteps, conditioning):
+        seen.append(float(timesteps[0]))
+        return torch.tanh(x) * (0.5 + timesteps.view(-1, 1, 1, 1) / 2000)
+
+    generator = torch.Generator().manual_seed(4)
+    x = torch.randn((3, *SHAPE), generator=generator)
+    for t in theirs.timesteps:
+        # At zero SNR diffusers' root is of a rounding below 0, and fresh noise is what is there.
+        more = {} if flow or (zero_snr and t == 999) else {"eta": eta}
+        made = model(x, t.expand(3).float(), {})
+        x = theirs.step(made, t, x, generator=generator, **more).prev_sample
+    noises, expected = diffusers_noises(4, 3, range(1, 3), SHAPE), [*seen]
+    seen.clear()
+    ours = sample(
+        model, process, SHAPE, 2, {}, 9, eta=eta, noises=noises, progress=False,
+        flow_grid=FlowGrid.SCHEDULER if flow else FlowGrid.EVEN,
+    )  # fmt: skip
+    assert seen == pytest.approx(expected, rel=1e-6)
+    torch.testing.assert_close(ours, x[1:], rtol=1e-5, atol=1e-5)
+    assert "without" not in describe_sampler(process)
+    assert ("stochastic" in describe_sampler(process)) == ("stochastic_sampling" in config)
+
+
+def test_what_does_not_count_of_another_sampler_is_said():
+    config = {
+        **DDIM, "_class_name": "EulerDiscreteScheduler", "timestep_spacing": "linspace",
+        "use_karras_sigmas": True,
+    }  # fmt: skip
+    process = process_of_scheduler(config)
+    assert timesteps_of(process, 4) == [999, 749, 499, 249]
+    said = "DDIM, trailing timesteps, in place of EulerDiscreteScheduler, without its "
+    assert describe_sampler(process) == f"{said}timestep_spacing linspace, use_karras_sigmas True"
+    leading = process_of_scheduler({
+        **DDIM, "rescale_betas_zero_snr": True, "prediction_type": "v_prediction",
+    })  # fmt: skip
+    said = "DDIM, trailing timesteps, without its timestep_spacing leading"
+    assert describe_sampler(leading) == said
+    with pytest.raises(ValueError, match="timestep_spacing is 'karras'; known: leading"):
+        process_of_scheduler({**DDIM, "timestep_spacing": "karras"})
 
 
 @pytest.mark.parametrize("num_steps", [10, 25, 30, 50])

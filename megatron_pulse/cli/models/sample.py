@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -19,7 +18,6 @@ from megatron_pulse.cli.backbone_flags import (
 )
 from megatron_pulse.cli.errors import (
     add_parser,
-    check_file,
     mending,
     no_autoencoder,
     out_of,
@@ -28,6 +26,7 @@ from megatron_pulse.cli.errors import (
 )
 from megatron_pulse.cli.megatron import prepare_megatron
 from megatron_pulse.cli.models.controlnet import controlled
+from megatron_pulse.cli.models.drawing import Drawing, Output, output_faults, output_of, writer_of
 from megatron_pulse.cli.models.encoding import (
     add_encoder_flags,
     autoencoder_folder,
@@ -38,26 +37,27 @@ from megatron_pulse.cli.models.encoding import (
     take_encoders_of,
 )
 from megatron_pulse.cli.output import add_json, answer, json_faults
-from megatron_pulse.diffusion.choice import OF_TRAINING, ProcessChoice
+from megatron_pulse.diffusion.choice import OF_TRAINING, FlowGrid, ProcessChoice, SamplingNoise
 from megatron_pulse.faults import UserError, collecting
-from megatron_pulse.flag_fields import FROM_ZERO, TO_MILLION, add_flags, read_flags
+from megatron_pulse.flag_fields import FROM_ZERO, TO_MILLION, Range, add_flags, read_flags
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from megatron_pulse.integration.sampling import Request, TrainedModel
-
-MIN_SIDE = 56
-"""Smaller images are enlarged to at least this many pixels, so that people can see them."""
 
 _DESCRIPTION = """\
 Runs on one process (a GPU if there is one), whatever the layout of the run that wrote the
-checkpoint. The picture has one row per class, prompt, or sample of the data. --prompt with
+checkpoint, with its averaged weights unless --raw. -o FILE.png is a sheet with one row per class,
+prompt, or sample of the data; -o DIR a picture of its own size for each (of a video for each
+frame), which --json lists; -o FILE.safetensors the samples undecoded. --prompt with
 --encoders DIR takes the text encoders and the autoencoder of a diffusers pipeline folder, for
 imported models and those trained on latents of the same encoders (others are refused); of what was
 trained with --pulse-encoders it is that folder. Without one --prompt needs a model that was trained
 on the words of --pulse-data captions:PATH. --from-data takes the text states of validation samples.
 A ControlNet follows --control-image, of which it sees the central square, as in training.
+Noise is drawn in float32 on the CPU, for each sample of --seed and its number alone. --noise
+diffusers draws what a pipeline in float32 draws with torch.Generator().manual_seed(SEED) for a
+batch of all samples: with DDIM or FlowMatchEulerDiscreteScheduler, the same --steps, --guidance and
+encoders the picture is the pipeline's (SD3's and Wan's with --flow-grid scheduler).
 --score asks a classifier that was fitted to real digits whether each image is the digit asked for.
 
 examples:
@@ -65,7 +65,7 @@ examples:
   pulse sample --load runs/a --iteration 4000 --raw --classes 3,5 --guidance 1.5 -o raw.png
   pulse sample --load runs/latents --classes 0-9 --vae sd-vae-ft-mse -o birds.png
   pulse sample --load runs/emoji/checkpoints --prompt "red heart" --prompt "cat face" -o emoji.png
-  pulse sample --load runs/photos --prompt "a red bird" --encoders sd-v1.5 -o bird.png
+  pulse sample --load runs/photos --prompt "a red bird" --encoders sd-v1.5 -o birds/ --json
   pulse sample --load runs/control --prompt "a red bird" --control-image edges.png -o bird.png
   pulse sample --load runs/text --from-data 4 --vae sd-vae-ft-mse -o held-out.png
   pulse sample --load runs/a --option sample_size=96 --vae sd-vae-ft-mse -o larger.png
@@ -73,6 +73,7 @@ examples:
 
 
 _MOST_CLASS = 1_000_000
+_SEED = Range(lambda value: 0 <= value < 2**64, "0 or more, and below 2^64")
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -80,7 +81,14 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser = add_parser(commands, "sample", "draw samples from a checkpoint", _DESCRIPTION, run)
     add = parser.add_argument
     add("--load", type=Path, required=True, metavar="DIR", help="what training had as --save")
-    add("-o", "--output", type=Path, required=True, metavar="PNG", help="the picture to write")
+    add(
+        "-o",
+        "--output",
+        type=Path,
+        required=True,
+        metavar="PATH",
+        help="what to write: FILE.png (a sheet), DIR (a file for each picture) or FILE.safetensors",
+    )
     what = parser.add_mutually_exclusive_group()
     what.add_argument(
         "--classes", help="such as 0-9 or 3,5 (default: the first ten, or all if fewer)"
@@ -114,7 +122,27 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         metavar="W",
         help="classifier-free guidance; 1 is none (default 2)",
     )
+    add(
+        "--eta",
+        type=float,
+        default=0.0,
+        metavar="E",
+        help="DDIM's share of fresh noise in each step; not of flow (default 0)",
+    )
     add("--seed", type=int, default=0, help="of the starting noise (default 0)")
+    add(
+        "--noise",
+        choices=[str(kind) for kind in SamplingNoise],
+        default=str(SamplingNoise.PER_SAMPLE),
+        help="each sample's own, or that of a diffusers pipeline's generator (default per-sample)",
+    )
+    add(
+        "--flow-grid",
+        choices=[str(kind) for kind in FlowGrid],
+        default=str(FlowGrid.EVEN),
+        help="flow's times before the shift: N equal steps from 1, as pipelines of Flux, or the "
+        "scheduler's own, as those of SD3 and Wan (default even)",
+    )
     add("--iteration", type=int, metavar="N", help="a checkpoint other than the latest")
     add("--raw", action="store_true", help="the weights as trained, not their moving average")
     add("--chain", metavar="NAME", help="of a cascade: which of its backbones")
@@ -140,7 +168,7 @@ def run(args: argparse.Namespace) -> None:
     import torch
 
     from megatron_pulse.data.score import digit_score
-    from megatron_pulse.diffusion.grid import save_grid
+    from megatron_pulse.diffusion.scheduler_export import describe_sampler
     from megatron_pulse.integration.sampling import load_model, sample_images
 
     with mending(ValueError):
@@ -170,53 +198,66 @@ def run(args: argparse.Namespace) -> None:
         model.arguments.pulse_encoders = str(args.encoders)
     take_encoders_of(args, model.arguments)
     vae = autoencoder_folder(args)
-    decode, factor = _decoder(vae, model)
-    kind, rows, request = _asked(args, model, factor)
-    require(_check_model(args, model, kind, rows, vae))
+    drawing = _drawing(vae, model)
+    kind, rows, request = _asked(args, model, drawing.factor)
+    require(_check_model(args, model, kind, rows, drawing))
     asked = [row for row in rows for _ in range(args.per_class)]
     with mending(ValueError, OSError):
-        images = sample_images(
+        samples = sample_images(
             model,
             request(model, asked),
             num_steps=args.steps,
             guidance=args.guidance,
             seed=args.seed,
+            eta=args.eta,
+            noise=SamplingNoise(args.noise),
+            flow_grid=FlowGrid(args.flow_grid),
             progress=sys.stderr.isatty(),
         )
-    images = decode(images)
+    weights = "raw" if args.raw else "averaged"
+    sampler = describe_sampler(model.process)
     record: dict[str, Any] = {
         "checkpoint": str(model.folder),
         "backbone": model.backbone.name,
         "options": options_of(args),
-        "weights": "raw" if args.raw else "averaged",
+        "weights": weights,
         "process": model.process.describe(),
+        "sampler": sampler,
         "num_steps": args.steps,
         "guidance": args.guidance,
         "seed": args.seed,
+        "noise": args.noise,
         kind: asked,
     }
     if args.control_image:
         record["control_images"] = [str(path) for path in args.control_image]
     score = None
     if args.score:
-        score = digit_score(images, torch.tensor(asked), args.score)
+        score = digit_score(samples, torch.tensor(asked), args.score)
         record["score"] = score.to_dict()
-    scale = math.ceil(MIN_SIDE / images.shape[-1])
+    write = writer_of(args.output, drawing, args.per_class, _captions(kind, rows, args.per_class))
     with mending(OSError):
-        save_grid(images, args.output, args.per_class, _captions(kind, rows, args.per_class), scale)
+        record |= write(samples)
     lines = [] if score is None else [str(score)]
     lines.append(
-        f"{len(asked)} samples of {model.folder} ({model.process.describe()}): {args.output}"
+        f"{len(asked)} samples of {model.folder} ({weights} weights; {model.process.describe()}; "
+        f"{sampler}, {args.steps} steps): {args.output}"
     )
+    if "frames" in record and len(record["frames"]) < samples.shape[drawing.frame_axis]:
+        shown = ", ".join(map(str, record["frames"]))
+        lines.append(f"the sheet shows frames {shown}; -o DIR writes all")
     answer(args, lines, lambda: record)
 
 
 def _check(args: argparse.Namespace) -> list[str]:
-    faults = check_file(args.output, "--output", ".png")
+    faults = output_faults(args.output, "--output")
     faults += json_faults(args)
     faults += option_faults(args)
     faults += out_of(TO_MILLION, args, "per_class", "steps", "from_data")
-    faults += out_of(FROM_ZERO, args, "seed", "iteration", "guidance")
+    faults += out_of(FROM_ZERO, args, "iteration", "guidance", "eta")
+    faults += out_of(_SEED, args, "seed")
+    if args.vae is not None and output_of(args.output) is Output.TENSORS:
+        faults.append("--vae decodes samples, and -o FILE.safetensors takes them as they are")
     faults += encoder_faults(args)
     if args.encoders is not None and not args.prompt and args.from_data is None:
         faults.append("--encoders is for --prompt, or --from-data of data that it encodes")
@@ -301,9 +342,9 @@ def _captions(kind: str, rows: list[Any], each: int) -> list[str]:
 
 
 def _check_model(
-    args: argparse.Namespace, model: TrainedModel, kind: str, rows: list[Any], vae: Path | None
+    args: argparse.Namespace, model: TrainedModel, kind: str, rows: list[Any], drawing: Drawing
 ) -> list[str]:
-    faults = []
+    faults = [] if output_of(args.output) is Output.TENSORS else drawing.faults()
     count = model.num_classes
     if args.classes is not None and count is None:
         faults.append(f"{model.backbone.name} knows no classes: leave --classes out")
@@ -311,38 +352,24 @@ def _check_model(
         beyond = [row for row in rows if row >= count]
         shown = ", ".join(map(str, beyond[:5])) + (", ..." if len(beyond) > 5 else "")
         faults.append(f"--classes: the model has classes 0-{count - 1}, not {shown}")
-    if vae and model.makes_pixels:
+    if drawing.autoencoder is not None and model.makes_pixels:
         faults.append("--vae decodes latents, but the model was trained on pixels")
-    channels = model.backbone.sample_spec.shape[0]
-    if not vae and channels not in (1, 3):
-        faults.append(
-            f"the samples are latents of {channels} channels: decode them with --vae, or with the "
-            "autoencoder of --encoders"
-        )
     if args.prompt and args.encoders is None and model.no_words:
         faults.append(f"--prompt: {model.no_words}")
-    if args.score and (channels != 1 or vae):
+    if args.score and (drawing.shape[0] != 1 or drawing.autoencoder is not None):
         faults.append("--score needs a model of grey digits (1 channel, no --vae)")
     if args.score and (kind != "labels" or any(row > 9 for row in rows)):
         faults.append("--score knows the classes 0-9 only")
     return faults
 
 
-def _decoder(vae: Path | None, model: TrainedModel) -> tuple[Callable[[Tensor], Tensor], int]:
-    """What makes pixels of the model's samples, and pixels for each of theirs along a side."""
+def _drawing(vae: Path | None, model: TrainedModel) -> Drawing:
+    """How the model's samples become pictures."""
+    shape = model.backbone.sample_spec.shape
     if vae is None:
-        return lambda latents: latents, 1
+        return Drawing(shape, None)
     from megatron_pulse.encoders.autoencoder import Autoencoder
 
     autoencoder = Autoencoder(vae)
-    channels, wanted = model.backbone.sample_spec.shape[0], autoencoder.latent_channels
-    if channels != wanted:
-        raise UserError(f"--vae {vae} decodes {wanted} channels, the model makes {channels}")
     warn(other_autoencoder(autoencoder, model.arguments))
-
-    def decode(latents: Tensor) -> Tensor:
-        import torch
-
-        return torch.cat([autoencoder.decode(part) for part in latents.split(8)])
-
-    return decode, autoencoder.factor
+    return Drawing(shape, autoencoder)
