@@ -8,6 +8,7 @@
 #   PULSE_RANKS_PER_NODE  ranks on each node; without it, one per allocated GPU, or one
 #   PULSE_MASTER_ADDR     where the ranks meet; without it, the first node of the job
 #   PULSE_MASTER_PORT     without it, a port from the job's number
+#   PULSE_SLURM_SECONDS   for how long a Slurm command that fails is called again; without it, 120
 
 export PULSE_VENV=${PULSE_VENV:-$PULSE_ROOT/.venv}
 if ! [ -x "$PULSE_VENV/bin/pulse" ]; then

@@ -21,19 +21,44 @@ pulse_flag() {
     echo "$value"
 }
 
-# pulse_job_field NAME: what scontrol knows of this job, such as JobState.
+# pulse_slurm COMMAND...: what a Slurm command prints. One that fails is called again, since the
+# controller may be busy, for PULSE_SLURM_SECONDS (120); then it is said, and its status returned.
+pulse_slurm() {
+    local answer status pause=1 end=$((SECONDS + ${PULSE_SLURM_SECONDS:-120}))
+    until answer=$("$@"); do
+        status=$?
+        if ((SECONDS + pause > end)); then
+            echo "slurm: '$*' failed (status $status), and is not called again." >&2
+            return "$status"
+        fi
+        echo "slurm: '$*' failed (status $status); called again in $pause s." >&2
+        sleep "$pause" || true # Slurm may end it with a signal
+        pause=$((pause < 8 ? 2 * pause : 15))
+    done
+    [ -z "$answer" ] || echo "$answer"
+}
+
+# pulse_job_field NAME: what scontrol knows of this job, such as JobState; nothing where the job has
+# no such field, and status 1 where scontrol does not answer.
 pulse_job_field() {
-    scontrol --oneliner show job "$pulse_job" | grep -oP "(?<= $1=)\S+" | head -n 1
+    local shown
+    shown=$(pulse_slurm scontrol --oneliner show job "$pulse_job") || return 1
+    grep -oP "(?<= $1=)\S+" <<<"$shown" | head -n 1 || true
 }
 
 # pulse_master_addr: the first node, by its name where that resolves, else where Slurm reaches it.
 pulse_master_addr() {
-    local node
-    node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+    local nodes node shown
+    nodes=$(pulse_slurm scontrol show hostnames "$SLURM_JOB_NODELIST") || return 1
+    node=${nodes%%$'\n'*}
     if getent hosts "$node" >/dev/null; then
         echo "$node"
-    else
-        scontrol --oneliner show node "$node" | grep -oP '(?<= NodeAddr=)\S+'
+        return
+    fi
+    shown=$(pulse_slurm scontrol --oneliner show node "$node") || return 1
+    if ! grep -oP '(?<= NodeAddr=)\S+' <<<"$shown"; then
+        echo "error: Slurm knows no address of node $node: set PULSE_MASTER_ADDR." >&2
+        return 1
     fi
 }
 
@@ -50,20 +75,23 @@ pulse_saved() {
 #     KillWait seconds, and does the rest.
 # Returns COMMAND's status where the job is not requeued.
 pulse_run() {
-    local status=1 before limit=
+    local status=1 before limit= waits
     pulse_save=$1
     shift
     before=$(pulse_saved)
-    pulse_asked=
-    trap 'pulse_ask' USR1
+    pulse_asked= pulse_told=
+    trap 'pulse_asked=1' USR1
     trap ':' TERM # Slurm tells this shell too; it waits for its ranks
     srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 \
         --kill-on-bad-exit=1 "$@" &
     pulse_step=$!
     while kill -0 "$pulse_step" 2>/dev/null; do
         if [ -n "$pulse_asked" ]; then
-            limit=${limit:-$(pulse_last_moment)}
-            if (($(date +%s) >= limit)); then
+            [ -n "$pulse_told" ] || pulse_ask
+            # Where squeue does not answer now, it is asked again in the next pass.
+            limit=${limit:-$(pulse_last_moment || true)}
+            waits=${limit:-${SLURM_JOB_END_TIME:+$((SLURM_JOB_END_TIME - 30))}}
+            if [ -n "$waits" ] && (($(date +%s) >= waits)); then
                 echo "slurm: the ranks did not stop in time. Let Slurm ask earlier:" \
                     "sbatch --signal=B:USR1@SECONDS." >&2
                 break
@@ -78,17 +106,28 @@ pulse_run() {
     return "$status"
 }
 
-# pulse_ask: SIGTERM to all ranks, which save and leave.
+# pulse_ask: SIGTERM to all ranks, which save and leave. Where scancel fails, srun hands it on; the
+# next pass calls scancel again, and what ranks are told twice they do once.
 pulse_ask() {
-    pulse_asked=1
     echo "slurm: the time limit is near; asking the ranks to save and stop ..."
-    scancel --signal=TERM "$pulse_job" # the steps' processes, not this shell
+    if scancel --signal=TERM "$pulse_job"; then # the steps' processes, not this shell
+        pulse_told=1
+    else
+        echo "slurm: scancel failed (status $?); asking through srun." >&2
+        kill -TERM "$pulse_step" || true # it may have ended
+    fi
 }
 
-# pulse_last_moment: 30 s before the job's end, in seconds since 1970.
+# pulse_last_moment: 30 s before the job's end, in seconds since 1970; status 1 where squeue fails,
+# or answers nothing of this job.
 pulse_last_moment() {
-    local end
-    if end=$(date -d "$(squeue --noheader --jobs "$pulse_job" --format %e)" +%s 2>/dev/null); then
+    local said end
+    if ! said=$(squeue --noheader --jobs "$pulse_job" --format %e) || [ -z "${said//[[:space:]]/}" ]
+    then
+        echo "slurm: squeue does not say when job $pulse_job ends; asked again." >&2
+        return 1
+    fi
+    if end=$(date -d "$said" +%s 2>/dev/null); then
         echo $((end - 30))
     else
         echo $(($(date +%s) + 31536000)) # no time limit
@@ -97,12 +136,29 @@ pulse_last_moment() {
 
 # pulse_requeue BEFORE: requeue this job if Slurm asked it to stop and does not do so itself.
 pulse_requeue() {
-    local saved
-    if [ "$(pulse_job_field JobState)" != RUNNING ]; then
+    local saved state preempted PULSE_SLURM_SECONDS=${PULSE_SLURM_SECONDS:-120}
+    if [ -n "$pulse_asked" ] && ((PULSE_SLURM_SECONDS > 10)); then
+        PULSE_SLURM_SECONDS=10 # some 30 s are left
+    fi
+    if ! state=$(pulse_job_field JobState) || [ -z "$state" ]; then
+        if [ -z "$pulse_asked" ]; then
+            echo "slurm: Slurm does not say whether job $pulse_job was preempted: not requeued." \
+                "If it was, submit it again with the same --save." >&2
+            return
+        fi
+        echo "slurm: Slurm does not say how job $pulse_job is; its time limit is near." >&2
+    elif [ "$state" != RUNNING ]; then
         return # cancelled, or being requeued
     fi
-    if [ -z "$pulse_asked" ] && [ "$(pulse_job_field PreemptTime)" = None ]; then
-        return # the ranks failed
+    if [ -z "$pulse_asked" ]; then
+        if ! preempted=$(pulse_job_field PreemptTime); then
+            echo "slurm: Slurm does not say whether job $pulse_job was preempted: not requeued." \
+                "If it was, submit it again with the same --save." >&2
+            return
+        fi
+        if [ -z "$preempted" ] || [ "$preempted" = None ]; then
+            return # the ranks failed
+        fi
     fi
     saved=$(pulse_saved)
     if [ -n "$pulse_asked" ] && [ "$saved" = "$1" ]; then
@@ -110,6 +166,10 @@ pulse_requeue() {
             "start would get no further. Raise --time, or --signal=B:USR1@SECONDS." >&2
         return
     fi
+    # Said before: Slurm may end this shell before the command returns.
     echo "slurm: requeued; goes on from iteration ${saved:-0}."
-    scontrol requeue "$pulse_job"
+    if ! pulse_slurm scontrol requeue "$pulse_job"; then
+        echo "slurm: not requeued after all: scontrol requeue $pulse_job, or submit it again with" \
+            "the same --save." >&2
+    fi
 }
