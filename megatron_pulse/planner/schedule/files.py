@@ -4,6 +4,11 @@ CSV has one row per device and one cell per operation, in order: ``2F0`` is the 
 on microbatch 0 (B whole backward, I input gradient, W weight gradient, R recomputation), ``2X0``
 slice 0 of filler 2, of which only JSON tells more. Ours are also read and may be mixed: ``F2:0``.
 Empty cells (idle slots) count for nothing. Stages are on the devices whose rows name them.
+
+Of torch's files ``(0F3;3B1)OVERLAP_F_B`` is its operations one after the other. ``0SEND_F1``,
+``0RECV_F1``, ``0SEND_B1``, ``0RECV_B1``, ``0UNSHARD``, ``0RESHARD`` and ``0REDUCE_GRAD`` are passed
+over: what travels, and when gradients are reduced, follows from the order of the operations. Whole
+backwards beside split ones (DualPipeV) are an input gradient with its weight gradient behind it.
 """
 
 from __future__ import annotations
@@ -13,11 +18,26 @@ import io
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from itertools import pairwise
 from typing import Any
 
 from megatron_pulse.files import parse_json
 from megatron_pulse.planner.layout.placement import PLACEMENTS, Placement, make_placement
-from megatron_pulse.planner.schedule.operations import Filler, Kind, Need, Operation, Schedule
+from megatron_pulse.planner.schedule.operations import (
+    BACKWARDS,
+    Filler,
+    Kind,
+    Need,
+    Operation,
+    Schedule,
+)
+
+_ACTION = re.compile(
+    r"(0|[1-9][0-9]{0,8})"
+    r"((SEND|RECV)_[FB](0|[1-9][0-9]{0,8})|(UNSHARD|RESHARD|REDUCE_GRAD)[0-9]{0,9})"
+)
+"""What torch's runtime does beside operations."""
+_OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
 
 
 def to_csv(schedule: Schedule) -> str:
@@ -45,21 +65,21 @@ def from_csv(
         for row, cells in enumerate(rows, 1):
             operations = []
             for column, cell in enumerate(cells, 1):
-                if cell.strip():
-                    try:
-                        operations.append(_operation(cell))
-                    except ValueError as error:
-                        raise ValueError(f"row {row}, cell {column}: {error}") from None
+                try:
+                    operations += _operations(cell.strip())
+                except ValueError as error:
+                    raise ValueError(f"row {row}, cell {column}: {error}") from None
             order.append(tuple(operations))
     except csv.Error as error:
         raise ValueError(f"line {rows.line_num}: {error}") from error
     while order and not order[-1]:
         order.pop()
-    stages = [op for operations in order for op in operations if op.kind is not Kind.FILLER]
-    if not stages:
+    if not any(op.kind is not Kind.FILLER for operations in order for op in operations):
         raise ValueError("the file has no operations")
-    count = 1 + max(op.microbatch for op in stages)
+    order = _all_split([_from_zero(operations) for operations in order])
+    count = 1 + max(op.microbatch for row in order for op in row if op.kind is not Kind.FILLER)
     _require_few(order, count)
+    _require_ascending(order)
     return Schedule(name, placement or _shown(order), count, tuple(order), fillers)
 
 
@@ -143,6 +163,75 @@ def _require_few(order: Sequence[Sequence[Operation]], num_microbatches: int) ->
             f"{num_microbatches} microbatch(es) and stages up to {last} cannot all be in "
             f"{count} operation(s)"
         )
+
+
+def _from_zero(operations: Sequence[Operation]) -> tuple[Operation, ...]:
+    """A device's operations, with the forwards of a stage counted as its backwards are.
+
+    torch 2.x writes those of 1F1B's last stage from 1 on, so that the last is of a microbatch that
+    is not there.
+    """
+    numbers: dict[tuple[Kind, int], list[int]] = {}
+    for op in operations:
+        numbers.setdefault((op.kind, op.stage), []).append(op.microbatch)
+    late = {
+        stage
+        for (kind, stage), found in numbers.items()
+        if kind is Kind.FORWARD
+        and [number - 1 for number in found] == numbers.get((Kind.BACKWARD, stage))
+        and found[0] == 1
+    }
+    return tuple(
+        op._replace(microbatch=op.microbatch - 1)
+        if op.kind is Kind.FORWARD and op.stage in late
+        else op
+        for op in operations
+    )
+
+
+def _all_split(order: Sequence[tuple[Operation, ...]]) -> list[tuple[Operation, ...]]:
+    """The orders with every backward split, if any is."""
+    if not any(op.kind is Kind.WEIGHT_GRAD for operations in order for op in operations):
+        return list(order)
+    parts = (Kind.INPUT_GRAD, Kind.WEIGHT_GRAD)
+    return [
+        tuple(
+            part
+            for op in operations
+            for part in (
+                [op._replace(kind=kind) for kind in parts] if op.kind is Kind.BACKWARD else [op]
+            )
+        )
+        for operations in order
+    ]
+
+
+def _require_ascending(order: Sequence[Sequence[Operation]]) -> None:
+    """Raise ValueError for backwards that all run from the last microbatch to the first.
+
+    Any other disorder is ``validate``'s to list, operation by operation.
+    """
+    microbatches: dict[int, list[int]] = {}
+    for op in (op for operations in order for op in operations):
+        if op.kind in BACKWARDS:
+            microbatches.setdefault(op.stage, []).append(op.microbatch)
+    if microbatches and all(
+        len(found) > 1 and all(a > b for a, b in pairwise(found)) for found in microbatches.values()
+    ):
+        raise ValueError(
+            "backwards of every stage run from the last microbatch to the first, as those of "
+            "torch's looped BFS; gradients here are added up in the order of the microbatches: "
+            "write the backwards in that order"
+        )
+
+
+def _operations(cell: str) -> list[Operation]:
+    """Those of a cell of a CSV file."""
+    if not cell or _ACTION.fullmatch(cell):
+        return []
+    if overlap := _OVERLAP.fullmatch(cell):
+        return [_operation(part) for part in overlap[1].split(";")]
+    return [_operation(cell)]
 
 
 def _operation(text: str) -> Operation:
