@@ -19,6 +19,7 @@ from megatron_pulse.cli.measure import compare, probe, profile
 from megatron_pulse.cli.models import backbones, checkpoint, curve, data, module, sample, weights
 from megatron_pulse.cli.plan import check, clusters, partition, schedule, show
 from megatron_pulse.cli.plan.tuning import tune
+from megatron_pulse.diffusion.hub import with_local_folders
 from megatron_pulse.faults import UserError, all_of, meant, unknown
 from megatron_pulse.full_disk import why_full
 from megatron_pulse.processes import NO_FOLDER, open_closed_streams
@@ -178,6 +179,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser()
     if words and not words[0].startswith("-") and (reason := _no_command(parser, words[0])):
         print(f"pulse: error: {reason}", file=sys.stderr)
+        return 2
+    words, faults = with_local_folders(words)
+    if faults:
+        print(f"pulse {words[0]}: error: {all_of(faults)}", file=sys.stderr)
         return 2
     args = _parsed(parser, words)
     try:

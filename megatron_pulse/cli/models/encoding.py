@@ -26,7 +26,7 @@ def add_encoder_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--encoders",
         type=Path,
-        metavar="DIR",
+        metavar="DIR|hf:ID",
         help="a diffusers pipeline folder: text_encoder*/ and tokenizer*/, and vae/ unless --vae",
     )
     add(

@@ -77,7 +77,7 @@ def add_write_latents(
     add("--image-size", type=int, metavar="N", help="resize images to NxN before encoding")
     add("--channels", type=int, choices=[1, 3], default=3, help="of a folder's images (3)")
     add("--dtype", choices=list(DTYPES), default="fp16", help="type on disk (default fp16)")
-    add("--vae", type=Path, metavar="PATH", help="a local diffusers AutoencoderKL folder")
+    add("--vae", type=Path, metavar="DIR|hf:ID", help="a diffusers AutoencoderKL folder")
     add_encoder_flags(parser)
     add_backbone_flags(
         parser.add_mutually_exclusive_group(), "of --encoders: the backbone that will read them"

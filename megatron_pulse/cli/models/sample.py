@@ -148,7 +148,12 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add("--chain", metavar="NAME", help="of a cascade: which of its backbones")
     add_option_flag(parser, "draw at another size or text length: sample_size=64")
     add_code_flag(parser, "the checkpoint")
-    add("--vae", type=Path, metavar="PATH", help="decode latents with this AutoencoderKL folder")
+    add(
+        "--vae",
+        type=Path,
+        metavar="DIR|hf:ID",
+        help="decode latents with this AutoencoderKL folder",
+    )
     add(
         "--score",
         choices=["mnist", "digits8"],

@@ -77,7 +77,9 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         commands, "import", "make a checkpoint of published weights", _IMPORT, run_import
     )
     add = parser.add_argument
-    add("--from", dest="source", type=Path, required=True, metavar="PATH", help="what to read")
+    add(
+        "--from", dest="source", type=Path, required=True, metavar="PATH|hf:ID", help="what to read"
+    )
     add("--to", type=Path, required=True, metavar="DIR", help="for --pretrained-checkpoint; new")
     what = parser.add_mutually_exclusive_group()
     add_backbone_flags(what, "for a single file: the backbone that it holds")
@@ -93,7 +95,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     add(
         "--controlnet",
-        metavar="DIR|new",
+        metavar="DIR|hf:ID|new",
         help="lock the UNet and train a ControlNet: of a diffusers folder, or a new one",
     )
 

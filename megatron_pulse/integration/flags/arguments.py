@@ -297,7 +297,7 @@ class PulseOptions:
         "a diffusers pipeline folder whose vae/ and text_encoder*/ make latents and text states in "
         "the loop, of the pictures and captions of --pulse-data; what latents:PATH has is not made "
         "again; of a cascade for all chains, or base=DIR for those that need them",
-        metavar="DIR",
+        metavar="DIR|hf:ID",
         marks=[FlagMark.STEPS],
     )
     encode: tuple[str, ...] = flag(

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from megatron.training.argument_utils import ArgumentGroupFactory
 from megatron.training.arguments import add_megatron_arguments
 
+from megatron_pulse.diffusion.hub import with_local_folders
 from megatron_pulse.integration.flags.arguments import add_pulse_arguments
 from megatron_pulse.integration.flags.table import Standing, load_table
 
@@ -106,9 +107,9 @@ def parse(argv: Sequence[str] | None = None) -> CommandLine:
 
     What is no flag, or no value of one, is among the faults.
     """
-    words = list(sys.argv[1:] if argv is None else argv)
+    words, faults = with_local_folders(list(sys.argv[1:] if argv is None else argv))
     parser = Parser()
-    faults = unknown_flags(parser, words)
+    faults += unknown_flags(parser, words)
     words, valued = _without_values(parser, words)
     args, rest = parser.parse_known_args(_without_unknown(parser, words))
     faults += valued

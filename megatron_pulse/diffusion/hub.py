@@ -1,0 +1,114 @@
+"""``hf:ID[@revision]`` where a folder of a diffusers pipeline or of weights is taken.
+
+Words of a command line become folders before anything reads them: of the cache of huggingface_hub,
+where only the files that the flag needs are downloaded to. One process downloads, ``pulse`` itself
+or the only rank; of several ranks each only looks into the cache.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from fnmatch import fnmatch
+from pathlib import Path
+
+_FOLDER = re.compile(r"((?:[^=]*=)*)(diffusers:)?(hf:.+)")
+"""A value, behind its flag or its name, and whether it is a module's."""
+_COMPONENT = ("config.json", "diffusion_pytorch_model*")
+_BACKBONE = ("model_index.json", *_COMPONENT, "unet/*", "transformer/*", "scheduler/*")
+_PIPELINE = ("model_index.json", "text_encoder*/*", "tokenizer*/*", "vae/*")
+_NEEDS = {
+    "--from": _BACKBONE,
+    "--controlnet": _COMPONENT,
+    "--vae": _COMPONENT,
+    "--encoders": _PIPELINE,
+    "--pulse-encoders": _PIPELINE,
+    "encoders": _PIPELINE,  # the command 'data encoders'
+}
+"""What folders stand behind, and which files are needed of them."""
+_FOREIGN = ("*.msgpack", "*.onnx*", "*.ckpt", "*openvino*", "*.h5", "*.pb")
+_SECOND_CHOICE = ("*.fp16.*", "*.bf16.*", "*.non_ema.*", "*.bin", "*.pth")
+"""Weights that are there beside others, of which all are needed only where there are no others."""
+
+
+def with_local_folders(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """``words`` with a folder for each ``hf:ID[@revision]`` that a flag takes, and the faults."""
+    found: list[str] = []
+    faults: list[str] = []
+    before = ""
+    for word in words:
+        flag = word.partition("=")[0] if word.startswith("--") and "=" in word else before
+        before = word
+        parts = []
+        for part in word.split(","):  # base=DIR,upper=DIR
+            match = _FOLDER.fullmatch(part)
+            needs = _BACKBONE if match and match[2] else _NEEDS.get(flag)
+            if match and needs:
+                try:
+                    part = f"{match[1]}{match[2] or ''}{_folder(match[3], needs)}"
+                except ValueError as error:
+                    faults.append(str(error))
+            parts.append(part)
+        found.append(",".join(parts))
+    return found, faults
+
+
+def _folder(text: str, needs: Sequence[str]) -> Path:
+    """The folder of ``hf:ID[@revision]``; raises ValueError, in a line."""
+    name, _, revision = text.removeprefix("hf:").partition("@")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        IncompleteSnapshotError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    several = int(os.environ.get("WORLD_SIZE") or 1) > 1
+
+    def download(left_out: Sequence[str]) -> Path:
+        return Path(
+            snapshot_download(
+                name,
+                revision=revision or None,
+                allow_patterns=list(needs),
+                ignore_patterns=list(left_out),
+                local_files_only=several,
+            )
+        )
+
+    at = f" --revision {revision}" if revision else ""
+    by_hand = f"hf download {name}{at} --local-dir DIR"
+    try:
+        folder = download([*_FOREIGN, *_SECOND_CHOICE])
+        return folder if _holds_weights(folder, needs) else download(_FOREIGN)
+    except HFValidationError as error:
+        raise ValueError(f"{text}: write hf:OWNER/NAME[@REVISION]: {_line(error)}") from error
+    except GatedRepoError as error:
+        reason = "access must be asked for on its page, and 'hf auth login' be called"
+        raise ValueError(f"{text}: {reason}") from error
+    except RevisionNotFoundError as error:
+        raise ValueError(f"{text}: the hub has no such revision of it") from error
+    except RepositoryNotFoundError as error:
+        reason = "the hub has no such model, or shows it to others only ('hf auth login')"
+        raise ValueError(f"{text}: {reason}") from error
+    except (LocalEntryNotFoundError, IncompleteSnapshotError, HfHubHTTPError, OSError) as error:
+        part = "not whole " if isinstance(error, IncompleteSnapshotError) else "not "
+        why = "the hub cannot be reached"
+        if several:
+            why = "ranks do not download: 'pulse run' does it for all before it starts them"
+        remedy = f"Where there is a network call '{by_hand}', and give DIR."
+        raise ValueError(f"{text}: it is {part}in the cache, and {why}. {remedy}") from error
+
+
+def _holds_weights(folder: Path, needs: Sequence[str]) -> bool:
+    paths = (str(path.relative_to(folder)) for path in folder.rglob("*.safetensors"))
+    return any(fnmatch(path, pattern) for path in paths for pattern in needs)
+
+
+def _line(error: Exception) -> str:
+    return str(error).splitlines()[0]
