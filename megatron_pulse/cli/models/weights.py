@@ -39,6 +39,7 @@ A UNet with classes keeps all of them and gets no null class unless --null-class
 Every tensor must be there with its shape; what is wrong is listed, and nothing is written.
 With --controlnet the UNet is locked, and a ControlNet beside it is what training trains and
 exporting writes: that of a diffusers folder, or a new one, which begins as the UNet's encoder.
+In place of a folder hf:ID[@revision] is one of the hub, downloaded to huggingface_hub's cache.
 The diffusion process is that of the pipeline's scheduler (scheduler/scheduler_config.json); where
 there is none, or it is one that is not known here, flags must say what it is.
 

@@ -353,7 +353,8 @@ class PulseOptions:
         marks=[FlagMark.STEPS],
     )
     ema_decay: float = flag(
-        "decay of the exponential moving average of the weights; 0 keeps none",
+        "decay of the exponential moving average of the weights, of which samples and exports are "
+        "unless they say --raw; lower in the first steps, 0 keeps none",
         0.9999,
         metavar="D",
         within=BELOW_ONE,
