@@ -12,6 +12,7 @@ class FileKind(Enum):
     """What a file is, as messages call it."""
 
     PLAN = "a plan"
+    VERIFICATION = "a certificate of 'pulse verify'"
     PROFILE = "a profile"
     TABLE = "a layer table"
     TIMES = "a file of times"
@@ -41,6 +42,7 @@ class FileKind(Enum):
 
 _USES = {
     FileKind.PLAN: "'pulse show {path}' shows it, a run with --pulse-plan {path} obeys it",
+    FileKind.VERIFICATION: "'pulse show PLAN --verified {path}' prints it",
     FileKind.PROFILE: "'pulse tune --profile {path} ... -o plan.json' makes a plan from it",
     FileKind.TABLE: "'pulse profile --from-table {path} ... -o profile.json' reads it",
     FileKind.TIMES: "'pulse schedule --times {path} ...' reads it",
@@ -68,6 +70,7 @@ def kind_of(record: Mapping[str, Any]) -> FileKind | None:
     if isinstance(form, str):
         for kind, name in (
             (FileKind.PLAN, "plan"),
+            (FileKind.VERIFICATION, "verification"),
             (FileKind.PROFILE, "profile"),
             (FileKind.ENCODERS, "encoders"),
         ):

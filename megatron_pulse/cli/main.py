@@ -17,7 +17,7 @@ from typing import cast
 from megatron_pulse.cli import flags, run
 from megatron_pulse.cli.measure import compare, probe, profile
 from megatron_pulse.cli.models import backbones, checkpoint, curve, data, module, sample, weights
-from megatron_pulse.cli.plan import check, clusters, partition, schedule, show
+from megatron_pulse.cli.plan import check, clusters, partition, schedule, show, verify
 from megatron_pulse.cli.plan.tuning import tune
 from megatron_pulse.diffusion.hub import with_local_folders
 from megatron_pulse.faults import UserError, all_of, meant, unknown
@@ -34,6 +34,7 @@ Training is started with 'pulse run' and launch/pretrain_diffusion.py. A first t
   pulse partition --profile profile.json -p 2          where to cut it for two devices
   pulse schedule --profile profile.json -p 2 -m 8      in which order they then work
   pulse check plan.json                                whether what 'pulse tune' found can run
+  pulse verify plan.json                               whether its gradients are one process's
   pulse show plan.json -o plan.html                    what it does: timeline, memory, messages
   pulse compare plan.json runs/trace                   and what a run of it did
   pulse flags optimizer                                which of Megatron's flags work in training
@@ -57,6 +58,7 @@ _ELSEWHERE = {
     ),
     ("generate", "infer", "inference", "predict"): "samples are drawn by 'pulse sample'",
     ("convert", "load", "save"): ("weights come by 'pulse import' and go by 'pulse export'"),
+    ("prove", "certify", "compare-gradients"): "'pulse verify' compares a plan's gradients",
     ("eval", "evaluate", "score", "validate", "test"): (
         "'pulse sample --score' scores samples, and a training evaluates itself every "
         "--eval-interval steps"
@@ -86,6 +88,7 @@ def make_parser() -> argparse.ArgumentParser:
         schedule,
         tune,
         check,
+        verify,
         show,
         compare,
         run,

@@ -6,8 +6,8 @@ import argparse
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -223,37 +223,24 @@ class DiffusionData:
         def loader(split: Split) -> Iterator[dict[str, Tensor]]:
             training = split is Split.TRAIN
             dataset = self.train if training else self.validation
+            if training and len(dataset.parts) > 1 and args.rank == 0:
+                self._tell_small(self._bucket_batch or args.global_batch_size)
             batch = args.global_batch_size if training else args.eval_global_batch_size
-            sizes = [len(part) for part in dataset.parts]
-            make_sampler = (
-                partial(BucketSampler, sizes, group_size=self._bucket_batch or batch)
-                if len(sizes) > 1
-                else partial(MicrobatchSampler, len(dataset))
-            )
-            if training and len(sizes) > 1 and args.rank == 0:
-                self._tell_small(sizes, self._bucket_batch or batch)
-            sampler = make_sampler(
+            sampler = self._sampler(
+                split,
+                batch,
                 consumed_samples=args.consumed_train_samples if training else 0,
                 micro_batch_size=args.micro_batch_size if training else args.eval_micro_batch_size,
                 data_parallel_rank=parallel_state.get_data_parallel_rank(),
                 data_parallel_size=parallel_state.get_data_parallel_world_size(),
-                seed=self._seed,
-                shuffle=training,
                 period=None if training else num_samples or None,
             )
             batches = iter(
-                DiffusionLoader(
-                    dataset,
-                    sampler,
-                    self._processes[0],
-                    self._seed,
-                    self._class_dropout,
-                    self._null_label,
+                self._loader(
                     split,
+                    sampler,
                     needs_image=first in stages or last in stages,
-                    skip_corrupt=self._skip_corrupt,
                     num_workers=args.num_workers,
-                    other_processes=tuple(self._processes[1:]),
                     needs_pixels=reads_pixels,
                 )
             )
@@ -263,10 +250,13 @@ class DiffusionData:
 
         return loader(Split.TRAIN), loader(Split.VALIDATION)
 
-    def _tell_small(self, sizes: Sequence[int], in_a_row: int) -> None:
+    def _tell_small(self, in_a_row: int) -> None:
         """Say of which shapes a row of samples has each sample several times."""
-        shapes = ["x".join(map(str, part.image_shape)) for part in self.train.parts]
-        few = [f"{n} of {s}" for n, s in zip(sizes, shapes, strict=True) if n < in_a_row]
+        few = [
+            f"{len(part)} of {'x'.join(map(str, part.image_shape))}"
+            for part in self.train.parts
+            if len(part) < in_a_row
+        ]
         if few:
             print(
                 f"warning: {in_a_row} samples in a row are of one shape, and there are only "
@@ -274,6 +264,44 @@ class DiffusionData:
                 "--pulse-bucket-batch N mixes shapes within a step",
                 flush=True,
             )
+
+    def first_microbatches(
+        self, micro_batch_size: int, global_batch_size: int
+    ) -> Iterator[dict[str, Tensor]]:
+        """Those of training from its beginning, of all replicas, in one process."""
+        sampler = self._sampler(
+            Split.TRAIN,
+            global_batch_size,
+            consumed_samples=0,
+            micro_batch_size=micro_batch_size,
+            data_parallel_rank=0,
+            data_parallel_size=1,
+        )
+        return iter(self._loader(Split.TRAIN, sampler))
+
+    def _sampler(self, split: Split, global_batch_size: int, **places: Any) -> MicrobatchSampler:
+        """What orders the samples of a split; ``places`` say which of them are whose."""
+        training = split is Split.TRAIN
+        parts = (self.train if training else self.validation).parts
+        sizes = [len(part) for part in parts]
+        order = {**places, "seed": self._seed, "shuffle": training}
+        if len(sizes) == 1:
+            return MicrobatchSampler(*sizes, **order)
+        return BucketSampler(sizes, **order, group_size=self._bucket_batch or global_batch_size)
+
+    def _loader(self, split: Split, sampler: MicrobatchSampler, **how: Any) -> DiffusionLoader:
+        return DiffusionLoader(
+            self.train if split is Split.TRAIN else self.validation,
+            sampler,
+            self._processes[0],
+            self._seed,
+            self._class_dropout,
+            self._null_label,
+            split,
+            skip_corrupt=self._skip_corrupt,
+            other_processes=tuple(self._processes[1:]),
+            **how,
+        )
 
     def _counted(
         self,

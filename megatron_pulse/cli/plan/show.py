@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from megatron_pulse.cli.errors import add_parser, check_file, require
+from megatron_pulse.cli.errors import add_parser, check_file, no_file, require, warn
 from megatron_pulse.cli.output import DRAWINGS, overwritten
+
+if TYPE_CHECKING:
+    from megatron_pulse.planner.plan_file.plan_file import PlanFile
 
 _DESCRIPTION = """\
 Tells what a plan does: degrees and rank order, what each device holds and how long it works, idles
@@ -19,6 +23,9 @@ each layer, and of each stage the sum, how long it computes as the plan has it (
 on every device with the first layer that needs them), what it would save of a microbatch for its
 backward, what of that it keeps until then and, with split backwards, until the weight gradient, and
 whether the rest is computed again or on the host.
+
+A certificate of 'pulse verify' beside the plan, or named by --verified, is printed too, with what
+has changed since it was made: it is valid for a plan that runs alike, and no other.
 
 -o writes, by its ending,
 
@@ -45,20 +52,51 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add("plan", type=Path, metavar="PLAN", help="what 'pulse tune' wrote")
     add("-o", "--output", type=Path, metavar="FILE", help=".svg, .html or .json, see above")
     add("--grid", action="store_true", help="print the grid, however wide")
+    add("--verified", type=Path, metavar="JSON", help="a certificate (default: that beside PLAN)")
     add("--layers", action="store_true", help="list all layers, and what they keep")
 
 
 def run(args: argparse.Namespace) -> None:
     """Print, then draw."""
     faults = check_file(args.output, "-o", *DRAWINGS)
-    require([*faults, *overwritten({"-o": args.output}, args.plan)])
+    faults += no_file(verified=args.verified)
+    require([*faults, *overwritten({"-o": args.output}, args.plan, args.verified)])
     from megatron_pulse.cli.plan.plan_text import describe
     from megatron_pulse.planner.tune.plans.recompute import load_checked
 
     plan = load_checked(args.plan)
     replayed = plan.replay()
-    print("\n".join(describe(plan, replayed, args.plan, args.grid, args.layers)))
+    certificate = _certificate(args, plan)
+    print("\n".join([*describe(plan, replayed, args.plan, args.grid, args.layers), *certificate]))
     if args.output is not None:
         from megatron_pulse.cli.plan.plan_page import write_page
 
         print(write_page(plan, replayed, args.plan, args.output))
+
+
+def _certificate(args: argparse.Namespace, plan: PlanFile) -> list[str]:
+    """The certificate that is named, or lies beside the plan, and whether it is valid."""
+    from megatron_pulse.planner.plan_file.verification import (
+        VerificationError,
+        beside,
+        digest_of,
+        load_verification,
+        other_versions,
+    )
+
+    path = args.verified or beside(args.plan)
+    if not path.is_file():
+        return []
+    try:
+        found = load_verification(path)
+    except VerificationError as error:
+        if args.verified is not None:
+            raise
+        warn(str(error))
+        return []
+    anew = f"verify it anew: pulse verify {args.plan}"
+    if found.plan != digest_of(plan):
+        return ["", f"verified: not valid: {path} is of a plan that runs otherwise; {anew}"]
+    first, *rest = found.lines()
+    since = [f"  made with {said}; {anew}" for said in other_versions(found)]
+    return ["", f"verified ({path}): {first}", *rest, *since]

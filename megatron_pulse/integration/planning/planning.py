@@ -20,7 +20,7 @@ from megatron_pulse.faults import Faults, all_of, collecting
 from megatron_pulse.integration.flags.arguments import PulseOptions
 from megatron_pulse.integration.planning.layers import require_own_layers, require_waiting_layers
 from megatron_pulse.planner.cluster.link import Link
-from megatron_pulse.planner.layout.embedders import choose_embedders, provided
+from megatron_pulse.planner.layout.embedders import Policy, choose_embedders, provided
 from megatron_pulse.planner.layout.placement import Placement
 from megatron_pulse.planner.partition.evaluate import MemoryRule
 from megatron_pulse.planner.partition.find import Goal, MemoryRules
@@ -81,20 +81,37 @@ def plan_run(
     if given is not None and (faults := parameter_faults(given, backbone, counts)):
         raise PlanError(all_of(faults))
     _require_memory(args, plan, counts)
-    compute_bytes = ELEMENT_BYTES[compute_dtype(args)]
-    choices = choose_embedders(
-        provided(backbone, compute_bytes),
-        plan.partition,
-        counts,
-        num_microbatches(args) * args.micro_batch_size,
-        compute_bytes,
-        options.conditioning,
-        count_trained(backbone),
-    )
-    plan = replace(plan, embedders=tuple(choices.values()))
+    samples = num_microbatches(args) * args.micro_batch_size
+    plan = _with_embedders(plan, counts, samples, compute_dtype(args), options.conditioning)
     if not plan.is_synthesized:
         plan.step(num_microbatches(args))
     return plan
+
+
+def plan_of_file(given: PlanFile, backbone: Backbone, conditioning: Policy = "auto") -> Plan:
+    """The plan that a run with ``given`` and no flag beside it obeys; raises ValueError where it is
+    of another backbone."""
+    plan, counts = _by_file(given, backbone), count_parameters(backbone)
+    if faults := parameter_faults(given, backbone, counts):
+        raise PlanError(all_of(faults))
+    return _with_embedders(plan, counts, given.num_samples, given.dtype, conditioning)
+
+
+def _with_embedders(
+    plan: Plan, counts: Sequence[int], samples: int, dtype: str, policy: Policy
+) -> Plan:
+    """``plan`` with its embedders sent or replicated, for so many samples of a pipeline's step."""
+    compute_bytes = ELEMENT_BYTES[dtype]
+    choices = choose_embedders(
+        provided(plan.backbone, compute_bytes),
+        plan.partition,
+        counts,
+        samples,
+        compute_bytes,
+        policy,
+        count_trained(plan.backbone),
+    )
+    return replace(plan, embedders=tuple(choices.values()))
 
 
 def _require_memory(args: argparse.Namespace, plan: Plan, counts: Sequence[int]) -> None:

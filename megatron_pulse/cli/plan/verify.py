@@ -1,0 +1,217 @@
+"""``pulse verify``: whether a plan's step computes what one process computes."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_pulse.cli.backbone_flags import (
+    add_backbone_flags,
+    add_option_flag,
+    backbone_faults,
+    options_of,
+)
+from megatron_pulse.cli.errors import add_parser, check_file, mending, out_of, require, warn
+from megatron_pulse.cli.output import add_json, answer, json_faults, overwritten
+from megatron_pulse.faults import UserError
+from megatron_pulse.flag_fields import ABOVE_ZERO, FROM_ONE, FROM_ZERO
+
+if TYPE_CHECKING:
+    from megatron_pulse.integration.verify.verify import Progress, Settings
+    from megatron_pulse.planner.plan_file.plan_file import PlanFile
+
+_DESCRIPTION = """\
+Makes two steps of the plan in its own layout, with as many ranks as it has, and the same two in one
+process, and compares, number by number,
+
+  the output of every layer for every microbatch, and the loss of every microbatch
+  the gradient of every parameter, summed over microbatches and replicas, before it is clipped
+  every weight, on every replica, after the optimizer's step
+
+The layout is what a training runs: the plan's schedule and messages, Megatron's data and tensor
+parallelism. The one process is a plain loop over layers and microbatches that shares none of these.
+Pipelines are equal to the bit. Replicated embedders, replicas and tensor-parallel ranks sum in
+another order: the answer lists them, with the bound that holds for each. A difference beyond that
+is located: the layer where it begins (the last of the chain that differs, for gradients go
+backwards), the first microbatch, and by how much, absolute, relative to the layer's largest
+gradient, and in units in the last place (ulp).
+
+Sizes, dtype, seed of weights and options are the plan's. A module's plan names it by --module, for
+its code runs only if you name it. Ranks run on this machine's GPUs where there are enough (NCCL),
+else on its processors (gloo). Small random numbers are added to all weights, for what begins at
+zero would hide gradients. Batches are random numbers, or with --data the first of a training.
+A model that does not fit one device is verified with --by-stages: the one process then holds one
+stage at a time, and computes boundaries again.
+
+The certificate goes beside the plan (PLAN.verified.json); 'pulse show PLAN' prints it, and says so
+where the plan has changed since. The exit status is 0 where all is equal, 1 where something
+differs, 2 for an error.
+
+examples:
+  pulse verify plan.json
+  pulse verify plan.json --module mine.py:build --data digits8
+  pulse verify plan.json --by-stages --timeout-s 1800
+  pulse verify plan.json --device cpu --dtype float32 --json
+"""
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``verify``."""
+    parser = add_parser(
+        commands,
+        "verify",
+        "prove a plan's gradients against one process",
+        _DESCRIPTION,
+        run,
+    )
+    add = parser.add_argument
+    add("plan", type=Path, metavar="PLAN", help="what 'pulse tune' wrote")
+    what = parser.add_mutually_exclusive_group()
+    add_backbone_flags(what, "the plan's, to be sure that it is of this one")
+    add_option_flag(parser, "one of its options (default: the plan's)")
+    add("--data", metavar="DATA", help="as --pulse-data takes it (default: random numbers)")
+    add("--steps", type=int, default=2, metavar="N", help="steps to make (default 2)")
+    add("--seed", type=int, default=0, metavar="N", help="of weights and batches (default 0)")
+    add(
+        "--device",
+        choices=["cuda", "cpu"],
+        help="default: cuda where there is a GPU for each of the plan's ranks, else cpu",
+    )
+    add(
+        "--dtype",
+        choices=["float32", "bfloat16", "float16"],
+        help="of parameters and activations (default: the plan's)",
+    )
+    add(
+        "--by-stages",
+        action="store_true",
+        help="one process holds one stage at a time, for a model that does not fit a device",
+    )
+    add(
+        "--timeout-s",
+        type=float,
+        default=600.0,
+        metavar="S",
+        help="end after this long, with an error (default 600)",
+    )
+    add(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="JSON",
+        help="the certificate (default: PLAN.verified.json, beside the plan)",
+    )
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Verify, write the certificate, print it; ends with 1 where something differs."""
+    from megatron_pulse.planner.plan_file.verification import (
+        DIFFERS,
+        beside,
+        save_verification,
+        to_json,
+    )
+    from megatron_pulse.planner.tune.plans.recompute import load_checked
+
+    output = args.output or beside(args.plan)
+    faults = check_file(output, "-o", ".json") + json_faults(args)
+    faults += out_of(FROM_ONE, args, "steps") + out_of(FROM_ZERO, args, "seed")
+    faults += out_of(ABOVE_ZERO, args, "timeout_s")
+    if args.backbone:
+        faults += backbone_faults(args)
+    elif args.option:
+        faults.append("--option is for --backbone or --module; without, the options are the plan's")
+    faults += overwritten({"-o": output, "--json": args.json}, args.plan)
+    require(faults)
+    given = load_checked(args.plan)
+    from megatron_pulse.cli.megatron import prepare_profiling
+
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read where cuBLAS begins
+    prepare_profiling()
+    with mending(ValueError):
+        settings = _settings(args, given)
+    from megatron_pulse.integration.verify.verify import verify
+
+    cores = len(os.sched_getaffinity(0))
+    if settings.device == "cpu" and given.world_size > 2 * cores:
+        warn(f"{given.world_size} ranks on {cores} processor cores take their turns")
+    with mending(ValueError, OSError), _progress() as progress:
+        found = verify(args.plan, settings, progress)
+    save_verification(found, output)
+    answer(args, [*found.lines(), f"written to {output}"], lambda: to_json(found))
+    if found.result == DIFFERS:
+        sys.stdout.flush()
+        sys.exit(1)
+
+
+def _settings(args: argparse.Namespace, given: PlanFile) -> Settings:
+    """What the flags and the plan say; raises ValueError for a plan of another backbone."""
+    import torch
+
+    from megatron_pulse.integration.verify.verify import Settings
+
+    dtype = args.dtype or given.dtype
+    name, options = _model(args, given, dtype)
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    device = args.device or ("cuda" if count >= given.world_size else "cpu")
+    if device == "cuda" and count < given.world_size:
+        raise UserError(
+            f"--device cuda: the plan is for {given.world_size} ranks, and torch finds {count} "
+            "GPU(s) here; give --device cpu, or run it where there are as many"
+        )
+    return Settings(
+        name,
+        options,
+        dtype,
+        device,
+        args.data,
+        args.steps,
+        args.seed,
+        args.timeout_s,
+        args.by_stages,
+    )
+
+
+def _model(args: argparse.Namespace, given: PlanFile, dtype: str) -> tuple[str, Mapping[str, Any]]:
+    """The backbone and its options, in ``dtype``; raises ValueError unless the plan is of it."""
+    from megatron_pulse.profile.memory_format import in_format_of
+    from megatron_pulse.profile.trained import identity
+    from model_specs import DTYPE, in_dtype, is_module, load_backbone, load_recorded
+
+    planned = given.backbone
+    name, options = planned["name"], planned["options"]
+    of_plan = load_recorded(planned)
+    if args.backbone:
+        name = args.backbone
+        said = in_format_of(planned, name, options_of(args)) if args.option else options
+        try:
+            here = load_backbone(name, in_dtype(name, said, given.dtype, str(args.plan)))
+        except ValueError as error:
+            raise UserError(_other(args, planned["name"], f": {error}")) from error
+        if identity(here.record) != identity(of_plan.record):
+            raise UserError(_other(args, planned["name"], ""))
+        options = here.record["options"]
+    return name, {**options, DTYPE: dtype} if is_module(name) else options
+
+
+def _other(args: argparse.Namespace, planned: str, why: str) -> str:
+    options = " with these options" * bool(args.option)
+    return (
+        f"{args.plan} is a plan of {planned}, not of {args.backbone}{options}{why}. Leave the "
+        "backbone out, or make a plan of it with 'pulse tune'"
+    )
+
+
+@contextmanager
+def _progress() -> Iterator[Progress]:
+    """A line on a terminal that says what is done."""
+    from tqdm import tqdm
+
+    with tqdm(bar_format="{desc}{elapsed}", delay=2, leave=False, disable=None) as bar:
+        yield lambda what, done, count: bar.set_description_str(f"{what}: {done} of {count}, ")

@@ -1,0 +1,1 @@
+"""A plan's step beside the same step in one process, gradient by gradient."""

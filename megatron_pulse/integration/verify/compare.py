@@ -1,0 +1,111 @@
+"""What differs between two tensors, and how far each may, by the layout's documented design."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_pulse.integration.verify.adam import LEARNING_RATE
+from megatron_pulse.planner.plan_file.plan_file import PlanFile
+from megatron_pulse.planner.plan_file.verification import Allowance
+from megatron_pulse.planner.step.plan import Plan
+
+_SUMS, _PARTIAL = 1e-6, 1e-5
+"""In fp32, beside the layer's largest gradient: sums in another order, and partial products."""
+_HALF_EPS = 4
+
+
+@dataclass(frozen=True)
+class Distance:
+    """How far two tensors are apart at most; ``ulp`` counts the numbers of the dtype in between."""
+
+    absolute: float
+    relative: float
+    ulp: int
+
+
+def allowances(given: PlanFile, plan: Plan, dtype: torch.dtype) -> list[Allowance]:
+    """Why gradients of the layout may differ in rounding, of which layers, and how far."""
+    found, eps = [], torch.finfo(dtype).eps * _HALF_EPS
+    if given.pipeline > 1 and plan.routes.replicated:
+        found.append(
+            Allowance(
+                "an embedder runs on every device: its gradients are summed over the pipeline in "
+                "another order",
+                max(_SUMS, 0 if dtype == torch.float32 else eps),
+                tuple(sorted(plan.routes.replicated)),
+            )
+        )
+    if given.data > 1:
+        wide = given.state.gradient_bytes(str(dtype).removeprefix("torch.")) == 4
+        found.append(
+            Allowance(
+                f"gradients are averaged over {given.data} replicas: microbatches are summed in "
+                "another order",
+                _SUMS if wide else eps,
+            )
+        )
+    if given.tensor > 1:
+        found.append(
+            Allowance(
+                f"{given.tensor} tensor-parallel ranks sum parts of products, each rounded first",
+                max(_PARTIAL, 0 if dtype == torch.float32 else eps),
+                forward=True,
+            )
+        )
+    return found
+
+
+def bound_of(allowed: list[Allowance], layer: str) -> float:
+    """How far gradients of a layer may be apart, beside its largest; 0 for equal to the bit."""
+    return max((a.bound for a in allowed if a.layers is None or layer in a.layers), default=0.0)
+
+
+def distance(mine: Tensor, theirs: Tensor, scale: float) -> Distance:
+    """How far ``mine`` is from ``theirs``, relative to ``scale``."""
+    difference = (mine.double() - theirs.double()).abs()
+    if not torch.isfinite(difference).all():
+        return Distance(float("inf"), float("inf"), 2**62)
+    absolute = float(difference.max()) if difference.numel() else 0.0
+    relative = absolute / scale if scale else float("inf") if absolute else 0.0
+    ulp = int((_ordered(mine) - _ordered(theirs)).abs().max()) if difference.numel() else 0
+    return Distance(absolute, relative, ulp)
+
+
+def _ordered(tensor: Tensor) -> Tensor:
+    """The numbers of a dtype counted from zero, as int64."""
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    number = tensor.contiguous().view(bits).long()
+    sign = -(1 << (8 * tensor.element_size() - 1))
+    return torch.where(number < 0, sign - number, number)
+
+
+def largest(gradients: Mapping[str, Tensor], layer_of: Mapping[str, str]) -> dict[str, float]:
+    """The largest gradient of each layer, by absolute value."""
+    found: dict[str, float] = {}
+    for name, gradient in gradients.items():
+        most = float(gradient.abs().max()) if gradient.numel() else 0.0
+        found[layer_of[name]] = max(found.get(layer_of[name], 0.0), most)
+    return found
+
+
+def weights_within(mine: Tensor, theirs: Tensor, square: Tensor, slack: float) -> bool:
+    """Whether weights are as near as gradients within ``slack`` of each other leave them.
+
+    Adam divides a gradient by the root of ``square``, its mean square: of one that is zero but for
+    rounding it makes a whole step.
+    """
+    size = square.double().sqrt()
+    most = LEARNING_RATE * torch.clamp(4 * slack / size.clamp(min=1e-300), max=2.0)
+    rounding = 4 * torch.finfo(mine.dtype).eps * theirs.double().abs()
+    return bool(((mine.double() - theirs.double()).abs() <= most + rounding).all())
+
+
+def backward_order(
+    names: Iterator[str], order: Mapping[str, int], layer_of: Mapping[str, str]
+) -> list[str]:
+    """Parameters from the last layer of the chain to the first: where a wrong gradient begins."""
+    return sorted(names, key=lambda name: -order[layer_of[name]])

@@ -1,0 +1,260 @@
+"""What is verified: a plan, a backbone, batches; read alike by the reference and by every rank."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import xxhash
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from megatron_pulse.backbone.chain import COMPUTE, Backbone, TensorSpec
+from megatron_pulse.backbone.shapes import fields_of
+from megatron_pulse.diffusion.choice import ProcessChoice
+from megatron_pulse.diffusion.chosen import chosen_process
+from megatron_pulse.diffusion.objectives import predicted_mean
+from megatron_pulse.integration.data import DiffusionData
+from megatron_pulse.integration.flags.arguments import PulseOptions
+from megatron_pulse.integration.planning.planning import plan_of_file
+from megatron_pulse.planner.plan_file.plan_file import PlanFile
+from megatron_pulse.planner.schedule.operations import Kind, Schedule
+from megatron_pulse.planner.step.plan import Plan
+from megatron_pulse.planner.tune.plans.recompute import load_checked
+from megatron_pulse.profile.trained import patterns_of, trained_as
+from megatron_pulse.runtime.settings import Batch
+from megatron_pulse.runtime.stage import layer_seed
+from model_specs import allow, load_backbone
+
+NUMBER, WEIGHT = "verify.number", "verify.weight"
+"""Fields of a microbatch: its number in the step, and what its loss is multiplied by."""
+LOSS_SCALE = 1024.0
+"""With float16: gradients of small losses are then none of its subnormal numbers."""
+_NOISE = 0.02
+
+
+class Pass(NamedTuple):
+    """One forward and backward of step ``step``: of all microbatches, or with the loss of the
+    microbatch ``only`` alone (the others' are multiplied by zero). The optimizer steps after it if
+    it ``updates``."""
+
+    step: int
+    only: int | None = None
+    updates: bool = True
+
+
+@dataclass(frozen=True)
+class VerifyJob:
+    """One verification; ``folder`` holds its batches and all results.
+
+    ``plan`` is the plan's file, ``backbone`` and ``options`` what the chain is made of. With
+    ``resync`` every step but the first begins with the reference's weights and moments. Gradients
+    are kept of the parameters ``names`` alone, if given.
+    """
+
+    plan: str
+    backbone: str
+    options: Mapping[str, Any]
+    dtype: str
+    device: str
+    seed: int
+    timeout_s: float
+    folder: str
+    passes: tuple[Pass, ...]
+    resync: bool = False
+    names: tuple[str, ...] | None = None
+
+    def save(self) -> None:
+        """Write it for the ranks."""
+        (Path(self.folder) / "job.json").write_text(json.dumps(asdict(self)))
+
+    @classmethod
+    def load(cls, folder: Path) -> VerifyJob:
+        """What ``save`` has written."""
+        record = json.loads((folder / "job.json").read_text())
+        names = None if record["names"] is None else tuple(record["names"])
+        passes = tuple(Pass(*each) for each in record["passes"])
+        return cls(**{**record, "names": names, "passes": passes})
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """Of parameters and activations."""
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
+
+    @property
+    def loss_scale(self) -> float:
+        """What losses are multiplied by before their backward."""
+        return LOSS_SCALE if self.dtype == "float16" else 1.0
+
+    def gradient_dtype(self, given: PlanFile) -> torch.dtype:
+        """What gradients are summed in."""
+        wide = given.state.gradient_bytes(self.dtype) == 4
+        return torch.float32 if wide else self.torch_dtype
+
+    def batches(self, step: int) -> list[dict[str, Tensor]]:
+        """The microbatches of a step, of all replicas, each with its number."""
+        loaded: list[dict[str, Tensor]] = torch.load(Path(self.folder) / f"batches_{step}.pt")
+        return loaded
+
+    def weighted(self, made: Pass) -> list[dict[str, Tensor]]:
+        """The microbatches of a pass."""
+        return [
+            {**batch, WEIGHT: torch.tensor(float(made.only in (None, number)))}
+            for number, batch in enumerate(self.batches(made.step))
+        ]
+
+
+def read_plan_of(job: VerifyJob) -> tuple[PlanFile, Backbone]:
+    """The plan's file, and its chain as the job names it."""
+    given = load_checked(job.plan)
+    allow(job.backbone)
+    train, freeze = patterns_of(given.backbone)
+    backbone = load_backbone(job.backbone, job.options)
+    return given, trained_as(backbone, {"train": train, "freeze": freeze})
+
+
+def planned(given: PlanFile, backbone: Backbone) -> Plan:
+    """The plan as it is verified: without the encoders that its schedule runs in idle time."""
+    plan = plan_of_file(given, backbone)
+    return replace(plan, schedules=tuple(map(without_fillers, plan.schedules)))
+
+
+def without_fillers(schedule: Schedule) -> Schedule:
+    """``schedule`` with the backbone's operations alone."""
+    order = tuple(tuple(op for op in ops if op.kind is not Kind.FILLER) for ops in schedule.order)
+    return replace(schedule, order=order, fillers=())
+
+
+def write_batches(job: VerifyJob, given: PlanFile, backbone: Backbone, data: str | None) -> None:
+    """Write the microbatches of every step of the job: the first of ``data``, or random numbers."""
+    count = given.num_microbatches * given.data
+    steps = 1 + max(made.step for made in job.passes)
+    if data is None:
+        made: Iterator[dict[str, Tensor]] = (
+            _random(backbone, given.micro_batch_size, job, number)
+            for number in range(steps * count)
+        )
+    else:
+        options = PulseOptions(backbone=job.backbone, data=data)
+        process = chosen_process(ProcessChoice())
+        opened = DiffusionData(options, backbone, process, job.seed)
+        made = opened.first_microbatches(given.micro_batch_size, count * given.micro_batch_size)
+    for step in range(steps):
+        batches = list(islice(made, count))
+        numbered = [{**batch, NUMBER: torch.tensor(m)} for m, batch in enumerate(batches)]
+        torch.save(numbered, Path(job.folder) / f"batches_{step}.pt")
+
+
+def _random(backbone: Backbone, size: int, job: VerifyJob, number: int) -> dict[str, Tensor]:
+    """A microbatch of random numbers; those of several shapes take turns."""
+    generator = torch.Generator().manual_seed(layer_seed(job.seed, f"microbatch {number}"))
+    which = number % backbone.num_shapes
+
+    def made(name: str, spec: TensorSpec) -> Tensor:
+        shape = spec.at(which).full_shape(size)
+        if name == "timesteps":
+            return torch.rand(shape, generator=generator) * 1000
+        kind = torch.float32 if spec.dtype == COMPUTE else getattr(torch, spec.dtype)
+        if kind.is_floating_point:
+            return torch.randn(shape, generator=generator).to(kind)
+        most = backbone.num_classes or 2 if name == "labels" else 2
+        values = torch.randint(0, most, shape, generator=generator)
+        if values.ndim > 1:
+            values[..., 0] = 1  # a mask keeps something
+        return values.to(kind)
+
+    specs = {**fields_of(backbone), "target": backbone.output_spec}
+    return {name: made(name, spec) for name, spec in sorted(specs.items())}
+
+
+class VerifiedLoss:
+    """The loss of training, in fp32, of one microbatch; remembers each by its number."""
+
+    def __init__(self) -> None:
+        self.found: dict[int, Tensor] = {}
+
+    def __call__(self, prediction: Tensor, batch: Batch) -> Tensor:
+        target = batch["target"].to(prediction.device)
+        mean = predicted_mean(prediction, target.shape[1])
+        loss = nn.functional.mse_loss(mean.float(), target.float())
+        self.found[int(batch[NUMBER])] = loss.detach().cpu().clone()
+        return loss * batch[WEIGHT].to(loss)
+
+
+class Share(NamedTuple):
+    """Part ``rank`` of ``size`` along ``dim``, of each of ``stride`` blocks: what a tensor-parallel
+    rank has of a parameter."""
+
+    dim: int
+    stride: int
+    rank: int
+    size: int
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The part of a whole ``tensor``."""
+        parts = tensor.chunk(self.size * self.stride, self.dim)[self.rank :: self.size]
+        return torch.cat(parts, self.dim)
+
+    def whole(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the whole tensor, whose part has ``shape``."""
+        return tuple(n * self.size if i == self.dim else n for i, n in enumerate(shape))
+
+
+@torch.no_grad()
+def perturb(seed: int, named: Mapping[str, nn.Parameter], shares: Mapping[str, Share]) -> None:
+    """Add small random numbers to all weights: gates and projections that begin at zero would hide
+    the gradients of everything behind them."""
+    for name, parameter in named.items():
+        generator = torch.Generator().manual_seed(layer_seed(seed, name))
+        share = shares.get(name)
+        shape = tuple(parameter.shape) if share is None else share.whole(parameter.shape)
+        noise = torch.randn(shape, generator=generator)
+        parameter += _NOISE * (noise if share is None else share.of(noise)).to(parameter)
+
+
+class Digests:
+    """A hash of what every layer returned for every microbatch, and its norm.
+
+    ``microbatch()`` is the number of that which a forward runs on now; None in a recomputation.
+    """
+
+    def __init__(self, microbatch: Callable[[], int | None]) -> None:
+        self.found: dict[tuple[str, int], tuple[str, float]] = {}
+        self._microbatch = microbatch
+
+    def watch(self, name: str, module: nn.Module) -> RemovableHandle:
+        """Note what ``module``, the layer ``name``, returns, until the hook is removed."""
+
+        def note(layer: nn.Module, given: Any, results: Any) -> None:
+            if (number := self._microbatch()) is not None and isinstance(results, tuple):
+                self.found[name, number] = _digest(results)
+
+        return module.register_forward_hook(note)
+
+
+def _digest(results: tuple[Tensor, ...]) -> tuple[str, float]:
+    digest, squares = xxhash.xxh3_128(), 0.0
+    for tensor in results:
+        values = tensor.detach().contiguous().cpu()
+        digest.update(values.flatten().view(torch.uint8).numpy())
+        squares += float(values.double().square().sum())
+    return digest.hexdigest(), squares**0.5
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """Within, torch takes algorithms that give the same bits again, where it has such."""
+    before = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warns)

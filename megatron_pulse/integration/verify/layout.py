@@ -1,0 +1,303 @@
+"""A rank of the plan's layout: the stages, schedule and gradient sums of a training.
+
+``PulseSchedule`` runs on ``MegatronStage`` in Megatron's DistributedDataParallel, and Megatron's
+finalize_model_grads after it, as in training. Gradients are all-reduced also where the plan's
+optimizer is distributed, so that every rank has them whole.
+"""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron_pulse.backbone.chain import Backbone
+from megatron_pulse.integration.loop.schedule import PulseSchedule
+from megatron_pulse.integration.megatron.linear import wait_for_weight_gradients
+from megatron_pulse.integration.megatron.model import StageFloat16Module, unwrap
+from megatron_pulse.integration.megatron.stage import MegatronStage
+from megatron_pulse.integration.verify.adam import Weights
+from megatron_pulse.integration.verify.job import (
+    Digests,
+    Pass,
+    Share,
+    VerifiedLoss,
+    VerifyJob,
+    deterministic,
+    perturb,
+    planned,
+    read_plan_of,
+)
+from megatron_pulse.integration.verify.reference import Found
+from megatron_pulse.planner.plan_file.plan_file import PlanFile
+from megatron_pulse.planner.schedule.operations import Kind
+from megatron_pulse.planner.step.plan import Plan
+from megatron_pulse.planner.step.program import Run
+from megatron_pulse.runtime.failures import default_board
+from megatron_pulse.runtime.watch.place import HERE
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank is in the plan, and its part of each divided parameter."""
+
+    pipeline: int
+    data: int
+    tensor: int
+    shares: Mapping[str, Share]
+
+
+def result_file(folder: Path, rank: int, number: int) -> Path:
+    """Where a rank writes what pass ``number`` came to."""
+    return folder / f"rank_{rank}_{number}.pt"
+
+
+def place_file(folder: Path, rank: int) -> Path:
+    """Where a rank writes its ``Place``, and its first weights."""
+    return folder / f"rank_{rank}.pt"
+
+
+def run_rank(job: VerifyJob) -> None:
+    """This rank's part of all passes; the default process group has the plan's ranks."""
+    given, backbone = read_plan_of(job)
+    with deterministic():
+        rank = Rank(job, given, backbone)
+        for number, made in enumerate(job.passes):
+            rank.run(made).save(result_file(Path(job.folder), dist.get_rank(), number))
+        if rank.place.pipeline == 0:
+            rank.schedule.close()
+
+
+class Rank:
+    """One rank's chunks of the model, as training has them. All ranks make theirs together."""
+
+    def __init__(self, job: VerifyJob, given: PlanFile, backbone: Backbone) -> None:
+        from megatron.core import parallel_state
+        from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+        from megatron.core.process_groups_config import ProcessGroupCollection
+
+        self._job, self._given = job, given
+        if not parallel_state.model_parallel_is_initialized():
+            _join_groups(given)
+        wait_for_weight_gradients()
+        if given.sequence_parallel:
+            backbone = backbone.divide_sequences(given.tensor)
+        self._plan = planned(given, backbone)
+        self._groups = ProcessGroupCollection.use_mpu_process_groups()
+        self._device = torch.device(job.device)
+        if self._device.type == "cuda":
+            self._device = torch.device("cuda", torch.cuda.current_device())
+        self._config = _config_of(job, given)
+        device = self._groups.pp.rank()
+        own = self._plan.placement.stages_of_device(device)
+        self._digests = Digests(self._microbatch)
+        self._chunks: list[nn.Module] = []
+        self._parameters: dict[str, nn.Parameter] = {}
+        shares: dict[str, Share] = {}
+        frozen: dict[str, Tensor] = {}
+        main: dict[str, Tensor] = {}
+        for stage in map(self._stage, own):
+            every = dict(stage.named_parameters())
+            shares |= {n: s for n, p in every.items() if (s := self._share(p)) is not None}
+            perturb(job.seed, every, shares)
+            for name, parameter in every.items():
+                kind = main if parameter.requires_grad else frozen
+                kind[name] = parameter.detach().float().clone()
+            if given.tensor == 1:
+                for name, layer in stage.named_layers():
+                    self._digests.watch(name, layer)
+            self._chunks.append(self._wrapped(stage))
+            self._parameters |= {n: p for n, p in every.items() if p.requires_grad}
+        self.place = Place(device, self._groups.dp_cp.rank(), self._groups.tp.rank(), shares)
+        self._weights = Weights(main, frozen)
+        record = {
+            "place": vars(self.place) | {"shares": dict(shares)},
+            "weights": {**main, **frozen},
+        }
+        torch.save(record, place_file(Path(job.folder), dist.get_rank()))
+        self._finish(finalize_model_grads)
+        self.loss = VerifiedLoss()
+        self.schedule = PulseSchedule(self._plan, self.loss, default_board(), job.timeout_s)
+
+    def run(self, made: Pass) -> Found:
+        """One pass: what this rank's layers and parameters came to."""
+        job = self._job
+        if job.resync and made.step and made.only is None:
+            self._take_weights(made.step)
+        self.loss.found.clear()
+        self._digests.found.clear()
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()  # type: ignore[operator]
+        every = job.weighted(made)
+        self.schedule(
+            data_iterator=iter(every[self.place.data :: self._given.data]),
+            model=self._chunks,
+            num_microbatches=self._given.num_microbatches,
+            micro_batch_size=self._given.micro_batch_size,
+        )
+        gradients = {name: self._gradient(name, p) for name, p in self._parameters.items()}
+        found = Found(dict(self.loss.found), dict(self._digests.found), gradients)
+        if made.updates:
+            self._weights.step(gradients, job.loss_scale)
+            self._put_weights()
+            found.weights = {n: p.detach().cpu().clone() for n, p in self._parameters.items()}
+        if (names := job.names) is not None:
+            found.gradients = {n: g for n, g in gradients.items() if n in names}
+        return found
+
+    def _gradient(self, name: str, parameter: nn.Parameter) -> Tensor:
+        gradient: Tensor = parameter.main_grad  # type: ignore[attr-defined]
+        return gradient.detach().cpu().clone()
+
+    def _microbatch(self) -> int | None:
+        """The number, among those of all replicas, of the microbatch of a running forward."""
+        event = HERE.event
+        if not isinstance(event, Run) or event.operation.kind is not Kind.FORWARD:
+            return None
+        return event.operation.microbatch * self._given.data + self.place.data
+
+    def _stage(self, stage: int) -> MegatronStage:
+        plan, dtype = self._plan, self._config.params_dtype
+        self._config.params_dtype = torch.float32  # weights are drawn in it, and rounded
+        try:
+            return MegatronStage(
+                self._config,
+                plan.backbone,
+                plan.routes,
+                stage,
+                self._job.seed,
+                self._groups,
+                recompute=plan.recompute,
+                offload=plan.offload,
+                selective=plan.selective,
+            )
+        finally:
+            self._config.params_dtype = dtype
+
+    def _share(self, parameter: nn.Parameter) -> Share | None:
+        if self._given.tensor == 1 or not getattr(parameter, "tensor_model_parallel", False):
+            return None
+        dim, stride = parameter.partition_dim, parameter.partition_stride  # type: ignore[attr-defined]
+        return Share(dim, stride, self._groups.tp.rank(), self._given.tensor)
+
+    def _wrapped(self, stage: MegatronStage) -> nn.Module:
+        """The stage in Megatron's wrappers, as in training."""
+        from megatron.core.distributed import (
+            DistributedDataParallel,
+            DistributedDataParallelConfig,
+        )
+        from megatron.core.tensor_parallel import (
+            set_defaults_if_not_set_tensor_model_parallel_attributes,
+        )
+
+        for parameter in stage.parameters():
+            set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+        module: nn.Module = stage.to(self._device)
+        if self._job.dtype != "float32":
+            module = StageFloat16Module(self._config, module)
+        how = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=self._job.gradient_dtype(self._given) == torch.float32,
+            overlap_grad_reduce=self._given.overlap_grad_reduce,
+        )
+        wrapped: nn.Module = DistributedDataParallel(
+            self._config, how, module, disable_bucketing=bool(self._chunks)
+        )
+        return wrapped
+
+    def _finish(self, finalize: Any) -> None:
+        """Tell Megatron's functions that reduce gradients, as its training loop does."""
+        config = self._config
+        config.finalize_model_grads_func = finalize
+        if self._job.loss_scale != 1:
+            config.grad_scale_func = lambda loss: loss * self._job.loss_scale
+        if self._given.overlap_grad_reduce:
+            config.no_sync_func = [chunk.no_sync for chunk in self._chunks]
+
+    @torch.no_grad()
+    def _put_weights(self) -> None:
+        for name, parameter in self._parameters.items():
+            parameter.copy_(self._weights.main[name])
+
+    def _take_weights(self, step: int) -> None:
+        """Begin the step with the reference's weights: its gradients are then compared alone."""
+        for path in sorted(Path(self._job.folder).glob(f"weights_{step}_*.pt")):
+            theirs = Weights.restored(torch.load(path, mmap=True))
+            for kind in ("main", "first", "second"):
+                mine, given = getattr(self._weights, kind), getattr(theirs, kind)
+                for name in mine.keys() & given.keys():
+                    share = self.place.shares.get(name)
+                    mine[name].copy_(given[name] if share is None else share.of(given[name]))
+        self._put_weights()
+
+
+def _config_of(job: VerifyJob, given: PlanFile) -> Any:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    return TransformerConfig(
+        num_layers=given.pipeline,
+        hidden_size=8 * given.tensor,
+        num_attention_heads=given.tensor,
+        tensor_model_parallel_size=given.tensor,
+        pipeline_model_parallel_size=given.pipeline,
+        pipeline_dtype=job.torch_dtype,
+        sequence_parallel=given.sequence_parallel,
+        use_cpu_initialization=True,
+        transformer_impl=given.profile.transformer_impl,
+        params_dtype=job.torch_dtype,
+        bf16=job.dtype == "bfloat16",
+        fp16=job.dtype == "float16",
+        qk_layernorm=True,  # whose gradients tensor-parallel ranks then add up
+    )
+
+
+def _join_groups(given: PlanFile) -> None:
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    inside = given.rank_order == "tp-pp-dp"
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=given.tensor,
+        pipeline_model_parallel_size=given.pipeline,
+        order="tp-cp-ep-pp-dp" if inside else "tp-cp-ep-dp-pp",
+        get_embedding_ranks=lambda ranks, *rest: [ranks[0]],
+        get_position_embedding_ranks=lambda ranks, *rest: [ranks[0]],
+    )
+    model_parallel_cuda_manual_seed(1)
+
+
+def main(folder: Path) -> int:
+    """One rank, whose RANK and WORLD_SIZE are in the environment; what fails is written down."""
+    job = VerifyJob.load(folder)
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    options: dict[str, Any] = {}
+    if job.device == "cuda":
+        torch.cuda.set_device(rank)
+        options["device_id"] = torch.device("cuda", rank)
+    else:
+        torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "nccl" if job.device == "cuda" else "gloo",
+            store=dist.FileStore(str(folder / f"store_{len(job.passes)}"), world),
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=job.timeout_s),
+            **options,
+        )
+        run_rank(job)
+        dist.barrier()
+    except Exception as error:
+        traceback.print_exc()
+        notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+        (folder / f"failure_{rank}").write_text(f"{type(error).__name__}: {error}{notes}")
+        return 1
+    dist.destroy_process_group()
+    return 0

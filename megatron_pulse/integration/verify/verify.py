@@ -1,0 +1,413 @@
+"""Runs a plan's layout and one process on the same microbatches, and says what differs."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_pulse.backbone.chain import Backbone
+from megatron_pulse.integration.verify.compare import (
+    Distance,
+    allowances,
+    bound_of,
+    distance,
+    largest,
+    weights_within,
+)
+from megatron_pulse.integration.verify.job import (
+    Pass,
+    Share,
+    VerifyJob,
+    deterministic,
+    planned,
+    read_plan_of,
+    write_batches,
+)
+from megatron_pulse.integration.verify.layout import place_file, result_file
+from megatron_pulse.integration.verify.ranks import run_ranks
+from megatron_pulse.integration.verify.reference import Found, Reference, weights_file
+from megatron_pulse.planner.plan_file.plan_file import PlanFile
+from megatron_pulse.planner.plan_file.verification import (
+    DIFFERS,
+    EQUAL,
+    ROUNDING,
+    Allowance,
+    Difference,
+    LayerResult,
+    Verification,
+    digest_of,
+    versions,
+)
+from megatron_pulse.profile.measuring.machine import computing_with, device_name
+
+type RunLayout = Callable[[VerifyJob, PlanFile, float, Callable[[int], None]], None]
+"""Runs a job's passes on the plan's ranks, within a deadline (see ``run_ranks``)."""
+type Progress = Callable[[str, int, int], None]
+"""Told what is being done, how much of it is done, and how much there is."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a plan is verified: with ``data`` as --pulse-data names it, or random numbers."""
+
+    backbone: str
+    options: Mapping[str, Any]
+    dtype: str
+    device: str
+    data: str | None = None
+    steps: int = 2
+    seed: int = 0
+    timeout_s: float = 600.0
+    by_stages: bool = False
+
+
+def verify(
+    plan: Path,
+    settings: Settings,
+    progress: Progress = lambda what, done, count: None,
+    run_layout: RunLayout = run_ranks,
+) -> Verification:
+    """Compare losses, gradients and weights of the plan's layout with those of one process.
+
+    Raises UserError where the plan, the backbone or the data are faulty, where the layout cannot
+    make a step, and where time is up.
+    """
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="pulse-verify-") as folder:
+        steps = tuple(Pass(step) for step in range(settings.steps))
+        job = VerifyJob(
+            str(plan.resolve()),
+            settings.backbone,
+            dict(settings.options),
+            settings.dtype,
+            settings.device,
+            settings.seed,
+            settings.timeout_s,
+            folder,
+            steps,
+        )
+        given, backbone = read_plan_of(job)
+        laid = planned(given, backbone)
+        allowed = allowances(given, laid, job.torch_dtype)
+        job = replace(job, resync=bool(allowed))
+        write_batches(job, given, backbone, settings.data)
+        verifier = _Verifier(job, given, backbone, settings, allowed, begin, progress, run_layout)
+        layers, first = verifier.run()
+        place = torch.device(settings.device)
+        return Verification(
+            plan=digest_of(given),
+            backbone=dict(backbone.record),
+            layout=given.heading.split(" on ", 1)[1],
+            dtype=settings.dtype,
+            device=device_name(place),
+            seed=settings.seed,
+            steps=settings.steps,
+            microbatches=given.num_microbatches * given.data,
+            data=settings.data or "random numbers",
+            by_stages=settings.by_stages,
+            versions=versions(),
+            seconds=round(time.monotonic() - begin, 1),
+            result=DIFFERS
+            if first
+            else ROUNDING
+            if any(x.result == ROUNDING for x in layers)
+            else EQUAL,
+            layers=tuple(layers),
+            allowed=tuple(allowed),
+            first=first,
+            cautions=tuple(_cautions(given)),
+        )
+
+
+def _cautions(given: PlanFile) -> Iterator[str]:
+    if given.schedule.fillers:
+        yield "encoders in idle time: the schedule runs without them"
+    if given.self_conditioning:
+        yield "the pass before a step that conditions itself"
+    if given.distributed_optimizer:
+        yield "the distributed optimizer: gradients are all-reduced, weights moved by each rank"
+    if given.host_optimizer:
+        yield "the optimizer on the host: weights are moved on the device"
+
+
+class _Verifier:
+    """One verification: reference, layout, comparison, and the search for the microbatch."""
+
+    def __init__(
+        self,
+        job: VerifyJob,
+        given: PlanFile,
+        backbone: Backbone,
+        settings: Settings,
+        allowed: list[Allowance],
+        begin: float,
+        progress: Progress,
+        run_layout: RunLayout,
+    ) -> None:
+        self._job, self._given, self._backbone = job, given, backbone
+        self._allowed, self._progress, self._run_layout = allowed, progress, run_layout
+        self._deadline = begin + settings.timeout_s
+        self._done = 0
+        self._reference = Reference(
+            job, given, backbone, settings.by_stages, self._deadline, self._advance
+        )
+        self._order = {layer.name: i for i, layer in enumerate(backbone.layers)}
+        self._folder = Path(job.folder)
+        self._rows: dict[str, LayerResult] = {}
+
+    def run(self) -> tuple[list[LayerResult], Difference | None]:
+        """The result of every layer that is trained, and the first difference."""
+        self._run_reference(self._job.passes, "reference")
+        self._layout(self._job)
+        first = self._compare()
+        if first is not None and first.what == _GRADIENT:
+            first = self._localised(first)
+        return sorted(self._rows.values(), key=lambda row: self._order[row.layer]), first
+
+    def _advance(self) -> None:
+        self._done += 1
+        self._progress("one process", self._done, self._count)
+
+    def _run_reference(self, passes: Sequence[Pass], prefix: str) -> None:
+        batches = self._given.num_microbatches * self._given.data
+        stages = len(self._reference.stages)
+        self._count = stages * sum(batches if p.only is None else 1 for p in passes)
+        self._done = 0
+        with computing_with(1), deterministic():
+            for number, made in enumerate(passes):
+                self._reference.run(made, f"{prefix}_{number}")
+
+    def _layout(self, job: VerifyJob) -> None:
+        count = len(job.passes)
+        self._run_layout(
+            job, self._given, self._deadline, lambda done: self._progress("layout", done, count)
+        )
+
+    # --- comparison ---------------------------------------------------------------------------
+
+    def _compare(self) -> Difference | None:
+        """Fill the rows of all layers; the first difference that is not allowed."""
+        layer_of = self._reference.layer_of
+        for name, layer in layer_of.items():
+            row = self._rows.setdefault(layer, LayerResult(layer, 0, EQUAL))
+            self._rows[layer] = replace(row, parameters=row.parameters + 1)
+        ranks = range(self._given.world_size)
+        places = [torch.load(place_file(self._folder, rank), mmap=True) for rank in ranks]
+        shares = [{n: Share(*s) for n, s in p["place"]["shares"].items()} for p in places]
+        first = self._first_weights(places, shares)
+        for number, made in enumerate(self._job.passes):
+            expected = self._expected("reference", number)
+            squares = self._squares(made.step + 1)
+            scales = largest(expected.gradients, layer_of)
+            found = [Found.load(result_file(self._folder, rank, number)) for rank in ranks]
+            step = made.step + 1
+            candidates = [
+                self._outputs(step, expected, found),
+                self._losses(step, expected, found),
+                self._gradients(step, expected, found, shares, scales),
+                self._weights(step, expected, found, shares, scales, squares),
+            ]
+            first = first or next((c for c in candidates if c is not None), None)
+        return first
+
+    def _expected(self, prefix: str, number: int) -> Found:
+        """What the reference's pass came to, of all its stages."""
+        whole = Found()
+        for stage in self._reference.stages:
+            part = Found.load(self._folder / f"{prefix}_{number}_{stage}.pt")
+            for kind, values in vars(part).items():
+                getattr(whole, kind).update(values)
+        return whole
+
+    def _squares(self, step: int) -> dict[str, Tensor]:
+        return {
+            name: value
+            for stage in self._reference.stages
+            for name, value in torch.load(weights_file(self._folder, stage, step), mmap=True)[
+                "second"
+            ].items()
+        }
+
+    def _first_weights(
+        self, places: Sequence[Any], shares: Sequence[Mapping[str, Share]]
+    ) -> Difference | None:
+        expected: dict[str, Tensor] = {}
+        for stage in self._reference.stages:
+            record = torch.load(weights_file(self._folder, stage, 0), mmap=True)
+            expected |= {**record["main"], **record["frozen"]}
+        for rank, place in enumerate(places):
+            for name in sorted(place["weights"]):
+                mine, theirs = place["weights"][name], _part(expected, shares[rank], name)
+                if not torch.equal(mine, theirs):
+                    apart = distance(mine, theirs, _most(theirs))
+                    layer = self._reference.layer_of.get(name)
+                    return _difference("initial weight", 0, rank, layer, name, apart)
+        return None
+
+    def _outputs(self, step: int, expected: Found, found: Sequence[Found]) -> Difference | None:
+        """The first layer whose output differs, in chain order, and its first microbatch."""
+        if self._given.tensor > 1:
+            return None
+        keys = sorted(expected.outputs, key=lambda key: (self._order[key[0]], key[1]))
+        for key in keys:
+            digest, norm = expected.outputs[key]
+            for rank, own in enumerate(found):
+                mine = own.outputs.get(key)
+                if mine is not None and mine[0] != digest:
+                    apart = abs(mine[1] - norm)
+                    return Difference(
+                        "the norm of the output", step, rank, key[0], None, key[1],
+                        *_finite(apart, apart / norm if norm else apart),
+                    )  # fmt: skip
+        return None
+
+    def _losses(self, step: int, expected: Found, found: Sequence[Found]) -> Difference | None:
+        bound = max((a.bound for a in self._allowed if a.forward), default=0.0)
+        seen = set[int]()
+        for number, theirs in sorted(expected.losses.items()):
+            for rank, own in enumerate(found):
+                if number not in own.losses:
+                    continue
+                seen.add(number)
+                apart = distance(own.losses[number], theirs, float(theirs.abs()))
+                if apart.absolute and not apart.relative <= bound:
+                    return _difference("the loss", step, rank, None, None, apart, number)
+            if number not in seen:
+                return Difference("a loss that no rank has", step, 0, microbatch=number)
+        return None
+
+    def _gradients(
+        self,
+        step: int,
+        expected: Found,
+        found: Sequence[Found],
+        shares: Sequence[Mapping[str, Share]],
+        scales: Mapping[str, float],
+    ) -> Difference | None:
+        """The first parameter that differs in the order of the backward pass."""
+        layer_of, first = self._reference.layer_of, None
+        for name in sorted(expected.gradients, key=lambda name: -self._order[layer_of[name]]):
+            layer = layer_of[name]
+            held = [rank for rank, own in enumerate(found) if name in own.gradients]
+            if len(held) < self._given.data * self._given.tensor:
+                first = first or Difference("a gradient that no rank has", step, 0, layer, name)
+            for rank in held:
+                mine, theirs = (
+                    found[rank].gradients[name],
+                    _part(expected.gradients, shares[rank], name),
+                )
+                if torch.equal(mine, theirs):
+                    continue
+                apart = distance(mine, theirs, scales[layer])
+                fits = apart.relative <= bound_of(self._allowed, layer)
+                self._note(layer, ROUNDING if fits else DIFFERS, apart)
+                if not fits and first is None:
+                    first = _difference(_GRADIENT, step, rank, layer, name, apart)
+        return first
+
+    def _weights(
+        self,
+        step: int,
+        expected: Found,
+        found: Sequence[Found],
+        shares: Sequence[Mapping[str, Share]],
+        scales: Mapping[str, float],
+        squares: Mapping[str, Tensor],
+    ) -> Difference | None:
+        """The first weight that differs after the optimizer's step, in chain order."""
+        layer_of, first = self._reference.layer_of, None
+        for name, whole in expected.weights.items():
+            layer = layer_of[name]
+            slack = bound_of(self._allowed, layer) * scales[layer] / self._job.loss_scale
+            for rank, own in enumerate(found):
+                if name not in own.weights:
+                    continue
+                mine, theirs = own.weights[name], _part(expected.weights, shares[rank], name)
+                if torch.equal(mine, theirs):
+                    continue
+                square = _part(squares, shares[rank], name)
+                fits = slack > 0 and weights_within(mine, theirs, square, slack)
+                apart = distance(mine, theirs, _most(whole))
+                if not fits:
+                    self._note(layer, DIFFERS, apart)
+                    first = first or _difference("the weight", step, rank, layer, name, apart)
+                elif self._rows[layer].result == EQUAL:
+                    self._rows[layer] = replace(self._rows[layer], result=ROUNDING)
+        return first
+
+    def _note(self, layer: str, result: str, apart: Distance) -> None:
+        row = self._rows[layer]
+        if row.result == DIFFERS and result != DIFFERS:
+            return
+        most = math.inf if row.relative is None else row.relative
+        if row.result != result or apart.relative > most:
+            absolute, relative = _finite(apart.absolute, apart.relative)
+            self._rows[layer] = replace(
+                row, result=result, absolute=absolute, relative=relative, ulp=apart.ulp
+            )
+
+    # --- the microbatch -----------------------------------------------------------------------
+
+    def _localised(self, first: Difference) -> Difference:
+        """``first`` with the first microbatch whose own gradient differs: the step again, with the
+        loss of one microbatch after the other, in the same schedule."""
+        step, name = first.step - 1, first.parameter
+        assert name is not None and first.layer is not None
+        count = self._given.num_microbatches * self._given.data
+        alone = tuple(Pass(step, number, updates=False) for number in range(count))
+        before = tuple(Pass(earlier) for earlier in range(step))
+        job = replace(self._job, passes=(*before, *alone), names=(name,))
+        self._reference.keep_only((name,))
+        self._run_reference(alone, "alone")
+        self._layout(job)
+        place = torch.load(place_file(self._folder, first.rank), mmap=True)
+        shares = {n: Share(*s) for n, s in place["place"]["shares"].items()}
+        bound = bound_of(self._allowed, first.layer)
+        for number in range(count):
+            theirs = _part(self._expected("alone", number).gradients, shares, name)
+            path = result_file(self._folder, first.rank, step + number)
+            mine = Found.load(path).gradients[name]
+            if not torch.equal(mine, theirs):
+                apart = distance(mine, theirs, _most(theirs))
+                if not apart.relative <= bound:
+                    return replace(first, microbatch=number)
+        return first
+
+
+_GRADIENT = "the gradient"
+
+
+def _part(values: Mapping[str, Tensor], shares: Mapping[str, Share], name: str) -> Tensor:
+    """A rank's part of a whole tensor."""
+    return shares[name].of(values[name]) if name in shares else values[name]
+
+
+def _most(tensor: Tensor) -> float:
+    return float(tensor.abs().max()) if tensor.numel() else 0.0
+
+
+def _finite(absolute: float, relative: float) -> tuple[float | None, float | None]:
+    """The same for a file, which has no other numbers: None where they are not finite."""
+    found = math.isfinite(absolute) and math.isfinite(relative)
+    return (absolute, relative) if found else (None, None)
+
+
+def _difference(
+    what: str,
+    step: int,
+    rank: int,
+    layer: str | None,
+    parameter: str | None,
+    apart: Distance,
+    microbatch: int | None = None,
+) -> Difference:
+    absolute, relative = _finite(apart.absolute, apart.relative)
+    return Difference(what, step, rank, layer, parameter, microbatch, absolute, relative, apart.ulp)
