@@ -88,6 +88,12 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         help="of parameters and activations (default: the plan's)",
     )
     add(
+        "--conditioning",
+        choices=["auto", "send", "replicate"],
+        default="auto",
+        help="what embedders give, as --pulse-conditioning has it in the run (default auto)",
+    )
+    add(
         "--by-stages",
         action="store_true",
         help="one process holds one stage at a time, for a model that does not fit a device",
@@ -175,6 +181,7 @@ def _settings(args: argparse.Namespace, given: PlanFile) -> Settings:
         args.seed,
         args.timeout_s,
         args.by_stages,
+        args.conditioning,
     )
 
 

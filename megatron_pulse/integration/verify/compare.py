@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -102,10 +102,3 @@ def weights_within(mine: Tensor, theirs: Tensor, square: Tensor, slack: float) -
     most = LEARNING_RATE * torch.clamp(4 * slack / size.clamp(min=1e-300), max=2.0)
     rounding = 4 * torch.finfo(mine.dtype).eps * theirs.double().abs()
     return bool(((mine.double() - theirs.double()).abs() <= most + rounding).all())
-
-
-def backward_order(
-    names: Iterator[str], order: Mapping[str, int], layer_of: Mapping[str, str]
-) -> list[str]:
-    """Parameters from the last layer of the chain to the first: where a wrong gradient begins."""
-    return sorted(names, key=lambda name: -order[layer_of[name]])

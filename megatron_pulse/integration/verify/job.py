@@ -23,6 +23,7 @@ from megatron_pulse.diffusion.objectives import predicted_mean
 from megatron_pulse.integration.data import DiffusionData
 from megatron_pulse.integration.flags.arguments import PulseOptions
 from megatron_pulse.integration.planning.planning import plan_of_file
+from megatron_pulse.planner.layout.embedders import Policy
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.planner.schedule.operations import Kind, Schedule
 from megatron_pulse.planner.step.plan import Plan
@@ -53,7 +54,8 @@ class Pass(NamedTuple):
 class VerifyJob:
     """One verification; ``folder`` holds its batches and all results.
 
-    ``plan`` is the plan's file, ``backbone`` and ``options`` what the chain is made of. With
+    ``plan`` is the plan's file, ``backbone`` and ``options`` what the chain is made of,
+    ``conditioning`` says whether embedders are sent or replicated, as --pulse-conditioning. With
     ``resync`` every step but the first begins with the reference's weights and moments. Gradients
     are kept of the parameters ``names`` alone, if given.
     """
@@ -67,6 +69,7 @@ class VerifyJob:
     timeout_s: float
     folder: str
     passes: tuple[Pass, ...]
+    conditioning: Policy = "auto"
     resync: bool = False
     names: tuple[str, ...] | None = None
 
@@ -120,9 +123,9 @@ def read_plan_of(job: VerifyJob) -> tuple[PlanFile, Backbone]:
     return given, trained_as(backbone, {"train": train, "freeze": freeze})
 
 
-def planned(given: PlanFile, backbone: Backbone) -> Plan:
+def planned(job: VerifyJob, given: PlanFile, backbone: Backbone) -> Plan:
     """The plan as it is verified: without the encoders that its schedule runs in idle time."""
-    plan = plan_of_file(given, backbone)
+    plan = plan_of_file(given, backbone, job.conditioning)
     return replace(plan, schedules=tuple(map(without_fillers, plan.schedules)))
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.integration.loop.schedule import PulseSchedule
 from megatron_pulse.integration.megatron.linear import wait_for_weight_gradients
-from megatron_pulse.integration.megatron.model import StageFloat16Module, unwrap
+from megatron_pulse.integration.megatron.model import StageFloat16Module
 from megatron_pulse.integration.megatron.stage import MegatronStage
 from megatron_pulse.integration.verify.adam import Weights
 from megatron_pulse.integration.verify.job import (
@@ -39,7 +39,6 @@ from megatron_pulse.integration.verify.job import (
 from megatron_pulse.integration.verify.reference import Found
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.planner.schedule.operations import Kind
-from megatron_pulse.planner.step.plan import Plan
 from megatron_pulse.planner.step.program import Run
 from megatron_pulse.runtime.failures import default_board
 from megatron_pulse.runtime.watch.place import HERE
@@ -90,7 +89,7 @@ class Rank:
         wait_for_weight_gradients()
         if given.sequence_parallel:
             backbone = backbone.divide_sequences(given.tensor)
-        self._plan = planned(given, backbone)
+        self._plan = planned(job, given, backbone)
         self._groups = ProcessGroupCollection.use_mpu_process_groups()
         self._device = torch.device(job.device)
         if self._device.type == "cuda":
@@ -118,10 +117,8 @@ class Rank:
             self._parameters |= {n: p for n, p in every.items() if p.requires_grad}
         self.place = Place(device, self._groups.dp_cp.rank(), self._groups.tp.rank(), shares)
         self._weights = Weights(main, frozen)
-        record = {
-            "place": vars(self.place) | {"shares": dict(shares)},
-            "weights": {**main, **frozen},
-        }
+        place = {**vars(self.place), "shares": {n: tuple(s) for n, s in shares.items()}}
+        record = {"place": place, "weights": {**main, **frozen}}
         torch.save(record, place_file(Path(job.folder), dist.get_rank()))
         self._finish(finalize_model_grads)
         self.loss = VerifiedLoss()
@@ -135,7 +132,7 @@ class Rank:
         self.loss.found.clear()
         self._digests.found.clear()
         for chunk in self._chunks:
-            chunk.zero_grad_buffer()  # type: ignore[operator]
+            chunk.zero_grad_buffer()
         every = job.weighted(made)
         self.schedule(
             data_iterator=iter(every[self.place.data :: self._given.data]),
@@ -154,7 +151,7 @@ class Rank:
         return found
 
     def _gradient(self, name: str, parameter: nn.Parameter) -> Tensor:
-        gradient: Tensor = parameter.main_grad  # type: ignore[attr-defined]
+        gradient: Tensor = parameter.main_grad
         return gradient.detach().cpu().clone()
 
     def _microbatch(self) -> int | None:
@@ -185,7 +182,7 @@ class Rank:
     def _share(self, parameter: nn.Parameter) -> Share | None:
         if self._given.tensor == 1 or not getattr(parameter, "tensor_model_parallel", False):
             return None
-        dim, stride = parameter.partition_dim, parameter.partition_stride  # type: ignore[attr-defined]
+        dim, stride = parameter.partition_dim, parameter.partition_stride
         return Share(dim, stride, self._groups.tp.rank(), self._given.tensor)
 
     def _wrapped(self, stage: MegatronStage) -> nn.Module:

@@ -123,9 +123,8 @@ class Reference:
                     found.losses = dict(self._loss.found)
                 if made.updates:
                     weights.step(sums, self._job.loss_scale)
-                    found.weights = {
-                        n: w.to(self._job.torch_dtype) for n, w in weights.main.items()
-                    }
+                    dtype = self._job.torch_dtype
+                    found.weights = {n: w.to(dtype) for n, w in weights.main.items()}
                     self._save_weights(stage, made.step + 1, weights)
                 found.outputs = dict(self._digests.found)
                 self._digests.found.clear()
@@ -204,7 +203,7 @@ class Reference:
         taken: dict[_Key, Tensor] = {}
         for to in routes.given_to(stage):
             if to.payload is not Payload.CONDITIONING:
-                key = to.source, to.payload, to.name, number
+                key: _Key = (to.source, to.payload, to.name, number)
                 taken[key] = self._leaf(self._kept[key], to.wants)
         for edge in routes.conditioning_into(stage):
             key = edge.source_stage, Payload.CONDITIONING, edge.name, number
@@ -241,10 +240,10 @@ class Reference:
     def _backward(
         self, module: Stage, stage: int, number: int, batch: Mapping[str, Tensor], count: int
     ) -> None:
-        """Forward and backward of the stage; gradients of what it took are kept for their givers."""
+        """Forward and backward of the stage; its inputs' gradients are kept for who gave them."""
         taken, given, loss = self._forward(module, stage, number, batch)
         if loss is not None:
-            (loss / count * self._job.loss_scale).backward()  # type: ignore[no-untyped-call]
+            (loss / count * self._job.loss_scale).backward()
         edges = [
             (tensor, self._gradients.pop(key).to(tensor))
             for key, tensor in given.items()

@@ -34,6 +34,7 @@ from megatron_pulse.integration.verify.job import (
 from megatron_pulse.integration.verify.layout import place_file, result_file
 from megatron_pulse.integration.verify.ranks import run_ranks
 from megatron_pulse.integration.verify.reference import Found, Reference, weights_file
+from megatron_pulse.planner.layout.embedders import Policy
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.planner.plan_file.verification import (
     DIFFERS,
@@ -67,6 +68,7 @@ class Settings:
     seed: int = 0
     timeout_s: float = 600.0
     by_stages: bool = False
+    conditioning: Policy = "auto"
 
 
 def verify(
@@ -93,9 +95,10 @@ def verify(
             settings.timeout_s,
             folder,
             steps,
+            settings.conditioning,
         )
         given, backbone = read_plan_of(job)
-        laid = planned(given, backbone)
+        laid = planned(job, given, backbone)
         allowed = allowances(given, laid, job.torch_dtype)
         job = replace(job, resync=bool(allowed))
         write_batches(job, given, backbone, settings.data)
@@ -115,16 +118,19 @@ def verify(
             by_stages=settings.by_stages,
             versions=versions(),
             seconds=round(time.monotonic() - begin, 1),
-            result=DIFFERS
-            if first
-            else ROUNDING
-            if any(x.result == ROUNDING for x in layers)
-            else EQUAL,
+            result=_result(layers, first),
             layers=tuple(layers),
             allowed=tuple(allowed),
             first=first,
+            conditioning=settings.conditioning,
             cautions=tuple(_cautions(given)),
         )
+
+
+def _result(layers: Sequence[LayerResult], first: Difference | None) -> str:
+    if first is not None:
+        return DIFFERS
+    return ROUNDING if any(layer.result == ROUNDING for layer in layers) else EQUAL
 
 
 def _cautions(given: PlanFile) -> Iterator[str]:
@@ -196,7 +202,7 @@ class _Verifier:
     def _compare(self) -> Difference | None:
         """Fill the rows of all layers; the first difference that is not allowed."""
         layer_of = self._reference.layer_of
-        for name, layer in layer_of.items():
+        for layer in layer_of.values():
             row = self._rows.setdefault(layer, LayerResult(layer, 0, EQUAL))
             self._rows[layer] = replace(row, parameters=row.parameters + 1)
         ranks = range(self._given.world_size)

@@ -118,6 +118,7 @@ class Verification:
     layers: tuple[LayerResult, ...]
     allowed: tuple[Allowance, ...] = ()
     first: Difference | None = None
+    conditioning: str = "auto"
     cautions: tuple[str, ...] = ()
 
     def lines(self) -> list[str]:
@@ -126,8 +127,9 @@ class Verification:
         reference = "stage after stage in one process" if self.by_stages else "one process"
         lines = [
             f"{self.result}: {name_of(self.backbone)}, {self.layout}, against {reference}",
-            f"  {counted(self.steps, 'step')} of {self.microbatches} microbatch(es) of {self.data}, "
-            f"{self.dtype} on {self.device}, seed {self.seed}, "
+            f"  {counted(self.steps, 'step')} of {self.microbatches} microbatch(es) of {self.data}"
+            f", {self.dtype} on {self.device}, seed {self.seed}, "
+            + f"embedders {self.conditioning}, " * (self.conditioning != "auto")
             + ", ".join(f"{name} {version}" for name, version in self.versions.items()),
             f"  losses, gradients before clipping and weights after the optimizer: {count} of "
             f"{len(self.layers)} layers equal to the bit",
@@ -221,7 +223,7 @@ def _or_null(kind: dict[str, Any]) -> dict[str, Any]:
     return {"anyOf": [kind, {"type": "null"}], "description": f"{kind['description']}, or null"}
 
 
-_APART = {
+_APART: dict[str, Any] = {
     "absolute": _or_null(number("a number, 0 or more", minimum=0)),
     "relative": _or_null(number("a number, 0 or more", minimum=0)),
 }
@@ -243,6 +245,7 @@ _SCHEMA = record(
     layers=list_of(
         record(
             "a layer's result",
+            None,
             layer=TEXT,
             parameters=NATURAL,
             result=one_of(list(RESULTS)),
@@ -266,6 +269,7 @@ _SCHEMA = record(
     first=_or_null(
         record(
             "a difference",
+            None,
             what=TEXT,
             step=NATURAL,
             rank=NATURAL,
@@ -276,5 +280,6 @@ _SCHEMA = record(
             **_APART,
         )
     ),
+    conditioning=TEXT,
     cautions=list_of(TEXT, "texts", least=0),
 )
