@@ -77,8 +77,11 @@ def broken(fault: str) -> Iterator[None]:
             refresh(self)
         refreshed.append(1)
 
-    def kept(self: Any, **how: Any) -> None:
-        pass
+    finish = DistributedDataParallel.finish_grad_sync
+
+    def summed(self: Any, **how: Any) -> None:
+        finish(self, **how)
+        self.scale_gradients(2.0)
 
     match fault:
         case "a stage's gradient scaled":
@@ -91,8 +94,8 @@ def broken(fault: str) -> Iterator[None]:
             patch.setattr(replicas, "_backward", doubled)
         case "the loss scaled":
             patch.setattr(schedule, "RunSettings", unscaled)
-        case "a replica's gradients kept":
-            patch.setattr(DistributedDataParallel, "finish_grad_sync", kept)
+        case "replicas summed, not averaged":
+            patch.setattr(DistributedDataParallel, "finish_grad_sync", summed)
         case "copies not refreshed":
             patch.setattr(replicas.Replicas, "refresh", once)
     with patch.context():
@@ -190,11 +193,11 @@ def test_every_fault_is_found_where_it_is(
     found = first("an embedder doubled", conditioning="replicate")
     embedders = {layer.name for layer in chain.layers if layer.embedder}
     assert found.what == "the gradient" and found.layer in embedders, found
-    assert found.relative is not None and 0.1 < found.relative < 1.1
+    assert found.ratio == pytest.approx(2, rel=1e-5) and "2 times" in str(found)
 
     found = first("the loss scaled")
     assert found.layer == last_with_parameters(len(names) - 1), found
-    assert (found.microbatch, found.relative) == (0, pytest.approx(1e-3, rel=1e-2))
+    assert (found.microbatch, found.relative) == (0, pytest.approx(1e-3, rel=1e-2)), found
 
     found = first("copies not refreshed", conditioning="replicate")
     assert (found.what, found.step) == ("the norm of the output", 2), found
@@ -216,7 +219,7 @@ def test_replicas_and_divided_layers_are_equal_to_rounding(
     assert allowed.bound == bound and reason in allowed.reason
     assert 0 < max(row.relative or 0.0 for row in found.layers) <= bound
     if "data" in degrees:
-        wrong = verified(plan, ranks, "a replica's gradients kept").first
+        wrong = verified(plan, ranks, "replicas summed, not averaged").first
         assert wrong is not None and wrong.what == "the gradient" and wrong.layer == "head"
         assert wrong.relative is not None and wrong.relative > 1e-2 and wrong.microbatch == 0
 

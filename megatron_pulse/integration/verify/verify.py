@@ -298,25 +298,28 @@ class _Verifier:
         shares: Sequence[Mapping[str, Share]],
         scales: Mapping[str, float],
     ) -> Difference | None:
-        """The first parameter that differs in the order of the backward pass."""
+        """Of the first layer that differs in the order of the backward pass the parameter that
+        differs most."""
         layer_of, first = self._reference.layer_of, None
+        most = -1.0
         for name in sorted(expected.gradients, key=lambda name: -self._order[layer_of[name]]):
             layer = layer_of[name]
             held = [rank for rank, own in enumerate(found) if name in own.gradients]
             if len(held) < self._given.data * self._given.tensor:
                 first = first or Difference("a gradient that no rank has", step, 0, layer, name)
             for rank in held:
-                mine, theirs = (
-                    found[rank].gradients[name],
-                    _part(expected.gradients, shares[rank], name),
-                )
+                mine = found[rank].gradients[name]
+                theirs = _part(expected.gradients, shares[rank], name)
                 if torch.equal(mine, theirs):
                     continue
                 apart = distance(mine, theirs, scales[layer])
                 fits = apart.relative <= bound_of(self._allowed, layer)
                 self._note(layer, ROUNDING if fits else DIFFERS, apart)
-                if not fits and first is None:
-                    first = _difference(_GRADIENT, step, rank, layer, name, apart)
+                if fits or not (first is None or (first.layer == layer and apart.absolute > most)):
+                    continue
+                most = apart.absolute
+                first = _difference(_GRADIENT, step, rank, layer, name, apart)
+                first = replace(first, ratio=_ratio(mine, theirs))
         return first
 
     def _weights(
@@ -398,6 +401,13 @@ def _part(values: Mapping[str, Tensor], shares: Mapping[str, Share], name: str) 
 
 def _most(tensor: Tensor) -> float:
     return float(tensor.abs().max()) if tensor.numel() else 0.0
+
+
+def _ratio(mine: Tensor, theirs: Tensor) -> float | None:
+    """How many times the norm of ``theirs`` that of ``mine`` is; None where that is no number."""
+    norm = float(theirs.double().norm())
+    ratio = float(mine.double().norm()) / norm if norm else math.inf
+    return ratio if math.isfinite(ratio) else None
 
 
 def _finite(absolute: float, relative: float) -> tuple[float | None, float | None]:

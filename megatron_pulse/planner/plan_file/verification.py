@@ -72,7 +72,7 @@ class Difference:
     """The first difference that is not allowed: of ``what``, in a step (from 1), on a rank.
 
     ``microbatch`` is the first that differs alone, by its number among those of all replicas; None
-    where no single one does, or it was not looked for.
+    where no single one does, or it was not looked for. ``ratio`` is that of the norms.
     """
 
     what: str
@@ -84,6 +84,7 @@ class Difference:
     absolute: float | None = 0.0
     relative: float | None = 0.0
     ulp: int | None = None
+    ratio: float | None = None
 
     def __str__(self) -> str:
         where = f" of layer {self.layer}" if self.layer else ""
@@ -94,6 +95,8 @@ class Difference:
             apart = "it is not finite"
         else:
             apart = f"off by {self.absolute:.3g} ({self.relative:.3g} of the largest{ulp})"
+        if self.ratio is not None:
+            apart += f"; its norm is {self.ratio:.5g} times the one process's"
         return f"{self.what}{where}, step {self.step}, rank {self.rank}: {apart}"
 
 
@@ -277,6 +280,7 @@ _SCHEMA = record(
             parameter=_or_null(TEXT),
             microbatch=_or_null(NATURAL),
             ulp=_or_null(NATURAL),
+            ratio=_or_null(number("a number, 0 or more", minimum=0)),
             **_APART,
         )
     ),
