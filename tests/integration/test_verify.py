@@ -27,7 +27,9 @@ from megatron_pulse.planner.plan_file.verification import (
     load_verification,
     save_verification,
 )
-from tests.integration.verified import RanksThatStay, plan_for
+from megatron_pulse.planner.tune.config import Recompute
+from model_specs import allow, load_backbone
+from tests.integration.verified import MODULE, RanksThatStay, plan_for
 from tests.runtime.tiny import backbone
 
 FAMILY = "unet-text"
@@ -108,7 +110,7 @@ def broken(fault: str) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PlanFile]:
     path = tmp_path_factory.mktemp("plan") / "plan.json"
-    made = plan_for(backbone(FAMILY), "sequential")
+    made = plan_for(backbone(FAMILY), "sequential", recompute=Recompute.ALWAYS)
     save_plan(made, path)
     return path, made
 
@@ -155,9 +157,15 @@ def test_replicated_embedders_are_equal_to_rounding_and_no_other_layer(
     assert apart <= set(allowed.layers)
 
 
-def cut_of(plan: PlanFile) -> str:
-    """The last layer with parameters of the first stage."""
-    return plan.stages[0][-1]
+def test_a_module_of_ones_own_is_equal_to_the_bit(ranks: RanksThatStay, tmp_path: Path) -> None:
+    name = f"{tmp_path}/mine.py:build"
+    (tmp_path / "mine.py").write_text(MODULE)
+    allow(name)
+    own = load_backbone(name, {"dtype": "float32"})
+    plan = tmp_path / "plan.json", plan_for(own, "fold", split=True, recompute=Recompute.SELECTIVE)
+    save_plan(plan[1], plan[0])
+    found = verified(plan, ranks, by_stages=True, data="digits8", conditioning="send")
+    assert (found.result, found.data) == (EQUAL, "digits8"), found.lines()
 
 
 def test_every_fault_is_found_where_it_is(

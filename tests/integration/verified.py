@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import textwrap
 import threading
 import time
 from collections.abc import Callable
@@ -17,14 +18,41 @@ from megatron_pulse.planner.cluster.cluster import cluster
 from megatron_pulse.planner.layout.layouts import FOLD_EXACT, ROW, WHOLE
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.planner.schedule.search.synthesize import synthesize
-from megatron_pulse.planner.tune.config import Config
+from megatron_pulse.planner.tune.config import Config, Recompute
 from megatron_pulse.planner.tune.evaluate import Evaluator
 from megatron_pulse.planner.tune.plans.to_plan import plan_of
 from megatron_pulse.profile.analytic import analyse
 from megatron_pulse.profile.devices import PRESETS, Roofline
+from megatron_pulse.runtime.measure.running import RUNNING
 from tests.ranks import run_ranks
 
 _LOOK_S = 0.02
+"""How long ranks sleep between two looks for a job."""
+MODULE = textwrap.dedent(
+    """
+    import torch
+    from torch import nn
+
+
+    class Small(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+            self.time, self.last = nn.Linear(1, 4), nn.Conv2d(8, 1, 3, padding=1)
+
+        def forward(self, x, t):
+            skip = torch.relu(self.first(x) + self.time(t[:, None].to(x.dtype))[..., None, None])
+            deep = torch.relu(self.second(skip))
+            return self.last(torch.cat([deep, skip], 1))
+
+
+    def build():
+        return Small(), lambda size: {"x": torch.randn(size, 1, 8, 8), "t": torch.rand(size)}, {
+            "sample": "x", "timestep": "t"
+        }
+    """
+)
+"""A module of one's own, with a skip and an embedder."""
 
 
 def plan_for(
@@ -37,12 +65,13 @@ def plan_for(
     microbatches: int = 3,
     split: bool = False,
     dtype: str = "float32",
+    recompute: Recompute = Recompute.NEVER,
 ) -> PlanFile:
     """A plan of one-sample microbatches, by a GPU's peaks."""
-    profile = analyse(backbone, [1], Roofline(PRESETS["A100-80GB"], dtype))
+    profile = analyse(backbone, [1], Roofline(PRESETS["A100-80GB"], dtype), running=RUNNING)
     machine = replace(cluster("cpu"), devices_per_node=pipeline * data * tensor)
     kind = WHOLE if pipeline == 1 else FOLD_EXACT if layout == "fold" else ROW
-    config = Config(pipeline, data, tensor, 1, kind, split)
+    config = Config(pipeline, data, tensor, 1, kind, split, recompute=recompute)
     evaluator = Evaluator(profile, machine, microbatches * data)
     problem = evaluator.problem(config, microbatches)
     return plan_of(evaluator.evaluate(config, synthesize(problem, effort=2)), evaluator)

@@ -138,12 +138,13 @@ def run(args: argparse.Namespace) -> None:
     given = load_checked(args.plan)
     from megatron_pulse.cli.megatron import prepare_profiling
 
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read where cuBLAS begins
     prepare_profiling()
     with mending(ValueError):
         settings = _settings(args, given)
     from megatron_pulse.integration.verify.verify import verify
 
+    if settings.device == "cuda":  # read where cuBLAS begins
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     cores = len(os.sched_getaffinity(0))
     if settings.device == "cpu" and given.world_size > 2 * cores:
         warn(f"{given.world_size} ranks on {cores} processor cores take their turns")

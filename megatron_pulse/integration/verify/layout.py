@@ -127,7 +127,7 @@ class Rank:
     def run(self, made: Pass) -> Found:
         """One pass: what this rank's layers and parameters came to."""
         job = self._job
-        if job.resync and made.step and made.only is None:
+        if job.resync and made.step:
             self._take_weights(made.step)
         self.loss.found.clear()
         self._digests.found.clear()

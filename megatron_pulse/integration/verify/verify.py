@@ -373,20 +373,23 @@ class _Verifier:
         count = self._given.num_microbatches * self._given.data
         alone = tuple(Pass(step, number, updates=False) for number in range(count))
         before = tuple(Pass(earlier) for earlier in range(step))
-        job = replace(self._job, passes=(*before, *alone), names=(name,))
-        self._reference.keep_only((name,))
+        layer_of = self._reference.layer_of
+        names = tuple(other for other, layer in layer_of.items() if layer == first.layer)
+        job = replace(self._job, passes=(*before, *alone), names=names)
+        self._reference.keep_only(names)
         self._run_reference(alone, "alone")
         self._layout(job)
         place = torch.load(place_file(self._folder, first.rank), mmap=True)
         shares = {n: Share(*s) for n, s in place["place"]["shares"].items()}
         bound = bound_of(self._allowed, first.layer)
         for number in range(count):
-            theirs = _part(self._expected("alone", number).gradients, shares, name)
+            expected = self._expected("alone", number).gradients
+            scale = max(map(_most, expected.values()))
+            theirs = _part(expected, shares, name)
             path = result_file(self._folder, first.rank, step + number)
             mine = Found.load(path).gradients[name]
             if not torch.equal(mine, theirs):
-                apart = distance(mine, theirs, _most(theirs))
-                if not apart.relative <= bound:
+                if not distance(mine, theirs, scale).relative <= bound:
                     return replace(first, microbatch=number)
         return first
 
