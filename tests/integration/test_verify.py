@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_pulse.integration.verify.compare import distance
-from megatron_pulse.integration.verify.job import Share
+from megatron_pulse.integration.verify.job import TensorShard
 from megatron_pulse.integration.verify.verify import Settings, verify
 from megatron_pulse.planner.layout.routes import Payload
 from megatron_pulse.planner.plan_file.plan_file import PlanFile, save_plan
@@ -162,7 +162,10 @@ def test_a_module_of_ones_own_is_equal_to_the_bit(ranks: RanksThatStay, tmp_path
     (tmp_path / "mine.py").write_text(MODULE)
     allow(name)
     own = load_backbone(name, {"dtype": "float32"})
-    plan = tmp_path / "plan.json", plan_for(own, "fold", split=True, recompute=Recompute.SELECTIVE)
+    plan = (
+        tmp_path / "plan.json",
+        plan_for(own, "sequential", split=True, recompute=Recompute.SELECTIVE),
+    )
     save_plan(plan[1], plan[0])
     found = verified(plan, ranks, by_stages=True, data="digits8", conditioning="send")
     assert (found.result, found.data) == (EQUAL, "digits8"), found.lines()
@@ -234,9 +237,9 @@ def test_replicas_and_divided_layers_are_equal_to_rounding(
 
 def test_shares_of_strided_weights_are_what_ranks_have() -> None:
     whole = torch.arange(8.0)
-    assert Share(0, 1, 1, 2).of(whole).tolist() == [4, 5, 6, 7]
-    assert Share(0, 2, 1, 2).of(whole).tolist() == [2, 3, 6, 7]
-    assert Share(0, 2, 1, 2).whole((4,)) == (8,)
+    assert TensorShard(0, 1, 1, 2).of(whole).tolist() == [4, 5, 6, 7]
+    assert TensorShard(0, 2, 1, 2).of(whole).tolist() == [2, 3, 6, 7]
+    assert TensorShard(0, 2, 1, 2).whole((4,)) == (8,)
 
 
 def test_distances_are_absolute_relative_and_in_units_of_the_last_place() -> None:

@@ -13,7 +13,7 @@ LEARNING_RATE = 1e-3
 _GROUP = {"lr": LEARNING_RATE, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01}
 
 
-class Weights:
+class AdamWeights:
     """fp32 weights by their names, with Adam's moments, and ``frozen`` ones, which stay; ``count``
     steps were made."""
 
@@ -42,7 +42,7 @@ class Weights:
         return dict(vars(self))
 
     @classmethod
-    def restored(cls, record: dict[str, object]) -> Weights:
+    def restored(cls, record: dict[str, object]) -> AdamWeights:
         """The weights of a ``record``."""
         self = cls.__new__(cls)
         self.__dict__.update(record)

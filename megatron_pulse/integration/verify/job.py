@@ -191,7 +191,7 @@ class VerifiedLoss:
         return loss * batch[WEIGHT].to(loss)
 
 
-class Share(NamedTuple):
+class TensorShard(NamedTuple):
     """Part ``rank`` of ``size`` along ``dim``, of each of ``stride`` blocks: what a tensor-parallel
     rank has of a parameter."""
 
@@ -211,7 +211,9 @@ class Share(NamedTuple):
 
 
 @torch.no_grad()
-def perturb(seed: int, named: Mapping[str, nn.Parameter], shares: Mapping[str, Share]) -> None:
+def perturb(
+    seed: int, named: Mapping[str, nn.Parameter], shares: Mapping[str, TensorShard]
+) -> None:
     """Add small random numbers to all weights: gates and projections that begin at zero would hide
     the gradients of everything behind them."""
     for name, parameter in named.items():

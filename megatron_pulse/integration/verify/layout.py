@@ -24,11 +24,11 @@ from megatron_pulse.integration.loop.schedule import PulseSchedule
 from megatron_pulse.integration.megatron.linear import wait_for_weight_gradients
 from megatron_pulse.integration.megatron.model import StageFloat16Module
 from megatron_pulse.integration.megatron.stage import MegatronStage
-from megatron_pulse.integration.verify.adam import Weights
+from megatron_pulse.integration.verify.adam import AdamWeights
 from megatron_pulse.integration.verify.job import (
     Digests,
     Pass,
-    Share,
+    TensorShard,
     VerifiedLoss,
     VerifyJob,
     deterministic,
@@ -36,7 +36,7 @@ from megatron_pulse.integration.verify.job import (
     planned,
     read_plan_of,
 )
-from megatron_pulse.integration.verify.reference import Found
+from megatron_pulse.integration.verify.reference import PassResult
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.planner.schedule.operations import Kind
 from megatron_pulse.planner.step.program import Run
@@ -45,13 +45,13 @@ from megatron_pulse.runtime.watch.place import HERE
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """Where a rank is in the plan, and its part of each divided parameter."""
 
     pipeline: int
     data: int
     tensor: int
-    shares: Mapping[str, Share]
+    shares: Mapping[str, TensorShard]
 
 
 def result_file(folder: Path, rank: int, number: int) -> Path:
@@ -60,7 +60,7 @@ def result_file(folder: Path, rank: int, number: int) -> Path:
 
 
 def place_file(folder: Path, rank: int) -> Path:
-    """Where a rank writes its ``Place``, and its first weights."""
+    """Where a rank writes its ``RankPlace``, and its first weights."""
     return folder / f"rank_{rank}.pt"
 
 
@@ -100,7 +100,7 @@ class Rank:
         self._digests = Digests(self._microbatch)
         self._chunks: list[nn.Module] = []
         self._parameters: dict[str, nn.Parameter] = {}
-        shares: dict[str, Share] = {}
+        shares: dict[str, TensorShard] = {}
         frozen: dict[str, Tensor] = {}
         main: dict[str, Tensor] = {}
         for stage in map(self._stage, own):
@@ -115,8 +115,8 @@ class Rank:
                     self._digests.watch(name, layer)
             self._chunks.append(self._wrapped(stage))
             self._parameters |= {n: p for n, p in every.items() if p.requires_grad}
-        self.place = Place(device, self._groups.dp_cp.rank(), self._groups.tp.rank(), shares)
-        self._weights = Weights(main, frozen)
+        self.place = RankPlace(device, self._groups.dp_cp.rank(), self._groups.tp.rank(), shares)
+        self._weights = AdamWeights(main, frozen)
         place = {**vars(self.place), "shares": {n: tuple(s) for n, s in shares.items()}}
         record = {"place": place, "weights": {**main, **frozen}}
         torch.save(record, place_file(Path(job.folder), dist.get_rank()))
@@ -124,7 +124,7 @@ class Rank:
         self.loss = VerifiedLoss()
         self.schedule = PulseSchedule(self._plan, self.loss, default_board(), job.timeout_s)
 
-    def run(self, made: Pass) -> Found:
+    def run(self, made: Pass) -> PassResult:
         """One pass: what this rank's layers and parameters came to."""
         job = self._job
         if job.resync and made.step:
@@ -141,7 +141,7 @@ class Rank:
             micro_batch_size=self._given.micro_batch_size,
         )
         gradients = {name: self._gradient(name, p) for name, p in self._parameters.items()}
-        found = Found(dict(self.loss.found), dict(self._digests.found), gradients)
+        found = PassResult(dict(self.loss.found), dict(self._digests.found), gradients)
         if made.updates:
             self._weights.step(gradients, job.loss_scale)
             self._put_weights()
@@ -179,11 +179,11 @@ class Rank:
         finally:
             self._config.params_dtype = dtype
 
-    def _share(self, parameter: nn.Parameter) -> Share | None:
+    def _share(self, parameter: nn.Parameter) -> TensorShard | None:
         if self._given.tensor == 1 or not getattr(parameter, "tensor_model_parallel", False):
             return None
         dim, stride = parameter.partition_dim, parameter.partition_stride
-        return Share(dim, stride, self._groups.tp.rank(), self._given.tensor)
+        return TensorShard(dim, stride, self._groups.tp.rank(), self._given.tensor)
 
     def _wrapped(self, stage: MegatronStage) -> nn.Module:
         """The stage in Megatron's wrappers, as in training."""
@@ -226,7 +226,7 @@ class Rank:
     def _take_weights(self, step: int) -> None:
         """Begin the step with the reference's weights: its gradients are then compared alone."""
         for path in sorted(Path(self._job.folder).glob(f"weights_{step}_*.pt")):
-            theirs = Weights.restored(torch.load(path, mmap=True))
+            theirs = AdamWeights.restored(torch.load(path, mmap=True))
             for kind in ("main", "first", "second"):
                 mine, given = getattr(self._weights, kind), getattr(theirs, kind)
                 for name in mine.keys() & given.keys():
@@ -283,7 +283,9 @@ def main(folder: Path) -> int:
     try:
         dist.init_process_group(
             "nccl" if job.device == "cuda" else "gloo",
-            store=dist.FileStore(str(folder / f"store_{len(job.passes)}"), world),
+            store=dist.FileStore(
+                str(folder / f"store_{'all' if job.names is None else 'some'}"), world
+            ),
             rank=rank,
             world_size=world,
             timeout=timedelta(seconds=job.timeout_s),

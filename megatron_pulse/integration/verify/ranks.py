@@ -38,6 +38,8 @@ def run_ranks(
     """
     job.save()
     folder = Path(job.folder)
+    for earlier in folder.glob("rank_*_*.pt"):
+        earlier.unlink()
     ranks = [_started(job, given, rank) for rank in range(given.world_size)]
     failed_at: float | None = None
     try:

@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from megatron_pulse.backbone.chain import COMPUTE, Backbone, TensorSpec
 from megatron_pulse.backbone.shapes import own_fields, sample_field, shape_of
 from megatron_pulse.faults import UserError
-from megatron_pulse.integration.verify.adam import Weights
+from megatron_pulse.integration.verify.adam import AdamWeights
 from megatron_pulse.integration.verify.job import (
     Digests,
     Pass,
@@ -47,7 +47,7 @@ class TimeIsUp(UserError):
 
 
 @dataclass
-class Found:
+class PassResult:
     """What one pass of the reference, or of a rank, came to."""
 
     losses: dict[int, Tensor] = field(default_factory=dict)
@@ -60,7 +60,7 @@ class Found:
         torch.save(vars(self), path)
 
     @classmethod
-    def load(cls, path: Path) -> Found:
+    def load(cls, path: Path) -> PassResult:
         """What ``save`` has written; tensors are read where they are used."""
         return cls(**torch.load(path, mmap=True))
 
@@ -118,7 +118,7 @@ class Reference:
                 sums = self._sums(module)
                 for number in numbers:
                     self._backward(module, stage, number, every[number], len(every))
-                found = Found(gradients=sums)
+                found = PassResult(gradients=sums)
                 if stage == last:
                     found.losses = dict(self._loss.found)
                 if made.updates:
@@ -137,7 +137,7 @@ class Reference:
         self._job = replace(self._job, names=names)
 
     @contextmanager
-    def _built(self, stage: int, step: int) -> Iterator[tuple[Stage, Weights]]:
+    def _built(self, stage: int, step: int) -> Iterator[tuple[Stage, AdamWeights]]:
         """A stage with its weights before ``step``."""
         with some_process_group():
             context = meta_context("float32", 1, self._given.profile.transformer_impl)
@@ -148,7 +148,7 @@ class Reference:
             path = weights_file(self._folder, stage, step)
             every = dict(module.named_parameters())
             if path.exists():  # a maker may hand out one module again, perturbed
-                weights = Weights.restored(torch.load(path))
+                weights = AdamWeights.restored(torch.load(path))
                 with torch.no_grad():
                     for name, value in {**weights.main, **weights.frozen}.items():
                         every[name].copy_(value)
@@ -156,7 +156,7 @@ class Reference:
                 perturb(self._job.seed, every, {})
                 values = {n: p.detach().float().clone() for n, p in every.items()}
                 frozen = {n: values.pop(n) for n in every if n not in named}
-                weights = Weights(values, frozen)
+                weights = AdamWeights(values, frozen)
                 self._save_weights(stage, 0, weights)
             try:
                 yield module.to(self._device, self._job.torch_dtype), weights
@@ -168,7 +168,7 @@ class Reference:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _save_weights(self, stage: int, step: int, weights: Weights) -> None:
+    def _save_weights(self, stage: int, step: int, weights: AdamWeights) -> None:
         torch.save(weights.record(), weights_file(self._folder, stage, step))
 
     def _note_layers(self, module: Stage, named: Mapping[str, nn.Parameter]) -> None:

@@ -24,7 +24,7 @@ from megatron_pulse.integration.verify.compare import (
 )
 from megatron_pulse.integration.verify.job import (
     Pass,
-    Share,
+    TensorShard,
     VerifyJob,
     deterministic,
     planned,
@@ -33,7 +33,7 @@ from megatron_pulse.integration.verify.job import (
 )
 from megatron_pulse.integration.verify.layout import place_file, result_file
 from megatron_pulse.integration.verify.ranks import run_ranks
-from megatron_pulse.integration.verify.reference import Found, Reference, weights_file
+from megatron_pulse.integration.verify.reference import PassResult, Reference, weights_file
 from megatron_pulse.planner.layout.embedders import Policy
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.planner.plan_file.verification import (
@@ -207,13 +207,13 @@ class _Verifier:
             self._rows[layer] = replace(row, parameters=row.parameters + 1)
         ranks = range(self._given.world_size)
         places = [torch.load(place_file(self._folder, rank), mmap=True) for rank in ranks]
-        shares = [{n: Share(*s) for n, s in p["place"]["shares"].items()} for p in places]
+        shares = [{n: TensorShard(*s) for n, s in p["place"]["shares"].items()} for p in places]
         first = self._first_weights(places, shares)
         for number, made in enumerate(self._job.passes):
             expected = self._expected("reference", number)
             squares = self._squares(made.step + 1)
             scales = largest(expected.gradients, layer_of)
-            found = [Found.load(result_file(self._folder, rank, number)) for rank in ranks]
+            found = [PassResult.load(result_file(self._folder, rank, number)) for rank in ranks]
             step = made.step + 1
             candidates = [
                 self._outputs(step, expected, found),
@@ -224,11 +224,11 @@ class _Verifier:
             first = first or next((c for c in candidates if c is not None), None)
         return first
 
-    def _expected(self, prefix: str, number: int) -> Found:
+    def _expected(self, prefix: str, number: int) -> PassResult:
         """What the reference's pass came to, of all its stages."""
-        whole = Found()
+        whole = PassResult()
         for stage in self._reference.stages:
-            part = Found.load(self._folder / f"{prefix}_{number}_{stage}.pt")
+            part = PassResult.load(self._folder / f"{prefix}_{number}_{stage}.pt")
             for kind, values in vars(part).items():
                 getattr(whole, kind).update(values)
         return whole
@@ -243,7 +243,7 @@ class _Verifier:
         }
 
     def _first_weights(
-        self, places: Sequence[Any], shares: Sequence[Mapping[str, Share]]
+        self, places: Sequence[Any], shares: Sequence[Mapping[str, TensorShard]]
     ) -> Difference | None:
         expected: dict[str, Tensor] = {}
         for stage in self._reference.stages:
@@ -258,7 +258,9 @@ class _Verifier:
                     return _difference("initial weight", 0, rank, layer, name, apart)
         return None
 
-    def _outputs(self, step: int, expected: Found, found: Sequence[Found]) -> Difference | None:
+    def _outputs(
+        self, step: int, expected: PassResult, found: Sequence[PassResult]
+    ) -> Difference | None:
         """The first layer whose output differs, in chain order, and its first microbatch."""
         if self._given.tensor > 1:
             return None
@@ -275,7 +277,9 @@ class _Verifier:
                     )  # fmt: skip
         return None
 
-    def _losses(self, step: int, expected: Found, found: Sequence[Found]) -> Difference | None:
+    def _losses(
+        self, step: int, expected: PassResult, found: Sequence[PassResult]
+    ) -> Difference | None:
         bound = max((a.bound for a in self._allowed if a.forward), default=0.0)
         seen = set[int]()
         for number, theirs in sorted(expected.losses.items()):
@@ -293,9 +297,9 @@ class _Verifier:
     def _gradients(
         self,
         step: int,
-        expected: Found,
-        found: Sequence[Found],
-        shares: Sequence[Mapping[str, Share]],
+        expected: PassResult,
+        found: Sequence[PassResult],
+        shares: Sequence[Mapping[str, TensorShard]],
         scales: Mapping[str, float],
     ) -> Difference | None:
         """Of the first layer that differs in the order of the backward pass the parameter that
@@ -325,9 +329,9 @@ class _Verifier:
     def _weights(
         self,
         step: int,
-        expected: Found,
-        found: Sequence[Found],
-        shares: Sequence[Mapping[str, Share]],
+        expected: PassResult,
+        found: Sequence[PassResult],
+        shares: Sequence[Mapping[str, TensorShard]],
         scales: Mapping[str, float],
         squares: Mapping[str, Tensor],
     ) -> Difference | None:
@@ -380,14 +384,14 @@ class _Verifier:
         self._run_reference(alone, "alone")
         self._layout(job)
         place = torch.load(place_file(self._folder, first.rank), mmap=True)
-        shares = {n: Share(*s) for n, s in place["place"]["shares"].items()}
+        shares = {n: TensorShard(*s) for n, s in place["place"]["shares"].items()}
         bound = bound_of(self._allowed, first.layer)
         for number in range(count):
             expected = self._expected("alone", number).gradients
             scale = max(map(_most, expected.values()))
             theirs = _part(expected, shares, name)
             path = result_file(self._folder, first.rank, step + number)
-            mine = Found.load(path).gradients[name]
+            mine = PassResult.load(path).gradients[name]
             if not torch.equal(mine, theirs):
                 if not distance(mine, theirs, scale).relative <= bound:
                     return replace(first, microbatch=number)
@@ -397,7 +401,7 @@ class _Verifier:
 _GRADIENT = "the gradient"
 
 
-def _part(values: Mapping[str, Tensor], shares: Mapping[str, Share], name: str) -> Tensor:
+def _part(values: Mapping[str, Tensor], shares: Mapping[str, TensorShard], name: str) -> Tensor:
     """A rank's part of a whole tensor."""
     return shares[name].of(values[name]) if name in shares else values[name]
 
