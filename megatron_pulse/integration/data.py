@@ -285,9 +285,10 @@ class DiffusionData:
         parts = (self.train if training else self.validation).parts
         sizes = [len(part) for part in parts]
         order = {**places, "seed": self._seed, "shuffle": training}
-        if len(sizes) == 1:
-            return MicrobatchSampler(*sizes, **order)
-        return BucketSampler(sizes, **order, group_size=self._bucket_batch or global_batch_size)
+        if len(sizes) > 1:
+            in_a_row = self._bucket_batch or global_batch_size
+            return BucketSampler(sizes, **order, group_size=in_a_row)
+        return MicrobatchSampler(sizes[0], **order)
 
     def _loader(self, split: Split, sampler: MicrobatchSampler, **how: Any) -> DiffusionLoader:
         return DiffusionLoader(

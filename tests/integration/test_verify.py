@@ -216,11 +216,15 @@ def test_every_fault_is_found_where_it_is(
 
 @pytest.mark.parametrize(
     ("degrees", "bound", "reason"),
-    [({"data": 2}, 1e-6, "2 replicas"), ({"tensor": 2}, 1e-5, "2 tensor-parallel ranks")],
-    ids=["data", "tensor"],
+    [
+        ({"data": 2}, 1e-6, "2 replicas"),
+        ({"tensor": 2}, 1e-5, "2 tensor-parallel ranks"),
+        ({"tensor": 2, "sequence_parallel": True}, 1e-5, "2 tensor-parallel ranks"),
+    ],
+    ids=["data", "tensor", "sequence"],
 )
 def test_replicas_and_divided_layers_are_equal_to_rounding(
-    degrees: dict[str, int], bound: float, reason: str, ranks: RanksThatStay, tmp_path: Path
+    degrees: dict[str, Any], bound: float, reason: str, ranks: RanksThatStay, tmp_path: Path
 ) -> None:
     plan = tmp_path / "plan.json", plan_for(backbone("uvit"), pipeline=1, **degrees)
     save_plan(plan[1], plan[0])

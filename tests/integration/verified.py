@@ -66,13 +66,16 @@ def plan_for(
     split: bool = False,
     dtype: str = "float32",
     recompute: Recompute = Recompute.NEVER,
+    sequence_parallel: bool = False,
 ) -> PlanFile:
     """A plan of one-sample microbatches, by a GPU's peaks."""
     profile = analyse(backbone, [1], Roofline(PRESETS["A100-80GB"], dtype), running=RUNNING)
     machine = replace(cluster("cpu"), devices_per_node=pipeline * data * tensor)
     kind = WHOLE if pipeline == 1 else FOLD_EXACT if layout == "fold" else ROW
     config = Config(pipeline, data, tensor, 1, kind, split, recompute=recompute)
-    evaluator = Evaluator(profile, machine, microbatches * data)
+    evaluator = Evaluator(
+        profile, machine, microbatches * data, sequence_parallel=sequence_parallel
+    )
     problem = evaluator.problem(config, microbatches)
     return plan_of(evaluator.evaluate(config, synthesize(problem, effort=2)), evaluator)
 

@@ -275,6 +275,7 @@ def main(folder: Path) -> int:
     job = VerifyJob.load(folder)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     options: dict[str, Any] = {}
+    meeting = "store" if job.names is None else "store_again"
     if job.device == "cuda":
         torch.cuda.set_device(rank)
         options["device_id"] = torch.device("cuda", rank)
@@ -283,9 +284,7 @@ def main(folder: Path) -> int:
     try:
         dist.init_process_group(
             "nccl" if job.device == "cuda" else "gloo",
-            store=dist.FileStore(
-                str(folder / f"store_{'all' if job.names is None else 'some'}"), world
-            ),
+            store=dist.FileStore(str(folder / meeting), world),
             rank=rank,
             world_size=world,
             timeout=timedelta(seconds=job.timeout_s),
