@@ -112,6 +112,4 @@ def _state(value: Any) -> Any:
 
 
 def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor):
-        return torch.equal(one, other)
-    return bool(one == other)
+    return bool(torch.equal(one, other) if isinstance(one, Tensor) else one == other)
