@@ -12,8 +12,8 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
+from megatron_pulse.cli.drawing import Drawing
 from megatron_pulse.cli.main import main
-from megatron_pulse.cli.models.drawing import Drawing
 from megatron_pulse.data.dataset import FieldSpec
 from megatron_pulse.data.latents.layout import LatentLayout, LatentType
 from megatron_pulse.data.latents.writer import LatentWriter

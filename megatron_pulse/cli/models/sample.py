@@ -16,6 +16,7 @@ from megatron_pulse.cli.backbone_flags import (
     option_faults,
     options_of,
 )
+from megatron_pulse.cli.drawing import Drawing, Output, output_faults, output_of, writer_of
 from megatron_pulse.cli.errors import (
     add_parser,
     mending,
@@ -26,7 +27,6 @@ from megatron_pulse.cli.errors import (
 )
 from megatron_pulse.cli.megatron import prepare_megatron
 from megatron_pulse.cli.models.controlnet import controlled
-from megatron_pulse.cli.models.drawing import Drawing, Output, output_faults, output_of, writer_of
 from megatron_pulse.cli.models.encoding import (
     add_encoder_flags,
     autoencoder_folder,
