@@ -93,7 +93,7 @@ def place_in_schedule(saved: Mapping[str, Any], args: argparse.Namespace, iterat
     if by_samples and was_by_samples:
         return int(place)
     if not by_samples and not was_by_samples:
-        return round(place * args.global_batch_size / batch)
+        return int(round(place * args.global_batch_size / batch))
     if by_samples:
         return round(num_samples * place / (iteration * batch)) if iteration else 0
     made = round(iteration * place / num_samples) if num_samples else 0
