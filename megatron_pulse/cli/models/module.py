@@ -77,12 +77,6 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add_json(parser, to_file=False)
 
 
-def _passed_over(backbone: Backbone) -> str:
-    """Settings of a config.json that its class does not have; empty where there are none."""
-    keys = ", ".join(sorted(backbone.kept or ()))
-    return f"{backbone.name} has no such settings, they are passed over: {keys}" if keys else ""
-
-
 def run(args: argparse.Namespace) -> None:
     """Export and print."""
     require(backbone_faults(args))
@@ -97,7 +91,7 @@ def run(args: argparse.Namespace) -> None:
         backbone = load_backbone(args.backbone, options_of(args))
         counts = count_parameters(backbone)
         check_weights(backbone)
-    warn(none_trained(backbone), _passed_over(backbone))
+    warn(none_trained(backbone))
     inputs, same = _inputs(backbone)
     links = [
         LinkRow(
