@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from pathlib import Path
 
@@ -69,10 +70,16 @@ def open_buckets(
     """
     names = names_of(spec)
     faults: dict[str, list[str]] = {name: [] for name in names}
+
+    def gathering(name: str) -> AbstractContextManager[None]:
+        """That of one dataset alone is raised as it is."""
+        several = len(names) > 1
+        return collecting(faults[name], (ValueError, OSError)) if several else nullcontext()
+
     only = wanted[0] if len(wanted) == 1 else None
     opened, found = list[tuple[str, DiffusionDataset]](), []
     for name in names:
-        with collecting(faults[name], (ValueError, OSError)):
+        with gathering(name):
             if only is None and not name.startswith("latents:"):
                 raise DataError(
                     f"dataset {name}",
@@ -81,7 +88,7 @@ def open_buckets(
                 )
             opened.append((name, _open(name, wanted=only, default_caption=default_caption)))
     for (name, _), halves in zip(opened, _split(opened), strict=True):
-        with collecting(faults[name], (ValueError, OSError)):
+        with gathering(name):
             found.append(_fitted(name, *halves, wanted))
     if any(faults.values()):
         raise Faults([fault for own in faults.values() for fault in own])
