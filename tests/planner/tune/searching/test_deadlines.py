@@ -114,6 +114,26 @@ def test_time_is_left_for_a_whole_schedule(monkeypatch: pytest.MonkeyPatch) -> N
     assert found.seconds + whole <= 1.1 * (1.0 + 0.1)
 
 
+def test_an_answer_does_not_depend_on_what_else_the_machine_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The wall's clock runs so many times as fast as this process's, which its work moves on."""
+
+    def answer(pace: float) -> tuple[object, ...]:
+        clock = Clock()
+        with monkeypatch.context() as patched:
+            clock.works(patched, 3.0)
+            patched.setattr(time, "process_time", clock)
+            patched.setattr(time, "monotonic", lambda: pace * clock.now)
+            evaluator = Evaluator(profile(random.Random(0), 12, 5), cluster(memory_gb=2.0), 16)
+            choices = Choices(pipeline=(2, 4), tensor=(1,))
+            found = tune(evaluator, choices, seconds=0.5, solver="none")
+        best = found.outcomes[0]
+        return best.config, best.stages.partition, best.timeline.schedule, found.num_simulated
+
+    assert answer(3.0) == answer(1.0)
+
+
 def test_waiting_for_the_processor_is_not_time_spent() -> None:
     budget = Budget(100.0)
     time.sleep(0.2)
