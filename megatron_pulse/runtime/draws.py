@@ -23,17 +23,20 @@ UNREPEATED = (
     "give them as a field of the batch (pulse.Layer has uses)"
 )
 """Why draws are refused, and what to do."""
+_RESERVING = "transformer_engine."
 
 
 class Drawing:
-    """Sees which generators draw from now on: torch's of the CPU and the current GPU.
+    """Sees which generators draw from now on: torch's of the CPU and (``gpu``) the current GPU.
 
     Where ``whole``, also Python's, numpy's and those that ``module`` has in an attribute or its
     classes have beside them in their files; that takes some 0.1 ms.
     """
 
-    def __init__(self, module: nn.Module | None = None, *, whole: bool = False) -> None:
-        self._module, self._whole = module, whole
+    def __init__(
+        self, module: nn.Module | None = None, *, whole: bool = False, gpu: bool = True
+    ) -> None:
+        self._module, self._whole, self._gpu = module, whole, gpu
         self._before = self._states()
 
     def who(self) -> list[str]:
@@ -53,13 +56,22 @@ class Drawing:
 
     def _states(self) -> dict[str, Any]:
         found: dict[str, Any] = {"torch's generator": torch.default_generator.get_state()}
-        if torch.cuda.is_initialized():
+        if self._gpu and torch.cuda.is_initialized():
             generator = torch.cuda.default_generators[torch.cuda.current_device()]
             found["the GPU's generator"] = generator.initial_seed(), generator.get_offset()
         if self._whole:
             found |= {f"{name}'s generator": state for name, state in other_generators().items()}
             found |= {} if self._module is None else dict(_own(self._module))
         return found
+
+
+def reserves_numbers(module: nn.Module) -> bool:
+    """Whether kernels of a module advance the GPU's generator, though they use none of its numbers.
+
+    Transformer Engine's fused attention does so without dropout.
+    """
+    classes = {base for part in module.modules() for base in type(part).__mro__}
+    return any(base.__module__.startswith(_RESERVING) for base in classes)
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from megatron_pulse.backbone.shapes import tell_shape
 from megatron_pulse.backbone.shared import shared_inputs
 from megatron_pulse.planner.layout.crossing import SkipCarrier
 from megatron_pulse.planner.layout.routes import Routes, embedders_of
-from megatron_pulse.runtime.draws import Drawing, generators_kept
+from megatron_pulse.runtime.draws import Drawing, generators_kept, reserves_numbers
 from megatron_pulse.runtime.failures import PulseError
 from megatron_pulse.runtime.modules import unsound
 from megatron_pulse.runtime.parameters.later import Later
@@ -103,6 +103,7 @@ class Stage(Nest):
         self._backbone_name = backbone.name
         self._declared: dict[tuple[int, torch.dtype, int], list[tuple[Kind, ...]]] = {}
         self._known: set[tuple[object, ...]] = set()
+        self._reserving: set[str] = set()
         self._chain: tuple[nn.Module, ...] = ()  # no list: parameters have names of their own
         self._holders: dict[str, tuple[Holder, ...]] = {}
         for spec in self._specs:
@@ -201,7 +202,9 @@ class Stage(Nest):
         anew; all is looked at until it has run in its mode without a fault."""
         key = spec.name, module.training, torch.is_grad_enabled(), which
         first = key not in self._known
-        drawing = Drawing(module, whole=first)
+        if first and reserves_numbers(module):
+            self._reserving.add(spec.name)
+        drawing = Drawing(module, whole=first, gpu=spec.name not in self._reserving)
         before = _trained(module) if first else set()
         yield
         found = [] if (fault := drawing.fault()) is None else [fault]

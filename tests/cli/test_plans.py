@@ -204,7 +204,7 @@ def test_show_tells_people(capsys: pytest.CaptureFixture[str]) -> None:
     plan = small_plan()
     line = plan.replay().timeline
     for text in (
-        "uvit-tiny on 4 rank(s): pipeline 2 x data 2 x tensor 1, fold of 4 stage(s)",
+        "uvit-tiny on 4 rank(s): pipeline 2 x data 2 x tensor 1, fold exact (4 stage(s))",
         "batch 16 = 2 replica(s) x 4 microbatch(es) of 2, float32",
         "neighbouring ranks are devices of one stage",
         f"{1e3 * line.busy[1]:.4g} ms",

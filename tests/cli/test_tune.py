@@ -167,7 +167,7 @@ def test_what_no_config_can_have_is_named(here: Path, capsys: pytest.CaptureFixt
 
 
 def test_all_faults_at_once(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--layouts", "fold,sequential", "--pipeline", "2,x", "--seconds", "0", "--top", "0"]
+    flags = ["--layouts", "flod,sequential", "--pipeline", "2,x", "--seconds", "0", "--top", "0"]
     flags += ["--no-offload", "--optimizer-cpu-offload"]
     asked = f"{ASKED} --option a=1 --dtype float16 -o plan.txt".replace("p.json", "none.json")
     asked = asked.replace("c.yaml", "none.yaml")
@@ -177,7 +177,7 @@ def test_all_faults_at_once(here: Path, capsys: pytest.CaptureFixture[str]) -> N
         "10 faults",
         "none.yaml",
         "--no-offload and --optimizer-cpu-offload: one leaves",
-        "--layouts: 'fold' is none of",
+        "--layouts: no layout is called 'flod'; ",
         "--pipeline 2,x",
         "--seconds is 0",
         "--top is 0",

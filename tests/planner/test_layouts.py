@@ -14,7 +14,16 @@ from megatron_pulse.backbone.costs import weighted_costs
 from megatron_pulse.cli.main import main
 from megatron_pulse.planner.cluster.link import Link
 from megatron_pulse.planner.layout.crossing import crossings
-from megatron_pulse.planner.layout.layouts import FOLD_EXACT, LAYOUTS, Layout, Skips, modes
+from megatron_pulse.planner.layout.layouts import (
+    FOLD_EXACT,
+    LAYOUTS,
+    WHOLE,
+    Layout,
+    Skips,
+    layout_name,
+    layouts_called,
+    modes,
+)
 from megatron_pulse.planner.layout.placement import (
     PLACEMENTS,
     Partition,
@@ -133,6 +142,30 @@ def test_one_row_is_all_that_a_placement_needs(further: Layout) -> None:
     tried = configs(3, 3, 12, True, Choices(layouts=(further,), pipeline=(3,)))
     assert {config.placement for config in tried} == {placement}
     assert further in best_of_each(costs, 3, goal, further.num_chunks)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=str)
+def test_a_partition_has_the_name_of_its_layout(layout: Layout) -> None:
+    num_layers, skips = SDXL_UNET
+    costs = weighted_costs(chain(num_layers, skips), [1.0 + i % 3 for i in range(num_layers)])
+    devices = 1 if layout is WHOLE else 2
+    found = best(layout, costs, devices, Goal(link=Link(bytes_per_s=1e9)))
+    # Skips of a soft fold may stay on their devices though they need not.
+    exact = layout.name == "fold soft" and found.volume.skip == 0
+    name = layout_name(found.partition, costs.skips)
+    assert name == (FOLD_EXACT.name if exact else layout.name)
+    assert layouts_called(layout.name) == [layout]
+
+
+def test_layouts_are_called_by_their_placement_too() -> None:
+    num_layers, skips = SDXL_UNET
+    costs = weighted_costs(chain(num_layers, skips), [1.0] * num_layers)
+    cut = Partition(make_placement("fold", 2, 2), (0, 1, 2, 3, num_layers))
+    assert layout_name(cut, costs.skips) == "fold soft"
+    third = Partition(make_placement("interleaved", 2, 3), (0, 1, 2, 3, 4, 5, num_layers))
+    assert layout_name(third, costs.skips) == "interleaved of 6 stages"
+    assert layouts_called("fold") == [FOLD_EXACT, LAYOUTS["fold soft"], LAYOUTS["two waves"]]
+    assert layouts_called("flod") == []
 
 
 def test_a_row_is_a_choice_of_the_commands(

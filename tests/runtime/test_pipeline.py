@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import megatron_pulse as pulse
 from megatron_pulse.backbone.check import BackboneError
 from megatron_pulse.planner.layout.embedders import EmbedderChoice
+from megatron_pulse.runtime.draws import reserves_numbers
 from megatron_pulse.runtime.failures import PulseError
 from tests.ranks import run_ranks
 
@@ -114,6 +115,14 @@ def test_what_draws_later_or_elsewhere_is_refused() -> None:
     for loss in (lambda y, b: (y * torch.rand(1)).sum(), lambda y, b: y.sum() * random.random()):
         with pytest.raises(BackboneError, match="the loss draws random numbers"):
             pipeline_of([lambda: Block(lambda block, h: h)], loss=loss).step(batches())
+
+
+def test_reserved_random_numbers_are_no_draw() -> None:
+    """Transformer Engine's fused attention moves the GPU's generator and uses none of it."""
+    engine = type("Fused", (nn.Module,), {"__module__": "transformer_engine.pytorch.attention"})
+    derived = type("Attention", (engine,), {})
+    assert reserves_numbers(nn.Sequential(nn.Linear(2, 2), derived()))
+    assert not reserves_numbers(nn.Sequential(nn.Linear(2, 2)))
 
 
 def test_weights_are_drawn_by_seed_and_name_whatever_draws_them() -> None:

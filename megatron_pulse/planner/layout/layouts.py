@@ -11,8 +11,10 @@ relay                through every stage between, as torch and Megatron would; n
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import Protocol
 
 from megatron_pulse.planner.layout.placement import (
     FOLD,
@@ -20,6 +22,7 @@ from megatron_pulse.planner.layout.placement import (
     OPPOSITE,
     PLACEMENTS,
     SEQUENTIAL,
+    Partition,
     Placement,
     PlacementKind,
     make_placement,
@@ -96,6 +99,38 @@ LAYOUTS: dict[str, Layout] = {
     layout.name: layout for layout in (WHOLE, ROW, LOOP, FOLD_EXACT, FOLD_SOFT, TWO_WAVES)
 }
 """All that are run, by name; the first is for one device, the others are for more."""
+
+
+class _Skip(Protocol):
+    """A skip edge by the places of its layers."""
+
+    @property
+    def source(self) -> int: ...
+    @property
+    def destination(self) -> int: ...
+
+
+def layout_name(partition: Partition, skips: Iterable[_Skip]) -> str:
+    """The name of what a partition is: one of ``LAYOUTS``, else its placement and stages.
+
+    A fold is exact where both ends of every skip are on one device, and soft otherwise.
+    """
+    placement, at = partition.placement, partition.device_of_layer
+    if placement.num_devices == 1:
+        return WHOLE.name
+    travels = any(at(skip.source) != at(skip.destination) for skip in skips)
+    for layout in LAYOUTS.values():
+        same = (layout.kind, layout.num_chunks) == (placement.kind, placement.num_chunks)
+        if layout is not WHOLE and same and not (travels and layout.collocates):
+            return layout.name
+    return f"{placement.kind} of {placement.num_stages} stages"
+
+
+def layouts_called(name: str) -> list[Layout]:
+    """The layouts of a name, or all of a kind of placement; [] if none is called so."""
+    if name in LAYOUTS:
+        return [LAYOUTS[name]]
+    return [each for each in LAYOUTS.values() if each is not WHOLE and each.kind.name == name]
 
 
 def modes() -> dict[str, Layout]:

@@ -20,6 +20,7 @@ from megatron_pulse.faults import UserError
 from megatron_pulse.file_kinds import FileKind, kind_of
 from megatron_pulse.files import FileError, read_json, write_sealed
 from megatron_pulse.flag_fields import flag_value
+from megatron_pulse.planner.layout.layouts import layout_name
 from megatron_pulse.planner.layout.placement import Partition, Placement, make_placement
 from megatron_pulse.planner.partition.memory import ParameterState
 from megatron_pulse.planner.plan_file.agreement import (
@@ -93,9 +94,13 @@ class PlanFile:
         """What runs where, in a line."""
         return (
             f"{name_of(self.backbone)} on {self.world_size} rank(s): pipeline {self.pipeline} x "
-            f"data {self.data} x tensor {self.tensor}, {self.placement.kind} of {len(self.stages)} "
-            "stage(s)"
+            f"data {self.data} x tensor {self.tensor}, {self.layout} ({len(self.stages)} stage(s))"
         )
+
+    @property
+    def layout(self) -> str:
+        """The name of its layout, as ``pulse tune --layouts`` takes it."""
+        return layout_name(self.partition, self.profile.skips)
 
     @property
     def world_size(self) -> int:

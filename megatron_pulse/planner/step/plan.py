@@ -18,6 +18,7 @@ from megatron_pulse.backbone.named import tell_layers
 from megatron_pulse.faults import told
 from megatron_pulse.figures import counted, in_mb
 from megatron_pulse.planner.layout.embedders import EmbedderChoice
+from megatron_pulse.planner.layout.layouts import layout_name
 from megatron_pulse.planner.layout.placement import Partition, Placement
 from megatron_pulse.planner.layout.routes import Routes, trace_routes
 from megatron_pulse.planner.schedule.check.simulate import run
@@ -175,9 +176,12 @@ class Plan:
     def describe(self) -> str:
         """The plan in a few lines for people."""
         backbone, placement = self.backbone, self.placement
+        layout = layout_name(self.partition, backbone.skips)
+        if placement.num_devices > 1:
+            layout += f" on {placement.num_devices} devices"
         lines = [
             f"plan: {backbone.name}, {len(backbone.layers)} layers, {len(backbone.skips)} skips; "
-            f"{placement.kind.name} on {placement.num_devices} device(s), schedule "
+            f"{layout}, schedule "
             f"{self.schedule_name}"
         ]
         for device in range(placement.num_devices):

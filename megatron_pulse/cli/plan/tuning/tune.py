@@ -33,6 +33,7 @@ from megatron_pulse.cli.plan.tuning.tune_input import (
     unused_caution,
 )
 from megatron_pulse.cli.plan.tuning.tune_worlds import tune_worlds, worlds_of
+from megatron_pulse.faults import unknown
 from megatron_pulse.flag_fields import ABOVE_ZERO, SHARE, TO_MILLION
 
 if TYPE_CHECKING:
@@ -102,7 +103,11 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add("--pipeline", metavar="P[,P...]", help="pipeline degrees to try (default: all)")
     add("--tensor", metavar="T[,T...]", help="tensor degrees to try (default 1,2,4,8)")
     add("--micro-batch-size", metavar="N[,N...]", help="to try (default: all powers of two)")
-    add("--layouts", metavar="NAME[,NAME...]", help=f"to try (default: all): {', '.join(LAYOUTS)}")
+    add(
+        "--layouts",
+        metavar="NAME[,NAME...]",
+        help=f"to try (default: all): {', '.join(LAYOUTS)}; fold stands for all folds",
+    )
     again = parser.add_mutually_exclusive_group()
     again.add_argument("--recompute", action="store_true", help="recompute all layers' activations")
     again.add_argument(
@@ -279,7 +284,7 @@ def best_encoded(
 
 def _faults(args: argparse.Namespace) -> list[str]:
     from megatron_pulse.planner.cluster.cluster import ClusterError, cluster
-    from megatron_pulse.planner.layout.layouts import LAYOUTS
+    from megatron_pulse.planner.layout.layouts import LAYOUTS, layouts_called
 
     faults = out_of(TO_MILLION, args, "global_batch_size", "top")
     for name in ("pipeline", "tensor", "micro_batch_size", "worlds"):
@@ -289,8 +294,8 @@ def _faults(args: argparse.Namespace) -> list[str]:
             flag = f"--{name.replace('_', '-')}"
             faults.append(f"{flag} {getattr(args, name)}: write whole numbers above 0 as 1,2,4")
     for name in (args.layouts or "").split(","):
-        if args.layouts is not None and name.strip() not in LAYOUTS:
-            faults.append(f"--layouts: {name.strip()!r} is none of: {', '.join(LAYOUTS)}")
+        if args.layouts is not None and not layouts_called(name.strip()):
+            faults.append(f"--layouts: {unknown('layout', name.strip(), LAYOUTS)}")
     if args.worlds is not None:
         faults += [
             f"{flag}: not with --worlds" for flag in ("--encoders",) if args.encoders is not None

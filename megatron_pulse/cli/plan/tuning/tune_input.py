@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from megatron_pulse.cli.backbone_flags import trained_backbone
@@ -116,13 +117,14 @@ def state(args: argparse.Namespace) -> ParameterState:
 
 
 def choices_of(args: argparse.Namespace) -> Choices:
-    from megatron_pulse.planner.layout.layouts import LAYOUTS
+    from megatron_pulse.planner.layout.layouts import layouts_called
     from megatron_pulse.planner.tune.config import Choices, Recompute
 
     choices = Choices()
     layouts = choices.layouts
     if args.layouts is not None:
-        layouts = tuple(LAYOUTS[name.strip()] for name in args.layouts.split(","))
+        named = [layouts_called(name.strip()) for name in args.layouts.split(",")]
+        layouts = tuple(dict.fromkeys(chain.from_iterable(named)))
     recompute = choices.recompute
     if args.recompute or args.no_recompute:
         recompute = (Recompute.ALWAYS if args.recompute else Recompute.NEVER,)

@@ -9,6 +9,7 @@ from megatron_pulse.backbone.named import name_of
 from megatron_pulse.cli.output import columns, table
 from megatron_pulse.cli.plan.plan_facts import filling_facts, homes, policies
 from megatron_pulse.figures import plain
+from megatron_pulse.planner.layout.layouts import layout_name
 from megatron_pulse.planner.tune.evaluate import CORE, Evaluator, Outcome
 from megatron_pulse.planner.tune.plans.policies import EncodedPlan
 from megatron_pulse.planner.tune.saying.explain import certainty, explain
@@ -190,7 +191,7 @@ def _record(outcome: Outcome, profile: Profile) -> dict[str, Any]:
         "tensor": config.tensor,
         "micro_batch_size": config.micro_batch_size,
         "num_microbatches": config.num_microbatches(outcome.global_batch_size),
-        "layout": config.layout.name,
+        "layout": _layout(outcome),
         "split": config.split,
         "ample": config.ample,
         "recompute": [outcome.stages.costs.names[i] for i in sorted(outcome.stages.recompute)],
@@ -204,6 +205,11 @@ def _record(outcome: Outcome, profile: Profile) -> dict[str, Any]:
         "extrapolated": outcome.extrapolated,
         "costs_extrapolated": profile.extrapolates(config.micro_batch_size),
     }
+
+
+def _layout(outcome: Outcome) -> str:
+    """The layout that its cuts make: a search for a soft fold may find an exact one."""
+    return layout_name(outcome.stages.partition, outcome.stages.costs.skips)
 
 
 def _some(layers: Collection[int], outcome: Outcome) -> str:
@@ -243,7 +249,7 @@ def _row(rank: int, outcome: Outcome) -> tuple[str, ...]:
         str(config.tensor),
         str(config.micro_batch_size),
         str(config.num_microbatches(outcome.global_batch_size)),
-        config.layout.name,
+        _layout(outcome),
         ",".join(schedule) or "-",
         inside or "-",
         f"{1e3 * outcome.step_s / outcome.global_batch_size:.4g}",
