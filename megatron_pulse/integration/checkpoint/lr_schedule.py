@@ -41,7 +41,7 @@ def given_schedule(args: argparse.Namespace) -> Mapping[str, Any]:
     Checkpoints from before these were recorded have the filled values alone; a length of decay that
     is the run's, and ends of a constant weight decay, are taken for filled ones.
     """
-    recorded: Mapping[str, Any] | None = getattr(args, "pulse_schedule", None)
+    recorded: Mapping[str, Any] | None = getattr(args, "pulse_lr_schedule", None)
     if recorded is not None:
         return recorded
     given = {name: getattr(args, name, None) for name in (*LENGTHS, *SHAPE)}
@@ -57,7 +57,7 @@ def given_schedule(args: argparse.Namespace) -> Mapping[str, Any]:
 
 def record_schedule(args: argparse.Namespace) -> None:
     """Keep the flags of the schedule as they are now, for the runs that go on with this one."""
-    args.pulse_schedule = {name: getattr(args, name) for name in (*LENGTHS, *SHAPE)}
+    args.pulse_lr_schedule = {name: getattr(args, name) for name in (*LENGTHS, *SHAPE)}
 
 
 def keep_saved_schedule(args: argparse.Namespace, before: argparse.Namespace) -> None:

@@ -29,7 +29,7 @@ _FLAGS: dict[str, tuple[str, tuple[type, ...]]] = {
     "pulse_encoders": _TEXT,
     "pulse_encoded_by": ("a mapping, or None", (dict, NoneType)),
     "pulse_process": ("a mapping, or None", (dict, NoneType)),
-    "pulse_schedule": ("a mapping, or None", (dict, NoneType)),
+    "pulse_lr_schedule": ("a mapping, or None", (dict, NoneType)),
     "pulse_ema_decay": _NUMBER,
     "pulse_self_conditioning": _NUMBER,
     "consumed_train_samples": ("a whole number", (int,)),
