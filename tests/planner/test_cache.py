@@ -21,6 +21,7 @@ from megatron_pulse.planner.schedule.check.simulate import run
 from megatron_pulse.planner.schedule.check.validate import faults_for
 from megatron_pulse.planner.schedule.classic.one_f_one_b import gpipe
 from megatron_pulse.planner.schedule.problem import Certificate, ScheduleProblem, Synthesis
+from megatron_pulse.planner.schedule.search import synthesize as synthesizing
 from megatron_pulse.planner.schedule.search.sweep.widening import Widening
 from megatron_pulse.planner.schedule.search.synthesize import synthesize
 
@@ -77,7 +78,8 @@ def test_a_hit_is_timed_with_the_times_at_hand() -> None:
 
 
 def test_more_time_searches_again_and_keeps_the_better(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Widening, "starts", lambda *_: iter(()))  # which would prove it
+    monkeypatch.setattr(Widening, "starts", lambda *_: iter(()))  # each would prove it
+    monkeypatch.setattr(synthesizing, "exhaustive_bound", lambda path, length: 0.0)
     open_ended = problem()
     assert not cached(open_ended, 1.0, "auto", Finder()).certificate.proved
     worse = Finder(classic=True)
