@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ UNREPEATED = (
 _RESERVING = "transformer_engine."
 
 
-class Drawing:
+class DrawWatch:
     """Sees which generators draw from now on: torch's of the CPU and (``gpu``) the current GPU.
 
     Where ``whole``, also Python's, numpy's and those that ``module`` has in an attribute or its
@@ -72,29 +71,6 @@ def reserves_numbers(module: nn.Module) -> bool:
     """
     classes = {base for part in module.modules() for base in type(part).__mro__}
     return any(base.__module__.startswith(_RESERVING) for base in classes)
-
-
-@contextmanager
-def generators_kept(seed: int | None = None) -> Iterator[None]:
-    """Within, all generators of the process begin with ``seed``, or go on (None); after it they
-    are as they were."""
-    numpy = sys.modules.get("numpy")
-    states = random.getstate(), None if numpy is None else numpy.random.get_state()
-    gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-    try:
-        with torch.random.fork_rng(devices=gpus):
-            if seed is not None:
-                random.seed(seed)
-                torch.default_generator.manual_seed(seed)  # torch.manual_seed: GPUs' for good, too
-                if gpus:
-                    torch.cuda.manual_seed(seed)
-                if numpy is not None:
-                    numpy.random.seed(seed % 2**32)
-            yield
-    finally:
-        random.setstate(states[0])
-        if numpy is not None:
-            numpy.random.set_state(states[1])
 
 
 def _own(module: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -36,7 +36,7 @@ from megatron_pulse.planner.step.program import (
 )
 from megatron_pulse.profile.measuring.machine import keep_freed_memory
 from megatron_pulse.runtime.called import Carrier, Recorder, Workload
-from megatron_pulse.runtime.draws import Drawing
+from megatron_pulse.runtime.draws import DrawWatch
 from megatron_pulse.runtime.failures import FailureBoard, PulseError
 from megatron_pulse.runtime.messages.exchange import Exchange, Tensors
 from megatron_pulse.runtime.messages.links import Links
@@ -254,11 +254,11 @@ class Executor:
                 with torch.no_grad():
                     self._fillers[operation.stage](operation.microbatch)
             case _:
-                drawing = Drawing()
+                drawing = DrawWatch()
                 self._backward(operation)
                 self._require_none_drawn(drawing, f"the backward of {self._layers_of(operation)}")
 
-    def _require_none_drawn(self, drawing: Drawing, what: str) -> None:
+    def _require_none_drawn(self, drawing: DrawWatch, what: str) -> None:
         """Raise BackboneError if ``what`` has drawn random numbers."""
         if fault := drawing.fault():
             raise BackboneError(self._backbone.name, [f"{what} {fault}"])
@@ -331,7 +331,7 @@ class Executor:
         results += [(Payload.CONDITIONING, name, tensor) for name, tensor in provided.items()]
         if placement.after[stage] is None:
             fields = own_fields(self._backbone, head.chain, batch)
-            drawing = Drawing(whole=stage not in self._ended)
+            drawing = DrawWatch(whole=stage not in self._ended)
             saved.loss = _loss(self._settings.loss_of(head.chain)(outputs[0], fields))
             self._require_none_drawn(drawing, "the loss")
             self._ended.add(stage)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_pulse.backbone.chain import Layer
-from megatron_pulse.runtime.draws import generators_kept
+from megatron_pulse.backbone.generators import generators_kept
 
 
 def built_elsewhere(layers: Iterable[Layer], context: Any) -> Iterator[tuple[str, nn.Module]]:

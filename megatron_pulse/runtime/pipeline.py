@@ -13,12 +13,12 @@ from megatron_pulse.backbone.chain import Backbone, TensorSpec
 from megatron_pulse.backbone.check import BackboneError
 from megatron_pulse.backbone.context import LayerContext
 from megatron_pulse.backbone.derived.refused.telling import alike
+from megatron_pulse.backbone.generators import generators_kept
 from megatron_pulse.backbone.shapes import ShapeError, fields_of, shape_of
 from megatron_pulse.faults import told
 from megatron_pulse.planner.layout.routes import Payload, batch_fields_of
 from megatron_pulse.planner.step.plan import Plan
 from megatron_pulse.runtime.called import Recorder, Workload
-from megatron_pulse.runtime.draws import generators_kept
 from megatron_pulse.runtime.encoding.encoding import Encoding, Frozen
 from megatron_pulse.runtime.executor import Executor
 from megatron_pulse.runtime.failures import PulseError, default_board

@@ -21,12 +21,13 @@ from megatron_pulse.backbone.derived.nesting import (
     container_of,
     register_parameters,
 )
+from megatron_pulse.backbone.generators import generators_kept
 from megatron_pulse.backbone.returned import Kind, declared, misfit
 from megatron_pulse.backbone.shapes import tell_shape
 from megatron_pulse.backbone.shared import shared_inputs
 from megatron_pulse.planner.layout.crossing import SkipCarrier
 from megatron_pulse.planner.layout.routes import Routes, embedders_of
-from megatron_pulse.runtime.draws import Drawing, generators_kept, reserves_numbers
+from megatron_pulse.runtime.draws import DrawWatch, reserves_numbers
 from megatron_pulse.runtime.failures import PulseError
 from megatron_pulse.runtime.modules import unsound
 from megatron_pulse.runtime.parameters.later import Later
@@ -204,7 +205,7 @@ class Stage(Nest):
         first = key not in self._known
         if first and reserves_numbers(module):
             self._reserving.add(spec.name)
-        drawing = Drawing(module, whole=first, gpu=spec.name not in self._reserving)
+        drawing = DrawWatch(module, whole=first, gpu=spec.name not in self._reserving)
         before = _trained(module) if first else set()
         yield
         found = [] if (fault := drawing.fault()) is None else [fault]

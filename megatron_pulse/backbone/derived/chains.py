@@ -15,6 +15,7 @@ from megatron_pulse.backbone.derived.exported import DerivationError, export
 from megatron_pulse.backbone.derived.inputs import Inputs
 from megatron_pulse.backbone.derived.reading import UNKNOWN
 from megatron_pulse.backbone.derived.units import UnitChain, derive, other_way
+from megatron_pulse.backbone.generators import generators_kept
 from megatron_pulse.processes import without_collecting
 
 
@@ -75,11 +76,12 @@ class Chains:
 
     def alone[T](self, call: Callable[[], T]) -> T:
         """What ``call`` returns in a thread of its own: what is on here (modes, hooks of
-        recomputation, no_grad, a default device) is not on there, but for the device."""
+        recomputation, no_grad, a default device) is not on there, but for the device. What it
+        draws, as inputs of an example, leaves the process's generators as they were."""
 
         def called() -> T:
             device = nullcontext() if self._device.type == "cpu" else self._device
-            with device, _without_hooks_of_all():
+            with device, _without_hooks_of_all(), generators_kept():
                 return call()
 
         with ThreadPoolExecutor(1) as thread, without_collecting():

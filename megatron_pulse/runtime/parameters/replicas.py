@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from megatron_pulse.backbone.chain import Backbone, Layer
 from megatron_pulse.backbone.context import LayerContext
+from megatron_pulse.backbone.generators import generators_kept
 from megatron_pulse.planner.layout.routes import Routes
-from megatron_pulse.runtime.draws import generators_kept
 from megatron_pulse.runtime.messages.links import Links
 
 
