@@ -168,5 +168,8 @@ def unmatched(patterns: Iterable[str], names: Sequence[str], what: str) -> list[
 def meant(name: str, known: Iterable[str]) -> str:
     """``did you mean X or Y? `` for the names most like ``name``; empty where none is."""
     lower = {known_name.lower(): known_name for known_name in known}
-    close = difflib.get_close_matches(name[:60].lower(), lower, n=3, cutoff=0.5)
+    word = name[:60].lower()
+    close = difflib.get_close_matches(word, lower, n=3, cutoff=0.5)
+    like = [difflib.SequenceMatcher(None, match, word).ratio() for match in close]
+    close = [match for match, ratio in zip(close, like, strict=True) if ratio > like[0] - 0.3]
     return f"did you mean {' or '.join(lower[match] for match in close)}? " if close else ""
