@@ -30,6 +30,8 @@ def canonical(name: str) -> str:
 def find(name: str) -> Any:
     """What ``name`` names. Raises ValueError where that is nothing, or nobody allowed it."""
     name = canonical(name)
+    if name.startswith("hf:"):
+        raise ValueError(f"{name} is a folder on a hub and no code: write diffusers:{name}")
     given = _given(name)
     if given is None:
         others = f" (you named {', '.join(sorted(_allowed))})" if _allowed else ""

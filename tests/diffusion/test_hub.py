@@ -13,6 +13,7 @@ import pytest
 
 from megatron_pulse.cli.main import main
 from megatron_pulse.diffusion.hub import with_local_folders
+from model_specs.derived.code import find
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
 
@@ -105,3 +106,8 @@ def test_the_environment_says_where_the_cache_is(tmp_path: Path) -> None:
     )
     found, faults = json.loads(done.stdout)
     assert found == ["--vae", str(folder), *words[2:]] and len(faults) == 1
+
+
+def test_a_module_is_no_id_of_the_hub() -> None:
+    with pytest.raises(ValueError, match="hf:a/b is a folder on a hub.*write diffusers:hf:a/b"):
+        find("hf:a/b")

@@ -125,10 +125,16 @@ def test_weights_start_as_they_are_drawn_and_resume_to_the_bit(tmp_path: Path) -
     assert_same(resumed, replace(shared, **rest))
 
 
-def test_skipped_steps_leave_averages_alone() -> None:
-    """A loss scale that overflows everything: nothing moves, and the average does not warm up."""
-    flags = ["--fp16", "--initial-loss-scale", str(2**60), "--hysteresis", "1"]
-    still = train(1, *flags, steps=2)
+@pytest.mark.parametrize("shared", [[], ["--use-distributed-optimizer"]], ids=["whole", "shared"])
+def test_skipped_steps_leave_averages_alone(shared: list[str], tmp_path: Path) -> None:
+    """A loss scale that overflows everything: nothing moves, and the average does not warm up.
+
+    What is saved then has an optimizer that has made no step, and goes on.
+    """
+    flags = ["--fp16", "--initial-loss-scale", str(2**60), "--hysteresis", "1", *shared]
+    still = train(1, *flags, "--save", str(tmp_path), steps=2)
+    further = train(1, *flags, "--load", str(tmp_path), steps=3)
+    assert len(further.losses) == 1
     start = train(1, "--lr", "1e-12", steps=1)
     for name, average in still.averages.items():
         assert torch.equal(average, still.masters[name]), name

@@ -124,9 +124,10 @@ def _group(optimizer: Any) -> torch.distributed.ProcessGroup | None:
 
 
 def _begin_states(optimizer: Any) -> None:
-    """Give distributed optimizers that have no state yet that of before the first step."""
+    """Give optimizers that have no state yet that of before the first step: a run that goes on
+    reads it."""
     for inner in inner_optimizers(optimizer):
-        if not isinstance(inner, DistributedOptimizer) or inner.optimizer.state:
+        if inner.optimizer.state or inner.init_state_fn is None:
             continue
         if isinstance(inner.optimizer, HybridDeviceOptimizer):
             inner.optimizer.dummy_step()

@@ -68,7 +68,8 @@ def evaluate(
 
     ``stage_s`` is the paper's measure of a stage (section IV, equation 1): its forward time and
     ``lam`` times the sending of its output. Bytes are forward, as the runtime sends them (a skip
-    that is its stage's boundary tensor only once); gradients move as many again.
+    that is its stage's boundary tensor only once); gradients of what is trained move
+    as many again.
     """
     placed = partition.placement.device_of_stage
     num_devices = partition.placement.num_devices
