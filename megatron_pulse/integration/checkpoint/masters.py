@@ -127,9 +127,9 @@ def _begin_states(optimizer: Any) -> None:
     """Give optimizers that have no state yet that of before the first step: a run that goes on
     reads it."""
     for inner in inner_optimizers(optimizer):
-        if inner.optimizer.state or inner.init_state_fn is None:
+        if inner.optimizer.state:
             continue
         if isinstance(inner.optimizer, HybridDeviceOptimizer):
             inner.optimizer.dummy_step()
-        else:
+        elif inner.init_state_fn is not None:
             inner.init_state_fn(inner.optimizer, inner.config)
