@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 from megatron_pulse.data.buckets import Buckets
@@ -22,7 +22,7 @@ from megatron_pulse.data.images.digits import DIGIT_SOURCES, all_digits
 from megatron_pulse.data.images.folder import ImageFiles, ImageFolder
 from megatron_pulse.data.images.metadata import TEXT
 from megatron_pulse.data.latents.folder import LatentFolder
-from megatron_pulse.data.split import units_of
+from megatron_pulse.data.split import same_files, units_of
 from megatron_pulse.data.text.captions import CaptionedImages
 from megatron_pulse.faults import Faults, collecting
 
@@ -218,6 +218,14 @@ def _split(
     for number, (_, source) in enumerate(opened):
         own = source.ties() if fraction else ()
         ties += own or [((number, i),) for i in range(len(source))]
+    if fraction and len(opened) > 1:  # a folder may have copies of another's pictures
+        pictures = [source.pictures() or [None] * len(source) for _, source in opened]
+        files = [path for path in chain.from_iterable(pictures) if path is not None]
+        same = dict(zip(files, same_files(files), strict=True))
+        ties = [
+            tie if path is None else (*tie, same[path])
+            for tie, path in zip(ties, chain.from_iterable(pictures), strict=True)
+        ]
     every, sides = iter(units_of(ties)), dict[int, bool]()
     found: list[tuple[DiffusionDataset, DiffusionDataset]] = []
     for spec, source in opened:

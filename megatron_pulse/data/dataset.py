@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -161,6 +162,10 @@ class DiffusionDataset(ABC):
         empty where all stand alone."""
         return ()
 
+    def pictures(self) -> Sequence[Path]:
+        """The picture file of each sample; empty where samples are no files."""
+        return ()
+
     def conditioning(self, index: int) -> dict[str, Tensor]:
         """The tensor of every name in ``fields``."""
         return {}
@@ -273,6 +278,10 @@ class Derived(DiffusionDataset):
     def ties(self) -> Sequence[Sequence[Hashable]]:
         ties = self.source.ties()
         return [ties[self.at(i)] for i in range(len(self))] if ties else ()
+
+    def pictures(self) -> Sequence[Path]:
+        files = self.source.pictures()
+        return [files[self.at(i)] for i in range(len(self))] if files else ()
 
     def conditioning(self, index: int) -> dict[str, Tensor]:
         return self.source.conditioning(self.at(index))

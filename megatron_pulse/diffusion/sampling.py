@@ -61,7 +61,8 @@ def sample(
     before (zeros in the first), within ``clip``; under guidance each half its own, as in training.
     What a published scheduler says of sampling counts (see sampling_settings and ddim_spacing);
     else the grid begins at the last timestep (Lin et al. 2024, section 3.3). ``flow_grid`` is
-    flow's. A dynamic shift must have become a number (see DiffusionProcess.for_tokens).
+    flow's. A dynamic shift must have become a number (see DiffusionProcess.for_tokens). Raises
+    ValueError for settings that cannot be, and for samples that are not finite.
     """
     _check(process, num_steps, guidance_scale, eta, flow_grid, null)
     if noises is None:
@@ -102,6 +103,12 @@ def sample(
 
     for timestep in tqdm(scheduler.timesteps, desc="sampling", disable=not progress, leave=False):
         x = step(scheduler, predict(x, timestep), timestep, x, noises)
+    if num := sum(not bool(one.isfinite().all()) for one in x):
+        raise ValueError(
+            f"{num} of {count} samples are not finite after {num_steps} steps: look at the weights "
+            "(--raw takes those that are trained, not their average), at the training's "
+            "loss and at its gradients"
+        )
     return x if clip is None else x.clamp(-clip, clip)
 
 
@@ -151,8 +158,8 @@ def _check(
         faults.append(f"num_steps is {num_steps}; use 1 to {process.num_timesteps}")
     if guidance_scale != 1 and not null:
         faults.append("guidance needs null values, those that dropped conditioning had in training")
-    if eta < 0 or (eta > 0 and process.objective == Objective.FLOW):
-        faults.append(f"eta is {eta}; DDIM takes eta >= 0, flow's Euler steps only 0")
+    if not 0 <= eta <= 1 or (eta > 0 and process.objective == Objective.FLOW):
+        faults.append(f"eta is {eta}; DDIM takes 0 to 1, flow's Euler steps only 0")
     if flow_grid != FlowGrid.EVEN and process.objective != Objective.FLOW:
         faults.append(f"the grid {flow_grid} is of flow's times; {process.objective} has timesteps")
     if isinstance(process.shift, DynamicShift):

@@ -108,6 +108,24 @@ def test_copies_in_classes_are_on_one_side(photos: Path) -> None:
         assert all(len({"3.png", "copy.png"} & side) != 1 for side in names)
 
 
+def test_copies_in_another_folder_are_on_one_side(photos: Path, tmp_path: Path) -> None:
+    """Of two folders named at once; the names say nothing."""
+    other = tmp_path / "copies"
+    other.mkdir()
+    for i in range(20):
+        (other / f"copy_{19 - i}.png").write_bytes((photos / f"{i}.png").read_bytes())
+        (other / f"copy_{i}.txt").write_text("a copy")
+    for kind in ("folder", "captions"):
+        wanted = [WantedFields((3, 16, 16))]
+        spec = f"{kind}:{photos},{kind}:{other}"
+        train, held_out, _ = open_buckets(spec, wanted)
+        sides = [
+            {Path(part.describe(i)).read_bytes() for part in half.parts for i in range(len(part))}
+            for half in (train, held_out)
+        ]
+        assert sides[1] and not sides[0] & sides[1]
+
+
 def test_one_picture_cannot_be_divided_and_is_said(tmp_path: Path) -> None:
     Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
     rows = [json.dumps({"file_name": "a.png", "text": str(i)}) for i in range(4)]

@@ -1,5 +1,7 @@
 """Samples of models known in closed form."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -68,6 +70,19 @@ def test_a_gaussian_is_recovered(process, eta):
     for label, mean in ((0, 0.5), (1, -0.5)):
         assert x[labels == label].mean().item() == pytest.approx(mean, abs=0.03)
         assert x[labels == label].std().item() == pytest.approx(0.3, abs=tolerance)
+
+
+def test_samples_that_are_not_finite_are_refused():
+    process, given = PROCESSES[0], {"labels": torch.arange(2)}
+
+    def model(x, timesteps, fields):
+        return x * torch.where(fields["labels"] > 0, torch.nan, 1.0)[:, None, None, None]
+
+    with pytest.raises(ValueError, match="1 of 2 samples are not finite after 5 steps"):
+        sample(model, process, SHAPE, 2, given, 5, progress=False)
+    for eta in (-0.1, 1.5, math.nan):
+        with pytest.raises(ValueError, match=f"eta is {eta}; DDIM takes 0 to 1"):
+            sample(model, process, SHAPE, 2, given, 5, eta=eta, progress=False)
 
 
 @pytest.mark.parametrize("process", PROCESSES, ids=lambda p: f"{p.objective}-{p.schedule}")

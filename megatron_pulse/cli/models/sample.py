@@ -127,7 +127,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         type=float,
         default=0.0,
         metavar="E",
-        help="DDIM's share of fresh noise in each step; not of flow (default 0)",
+        help="DDIM's share of fresh noise in each step, 0 to 1; not of flow (default 0)",
     )
     add("--seed", type=int, default=0, help="of the starting noise (default 0)")
     add(
@@ -197,6 +197,11 @@ def run(args: argparse.Namespace) -> None:
         )
     if args.guidance != 1 and not model.can_be_guided:
         print(f"{model.backbone.name} has no null class: not guided", file=sys.stderr)
+    elif args.guidance != 1 and getattr(model.arguments, "pulse_class_dropout", None) == 0:
+        warn(
+            f"{model.folder} was trained with --pulse-class-dropout 0: guidance goes away from a "
+            "null class that it has not trained; --guidance 1 samples without"
+        )
     if args.from_data is not None and args.encoders is not None:
         if getattr(model.arguments, "pulse_encoders", None) is None:
             raise UserError("--encoders is for --prompt: the data have what the model reads")

@@ -111,6 +111,9 @@ class ImageFiles(DiffusionDataset):
             for picture, group in zip(pictures, named, strict=True)
         ]
 
+    def pictures(self) -> Sequence[Path]:
+        return self.files
+
     def _decoded(self, index: int) -> Image.Image:
         """The whole image; raises DataError with the file's name and what to do."""
         with self.opened(index) as file:
