@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from types import MappingProxyType
 
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import FileError, read_json
@@ -70,7 +69,7 @@ class TextRecipe:
     kinds: Mapping[int, ComponentKind]
     masked: frozenset[int] = frozenset()
     fitted: frozenset[int] = frozenset()
-    padded_as: Mapping[int, int] = MappingProxyType({})
+    padded_as: Mapping[int, int] = field(default_factory=dict)
     masked_if_said: bool = False
     zeros_if_empty: bool = False
     cleans: bool = False
