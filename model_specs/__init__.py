@@ -414,7 +414,7 @@ _LENGTHS = ("text_length", "context_length", "caption_length")
 
 
 def _recipes(name: str) -> list[TextRecipe]:
-    """How the texts of the configuration ``name`` may be made."""
+    """Recipe of the texts of the configuration ``name``."""
     own = _family(name)
     family: Any = own
     if isinstance(own, DerivedFamily):

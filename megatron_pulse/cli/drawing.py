@@ -1,4 +1,4 @@
-"""What ``pulse sample -o`` writes: a sheet, pictures of their own size, or samples as they are."""
+"""Outputs of ``pulse sample -o``: a sheet, pictures of their own size, or samples as they are."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MOST_FRAMES = 16
 
 
 class Output(StrEnum):
-    """What a path of ``-o`` asks for."""
+    """The kind of output that a path of ``-o`` asks for."""
 
     SHEET = "a sheet"
     FOLDER = "a folder of pictures"
@@ -37,7 +37,7 @@ def output_of(path: Path) -> Output:
 
 
 def output_faults(path: Path, flag: str) -> list[str]:
-    """Why nothing can be written there; creates nothing."""
+    """Faults of a path that cannot be written; creates nothing."""
     if output_of(path) is not Output.FOLDER:
         return check_file(path, flag, path.suffix.lower())
     if path.suffix[1:].isalpha() and not path.is_dir():
@@ -81,7 +81,7 @@ class Drawing:
         return 2 if self._channel_axis == 0 else 1
 
     def faults(self) -> list[str]:
-        """Why these samples are no pictures."""
+        """Faults of samples that are no pictures."""
         if self._channel_axis is not None:
             return []
         shape, way_out = "x".join(map(str, self.shape)), "write them with -o FILE.safetensors"
@@ -158,7 +158,7 @@ def write_tensors(samples: Tensor, path: Path) -> dict[str, Any]:
 def writer_of(
     path: Path, drawing: Drawing, columns: int, captions: Sequence[str]
 ) -> Callable[[Tensor], dict[str, Any]]:
-    """What writes samples at ``path``, and says what it wrote."""
+    """The function that writes samples at ``path`` and returns what it wrote."""
     match output_of(path):
         case Output.TENSORS:
             return lambda samples: write_tensors(samples, path)

@@ -72,7 +72,7 @@ def open_buckets(
     faults: dict[str, list[str]] = {name: [] for name in names}
 
     def gathering(name: str) -> AbstractContextManager[None]:
-        """That of one dataset alone is raised as it is."""
+        """Collect faults; those of one dataset alone are raised as they are."""
         several = len(names) > 1
         return collecting(faults[name], (ValueError, OSError)) if several else nullcontext()
 
@@ -104,7 +104,7 @@ def names_of(spec: str) -> list[str]:
 
 
 def several_parts(spec: str | None) -> bool:
-    """Whether ``--pulse-data`` names several datasets for a chain, whose samples are buckets."""
+    """True if ``--pulse-data`` names several datasets for a chain, whose samples are buckets."""
     return spec is not None and len(names_of(spec)) > 1
 
 

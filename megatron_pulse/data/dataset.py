@@ -89,9 +89,9 @@ class DiffusionDataset(ABC):
     """Whether framings differ between samples."""
     has_captions: bool = False
     has_files: bool = False
-    """Whether each sample is of a file that may change."""
+    """True if each sample is of a file that may change."""
     has_groups: bool = False
-    """Whether samples have a ``group``."""
+    """True if samples have a ``group``."""
     made_by: Mapping[str, str] = {}
     """What encoded fields (and ``latent``, the images) ahead, where that is known."""
     cautions: Sequence[str] = ()
@@ -134,7 +134,7 @@ class DiffusionDataset(ABC):
         return ""
 
     def uncaptioned(self, index: int) -> bool:
-        """Whether the sample has no caption where others have one: it trains unconditionally."""
+        """True if the sample has no caption where others have one: it trains unconditionally."""
         return self.has_captions and not self.caption(index)
 
     def check(self, index: int) -> None:

@@ -40,7 +40,7 @@ class TimestepDensity(StrEnum):
 
 
 class SamplingNoise(StrEnum):
-    """Where the noise of sampling comes from: each sample's own, or a diffusers generator."""
+    """Source of sampling noise: each sample's own, or a diffusers generator."""
 
     PER_SAMPLE = "per-sample"
     DIFFUSERS = "diffusers"

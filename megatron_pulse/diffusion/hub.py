@@ -26,7 +26,7 @@ _NEEDS = {
     "--pulse-encoders": _PIPELINE,
     "encoders": _PIPELINE,  # the command 'data encoders'
 }
-"""What folders stand behind, and which files are needed of them."""
+"""Flags that name such folders, and the files that are needed of them."""
 _FOREIGN = ("*.msgpack", "*.onnx*", "*.ckpt", "*openvino*", "*.h5", "*.pb")
 _SECOND_CHOICE = ("*.fp16.*", "*.bf16.*", "*.non_ema.*", "*.bin", "*.pth")
 """Weights that are there beside others, of which all are needed only where there are no others."""

@@ -27,7 +27,7 @@ _LAYOUTS = (
 
 
 def original_faults(path: Path, names: Iterable[str]) -> list[str]:
-    """What to say of a file with tensors of these names: one fault with what to do, or none."""
+    """Faults of a file with tensors of these names: one with its remedy, or none."""
     there = list(names)
     for begins, kind in _LAYOUTS:
         if found := next((name for name in there if re.match(begins, name)), None):

@@ -274,7 +274,7 @@ def read_state_dict(path: Path) -> StoredTensors:
 
 
 def _load_state_dict(path: Path) -> dict[str, Tensor]:
-    """What torch.save wrote; raises ValueError where that is no state dict."""
+    """Read what torch.save wrote; raises ValueError where that is no state dict."""
     try:
         mapped = is_plain_archive(path)  # not of files that torch wrote before version 1.6
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)

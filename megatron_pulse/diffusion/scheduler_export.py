@@ -115,7 +115,7 @@ def ddim_spacing(process: DiffusionProcess) -> str:
 
 
 def is_stochastic(process: DiffusionProcess) -> bool:
-    """Whether flow's Euler adds noise anew in every step, as the published scheduler says."""
+    """True if flow's Euler adds noise anew in every step, as the published scheduler says."""
     said = settings_of(process.scheduler) if process.scheduler else {}
     return process.objective == Objective.FLOW and bool(said.get(_STOCHASTIC))
 

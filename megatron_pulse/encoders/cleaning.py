@@ -1,4 +1,4 @@
-"""What diffusers' pipelines do to a text before it is tokenized."""
+"""Cleaning of texts before they are tokenized, as diffusers' pipelines do."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def cleaned(text: str) -> str:
 
 
 def cleans() -> bool:
-    """Whether the packages that diffusers cleans texts with are there (bs4 and ftfy)."""
+    """True if the packages that diffusers cleans texts with are there (bs4 and ftfy)."""
     return _cleaner() is not None
 
 

@@ -55,7 +55,7 @@ def autoencoder_faults(folder: Path) -> list[str]:
 
 
 def weight_faults(folder: Path, names: Sequence[str]) -> list[str]:
-    """Why the weights of these components cannot be read, from the heads of their files."""
+    """Faults of these components' weights, from the heads of their files."""
     faults = []
     for name in names:
         library = "diffusers" if name == VAE else "transformers"

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 CHECK = "Encode in fp32 or bf16 (--encoders-dtype, in training --pulse-encoders-dtype)."
-"""What to do."""
+"""The remedy."""
 
 
 def not_finite(name: str, dtype: torch.dtype) -> str:
@@ -18,7 +18,7 @@ def not_finite(name: str, dtype: torch.dtype) -> str:
 
 
 def all_finite(states: Mapping[str, Tensor]) -> bool:
-    """Whether all numbers are; waits for a GPU."""
+    """True if all numbers are; waits for a GPU."""
     return all(bool(value.isfinite().all()) for value in states.values())
 
 

@@ -106,7 +106,7 @@ def length_said(number: object) -> int | None:
 
 
 def padded_length(tokenizer: Path) -> int | None:
-    """How many tokens the tokenizer of a folder pads to; None if its settings do not say."""
+    """Number of tokens the tokenizer of a folder pads to; None if its settings do not say."""
     try:
         settings = read_json(tokenizer / "tokenizer_config.json", FileKind.MODEL)
     except FileError:

@@ -31,7 +31,7 @@ _WHOLE = "Give the folder of the pipeline that the backbone is of, whole."
 
 
 def misfits(recipe: TextRecipe) -> str:
-    """What to do where encoders are there and make something else."""
+    """The remedy where encoders are there and make something else."""
     option = recipe.length_option
     length = f"an option of the backbone ({option}=N)" if option else "no option of this backbone"
     return (
@@ -134,11 +134,11 @@ class Tokenizers:
 
     @property
     def cleaning(self) -> str:
-        """How texts are cleaned, where others would be by other packages; empty if they are not."""
+        """Name of the cleaning of texts, which depends on packages; empty if there is none."""
         return ", cleaned captions" if self.recipe.cleans and cleans() else ""
 
     def _given(self, text: str, tokenizer: Any) -> str:
-        """What a tokenizer gets of a text, as pipelines prepare it."""
+        """The text that a tokenizer gets, prepared as pipelines do."""
         text = cleaned(text) if self.recipe.cleans else text
         return with_all_vectors(text, tokenizer) if self.recipe.inversions else text
 

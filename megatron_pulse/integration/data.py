@@ -143,7 +143,7 @@ class DiffusionData:
         return found
 
     def survey(self) -> list[str]:
-        """What the image files are, for people; looks at all of them.
+        """Describe the image files, for people; looks at all of them.
 
         Raises DataError with each that cannot be read, unless those are passed over.
         """
@@ -154,7 +154,7 @@ class DiffusionData:
         return [f"{each.describe()}; {held}" for each in found]
 
     def count_corrupt(self) -> int:
-        """How many files all ranks have passed over in training, being corrupt (collective)."""
+        """Number of files all ranks have passed over in training, being corrupt (collective)."""
         if not self._skip_corrupt:
             return 0
         every: list[set[str]] = [set()] * dist.get_world_size()
@@ -280,7 +280,7 @@ class DiffusionData:
         return iter(self._loader(Split.TRAIN, sampler))
 
     def _sampler(self, split: Split, global_batch_size: int, **places: Any) -> MicrobatchSampler:
-        """What orders the samples of a split; ``places`` say which of them are whose."""
+        """The sampler of a split; ``places`` say which samples are whose."""
         training = split is Split.TRAIN
         parts = (self.train if training else self.validation).parts
         sizes = [len(part) for part in parts]

@@ -12,7 +12,7 @@ from megatron_pulse.profile.record.times import SPREAD
 
 
 def said_threads() -> int | None:
-    """How many threads OMP_NUM_THREADS gives a process; None where it does not say."""
+    """Threads of a process by OMP_NUM_THREADS; None where it does not say."""
     first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     return int(first) if first.isascii() and first.isdigit() and int(first) > 0 else None
 

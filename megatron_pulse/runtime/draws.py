@@ -21,7 +21,7 @@ UNREPEATED = (
     "which no other layout repeats: set its dropout to 0, or draw them where batches are made and "
     "give them as a field of the batch (pulse.Layer has uses)"
 )
-"""Why draws are refused, and what to do."""
+"""The reason why draws are refused, and the remedy."""
 _RESERVING = "transformer_engine."
 
 
@@ -65,7 +65,7 @@ class DrawWatch:
 
 
 def reserves_numbers(module: nn.Module) -> bool:
-    """Whether kernels of a module advance the GPU's generator, though they use none of its numbers.
+    """True if kernels of a module advance the GPU's generator, though they use none of its numbers.
 
     Transformer Engine's fused attention does so without dropout.
     """

@@ -61,7 +61,7 @@ def attributes_kept(roots: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def _is_expanded(tensor: Tensor) -> bool:
-    """Whether elements share memory: torch lets nobody write into such a tensor."""
+    """True if elements share memory: torch lets nobody write into such a tensor."""
     sides = zip(tensor.shape, tensor.stride(), strict=True)
     return any(size > 1 and not stride for size, stride in sides)
 

@@ -199,7 +199,7 @@ class Pipeline:
         return whole
 
     def _told[T](self, value: T, process: int, what: str) -> T:
-        """What ``value`` is on that process, on all."""
+        """Broadcast that process's ``value`` to all."""
         return value if self.links is None else self.links.tell(value, process, what)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:

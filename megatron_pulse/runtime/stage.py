@@ -347,7 +347,7 @@ def _trained(module: nn.Module) -> set[str]:
 
 
 def _buffers(module: nn.Module) -> dict[str, tuple[int, int]]:
-    """What tells whether a buffer is another, or was written into."""
+    """Identities and versions of buffers, which tell replaced and written ones."""
     return {name: (id(buffer), buffer._version) for name, buffer in module.named_buffers()}
 
 

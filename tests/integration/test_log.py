@@ -21,7 +21,7 @@ NEEDED_BY_FEW = {"mlxtend", "pandas", "scipy.stats", "sklearn", "wandb"}
 
 
 def fine_tuned(argv: list[str]) -> str:
-    """What a rank of a run that begins with weights of another layout says."""
+    """Output of a rank whose run begins with weights of another layout."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         train([*TINY["uvit"], *BASE, "--global-batch-size", "2", *argv])

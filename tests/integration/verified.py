@@ -27,7 +27,7 @@ from megatron_pulse.runtime.measure.running import RUNNING
 from tests.ranks import run_ranks
 
 _LOOK_S = 0.02
-"""How long ranks sleep between two looks for a job."""
+"""Seconds that ranks sleep between two looks for a job."""
 MODULE = textwrap.dedent(
     """
     import torch

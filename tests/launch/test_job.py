@@ -77,7 +77,7 @@ class Stand:
 
     @property
     def log(self) -> list[str]:
-        """What ranks and controller were told."""
+        """Signals that ranks and controller were sent."""
         path = self.folder / "log"
         return path.read_text().splitlines() if path.exists() else []
 

@@ -92,7 +92,7 @@ def score(costs: ChainCosts, partition: Partition, goal: Goal) -> tuple[float, .
     home, stage = partition.device_of_layer, partition.stage_of_layer
 
     def is_sent(skip: SkipCost) -> bool:
-        """Whether it travels, and not as the boundary tensor."""
+        """True if it travels, and not as the boundary tensor."""
         ends = skip.source, skip.destination
         merged = skip.source + 1 in partition.cuts and stage(ends[1]) == stage(ends[0]) + 1
         return home(ends[0]) != home(ends[1]) and not merged

@@ -48,7 +48,7 @@ def add_default_caption(parser: argparse.ArgumentParser) -> None:
 
 
 def caption_faults(args: argparse.Namespace, source: str) -> list[str]:
-    """Why ``--default-caption`` is of no use."""
+    """Faults of a ``--default-caption`` without use."""
     if args.default_caption and not source.startswith(("folder:", "captions:")):
         return ["--default-caption is for image files: folder:PATH or captions:PATH"]
     return []

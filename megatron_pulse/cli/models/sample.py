@@ -374,7 +374,7 @@ def _check_model(
 
 
 def _drawing(vae: Path | None, model: TrainedModel) -> Drawing:
-    """How the model's samples become pictures."""
+    """Decoder of the model's samples into pictures."""
     shape = model.backbone.sample_spec.shape
     if vae is None:
         return Drawing(shape, None)

@@ -158,7 +158,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _settings(args: argparse.Namespace, given: PlanFile) -> Settings:
-    """What the flags and the plan say; raises ValueError for a plan of another backbone."""
+    """Settings by flags and plan; raises ValueError for a plan of another backbone."""
     import torch
 
     from megatron_pulse.integration.verify.verify import Settings

@@ -129,7 +129,7 @@ class ImageFiles(DiffusionDataset):
 
     @property
     def remedy(self) -> str:
-        """What to do about files that cannot be read."""
+        """The remedy for files that cannot be read."""
         channels, size, _ = self.image_shape
         spec = shlex.quote(f"{self.kind}:{self.root}")
         return (

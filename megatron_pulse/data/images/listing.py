@@ -81,7 +81,7 @@ class Listing:
         return [path for path in self.files if path.name in (METADATA, TABLE)]
 
     def left_aside(self) -> Iterator[str]:
-        """What is not read, and why: how many files, and the names of some."""
+        """Files that are not read, and why: their number, and the names of some."""
         pictures = self.pictures
         names = {path.with_suffix("") for path in pictures}
         others = [path for path in self.files if path.suffix.lower() in _UNREAD]
@@ -110,12 +110,12 @@ class Listing:
 
 
 def is_picture(path: Path) -> bool:
-    """Whether a file is called as pictures are that are read here."""
+    """True if a file is called as pictures are that are read here."""
     return path.suffix.lower() in SUFFIXES
 
 
 def some(root: Path, paths: Collection[Path], what: str) -> str:
-    """How many paths below ``root``, each a ``what``, and the names of the first."""
+    """Number of paths below ``root``, each a ``what``, and the names of the first."""
     shown = ", ".join(str(path.relative_to(root)) for path in [*paths][:_NAMED])
     more = ", ..." if len(paths) > _NAMED else ""
     return f"{len(paths)} {what}{'s' * (len(paths) > 1)} ({shown}{more})"
@@ -130,5 +130,5 @@ def by_stem(paths: Sequence[Path]) -> dict[Path, list[Path]]:
 
 
 def _is_note(path: Path) -> bool:
-    """Whether a file is about the folder: a README, a licence, a script, a table."""
+    """True if a file is about the folder: a README, a licence, a script, a table."""
     return path.suffix.lower() in ("", ".md", ".rst", ".json", ".jsonl", ".csv", ".py", ".sh")

@@ -36,7 +36,7 @@ from megatron_pulse.named_files import within
 
 FILE_NAME, TEXT, GROUP = "file_name", "text", "group"
 _ALIKE = 0.75
-"""How alike a key that nothing reads is to one that is read, where it may be meant."""
+"""Likeness of an unread key to one that is read, from which on it may be meant."""
 
 Row = tuple[int, str, str, str]
 """(line, file_name, caption, group)"""
@@ -134,7 +134,7 @@ def read_captions(root: Path, column: str = TEXT, default: str = "") -> Captions
 def _left_by_lists(
     root: Path, aside: Collection[Path], unread: Counter[str], column: str
 ) -> Iterator[str]:
-    """What of the lists is not read: files in other formats, and keys that may be misspelt."""
+    """Parts of the lists that are not read: files in other formats, keys that may be misspelt."""
     if aside:
         yield f"{root}: {some(root, aside, 'listed file')} of no format that is read: left aside"
     known = (FILE_NAME, column, GROUP)
@@ -147,7 +147,7 @@ def _left_by_lists(
 
 
 def _shared(root: Path, beside: Sequence[Path]) -> Iterator[str]:
-    """That a text is beside several pictures of its name."""
+    """Cautions of texts beside several pictures of their name."""
     several = [same for same in by_stem(beside).values() if len(same) > 1]
     if several:
         names = " and ".join(str(path.relative_to(root)) for path in several[0])
@@ -158,7 +158,7 @@ def _shared(root: Path, beside: Sequence[Path]) -> Iterator[str]:
 
 
 def _uncaptioned(root: Path, bare: Collection[Path], default: str) -> Iterator[str]:
-    """How many pictures have no caption of their own, and what they have."""
+    """Number of pictures have no caption of their own, and what they have."""
     if bare:
         kept = f"their caption is {_short(default)}" if default else "they train unconditionally"
         few = some(root, bare, "picture")

@@ -64,7 +64,7 @@ def decoded(file: ImageFile, channels: int) -> Image.Image:
 
 
 def has_alpha(file: ImageFile) -> bool:
-    """Whether a picture has transparency, which is left out."""
+    """True if a picture has transparency, which is left out."""
     return file.has_transparency_data
 
 
@@ -107,14 +107,14 @@ def _to_srgb(profile: bytes, mode: str) -> ImageCms.ImageCmsTransform | None:
 
 
 def _changes_nothing(transform: ImageCms.ImageCmsTransform) -> bool:
-    """Whether a profile is sRGB itself, as most are: converting takes twice as long as decoding."""
+    """True if a profile is sRGB itself, as most are: converting takes twice as long as decoding."""
     levels: np.ndarray = np.linspace(0, 255, 33).round().astype(np.uint8)
     colours = np.stack(np.meshgrid(levels, levels, levels), -1).reshape(33, -1, 3)
     return np.array_equal(np.asarray(transform.apply(Image.fromarray(colours))), colours)
 
 
 def _has_notes_behind(file: PngImageFile) -> bool:
-    """Whether a PNG has notes behind its pixels, by the heads of its chunks."""
+    """True if a PNG has notes behind its pixels, by the heads of its chunks."""
     content, seen = file.fp, False
     assert content is not None
     place = content.tell()

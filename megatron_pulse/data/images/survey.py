@@ -1,4 +1,4 @@
-"""What the files of an image folder are, looked at once: readable, how large, how they are cut."""
+"""Survey of the files of an image folder: readable, how large, how they are cut."""
 
 from __future__ import annotations
 

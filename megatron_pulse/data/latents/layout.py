@@ -100,7 +100,7 @@ class LatentLayout:
 
     @property
     def numbers(self) -> tuple[str, ...]:
-        """What shards hold one whole number of for each sample."""
+        """Names of the whole numbers that shards hold for each sample."""
         kept = {"label": True, "picture": self.pictures, "group": self.groups}
         return tuple(name for name, there in kept.items() if there)
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 SCHEDULER = "opt_param_scheduler"
-"""Where a checkpoint's common state has the scheduler's."""
+"""Key of the scheduler in a checkpoint's common state."""
 LENGTHS = ("train_iters", "train_samples")
 SHAPE = (
     "lr",

@@ -398,7 +398,7 @@ class PulseOptions:
         return make_placement(default.kind.name, num_devices, chunks)
 
     def default_placement(self, backbone: Backbone) -> DefaultPlacement:
-        """What ``placement`` is for ``backbone`` where it is not given."""
+        """The default ``placement`` of ``backbone``."""
         return default_placement(
             len(backbone.layers), backbone.skips, collocate=self.partition == "exact"
         )

@@ -49,12 +49,12 @@ class CascadeData:
         self.process = next(iter(self.parts.values())).process
 
     def survey(self) -> list[str]:
-        """What the image files are of every chain, for people (see ``DiffusionData``)."""
+        """Description of the image files of every chain, for people (see ``DiffusionData``)."""
         told = [line for part in self.parts.values() for line in part.survey()]
         return list(dict.fromkeys(told))
 
     def count_corrupt(self) -> int:
-        """How many files all ranks have passed over in training, being corrupt (collective)."""
+        """Number of files all ranks have passed over in training, being corrupt (collective)."""
         return sum(part.count_corrupt() for part in self.parts.values())
 
     @property

@@ -38,7 +38,7 @@ class AdamWeights:
         self.count += 1
 
     def record(self) -> dict[str, object]:
-        """What ``restored`` takes."""
+        """The record that ``restored`` takes."""
         return dict(vars(self))
 
     @classmethod

@@ -1,4 +1,4 @@
-"""What differs between two tensors, and how far each may, by the layout's documented design."""
+"""Differences between two tensors, and the bounds that the layout's documented design allows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _HALF_EPS = 4
 
 @dataclass(frozen=True)
 class Distance:
-    """How far two tensors are apart at most; ``ulp`` counts the numbers of the dtype in between."""
+    """Largest distance of two tensors; ``ulp`` counts the numbers of the dtype in between."""
 
     absolute: float
     relative: float
@@ -28,7 +28,7 @@ class Distance:
 
 
 def allowances(given: PlanFile, plan: Plan, dtype: torch.dtype) -> list[Allowance]:
-    """Why gradients of the layout may differ in rounding, of which layers, and how far."""
+    """Bounds of rounding by which gradients of the layout may differ, and of which layers."""
     found, eps = [], torch.finfo(dtype).eps * _HALF_EPS
     if given.pipeline > 1 and plan.routes.replicated:
         found.append(
@@ -60,12 +60,12 @@ def allowances(given: PlanFile, plan: Plan, dtype: torch.dtype) -> list[Allowanc
 
 
 def bound_of(allowed: list[Allowance], layer: str) -> float:
-    """How far gradients of a layer may be apart, beside its largest; 0 for equal to the bit."""
+    """Bound of the distance of a layer's gradients, beside its largest; 0: equal to the bit."""
     return max((a.bound for a in allowed if a.layers is None or layer in a.layers), default=0.0)
 
 
 def distance(mine: Tensor, theirs: Tensor, scale: float) -> Distance:
-    """How far ``mine`` is from ``theirs``, relative to ``scale``."""
+    """Distance of ``mine`` from ``theirs``, relative to ``scale``."""
     difference = (mine.double() - theirs.double()).abs()
     if not torch.isfinite(difference).all():
         return Distance(float("inf"), float("inf"), 2**62)
@@ -93,7 +93,7 @@ def largest(gradients: Mapping[str, Tensor], layer_of: Mapping[str, str]) -> dic
 
 
 def weights_within(mine: Tensor, theirs: Tensor, square: Tensor, slack: float) -> bool:
-    """Whether weights are as near as gradients within ``slack`` of each other leave them.
+    """True if weights are as near as gradients within ``slack`` of each other leave them.
 
     Adam divides a gradient by the root of ``square``, its mean square: of one that is zero but for
     rounding it makes a whole step.

@@ -1,4 +1,4 @@
-"""What is verified: a plan, a backbone, batches; read alike by the reference and by every rank."""
+"""The job of a verification: plan, backbone, batches; read alike by the reference and all ranks."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class VerifyJob:
 
     @classmethod
     def load(cls, folder: Path) -> VerifyJob:
-        """What ``save`` has written."""
+        """Read what ``save`` has written."""
         record = json.loads((folder / "job.json").read_text())
         names = None if record["names"] is None else tuple(record["names"])
         passes = tuple(Pass(*each) for each in record["passes"])
@@ -87,17 +87,17 @@ class VerifyJob:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """Of parameters and activations."""
+        """Dtype of parameters and activations."""
         dtype: torch.dtype = getattr(torch, self.dtype)
         return dtype
 
     @property
     def loss_scale(self) -> float:
-        """What losses are multiplied by before their backward."""
+        """Factor of losses before their backward."""
         return LOSS_SCALE if self.dtype == "float16" else 1.0
 
     def gradient_dtype(self, given: PlanFile) -> torch.dtype:
-        """What gradients are summed in."""
+        """Dtype in which gradients are summed."""
         wide = given.state.gradient_bytes(self.dtype) == 4
         return torch.float32 if wide else self.torch_dtype
 

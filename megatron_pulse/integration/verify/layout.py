@@ -46,7 +46,7 @@ from megatron_pulse.runtime.watch.place import HERE
 
 @dataclass(frozen=True)
 class RankPlace:
-    """Where a rank is in the plan, and its part of each divided parameter."""
+    """A rank's place in the plan, and its part of each divided parameter."""
 
     pipeline: int
     data: int
@@ -55,12 +55,12 @@ class RankPlace:
 
 
 def result_file(folder: Path, rank: int, number: int) -> Path:
-    """Where a rank writes what pass ``number`` came to."""
+    """Path of a rank's results of pass ``number``."""
     return folder / f"rank_{rank}_{number}.pt"
 
 
 def place_file(folder: Path, rank: int) -> Path:
-    """Where a rank writes its ``RankPlace``, and its first weights."""
+    """Path of a rank's ``RankPlace`` and first weights."""
     return folder / f"rank_{rank}.pt"
 
 

@@ -48,7 +48,7 @@ class TimeIsUp(UserError):
 
 @dataclass
 class PassResult:
-    """What one pass of the reference, or of a rank, came to."""
+    """Results of one pass of the reference or of a rank."""
 
     losses: dict[int, Tensor] = field(default_factory=dict)
     outputs: dict[tuple[str, int], tuple[str, float]] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class PassResult:
 
     @classmethod
     def load(cls, path: Path) -> PassResult:
-        """What ``save`` has written; tensors are read where they are used."""
+        """Read what ``save`` has written; tensors are read where they are used."""
         return cls(**torch.load(path, mmap=True))
 
 
@@ -268,7 +268,7 @@ class Reference:
 
 
 def weights_file(folder: Path, stage: int, step: int) -> Path:
-    """Where the reference writes a stage's weights before a step."""
+    """Path of the reference's weights of a stage before a step."""
     return folder / f"weights_{step}_{stage}.pt"
 
 

@@ -57,7 +57,7 @@ type Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Settings:
-    """How a plan is verified: with ``data`` as --pulse-data names it, or random numbers."""
+    """Settings of a verification: ``data`` as --pulse-data names it, or random numbers."""
 
     backbone: str
     options: Mapping[str, Any]
@@ -225,7 +225,7 @@ class _Verifier:
         return first
 
     def _expected(self, prefix: str, number: int) -> PassResult:
-        """What the reference's pass came to, of all its stages."""
+        """Results of the reference's pass, of all its stages."""
         whole = PassResult()
         for stage in self._reference.stages:
             part = PassResult.load(self._folder / f"{prefix}_{number}_{stage}.pt")
@@ -411,7 +411,7 @@ def _most(tensor: Tensor) -> float:
 
 
 def _ratio(mine: Tensor, theirs: Tensor) -> float | None:
-    """How many times the norm of ``theirs`` that of ``mine`` is; None where that is no number."""
+    """Number of times the norm of ``theirs`` that of ``mine`` is; None where that is no number."""
     norm = float(theirs.double().norm())
     ratio = float(mine.double().norm()) / norm if norm else math.inf
     return ratio if math.isfinite(ratio) else None

@@ -102,7 +102,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Verification:
-    """What was verified and how it came out. ``plan`` is the digest of what runs, ``layers`` are in
+    """A verification and its result. ``plan`` is the digest of what runs, ``layers`` are in
     chain order, ``allowed`` says what may differ in rounding, ``cautions`` what was left out."""
 
     plan: str
@@ -160,7 +160,7 @@ def digest_of(plan: PlanFile) -> str:
 
 
 def beside(plan: Path) -> Path:
-    """Where ``pulse verify`` writes the certificate of a plan's file by default."""
+    """Default path of the certificate of a plan's file."""
     return plan.with_suffix(".verified.json")
 
 
@@ -189,7 +189,7 @@ def other_versions(verification: Verification) -> list[str]:
 
 
 def to_json(verification: Verification) -> dict[str, Any]:
-    """What its file holds."""
+    """The file's content."""
     return {"format": FORMAT, **asdict(verification)}
 
 

@@ -117,7 +117,7 @@ def altered(buffers: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> list[
 
 
 def _names(module: nn.Module, found: Mapping[str, str]) -> dict[str, str]:
-    """What of the module is in ``found``, with its stored name: of tied weights any is."""
+    """Parameters of the module in ``found``, with their stored names: of tied weights any is."""
     first: dict[int, str] = {}
     names: dict[str, str] = {}
     for name, tensor in (

@@ -38,7 +38,7 @@ _DRAWN = ("uniform_", "normal_", "random_", "exponential_", "cauchy_", "log_norm
 _LIKE = ("rand_like", "randn_like", "randint_like")
 """Random operations that do not look at the values of what they are given."""
 _METADATA = frozenset((*FunctionalTensor.metadata_fns, torch.ops.prim.layout.default))
-"""What C++ asks of a tensor's device and shape, where no exception may come back."""
+"""Queries of C++ on a tensor's device and shape, where no exception may come back."""
 _READERS = (Tensor.numpy, Tensor.tolist, Tensor.__array__)
 _SET_DATA = Tensor.data.__set__
 
@@ -101,7 +101,7 @@ class TapeRecorder(TorchDispatchMode):
             return nn.Parameter(self.emptied(parameter), parameter.requires_grad)
 
     def is_given(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` has values that came from outside, as those of a file."""
+        """True if ``tensor`` has values that came from outside, as those of a file."""
         memory = tensor.untyped_storage()._cdata
         if isinstance(tensor, FakeTensor) or memory not in self._known:
             return not isinstance(tensor, FakeTensor)
@@ -323,7 +323,7 @@ class _Python(TorchFunctionMode):
 
 
 def _has_values(tensor: Tensor) -> bool:
-    """Whether ``tensor`` has values, or is recorded in their place; none on the meta device has."""
+    """True if ``tensor`` has values, or is recorded in their place; none on the meta device has."""
     return isinstance(tensor, FakeTensor) or not tensor.is_meta
 
 

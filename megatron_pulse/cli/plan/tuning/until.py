@@ -36,7 +36,7 @@ class Until:
 
     @property
     def is_late(self) -> bool:
-        """Whether the wall ended the search."""
+        """True if the wall ended the search."""
         return self._own.is_late
 
     def __enter__(self) -> None:

@@ -20,7 +20,7 @@ MOST_OPERATIONS, MOST_BEGINNINGS = 48, 1_500
 a tenth of a second at the most."""
 
 type _Done = tuple[int, ...]
-"""How many microbatches of each class are done."""
+"""Number of microbatches of each class are done."""
 
 type _Times = tuple[float, ...]
 """When each device is free, then the ends of what others still wait for."""

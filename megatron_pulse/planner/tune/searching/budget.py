@@ -31,7 +31,7 @@ class ProcessorClock:
 
     @property
     def is_late(self) -> bool:
-        """Whether the wall decides: the machine gives less than 1 / ``LATE`` of a core."""
+        """True if the wall decides: the machine gives less than 1 / ``LATE`` of a core."""
         return self.wall_s / LATE > time.process_time() - self._processor
 
 
