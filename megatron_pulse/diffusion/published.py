@@ -236,7 +236,9 @@ def _find_weights(folder: Path, variant: str | None, library: str) -> Path:
     found: dict[str | None, Path] = {}
     for suffix, stem in STEMS[library].items():
         own: dict[str | None, Path] = {}
-        for name in (f"*{suffix[1:]}", f"*{suffix[1:]}.index*json"):  # an index counts for more
+        names = [f"*{suffix[1:]}", f"*{suffix[1:]}.index*json"]
+        # The last counts for more: diffusers reads an index first, transformers a whole file.
+        for name in reversed(names) if library == "transformers" else names:
             for path in folder.glob(f"{stem}.{name}"):
                 middle = path.name.removeprefix(f"{stem}.").replace(suffix[1:], "")
                 middle = middle.removesuffix("json").replace("index", "").strip(".")

@@ -138,6 +138,26 @@ def test_encoders_read_what_the_check_of_their_folder_accepts(
     assert torch.equal(*(Autoencoder(each / "vae").encode(image) for each in (other, folder)))
 
 
+@pytest.mark.parametrize("library", ["transformers", "diffusers"])
+def test_a_whole_file_beside_an_index_counts_as_for_its_library(
+    library: str, folder: Path, tmp_path: Path
+) -> None:
+    """transformers reads the whole file, diffusers the shards that the index names."""
+    kind = transformers.CLIPTextModel if library == "transformers" else diffusers.AutoencoderKL
+    stem = "model" if library == "transformers" else "diffusion_pytorch_model"
+    source = folder / ("text_encoder" if library == "transformers" else "vae")
+    shutil.copytree(source, tmp_path / "both")
+    tensors = load_file(source / f"{stem}.safetensors")
+    shard = f"{stem}-00001-of-00001.safetensors"
+    save_file({n: t + 1 for n, t in tensors.items()}, tmp_path / "both" / shard, {"format": "pt"})
+    index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, shard)}
+    (tmp_path / "both" / f"{stem}.safetensors.index.json").write_text(json.dumps(index))
+    read = read_folder(tmp_path / "both", library=library)
+    theirs = kind.from_pretrained(tmp_path / "both").state_dict()
+    name = next(name for name in tensors if name in theirs)
+    assert torch.equal(read[name], theirs[name])
+
+
 def test_averages_are_read_as_the_model_that_they_are_of(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -171,21 +171,23 @@ def test_a_folder_of_classes_may_have_captions(tmp_path):
 
 
 def test_pictures_without_a_caption_are_counted_and_have_the_default(tmp_path):
-    for name in ("a", "b", "c", "d", "e"):
+    for name in ("a", "b", "c", "d", "e", "f"):
         picture(tmp_path / f"{name}.png")
     (tmp_path / "a.txt").write_text("one")
     (tmp_path / "b.txt").write_text(" \n")
+    (tmp_path / "f.txt").write_text("six")  # listed without a caption
     said = [{"file_name": "c.png", "text": ""}, {"file_name": "d.png"}]
-    said += [{"file_name": "e.png", "text": "five"}]
+    said += [{"file_name": "e.png", "text": "five"}, {"file_name": "f.png", "text": None}]
     (tmp_path / "metadata.jsonl").write_text("\n".join(map(json.dumps, said)))
-    captions = dict.fromkeys(("b.png", "c.png", "d.png"), "") | {"a.png": "one", "e.png": "five"}
+    captions = dict.fromkeys(("b.png", "c.png", "d.png"), "")
+    captions |= {"a.png": "one", "e.png": "five", "f.png": "six"}
     data = CaptionedImages(tmp_path, 8, fields=FIELDS)
     assert dict(said_by(data)) == captions
     (caution,) = data.cautions
     assert "3 pictures (c.png, d.png, b.png) without a caption" in caption_free(caution)
     assert caution.endswith("they train unconditionally")
     train, _ = open_dataset(f"folder:{tmp_path}", 8, default_caption="a thing")
-    assert Counter(train.source.captions) == {"a thing": 3, "one": 1, "five": 1}
+    assert Counter(train.source.captions) == {"a thing": 3, "one": 1, "five": 1, "six": 1}
     assert train.cautions[0].endswith("their caption is 'a thing'")
 
 

@@ -106,7 +106,10 @@ def read_captions(root: Path, column: str = TEXT, default: str = "") -> Captions
             without += [picture] if picture not in said else []
         elif picture not in said:
             beside.append((picture, caption))
-        elif said[picture] and caption not in said[picture]:
+        elif not said[picture]:  # listed without a caption
+            listed = [(p, caption if p == picture else says) for p, says in listed]
+            bare.pop(picture, None)
+        elif caption not in said[picture]:
             other, at = next(iter(said[picture].items()))
             here = f"{text.relative_to(root)} says {_short(caption)}"
             faults.append(f"{here}, and {at} {_short(other)}")
