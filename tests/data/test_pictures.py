@@ -150,6 +150,35 @@ def test_modes_of_pictures_are_pillows(tmp_path):
             ours(tmp_path / "j.tif")
 
 
+def grey_tiff(path: Path, bits: int, white_is_zero: bool, rows: list[list[int]]) -> None:
+    """One uncompressed strip of grey samples, little-endian, written by the format's tables."""
+    values = [value for row in rows for value in row]
+    packed = "".join(f"{value:0{bits}b}" for value in values)
+    data = int(packed, 2).to_bytes(len(packed) // 8, "big")
+    if bits == 16:
+        data = struct.pack(f"<{len(values)}H", *values)
+    tags = {
+        256: len(rows[0]), 257: len(rows), 258: bits, 259: 1, 262: 0 if white_is_zero else 1,
+        273: 8, 277: 1, 278: len(rows), 279: len(data),
+    }  # fmt: skip
+    entries = b"".join(struct.pack("<HHIHH", tag, 3, 1, value, 0) for tag, value in tags.items())
+    data += bytes(len(data) % 2)
+    head = struct.pack("<2sHI", b"II", 42, 8 + len(data))
+    path.write_bytes(head + data + struct.pack("<H", len(tags)) + entries + bytes(4))
+
+
+@pytest.mark.parametrize(
+    ("bits", "white_is_zero"), [(8, False), (8, True), (12, False), (16, False), (16, True)]
+)
+def test_grey_of_tiffs_is_as_wide_and_as_bright_as_they_say(tmp_path, bits, white_is_zero):
+    levels = [[0, 64, 128, 254], [16, 32, 200, 100]]
+    path = tmp_path / "grey.tif"
+    grey_tiff(path, bits, white_is_zero, [[v << bits - 8 for v in row] for row in levels])
+    with opened(path) as file:
+        found = np.asarray(decoded(file, 1))
+    assert found.tolist() == [[255 - v if white_is_zero else v for v in row] for row in levels]
+
+
 def test_grey_of_16_bits_is_not_cut_off_at_white(tmp_path):
     wide = RAMP.astype(np.uint16) * 257
     data = alone(tmp_path / "a", "a.png", Image.fromarray(wide))

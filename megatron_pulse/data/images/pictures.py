@@ -12,7 +12,7 @@ import torch
 from PIL import ExifTags, Image, ImageCms
 from PIL.ImageFile import ImageFile
 from PIL.PngImagePlugin import PngImageFile
-from PIL.TiffImagePlugin import TiffImageFile
+from PIL.TiffImagePlugin import BITSPERSAMPLE, PHOTOMETRIC_INTERPRETATION, TiffImageFile
 from torch import Tensor
 
 from megatron_pulse.data.images.opening import load
@@ -49,18 +49,27 @@ def decoded(file: ImageFile, channels: int) -> Image.Image:
     """The whole picture of an opened file, grey (1 channel) or RGB (3), as its camera was held.
 
     Colours of another profile are converted to sRGB, as ``PIL.ImageCms.profileToProfile`` does. Of
-    16 bits the upper 8 count; transparency is left out, as diffusers' own trainers do.
+    12 or 16 bits the upper 8 count; transparency is left out, as diffusers' own trainers do.
     """
     load(file)  # also what stands behind the pixels
     turn = _UPRIGHT.get(_orientation(file))
     if file.mode.startswith("I"):  # grey of 16 bits: Pillow would make everything above 255 white
-        high = np.asarray(file) >> 8
-        image = Image.fromarray(high.clip(0, 255).astype(np.uint8))
+        bits, inverted = _grey_scale(file)
+        high = (np.asarray(file) >> bits - 8).clip(0, 255).astype(np.uint8)
+        image = Image.fromarray(255 - high if inverted else high)
     else:
         image = file
     image = _in_srgb(image, file.info.get("icc_profile"))
     image = image.convert("L" if channels == 1 else "RGB")
     return image if turn is None else image.transpose(turn)
+
+
+def _grey_scale(file: ImageFile) -> tuple[int, bool]:
+    """Bits of a grey sample wider than 8, and whether its 0 is white (TIFF 6.0, section 4)."""
+    if not isinstance(file, TiffImageFile):
+        return 16, False
+    bits = file.tag_v2.get(BITSPERSAMPLE, (16,))[0]
+    return bits, file.tag_v2.get(PHOTOMETRIC_INTERPRETATION) == 0
 
 
 def has_alpha(file: ImageFile) -> bool:
