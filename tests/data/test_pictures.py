@@ -206,7 +206,7 @@ def test_what_is_left_aside_is_told(tmp_path, capsys):
     (folder / "old.avif").write_text("a picture")
     (folder / "deep" / ".thumbs").mkdir(parents=True)
     (folder / "deep" / "link").symlink_to(tmp_path)
-    for name in ("._0.png", "video.mp4", "README.md", "deep/.thumbs/1.png"):
+    for name in ("._0.png", "video.mp4", "README.md", "deep/.thumbs/1.png", "captions.csv"):
         (folder / name).write_text("of another kind")
     (folder / "old.txt").write_text("in a format that is not read")
     for kind in ("folder", "captions"):
@@ -218,6 +218,7 @@ def test_what_is_left_aside_is_told(tmp_path, capsys):
         assert "2 hidden files (._0.png, deep/.thumbs/1.png) with names of pictures" in told.err
         assert "1 link (deep/link) to folders, below those of classes: not followed" in told.err
         assert "1 file (video.mp4) that are no pictures by their names" in told.err
+        assert "1 table (captions.csv) that are not read: captions are in" in told.err
         assert "README" not in told.err
 
 

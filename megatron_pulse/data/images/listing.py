@@ -16,6 +16,7 @@ TABLE = "metadata.csv"
 TEXT_SUFFIX = ".txt"
 _UNREAD = (".avif", ".heic", ".heif", ".ico", ".jp2", ".jxl", ".psd", ".svg")
 """Of pictures in formats that are not read here."""
+_TABLES = (".json", ".jsonl", ".csv")
 _NAMED = 3
 
 
@@ -102,6 +103,11 @@ class Listing:
                 f"{self._has(self.links, 'link')} to folders, below those of classes: not followed"
             )
         known = {*pictures, *self.texts, *self.lists, *others}
+        if tables := [p for p in self.files if p not in known and p.suffix.lower() in _TABLES]:
+            yield (
+                f"{self._has(tables, 'table')} that are not read: captions are in {METADATA}, in "
+                f"{TABLE}, or in NAME{TEXT_SUFFIX} beside each picture"
+            )
         if strange := [p for p in self.files if p not in known and not _is_note(p)]:
             yield f"{self._has(strange, 'file')} that are no pictures by their names: left aside"
 
@@ -130,5 +136,5 @@ def by_stem(paths: Sequence[Path]) -> dict[Path, list[Path]]:
 
 
 def _is_note(path: Path) -> bool:
-    """True if a file is about the folder: a README, a licence, a script, a table."""
-    return path.suffix.lower() in ("", ".md", ".rst", ".json", ".jsonl", ".csv", ".py", ".sh")
+    """True if a file is about the folder: a README, a licence, a script; or a table."""
+    return path.suffix.lower() in ("", ".md", ".rst", ".py", ".sh", *_TABLES)
