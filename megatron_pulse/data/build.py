@@ -219,7 +219,9 @@ def _split(
         own = source.ties() if fraction else ()
         ties += own or [((number, i),) for i in range(len(source))]
     if fraction and len(opened) > 1:  # a folder may have copies of another's pictures
-        pictures = [source.pictures() or [None] * len(source) for _, source in opened]
+        pictures: list[Sequence[Path | None]] = [
+            source.pictures() or [None] * len(source) for _, source in opened
+        ]
         files = [path for path in chain.from_iterable(pictures) if path is not None]
         same = dict(zip(files, same_files(files), strict=True))
         ties = [
