@@ -96,7 +96,7 @@ def read_captions(root: Path, column: str = TEXT, default: str = "") -> Captions
                 named[says.strip()] = at
     if lists and not listed and not faults:
         faults.append(f"{' and '.join(str(p.relative_to(root)) for p in lists)} names no images")
-    beside, without = [], []
+    beside, without, instead = [], [], dict[Path, str]()
     for picture in pictures:
         text = picture.with_suffix(TEXT_SUFFIX)
         caption = _read(text, faults) if text in texts else ""
@@ -107,12 +107,13 @@ def read_captions(root: Path, column: str = TEXT, default: str = "") -> Captions
         elif picture not in said:
             beside.append((picture, caption))
         elif not said[picture]:  # listed without a caption
-            listed = [(p, caption if p == picture else says) for p, says in listed]
+            instead[picture] = caption
             bare.pop(picture, None)
         elif caption not in said[picture]:
             other, at = next(iter(said[picture].items()))
             here = f"{text.relative_to(root)} says {_short(caption)}"
             faults.append(f"{here}, and {at} {_short(other)}")
+    listed = [(picture, instead.get(picture, says)) for picture, says in listed]
     if faults:
         raise DataError(
             f"captioned images {root}",
