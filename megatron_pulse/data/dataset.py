@@ -84,6 +84,8 @@ class DiffusionDataset(ABC):
 
     image_shape: tuple[int, ...]
     num_classes: int
+    class_names: Sequence[str] = ()
+    """Names of the classes by label, where they have any."""
     fields: Mapping[str, FieldSpec] = NO_FIELDS
     frames: bool = False
     """Whether framings differ between samples."""
@@ -152,6 +154,12 @@ class DiffusionDataset(ABC):
     def identity(self, index: int) -> int:
         """A hash of the content of the sample's file, of 63 bits; 0 where there is no file."""
         return 0
+
+    def fingerprints(self, indices: Sequence[int]) -> Sequence[int]:
+        """A hash of each of these samples: of its files (size, beginning and end) and caption, or
+        of all that is stored of it; empty where there are no files. Files that cannot be read are
+        no fault here."""
+        return ()
 
     def group(self, index: int) -> str:
         """The name of what the sample is held back or trained on with; empty for none."""
@@ -225,6 +233,7 @@ class Derived(DiffusionDataset):
         self.source = source
         self.image_shape = source.image_shape
         self.num_classes = source.num_classes
+        self.class_names = source.class_names
         self.fields = source.fields
         self.frames = source.frames
         self.has_captions = source.has_captions
@@ -271,6 +280,9 @@ class Derived(DiffusionDataset):
 
     def identity(self, index: int) -> int:
         return self.source.identity(self.at(index))
+
+    def fingerprints(self, indices: Sequence[int]) -> Sequence[int]:
+        return self.source.fingerprints([self.at(index) for index in indices])
 
     def group(self, index: int) -> str:
         return self.source.group(self.at(index))

@@ -46,6 +46,15 @@ def content_hash(*paths: Path) -> int:
     return int(whole.intdigest()) >> 1
 
 
+def ends_hash(path: Path) -> int:
+    """A hash of a file's size, beginning and end (XXH3, 63 bits); 0 where it cannot be read."""
+    try:
+        size, ends = os.stat(path).st_size, _ends(path)
+    except OSError:  # told where it is read
+        return 0
+    return int(xxhash.xxh3_64_intdigest(size.to_bytes(8, "little") + ends)) >> 1
+
+
 def name_hash(name: str) -> int:
     """A hash of a text (XXH3, 63 bits)."""
     return int(xxhash.xxh3_64_intdigest(name.encode())) >> 1

@@ -21,6 +21,7 @@ from megatron_pulse.data.dataset import DataError, DiffusionDataset, FieldSpec
 from megatron_pulse.data.fields import WantedFields
 from megatron_pulse.data.images.survey import require_readable, surveys
 from megatron_pulse.data.microbatches import DiffusionLoader, Split
+from megatron_pulse.data.record import DataRecord, record_of
 from megatron_pulse.data.sampler import MicrobatchSampler
 from megatron_pulse.data.text.encoded import cut_short
 from megatron_pulse.diffusion.objectives import DiffusionProcess, predicted_mean
@@ -109,6 +110,7 @@ class DiffusionData:
         self._corrupt: set[str] = set()
         """The files of training that were passed over in this process, being corrupt."""
         self._null_label = backbone.null_label
+        self._labelled = backbone.num_classes is not None
         self.homes: dict[str, tuple[int, ...]] = {}
         """The pipeline devices of each encoder in the loop, as the plan says."""
         self._num_channels = backbone.sample_spec.shape[0]
@@ -182,6 +184,11 @@ class DiffusionData:
     def encoded_by(self) -> dict[str, str]:
         """Which files the encoders of the loop are of, by their folders' names."""
         return {} if self.in_loop is None else self.in_loop.encoded_by
+
+    def record(self, whole: bool) -> dict[str, list[DataRecord]]:
+        """The record of each dataset, of the one chain; reads of all files if ``whole``."""
+        pairs = zip(self.train.parts, self.validation.parts, strict=True)
+        return {"": [record_of(*pair, self._labelled, whole) for pair in pairs]}
 
     def encoders(self, device: int) -> Encoders:
         """Those of a pipeline device, with their weights, where samples are encoded in the loop."""

@@ -200,8 +200,6 @@ def prepare(
         faults += _undivided(backbone, args.tensor_model_parallel_size)
         args.pulse_record = backbone.saved_record
         args.pulse_process = process.to_dict()
-        if start is not None:
-            faults += faults_of(start, NewRun(args, options, backbone.record))
         if options.class_dropout and not can_drop(backbone):
             grown = "" if is_module(backbone.name) else ", or import with --null-class"
             faults.append(
@@ -213,6 +211,9 @@ def prepare(
         with collecting(faults, (ValueError, OSError)):
             opens = CascadeData if backbone.parts else DiffusionData
             data = opens(options, backbone, process, args.seed)
+        if start is not None:
+            records = {} if data is None else data.record(whole=False)
+            faults += faults_of(start, NewRun(args, options, backbone.record, data=records))
         if can_plan:
             try:
                 plan = plan_run(args, options, backbone, given)

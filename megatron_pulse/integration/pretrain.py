@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megatron.training.determinism import apply_determinism_env
 
 from megatron_pulse.data.dataset import DataError
+from megatron_pulse.data.record import to_saved
 from megatron_pulse.integration.checkpoint.folders import CheckpointError, newest_named
 from megatron_pulse.integration.checkpoint.lock import FolderInUse, FolderLock
 from megatron_pulse.integration.checkpoint.resume import NewRun, describe
@@ -92,8 +93,11 @@ def main() -> None:
             with refusing(CheckpointError, where=f"{start.given}: "):
                 start = whole_start(start, args, holds=lock is not None)
             enter(args, start)
+        with HERE.during("looking at the data", patient=True):
+            records = by_rank_0(lambda: data.record(whole=True))
+        args.pulse_data_record = to_saved(records)
         if start is not None and args.rank == 0:
-            begun = NewRun(args, options, args.pulse_record, args.pulse_encoded_by)
+            begun = NewRun(args, options, args.pulse_record, args.pulse_encoded_by, records)
             print(describe(start, begun), flush=True)
         elif args.rank == 0 and (weights := describe_weights(options.backbone or "")):
             print(weights, flush=True)

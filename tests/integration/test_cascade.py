@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_pulse.data.record import recorded_data
 from megatron_pulse.integration.checkpoint.folders import CheckpointError
 from tests.integration.runs import STEPS, TINY, Run, alone, pipeline, run
 from tests.ranks import RanksFailed, run_ranks, said_once
@@ -56,6 +57,8 @@ def _chains_of(folder: str) -> dict[str, torch.Tensor]:
     for chain in CHAINS:
         saved = read_saved_run(folder).of_chain(chain)
         assert saved.arguments.pulse_data == "digits8"
+        ((one,),) = recorded_data(saved.arguments).values()
+        assert (one.num_train, one.num_validation) == (1617, 180)
         _, stage = load_whole(saved, averaged=False)
         found |= {f"{chain}.{name}": value for name, value in weights_of(stage).items()}
     with pytest.raises(CheckpointError, match=r"a cascade: name one with --chain \(base, upper\)"):

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
 from tests.integration.conftest import BATCH, COSINE, LR
 from tests.integration.runs import BASE, TINY, Run, pipeline, run, train
@@ -39,9 +40,10 @@ def said(monkeypatch: pytest.MonkeyPatch, *flags: str) -> str:
     monkeypatch.setattr(sys, "argv", ["pretrain_diffusion.py", *GOOD, *SEED, *COSINE, *flags])
     line, options, given = read_command_line()
     args = line.args
-    _, _, start = prepare(line, options, given)
+    _, data, start = prepare(line, options, given)
     assert start is not None
-    return describe(start, NewRun(args, options, args.pulse_record))
+    records = data.record(whole=True)
+    return describe(start, NewRun(args, options, args.pulse_record, data=records))
 
 
 @pytest.mark.parametrize("optimizer", ["plain", "distributed"])
@@ -339,6 +341,30 @@ def test_what_is_said_of_other_data_and_seeds(
     begun = ["--pretrained-checkpoint", str(saved), "--seed", "6", "--save", str(tmp_path / "x")]
     line = said(monkeypatch, *begun)
     assert line == f"begins with the weights in {saved / 'iter_0000006'}"
+
+
+def test_data_that_changed_are_said_and_moved_labels_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    photos, kept = tmp_path / "photos", tmp_path / "kept"
+    for i in range(20):
+        path = photos / ("cat" if i < 10 else "dog") / f"{i}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("L", (8, 8), 10 * i).save(path)
+    batch = ["--global-batch-size", "8", "--pulse-data", f"folder:{photos}"]
+    run(1, *SEED, *COSINE, *batch, "--train-iters", "1", "--save", str(kept))
+    load = [*batch, "--load", str(kept), "--train-iters", "9"]
+    assert said(monkeypatch, *load).endswith("from here on: --train-iters 9 (was 1)")
+    Image.new("L", (8, 8), 255).save(photos / "dog" / "new.png")
+    line = said(monkeypatch, *load)
+    assert "; from here on: --train-iters 9 (was 1), samples: 19 to train on, 2 held back" in line
+    assert "(was 18 and 2), 1 added, 0 removed" in line
+    (photos / "dog").rename(photos / "ant")
+    (fault,) = refuse(monkeypatch, 1, [*SEED, *COSINE, *load])
+    assert "cat is class 1 (was 0). Call the class folders as they were called" in fault
+    assert f"--pretrained-checkpoint {kept}" in fault
+    line = said(monkeypatch, *batch, "--pretrained-checkpoint", str(kept), "--train-iters", "9")
+    assert line.endswith("; from here on: labels: cat is class 1 (was 0)")
 
 
 def test_pretrained_weights_count_until_there_is_a_checkpoint(saved: Path, tmp_path: Path) -> None:

@@ -102,6 +102,7 @@ def write_latents(
         deviates=autoencoder is not None and _posterior(args) == "distribution",
         pictures=dataset.has_files,
         groups=dataset.has_groups,
+        classes=tuple(dataset.class_names),
     )
     with mending(OSError):
         writer = LatentWriter(args.output, layout, dataset.null_conditioning(), len(dataset))

@@ -7,6 +7,7 @@ one picture of that name with another suffix.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 from torch import Tensor
@@ -85,6 +86,10 @@ class Conditioned(Derived):
 
     def identity(self, index: int) -> int:
         return name_hash(f"{super().identity(index)} {self._others.identity(index)}")
+
+    def fingerprints(self, indices: Sequence[int]) -> Sequence[int]:
+        pairs = zip(super().fingerprints(indices), self._others.fingerprints(indices), strict=True)
+        return [name_hash(f"{own} {other}") for own, other in pairs]
 
     def conditioning(self, index: int) -> dict[str, Tensor]:
         other = _as_seen(self._others.image(index))

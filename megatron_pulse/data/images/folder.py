@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Hashable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,7 +23,10 @@ from megatron_pulse.data.images.pictures import (
     squared,
     upright_size,
 )
-from megatron_pulse.data.split import content_hash, same_files
+from megatron_pulse.data.split import content_hash, ends_hash, name_hash, same_files
+
+NUM_READERS = 8
+"""Threads that read heads of files, each of which waits for storage most of the time."""
 
 
 class ImageFiles(DiffusionDataset):
@@ -97,6 +101,12 @@ class ImageFiles(DiffusionDataset):
     def identity(self, index: int) -> int:
         with self._told(index):
             return content_hash(self.files[index])
+
+    def fingerprints(self, indices: Sequence[int]) -> Sequence[int]:
+        files = dict.fromkeys(self.files[index] for index in indices)
+        with ThreadPoolExecutor(NUM_READERS) as readers:
+            known = dict(zip(files, readers.map(ends_hash, files), strict=True))
+        return [name_hash(f"{known[self.files[i]]} {self.caption(i)}") for i in indices]
 
     def group(self, index: int) -> str:
         return self._groups[index] if self.has_groups else ""
@@ -180,12 +190,12 @@ class ImageFolder(ImageFiles):
         said = read_captions(root, column, default)
         if said.pairs:
             files = [path for path, _ in said.pairs]
-            self.classes, labels = _classes(root, files)
+            self.class_names, labels = _classes(root, files)
         else:
-            self.classes, files, labels = _scan(root, said.pictures)
+            self.class_names, files, labels = _scan(root, said.pictures)
         captions = [caption for _, caption in said.pairs]
         groups = [said.groups.get(path, "") for path in files]
-        num_classes = len(self.classes)
+        num_classes = max(len(self.class_names), 1)
         super().__init__(
             root, files, labels, num_classes, image_size, channels, verify, captions, groups
         )
@@ -193,9 +203,10 @@ class ImageFolder(ImageFiles):
 
 
 def _classes(root: Path, files: Sequence[Path]) -> tuple[list[str], list[int]]:
-    """The folders in ``root`` and in which each file is; one, if some are in none."""
+    """The folders in ``root`` and in which each file is; no names, and one class, if some are in
+    none."""
     if not all(root in file.parents and file.parent != root for file in files):
-        return [root.name], [0] * len(files)
+        return [], [0] * len(files)
     of = [file.relative_to(root).parts[0] for file in files]
     classes = sorted(set(of))
     return classes, [classes.index(name) for name in of]
@@ -219,7 +230,7 @@ def _scan(root: Path, pictures: Sequence[Path]) -> tuple[list[str], list[Path], 
             "Move the images into class folders, or the folders elsewhere.",
         )
     if flat:
-        return [root.name], flat, [0] * len(flat)
+        return [], flat, [0] * len(flat)
     faults = [f"class folder {name} has no images" for name, files in by_class.items() if not files]
     if faults or not by_class:
         raise DataError(what, faults or ["it has no images"], f"There must be {wanted}.")

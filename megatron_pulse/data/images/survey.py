@@ -11,14 +11,12 @@ from pathlib import Path
 from tqdm import tqdm
 
 from megatron_pulse.data.dataset import DataError, DiffusionDataset
-from megatron_pulse.data.images.folder import ImageFiles
+from megatron_pulse.data.images.folder import NUM_READERS, ImageFiles
 from megatron_pulse.data.images.pictures import has_alpha, upright_size
 
 MOST_DECODED = 32 << 20
 """Bytes of files: so many are decoded at the start of a run, which takes some seconds. Of more,
 only the heads are read."""
-_READERS = 8
-"""Threads that read heads, each of which waits for storage most of the time."""
 
 
 @dataclass
@@ -85,7 +83,7 @@ def _survey(files: ImageFiles, whole: bool | None) -> Survey:
         return seen
 
     what = "decoding pictures" if whole else "looking at pictures"
-    with ThreadPoolExecutor(1 if whole else _READERS) as readers:
+    with ThreadPoolExecutor(1 if whole else NUM_READERS) as readers:
         for seen in tqdm(
             readers.map(look, first.values()), what, len(first), unit="file", delay=2, disable=None
         ):

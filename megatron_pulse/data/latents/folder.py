@@ -51,6 +51,7 @@ class LatentFolder(DiffusionDataset):
         self.image_shape = meta.layout.shape
         self.fields = meta.layout.fields
         self.num_classes = meta.layout.num_classes
+        self.class_names = meta.layout.classes
         self.made_by = meta.layout.made_by
         self.frames = FRAMING in self.fields and self.fields[FRAMING].fits(FRAMING_SPEC)
         self._null = {
@@ -115,6 +116,18 @@ class LatentFolder(DiffusionDataset):
             return [row_hash(row) for row in mapped(self.root / shard.files["latent"].name)]
         hashes: list[int] = self._hash_table(shard)[sorted(shard.files).index("latent")].tolist()
         return hashes[1:]
+
+    def fingerprints(self, indices: Sequence[int]) -> Sequence[int]:
+        numbers = range(len(self._shards))
+        every = [each for number in numbers for each in self._sample_hashes(number)]
+        return [every[index] for index in indices]
+
+    def _sample_hashes(self, number: int) -> list[int]:
+        """Those of all that a shard holds of each sample; of a shard without hashes, of latents."""
+        shard = self._shards[number]
+        if shard.hashes is None:
+            return self._latent_hashes(number)
+        return [row_hash(row) for row in self._hash_table(shard)[:, 1:].T]
 
     def framing(self, index: int) -> Framing:
         if not self.frames:

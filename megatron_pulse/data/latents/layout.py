@@ -71,7 +71,8 @@ class LatentLayout:
     images they were, ``made_by`` what encoded them (``latent``) and each field (classes, states,
     lengths, digests of weights); both are compared when a writer resumes. Where it ``deviates``,
     latents are means of posteriors, whose standard deviations are kept beside them. ``pictures``
-    and ``groups``: whether hashes of pictures and of groups are kept (see above). Raises DataError
+    and ``groups``: whether hashes of pictures and of groups are kept (see above). ``classes``
+    are the names of classes by label, where they have any. Raises DataError
     for names that cannot be fields.
     """
 
@@ -86,6 +87,7 @@ class LatentLayout:
     deviates: bool = False
     pictures: bool = False
     groups: bool = False
+    classes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         faults = [f"no field can be called {n!r}" for n in self.fields if n in RESERVED]
@@ -280,6 +282,7 @@ def _layout(record: dict[str, Any]) -> LatentLayout:
                 name: FieldSpec(tuple(spec["shape"]), spec["dtype"])
                 for name, spec in record["fields"].items()
             },
+            "classes": tuple(record.get("classes", ())),
             "pixel_size": None if size is None else (size[0], size[1]),
         }
     )

@@ -45,6 +45,7 @@ def _schema(form: int, dtypes: list[str]) -> dict[str, Any]:
     )
     layout["properties"]["made_by"] = table_of({**TEXT, "minLength": 0}, "texts by field")
     layout["properties"] |= {"deviates": FLAG, "pictures": FLAG, "groups": FLAG}
+    layout["properties"]["classes"] = list_of(TEXT, "names of classes", least=0)
     # Later versions say more of a layout, which ``LatentLayout`` knows or refuses.
     layout["additionalProperties"] = True
     return record(

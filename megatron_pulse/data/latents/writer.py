@@ -214,6 +214,8 @@ class LatentWriter:
         old, new = asdict(there.layout), asdict(self.layout)
         if FILES not in there.layout.source:
             new["source"] = self.layout.source.partition(FILES)[0]
+        if not old["classes"]:  # an earlier version wrote it, or they have no names
+            new["classes"] = old["classes"]
         if new["pictures"] and not old["pictures"]:
             return ["an earlier version wrote it, without hashes of the pictures' contents"]
         faults = []

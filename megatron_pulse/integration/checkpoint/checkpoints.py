@@ -79,6 +79,8 @@ class SavedRun:
             arguments.pulse_encoders = encoders_of_chains(used, chains)[chain]
             by = recorded_by(arguments)
             mine = [name for name in by if name.startswith(f"{chain}.")]
+            read = getattr(arguments, "pulse_data_record", None) or {}
+            arguments.pulse_data_record = {"": read[chain]} if chain in read else {}
             arguments.pulse_encoded_by = {n.removeprefix(f"{chain}."): by[n] for n in mine}
         return replace(self, arguments=arguments, chain=chain)
 

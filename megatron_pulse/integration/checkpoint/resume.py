@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_pulse.data.build import several_parts
+from megatron_pulse.data.record import (
+    DataRecord,
+    describe_changes,
+    moved_classes,
+    recorded_data,
+)
 from megatron_pulse.diffusion.chosen import chosen_process
 from megatron_pulse.diffusion.objectives import DiffusionProcess
 from megatron_pulse.diffusion.scheduler import read_process
@@ -25,12 +31,13 @@ from model_specs import compare_models, weights_folder
 @dataclass(frozen=True)
 class NewRun:
     """The run that is to begin; ``encoded_by`` are the files of its encoders in the loop, as data
-    have them."""
+    have them, and ``data`` the records of its datasets by chain."""
 
     arguments: argparse.Namespace
     options: PulseOptions
     record: Mapping[str, Any]
     encoded_by: Mapping[str, str] = field(default_factory=dict)
+    data: Mapping[str, Sequence[DataRecord]] = field(default_factory=dict)
 
     @property
     def process(self) -> DiffusionProcess:
@@ -182,6 +189,27 @@ def _other_buckets(start: Start, wanted: NewRun) -> Iterator[str]:
         )
 
 
+def _pairs(
+    start: Start, wanted: NewRun
+) -> Iterator[tuple[str, Sequence[DataRecord], Sequence[DataRecord]]]:
+    """(chain, records of data before, and now), of chains whose checkpoint has them."""
+    before = recorded_data(start.saved.arguments)
+    for chain, now in wanted.data.items():
+        if chain in before:
+            yield f"{chain}: " if chain else "", before[chain], now
+
+
+def _moved_classes(start: Start, wanted: NewRun) -> Iterator[str]:
+    """A class folder that was renamed or added gives others their labels."""
+    for chain, before, now in _pairs(start, wanted) if start.continued else ():
+        if moved := moved_classes(before, now):
+            yield (
+                f"{chain}its classes have other labels in these data: {moved}. Call the class "
+                "folders as they were called (labels follow the names' order), or begin a new run "
+                f"with its weights by --pretrained-checkpoint {start.saved.folder.parent}"
+            )
+
+
 def _precision(args: argparse.Namespace) -> str:
     return "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
 
@@ -228,6 +256,15 @@ def _other_encoders(start: Start, wanted: NewRun) -> Iterator[str]:
             yield f"what encodes: {name} {now} (was {was})"
 
 
+def _other_data(start: Start, wanted: NewRun) -> Iterator[str]:
+    """Data that are others than they were; of a new run only the labels that weights know."""
+    for chain, before, now in _pairs(start, wanted):
+        changes = describe_changes(before, now) if start.continued else []
+        if not start.continued and (moved := moved_classes(before, now)):
+            changes = [f"labels: {moved}"]
+        yield from (f"{chain}{change}" for change in changes)
+
+
 def _text(value: Any) -> str:
     return "not given" if value is None else str(value)
 
@@ -246,6 +283,7 @@ _FAULTS: tuple[_Comparison, ...] = (
     _other_count,
     _other_unit,
     _other_buckets,
+    _moved_classes,
     _other_seed,
 )
 _CHANGES: tuple[_Comparison, ...] = (
@@ -254,5 +292,6 @@ _CHANGES: tuple[_Comparison, ...] = (
     _newly_trained,
     _other_flags,
     _other_encoders,
+    _other_data,
     _new_averages,
 )

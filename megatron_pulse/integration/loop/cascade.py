@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.data.build import data_of_chains, encoders_of_chains
+from megatron_pulse.data.record import DataRecord
 from megatron_pulse.diffusion.objectives import DiffusionProcess
 from megatron_pulse.faults import Faults, collecting
 from megatron_pulse.integration.data import DiffusionData
@@ -87,6 +88,10 @@ class CascadeData:
         for chain, part in self.parts.items():
             found |= {f"{chain}.{name}": by for name, by in part.encoded_by.items()}
         return found
+
+    def record(self, whole: bool) -> dict[str, list[DataRecord]]:
+        """The records of every chain's datasets (see ``DiffusionData``)."""
+        return {chain: part.record(whole)[""] for chain, part in self.parts.items()}
 
     @property
     def encoders(self) -> Mapping[str, Callable[[int], Encoders]]:

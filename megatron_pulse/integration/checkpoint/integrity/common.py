@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from types import NoneType
 from typing import Any
 
+from megatron_pulse.data.record import SCHEMA
 from megatron_pulse.faults import raised
 from megatron_pulse.integration.checkpoint.process import saved_process
 from megatron_pulse.schema import OBJECT, TEXT, faults_of, list_of, record
@@ -22,6 +23,7 @@ _RECORD = record(
     kept=OBJECT,
 )
 _SAID = record("the flags of a run", pulse_record=_RECORD)
+_DATA = record("the flags of a run", pulse_data_record=SCHEMA)
 _TEXT, _NUMBER = ("a text, or None", (str, NoneType)), ("a number, or None", (int, float, NoneType))
 _COUNT, _SWITCH = ("a whole number, or None", (int, NoneType)), ("True or False", (bool,))
 _FLAGS: dict[str, tuple[str, tuple[type, ...]]] = {
@@ -60,6 +62,8 @@ def find_flag_faults(args: argparse.Namespace) -> Iterator[str]:
     }
     for name, allowed in wrong.items():
         yield f"{name} is {repr(getattr(args, name))[:60]}; allowed is {allowed}"
+    if getattr(args, "pulse_data_record", None) is not None:
+        yield from faults_of(_DATA, {"pulse_data_record": args.pulse_data_record})
     if not wrong:
         try:
             saved_process(args)

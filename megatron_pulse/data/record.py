@@ -1,0 +1,164 @@
+"""Record of what a run trains on, by which a run that goes on sees that its data changed."""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from megatron_pulse.data.dataset import DiffusionDataset
+from megatron_pulse.schema import NATURAL, TEXT, list_of, record, table_of
+
+MOST_LISTED = 4096
+"""Samples: of so many a record lists the hashes, 32 KB in each checkpoint. Of more it has one
+digest, and what was added and removed cannot be told apart."""
+_HASH_DIGITS = 8
+_NAMED = 3
+
+_TEXT = {**TEXT, "minLength": 0}
+SCHEMA = table_of(
+    list_of(
+        record(
+            "a record of data: num_train, num_validation, classes, digest, samples",
+            num_train=NATURAL,
+            num_validation=NATURAL,
+            classes=list_of(_TEXT, "names of classes", least=0),
+            digest=_TEXT,
+            samples=_TEXT,
+        ),
+        "a list of records of data",
+        least=0,
+    ),
+    "records of data by chain",
+)
+"""The form of ``to_saved``."""
+
+
+@dataclass(frozen=True)
+class DataRecord:
+    """Counts of one dataset's samples, ``classes`` by label, a ``digest`` of the samples in their
+    order, and a hash of each in ``samples`` (those of training first).
+
+    The last two are empty where samples are no files, and ``samples`` where there are many.
+    """
+
+    num_train: int
+    num_validation: int
+    classes: tuple[str, ...] = ()
+    digest: str = ""
+    samples: str = ""
+
+    @property
+    def train(self) -> list[str]:
+        """Hashes of the samples that are trained on."""
+        return _split(self.samples)[: self.num_train]
+
+    @property
+    def validation(self) -> list[str]:
+        """Hashes of those held back."""
+        return _split(self.samples)[self.num_train :]
+
+
+def record_of(
+    train: DiffusionDataset, validation: DiffusionDataset, labelled: bool, whole: bool
+) -> DataRecord:
+    """The record of one dataset. Classes count where samples are ``labelled``; unless ``whole`` no
+    file is read, and the digest is missing."""
+    sides = (train, validation)
+    classes = tuple(train.class_names) if labelled else ()
+    hashes: list[int] = []
+    for side in sides if whole else ():
+        hashes += side.fingerprints(range(len(side)))
+    digest = samples = ""
+    if hashes:
+        summed = xxhash.xxh3_64(np.array(hashes, np.uint64).tobytes())
+        if classes:
+            labels = [side.label(i) for side in sides for i in range(len(side))]
+            summed.update(np.array(labels, np.int64).tobytes())
+        digest = summed.hexdigest()
+    if 0 < len(hashes) <= MOST_LISTED:
+        samples = "".join(f"{each:016x}"[-_HASH_DIGITS:] for each in hashes)
+    return DataRecord(len(train), len(validation), classes, digest, samples)
+
+
+def to_saved(records: Mapping[str, Sequence[DataRecord]]) -> dict[str, list[dict[str, Any]]]:
+    """Records by chain as a run's flags keep them."""
+    return {
+        name: [asdict(one) | {"classes": list(one.classes)} for one in each]
+        for name, each in records.items()
+    }
+
+
+def recorded_data(arguments: argparse.Namespace) -> Mapping[str, Sequence[DataRecord]]:
+    """The records of a saved run's data by chain; nothing if it did not say."""
+    saved = getattr(arguments, "pulse_data_record", None) or {}
+    return {
+        name: [DataRecord(**one | {"classes": tuple(one["classes"])}) for one in each]
+        for name, each in saved.items()
+    }
+
+
+def moved_classes(before: Sequence[DataRecord], now: Sequence[DataRecord]) -> str:
+    """The classes whose names stand for other labels than before; empty where there are none."""
+    old, new = _labels(before), _labels(now)
+    moved = [name for name in new if name in old and new[name] != old[name]]
+    told = [f"{name} is class {new[name]} (was {old[name]})" for name in moved[:_NAMED]]
+    more = [f"{len(moved) - _NAMED} more"] if len(moved) > _NAMED else []
+    return ", ".join([*told, *more])
+
+
+def describe_changes(before: Sequence[DataRecord], now: Sequence[DataRecord]) -> list[str]:
+    """Every difference of the data since before, in words."""
+    found = []
+    old, new = _labels(before), _labels(now)
+    if old != new and not moved_classes(before, now):
+        found.append(f"classes: {_names(new)} (was {_names(old)})")
+    if said := _changed_samples(before, now):
+        found.append(said)
+    return found
+
+
+def _changed_samples(before: Sequence[DataRecord], now: Sequence[DataRecord]) -> str:
+    was, are = _counts(before), _counts(now)
+    if was == are and [one.digest for one in before] == [one.digest for one in now]:
+        return ""
+    counts = (
+        f"samples: {are[0]:,} to train on, {are[1]:,} held back (was {was[0]:,} and {was[1]:,})"
+    )
+    if not all(one.samples for one in (*before, *now)):
+        return counts if was != are else f"{counts}, others or in another order"
+    trained_before = Counter(chain.from_iterable(one.train for one in before))
+    held_back = Counter(chain.from_iterable(one.validation for one in now))
+    old = trained_before + Counter(chain.from_iterable(one.validation for one in before))
+    new = held_back + Counter(chain.from_iterable(one.train for one in now))
+    added, removed = new - old, old - new
+    if not added and not removed:
+        said = "in another order"
+    else:
+        said = f"{added.total():,} added, {removed.total():,} removed"
+    leaked = (trained_before & held_back).total()
+    return f"{counts}, {said}" + (f"; {leaked:,} held back were trained on" if leaked else "")
+
+
+def _counts(records: Sequence[DataRecord]) -> tuple[int, int]:
+    return sum(one.num_train for one in records), sum(one.num_validation for one in records)
+
+
+def _labels(records: Sequence[DataRecord]) -> dict[str, int]:
+    """Labels by the names of classes, in their order."""
+    return {name: label for one in records for label, name in enumerate(one.classes)}
+
+
+def _names(labels: Mapping[str, int]) -> str:
+    shown = ", ".join([*labels][:10])
+    return f"{shown}, ... ({len(labels)})" if len(labels) > 10 else shown or "none with names"
+
+
+def _split(samples: str) -> list[str]:
+    return [samples[i : i + _HASH_DIGITS] for i in range(0, len(samples), _HASH_DIGITS)]
