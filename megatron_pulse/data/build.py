@@ -22,7 +22,7 @@ from megatron_pulse.data.images.digits import DIGIT_SOURCES, all_digits
 from megatron_pulse.data.images.folder import ImageFiles, ImageFolder
 from megatron_pulse.data.images.metadata import TEXT
 from megatron_pulse.data.latents.folder import LatentFolder
-from megatron_pulse.data.split import same_files, units_of
+from megatron_pulse.data.split import same_files, uncompared, units_of
 from megatron_pulse.data.text.captions import CaptionedImages
 from megatron_pulse.faults import Faults, collecting
 
@@ -228,13 +228,18 @@ def _split(
             tie if path is None else (*tie, same[path])
             for tie, path in zip(ties, chain.from_iterable(pictures), strict=True)
         ]
+    too_many = [uncompared(list(source.pictures())) if fraction else "" for _, source in opened]
+    if fraction and len(opened) > 1 and not any(too_many):
+        too_many[0] = uncompared(files)
     every, sides = iter(units_of(ties)), dict[int, bool]()
     found: list[tuple[DiffusionDataset, DiffusionDataset]] = []
-    for spec, source in opened:
+    for (spec, source), caution in zip(opened, too_many, strict=True):
         units = list(islice(every, len(source)))
         alone = len(set(units)) == 1
         first, second = split_indices(len(source), fraction, [] if alone else units, sides)
         train, validation = Subset(source, first), Subset(source, second)
+        if caution:
+            train.cautions = [*train.cautions, f"{spec}: {caution}"]
         if fraction and {units[i] for i in first} & {units[i] for i in second}:
             train.cautions = [
                 *train.cautions,

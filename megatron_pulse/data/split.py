@@ -12,8 +12,8 @@ import xxhash
 
 from megatron_pulse.files import open_regular
 
-_MOST_COMPARED = 100_000
-"""Files; of more, only names are compared."""
+MOST_COMPARED = 100_000
+"""Files; of more, only names are compared: every rank looks at each when a run starts."""
 _END_BYTES = 4096
 
 
@@ -68,12 +68,23 @@ def same_files(files: Sequence[Path]) -> list[Hashable]:
     """
     unique = list(dict.fromkeys(files))
     keys: dict[Path, Hashable] = {path: path for path in unique}
-    if len(unique) <= _MOST_COMPARED:
+    if len(unique) <= MOST_COMPARED:
         for sized in _alike(unique, lambda path: os.stat(path).st_size):
             for ended in _alike(sized, _ends):
                 for same in _alike(ended, content_hash):
                     keys |= dict.fromkeys(same, same[0])
     return [keys[path] for path in files]
+
+
+def uncompared(files: Sequence[Path]) -> str:
+    """That these are too many for ``same_files`` to compare; empty where they are not."""
+    if (count := len(set(files))) <= MOST_COMPARED:
+        return ""
+    return (
+        f"{count:,} pictures are too many to compare their contents (at most {MOST_COMPARED:,}): "
+        "what is held back may have copies under other names that are trained on. Remove copies, "
+        "or write latents ('pulse data write-latents'), which keep a hash of each picture"
+    )
 
 
 def _alike(paths: Sequence[Path], key: Callable[[Path], Hashable]) -> Iterator[list[Path]]:

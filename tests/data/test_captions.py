@@ -11,6 +11,7 @@ from megatron_pulse.data.build import open_dataset
 from megatron_pulse.data.dataset import DataError, FieldSpec
 from megatron_pulse.data.fields import WantedFields
 from megatron_pulse.data.images.folder import ImageFolder
+from megatron_pulse.data.images.metadata import read_captions
 from megatron_pulse.data.microbatches import make_microbatch
 from megatron_pulse.data.text.captions import CaptionedImages
 from megatron_pulse.data.text.encoded import Encoded
@@ -166,7 +167,7 @@ def test_a_folder_of_classes_may_have_captions(tmp_path):
     for name in ("dog/a", "cat/b", "cat/c"):
         (tmp_path / f"{name}.txt").write_text(f"this is {name}")
     data = ImageFolder(tmp_path, 8)
-    assert data.classes == ["cat", "dog"] and data.labels == [0, 0, 1]
+    assert data.class_names == ["cat", "dog"] and data.labels == [0, 0, 1]
     assert data.captions == ["this is cat/b", "this is cat/c", "this is dog/a"]
 
 
@@ -195,7 +196,7 @@ def test_the_default_caption_is_that_of_all_where_none_has_any(tmp_path):
     for name in ("cat/a", "dog/b"):
         picture(tmp_path / f"{name}.png")
     data = ImageFolder(tmp_path, 8, default="a photo of sks")
-    assert data.classes == ["cat", "dog"] and data.captions == ["a photo of sks"] * 2
+    assert data.class_names == ["cat", "dog"] and data.captions == ["a photo of sks"] * 2
     assert CaptionedImages(tmp_path, 8, default="x").captions == ["x", "x"]
 
 
@@ -220,6 +221,14 @@ def test_an_uncaptioned_sample_is_one_whose_conditioning_is_dropped(tmp_path):
     batch = make_microbatch(data, [(0, 0), (1, 1)], DiffusionProcess(Objective.V), 0)
     assert batch["context"].tolist() == [[1, 1], [0, 0]]
     assert batch["dropped"].tolist() == [False, True]
+
+
+def test_lines_without_a_caption_are_one_sample(tmp_path):
+    picture(tmp_path / "a.png")
+    (tmp_path / "metadata.jsonl").write_text('{"file_name": "a.png", "text": ""}\n' * 2)
+    assert read_captions(tmp_path, default="any").pairs == [(tmp_path / "a.png", "any")]
+    (tmp_path / "a.txt").write_text("a red bird")
+    assert read_captions(tmp_path).pairs == [(tmp_path / "a.png", "a red bird")]
 
 
 def test_a_text_of_several_pictures_is_said(tmp_path):

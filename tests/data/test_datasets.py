@@ -61,7 +61,7 @@ def folder(tmp_path):
 
 def test_folder(folder):
     dataset = ImageFolder(folder, 10, verify=True)
-    assert dataset.classes == ["cat", "dog"] and dataset.labels == [0, 0, 1, 1]
+    assert dataset.class_names == ["cat", "dog"] and dataset.labels == [0, 0, 1, 1]
     image = dataset[0]["image"]
     assert image.shape == (3, 10, 10)
     assert (image[:, :, 0] == -1).all() and (image[:, :, -1] == 1).all()

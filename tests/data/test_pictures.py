@@ -150,21 +150,24 @@ def test_modes_of_pictures_are_pillows(tmp_path):
             ours(tmp_path / "j.tif")
 
 
-def grey_tiff(path: Path, bits: int, white_is_zero: bool, rows: list[list[int]]) -> None:
-    """One uncompressed strip of grey samples, little-endian, written by the format's tables."""
+def grey_tiff(
+    path: Path, bits: int, white_is_zero: bool, rows: list[list[int]], order: str = "<"
+) -> None:
+    """One uncompressed strip of grey samples, in bytes of this order, by the format's tables."""
     values = [value for row in rows for value in row]
     packed = "".join(f"{value:0{bits}b}" for value in values)
     data = int(packed, 2).to_bytes(len(packed) // 8, "big")
     if bits == 16:
-        data = struct.pack(f"<{len(values)}H", *values)
+        data = struct.pack(f"{order}{len(values)}H", *values)
     tags = {
         256: len(rows[0]), 257: len(rows), 258: bits, 259: 1, 262: 0 if white_is_zero else 1,
         273: 8, 277: 1, 278: len(rows), 279: len(data),
     }  # fmt: skip
-    entries = b"".join(struct.pack("<HHIHH", tag, 3, 1, value, 0) for tag, value in tags.items())
+    form = f"{order}HHIHH"
+    entries = b"".join(struct.pack(form, tag, 3, 1, value, 0) for tag, value in tags.items())
     data += bytes(len(data) % 2)
-    head = struct.pack("<2sHI", b"II", 42, 8 + len(data))
-    path.write_bytes(head + data + struct.pack("<H", len(tags)) + entries + bytes(4))
+    head = struct.pack(f"{order}2sHI", b"II" if order == "<" else b"MM", 42, 8 + len(data))
+    path.write_bytes(head + data + struct.pack(f"{order}H", len(tags)) + entries + bytes(4))
 
 
 @pytest.mark.parametrize(
@@ -177,6 +180,25 @@ def test_grey_of_tiffs_is_as_wide_and_as_bright_as_they_say(tmp_path, bits, whit
     with opened(path) as file:
         found = np.asarray(decoded(file, 1))
     assert found.tolist() == [[255 - v if white_is_zero else v for v in row] for row in levels]
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [("white", "TIFF"), ("big-endian", "TIFF"), ("12-bit", "JPEG"), ("64-bit", "BMP")],
+)
+def test_kinds_that_pillow_does_not_decode_are_not_called_damaged(tmp_path, kind, why):
+    path, rows = tmp_path / "a.tif", [[0, 64], [16, 32]]
+    if why == "TIFF":
+        grey_tiff(path, 12, kind == "white", rows, ">" if kind == "big-endian" else "<")
+    else:
+        Image.fromarray(RAMP).save(path, format=why)
+        content = bytearray(path.read_bytes())
+        place = 28 if why == "BMP" else content.index(b"\xff\xc0") + 4
+        content[place] = 64 if why == "BMP" else 12
+        path.write_bytes(content)
+    said = refused(tmp_path, path.name)
+    assert said.startswith(f"it is {why} of a kind that Pillow has no mode for (")
+    assert said.endswith("): write it anew with 8 bits a sample") and "damaged" not in said
 
 
 def test_grey_of_16_bits_is_not_cut_off_at_white(tmp_path):
@@ -203,6 +225,8 @@ def test_what_is_left_aside_is_told(tmp_path, capsys):
     assert not capsys.readouterr().err
     for name in ("p.txt", "q.txt", "r.txt", "s.txt"):
         (folder / name).write_text("of a picture that is gone")
+    for name in ("dataset_info.json", "dataset_infos.json", "state.json"):
+        (folder / name).write_text("{}")
     (folder / "old.avif").write_text("a picture")
     (folder / "deep" / ".thumbs").mkdir(parents=True)
     (folder / "deep" / "link").symlink_to(tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from PIL import Image
 
 from megatron_pulse.cli.main import main
+from megatron_pulse.data import split
 from megatron_pulse.data.build import open_buckets, open_dataset
 from megatron_pulse.data.dataset import DiffusionDataset, split_indices
 from megatron_pulse.data.fields import WantedFields
@@ -124,6 +126,21 @@ def test_copies_in_another_folder_are_on_one_side(photos: Path, tmp_path: Path) 
             for half in (train, held_out)
         ]
         assert sides[1] and not sides[0] & sides[1]
+
+
+def test_too_many_pictures_to_compare_are_said(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(photos, other := tmp_path / "other")
+    monkeypatch.setattr(split, "MOST_COMPARED", 21)
+    spec = f"folder:{photos},folder:{other}"
+    assert not any("too many" in said for said in open_dataset(f"folder:{photos}", 8)[0].cautions)
+    for most, count in ((21, 42), (20, 21)):
+        monkeypatch.setattr(split, "MOST_COMPARED", most)
+        train, _, _ = open_buckets(spec, [WantedFields((3, 16, 16))])
+        told = [caution for caution in train.cautions if "too many to compare" in caution]
+        assert told and all(f"folder:{photos}" in told[0] and f"{count} pic" in s for s in told)
+        assert len(told) == (1 if count == 42 else 2)
 
 
 def test_one_picture_cannot_be_divided_and_is_said(tmp_path: Path) -> None:

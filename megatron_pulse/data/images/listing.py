@@ -17,6 +17,8 @@ TEXT_SUFFIX = ".txt"
 _UNREAD = (".avif", ".heic", ".heif", ".ico", ".jp2", ".jxl", ".psd", ".svg")
 """Of pictures in formats that are not read here."""
 _TABLES = (".json", ".jsonl", ".csv")
+_ABOUT = ("dataset_dict.json", "dataset_info.json", "dataset_infos.json", "state.json")
+"""Files of Hugging Face's datasets about themselves, which are no tables of pictures."""
 _NAMED = 3
 
 
@@ -103,7 +105,8 @@ class Listing:
                 f"{self._has(self.links, 'link')} to folders, below those of classes: not followed"
             )
         known = {*pictures, *self.texts, *self.lists, *others}
-        if tables := [p for p in self.files if p not in known and p.suffix.lower() in _TABLES]:
+        tables = [p for p in self.files if p not in known and p.suffix.lower() in _TABLES]
+        if tables := [path for path in tables if path.name not in _ABOUT]:
             yield (
                 f"{self._has(tables, 'table')} that are not read: captions are in {METADATA}, in "
                 f"{TABLE}, or in NAME{TEXT_SUFFIX} beside each picture"

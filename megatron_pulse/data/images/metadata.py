@@ -89,8 +89,9 @@ def read_captions(root: Path, column: str = TEXT, default: str = "") -> Captions
             if unfit := _unfit(says):
                 faults.append(f"{at}: the caption of {name} {unfit}")
             elif not says.strip():
+                if picture not in bare:  # several lines that say nothing are one
+                    listed.append((picture, default))
                 bare[picture] = None
-                listed.append((picture, default))
             else:
                 listed.append((picture, says))
                 named[says.strip()] = at

@@ -30,6 +30,8 @@ UNREADABLE = (OSError, SyntaxError, ValueError)
 """What reading a file raises that is no whole picture, or that storage does not give."""
 _DAMAGED = (EOFError, IndexError, KeyError, TypeError, OverflowError, struct.error, zlib.error)
 """What Pillow's readers raise beside these for damaged files."""
+_UNSUPPORTED = re.compile("unknown pixel mode|cannot handle .* layers?|Unsupported BMP")
+"""Messages of Pillow's readers for pictures that are whole, of a kind that they do not decode."""
 SUFFIXES = (".png", ".jpg", ".jpeg", ".jfif", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 """Of the files that are taken for pictures."""
 MAX_PIXELS = 89_478_485
@@ -98,6 +100,11 @@ def opened(path: Path) -> Iterator[ImageFile]:
         except (*UNREADABLE, *_DAMAGED) as error:
             if isinstance(error, OSError) and error.errno is not None:
                 raise
+            if _UNSUPPORTED.match(str(error)):
+                raise ValueError(
+                    f"it is {name} of a kind that Pillow has no mode for ({error}): write it anew "
+                    "with 8 bits a sample"
+                ) from error
             raise ValueError(f"it begins as {name} does, and is damaged: {error}") from error
         with file:
             _require_small(*file.size)
