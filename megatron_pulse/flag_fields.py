@@ -44,6 +44,18 @@ class Range:
         must = self.must if finite else f"finite, {self.must}"
         return [f"{flag} is {shown}; it must be {must}"]
 
+    def read(self, text: str) -> float:
+        """The number of a flag, as its type for argparse."""
+        try:
+            value = float(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is no number; it must be {self.must}"
+            ) from None
+        if faults := self.faults("", value):
+            raise argparse.ArgumentTypeError(faults[0].strip())
+        return value
+
 
 ABOVE_ZERO = Range(lambda value: value > 0, "above 0")
 FROM_ZERO = Range(lambda value: value >= 0, "0 or more")
@@ -53,6 +65,7 @@ PIXELS = Range(lambda value: 1 <= value <= 8192, "from 1 to 8,192 pixels of a si
 TO_4096 = Range(lambda value: 1 <= value <= 4096, "from 1 to 4,096")
 TO_MILLION = Range(lambda value: 1 <= value <= 1_000_000, "from 1 to 1,000,000")
 BELOW_ONE = Range(lambda value: 0 <= value < 1, "at least 0 and below 1")
+FROM_ZERO_TO_ONE = Range(lambda value: 0 <= value <= 1, "from 0 to 1")
 SHARE = Range(lambda value: 0 < value <= 1, "above 0 and at most 1")
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """Types of numbers as flags call them, and as torch and NumPy do."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -125,11 +125,23 @@ class Autoencoder:
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
-        """Latents to pixels in [-1, 1]."""
+        """Latents to pixels in [-1, 1]; raises AutoencoderError for pixels that are not finite."""
         latents = latents.to(self.device)
         scaled = latents / self.scale.to(latents) + self.shift.to(latents)
+        pixels = self.model.decode(scaled.to(self.dtype)).sample.float()
+        if not all_finite({PIXELS: pixels}):  # clamped, infinite ones would pass for white
+            raise AutoencoderError(self._decodes_wrongly(latents))
+        return cast(Tensor, pixels.clamp(-1, 1)).to(latents.device)
+
+    def _decodes_wrongly(self, latents: Tensor) -> str:
+        """The fault of pixels that are not finite, and its likely cause."""
+        fault = not_finite(f"the decoder of autoencoder {self.folder}", self.dtype)
+        if self.dtype == torch.float16:
+            return f"{fault}: its config.json says force_upcast false. Decode in fp32 or bf16."
+        largest = latents.abs().max().item()
         return (
-            self.model.decode(scaled.to(self.dtype)).sample.float().clamp(-1, 1).to(latents.device)
+            f"{fault}, of latents up to {largest:.3g}: its weights are damaged, or the latents are "
+            "of another autoencoder. Give that of the training."
         )
 
 

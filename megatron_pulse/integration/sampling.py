@@ -54,6 +54,11 @@ class TrainedModel:
         return self.backbone.num_classes
 
     @property
+    def is_conditional(self) -> bool:
+        """Whether it reads a class, a text or anything else beside the sample and its time."""
+        return bool(set(self.backbone.batch_fields) - {"timesteps"})
+
+    @property
     def can_be_guided(self) -> bool:
         """Whether its label can be left out, where it reads one."""
         return can_drop(self.backbone)

@@ -165,6 +165,34 @@ def test_another_process(trained: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert "flow has no noise schedule" in capsys.readouterr().err
 
 
+def test_guidance_is_none_by_default_where_no_null_class_was_trained(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = ["--global-batch-size", "4", "--train-iters", "1", "--pulse-class-dropout", "0"]
+    run(1, *steps, "--save", str(tmp_path / "checkpoints"))
+
+    def drawn(folder: Path, name: str, *more: str) -> tuple[float, str, str]:
+        report = tmp_path / "report.json"
+        files = ["-o", str(tmp_path / name), "--json", str(report), "--per-class", "1"]
+        assert sample(folder, *files, "--classes", "1", *more) == 0
+        said = capsys.readouterr()
+        return json.loads(report.read_text())["guidance"], said.out, said.err
+
+    capsys.readouterr()
+    guidance, line, _ = drawn(tmp_path, "a.png")
+    assert guidance == 1
+    assert "; not guided: it was trained with --pulse-class-dropout 0, which trains no null" in line
+    assert drawn(tmp_path, "b.png", "--guidance", "1")[0] == 1
+    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
+    guidance, line, warned = drawn(tmp_path, "c.png", "--guidance", "3")
+    assert guidance == 3 and "not guided" not in line
+    assert "away from one that it does not know; --guidance 1 samples without" in warned
+    assert drawn(trained, "d.png")[0] == 2
+    with pytest.raises(SystemExit):
+        drawn(tmp_path, "e.png", "--eta", "1.5")
+    assert "argument --eta: is 1.5; it must be from 0 to 1" in capsys.readouterr().err
+
+
 def test_what_the_checkpoint_cannot_do(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

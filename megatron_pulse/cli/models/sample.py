@@ -39,7 +39,14 @@ from megatron_pulse.cli.models.encoding import (
 from megatron_pulse.cli.output import add_json, answer, json_faults
 from megatron_pulse.diffusion.choice import OF_TRAINING, FlowGrid, ProcessChoice, SamplingNoise
 from megatron_pulse.faults import UserError, collecting
-from megatron_pulse.flag_fields import FROM_ZERO, TO_MILLION, Range, add_flags, read_flags
+from megatron_pulse.flag_fields import (
+    FROM_ZERO,
+    FROM_ZERO_TO_ONE,
+    TO_MILLION,
+    Range,
+    add_flags,
+    read_flags,
+)
 
 if TYPE_CHECKING:
     from megatron_pulse.integration.sampling import Request, TrainedModel
@@ -72,6 +79,7 @@ examples:
 """
 
 
+_GUIDANCE = 2.0
 _MOST_CLASS = 1_000_000
 _SEED = Range(lambda value: 0 <= value < 2**64, "0 or more, and below 2^64")
 
@@ -118,13 +126,13 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add(
         "--guidance",
         type=float,
-        default=2.0,
         metavar="W",
-        help="classifier-free guidance; 1 is none (default 2)",
+        help="classifier-free guidance; 1 is none (default 2, and 1 of what was trained with "
+        "--pulse-class-dropout 0, unless there is a --negative-prompt)",
     )
     add(
         "--eta",
-        type=float,
+        type=FROM_ZERO_TO_ONE.read,
         default=0.0,
         metavar="E",
         help="DDIM's share of fresh noise in each step, 0 to 1; not of flow (default 0)",
@@ -195,13 +203,7 @@ def run(args: argparse.Namespace) -> None:
             "--option buckets=HEIGHTxWIDTH draws at another size",
             file=sys.stderr,
         )
-    if args.guidance != 1 and not model.can_be_guided:
-        print(f"{model.backbone.name} has no null class: not guided", file=sys.stderr)
-    elif args.guidance != 1 and getattr(model.arguments, "pulse_class_dropout", None) == 0:
-        warn(
-            f"{model.folder} was trained with --pulse-class-dropout 0: guidance goes away from a "
-            "null class that it has not trained; --guidance 1 samples without"
-        )
+    guidance, unguided = _guidance(args, model)
     if args.from_data is not None and args.encoders is not None:
         if getattr(model.arguments, "pulse_encoders", None) is None:
             raise UserError("--encoders is for --prompt: the data have what the model reads")
@@ -217,7 +219,7 @@ def run(args: argparse.Namespace) -> None:
             model,
             request(model, asked),
             num_steps=args.steps,
-            guidance=args.guidance,
+            guidance=guidance,
             seed=args.seed,
             eta=args.eta,
             noise=SamplingNoise(args.noise),
@@ -234,7 +236,7 @@ def run(args: argparse.Namespace) -> None:
         "process": model.process.describe(),
         "sampler": sampler,
         "num_steps": args.steps,
-        "guidance": args.guidance,
+        "guidance": guidance,
         "seed": args.seed,
         "noise": args.noise,
         kind: asked,
@@ -251,7 +253,7 @@ def run(args: argparse.Namespace) -> None:
     lines = [] if score is None else [str(score)]
     lines.append(
         f"{len(asked)} samples of {model.folder} ({weights} weights; {model.process.describe()}; "
-        f"{sampler}, {args.steps} steps): {args.output}"
+        f"{sampler}, {args.steps} steps{unguided}): {args.output}"
     )
     if "frames" in record and len(record["frames"]) < samples.shape[drawing.frame_axis]:
         shown = ", ".join(map(str, record["frames"]))
@@ -259,12 +261,38 @@ def run(args: argparse.Namespace) -> None:
     answer(args, lines, lambda: record)
 
 
+def _guidance(args: argparse.Namespace, model: TrainedModel) -> tuple[float, str]:
+    """The guidance to sample with, and why it is none where nothing was said, for the report.
+
+    Guidance away from a null class or caption that training never dropped to is guidance away from
+    noise; a negative prompt takes its place.
+    """
+    given = _GUIDANCE if args.guidance is None else float(args.guidance)
+    if given == 1:
+        return given, ""
+    if not model.can_be_guided:
+        print(f"{model.backbone.name} has no null class: not guided", file=sys.stderr)
+        return given, ""
+    dropout = getattr(model.arguments, "pulse_class_dropout", None)
+    if dropout != 0 or args.negative_prompt is not None or not model.is_conditional:
+        return given, ""
+    null = "empty caption" if model.num_classes is None else "null class"
+    trained = f"trained with --pulse-class-dropout 0, which trains no {null}"
+    if args.guidance is None:
+        return 1.0, f"; not guided: it was {trained} (--guidance W guides)"
+    warn(
+        f"{model.folder} was {trained}: guidance goes away from one that it does not know; "
+        "--guidance 1 samples without"
+    )
+    return given, ""
+
+
 def _check(args: argparse.Namespace) -> list[str]:
     faults = output_faults(args.output, "--output")
     faults += json_faults(args)
     faults += option_faults(args)
     faults += out_of(TO_MILLION, args, "per_class", "steps", "from_data")
-    faults += out_of(FROM_ZERO, args, "iteration", "guidance", "eta")
+    faults += out_of(FROM_ZERO, args, "iteration", "guidance")
     faults += out_of(_SEED, args, "seed")
     if args.vae is not None and output_of(args.output) is Output.TENSORS:
         faults.append("--vae decodes samples, and -o FILE.safetensors takes them as they are")
