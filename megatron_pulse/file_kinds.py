@@ -39,6 +39,19 @@ class FileKind(Enum):
         """What can be done with such a file."""
         return _USES[self].format(path=path)
 
+    def made(self, path: str | Path) -> str:
+        """What makes such a file; empty for those that no command writes."""
+        return _MAKERS.get(self, "").format(path=path)
+
+
+_MAKERS = {
+    FileKind.PLAN: "'pulse tune ... -o {path}' makes one",
+    FileKind.VERIFICATION: "'pulse verify PLAN -o {path}' makes one",
+    FileKind.PROFILE: "'pulse profile --backbone NAME -o {path}' makes one",
+    FileKind.TRACE: "a run with --pulse-trace DIR writes one",
+    FileKind.CLUSTER: "'pulse clusters' lists presets, 'pulse clusters NAME > {path}' writes one",
+    FileKind.ENCODERS: "'pulse profile --backbone NAME --encoders DIR -o {path}' makes one",
+}
 
 _USES = {
     FileKind.PLAN: "'pulse show {path}' shows it, a run with --pulse-plan {path} obeys it",

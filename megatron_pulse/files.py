@@ -146,8 +146,10 @@ def _opened(path: str | Path, kind: FileKind) -> Iterator[BinaryIO]:
     except FileError:
         raise
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise _unreadable(path, kind, str(reason or error)) from error
+        reason = str((error.strerror if isinstance(error, OSError) else "") or error)
+        if isinstance(error, FileNotFoundError) and (how := kind.made(path)):
+            reason += f"; {how}"
+        raise _unreadable(path, kind, reason) from error
 
 
 def _unreadable(path: str | Path, kind: FileKind, *faults: str) -> FileError:

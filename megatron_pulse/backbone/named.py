@@ -1,5 +1,5 @@
-"""Backbones and layers by name: which layers compute activations again, or keep them on the host,
-until the backward."""
+"""Backbones, options and layers by name: which layers compute activations again, or keep them on
+the host, until the backward."""
 
 from __future__ import annotations
 
@@ -38,3 +38,20 @@ def tell_layers(layers: Collection[int], count: int) -> str:
         first, *rest = (layer for _, layer in run)
         told.append(f"{first}-{rest[-1]}" if rest else str(first))
     return ", ".join(told)
+
+
+_CLASSES = ("num_classes", "num_class_embeds", "num_embeds_ada_norm")
+_SIZES = (("height", "width"), ("sample_size",), ("image_size",))
+
+
+def class_option(record: Mapping[str, Any]) -> str:
+    """The name of the option that says how many classes a recorded backbone knows; empty where
+    it has none."""
+    return next((name for name in _CLASSES if name in record.get("options", ())), "")
+
+
+def size_options(record: Mapping[str, Any]) -> tuple[str, ...]:
+    """The names of the options for the size of a recorded backbone's samples; none where it has
+    none."""
+    has = set(record.get("options", ()))
+    return next((names for names in _SIZES if set(names) <= has), ())

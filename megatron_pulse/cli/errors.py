@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megatron_pulse.faults import UserError, all_of
+from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import unwritable
 from megatron_pulse.flag_fields import Range, flag_name
 
@@ -55,12 +56,26 @@ def check_folder(folder: Path, flag: str) -> list[str]:
     return [f"{flag}: {fault}"] if fault else []
 
 
+_KINDS = {
+    "profile": FileKind.PROFILE,
+    "encoders": FileKind.ENCODERS,
+    "verified": FileKind.VERIFICATION,
+}
+"""The kinds of files that flags of these names take."""
+
+
+def no_such_file(name: str, path: Path, kind: FileKind | None) -> str:
+    """The fault of a file that is not there, with the command that makes one of its kind."""
+    how = "" if kind is None else kind.made(path)
+    return f"{name} {path}: there is no such file" + (f"; {how}" if how else "")
+
+
 def no_file(**paths: Path | None) -> list[str]:
     """A fault for each flag that names a file which is not there."""
     return [
         f"{flag_name(name)} {path} is a folder; name a file in it"
         if path.is_dir()
-        else f"{flag_name(name)} {path}: there is no such file"
+        else no_such_file(flag_name(name), path, _KINDS.get(name))
         for name, path in paths.items()
         if path is not None and not path.is_file()
     ]

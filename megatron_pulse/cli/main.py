@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from megatron_pulse.cli import flags, run
 from megatron_pulse.cli.measure import compare, probe, profile
@@ -69,9 +69,21 @@ _ELSEWHERE = {
 """Where what is guessed as a command is."""
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser that names the choices most like a wrong one, of flags and of commands."""
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            near = meant(str(value), map(str, action.choices or ())).strip()
+            error.message += f"; {near}" if near else ""
+            raise
+
+
 def make_parser() -> argparse.ArgumentParser:
     """The parser of all commands; each sets ``run``, which takes the parsed arguments."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="pulse",
         description="Companion of launch/pretrain_diffusion.py: backbones, costs, data, samples.",
         epilog=_EPILOG,

@@ -282,7 +282,7 @@ def _size_faults(
         takes = "the backbone takes" if one.latent_shape is None else "the autoencoder takes"
         yield f"its images are {found}, {takes} {taken}"
     if one.num_classes is not None and train.num_classes > one.num_classes:
-        yield (
-            f"it has {train.num_classes} classes, the backbone {one.num_classes}: "
-            f"use --pulse-option num_classes={train.num_classes}"
-        )
+        more = f"no option of this backbone changes that: leave {one.num_classes} class folders"
+        if one.class_option:
+            more = f"use --pulse-option {one.class_option}={train.num_classes}"
+        yield f"it has {train.num_classes} classes, the backbone {one.num_classes}: {more}"

@@ -50,7 +50,8 @@ class WantedFields:
     """What a backbone takes of every sample.
 
     ``shape`` is its ``(c, h, w)``, ``fields`` what it reads beside timesteps and labels,
-    ``num_classes`` how many classes it knows (None where it reads no labels). A step that encodes
+    ``num_classes`` how many classes it knows (None where it reads no labels), and ``class_option``
+    which option says so (empty where none does). A step that encodes
     takes something else (see ``unencoded``): images, of which it makes latents of ``latent_shape``,
     and what ``tokenize`` makes of captions. Fields written ahead, and ``latent``, must have been
     ``made_by`` these, as far as both are known (see ``made_otherwise``).
@@ -59,6 +60,7 @@ class WantedFields:
     shape: tuple[int, ...]
     fields: Mapping[str, FieldSpec] = field(default_factory=dict)
     num_classes: int | None = None
+    class_option: str = ""
     latent_shape: tuple[int, ...] | None = None
     tokenize: Tokenizes | None = None
     made_by: Mapping[str, str] = field(default_factory=dict)

@@ -14,6 +14,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_pulse.backbone.chain import Backbone
+from megatron_pulse.backbone.named import class_option
 from megatron_pulse.backbone.shapes import at_shape
 from megatron_pulse.data.buckets import BucketSampler
 from megatron_pulse.data.build import no_data_named, open_buckets
@@ -72,6 +73,7 @@ def wanted_by(backbone: Backbone) -> WantedFields:
             if name not in ("timesteps", "labels")
         },
         num_classes=backbone.num_classes,
+        class_option=class_option(backbone.record),
         made_by={} if recipe is None else {name: recipe.told(name) for name in recipe.fields},
     )
 

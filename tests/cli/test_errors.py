@@ -95,6 +95,17 @@ CASES = {
     "write unknown dataset": (["data", "write-latents", "--from", "cifar", "-o", "b"], ["'cifar'"]),
     "unknown backbone": (["backbones", "uvit-xxl"], ["'uvit-xxl'", "uvit-h"]),
     "no events": (["curve", "--tensorboard-dir", ".", "-o", "l.png"], ["no TensorBoard event"]),
+    "no plan": (["verify", "no.json"], ["'pulse tune ... -o no.json' makes one"]),
+    "no plan to show": (["show", "no.json"], ["'pulse tune ... -o no.json' makes one"]),
+    "no profile, no cluster": (
+        "tune --profile p.json --cluster c.yaml --global-batch-size 8".split(),
+        ["--profile p.json: there is no such file; 'pulse profile --backbone NAME -o p.json' makes",
+         "'pulse clusters NAME > c.yaml' writes one"],
+    ),
+    "no trace": (
+        ["compare", "no.json", "trace"],
+        ["PLAN no.json: there is no such file; 'pulse tune", "a run with --pulse-trace DIR"],
+    ),
     "no tensorboard folder": (
         ["curve", "--tensorboard-dir", "tb", "-o", "l.jpg"],
         ["tb is not a folder", "must end in .png"],
@@ -158,6 +169,9 @@ def test_guessed_commands_are_shown_the_way(
             "  - there is no --w",
         ),
         ("data info mnist --dtyp x", "data info: error: there is no --dtyp"),
+        ("data chek photos", "'emoji'); did you mean check?"),
+        ("checkpoint lst runs", "'prune'); did you mean list?"),
+        ("sample --load a -o b --noise difuser", "'diffusers'); did you mean diffusers?"),
         ("show plan.json more", "show: error: what is 'more'? no flag takes it"),
         (
             "tune --profile p.json --cluster c.yaml --global-batch-size 8 --memory-gb 12",

@@ -4,9 +4,11 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_pulse.backbone.named import class_option, size_options
 from megatron_pulse.data.build import open_dataset
 from megatron_pulse.data.dataset import ArrayDataset, DataError, FieldSpec, Framing
 from megatron_pulse.data.fields import Fitted, WantedFields, default_null, default_value
+from model_specs import load_backbone
 
 CONTEXT, MASK = FieldSpec((4, 3)), FieldSpec((4,), "int64")
 
@@ -79,6 +81,25 @@ def test_all_that_does_not_fit_is_listed_at_once():
     with pytest.raises(DataError) as error:
         open_dataset("digits8", wanted=WantedFields((3, 8, 8), fields, num_classes=4))
     faults = error.value.faults
-    assert len(faults) == 5
-    for part in ("1x8x8", "num_classes=10", "context (4x3", "pooled (2 ", "timesteps_r (scalar "):
+    assert len(faults) == 5 and not any("--pulse-option" in fault for fault in faults)
+    for part in (
+        "1x8x8",
+        "leave 4 class folders",
+        "context (4x3",
+        "pooled (2 ",
+        "timesteps_r (scalar ",
+    ):
         assert any(part in fault for fault in faults), part
+
+
+def test_remedies_name_the_options_that_a_backbone_has():
+    wanted = WantedFields((1, 8, 8), num_classes=4, class_option="num_class_embeds")
+    with pytest.raises(DataError, match="use --pulse-option num_class_embeds=10"):
+        open_dataset("digits8", wanted=wanted)
+    for name, sizes in (("uvit-tiny", ("image_size",)), ("dit-tiny", ("sample_size",))):
+        record = load_backbone(name).record
+        assert (class_option(record), size_options(record)) == ("num_classes", sizes)
+    of_a_class = {"options": {"sample_size": 8, "num_embeds_ada_norm": 5, "height": 8, "width": 8}}
+    assert class_option(of_a_class) == "num_embeds_ada_norm"
+    assert size_options(of_a_class) == ("height", "width")
+    assert class_option({"name": "own"}) == "" and size_options({"name": "own"}) == ()

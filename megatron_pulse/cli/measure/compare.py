@@ -7,8 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_pulse.cli.errors import add_parser, check_file, require, warn
+from megatron_pulse.cli.errors import add_parser, check_file, no_such_file, require, warn
 from megatron_pulse.cli.output import DRAWINGS, add_json, answer, json_faults, overwritten
+from megatron_pulse.file_kinds import FileKind
 
 if TYPE_CHECKING:
     from megatron_pulse.cli.measure.compare_report import Compared
@@ -89,9 +90,13 @@ def _compared(args: argparse.Namespace) -> Compared:
 
 def _faults(args: argparse.Namespace) -> list[str]:
     faults = []
-    for what, path in (("PLAN", args.plan), ("TRACE", args.trace), ("--profile", args.profile)):
+    for what, path, kind in (
+        ("PLAN", args.plan, FileKind.PLAN),
+        ("TRACE", args.trace, FileKind.TRACE),
+        ("--profile", args.profile, FileKind.PROFILE),
+    ):
         if path is not None and not path.exists():
-            faults.append(f"{what} {path}: there is no such file")
+            faults.append(no_such_file(what, path, kind))
     if (args.profile is None) != (args.write_profile is None):
         faults.append("--profile and --write-profile come together")
     faults += check_file(args.write_profile, "--write-profile", ".json")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from tqdm import tqdm
 
+from megatron_pulse.backbone.named import size_options
 from megatron_pulse.cli.backbone_flags import options_of
 from megatron_pulse.cli.errors import mending, require, warn
 from megatron_pulse.cli.job import RankOfJob
@@ -142,10 +143,12 @@ def _encoded(
                     "give one as --vae"
                 ]
             )
+        sizes = " ".join(f"--option {name}=N" for name in size_options(backbone.record))
+        own = f", or the backbone's size ({sizes})" if sizes else ", the backbone's size is fixed"
         require(
             [
                 f"--backbone {args.backbone} takes {read}, and these images make {made}: change "
-                "--image-size, or the backbone's size (--option sample_size=N)"
+                f"--image-size{own}"
             ]
         )
     if args.store_text == "tokens":
