@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,16 @@ from PIL import Image
 from megatron_pulse.cli.main import main
 from megatron_pulse.data import record
 from megatron_pulse.data.build import open_dataset
-from megatron_pulse.data.record import DataRecord, describe_changes, moved_classes, record_of
+from megatron_pulse.data.record import (
+    SCHEMA,
+    DataRecord,
+    describe_changes,
+    moved_classes,
+    record_of,
+    recorded_data,
+    to_saved,
+)
+from megatron_pulse.schema import faults_of
 
 
 def picture(path: Path, grey: int) -> None:
@@ -91,3 +101,14 @@ def test_names_of_classes_stand_for_labels_also_in_latents(photos: Path, tmp_pat
     flat = tmp_path / "flat"
     shutil.copytree(photos / "cat", flat)
     assert recorded(f"folder:{flat}")[0].classes == ()
+
+
+def test_what_a_checkpoint_keeps_is_read_back_and_checked(photos: Path) -> None:
+    records = {"base": recorded(f"folder:{photos}"), "upper": [DataRecord(3, 1)]}
+    saved = to_saved(records)
+    assert not faults_of(SCHEMA, saved)
+    assert recorded_data(Namespace(pulse_data_record=saved)) == records
+    assert recorded_data(Namespace()) == {}
+    saved["base"][0] |= {"num_train": -1, "classes": "cat"}
+    del saved["upper"][0]["digest"]
+    assert len(faults_of(SCHEMA, saved)) == 3
