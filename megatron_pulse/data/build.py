@@ -235,8 +235,7 @@ def _split(
     found: list[tuple[DiffusionDataset, DiffusionDataset]] = []
     for (spec, source), caution in zip(opened, too_many, strict=True):
         units = list(islice(every, len(source)))
-        alone = len(set(units)) == 1
-        first, second = split_indices(len(source), fraction, [] if alone else units, sides)
+        first, second = split_indices(len(source), fraction, units, sides)
         train, validation = Subset(source, first), Subset(source, second)
         if caution:
             train.cautions = [*train.cautions, f"{spec}: {caution}"]
@@ -246,6 +245,13 @@ def _split(
                 f"the {len(source)} samples of {spec} are of one picture or group: what is held "
                 "back is trained on too",
             ]
+        for none, chosen in (("trained on", first), ("held back", second)):
+            if fraction and not len(chosen):
+                train.cautions = [
+                    *train.cautions,
+                    f"the {len(source)} samples of {spec} are on the sides that their pictures or "
+                    f"groups have in the data named before: none is {none}",
+                ]
         found.append((train, validation))
     return found
 

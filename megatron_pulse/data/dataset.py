@@ -343,8 +343,9 @@ def split_indices(
     """(training, validation) indices, sorted and disjoint: the same split in every run.
 
     At least one sample is kept for validation unless the fraction is 0. Where ``units`` has a
-    number for each sample, of two or more, samples of one unit are on one side: that of ``sides``
-    (held back or not), which gets those that are new.
+    number for each sample, samples of one unit are on one side: that of ``sides`` (held back or
+    not), which gets those that are new. Where ``sides`` decide for all, one side may have none. A
+    unit that is new and has all samples is divided, and counts in ``sides`` as trained on.
     """
     if not 0 <= validation_fraction < 1:
         raise ValueError(f"validation_fraction is {validation_fraction}; it must be in [0, 1)")
@@ -356,19 +357,19 @@ def split_indices(
         return np.sort(order[held_out:]), np.sort(order[:held_out])
     numbers = np.asarray(units)
     own = dict(zip(*np.unique(numbers, return_counts=True), strict=True))
-    known = {} if sides is None else sides
-    held = {unit for unit in own if known.get(unit)}
+    sides = {} if sides is None else sides
+    held = {unit for unit in own if sides.get(unit)}
     left = held_out - sum(own[unit] for unit in held)
-    free = [unit for unit in dict.fromkeys(numbers[order].tolist()) if unit not in known]
+    free = [unit for unit in dict.fromkeys(numbers[order].tolist()) if unit not in sides]
+    if free and len(own) == 1:
+        sides[free[0]] = False
+        return np.sort(order[held_out:]), np.sort(order[:held_out])
     for unit in free:
         if own[unit] <= left:
             held.add(unit)
             left -= own[unit]
     if not held and free:
         held.add(min(free, key=own.__getitem__))
-    if sides is not None:
-        sides |= {unit: unit in held for unit in free}
+    sides |= {unit: unit in held for unit in free}
     chosen = np.isin(numbers, list(held))
-    if chosen.all() or not chosen.any():  # others have decided, and one side would have none
-        return np.sort(order[held_out:]), np.sort(order[:held_out])
     return np.flatnonzero(~chosen), np.flatnonzero(chosen)

@@ -132,9 +132,9 @@ class DiffusionData:
                 options.data, wanted, options.default_caption
             )
         self._processes = [process.for_tokens(num_tokens[which]) for which in shapes]
-        self.held_out = next(
-            (p for p, which in zip(self.validation.parts, shapes, strict=True) if which == 0),
-            self.validation.parts[0],
+        self.held_out, _ = max(
+            zip(self.validation.parts, shapes, strict=True),
+            key=lambda each: (len(each[0]) > 0, each[1] == 0),
         )
         """The validation samples of the first shape, where there are such."""
 
@@ -264,7 +264,7 @@ class DiffusionData:
         few = [
             f"{len(part)} of {'x'.join(map(str, part.image_shape))}"
             for part in self.train.parts
-            if len(part) < in_a_row
+            if 0 < len(part) < in_a_row
         ]
         if few:
             print(

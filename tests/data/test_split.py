@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from PIL import Image
 
 from megatron_pulse.cli.main import main
 from megatron_pulse.data import split
+from megatron_pulse.data.buckets import BucketSampler
 from megatron_pulse.data.build import open_buckets, open_dataset
 from megatron_pulse.data.dataset import DiffusionDataset, split_indices
 from megatron_pulse.data.fields import WantedFields
@@ -126,6 +128,45 @@ def test_copies_in_another_folder_are_on_one_side(photos: Path, tmp_path: Path) 
             for half in (train, held_out)
         ]
         assert sides[1] and not sides[0] & sides[1]
+
+
+def test_units_keep_the_sides_that_others_decided() -> None:
+    """Also where one side then has none, and where all samples are of one unit."""
+    sides = {0: True, 1: False, 2: False}
+    for units, held_back in (([0, 0, 0], 3), ([1, 2, 1, 1], 0), ([1, 1], 0), ([0, 1, 2], 1)):
+        train, held_out = split_indices(len(units), 0.1, units, sides)
+        assert len(held_out) == held_back and all(sides[units[i]] for i in held_out)
+        assert not any(sides[units[i]] for i in train)
+    assert [len(part) for part in split_indices(4, 0.1, [9] * 4, sides)] == [3, 1]
+    assert sides == {0: True, 1: False, 2: False, 9: False}
+
+
+@pytest.mark.parametrize("side", ["trained on", "held back"])
+def test_a_folder_of_copies_keeps_their_sides(photos: Path, tmp_path: Path, side: str) -> None:
+    for name in ("metadata.jsonl", "copy.png"):
+        (photos / name).unlink()
+    halves = open_dataset(f"folder:{photos}", 16)
+    copied = halves[side == "held back"]
+    other = tmp_path / "copies"
+    other.mkdir()
+    for i in range(2):
+        shutil.copy(copied.describe(i), other / f"another_{i}.png")
+    names = f"folder:{photos}", f"folder:{other}"
+    for spec in (",".join(names), ",".join(reversed(names))):
+        train, held_out, _ = open_buckets(spec, [WantedFields((3, 16, 16))])
+        told = [caution for caution in train.cautions if str(other) in caution]
+        seen = []
+        for half in (train, held_out):
+            sampler = BucketSampler([*map(len, half.parts)], 0, 1, 0, 1, 0, group_size=2)
+            indices = {index for ((index, _),) in islice(sampler, 2 * len(half) + 4)}
+            assert indices == set(range(len(half)))
+            seen.append({Path(half.describe(index)).read_bytes() for index in indices})
+        assert len(train) + len(held_out) == 22 and not seen[0] & seen[1]
+        if spec.endswith(str(other)):
+            none = "held back" if side == "trained on" else "trained on"
+            assert [len(part) for part in (train.parts[1], held_out.parts[1])].count(0) == 1
+            assert len(told) == 1 and told[0].startswith(f"the 2 samples of folder:{other} ")
+            assert told[0].endswith(f"none is {none}")
 
 
 def test_too_many_pictures_to_compare_are_said(
