@@ -64,6 +64,28 @@ _NUMBERS = {
 }  # fmt: skip
 SPACINGS = ("leading", "trailing", "linspace")
 SCHEDULER_FILE = "scheduler_config.json"
+PIPELINE_INDEX = "model_index.json"
+_LATENTS_UNCLIPPED = {"steps_offset": 1, "clip_sample": False}
+SET_BY_PIPELINE: Mapping[str, Mapping[str, Any]] = {
+    **dict.fromkeys(
+        (
+            "StableDiffusionPipeline", "StableDiffusionImg2ImgPipeline",
+            "StableDiffusionPAGPipeline", "StableDiffusionPAGImg2ImgPipeline",
+            "StableDiffusionPAGInpaintPipeline", "LEditsPPPipelineStableDiffusion",
+            "AltDiffusionPipeline", "AltDiffusionImg2ImgPipeline", "StableDiffusionPipelineSafe",
+            "StableDiffusionInpaintPipelineLegacy",
+        ),
+        _LATENTS_UNCLIPPED,
+    ),
+    **dict.fromkeys(
+        (
+            "StableDiffusionInpaintPipeline", "StableDiffusionDiffEditPipeline",
+            "CycleDiffusionPipeline",
+        ),
+        {"steps_offset": 1},
+    ),
+}  # fmt: skip
+"""What diffusers' pipelines set of their scheduler when they are loaded, whatever its file says."""
 OURS = "_megatron_pulse"
 """A key of ours for how times are drawn; diffusers passes over keys that begin so."""
 
@@ -87,7 +109,8 @@ def read_process(
     """The process of published weights: what their scheduler says, and ``choice`` before it.
 
     Where no scheduler can be read, ``choice`` must say what would be in it; the text then says why
-    it was not read. Where one was read and ``choice`` says otherwise, the text is what it says.
+    it was not read. Where one was read and ``choice`` or its pipeline says otherwise, the text is
+    what it says.
     Raises PublishedError otherwise, and for what does not go together; ``flags`` is what begins
     the flags that it names.
     """
@@ -97,9 +120,11 @@ def read_process(
         faults = ["there is no scheduler beside it that says how it was trained"]
     else:
         try:
-            config = read_json(path, FileKind.SCHEDULER, infinities=True)
+            said = read_json(path, FileKind.SCHEDULER, infinities=True)
+            config, remark = _as_pipeline_loads(path, said)
             process = process_of_scheduler(config, choice)
-            return process, _overruled(path, config, process)
+            remarks = (_overruled(path, config, process), remark)
+            return process, "\n".join(filter(None, remarks))
         except ValueError as error:
             faults = getattr(error, "faults", [str(error)])
     needed = _unsaid(choice, flags)
@@ -112,6 +137,28 @@ def read_process(
     except ValueError as error:
         raise PublishedError(str(place), [str(error)]) from error
     return process, told(f"{path} was not read", faults) if path else ""
+
+
+def _as_pipeline_loads(path: Path, config: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
+    """A scheduler's configuration with what the pipeline that its folder is in sets of it, and
+    which settings are others."""
+    index = path.parent.parent / PIPELINE_INDEX
+    known = config.get("_class_name") in (*OF_BETAS, *OF_FLOW)
+    if path.parent.name != "scheduler" or not index.is_file() or not known:
+        return config, ""
+    pipeline = str(read_json(index, FileKind.PIPELINE).get("_class_name"))
+    before = settings_of(config)
+    changed = {
+        key: value
+        for key, value in SET_BY_PIPELINE.get(pipeline, {}).items()
+        if key in before and before[key] != value
+    }
+    if not changed:
+        return config, ""
+    unsaid = config.get("_use_default_values")
+    left = [key for key in unsaid if key not in changed] if isinstance(unsaid, list) else []
+    told = ", ".join(f"{key} {value} (not {before[key]})" for key, value in changed.items())
+    return {**config, **changed, "_use_default_values": left}, f"as {pipeline} sets it: {told}"
 
 
 def _overruled(path: Path, config: Mapping[str, Any], process: DiffusionProcess) -> str:

@@ -9,13 +9,12 @@ from pathlib import Path
 
 from megatron_pulse.backbone.published import PublishedError
 from megatron_pulse.diffusion.published import STEMS, read_folder
+from megatron_pulse.diffusion.scheduler import PIPELINE_INDEX
 from megatron_pulse.encoders.recipe import VAE
 from megatron_pulse.encoders.tokens import require
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import FileError, read_json
 from megatron_pulse.named_files import is_file_name
-
-INDEX = "model_index.json"
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ def components(folder: Path) -> list[PipelineComponent]:
     """Those that ``model_index.json`` names, in its order; no weights are read. Raises
     EncodersError if there is no such file."""
     try:
-        index = read_json(folder / INDEX, FileKind.PIPELINE)
+        index = read_json(folder / PIPELINE_INDEX, FileKind.PIPELINE)
     except FileError as error:
         require(folder, [str(error)])
         raise
@@ -48,10 +47,10 @@ def components(folder: Path) -> list[PipelineComponent]:
 
 def autoencoder_faults(folder: Path) -> list[str]:
     """Why the autoencoder that ``model_index.json`` names cannot be read; none if it names none."""
-    if not (folder / INDEX).is_file():
+    if not (folder / PIPELINE_INDEX).is_file():
         return []
     amiss = [part.fault for part in components(folder) if part.name == VAE and part.fault]
-    return [f"{VAE}: {fault}, and {INDEX} names it: fetch it anew" for fault in amiss]
+    return [f"{VAE}: {fault}, and {PIPELINE_INDEX} names it: fetch it anew" for fault in amiss]
 
 
 def weight_faults(folder: Path, names: Sequence[str]) -> list[str]:

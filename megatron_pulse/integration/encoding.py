@@ -22,8 +22,9 @@ from megatron_pulse.data.fields import WantedFields, unencoded
 from megatron_pulse.data.latents.layout import META, Meta
 from megatron_pulse.data.microbatches import noised_here
 from megatron_pulse.diffusion.objectives import DiffusionProcess
+from megatron_pulse.diffusion.scheduler import PIPELINE_INDEX
 from megatron_pulse.encoders.autoencoder import Autoencoder
-from megatron_pulse.encoders.components import INDEX, autoencoder_faults, weight_faults
+from megatron_pulse.encoders.components import autoencoder_faults, weight_faults
 from megatron_pulse.encoders.finite import any_broken, not_finite
 from megatron_pulse.encoders.images import MOMENTS, PIXELS
 from megatron_pulse.encoders.pieces import States
@@ -225,7 +226,11 @@ def in_loop(options: PulseOptions, backbone: Backbone) -> InLoop | None:
         if stored is None:
             faults += [f"--pulse-encoders {folder}: {fault}" for fault in named]
     if stored is None and not autoencodes and channels not in _PICTURES and folder.is_dir():
-        whole = "" if (folder / INDEX).is_file() else f", nor {INDEX}: give a pipeline's folder"
+        whole = (
+            ""
+            if (folder / PIPELINE_INDEX).is_file()
+            else f", nor {PIPELINE_INDEX}: give a pipeline's folder"
+        )
         faults.append(
             f"--pulse-encoders {folder}: {backbone.name} takes latents of {channels} channels and "
             f"{options.data} has pictures, but there is no {VAE}/ that makes one of the other"

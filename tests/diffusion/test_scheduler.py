@@ -1,7 +1,10 @@
 """Published schedulers as processes: the same numbers as diffusers', there and back, or refused."""
 
+import ast
 import json
 import math
+import re
+from pathlib import Path
 
 import diffusers
 import numpy as np
@@ -17,10 +20,13 @@ from megatron_pulse.diffusion.objectives import DiffusionProcess
 from megatron_pulse.diffusion.scheduler import (
     OF_BETAS,
     OF_FLOW,
+    SCHEDULER_FILE,
+    SET_BY_PIPELINE,
+    defaults_of,
     process_of_scheduler,
     read_process,
 )
-from megatron_pulse.diffusion.scheduler_export import scheduler_of_process
+from megatron_pulse.diffusion.scheduler_export import sampling_settings, scheduler_of_process
 from tests.diffusion.schedulers import DESCRIBED, PUBLISHED
 
 
@@ -249,6 +255,43 @@ def test_flags_come_before_the_scheduler(tmp_path):
         read(edm, objective="flow")
     with pytest.raises(PublishedError, match="no noise schedule"):
         read(PUBLISHED["sd3"], beta_end=0.02)
+
+
+@pytest.mark.parametrize("said", [{"clip_sample": True, "steps_offset": 0}, {}])
+@pytest.mark.parametrize("pipeline", ["StableDiffusionPipeline", "DiTPipeline", None])
+def test_a_pipeline_sets_what_its_class_does_in_diffusers(tmp_path, said, pipeline):
+    """Also of what the file leaves out, and what is written after importing it."""
+    (tmp_path / "scheduler").mkdir()
+    path = tmp_path / "scheduler" / SCHEDULER_FILE
+    config = {"_class_name": "DDIMScheduler", **said, "_use_default_values": ["clip_sample"]}
+    path.write_text(json.dumps(config))
+    if pipeline is not None:
+        (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": pipeline}))
+    process, remark = read_process(tmp_path, ProcessChoice())
+    theirs = scheduler_of(config)
+    if pipeline == "StableDiffusionPipeline":
+        getattr(diffusers, pipeline)(*[None] * 4, theirs, None, None, requires_safety_checker=False)
+        for said_here in ("clip_sample False (not True)", "steps_offset 1 (not 0)", pipeline):
+            assert said_here in remark
+    else:
+        assert not remark
+    for settings in (sampling_settings(process), scheduler_of_process(process, clip=True)):
+        for key in ("clip_sample", "steps_offset"):
+            assert settings.get(key, defaults_of("DDIMScheduler")[key]) == theirs.config[key]
+
+
+def test_the_table_of_pipelines_is_that_of_diffusers():
+    """Read from its sources; those without weights of torch (Onnx) are not imported here."""
+    found = {}
+    for path in (Path(diffusers.__file__).parent / "pipelines").rglob("*.py"):
+        if "new_config[" not in (text := path.read_text()):
+            continue
+        for part in ast.parse(text).body:
+            body = ast.get_source_segment(text, part)
+            sets = dict(re.findall(r'new_config\["(steps_offset|clip_sample)"\] = (\w+)', body))
+            if sets and isinstance(part, ast.ClassDef) and not part.name.startswith("Onnx"):
+                found[part.name] = {key: ast.literal_eval(value) for key, value in sets.items()}
+    assert found == SET_BY_PIPELINE
 
 
 def test_solvers_of_flow():
