@@ -151,7 +151,9 @@ class Published:
     weights and not trained either, by published names: written, and compared where it is read.
     Where the class is a ``part`` of the backbone, only tensors whose names begin so are written,
     without that; the others are another class's, which it is read with. ``on_load`` gives, for the
-    names of stored tensors, those of older versions by what they are called today.
+    names of stored tensors, those of older versions by what they are called today. ``tied`` gives
+    the other names of weights that have several, with the published one: written, and compared
+    where they are read.
     """
 
     library: str
@@ -162,6 +164,7 @@ class Published:
     constants: Callable[[], Mapping[str, Tensor]] = dict
     part: str = ""
     on_load: Callable[[Iterable[str]], Mapping[str, str]] = lambda names: {n: n for n in names}
+    tied: Callable[[], Mapping[str, str]] = dict
 
 
 class PublishedError(Carried, UserError):
@@ -205,6 +208,36 @@ class Renamed(Mapping[str, "Tensor"]):
 
     def __len__(self) -> int:
         return len(self._names)
+
+
+def untied(tensors: Mapping[str, Tensor], tied: Mapping[str, str]) -> Mapping[str, Tensor]:
+    """``tensors`` with each weight under its own name alone, which ``tied`` gives for its others:
+    of several that are there its own counts."""
+    names = {name: name for name in tensors if name not in tied}
+    for other, own in tied.items():
+        if other in tensors:
+            names.setdefault(own, other)
+    return Renamed(tensors, names)
+
+
+def torn(tensors: Mapping[str, Tensor], tied: Mapping[str, str]) -> list[str]:
+    """A fault for each of ``tensors`` that is one weight with another under a name of ``tied``, and
+    has other values; looks at values of those alone."""
+    faults = []
+    counts: dict[str, str] = {}
+    for name, own in [*((own, own) for own in tied.values()), *tied.items()]:
+        if name in tensors:
+            first = counts.setdefault(own, name)
+            if first != name and not _is_equal(tensors[first], tensors[name]):
+                faults.append(f"{first} and {name} are one weight here, and their values differ")
+    return faults
+
+
+def _is_equal(first: Tensor, second: Tensor) -> bool:
+    import torch
+
+    alike = first.dtype == second.dtype and first.shape == second.shape
+    return alike and torch.equal(first, second.to(first.device))
 
 
 def to_published(published: Published, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

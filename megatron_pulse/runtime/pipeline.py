@@ -12,8 +12,11 @@ from torch import Tensor, nn
 from megatron_pulse.backbone.chain import Backbone, TensorSpec
 from megatron_pulse.backbone.check import BackboneError
 from megatron_pulse.backbone.context import LayerContext
+from megatron_pulse.backbone.derived.from_module import buffers_of, tied_names
 from megatron_pulse.backbone.derived.refused.telling import alike
+from megatron_pulse.backbone.derived.weights.first import altered
 from megatron_pulse.backbone.generators import generators_kept
+from megatron_pulse.backbone.published import torn, untied
 from megatron_pulse.backbone.shapes import ShapeError, fields_of, shape_of
 from megatron_pulse.faults import told
 from megatron_pulse.planner.layout.routes import Payload, batch_fields_of
@@ -205,9 +208,13 @@ class Pipeline:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take the weights of this process's layers from those of a whole model.
 
-        Raises PulseError that lists what is missing, unknown or of another shape; nothing is
-        loaded then.
+        Of a derived chain the ``state_dict`` of its module will do: tied weights under all their
+        names and buffers are compared. Raises PulseError that lists what is missing, unknown, of
+        another shape or of other values than these; nothing is loaded then.
         """
+        tied, constants = tied_names(self.plan.backbone), buffers_of(self.plan.backbone)
+        given = state
+        state = {k: v for k, v in untied(given, tied).items() if k not in constants}
         own = self.state_dict()
         layers = self.plan.backbone.layers
         prefixes = tuple(layer.prefix for layer in layers if not layer.qualified)
@@ -220,9 +227,9 @@ class Pipeline:
             if not name.startswith(prefixes) and name not in names
         ]
         faults += [
-            f"{name} is {tuple(state[name].shape)}, not {tuple(value.shape)}"
-            for name, value in own.items()
-            if name in state and state[name].shape != value.shape
+            f"{name} is {tuple(given[name].shape)}, not {tuple(value.shape)}"
+            for name, value in {**own, **constants}.items()
+            if name in given and given[name].shape != value.shape
         ]
         here = {name for s in self.stages.values() for name, _ in s.named_layers()}
         mine = tuple(la.prefix for la in layers if la.name in here and not la.qualified)
@@ -231,7 +238,7 @@ class Pipeline:
             for name in state
             if name.startswith(mine) and name not in own
         ]
-        if faults:
+        if faults := faults or [*torn(given, tied), *altered(constants, given)]:
             raise PulseError(told("weights to load", faults))
         for stage in self.stages.values():
             stage.load_state_dict({name: state[name] for name in stage.state_dict()})

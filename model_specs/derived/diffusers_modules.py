@@ -256,6 +256,7 @@ def _published(class_name: str, config: FamilyConfig) -> Published:
         {key: values[key] for key in defaults_of(class_name)},
         constants=functools.partial(_constants, class_name, config),
         on_load=functools.partial(_names_on_load, class_name, config),
+        tied=functools.partial(_tied, class_name, config),
     )
 
 
@@ -263,6 +264,12 @@ def _names_on_load(class_name: str, config: FamilyConfig, names: Iterable[str]) 
     from megatron_pulse.backbone.derived.from_module import module_of
 
     return names_on_load(module_of(_built(class_name, json.dumps(vars(config)))), names)
+
+
+def _tied(class_name: str, config: FamilyConfig) -> Mapping[str, str]:
+    from megatron_pulse.backbone.derived.from_module import tied_names
+
+    return tied_names(_built(class_name, json.dumps(vars(config))))
 
 
 def _constants(class_name: str, config: FamilyConfig) -> Mapping[str, Tensor]:

@@ -89,6 +89,7 @@ def _published(name: str, config: FamilyConfig) -> Published:
         {},
         constants=functools.partial(_constants, name, config),
         on_load=functools.partial(_names_on_load, name, config),
+        tied=functools.partial(_tied, name, config),
     )
 
 
@@ -97,6 +98,12 @@ def _names_on_load(name: str, config: FamilyConfig, names: Iterable[str]) -> Map
 
     backbone = _build(name, config)
     return names_on_load(module_of(backbone) if source_of(backbone) else None, names)
+
+
+def _tied(name: str, config: FamilyConfig) -> Mapping[str, str]:
+    from megatron_pulse.backbone.derived.from_module import tied_names
+
+    return tied_names(_build(name, config))
 
 
 def _constants(name: str, config: FamilyConfig) -> Mapping[str, Tensor]:

@@ -3,6 +3,7 @@
 import errno
 import os
 import shutil
+import textwrap
 from unittest.mock import patch
 
 import pytest
@@ -98,6 +99,65 @@ def test_uvit_files(suffix, tmp_path):
     target = tmp_path / "third"
     assert main(["import", "--from", str(again), *flags, "--to", str(target)]) == 0
     assert read_saved_run(target).process == read_saved_run(tmp_path / "checkpoint").process
+
+
+TIED = """
+    import torch
+    from torch import nn
+
+
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+            self.blocks[2].weight = self.blocks[1].weight
+
+        def forward(self, x, time):
+            x = x + time[:, None, None, None]
+            for block in self.blocks:
+                x = x + torch.tanh(block(x))
+            return x
+
+
+    def build():
+        given = {"x": torch.zeros(2, 3, 6, 6), "time": torch.zeros(2)}
+        return Tied(), given, {"sample": "x", "timestep": "time"}
+"""
+
+
+def test_tied_weights_come_and_go_under_all_their_names(tmp_path, refused):
+    """Or some of them; of several values none counts."""
+    from safetensors.torch import load_file
+
+    code = textwrap.dedent(TIED)
+    (tmp_path / "tied.py").write_text(code)
+    name, made = f"{tmp_path}/tied.py:build", {}
+    exec(compile(code, "tied.py", "exec"), made)
+    module = made["build"]()[0]
+    state = module.state_dict()
+    own, other = "blocks.1.weight", "blocks.2.weight"
+    files = {
+        "all": state,
+        "own": {key: tensor for key, tensor in state.items() if key != other},
+        "other": {key: tensor for key, tensor in state.items() if key != own},
+        "torn": {**state, other: state[other] + 1},
+    }
+
+    def importing(kind):
+        torch.save(files[kind], tmp_path / f"{kind}.pth")
+        to = ["--to", str(tmp_path / f"from {kind}"), "--module", name]
+        return ["import", "--from", str(tmp_path / f"{kind}.pth"), *to, *EPSILON]
+
+    refused(importing("torn"), f"{own} and {other} are one weight here, and their values differ")
+    assert not (tmp_path / "from torn").exists()
+    for kind in ("all", "own", "other"):
+        assert main(importing(kind)) == 0
+        written = tmp_path / f"{kind}.safetensors"
+        load = ["--load", str(tmp_path / f"from {kind}"), "--module", name]
+        assert main(["export", *load, "--to", str(written)]) == 0
+        exported = load_file(written)
+        made["build"]()[0].load_state_dict(exported, strict=True)
+        assert all(torch.equal(exported[key], tensor) for key, tensor in state.items())
 
 
 def test_null_classes_are_for_models_with_classes(folder, tmp_path, refused):

@@ -273,6 +273,47 @@ def embedded_plan(num_processes: int, replicated: bool) -> pulse.Plan:
     return replace(plan, embedders=(EmbedderChoice("embed", 0, 0, replicated),))
 
 
+class Tied(nn.Module):
+    """Two maps of one weight, and a constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.blocks[2].weight = self.blocks[0].weight
+        self.register_buffer("table", torch.linspace(0, 1, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.table
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return x
+
+
+def test_a_derived_chain_takes_the_state_dict_of_its_module() -> None:
+    """With all names of tied weights, which are one weight, and buffers, which are constants."""
+    chain = pulse.from_module(Tied(), {"x": torch.zeros(2, WIDTH)}, sample="x")
+    costs = pulse.weighted_costs(chain, [1.0] * len(chain.layers))
+    plan = pulse.make_plan(chain, costs, pulse.sequential(1))
+    pipeline = pulse.Pipeline(plan, lambda y, batch: y.square().mean(), SAMPLES)
+    module = Tied()
+    state = module.state_dict()
+    first, other = "blocks.0.weight", "blocks.2.weight"
+    for gone in (None, first, other, "table"):
+        pipeline.load_state_dict({key: t for key, t in state.items() if key != gone})
+        for name, value in pipeline.state_dict().items():
+            assert torch.equal(value, state[name])
+            pipeline.state_dict()[name].zero_()
+    for wrong, told in (
+        ({other: state[other] + 1}, f"{first} and {other} are one weight here"),
+        ({"table": state["table"] + 1}, "the buffer table is not what the module computes"),
+        ({"table": state["table"][:2]}, r"table is \(2,\), not \(8,\)"),
+        ({"none": state["table"]}, "none belongs to no layer"),
+    ):
+        with pytest.raises(PulseError, match=told):
+            pipeline.load_state_dict({**state, **wrong})
+        assert not any(value.any() for value in pipeline.state_dict().values())
+
+
 def train(replicated: bool = False) -> dict[str, Any]:
     """Three clipped steps of this process, and what it says of all."""
     plan = embedded_plan(dist.get_world_size() if dist.is_initialized() else 1, replicated)

@@ -20,7 +20,11 @@ from megatron_pulse.backbone.derived.inputs import Make, read_inputs, read_other
 from megatron_pulse.backbone.derived.layer import ChainSource, DerivedLayer, Sample
 from megatron_pulse.backbone.derived.trial import trial
 from megatron_pulse.backbone.derived.units import UnitChain
-from megatron_pulse.backbone.derived.weights.first import Weights, from_module_itself
+from megatron_pulse.backbone.derived.weights.first import (
+    Weights,
+    from_module_itself,
+    other_names,
+)
 
 _NO_FIELDS: Mapping[str, str] = MappingProxyType({})
 
@@ -182,6 +186,16 @@ def buffers_of(backbone: Backbone) -> dict[str, torch.Tensor]:
     weights = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     state = module.state_dict()
     return {name: tensor for name, tensor in state.items() if name not in weights}
+
+
+def tied_names(backbone: Backbone) -> dict[str, str]:
+    """The other names that the module of a derived chain has for its tied weights, with those that
+    layers have."""
+    if source_of(backbone) is None:
+        return {}
+    module = module_of(backbone)
+    weights = {name for name, _ in module.named_parameters()}
+    return {other: own for other, own in other_names(module).items() if own in weights}
 
 
 def _layers(source: ChainSource, chain: UnitChain) -> list[Layer]:

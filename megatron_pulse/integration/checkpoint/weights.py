@@ -28,6 +28,8 @@ from megatron_pulse.backbone.published import (
     adopted,
     require_fit,
     to_published,
+    torn,
+    untied,
 )
 from megatron_pulse.diffusion.objectives import DiffusionProcess
 from megatron_pulse.files import replacing
@@ -97,6 +99,7 @@ def export_weights(backbone: Backbone, stage: MegatronStage) -> tuple[Published,
     """How the backbone is published, and what is stored of it then, by those names."""
     published = _published(backbone)
     tensors = {**to_published(published, weights_of(stage)), **published.constants()}
+    tensors |= {other: tensors[own] for other, own in published.tied().items()}
     part = published.part
     return published, {n.removeprefix(part): t for n, t in tensors.items() if n.startswith(part)}
 
@@ -128,9 +131,10 @@ def import_weights(
     weights in fp32 once, and beside them one published tensor at a time.
     """
     published = _published(backbone)
-    tensors = Renamed(tensors, published.on_load(tensors))
+    stored, tied = Renamed(tensors, published.on_load(tensors)), published.tied()
+    tensors = untied(stored, tied)
     _require_fit(backbone, published, tensors, what)
-    if faults := altered(published.constants(), tensors):
+    if faults := [*altered(published.constants(), tensors), *torn(stored, tied)]:
         raise PublishedError(what, faults)
     stage = whole_stage(backbone)
     weights = weights_of(stage)

@@ -224,6 +224,14 @@ def test_tied_weights_and_buffers_are_those_of_a_folder(tmp_path: Path) -> None:
     (layer,) = with_weights(chain, from_stored(read_folder(tmp_path), other, "it")).layers
     module.load_state_dict({**tensors, "embed.weight": tensors["head.weight"]})
     assert torch.equal(layer.build(None)((x,), {}, {})[0], module(x))
+    tensors["embed.weight"] = tensors["head.weight"].clone()
+    save_file(tensors, tmp_path / FILE)
+    from_stored(read_folder(tmp_path), other, "it")
+    tensors["embed.weight"] += 1
+    save_file(tensors, tmp_path / FILE)
+    with pytest.raises(PublishedError, match="embed.weight and head.weight are one weight here"):
+        from_stored(read_folder(tmp_path), other, "it")
+    tensors["embed.weight"] -= 1
     tensors["table"] += 1
     save_file(tensors, tmp_path / FILE)
     with pytest.raises(PublishedError, match="table is not what the module computes"):

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from megatron_pulse.backbone.published import PublishedError, is_finite, names_on_load
+from megatron_pulse.backbone.published import PublishedError, is_finite, names_on_load, torn
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _FAR = 2.0**-6
@@ -77,13 +77,16 @@ def from_stored(stored: TensorFiles, module: nn.Module, place: str) -> Weights:
 
     All names, shapes and dtypes are compared before a tensor is read: every parameter must be
     there, and nothing that the module does not know. Floating-point numbers may be of another
-    precision. Buffers are read too, if they are there; being constants, which no checkpoint holds,
-    they must be those that the module computes itself, but for rounding.
+    precision. A tied weight may be there under all its names or some, with the same values.
+    Buffers are read too, if they are there; being constants, which no checkpoint holds, they must
+    be those that the module computes itself, but for rounding.
     Raises PublishedError with all that is wrong.
     """
     state = {name: tensor.detach() for name, tensor in module.state_dict(keep_vars=True).items()}
     found = names_on_load(module, stored)
     faults = [f"{name} is unexpected" for name in sorted(found.keys() - state.keys())]
+    others = other_names(module)
+    tied = {*others, *others.values()}
     names = _names(module, found)
     parameters = dict(module.named_parameters())
     faults += [f"{name} is missing" for name in parameters if name not in names]
@@ -92,6 +95,7 @@ def from_stored(stored: TensorFiles, module: nn.Module, place: str) -> Weights:
     buffers = {name: tensor for name, tensor in module.named_buffers() if name in names}
     if not faults:
         faults = altered(buffers, {name: stored[names[name]] for name in buffers})
+        faults += torn({name: stored[found[name]] for name in tied & found.keys()}, others)
     if faults:
         raise PublishedError(place, faults)
     read, constant = (
@@ -118,16 +122,25 @@ def altered(buffers: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> list[
 
 def _names(module: nn.Module, found: Mapping[str, str]) -> dict[str, str]:
     """Parameters of the module in ``found``, with their stored names: of tied weights any is."""
-    first: dict[int, str] = {}
+    others = other_names(module)
     names: dict[str, str] = {}
-    for name, tensor in (
-        *module.named_parameters(remove_duplicate=False),
-        *module.named_buffers(remove_duplicate=False),
-    ):
-        own = first.setdefault(id(tensor), name)
+    for name, _ in _named(module):
         if name in found:
-            names.setdefault(own, found[name])
+            names.setdefault(others.get(name, name), found[name])
     return names
+
+
+def other_names(module: nn.Module) -> dict[str, str]:
+    """The names that tied parameters and buffers of a module have beside their first, with that."""
+    first: dict[int, str] = {}
+    names = {name: first.setdefault(id(tensor), name) for name, tensor in _named(module)}
+    return {name: own for name, own in names.items() if name != own}
+
+
+def _named(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers, tied ones under each of their names."""
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
 
 
 def _unlike(name: str, kind: tuple[tuple[int, ...], torch.dtype], own: Tensor) -> Iterator[str]:
