@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain, islice
 from pathlib import Path
@@ -52,12 +52,36 @@ def open_dataset(
 
     ``wanted`` is what the backbone takes: images are resized to its shape, and the datasets have
     exactly its fields. ``channels`` is for image folders, ``default_caption`` for images that have
-    no caption. Raises DataError for an unknown ``spec``, listing the options, and with everything
-    that the backbone cannot take or lacks.
+    no caption. Raises DataError for an unknown ``spec``, listing the options, for one that names
+    several, and with everything that the backbone cannot take or lacks.
     """
+    if len(names := names_of(spec)) > 1:
+        raise DataError(spec, [f"it names {len(names)} datasets"], "Give each by itself.")
     source = _open(spec, image_size, channels, wanted, verify, default_caption)
     ((train, validation),) = _split([(spec, source)], validation_fraction)
     return (train, validation) if wanted is None else _fitted(spec, train, validation, [wanted])[1:]
+
+
+def open_parts(
+    spec: str,
+    image_size: int | None = None,
+    channels: int = 3,
+    verify: Callable[[str], bool] = lambda name: False,
+    default_caption: str = "",
+) -> list[tuple[str, DiffusionDataset, DiffusionDataset]]:
+    """(name, training, validation) of each dataset that ``spec`` names, divided as a run divides
+    them; ``verify`` says of which all files are read. Raises DataError as ``open_dataset`` does,
+    of all that are named."""
+    names = names_of(spec)
+    faults, opened = list[str](), list[tuple[str, DiffusionDataset]]()
+    for name in names:
+        several = len(names) > 1
+        with collecting(faults, (ValueError, OSError)) if several else nullcontext():
+            source = _open(name, image_size, channels, None, verify(name), default_caption)
+            opened.append((name, source))
+    if faults:
+        raise Faults(faults)
+    return [(name, *halves) for (name, _), halves in zip(opened, _split(opened), strict=True)]
 
 
 def open_buckets(

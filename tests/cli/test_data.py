@@ -53,6 +53,47 @@ def test_info(capsys: pytest.CaptureFixture[str]) -> None:
     assert "1x8x8" in capsys.readouterr().out
 
 
+def test_several_datasets_are_looked_at_in_turn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And divided as a run divides them."""
+    for i in range(20):
+        Image.new("RGB", (8, 8), (10 * i, 0, 0)).save(_in(tmp_path / "a") / f"{i}.png")
+    for i in range(3):
+        (_in(tmp_path / "b") / f"{i}.png").write_bytes((tmp_path / f"a/{i}.png").read_bytes())
+        (tmp_path / f"b/{i}.txt").write_text("a copy")
+    names = f"folder:{tmp_path / 'a'}", f"captions:{tmp_path / 'b'}"
+    argv = [",".join(names), "--image-size", "8"]
+    assert main(["data", "info", *argv, "--verify", "--json"]) == 0
+    first, second = json.loads(capsys.readouterr().out)["datasets"]
+    assert (first["dataset"], second["dataset"]) == names and second["longest_caption"] == 2
+    assert (second["num_training"], second["num_validation"]) == (3, 0)
+    assert main(["data", "info", *argv]) == 0
+    assert "18 for training, 2 for validation\n" in capsys.readouterr().out
+    assert main(["data", "check", *argv, "--default-caption", "any"]) == 0
+    said = capsys.readouterr()
+    assert "21 samples to train on, 2 held back" in said.out and "3 pictures" in said.out
+    assert "none is held back" in said.err
+    for kind in "ab":
+        (tmp_path / f"{kind}/0.png").write_bytes(b"none")
+    assert main(["data", "check", *argv]) == 2
+    said = capsys.readouterr()
+    assert "a/0.png" in said.err and "b/0.png" in said.err
+    several = f"folder:{tmp_path / 'c'},folder:{tmp_path / 'd'}"
+    for command in (["info", several], ["check", several]):
+        assert main(["data", *command, "--image-size", "8"]) == 2
+        said = capsys.readouterr()
+        assert f"{tmp_path / 'c'}: " in said.err and f"{tmp_path / 'd'}: " in said.err
+    latents = ["--from", several, "--image-size", "8", "-o", str(tmp_path / "latents")]
+    assert main(["data", "write-latents", *latents]) == 2
+    assert "it names 2 datasets" in capsys.readouterr().err
+
+
+def _in(folder: Path) -> Path:
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
 def test_info_of_captions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["data", "info", captioned_digits(tmp_path), "--image-size", "8"]
     assert main([*argv, "--json"]) == 0

@@ -13,6 +13,7 @@ from megatron_pulse.cli.models.encoders import add_encoders
 from megatron_pulse.cli.models.encoding import add_default_caption, caption_faults
 from megatron_pulse.cli.models.latents import add_write_latents
 from megatron_pulse.cli.output import add_json, answer, columns
+from megatron_pulse.faults import Faults
 from megatron_pulse.flag_fields import PIXELS
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ A dataset is named as for --pulse-data:
                  of one "group" there are held back for validation together
   latents:PATH   latents written by 'pulse data write-latents'
 """
+_SEVERAL = "  A,B,...        several of these"
 _DESCRIPTION = f"""\
 {_SPECS}
 examples:
@@ -44,13 +46,15 @@ or have transparency, and which cannot be read. Rows of latents are compared wit
 exit status is 2 where anything cannot be read. A run looks at the heads of all pictures when it
 starts, and decodes those of small folders.
 
-{_SPECS}
+{_SPECS}{_SEVERAL}
+
 examples:
   pulse data check folder:photos --image-size 512
   pulse data check latents:runs/latents
 """
 _INFO = f"""\
-{_SPECS}
+{_SPECS}{_SEVERAL}
+
 examples:
   pulse data info mnist --image-size 16
   pulse data info latents:runs/latents --verify
@@ -87,24 +91,26 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 def run_check(args: argparse.Namespace) -> None:
     """Decode every picture, or compare every row of latents with its hash, and print what is so."""
     require(out_of(PIXELS, args, "image_size") + caption_faults(args, args.spec))
-    from megatron_pulse.data.build import open_dataset
+    from megatron_pulse.data.build import open_parts
     from megatron_pulse.data.images.survey import require_readable, surveys
 
-    with mending(OSError):
-        data = open_dataset(
+    with mending(OSError, Faults):
+        parts = open_parts(
             args.spec,
             args.image_size,
             args.channels,
-            verify=args.spec.startswith("latents:"),
-            default_caption=args.default_caption,
+            lambda name: name.startswith("latents:"),
+            args.default_caption,
         )
-        found = surveys(data, whole=True)
-    warn(*data[0].cautions)
-    train, validation = data
+        found = surveys([half for _, *halves in parts for half in halves], whole=True)
+    cautions = [caution for _, train, _ in parts for caution in train.cautions]
+    warn(*cautions)
+    num_training = sum(len(train) for _, train, _ in parts)
+    num_validation = sum(len(validation) for _, _, validation in parts)
     report = {
         "dataset": args.spec,
-        "num_training": len(train),
-        "num_validation": len(validation),
+        "num_training": num_training,
+        "num_validation": num_validation,
         "folders": [
             {
                 "folder": str(each.files.root),
@@ -116,27 +122,39 @@ def run_check(args: argparse.Namespace) -> None:
             }
             for each in found
         ],
-        "cautions": list(train.cautions),
+        "cautions": cautions,
     }
     told = [*(each.describe() for each in found)]
-    told.append(f"{len(train):,} samples to train on, {len(validation):,} held back")
+    told.append(f"{num_training:,} samples to train on, {num_validation:,} held back")
     answer(args, told, lambda: report)
     require_readable(found)
 
 
 def run_info(args: argparse.Namespace) -> None:
-    """Open the dataset as training does and print what it holds."""
+    """Open the datasets as training does and print what they hold."""
     require(out_of(PIXELS, args, "image_size"))
-    from megatron_pulse.data.build import open_dataset
+    from megatron_pulse.data.build import open_parts
 
-    with mending(OSError):
-        train, validation = open_dataset(
-            args.spec, args.image_size, args.channels, verify=args.verify
-        )
-        others = _others(args, train)
-        counts = Counter(part.label(i) for part in (train, validation) for i in range(len(part)))
+    lines, reports = list[str](), list[dict[str, Any]]()
+    with mending(OSError, Faults):
+        parts = open_parts(args.spec, args.image_size, args.channels, lambda name: args.verify)
+        for name, train, validation in parts:
+            pairs, report = _described(name, train, validation, args.verify)
+            lines += ["", *columns(pairs, 13, 0)] if lines else columns(pairs, 13, 0)
+            reports.append(report)
+            warn(*train.cautions)
+    whole = {"dataset": args.spec, "datasets": reports}
+    answer(args, lines, lambda: whole if len(reports) > 1 else reports[0])
+
+
+def _described(
+    name: str, train: DiffusionDataset, validation: DiffusionDataset, verify: bool
+) -> tuple[list[tuple[str, str]], dict[str, Any]]:
+    """What one dataset holds, for people and as a record; adds cautions to ``train``."""
+    others = _others(name, train, verify)
+    counts = Counter(part.label(i) for part in (train, validation) for i in range(len(part)))
     report = {
-        "dataset": args.spec,
+        "dataset": name,
         "num_training": len(train),
         "num_validation": len(validation),
         "shape": list(train.image_shape),
@@ -146,11 +164,11 @@ def run_info(args: argparse.Namespace) -> None:
         **_captions(train),
         **({} if others is None else {"conditioning": str(others)}),
         "samples_per_class": {str(label): counts[label] for label in sorted(counts)},
-        "verified": args.verify,
+        "verified": verify,
     }
     empty = train.num_classes - len(counts)
     pairs = [
-        ("dataset", args.spec),
+        ("dataset", name),
         ("samples", f"{len(train)} for training, {len(validation)} for validation"),
         ("shape", f"{'x'.join(map(str, train.image_shape))} (channels x height x width)"),
         (
@@ -166,13 +184,12 @@ def run_info(args: argparse.Namespace) -> None:
         pairs.append(("captions", f"such as {example!r}; the longest has {longest} words"))
     if others is not None:
         pairs.append(("conditioning", f"another picture of each, in {others}"))
-    if args.verify and Path(args.spec.partition(":")[2]).is_dir():
+    if verify and Path(name.partition(":")[2]).is_dir():
         pairs.append(("verified", "every file can be read"))
-    warn(*train.cautions)
-    answer(args, columns(pairs, 13, 0), lambda: report)
+    return pairs, report
 
 
-def _others(args: argparse.Namespace, train: DiffusionDataset) -> Path | None:
+def _others(spec: str, train: DiffusionDataset, verify: bool) -> Path | None:
     """The folder that has another picture of each, as a ControlNet needs it; what is wrong with
     one that is there is told."""
     from megatron_pulse.data.build import open_dataset
@@ -180,17 +197,17 @@ def _others(args: argparse.Namespace, train: DiffusionDataset) -> Path | None:
     from megatron_pulse.data.fields import WantedFields
     from megatron_pulse.data.images.conditioning import CONDITIONING, others_of
 
-    kind, _, path = args.spec.partition(":")
+    kind, _, path = spec.partition(":")
     others = others_of(Path(path.partition("#")[0])) if path else Path()
     if kind not in ("folder", "captions") or not others.is_dir():
         return None
     wanted = WantedFields(train.image_shape, {CONDITIONING: FieldSpec(train.image_shape)})
     try:
-        with_others, _ = open_dataset(args.spec, wanted=wanted, verify=args.verify)
+        with_others, _ = open_dataset(spec, wanted=wanted, verify=verify)
     except DataError as error:
         warn(str(error))
         return None
-    train.cautions = with_others.cautions
+    train.cautions = list(dict.fromkeys([*train.cautions, *with_others.cautions]))
     return others
 
 
@@ -198,7 +215,7 @@ def _captions(train: DiffusionDataset) -> dict[str, Any]:
     """An example and the largest number of words, where images have captions."""
     from megatron_pulse.data.text.words import split_words
 
-    if not train.has_captions:
+    if not train.has_captions or not len(train):
         return {}
     texts = [train.caption(i) for i in range(len(train))]
     longest = max(len(split_words(text)) for text in texts)

@@ -49,7 +49,11 @@ def add_default_caption(parser: argparse.ArgumentParser) -> None:
 
 def caption_faults(args: argparse.Namespace, source: str) -> list[str]:
     """Faults of a ``--default-caption`` without use."""
-    if args.default_caption and not source.startswith(("folder:", "captions:")):
+    if not args.default_caption:
+        return []
+    from megatron_pulse.data.build import names_of
+
+    if not any(name.startswith(("folder:", "captions:")) for name in names_of(source)):
         return ["--default-caption is for image files: folder:PATH or captions:PATH"]
     return []
 
