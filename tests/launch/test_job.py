@@ -155,6 +155,7 @@ def test_the_first_node_is_asked_for_again(failing: int, status: int, tmp_path: 
         ("# later\n\n", 1, "has no line 1: choose --array within its 0 line(s)"),
         ("--lr 1\n  # no\n\n--lr 2", 2, "[--common][--lr][2]"),
         ("--lr 1\n  # no\n\n--lr 2", 3, "has no line 3: choose --array within its 2 line(s)"),
+        ("--lr 1\n", 0, "no line 0: lines with flags are numbered from 1. Use --array 1-N"),
         ("\ufeff# a\r\n\r\n--lr 1e-4 \r\n", 1, "[--common][--lr][1e-4]"),
         ("--data \"my photos\" --x='$HOME' a\\ *", 1,
          "[--common][--data][my photos][--x=$HOME][a *]"),
