@@ -332,7 +332,8 @@ class Executor:
         if placement.after[stage] is None:
             fields = own_fields(self._backbone, head.chain, batch)
             drawing = DrawWatch(whole=stage not in self._ended)
-            saved.loss = _loss(self._settings.loss_of(head.chain)(outputs[0], fields))
+            loss = self._settings.loss_of(head.chain)(outputs[0], fields)
+            saved.loss = _loss(loss, self._training and outputs[0].requires_grad)
             self._require_none_drawn(drawing, "the loss")
             self._ended.add(stage)
             # torch's mean squared error is a number in memory of the size of what it is of.
@@ -435,12 +436,19 @@ def _gradient(leaf: Tensor) -> Tensor:
     return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
 
 
-def _loss(value: object) -> Tensor:
-    """What a loss function returned; raises ValueError unless it is one number."""
+def _loss(value: object, differentiated: bool) -> Tensor:
+    """What a loss function returned; raises ValueError unless it is one number, of which there is
+    a gradient if it is to be ``differentiated``."""
     if not isinstance(value, Tensor):
         raise ValueError(f"the loss must be a tensor of one number, is {type(value).__name__}")
     if value.numel() != 1:
         raise ValueError(f"the loss must be one number, has the shape {tuple(value.shape)}")
+    if differentiated and not value.requires_grad:
+        raise ValueError(
+            "the loss has no gradient: it is computed of a detached prediction, of its numbers, or "
+            "within torch.no_grad(). Compute it of the prediction itself; evaluate() takes it as "
+            "it is"
+        )
     return value
 
 

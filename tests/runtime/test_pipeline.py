@@ -273,6 +273,23 @@ def embedded_plan(num_processes: int, replicated: bool) -> pulse.Plan:
     return replace(plan, embedders=(EmbedderChoice("embed", 0, 0, replicated),))
 
 
+def test_a_loss_without_a_gradient_is_refused() -> None:
+    def no_grad(y: Tensor, batch: Any) -> Tensor:
+        with torch.no_grad():
+            return y.square().mean()
+
+    losses: list[Any] = [
+        lambda y, batch: y.detach().square().mean(),
+        lambda y, batch: torch.tensor(y.square().mean().item()),
+        no_grad,
+    ]
+    for loss in losses:
+        pipeline = pipeline_of([lambda: nn.Linear(WIDTH, WIDTH)] * 2, 2, loss)
+        with pytest.raises(ValueError, match="the loss has no gradient: .* Compute it of the pred"):
+            pipeline.step(batches())
+        assert len(pipeline.evaluate(batches())) == 3
+
+
 class Tied(nn.Module):
     """Two maps of one weight, and a constant."""
 
