@@ -270,6 +270,30 @@ def test_listed_files_of_other_formats_are_left_aside(tmp_path):
     assert "1 listed file (b.avif) of no format that is read" in data.cautions[1]
 
 
+@pytest.mark.parametrize(
+    ("table", "caption"),
+    [
+        ("file_name;text\na.png;one, two\n", "one, two"),
+        ("file_name\ttext\na.png\tone; two\n", "one; two"),
+        ('file_name, text\na.png, "one, two"\n', "one, two"),
+        ("file_name ,text ; other\na.png, one\n", None),
+        ('\ufefffile_name ; "text";x\r\na.png ; one, two ;y\r\n', "one, two"),
+        ("file_name,text,a;b\na.png, one,x\n", " one"),
+        ("file_name|text\na.png|one\n", None),
+    ],
+)
+def test_tables_have_commas_semicolons_or_tabs(table, caption, tmp_path):
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    (tmp_path / "metadata.csv").write_bytes(table.encode())
+    if caption is not None:
+        assert read_captions(tmp_path).pairs == [(tmp_path / "a.png", caption)]
+        return
+    with pytest.raises(DataError, match="metadata.csv: of .*text there must be one col") as caught:
+        read_captions(tmp_path)
+    told = "; commas, semicolons or tabs are between columns; it has file_name|text"
+    assert (told in str(caught.value)) == ("|" in table)
+
+
 def test_faults_of_captions_are_listed_at_once(tmp_path):
     for name in ("a", "b", "c", "d", "f", "sub/e"):
         picture(tmp_path / f"{name}.png")

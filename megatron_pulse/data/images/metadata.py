@@ -2,10 +2,12 @@
 
 ``a.txt`` is the caption of ``a.png`` in the same folder. ``metadata.jsonl`` (a line of JSON for
 each) and ``metadata.csv`` have a ``file_name``, relative to their own folder, and a column of
-captions, as Hugging Face's ``imagefolder`` has them; they may lie in subfolders, and name no file
-outside of the folder that is read. A picture that is listed several times, with other captions, is
-as many samples. A ``group`` there names pictures of which none is held back for validation while
-another is trained on. Other keys are not looked at. A picture without a caption has ``default``.
+captions, as Hugging Face's ``imagefolder`` has them. A table may have semicolons or tabs between
+its columns, and blanks around its names, which all cells then lose. Lists may lie in subfolders,
+and name no file outside of the folder that is read. A picture that is listed several times, with
+other captions, is as many samples. A ``group`` there names pictures of which none is held back for
+validation while another is trained on. Other keys are not looked at. A picture without a caption
+has ``default``.
 """
 
 from __future__ import annotations
@@ -14,8 +16,10 @@ import csv
 import os
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from itertools import chain
 from pathlib import Path
 
 from megatron_pulse.data.dataset import DataError
@@ -240,16 +244,46 @@ def _count_unread(there: Collection[str], known: Collection[str], unread: Counte
         unread.update(key for key in there if key not in known)
 
 
+@dataclass(frozen=True)
+class _Form:
+    """How a table is written: what its cells are ``apart`` by, and if they have ``blanks`` around
+    them that are none of theirs."""
+
+    apart: str = ","
+    blanks: bool = False
+
+    @classmethod
+    def of(cls, beginning: str, column: str) -> _Form:
+        """That in which the first line has the names that are read; else the usual one."""
+        for apart in ",;\t":
+            reader = csv.reader([beginning], delimiter=apart, skipinitialspace=True, strict=True)
+            with suppress(csv.Error):  # told where it is read
+                names = next(reader, [])
+                head = [name.strip() for name in names]
+                if FILE_NAME in head and column in head:
+                    exact = next(csv.reader([beginning], delimiter=apart))
+                    return cls(apart, exact != head)
+        return cls()
+
+    def cells(self, row: list[str]) -> list[str]:
+        """Those of a row, without what is not theirs."""
+        return [cell.strip() for cell in row] if self.blanks else row
+
+
 def _of_table(
     lines: Iterator[str], where: str, column: str, faults: list[str], unread: Counter[str]
 ) -> Iterator[Row]:
-    reader = csv.reader((f"{line}\n" for line in lines), strict=True)
+    form = _Form.of(beginning := next(lines, ""), column)
+    whole = (f"{line}\n" for line in chain([beginning], lines))
+    reader = csv.reader(whole, delimiter=form.apart, skipinitialspace=form.blanks, strict=True)
     try:
-        head = next(reader, [])
+        head = form.cells(next(reader, []))
         if missing := [key for key in (FILE_NAME, column) if head.count(key) != 1]:
             near = "".join(
                 meant(key, [name for name in head if name != FILE_NAME]) for key in missing
             )
+            if len(head) == 1:
+                near = "commas, semicolons or tabs are between columns; "
             faults.append(
                 f"{where}: of {' and '.join(missing)} there must be one column; {near}it has "
                 f"{_names(head)}"
@@ -263,7 +297,7 @@ def _of_table(
             number, first = first, reader.line_num + 1
             if row and len(row) != len(head):
                 faults.append(f"{where}, line {number}: {len(row)} cells below {len(head)} names")
-            elif row:
+            elif row := form.cells(row):
                 yield number, row[at], row[says], "" if group is None else row[group].strip()
     except csv.Error as error:
         faults.append(f"{where}, line {reader.line_num}: {error}")
