@@ -18,6 +18,7 @@ from megatron_pulse.backbone.derived.chains import Chains
 from megatron_pulse.backbone.derived.exported import DerivationError
 from megatron_pulse.backbone.derived.inputs import Make, read_inputs, read_others
 from megatron_pulse.backbone.derived.layer import ChainSource, DerivedLayer, Sample
+from megatron_pulse.backbone.derived.refused.lazy import lazy_modules
 from megatron_pulse.backbone.derived.trial import trial
 from megatron_pulse.backbone.derived.units import UnitChain
 from megatron_pulse.backbone.derived.weights.first import (
@@ -78,6 +79,7 @@ def from_module(
     faults = []
     if granularity not in ("blocks", "pieces"):
         faults.append(f"granularity is {granularity!r}, not 'blocks' or 'pieces'")
+    faults += lazy_modules(module)
     dtypes = dict.fromkeys(str(p.dtype)[6:] for p in module.parameters() if p.is_floating_point())
     if len(dtypes) > 1:
         faults.append(

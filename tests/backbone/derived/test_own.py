@@ -14,6 +14,7 @@ import megatron_pulse as pulse
 from megatron_pulse.backbone.derived.exported import DerivationError
 from megatron_pulse.backbone.derived.from_module import source_of
 from megatron_pulse.backbone.derived.reading import operation
+from megatron_pulse.backbone.derived.weights.hollow import hollow, made_hollow
 from megatron_pulse.profile.flops import model_flops
 from megatron_pulse.profile.parameters import count_parameters
 from tests.backbone.derived.bits import chain_equal_to, skips_of
@@ -95,6 +96,28 @@ REFUSED = [
     (Hidden(), "mul_.Tensor writes to what wrap_with", line_of(Hidden, "mul_(2)")),
     (nn.Sequential(nn.ReLU()), "does not depend on", ""),
 ]
+
+
+def test_lazy_modules_are_named() -> None:
+    """Also those that a factory makes without memory; once called they are as others."""
+
+    def make() -> nn.Module:
+        lazy = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LazyLinear(WIDTH), nn.LazyBatchNorm1d())
+        return lazy.eval()
+
+    x = torch.randn(3, WIDTH)
+    for derive in (
+        lambda: pulse.from_module(make(), {"input": x}, sample="input"),
+        lambda: hollow(made_hollow(make), torch.float32),
+    ):
+        with pytest.raises(DerivationError) as caught:
+            derive()
+        first, second = caught.value.faults
+        assert first.startswith("1 is a LazyLinear, without shapes yet (weight, bias): give its si")
+        assert second.startswith("2 is a LazyBatchNorm1d") and "running_mean" in second
+    module = make()
+    module(x)
+    assert pulse.from_module(module, {"input": x}, sample="input").layers
 
 
 @pytest.mark.parametrize("module, reason, place", REFUSED, ids=[r for _, r, _ in REFUSED])

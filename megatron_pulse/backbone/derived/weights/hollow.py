@@ -7,9 +7,11 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron_pulse.backbone.derived.exported import DerivationError
+from megatron_pulse.backbone.derived.refused.lazy import lazy_modules
 from megatron_pulse.backbone.derived.refused.shared import shared_memory
 
 
@@ -39,7 +41,7 @@ def registering(change: Callable[[nn.Parameter], nn.Parameter]) -> Iterator[None
 
 
 def _to_meta(parameter: nn.Parameter) -> nn.Parameter:
-    if parameter.is_meta:
+    if parameter.is_meta or is_lazy(parameter):
         return parameter
     return nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
 
@@ -57,9 +59,9 @@ def hollow(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     """``module`` in ``dtype``, its parameters on the CPU, but without memory; in place.
 
     So it can be exported beside buffers that have values. Raises DerivationError if parameters
-    share memory, which is not to be seen behind this.
+    share memory, which is not to be seen behind this, or have no shape yet.
     """
-    if faults := list(shared_memory(module)):
+    if faults := list(lazy_modules(module)) or list(shared_memory(module)):
         raise DerivationError(type(module).__name__, faults)
     nn.Module.to(module, dtype)  # diffusers' own warns of what from_pretrained would do
     made: dict[int, nn.Parameter] = {}
