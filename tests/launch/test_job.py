@@ -163,23 +163,53 @@ def test_the_first_node_is_asked_for_again(failing: int, status: int, tmp_path: 
     ],
 )  # fmt: skip
 def test_a_line_of_a_sweep(content: str, line: int, expected: str, tmp_path: Path) -> None:
-    for name in ("launch/slurm", ".venv/bin"):
-        (tmp_path / name).mkdir(parents=True)
-    for path in (ROOT / "launch/slurm").iterdir():
-        (tmp_path / "launch/slurm" / path.name).write_bytes(path.read_bytes())
+    copied(tmp_path)
     (tmp_path / "launch/slurm/pretrain.sbatch").write_text('printf "[%s]" "$@"\n')
-    (tmp_path / ".venv/bin/pulse").touch(mode=0o755)
     (tmp_path / "sweep.txt").write_bytes(content.encode())
     slurm = {"SLURM_JOB_ID": "5", "SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": str(line)}
-    done = subprocess.run(
-        ["bash", "launch/slurm/array.sbatch", "sweep.txt", "--common"],
-        cwd=tmp_path,
-        env={**os.environ, **slurm, "PULSE_ROOT": str(tmp_path)},
-        capture_output=True,
-        text=True,
-    )
+    done = script(tmp_path, ["array.sbatch", "sweep.txt", "--common"], slurm)
     assert done.returncode == (0 if expected.startswith("[") else 2), done.stderr
     if expected.startswith("["):
         assert done.stdout == expected
     else:
         assert expected in done.stderr
+
+
+@pytest.mark.parametrize(
+    "model", [["--backbone", "b"], ["--module", "m.py:b"], ["--module=m:b"], []]
+)
+def test_what_is_profiled_is_named_to_profile_alone(model: list[str], tmp_path: Path) -> None:
+    copied(tmp_path, "printf '[%s]' \"$@\"; echo")
+    what = [*model, "--option", "a=1", "--train", "*.bias", "--freeze=c"]
+    how = ["--cluster", "c.yaml", "--global-batch-size", "8", "-o", "plan.json"]
+    done = script(tmp_path, ["tune.sbatch", *what, *how], {"SLURM_JOB_ID": "5"})
+    if not model:
+        assert done.returncode == 2 and "missing --backbone or --module; usage: " in done.stderr
+        return
+    assert done.returncode == 0, done.stderr
+    profiled, tuned = done.stdout.splitlines()
+    assert profiled.startswith("".join(f"[{word}]" for word in ["profile", *what, "-o"]))
+    assert tuned.startswith("".join(f"[{word}]" for word in ["tune", *how, "--profile"]))
+
+
+def copied(folder: Path, pulse: str = "") -> None:
+    """The scripts of Slurm in ``folder``, with a stand-in for the command ``pulse``."""
+    for name in ("launch/slurm", ".venv/bin"):
+        (folder / name).mkdir(parents=True)
+    for path in (ROOT / "launch/slurm").iterdir():
+        (folder / "launch/slurm" / path.name).write_bytes(path.read_bytes())
+    (folder / ".venv/bin/pulse").touch(mode=0o755)
+    (folder / ".venv/bin/pulse").write_text(f"#!/usr/bin/env bash\n{pulse}\n")
+
+
+def script(
+    folder: Path, command: list[str], slurm: dict[str, str]
+) -> subprocess.CompletedProcess[str]:
+    """Run a script of ``copied`` as Slurm would."""
+    return subprocess.run(
+        ["bash", f"launch/slurm/{command[0]}", *command[1:]],
+        cwd=folder,
+        env={**os.environ, **slurm, "PULSE_ROOT": str(folder)},
+        capture_output=True,
+        text=True,
+    )
