@@ -237,7 +237,7 @@ def _is_equal(first: Tensor, second: Tensor) -> bool:
     import torch
 
     alike = first.dtype == second.dtype and first.shape == second.shape
-    return alike and torch.equal(first, second.to(first.device))
+    return alike and bool(torch.equal(first, second.to(first.device)))
 
 
 def to_published(published: Published, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
