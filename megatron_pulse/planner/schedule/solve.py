@@ -7,6 +7,8 @@ beside it              what a solver can add (``ilp.attempt``), in a process of 
 =====================  ==========================================================================
 
 So a solver that finds nothing takes nothing where there is a second core, and little elsewhere.
+Time is of the processor, of each for itself, and whoever is slower is waited for: the answer does
+not depend on what else the machine does, unless it says that the wall clock ended a solver.
 Theory: README.md beside this.
 """
 
@@ -33,7 +35,8 @@ log = logging.getLogger(__name__)
 
 
 def solve(problem: ScheduleProblem, seconds: float = 10.0, solver: str = "auto") -> Synthesis:
-    """The shortest schedule found within ``seconds``; never longer than the constructive one.
+    """The shortest schedule found within ``seconds`` of the processor; never longer than the
+    constructive one.
 
     ``solver``: ``auto``, ``highs``, ``glpk``, ``cp-sat`` or ``none``; the certificate's ``solver``
     names the path that produced the answer. Raises ValueError for a solver that is not there.
@@ -48,10 +51,13 @@ def solve(problem: ScheduleProblem, seconds: float = 10.0, solver: str = "auto")
     if chosen is Solver.NONE:
         found, notes = synthesize(problem, seconds), ["no solver: constructive alone"]
     else:
-        with Beside(problem, chosen, began + LATER * seconds, began + seconds) as beside:
+        with Beside(problem, chosen, LATER * seconds, (1 - LATER) * seconds) as beside:
             found = synthesize(problem, seconds, beside=beside.is_enough)
-            added = None if found.certificate.proved else beside.wait()
+            added = beside.wait()
         found, notes = _with(problem, found, chosen, added)
+        if beside.late or (added is not None and added.late):
+            cut_off = f"{found.certificate.solver}, {chosen} cut off by the wall clock"
+            found = replace(found, certificate=replace(found.certificate, solver=cut_off))
     made = replace(found.certificate, seconds=time.monotonic() - began)
     log.info(
         "schedule of %g (bound %g%s) by %s in %.1f s; %s",
@@ -76,8 +82,10 @@ def _with(
     schedule, length, path = found.schedule, made.makespan, made.solver
     if faults := faults_for(problem, added.schedule):
         notes.append(f"{solver}: its answer is not valid: {faults[0]}")
-    elif (reached := run(problem, added.schedule).makespan) < length * (1 - 1e-9):
-        schedule, length, path = added.schedule, reached, added.path
+    elif (reached := run(problem, added.schedule).makespan) < length * (1 - 1e-9) or (
+        added.proved and reached <= length * (1 + 1e-9)  # the search may have ended sooner for it
+    ):
+        schedule, length, path = added.schedule, reached, added.path or path
     bound = min(max(made.lower_bound, added.bound), length)
     proved = length <= bound * (1 + 1e-9)
     if proved and added.bound > made.lower_bound:

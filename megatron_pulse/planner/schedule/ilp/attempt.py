@@ -8,19 +8,18 @@ exact                  the time-indexed program (``time_indexed``) where times a
                        is none. Elsewhere ``synthesize``, from the templates
 =====================  ==========================================================================
 
-The times are shares that were measured.
+The times are shares that were measured, of the processor.
 """
 
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import dataclass
 
 from megatron_pulse.planner.schedule.bound.bounds import lower_bound
 from megatron_pulse.planner.schedule.check.simulate import run
 from megatron_pulse.planner.schedule.check.validate import faults_for
-from megatron_pulse.planner.schedule.ilp.solvers import Solver
+from megatron_pulse.planner.schedule.ilp.solvers import Answer, Solver, processor_s
 from megatron_pulse.planner.schedule.ilp.time_indexed import Found
 from megatron_pulse.planner.schedule.operations import Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
@@ -54,24 +53,34 @@ and GLPK gain less than annealing does in that time."""
 @dataclass(frozen=True)
 class Attempt:
     """The shortest schedule that was known or found, its length, a bound below which none is, the
-    path that led there ("" where nothing shorter was found), and how each way fared."""
+    path that led there ("" where nothing shorter was found), and how each way fared; ``late`` if
+    the wall clock ended any."""
 
     schedule: Schedule
     length: float
     bound: float
     path: str
     notes: tuple[str, ...]
+    late: bool = False
+
+    @property
+    def proved(self) -> bool:
+        """Whether no schedule is shorter."""
+        return self.length <= self.bound * (1 + 1e-9)
 
 
 def attempt(
-    problem: ScheduleProblem, solver: Solver, deadline: float, schedule: Schedule, bound: float
+    problem: ScheduleProblem, solver: Solver, seconds: float, schedule: Schedule, bound: float
 ) -> Attempt:
-    """What ``solver`` makes of a valid ``schedule`` until ``deadline`` (of ``time.monotonic``)."""
-    trying = _Attempt(problem, solver, deadline, schedule, bound)
+    """What ``solver`` makes of a valid ``schedule`` in ``seconds`` of the processor, its own and
+    the solver's."""
+    trying = _Attempt(problem, solver, seconds, schedule, bound)
     if not trying.proved:
         trying.templates()
         trying.exact()
-    return Attempt(trying.schedule, trying.length, trying.bound, trying.path, tuple(trying.notes))
+    return Attempt(
+        trying.schedule, trying.length, trying.bound, trying.path, tuple(trying.notes), trying.late
+    )
 
 
 class _Attempt:
@@ -79,11 +88,12 @@ class _Attempt:
         self,
         problem: ScheduleProblem,
         solver: Solver,
-        deadline: float,
+        seconds: float,
         schedule: Schedule,
         bound: float,
     ) -> None:
-        self.problem, self.solver, self.deadline = problem, solver, deadline
+        self.problem, self.solver = problem, solver
+        self.seconds, self.began = seconds, processor_s()
         size = problem.placement.num_devices * problem.num_microbatches
         exactly = solver is Solver.CP_SAT
         self.grid = on_grid(problem, TICKS if exactly else EXACT_SLOTS)
@@ -97,7 +107,7 @@ class _Attempt:
         self.notes: list[str] = []
         self.found: list[Template] = []
         self.schedule, self.length = schedule, run(problem, schedule).makespan
-        self.bound, self.path = bound, ""
+        self.bound, self.path, self.late = bound, "", False
 
     @property
     def proved(self) -> bool:
@@ -105,8 +115,12 @@ class _Attempt:
         return self.length <= self.bound * (1 + 1e-9)
 
     def left(self) -> float:
-        """Seconds that remain."""
-        return self.deadline - time.monotonic()
+        """Seconds of the processor that remain."""
+        return self.seconds - (processor_s() - self.began)
+
+    def ended(self, answer: Answer) -> None:
+        """Note whether the wall clock ended a solver."""
+        self.late |= answer.late
 
     def offer(self, path: str, schedule: Schedule) -> bool:
         """Take ``schedule`` if it is valid and shorter; whether it was taken."""
@@ -125,7 +139,7 @@ class _Attempt:
             return
         from megatron_pulse.planner.schedule.ilp.modulo import fitting
 
-        self.found = fitting(self.shop, self.solver, TEMPLATE_SHARE * self.left())
+        self.found = fitting(self.shop, self.solver, TEMPLATE_SHARE * self.left(), self.ended)
         before = self.length
         for template in self.found:
             if self.left() > 0 and not self.proved:
@@ -155,6 +169,7 @@ class _Attempt:
             return
         grid = self.grid
         found = self.shortest(grid)
+        self.ended(found.answer)
         gained = False
         if found.start is not None:
             orders = job_shop(grid.problem).schedule("wave", found.start)

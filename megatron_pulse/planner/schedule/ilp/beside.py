@@ -6,7 +6,6 @@ from there, and writes what it returns. Both are pickles of one and the same pro
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pickle
 import subprocess
@@ -18,13 +17,14 @@ from types import TracebackType
 
 from megatron_pulse.files import replacing
 from megatron_pulse.planner.schedule.ilp.attempt import LEAST_S, Attempt, attempt
-from megatron_pulse.planner.schedule.ilp.solvers import Solver
+from megatron_pulse.planner.schedule.ilp.solvers import LATE, Solver
 from megatron_pulse.planner.schedule.operations import Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
 from megatron_pulse.processes import ending_with_us
 
-GRACE_S = 0.2
-"""Seconds after the end at which an answer is no longer waited for."""
+GRACE_S = 5.0
+"""Seconds of the wall clock, beside ``LATE`` times its own, after which an answer is no longer
+waited for."""
 
 NICE = 5
 """How nice the process is: on a core that both share it gets a third of what the search gets."""
@@ -33,13 +33,19 @@ QUESTION, ANSWER = "question.pickle", "answer.pickle"
 
 
 class Beside:
-    """An ``attempt`` from ``later`` on until ``deadline`` (of ``time.monotonic``); used as a
-    context, at whose end its process ends."""
+    """An ``attempt`` of ``seconds`` that begins once this process has spent ``later_s`` more; all
+    are of the processor. Used as a context, at whose end its process ends.
+
+    What it comes to does not depend on how fast it is beside the search: once it has begun, the
+    search ends with its proof, or waits for its end.
+    """
 
     def __init__(
-        self, problem: ScheduleProblem, solver: Solver, later: float, deadline: float
+        self, problem: ScheduleProblem, solver: Solver, later_s: float, seconds: float
     ) -> None:
-        self.problem, self.solver, self.later, self.deadline = problem, solver, later, deadline
+        self.problem, self.solver, self.seconds = problem, solver, seconds
+        self.later = time.process_time() + later_s
+        self.late = False
         self.folder = tempfile.TemporaryDirectory(prefix="pulse-beside-")
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -60,19 +66,21 @@ class Beside:
     def is_enough(self, schedule: Schedule, bound: float) -> bool:
         """Whether the attempt has ended with a proof; begins it with ``schedule`` when it is
         time."""
-        now = time.monotonic()
         if self.process is not None:
             known = self.answer()
-            return known is not None and known.length <= known.bound * (1 + 1e-9)
-        if now >= self.later and self.deadline - now > LEAST_S:
+            return known is not None and known.proved
+        if time.process_time() >= self.later and self.seconds > LEAST_S:
             self._begin(schedule, bound)
         return False
 
     def wait(self) -> Attempt | None:
-        """What came of it, at the deadline at the latest; None for nothing."""
+        """What came of it at its end, or when the wall clock is ``late``; None for nothing."""
         if self.process is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(max(0.0, self.deadline + GRACE_S - time.monotonic()))
+            until = self.began + LATE * self.seconds + GRACE_S
+            try:
+                self.process.wait(max(0.0, until - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                self.late = True
         return self.answer()
 
     def answer(self) -> Attempt | None:
@@ -87,7 +95,8 @@ class Beside:
         return found
 
     def _begin(self, schedule: Schedule, bound: float) -> None:
-        question = (self.problem, self.solver, self.deadline, schedule, bound)
+        self.began = time.monotonic()
+        question = (self.problem, self.solver, self.seconds, schedule, bound)
         (Path(self.folder.name) / QUESTION).write_bytes(pickle.dumps(question))
         root = str(Path(__file__).parents[4])
         paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]

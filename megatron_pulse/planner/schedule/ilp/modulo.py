@@ -19,11 +19,11 @@ n - q_k + 1 have started, else n - q_k; so the sum is linear in q and y. See
 
 from __future__ import annotations
 
-import time
+from collections.abc import Callable
 from enum import StrEnum
 from typing import Any
 
-from megatron_pulse.planner.schedule.ilp.solvers import Solver, solve_model
+from megatron_pulse.planner.schedule.ilp.solvers import Answer, Solver, processor_s, solve_model
 from megatron_pulse.planner.schedule.ilp.time_indexed import memory
 from megatron_pulse.planner.schedule.search.jobshop import JobShop
 from megatron_pulse.planner.schedule.search.template import Template, faults
@@ -36,24 +36,31 @@ class Aim(StrEnum):
     FIT = "largest memory in units of the device's cap, down to 1"
 
 
-def fitting(shop: JobShop, solver: Solver, seconds: float) -> list[Template]:
+def fitting(
+    shop: JobShop,
+    solver: Solver,
+    seconds: float,
+    ended: Callable[[Answer], None] = lambda answer: None,
+) -> list[Template]:
     """Templates within the caps, the best first; empty where none was found in ``seconds``.
 
     The period is bisected between the largest device load, which is tried first, and one
     microbatch at a time; then the template of the least period is made as short as time allows.
+    ``seconds`` are of the processor; ``ended`` is told how each call did.
     """
-    began = time.monotonic()
+    began = processor_s()
     low, high = shop.most_load, _latency(shop)
     found: list[Template] = []
     guess = low
 
     def left() -> float:
-        return seconds - (time.monotonic() - began)
+        return seconds - (processor_s() - began)
 
     while low <= high and left() > MINIMUM_S:
         model = modulo(shop, guess, Aim.FIT)
         share = seconds * (FIRST_SHARE if guess == shop.most_load else SHARE)
         answer = solve_model(model, solver, min(left(), max(MINIMUM_S, share)))
+        ended(answer)
         if answer.has_values and not faults(shop, template := template_of(shop, model, guess)):
             found.insert(0, template)
             high = guess - 1
@@ -65,6 +72,7 @@ def fitting(shop: JobShop, solver: Solver, seconds: float) -> list[Template]:
         period = found[0].period
         model = modulo(shop, period, Aim.LATENCY)
         answer = solve_model(model, solver, left())
+        ended(answer)
         if answer.has_values and not faults(shop, template := template_of(shop, model, period)):
             found.insert(0, template)
     return found

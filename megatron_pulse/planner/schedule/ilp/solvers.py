@@ -1,5 +1,9 @@
 """The solvers that are there, and one call for a Pyomo model that returns in time.
 
+Time is the solver's own: of its processor, or CP-SAT's count of its work. So an answer does not
+depend on what else the machine does. The wall clock ends a call after ``LATE`` times as many
+seconds, which the answer says.
+
 =======  ======================================  ===================================
 name     what it needs                           what it can do here
 =======  ======================================  ===================================
@@ -34,8 +38,14 @@ from typing import Any
 
 from megatron_pulse.processes import ending_with_us
 
-GRACE_S = 0.5
-"""Seconds after its limit at which a solver is killed."""
+GRACE_S = 2.0
+"""Seconds of the wall clock after its last limit at which a solver is killed."""
+
+LATE = 4.0
+"""Times as many seconds of the wall clock as of the processor that a solver takes at the most."""
+
+_OUT_OF_TIME = (-signal.SIGXCPU, 128 + signal.SIGXCPU)
+"""Exit codes of a program that has spent its seconds of the processor, and of a shell around it."""
 
 
 class Solver(StrEnum):
@@ -64,13 +74,20 @@ class Status(StrEnum):
 @dataclass(frozen=True)
 class Answer:
     """What a solver said: how it ended, a proved lower bound of the objective if there is one,
-    and whether it has values (they are then in the model's variables)."""
+    and whether it has values (they are then in the model's variables). ``seconds`` are of the
+    processor; ``late`` if the wall clock ended the call."""
 
     status: Status
     bound: float | None
     has_values: bool
     seconds: float
     detail: str = ""
+    late: bool = False
+
+
+def processor_s() -> float:
+    """Seconds of the processor that this process and those of its that have ended took."""
+    return sum(os.times()[:4])
 
 
 def glpsol() -> str | None:
@@ -111,29 +128,32 @@ def choose(name: str = "auto") -> Solver:
 def solve_model(
     model: Any, solver: Solver, seconds: float, warm: bool = False, threads: int = 1
 ) -> Answer:
-    """Minimise a linear Pyomo ``model`` within ``seconds`` and load what was found into it.
+    """Minimise a linear Pyomo ``model`` within ``seconds`` of the processor, this process's and
+    the solver's, and load what was found into it.
 
     With ``warm`` the values that its variables have are the start (HiGHS only). Never raises for
     what a solver does: a crash, a missing program or a kill is an ``Answer``.
     """
-    began = time.monotonic()
+    began = processor_s()
     with tempfile.TemporaryDirectory(prefix="pulse-ilp-") as folder:
         columns = _write(model, Path(folder) / "model.lp")
-        left = seconds - (time.monotonic() - began)
+        left = seconds - (processor_s() - began)
         if left <= 0:
-            return Answer(Status.TIME_LIMIT, None, False, time.monotonic() - began, "writing it")
+            return Answer(Status.TIME_LIMIT, None, False, processor_s() - began, "writing it")
         run = {Solver.HIGHS: _highs, Solver.GLPK: _glpk}.get(solver)
         if run is None:
             raise ValueError(f"{solver} does not solve Pyomo models")
         start = {n: v.value for n, v in columns.items() if v.value is not None} if warm else None
+        wall = time.monotonic()
         status, bound, values, detail = run(Path(folder), left, start, threads)
+        late = status is not Status.OPTIMAL and time.monotonic() - wall >= LATE * left
     if values is not None:
         for name, variable in columns.items():
             value = values.get(name, 0.0)
             variable.set_value(round(value) if variable.is_integer() else value, True)
     if bound is not None and not math.isfinite(bound):
         bound = None
-    return Answer(status, bound, values is not None, time.monotonic() - began, detail)
+    return Answer(status, bound, values is not None, processor_s() - began, detail, late)
 
 
 def _write(model: Any, path: Path) -> dict[str, Any]:
@@ -145,19 +165,19 @@ def _write(model: Any, path: Path) -> dict[str, Any]:
     return {name: var for name, var in info.symbol_map.bySymbol.items() if hasattr(var, "value")}
 
 
+_KILLED = "killed by the wall clock"
 _Found = tuple[Status, float | None, dict[str, float] | None, str]
 
 
 def _highs(folder: Path, seconds: float, start: dict[str, float] | None, threads: int) -> _Found:
     (folder / "start.json").write_text(json.dumps(start))
     program = Path(__file__).with_name("highs_process.py")
-    startup = 0.4
-    limit = max(0.1, seconds - startup)
     arguments = [sys.executable, "-P", str(program), "model.lp", "start.json", "answer.json"]
-    said, code = _call([*arguments, str(limit), str(threads)], folder, seconds)
+    limits = [str(seconds), str(LATE * seconds), str(threads)]
+    said, code = _call([*arguments, *limits], folder, LATE * seconds)
     answer = folder / "answer.json"
     if code is None:
-        return Status.TIME_LIMIT, None, None, "killed after its time limit"
+        return Status.TIME_LIMIT, None, None, _KILLED
     if code or not answer.exists():
         return Status.FAILED, None, None, f"exit code {code}: {said[-300:]}"
     result = json.loads(answer.read_text())
@@ -168,24 +188,28 @@ def _highs(folder: Path, seconds: float, start: dict[str, float] | None, threads
         return Status.INFEASIBLE, None, None, ""
     if values is not None:
         return Status.FEASIBLE, result["bound"], values, result["status"]
-    if "time limit" in result["status"]:
+    if "time limit" in result["status"] or "interrupt" in result["status"]:
         return Status.TIME_LIMIT, result["bound"], None, ""
     return Status.FAILED, None, None, result["status"]
 
 
 def _glpk(folder: Path, seconds: float, start: dict[str, float] | None, threads: int) -> _Found:
-    """GLPK takes no start and has one thread; it proves a bound only together with the optimum."""
+    """GLPK takes no start and has one thread; it proves a bound only together with the optimum.
+
+    Its own limit is of the wall clock, so the kernel counts its seconds, and ends it.
+    """
     program = glpsol()
     if program is None:
         return Status.FAILED, None, None, "glpsol is not there"
     limit = max(1, math.floor(seconds))
-    said, code = _call(
-        [program, "--lp", "model.lp", "--cuts", "--tmlim", str(limit), "-o", "answer.txt"],
-        folder,
-        seconds,
-    )
+    counted = ["/bin/sh", "-c", f'ulimit -S -t {limit} && exec "$0" "$@"', program]
+    late_s = math.ceil(LATE * seconds)
+    arguments = ["--lp", "model.lp", "--cuts", "--tmlim", str(late_s), "-o", "answer.txt"]
+    said, code = _call([*counted, *arguments], folder, late_s)
+    if code in _OUT_OF_TIME:
+        return Status.TIME_LIMIT, None, None, ""
     if code is None:
-        return Status.TIME_LIMIT, None, None, "killed after its time limit"
+        return Status.TIME_LIMIT, None, None, _KILLED
     if re.search("HAS NO (PRIMAL|INTEGER) FEASIBLE SOLUTION", said):
         return Status.INFEASIBLE, None, None, ""
     answer = folder / "answer.txt"

@@ -18,12 +18,17 @@ an operation, within the horizon) fix most counts. See ../README.md: Integer pro
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_pulse.planner.schedule.ilp.solvers import Answer, Solver, Status, solve_model
+from megatron_pulse.planner.schedule.ilp.solvers import (
+    Answer,
+    Solver,
+    Status,
+    processor_s,
+    solve_model,
+)
 from megatron_pulse.planner.schedule.search.jobshop import JobShop
 
 EXACT_MEMORY = 10_000
@@ -53,13 +58,13 @@ def shortest(
 
     ``start``: start times of a schedule within the horizon to begin with.
     """
-    began = time.monotonic()
+    began = processor_s()
     model = time_indexed(shop, horizon, max(bound, _least(shop)))
     if model is None:
         return Found(None, horizon + 1, Answer(Status.INFEASIBLE, None, False, 0.0))
     if start is not None:
         _set(shop, model, start, horizon)
-    left = seconds - (time.monotonic() - began)
+    left = seconds - (processor_s() - began)
     answer = solve_model(model, solver, left, warm=start is not None)
     found = _starts(shop, model, horizon) if answer.has_values else None
     proved = None

@@ -23,7 +23,6 @@ from functools import partial
 from itertools import islice
 
 from megatron_pulse.planner.layout.placement import Partition
-from megatron_pulse.planner.schedule.cache import cached
 from megatron_pulse.planner.schedule.problem import ScheduleProblem, Synthesis
 from megatron_pulse.planner.schedule.solve import solve
 from megatron_pulse.planner.tune.config import Config
@@ -234,14 +233,14 @@ class _Rounds:
 
     def solve(self, solver: str, count: int) -> None:
         """Whole schedules by ``solver`` for the ``count`` soonest configs, as far as there is time
-        for it."""
+        for it; none from the cache, for an answer is not to depend on what was asked before."""
         done: set[Tried] = set()
         part_s = max(LEAST_S, self.budget.left / max(1, count))
         while todo := [o for o in self.once()[:count] if tried(o) not in done]:
             outcome, seconds = todo[0], min(self.budget.left, part_s)
             done.add(tried(outcome))
             if seconds >= LEAST_S and self.work(outcome) <= LARGEST:
-                self.compare(outcome, cached(self.problem(outcome), seconds, solver, solve))
+                self.compare(outcome, solve(self.problem(outcome), seconds, solver))
 
     def schedule(self, outcome: Outcome, effort: int) -> None:
         """A whole schedule of that effort. More may be held than in the part that was simulated: if
