@@ -127,7 +127,7 @@ def test_a_solver_works_beside_the_search_which_ends_with_its_proof(
     monkeypatch.setattr(megatron_pulse.planner.schedule.solve, "LATER", 0.0)
     found = solve(SOON, 200, "highs").certificate
     assert found.makespan == 95 and found.proved
-    assert found.solver == "constructive, proved by highs"
+    assert found.solver == "highs, proved by highs"
 
 
 def test_a_solver_takes_none_of_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,6 +338,28 @@ def test_a_solver_that_hangs_or_crashes(
     found = solve(UNPROVED, 1, "glpk")
     assert found.certificate.makespan == 110 and not found.certificate.proved
     assert capfd.readouterr() == ("", "")
+
+
+def test_waiting_for_the_processor_takes_none_of_a_solvers_seconds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What sleeps does not compute: the same as behind other work on a busy machine."""
+    real = solvers.glpsol()
+    program = tmp_path / "glpsol"
+    program.write_text(f'#!/bin/sh\nsleep 2\nexec {real} "$@"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    answer = solve_model(paper_model(2, 2), GLPK, 1.2)
+    assert answer.status is Status.OPTIMAL and not answer.late and answer.seconds < 1.2
+
+
+def test_a_schedule_says_that_the_wall_clock_ended_its_solver(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    late = attempt(SOON, HIGHS, 0.0, synthesize(SOON, effort=1).schedule, 1.0)
+    monkeypatch.setattr(Beside, "wait", lambda self: replace(late, late=True))
+    found = solve(SOON, 1, "highs").certificate
+    assert found.solver.endswith("highs cut off by the wall clock")
 
 
 @pytest.mark.parametrize("solver", ["highs", "glpk", "cp-sat", "none"])

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 import time
+from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from megatron_pulse.planner.tune.config import Choices, Config, configs
+from megatron_pulse.planner.tune.config import Choices, Config, Recompute, configs
 from megatron_pulse.planner.tune.costs import Unfit
 from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
 from megatron_pulse.planner.tune.searching.budget import LATE, Budget
@@ -132,6 +137,30 @@ def test_an_answer_does_not_depend_on_what_else_the_machine_does(
         return best.config, best.stages.partition, best.timeline.schedule, found.num_simulated
 
     assert answer(3.0) == answer(1.0)
+
+
+def test_an_answer_is_the_same_beside_other_processes() -> None:
+    """On one core, which two others keep busy, and after another search for the same."""
+
+    def answer() -> tuple[object, ...]:
+        evaluator = Evaluator(profile(random.Random(0), 6, 2), cluster(1, 2), 8)
+        choices = Choices(
+            pipeline=(2,), tensor=(1,), micro_batch_size=(1,), recompute=(Recompute.NEVER,)
+        )
+        best = tune(evaluator, choices, 3.0, 2.5, "highs").outcomes[0]
+        made = replace(best.synthesis.certificate, seconds=0.0)
+        return best.config, best.stages.partition, best.synthesis.schedule, best.step_s, made
+
+    cores = os.sched_getaffinity(0)
+    alone = answer()
+    with ExitStack() as stack:
+        stack.callback(os.sched_setaffinity, 0, cores)
+        os.sched_setaffinity(0, {min(cores)})
+        for _ in range(2):
+            busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+            stack.callback(busy.wait)
+            stack.callback(busy.kill)
+        assert answer() == alone
 
 
 def test_waiting_for_the_processor_is_not_time_spent() -> None:
