@@ -86,7 +86,7 @@ def test_more_time_searches_again_and_keeps_the_better(monkeypatch: pytest.Monke
     cached(open_ended, 1.0, "auto", worse)
     assert worse.asked == 0  # as much time as before
     kept = cached(open_ended, 2.0, "auto", worse)
-    assert worse.asked == 1 and kept.certificate.solver == "constructive"
+    assert worse.asked == 1 and kept.certificate.solver == "cache (constructive)"
     assert kept.certificate.makespan < worse(open_ended, 0.0, "").certificate.makespan
     worse.asked = 0
     assert cached(open_ended, 2.0, "auto", worse).certificate.solver == "cache (constructive)"

@@ -75,19 +75,23 @@ def cached(problem: ScheduleProblem, seconds: float, solver: str, find: Find) ->
     if entry is not None and known is not None:
         if known.certificate.proved or entry.offered_s >= seconds:
             spent = time.monotonic() - began
-            source = f"cache ({entry.certificate.solver})"
-            return replace(
-                known, certificate=replace(known.certificate, solver=source, seconds=spent)
-            )
-    found = find(problem, seconds, solver)
+            return _said(replace(known, certificate=replace(known.certificate, seconds=spent)))
+    found, is_stored = find(problem, seconds, solver), False
     entry = _read(path)  # again: another process may have been faster
     known = None if entry is None else _answer(problem, entry)
     if entry is not None and known is not None:
         seconds = max(seconds, entry.offered_s)
         if known.certificate.makespan < found.certificate.makespan:
             found = replace(known, certificate=_tightened(known.certificate, found.certificate))
+            is_stored = True
     _write(path, Entry(found.schedule, found.certificate, exact(problem), seconds))
-    return found
+    return _said(found) if is_stored else found
+
+
+def _said(stored: Synthesis) -> Synthesis:
+    """``stored``, whose certificate says where it is from."""
+    made = stored.certificate
+    return replace(stored, certificate=replace(made, solver=f"cache ({made.solver})"))
 
 
 def key(problem: ScheduleProblem, solver: str) -> str:

@@ -78,7 +78,6 @@ def shortest_by_cp_sat(
     solver.parameters.max_deterministic_time = WORK_A_SECOND * seconds
     solver.parameters.max_time_in_seconds = LATE * seconds
     code = solver.solve(model)
-    late = code != cp_model.OPTIMAL and solver.wall_time >= LATE * seconds
     meaning: dict[object, Status] = {
         cp_model.OPTIMAL: Status.OPTIMAL,
         cp_model.FEASIBLE: Status.FEASIBLE,
@@ -86,6 +85,7 @@ def shortest_by_cp_sat(
         cp_model.UNKNOWN: Status.TIME_LIMIT,
     }
     status = meaning.get(code, Status.FAILED)
+    late = status is not Status.OPTIMAL and solver.wall_time >= LATE * seconds
     spent = time.process_time() - began
     if status in (Status.OPTIMAL, Status.FEASIBLE):
         proved = round(solver.best_objective_bound)

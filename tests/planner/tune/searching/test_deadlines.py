@@ -9,6 +9,7 @@ import sys
 import time
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -139,8 +140,11 @@ def test_an_answer_does_not_depend_on_what_else_the_machine_does(
     assert answer(3.0) == answer(1.0)
 
 
-def test_an_answer_is_the_same_beside_other_processes() -> None:
-    """On one core, which two others keep busy, and after another search for the same."""
+def test_an_answer_is_the_same_beside_other_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On one core, which two others keep busy; a search neither leaves nor takes schedules."""
+    monkeypatch.setenv("PULSE_CACHE_DIR", str(tmp_path))
 
     def answer() -> tuple[object, ...]:
         evaluator = Evaluator(profile(random.Random(0), 6, 2), cluster(1, 2), 8)
@@ -161,6 +165,7 @@ def test_an_answer_is_the_same_beside_other_processes() -> None:
             stack.callback(busy.wait)
             stack.callback(busy.kill)
         assert answer() == alone
+    assert not list(tmp_path.iterdir())
 
 
 def test_waiting_for_the_processor_is_not_time_spent() -> None:
