@@ -15,6 +15,8 @@ import pytest
 import torch
 from PIL import Image
 
+from megatron_pulse.integration.checkpoint.folders import LATEST, CheckpointError
+from megatron_pulse.integration.checkpoint.start import find_start
 from tests.integration.conftest import BATCH, COSINE, LR
 from tests.integration.runs import BASE, TINY, Run, pipeline, run, train
 from tests.integration.test_bad_input import GOOD, refuse
@@ -268,6 +270,41 @@ def test_folders_that_are_no_place_to_begin(
         assert f"pulse import --from {published}" in fault.replace("'", ""), door
         (fault,) = refuse(monkeypatch, 1, [*SEED, door, ""])
         assert f"{door} is empty" in fault
+
+
+def test_save_refuses_a_run_whose_steps_are_not_told(
+    copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was trained over from step 1; what a first save that was killed leaves is written anew."""
+    latest = copy / LATEST
+    latest.unlink()
+    first, last = steps = [copy / "iter_0000003", copy / "iter_0000006"]
+    for step in steps:
+        (step / "metadata.json").unlink()
+    aside = copy / "iter_0000006.damaged"
+
+    def refused() -> str:
+        with pytest.raises(CheckpointError) as error:
+            find_start(args)
+        return str(error.value)
+
+    args = argparse.Namespace(
+        load=None, pretrained_checkpoint=None, save=str(copy), finetune=False, ckpt_step=None
+    )
+    (fault,) = refuse(monkeypatch, 1, [*SEED, "--save", str(copy)])
+    assert fault == refused()
+    assert f"--save {copy} holds a run that is damaged: iter_0000003, iter_0000006" in fault
+    assert f"without {LATEST} and any metadata.json; restore the files, or name another" in fault
+    shutil.rmtree(first)
+    assert "damaged: iter_0000006, without" in refused()
+    last.rename(aside)
+    assert "damaged: iter_0000006.damaged, without" in refused()
+    aside.rename(last)
+    (last / ".metadata").unlink()
+    assert find_start(args) is None
+    (copy / "release").mkdir()
+    (copy / "release/metadata.json").touch()
+    assert refused().count("release, without latest_checkpointed_iteration.txt; restore") == 1
 
 
 @pytest.mark.parametrize("door", ["--load", "--pretrained-checkpoint", "--save"])

@@ -11,11 +11,16 @@ from megatron_pulse.diffusion.published import find_component
 from megatron_pulse.faults import UserError
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import FileError, read_text
-from megatron_pulse.integration.checkpoint.integrity.hashes import METADATA
+from megatron_pulse.integration.checkpoint.integrity.hashes import INDEX, METADATA
 
 LATEST = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
 """What Megatron calls a checkpoint without iteration, optimizer and random states."""
+RESTORE = (
+    "restore the files, or name another --save to train anew (and --pretrained-checkpoint, where "
+    "there are weights to begin with)"
+)
+"""What to do where no step of a run is whole."""
 _ITERATION = re.compile(r"[0-9]{1,18}")
 
 
@@ -110,3 +115,23 @@ def complete_checkpoints(load: Path) -> list[int]:
     """The iterations below ``load`` whose checkpoints were written to the end."""
     names = (path.parent.name for path in load.glob(f"iter_*/{METADATA}"))
     return sorted(int(name[5:]) for name in names if _ITERATION.fullmatch(name[5:]))
+
+
+def lost_run(load: Path) -> str:
+    """What is there of a run below ``load`` that has saved, where neither the newest is named nor
+    any step was written to its end; else empty.
+
+    A run that ended in its first save leaves one step without an index, which is written when all
+    ranks have written theirs: nothing is lost with it.
+    """
+    if os.path.lexists(load / LATEST) or complete_checkpoints(load):
+        return ""
+    steps = [path for path in load.glob("iter_*") if _ITERATION.match(path.name[5:])]
+    begun = [path for path in steps if _ITERATION.fullmatch(path.name[5:])]
+    if steps == begun and len(steps) == 1 and not (steps[0] / INDEX).exists():
+        steps = []
+    found = sorted(path for path in (*steps, load / RELEASE) if path.is_dir())
+    if not found:
+        return ""
+    gone = [LATEST] if (load / RELEASE / METADATA).exists() else [LATEST, f"any {METADATA}"]
+    return f"{', '.join(path.name for path in found)}, without {' and '.join(gone)}"

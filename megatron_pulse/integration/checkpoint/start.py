@@ -22,10 +22,12 @@ from megatron_pulse.integration.checkpoint.choosing.falling_back import (
 from megatron_pulse.integration.checkpoint.folders import (
     LATEST,
     RELEASE,
+    RESTORE,
     CheckpointError,
     checkpoint_folder,
     complete_checkpoints,
     is_published,
+    lost_run,
     newest,
     newest_named,
 )
@@ -153,9 +155,14 @@ def whole_start(start: Start, args: argparse.Namespace, holds: bool) -> Start:
 
 
 def _holds_a_run(save: Path) -> bool:
-    """Whether there is a checkpoint, though the file that names the newest may be lost."""
+    """Whether there is a checkpoint, though the file that names the newest may be lost.
+
+    Raises CheckpointError for published weights, and for a run of which nothing can be read.
+    """
     if os.path.lexists(save / LATEST) or complete_checkpoints(save):
         return True
+    if lost := lost_run(save):
+        raise CheckpointError(f"--save {save} holds a run that is damaged: {lost}; {RESTORE}")
     if is_published(save):
         raise CheckpointError(
             f"--save {save} holds published weights and no run: name another --save; 'pulse "
