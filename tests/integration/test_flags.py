@@ -153,6 +153,22 @@ def some_values(action: argparse.Action) -> list[str]:
         (["--fp16", "--bf16"], "exclude each other"),
         (["--pulse-verify-every", "5"], "--pulse-verify-every: there is no other rank"),
         (["--loss-scale", "128"], "--loss-scale was given without --fp16"),
+        (
+            ["--fp16", "--initial-loss-scale", "0.5", "--min-loss-scale", "4"],
+            "--min-loss-scale 4 is above --initial-loss-scale 0.5, where the scale begins",
+        ),
+        (["--fp16", "--min-loss-scale", "1e10"], "is above the default --initial-loss-scale 4.29"),
+        (
+            ["--fp16", "--loss-scale", "8", "--hysteresis", "1"],
+            "--hysteresis was given with --loss-scale, which fixes the scale",
+        ),
+        (["--lr", "nan"], "--lr is nan; it must be finite, above 0"),
+        (["--lr", "inf"], "--lr is inf; it must be finite, above 0"),
+        (
+            ["--lr-decay-style", "WSD", "--lr-wsd-decay-iters", "9"],
+            "--lr-wsd-decay-iters 9 is above the 3 over which",
+        ),
+        (["--lr-wsd-decay-iters", "0"], "--lr-wsd-decay-iters is 0; it must be 1 or more"),
         (["--min-lr", "1e-5"], "--min-lr was given without --lr-decay-style"),
         (["--lr-warmup-iters", "3"], "--lr-warmup-iters 3 leaves nothing of the 3"),
         (["--lr-warmup-samples", "3"], "--lr-warmup-samples was given without --train-samples"),

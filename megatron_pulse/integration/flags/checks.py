@@ -13,7 +13,7 @@ import torch
 
 from megatron_pulse.faults import faults_in, told
 from megatron_pulse.files import unwritable
-from megatron_pulse.flag_fields import flag_faults, flag_name
+from megatron_pulse.flag_fields import ABOVE_ZERO, flag_faults, flag_name
 from megatron_pulse.integration.flags.arguments import PREFIX, FlagMark, PulseOptions, pulse_flags
 from megatron_pulse.integration.flags.parse import CommandLine
 from megatron_pulse.integration.flags.together import check_together
@@ -133,6 +133,8 @@ def _check_training(args: argparse.Namespace) -> Iterator[str]:
         yield "--train-iters must be positive"
     if args.lr is None or args.lr <= 0:
         yield "--lr must be given and positive"
+    else:
+        yield from ABOVE_ZERO.faults("--lr", args.lr)
 
 
 def _check_verifying(args: argparse.Namespace, options: PulseOptions) -> Iterator[str]:

@@ -33,6 +33,7 @@ def check_together(line: CommandLine) -> list[str]:
     return [
         *_check_needs(line),
         *_check_numbers(args),
+        *_check_loss_scale(line),
         *_check_optimizer(args),
         *_check_rate(args),
         *_check_output(args),
@@ -127,6 +128,23 @@ def _check_numbers(args: argparse.Namespace) -> Iterator[str]:
             yield from _RANGES[must].faults(name, getattr(args, name[2:].replace("-", "_")))
 
 
+_DYNAMIC_SCALE = ("--initial-loss-scale", "--min-loss-scale", "--loss-scale-window", "--hysteresis")
+
+
+def _check_loss_scale(line: CommandLine) -> Iterator[str]:
+    """Flags of a dynamic loss scale beside a fixed one, and one that begins below its least."""
+    args, first = line.args, line.args.initial_loss_scale
+    if args.loss_scale is not None:
+        for name in (name for name in _DYNAMIC_SCALE if name in line.given):
+            yield f"{name} was given with --loss-scale, which fixes the scale: give one of them"
+    elif args.fp16 and args.min_loss_scale > first:
+        default = "" if "--initial-loss-scale" in line.given else "the default "
+        yield (
+            f"--min-loss-scale {args.min_loss_scale:g} is above {default}--initial-loss-scale "
+            f"{first:g}, where the scale begins: lower the one or raise the other"
+        )
+
+
 def _check_optimizer(args: argparse.Namespace) -> Iterator[str]:
     if args.fp16 and args.bf16:
         yield "--fp16 and --bf16 exclude each other: give one"
@@ -188,11 +206,17 @@ def _check_rate(args: argparse.Namespace) -> Iterator[str]:
             f"--lr-warmup-{unit} {warmup} leaves nothing of the {decay} over which the rate "
             f"changes: it must be below --lr-decay-{unit} (default --train-{unit})"
         )
+    wsd = getattr(args, f"lr_wsd_decay_{unit}")
+    if args.lr_decay_style == "WSD" and None not in (wsd, decay) and wsd > decay >= 1:
+        yield (
+            f"--lr-wsd-decay-{unit} {wsd} is above the {decay} over which the rate changes: give "
+            f"--lr-decay-{unit} (default --train-{unit}) at most"
+        )
     if args.lr is not None and args.lr > 0:
         for name in ("min_lr", "lr_warmup_init"):
             if getattr(args, name) > args.lr:
                 yield f"{flag_name(name)} {getattr(args, name):g} is above --lr {args.lr:g}"
-    if args.lr_decay_style == "WSD" and getattr(args, f"lr_wsd_decay_{unit}") is None:
+    if args.lr_decay_style == "WSD" and wsd is None:
         yield f"--lr-decay-style WSD needs --lr-wsd-decay-{unit}"
     if args.weight_decay_incr_style != "constant":
         ends = args.start_weight_decay, args.end_weight_decay
