@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -211,6 +212,19 @@ def test_weights_go_from_one_layout_to_another() -> None:
         "y belongs to no layer", "layers.0.weight is (5,), not (2, 2)",
     ):  # fmt: skip
         assert part in str(caught.value), caught.value
+    good, before = first.state_dict(), second.state_dict()
+    for given, told in (
+        (None, "must map names to tensors, as full_state_dict returns them; this is NoneType"),
+        ([1], "; this is list"),
+        (torch.nn.Linear(2, 2), "; this is Linear"),
+        ("a.pt", r"not name the file 'a.pt': load_state_dict\(torch.load\('a.pt'\)\)"),
+        (Path("b/a.pt"), r"torch.load\('b/a.pt'\)"),
+        ({**good, "layers.1.bias": 3}, "returns them: layers.1.bias must be a tensor, is int$"),
+        ({"model": good, 4: 5}, r"(?s)\(2 faults\).*model must be a tensor, is dict.*4 is no name"),
+    ):
+        with pytest.raises(RuntimeError, match=told):
+            second.load_state_dict(given)  # type: ignore[arg-type]
+    assert all(torch.equal(value, before[name]) for name, value in second.state_dict().items())
 
 
 def _measured() -> list[float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from os import PathLike
 from typing import Any
 
 import torch
@@ -210,8 +211,10 @@ class Pipeline:
 
         Of a derived chain the ``state_dict`` of its module will do: tied weights under all their
         names and buffers are compared. Raises PulseError that lists what is missing, unknown, of
-        another shape or of other values than these; nothing is loaded then.
+        another shape or of other values than these, and for what maps
+        no names to tensors; nothing is loaded then.
         """
+        _require_weights(state)
         tied, constants = tied_names(self.plan.backbone), buffers_of(self.plan.backbone)
         given = state
         state = {k: v for k, v in untied(given, tied).items() if k not in constants}
@@ -396,6 +399,28 @@ class Pipeline:
                 f"processes {', '.join(map(str, other))} have another plan than process 0 for "
                 f"{num_microbatches} microbatches: measure and plan on one, and send the plan"
             )
+
+
+def _require_weights(state: object) -> None:
+    """Raise PulseError unless ``state`` maps names to tensors."""
+    what = "weights to load must map names to tensors, as full_state_dict returns them"
+    if isinstance(state, str | PathLike):
+        path = str(state)
+        raise PulseError(
+            f"{what}, not name the file {path!r}: load_state_dict(torch.load({path!r})), or "
+            "safetensors.torch.load_file for a .safetensors file"
+        )
+    if not isinstance(state, Mapping):
+        raise PulseError(f"{what}; this is {type(state).__name__}")
+    faults = [
+        f"{name!r} is no name, but {type(name).__name__}"
+        if not isinstance(name, str)
+        else f"{name} must be a tensor, is {type(value).__name__}"
+        for name, value in state.items()
+        if not isinstance(name, str) or not isinstance(value, Tensor)
+    ]
+    if faults:
+        raise PulseError(told(what, faults))
 
 
 def _run_on_zeros(plan: Plan, stage: Stage, settings: RunSettings, which: int) -> None:
