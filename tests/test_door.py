@@ -240,7 +240,12 @@ def _measured() -> list[float]:
     dist.broadcast_object_list(found)
     plan = pulse.make_plan(chain, found[0], pulse.fold(2))
     pipeline = pulse.Pipeline(plan, lambda y, batch: y.square().mean(), 2)
-    return [loss.item() for loss in pipeline.step([{"noisy": torch.ones(2, 8)}] * 3)]
+    batch, rank = {"noisy": torch.ones(2, 8)}, dist.get_rank()
+    with pytest.raises(RuntimeError, match="process 1 is to step 5 microb.*process 0 to step 4 mi"):
+        pipeline.step([batch] * (4 + rank))
+    with pytest.raises(RuntimeError, match="process 1 is to evaluate 4 mic.*process 0 to step 4 m"):
+        (pipeline.evaluate if rank else pipeline.step)([batch] * 4)
+    return [loss.item() for loss in pipeline.step([batch] * 3)]
 
 
 def _require_shared_refused() -> None:

@@ -262,8 +262,8 @@ class Pipeline:
         microbatch has one of them, by the shapes of its fields. Gradients of the mean loss are
         added to those of the parameters. Returns the microbatches' losses, ``everywhere`` or only
         where the chain ends (of a cascade, one chain's after another's). Raises PulseError if the
-        processes have different plans, if no layer is trained, and with everything that is missing
-        in the batches or of another shape, or dtype in ``noisy``.
+        processes have different plans or numbers of batches, if no layer is trained, and with
+        everything that is missing in the batches or of another shape, or dtype in ``noisy``.
         """
         if not any(layer.trained for layer in self.plan.backbone.layers):
             raise PulseError(
@@ -307,6 +307,7 @@ class Pipeline:
         """What runs a step of that many microbatches; all processes call it."""
         key = num_microbatches, forward_only
         if key not in self._executors:
+            self._require_one_call(num_microbatches, forward_only)
             if not self._tried:
                 self._try_layers()
             step = self.plan.step(num_microbatches, forward_only=forward_only)
@@ -389,6 +390,19 @@ class Pipeline:
                 f"first failure in this job: {first or error}"
             ) from error
         return found
+
+    def _require_one_call(self, num_microbatches: int, forward_only: bool) -> None:
+        """Raise PulseError where processes call different steps, before one is planned for them."""
+        if self._group is None:
+            return
+        own = f"{'evaluate' if forward_only else 'step'} {num_microbatches} microbatch(es)"
+        first, *others = self._gathered(own, "comparing steps")
+        if faults := [
+            f"process {i} is to {call}, process 0 to {first}"
+            for i, call in enumerate(others, start=1)
+            if call != first
+        ]:
+            raise PulseError(told("all processes make the same call with the same batches", faults))
 
     def _require_one_plan(self, num_microbatches: int) -> None:
         if self._group is None:
