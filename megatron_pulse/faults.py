@@ -148,6 +148,21 @@ def raised(error: BaseException) -> str:
     return f"{type(error).__name__}: {said}".rstrip(": ") + where
 
 
+def wrong_kinds(given: Iterable[tuple[str, object, type, str]]) -> list[str]:
+    """A fault for each (name of an argument, value, type, remark) of another type."""
+    return [
+        f"{name} must be of type {kind.__name__}{remark}, is {value!r:.60}"
+        for name, value, kind, remark in given
+        if not isinstance(value, kind)
+    ]
+
+
+def wrong_count(name: str, value: object) -> list[str]:
+    """A fault where the argument of that name is no whole number from 1 on."""
+    fits = type(value) is int and value >= 1
+    return [] if fits else [f"{name} must be a whole number from 1 on, is {value!r}"]
+
+
 def unknown(what: str, name: str, known: Iterable[str]) -> str:
     """That no ``what`` has this name, which names are like it, and which there are."""
     names = list(known)

@@ -97,6 +97,45 @@ def test_faults_of_what_plans_are_made_of_are_said() -> None:
     for sizes in (4, [0, -3], []):
         with pytest.raises(ValueError, match=r"micro_batch_sizes must be a list of whole"):
             pulse.measure(chain, sizes)  # type: ignore[arg-type]
+    plan = pulse.make_plan(chain, costs, pulse.sequential(1))
+    for count in (1.5, 2.0, True, "2", 0, None):
+        for ask in (plan.step, plan.problem_of, plan.idle_share):
+            with pytest.raises(ValueError, match="num_microbatches must be a whole number from 1"):
+                ask(count)  # type: ignore[arg-type]
+    problem = plan.problem_of(2)
+    for solve in (pulse.solve, pulse.lower_bound):
+        with pytest.raises(
+            ValueError, match="problem must be of type ScheduleProblem, as plan.pro"
+        ):
+            solve(plan)  # type: ignore[arg-type]
+    for seconds in (-1, math.nan, "1", None):
+        with pytest.raises(ValueError, match="seconds must be a number from 0 on, is"):
+            pulse.solve(problem, seconds)  # type: ignore[arg-type]
+
+
+def test_pipeline_says_all_arguments_of_other_kinds() -> None:
+    chain = pulse.chain([Linear] * 3, pulse.TensorSpec((2,)))
+    plan = pulse.make_plan(chain, pulse.weighted_costs(chain, [1.0] * 3), pulse.sequential(1))
+    given: dict[str, Any] = {"dtype": "bf16", "seed": None, "group": 3, "context": 4}
+    with pytest.raises(RuntimeError) as caught:
+        pulse.Pipeline({}, None, 0, **given)  # type: ignore[arg-type]
+    for part in (
+        "Pipeline (7 faults)", "plan must be of type Plan, as make_plan returns one, is {}",
+        "loss must be a function of prediction and batch, is None", "dtype must be of type dtype",
+        "micro_batch_size must be a whole number from 1 on, is 0", "seed must be of type int, is N",
+        "group must be of type ProcessGroup, is 3", "context must be of type LayerContext, is 4",
+    ):  # fmt: skip
+        assert part in str(caught.value), caught.value
+    both = pulse.cascade({"a": chain, "b": chain})
+    costs = pulse.weighted_costs(both, [1.0] * 6)
+    cascade = pulse.make_plan(both, costs, pulse.opposite(1))
+    for of, loss, told in (
+        (plan, {"a": max}, "Pipeline: loss is given for chains a; there is but one: give a func"),
+        (cascade, {"a": max, "c": 2}, r"(?s)chain 'c' must be a function .*a, c; there are a, b"),
+        (cascade, 3, "is 3 .or one for each chain by name"),
+    ):
+        with pytest.raises(RuntimeError, match=told):
+            pulse.Pipeline(of, loss, 1)  # type: ignore[arg-type]
 
 
 def test_what_a_program_plans_with_is_at_the_door() -> None:

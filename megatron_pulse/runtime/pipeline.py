@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from os import PathLike
 from typing import Any
 
@@ -19,7 +19,7 @@ from megatron_pulse.backbone.derived.weights.first import altered
 from megatron_pulse.backbone.generators import generators_kept
 from megatron_pulse.backbone.published import torn, untied
 from megatron_pulse.backbone.shapes import ShapeError, fields_of, shape_of
-from megatron_pulse.faults import told
+from megatron_pulse.faults import told, wrong_count, wrong_kinds
 from megatron_pulse.planner.layout.routes import Payload, batch_fields_of
 from megatron_pulse.planner.step.plan import Plan
 from megatron_pulse.runtime.called import Recorder, Workload
@@ -49,8 +49,8 @@ class Pipeline:
     may be one for each chain by name, and is given the chain's own fields. A layer's initial
     weights depend on ``seed`` and its name alone. ``context`` is what layers are built with, which
     those of ``model_specs`` need, ``fillers`` what the plan's fillers run. All processes call it.
-    Raises PulseError if the plan is for another number of processes, and where layers of other
-    processes could not be built.
+    Raises PulseError for arguments of other kinds, if the plan is for another number of processes,
+    and where layers of other processes could not be built.
     """
 
     def __init__(
@@ -69,10 +69,19 @@ class Pipeline:
     ) -> None:
         if group is None and dist.is_initialized():
             group = dist.group.WORLD
-        if type(micro_batch_size) is not int or micro_batch_size < 1:
-            raise PulseError(
-                f"micro_batch_size must be a whole number from 1 on, is {micro_batch_size!r}"
-            )
+        given: list[tuple[str, object, type, str]] = [
+            ("plan", plan, Plan, ", as make_plan returns one"),
+            ("seed", seed, int, ""),
+            ("dtype", dtype, torch.dtype, ""),
+        ]
+        if group is not None:
+            given.append(("group", group, dist.ProcessGroup, ""))
+        if context is not None:
+            given.append(("context", context, LayerContext, ""))
+        faults = [*wrong_kinds(given), *wrong_count("micro_batch_size", micro_batch_size)]
+        faults += _loss_faults(loss, plan.backbone.parts if isinstance(plan, Plan) else None)
+        if faults:
+            raise PulseError(told("Pipeline", faults))
         num_processes = 1 if group is None else group.size()
         if num_processes != plan.placement.num_devices:
             raise PulseError(
@@ -413,6 +422,26 @@ class Pipeline:
                 f"processes {', '.join(map(str, other))} have another plan than process 0 for "
                 f"{num_microbatches} microbatches: measure and plan on one, and send the plan"
             )
+
+
+def _loss_faults(loss: object, chains: Collection[str] | None) -> Iterator[str]:
+    """Why this is no loss of a backbone of these chains (empty: one that is no cascade; None: they
+    are not known)."""
+    if not isinstance(loss, Mapping):
+        if not callable(loss):
+            yield (
+                f"loss must be a function of prediction and batch, is {loss!r:.60}"
+                + " (or one for each chain by name)" * bool(chains)
+            )
+        return
+    yield from (
+        f"loss: that of chain {name!r} must be a function of prediction and batch, is {own!r:.60}"
+        for name, own in loss.items()
+        if not callable(own)
+    )
+    if chains is not None and set(loss) != set(chains):
+        there = f"are {', '.join(chains)}" if chains else "is but one: give a function"
+        yield f"loss is given for chains {', '.join(map(str, loss)) or '(none)'}; there {there}"
 
 
 def _require_weights(state: object) -> None:

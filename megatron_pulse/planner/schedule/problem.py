@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megatron_pulse.backbone.costs import ChainCosts
-from megatron_pulse.faults import Faults
+from megatron_pulse.faults import Faults, told, wrong_count, wrong_kinds
 from megatron_pulse.planner.cluster.link import Link
 from megatron_pulse.planner.layout.placement import Partition, Placement
 from megatron_pulse.planner.schedule.operations import Kind, Schedule
@@ -211,9 +211,7 @@ class ScheduleProblem:
 
     def _faults(self) -> list[str]:
         stages, devices = self.placement.num_stages, self.placement.num_devices
-        faults = []
-        if self.num_microbatches < 1:
-            faults.append(f"{self.num_microbatches} microbatches: there must be one or more")
+        faults = wrong_count("num_microbatches", self.num_microbatches)
         for name, count, least in (
             ("forward", stages, LEAST_S),
             ("backward", stages, LEAST_S),
@@ -333,6 +331,13 @@ def stage_problem(
 def boundary_s(costs: ChainCosts, partition: Partition, link: Link) -> tuple[float, ...]:
     """Seconds of the tensor between each stage and the next over ``link``, alone."""
     return tuple(link.time_s(costs.boundary_bytes[cut]) for cut in partition.cuts[1:-1])
+
+
+def require_problem(what: str, problem: object) -> None:
+    """Raise ValueError unless ``problem``, which ``what`` is given, is one."""
+    remark = ", as plan.problem_of(num_microbatches) makes one"
+    if faults := wrong_kinds([("problem", problem, ScheduleProblem, remark)]):
+        raise ValueError(told(what, faults))
 
 
 def equal_stages(

@@ -24,7 +24,12 @@ from megatron_pulse.planner.schedule.ilp.attempt import Attempt
 from megatron_pulse.planner.schedule.ilp.beside import Beside
 from megatron_pulse.planner.schedule.ilp.solvers import Solver, choose
 from megatron_pulse.planner.schedule.offload import with_offload
-from megatron_pulse.planner.schedule.problem import Certificate, ScheduleProblem, Synthesis
+from megatron_pulse.planner.schedule.problem import (
+    Certificate,
+    ScheduleProblem,
+    Synthesis,
+    require_problem,
+)
 from megatron_pulse.planner.schedule.recompute import with_recomputation
 from megatron_pulse.planner.schedule.search.synthesize import get_ready, synthesize
 
@@ -39,8 +44,12 @@ def solve(problem: ScheduleProblem, seconds: float = 10.0, solver: str = "auto")
     constructive one.
 
     ``solver``: ``auto``, ``highs``, ``glpk``, ``cp-sat`` or ``none``; the certificate's ``solver``
-    names the path that produced the answer. Raises ValueError for a solver that is not there.
+    names the path that produced the answer. Raises ValueError for a solver that is not there and
+    for arguments of other kinds.
     """
+    require_problem("solve", problem)
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds >= 0:
+        raise ValueError(f"solve: seconds must be a number from 0 on, is {seconds!r}")
     chosen = choose(solver)
     if problem.offloaded is not None:
         return with_offload(problem, lambda of, part: solve(of, part, solver), seconds)

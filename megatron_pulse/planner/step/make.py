@@ -11,7 +11,7 @@ from typing import Any
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.check import require_valid
 from megatron_pulse.backbone.costs import ChainCosts
-from megatron_pulse.faults import told
+from megatron_pulse.faults import told, wrong_count, wrong_kinds
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import read_text
 from megatron_pulse.planner.layout.placement import Partition, Placement
@@ -82,13 +82,9 @@ def _require_kinds(
         ("schedule_name", schedule, str, ""),
         ("goal", Goal() if goal is None else goal, Goal, ""),
     )
-    faults = [
-        f"{name} must be of type {kind.__name__}{remark}, is {value!r:.60}"
-        for name, value, kind, remark in given
-        if not isinstance(value, kind)
-    ]
-    if cap is not None and (type(cap) is not int or cap < 1):
-        faults.append(f"cap must be a whole number from 1 on, is {cap!r}")
+    faults = wrong_kinds(given)
+    if cap is not None:
+        faults += wrong_count("cap", cap)
     if faults:
         raise PlanError(told("make_plan", faults))
 

@@ -15,7 +15,7 @@ from typing import Any
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.gradients import wanted_gradients
 from megatron_pulse.backbone.named import tell_layers
-from megatron_pulse.faults import told
+from megatron_pulse.faults import told, wrong_count
 from megatron_pulse.figures import counted, in_mb
 from megatron_pulse.planner.layout.embedders import EmbedderChoice
 from megatron_pulse.planner.layout.layouts import layout_name
@@ -120,8 +120,11 @@ class Plan:
         """The compiled and proven step for that many microbatches.
 
         One that ``predicts`` is the pass before a step of training that conditions itself: forwards
-        alone, whose predictions go to the first stage's device.
+        alone, whose predictions go to the first stage's device. Raises PlanError where there is no
+        such step.
         """
+        if faults := wrong_count("num_microbatches", num_microbatches):
+            raise PlanError(told("a step", faults))
         return _compile_step(self, num_microbatches, forward_only or predicts, predicts)
 
     @property

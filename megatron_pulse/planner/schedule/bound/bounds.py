@@ -24,7 +24,7 @@ import numpy as np
 from megatron_pulse.planner.schedule.bound.order_bound import BOUND_WORK, classes_of, order_bound
 from megatron_pulse.planner.schedule.bound.path import MicrobatchPath
 from megatron_pulse.planner.schedule.compiled import compiled
-from megatron_pulse.planner.schedule.problem import ScheduleProblem
+from megatron_pulse.planner.schedule.problem import ScheduleProblem, require_problem
 
 MANY = 64
 """Activations of the largest size, from which on a cap is taken to be full."""
@@ -38,6 +38,7 @@ def lower_bound(
     The best of the bounds above, ``order_bound`` up to ``work`` (0: not at all) or ``until`` (of
     ``time.process_time``). An activation takes all the time what it takes at the least.
     """
+    require_problem("lower_bound", problem)
     problem = problem.with_least_memory
     if problem.recompute is not None:
         rest = problem.without_recomputation
