@@ -307,6 +307,36 @@ def test_save_refuses_a_run_whose_steps_are_not_told(
     assert refused().count("release, without latest_checkpointed_iteration.txt; restore") == 1
 
 
+def test_where_no_step_is_whole_all_are_named(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the reason of each, and what to do, whatever asks for the run."""
+
+    def refused(*flags: str) -> str:
+        (fault,) = refuse(monkeypatch, 1, [*SEED, *flags])
+        return fault
+
+    first, last = steps = [copy / "iter_0000003", copy / "iter_0000006"]
+    texts = [(step / "metadata.json").read_text() for step in steps]
+    for step in steps:
+        (step / "metadata.json").unlink()
+    fault = refused("--save", str(copy))
+    assert f"--save: no checkpoint in {copy} is whole (2 faults):" in fault
+    assert f"{last} is not a complete torch_dist checkpoint (it has no metadata.json)" in fault
+    assert f"{first} is half-written" in fault
+    assert "restore the files, or name another --save" in fault and "--pretrained-ch" in fault
+    again = ["--load", str(copy), "--save", str(copy)]
+    assert refused(*again) == fault.replace("--save: ", "--load: ", 1)
+    (copy / LATEST).unlink()
+    assert "holds a run that is damaged: iter_0000003, iter" in refused("--load", str(copy))
+    assert "; to begin a run there" not in refused(*again)
+    for step, text in zip(steps, texts, strict=True):
+        (step / "metadata.json").write_text(text)
+        (step / "__0_0.distcp").unlink()
+    fault = refused("--save", str(copy))
+    assert "is whole (3 faults):" in fault and f"{copy} has no {LATEST}" in fault
+    for step in steps:
+        assert f"{step} is damaged (__0_0.distcp: No such file or directory)" in fault
+
+
 @pytest.mark.parametrize("door", ["--load", "--pretrained-checkpoint", "--save"])
 def test_another_backbone(saved: Path, door: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other heads leave every shape as it is."""

@@ -16,6 +16,8 @@ from megatron_pulse.integration.checkpoint.integrity.hashes import INDEX, METADA
 LATEST = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
 """What Megatron calls a checkpoint without iteration, optimizer and random states."""
+HALF = "half-written"
+"""What a step is that has no ``metadata.json``."""
 RESTORE = (
     "restore the files, or name another --save to train anew (and --pretrained-checkpoint, where "
     "there are weights to begin with)"
@@ -57,6 +59,8 @@ def checkpoint_folder(load: str | Path, iteration: int | None = None) -> Path:
             f"{load} holds published weights: 'pulse import --from {load} --to DIR' makes a "
             "checkpoint of them"
         )
+    if latest is None and (lost := lost_run(load)):
+        raise CheckpointError(f"{load} holds a run that is damaged: {lost}; restore the files")
     if latest is None:
         raise CheckpointError(
             f"{load} holds no checkpoint: there is no {LATEST}{others}; give the folder that "
@@ -65,7 +69,9 @@ def checkpoint_folder(load: str | Path, iteration: int | None = None) -> Path:
     folder = load / (RELEASE if latest == RELEASE else step_folder(int(latest)))
     if not (folder / METADATA).exists():
         reason = f"{folder} is not a complete torch_dist checkpoint"
-        if iteration is None and not folder.is_dir():
+        if folder.is_dir():
+            reason += f" (it has no {METADATA})"
+        elif iteration is None:
             reason = f"{load / LATEST} names {latest}, and there is no {folder}"
         raise DamagedError(reason + others, reason)
     return folder
@@ -113,8 +119,13 @@ def is_published(folder: Path) -> bool:
 
 def complete_checkpoints(load: Path) -> list[int]:
     """The iterations below ``load`` whose checkpoints were written to the end."""
-    names = (path.parent.name for path in load.glob(f"iter_*/{METADATA}"))
-    return sorted(int(name[5:]) for name in names if _ITERATION.fullmatch(name[5:]))
+    return sorted(int(path.name[5:]) for path in step_folders(load) if (path / METADATA).exists())
+
+
+def step_folders(load: Path) -> list[Path]:
+    """The folders of steps below ``load``, complete or not."""
+    found = (path for path in load.glob("iter_*") if _ITERATION.fullmatch(path.name[5:]))
+    return sorted(path for path in found if path.is_dir())
 
 
 def lost_run(load: Path) -> str:
@@ -126,8 +137,8 @@ def lost_run(load: Path) -> str:
     """
     if os.path.lexists(load / LATEST) or complete_checkpoints(load):
         return ""
+    begun = step_folders(load)
     steps = [path for path in load.glob("iter_*") if _ITERATION.match(path.name[5:])]
-    begun = [path for path in steps if _ITERATION.fullmatch(path.name[5:])]
     if steps == begun and len(steps) == 1 and not (steps[0] / INDEX).exists():
         steps = []
     found = sorted(path for path in (*steps, load / RELEASE) if path.is_dir())

@@ -99,6 +99,8 @@ def _named(args: argparse.Namespace) -> Start:
     except CheckpointError as error:
         if args.save is None or Path(args.load).resolve() != Path(args.save).resolve():
             raise
+        if _holds_a_run(Path(args.save)):
+            raise
         raise CheckpointError(
             f"{error}; to begin a run there, and to continue it later, give --save alone"
         ) from error

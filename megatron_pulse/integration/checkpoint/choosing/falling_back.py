@@ -15,16 +15,20 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_pulse.faults import told
 from megatron_pulse.files import replacing
 from megatron_pulse.integration.checkpoint.checkpoints import SavedRun, read_saved_run
 from megatron_pulse.integration.checkpoint.folders import (
+    HALF,
     LATEST,
+    RESTORE,
     CheckpointError,
     DamagedError,
     MovedError,
     complete_checkpoints,
     newest,
     step_folder,
+    step_folders,
 )
 from megatron_pulse.integration.checkpoint.integrity.verify import (
     UNHASHED,
@@ -57,11 +61,10 @@ def read_newest(load: str | Path) -> tuple[SavedRun, tuple[Passed, ...]]:
     """The newest run below ``load`` that can be read, and what was passed over for it.
 
     Where the file that names the newest is lost or names nothing that is there, it is the last step
-    that was written to its end. Raises CheckpointError, of the first that was tried, if none can be
-    read.
+    that was written to its end. Raises DamagedError, of all of them, if none can be read.
     """
     load = Path(load)
-    named, passed, first = None, [], None
+    named, passed = None, []
     complete = complete_checkpoints(load)
     try:
         latest = newest(load)
@@ -72,7 +75,6 @@ def read_newest(load: str | Path) -> tuple[SavedRun, tuple[Passed, ...]]:
         return read_saved_run(load), ()
     except DamagedError as error:
         passed.append(Passed.of(error, named))
-        first = error
     for step in reversed(complete):
         if step == named:
             continue
@@ -80,7 +82,10 @@ def read_newest(load: str | Path) -> tuple[SavedRun, tuple[Passed, ...]]:
             return read_saved_run(load, step), tuple(passed)
         except DamagedError as error:
             passed.append(Passed.of(error, step))
-    raise first
+    tried = {step_folder(step) for step in (named, *complete) if step is not None}
+    half = [folder for folder in step_folders(load) if folder.name not in tried]
+    reasons = [one.reason for one in passed] + [f"{folder} is {HALF}" for folder in half]
+    raise DamagedError(told(f"no checkpoint in {load} is whole", reasons, RESTORE))
 
 
 def newest_whole(
@@ -117,7 +122,7 @@ def newest_whole(
             if older.record == saved.record:
                 return older, tuple(passed)
             passed.append(Passed(f"{folder} holds another backbone"))
-    raise damaged(saved.folder, faults, "no other step there is whole")
+    raise damaged(saved.folder, faults, f"no other step there is whole: {RESTORE}")
 
 
 def describe_passed(passed: tuple[Passed, ...], saved: SavedRun) -> list[str]:

@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron_pulse.integration.checkpoint.choosing.stored import HALF, REMOVED, StoredCheckpoint
+from megatron_pulse.integration.checkpoint.choosing.stored import REMOVED, StoredCheckpoint
 from megatron_pulse.integration.checkpoint.folders import (
+    HALF,
     LATEST,
     RELEASE,
     CheckpointError,

@@ -11,6 +11,7 @@ from megatron_pulse.faults import Faults
 from megatron_pulse.integration.checkpoint.checkpoints import read_common, require_in_place
 from megatron_pulse.integration.checkpoint.choosing.falling_back import DAMAGED
 from megatron_pulse.integration.checkpoint.folders import (
+    HALF,
     LATEST,
     RELEASE,
     CheckpointError,
@@ -30,7 +31,6 @@ from megatron_pulse.integration.checkpoint.integrity.hashes import (
 from megatron_pulse.integration.checkpoint.integrity.verify import require_readable
 from megatron_pulse.integration.checkpoint.lock import is_in_use
 
-HALF = "half-written"
 REMOVED = ".removed"
 """The end of the name of a folder whose removal has begun."""
 _STEP = re.compile(r"iter_([0-9]{1,18})((?:\.damaged(?:\.[0-9]+)?)?(?:\.removed)?)")
