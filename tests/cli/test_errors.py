@@ -28,7 +28,8 @@ CASES = {
     "backward classes": ([*SAMPLE, "--classes", "9-0"], ["runs backwards"]),
     "several at once": (
         [*SAMPLE[:3], "-o", "grid.gif", "--steps", "0", "--per-class", "0", "--guidance", "nan"],
-        ["must end in .png", "--steps is 0", "--per-class is 0", "--guidance is nan", "5 faults"],
+        ["must end in .png", "--steps is 0; it must be from 1 to the timesteps of",
+         "--per-class is 0", "--guidance is nan", "5 faults"],
     ),
     "no vae": ([*SAMPLE, "--vae", "nowhere"], ["--vae nowhere holds no config.json"]),
     "report name": ([*SAMPLE, "--json", "report.txt"], ["--json report.txt", ".json"]),

@@ -201,8 +201,14 @@ def test_what_the_checkpoint_cannot_do(
     assert "the model has classes 0-9, not 10, 11, 12" in capsys.readouterr().err
     assert sample(trained, "-o", str(grid), "--iteration", "7") == 2
     assert "iter_0000007 is not a complete" in capsys.readouterr().err
-    assert sample(trained, "-o", str(grid), "--steps", "2000") == 2
-    assert "use 1 to 1000" in capsys.readouterr().err
+    assert sample(trained, "-o", str(grid), "--steps", "2000", "--eta", "0.5") == 2
+    said = capsys.readouterr().err
+    assert "--steps is 2,000; it must be from 1 to 1,000, the timesteps of the model's pro" in said
+    assert "--eta is DDIM's, and the model's process is flow" in said
+    assert sample(trained, "-o", str(grid), "--objective", "v", "--flow-grid", "scheduler") == 2
+    assert (
+        "--flow-grid scheduler is flow's, and the model's process is v" in capsys.readouterr().err
+    )
     assert list(tmp_path.iterdir()) == []
 
 

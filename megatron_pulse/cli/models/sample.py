@@ -37,7 +37,13 @@ from megatron_pulse.cli.models.encoding import (
     take_encoders_of,
 )
 from megatron_pulse.cli.output import add_json, answer, json_faults
-from megatron_pulse.diffusion.choice import OF_TRAINING, FlowGrid, ProcessChoice, SamplingNoise
+from megatron_pulse.diffusion.choice import (
+    OF_TRAINING,
+    FlowGrid,
+    Objective,
+    ProcessChoice,
+    SamplingNoise,
+)
 from megatron_pulse.faults import UserError, collecting
 from megatron_pulse.flag_fields import (
     FROM_ZERO,
@@ -81,6 +87,8 @@ examples:
 
 _GUIDANCE = 2.0
 _MOST_CLASS = 1_000_000
+_STEPS_END = "the timesteps of the model's process"
+_STEPS = Range(lambda value: 1 <= value <= 1_000_000, f"from 1 to {_STEPS_END}")
 _SEED = Range(lambda value: 0 <= value < 2**64, "0 or more, and below 2^64")
 
 
@@ -291,7 +299,8 @@ def _check(args: argparse.Namespace) -> list[str]:
     faults = output_faults(args.output, "--output")
     faults += json_faults(args)
     faults += option_faults(args)
-    faults += out_of(TO_MILLION, args, "per_class", "steps", "from_data")
+    faults += out_of(TO_MILLION, args, "per_class", "from_data")
+    faults += out_of(_STEPS, args, "steps")
     faults += out_of(FROM_ZERO, args, "iteration", "guidance")
     faults += out_of(_SEED, args, "seed")
     if args.vae is not None and output_of(args.output) is Output.TENSORS:
@@ -383,7 +392,17 @@ def _check_model(
     args: argparse.Namespace, model: TrainedModel, kind: str, rows: list[Any], drawing: Drawing
 ) -> list[str]:
     faults = [] if output_of(args.output) is Output.TENSORS else drawing.faults()
-    count = model.num_classes
+    process, count = model.process, model.num_classes
+    most = process.num_timesteps
+    if args.steps > most:
+        faults.append(f"--steps is {args.steps:,}; it must be from 1 to {most:,}, {_STEPS_END}")
+    if process.objective == Objective.FLOW and args.eta:
+        faults.append("--eta is DDIM's, and the model's process is flow: leave it out")
+    if process.objective != Objective.FLOW and args.flow_grid != FlowGrid.EVEN:
+        faults.append(
+            f"--flow-grid {args.flow_grid} is flow's, and the model's process is "
+            f"{process.objective}: leave it out"
+        )
     if args.classes is not None and count is None:
         faults.append(f"{model.backbone.name} knows no classes: leave --classes out")
     if args.classes is not None and count is not None and any(row >= count for row in rows):
