@@ -32,7 +32,6 @@ from megatron_pulse.integration.loop.cascade import CascadeData
 from megatron_pulse.integration.planning.auto import plan_here
 from megatron_pulse.integration.planning.planning import (
     global_batch_size,
-    load_here,
     num_microbatches,
     options_here,
     plan_run,
@@ -84,8 +83,10 @@ def read_command_line() -> tuple[CommandLine, PulseOptions, PlanFile | None]:
         if contrary:
             faults, given = [*faults, *contrary], None
     line = replace(line, faults=tuple(faults))
-    if options.auto and (faults := [*check_flags(line, options), *_check_auto(line, options)]):
-        raise FlagError(faults)  # before anything is measured
+    if options.auto:
+        faults = [*check_flags(line, options), *_check_auto(line, options)]
+        if faults := faults or no_step_elsewhere(find_start(args), args):
+            raise FlagError(faults)  # before anything is measured
     return line, options, given
 
 
@@ -136,23 +137,27 @@ def _lay_cascade(args: argparse.Namespace, line: CommandLine) -> Iterator[str]:
 
 def _check_auto(line: CommandLine, options: PulseOptions) -> Iterator[str]:
     args = line.args
-    backbone, process = None, None
+    backbone = process = start = None
+    data: DiffusionData | None = None
+    try:
+        start = find_start(args)
+        process = process_of(start, options)
+    except ValueError as error:
+        yield str(error)
     if options.plan is not None:
         yield "--pulse-auto makes a plan, --pulse-plan brings one: leave one out"
     if not args.pulse_backbone:
         yield "--pulse-auto needs --pulse-backbone or --pulse-module"
     elif options.plan is None:
         try:
-            backbone = load_here(args, options)
+            backbone = _continued(start, args, options)
         except ValueError as error:
             yield str(error)
     yield from decided_by("--pulse-auto", line)
     if args.global_batch_size is None:
         yield "--pulse-auto needs --global-batch-size, which it divides"
-    try:
-        process = process_of(find_start(args), options)
-    except ValueError as error:
-        yield str(error)
+    if backbone is not None:
+        yield from _model_faults(backbone, options)
     if args.pulse_data is None:
         yield "--pulse-auto needs --pulse-data, what to train on"
     elif backbone is None or backbone.parts or process is None:
@@ -160,8 +165,34 @@ def _check_auto(line: CommandLine, options: PulseOptions) -> Iterator[str]:
     else:
         faults: list[str] = []
         with collecting(faults, (ValueError, OSError)):
-            DiffusionData(options, backbone, process, args.seed)
+            data = DiffusionData(options, backbone, process, args.seed)
         yield from faults
+    if backbone is not None and start is not None:
+        records = {} if data is None else data.record(whole=False)
+        run = NewRun(args, options, backbone.record, data=records)
+        yield from faults_of(start, run, planned=False)
+
+
+def _continued(start: Start | None, args: argparse.Namespace, options: PulseOptions) -> Backbone:
+    """The backbone of these flags, which leave open what ``start`` says of it; raises ValueError
+    where there is none."""
+    there = {} if start is None else start.saved.record
+    backbone = continue_model(there, options.backbone or "", options_here(args, options))
+    return trained_here(backbone, options)
+
+
+def _model_faults(backbone: Backbone, options: PulseOptions) -> Iterator[str]:
+    """Why ``backbone`` cannot be trained so, however it is planned."""
+    if options.class_dropout and not can_drop(backbone):
+        grown = "" if is_module(backbone.name) else ", or import with --null-class"
+        yield (
+            f"--pulse-class-dropout {options.class_dropout:g}: {backbone.name} has no null "
+            f"class that a dropped sample could get: give 0{grown}"
+        )
+    faults: list[str] = []
+    with collecting(faults):
+        check_weights(backbone)
+    yield from faults
 
 
 def prepare(
@@ -185,10 +216,8 @@ def prepare(
         start = find_start(args)
         process = process_of(start, options)
     try:
-        there = {} if start is None else start.saved.record
         if options.backbone:
-            backbone = continue_model(there, options.backbone, options_here(args, options))
-            backbone = trained_here(backbone, options)
+            backbone = _continued(start, args, options)
         if backbone is not None and args.sequence_parallel:
             backbone = _divide(backbone, args.tensor_model_parallel_size)
     except ValueError as error:
@@ -200,14 +229,7 @@ def prepare(
         faults += _undivided(backbone, args.tensor_model_parallel_size)
         args.pulse_record = backbone.saved_record
         args.pulse_process = process.to_dict()
-        if options.class_dropout and not can_drop(backbone):
-            grown = "" if is_module(backbone.name) else ", or import with --null-class"
-            faults.append(
-                f"--pulse-class-dropout {options.class_dropout:g}: {backbone.name} has no null "
-                f"class that a dropped sample could get: give 0{grown}"
-            )
-        with collecting(faults):
-            check_weights(backbone)
+        faults += _model_faults(backbone, options)
         with collecting(faults, (ValueError, OSError)):
             opens = CascadeData if backbone.parts else DiffusionData
             data = opens(options, backbone, process, args.seed)

@@ -17,6 +17,8 @@ from PIL import Image
 
 from megatron_pulse.integration.checkpoint.folders import LATEST, CheckpointError
 from megatron_pulse.integration.checkpoint.start import find_start
+from megatron_pulse.integration.flags.checks import FlagError
+from megatron_pulse.integration.preparing import read_command_line
 from tests.integration.conftest import BATCH, COSINE, LR
 from tests.integration.runs import BASE, TINY, Run, pipeline, run, train
 from tests.integration.test_bad_input import GOOD, refuse
@@ -37,7 +39,7 @@ def column(result: Run, name: str) -> list[float]:
 def said(monkeypatch: pytest.MonkeyPatch, *flags: str) -> str:
     """The line that a run with these flags begins with."""
     from megatron_pulse.integration.checkpoint.resume import NewRun, describe
-    from megatron_pulse.integration.preparing import prepare, read_command_line
+    from megatron_pulse.integration.preparing import prepare
 
     monkeypatch.setattr(sys, "argv", ["pretrain_diffusion.py", *GOOD, *SEED, *COSINE, *flags])
     line, options, given = read_command_line()
@@ -305,6 +307,30 @@ def test_save_refuses_a_run_whose_steps_are_not_told(
     (copy / "release").mkdir()
     (copy / "release/metadata.json").touch()
     assert refused().count("release, without latest_checkpointed_iteration.txt; restore") == 1
+
+
+def test_auto_compares_with_what_a_run_begins_with_before_it_measures(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*flags: str) -> str:
+        line = ["pretrain_diffusion.py", *GOOD, *SEED, "--pulse-auto", *flags]
+        monkeypatch.setattr(sys, "argv", line)
+        monkeypatch.setenv("WORLD_SIZE", "1")
+        with pytest.raises(FlagError) as error:
+            read_command_line()
+        (fault,) = error.value.faults
+        return fault
+
+    weights = ["--pretrained-checkpoint", str(saved)]
+    assert "uvit-tiny: embed_dim 32 there, 64" in refused(
+        *weights, "--pulse-option", "embed_dim=64"
+    )
+    assert "with --optimizer adam" in refused("--load", str(saved), "--optimizer", "sgd")
+    other = ["--save", str(tmp_path / "other")]
+    assert "leaves no step for --save" in refused("--load", str(saved), *other)
+    good = ["p.py", *GOOD, *SEED, "--pulse-auto", *weights]
+    monkeypatch.setattr(sys, "argv", good)
+    assert read_command_line()[0].faults == ()
 
 
 def test_where_no_step_is_whole_all_are_named(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:

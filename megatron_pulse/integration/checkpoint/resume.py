@@ -66,9 +66,13 @@ def process_of(start: Start | None, options: PulseOptions) -> DiffusionProcess:
         raise ValueError(f"{start.given}: {error}") from error
 
 
-def faults_of(start: Start, wanted: NewRun) -> list[str]:
-    """Every reason why ``wanted`` cannot begin with ``start``; the same for every way in."""
-    return [f"{start.given}: {fault}" for find in _FAULTS for fault in find(start, wanted)]
+def faults_of(start: Start, wanted: NewRun, planned: bool = True) -> list[str]:
+    """Every reason why ``wanted`` cannot begin with ``start``; the same for every way in.
+
+    Before it is ``planned`` only those that no plan decides.
+    """
+    finds = [*_FAULTS, *_PLAN_FAULTS] if planned else _FAULTS
+    return [f"{start.given}: {fault}" for find in finds for fault in find(start, wanted)]
 
 
 def describe(start: Start, wanted: NewRun) -> str:
@@ -113,12 +117,14 @@ def _new_averages(start: Start, wanted: NewRun) -> Iterator[str]:
         yield "averages of the weights, which begin with these (--pulse-ema-decay 0 keeps none)"
 
 
+_OR_NEW = "or --no-load-optim to go on with a new optimizer"
+
+
 def _no_optimizer(start: Start, wanted: NewRun) -> Iterator[str]:
     """Only what is continued reads the optimizer's state, unless --no-load-optim says not to."""
     args, saved = wanted.arguments, start.saved
     if not start.continued or args.no_load_optim:
         return
-    other = "or --no-load-optim to go on with a new optimizer"
     if not saved.has_optimizer:
         yield (
             "it was saved without the state of its optimizer: give --no-load-optim to go on with a "
@@ -126,25 +132,32 @@ def _no_optimizer(start: Start, wanted: NewRun) -> Iterator[str]:
         )
         return
     before = saved.arguments
-    if before.use_distributed_optimizer != args.use_distributed_optimizer:
-        name = flag_name("use_distributed_optimizer")
-        yield (
-            f"it was trained with {name}: give that, {other}"
-            if before.use_distributed_optimizer
-            else f"it was trained without {name}: leave that out, {other}"
-        )
     theirs, ours = patterns_of(saved.record), patterns_of(wanted.record)
     if theirs != ours:
         yield (
             f"its optimizer's state is of training {shown_patterns(theirs)}, and this trains "
-            f"{shown_patterns(ours)}: give --pulse-train and --pulse-freeze as they were, {other}"
+            f"{shown_patterns(ours)}: give --pulse-train and --pulse-freeze as they were, {_OR_NEW}"
         )
     if before.optimizer != args.optimizer:
-        yield f"it was trained with --optimizer {before.optimizer}: give that, {other}"
+        yield f"it was trained with --optimizer {before.optimizer}: give that, {_OR_NEW}"
     if _precision(before) != _precision(args):
         yield (
             f"it was trained in {_precision(before)}, and this is {_precision(args)}: train as it "
-            f"was, {other}"
+            f"was, {_OR_NEW}"
+        )
+
+
+def _other_sharding(start: Start, wanted: NewRun) -> Iterator[str]:
+    """The optimizer's state is sharded over replicas, or not."""
+    args, before = wanted.arguments, start.saved.arguments
+    if not start.continued or args.no_load_optim or not start.saved.has_optimizer:
+        return
+    if before.use_distributed_optimizer != args.use_distributed_optimizer:
+        name = flag_name("use_distributed_optimizer")
+        yield (
+            f"it was trained with {name}: give that, {_OR_NEW}"
+            if before.use_distributed_optimizer
+            else f"it was trained without {name}: leave that out, {_OR_NEW}"
         )
 
 
@@ -286,6 +299,8 @@ _FAULTS: tuple[_Comparison, ...] = (
     _moved_classes,
     _other_seed,
 )
+_PLAN_FAULTS: tuple[_Comparison, ...] = (_other_sharding,)
+"""Of what a plan decides."""
 _CHANGES: tuple[_Comparison, ...] = (
     _other_sizes,
     _other_process,
