@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from megatron_pulse.encoders.recipe import VAE
 from megatron_pulse.faults import UserError, all_of
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import unwritable
@@ -89,6 +90,12 @@ def no_autoencoder(vae: Path | None) -> list[str]:
         from megatron_pulse.encoders.loading import files_amiss
 
         return [f"--vae: {fault}" for fault in files_amiss(vae)]
+    if (vae / VAE / "config.json").is_file():
+        whole = (vae / "model_index.json").is_file()
+        return [
+            f"--vae {vae} is a pipeline's folder: give the autoencoder in it, --vae {vae / VAE}"
+            + f", or all its encoders, --encoders {vae}" * whole
+        ]
     return [f"--vae {vae} holds no config.json of a diffusers AutoencoderKL"]
 
 

@@ -258,3 +258,29 @@ assert [*map(main, {calls})] == [2, 2, 0, 2]
         f"{said}the ranks cannot be started: another program has port 29500: give --master-port "
         "another, or on one node leave it out\n"
     )
+
+
+@pytest.mark.parametrize("command", ["sample", "write-latents"])
+def test_a_pipelines_folder_is_no_autoencoder(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its autoencoder is named, and its encoders where it is whole; a part is no pipeline."""
+    folder, out = tmp_path / "sd", tmp_path / "out"
+    (folder / "vae").mkdir(parents=True)
+    (folder / "vae/config.json").write_text("{}")
+    words = ["sample", "--load", str(tmp_path), "-o", f"{out}.png", "--vae", str(folder)]
+    if command == "write-latents":
+        words = ["data", command, "--from", "digits8", "-o", str(out), "--vae", str(folder)]
+
+    def refused(*more: str) -> str:
+        assert main([*words, *more]) == 2
+        return capsys.readouterr().err
+
+    advice = (
+        f"--vae {folder} is a pipeline's folder: give the autoencoder in it, --vae {folder}/vae"
+    )
+    assert advice in (said := refused()) and "--encoders" not in said
+    (folder / "model_index.json").write_text("{}")
+    assert f"{advice}, or all its encoders, --encoders {folder}" in refused()
+    part = refused("--encoders", str(folder / "vae"))
+    assert f"vae is a part of a pipeline's folder: --encoders {folder}" in part

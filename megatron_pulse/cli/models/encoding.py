@@ -67,7 +67,12 @@ def encoder_faults(args: argparse.Namespace) -> list[str]:
 
 def no_pipeline(encoders: Path) -> list[str]:
     """Why ``--encoders`` is no folder of a pipeline."""
-    if not (encoders / "model_index.json").is_file():
+    index = "model_index.json"
+    if not (encoders / index).is_file() and (encoders.parent / index).is_file():
+        return [
+            f"--encoders {encoders} is a part of a pipeline's folder: --encoders {encoders.parent}"
+        ]
+    if not (encoders / index).is_file():
         return [f"--encoders {encoders} holds no model_index.json of a diffusers pipeline"]
     return []
 
