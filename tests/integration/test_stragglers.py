@@ -123,10 +123,10 @@ def spoil(flags: list[str]) -> Any:
 
     original, count = executor._loss, 0
 
-    def loss(value: object) -> torch.Tensor:
+    def loss(*given: Any) -> torch.Tensor:
         nonlocal count
         count += 1
-        found = original(value)
+        found = original(*given)
         return found * math.nan if count == 3 and os.environ["RANK"] == "1" else found
 
     executor._loss = loss
