@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# Text to image: trains a small UNet of SDXL's kind on the emoji of a font and their
-# Unicode names, folded over 2 pipeline ranks, then draws its loss curve and emoji for prompts.
-# Needs no GPU and no download, but Debian's or Ubuntu's package fonts-noto-color-emoji.
+# Text to image: trains a small UNet in SDXL's structure on the emoji of a font and their Unicode
+# names, folded over 2 pipeline ranks. Then draws the loss curve and emoji for prompts.
+# Needs no GPU and no download, but the Debian or Ubuntu package fonts-noto-color-emoji.
 #
 #   bash launch/emoji.sh                            into runs/emoji
 #   PULSE_RUN_DIR=/tmp/emoji bash launch/emoji.sh
-#   PULSE_TRAIN_ITERS=24 PULSE_RANKS=1 bash launch/emoji.sh   a try, draws noise
-#   PULSE_EMOJI_FONT=NotoColorEmoji.ttf bash launch/emoji.sh       where the font is elsewhere
+#   PULSE_TRAIN_ITERS=24 PULSE_RANKS=1 bash launch/emoji.sh   smoke test, draws noise
+#   PULSE_EMOJI_FONT=NotoColorEmoji.ttf bash launch/emoji.sh    font at another path
 #
-# Interrupted, it goes on from its last checkpoint when it is started again; once finished, it
-# starts anew. It only ever deletes what it wrote itself.
+# An interrupted run continues from its last checkpoint at the next start. A finished run starts
+# over. The script deletes only files that it wrote itself.
 set -euo pipefail
 run_dir=$(realpath -m "${PULSE_RUN_DIR:-runs/emoji}")
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -22,14 +22,14 @@ num_steps=$((num_iters < 25 ? num_iters : 25))
 model=(
     --pulse-backbone sdxl-tiny
     --pulse-option sample_size=32
-    --pulse-option in_channels=3           # pixels; there is no autoencoder
+    --pulse-option in_channels=3           # pixel space, no autoencoder
     --pulse-option out_channels=3
     --pulse-option block_out_channels=16,32,64
     --pulse-option layers_per_block=1
     --pulse-option transformer_depth=0,0,1 # attention at 8x8 only: small steps, and many of them
     --pulse-option mid_transformer_depth=1
     --pulse-option num_heads=4
-    --pulse-option context_length=12       # the longest name has 11 words, and then the end
+    --pulse-option context_length=12       # the longest name has 11 words, plus the end token
     --pulse-option cross_attention_dim=64
     --pulse-option pooled_dim=64
 )
@@ -46,7 +46,7 @@ training=(
     --clip-grad 1.0
     --pulse-ema-decay 0.995
     --eval-interval 100
-    --eval-iters 8                         # 128 of the 141 emoji that are held out
+    --eval-iters 8                         # 128 of the 141 validation emoji
 )
 
 pulse_choose_ranks 2

@@ -9,13 +9,13 @@ import signal
 import warnings
 
 from megatron_pulse.processes import end_with_parent, open_closed_streams, without_collecting
-from megatron_pulse.runtime.stopping import STOP
+from megatron_pulse.runtime.stop_signals import STOP
 
 warnings.filterwarnings("ignore")
 open_closed_streams()
-STOP.listen()  # before the long imports: whoever is told to stop then says so
+STOP.listen()  # before the slow imports, so that an early stop signal is reported
 if "TORCHELASTIC_RUN_ID" in os.environ:
-    end_with_parent(signal.SIGTERM)  # without torchrun there is no job
+    end_with_parent(signal.SIGTERM)  # without torchrun there is no parent to follow
 
 with without_collecting():
     from megatron_pulse.integration.megatron import compat

@@ -1,9 +1,9 @@
 # Sourced by launch/quickstart.sh and tests/run.sh: finds a Python >= 3.12, makes .venv, installs.
-# A second start with unchanged pyproject.toml and constraints.txt installs nothing.
+# Installs nothing if pyproject.toml and constraints.txt are unchanged since the last start.
 
 pulse_root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
-# Without cached bytecode every rank compiles thousands of modules at its start: 25 s instead of 3.
+# Without cached bytecode every rank would compile thousands of modules at its start.
 unset PYTHONDONTWRITEBYTECODE
 
 pulse_python_is_new_enough() {
@@ -25,12 +25,12 @@ pulse_find_python() {
     return 1
 }
 
-# pulse_setup [EXTRA]: .venv with the package and, when given, an extra such as "dev".
+# pulse_setup [EXTRA]: makes .venv with the package and an optional extra such as "dev".
 pulse_setup() {
     local extra=${1:-} python stamp wanted
     stamp="$pulse_root/.venv/.installed${extra:+-$extra}"
     wanted=$(cat "$pulse_root/pyproject.toml" "$pulse_root/constraints.txt" | cksum)
-    # Without an extra, any installation will do.
+    # Without an extra, any existing installation suffices.
     if [ -n "$extra" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ] ||
         [ -z "$extra" ] && grep -qsFx "$wanted" "$stamp"*; then
         return 0

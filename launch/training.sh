@@ -1,7 +1,7 @@
-# Sourced by launch/quickstart.sh and launch/emoji.sh: a training run that can be interrupted.
+# Sourced by launch/quickstart.sh and launch/emoji.sh: an interruptible training run.
 
-# pulse_choose_ranks MOST: sets num_ranks, the largest power of two up to MOST (PULSE_RANKS where
-# that is given), and where. CPU processes over gloo, or GPUs over NCCL, one rank each.
+# pulse_choose_ranks MOST: sets num_ranks to PULSE_RANKS or the largest power of two up to MOST, and
+# where to the device. CPU processes use gloo, GPUs NCCL, one rank each.
 pulse_choose_ranks() {
     local num_gpus
     num_ranks=${PULSE_RANKS:-$1}
@@ -16,9 +16,9 @@ pulse_choose_ranks() {
     fi
 }
 
-# pulse_begin NAME RUN_DIR SETTINGS FILE...: RUN_DIR is ready for a run with these settings: that
-# which was interrupted goes on, anything else starts anew without the FILEs. Only what NAME wrote
-# is ever deleted.
+# pulse_begin NAME RUN_DIR SETTINGS FILE...: prepares RUN_DIR for a run with these settings. An
+# interrupted run with the same settings continues. Any other run starts over without the FILEs.
+# Deletes only files that NAME wrote.
 pulse_begin() {
     local name=$1 run_dir=$2 settings=$3 latest=$2/checkpoints/latest_checkpointed_iteration.txt
     local marker=$run_dir/.$name
@@ -44,13 +44,13 @@ pulse_begin() {
     echo "begun $settings" >"$marker"
 }
 
-# pulse_end NAME RUN_DIR: the run is over; started again, it starts anew.
+# pulse_end NAME RUN_DIR: marks the run as finished, so that the next start begins a new run.
 pulse_end() {
     sed -i 's/^begun/done/' "$2/.$1"
 }
 
-# pulse_train NAME RUN_DIR NUM_ITERS FLAG...: trains on num_ranks, shows how far it is, and says
-# what went wrong.
+# pulse_train NAME RUN_DIR NUM_ITERS FLAG...: trains on num_ranks, shows progress and reports
+# errors.
 pulse_train() {
     local name=$1 run_dir=$2 num_iters=$3 log=$2/train.log start=$SECONDS said
     echo "Training on $num_ranks $where, folded P=$num_ranks (log: $log) ..."
@@ -67,7 +67,7 @@ pulse_train() {
     pulse_show_progress "$pulse_trainer" "$log"
     if ! wait "$pulse_trainer"; then
         echo "$name: training failed. What $log says:" >&2
-        # Every rank says the same; the first to speak is enough.
+        # All ranks report the same error; show the first.
         if said=$(grep -m 1 -A 8 -E '^error: |first failure in this job' "$log"); then
             awk 'NR > 1 && !/^  /{exit} {print "  | " $0}' <<<"$said" >&2
         else
@@ -86,12 +86,12 @@ pulse_stop() {
     exit 130
 }
 
-# pulse_show_progress PID LOG, until the process ends: live on a terminal, now and then in a file.
+# pulse_show_progress PID LOG: shows progress until PID ends: live on a terminal, else at intervals.
 pulse_show_progress() {
     local shown="" now
     while kill -0 "$1" 2>/dev/null; do
         sleep 1
-        # The newest iteration line of Megatron's log as one line.
+        # Condense the newest iteration line of Megatron's log to one line.
         now=$(sed -nE 's/.*iteration +([0-9]+)\/ +([0-9]+) .*loss: ([0-9.E+-]+) .*/\1 of \2, loss \3/p' \
             "$2" | tail -n 1)
         if [ "$now" != "$shown" ]; then

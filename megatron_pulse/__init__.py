@@ -1,8 +1,8 @@
 """Skip-aware pipeline parallelism for diffusion backbones on Megatron-Core.
 
-What a program of its own needs is here by name: describe a chain, cut it, order its operations,
-run it. Each name is imported from its module when it is first used: planning needs no torch, and
-running needs nothing of Megatron's but what the layers themselves use.
+The public names for a custom program: describe a chain, partition it, schedule it, run it. Each
+name is imported on first use. Planning needs no torch; running needs only the Megatron modules of
+the layers.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from megatron_pulse.backbone.activations import ActivationPolicies as ActivationPolicies
     from megatron_pulse.backbone.cascade import cascade as cascade
     from megatron_pulse.backbone.chain import Backbone as Backbone
     from megatron_pulse.backbone.chain import Layer as Layer
@@ -19,8 +20,7 @@ if TYPE_CHECKING:
     from megatron_pulse.backbone.costs import ChainCosts as ChainCosts
     from megatron_pulse.backbone.costs import SkipCost as SkipCost
     from megatron_pulse.backbone.costs import weighted_costs as weighted_costs
-    from megatron_pulse.backbone.derived.from_module import from_module as from_module
-    from megatron_pulse.backbone.plain import chain as chain
+    from megatron_pulse.backbone.simple_chain import chain as chain
     from megatron_pulse.planner.cluster.link import Link as Link
     from megatron_pulse.planner.layout.placement import Partition as Partition
     from megatron_pulse.planner.layout.placement import fold as fold
@@ -30,26 +30,28 @@ if TYPE_CHECKING:
     from megatron_pulse.planner.partition.evaluate import MemoryRule as MemoryRule
     from megatron_pulse.planner.partition.find import Goal as Goal
     from megatron_pulse.planner.partition.find import find_partition as find_partition
+    from megatron_pulse.planner.program.make import make_plan as make_plan
+    from megatron_pulse.planner.program.plan import Plan as Plan
     from megatron_pulse.planner.schedule.bound.bounds import lower_bound as lower_bound
     from megatron_pulse.planner.schedule.operations import Schedule as Schedule
     from megatron_pulse.planner.schedule.problem import Certificate as Certificate
     from megatron_pulse.planner.schedule.problem import ScheduleProblem as ScheduleProblem
     from megatron_pulse.planner.schedule.solve import solve as solve
-    from megatron_pulse.planner.step.make import make_plan as make_plan
-    from megatron_pulse.planner.step.plan import Plan as Plan
-    from megatron_pulse.profile.measuring.measure import measure as measure
-    from megatron_pulse.profile.trained import choose_trained as choose_trained
+    from megatron_pulse.profile.measurement.measure import measure as measure
+    from megatron_pulse.profile.trainable import choose_trained as choose_trained
     from megatron_pulse.runtime.pipeline import Pipeline as Pipeline
+    from megatron_pulse.tracing.from_module import from_module as from_module
 
 _NAMES = {
+    "megatron_pulse.backbone.activations": ("ActivationPolicies",),
     "megatron_pulse.backbone.cascade": ("cascade",),
     "megatron_pulse.backbone.chain": ("Backbone", "Layer", "TensorSpec"),
     "megatron_pulse.backbone.check": ("check_backbone",),
     "megatron_pulse.backbone.costs": ("ChainCosts", "SkipCost", "weighted_costs"),
-    "megatron_pulse.backbone.derived.from_module": ("from_module",),
-    "megatron_pulse.backbone.plain": ("chain",),
-    "megatron_pulse.profile.measuring.measure": ("measure",),
-    "megatron_pulse.profile.trained": ("choose_trained",),
+    "megatron_pulse.tracing.from_module": ("from_module",),
+    "megatron_pulse.backbone.simple_chain": ("chain",),
+    "megatron_pulse.profile.measurement.measure": ("measure",),
+    "megatron_pulse.profile.trainable": ("choose_trained",),
     "megatron_pulse.planner.cluster.link": ("Link",),
     "megatron_pulse.planner.layout.placement": (
         "Partition",
@@ -60,8 +62,8 @@ _NAMES = {
     ),
     "megatron_pulse.planner.partition.evaluate": ("MemoryRule",),
     "megatron_pulse.planner.partition.find": ("Goal", "find_partition"),
-    "megatron_pulse.planner.step.make": ("make_plan",),
-    "megatron_pulse.planner.step.plan": ("Plan",),
+    "megatron_pulse.planner.program.make": ("make_plan",),
+    "megatron_pulse.planner.program.plan": ("Plan",),
     "megatron_pulse.planner.schedule.bound.bounds": ("lower_bound",),
     "megatron_pulse.planner.schedule.operations": ("Schedule",),
     "megatron_pulse.planner.schedule.problem": ("Certificate", "ScheduleProblem"),

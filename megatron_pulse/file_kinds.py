@@ -1,4 +1,4 @@
-"""The kinds of files that commands read, and how to tell which one a file is."""
+"""Kinds of files that commands read, and their detection."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class FileKind(Enum):
-    """What a file is, as messages call it."""
+    """Kind of a file, as messages call it."""
 
     PLAN = "a plan"
     VERIFICATION = "a certificate of 'pulse verify'"
@@ -36,7 +36,7 @@ class FileKind(Enum):
         return self.value
 
     def use(self, path: str | Path) -> str:
-        """What can be done with such a file."""
+        """Hint at the use of such a file."""
         return _USES[self].format(path=path)
 
     def made(self, path: str | Path) -> str:
@@ -77,8 +77,8 @@ _USES = {
 }
 
 
-def kind_of(record: Mapping[str, Any]) -> FileKind | None:
-    """What a file with this content is; None if it cannot be told."""
+def detect_kind(record: Mapping[str, Any]) -> FileKind | None:
+    """Kind of a file with this content; None if unknown."""
     form = record.get("format")
     if isinstance(form, str):
         for kind, name in (

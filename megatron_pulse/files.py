@@ -1,9 +1,8 @@
-"""Files: written whole or not at all, and read within limits that nothing true of ours reaches.
+"""Atomic writing and safe, bounded reading of files.
 
-Every file that a user gives is read here: as text in UTF-8 (a byte order mark is passed over), not
-larger than it can be, JSON and YAML without repeated keys, numbers that cannot be computed with,
-or characters that cannot be shown. What was read holds what the file says, or FileError says why
-it cannot.
+Every file given by a user is read here. Text is UTF-8 (a byte order mark is skipped) of limited
+size. JSON and YAML have no repeated keys, no unusable numbers and no unprintable characters. Either
+the values are those of the file, or FileError gives the reasons.
 """
 
 from __future__ import annotations
@@ -21,23 +20,27 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, BinaryIO
 
-from megatron_pulse.faults import Faults, UserError, faults_in, first_of, told
-from megatron_pulse.file_kinds import FileKind, kind_of
-from megatron_pulse.letters import NO_LETTER
-from megatron_pulse.seal import sealed, unsealed
+from megatron_pulse.checksum import add_checksum, remove_checksum
+from megatron_pulse.errors import Faults, UserError, faults_in, first_of, format_faults
+from megatron_pulse.file_kinds import FileKind, detect_kind
+from megatron_pulse.fonts import UNPRINTABLE
 
 MAX_BYTES = 64 << 20
-"""The largest file that is read at once."""
+"""Maximum size of a file that is read at once."""
 MAX_YAML_BYTES = 64 << 10
-"""The largest YAML file; its parser takes seconds for a megabyte."""
+"""Maximum size of a YAML file; its parser takes seconds per megabyte."""
 LARGEST = 2.0**63
-"""Numbers in files are smaller than this, and 0 or above ``SMALLEST``: products stay finite."""
+"""Numbers in files are below this value, and 0 or at least ``SMALLEST``, so products
+stay finite.
+"""
 SMALLEST = 1e-30
 
 MAX_VALUES = 4_000_000
-"""The most values of a JSON text, by its commas and opening brackets: each takes up to 100 times
-its bytes of memory. An operation of a plan is one, and steps of more than some 100,000 are not
-planned; one of a trace is five, of which no more fit into ``MAX_BYTES``."""
+"""Maximum number of values of a JSON text, counted by commas and opening brackets.
+
+A value takes up to 100 times its bytes in memory. Plans have one value per operation, traces five;
+neither reaches the limit within ``MAX_BYTES``.
+"""
 
 _MAX_DEPTH = 32
 _MAX_KEY = 1000
@@ -45,15 +48,15 @@ _MAX_TEXT = 1 << 20
 
 
 class FileError(UserError):
-    """A file that cannot be read as what it should be; the message names it and says why."""
+    """A file that cannot be read as its kind; the message names the file and the reason."""
 
 
 @contextmanager
 def replacing(path: str | Path) -> Iterator[Path]:
-    """Yield a temporary path beside ``path``; on success it is renamed to ``path``.
+    """Yield a temporary path beside ``path``; on success rename it to ``path``.
 
-    If the block raises, the temporary file is removed and ``path`` is untouched. The temporary
-    name keeps the suffix, from which Pillow, NumPy and matplotlib choose the format.
+    On an exception the temporary file is removed and ``path`` is untouched. The temporary name
+    keeps the suffix, from which Pillow, NumPy and matplotlib choose the format.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -68,9 +71,11 @@ def replacing(path: str | Path) -> Iterator[Path]:
 
 
 @contextmanager
-def appearing(folder: Path) -> Iterator[Path]:
-    """Yield a new folder beside ``folder``, which must not exist or be empty; on success it takes
-    its place, else it is removed."""
+def replacing_folder(folder: Path) -> Iterator[Path]:
+    """Yield a new folder beside ``folder``; on success move it to ``folder``, else remove it.
+
+    ``folder`` must not exist, or be empty.
+    """
     folder.parent.mkdir(parents=True, exist_ok=True)
     beside = folder.with_name(f".{folder.name}.{os.getpid()}.part")
     beside.mkdir()
@@ -81,16 +86,17 @@ def appearing(folder: Path) -> Iterator[Path]:
         shutil.rmtree(beside, ignore_errors=True)
 
 
-def write_sealed(path: str | Path, text: str) -> None:
-    """Write an object in JSON or YAML, whole or not at all, with its hash (see ``seal``)."""
+def write_with_checksum(path: str | Path, text: str) -> None:
+    """Write an object in JSON or YAML atomically, with its checksum (see ``checksum``)."""
     with replacing(path) as beside:
-        beside.write_text(sealed(text), encoding="utf-8")
+        beside.write_text(add_checksum(text), encoding="utf-8")
 
 
 def unwritable(folder: Path, what: str = "") -> str | None:
-    """Why nothing can be written below ``folder``, which is called ``what``; leaves nothing there.
+    """Reason why nothing can be written below ``folder``; None if writing works.
 
-    A file without a name is made, since permissions do not tell all, of root's least.
+    Tries an unnamed file, since permissions do not tell everything, least of all root's. ``what``
+    precedes the folder in the text.
     """
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
@@ -104,7 +110,7 @@ def unwritable(folder: Path, what: str = "") -> str | None:
 
 
 def read_text(path: str | Path, kind: FileKind, max_bytes: int = MAX_BYTES) -> str:
-    """The text of a file in UTF-8; raises FileError. Captions alone may be empty."""
+    """Text of a UTF-8 file; raises FileError. Only captions may be empty."""
     with _opened(path, kind) as file:
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
@@ -116,7 +122,7 @@ def read_text(path: str | Path, kind: FileKind, max_bytes: int = MAX_BYTES) -> s
 
 
 def read_lines(path: str | Path, kind: FileKind) -> Iterator[str]:
-    """The lines of a text in UTF-8 that may be long, without line breaks; raises FileError."""
+    """Lines of a UTF-8 file of any length, without line breaks; raises FileError."""
     with _opened(path, kind) as file:
         for number in count(1):
             line = file.readline(_MAX_TEXT + 1)
@@ -129,8 +135,8 @@ def read_lines(path: str | Path, kind: FileKind) -> Iterator[str]:
 
 @contextmanager
 def open_regular(path: str | Path) -> Iterator[BinaryIO]:
-    """A regular file, opened; raises OSError, without a number where it is something else."""
-    # Opening a pipe that nobody writes to would wait for ever.
+    """Open a regular file; raises OSError, without an errno for anything else."""
+    # Opening a pipe without a writer would block for ever.
     with open(path, "rb", opener=lambda p, flags: os.open(p, flags | os.O_NONBLOCK)) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError("it is no regular file")
@@ -139,7 +145,7 @@ def open_regular(path: str | Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def _opened(path: str | Path, kind: FileKind) -> Iterator[BinaryIO]:
-    """A regular file, opened; what goes wrong with it is told as FileError."""
+    """Open a regular file; errors become FileError."""
     try:
         with open_regular(path) as file:
             yield file
@@ -153,7 +159,7 @@ def _opened(path: str | Path, kind: FileKind) -> Iterator[BinaryIO]:
 
 
 def _unreadable(path: str | Path, kind: FileKind, *faults: str) -> FileError:
-    return FileError(told(f"{path} cannot be read as {kind}", faults))
+    return FileError(format_faults(f"{path} cannot be read as {kind}", faults))
 
 
 def _decoded(content: bytes, path: str | Path, kind: FileKind) -> str:
@@ -164,26 +170,27 @@ def _decoded(content: bytes, path: str | Path, kind: FileKind) -> str:
 
 
 def read_json(path: str | Path, kind: FileKind, *, infinities: bool = False) -> dict[str, Any]:
-    """The object in a JSON file; raises FileError with every fault, or naming what it is instead.
+    """Object in a JSON file.
 
-    With ``infinities`` numbers may be infinite, as in files of diffusers' schedulers.
+    Raises FileError with every fault, or naming the file's actual kind. With ``infinities`` numbers
+    may be infinite, as in files of diffusers' schedulers.
     """
     text = read_text(path, kind)
     try:
         value = parse_json(text, infinities=infinities)
     except ValueError as error:
         if Path(path).suffix in (".yaml", ".yml") and not text.lstrip().startswith("{"):
-            read_yaml(path, kind)  # says what it is instead
+            read_yaml(path, kind)  # names the file's actual kind
         raise _unreadable(path, kind, *faults_in(error)) from error
     return _of_kind(path, kind, value, text)
 
 
 def parse_json(text: str, *, infinities: bool = False, only: Collection[str] | None = None) -> Any:
-    """The value of a JSON text; raises ValueError with every fault.
+    """Value of a JSON text; raises ValueError with every fault.
 
-    Of a record, ``only`` these keys are looked at where they are given.
+    With ``only``, just these keys of a record are checked.
     """
-    # Each but the first of a list or an object is behind a comma.
+    # Each value but the first of a list or object follows a comma.
     if (most := text.count(",") + text.count("[") + text.count("{")) > MAX_VALUES:
         raise ValueError(f"it has up to {most:,} values; no more than {MAX_VALUES:,} are read")
     repeated: Counter[str] = Counter()
@@ -209,14 +216,14 @@ def parse_json(text: str, *, infinities: bool = False, only: Collection[str] | N
 
 
 def read_yaml(path: str | Path, kind: FileKind) -> dict[str, Any]:
-    """The mapping in a YAML file; raises FileError as ``read_json`` does.
+    """Mapping in a YAML file; raises FileError as ``read_json`` does.
 
-    Plain values are those of JSON (YAML 1.2's core schema), so that 010, 1:30, yes and 2001-02-03
-    are texts. Aliases and tags are refused.
+    Plain values are those of JSON (YAML 1.2's core schema): 010, 1:30, yes and 2001-02-03 are
+    texts. Aliases and tags are refused.
     """
     import yaml
 
-    from megatron_pulse.plain_yaml import PlainLoader
+    from megatron_pulse.yaml_subset import PlainLoader
 
     text = read_text(path, kind)
     if text.lstrip().startswith("{"):
@@ -238,29 +245,29 @@ _TOO_DEEP = f"it is nested more than {_MAX_DEPTH} deep"
 
 
 def _of_kind(path: str | Path, kind: FileKind, value: Any, text: str) -> dict[str, Any]:
-    """``value``, read from ``text``, without its hash."""
+    """Check the kind of ``value``, read from ``text``, and remove its checksum."""
     if not isinstance(value, dict):
         shown = "a list" if isinstance(value, list) else repr(value)[:60]
         raise _unreadable(path, kind, f"expected an object, got {shown}")
     try:
-        record = unsealed(text, value)
+        record = remove_checksum(text, value)
     except ValueError as error:
         raise _unreadable(path, kind, str(error)) from error
-    other = kind_of(record)
+    other = detect_kind(record)
     if other is not None and other is not kind:
         raise FileError(f"{path}: this is {other}, not {kind}: {other.use(path)}")
     return record
 
 
 def _sound(value: Any, faults: Iterable[str] = (), infinities: bool = False) -> Any:
-    """``value`` if all of it can be computed with and shown; else ValueError, after ``faults``."""
+    """Return ``value`` if all its parts are usable; else raise ValueError, after ``faults``."""
     if found := first_of(chain(faults, _unsound(value, infinities))):
         raise Faults(found)
     return value
 
 
 def _unsound(value: Any, infinities: bool) -> Iterator[str]:
-    """What of ``value`` cannot be computed with or shown, one after the other."""
+    """Yield faults of numbers and texts within ``value``."""
     where: list[Any] = []
     todo: list[Iterator[tuple[Any, Any]]] = [iter([("", value)])]
     while todo:
@@ -277,7 +284,7 @@ def _unsound(value: Any, infinities: bool) -> Iterator[str]:
                 if fault := _text_fault(part, _MAX_TEXT):
                     yield f"{_at(where)} {fault}"
             elif isinstance(part, int | float) and not isinstance(part, bool):
-                # Not-a-number fails both; comparisons of whole numbers with a float are exact.
+                # NaN fails both; comparisons of integers with a float are exact.
                 if infinities and part in (math.inf, -math.inf):
                     continue
                 if not (part == 0 or SMALLEST <= abs(part) < LARGEST):
@@ -295,10 +302,10 @@ def _unsound(value: Any, infinities: bool) -> Iterator[str]:
 def _text_fault(text: str, longest: int) -> str:
     if len(text) > longest:
         return f"has {len(text):,} characters, more than {longest:,}"
-    found = NO_LETTER.search(text)
+    found = UNPRINTABLE.search(text)
     return f"has the character {found[0]!r}" if found else ""
 
 
 def _at(where: Sequence[Any]) -> str:
-    """The path of a value, from the keys to it."""
+    """Path of a value, from its keys."""
     return ascii(".".join(f"{key!s:.60}" for key in where[1:]))[1:-1] or "it"

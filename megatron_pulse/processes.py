@@ -1,7 +1,7 @@
-"""What a process gets from where it was started: its end, streams, folder and port; its imports.
+"""Process environment: end with the parent, standard streams, ports, garbage collection.
 
-Processes end with the one that started them, however that ends (Linux; nothing elsewhere):
-``python processes.py PID PROGRAM ARGUMENT...`` becomes PROGRAM, which is killed when PID ends.
+Processes end with their parent, however it ends (Linux only). ``python processes.py PID PROGRAM
+ARGUMENT...`` becomes PROGRAM, which is killed when PID ends.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
-    """Have the kernel send ``number`` to this process when the thread that started it ends."""
+    """Let the kernel send ``number`` to this process when the parent's starting thread ends."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number))
 
 
 def parent_has_ended(pid: int) -> bool:
-    """Whether ``pid``, which started this process, has ended, or has begun to.
+    """True if the parent ``pid`` has ended, or is ending.
 
-    Its first thread, at whose end the kernel speaks, may be gone well before the last.
+    The kernel signals at the end of its first thread, which may precede that of its last.
     """
     if os.getppid() != pid:
         return True
@@ -41,19 +41,22 @@ def parent_has_ended(pid: int) -> bool:
 
 
 def ending_with_us(command: Sequence[str]) -> list[str]:
-    """``command`` in a process that is killed when this one ends, by SIGKILL too."""
+    """Command that runs ``command`` and is killed when this process ends, even by SIGKILL."""
     return [sys.executable, "-P", "-S", str(Path(__file__)), str(os.getpid()), *command]
 
 
 def port_is_taken(error: BaseException) -> bool:
-    """Whether another program has the port that a store was to listen at."""
+    """True if another program occupies the port of a store."""
     return "EADDRINUSE" in str(error)
 
 
 @contextlib.contextmanager
 def without_collecting() -> Iterator[None]:
-    """For long imports, exports and searches: they make hundreds of thousands of objects that stay,
-    and to look for garbage among them again and again takes a quarter of their time."""
+    """Disable garbage collection during long imports, exports and searches.
+
+    These create hundreds of thousands of lasting objects. Repeated collections would take a quarter
+    of the time.
+    """
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -64,9 +67,9 @@ def without_collecting() -> Iterator[None]:
 
 
 def open_closed_streams() -> None:
-    """Give standard output and error that were closed (``>&-``) a place: nowhere.
+    """Redirect closed standard streams (``>&-``) to the null device.
 
-    Files that are opened later would otherwise take their numbers, and what is printed.
+    Files opened later would otherwise get their descriptors, and receive printed text.
     """
     for number, name in ((1, "stdout"), (2, "stderr")):
         if getattr(sys, name) is None:
@@ -80,5 +83,5 @@ def open_closed_streams() -> None:
 
 if __name__ == "__main__":
     end_with_parent()
-    if os.getppid() == int(sys.argv[1]):  # else it ended before
+    if os.getppid() == int(sys.argv[1]):  # otherwise the parent has already ended
         os.execvp(sys.argv[2], sys.argv[2:])

@@ -1,4 +1,4 @@
-"""JSON schemas whose faults say where they are and what is allowed there."""
+"""JSON schemas whose faults name the place and the allowed values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jsonschema import Draft202012Validator
 from jsonschema.exceptions import ValidationError
 from jsonschema.validators import extend
 
-from megatron_pulse.faults import LOOKED_FOR, first_of, meant
+from megatron_pulse.errors import LOOKED_FOR, did_you_mean, first_of
 
 COUNT: dict[str, Any] = {
     "type": "integer",
@@ -36,29 +36,29 @@ OBJECT: dict[str, Any] = {"type": "object", "description": "an object"}
 
 
 def one_of(values: list[str]) -> dict[str, Any]:
-    """One of these texts."""
+    """Schema of one of these texts."""
     return {"enum": values, "description": f"one of {', '.join(values)}"}
 
 
 def list_of(items: dict[str, Any], description: str, least: int = 1) -> dict[str, Any]:
-    """A list of ``least`` items or more."""
+    """Schema of a list of ``least`` items or more."""
     return {"type": "array", "items": items, "minItems": least, "description": description}
 
 
 def table_of(values: dict[str, Any], description: str) -> dict[str, Any]:
-    """An object with any keys."""
+    """Schema of an object with any keys."""
     return {"type": "object", "additionalProperties": values, "description": description}
 
 
 def number(description: str, **limits: float) -> dict[str, Any]:
-    """A number, above 0 unless ``limits`` say otherwise."""
+    """Schema of a number, above 0 unless ``limits`` are given."""
     return {"type": "number", "description": description, **(limits or {"exclusiveMinimum": 0})}
 
 
 def record(
     description: str, required: list[str] | None = None, **properties: Any
 ) -> dict[str, Any]:
-    """An object of these properties and no others; without ``required`` it must have all."""
+    """Schema of an object with exactly these properties; without ``required`` all are required."""
     return {
         "type": "object",
         "description": description,
@@ -69,14 +69,14 @@ def record(
 
 
 def faults_of(schema: dict[str, Any], value: Any) -> list[str]:
-    """Every fault of ``value``; every part of ``schema`` has a description of what is allowed."""
+    """All faults of ``value``; every part of ``schema`` needs a description of allowed values."""
     errors = _VALIDATOR(schema).iter_errors(value)
     ordered = sorted(islice(errors, LOOKED_FOR + 1), key=lambda e: list(map(_in_order, e.path)))
     return first_of(line for error in ordered for line in _lines(error))
 
 
 def _in_order(part: str | int) -> str:
-    """Places of a list in their order, before or after names."""
+    """Sort key that orders list indices numerically."""
     return f"{part:012d}" if isinstance(part, int) else part
 
 
@@ -95,7 +95,7 @@ _VALIDATOR = extend(
 def _lines(error: ValidationError) -> Iterator[str]:
     where = ".".join(map(str, error.absolute_path))
     properties: dict[str, Any] = error.schema.get("properties", {})
-    if error.validator == "required":  # one error for each name, but only the message has it
+    if error.validator == "required":  # one error per name, but only the message contains the name
         prefix = f"{where}." if where else ""
         name = next(n for n in error.validator_value if error.message.startswith(repr(n)))
         yield f"{prefix}{name} is missing; allowed is {properties[name]['description']}"
@@ -103,7 +103,7 @@ def _lines(error: ValidationError) -> Iterator[str]:
         prefix = f"{where}." if where else ""
         for name in error.instance:
             if name not in properties:
-                like = meant(name, properties)
+                like = did_you_mean(name, properties)
                 yield f"{prefix}{name} is unknown; {like}allowed are {', '.join(properties)}"
     else:
         shown = repr(error.instance)

@@ -1,30 +1,30 @@
-"""Backbone families, found by name. Neither torch nor Megatron is imported until a layer builds.
+"""Registry of backbone families by name.
 
-A family is a file of this package, as ``example.py``, or a folder, as ``dit/``; being here is all
-that it takes. It has two names:
+Neither torch nor Megatron is imported until a layer builds. A family is a file of this package
+(``example.py``) or a folder (``dit/``). No registration is needed. A family defines two names:
 
-- ``CONFIGS``: its named configurations, frozen dataclasses with a method ``faults()``. Their fields
-  are the options that users give. A field is part of a model's identity unless it is made by
+- ``CONFIGS``: named configurations, frozen dataclasses with a method ``faults()``. Their fields are
+  the options that users give. A field is part of a model's identity unless declared by
   ``run_choice`` or ``settled_by`` of ``common/options.py``.
-- ``build_backbone(name, config)``, which returns the chain. Nothing is guessed from the names of
-  options; a ``Backbone`` says what others need to know and cannot see in its layers:
-  ``num_classes`` (wherever the batch has ``labels``), ``null_label`` (for classifier-free
-  guidance), ``num_heads`` (which tensor-parallel ranks share), ``patch_size`` (if its tokens are
-  patches).
+- ``build_backbone(name, config)``: returns the chain, a ``Backbone``. Nothing is guessed from
+  option names. The ``Backbone`` therefore states facts that its layers do not show: ``num_classes``
+  (wherever the batch has ``labels``), ``null_label`` (for classifier-free guidance), ``num_heads``
+  (shared by tensor-parallel ranks), ``patch_size`` (if its tokens are patches).
 
-A family whose weights others publish has three names more: ``PUBLISHED_AS``, the publishing class,
-``published(config)``, which says how it stores them, and ``config_from_published(config)``, which
-reads its ``config.json``.
+A family with published weights defines three more names. ``PUBLISHED_AS`` is the publishing class.
+``published(config)`` describes the storage format. ``config_from_published(config)`` reads a
+published ``config.json``.
 
-A family that reads text may have ``TEXTS``: which states of its pipeline's encoders make which of
-its fields (``common/texts.py``); of several recipes, the one whose fields a configuration reads.
+A family that reads text may define ``TEXTS``, its text recipes (``common/texts.py``). A recipe maps
+states of the pipeline's encoders to batch fields. Of several recipes, the one whose fields a
+configuration reads applies.
 
-The folders here are cut alike: ``config.py`` (on the ground), ``chain.py`` (``build_backbone``),
-``modules.py`` (torch, imported when a layer builds), ``published.py``; ``common/`` is what they
-share. A folder's name is the family's in checkpoints.
+Family folders share one layout: ``config.py`` (no torch), ``chain.py`` (``build_backbone``),
+``modules.py`` (torch, imported when a layer builds) and ``published.py``. ``common/`` is shared
+code. The folder's name is the family's name in checkpoints.
 
-A name with a colon is no configuration of these, but a module or a chain of one's own, of which a
-family is made (``derived/``), or a cascade of several (``derived/cascades.py``).
+A name with a colon is not a registered configuration. It names the user's module or chain
+(``derived/``), or a cascade of backbones (``derived/cascades.py``).
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from typing import Any
 from megatron_pulse.backbone.cascade import CASCADE, cascade
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.check import BackboneError, require_valid
-from megatron_pulse.backbone.published import Published
+from megatron_pulse.backbone.published_weights import Published
 from megatron_pulse.encoders.recipe import TextRecipe, folder_name, padded_length, text_fields
-from megatron_pulse.faults import UserError, raised, told, unknown
-from megatron_pulse.flag_fields import flag_value
-from megatron_pulse.profile.trained import trained_as
+from megatron_pulse.errors import UserError, describe_exception, format_faults, unknown_name
+from megatron_pulse.flags import flag_value
+from megatron_pulse.profile.trainable import trained_as
 from model_specs.common.identity import BackboneComparison, compare_configs, left_open
 from model_specs.common.options import (
     FamilyConfig,
@@ -77,13 +77,12 @@ _NO_OPTIONS: Mapping[str, Value] = MappingProxyType({})
 
 @functools.cache
 def _families() -> dict[str, ModuleType]:
-    """Each configuration's name and the module of its family."""
     return _find_families()[0]
 
 
 @functools.cache
 def _find_families() -> tuple[dict[str, ModuleType], tuple[str, ...]]:
-    """Each configuration's name and the module of its family; why the other files are none."""
+    """Family modules by configuration name, and the import faults of unusable files."""
     found: dict[str, ModuleType] = {}
     faults = []
     for info in pkgutil.iter_modules(__path__):
@@ -97,8 +96,8 @@ def _find_families() -> tuple[dict[str, ModuleType], tuple[str, ...]]:
                 raise TypeError("build_backbone must be a function")
             for config in configs.values():
                 require_config(config)
-        except Exception as error:  # a family of one's own may raise anything
-            faults.append(f"{where} is no family: {raised(error)}")
+        except Exception as error:  # user-defined families may raise anything
+            faults.append(f"{where} is no family: {describe_exception(error)}")
             continue
         for name in configs:
             if name in found:
@@ -108,17 +107,16 @@ def _find_families() -> tuple[dict[str, ModuleType], tuple[str, ...]]:
 
 
 def unusable_families() -> tuple[str, ...]:
-    """Why files of this package are no families, a text for each; the others work."""
+    """Import faults of unusable family files, one text each. Other families still work."""
     return _find_families()[1]
 
 
 def available() -> dict[str, FamilyConfig]:
-    """The named configurations of all families."""
+    """Named configurations of all families."""
     return {name: family.CONFIGS[name] for name, family in _families().items()}
 
 
 def _family(name: str) -> ModuleType | DerivedFamily:
-    """The family that has the configuration ``name``; raises ValueError where none has it."""
     if is_module(name):
         return family_of(name)
     if fault := unknown_backbone(name):
@@ -127,36 +125,39 @@ def _family(name: str) -> ModuleType | DerivedFamily:
 
 
 def _name_of(family: ModuleType | DerivedFamily) -> str:
-    """How records call a family."""
+    """Name of the family in records."""
     return family.family if isinstance(family, DerivedFamily) else family.__name__.split(".")[-1]
 
 
 def _name_in(family: ModuleType | DerivedFamily, name: str) -> str:
-    """How records call the configuration that was asked for as ``name``."""
+    """Name in records of the configuration requested as ``name``."""
     return family.recorded if isinstance(family, DerivedFamily) else name
 
 
 def unknown_backbone(name: str) -> str:
-    """Why there is no such backbone: what is like it, what there is, which families cannot be used.
+    """Error text for an unknown backbone name; empty if the name is known.
 
-    Empty if there is one, or if it is no name of a family's.
+    The text lists close matches, all names and the families that failed to import. Names of modules
+    and cascades are not checked here.
     """
     if is_module(name) or is_cascade(name) or name in available():
         return ""
     if fault := misnamed(name):
         return fault
     broken = "".join(f"\n{fault}" for fault in unusable_families())
-    return unknown("backbone", name, sorted(available())) + broken
+    return unknown_name("backbone", name, sorted(available())) + broken
 
 
 def load_backbone(name: str, options: Mapping[str, Value] = _NO_OPTIONS) -> Backbone:
-    """The chain of the configuration ``name`` with some of its fields overridden.
+    """Build the chain of the configuration ``name`` with some of its fields overridden.
 
-    ``options`` are fields of the family's config; strings are converted (``"320,640"``,
-    ``"true"``, ``"none"``). ``record`` of the result rebuilds it:
-    ``load_backbone(record["name"], record["options"])``. Raises ValueError for an unknown name
-    (with close matches), for faulty options (with all faults and the legal keys), and, as
-    BackboneError, for a family whose chain is not sound (with all faults).
+    ``options`` are fields of the family's config. Strings are converted (``"320,640"``, ``"true"``,
+    ``"none"``). The result's ``record`` rebuilds the same chain: ``load_backbone(record["name"],
+    record["options"])``.
+
+    Raises ValueError for an unknown name, with close matches. Raises ValueError for faulty options,
+    with all faults and the legal keys. Raises BackboneError for a family whose chain is unsound,
+    with all faults.
     """
     if is_cascade(name):
         return _load_cascade(name, options)
@@ -166,10 +167,12 @@ def load_backbone(name: str, options: Mapping[str, Value] = _NO_OPTIONS) -> Back
     config = resolve(name, family.CONFIGS[name], options)
     try:
         backbone = family.build_backbone(name, config)
-    except Exception as error:  # a family of one's own may raise anything
+    except Exception as error:  # user-defined families may raise anything
         if isinstance(family, DerivedFamily) and isinstance(error, ValueError):
-            raise  # it says what is wrong, and where
-        raise BackboneError(name, [f"build_backbone failed: {raised(error)}"]) from error
+            raise  # the error already names the fault and its place
+        raise BackboneError(
+            name, [f"build_backbone failed: {describe_exception(error)}"]
+        ) from error
     if not isinstance(backbone, Backbone):
         fault = f"build_backbone must return a Backbone, returned {type(backbone).__name__}"
         raise BackboneError(name, [fault])
@@ -203,7 +206,7 @@ def _load_cascade(name: str, options: Mapping[str, Value]) -> Backbone:
 
 
 def part_record(record: Mapping[str, Any], chain: str) -> dict[str, Any]:
-    """The record of one chain of a cascade's; raises ValueError where there is no such chain."""
+    """Record of one chain within a cascade's record; ValueError for an unknown chain."""
     parts = parts_of(record["name"])
     if chain not in parts:
         raise ValueError(f"{record['name']} has no chain {chain!r}: {', '.join(parts)}")
@@ -211,7 +214,7 @@ def part_record(record: Mapping[str, Any], chain: str) -> dict[str, Any]:
 
 
 def check_options(name: str, options: Mapping[str, Value]) -> None:
-    """Raise ValueError as ``load_backbone`` does before it builds a chain."""
+    """Raise the ValueError that ``load_backbone`` would raise before building a chain."""
     if is_cascade(name):
         require_known(name, options)
         for chain, backbone in parts_of(name).items():
@@ -224,9 +227,10 @@ def check_options(name: str, options: Mapping[str, Value]) -> None:
 def in_dtype(
     name: str, options: Mapping[str, Value], dtype: str, by: str = "the run"
 ) -> Mapping[str, Value]:
-    """``options`` of a run whose parameters are of ``dtype``, which a module is exported in.
+    """``options`` with the parameter dtype of the run added for an exported module.
 
-    Raises ValueError where they say another, which ``by`` contradicts.
+    Raises ValueError if ``options`` already name another dtype. ``by`` names the source of
+    ``dtype`` in the error.
     """
     if not is_module(name):
         return options
@@ -236,10 +240,11 @@ def in_dtype(
 
 
 def load_recorded(record: Mapping[str, Any]) -> Backbone:
-    """The backbone of a record, with the options that are newer than it, trained as it says.
+    """Rebuild the backbone of a record, with the record's choice of trained parameters.
 
-    Raises ValueError as ``load_backbone`` and ``choose_trained``, where it says another family than
-    its name's, and where it is of a table of layers.
+    Options newer than the record get their defaults. Raises ValueError as ``load_backbone`` and
+    ``choose_trained`` do. Also raises ValueError if the record's family is not that of its name, or
+    if the record describes a table of layers.
     """
     if "table" in record:
         raise ValueError(
@@ -254,9 +259,9 @@ def load_recorded(record: Mapping[str, Any]) -> Backbone:
 
 
 def compare_models(there: Mapping[str, Any], here: Mapping[str, Any]) -> BackboneComparison:
-    """The backbone of the record ``here`` beside the model of the record ``there``.
+    """Compare the backbone of the record ``here`` with the model of the record ``there``.
 
-    Options that an older record lacks have the values of the named configuration.
+    Options missing from an older record take the values of the named configuration.
     """
     theirs = there.get("family")
     if here["family"] == CASCADE and theirs == CASCADE:
@@ -268,14 +273,13 @@ def compare_models(there: Mapping[str, Any], here: Mapping[str, Any]) -> Backbon
         return BackboneComparison((f"family {theirs} there, {here['family']} here",))
     ours = resolve(here["name"], family.CONFIGS[here["name"]], here["options"])
     try:
-        config, unknown = _recorded(family, there)
+        config, unknown_name = _recorded(family, there)
     except ValueError as error:
         return BackboneComparison((str(error),))
-    return compare_configs(config, ours, unknown)
+    return compare_configs(config, ours, unknown_name)
 
 
 def _compare_cascades(there: Mapping[str, Any], here: Mapping[str, Any]) -> BackboneComparison:
-    """Chain by chain."""
     theirs, ours = parts_of(there["name"]), parts_of(here["name"])
     if list(theirs) != list(ours):
         said = f"chains {', '.join(theirs)} there, {', '.join(ours)} here"
@@ -290,10 +294,10 @@ def _compare_cascades(there: Mapping[str, Any], here: Mapping[str, Any]) -> Back
 def continue_model(
     there: Mapping[str, Any], name: str, options: Mapping[str, Value] = _NO_OPTIONS
 ) -> Backbone:
-    """``load_backbone(name, options)`` with what it leaves open as the record ``there`` has it.
+    """``load_backbone(name, options)`` with unset ``settled_by`` options taken from ``there``.
 
-    So a model at another size keeps the spacing of its positions. Nothing is taken from the record
-    of another family, or of a faulty one, which ``compare_models`` tells.
+    A model continued at another size thus keeps its position spacing. Nothing is taken from a
+    record of another family or from a faulty record; ``compare_models`` reports those.
     """
     backbone = load_backbone(name, options)
     if there.get("family") != backbone.record["family"] or is_cascade(name):
@@ -311,15 +315,15 @@ def continue_model(
 def _recorded(
     family: ModuleType | DerivedFamily, record: Mapping[str, Any]
 ) -> tuple[FamilyConfig, dict[str, Any]]:
-    """The config of a record, and its options that no field names; may raise ValueError."""
+    """Config of a record, and the record's options without a field. Raises ValueError."""
     named = family.CONFIGS.get(record["name"]) or next(iter(family.CONFIGS.values()))
     known = {key: value for key, value in record["options"].items() if key in vars(named)}
-    unknown = {key: value for key, value in record["options"].items() if key not in known}
-    return resolve(record["name"], named, known), unknown
+    unknown_name = {key: value for key, value in record["options"].items() if key not in known}
+    return resolve(record["name"], named, known), unknown_name
 
 
 def changed_options(backbone: Backbone) -> dict[str, str]:
-    """By which options, as flags take them, ``backbone`` differs from the one of its name."""
+    """Options, as flag texts, in which ``backbone`` differs from its named configuration."""
     name = backbone.record["name"]
     named = to_record(_family(name).CONFIGS[name])
     written = json_value if is_module(name) else flag_value
@@ -331,7 +335,7 @@ def changed_options(backbone: Backbone) -> dict[str, str]:
 
 
 def published_form(backbone: Backbone) -> Published | None:
-    """How the library that published this backbone stores it; None if none did."""
+    """Storage format of this backbone in the library that published the model, or None."""
     name = backbone.record["name"]
     family = _family(name)
     if not hasattr(family, "published"):
@@ -357,13 +361,13 @@ def _means(family: ModuleType, settings: Mapping[str, Any], form: Published) -> 
 
 
 def load_published(config: Mapping[str, Any]) -> Backbone:
-    """The backbone that a published ``config.json`` describes.
+    """Build the backbone described by a published ``config.json``.
 
-    Its ``kept`` settings change nothing here (as ``upcast_attention``, which fused attention
-    passes over) or are written otherwise; ``published_form`` has them again.
+    The result's ``kept`` holds settings without effect here, such as ``upcast_attention``, or
+    settings written in another form. ``published_form`` writes ``kept`` settings back.
 
-    A class that no family builds is a module. Raises ValueError for one whose inputs are not
-    known, and for settings that its family lacks.
+    A class without a family is built as a module. Raises ValueError for a class with unknown
+    inputs, and for settings that the family lacks.
     """
     wanted = class_of(config)
     families = _published_families()
@@ -382,9 +386,9 @@ def load_published(config: Mapping[str, Any]) -> Backbone:
 
     try:
         backbone = load_backbone(min(family.CONFIGS, key=distance), record)
-    except (OptionError, BackboneError) as error:  # which name a configuration of ours
+    except (OptionError, BackboneError) as error:  # whose text names our config
         what = f"the published configuration of a {wanted} has settings that cannot be"
-        raise ValueError(told(what, error.faults)) from error
+        raise ValueError(format_faults(what, error.faults)) from error
     form = published_form(backbone)
     if form is None or config["_class_name"] != form.class_name:
         return backbone
@@ -397,12 +401,10 @@ def load_published(config: Mapping[str, Any]) -> Backbone:
 
 
 def _plain(value: Any) -> Any:
-    """As JSON has it."""
     return list(value) if isinstance(value, tuple) else value
 
 
 def _published_families() -> dict[str, ModuleType]:
-    """Families by the class that publishes them."""
     return {
         family.PUBLISHED_AS: family
         for family in _families().values()
@@ -414,7 +416,7 @@ _LENGTHS = ("text_length", "context_length", "caption_length")
 
 
 def _recipes(name: str) -> list[TextRecipe]:
-    """Recipe of the texts of the configuration ``name``."""
+    """Text recipes of the configuration ``name``."""
     own = _family(name)
     family: Any = own
     if isinstance(own, DerivedFamily):
@@ -428,10 +430,10 @@ def _recipes(name: str) -> list[TextRecipe]:
 def with_texts_of(
     name: str, options: Mapping[str, Value], folder: str | Path | None = None
 ) -> Mapping[str, Value]:
-    """``options`` of a class of diffusers, with the length of texts that the tokenizers of a
-    pipeline say: that in ``folder``, or whose folder ``name`` is.
+    """``options`` of a diffusers class, with the text length of a pipeline's tokenizers added.
 
-    Nothing is added where options say a length, or where a pipeline cuts texts to what is asked.
+    The pipeline is in ``folder``, or is the folder that ``name`` gives. Nothing is added if the
+    options state a length, or if the pipeline truncates texts to a requested length.
     """
     if not name.startswith(DIFFUSERS) or options.keys() & {*_LENGTHS, BUCKETS}:
         return options
@@ -448,10 +450,10 @@ def with_texts_of(
 
 
 def text_recipe(name: str, backbone: Backbone) -> TextRecipe | None:
-    """How the text that the backbone of this name reads is made; None if it reads none.
+    """Recipe for the text fields of the named backbone; None if the backbone reads no text.
 
-    A class of diffusers has the recipe of the family that is published as that class. Raises
-    UserError if there is none for these fields.
+    A diffusers class uses the recipe of the family published as that class. Raises UserError if no
+    recipe makes these fields.
     """
     read = text_fields(backbone.batch_fields)
     if not read:

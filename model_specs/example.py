@@ -1,6 +1,6 @@
-"""A family in one file, to copy from: residual convolutions with long skips at one resolution.
+"""Example of a family in one file: residual convolutions with long skips at one resolution.
 
-Only what builds modules imports torch, so that listing and planning do without.
+Only functions that build modules import torch, so listing and planning need no torch.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from megatron_pulse.backbone.context import LayerContext
 
 @dataclass(frozen=True)
 class ExampleConfig:
-    """``depth`` blocks of ``width`` channels on either side, for square grey images."""
+    """Config with ``depth`` blocks of ``width`` channels per side, for square grey images."""
 
     width: int = 32
     depth: int = 3
     image_size: int = 28
 
     def faults(self) -> list[str]:
-        """What is inconsistent between the fields."""
+        """Inconsistencies between the fields, one text each."""
         return [f"{key}: must be at least 1" for key, value in vars(self).items() if value < 1]
 
 
@@ -30,7 +30,7 @@ CONFIGS = {"example-tiny": ExampleConfig(), "example-deep": ExampleConfig(width=
 
 
 def build_backbone(name: str, config: ExampleConfig) -> Backbone:
-    """``time``, ``stem``, ``down.*`` (each pushes a skip), ``up.*`` (each pops one), ``head``."""
+    """Chain: ``time``, ``stem``, ``down.*`` (pushing a skip each), ``up.*`` (popping), ``head``."""
     image, hidden = (TensorSpec((c, *[config.image_size] * 2)) for c in (1, config.width))
     build = functools.partial(functools.partial, _build, config.width)
     block = functools.partial(Layer, inputs=(hidden,), outputs=(hidden,), uses=("temb",))
@@ -41,7 +41,7 @@ def build_backbone(name: str, config: ExampleConfig) -> Backbone:
         (image,),
         provides={"temb": TensorSpec((config.width,))},
         uses=("timesteps",),
-        embedder=True,  # it reads only the batch, so it may run on every device
+        embedder=True,  # reads only the batch, so every device may run a copy
     )
     blocks = [
         block(f"down.{i}", build("block", config.width, config.width), pushes={f"skip.{i}": 0})
@@ -54,12 +54,12 @@ def build_backbone(name: str, config: ExampleConfig) -> Backbone:
     stem = Layer("stem", build("conv", 1, config.width), (image,), (hidden,))
     head = Layer("head", build("conv", config.width, 1), (hidden,), (image,))
     fields = {"timesteps": TensorSpec((), dtype="float32")}
-    # Labels, heads, patches: num_classes=, null_label=, num_heads=, patch_size= (see Backbone).
+    # Other facts of a Backbone: num_classes=, null_label=, num_heads=, patch_size=.
     return Backbone(name, (time, stem, *blocks, head), fields)
 
 
 def _build(width: int, kind: str, into: int, out: int, context: LayerContext) -> Any:
-    """A layer's module: called with (inputs, skips, conditioning), it returns its outputs."""
+    """Module of a layer, called with (inputs, skips, conditioning); returns the outputs."""
     import torch
 
     class Time(torch.nn.Linear):

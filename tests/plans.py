@@ -12,11 +12,17 @@ from typing import Any
 
 import pytest
 
+from megatron_pulse.cli.import_megatron import prepare_megatron
 from megatron_pulse.cli.main import main
-from megatron_pulse.cli.megatron import prepare_megatron
-from megatron_pulse.planner.cluster.cluster import ClusterLink, Shared, cluster
+from megatron_pulse.planner.cluster.cluster import BandwidthScope, ClusterLink, cluster
 from megatron_pulse.planner.layout.layouts import FOLD_EXACT, ROW, WHOLE
-from megatron_pulse.planner.observe.trace import (
+from megatron_pulse.planner.partition.memory import ParameterState
+from megatron_pulse.planner.plan_file.plan_file import PlanFile, PlanFileError, save_plan, to_record
+from megatron_pulse.planner.schedule.check.simulate import Timeline
+from megatron_pulse.planner.schedule.message import Message
+from megatron_pulse.planner.schedule.operations import Schedule
+from megatron_pulse.planner.schedule.search.synthesize import synthesize
+from megatron_pulse.planner.trace.trace import (
     DeviceStep,
     StepTrace,
     TimedOperation,
@@ -25,21 +31,15 @@ from megatron_pulse.planner.observe.trace import (
     Traffic,
     merge_step,
 )
-from megatron_pulse.planner.partition.memory import ParameterState
-from megatron_pulse.planner.plan_file.plan_file import PlanFile, PlanFileError, save_plan, to_record
-from megatron_pulse.planner.schedule.check.simulate import Timeline
-from megatron_pulse.planner.schedule.message import Message
-from megatron_pulse.planner.schedule.operations import Schedule
-from megatron_pulse.planner.schedule.search.synthesize import synthesize
 from megatron_pulse.planner.tune.config import Config, Recompute
 from megatron_pulse.planner.tune.evaluate import Evaluator
-from megatron_pulse.planner.tune.plans.recompute import load_checked, recomputed
 from megatron_pulse.planner.tune.plans.to_plan import plan_of
-from megatron_pulse.profile.devices import ELEMENT_BYTES
+from megatron_pulse.planner.tune.plans.verify_figures import load_checked, recomputed
 from megatron_pulse.profile.parameters import count_parameters
 from megatron_pulse.profile.profile import Profile, Source
-from megatron_pulse.profile.record.layers import ProfiledLayer, ProfiledSkip
-from megatron_pulse.profile.record.times import LayerTimes
+from megatron_pulse.profile.records.layers import ProfiledLayer, ProfiledSkip
+from megatron_pulse.profile.records.times import LayerTimes
+from megatron_pulse.profile.roofline import ELEMENT_BYTES
 from model_specs import load_backbone
 
 OPTIONS = {"in_channels": 1, "depth": 8, "embed_dim": 32}
@@ -85,14 +85,14 @@ def small_plan(
     kind: str = "fold", split: bool = False, pipeline: int = 2, recompute: bool = False
 ) -> PlanFile:
     """On ``pipeline`` times two ranks, from ``small_profile``, over a link that is felt."""
-    link = ClusterLink("loopback", 0.02, 200.0, Shared.DEVICE)
+    link = ClusterLink("loopback", 0.02, 200.0, BandwidthScope.DEVICE)
     machine = replace(cluster("cpu"), devices_per_node=REPLICAS * pipeline, intra_node=link)
     layout = WHOLE if pipeline == 1 else FOLD_EXACT if kind == "fold" else ROW
     config = Config(
         pipeline, REPLICAS, 1, MICRO_BATCH, layout, split, recompute=Recompute(recompute)
     )
     samples = MICRO_BATCH * MICROBATCHES * REPLICAS
-    state = ParameterState(averages=True)  # as runs keep them by default
+    state = ParameterState(ema=True)  # as runs keep them by default
     evaluator = Evaluator(small_profile(), machine, samples, state=state)
     problem = evaluator.problem(config, MICROBATCHES)
     outcome = evaluator.evaluate(config, synthesize(problem, effort=4))

@@ -22,7 +22,7 @@ with without_collecting():
     import torch._dynamo  # noqa: F401
     import torch.distributed.checkpoint  # noqa: F401
 
-    import megatron_pulse.integration.megatron.linear  # noqa: F401
+    import megatron_pulse.integration.megatron.linear_wgrad  # noqa: F401
     import megatron_pulse.integration.pretrain  # noqa: F401
     import model_specs
 
@@ -31,14 +31,14 @@ with without_collecting():
             importlib.import_module(found.name)
 
 from megatron_pulse.data.images.digits import load_digits  # noqa: E402
-from megatron_pulse.integration.flags.arguments import add_pulse_arguments  # noqa: E402
-from megatron_pulse.planner.schedule.search.synthesize import get_ready  # noqa: E402
+from megatron_pulse.integration.flags.pulse_options import add_pulse_arguments  # noqa: E402
+from megatron_pulse.planner.schedule.search.synthesize import compile_search  # noqa: E402
 from tests.memory import collect_seldom, in_large_pages  # noqa: E402
 from tests.remembered import remember_analyses  # noqa: E402
 
 torch.set_num_threads(1)
 load_digits("digits8")
-get_ready()
+compile_search()
 add_pulse_arguments(argparse.ArgumentParser())
 remember_analyses()
 model_specs.available()

@@ -42,11 +42,11 @@ def remember_analyses() -> None:
     """Runs of Megatron in this process and its children take analytic profiles and counts of
     operations and parameters, which depend on the backbone alone, from those before them."""
     from megatron_pulse.integration.loop import throughput
-    from megatron_pulse.integration.planning import planning
+    from megatron_pulse.integration.planning import run_plan
 
-    _remember(planning, "analyse")
-    _remember(planning, "count_parameters")
-    _remember(planning, "count_trained")
+    _remember(run_plan, "analyse")
+    _remember(run_plan, "count_parameters")
+    _remember(run_plan, "count_trained")
     _remember(throughput, "model_flops")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_pulse.faults import LOOKED_FOR, UserError
+from megatron_pulse.errors import LOOKED_FOR, UserError
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import (
     MAX_BYTES,

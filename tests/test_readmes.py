@@ -47,7 +47,9 @@ def anchors(path: Path) -> set[str]:
 
 
 def test_the_front_page_is_short() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 200
+    text = re.sub(r"```.*?```", "", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    prose = [line for line in text.splitlines() if not line.startswith("|")]
+    assert len(" ".join(prose).split()) <= 900
     assert len(NAMES) >= 10
 
 
@@ -208,33 +210,36 @@ def test_the_maps_counts_are_of_the_files_it_names() -> None:
 
 
 def drawn_schedules() -> list[tuple[str, list[list[str]]]]:
-    """(title, cells of every device) of the drawings on the page of schedules."""
-    text = (ROOT / "megatron_pulse/planner/schedule/README.md").read_text()
+    """(title, cells of every device) of the schedules drawn on the map and on their own page."""
     found = []
-    for block in re.findall(r"```\n(.*?)```", text, re.DOTALL):
-        for part in block.strip().split("\n\n") if "device 0" in block else ():
-            title, *rows = part.splitlines()
-            found.append((title, [row.split()[2:] for row in rows]))
+    for page in ("megatron_pulse", "megatron_pulse/planner/schedule"):
+        text = (ROOT / page / "README.md").read_text()
+        text = re.sub(r"```\w+\n.*?```", "", text, flags=re.DOTALL)
+        for block in re.findall(r"```\n(.*?)```", text, re.DOTALL):
+            for part in block.strip().split("\n\n"):
+                title, *rows = part.splitlines() or [""]
+                if re.search(r"\d+ slots", title) and "".join(rows[:1]).startswith("device 0 "):
+                    found.append((title, [row.split()[2:] for row in rows]))
     return found
 
 
 @pytest.mark.parametrize(
-    ("title", "rows"), drawn_schedules(), ids=["1f1b", "whole", "split", "two"]
+    ("title", "rows"), drawn_schedules(), ids=["map", "1f1b", "whole", "split", "two"]
 )
 def test_drawn_schedules_are_what_they_say(title: str, rows: list[list[str]]) -> None:
     from megatron_pulse.planner.layout.placement import fold, opposite, sequential
     from megatron_pulse.planner.schedule.bound.bounds import lower_bound
-    from megatron_pulse.planner.schedule.check.simulate import run
+    from megatron_pulse.planner.schedule.check.simulate import simulate
     from megatron_pulse.planner.schedule.check.validate import faults_for
-    from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
+    from megatron_pulse.planner.schedule.operations import Operation, OpType, Schedule
     from megatron_pulse.planner.schedule.problem import ScheduleProblem
 
     placement = sequential(2) if "1F1B" in title else fold(2)
-    count = 3
+    count = 2 if "M = 2" in title else 3
     if "two chains" in title:
         placement, count = opposite(2), 2
     each = 2.0 if "1F1B" in title else 1.0  # two stages of the others as one
-    split = (each,) * placement.num_stages if "split" in title else None
+    split = (each,) * placement.num_stages if "W0a" in " ".join(rows[0]) else None
     problem = ScheduleProblem(
         placement,
         count,
@@ -244,7 +249,7 @@ def test_drawn_schedules_are_what_they_say(title: str, rows: list[list[str]]) ->
     )
 
     def operation(cell: str) -> Operation:
-        return Operation(Kind(cell[0]), int(cell[1]), "abc".index(cell[2]))
+        return Operation(OpType(cell[0]), int(cell[1]), "abc".index(cell[2]))
 
     starts = {
         operation(cell): slot for row in rows for slot, cell in enumerate(row) if cell[0] in "FBIW"
@@ -252,7 +257,7 @@ def test_drawn_schedules_are_what_they_say(title: str, rows: list[list[str]]) ->
     order = tuple(tuple(operation(cell) for cell in row if cell[0] in "FBIW") for row in rows)
     schedule = Schedule("drawn", placement, count, order)
     assert faults_for(problem, schedule) == []
-    timeline = run(problem, schedule)
+    timeline = simulate(problem, schedule)
     assert dict(timeline.start) == starts
     slots = int(re.search(r"(\d+) slots", title).group(1))  # type: ignore[union-attr]
     assert timeline.makespan == slots == max(map(len, rows))
@@ -261,16 +266,16 @@ def test_drawn_schedules_are_what_they_say(title: str, rows: list[list[str]]) ->
 
 
 def own_layers() -> str:
-    """The front page's program."""
-    _, block = blocks("python", (ROOT / "README.md").read_text())
+    """The program on the runtime's page."""
+    (block,) = blocks("python", (ROOT / "megatron_pulse/runtime/README.md").read_text())
     return block
 
 
-def test_the_front_pages_module_is_taken_by_commands(
+def test_the_modules_of_the_page_of_backbones_are_taken_by_commands(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = (ROOT / "README.md").read_text()
-    block, _ = blocks("python", text)
+    text = (ROOT / "model_specs/README.md").read_text()
+    (block,) = blocks("python", text)
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text(block)
     page = text[text.index(block) :]

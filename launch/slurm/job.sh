@@ -1,13 +1,13 @@
 # shellcheck shell=bash
-# Sourced by launch/slurm/pretrain.sbatch: where ranks meet, and how a run is stopped and goes on.
+# Sourced by launch/slurm/pretrain.sbatch: rendezvous of the ranks; stop, requeue and continuation.
 
-# An element of an array has a number of its own, but the last one's is the whole array's.
+# Each array element has its own job id, except the last, whose id is the whole array's.
 pulse_job=$SLURM_JOB_ID
 if [ -n "${SLURM_ARRAY_TASK_ID:-}" ]; then
     pulse_job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
 fi
 
-# pulse_flag NAME FLAG...: the value of the last NAME (such as --save) in a command line.
+# pulse_flag NAME FLAG...: prints the value of the last NAME (such as --save) in a command line.
 pulse_flag() {
     local name=$1 value=
     shift
@@ -21,8 +21,9 @@ pulse_flag() {
     echo "$value"
 }
 
-# pulse_slurm COMMAND...: what a Slurm command prints. One that fails is called again, since the
-# controller may be busy, for PULSE_SLURM_SECONDS (120); then it is said, and its status returned.
+# pulse_slurm COMMAND...: prints the output of a Slurm command. The controller may be busy, so a
+# failing command is retried for PULSE_SLURM_SECONDS (120). Then the failure is reported, and the
+# command's status returned.
 pulse_slurm() {
     local answer status pause=1 end=$((SECONDS + ${PULSE_SLURM_SECONDS:-120}))
     until answer=$("$@"); do
@@ -38,15 +39,15 @@ pulse_slurm() {
     [ -z "$answer" ] || echo "$answer"
 }
 
-# pulse_job_field NAME: what scontrol knows of this job, such as JobState; nothing where the job has
-# no such field, and status 1 where scontrol does not answer.
+# pulse_job_field NAME: prints a field of this job from scontrol, such as JobState; nothing if the
+# job lacks the field. Returns status 1 if scontrol does not answer.
 pulse_job_field() {
     local shown
     shown=$(pulse_slurm scontrol --oneliner show job "$pulse_job") || return 1
     grep -oP "(?<= $1=)\S+" <<<"$shown" | head -n 1 || true
 }
 
-# pulse_master_addr: the first node, by its name where that resolves, else where Slurm reaches it.
+# pulse_master_addr: prints the first node's name if it resolves, else its address from Slurm.
 pulse_master_addr() {
     local nodes node shown
     nodes=$(pulse_slurm scontrol show hostnames "$SLURM_JOB_NODELIST") || return 1
@@ -62,18 +63,18 @@ pulse_master_addr() {
     fi
 }
 
-# pulse_saved: iteration of the newest checkpoint in pulse_save; nothing where there is none.
+# pulse_saved: prints the iteration of the newest checkpoint in pulse_save, or nothing.
 pulse_saved() {
     cat "$pulse_save/latest_checkpointed_iteration.txt" 2>/dev/null || true
 }
 
-# pulse_run SAVE COMMAND...: COMMAND on every node of the job, until it ends or is asked to stop:
+# pulse_run SAVE COMMAND...: runs COMMAND on every node of the job, until it ends or must stop:
 #   - USR1, which Slurm sends to this shell before the time limit (--signal=B:USR1@180): the ranks
-#     are asked to stop, write a checkpoint into SAVE, and the job is requeued;
-#   - preemption with a grace time: Slurm itself asks the ranks; the job is requeued;
-#   - scontrol requeue, preemption without grace, scancel: Slurm asks the ranks, gives them
-#     KillWait seconds, and does the rest.
-# Returns COMMAND's status where the job is not requeued.
+#     write a checkpoint into SAVE and exit, and the job is requeued;
+#   - preemption with a grace time: Slurm signals the ranks; the job is requeued;
+#   - scontrol requeue, preemption without grace, scancel: Slurm signals the ranks, waits KillWait
+#     seconds, and does the rest.
+# Returns COMMAND's status if the job is not requeued.
 pulse_run() {
     local status=1 before limit= waits
     pulse_save=$1
@@ -88,7 +89,7 @@ pulse_run() {
     while kill -0 "$pulse_step" 2>/dev/null; do
         if [ -n "$pulse_asked" ]; then
             [ -n "$pulse_told" ] || pulse_ask
-            # Where squeue does not answer now, it is asked again in the next pass.
+            # If squeue does not answer now, the next pass asks again.
             limit=${limit:-$(pulse_last_moment || true)}
             waits=${limit:-${SLURM_JOB_END_TIME:+$((SLURM_JOB_END_TIME - 30))}}
             if [ -n "$waits" ] && (($(date +%s) >= waits)); then
@@ -106,8 +107,8 @@ pulse_run() {
     return "$status"
 }
 
-# pulse_ask: SIGTERM to all ranks, which save and leave. Where scancel fails, srun hands it on; the
-# next pass calls scancel again, and what ranks are told twice they do once.
+# pulse_ask: sends SIGTERM to all ranks, which save and exit. If scancel fails, srun forwards the
+# signal and the next pass calls scancel again; ranks ignore a second signal.
 pulse_ask() {
     echo "slurm: the time limit is near; asking the ranks to save and stop ..."
     if scancel --signal=TERM "$pulse_job"; then # the steps' processes, not this shell
@@ -118,8 +119,8 @@ pulse_ask() {
     fi
 }
 
-# pulse_last_moment: 30 s before the job's end, in seconds since 1970; status 1 where squeue fails,
-# or answers nothing of this job.
+# pulse_last_moment: prints the time 30 s before the job's end, in seconds since 1970. Returns
+# status 1 if squeue fails or does not know this job.
 pulse_last_moment() {
     local said end
     if ! said=$(squeue --noheader --jobs "$pulse_job" --format %e) || [ -z "${said//[[:space:]]/}" ]
@@ -134,7 +135,7 @@ pulse_last_moment() {
     fi
 }
 
-# pulse_requeue BEFORE: requeue this job if Slurm asked it to stop and does not do so itself.
+# pulse_requeue BEFORE: requeues this job if Slurm stopped it and does not requeue by itself.
 pulse_requeue() {
     local saved state preempted PULSE_SLURM_SECONDS=${PULSE_SLURM_SECONDS:-120}
     if [ -n "$pulse_asked" ] && ((PULSE_SLURM_SECONDS > 10)); then
@@ -166,7 +167,7 @@ pulse_requeue() {
             "start would get no further. Raise --time, or --signal=B:USR1@SECONDS." >&2
         return
     fi
-    # Said before: Slurm may end this shell before the command returns.
+    # Printed first: Slurm may end this shell before the command returns.
     echo "slurm: requeued; goes on from iteration ${saved:-0}."
     if ! pulse_slurm scontrol requeue "$pulse_job"; then
         echo "slurm: not requeued after all: scontrol requeue $pulse_job, or submit it again with" \

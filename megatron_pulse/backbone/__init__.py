@@ -1,1 +1,1 @@
-"""What a backbone is: layers, named skips, conditioning, and the checks of a chain."""
+"""Backbones: layers, named skips, conditioning, and the checks of a chain."""

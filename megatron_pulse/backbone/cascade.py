@@ -1,13 +1,13 @@
-"""Several backbones in one run: chains one after another that hand each other nothing.
+"""Cascade: several backbones trained in one run, as independent chains one after another.
 
-Cascades train a model of small samples and one or more that enlarge them, each on its own data.
-Together they are one backbone of several chains::
+Cascades train a model of small samples and one or more upsampling models, each on its own data.
+Together they form one backbone of several chains::
 
     base.in_proj ... base.out_proj | upper.in_proj ... upper.out_proj
 
-Their layers, skips, conditioning and batch fields begin with their chain's name, and so do their
-parameters in checkpoints; modules know nothing of it. Layers' initial weights are those that they
-have in a run of their own.
+Names of layers, skips, conditioning and batch fields begin with the chain's name, and so do
+parameters in checkpoints. Modules do not know their chain's name. Initial weights of layers equal
+those of a run of one chain.
 """
 
 from __future__ import annotations
@@ -20,17 +20,21 @@ from megatron_pulse.backbone.chain import Backbone, Layer
 from megatron_pulse.backbone.check import BackboneError, check_backbone
 
 CASCADE = "cascade"
-"""What a cascade's record has in the place of a family's name."""
+"""Family name in the record of a cascade."""
 
 _CHAIN_NAME = re.compile(r"[A-Za-z]\w*", re.ASCII)
 
 
 def cascade(parts: Mapping[str, Backbone]) -> Backbone:
-    """``parts``, by the names of their chains, as one backbone of several chains.
+    """Combine ``parts``, by chain name, into one backbone of several chains.
 
-    Raises BackboneError with every fault: fewer than two parts, names that cannot begin those of
-    parameters, parts that are not sound or are cascades, modules whose parameters have names of the
-    whole model, and samples of several shapes.
+    Raises BackboneError listing every fault:
+
+    - fewer than two parts;
+    - names that cannot prefix parameter names;
+    - parts that are invalid or cascades;
+    - modules whose parameters have names of the whole model;
+    - samples of several shapes.
     """
     if faults := _faults(parts):
         raise BackboneError(" + ".join(parts), faults)
@@ -69,7 +73,7 @@ def _faults(parts: Mapping[str, Backbone]) -> list[str]:
 
 
 def _within(chain: str, layer: Layer) -> Layer:
-    """A layer of a backbone alone as one of ``chain``."""
+    """Rename a layer of a single backbone as one of ``chain``."""
 
     def named(name: str) -> str:
         return f"{chain}.{name}"

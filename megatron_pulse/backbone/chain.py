@@ -1,8 +1,7 @@
-"""What a backbone *is*: an ordered chain of layers with named skips and conditioning.
+"""Description of a backbone: an ordered chain of layers with named skips and conditioning.
 
-This module imports neither torch nor Megatron: a backbone can be described, checked and
-partitioned without building a single tensor. Modules are built later, layer by layer, through
-``Layer.build``.
+This module imports neither torch nor Megatron. A backbone can be described, checked and partitioned
+without building a tensor. ``Layer.build`` builds modules later, layer by layer.
 """
 
 from __future__ import annotations
@@ -13,23 +12,23 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
 COMPUTE = "compute"
-"""The dtype name that stands for the run's parameter dtype (fp32, or bf16 under ``--bf16``)."""
+"""dtype name for the run's parameter dtype (fp32, or bf16 under ``--bf16``)."""
 DTYPE_BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4,
                "bool": 1}  # fmt: skip
-"""The other dtypes of boundaries, skips and conditioning, and the bytes of their elements."""
+"""Other dtypes of boundaries, skips and conditioning, with bytes per element."""
 
 
 @dataclass(frozen=True)
 class TensorSpec:
     """Shape of one tensor of a microbatch, without its batch dimension.
 
-    ``batch_dim`` says where the batch dimension is inserted: 0 for images ``[b, c, h, w]``,
-    1 for token streams in Megatron's order ``[s, b, h]``; None: there is none, the tensor is one
-    for all samples (T5's bias of positions), and counts like that of one sample. ``dtype`` is
-    ``"compute"`` or the name of a torch dtype (``"float32"``, ``"int64"``). The first dimension of
-    a ``sequence`` is divided among tensor-parallel ranks under sequence parallelism. ``others`` are
-    its shapes in microbatches of the chain's other shapes (see ``shapes``); sizes in values and
-    bytes are those of the largest.
+    - ``batch_dim``: position of the batch dimension. 0 for images ``[b, c, h, w]``, 1 for token
+      streams in Megatron's order ``[s, b, h]``. None for a tensor common to all samples (T5's
+      position bias), counted as one sample.
+    - ``dtype``: ``"compute"`` or the name of a torch dtype (``"float32"``, ``"int64"``).
+    - ``sequence``: under sequence parallelism, tensor-parallel ranks divide the first dimension.
+    - ``others``: shapes in microbatches of the chain's other shapes (see ``shapes``). Sizes in
+      elements and bytes refer to the largest.
     """
 
     shape: tuple[int, ...]
@@ -39,13 +38,13 @@ class TensorSpec:
     others: tuple[tuple[int, ...], ...] = ()
 
     def at(self, which: int) -> TensorSpec:
-        """The tensor in microbatches of the chain's shape ``which`` alone; 0 is the first."""
+        """Spec in microbatches of the chain's shape ``which`` alone; 0 is the first."""
         if not which and not self.others:
             return self
         return replace(self, shape=(self.shape, *self.others)[which], others=())
 
     def full_shape(self, micro_batch_size: int) -> tuple[int, ...]:
-        """The shape with the batch dimension inserted."""
+        """Shape including the batch dimension."""
         if self.batch_dim is None:
             return self.shape
         return (*self.shape[: self.batch_dim], micro_batch_size, *self.shape[self.batch_dim :])
@@ -57,49 +56,46 @@ class TensorSpec:
 
     @property
     def differentiable(self) -> bool:
-        """Whether such a tensor can have a gradient: it holds neither whole numbers nor a mask."""
+        """True if the tensor can have a gradient: neither integers nor a mask."""
         return self.dtype not in ("int64", "int32", "bool")
 
     def bytes_per_sample(self, compute_bytes: int) -> int:
-        """Bytes of a sample, where an element of ``"compute"`` has ``compute_bytes``."""
+        """Bytes per sample, with ``compute_bytes`` per element of ``"compute"``."""
         return self.numel_per_sample * DTYPE_BYTES.get(self.dtype, compute_bytes)
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One link of the chain: the smallest piece that a stage can begin or end at.
+    """One link of the chain, the smallest unit of partitioning.
 
-    The module that ``build`` returns is called as
-    ``module(inputs, skips, conditioning) -> tuple`` where ``inputs`` is the tuple of boundary
-    tensors (as in ``inputs``), ``skips`` maps each name in ``pops`` to its tensor, and
-    ``conditioning`` maps each name in ``uses`` to its tensor. It returns the boundary tensors of
-    ``outputs`` followed by the tensors of ``provides``, in order.
+    The module returned by ``build`` is called as ``module(inputs, skips, conditioning) -> tuple``.
+    ``inputs`` is the tuple of boundary tensors. ``skips`` maps each name in ``pops`` to its tensor,
+    ``conditioning`` each name in ``uses``. The module returns the boundary tensors of ``outputs``,
+    followed by the tensors of ``provides``, in order.
 
-    ``pushes`` maps a skip's name to the index of the *boundary output* that it is (in every known
-    backbone a skip is the output of a layer; see torchgpipe's stash/pop). ``provides`` are
-    conditioning tensors that this layer computes for any later layer (a timestep embedding).
-    ``name`` is the prefix of the layer's parameters in checkpoints; those of a ``qualified`` layer
-    have names of the whole model, and nothing is put before them. Torch's generator has a seed of
-    the layer's own when it is built, for a ``qualified`` one that of the run.
+    - ``name``: prefix of the layer's parameters in checkpoints. At construction, torch's generator
+      has a seed of the layer's own.
+    - ``qualified``: parameters have names of the whole model, without prefix. At construction,
+      torch's generator has the run's seed.
+    - ``pushes``: index of the *boundary output* that each pushed skip is, by name. In every known
+      backbone a skip is the output of a layer; see torchgpipe's stash/pop.
+    - ``provides``: conditioning tensors computed for any later layer, such as a timestep embedding.
+    - ``embedder``: the layer only provides, and reads only the batch. Its module returns its inputs
+      unchanged before the provided tensors; without inputs, only the latter. An embedder can run
+      anywhere, and on several devices.
+    - ``trained``: a parameter of the module may have ``requires_grad``. Otherwise no gradient is
+      computed for this layer's sake (see ``gradients``).
+    - ``beside``: maps indices of outputs to the inputs that they equal. The layer returns such an
+      input unchanged, and adds nothing to its gradient.
+    - ``chain``: name of the layer's chain in a cascade. Names of the layer and of its
+      skips, fields and conditioning begin with this name; its module does not know the prefix.
 
-    An ``embedder`` only provides: it reads nothing but the batch, its module returns its inputs
-    as they are before what it provides, and called without inputs returns only that. So it can
-    run anywhere, and on several devices.
+    Optional attributes of the module:
 
-    ``trained`` says whether a parameter of its module may ask for a gradient (``requires_grad``).
-    Where none does, no gradient is computed for this layer's sake (see ``gradients``).
-
-    ``beside`` maps outputs to the inputs that they are, by index: tensors that pass by. The layer
-    returns such an input as it is, and gives it no gradient but its output's.
-
-    A module's attribute ``undivided``, if it has one, lists parameters whose gradients are not to
-    wait where backward passes are split: those that an operation uses too whose do not.
-
-    In a cascade the names of a layer and of all that it reads and gives begin with ``chain``, its
-    chain's; its module knows nothing of that.
-
-    In a chain of several shapes a module that has an attribute ``chain_shape`` is told there which
-    one it is called with (0 is the first).
+    - ``undivided``: parameters whose gradients are not deferred in split backwards, because an
+      operation without deferral uses them too.
+    - ``chain_shape``: set to the index of the microbatch's shape before each call, in a chain of
+      several shapes (0 is the first).
     """
 
     name: str
@@ -117,18 +113,18 @@ class Layer:
     chain: str = ""
 
     def own(self, name: str) -> str:
-        """What its chain calls ``name`` where it is alone."""
+        """Name that the layer's chain uses for ``name`` outside a cascade."""
         return name.removeprefix(f"{self.chain}.") if self.chain else name
 
     @property
     def prefix(self) -> str:
-        """What comes before the names of its module's parameters in those of the whole model."""
+        """Prefix of the module's parameter names in the whole model."""
         return "" if self.qualified else f"{self.name}."
 
 
 @dataclass(frozen=True)
 class Skip:
-    """A named edge from the layer at index ``source`` to the layer at index ``destination``."""
+    """Named edge from the layer at index ``source`` to the layer at index ``destination``."""
 
     name: str
     source: int
@@ -139,7 +135,7 @@ class Skip:
 
 @dataclass(frozen=True)
 class Conditioning:
-    """A tensor that layer ``source`` computes and the layers ``consumers`` use."""
+    """Tensor that layer ``source`` computes and the layers ``consumers`` use."""
 
     name: str
     source: int
@@ -149,23 +145,23 @@ class Conditioning:
 
 @dataclass(frozen=True)
 class Backbone:
-    """An ordered chain of layers, or several, one after another (see ``cascade``).
+    """Ordered chain of layers, or several chains one after another (see ``cascade``).
 
-    ``batch_fields`` are conditioning tensors that come with the batch (timesteps, labels, text
-    states); every device reads them from its own data loader, so they are never sent.
-    ``record`` is what rebuilds this backbone (``{"name": ..., "options": {...}}``); it is stored
-    in checkpoints and compared on load. ``kept`` are settings of the ``config.json`` that it was
-    read from which make no difference here, for writing them again.
-
-    What others must know of the model and cannot see in its layers, it says:
-    ``num_classes``, how many classes the batch field ``labels`` tells apart (0 to
-    ``num_classes`` - 1), and ``null_label``, the label of samples that lose theirs (None: there is
-    none), as classifier-free guidance needs; ``num_heads``, the numbers of heads of its attentions,
-    which tensor-parallel ranks share (a number of ranks must divide each); ``patch_size``, the side
-    of the squares of the sample that its tokens are, which tells a shift of the diffusion process
-    how large the picture is. ``shares`` says which part of the microbatches is of which shape
-    (empty: as many of each), for planning. ``parts`` are a cascade's backbones by the names of
-    their chains; what each says of itself, only it knows.
+    - ``batch_fields``: conditioning tensors of the batch (timesteps, labels, text states). Every
+      device reads them from its own data loader, so they are never sent.
+    - ``record``: description that rebuilds this backbone (``{"name": ..., "options": {...}}``),
+      stored in checkpoints and compared on load.
+    - ``kept``: settings of the source ``config.json`` without effect here, kept for writing it
+      again.
+    - ``num_classes``: number of classes of the batch field ``labels`` (0 to ``num_classes`` - 1).
+    - ``null_label``: label of samples whose label is dropped for classifier-free guidance (None:
+      there is none).
+    - ``num_heads``: numbers of attention heads, each divisible by the number of tensor-parallel
+      ranks.
+    - ``patch_size``: side of the sample's square patches. A resolution-dependent shift of the
+      diffusion process needs this size.
+    - ``shares``: fraction of microbatches of each shape, for planning (empty: equal).
+    - ``parts``: backbones of a cascade by chain name. The fields above are then those of each part.
     """
 
     name: str
@@ -183,53 +179,55 @@ class Backbone:
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """The layers where a chain begins."""
+        """Indices of the layers where a chain begins."""
         chains = [layer.chain for layer in self.layers]
         return tuple(i for i, chain in enumerate(chains) if not i or chain != chains[i - 1])
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """The layers where a chain ends."""
+        """Indices of the layers where a chain ends."""
         return tuple(start - 1 for start in (*self.starts[1:], len(self.layers)))
 
     @property
     def num_shapes(self) -> int:
-        """How many shapes a microbatch may have."""
+        """Number of shapes that a microbatch may have."""
         return 1 + len(self.input_spec.others)
 
     @property
     def saved_record(self) -> dict[str, Any]:
-        """``record`` and ``kept``, as a checkpoint holds them."""
+        """``record`` and ``kept``, as stored in a checkpoint."""
         return {**self.record, "kept": dict(self.kept)}
 
     @property
     def input_spec(self) -> TensorSpec:
-        """The noisy sample that the first layer takes."""
+        """Spec of the first layer's input, the noisy sample."""
         return self.layers[0].inputs[0]
 
     @property
     def output_spec(self) -> TensorSpec:
-        """The prediction that the last layer returns."""
+        """Spec of the last layer's output, the prediction."""
         return self.layers[-1].outputs[0]
 
     @property
     def takes_prediction(self) -> bool:
-        """Whether the first layer takes twice the channels of a prediction: a noisy sample, and
-        behind it what was predicted of it (self-conditioning)."""
+        """True if the first layer takes twice the channels of a prediction (self-conditioning).
+
+        The input is then a noisy sample followed by an earlier prediction.
+        """
         channels, *sides = self.output_spec.shape or (0,)
         return self.input_spec.shape == (2 * channels, *sides)
 
     @property
     def sample_spec(self) -> TensorSpec:
-        """The noisy sample: what the first layer takes, but for a prediction behind it."""
+        """Spec of the noisy sample: the first layer's input without an appended prediction."""
         return self.output_spec if self.takes_prediction else self.input_spec
 
     @property
     def image_tokens(self) -> int:
-        """How many tokens the sample has: its patches, or its places where there are none.
+        """Number of tokens of the sample: patches, or positions without patches.
 
-        As diffusers' pipelines count them for a shift that depends on the picture. A sample
-        ``(n, c)`` is packed tokens; of a video those of one frame count.
+        Counted as in diffusers' pipelines for a resolution-dependent shift. A sample ``(n, c)``
+        consists of packed tokens; in a video the tokens of one frame count.
         """
         shape = self.input_spec.shape
         if len(shape) < 3:
@@ -239,13 +237,13 @@ class Backbone:
 
     @property
     def divides_sequences(self) -> bool:
-        """Whether there are sequences between layers that two ranks can share."""
+        """True if there are sequences between layers, all of even length."""
         lengths = [length for _, length in self._sequences]
         return bool(lengths) and not any(length % 2 for length in lengths)
 
     @property
     def _sequences(self) -> list[tuple[str, int]]:
-        """The layer and the length of every sequence that one takes or returns."""
+        """Layer name and length of every sequence in layer inputs and outputs."""
         return [
             (layer.name, shape[0])
             for layer in self.layers
@@ -255,9 +253,9 @@ class Backbone:
         ]
 
     def divide_sequences(self, parts: int) -> Backbone:
-        """The same chain where each rank holds one of ``parts`` equal parts of every sequence.
+        """Backbone of a rank that holds one of ``parts`` equal parts of every sequence.
 
-        Raises ValueError that lists the sequences which do not divide.
+        Raises ValueError listing the sequences that do not divide.
         """
         lengths = {(name, length) for name, length in self._sequences if length % parts}
         if lengths:
@@ -299,7 +297,7 @@ class Backbone:
 
     @property
     def conditioning(self) -> tuple[Conditioning, ...]:
-        """All conditioning edges whose source is a layer (not the batch)."""
+        """All conditioning edges whose source is a layer, not the batch."""
         return tuple(
             Conditioning(
                 name,

@@ -1,4 +1,4 @@
-"""Checks a backbone before anything is planned or built, and lists every fault at once."""
+"""Validation of a backbone before planning or building; lists every fault at once."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from itertools import pairwise
 
 from megatron_pulse.backbone.chain import COMPUTE, DTYPE_BYTES, Backbone, Layer, TensorSpec
 from megatron_pulse.backbone.shapes import shape_faults
-from megatron_pulse.faults import Carried, told
+from megatron_pulse.errors import PicklableError, format_faults
 
 _LAYER_NAME = re.compile(r"[A-Za-z_]\w*(\.\w+)*", re.ASCII)
 
 _MOST_VALUES = 2**38
-"""Of one tensor of one sample, a terabyte in fp32: no device holds that."""
+"""Maximum number of elements of one tensor of one sample: a terabyte in fp32."""
 _DTYPES = (COMPUTE, *DTYPE_BYTES)
 
 
-class BackboneError(Carried, ValueError):
-    """A backbone that cannot be run; ``faults`` lists why."""
+class BackboneError(PicklableError, ValueError):
+    """A backbone that cannot be run; ``faults`` lists the reasons."""
 
     def __init__(self, backbone: str, faults: list[str]) -> None:
         self.faults = faults
-        super().__init__(told(f"backbone {backbone!r} is not sound", faults))
+        super().__init__(format_faults(f"backbone {backbone!r} is not sound", faults))
 
 
 def require_valid(backbone: Backbone) -> None:
-    """Raise BackboneError with the whole list unless ``check_backbone`` finds nothing."""
+    """Raise BackboneError listing all faults that ``check_backbone`` finds."""
     if faults := check_backbone(backbone):
         raise BackboneError(backbone.name, faults)
 
 
 def check_backbone(backbone: Backbone) -> list[str]:
-    """Every fault of the chain's names, boundaries, skips and conditioning; [] if it is sound."""
+    """All faults of the chain's names, boundaries, skips and conditioning; empty if valid."""
     if faults := list(_forms(backbone)):
         return faults
     if not backbone.layers:
@@ -52,7 +52,7 @@ def check_backbone(backbone: Backbone) -> list[str]:
 
 
 def _forms(backbone: Backbone) -> Iterator[str]:
-    """What is of another kind than the chain's dataclasses say; the rest cannot be read then."""
+    """Faults of field types, which prevent all further checks."""
     if not isinstance(backbone.layers, tuple):
         yield f"layers: must be a tuple of Layer, is {_kind(backbone.layers)}"
         return
@@ -73,7 +73,7 @@ def _forms(backbone: Backbone) -> Iterator[str]:
         where = f"layer {i} ({layer.name})"
         if not isinstance(layer.name, str):
             yield f"{where}: its name must be text"
-        if layer.build is not None and not callable(layer.build):  # none is fine for planning
+        if layer.build is not None and not callable(layer.build):  # planning needs no build
             yield f"{where}: build must make the module when called, is {_kind(layer.build)}"
         for side in ("inputs", "outputs"):
             specs = getattr(layer, side)
@@ -143,7 +143,7 @@ def _describe(spec: TensorSpec) -> str:
 
 
 def _tensors(backbone: Backbone) -> Iterator[str]:
-    """Specs that describe no tensor, and ends of the chain that are not one tensor."""
+    """Invalid tensor specs, and chain ends that are not a single tensor."""
     for i in backbone.starts:
         if (count := len(backbone.layers[i].inputs)) != 1:
             yield (
@@ -167,7 +167,7 @@ def _tensors(backbone: Backbone) -> Iterator[str]:
 
 
 def spec_faults(where: str, spec: TensorSpec) -> Iterator[str]:
-    """Why ``spec`` describes no tensor."""
+    """Reasons why ``spec`` describes no tensor."""
     if not isinstance(spec.shape, tuple) or not all(type(d) is int for d in spec.shape):
         yield f"{where}: the shape must be a tuple of whole numbers, is {spec.shape!r}"
         return
@@ -261,7 +261,7 @@ def _places(layers: tuple[Layer, ...]) -> list[str]:
 
 
 def _again(what: str, name: str, i: int, first: dict[str, int], where: list[str]) -> Iterator[str]:
-    """Enters layer ``i`` as the first that has ``name``; a fault if there is one already."""
+    """Register layer ``i`` as the first with ``name``; yield a fault if another came before."""
     if name in first:
         yield f"{what} by {where[first[name]]} and again by {where[i]}"
     first.setdefault(name, i)
@@ -312,7 +312,7 @@ def _embedders(backbone: Backbone) -> Iterator[str]:
 
 
 def _said(backbone: Backbone) -> Iterator[str]:
-    """What the backbone says of itself beside what its fields and sample show."""
+    """Faults of the backbone's declared classes, null label and patch size."""
     classes, null, patch = backbone.num_classes, backbone.null_label, backbone.patch_size
     if "labels" in backbone.batch_fields and classes is None:
         yield (

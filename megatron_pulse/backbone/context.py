@@ -1,4 +1,4 @@
-"""What a layer needs from the run to build its module. Imports neither torch nor Megatron."""
+"""Context of a run for building layers. Imports neither torch nor Megatron."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ if TYPE_CHECKING:
 
 
 LOCAL, TRANSFORMER_ENGINE = TRANSFORMER_IMPLS = ("local", "transformer_engine")
-"""Whose linears and attention a family's layers are made of: Megatron's own, or NVIDIA's."""
+"""Implementations of linear layers and attention: Megatron's own, or NVIDIA's."""
 
 
 @dataclass(frozen=True)
 class LayerContext:
     """Argument of ``Layer.build``.
 
-    ``config`` is the run's configuration: parallel sizes, dtypes, recompute, implementation.
-    Its model sizes (hidden size, heads, number of layers) are ignored: every family derives its
-    own copy. ``pg_collection`` holds at least ``tp`` and ``cp``; None means Megatron's globals.
+    ``config`` is the run's configuration: parallel sizes, dtypes, recomputation, implementation.
+    Its model sizes (hidden size, heads, number of layers) are ignored: every family derives its own
+    copy. ``pg_collection`` holds at least ``tp`` and ``cp``; None means Megatron's globals.
     """
 
     config: TransformerConfig

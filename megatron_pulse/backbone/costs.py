@@ -1,4 +1,4 @@
-"""What planning knows of a chain's layers, whoever found it: times, bytes, parameters."""
+"""Costs of a chain's layers for planning: times, bytes and parameters, measured or estimated."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_pulse.backbone.chain import Backbone, TensorSpec
-from megatron_pulse.backbone.gradients import wanted_gradients
-from megatron_pulse.faults import told
+from megatron_pulse.backbone.gradients import required_gradients
+from megatron_pulse.errors import format_faults
 
 type Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class SkipCost:
-    """A skip edge from layer ``source`` to layer ``destination``, by their places in the chain.
+    """Skip edge from layer ``source`` to layer ``destination``, by index in the chain.
 
-    ``num_bytes`` is its size for one microbatch; a gradient of that size goes back where it
-    ``wants`` one.
+    ``num_bytes`` is the size for one microbatch. With ``wants``, a gradient of this size is sent
+    back.
     """
 
     source: int
@@ -35,18 +35,22 @@ class SkipCost:
 
 @dataclass(frozen=True)
 class ChainCosts:
-    """Every layer's costs at one microbatch size, in chain order.
+    """Costs of every layer at one microbatch size, in chain order.
 
-    ``boundary_bytes[i]`` is what crosses a cut before layer i (nothing where a chain begins).
-    ``saved_bytes`` is what a layer keeps from forward to backward. ``weight_grad_s`` is the part of
-    a split backward that may be put off (empty: unknown), ``split_forward_s`` and
-    ``split_backward_s`` are both passes where it is (empty: as whole). ``trained`` counts the
-    parameters that have a gradient (empty: all); ``wants[i]`` says whether the tensors before layer
-    i want one (empty: all do). Of a backward ``recompute_s`` are what its layer's activations take
-    to be computed again (empty: nothing is), and ``again_bytes`` what they then are beside what is
-    saved. ``shared_bytes`` are what a layer keeps that the one before keeps as well, without which
-    ``saved_bytes`` are. ``waiting_bytes`` are what a layer holds between its input gradient and its
-    weight gradient (empty: what is saved). ``starts`` are the layers where a chain begins.
+    Columns marked (optional) may be empty, with the given meaning.
+
+    - ``boundary_bytes[i]``: bytes across a cut before layer i; 0 where a chain begins.
+    - ``saved_bytes``: bytes kept from forward to backward, without ``shared_bytes``.
+    - ``shared_bytes`` (optional): bytes that the previous layer keeps as well.
+    - ``weight_grad_s`` (optional: unknown): deferrable part of a split backward.
+    - ``split_forward_s``, ``split_backward_s`` (optional: as unsplit): times of both passes with
+      split backward.
+    - ``trained`` (optional: all): number of parameters with a gradient.
+    - ``wants[i]`` (optional: true): the tensors before layer i need a gradient.
+    - ``recompute_s`` (optional: none): part of the backward time spent on recomputation.
+    - ``recompute_bytes``: bytes recomputed, in addition to saved ones.
+    - ``wgrad_bytes`` (optional: as saved): bytes held between input gradient and weight gradient.
+    - ``starts``: layers where a chain begins.
     """
 
     names: tuple[str, ...]
@@ -62,9 +66,9 @@ class ChainCosts:
     split_forward_s: tuple[float, ...] = ()
     split_backward_s: tuple[float, ...] = ()
     recompute_s: tuple[float, ...] = ()
-    again_bytes: tuple[int, ...] = ()
+    recompute_bytes: tuple[int, ...] = ()
     shared_bytes: tuple[int, ...] = ()
-    waiting_bytes: tuple[int, ...] = ()
+    wgrad_bytes: tuple[int, ...] = ()
     starts: tuple[int, ...] = (0,)
 
     def __post_init__(self) -> None:
@@ -76,7 +80,7 @@ class ChainCosts:
             len(column)
             for column in (
                 *(self.weight_grad_s, self.trained, self.wants, *of_split),
-                *(self.recompute_s, self.again_bytes, self.shared_bytes, self.waiting_bytes),
+                *(self.recompute_s, self.recompute_bytes, self.shared_bytes, self.wgrad_bytes),
             )
             if column
         }
@@ -88,7 +92,7 @@ class ChainCosts:
 
     @property
     def chains(self) -> tuple[ChainCosts, ...]:
-        """Every chain alone."""
+        """Costs of every chain separately."""
         return tuple(
             self._only(first, last) for first, last in pairwise((*self.starts, len(self.names)))
         )
@@ -104,14 +108,14 @@ class ChainCosts:
 
     @property
     def trained_parameters(self) -> tuple[int, ...]:
-        """Those of each layer that have a gradient and an optimizer's state."""
+        """Number of each layer's parameters with a gradient and optimizer state."""
         return self.trained or self.parameters
 
     def __len__(self) -> int:
         return len(self.names)
 
     def of_schedule(self, split: bool) -> ChainCosts:
-        """The same as a schedule with split backwards, or without, takes them."""
+        """Costs with the times of split backward, or of whole backward."""
         return self._of_split if split else self
 
     @cached_property
@@ -127,16 +131,16 @@ class ChainCosts:
 
     @cached_property
     def work_s(self) -> tuple[float, ...]:
-        """Of each layer forward and backward."""
+        """Forward plus backward time of each layer."""
         return tuple(f + b for f, b in zip(self.forward_s, self.backward_s, strict=True))
 
     def wants_gradient(self, layer: int) -> bool:
-        """Whether the gradient of what enters ``layer`` goes back."""
+        """True if the gradient of the input of ``layer`` is sent back."""
         return self.wants[layer] if self.wants else True
 
 
 def running_sum(values: Sequence[float]) -> Floats:
-    """``[i]`` is the sum of the first i values."""
+    """Prefix sums: ``[i]`` is the sum of the first i values."""
     return np.concatenate(([0.0], np.cumsum(np.asarray(values, dtype=np.float64))))
 
 
@@ -145,17 +149,19 @@ def weighted_costs(
     weights: Sequence[float],
     weight_grads: Sequence[float] | float | None = None,
 ) -> ChainCosts:
-    """``backbone`` with ``weights`` as forward times and twice that as backward times, in any unit.
+    """Costs of ``backbone`` with ``weights`` as forward times, in any unit.
 
-    A layer that is not trained takes its weight for its backward, where it has one, else nothing.
-    ``weight_grads`` is the part of each layer's backward time that a split backward may put off, in
-    the unit of ``weights``, or one share from 0 to 1 of all trained layers' (None: unknown). Bytes
-    are of one sample in bf16; parameters and saved activations are unknown, and so 0.
-    Raises ValueError for another number of weights, and with each that is no finite number, or is
-    longer than its backward.
+    Backward takes twice the forward time. Without training it takes the forward time, or none if no
+    gradient passes. ``weight_grads`` is the deferrable part of each layer's backward time, in the
+    unit of ``weights``. A single number is a share from 0 to 1 for all trained layers (None:
+    unknown). Bytes are of one sample in bf16. Parameters and saved activations are unknown and set
+    to 0.
+
+    Raises ValueError for a wrong number of weights. Also raises ValueError listing weights that are
+    not finite, and weight gradients that take longer than the backward.
     """
     layers, num = backbone.layers, len(backbone.layers)
-    wanted = wanted_gradients(backbone)
+    wanted = required_gradients(backbone)
     gradients = [runs + layer.trained for layer, runs in zip(layers, wanted.layers, strict=True)]
     forward = _times(backbone, "weights", weights)
     backward = tuple(n * weight for n, weight in zip(gradients, forward, strict=True))
@@ -173,7 +179,7 @@ def weighted_costs(
         if time > whole
     ]:
         raise ValueError(
-            told("weight gradients must be parts of trained layers' backwards", faults)
+            format_faults("weight gradients must be parts of trained layers' backwards", faults)
         )
     none = (0,) * num
     return ChainCosts(
@@ -197,7 +203,7 @@ def weighted_costs(
 
 
 def _times(backbone: Backbone, what: str, values: Sequence[SupportsFloat]) -> tuple[float, ...]:
-    """A number for each layer; raises ValueError with each that is none from 0 on."""
+    """Check one finite non-negative number per layer; ValueError lists the others."""
     if len(values) != len(backbone.layers):
         raise ValueError(
             f"{backbone.name}: need {len(backbone.layers)} {what}, one per layer; got {len(values)}"
@@ -208,7 +214,7 @@ def _times(backbone: Backbone, what: str, values: Sequence[SupportsFloat]) -> tu
         if not (isinstance(value, SupportsFloat) and 0 <= float(value) < math.inf)
     ]
     if faults:
-        raise ValueError(told(f"{what} must be finite numbers from 0 on", faults))
+        raise ValueError(format_faults(f"{what} must be finite numbers from 0 on", faults))
     return tuple(map(float, values))
 
 

@@ -1,9 +1,8 @@
-"""Which tensors of a chain want a gradient, before anything runs. Imports no torch.
+"""Static analysis of a chain: tensors that need a gradient. Imports no torch.
 
-A gradient is wanted where something before is trained: what a layer returns wants one if the layer
-is trained or takes anything that wants one; what only passes by wants one if it did before. The
-noisy sample and the batch want none. Layers
-that are frozen, with only such before them, have no backward pass, and keep no activations.
+A layer's results need a gradient if the layer is trained or takes a tensor that needs one. Tensors
+that pass by need one if they did before. The noisy sample and the batch need none. Frozen layers
+with only frozen layers before them have no backward pass and keep no activations.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from megatron_pulse.backbone.chain import Backbone
 
 
 @dataclass(frozen=True)
-class WantedGradients:
-    """Which tensors between a chain's layers want a gradient.
+class RequiredGradients:
+    """Tensors between a chain's layers that need a gradient.
 
-    ``boundaries[i]`` are those that enter layer i, ``layers[i]`` says whether layer i has a
-    backward pass, ``skips`` and ``conditioning`` go by name (the batch's fields are not there).
+    ``boundaries[i]`` covers the tensors that enter layer i. ``layers[i]`` is true if layer i has a
+    backward pass. ``skips`` and ``conditioning`` are by name, without batch fields.
     """
 
     boundaries: tuple[tuple[bool, ...], ...]
@@ -28,8 +27,8 @@ class WantedGradients:
     conditioning: Mapping[str, bool]
 
 
-def wanted_gradients(backbone: Backbone) -> WantedGradients:
-    """The gradients that a step of ``backbone`` computes between its layers."""
+def required_gradients(backbone: Backbone) -> RequiredGradients:
+    """Gradients that a step of ``backbone`` computes between its layers."""
     boundaries, layers, starts = [], [], backbone.starts
     skips: dict[str, bool] = {}
     conditioning: dict[str, bool] = {}
@@ -54,4 +53,4 @@ def wanted_gradients(backbone: Backbone) -> WantedGradients:
         for name, spec in layer.provides.items():
             conditioning[name] = within and spec.differentiable
         layers.append(within)
-    return WantedGradients(tuple(boundaries), tuple(layers), skips, conditioning)
+    return RequiredGradients(tuple(boundaries), tuple(layers), skips, conditioning)

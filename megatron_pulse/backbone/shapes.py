@@ -1,9 +1,9 @@
-"""Microbatches of several shapes: one chain, one set of weights, a shape for each microbatch.
+"""Microbatches of several shapes: one chain and one set of weights, a shape per microbatch.
 
-Users train with aspect-ratio buckets: every microbatch has one of a few heights and widths,
-numbers of frames, lengths of texts. Layers, skips and weights are the same at each; every tensor
-has a shape for each (``TensorSpec.others``), so that what travels follows from which one a
-microbatch has, and that from the shapes of its fields.
+Training with aspect-ratio buckets uses microbatches of several heights and widths, frame counts or
+text lengths. Layers, skips and weights are the same for all. Every tensor has one shape per bucket
+(``TensorSpec.others``). Message shapes follow from the microbatch's shape index, which follows from
+the shapes of its fields.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from typing import Any, Protocol
 from megatron_pulse.backbone.chain import Backbone, Layer, TensorSpec
 
 
-class Sized(Protocol):
-    """A tensor, of which only the shape counts here; one on the meta device will do."""
+class HasShape(Protocol):
+    """Object with a shape, such as a tensor, also on the meta device."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """With the batch dimension."""
+        """Shape including the batch dimension."""
         ...
 
 
 class ShapeError(ValueError):
-    """A microbatch of a shape that the chain does not have."""
+    """Microbatch of a shape that the chain does not have."""
 
 
 def fields_of(backbone: Backbone) -> dict[str, TensorSpec]:
-    """What a microbatch holds for each chain: ``noisy``, and the fields of the batch."""
+    """Fields of a microbatch: ``noisy`` for each chain, and the batch fields."""
     samples = {
         sample_field(first): first.inputs[0]
         for first in map(backbone.layers.__getitem__, backbone.starts)
@@ -40,12 +40,12 @@ def fields_of(backbone: Backbone) -> dict[str, TensorSpec]:
 
 
 def sample_field(layer: Layer) -> str:
-    """What a microbatch calls the noisy sample of a layer's chain."""
+    """Batch field of the noisy sample of a layer's chain."""
     return f"{layer.chain}.noisy" if layer.chain else "noisy"
 
 
 def own_fields(backbone: Backbone, chain: str, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A microbatch as a chain alone has it: of a cascade its own fields, by its own names."""
+    """Microbatch of one chain; for a cascade, the chain's own fields without its prefix."""
     if not backbone.parts:
         return batch
     prefix = f"{chain}."
@@ -53,9 +53,9 @@ def own_fields(backbone: Backbone, chain: str, batch: Mapping[str, Any]) -> Mapp
 
 
 def shape_of(backbone: Backbone, batch: Mapping[str, Any]) -> int:
-    """Which of the chain's shapes a microbatch has, by those of its fields that it holds.
+    """Index of a microbatch's shape among the chain's shapes, from the fields present.
 
-    No values are read. Raises ShapeError, with what the chain takes, where it is none of them.
+    No values are read. Raises ShapeError listing the chain's shapes if none or several match.
     """
     if backbone.num_shapes == 1:
         return 0
@@ -74,7 +74,7 @@ def shape_of(backbone: Backbone, batch: Mapping[str, Any]) -> int:
     raise ShapeError(f"a microbatch of {found} {said} {backbone.name} takes: {taken}")
 
 
-def _without_batch(tensor: Sized, spec: TensorSpec) -> tuple[int, ...]:
+def _without_batch(tensor: HasShape, spec: TensorSpec) -> tuple[int, ...]:
     shape, dim = tuple(tensor.shape), spec.batch_dim
     return shape if dim is None else shape[:dim] + shape[dim + 1 :]
 
@@ -84,13 +84,13 @@ def _shown(shape: tuple[int, ...]) -> str:
 
 
 def _differing(fields: Mapping[str, TensorSpec], which: int) -> str:
-    """The shapes of those fields that have several."""
+    """Text with the shapes of those fields that have several."""
     some = {name: spec for name, spec in fields.items() if len({spec.shape, *spec.others}) > 1}
     return ", ".join(f"{name} {_shown(spec.at(which).shape)}" for name, spec in some.items())
 
 
 def at_shape(backbone: Backbone, which: int) -> Backbone:
-    """The same chain for microbatches of the shape ``which`` alone."""
+    """Chain for microbatches of the shape ``which`` alone."""
     if backbone.num_shapes == 1:
         return backbone
     layers = tuple(
@@ -115,21 +115,21 @@ def _build_at(build: Callable[[Any], Any], which: int, context: Any) -> Any:
 
 
 def tell_shape(module: Any, which: int) -> None:
-    """Tell a layer's module which shape it is called with next, if that makes a difference."""
+    """Set the module's ``chain_shape`` for its next call, if the attribute exists."""
     if hasattr(module, "chain_shape"):
         module.chain_shape = which
 
 
 def shares_of(backbone: Backbone) -> tuple[float, ...]:
-    """Which part of all microbatches is of which shape; together 1."""
+    """Fraction of all microbatches of each shape; the sum is 1."""
     shares = backbone.shares or (1.0,) * backbone.num_shapes
     return tuple(share / sum(shares) for share in shares)
 
 
 def shape_faults(backbone: Backbone) -> Iterator[str]:
-    """Tensors of more or fewer shapes than the sample, and shapes that no batch could tell apart.
+    """Tensors without one shape per sample shape, and shapes that no batch can tell apart.
 
-    Assumes a chain whose specs are sound one by one.
+    Assumes that each spec is valid on its own.
     """
     count, shares = backbone.num_shapes, backbone.shares
     specs = [(f"batch field {name}", spec) for name, spec in backbone.batch_fields.items()]

@@ -1,12 +1,12 @@
-"""Which of the tensors that a layer takes somebody else takes after it. Imports no torch.
+"""Static analysis of a chain: layer inputs that a later layer takes too. Imports no torch.
 
 ::
 
     layer 0 ---x---> layer 1 ---> layer 2 ---> layer 3
              `-------- the skip "s" -------------^
 
-On one device both are one tensor: had layer 1 written into x, layer 3 would find that in s. Where a
-cut is between them, each has its own. So nobody may write into x, whose skip is taken later.
+On one device x and s are one tensor, and a write into x by layer 1 would change s for layer 3. With
+a cut in between, each device has its own tensor. No layer may therefore modify x in place.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from megatron_pulse.backbone.chain import Backbone
 
 
 def shared_inputs(backbone: Backbone) -> tuple[Mapping[int | str, str], ...]:
-    """For each layer those of its boundary inputs, by index, and of its skips, by name, that it or
-    a later layer takes as a skip too, and that skip's name."""
+    """Inputs and skips of each layer that the layer or a later one takes as a skip too.
+
+    Maps boundary inputs, by index, and skips, by name, to the name of this skip.
+    """
     taken = {name: i for i, layer in enumerate(backbone.layers) for name in layer.pops}
     found: list[Mapping[int | str, str]] = []
     entering: tuple[frozenset[str], ...] = ()

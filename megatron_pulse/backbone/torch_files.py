@@ -1,8 +1,8 @@
-"""What ``torch.save`` writes, looked at before ``torch.load`` reads it.
+"""Safety checks of files written by ``torch.save``, before ``torch.load`` reads them.
 
-It is a zip archive whose records are stored as they are. Records of others can be compressed: then
-a few megabytes become any number of gigabytes, and what is mapped are other numbers. They can also
-lie over each other, or be listed twice, for two readers that look in different places.
+torch.save writes a zip archive of uncompressed records. A forged archive can hold compressed
+records: a few megabytes expand to any number of gigabytes, and memory-mapped values are wrong. Its
+records can also overlap, or be listed twice for two different readers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Readable = IO[bytes] | io.RawIOBase
 
 
 class FilePart(io.RawIOBase):
-    """``size`` bytes of an opened file from ``first`` on, as a file of their own."""
+    """``size`` bytes of an open file from ``first`` on, as a file."""
 
     def __init__(self, file: IO[bytes], first: int, size: int) -> None:
         self._file, self._first, self._size, self._at = file, first, size, 0
@@ -52,8 +52,10 @@ class FilePart(io.RawIOBase):
 
 
 def is_plain_archive(path: Path) -> bool:
-    """Whether ``path`` is an archive, whose records then are as torch.save stores them; raises
-    ValueError where they are not, OSError for what is no regular file."""
+    """True if ``path`` is an archive with records as torch.save stores them.
+
+    Raises ValueError for other records, OSError unless ``path`` is a regular file.
+    """
     with open_regular(path) as file:
         if archive := is_archive(file):
             require_stored(file)
@@ -61,7 +63,7 @@ def is_plain_archive(path: Path) -> bool:
 
 
 def is_archive(file: Readable) -> bool:
-    """Whether torch reads ``file`` as an archive, not as torch wrote before version 1.6."""
+    """True if torch reads ``file`` as an archive, False for the format before version 1.6."""
     file.seek(0)
     begins = file.read(len(_MAGIC)) == _MAGIC
     file.seek(0)
@@ -69,9 +71,9 @@ def is_archive(file: Readable) -> bool:
 
 
 def require_stored(file: Readable) -> None:
-    """Raise ValueError unless all records of the archive are stored as they are, each for itself.
+    """Raise ValueError unless the archive's records are uncompressed and do not overlap.
 
-    ``file`` is at its beginning then.
+    Leaves ``file`` at its beginning.
     """
     try:
         size = file.seek(0, 2)
@@ -95,7 +97,7 @@ def require_stored(file: Readable) -> None:
 
 
 def _directory(file: Readable, size: int) -> int:
-    """Where the list of records begins, by the file's last bytes alone."""
+    """Offset of the list of records, from the file's last bytes alone."""
     place = size - _END.size
     file.seek(max(0, place))
     magic, *_, num_bytes, first, comment = _END.unpack(file.read())

@@ -1,1 +1,1 @@
-"""The ``pulse`` command: ``main`` knows all commands; each is one module that adds itself."""
+"""The ``pulse`` command: ``main`` lists all commands, and each is one module that adds itself."""

@@ -4,7 +4,7 @@ import sys
 
 
 def start() -> int:
-    """Run one command; an interrupt is one, too, while what it needs is imported."""
+    """Run one command; an interrupt during slow imports also ends it quietly."""
     try:
         from megatron_pulse.cli.main import main
 

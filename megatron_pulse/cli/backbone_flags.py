@@ -1,4 +1,7 @@
-"""``--backbone``, ``--module``, ``--option``, ``--train`` and ``--freeze`` of several commands."""
+"""Flags for the backbone, shared by several commands.
+
+They are ``--backbone``, ``--module``, ``--option``, ``--train`` and ``--freeze``.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,9 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_pulse.cli.errors import no_file
-from megatron_pulse.faults import collecting
-from megatron_pulse.flag_fields import key_values
+from megatron_pulse.cli.errors import missing_file_faults
+from megatron_pulse.errors import collecting
+from megatron_pulse.flags import key_values
 
 if TYPE_CHECKING:
     from megatron_pulse.backbone.chain import Backbone
@@ -20,17 +23,19 @@ _MODULE = (
 
 
 def add_backbone_flags(parser: Any, meaning: str) -> None:
-    """Add ``--backbone``, whose help is ``meaning``, and ``--module`` to a group of which one is
-    given."""
-    parser.add_argument("--backbone", metavar="NAME", type=named, help=meaning)
+    """Add ``--backbone``, whose help is ``meaning``, and ``--module`` to an exclusive group."""
+    parser.add_argument("--backbone", metavar="NAME", type=backbone_name_type, help=meaning)
     parser.add_argument(
         "--module", dest="backbone", metavar="NAME", type=_named_module, help=_MODULE
     )
 
 
 def add_layers_flags(parser: argparse.ArgumentParser, file_flag: str, meaning: str) -> None:
-    """Add flags for the layers that a command works on: a backbone, its options and what of it is
-    trained; or a file of what layers cost, by ``file_flag``, whose help is ``meaning``."""
+    """Add flags for a command's layers: a backbone, or a file of costs.
+
+    The backbone has options and patterns of trained parameters. ``file_flag`` names the file, and
+    ``meaning`` is its help.
+    """
     what = parser.add_mutually_exclusive_group(required=True)
     add_backbone_flags(what, "one of 'pulse backbones'")
     what.add_argument(file_flag, type=Path, metavar="FILE", help=meaning)
@@ -45,10 +50,10 @@ def add_layers_flags(parser: argparse.ArgumentParser, file_flag: str, meaning: s
 
 
 def layers_faults(args: argparse.Namespace, **file: Path | None) -> list[str]:
-    """Why there is no such backbone, or no such file, given by its flag's name."""
+    """Faults of the backbone flags, or of the ``file`` given by its flag's name."""
     if all(path is None for path in file.values()):
         return backbone_faults(args)
-    return no_file(**file) + [
+    return missing_file_faults(**file) + [
         f"--{name} is for --backbone" for name in ("option", "train", "freeze")
         if getattr(args, name)
     ]  # fmt: skip
@@ -64,8 +69,8 @@ def add_code_flag(parser: Any, what: str) -> None:
     )
 
 
-def named(name: str) -> str:
-    """The type of a flag that names a backbone: if that is code, it may be run."""
+def backbone_name_type(name: str) -> str:
+    """Argument type of a flag that names a backbone; named code may run from here on."""
     from model_specs import allow
 
     allow(name)
@@ -81,7 +86,7 @@ def _named_module(name: str) -> str:
             or f"{name!r} is no module: write diffusers:FOLDER, diffusers:CLASS, FILE.py:FACTORY "
             "or PACKAGE.MODULE:FACTORY; named backbones are --backbone's"
         )
-    return named(name)
+    return backbone_name_type(name)
 
 
 def add_option_flag(parser: argparse.ArgumentParser, meaning: str) -> None:
@@ -92,10 +97,9 @@ def add_option_flag(parser: argparse.ArgumentParser, meaning: str) -> None:
 
 
 def trained_backbone(args: argparse.Namespace, dtype: str) -> Backbone:
-    """What ``--backbone``, ``--option``, ``--train`` and ``--freeze`` say, for parameters of
-    ``dtype``."""
-    from megatron_pulse.cli.megatron import prepare_megatron
-    from megatron_pulse.profile.trained import trained_as
+    """Backbone of the backbone flags, for parameters of ``dtype``."""
+    from megatron_pulse.cli.import_megatron import prepare_megatron
+    from megatron_pulse.profile.trainable import trained_as
     from model_specs import in_dtype, load_backbone
 
     options = in_dtype(args.backbone, options_of(args), dtype)
@@ -106,7 +110,7 @@ def trained_backbone(args: argparse.Namespace, dtype: str) -> Backbone:
 
 
 def option_faults(args: argparse.Namespace) -> list[str]:
-    """A fault for each that is not of that form."""
+    """Faults of ``--option`` values that are not KEY=VALUE."""
     faults: list[str] = []
     with collecting(faults):
         options_of(args)
@@ -114,7 +118,7 @@ def option_faults(args: argparse.Namespace) -> list[str]:
 
 
 def backbone_faults(args: argparse.Namespace) -> list[str]:
-    """Why there is no such backbone, or not with these options."""
+    """Faults of ``--backbone`` and its options."""
     from model_specs import check_options, is_module, load_backbone, unknown_backbone
 
     if fault := unknown_backbone(args.backbone):
@@ -123,12 +127,12 @@ def backbone_faults(args: argparse.Namespace) -> list[str]:
     with collecting(faults):
         options = options_of(args)
         if is_module(args.backbone):
-            check_options(args.backbone, options)  # its chain is made in the dtype that is needed
+            check_options(args.backbone, options)  # exported later, in the dtype needed
         else:
             load_backbone(args.backbone, options)
     return faults
 
 
 def options_of(args: argparse.Namespace) -> dict[str, str]:
-    """What was given, as ``load_backbone`` takes it."""
+    """Values of ``--option``, as ``load_backbone`` takes them."""
     return key_values(args.option, "--option")

@@ -1,4 +1,4 @@
-"""What the user can mend, said in one message."""
+"""Checks and messages for user errors."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megatron_pulse.encoders.recipe import VAE
-from megatron_pulse.faults import UserError, all_of
+from megatron_pulse.errors import UserError, summarize
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import unwritable
-from megatron_pulse.flag_fields import Range, flag_name
+from megatron_pulse.flags import Range, flag_name
 
 
 def require(faults: Sequence[str]) -> None:
     """Raise UserError with every fault, if there is any."""
     if faults:
-        raise UserError(all_of(faults))
+        raise UserError(summarize(faults))
 
 
 def warn(*cautions: str) -> None:
-    """Say each that is not empty, beside what the command prints."""
+    """Print each non-empty warning to standard error."""
     for caution in cautions:
         if caution:
             print(f"warning: {caution}", file=sys.stderr)
 
 
 @contextmanager
-def mending(*kinds: type[Exception]) -> Iterator[None]:
+def as_user_error(*kinds: type[Exception]) -> Iterator[None]:
     """Turn exceptions of these kinds, whose messages are meant for users, into UserError."""
     try:
         yield
@@ -39,7 +39,7 @@ def mending(*kinds: type[Exception]) -> Iterator[None]:
 
 
 def check_file(path: Path | None, flag: str, *suffixes: str) -> list[str]:
-    """Why no file of these kinds can be written at ``path``, if given; creates nothing."""
+    """Faults of ``path``, if given, as a file of these kinds to write; creates nothing."""
     if path is None:
         return []
     if path.suffix.lower() not in suffixes:
@@ -52,7 +52,7 @@ def check_file(path: Path | None, flag: str, *suffixes: str) -> list[str]:
 
 
 def check_folder(folder: Path, flag: str) -> list[str]:
-    """Why nothing can be written below ``folder``; creates nothing."""
+    """Fault if ``folder`` cannot be written; creates nothing."""
     fault = unwritable(folder, "folder ")
     return [f"{flag}: {fault}"] if fault else []
 
@@ -71,8 +71,8 @@ def no_such_file(name: str, path: Path, kind: FileKind | None) -> str:
     return f"{name} {path}: there is no such file" + (f"; {how}" if how else "")
 
 
-def no_file(**paths: Path | None) -> list[str]:
-    """A fault for each flag that names a file which is not there."""
+def missing_file_faults(**paths: Path | None) -> list[str]:
+    """Faults of flags that name a missing file."""
     return [
         f"{flag_name(name)} {path} is a folder; name a file in it"
         if path.is_dir()
@@ -82,8 +82,8 @@ def no_file(**paths: Path | None) -> list[str]:
     ]
 
 
-def no_autoencoder(vae: Path | None) -> list[str]:
-    """Why ``--vae``, if given, names no folder of an autoencoder."""
+def vae_faults(vae: Path | None) -> list[str]:
+    """Faults of ``--vae``, if given, as the folder of an autoencoder."""
     if vae is None or (vae / "config.json").is_file():
         return []
     if vae.is_file():
@@ -99,10 +99,10 @@ def no_autoencoder(vae: Path | None) -> list[str]:
     return [f"--vae {vae} holds no config.json of a diffusers AutoencoderKL"]
 
 
-def out_of(
+def range_faults(
     allowed: Range, args: argparse.Namespace, *names: str, **values: float | None
 ) -> list[str]:
-    """A fault for each flag of these names (or given values) that is given and not allowed."""
+    """Faults of flags of these names, or of given values, outside the range ``allowed``."""
     given = {name: getattr(args, name) for name in names} | values
     return [fault for name in given for fault in allowed.faults(flag_name(name), given[name])]
 
@@ -114,9 +114,9 @@ def add_parser(
     description: str,
     run: Callable[[argparse.Namespace], None] | None = None,
 ) -> argparse.ArgumentParser:
-    """The parser of command ``name``, which ``run`` carries out.
+    """Add the parser of command ``name``, which ``run`` carries out.
 
-    ``description`` (with its examples) is shown as it is written.
+    ``description``, with its examples, is printed verbatim.
     """
     parser = commands.add_parser(
         name.split()[-1],

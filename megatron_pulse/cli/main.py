@@ -1,6 +1,6 @@
 """``pulse``: backbones, profiles, partitions, schedules, data, curves, samples, weights.
 
-One module per command; what is slow to import is imported by the command that needs it.
+Each command has one module, which imports slow dependencies only when the command runs.
 """
 
 from __future__ import annotations
@@ -14,14 +14,24 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from megatron_pulse.cli import flags, run
+from megatron_pulse.cli import megatron_flags, run
+from megatron_pulse.cli.errors import warn
 from megatron_pulse.cli.measure import compare, probe, profile
-from megatron_pulse.cli.models import backbones, checkpoint, curve, data, module, sample, weights
+from megatron_pulse.cli.models import (
+    backbones,
+    checkpoint,
+    data,
+    import_export,
+    loss_curve,
+    module,
+    sample,
+)
 from megatron_pulse.cli.plan import check, clusters, partition, schedule, show, verify
 from megatron_pulse.cli.plan.tuning import tune
 from megatron_pulse.diffusion.hub import with_local_folders
-from megatron_pulse.faults import UserError, all_of, meant, unknown
-from megatron_pulse.full_disk import why_full
+from megatron_pulse.disk_errors import why_full
+from megatron_pulse.errors import UserError, did_you_mean, summarize, unknown_name
+from megatron_pulse.flags import with_new_names
 from megatron_pulse.processes import NO_FOLDER, open_closed_streams
 
 _EPILOG = """\
@@ -66,7 +76,7 @@ _ELSEWHERE = {
     ("plan", "auto", "search"): "plans are made by 'pulse tune' and looked at by 'pulse show'",
     ("visualize", "draw", "plot"): "'pulse show' draws plans, 'pulse curve' losses",
 }
-"""Where what is guessed as a command is."""
+"""Guessed names of commands, with the command that does the same here."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -76,13 +86,13 @@ class _Parser(argparse.ArgumentParser):
         try:
             super()._check_value(action, value)
         except argparse.ArgumentError as error:
-            near = meant(str(value), map(str, action.choices or ())).strip()
+            near = did_you_mean(str(value), map(str, action.choices or ())).strip()
             error.message += f"; {near}" if near else ""
             raise
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser of all commands; each sets ``run``, which takes the parsed arguments."""
+    """Make the parser of all commands; each sets ``run``, which takes the parsed arguments."""
     parser = _Parser(
         prog="pulse",
         description="Companion of launch/pretrain_diffusion.py: backbones, costs, data, samples.",
@@ -105,18 +115,17 @@ def make_parser() -> argparse.ArgumentParser:
         compare,
         run,
         sample,
-        curve,
+        loss_curve,
         checkpoint,
         data,
-        flags,
-        weights,
+        megatron_flags,
+        import_export,
     ):
         command.add_command(commands)
     return parser
 
 
 def _commands(parser: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser]:
-    """Those below ``parser``, by name."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             return cast(Mapping[str, argparse.ArgumentParser], action.choices)
@@ -124,8 +133,7 @@ def _commands(parser: argparse.ArgumentParser) -> Mapping[str, argparse.Argument
 
 
 def _parsed(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
-    """What ``words`` say; what no flag takes is told by the command whose words they are, with the
-    flags that are like it."""
+    """Parse ``words``; an unknown flag is an error of its command, with similar flags as a hint."""
     args, rest = parser.parse_known_args(words)
     if not rest:
         return args
@@ -139,22 +147,24 @@ def _parsed(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.N
         if word.startswith("--memory") and "--cluster" in own:
             faults.append(f"{word}: a device's memory is memory_gb in the file of --cluster")
         elif word.startswith("--"):
-            faults.append(f"there is no {word.partition('=')[0]}; {meant(word, own)}".rstrip("; "))
-    parser.error(all_of(faults or [f"what is {' '.join(rest)!r}? no flag takes it"]))
+            faults.append(
+                f"there is no {word.partition('=')[0]}; {did_you_mean(word, own)}".rstrip("; ")
+            )
+    parser.error(summarize(faults or [f"what is {' '.join(rest)!r}? no flag takes it"]))
 
 
 def _no_command(parser: argparse.ArgumentParser, name: str) -> str:
-    """Why there is no such command, and where what is meant is; empty if there is one."""
+    """Error for an unknown command, with the command that is meant; empty if it exists."""
     if name in (commands := _commands(parser)):
         return ""
     for guesses, instead in _ELSEWHERE.items():
         if name.lower().replace("_", "-") in guesses:
             return f"there is no command {name!r}: {instead}"
-    return unknown("command", name, commands)
+    return unknown_name("command", name, commands)
 
 
 def _unprinted() -> str:
-    """Why what is printed cannot be written; empty, and a line is printed, where it can."""
+    """Reason why standard output cannot be written; empty, after printing a line, if it can."""
     try:
         print(flush=True)
     except OSError as error:
@@ -163,13 +173,15 @@ def _unprinted() -> str:
 
 
 def _drop_output() -> None:
-    """What is still to be printed goes nowhere, so that the interpreter's end says nothing."""
+    """Discard pending output, so that the interpreter's exit raises nothing."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _unwritten(error: Exception, args: argparse.Namespace) -> str | None:
-    """Why a file that ``args`` name cannot be, or output has no room, if that is behind ``error``;
-    what is still to be printed is then dropped."""
+    """Reason, if ``error`` comes from an unwritable file in ``args`` or from a full output.
+
+    Pending output is then discarded.
+    """
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         return f"{str(error.filename)[:40]}... is too long a name; give a shorter one"
     full = why_full(error, [value for value in vars(args).values() if isinstance(value, Path)])
@@ -180,10 +192,10 @@ def _unwritten(error: Exception, args: argparse.Namespace) -> str | None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; 0 on success, 2 for what the user can mend, 130 when interrupted."""
+    """Run one command; 0 on success, 2 for a user's error, 130 if interrupted."""
     open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a terminal may not have every letter
+        if isinstance(stream, io.TextIOWrapper):  # the terminal's encoding may lack characters
             stream.reconfigure(errors="backslashreplace")
     try:
         os.getcwd()
@@ -195,9 +207,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words and not words[0].startswith("-") and (reason := _no_command(parser, words[0])):
         print(f"pulse: error: {reason}", file=sys.stderr)
         return 2
+    if words[:1] != ["run"]:  # what stands behind a script is the script's
+        words, renamed = with_new_names(words)
+        warn(*renamed)
     words, faults = with_local_folders(words)
     if faults:
-        print(f"pulse {words[0]}: error: {all_of(faults)}", file=sys.stderr)
+        print(f"pulse {words[0]}: error: {summarize(faults)}", file=sys.stderr)
         return 2
     args = _parsed(parser, words)
     try:
@@ -209,7 +224,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"\npulse {args.command}: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader of a pipe, such as head, has seen enough
+    except BrokenPipeError:  # the reader of a pipe, such as head, has ended
         _drop_output()
         return 141  # as a shell reports SIGPIPE
     except Exception as error:

@@ -1,4 +1,4 @@
-"""What commands print and write, each in one form: tables, JSON and drawings."""
+"""Output of commands in one form each: tables, JSON and drawings."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from megatron_pulse.cli.errors import check_file
 from megatron_pulse.files import replacing
 
 DRAWINGS = (".svg", ".html", ".json")
-"""A picture, a page that needs no other file, and events for ui.perfetto.dev."""
+"""Suffixes of a picture, a self-contained page, and events for ui.perfetto.dev."""
 
 _PRINT = Path("-")
 
 
 def table(rows: Sequence[Sequence[str]], left: Sequence[int] = ()) -> list[str]:
-    """Aligned columns, the first row their titles; columns ``left`` are flush left, others right.
+    """Format a table with aligned columns; the first row has the titles.
 
-    A row with fewer cells ends early: its last cell is as long as it is. Negative columns count
-    from the end.
+    Columns ``left`` are flush left, others right. Negative columns count from the end. A row with
+    fewer cells ends early, and its last cell does not widen the column.
     """
     num = len(rows[0])
     flush = {column % num for column in left}
@@ -38,16 +38,18 @@ def table(rows: Sequence[Sequence[str]], left: Sequence[int] = ()) -> list[str]:
     return lines
 
 
-def ends(layers: Sequence[int], names: Sequence[str]) -> str:
-    """The first and the last of a stage's ``layers``, of all those ``names``, and their numbers."""
+def first_and_last_layer(layers: Sequence[int], names: Sequence[str]) -> str:
+    """First and last of a stage's ``layers``, by their ``names`` and numbers."""
     first, last = layers[0], layers[-1]
     if first == last:
         return f"{names[first]} (layer {first})"
     return f"{names[first]} ... {names[last]} (layers {first}-{last})"
 
 
-def columns(pairs: Sequence[tuple[str, str]], width: int = 10, indent: int = 2) -> list[str]:
-    """A line for each name and what it is."""
+def name_value_lines(
+    pairs: Sequence[tuple[str, str]], width: int = 10, indent: int = 2
+) -> list[str]:
+    """Line for each name with its value."""
     return [f"{'':{indent}s}{name:{width}s}{value}" for name, value in pairs]
 
 
@@ -67,12 +69,15 @@ def add_json(parser: argparse.ArgumentParser, to_file: bool = True) -> None:
 
 
 def json_faults(args: argparse.Namespace) -> list[str]:
-    """Why the file of ``--json`` cannot be written."""
+    """Faults of the file of ``--json``."""
     return [] if args.json == _PRINT else check_file(args.json, "--json", ".json")
 
 
-def answer(args: argparse.Namespace, lines: Sequence[str], record: Callable[[], Any]) -> None:
-    """Print ``lines``, or with ``--json`` the record; with a FILE write that there, and say so."""
+def print_result(args: argparse.Namespace, lines: Sequence[str], record: Callable[[], Any]) -> None:
+    """Print ``lines``, or with ``--json`` the record.
+
+    With a FILE, the record is written there, and the lines say so.
+    """
     if args.json is None:
         print("\n".join(lines))
         return
@@ -93,7 +98,7 @@ def write(path: Path, text: str) -> None:
 def draw(
     path: Path, picture: Callable[[], str], page: Callable[[str], str], events: Callable[[], Any]
 ) -> str:
-    """Write the picture, the page that holds it, or events, by the ending; what was done."""
+    """Write the picture, a page with it, or events, by the suffix; return the line that says so."""
     match path.suffix.lower():
         case ".json":
             text = json.dumps(events())
@@ -105,8 +110,8 @@ def draw(
     return f"drawn to {path}"
 
 
-def overwritten(written: Mapping[str, Path | None], *read: Path | str | None) -> list[str]:
-    """A fault for each flag of ``written`` whose file is one that is read, or another flag's."""
+def overwrite_faults(written: Mapping[str, Path | None], *read: Path | str | None) -> list[str]:
+    """Fault for each flag of ``written`` whose file is also read, or is another flag's."""
     faults, others = [], dict[Path, str]()
     there = [Path(path) for path in read if path is not None and Path(path).exists()]
     for flag, path in written.items():

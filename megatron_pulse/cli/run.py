@@ -1,4 +1,4 @@
-"""``pulse run``: torchrun, for runs that end as their ranks say."""
+"""``pulse run``: torchrun, with clear messages and exit status at the end of a run."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import sys
 from pathlib import Path
 from types import FrameType
 
-from megatron_pulse.cli.errors import add_parser, out_of, require
-from megatron_pulse.faults import UserError
-from megatron_pulse.flag_fields import TO_4096
+from megatron_pulse.cli.errors import add_parser, range_faults, require
+from megatron_pulse.errors import UserError
+from megatron_pulse.flags import TO_4096
 from megatron_pulse.processes import port_is_taken
-from megatron_pulse.profile.cautions import rank_threads, said_threads
+from megatron_pulse.profile.warnings import rank_threads, said_threads
 
 _DESCRIPTION = """\
 Starts ranks as torchrun does, with torchrun's flags, and ends better: what a rank said stays the
@@ -48,7 +48,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def run(args: argparse.Namespace) -> None:
-    """Run the ranks; ends the process with their status where that is not 0."""
+    """Run the ranks; ends the process with their status if it is not 0."""
     if args.command_line[:1] in (["-h"], ["--help"]):
         args.print_help()
         return
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> None:
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    logging.disable(logging.ERROR)  # of the launcher: ranks speak for themselves
+    logging.disable(logging.ERROR)  # the launcher's; ranks print their own errors
     processes._terminate_process_handler = _Orders()
     line = _read(args.command_line)
     if line.threads is not None or said_threads() is None:
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> None:
         torchrun.run(line)
     except ChildFailedError as error:
         for rank, failure in error.failures.items():
-            if failure.exitcode < 0:  # it could not say anything
+            if failure.exitcode < 0:  # the rank could not print anything
                 print(
                     f"pulse run: rank {rank} was ended by {failure.signal_name()}", file=sys.stderr
                 )
@@ -89,8 +89,10 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _read(words: list[str]) -> argparse.Namespace:
-    """torchrun's command line and ``--threads``; ranks of one node that are not told where to meet
-    do so at a free port of this machine."""
+    """torchrun's command line with ``--threads``.
+
+    Ranks of one node without a rendezvous flag use a free port of this machine.
+    """
     from torch.distributed import run as torchrun
 
     parser = torchrun.get_args_parser()
@@ -98,19 +100,19 @@ def _read(words: list[str]) -> argparse.Namespace:
     fixed = parser.get_default("master_port")
     parser.set_defaults(master_port=None)
     line: argparse.Namespace = parser.parse_args(words)
-    require(out_of(TO_4096, line, "threads"))
+    require(range_faults(TO_4096, line, "threads"))
     meets = line.rdzv_backend != "static" or line.rdzv_endpoint or line.master_port
     if line.nnodes in ("1", "1:1") and not meets:
         line.standalone = True
-        line.local_addr = line.local_addr or "127.0.0.1"  # a machine's name may lead nowhere
+        line.local_addr = line.local_addr or "127.0.0.1"  # the machine's name may not resolve
     line.master_port = line.master_port or fixed
     return line
 
 
 class _Orders:
-    """torchrun's answer to signals, to the first only: further ones would end it before its ranks.
+    """Signal handler for torchrun that obeys the first signal only.
 
-    Ctrl-C a second time ends the ranks at once.
+    Further signals would end torchrun before its ranks. A second Ctrl-C ends the ranks at once.
     """
 
     def __init__(self) -> None:

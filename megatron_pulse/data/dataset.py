@@ -1,4 +1,4 @@
-"""What a dataset is here: images (or latents), labels and named conditioning fields, by index."""
+"""Dataset interface: images (or latents), labels and named conditioning fields, by index."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import torch
 from torch import Tensor
 
 from megatron_pulse.diffusion.noise import Stream, philox
-from megatron_pulse.faults import Carried, UserError, told
+from megatron_pulse.errors import PicklableError, UserError, format_faults
 
 
-class DataError(Carried, UserError):
-    """Data that cannot be used; ``faults`` lists every reason, the message says what to do."""
+class DataError(PicklableError, UserError):
+    """Unusable data; ``faults`` lists every reason, the message gives the remedy."""
 
     def __init__(self, what: str, faults: Sequence[str], remedy: str) -> None:
         self.what, self.faults, self.remedy = what, list(faults), remedy
-        super().__init__(told(what, faults, remedy))
+        super().__init__(format_faults(what, faults, remedy))
 
 
 class CorruptSample(DataError):
-    """A sample whose file is there and is read, but holds no image."""
+    """Sample whose file exists and can be read, but holds no image."""
 
 
 COMPUTE = "compute"
@@ -32,7 +32,7 @@ COMPUTE = "compute"
 
 @dataclass(frozen=True)
 class FieldSpec:
-    """Shape of one conditioning field of a sample, and its type.
+    """Shape and dtype of one conditioning field of a sample.
 
     ``dtype`` is ``"int64"``, ``"float32"`` (numbers that must stay exact, such as image sizes) or
     ``"compute"`` (states: a latent folder stores them in its own type). In memory the latter two
@@ -43,12 +43,12 @@ class FieldSpec:
     dtype: str = COMPUTE
 
     def fits(self, other: FieldSpec) -> bool:
-        """Whether a tensor of this kind can be given where ``other`` is asked for."""
+        """True if a tensor of this kind satisfies ``other``."""
         return self.shape == other.shape and self.torch_dtype == other.torch_dtype
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The type in memory."""
+        """dtype in memory."""
         return torch.int64 if self.dtype == "int64" else torch.float32
 
     def __str__(self) -> str:
@@ -62,8 +62,11 @@ NO_FIELDS: Mapping[str, FieldSpec] = {}
 
 @dataclass(frozen=True)
 class Framing:
-    """How a picture was made: an image of ``original`` (height, width), scaled, of which the part
-    of size ``target`` from the corner ``crop`` (top, left; in pixels after scaling) was taken."""
+    """Scaling and crop between an image and the picture made from it.
+
+    An image of ``original`` (height, width) was scaled. The picture is the part of size ``target``
+    from the corner ``crop`` (top, left; in pixels after scaling).
+    """
 
     original: tuple[int, int]
     crop: tuple[int, int]
@@ -71,15 +74,15 @@ class Framing:
 
     @classmethod
     def whole(cls, size: tuple[int, int]) -> Framing:
-        """An image that is the picture."""
+        """Framing of an image used as a whole, without scaling."""
         return cls(size, (0, 0), size)
 
 
 class DiffusionDataset(ABC):
-    """Samples by index. Image, label and conditioning are read apart, so that a device in the
-    middle of the pipeline reads no images.
+    """Samples by index. Image, label and conditioning are read separately.
 
-    ``image_shape`` is ``(c, h, w)``; ``fields`` names the conditioning, such as text states.
+    A device in the middle of the pipeline thus reads no images. ``image_shape`` is ``(c, h, w)``;
+    ``fields`` names the conditioning, such as text states.
     """
 
     image_shape: tuple[int, ...]
@@ -88,31 +91,31 @@ class DiffusionDataset(ABC):
     """Names of the classes by label, where they have any."""
     fields: Mapping[str, FieldSpec] = NO_FIELDS
     frames: bool = False
-    """Whether framings differ between samples."""
+    """True if framings differ between samples."""
     has_captions: bool = False
     has_files: bool = False
-    """True if each sample is of a file that may change."""
+    """True if each sample belongs to a file that may change."""
     has_groups: bool = False
     """True if samples have a ``group``."""
     made_by: Mapping[str, str] = {}
-    """What encoded fields (and ``latent``, the images) ahead, where that is known."""
+    """Provenance of precomputed fields (and of ``latent``, the images), where known."""
     cautions: Sequence[str] = ()
-    """What of the files is left aside, for people."""
+    """Warnings for people about ignored files."""
     latent_shape: tuple[int, ...] | None = None
-    """Of what a training step makes of ``image`` itself; None where it takes it as it is."""
+    """Shape of latents that the training step encodes from ``image``; None without encoding."""
 
     @property
     def parts(self) -> tuple[DiffusionDataset, ...]:
-        """The samples of each shape, where there are several."""
+        """Datasets of one sample shape each, if there are several shapes."""
         return (self,)
 
     @property
     def sources(self) -> tuple[DiffusionDataset, ...]:
-        """The datasets that read files (or make samples), of which this one is made."""
+        """Underlying datasets that read files or make samples."""
         return (self,)
 
     def part_of(self, index: int) -> tuple[int, int]:
-        """Which of ``parts`` a sample is in, and its index there."""
+        """Index in ``parts`` of a sample's part, and the sample's index there."""
         return 0, index
 
     @abstractmethod
@@ -123,8 +126,11 @@ class DiffusionDataset(ABC):
         """Float32 ``image_shape``, pixels in [-1, 1]."""
 
     def deviation(self, index: int) -> Tensor | None:
-        """Where ``image(index)`` is the mean of a posterior: its standard deviation, of that shape;
-        every reading in training is a sample of it."""
+        """Standard deviation of a posterior whose mean is ``image(index)``, of the same shape, or
+        None.
+
+        Training draws a new sample of the posterior at every visit.
+        """
         return None
 
     @abstractmethod
@@ -132,11 +138,13 @@ class DiffusionDataset(ABC):
         """The class, 0 to ``num_classes`` - 1."""
 
     def caption(self, index: int) -> str:
-        """The text that belongs to the image; empty where the data has none."""
+        """Text that belongs to the image; empty if the data has none."""
         return ""
 
     def uncaptioned(self, index: int) -> bool:
-        """True if the sample has no caption where others have one: it trains unconditionally."""
+        """True for a sample without a caption in a captioned dataset; such samples train
+        unconditionally.
+        """
         return self.has_captions and not self.caption(index)
 
     def check(self, index: int) -> None:
@@ -144,15 +152,15 @@ class DiffusionDataset(ABC):
         return None
 
     def describe(self, index: int) -> str:
-        """What people know the sample by: its file."""
+        """Name of the sample for people: its file."""
         return f"sample {index}"
 
     def revision(self, index: int) -> str:
-        """What is another one when the sample is of another file; empty where there is no file."""
+        """Identifier that changes if the sample's file is another one; empty without files."""
         return ""
 
     def identity(self, index: int) -> int:
-        """A hash of the content of the sample's file, of 63 bits; 0 where there is no file."""
+        """63-bit hash of the content of the sample's file; 0 without files."""
         return 0
 
     def fingerprints(self, indices: Sequence[int]) -> Sequence[int]:
@@ -162,16 +170,21 @@ class DiffusionDataset(ABC):
         return ()
 
     def group(self, index: int) -> str:
-        """The name of what the sample is held back or trained on with; empty for none."""
+        """Group name of the sample; a group is in training or in validation as a whole. Empty for
+        none.
+        """
         return ""
 
     def ties(self) -> Sequence[Sequence[Hashable]]:
-        """For each sample what ties it to others, as its picture does to those with other captions;
-        empty where all stand alone."""
+        """Keys that tie each sample to others, such as the picture that several captions share.
+
+        Samples with a common key must be on one side of the split. Empty if all samples are
+        independent.
+        """
         return ()
 
     def pictures(self) -> Sequence[Path]:
-        """The picture file of each sample; empty where samples are no files."""
+        """Picture file of each sample; empty if samples are no files."""
         return ()
 
     def conditioning(self, index: int) -> dict[str, Tensor]:
@@ -179,19 +192,20 @@ class DiffusionDataset(ABC):
         return {}
 
     def null_conditioning(self) -> dict[str, Tensor]:
-        """What a sample gets whose conditioning is dropped, for classifier-free guidance.
+        """Replacement values of a sample whose conditioning is dropped, for classifier-free
+        guidance.
 
-        Fields that are left out keep the sample's own value.
+        Fields that are missing here keep the sample's own value.
         """
         return {}
 
     def framing(self, index: int) -> Framing:
-        """How ``image(index)`` was made, or the image that it is a latent of."""
+        """Framing of ``image(index)``, or of the image behind a latent."""
         return Framing.whole(self.pixel_size)
 
     @property
     def pixel_size(self) -> tuple[int, int]:
-        """(height, width) of the images, also where ``image_shape`` is that of latents."""
+        """(height, width) of the images, even if ``image_shape`` is that of latents."""
         height, width = self.image_shape[-2:]
         return height, width
 
@@ -227,7 +241,7 @@ class ArrayDataset(DiffusionDataset):
 
 
 class Derived(DiffusionDataset):
-    """The samples of ``source``, in all that a subclass does not say of them."""
+    """View of ``source``; subclasses override parts of the interface."""
 
     def __init__(self, source: DiffusionDataset) -> None:
         self.source = source
@@ -248,7 +262,7 @@ class Derived(DiffusionDataset):
         return self.source.sources
 
     def at(self, index: int) -> int:
-        """Which sample of ``source`` is this one."""
+        """Index in ``source`` of the sample at ``index``."""
         return index
 
     def __len__(self) -> int:
@@ -310,7 +324,7 @@ class Derived(DiffusionDataset):
 
 
 class Subset(Derived):
-    """The samples of ``source`` at ``indices``, renumbered from 0."""
+    """Samples of ``source`` at ``indices``, renumbered from 0."""
 
     def __init__(self, source: DiffusionDataset, indices: np.ndarray) -> None:
         super().__init__(source)
@@ -324,10 +338,10 @@ class Subset(Derived):
 
 
 def permutation(size: int, seed: int, epoch: int) -> np.ndarray:
-    """A fixed shuffle of ``range(size)``, int64.
+    """Fixed shuffle of ``range(size)``, int64.
 
-    Sorted from raw Philox words: NumPy promises those bits for ever, but not those of
-    ``Generator.permutation``, and a resumed run must not depend on NumPy's version.
+    The order is an argsort of raw Philox words. NumPy guarantees those bits for ever, but not those
+    of ``Generator.permutation``, and a resumed run must not depend on NumPy's version.
     """
     words = philox(seed, Stream.ORDER, 0, epoch).random_raw(size)
     order: np.ndarray = np.argsort(words, kind="stable")
@@ -342,10 +356,10 @@ def split_indices(
 ) -> tuple[np.ndarray, np.ndarray]:
     """(training, validation) indices, sorted and disjoint: the same split in every run.
 
-    At least one sample is kept for validation unless the fraction is 0. Where ``units`` has a
-    number for each sample, samples of one unit are on one side: that of ``sides`` (held back or
-    not), which gets those that are new. Where ``sides`` decide for all, one side may have none. A
-    unit that is new and has all samples is divided, and counts in ``sides`` as trained on.
+    At least one sample is kept for validation unless the fraction is 0. ``units``, if given, has a
+    unit number per sample; a unit is on one side as a whole. ``sides`` maps units to True
+    (validation) or False. Its entries decide, even if one side stays empty, and new units are added
+    to it. A new unit that has all samples is divided, and counts as trained on.
     """
     if not 0 <= validation_fraction < 1:
         raise ValueError(f"validation_fraction is {validation_fraction}; it must be in [0, 1)")

@@ -1,26 +1,25 @@
-"""Conditioning fields by name: what a backbone asks for, defaults, and null values.
+"""Conditioning fields by name: a backbone's needs, defaults, and null values.
 
 A backbone names the fields it reads. Text (``context``, ``pooled``, ...) must come from the data.
-Some others have a default where the data lacks them:
+Some other fields have a default if the data lacks them:
 
 ==================  =========================================================================
-``*_mask``          ones, where the data has the masked field itself: every token is seen
-``guidance``        3.5, the scale that FLUX.1-dev was distilled for by default
+``*_mask``          ones, if the data has the masked field itself: every token is seen
+``guidance``        3.5, the default scale in the distillation of FLUX.1-dev
 ``time_ids``        SDXL's (height, width, crop top, crop left, height, width)
 ``image_meta_size`` Hunyuan-DiT's (height, width, height, width, crop top, crop left)
 ``resolution``      PixArt's (height, width)
 ``aspect_ratio``    PixArt's (height / width,)
 ==================  =========================================================================
 
-The first height and width of ``time_ids`` and ``image_meta_size`` are those of the image file, the
-second those of the picture made of it, and the crop says where in the scaled image that was: what
-the data know as each sample's ``framing``. ``pulse data write-latents`` writes it as the field
-``framing``. In sampling the image is the picture asked for, without a crop.
+In ``time_ids`` and ``image_meta_size``, the first height and width are those of the image file. The
+second are those of the picture made from it. The crop is the picture's corner in the scaled image.
+The data provide all three as each sample's ``framing``; ``pulse data write-latents`` stores it as
+the field ``framing``. In sampling the image is the requested picture, without a crop.
 
-When a sample's conditioning is dropped for classifier-free guidance, states become zeros (unless
-the data says what the empty prompt's are) and their masks ones; what describes the picture
-rather than what it shows (all fields above but the masks) stays, and so does another picture that
-it follows (``conditioning``, see ``images/conditioning.py``).
+Dropping a sample's conditioning for classifier-free guidance turns states to zeros (or to the
+data's null values) and their masks to ones. Fields that describe the picture's format (all above
+but the masks) stay. So does a control image (``conditioning``, see ``images/conditioning.py``).
 """
 
 from __future__ import annotations
@@ -37,24 +36,23 @@ from megatron_pulse.data.text.encoded import Encoded, Tokenizes
 
 GUIDANCE = 3.5
 FRAMING = "framing"
-"""Where a latent folder has each sample's: original size, crop's top and left, target size."""
+"""Field of a latent folder with each sample's original size, crop's top and left, target size."""
 FRAMING_SPEC = FieldSpec((6,), "int64")
 SIZES = frozenset({"time_ids", "image_meta_size", "resolution", "aspect_ratio"})
-"""Fields that tell of a picture's size."""
+"""Fields that describe a picture's size."""
 KEPT = frozenset({"guidance", CONDITIONING, FRAMING, *SIZES})
 """Fields that a dropped sample keeps."""
 
 
 @dataclass(frozen=True)
 class WantedFields:
-    """What a backbone takes of every sample.
+    """Inputs that a backbone takes of every sample.
 
-    ``shape`` is its ``(c, h, w)``, ``fields`` what it reads beside timesteps and labels,
-    ``num_classes`` how many classes it knows (None where it reads no labels), and ``class_option``
-    which option says so (empty where none does). A step that encodes
-    takes something else (see ``unencoded``): images, of which it makes latents of ``latent_shape``,
-    and what ``tokenize`` makes of captions. Fields written ahead, and ``latent``, must have been
-    ``made_by`` these, as far as both are known (see ``made_otherwise``).
+    ``shape`` is the sample's ``(c, h, w)``. ``fields`` are the inputs beside timesteps and labels.
+    ``num_classes`` is None if no labels are read. A step with encoders takes other inputs (see
+    ``unencoded``): images, encoded to latents of ``latent_shape``, and the fields of ``tokenize``
+    for captions. ``made_by`` is the required provenance of precomputed fields and of ``latent``,
+    compared where both are known (see ``made_otherwise``).
     """
 
     shape: tuple[int, ...]
@@ -72,11 +70,11 @@ def unencoded(
     text_fields: Collection[str] = (),
     pixels: tuple[int, int] | None = None,
 ) -> WantedFields:
-    """What a training step takes that encodes samples itself to what a backbone has ``wanted``.
+    """Inputs of a training step that encodes samples itself, for a backbone's ``wanted`` inputs.
 
-    With ``tokenize`` it makes the ``text_fields`` of token ids and masks. ``pixels`` are the
-    autoencoder's (channels, factor): it makes latents of images that are so many times higher and
-    wider.
+    With ``tokenize``, token ids and masks replace the ``text_fields``. ``pixels`` are the
+    autoencoder's (channels, factor); images are larger than latents by the factor in height and
+    width.
     """
     if tokenize is not None:
         kept = {name: spec for name, spec in wanted.fields.items() if name not in text_fields}
@@ -93,10 +91,10 @@ def unencoded(
 
 
 def made_otherwise(made_by: Mapping[str, str], needed: Mapping[str, str]) -> list[str]:
-    """Which fields are not of what is ``needed``, where both are told.
+    """Faults of fields whose provenance differs from ``needed``, if both are known.
 
-    Who needs only a kind says only that: ``text_encoder last`` is met by
-    ``text_encoder last (text_encoder CLIPTextModel ...)``.
+    A need may give only the kind: ``text_encoder last`` is met by ``text_encoder last (text_encoder
+    CLIPTextModel ...)``.
     """
     return [
         f"{name} was made by {made_by[name]}; needed is {text}"
@@ -106,7 +104,7 @@ def made_otherwise(made_by: Mapping[str, str], needed: Mapping[str, str]) -> lis
 
 
 def default_null(name: str, spec: FieldSpec) -> Tensor | None:
-    """The value of a dropped field; None if it stays."""
+    """Value of a dropped field; None if the field stays."""
     if name in KEPT:
         return None
     fill = torch.ones if name.endswith("_mask") else torch.zeros
@@ -114,12 +112,12 @@ def default_null(name: str, spec: FieldSpec) -> Tensor | None:
 
 
 def framing_field(framing: Framing) -> Tensor:
-    """A framing as latent folders have it."""
+    """Framing as stored in latent folders."""
     return torch.tensor([*framing.original, *framing.crop, *framing.target])
 
 
 def default_value(name: str, spec: FieldSpec, framing: Framing) -> Tensor | None:
-    """The value of a field that the data lacks; None if it has no default of that shape."""
+    """Value of a field missing from the data; None without a default of that shape."""
     height, width = framing.target
     known: dict[str, Sequence[float] | float] = {
         "guidance": GUIDANCE,
@@ -139,7 +137,7 @@ def default_value(name: str, spec: FieldSpec, framing: Framing) -> Tensor | None
 def constants(
     wanted: Mapping[str, FieldSpec], given: Mapping[str, FieldSpec], framing: Framing
 ) -> dict[str, Tensor]:
-    """Defaults of those ``wanted`` fields that are not ``given`` and have one."""
+    """Defaults of those ``wanted`` fields that are not ``given``."""
     found = {}
     for name, spec in wanted.items():
         masked = name.removesuffix("_mask")
@@ -155,9 +153,9 @@ _NO_TEXTS = "no texts: write it anew with the encoders (pulse data write-latents
 
 
 class Fitted(Derived):
-    """``source`` with exactly the fields of ``taken``: defaults filled in, the others left out.
+    """``source`` with exactly the fields of ``taken``: defaults added, other fields removed.
 
-    ``faults`` lists what it cannot give.
+    ``faults`` lists the fields that cannot be provided.
     """
 
     def __init__(self, source: DiffusionDataset, taken: WantedFields) -> None:
@@ -208,7 +206,8 @@ class Fitted(Derived):
         return bool(named) and all(torch.equal(given[name], null[name]) for name in named)
 
     def _unknown_tokens(self, given: Mapping[str, Tensor]) -> list[str]:
-        """Stored ids that an encoder's table does not have: a GPU would end the run for them."""
+        """Faults of stored token ids outside an encoder's vocabulary, which would crash a
+        GPU run."""
         faults = []
         for name in self._known.keys() & given.keys():
             least, most = given[name].min().item(), given[name].max().item()

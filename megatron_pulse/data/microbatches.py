@@ -1,4 +1,4 @@
-"""From samples to the tensors of a microbatch: noise, timesteps, dropped conditioning."""
+"""Microbatch tensors from samples: noise, timesteps, dropped conditioning."""
 
 from __future__ import annotations
 
@@ -22,11 +22,13 @@ from megatron_pulse.encoders.autoencoder import posterior_noise, sampled
 from megatron_pulse.processes import end_with_parent
 
 _GRACE_S = 2.0
-"""How long a worker's end may take to be known, once its pipe is broken."""
+"""Seconds to wait for a worker's exit status after its pipe breaks."""
 
 
 class Split(StrEnum):
-    """Training draws anew at every visit and drops conditioning; validation does neither."""
+    """Split of the data. Training redraws at every visit and drops conditioning; validation does
+    not.
+    """
 
     TRAIN = "train"
     VALIDATION = "validation"
@@ -44,29 +46,33 @@ def make_microbatch(
     skip_corrupt: bool = False,
     needs_pixels: bool = True,
 ) -> dict[str, Tensor]:
-    """One microbatch of b = ``len(items)``, on the CPU.
+    """Make one microbatch of b = ``len(items)``, on the CPU. Each row depends on its item alone.
 
-    ``noisy`` and ``target`` float32 ``[b, c, h, w]``, ``timesteps`` float32 ``[b]``, ``labels``
-    int64 ``[b]``, the dataset's ``fields`` ``[b, ...]``, ``index`` int64 ``[b]``, ``dropped`` bool
-    ``[b]``. A sample loses its label and its other conditioning together: it is ``dropped``, and
-    gets ``null_label`` (None keeps labels) and the dataset's ``null_conditioning``. One whose
-    caption is empty is ``dropped`` too, and keeps its label. Without
-    ``needs_image`` (a device in the middle of the pipeline) ``noisy`` and ``target`` are left out,
-    no image is read and no noise drawn; the other fields are the same bit for bit. Where the
-    dataset has samples of several shapes, ``noisy`` is then on the meta device, and says which they
-    have; all ``items`` must be of one.
+    - ``noisy`` and ``target``: float32 ``[b, c, h, w]``
+    - ``timesteps``: float32 ``[b]``
+    - ``labels``: int64 ``[b]``
+    - the dataset's ``fields``: ``[b, ...]``
+    - ``index``: int64 ``[b]``
+    - ``dropped``: bool ``[b]``
 
-    Images that are means of posteriors (see ``deviation``) are sampled: noise is drawn around them.
-    Of a dataset with a ``latent_shape``, the step makes latents itself: it gets ``pixels``, images
-    float32 ``[b, c, H, W]`` in [-1, 1], if ``needs_pixels``; and if ``needs_image``, in the place
-    of ``noisy`` and ``target``, what it makes them of when it has the latents: ``noise`` and the
-    posterior's noise ``posterior``, float32 ``[b, *latent_shape]`` (see ``noised_here``).
+    A ``dropped`` sample loses its label and its other conditioning together. Its values become
+    ``null_label`` (None keeps labels) and the dataset's ``null_conditioning``. A sample with an
+    empty caption is ``dropped`` too, but keeps its label.
 
-    With ``skip_corrupt`` a sample whose image is corrupt is replaced as a whole, by one that
-    ``readable`` gives, also where no image is needed; ``corrupt`` int64 ``[k]`` has the indices of
-    those.
+    Without ``needs_image`` (a device in the middle of the pipeline) ``noisy`` and ``target`` are
+    omitted. No image is read and no noise drawn; the other fields are bit-identical. If the dataset
+    has samples of several shapes, ``noisy`` is then a meta tensor that conveys the shape. All
+    ``items`` must have one shape.
 
-    Each row is a function of its item alone.
+    Images that are means of posteriors (see ``deviation``) are sampled with noise. For a dataset
+    with a ``latent_shape``, the step encodes latents itself. It gets ``pixels``, images float32
+    ``[b, c, H, W]`` in [-1, 1], if ``needs_pixels``. If ``needs_image``, ``noise`` and the
+    posterior's noise ``posterior`` replace ``noisy`` and ``target``, both float32 ``[b,
+    *latent_shape]`` (see ``noised_here``).
+
+    With ``skip_corrupt``, a sample with a corrupt image is replaced as a whole by a sample from
+    ``readable``, even if no image is needed. ``corrupt`` int64 ``[k]`` has the indices of the
+    corrupt samples.
     """
     training = split == Split.TRAIN
     stream = Stream.TRAIN if training else Stream.VALIDATION
@@ -82,7 +88,7 @@ def make_microbatch(
     reads = needs_image if part.latent_shape is None else needs_pixels
 
     def read(index: int) -> tuple[int, Tensor | None]:
-        """The sample of ``part`` that is taken, and its image if it is needed."""
+        """Index of the sample of ``part`` that is used, and its image if needed."""
 
         def image(candidate: int) -> Tensor | None:
             if reads:
@@ -136,7 +142,7 @@ def make_microbatch(
 
 
 def _stacked(rows: Sequence[Tensor | None]) -> Tensor | None:
-    """Of all, or of none."""
+    """Stack all rows; None if there are none."""
     there = [row for row in rows if row is not None]
     return torch.stack(there) if there else None
 
@@ -147,8 +153,11 @@ def noised_here(
     deviation: Tensor | None,
     process: DiffusionProcess,
 ) -> dict[str, Tensor]:
-    """``noisy`` and ``target`` of a microbatch whose images have posteriors of this ``mean`` and
-    ``deviation [b, *latent_shape]``, stored or encoded by the step; None where they are exact."""
+    """``noisy`` and ``target`` of a microbatch, from posteriors of its images.
+
+    ``mean`` and ``deviation`` are ``[b, *latent_shape]``, stored or encoded by the step. A
+    ``deviation`` of None stands for exact latents.
+    """
     latents = mean
     if deviation is not None:
         latents = sampled(mean, deviation, batch["posterior"].to(mean, non_blocking=True))
@@ -159,12 +168,12 @@ def noised_here(
 
 @dataclass(frozen=True)
 class DiffusionLoader:
-    """An endless iterable of microbatches; a plain value that can be pickled.
+    """Endless iterable of microbatches; a plain value that can be pickled.
 
     ``process`` is that of the dataset's first part, ``other_processes`` those of the other parts.
-    Every iterator starts at ``sampler.consumed_samples``. With ``num_workers`` the same
-    microbatches, in the same order, are made by torch DataLoader processes. Where there is a GPU
-    they are in pinned memory, from which it copies without the host.
+    Every iterator starts at ``sampler.consumed_samples``. With ``num_workers``, torch DataLoader
+    processes make the same microbatches in the same order. With a GPU, microbatches are in pinned
+    memory, so that copies do not block the host.
     """
 
     dataset: DiffusionDataset
@@ -190,14 +199,14 @@ class DiffusionLoader:
             batch_size=None,
             sampler=self.sampler,
             num_workers=self.num_workers,
-            pin_memory=pins,  # by a thread, which asks _Made to
-            multiprocessing_context="fork",  # others would import torch again, 10 s
+            pin_memory=pins,  # the pinning thread calls _Made.pin_memory
+            multiprocessing_context="fork",  # other methods would import torch again, which is slow
             worker_init_fn=_begin_worker,
         )
         return map(_microbatch, _made_by(by_workers))
 
     def microbatch(self, items: Sequence[Item]) -> dict[str, Tensor]:
-        """The microbatch of these items (see make_microbatch)."""
+        """Microbatch of these items (see make_microbatch)."""
         part, _ = self.dataset.part_of(items[0][0])
         return make_microbatch(
             self.dataset,
@@ -214,7 +223,7 @@ class DiffusionLoader:
 
 
 def _pinned(microbatch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """In pinned memory, but for what has none, and is there for its shape."""
+    """Copy to pinned memory, except meta tensors."""
     return {
         name: tensor if tensor.is_meta else tensor.pin_memory()
         for name, tensor in microbatch.items()
@@ -223,26 +232,28 @@ def _pinned(microbatch: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class _Made:
-    """A worker's microbatch, or why it could not make one; torch would pin all of a mapping."""
+    """A worker's microbatch, or its error; torch would pin every tensor of a plain mapping."""
 
     microbatch: dict[str, Tensor] | DataError
 
     def pin_memory(self) -> _Made:
-        """As torch asks for it."""
+        """Called by torch's pinning thread."""
         if isinstance(self.microbatch, DataError):
             return self
         return _Made(_pinned(self.microbatch))
 
 
 def _begin_worker(number: int) -> None:
-    """A worker ends with its rank, and leaves orders to stop (Ctrl-C) to it."""
+    """Set up a worker: it ends with its rank, and leaves stop signals (Ctrl-C) to the rank."""
     os.setsid()
     end_with_parent()
 
 
 def _made_by(workers: DataLoader[Any]) -> Iterator[Any]:
-    """What worker processes make; raises DataError for one that was ended, of which torch raises
-    what its pipe says."""
+    """Results of worker processes.
+
+    A worker that was killed becomes a DataError; torch would raise an error of its pipe.
+    """
     made = iter(workers)
     while True:
         try:
@@ -265,15 +276,18 @@ def _made_by(workers: DataLoader[Any]) -> Iterator[Any]:
 
 
 def _microbatch(made: _Made) -> dict[str, Tensor]:
-    """What a worker has made; raises what it could not use."""
+    """Microbatch of a worker; raises the worker's DataError."""
     if isinstance(made.microbatch, DataError):
         raise made.microbatch
     return made.microbatch
 
 
 class _Microbatches(Dataset[_Made]):
-    """Lets a torch DataLoader ask for microbatches by their items. Data that cannot be used are
-    told as a value: torch would raise another error, whose text is the worker's traceback."""
+    """Adapter for torch's DataLoader: microbatches by their items.
+
+    DataErrors are returned as values, since torch would replace them by an error whose text is the
+    worker's traceback.
+    """
 
     def __init__(self, loader: DiffusionLoader) -> None:
         self.loader = loader

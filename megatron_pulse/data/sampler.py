@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from megatron_pulse.data.dataset import permutation
-from megatron_pulse.faults import told
+from megatron_pulse.errors import format_faults
 
 Item = tuple[int, int]
 """(sample index, global position): the position counts all samples before it in the run."""
@@ -51,7 +51,7 @@ class MicrobatchSampler:
         if period is not None and (period < 1 or period % max(self._stride, 1)):
             faults.append(f"period {period} is no multiple of mbs * dp = {self._stride}")
         if faults:
-            raise ValueError(told("microbatch sampler", faults))
+            raise ValueError(format_faults("microbatch sampler", faults))
         self.num_samples = num_samples
         self.consumed_samples = consumed_samples
         self.micro_batch_size = micro_batch_size

@@ -1,1 +1,1 @@
-"""Objectives, noise, averaged weights, sampling and pictures."""
+"""Objectives, noise, EMA, sampling and picture files."""

@@ -1,6 +1,6 @@
-"""What flags say of a diffusion process: one set of options for training, import and sampling.
+"""Flags of a diffusion process: one set of options for training, import and sampling.
 
-Nothing here imports torch, so that a command's ``--help`` stays fast.
+No torch import here, so that a command's ``--help`` stays fast.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from megatron_pulse.flag_fields import flag
+from megatron_pulse.flags import flag
 
 
 class Objective(StrEnum):
-    """What the model predicts: the noise, the velocity, the clean sample, or the flow."""
+    """Quantity predicted by the model: the noise, the velocity, the clean sample, or the flow."""
 
     EPSILON = "epsilon"
     V = "v"
@@ -24,7 +24,7 @@ class Objective(StrEnum):
 
 
 class NoiseSchedule(StrEnum):
-    """How the noise grows with the timestep (flow needs none); ``trained`` is a list of betas."""
+    """Growth of the noise with the timestep (flow needs none); ``trained`` is a list of betas."""
 
     SCALED_LINEAR = "scaled_linear"
     LINEAR = "linear"
@@ -33,7 +33,7 @@ class NoiseSchedule(StrEnum):
 
 
 class TimestepDensity(StrEnum):
-    """How timesteps are drawn in training."""
+    """Distribution of timesteps in training."""
 
     UNIFORM = "uniform"
     LOGIT_NORMAL = "logit_normal"
@@ -54,7 +54,8 @@ class FlowGrid(StrEnum):
 
 
 class TimeShift(StrEnum):
-    """What a dynamic shift's line gives: the shift's logarithm, or the shift itself."""
+    """Meaning of the value on a dynamic shift's line: the shift's logarithm, or the shift
+    itself."""
 
     EXPONENTIAL = "exponential"
     LINEAR = "linear"
@@ -62,11 +63,11 @@ class TimeShift(StrEnum):
 
 @dataclass(frozen=True)
 class DynamicShift:
-    """A flow's shift that grows with the picture, as diffusers' ``use_dynamic_shifting``.
+    """Flow shift that grows with the picture, as diffusers' ``use_dynamic_shifting``.
 
-    mu runs on a line through (``base_tokens``, ``base_shift``) and (``max_tokens``,
-    ``max_shift``), in tokens of the picture; the shift is exp(mu), or mu itself if ``kind`` is
-    linear. The defaults are Flux's.
+    mu lies on a line through (``base_tokens``, ``base_shift``) and (``max_tokens``, ``max_shift``),
+    in tokens of the picture. The shift is exp(mu), or mu itself if ``kind`` is linear. The defaults
+    are Flux's.
     """
 
     base_shift: float = 0.5
@@ -76,13 +77,13 @@ class DynamicShift:
     kind: TimeShift = TimeShift.EXPONENTIAL
 
     def at(self, num_tokens: int) -> float:
-        """The shift of a picture of that many tokens."""
+        """Shift of a picture with ``num_tokens`` tokens."""
         slope = (self.max_shift - self.base_shift) / (self.max_tokens - self.base_tokens)
         mu = self.base_shift + slope * (num_tokens - self.base_tokens)
         return math.exp(mu) if self.kind == TimeShift.EXPONENTIAL else mu
 
     def faults(self) -> list[str]:
-        """What is wrong with the numbers."""
+        """Faults of the numbers, one text each."""
         numbers = (self.base_shift, self.max_shift, self.base_tokens, self.max_tokens)
         if self.kind not in tuple(TimeShift):
             return [f"a dynamic shift is {' or '.join(TimeShift)}, not {self.kind!r}"]
@@ -101,7 +102,7 @@ class DynamicShift:
 
 
 def parse_shift(text: str) -> float | DynamicShift:
-    """``3.0``, ``dynamic`` or ``dynamic:0.5,1.15,256,4096[,linear]``; raises ValueError."""
+    """Parse ``3.0``, ``dynamic`` or ``dynamic:0.5,1.15,256,4096[,linear]``; raises ValueError."""
     name, colon, rest = text.partition(":")
     try:
         if name != "dynamic":
@@ -130,10 +131,10 @@ def _shift_text(text: str) -> str:
 
 @dataclass(frozen=True)
 class ProcessChoice:
-    """What flags said of a process; None is what was not said.
+    """Flag values of a diffusion process; None for flags that were not given.
 
-    ``trained_betas`` is a file, ``flow_shift`` a text (see parse_shift). For the flags' help
-    "{unsaid}" is where an option comes from that was not given.
+    ``trained_betas`` is a file name, ``flow_shift`` a text (see parse_shift). In the flags' help,
+    "{unsaid}" is the source of an option that was not given.
     """
 
     objective: str | None = flag(
@@ -177,9 +178,9 @@ class ProcessChoice:
 
     @property
     def said(self) -> dict[str, Any]:
-        """The fields that were said."""
+        """Fields that were given."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
 
 OF_TRAINING = ("timestep_density", "logit_mean", "logit_std")
-"""The fields that mean nothing where nothing is trained."""
+"""Fields without a meaning outside training."""

@@ -1,4 +1,4 @@
-"""The diffusion process that flags choose."""
+"""Construction of a diffusion process from flags."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_pulse.diffusion.choice import (
     parse_shift,
 )
 from megatron_pulse.diffusion.objectives import DiffusionProcess
-from megatron_pulse.faults import faults_in, told
+from megatron_pulse.errors import faults_in, format_faults
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import parse_json, read_text
 
@@ -21,11 +21,11 @@ _AS_SAID = {
 
 
 def chosen_process(choice: ProcessChoice, base: DiffusionProcess | None = None) -> DiffusionProcess:
-    """``base`` with what ``choice`` says instead; without a base, a new process.
+    """``base`` with the given flags of ``choice`` applied; without a base, a new process.
 
-    What is not said and depends on what is (betas on their schedule, times and the published
-    scheduler on the objective) is that of a new process, which is flow with logit-normal times and
-    no shift. Raises ValueError for what does not go together.
+    Dependent options that were not given take the values of a new process. Betas depend on their
+    schedule; times and the published scheduler depend on the objective. A new process is flow with
+    logit-normal times and no shift. Raises ValueError for contradictory options.
     """
     fresh = base is None
     objective = Objective(choice.objective or (Objective.FLOW if base is None else base.objective))
@@ -63,7 +63,7 @@ def _read_betas(path: str) -> tuple[float, ...]:
         betas = parse_json(text)
     except ValueError as error:
         raise ValueError(
-            told(f"{path} cannot be read as {FileKind.BETAS}", faults_in(error))
+            format_faults(f"{path} cannot be read as {FileKind.BETAS}", faults_in(error))
         ) from error
     if not isinstance(betas, list) or not all(type(beta) in (int, float) for beta in betas):
         raise ValueError(f"{path} cannot be read as {FileKind.BETAS}: it is no list of numbers")

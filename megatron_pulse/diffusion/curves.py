@@ -1,4 +1,4 @@
-"""The loss curve of a run, from its TensorBoard files."""
+"""Loss curve of a run, read from its TensorBoard files."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megatron_pulse.files import replacing
-from megatron_pulse.letters import drawable
+from megatron_pulse.fonts import drawable
 
 _TRAINING, _VALIDATION = "loss", "loss validation"
-"""Megatron's names of the two curves."""
+"""Megatron's tags of the two curves."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Values of one scalar at the steps at which it was written."""
+    """Values of one scalar, with the steps at which they were written."""
 
     steps: list[int]
     values: list[float]
 
 
 def read_scalars(directory: str | Path) -> dict[str, Curve]:
-    """Every scalar in the event files of ``directory``, by tag, all points kept.
+    """All scalars in the event files of ``directory``, by tag, with all points kept.
 
     Raises FileNotFoundError if there is no event file.
     """
@@ -47,9 +47,9 @@ def draw_loss_curve(
 ) -> dict[str, dict[str, list[float]]]:
     """Draw training and validation loss over iterations as a PNG, and write the values as JSON.
 
-    The JSON file lies beside ``path`` with the suffix ``.json`` and holds what is returned:
-    ``{"training": {"steps", "values"}, "validation": {...}}``; validation is left out if the run
-    has none. Raises KeyError, listing the tags there are, if there is no training loss.
+    The JSON file lies beside ``path`` with the suffix ``.json`` and holds the returned value:
+    ``{"training": {"steps", "values"}, "validation": {...}}``. Validation is absent if the run has
+    none. Raises KeyError, listing the existing tags, if there is no training loss.
     """
     import matplotlib
 
@@ -67,7 +67,7 @@ def draw_loss_curve(
     heading, fonts = drawable(title)
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
     train = curves["training"]
-    # A line of one point has no length, so a point is drawn where there is only one.
+    # A line of one point has no length, so a single point gets a marker.
     lone = "o" if len(train.steps) == 1 else ""
     axes.plot(train.steps, train.values, color="tab:blue", alpha=0.3, linewidth=0.8)
     smoothed = _smoothed(train.values)
@@ -98,7 +98,7 @@ def draw_loss_curve(
 
 
 def _smoothed(values: list[float], weight: float = 0.95) -> list[float]:
-    """Exponential smoothing without the bias of its start (as TensorBoard's)."""
+    """Exponential smoothing with bias correction at the start (as in TensorBoard)."""
     result, running, norm = [], 0.0, 0.0
     for value in values:
         running = weight * running + (1 - weight) * value

@@ -8,17 +8,17 @@ from itertools import batched
 import torch
 from torch import Tensor
 
-from megatron_pulse.faults import told
+from megatron_pulse.errors import format_faults
 
 _TOGETHER = 64
-"""Parameters that one kernel averages on a GPU; no more of them are in fp32 for it at a time."""
+"""Parameters averaged by one kernel on a GPU; bounds the temporary fp32 copies."""
 
 
 class ExponentialMovingAverage:
-    """Averages named parameters; ``state`` maps each name to its fp32 average.
+    """Exponential moving average of named parameters; ``state`` maps names to fp32 averages.
 
-    The decay of step n (from 0) is at most (1 + n) / (10 + n), so that the random initial weights
-    are forgotten soon (as in TensorFlow's ``ExponentialMovingAverage``).
+    The decay of step n (from 0) is at most (1 + n) / (10 + n). The random initial weights are thus
+    forgotten soon, as in TensorFlow's ``ExponentialMovingAverage``.
     """
 
     def __init__(
@@ -34,14 +34,14 @@ class ExponentialMovingAverage:
         }
 
     def decay_at(self, step: int) -> float:
-        """The decay that the update after ``step`` earlier ones uses."""
+        """Decay of the update that follows ``step`` earlier updates."""
         return min(self.decay, (1 + step) / (10 + step))
 
     @torch.no_grad()
     def update(self, named_parameters: Iterable[tuple[str, Tensor]], step: int) -> None:
         """Move each average towards its parameter; ``step`` counts earlier updates, from 0.
 
-        Raises KeyError if the names are not those of ``state``.
+        Raises KeyError if the names differ from those of ``state``.
         """
         values = dict(named_parameters)
         if values.keys() != self.state.keys():
@@ -54,7 +54,7 @@ class ExponentialMovingAverage:
 
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Copy saved averages in place; raises ValueError listing each name or shape amiss."""
+        """Copy saved averages in place; raises ValueError listing every name or shape mismatch."""
         faults = []
         if state.keys() != self.state.keys():
             faults.append(_difference(state.keys(), self.state.keys()))
@@ -64,7 +64,7 @@ class ExponentialMovingAverage:
             if name in state and state[name].shape != average.shape
         ]
         if faults:
-            raise ValueError(told("EMA state does not fit", faults))
+            raise ValueError(format_faults("EMA state does not fit", faults))
         for name, average in self.state.items():
             average.copy_(state[name])
 

@@ -1,4 +1,4 @@
-"""Samples as PNG files: a sheet of all, or files of their own size."""
+"""PNG files of samples: a sheet of all samples, or one file for each."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from megatron_pulse.files import appearing, replacing
-from megatron_pulse.letters import runs
+from megatron_pulse.files import replacing, replacing_folder
+from megatron_pulse.fonts import runs
 
 _CAPTION_HEIGHT = 12
 _TEXT_SIZE = 10
@@ -54,14 +54,16 @@ def save_grid(
 def save_pictures(images: Tensor, folder: Path) -> list[Path]:
     """Write ``images [n, c, h, w]`` in [-1, 1] (c 1 or 3) as ``0000.png`` and so on, in order.
 
-    ``folder`` must not exist, or be empty; it appears whole. Returns the files.
+    ``folder`` must be new or empty. It appears only when complete. Returns the files.
     """
     return _save_all(folder, {f"{i:04d}.png": p for i, p in enumerate(_pictures(images))})
 
 
 def save_frames(videos: Tensor, folder: Path) -> list[list[Path]]:
-    """Write ``videos [n, f, c, h, w]`` as ``save_pictures`` does, the frames of each in a folder
-    of its own: ``0000/0000.png`` and so on. Returns the files of each."""
+    """Write ``videos [n, f, c, h, w]`` as ``save_pictures`` does, one folder per video.
+
+    Frames are ``0000/0000.png`` and so on. Returns the files of each video.
+    """
     count = videos.shape[1]
     named = {
         f"{i // count:04d}/{i % count:04d}.png": p
@@ -72,7 +74,7 @@ def save_frames(videos: Tensor, folder: Path) -> list[list[Path]]:
 
 
 def _save_all(folder: Path, named: Mapping[str, Image.Image]) -> list[Path]:
-    with appearing(folder) as beside:
+    with replacing_folder(folder) as beside:
         for name, picture in named.items():
             (beside / name).parent.mkdir(exist_ok=True)
             picture.save(beside / name, format="PNG")
@@ -87,7 +89,7 @@ def _pictures(images: Tensor) -> Iterator[Image.Image]:
 
 
 def _write(pen: ImageDraw.ImageDraw, x: float, y: float, label: str) -> None:
-    """A line of text from its upper left corner, each letter in a font that has it."""
+    """Draw a line of text from its upper left corner, each letter in a font that has it."""
     for part, path in runs(label):
         font = ImageFont.truetype(str(path), _TEXT_SIZE)
         pen.text((x, y), part, fill="black", font=font)

@@ -1,8 +1,8 @@
-"""``hf:ID[@revision]`` where a folder of a diffusers pipeline or of weights is taken.
+"""``hf:ID[@revision]`` as a folder of a diffusers pipeline or of weights.
 
-Words of a command line become folders before anything reads them: of the cache of huggingface_hub,
-where only the files that the flag needs are downloaded to. One process downloads, ``pulse`` itself
-or the only rank; of several ranks each only looks into the cache.
+Such words of a command line are replaced by local folders before anything reads them. The folders
+lie in the cache of huggingface_hub, which downloads only the files that the flag needs. Only one
+process downloads: ``pulse`` itself or a sole rank. Each of several ranks only looks into the cache.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 _FOLDER = re.compile(r"((?:[^=]*=)*)(diffusers:)?(hf:.+)")
-"""A value, behind its flag or its name, and whether it is a module's."""
+"""Pattern of a value: prefix with flag or name, optional ``diffusers:``, and ``hf:`` reference."""
 _COMPONENT = ("config.json", "diffusion_pytorch_model*")
 _BACKBONE = ("model_index.json", *_COMPONENT, "unet/*", "transformer/*", "scheduler/*")
 _PIPELINE = ("model_index.json", "text_encoder*/*", "tokenizer*/*", "vae/*")
@@ -24,16 +24,19 @@ _NEEDS = {
     "--vae": _COMPONENT,
     "--encoders": _PIPELINE,
     "--pulse-encoders": _PIPELINE,
-    "encoders": _PIPELINE,  # the command 'data encoders'
+    "encoders": _PIPELINE,  # of the command 'data encoders'
 }
-"""Flags that name such folders, and the files that are needed of them."""
+"""Flags that name such folders, and the file patterns that each flag needs."""
 _FOREIGN = ("*.msgpack", "*.onnx*", "*.ckpt", "*openvino*", "*.h5", "*.pb")
 _SECOND_CHOICE = ("*.fp16.*", "*.bf16.*", "*.non_ema.*", "*.bin", "*.pth")
-"""Weights that are there beside others, of which all are needed only where there are no others."""
+"""Weights stored beside other formats, needed only if no other weights are there."""
 
 
 def with_local_folders(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """``words`` with a folder for each ``hf:ID[@revision]`` that a flag takes, and the faults."""
+    """Replace each ``hf:ID[@revision]`` that a flag takes by its local folder.
+
+    Returns the new words and the faults.
+    """
     found: list[str] = []
     faults: list[str] = []
     before = ""
@@ -55,7 +58,7 @@ def with_local_folders(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _folder(text: str, needs: Sequence[str]) -> Path:
-    """The folder of ``hf:ID[@revision]``; raises ValueError, in a line."""
+    """Local folder of ``hf:ID[@revision]``; raises ValueError with a one-line text."""
     name, _, revision = text.removeprefix("hf:").partition("@")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (

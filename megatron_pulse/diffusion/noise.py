@@ -1,8 +1,8 @@
-"""Every random number of training as a pure function of (seed, sample, draw).
+"""Random numbers of training as a pure function of (seed, sample, draw).
 
-Nothing here depends on ranks, microbatches or workers, and all of it is computed on the CPU, so
-the same run on another layout, or on GPUs, sees the same numbers. Philox is counter-based
-(Salmon et al. 2011): a sample's counter begins at (sample, draw), so no state is carried.
+The numbers are computed on the CPU and depend on no rank, microbatch or worker. The same run on
+another layout, or on GPUs, therefore sees the same numbers. Philox is counter-based (Salmon et al.
+2011): a sample's counter begins at (sample, draw), so no state is carried.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Stream(IntEnum):
 
 
 class Draw(NamedTuple):
-    """One sample's random numbers: ``noise`` ~ N(0, I), ``u`` and ``drop`` uniform in [0, 1).
+    """Random numbers of one sample: ``noise`` ~ N(0, I), ``u`` and ``drop`` uniform in [0, 1).
 
-    ``u`` chooses the timestep; the label is dropped if ``drop`` < the dropout probability.
+    ``u`` chooses the timestep. The label is dropped if ``drop`` < the dropout probability.
     """
 
     noise: Tensor | None
@@ -43,9 +43,9 @@ class Draw(NamedTuple):
 
 
 def philox(seed: int, stream: Stream, index: int, draw: int) -> np.random.Philox:
-    """The bit generator of one (seed, stream, index, draw); about 15 us."""
-    # The low words count the generator's own blocks; index and draw are the high ones, so two
-    # different (index, draw) never overlap.
+    """Bit generator of one (seed, stream, index, draw)."""
+    # The low words count the generator's own blocks; index and draw are the high ones. Two
+    # different (index, draw) thus never overlap.
     return np.random.Philox(
         key=np.array([seed & _WORD, stream], dtype=np.uint64),
         counter=np.array([0, 0, index & _WORD, draw & _WORD], dtype=np.uint64),
@@ -59,11 +59,11 @@ def draw(
     shape: tuple[int, ...] | None,
     stream: Stream = Stream.TRAIN,
 ) -> Draw:
-    """The random numbers of one sample at one visit; ``noise`` is float32 of ``shape``.
+    """Random numbers of one sample at one visit; ``noise`` is float32 of ``shape``.
 
-    ``draw`` is the global position of the sample (samples consumed before it), so an image has
-    other noise in every epoch. With ``shape`` None the noise is left out and costs nothing; ``u``
-    and ``drop`` are the same either way. Validation always uses ``draw`` 0 of its own stream.
+    ``draw`` is the global position of the sample (samples consumed before it), so noise differs
+    between epochs. With ``shape`` None no noise is drawn; ``u`` and ``drop`` are the same either
+    way. Validation always uses ``draw`` 0 of its own stream.
     """
     generator = np.random.Generator(philox(seed, stream, sample_index, draw))
     u, drop = generator.random(2)
@@ -74,24 +74,25 @@ def draw(
 
 
 def start_noise(seed: int, indices: range, shape: tuple[int, ...], step: int = 0) -> Tensor:
-    """Sampling noise ``[len(indices), *shape]`` float32, each row of (seed, index, step) alone."""
+    """Sampling noise ``[len(indices), *shape]`` float32; a row depends on (seed, index,
+    step) only."""
     noise = [draw(seed, index, step, shape, Stream.SAMPLING).noise for index in indices]
     return torch.stack([row for row in noise if row is not None])
 
 
 def sample_noises(seed: int, indices: range, shape: tuple[int, ...]) -> Iterator[Tensor]:
-    """``start_noise`` of the first step, then of one step after the other, without end."""
+    """Noise of ``start_noise`` for step 0, 1, 2, ... without end."""
     return (start_noise(seed, indices, shape, step) for step in count())
 
 
 def diffusers_noises(
     seed: int, total: int, indices: range, shape: tuple[int, ...]
 ) -> Iterator[Tensor]:
-    """The rows ``indices`` of what a diffusers pipeline draws for a batch of ``total`` samples.
+    """Rows ``indices`` of a diffusers pipeline's noise for a batch of ``total`` samples.
 
-    Its ``randn_tensor`` in float32 with ``torch.Generator().manual_seed(seed)``: the starting noise
-    first, then that of each stochastic step. A whole batch is one draw, so the values depend on
-    ``total``.
+    The noise is that of ``randn_tensor`` in float32 with ``torch.Generator().manual_seed(seed)``:
+    the starting noise first, then that of each stochastic step. A whole batch is one draw, so the
+    values depend on ``total``.
     """
     generator = torch.Generator().manual_seed(seed)
     while True:

@@ -1,4 +1,4 @@
-"""Diffusion objectives: what is added to a clean sample, and what the model must predict."""
+"""Diffusion objectives: noising of a clean sample, and the prediction target."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_pulse.diffusion.choice import DynamicShift, NoiseSchedule, Objective, TimestepDensity
-from megatron_pulse.faults import told
+from megatron_pulse.errors import format_faults
 
 _BETAS = {
     NoiseSchedule.SCALED_LINEAR: (0.00085, 0.012),
@@ -39,28 +39,30 @@ _OF_LOGIT_NORMAL = {"logit_mean": 0.0, "logit_std": 1.0}
 
 @dataclass(frozen=True)
 class DiffusionProcess:
-    """One diffusion process; a value, so that it can be stored with a checkpoint.
+    """Diffusion process; an immutable value that a checkpoint can store.
 
-    ``epsilon`` (Ho et al. 2020, eq. 14), ``v`` (Salimans & Ho 2022, appendix D) and ``sample``
-    (x_0 itself) noise with diffusers' DDPMScheduler. ``flow`` is rectified flow (Liu et al. 2022):
-    with t in [0, 1], x_t = (1 - t) x_0 + t eps and the target is eps - x_0.
+    ``epsilon`` (Ho et al. 2020, eq. 14), ``v`` (Salimans & Ho 2022, appendix D) and ``sample`` (x_0
+    itself) noise with diffusers' DDPMScheduler. ``flow`` is rectified flow (Liu et al. 2022): with
+    t in [0, 1], x_t = (1 - t) x_0 + t eps and the target is eps - x_0.
 
     Timesteps are float32 in [0, ``num_timesteps``) for every objective (flow's t is scaled), so a
     backbone's sinusoidal embedding sees one range. ``beta_start`` and ``beta_end`` default to
-    Stable Diffusion's for ``scaled_linear`` and DDPM's for ``linear``; ``cosine`` has none, and
+    Stable Diffusion's for ``scaled_linear`` and DDPM's for ``linear``. ``cosine`` has none.
     ``trained`` has ``trained_betas`` instead, one for each timestep. ``zero_terminal_snr`` rescales
-    the betas as Lin et al. 2024, algorithm 1.
+    the betas as in Lin et al. 2024, algorithm 1.
 
-    ``shift`` moves flow's times towards noise, t' = s t / (1 + (s - 1) t): the grid of a sampler
-    and, as Esser et al. 2024 (section 5.3.2) and diffusers' scripts for SD3 do, the times drawn in
-    training, so that a backbone is trained where it is used. A dynamic shift (Flux) does so too;
-    diffusers' script for Flux trains without it. ``density`` and its logit-normal parameters are
-    those of Esser et al. 2024, section 3.1; they apply to flow only, before the shift. What a
-    backbone has learned fits any shift and density, so these are choices of a run;
-    the other fields say what its predictions mean (see differences).
+    ``shift`` moves flow's times towards noise: t' = s t / (1 + (s - 1) t). The shift applies to the
+    sampler's grid and to the times drawn in training, so that a backbone is trained at the times of
+    sampling. Esser et al. 2024 (section 5.3.2) and diffusers' scripts for SD3 do the same. A
+    dynamic shift (Flux) also applies to both; diffusers' script for Flux trains without it.
 
-    ``scheduler`` is the published scheduler's configuration, if there was one: what only sampling
-    needs comes from there, and goes back on export. It is no part of the process's identity.
+    ``density`` and its logit-normal parameters are those of Esser et al. 2024, section 3.1. They
+    apply to flow only, before the shift. A trained backbone works with any shift and density, so
+    both are choices of a run. The other fields define the meaning of its predictions (see
+    ``differences``).
+
+    ``scheduler`` is the published scheduler's configuration, if any. Settings for sampling come
+    from there and are written back on export. ``scheduler`` is not part of the process's identity.
     """
 
     objective: Objective
@@ -93,7 +95,7 @@ class DiffusionProcess:
             fill("beta_end", end if self.beta_end is None else self.beta_end)
         faults = list(self._faults())
         if faults:
-            raise ValueError(told("diffusion process", faults))
+            raise ValueError(format_faults("diffusion process", faults))
         fill("objective", Objective(self.objective))
         fill("schedule", None if self.schedule is None else NoiseSchedule(self.schedule))
         fill("density", TimestepDensity(self.density))
@@ -167,13 +169,13 @@ class DiffusionProcess:
         return []
 
     def for_tokens(self, num_tokens: int) -> DiffusionProcess:
-        """The process of pictures of that many tokens: a dynamic shift becomes a number."""
+        """Process for pictures of ``num_tokens`` tokens: a dynamic shift becomes a number."""
         if not isinstance(self.shift, DynamicShift):
             return self
         return replace(self, shift=self.shift.at(num_tokens))
 
     def scheduler_arguments(self) -> dict[str, Any]:
-        """Arguments of diffusers' schedulers that stand for epsilon, v or sample's process."""
+        """Arguments of diffusers' schedulers for the objectives epsilon, v and sample."""
         arguments: dict[str, Any] = {
             "num_train_timesteps": self.num_timesteps,
             "prediction_type": DIFFUSERS_PREDICTION[self.objective],
@@ -188,11 +190,11 @@ class DiffusionProcess:
         return arguments
 
     def timestep(self, u: float) -> float:
-        """The training timestep for a uniform number ``u`` in [0, 1).
+        """Training timestep for a uniform number ``u`` in [0, 1).
 
-        A scalar function on purpose: vectorised kernels round the tail of a tensor differently,
-        which would make a sample's timestep depend on its place in the microbatch. Raises
-        ValueError for a dynamic shift, which depends on the picture (see for_tokens).
+        A scalar function on purpose. Vectorised kernels round the tail of a tensor differently, so
+        a sample's timestep would depend on its place in the microbatch. Raises ValueError for a
+        dynamic shift, which depends on the picture (see ``for_tokens``).
         """
         if self.objective != Objective.FLOW:
             return float(min(int(u * self.num_timesteps), self.num_timesteps - 1))
@@ -206,8 +208,10 @@ class DiffusionProcess:
         return u * self.num_timesteps
 
     def noised(self, x0: Tensor, noise: Tensor, timesteps: Tensor) -> tuple[Tensor, Tensor]:
-        """Noisy samples and targets, both ``[b, ...]``, at float32 ``timesteps [b]``, which may be
-        on the host where samples are on a GPU."""
+        """Noisy samples and targets, both ``[b, ...]``, at float32 ``timesteps [b]``.
+
+        ``timesteps`` may be on the host even if the samples are on a GPU.
+        """
         timesteps = timesteps.to(x0.device, non_blocking=True)
         if self.objective == Objective.FLOW:
             t = (timesteps / self.num_timesteps).view(-1, *[1] * (x0.dim() - 1)).to(x0.dtype)
@@ -221,10 +225,10 @@ class DiffusionProcess:
         return noisy, scheduler.get_velocity(x0, noise, steps)
 
     def clean(self, noisy: Tensor, prediction: Tensor, timesteps: Tensor) -> Tensor:
-        """The clean sample ``[b, ...]`` that a ``prediction`` for ``noisy`` stands for.
+        """Clean sample ``[b, ...]`` implied by a ``prediction`` for ``noisy``.
 
-        Of epsilon it is the prediction's error over the signal's share that is left: large where
-        there is hardly any.
+        For epsilon the prediction's error is divided by the remaining signal, so the estimate is
+        poor at high noise.
         """
         if self.objective == Objective.SAMPLE:
             return prediction
@@ -243,10 +247,11 @@ class DiffusionProcess:
         return F.mse_loss(prediction.float(), target.float())
 
     def differences(self, other: DiffusionProcess) -> list[str]:
-        """What predictions mean otherwise in ``other``: field, value there, value here.
+        """Fields in which the predictions of ``other`` differ in meaning: field, value there, value
+        here.
 
-        What follows from a difference is said with it: another schedule has other betas, and flow
-        has none.
+        Fields that follow from another difference are merged with it: another schedule has other
+        betas, and flow has none.
         """
 
         def unlike(*names: str) -> list[str]:
@@ -269,7 +274,8 @@ class DiffusionProcess:
         return found + unlike(*_OF_BETAS, "zero_terminal_snr")
 
     def describe(self, num_tokens: int | None = None) -> str:
-        """The process in one line; with its shift for pictures of ``num_tokens``."""
+        """Describe the process in one line; the shift is evaluated for pictures of
+        ``num_tokens``."""
         if self.objective == Objective.FLOW:
             shift = f"shift {self.shift:g}" if isinstance(self.shift, float | int) else ""
             if isinstance(self.shift, DynamicShift):
@@ -286,12 +292,13 @@ class DiffusionProcess:
         return ", ".join([str(self.objective), *parts, f"{self.num_timesteps} timesteps"])
 
     def _noise(self) -> str:
-        """The schedule with its ends; of a process that is not flow."""
+        """Noise schedule with its first and last beta; for processes other than flow."""
         ends = "" if self.beta_start is None else f" {self.beta_start:g} to {self.beta_end:g}"
         return f"{self.schedule} betas{ends}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for a checkpoint or a log; ``DiffusionProcess(**it)`` is the inverse."""
+        """Plain values, for a checkpoint or a log; the inverse is
+        ``DiffusionProcess(**values)``."""
         plain = {
             name: str(value) if isinstance(value, StrEnum) else value
             for name, value in vars(self).items()
@@ -310,19 +317,19 @@ def _text(value: Any) -> str:
 
 
 def predicted_mean(prediction: Tensor, num_channels: int) -> Tensor:
-    """The part of ``prediction [b, c, h, w]`` that predicts what the objective names.
+    """Part of ``prediction [b, c, h, w]`` that predicts the objective's target.
 
-    Models with a learned sigma (DiT, PixArt, Hunyuan-DiT) give 2 x ``num_channels``: the mean's
-    prediction, then the variance's (Nichol & Dhariwal 2021). We train and sample with a fixed
-    variance, so the second half is not used, and its weights get no gradient.
+    Models with a learned sigma (DiT, PixArt, Hunyuan-DiT) return 2 x ``num_channels``: the mean's
+    prediction, then the variance's (Nichol & Dhariwal 2021). Training and sampling use a fixed
+    variance, so the second half is unused and its weights get no gradient.
     """
     return prediction[:, :num_channels]
 
 
 @lru_cache(maxsize=8)
 def _ddpm(process: DiffusionProcess, device: torch.device) -> Any:
-    """diffusers' scheduler, whose table is on ``device``."""
-    from diffusers import DDPMScheduler  # 1.5 s, which flow's ranks do without
+    """diffusers' DDPM scheduler with its table of alphas on ``device``."""
+    from diffusers import DDPMScheduler  # a slow import, which flow does not need
 
     with torch.device("cpu"):
         scheduler = DDPMScheduler(**process.scheduler_arguments())

@@ -1,7 +1,8 @@
-"""Original single-file checkpoints, told from diffusers' layout by the names of their tensors.
+"""Recognition of original single-file checkpoints by their tensor names.
 
-CompVis, Stability, Black Forest Labs and ComfyUI store a whole model, or its backbone alone, in one
-file under other names. diffusers converts them (``from_single_file``); nothing here reads them.
+CompVis, Stability, Black Forest Labs and ComfyUI store a model in one file under other names than
+diffusers. The file holds the whole model or its backbone alone. diffusers converts such files
+(``from_single_file``); no code here reads them.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ _LAYOUTS = (
     (r"double_blocks\.\d+\.img_", "FluxTransformer2DModel"),
     (r"(?:input|output)_blocks\.\d+\.\d+\.", "UNet2DConditionModel"),
 )
-"""What a name begins with, and the class of diffusers that converts such a file; first counts."""
+"""Patterns of tensor names, with the diffusers class that converts such a file; first
+match wins."""
 
 
 def original_faults(path: Path, names: Iterable[str]) -> list[str]:

@@ -1,5 +1,8 @@
-"""Weights as others store them: components' folders of diffusers and transformers, and state dicts
-in one file. All that reads such weights reads them here."""
+"""Reading and writing of published weights.
+
+Formats are component folders of diffusers and transformers, and state dicts in one file. All
+readers of such weights use this module.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +22,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from megatron_pulse.backbone.published import Published, PublishedError
+from megatron_pulse.backbone.published_weights import Published, PublishedError
 from megatron_pulse.backbone.torch_files import is_plain_archive
 from megatron_pulse.diffusion.originals import original_faults
 from megatron_pulse.diffusion.scheduler import SCHEDULER_FILE, file_beside
 from megatron_pulse.file_kinds import FileKind
-from megatron_pulse.files import FileError, appearing, read_json, replacing
-from megatron_pulse.named_files import is_file_name, no_file
+from megatron_pulse.files import FileError, read_json, replacing, replacing_folder
+from megatron_pulse.paths import is_file_name, no_file
 
 _STEM = "diffusion_pytorch_model"
 _SAFE, _TORCH = ".safetensors", ".bin"
@@ -33,15 +36,15 @@ STEMS: Mapping[str, Mapping[str, str]] = {
     "diffusers": {_SAFE: _STEM, _TORCH: _STEM},
     "transformers": {_SAFE: "model", _TORCH: "pytorch_model"},
 }
-"""Names of files with weights by library and ending; that which counts first comes first."""
+"""Stems of weight files by library and suffix, in order of precedence."""
 _COMPONENTS = ("unet", "transformer")
 _MAX_HEAD = 16 << 20
-"""Bytes in front of the tensors of a safetensors file, about 100 for each."""
+"""Largest header of a safetensors file in bytes; a tensor takes about 100."""
 _SHARD_BYTES = 10_000_000_000
 _PICKLES = (_TORCH, ".pt", ".pth", ".ckpt")
 _WORDS = re.compile(rb"[A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z0-9_]+){2,}")
 _MAX_WORDS = 64 << 20
-"""Bytes of a pickle that are looked through for names."""
+"""Bytes of a pickle that are searched for names."""
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -60,13 +63,13 @@ _DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""As safetensors calls them."""
+"""torch dtypes by safetensors' names."""
 
 
 def find_component(folder: Path) -> Path:
-    """The folder of the backbone: ``folder``, or that component of a pipeline's folder.
+    """Folder of the backbone: ``folder`` itself, or the component of a pipeline's folder.
 
-    Raises PublishedError where there is no ``config.json``.
+    Raises PublishedError if there is no ``config.json``.
     """
     for place in (folder, *(folder / name for name in _COMPONENTS)):
         if (place / "config.json").is_file():
@@ -79,7 +82,7 @@ def find_component(folder: Path) -> Path:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """``config.json``; raises PublishedError if it is not readable as such."""
+    """Read ``config.json``; raises PublishedError if the file is unreadable or names no class."""
     try:
         config = read_json(folder / "config.json", FileKind.MODEL)
     except FileError as error:
@@ -90,7 +93,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def _require_short_head(path: Path) -> None:
-    """Raise ValueError where a safetensors file has more to say of tensors than any model has."""
+    """Raise ValueError if the header of a safetensors file is larger than any model needs."""
     with open(path, "rb") as file:
         num_bytes = int.from_bytes(file.read(8), "little")
     if num_bytes > _MAX_HEAD:
@@ -101,18 +104,18 @@ def _require_short_head(path: Path) -> None:
 
 
 def _unread(path: Path, error: FileError) -> PublishedError:
-    """A file that cannot be read, named once."""
+    """PublishedError of an unreadable file, naming the file once."""
     return PublishedError(
         f"{path}", [str(error).removeprefix(f"{path} ").removeprefix(f"{path}: ")]
     )
 
 
 class StoredTensors(Mapping[str, Tensor]):
-    """The tensors of files, each read when it is asked for and mapped, not copied.
+    """Tensors of files; each is memory-mapped and read on access.
 
-    Files are safetensors, or state dicts that torch.save wrote (weights only: no code runs).
-    Raises PublishedError that lists every file of ``paths`` that is missing or damaged, and every
-    name that is in several.
+    Files are safetensors, or state dicts that torch.save wrote (weights only: no code runs). Raises
+    PublishedError that lists every missing or damaged file of ``paths``, and every name that occurs
+    in several.
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:
@@ -154,7 +157,7 @@ class StoredTensors(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         if name in self._loaded:
             return self._loaded[name]
-        with safe_open(self._files[name], "pt") as file:  # closed, the pages go with the tensor
+        with safe_open(self._files[name], "pt") as file:  # pages are freed with the tensor
             tensor: Tensor = file.get_tensor(name)
         return tensor
 
@@ -165,11 +168,12 @@ class StoredTensors(Mapping[str, Tensor]):
         return len(self._files)
 
     def kind_of(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
-        """The shape and dtype of a tensor, without reading it."""
+        """Shape and dtype of a tensor, from the header alone."""
         return self._kinds[name]
 
     def unlike(self, places: Mapping[str, object]) -> list[str]:
-        """How an index that finds each name in the file of ``places`` differs from the files."""
+        """Differences between the files and an index that maps each name to a file in
+        ``places``."""
         found = {name: path.name for name, path in self._files.items()}
         return [
             f"{name} is in {found.get(name, 'no file')}, the index says "
@@ -182,14 +186,15 @@ class StoredTensors(Mapping[str, Tensor]):
 def read_folder(
     folder: Path, variant: str | None = None, library: str = "diffusers"
 ) -> StoredTensors:
-    """All tensors of a component of ``library``, sharded or not, from safetensors or, where there
-    are none, from what torch.save wrote (``.bin``).
+    """All tensors of a component of ``library``, sharded or not.
 
-    ``variant`` is what stands in the files' names for another precision ("fp16"); without it the
-    files that have none are read, or those of the only variant.
-    Raises PublishedError that lists every file that is missing or damaged, or that the index
-    looks for outside of the folder, and every name that is not where the index says; and for
-    weights of another layout (see ``originals``).
+    Safetensors files take precedence over torch.save files (``.bin``). ``variant`` is the part of
+    file names for another precision ("fp16"). Without a ``variant``, files without that part are
+    read, or those of the only variant.
+
+    Raises PublishedError that lists every missing or damaged file, every file outside of the
+    folder, and every name that contradicts the index. Also raises PublishedError for weights of
+    another layout (see ``originals``).
     """
     path = _find_weights(folder, variant, library)
     if path.suffix != ".json":
@@ -205,9 +210,9 @@ def read_folder(
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """The name of the file of each tensor, by the index of several files.
+    """File name of each tensor, from the index of a sharded component.
 
-    Raises PublishedError if it is none, or names what is no file of its folder.
+    Raises PublishedError for an invalid index, or for names that are no files of its folder.
     """
     try:
         places = read_json(path, FileKind.INDEX).get("weight_map")
@@ -227,17 +232,17 @@ def read_index(path: Path) -> dict[str, str]:
 
 
 def holds_weights(folder: Path) -> bool:
-    """Whether a diffusers component has more than its configuration, in whatever format."""
+    """True if a diffusers component has weights in any format beside its configuration."""
     return any(path.name.startswith(_STEM) or path.suffix in _PICKLES for path in folder.iterdir())
 
 
 def _find_weights(folder: Path, variant: str | None, library: str) -> Path:
-    """The file that holds all tensors, or the index of several."""
+    """File with all tensors, or index of several files."""
     found: dict[str | None, Path] = {}
     for suffix, stem in STEMS[library].items():
         own: dict[str | None, Path] = {}
         names = [f"*{suffix[1:]}", f"*{suffix[1:]}.index*json"]
-        # The last counts for more: diffusers reads an index first, transformers a whole file.
+        # The last found counts: diffusers prefers an index, transformers a whole file.
         for name in reversed(names) if library == "transformers" else names:
             for path in folder.glob(f"{stem}.{name}"):
                 middle = path.name.removeprefix(f"{stem}.").replace(suffix[1:], "")
@@ -271,14 +276,14 @@ def _dtype_of(name: str) -> torch.dtype:
 
 
 def read_state_dict(path: Path) -> StoredTensors:
-    """The tensors of one ``.safetensors`` file, or of a state dict that torch.save wrote."""
+    """Tensors of one ``.safetensors`` file, or of a state dict that torch.save wrote."""
     return StoredTensors([path])
 
 
 def _load_state_dict(path: Path) -> dict[str, Tensor]:
-    """Read what torch.save wrote; raises ValueError where that is no state dict."""
+    """Read a torch.save file; raises ValueError if the content is no state dict."""
     try:
-        mapped = is_plain_archive(path)  # not of files that torch wrote before version 1.6
+        mapped = is_plain_archive(path)  # false for files written before torch 1.6
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
         fault = "it is no state dict that torch.save wrote, or holds more than tensors"
@@ -298,7 +303,7 @@ def _and(faults: Sequence[str]) -> str:
 
 
 def original_files(folder: Path) -> list[str]:
-    """A fault for each file of a folder that is an original single-file checkpoint."""
+    """Faults for the files of a folder that are original single-file checkpoints."""
     if not folder.is_dir():
         return []
     files = [path for path in sorted(folder.iterdir()) if path.suffix in (_SAFE, *_PICKLES)]
@@ -306,9 +311,9 @@ def original_files(folder: Path) -> list[str]:
 
 
 def names_in(path: Path) -> list[str]:
-    """Names of the tensors in a file, as far as they can be told without running anything in it.
+    """Names of the tensors in a file, without running anything in the file.
 
-    Of what torch.save wrote these are words of its pickle, which is not unpickled.
+    For torch.save files these are words of the pickle, which is not unpickled.
     """
     try:
         if path.suffix == _SAFE:
@@ -318,7 +323,7 @@ def names_in(path: Path) -> list[str]:
         with zipfile.ZipFile(path) as archive:
             (record,) = (one for one in archive.infolist() if one.filename.endswith("/data.pkl"))
             content = archive.open(record).read(_MAX_WORDS)
-    except (PublishedError, OSError, ValueError):  # reading it tells what is wrong with it
+    except (PublishedError, OSError, ValueError):  # reading the file reports the error
         return []
     return [found.decode() for found in _WORDS.findall(content)]
 
@@ -326,11 +331,11 @@ def names_in(path: Path) -> list[str]:
 def write_state_dict(
     path: Path, tensors: Mapping[str, Tensor], scheduler: Mapping[str, Any] | None = None
 ) -> None:
-    """One file, whole or not at all: safetensors, or torch.save for any other suffix.
+    """Write one file atomically: safetensors, or torch.save for any other suffix.
 
-    The configuration of a ``scheduler`` goes into a file beside it, with it or not at all.
+    The configuration of a ``scheduler`` goes into a file beside it; both appear or neither.
     """
-    with ExitStack() as files:  # the first named appears last
+    with ExitStack() as files:  # the first entered appears last
         if scheduler is not None:
             _write_json(files.enter_context(replacing(file_beside(path))), scheduler)
         beside = files.enter_context(replacing(path))
@@ -347,11 +352,10 @@ def write_folder(
     shard_bytes: int = _SHARD_BYTES,
     scheduler: Mapping[str, Any] | None = None,
 ) -> None:
-    """A folder that ``from_pretrained`` of ``published.class_name`` loads; appears whole.
+    """Write a folder that ``from_pretrained`` of ``published.class_name`` loads, atomically.
 
-    ``folder`` must not exist, or be empty. The configuration of a ``scheduler`` goes into a folder
-    of that name in it. Raises PublishedError, and writes
-    nothing, where that class would not take the tensors.
+    ``folder`` must be new or empty. The configuration of a ``scheduler`` goes into the subfolder
+    ``scheduler``. Raises PublishedError, and writes nothing, if the class would reject the tensors.
     """
     import diffusers
     from huggingface_hub import split_torch_state_dict_into_shards
@@ -367,7 +371,7 @@ def write_folder(
     plan = split_torch_state_dict_into_shards(
         _own(tensors), filename_pattern=pattern, max_shard_size=shard_bytes
     )
-    with appearing(folder) as beside:
+    with replacing_folder(folder) as beside:
         _write_json(beside / "config.json", config)
         if scheduler is not None:
             (beside / "scheduler").mkdir()
@@ -385,13 +389,13 @@ def _write_json(path: Path, config: Mapping[str, Any]) -> None:
 
 
 def _unreadable(published: Published, tensors: Mapping[str, Tensor]) -> Iterator[str]:
-    """How the class, built of the configuration, differs from ``tensors``."""
+    """Differences between ``tensors`` and the class, built from the configuration."""
     import diffusers
 
     try:
         with torch.device("meta"):
             model = getattr(diffusers, published.class_name).from_config(dict(published.config))
-    except Exception as error:  # of many kinds, for settings that its modules cannot have
+    except Exception as error:  # of many types, for settings that its modules reject
         yield f"its configuration: {error}"
         return
     theirs = {name: tensor.shape for name, tensor in model.state_dict().items()}
@@ -403,7 +407,7 @@ def _unreadable(published: Published, tensors: Mapping[str, Tensor]) -> Iterator
 
 
 def _own(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Each in contiguous memory that no other shares, as safetensors wants."""
+    """Tensors in contiguous memory without sharing, as safetensors requires."""
     seen: set[int] = set()
     result = {}
     for name, tensor in tensors.items():

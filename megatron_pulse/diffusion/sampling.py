@@ -20,7 +20,7 @@ from megatron_pulse.diffusion.scheduler_export import (
     sampling_settings,
 )
 from megatron_pulse.diffusion.self_conditioning import beside
-from megatron_pulse.faults import told
+from megatron_pulse.errors import format_faults
 
 Fields = Mapping[str, Tensor]
 ModelFunction = Callable[[Tensor, Tensor, Fields], Tensor]
@@ -46,23 +46,30 @@ def sample(
     noises: Iterator[Tensor] | None = None,
     flow_grid: FlowGrid = FlowGrid.EVEN,
 ) -> Tensor:
-    """``count`` samples ``[count, *shape]`` float32, for named ``conditioning [count, ...]``.
+    """Draw ``count`` samples ``[count, *shape]`` float32, for named ``conditioning [count, ...]``.
 
-    Sample i starts from noise of (``seed``, ``first_index`` + i) alone, so a set sampled in
-    chunks is the set sampled at once; unless ``noises`` are given, ``[count, *shape]``: first what
-    to start from (both samplers' init_noise_sigma is 1), then what each stochastic step adds.
+    Sample i starts from noise of (``seed``, ``first_index`` + i) alone, so a set sampled in chunks
+    equals the set sampled at once. ``noises``, if given, replace these: each is ``[count,
+    *shape]``, first the start (both samplers' init_noise_sigma is 1), then the noise of each
+    stochastic step.
+
     Guidance (Ho & Salimans 2022) evaluates the model on ``[conditional; unconditional]``, a batch
-    of twice ``count``, unless ``guidance_scale`` is 1; the latter has the values of ``null``
-    (without batch dimension) in place of its own. Of a prediction with a learned sigma only the
-    mean's half counts (see predicted_mean). ``eta`` is DDIM's (Song et al. 2021, eq. 16); flow's
-    Euler is stochastic where the published scheduler is. ``clip`` bounds DDIM's estimate of x_0 (1
-    for pixels in [-1, 1], None for latents); Euler has no such estimate and bounds only the result.
-    A ``self_conditioned`` model gets ``[b, 2c, h, w]``: behind x_t what it made of x_0 in the step
-    before (zeros in the first), within ``clip``; under guidance each half its own, as in training.
-    What a published scheduler says of sampling counts (see sampling_settings and ddim_spacing);
-    else the grid begins at the last timestep (Lin et al. 2024, section 3.3). ``flow_grid`` is
-    flow's. A dynamic shift must have become a number (see DiffusionProcess.for_tokens). Raises
-    ValueError for settings that cannot be, and for samples that are not finite.
+    of twice ``count``, unless ``guidance_scale`` is 1. The unconditional half takes the values of
+    ``null`` (without batch dimension). A learned sigma is ignored (see ``predicted_mean``).
+
+    ``eta`` is DDIM's (Song et al. 2021, eq. 16). Flow's Euler is stochastic if the published
+    scheduler is. ``clip`` bounds DDIM's estimate of x_0 (1 for pixels in [-1, 1], None for
+    latents). Euler has no such estimate and bounds only the result.
+
+    A ``self_conditioned`` model gets ``[b, 2c, h, w]``: x_t, then the previous step's estimate of
+    x_0 within ``clip`` (zeros in the first step). Under guidance each half uses its own estimate,
+    as in training.
+
+    Sampling settings of a published scheduler apply (see ``sampling_settings`` and
+    ``ddim_spacing``). Otherwise the grid begins at the last timestep (Lin et al. 2024, section
+    3.3). ``flow_grid`` is flow's. A dynamic shift must be resolved first (see
+    ``DiffusionProcess.for_tokens``). Raises ValueError for invalid settings, and for samples that
+    are not finite.
     """
     _check(process, num_steps, guidance_scale, eta, flow_grid, null)
     if noises is None:
@@ -115,8 +122,8 @@ def sample(
 def _ddim_step(
     scheduler: Any, made: Tensor, timestep: Tensor, x: Tensor, noises: Iterator[Tensor], eta: float
 ) -> Tensor:
-    # From noise alone fresh noise and that which is there are alike, and DDIM's root of what is
-    # left beside fresh noise may be of a rounding below 0.
+    # At zero signal, fresh noise and the present noise are equivalent. Rounding could also make the
+    # radicand in DDIM's step negative there.
     if eta == 0 or not scheduler.alphas_cumprod[int(timestep)]:
         return cast(Tensor, scheduler.step(made, timestep, x).prev_sample)
     fresh = next(noises)
@@ -165,7 +172,7 @@ def _check(
     if isinstance(process.shift, DynamicShift):
         faults.append("a dynamic shift has no value before the picture's size is known")
     if faults:
-        raise ValueError(told("sampling", faults))
+        raise ValueError(format_faults("sampling", faults))
 
 
 def _scheduler(
@@ -180,7 +187,7 @@ def _scheduler(
         )
         if flow_grid == FlowGrid.SCHEDULER:
             euler.set_timesteps(num_steps)
-        else:  # diffusers' own default grid spends its last step on going from 1/1000 to 0
+        else:  # diffusers' default grid spends its last step between 1/1000 and 0
             euler.set_timesteps(sigmas=np.linspace(1.0, 1.0 / num_steps, num_steps).tolist())
         return euler
     settings = {"clip_sample": False} | settings | {"timestep_spacing": ddim_spacing(process)}

@@ -1,7 +1,7 @@
-"""A published scheduler's configuration (scheduler_config.json) as a diffusion process, and back.
+"""Conversion of a published scheduler's configuration (scheduler_config.json) to a process.
 
-What a file leaves out has the default of its own class in diffusers, which differ. Whatever would
-make the process another one than is known here is refused.
+Missing settings get the defaults of the file's own diffusers class; defaults differ between
+classes. Settings that would change the process in an unknown way are rejected.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from megatron_pulse.backbone.published import PublishedError
+from megatron_pulse.backbone.published_weights import PublishedError
 from megatron_pulse.diffusion.choice import DynamicShift, Objective, ProcessChoice, TimestepDensity
 from megatron_pulse.diffusion.chosen import chosen_process
 from megatron_pulse.diffusion.objectives import (
@@ -20,7 +20,7 @@ from megatron_pulse.diffusion.objectives import (
     DIFFUSERS_SCHEDULE,
     DiffusionProcess,
 )
-from megatron_pulse.faults import told
+from megatron_pulse.errors import format_faults
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import read_json
 
@@ -41,7 +41,7 @@ _REFUSED = {
     "SCM": "the model is distilled to few steps, and no objective here continues that",
 }
 _OLD_KEYS = {"tensor_format", "clip_sample", "skip_prk_steps", "set_alpha_to_one"}
-# Left behind by another class, these make no difference only if they say nothing.
+# Leftovers of another class, harmless only with these values.
 _NEUTRAL = {
     "rescale_betas_zero_snr": False,
     "timestep_type": "discrete",
@@ -87,11 +87,11 @@ SET_BY_PIPELINE: Mapping[str, Mapping[str, Any]] = {
 }  # fmt: skip
 """What diffusers' pipelines set of their scheduler when they are loaded, whatever its file says."""
 OURS = "_megatron_pulse"
-"""A key of ours for how times are drawn; diffusers passes over keys that begin so."""
+"""Key of ours for the timestep density; diffusers ignores keys with an underscore."""
 
 
 def find_scheduler(place: Path) -> Path | None:
-    """The scheduler's file of a component (in it or beside it) or of a file of weights."""
+    """Scheduler file of a component (in it or beside it) or of a file of weights."""
     candidates = [file_beside(place)]
     if place.is_dir():
         candidates = [folder / "scheduler" / SCHEDULER_FILE for folder in (place, place.parent)]
@@ -99,20 +99,21 @@ def find_scheduler(place: Path) -> Path | None:
 
 
 def file_beside(weights: Path) -> Path:
-    """Where the scheduler's configuration of a single file of weights lies."""
+    """Path of the scheduler's configuration for a single file of weights."""
     return weights.with_name(f"{weights.stem}.{SCHEDULER_FILE}")
 
 
 def read_process(
     place: Path, choice: ProcessChoice, flags: str = "--"
 ) -> tuple[DiffusionProcess, str]:
-    """The process of published weights: what their scheduler says, and ``choice`` before it.
+    """Process of published weights: the published scheduler, overridden by ``choice``.
 
-    Where no scheduler can be read, ``choice`` must say what would be in it; the text then says why
-    it was not read. Where one was read and ``choice`` or its pipeline says otherwise, the text is
-    what it says.
-    Raises PublishedError otherwise, and for what does not go together; ``flags`` is what begins
-    the flags that it names.
+    Without a readable scheduler, ``choice`` must give the settings. The returned text then explains
+    the missing scheduler. If ``choice`` or the pipeline overrides a scheduler that was read, the
+    text says so.
+
+    Raises PublishedError for missing or contradictory settings. ``flags`` is the prefix of the
+    flags named in the error.
     """
     path = find_scheduler(place)
     faults: list[str] = []
@@ -136,7 +137,7 @@ def read_process(
         process = chosen_process(choice)
     except ValueError as error:
         raise PublishedError(str(place), [str(error)]) from error
-    return process, told(f"{path} was not read", faults) if path else ""
+    return process, format_faults(f"{path} was not read", faults) if path else ""
 
 
 def _as_pipeline_loads(path: Path, config: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
@@ -157,12 +158,18 @@ def _as_pipeline_loads(path: Path, config: Mapping[str, Any]) -> tuple[Mapping[s
         return config, ""
     unsaid = config.get("_use_default_values")
     left = [key for key in unsaid if key not in changed] if isinstance(unsaid, list) else []
-    told = ", ".join(f"{key} {value} (not {before[key]})" for key, value in changed.items())
-    return {**config, **changed, "_use_default_values": left}, f"as {pipeline} sets it: {told}"
+    format_faults = ", ".join(
+        f"{key} {value} (not {before[key]})" for key, value in changed.items()
+    )
+    return {
+        **config,
+        **changed,
+        "_use_default_values": left,
+    }, f"as {pipeline} sets it: {format_faults}"
 
 
 def _overruled(path: Path, config: Mapping[str, Any], process: DiffusionProcess) -> str:
-    """What the scheduler says by itself, where ``process`` is another."""
+    """Description of the scheduler's own process, if ``process`` differs from it."""
     try:
         own = process_of_scheduler(config)
     except PublishedError as error:
@@ -171,7 +178,7 @@ def _overruled(path: Path, config: Mapping[str, Any], process: DiffusionProcess)
 
 
 def _unsaid(choice: ProcessChoice, flags: str) -> list[str]:
-    """The flags that must be there when no scheduler is."""
+    """Flags that are required without a scheduler and were not given."""
     if choice.objective is None:
         return [f"{flags}objective", f"{flags}noise-schedule (or {flags}flow-shift for flow)"]
     if choice.objective == Objective.FLOW:
@@ -183,9 +190,9 @@ def _unsaid(choice: ProcessChoice, flags: str) -> list[str]:
 def process_of_scheduler(
     config: Mapping[str, Any], choice: ProcessChoice | None = None
 ) -> DiffusionProcess:
-    """The process of a scheduler's configuration, with what ``choice`` says instead.
+    """Process of a scheduler's configuration, overridden by ``choice``.
 
-    Raises PublishedError with every setting that is not known here or changes the process.
+    Raises PublishedError with every setting that is unknown or changes the process.
     """
     choice = choice or ProcessChoice()
     name = str(config.get("_class_name"))
@@ -222,7 +229,7 @@ def process_of_scheduler(
 
 @cache
 def defaults_of(name: str) -> Mapping[str, Any]:
-    """The settings that a scheduler's class takes, and their defaults."""
+    """Settings of a scheduler class, with their defaults."""
     import diffusers
 
     parameters = inspect.signature(getattr(diffusers, name).__init__).parameters
@@ -234,7 +241,7 @@ def defaults_of(name: str) -> Mapping[str, Any]:
 
 
 def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What a scheduler's configuration says, the defaults of its class filled in."""
+    """Settings of a scheduler's configuration, with the defaults of its class filled in."""
     unsaid = config.get("_use_default_values")
     unsaid = unsaid if isinstance(unsaid, list) else []
     stated = {
@@ -244,7 +251,7 @@ def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _foreign_keys(config: Mapping[str, Any], choice: ProcessChoice) -> list[str]:
-    """Settings that the scheduler's own class does not take, where they could matter."""
+    """Faults of settings that the scheduler's own class lacks, if they could matter."""
     name = str(config["_class_name"])
     known = {key for each in (*OF_BETAS, *OF_FLOW) for key in defaults_of(each)} | _OLD_KEYS
     faults = []
@@ -262,12 +269,12 @@ def _foreign_keys(config: Mapping[str, Any], choice: ProcessChoice) -> list[str]
 
 
 def _faults_of_types(settings: Mapping[str, Any]) -> list[str]:
-    """Settings that should be numbers and are not, or a spacing that no scheduler has."""
+    """Faults of settings that are not numbers, and of unknown timestep spacings."""
     faults = []
     for key in _NUMBERS & settings.keys():
         value = settings[key]
         if value is None and key in DYNAMIC:
-            continue  # where nothing is dynamic
+            continue  # unused without a dynamic shift
         if isinstance(value, bool) or not isinstance(value, int | float):
             faults.append(f"{key} is {value!r}, which is no number")
     count = settings["num_train_timesteps"]

@@ -1,4 +1,4 @@
-"""The configuration of a diffusers scheduler for a process, and what of it sampling uses."""
+"""Export of a process as a diffusers scheduler, and the scheduler's settings for sampling."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ _FLOW_SAMPLING = (
 _STOCHASTIC = "stochastic_sampling"
 _SPACING = "timestep_spacing"
 _AS_PUBLISHED = ("DDIMScheduler", "DDIMParallelScheduler", OF_FLOW[0])
-"""The schedulers that sampling here is."""
+"""Schedulers that sampling here reproduces."""
 
 
 def scheduler_of_process(process: DiffusionProcess, clip: bool) -> dict[str, Any]:
-    """The configuration of a diffusers scheduler that stands for ``process``.
+    """Configuration of a diffusers scheduler for ``process``.
 
-    That of ``process.scheduler``, with what differs; where there is none, or its class lacks
-    something that the process has, DDIM (from noise alone, Lin et al. 2024) or flow matching's
-    Euler. ``clip`` is for pixels in [-1, 1]. ``process_of_scheduler`` is the inverse.
+    The base is ``process.scheduler``, with the differing settings replaced. Without a suitable
+    base, the result is DDIM (starting from pure noise, Lin et al. 2024) or flow matching's Euler.
+    ``clip`` is for pixels in [-1, 1]. The inverse is ``process_of_scheduler``.
     """
     flow = process.objective == Objective.FLOW
     base = _suitable(process)
     if base is None:
         base = {"_class_name": OF_FLOW[0] if flow else "DDIMScheduler"}
         if not flow:
-            base |= {"clip_sample": clip, **sampling_settings(process)}  # as before
+            base |= {"clip_sample": clip, **sampling_settings(process)}
             base[_SPACING] = ddim_spacing(process)
     wanted = _flow_settings(process, base) if flow else process.scheduler_arguments()
-    if process.scheduler:  # what importing read is written again, and nothing else
+    if process.scheduler:  # write back only imported settings
         said = settings_of(base)
         takes = defaults_of(base["_class_name"])
         wanted = {k: value for k, value in wanted.items() if k in takes and said[k] != value}
         if wanted.get("rescale_betas_zero_snr"):
-            wanted[_SPACING] = "trailing"  # "leading" never sees the last timestep
+            wanted[_SPACING] = "trailing"  # "leading" skips the last timestep
     import diffusers
 
     config = {**base, **wanted, "_diffusers_version": diffusers.__version__}
@@ -54,7 +54,7 @@ def scheduler_of_process(process: DiffusionProcess, clip: bool) -> dict[str, Any
 
 
 def _suitable(process: DiffusionProcess) -> dict[str, Any] | None:
-    """The scheduler's own configuration, if its class can express ``process``."""
+    """Published scheduler's configuration, if its class can express ``process``."""
     if not process.scheduler:
         return None
     config = dict(process.scheduler)
@@ -68,7 +68,7 @@ def _suitable(process: DiffusionProcess) -> dict[str, Any] | None:
     if "beta_start" not in takes or settings.get("use_flow_sigmas"):
         return None
     if process.objective == Objective.SAMPLE and settings["prediction_type"] != "sample":
-        return None  # not every class can
+        return None  # some classes cannot
     if "rescale_betas_zero_snr" not in takes and (
         process.zero_terminal_snr or settings.get("rescale_betas_zero_snr")
     ):
@@ -89,8 +89,10 @@ def _flow_settings(process: DiffusionProcess, base: Mapping[str, Any]) -> dict[s
 
 
 def sampling_settings(process: DiffusionProcess) -> dict[str, Any]:
-    """What the published scheduler says of sampling only, as DDIM or flow's Euler take it, except
-    ``ddim_spacing`` and ``is_stochastic``."""
+    """Sampling-only settings of the published scheduler, as DDIM or flow's Euler take them.
+
+    ``ddim_spacing`` and ``is_stochastic`` are separate.
+    """
     if not process.scheduler:
         return {}
     settings = settings_of(process.scheduler)
@@ -99,12 +101,11 @@ def sampling_settings(process: DiffusionProcess) -> dict[str, Any]:
 
 
 def ddim_spacing(process: DiffusionProcess) -> str:
-    """How DDIM's timesteps are spaced: as the published scheduler's, or "trailing".
+    """Spacing of DDIM's timesteps: the published scheduler's, or "trailing".
 
-    "leading" never sees the last timestep, so a zero terminal SNR is "trailing". DDIM goes by
-    strides of equal length, also from the timesteps of "linspace", which are further apart: that is
-    a picture of diffusers' DDIM, and for other classes, whose steps end at the next timestep, it is
-    none.
+    "leading" skips the last timestep, so a zero terminal SNR needs "trailing". DDIM steps by equal
+    strides, even on the wider grid of "linspace". That matches diffusers' DDIM only. Classes whose
+    steps end at the next timestep therefore get "trailing".
     """
     if not process.scheduler:
         return "trailing"
@@ -115,14 +116,14 @@ def ddim_spacing(process: DiffusionProcess) -> str:
 
 
 def is_stochastic(process: DiffusionProcess) -> bool:
-    """True if flow's Euler adds noise anew in every step, as the published scheduler says."""
+    """True if flow's Euler adds noise in every step, by the published scheduler's settings."""
     said = settings_of(process.scheduler) if process.scheduler else {}
     return process.objective == Objective.FLOW and bool(said.get(_STOCHASTIC))
 
 
 def describe_sampler(process: DiffusionProcess) -> str:
-    """The sampler in a line: its name, its grid, and what the published scheduler says that does
-    not count in it."""
+    """Describe the sampler in a line: name, grid, and unused settings of the published
+    scheduler."""
     if process.objective == Objective.FLOW:
         sampler = "flow Euler" + (", stochastic" if is_stochastic(process) else "")
         takes = {*_FLOW_SAMPLING, _STOCHASTIC, *DYNAMIC, "shift", "flow_shift", "use_flow_sigmas"}

@@ -1,10 +1,10 @@
-"""Self-conditioning: a backbone is given what it made of the sample before.
+"""Self-conditioning: a backbone also reads its previous estimate of the clean sample.
 
-Chen et al. 2023 (Analog Bits, arXiv 2208.04202, algorithms 1 and 2): behind the noisy sample the
-first layer takes an estimate of the clean one, zeros where there is none. In training a share of
-the steps gets the backbone's own, of a pass without gradients; in sampling it is that of the step
-before. What is predicted becomes an estimate of x_0 by the objective (``DiffusionProcess.clean``):
-it means the same at every timestep, which noise or a velocity does not.
+Chen et al. 2023 (Analog Bits, arXiv 2208.04202, algorithms 1 and 2). The first layer takes the
+noisy sample followed by an estimate of the clean sample, or zeros. In training, a share of the
+steps uses the backbone's own estimate from a pass without gradients. In sampling, the estimate is
+that of the previous step. ``DiffusionProcess.clean`` turns a prediction into an estimate of x_0,
+whose meaning, unlike that of noise or velocity, is the same at every timestep.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from megatron_pulse.diffusion.noise import Stream, philox
 
 
 def conditions_itself(share: float, seed: int, step: int) -> bool:
-    """Whether the training step ``step`` (from 0) is among the ``share`` of those that do."""
+    """True if the training step ``step`` (from 0) is among the ``share`` with self-conditioning."""
     generator = np.random.Generator(philox(seed, Stream.SELF_CONDITIONING, step, 0))
     return bool(generator.random() < share)
 
 
 def beside(noisy: Tensor, estimate: Tensor | None) -> Tensor:
-    """``noisy`` and an estimate of its clean sample, both ``[b, c, ...]``, as ``[b, 2c, ...]``.
+    """Concatenate ``noisy`` and an estimate of its clean sample, ``[b, c, ...]``, to ``[b, 2c,
+    ...]``.
 
     None stands for zeros.
     """

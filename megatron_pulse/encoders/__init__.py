@@ -1,1 +1,1 @@
-"""Frozen encoders of text and images, from a diffusers pipeline folder, cut into layers."""
+"""Frozen text and image encoders from a diffusers pipeline folder, split into layers."""

@@ -1,4 +1,4 @@
-"""Between pixels and latents, with a diffusers AutoencoderKL from a local folder."""
+"""Encoding and decoding of latents with a diffusers AutoencoderKL from a local folder."""
 
 from __future__ import annotations
 
@@ -16,28 +16,29 @@ from megatron_pulse.encoders.images import MOMENTS, PIXELS, image_pieces
 from megatron_pulse.encoders.loading import files_amiss, load, require_layers, silently, stored
 from megatron_pulse.encoders.pieces import run_pieces
 from megatron_pulse.encoders.tokens import digest_of
-from megatron_pulse.faults import UserError, told
+from megatron_pulse.errors import UserError, format_faults
 
 _REMARK = "in fp16 it may overflow, says its config.json, where force_upcast is not false"
 
 
 class AutoencoderError(UserError):
-    """A folder that is no usable AutoencoderKL."""
+    """Error for a folder without a usable AutoencoderKL."""
 
 
 class Autoencoder:
-    """Encodes to the posterior's mean or a sample of it, shifted and scaled as pipelines do.
+    """Autoencoder between pixels and normalised latents, as in diffusers' pipelines.
 
-    latents = (value - shift) * scale, so that they have about unit variance. The scale is the
-    configuration's ``scaling_factor``, divided channel by channel by ``latents_std`` where it has
-    one; the shift is its ``latents_mean``, channel by channel, or its ``shift_factor``. ``pieces``
-    are its encoder's layers. One image is encoded at a time, as the bits may depend on how many are
-    encoded together. ``dtype`` is fp32 unless given; instead of fp16 it is fp32 too unless the
-    configuration's ``force_upcast`` is false, as in pipelines of SDXL. Nothing is downloaded:
-    ``folder`` holds ``config.json`` and the weights, which are left there unless it ``weighs``:
-    then it neither encodes nor decodes; ``remark`` says where its dtype is another than was asked
-    for. Raises AutoencoderError if it does not, or if these
-    settings contradict each other.
+    Encoding gives the posterior's mean or a sample. latents = (value - shift) * scale, with about
+    unit variance. The scale is the configuration's ``scaling_factor``, divided per channel by
+    ``latents_std`` if present. The shift is ``latents_mean`` per channel, or ``shift_factor``.
+
+    ``pieces`` are the encoder's layers. Images are encoded one at a time, since the bits may depend
+    on the batch size. ``dtype`` defaults to fp32. fp16 becomes fp32 too unless the configuration's
+    ``force_upcast`` is false, as in pipelines of SDXL; ``remark`` then says so.
+
+    Nothing is downloaded: ``folder`` holds ``config.json`` and the weights. Without ``weighs`` the
+    weights are not loaded, and the object can neither encode nor decode. Raises AutoencoderError
+    for missing files and for contradictory settings.
     """
 
     def __init__(
@@ -47,7 +48,9 @@ class Autoencoder:
         from diffusers import AutoencoderKL
 
         if faults := files_amiss(Path(folder)):
-            raise AutoencoderError(told(f"autoencoder {folder}", faults, "Fetch the folder anew."))
+            raise AutoencoderError(
+                format_faults(f"autoencoder {folder}", faults, "Fetch the folder anew.")
+            )
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         try:
             config: Any = AutoencoderKL.load_config(str(folder), local_files_only=True)
@@ -60,12 +63,12 @@ class Autoencoder:
             require_layers(tensors, model)
             self.dtype = _dtype(dtype, model.config)
             self.remark = f"{folder} runs in fp32: {_REMARK}" if self.dtype != dtype else ""
-            # diffusers' own ``to`` warns of weights that it keeps in fp32, of which there are none.
+            # diffusers' ``to`` would warn of weights kept in fp32; this class has none.
             nn.Module.to(model, self.dtype)
             if weighs and tensors is not None:
                 load(model, tensors, self.dtype)
                 model = model.to(self.device)
-        except Exception as error:  # diffusers raises many kinds
+        except Exception as error:  # diffusers raises many types
             reason = str(error) or type(error).__name__
             if not isinstance(error, UserError):
                 reason = reason.splitlines()[0]
@@ -82,16 +85,16 @@ class Autoencoder:
 
     @torch.no_grad()
     def encode(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
-        """Pixels ``[b, c, h, w]`` in [-1, 1] to fp32 latents ``[b, c', h', w']``.
+        """Encode pixels ``[b, c, h, w]`` in [-1, 1] to fp32 latents ``[b, c', h', w']``.
 
-        With ``noise`` (as the latents, see ``posterior_noise``) these are samples of the
-        posterior, else its mean.
+        With ``noise`` (shaped as the latents, see ``posterior_noise``) the result is a sample of
+        the posterior, otherwise its mean.
         """
         mean, deviation = self.posterior(images)
         return mean if noise is None else sampled(mean, deviation, noise.to(mean.device))
 
     def posterior(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """(mean, standard deviation) of the images' latents, as ``encode`` gives them."""
+        """(mean, standard deviation) of the images' normalised latents."""
         moments = torch.cat([self._moments(image) for image in images.split(1)])
         if not all_finite({MOMENTS: moments}):
             fault = not_finite(f"autoencoder {self.folder}", self.dtype)
@@ -100,20 +103,24 @@ class Autoencoder:
         return mean.to(images.device), deviation.to(images.device)
 
     def normalized(self, moments: Tensor) -> tuple[Tensor, Tensor]:
-        """(mean, standard deviation) of latents, shifted and scaled, fp32 ``[b, c', h', w']``, of
-        the ``moments [b, 2c', h', w']`` that the last piece gives."""
+        """Normalise ``moments [b, 2c', h', w']``, the output of the last piece.
+
+        Returns (mean, standard deviation) of latents, fp32 ``[b, c', h', w']``.
+        """
         mean, log_variance = moments.float().chunk(2, dim=1)
         deviation = torch.exp(0.5 * log_variance.clamp(-30, 20))
         scale = self.scale.to(mean)
         return (mean - self.shift.to(mean)) * scale, deviation * scale
 
     def made_by(self, typed: bool = True) -> str:
-        """What makes latents: class, digest of the weights, scale and shift; dtype if ``typed``."""
+        """Provenance of the latents: class, digest of the weights, scale and shift; dtype if
+        ``typed``.
+        """
         said = f"{type(self.model).__name__} {digest_of(self.folder)}, {self.normalization()}"
         return f"{said} ({str(self.dtype).removeprefix('torch.')})" if typed else said
 
     def normalization(self) -> str:
-        """Scale and shift, for each channel where they differ."""
+        """Scale and shift as text, per channel where they differ."""
         scale, shift = (
             [round(x, 6) for x in each.flatten().tolist()] for each in (self.scale, self.shift)
         )
@@ -125,7 +132,7 @@ class Autoencoder:
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
-        """Latents to pixels in [-1, 1]; raises AutoencoderError for pixels that are not finite."""
+        """Decode latents to pixels in [-1, 1]."""
         latents = latents.to(self.device)
         scaled = latents / self.scale.to(latents) + self.shift.to(latents)
         pixels = self.model.decode(scaled.to(self.dtype)).sample.float()
@@ -146,20 +153,22 @@ class Autoencoder:
 
 
 def sampled(mean: Tensor, deviation: Tensor, noise: Tensor) -> Tensor:
-    """Samples of a posterior; the same bits wherever and whenever they are drawn."""
+    """Samples of a posterior, from given noise."""
     return mean + deviation * noise
 
 
 def posterior_noise(seed: int, sample: int, position: int, shape: tuple[int, ...]) -> Tensor:
-    """Noise of ``shape``, a function of the seed, the sample and its position in the run: another
-    one in every epoch."""
+    """Noise of ``shape`` from the seed, the sample and its position in the run.
+
+    The position differs between epochs, and so does the noise.
+    """
     noise = draw(seed, sample, position, shape, Stream.POSTERIOR).noise
     assert noise is not None
     return noise
 
 
 def _dtype(asked: torch.dtype, config: Mapping[str, Any]) -> torch.dtype:
-    """That which an autoencoder runs in: many overflow in fp16, which their config.json says."""
+    """Dtype of the autoencoder; fp16 becomes fp32 if config.json warns of overflow."""
     upcast = asked == torch.float16 and config["force_upcast"]
     return torch.float32 if upcast else asked
 
@@ -178,7 +187,7 @@ def _normalization(folder: str | Path, config: Mapping[str, Any]) -> tuple[Tenso
     if by_channel and config.get("shift_factor"):
         faults.append("latents_mean and shift_factor are both given: which one counts?")
     scale = shift = torch.zeros(1)
-    with suppress(TypeError, ValueError):  # of what is no number: the scale stays 0
+    with suppress(TypeError, ValueError):  # a value that is no number leaves the scale 0
         shift = torch.tensor([float(config.get("shift_factor") or 0.0)])
         factor = torch.tensor([float(config["scaling_factor"])])
         if by_channel and not faults:
@@ -191,5 +200,5 @@ def _normalization(folder: str | Path, config: Mapping[str, Any]) -> tuple[Tenso
             "scales above 0"
         )
     if faults:
-        raise AutoencoderError(told(f"{folder}/config.json", faults))
+        raise AutoencoderError(format_faults(f"{folder}/config.json", faults))
     return scale.view(-1, 1, 1), shift.view(-1, 1, 1)

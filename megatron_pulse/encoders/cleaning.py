@@ -1,4 +1,4 @@
-"""Cleaning of texts before they are tokenized, as diffusers' pipelines do."""
+"""Cleaning of texts before tokenization, as in diffusers' pipelines."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from typing import Any
 
 
 def cleaned(text: str) -> str:
-    """As PixArt's pipelines clean prompts by default: without addresses, tags, file names and the
-    like; where ``cleans`` is false, in lower case and stripped."""
+    """Clean a prompt as PixArt's pipelines do by default: without addresses, tags and file names.
+
+    If ``cleans`` is false, the text is only lowercased and stripped.
+    """
     return text.lower().strip() if (clean := _cleaner()) is None else clean(clean(text))
 
 
 def cleans() -> bool:
-    """True if the packages that diffusers cleans texts with are there (bs4 and ftfy)."""
+    """True if diffusers' packages for cleaning texts are installed (bs4 and ftfy)."""
     return _cleaner() is not None
 
 
@@ -26,14 +28,16 @@ def _cleaner() -> Callable[[str], str] | None:
         return None
     from diffusers import PixArtAlphaPipeline
 
-    pipeline: Any = object.__new__(PixArtAlphaPipeline)  # its method needs no component
+    pipeline: Any = object.__new__(PixArtAlphaPipeline)  # the method needs no component
     clean: Callable[[str], str] = pipeline._clean_caption
     return clean
 
 
 def with_all_vectors(text: str, tokenizer: Any) -> str:
-    """``text`` in which each added token that has several vectors (``<cat>``, ``<cat>_1``, ...) is
-    followed by the others, as ``load_textual_inversion`` of diffusers trained it."""
+    """Expand tokens of textual inversion to all their vectors (``<cat>`` to ``<cat> <cat>_1 ...``).
+
+    ``load_textual_inversion`` of diffusers trains them in this form.
+    """
     added = tokenizer.added_tokens_encoder
     if not any(f"{token}_1" in added for token in added):
         return text

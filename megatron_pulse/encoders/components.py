@@ -1,4 +1,4 @@
-"""What a diffusers pipeline folder holds, read from configurations and heads of files."""
+"""Components of a diffusers pipeline folder, read from configurations and file headers."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from megatron_pulse.backbone.published import PublishedError
+from megatron_pulse.backbone.published_weights import PublishedError
 from megatron_pulse.diffusion.published import STEMS, read_folder
 from megatron_pulse.diffusion.scheduler import PIPELINE_INDEX
 from megatron_pulse.encoders.recipe import VAE
 from megatron_pulse.encoders.tokens import require
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import FileError, read_json
-from megatron_pulse.named_files import is_file_name
+from megatron_pulse.paths import is_file_name
 
 
 @dataclass(frozen=True)
 class PipelineComponent:
-    """A part of a pipeline: its folder's name and its class, of ``library``.
+    """Component of a pipeline: folder name, class and library.
 
-    Of one with weights, how many ``num_parameters`` in how many bytes, and their types
-    (``float16``; ``float16, float32`` where they differ). ``fault`` is why it cannot be read.
+    For a component with weights: ``num_parameters``, their bytes and their types (``float16``;
+    ``float16, float32`` if mixed). ``fault`` explains an unreadable component.
     """
 
     name: str
@@ -35,8 +35,10 @@ class PipelineComponent:
 
 
 def components(folder: Path) -> list[PipelineComponent]:
-    """Those that ``model_index.json`` names, in its order; no weights are read. Raises
-    EncodersError if there is no such file."""
+    """Components named in ``model_index.json``, in its order; no weights are read.
+
+    Raises EncodersError if the file is missing.
+    """
     try:
         index = read_json(folder / PIPELINE_INDEX, FileKind.PIPELINE)
     except FileError as error:
@@ -46,7 +48,7 @@ def components(folder: Path) -> list[PipelineComponent]:
 
 
 def autoencoder_faults(folder: Path) -> list[str]:
-    """Why the autoencoder that ``model_index.json`` names cannot be read; none if it names none."""
+    """Faults of the autoencoder named in ``model_index.json``; none if no autoencoder is named."""
     if not (folder / PIPELINE_INDEX).is_file():
         return []
     amiss = [part.fault for part in components(folder) if part.name == VAE and part.fault]
@@ -54,7 +56,7 @@ def autoencoder_faults(folder: Path) -> list[str]:
 
 
 def weight_faults(folder: Path, names: Sequence[str]) -> list[str]:
-    """Faults of these components' weights, from the heads of their files."""
+    """Faults of the weights of the named components, from the headers of their files."""
     faults = []
     for name in names:
         library = "diffusers" if name == VAE else "transformers"
@@ -70,7 +72,7 @@ def weight_faults(folder: Path, names: Sequence[str]) -> list[str]:
 def _components(folder: Path, index: dict[str, object]) -> Iterator[PipelineComponent]:
     for name, said in index.items():
         if not isinstance(said, list) or len(said) != 2 or None in said:
-            continue  # a setting, or a part that this pipeline does without
+            continue  # a setting, or an absent component
         library, class_name = map(str, said)
         where = folder / name
         if not is_file_name(name):

@@ -1,4 +1,4 @@
-"""Encoders whose results are not finite: fp16 ends at 65504, which many do not keep to."""
+"""Detection of encoder outputs that are not finite, mostly from fp16 overflow (above 65504)."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import torch
 from torch import Tensor
 
 CHECK = "Encode in fp32 or bf16 (--encoders-dtype, in training --pulse-encoders-dtype)."
-"""The remedy."""
+"""Advice appended to the error."""
 
 
 def not_finite(name: str, dtype: torch.dtype) -> str:
-    """The fault of an encoder."""
+    """Error text for an encoder with infinite or NaN outputs."""
     kind = str(dtype).removeprefix("torch.")
     return f"{name}, in {kind}, gives numbers that are not finite"
 
 
 def all_finite(states: Mapping[str, Tensor]) -> bool:
-    """True if all numbers are; waits for a GPU."""
+    """True if all numbers are finite; synchronizes with the GPU."""
     return all(bool(value.isfinite().all()) for value in states.values())
 
 
 def any_broken(states: Mapping[str, Tensor]) -> Tensor:
-    """The opposite, as a bool tensor on their device; waits for nothing."""
+    """Bool tensor on the states' device, true if any number is not finite; does not synchronize."""
     return torch.stack([~value.isfinite().all() for value in states.values()]).any()

@@ -1,6 +1,6 @@
-"""The encoder of a diffusers AutoencoderKL, cut into layers.
+"""Encoder of a diffusers AutoencoderKL, split into layers.
 
-``pixels`` [b, c, h, w] go in; ``moments`` [b, 2c', h', w'] come out: mean and log-variance.
+Input is ``pixels`` [b, c, h, w]; output is ``moments`` [b, 2c', h', w']: mean and log-variance.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _HIDDEN = "hidden"
 
 
 def image_pieces(model: Any) -> tuple[EncoderPiece, ...]:
-    """The layers of ``model.encode``: convolutions, resnets, attentions, downsamplers."""
+    """Layers of ``model.encode``: convolutions, resnets, attentions, downsamplers."""
     encoder = model.encoder
     tail = (encoder.conv_norm_out, encoder.conv_out)
     quant = () if model.quant_conv is None else (model.quant_conv,)
@@ -57,7 +57,7 @@ def _resnet(name: str, module: Any) -> EncoderPiece:
 
 
 def _block(name: str, block: Any) -> Iterator[EncoderPiece]:
-    """A plain level by its layers; one of another kind is a layer itself."""
+    """Layers of a plain level; a level of another type is a single layer."""
     if type(block).__name__ != "DownEncoderBlock2D":
         yield _piece(name, block, block)
         return

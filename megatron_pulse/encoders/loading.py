@@ -1,4 +1,4 @@
-"""Weights that come from a folder as a whole, or not at all."""
+"""Loading of weights from a folder, complete or with an error."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_pulse.backbone.published import PublishedError, names_on_load
+from megatron_pulse.backbone.published_weights import PublishedError, names_on_load
 from megatron_pulse.backbone.torch_files import is_plain_archive
 from megatron_pulse.diffusion.originals import original_faults
 from megatron_pulse.diffusion.published import StoredTensors, names_in, read_folder, read_index
-from megatron_pulse.faults import UserError
-from megatron_pulse.named_files import no_file
+from megatron_pulse.errors import UserError
+from megatron_pulse.paths import no_file
 
 _NAMED = 3
 _NUMBER = re.compile(r"\.\d+(?=\.)")
 
 
 def files_amiss(folder: Path) -> list[str]:
-    """A fault for each file of a component's folder that no library is to be given: pipes and
-    devices, which would keep it waiting for ever, links to nothing, indexes of weights that name
-    files elsewhere, and weights that would take any amount of memory. A file in the folder's place
-    is a fault too."""
+    """Faults for the files of a component's folder that are unsafe to hand to a library.
+
+    Such are pipes and devices (which block), dangling links, indexes that name files elsewhere, and
+    headers that would exhaust memory. A file in place of the folder is a fault too.
+    """
     if folder.is_file():
         told = original_faults(folder, names_in(folder))
         return told or [f"{folder.name} is a file: give the folder of the component"]
@@ -52,7 +53,8 @@ def files_amiss(folder: Path) -> list[str]:
 
 @contextmanager
 def silently(logs: Any) -> Iterator[None]:
-    """Within, ``logs`` (transformers' or diffusers' ``utils.logging``) says errors only."""
+    """Restrict ``logs`` (transformers' or diffusers' ``utils.logging``) to errors within
+    the block."""
     before = logs.get_verbosity()
     logs.set_verbosity_error()
     try:
@@ -62,15 +64,19 @@ def silently(logs: Any) -> Iterator[None]:
 
 
 def require_all(missing: Collection[str]) -> None:
-    """Raise UserError for tensors that the files lack: the libraries would draw them at random,
-    other ones in every process."""
+    """Raise UserError for tensors missing from the files.
+
+    The libraries would initialise them at random, differently in every process.
+    """
     if missing:
         raise UserError(f"its weights lack {_some(missing)}: fetch them anew")
 
 
 def stored(folder: Path, library: str, needed: bool) -> StoredTensors | None:
-    """The tensors of a component; unless they are ``needed``, None where they cannot be read,
-    which ``weight_faults`` tells."""
+    """Tensors of a component.
+
+    Unless ``needed``, unreadable tensors give None; ``weight_faults`` reports them.
+    """
     try:
         return read_folder(folder, library=library)
     except PublishedError:
@@ -80,8 +86,11 @@ def stored(folder: Path, library: str, needed: bool) -> StoredTensors | None:
 
 
 def load(model: nn.Module, tensors: StoredTensors, dtype: torch.dtype) -> None:
-    """Give ``model``, which is one of diffusers' without memory, the stored ``tensors`` in
-    ``dtype``. Raises UserError for what they lack."""
+    """Load the stored ``tensors`` in ``dtype`` into ``model``, a diffusers model on the meta
+    device.
+
+    Raises UserError for missing tensors.
+    """
     names = names_on_load(model, tensors)
     wanted = model.state_dict()
     require_all(wanted.keys() - names.keys())
@@ -89,12 +98,12 @@ def load(model: nn.Module, tensors: StoredTensors, dtype: torch.dtype) -> None:
 
 
 def require_layers(tensors: StoredTensors | None, model: nn.Module) -> None:
-    """Raise UserError where stored ``tensors`` have fewer or more layers than ``model``, which is
-    made of its configuration, or others in size: the libraries leave out what is beyond.
+    """Raise UserError if stored ``tensors`` have missing, extra or differently sized layers.
 
-    No weights are read, and nothing is compared where there are none. Names are compared from
-    ``encoder.`` or ``decoder.`` on, as files of some versions have a word before; those of no layer
-    are left to the library.
+    ``model`` is built from the configuration; the libraries would silently ignore extra layers. No
+    weights are read, and nothing is compared without tensors. Names are compared from ``encoder.``
+    or ``decoder.`` on, since files of some versions have a prefix. Names outside layers are left to
+    the library.
     """
     if tensors is None:
         return
@@ -130,6 +139,6 @@ def _inner(name: str) -> str:
 
 
 def _like(names: Collection[str], others: Collection[str]) -> list[str]:
-    """Those of ``names`` that are not in ``others``, which has them of other layers."""
+    """Names missing from ``others`` although other layers there have the same name."""
     known = {_NUMBER.sub(".", other) for other in others}
     return [name for name in names if name not in others and _NUMBER.sub(".", name) in known]

@@ -1,4 +1,4 @@
-"""An encoder cut into layers, to be run apart from each other."""
+"""Encoder split into layers that can run on different devices."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import torch
 from torch import Tensor, nn
 
 States = dict[str, Tensor]
-"""What passes from a piece to the next, by name.
+"""Tensors passed from one piece to the next, by name.
 
-What begins with ``_`` a piece makes anew where it is not there; of all else every sample has the
-same, of the same shapes.
+A name with a leading ``_`` is optional: a piece recomputes the tensor if missing. All other names
+are the same, with the same shapes, for every sample.
 """
 
 
 @dataclass(frozen=True)
 class EncoderPiece:
-    """One layer of a frozen encoder: ``run`` takes the states before it and gives those after it.
+    """One layer of a frozen encoder; ``run`` maps the states before the layer to those after it.
 
-    ``modules`` are the parts of the model that it uses.
+    ``modules`` are the submodules of the model that the layer uses.
     """
 
     name: str
@@ -28,19 +28,19 @@ class EncoderPiece:
     modules: tuple[nn.Module, ...] = ()
 
     def parameters(self) -> Iterator[Tensor]:
-        """The weights that must be where it runs."""
+        """Weights that must be on the layer's device."""
         for module in self.modules:
             yield from module.parameters()
 
     @property
     def parameter_bytes(self) -> int:
-        """Of its weights."""
+        """Size of the weights in bytes."""
         return sum(p.numel() * p.element_size() for p in self.parameters())
 
 
 @torch.no_grad()
 def run_pieces(pieces: Sequence[EncoderPiece], states: States) -> States:
-    """The states after the last piece."""
+    """Run all pieces in order and return the last states."""
     for piece in pieces:
         states = piece.run(states)
     return states

@@ -1,4 +1,4 @@
-"""The frozen text encoders of a diffusers pipeline folder."""
+"""Frozen text encoders of a diffusers pipeline folder."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from megatron_pulse.encoders.tokens import (
     missing_tokenizers,
     require,
 )
-from megatron_pulse.faults import UserError, collecting, raised
+from megatron_pulse.errors import UserError, collecting, describe_exception
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import read_json
 
 
 class TextEncoder:
-    """One frozen encoder, cut into ``pieces``.
+    """One frozen text encoder, split into ``pieces``.
 
-    ``width`` is that of its states, ``pooled_width`` that of its pooled one. Unless ``weighs``, its
-    weights are left where they are: it encodes nothing, and says what it would give.
+    ``width`` and ``pooled_width`` are the widths of its states and of its pooled state. Without
+    ``weighs`` the weights are not loaded: the object cannot encode, but describes its outputs.
     """
 
     def __init__(
@@ -63,8 +63,9 @@ class TextEncoder:
         with torch.device("meta"):
             require_layers(tensors, kind(config))
         if weighs and tensors is not None:
-            # A device context knows torch's constructors from its first use on, and transformers
-            # replaces torch.linspace while it loads: that use must not be its.
+            # A device context records torch's constructors at its first use, while transformers
+            # patches torch.linspace during loading. An earlier first use avoids recording the
+            # patched function.
             with torch.device("cpu"):
                 torch.empty(0)
             with silently(transformers.utils.logging):
@@ -83,7 +84,7 @@ class TextEncoder:
         projected = self.kind is ComponentKind.PROJECTED_CLIP
         self.pooled_width = int(model.config.projection_dim) if projected else self.width
         said = recipe.masked_if_said and getattr(model.config, "use_attention_mask", False)
-        masked = (place in recipe.masked or bool(said)) and weighs  # which depends on the ids
+        masked = (place in recipe.masked or bool(said)) and weighs  # a mask depends on the ids
         self.pieces: tuple[EncoderPiece, ...] = text_pieces(
             self.kind, self.model, recipe.states_of(place), masked
         )
@@ -91,7 +92,7 @@ class TextEncoder:
 
     @property
     def digest(self) -> str:
-        """Of its files."""
+        """Digest of the encoder's files."""
         return digest_of(self._folder)
 
     def encode(self, tokens: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -105,14 +106,13 @@ class TextEncoder:
 
 
 class TextEncoders:
-    """Encodes prompts as the fields that a backbone reads, as diffusers' pipelines do.
+    """Encoder of prompts to the fields that a backbone reads, as in diffusers' pipelines.
 
-    ``shapes`` are the fields' shapes in the backbone. One text is encoded at a time: the bits of
-    an encoder's states depend on how many are encoded together (see the tests), and stored states
-    must be those of encoding in the loop. ``dtype`` None is that of the folder, or fp32 on a CPU.
-    Only encoders at ``places`` have their weights (None: all), and only then can it encode.
-    ``zeros_if_empty``: what stands for no prompt are zeros, not the states of the empty text.
-    Nothing is downloaded. Raises EncodersError with everything that the folder lacks.
+    ``shapes`` are the fields' shapes in the backbone. Texts are encoded one at a time: the bits
+    depend on the batch size, and stored states must equal states encoded in the training loop.
+    ``dtype`` None is the folder's, or fp32 on a CPU. Only encoders at ``places`` load their weights
+    (None: all); encoding needs all of them. ``zeros_if_empty``: zeros replace the states of the
+    empty text. Nothing is downloaded. Raises EncodersError with everything that the folder lacks.
     """
 
     def __init__(
@@ -141,8 +141,8 @@ class TextEncoders:
                 self.encoders[place] = encoder
             except UserError as error:
                 faults.append(f"{folder_name('text_encoder', place)}: {error}")
-            except Exception as error:  # transformers raises many kinds
-                faults.append(f"{folder_name('text_encoder', place)}: {raised(error)}")
+            except Exception as error:  # transformers raises many types
+                faults.append(f"{folder_name('text_encoder', place)}: {describe_exception(error)}")
         require(self.folder, faults)
         self.tokenizers = Tokenizers(self.folder, recipe, self.shapes)
         require(self.folder, [*self._misfits(), *self._unknown_tokens()], misfits(self.recipe))
@@ -152,7 +152,7 @@ class TextEncoders:
         return self.encode(self.tokenizers(text))
 
     def encode(self, tokens: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Every field of one tokenized prompt, ``[length]`` each, as of ``Tokenizers``."""
+        """Every field of one tokenized prompt, ``[length]`` each, as made by ``Tokenizers``."""
         found = {}
         for place, encoder in self.encoders.items():
             given = {"ids": tokens[ids_name(place)][None], "mask": tokens[mask_name(place)][None]}
@@ -163,9 +163,9 @@ class TextEncoders:
         return self.joined(found)
 
     def joined(self, found: Mapping[int, Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """Every field of states by place and name, with a batch dimension where they have one.
+        """Join states by place and name into fields; a batch dimension is kept.
 
-        Fields that are made of other places too are left out.
+        Fields that also need other places are omitted.
         """
         return {
             name: self._joined(name, found)
@@ -174,7 +174,10 @@ class TextEncoders:
         }
 
     def dropped(self, fields: Mapping[str, Tensor], which: Tensor) -> dict[str, Tensor]:
-        """The ``fields [b, ...]`` of texts; ``which``, bool [b], had the empty text for none."""
+        """Zero the ``fields [b, ...]`` of dropped texts; ``which``, bool [b], marks them.
+
+        Without ``zeros_if_empty`` the fields stay: dropped texts were encoded as the empty text.
+        """
         if not self.zeros_if_empty:
             return dict(fields)
         return {
@@ -187,12 +190,12 @@ class TextEncoders:
         }
 
     def null(self) -> dict[str, Tensor]:
-        """What stands for no prompt."""
+        """Fields of the empty prompt."""
         fields = {name: value[None] for name, value in self("").items()}
         return {name: v[0] for name, v in self.dropped(fields, torch.tensor([True])).items()}
 
     def made_by(self) -> dict[str, str]:
-        """For every field, what makes it: states, classes, dtypes, lengths, digests of weights."""
+        """Provenance of every field: states, classes, dtypes, lengths, digests of weights."""
         said = {}
         for name in self.recipe.fields:
             places = sorted({part.place for row in self.recipe.fields[name] for part in row})
@@ -236,7 +239,7 @@ class TextEncoders:
         return faults
 
     def _unknown_tokens(self) -> list[str]:
-        """A fault for each tokenizer that makes tokens which its encoder does not know."""
+        """Faults of tokenizers whose ids exceed their encoder's vocabulary."""
         faults = []
         for place, encoder in self.encoders.items():
             known, made = int(encoder.model.config.vocab_size), self.tokenizers.num_tokens(place)

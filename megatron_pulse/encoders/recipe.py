@@ -1,4 +1,4 @@
-"""What a backbone reads of a prompt: which encoders, which of their states. Imports no torch."""
+"""Recipes from prompts to backbone fields: the encoders, and their states. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_pulse.files import FileError, read_json
 
 
 class ComponentKind(StrEnum):
-    """What stands at a place of a pipeline, by transformers' classes."""
+    """Class in transformers of the encoder at a place of a pipeline."""
 
     CLIP = "CLIPTextModel"
     PROJECTED_CLIP = "CLIPTextModelWithProjection"
@@ -21,21 +21,21 @@ class ComponentKind(StrEnum):
 
 
 class State(StrEnum):
-    """What is taken of an encoder."""
+    """State taken from an encoder."""
 
     LAST = "last"
-    """The states after the last layer and the final norm, ``[length, width]``."""
+    """States after the last layer and the final norm, ``[length, width]``."""
     PENULTIMATE = "penultimate"
-    """The states before the last layer, without a norm, ``[length, width]``."""
+    """States before the last layer, without a norm, ``[length, width]``."""
     POOLED = "pooled"
-    """The end token's last state, through the projection where there is one: ``[width]``."""
+    """Last state of the end token, after the projection if there is one: ``[width]``."""
     MASK = "mask"
     """1 at the text's tokens, 0 at padding: ``[length]``."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A state of the encoder at a place (1: ``text_encoder``, 2: ``text_encoder_2`` ...)."""
+    """State of the encoder at a place (1: ``text_encoder``, 2: ``text_encoder_2`` ...)."""
 
     place: int
     state: State
@@ -45,24 +45,25 @@ class Part:
 
 
 Row = tuple[Part, ...]
-"""States joined along their width."""
+"""States concatenated along their width."""
 
 
 @dataclass(frozen=True)
 class TextRecipe:
-    """How the text ``fields`` of a backbone are made of the encoders at its places.
+    """Recipe of a backbone's text ``fields`` from the encoders at its places.
 
-    A field is rows of states. Rows are padded with zeros to the widest and follow each other along
-    the sequence. ``kinds`` are the encoders by place. Places in ``masked`` attend only to the
-    text's own tokens; if ``masked_if_said``, so do those whose config.json says
-    ``use_attention_mask``. Places in ``fitted`` are padded to what is left of the field's length,
-    those in ``padded_as`` as another place, the others to what their tokenizer says.
-    ``zeros_if_empty``: without a prompt the states are zeros where the pipeline's
-    ``force_zeros_for_empty_prompt`` (true by default) says so; else they are the encoding of "".
-    ``cleans``: texts are cleaned (see ``cleaning.py``).
-    ``inversions``: a token of textual inversion stands for all its vectors.
-    ``length_option`` is what the backbone calls the option that says how long its texts are; empty
-    where it has none.
+    A field is rows of states. Rows are padded with zeros to the widest, then concatenated along the
+    sequence. ``kinds`` are the encoder classes by place.
+
+    - Masks: places in ``masked`` attend only to the text's own tokens. With ``masked_if_said``, so
+      do places whose config.json sets ``use_attention_mask``.
+    - Padding: places in ``fitted`` are padded to the rest of the field's length, those in
+      ``padded_as`` as another place, the others to their tokenizer's length.
+    - ``zeros_if_empty``: without a prompt the states are zeros if the pipeline's
+      ``force_zeros_for_empty_prompt`` is true (its default), otherwise the encoding of "".
+    - ``cleans``: texts are cleaned (see ``cleaning.py``).
+    - ``inversions``: a token of textual inversion stands for all its vectors.
+    - ``length_option``: the backbone's option for the text length; empty if there is none.
     """
 
     fields: Mapping[str, tuple[Row, ...]]
@@ -77,36 +78,36 @@ class TextRecipe:
     length_option: str = field(default="", compare=False)
 
     def parts(self) -> Iterator[Part]:
-        """Of all fields."""
+        """All parts of all fields."""
         for rows in self.fields.values():
             for row in rows:
                 yield from row
 
     def states_of(self, place: int) -> frozenset[State]:
-        """What is taken of one encoder."""
+        """States taken from the encoder at a place."""
         return frozenset(part.state for part in self.parts() if part.place == place)
 
     def of(self, field: str, place: int) -> str:
-        """Which states of one encoder are in a field, in words; empty if none is."""
+        """States of the encoder at a place in a field, as text; empty if there are none."""
         found = [part.state for row in self.fields[field] for part in row if part.place == place]
         return " and ".join(dict.fromkeys(found))
 
     def told(self, field: str) -> str:
-        """What a field is made of, in words."""
+        """Composition of a field, as text."""
         return ", then ".join(" + ".join(map(str, row)) for row in self.fields[field])
 
 
 LONGEST = 1 << 14
-"""Tokens; tokenizers that say no length say a much larger one."""
+"""Largest plausible number of tokens; tokenizers without a limit report a far larger number."""
 
 
 def length_said(number: object) -> int | None:
-    """A ``model_max_length`` that is a number of tokens; None of another."""
+    """``model_max_length`` as a number of tokens, or None if the value is no such number."""
     return int(number) if isinstance(number, int | float) and 1 <= number <= LONGEST else None
 
 
 def padded_length(tokenizer: Path) -> int | None:
-    """Number of tokens the tokenizer of a folder pads to; None if its settings do not say."""
+    """Number of tokens that a folder's tokenizer pads to; None if its settings give none."""
     try:
         settings = read_json(tokenizer / "tokenizer_config.json", FileKind.MODEL)
     except FileError:
@@ -115,19 +116,19 @@ def padded_length(tokenizer: Path) -> int | None:
 
 
 VAE = "vae"
-"""The folder of a pipeline's autoencoder."""
+"""Folder name of a pipeline's autoencoder."""
 
 
 def folder_name(what: str, place: int) -> str:
-    """``text_encoder`` or ``tokenizer`` at a place, as pipelines call their folders."""
+    """Pipeline folder name of ``text_encoder`` or ``tokenizer`` at a place."""
     return what if place == 1 else f"{what}_{place}"
 
 
 def is_text(field: str) -> bool:
-    """Whether a backbone's field is made of its prompt."""
+    """True if the named field of a backbone is made from the prompt."""
     return field.startswith(("context", "pooled"))
 
 
 def text_fields(fields: Iterable[str]) -> frozenset[str]:
-    """Those of ``fields`` that are made of a prompt."""
+    """Subset of ``fields`` that is made from a prompt."""
     return frozenset(filter(is_text, fields))

@@ -1,7 +1,7 @@
-"""transformers' text encoders, cut into layers whose joint result has the bits of the whole.
+"""transformers' text encoders, split into layers with bit-identical results.
 
-States: ``ids`` and ``mask`` (both [b, length], int64) go in; ``last``, ``penultimate`` and
-``pooled`` come out, as far as they are asked for. Layers that nothing asked for needs are left out.
+Inputs are ``ids`` and ``mask`` (both [b, length], int64). Outputs are ``last``, ``penultimate`` and
+``pooled``, as far as requested. Layers without a requested output are omitted.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from megatron_pulse.encoders.recipe import ComponentKind, State
 
 _HIDDEN = "hidden"
 _SEEN = "_seen"
-"""The attention's own mask, empty where it needs none."""
+"""Mask in the attention's own format, empty if none is needed."""
 _BIAS = "bias"
 
 
 def text_pieces(
     kind: ComponentKind, model: Any, states: frozenset[State], masked: bool
 ) -> tuple[EncoderPiece, ...]:
-    """The layers of ``model`` that give ``states``; if ``masked``, they see no padding."""
+    """Layers of ``model`` that compute ``states``; ``masked`` layers do not attend to padding."""
     if kind is ComponentKind.T5:
         pieces = _t5(model, masked)
     elif kind is ComponentKind.BERT:
@@ -37,13 +37,13 @@ def text_pieces(
 
 
 type Masking = Callable[[Tensor, Tensor | None], Tensor | None]
-"""The attention's own mask of hidden states and a text's mask; None where it needs none."""
+"""Function from hidden states and a text's mask to the attention's own mask, or None."""
 
 
 def _seen(states: States, masked: bool, make: Masking) -> Tensor:
-    """The attention's mask, made where it is not at hand: samples come from other devices without.
+    """Attention mask, computed if missing, since samples from other devices come without a mask.
 
-    Whether there is one depends on the sample: a text that fills its tokens needs none.
+    A text that fills all its tokens needs no mask, so the need depends on the sample.
     """
     if _SEEN in states:
         return states[_SEEN]
@@ -59,7 +59,7 @@ def _layer(
     seen: Callable[[States], Tensor],
     before_last: bool,
 ) -> EncoderPiece:
-    """A layer of the trunk; the one ``before_last`` gives the penultimate states."""
+    """Layer of the trunk; the layer ``before_last`` gives the penultimate states."""
 
     def through(states: States) -> States:
         mask = seen(states)
@@ -96,7 +96,7 @@ def _clip(model: Any, masked: bool, pooled: bool) -> tuple[EncoderPiece, ...]:
         if not pooled:
             return states | {State.LAST.value: last}
         ids = states["ids"].int()
-        # Older configs say 2 and mean the token with the highest number.
+        # An eos_token_id of 2 in older configs means the token with the highest id.
         eos = trunk.eos_token_id
         ends = ids.argmax(-1) if eos == 2 else (ids == eos).int().argmax(-1)
         vector = last[torch.arange(len(last), device=last.device), ends]
@@ -131,7 +131,7 @@ def _t5(model: Any, masked: bool) -> tuple[EncoderPiece, ...]:
 
     def block(module: Any) -> Callable[[States], States]:
         def through(states: States) -> States:
-            # The first block makes the positions' bias for all.
+            # The first block computes the position bias of all blocks.
             seen = _seen(states, masked, masking)
             mask = seen if seen.numel() else None
             hidden, bias, *_ = module(states[_HIDDEN], mask, states.get(_BIAS))

@@ -1,6 +1,6 @@
-"""From texts to token ids, with the tokenizers of a diffusers pipeline folder.
+"""Tokenization with the tokenizers of a diffusers pipeline folder.
 
-They are read without the encoders, so that workers that load data need no encoder's weights.
+Tokenizers are loaded without the encoders, so data workers need no encoder weights.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from megatron_pulse.diffusion.published import original_files
 from megatron_pulse.encoders.cleaning import cleaned, cleans, with_all_vectors
 from megatron_pulse.encoders.loading import files_amiss
 from megatron_pulse.encoders.recipe import LONGEST, VAE, TextRecipe, folder_name, length_said
-from megatron_pulse.faults import UserError, raised, told
+from megatron_pulse.errors import UserError, describe_exception, format_faults
 
 _CONTENT = ("*.safetensors", "*.bin", "*.json", "*.txt", "*.model")
 
 
 class EncodersError(UserError):
-    """A pipeline folder that cannot encode what is asked for."""
+    """Error for a pipeline folder that cannot encode the requested fields."""
 
 
 _WHOLE = "Give the folder of the pipeline that the backbone is of, whole."
 
 
 def misfits(recipe: TextRecipe) -> str:
-    """The remedy where encoders are there and make something else."""
+    """Advice for encoders that make other fields than the backbone's."""
     option = recipe.length_option
     length = f"an option of the backbone ({option}=N)" if option else "no option of this backbone"
     return (
@@ -43,25 +43,25 @@ def misfits(recipe: TextRecipe) -> str:
 def require(folder: Path, faults: Sequence[str], remedy: str = _WHOLE) -> None:
     """Raise EncodersError if there are faults of the pipeline's folder."""
     if faults:
-        raise EncodersError(told(f"encoders {folder}", faults, remedy))
+        raise EncodersError(format_faults(f"encoders {folder}", faults, remedy))
 
 
 def ids_name(place: int) -> str:
-    """How a sample calls the ids for the encoder at a place: ``text_encoder_2_ids``."""
+    """Name in a sample of the ids for the encoder at a place: ``text_encoder_2_ids``."""
     return f"{folder_name('text_encoder', place)}_ids"
 
 
 def mask_name(place: int) -> str:
-    """How a sample calls their mask: ``text_encoder_2_mask``."""
+    """Name in a sample of the mask of these ids: ``text_encoder_2_mask``."""
     return f"{folder_name('text_encoder', place)}_mask"
 
 
 class Tokenizers:
-    """Makes the token ids and masks of a text that the encoders of a recipe read.
+    """Tokenizers of a recipe's encoders: token ids and masks of a text.
 
-    ``lengths`` are the numbers of tokens by place, for fields of these ``shapes`` in the backbone;
-    ``digests`` those of the tokenizers' files. Nothing is downloaded. Raises EncodersError with
-    everything that the folder lacks.
+    ``lengths`` are the numbers of tokens by place, for fields of the given ``shapes`` in the
+    backbone. ``digests`` are those of the tokenizers' files. Nothing is downloaded. Raises
+    EncodersError with everything that the folder lacks.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Tokenizers:
         for place in recipe.kinds:
             where = self.folder / folder_name("tokenizer", place)
             try:
-                # Unless told not to, it would ask on the terminal whether to run a folder's code.
+                # By default a terminal prompt would ask to run the folder's code.
                 tokenizer = transformers.AutoTokenizer.from_pretrained(
                     str(where), local_files_only=True, trust_remote_code=False
                 )
@@ -85,8 +85,8 @@ class Tokenizers:
                 if tokenizer.pad_token is None:
                     faults.append(f"{where.name} has no pad_token to make texts equally long with")
                 self._tokenizers[place] = tokenizer
-            except Exception as error:  # transformers raises many kinds
-                faults.append(f"{where.name}: {raised(error)}")
+            except Exception as error:  # transformers raises many types
+                faults.append(f"{where.name}: {describe_exception(error)}")
             self.digests[place] = digest_of(where)
         require(self.folder, faults)
         self.lengths = self._fitted_lengths(shapes, faults)
@@ -94,7 +94,7 @@ class Tokenizers:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of everything that a text gives; all of it is int64."""
+        """Shapes of all fields of a text; all are int64."""
         return {
             name: (length,)
             for place, length in self.lengths.items()
@@ -102,7 +102,8 @@ class Tokenizers:
         }
 
     def __call__(self, text: str) -> dict[str, Tensor]:
-        """``text_encoder_ids``, ``text_encoder_mask`` ... of one text, cut and padded, int64."""
+        """``text_encoder_ids``, ``text_encoder_mask`` ... of one text, truncated and
+        padded, int64."""
         found = {}
         for place, tokenizer in self._tokenizers.items():
             made = tokenizer(
@@ -114,7 +115,7 @@ class Tokenizers:
         return found
 
     def num_tokens(self, place: int) -> int:
-        """How many a tokenizer knows: all that it makes are below."""
+        """Size of a tokenizer's vocabulary, an upper bound of its ids."""
         tokenizer = self._tokenizers[place]
         numbers: list[int] = list(tokenizer.get_vocab().values())
         return max(len(tokenizer), max(numbers, default=0) + 1)
@@ -125,8 +126,7 @@ class Tokenizers:
         return {ids_name(place): self.num_tokens(place) for place in self.lengths}
 
     def excess(self, text: str) -> int:
-        """By how many tokens a text is longer than what is left of it, at the place where most is
-        cut off; 0 where all of it counts."""
+        """Largest number of tokens truncated from a text at any place; 0 if the text fits."""
         return max(
             max(0, self._count(text, tokenizer) - self.lengths[place])
             for place, tokenizer in self._tokenizers.items()
@@ -134,11 +134,12 @@ class Tokenizers:
 
     @property
     def cleaning(self) -> str:
-        """Name of the cleaning of texts, which depends on packages; empty if there is none."""
+        """Name of the text cleaning, which depends on installed packages; empty without
+        cleaning."""
         return ", cleaned captions" if self.recipe.cleans and cleans() else ""
 
     def _given(self, text: str, tokenizer: Any) -> str:
-        """The text that a tokenizer gets, prepared as pipelines do."""
+        """Text as handed to a tokenizer, prepared as in the pipelines."""
         text = cleaned(text) if self.recipe.cleans else text
         return with_all_vectors(text, tokenizer) if self.recipe.inversions else text
 
@@ -146,11 +147,11 @@ class Tokenizers:
         return len(tokenizer(self._given(text, tokenizer), verbose=False)["input_ids"])
 
     def null(self) -> dict[str, Tensor]:
-        """Those of the empty text, which stand for a dropped caption."""
+        """Fields of the empty text, which replace a dropped caption."""
         return self("")
 
     def made_by(self) -> dict[str, str]:
-        """For every name, what makes it."""
+        """Provenance of every field."""
         return {
             name: f"{folder_name('tokenizer', place)} {self.digests[place]}, {length} tokens"
             + self.cleaning
@@ -159,7 +160,7 @@ class Tokenizers:
         }
 
     def _own_length(self, place: int) -> int | None:
-        """How many tokens a tokenizer pads to; None if it does not say, or no such number."""
+        """Number of tokens that a tokenizer pads to; None if not given or implausible."""
         return length_said(self._tokenizers[place].model_max_length)
 
     def _fitted_lengths(
@@ -189,9 +190,9 @@ class Tokenizers:
 
 
 def _no_vocabulary(folder: Path, tokenizer: Any) -> list[str]:
-    """A fault for a folder without words, of which transformers makes a tokenizer that knows none.
+    """Faults of a folder without a vocabulary, for which transformers makes an empty tokenizer.
 
-    Either one file has all, or each of a slower kind's is there.
+    Either one file holds the vocabulary, or all files of the slow tokenizer are needed.
     """
     names = dict(getattr(tokenizer, "vocab_files_names", {}))
     whole = names.pop("tokenizer_file", "tokenizer.json")
@@ -202,8 +203,7 @@ def _no_vocabulary(folder: Path, tokenizer: Any) -> list[str]:
 
 
 def missing_tokenizers(folder: Path, recipe: TextRecipe) -> list[str]:
-    """A fault for every tokenizer that the folder lacks and for files of theirs that cannot be
-    read, or one for the folder."""
+    """Faults of missing tokenizers and of their unreadable files, or one for a missing folder."""
     if not folder.is_dir():
         return files_amiss(folder) if folder.is_file() else ["there is no such folder"]
     names = [folder_name("tokenizer", place) for place in recipe.kinds]
@@ -214,13 +214,15 @@ def missing_tokenizers(folder: Path, recipe: TextRecipe) -> list[str]:
 
 
 def recorded_by(arguments: argparse.Namespace) -> Mapping[str, str]:
-    """Of which files a saved run's encoders and tokenizers were; nothing if it did not say."""
+    """File digests of a saved run's encoders and tokenizers; empty if not recorded."""
     return getattr(arguments, "pulse_encoded_by", None) or {}
 
 
 def changed_since(folder: Path, encoded_by: Mapping[str, str]) -> list[str]:
-    """A fault for each encoder and tokenizer of a pipeline that is not of the files that a run was
-    trained with, as it recorded them: digests by the folders' names."""
+    """Faults of encoders and tokenizers whose files differ from those of a trained run.
+
+    ``encoded_by`` are the recorded digests by folder name.
+    """
     return [
         f"{name} is {now}, the model was trained with {was}"
         for name, was in sorted(encoded_by.items())

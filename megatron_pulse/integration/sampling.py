@@ -1,4 +1,4 @@
-"""Samples from a checkpoint, on one process."""
+"""Sampling from a checkpoint on one process."""
 
 from __future__ import annotations
 
@@ -23,11 +23,16 @@ from megatron_pulse.diffusion.objectives import DiffusionProcess
 from megatron_pulse.diffusion.sampling import Fields, ModelFunction, sample
 from megatron_pulse.encoders.pipeline import TextEncoders
 from megatron_pulse.encoders.tokens import changed_since, recorded_by
-from megatron_pulse.faults import told
-from megatron_pulse.integration.checkpoint.checkpoints import read_saved_run
-from megatron_pulse.integration.checkpoint.weights import load_whole
-from megatron_pulse.integration.data import DiffusionData, can_drop, makes_pixels, wanted_by
-from megatron_pulse.integration.flags.arguments import pulse_options
+from megatron_pulse.errors import format_faults
+from megatron_pulse.integration.checkpoint.published_weights import load_whole
+from megatron_pulse.integration.checkpoint.saved_run import read_saved_run
+from megatron_pulse.integration.flags.pulse_options import pulse_options
+from megatron_pulse.integration.training_data import (
+    DiffusionData,
+    can_drop,
+    makes_pixels,
+    wanted_by,
+)
 from model_specs import compare_models
 
 NO_FIELDS: Fields = MappingProxyType({})
@@ -35,9 +40,9 @@ NO_FIELDS: Fields = MappingProxyType({})
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A backbone with the weights of a checkpoint: ``predict(x_t, timesteps, conditioning)``.
+    """Backbone with the weights of a checkpoint: ``predict(x_t, timesteps, conditioning)``.
 
-    ``process`` is what it was trained as, at the backbone's own size.
+    ``process`` is the diffusion process of its training, at the backbone's own resolution.
     """
 
     backbone: Backbone
@@ -46,11 +51,11 @@ class TrainedModel:
     arguments: argparse.Namespace
     folder: Path
     changes: tuple[str, ...] = ()
-    """What is different from the model as it was trained, in words."""
+    """Differences from the model as it was trained, in words."""
 
     @property
     def num_classes(self) -> int | None:
-        """How many classes it knows; None if it is not class-conditional."""
+        """Number of classes; None if the model is not class-conditional."""
         return self.backbone.num_classes
 
     @property
@@ -60,18 +65,20 @@ class TrainedModel:
 
     @property
     def can_be_guided(self) -> bool:
-        """Whether its label can be left out, where it reads one."""
+        """True if classifier-free guidance is possible: the conditioning can be dropped."""
         return can_drop(self.backbone)
 
     @property
     def makes_pixels(self) -> bool:
-        """Whether it was trained on pixels in [-1, 1]; else on latents, or it was imported."""
+        """True if the model was trained on pixels in [-1, 1], and not on latents or imported."""
         return makes_pixels(self.arguments)
 
     @property
     def no_words(self) -> str:
-        """Why it cannot be given captions as words of their own, which no encoder made; empty if
-        it was trained on such."""
+        """Reason why captions cannot be encoded as words; empty if the model was trained on such.
+
+        Training on ``captions:`` data encodes words without a text encoder.
+        """
         data = self.arguments.pulse_data or "data that is not known here"
         if data.startswith("captions:"):
             return ""
@@ -83,20 +90,20 @@ class TrainedModel:
 
     @property
     def is_self_conditioned(self) -> bool:
-        """Whether it is given what it made of the sample in the step before."""
+        """True if the model reads its own prediction of the previous sampling step."""
         return getattr(self.arguments, "pulse_self_conditioning", None) is not None
 
 
 @dataclass(frozen=True)
 class Request:
-    """What to draw: conditioning ``fields [count, ...]``, and their values where dropped."""
+    """Requested samples: conditioning ``fields [count, ...]``, and ``null`` values if dropped."""
 
     count: int
     fields: Fields
     null: Fields
 
     def part(self, first: int, end: int) -> Request:
-        """The samples ``first`` to ``end`` (excluded)."""
+        """Request for the samples from ``first`` to ``end`` (excluded)."""
         fields = {name: value[first:end] for name, value in self.fields.items()}
         return Request(min(end, self.count) - first, fields, self.null)
 
@@ -104,10 +111,11 @@ class Request:
 def request_classes(
     model: TrainedModel, labels: Sequence[int], beside: Fields = NO_FIELDS
 ) -> Request:
-    """Samples of these classes (which count only if the model is class-conditional), and of the
-    fields ``beside`` them.
+    """Request for samples of these classes, with the fields in ``beside``.
 
-    Raises ValueError if the model reads more.
+    A model that is not class-conditional ignores the classes.
+
+    Raises ValueError if the model reads more fields.
     """
     return _request(model, len(labels), {"labels": torch.tensor(labels), **beside}, {})
 
@@ -115,10 +123,9 @@ def request_classes(
 def request_prompts(
     model: TrainedModel, prompts: Sequence[str], beside: Fields = NO_FIELDS
 ) -> Request:
-    """Samples of these texts, encoded as the captions that the model was trained on, and of the
-    fields ``beside`` them.
+    """Request for samples of prompts encoded like captions of the training, with fields ``beside``.
 
-    Raises ValueError if it was not trained on captions.
+    Raises ValueError if the model was not trained on captions.
     """
     if model.no_words:
         raise ValueError(model.no_words)
@@ -139,9 +146,10 @@ def request_encoded(
     negative: str | None = None,
     beside: Fields = NO_FIELDS,
 ) -> Request:
-    """Samples of these texts as ``encode`` makes states of them, guided away from ``negative``
-    (None: from no prompt), and of the fields ``beside`` them; the pictures have ``pixel_size``.
-    Raises ValueError if the model reads more.
+    """Request for samples of prompts encoded by ``encode``, with the fields in ``beside``.
+
+    Guidance is away from ``negative``, or from the empty prompt if None. ``pixel_size`` is the size
+    (height, width) of the pictures. Raises ValueError if the model reads more fields.
     """
     rows = [encode(prompt) for prompt in prompts]
     given = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
@@ -155,14 +163,14 @@ def request_encoded(
 
 
 def request_from_data(model: TrainedModel, indices: Sequence[int]) -> Request:
-    """Samples with the conditioning of the validation samples ``indices``.
+    """Request with the conditioning of the validation samples ``indices``.
 
-    Reads the data set that the model was trained on, at the path that it had then. Raises
-    ValueError if it cannot be read or has fewer samples.
+    Reads the data set of the training, at its path of that time. Raises ValueError if the data set
+    cannot be read or has fewer samples.
     """
     if model.arguments.pulse_data is None:
         raise ValueError(f"{model.folder} holds imported weights: name a data set with --data")
-    # A run of a plan has its backbone from there, and not from a flag.
+    # A run with a plan takes its backbone from there, not from a flag.
     options = replace(pulse_options(model.arguments), backbone=model.backbone.record["name"])
     seed = model.arguments.seed
     data = DiffusionData(options, model.backbone, model.process, seed)
@@ -176,7 +184,7 @@ def request_from_data(model: TrainedModel, indices: Sequence[int]) -> Request:
     if data.in_loop is not None and (texts := data.in_loop.texts(None)) is not None:
         if changed := changed_since(data.in_loop.folder, recorded_by(model.arguments)):
             remedy = "Give the folder that has them as they were: --encoders DIR."
-            raise ValueError(told(f"encoders {data.in_loop.folder}", changed, remedy))
+            raise ValueError(format_faults(f"encoders {data.in_loop.folder}", changed, remedy))
         rows = [row | texts.encode(row) for row in rows]
         null = null | texts.null()
     given = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
@@ -185,7 +193,7 @@ def request_from_data(model: TrainedModel, indices: Sequence[int]) -> Request:
 
 
 def _sizes(model: TrainedModel, count: int, size: tuple[int, int]) -> dict[str, Tensor]:
-    """What the backbone is told of the size asked for, whatever that of the data's images is."""
+    """Size conditioning for the size asked for, independent of the data's images."""
     wanted = {
         name: spec for name, spec in wanted_by(model.backbone).fields.items() if name in SIZES
     }
@@ -194,7 +202,7 @@ def _sizes(model: TrainedModel, count: int, size: tuple[int, int]) -> dict[str, 
 
 
 def _request(model: TrainedModel, count: int, given: Fields, null: Fields) -> Request:
-    """The fields that the backbone reads, from those given and from defaults."""
+    """Fields that the backbone reads, from those given and from defaults."""
     wanted = wanted_by(model.backbone)
     if model.makes_pixels:
         text = {name: spec for name, spec in wanted.fields.items() if name in given}
@@ -229,12 +237,12 @@ def load_model(
     choice: ProcessChoice | None = None,
     chain: str | None = None,
 ) -> TrainedModel:
-    """The backbone of a checkpoint on one process, with averaged or raw weights.
+    """Load the backbone of a checkpoint on one process, with EMA weights if ``averaged``.
 
-    ``data`` takes the place of the data set that it was trained on, ``options`` of what is no part
-    of a model, and ``choice`` of what it says of the process. ``chain`` is one of a cascade's.
-    Raises CheckpointError when there is no such checkpoint, it holds no averaged weights, or is of
-    another model, and ValueError for faulty options or choices.
+    ``data`` replaces the data set of the training. ``options`` replace options that are not part of
+    the model. ``choice`` replaces settings of the diffusion process. ``chain`` names one chain of a
+    cascade. Raises CheckpointError if there is no checkpoint, no EMA, or another model in it.
+    Raises ValueError for invalid options or choices.
     """
     saved = read_saved_run(load, iteration).of_chain(chain)
     backbone, stage = load_whole(saved, averaged=averaged, options=options)
@@ -278,10 +286,11 @@ def sample_images(
     batch_size: int = 100,
     progress: bool = True,
 ) -> Tensor:
-    """Samples ``[n, *shape]`` of what is asked for: pixels in [-1, 1], or latents.
+    """Draw the samples of ``request``: ``[n, *shape]``, pixels in [-1, 1] or latents.
 
-    A model that has nothing to drop (no text, no null class) is not guided, whatever ``guidance``
-    is. With the ``noise`` of diffusers all samples are one batch of a pipeline, in parts or not.
+    A model with nothing to drop (no text, no null class) is sampled without guidance, whatever
+    ``guidance`` is. With diffusers' noise, all samples count as one batch of a pipeline, so
+    ``batch_size`` does not change them.
     """
     images = []
     shape = model.backbone.sample_spec.shape

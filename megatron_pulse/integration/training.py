@@ -1,4 +1,4 @@
-"""Megatron's training loop with the plan's schedule, and our hooks in it."""
+"""Megatron's training loop with the plan's schedule and the hooks of this package."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ from megatron.training.global_vars import get_wandb_writer, set_global_variables
 
 from megatron_pulse.integration.checkpoint.loading import wrap_load_checkpoint
 from megatron_pulse.integration.checkpoint.lr_schedule import keep_saved_schedule
-from megatron_pulse.integration.checkpoint.masters import with_fp32_weights, with_masters
+from megatron_pulse.integration.checkpoint.main_params import with_fp32_weights, with_main_params
 from megatron_pulse.integration.checkpoint.saving import Saving, patch_saving
-from megatron_pulse.integration.checkpoint.start import Start
-from megatron_pulse.integration.data import DiffusionData
-from megatron_pulse.integration.encoding import Encoders
-from megatron_pulse.integration.flags.arguments import PulseOptions
-from megatron_pulse.integration.flags.together import validate
-from megatron_pulse.integration.loop.again.verifying import Verifier
-from megatron_pulse.integration.loop.cascade import CascadeData
+from megatron_pulse.integration.checkpoint.starting_point import StartingPoint
+from megatron_pulse.integration.flags.flag_constraints import validate
+from megatron_pulse.integration.flags.pulse_options import PulseOptions
+from megatron_pulse.integration.loop.cascade_data import CascadeData
+from megatron_pulse.integration.loop.diagnosis.sdc_check import SdcCheck
+from megatron_pulse.integration.loop.forward_backward import PulseSchedule, TraceOptions
 from megatron_pulse.integration.loop.grad_norm import (
-    clip_apart,
+    clip_chains_separately,
     use_layout_independent_grad_norm,
 )
-from megatron_pulse.integration.loop.log import RateOfStep, with_whole_intervals
-from megatron_pulse.integration.loop.schedule import PulseSchedule, TraceOptions
+from megatron_pulse.integration.loop.log_filter import RateOfStep, with_whole_intervals
 from megatron_pulse.integration.loop.self_conditioning import SelfConditioning
-from megatron_pulse.integration.loop.step import wrap_train_step
-from megatron_pulse.integration.loop.stop_hooks import cut_short, stopping_hooks
+from megatron_pulse.integration.loop.stop_requests import stoppable_evaluation, stopping_hooks
 from megatron_pulse.integration.loop.stragglers import Stragglers, Times, planned_times
 from megatron_pulse.integration.loop.throughput import (
     ThroughputLog,
     describe_work,
     gather_numbers,
 )
+from megatron_pulse.integration.loop.train_step import wrap_train_step
+from megatron_pulse.integration.loop_encoders import DeviceEncoders
 from megatron_pulse.integration.megatron.compat import patch_megatron
 from megatron_pulse.integration.megatron.model import StageFloat16Module, make_model_provider
-from megatron_pulse.integration.planning.planning import compute_dtype, num_microbatches
-from megatron_pulse.planner.step.plan import Plan
-from megatron_pulse.runtime.failures import FailureBoard, PulseError
+from megatron_pulse.integration.planning.run_plan import compute_dtype, num_microbatches
+from megatron_pulse.integration.training_data import DiffusionData
+from megatron_pulse.planner.program.plan import Plan
+from megatron_pulse.runtime.failure_board import FailureBoard, PulseError
 from model_specs import load_recorded
 
 
@@ -58,14 +58,14 @@ def train(
     plan: Plan,
     data: DiffusionData | CascadeData,
     board: FailureBoard,
-    start: Start | None,
+    start: StartingPoint | None,
     begin: float,
 ) -> None:
-    """Train as ``plan`` says until a last step or an order to stop; ``begin``: when it started."""
-    if torch.cuda.is_available():  # the log's peak is training's, not that of measuring
+    """Train by ``plan`` until the last step or a stop request; ``begin`` is the start time."""
+    if torch.cuda.is_available():  # the log's peak memory is of training, not of measuring before
         torch.cuda.reset_peak_memory_stats()
     stopping = stopping_hooks(args)
-    if args.async_save:  # by threads, where Megatron asks for a process, and lowers its priority
+    if args.async_save:  # save in threads; Megatron demands a process and lowers its priority
         args.use_persistent_ckpt_worker, args.async_strategy = True, "mcore"
         args.async_ckpt_cpu_priority = args.async_ckpt_io_priority = None
     keeps_schedule = False
@@ -76,22 +76,25 @@ def train(
     validate(args)
     args.use_persistent_ckpt_worker = False
     set_global_variables(args, build_tokenizer=False)
-    timers.wandb = get_wandb_writer()  # the module, where asked for; compat has kept it from them
-    # Of each bucket it would say that something is not finite, and not which microbatch: losses are
-    # looked at in every step, and the norm of gradients.
+    # The wandb module if asked for: compat has hidden it from Megatron's timers.
+    timers.wandb = get_wandb_writer()
+    # Megatron would report a bucket, not the microbatch. Losses and the norm of gradients are
+    # checked in every step instead.
     args.check_for_nan_in_loss_and_grad = False
     patch_megatron()
     patch_saving()
-    # It compares flags that follow the layout here; faults_of compares the backbones.
+    # Megatron compares flags that depend on the layout here; faults_of compares the backbones.
     checkpointing.check_checkpoint_args = lambda *a, **k: None
     checkpointing.generate_state_dict = with_fp32_weights(checkpointing.generate_state_dict)
     use_layout_independent_grad_norm(checks)
-    clip_apart(tuple(plan.backbone.parts)[1:])
+    clip_chains_separately(tuple(plan.backbone.parts)[1:])
     tracing = None
     if options.trace is not None:
         first, last = options.trace_steps
         tracing = TraceOptions(Path(options.trace), range(first, last + 1))
-    encoders: Callable[[int], Encoders] | Mapping[str, Callable[[int], Encoders]] | None = None
+    encoders: (
+        Callable[[int], DeviceEncoders] | Mapping[str, Callable[[int], DeviceEncoders]] | None
+    ) = None
     own = None
     if isinstance(data, CascadeData):
         encoders = data.encoders or None
@@ -101,10 +104,10 @@ def train(
         own = SelfConditioning(share, args.seed, lambda: args.curr_iteration, data.estimate)
     saving = Saving(training.save_checkpoint, training.maybe_finalize_async_save)
     verifier = None
-    if options.verify_every:
-        verifier = Verifier(options.verify_every, lambda: args.curr_iteration, plan.backbone)
+    if options.sdc_check_interval:
+        verifier = SdcCheck(options.sdc_check_interval, lambda: args.curr_iteration, plan.backbone)
     schedule = PulseSchedule(
-        plan, data.loss, board, options.backstop_s, encoders, tracing, own, verifier
+        plan, data.loss, board, options.backstop_timeout_s, encoders, tracing, own, verifier
     )
     whole = load_recorded(plan.backbone.record)
     idle = plan.idle_share(num_microbatches(args))
@@ -115,7 +118,7 @@ def train(
         data.count_corrupt,
         _stragglers(args, options, plan),
     )
-    args.log_throughput = False  # Megatron's line; ours is always there
+    args.log_throughput = False  # Megatron's throughput line; ours is always printed
     if args.rank == 0:
         print(plan.describe())
         if options.placement is None and plan.placement.num_devices > 1:
@@ -131,10 +134,10 @@ def train(
     rate = RateOfStep()
     training.set_startup_timestamps(program_start=begin, main_entry=time.time())
     with _hooks(
-        get_forward_backward_func=lambda *a, **k: cut_short(schedule),
+        get_forward_backward_func=lambda *a, **k: stoppable_evaluation(schedule),
         Float16Module=StageFloat16Module,
         num_floating_point_operations=lambda *a, **k: 0,
-        report_theoretical_memory=lambda *a, **k: None,  # it knows language models only
+        report_theoretical_memory=lambda *a, **k: None,  # knows language models only
         get_canonical_lr_for_logging=rate.read,
         train_step=throughput.timed(
             wrap_train_step(
@@ -147,7 +150,7 @@ def train(
             args,
         ),
         training_log=throughput.logged(with_whole_intervals(training.training_log, args), args),
-        get_megatron_optimizer=with_masters(training.get_megatron_optimizer, options.ema_decay),
+        get_megatron_optimizer=with_main_params(training.get_megatron_optimizer, options.ema_decay),
         save_checkpoint=saving.save,
         maybe_finalize_async_save=saving.finish,
         load_checkpoint=wrap_load_checkpoint(training.load_checkpoint, args, start, keeps_schedule),
@@ -166,8 +169,8 @@ def train(
 
 
 def _stragglers(args: argparse.Namespace, options: PulseOptions, plan: Plan) -> Stragglers | None:
-    """What looks for slow ranks; None where nobody asked, or there is no other rank."""
-    if not options.slow_ratio or args.world_size == 1:
+    """Straggler detection; None if it is not asked for, or there is no other rank."""
+    if not options.straggler_threshold or args.world_size == 1:
         return None
     planned: Callable[[], Times] | None = None
     if options.plan is not None or options.profile is not None:
@@ -177,12 +180,15 @@ def _stragglers(args: argparse.Namespace, options: PulseOptions, plan: Plan) -> 
             return planned_times(plan, num_microbatches(args), device)
 
     return Stragglers(
-        args.rank, options.slow_ratio, planned, lambda own: [r for (r,) in gather_numbers(own)]
+        args.rank,
+        options.straggler_threshold,
+        planned,
+        lambda own: [r for (r,) in gather_numbers(own)],
     )
 
 
 def _forward_step(*args: Any) -> None:
-    """Megatron wants a forward step; the executor runs the stages itself."""
+    """Raise, since the executor runs the stages itself; Megatron only demands the function."""
     raise PulseError("Megatron called forward_step: its own schedule is running, not the plan's")
 
 
@@ -210,7 +216,7 @@ def _make_dataset_provider(
 
 
 def _divided(args: argparse.Namespace, plan: Plan) -> str:
-    """How ranks divide the work, and where the optimizer is."""
+    """Line on parallel degrees and on the optimizer's place."""
     pipeline, tensor = plan.placement.num_devices, args.tensor_model_parallel_size
     data = args.world_size // (pipeline * tensor)
     said = f"{args.world_size} rank(s): pipeline {pipeline} x data {data} x tensor {tensor}"

@@ -1,14 +1,15 @@
-"""What runs where and when. Imports no torch.
+"""Planner: assignment of layers to devices, and order of operations. Imports no torch.
 
 ============== ==================================================================================
-``cluster/``   devices and links: what there is to train on
-``layout/``    which device hosts which stage, which layers a stage holds, how skips then travel
-``partition/`` where the chain is cut, and what a partition costs
-``schedule/``  in which order each device works: bounds, classic schedules, synthesis, programs
-``step/``      all of a step compiled: messages, events, proven, and replayed as it will run
-``plan_file/`` a plan as JSON
-``tune/``      which of all ways to train
-``observe/``   what a run did, beside its plan
-``draw/``      pictures of all these
+``cluster/``   devices, their memory, and links
+``layout/``    placement of stages on devices, partition into stages, routes of skips
+``partition/`` search for the best cuts, and costs of a partition
+``schedule/``  order of operations: bounds, classic schedules, synthesis, integer programs
+``step/``      compiled program of a step: messages, events, deadlock check, simulation
+``fill/``      bubble filling: frozen encoders in idle time
+``plan_file/`` plan files (JSON)
+``tune/``      search for the fastest configuration
+``observe/``   traces of runs, compared with plans
+``draw/``      pictures of partitions, schedules and traces
 ============== ==================================================================================
 """

@@ -1,4 +1,4 @@
-"""A profile worked out from operations and bytes; no hardware, no memory."""
+"""Analytic profile from operation and byte counts, without hardware or memory."""
 
 from __future__ import annotations
 
@@ -10,49 +10,54 @@ import torch
 from tqdm import tqdm
 
 from megatron_pulse.backbone.chain import Backbone
-from megatron_pulse.profile.devices import Kernel, Roofline
 from megatron_pulse.profile.flops import FlashAttention
-from megatron_pulse.profile.measuring.building import (
-    meta_context,
-    some_process_group,
-)
-from megatron_pulse.profile.measuring.kernels import Kernels
-from megatron_pulse.profile.measuring.layer_call import (
+from megatron_pulse.profile.mean_over_shapes import over_shapes
+from megatron_pulse.profile.measurement.kernels import Kernels
+from megatron_pulse.profile.measurement.layer_call import (
+    ExecutionModes,
     LayerCall,
-    Running,
     describe_chain,
     layer_kind,
     make_call,
 )
-from megatron_pulse.profile.measuring.memory import (
-    Kept,
-    KeptStorages,
+from megatron_pulse.profile.measurement.layer_context import (
+    meta_context,
+    some_process_group,
+)
+from megatron_pulse.profile.measurement.memory import (
     LayerMemory,
+    SavedStorageRecorder,
+    SavedStorages,
     forward_bytes,
     keeping_selected,
     live_bytes,
     memory_columns,
-    waiting_bytes,
+    wgrad_bytes,
 )
-from megatron_pulse.profile.measuring.module_check import naming_module_faults
-from megatron_pulse.profile.measuring.sizes import (
+from megatron_pulse.profile.measurement.module_check import naming_module_faults
+from megatron_pulse.profile.measurement.tensor_parallel import (
     ModuleSizes,
     can_halve,
     module_sizes,
     sharded_time,
 )
 from megatron_pulse.profile.profile import Profile, ProfileError, Source
-from megatron_pulse.profile.record.times import NO_SPREAD, LayerTimes
-from megatron_pulse.profile.shapes import over_shapes
+from megatron_pulse.profile.records.times import NO_SPREAD, LayerTimes
+from megatron_pulse.profile.roofline import Kernel, Roofline
 
 _ROUNDING = 1e-9
-"""Share of a layer's time that is none: the same kernels, summed in another order."""
+"""Fraction of a layer's time below which a difference is rounding: equal kernels, other
+sum order.
+"""
 
 
 @dataclass(frozen=True)
 class LayerWork:
-    """The kernels of one layer's forward, whole backward, and input gradient alone, and of both
-    passes where what is cheap is computed again (none: not known); memory."""
+    """Work of one layer.
+
+    Kernels of its forward, whole backward, and input gradient alone. ``selective`` lists the
+    kernels of both passes under selective recomputation (empty: unknown). ``memory`` has the bytes.
+    """
 
     forward: tuple[Kernel, ...]
     backward: tuple[Kernel, ...]
@@ -67,15 +72,16 @@ def analyse(
     roofline: Roofline,
     recompute: bool = False,
     progress: bool = False,
-    running: Running | None = None,
+    running: ExecutionModes | None = None,
 ) -> Profile:
-    """The profile of ``backbone`` on a device that ``roofline`` describes.
+    """Profile of ``backbone`` on a device described by ``roofline``.
 
-    Every kernel takes as its roofline says (see ``devices`` and ``kernels``), one after another.
-    With ``running``, the runtime's ``RUNNING``, what waiting weight gradients hold is found too,
-    and what is kept and computed where what is cheap is computed again. A chain of several shapes
-    is analysed at each (see ``over_shapes``).
-    Raises ProfileError, and BackboneError that names every layer which does not fit its specs.
+    Kernels run one after another, each at its roofline time (see ``devices`` and ``kernels``). With
+    ``running``, the runtime's ``RUNNING``, bytes of deferred weight gradients and the effects of
+    selective recomputation are included. A chain of several shapes is analysed at each (see
+    ``over_shapes``).
+
+    Raises ProfileError, and BackboneError naming every layer that does not fit its specs.
     """
     if backbone.num_shapes > 1:
         return over_shapes(
@@ -139,17 +145,17 @@ def count_work(
     module: Any,
     micro_batch_size: int,
     dtype: str,
-    running: Running | None = None,
+    running: ExecutionModes | None = None,
 ) -> LayerWork:
-    """What layer ``index`` does at one microbatch size. Use under ``torch.device("meta")``."""
+    """Work of layer ``index`` at one microbatch size. Use under ``torch.device("meta")``."""
     call = make_call(backbone, index, module, micro_batch_size, dtype, "meta")
     kernels = Kernels()
     with torch.no_grad():
-        # Makes the layer's constants, which later calls find.
-        if misfit := call.misfit(call.forward()):
+        # Computes the layer's constants, which later calls reuse.
+        if misfit := call.result_mismatch(call.forward()):
             raise ProfileError(f"{backbone.layers[index].name}: {misfit}")
     with FlashAttention(), live_bytes(call) as live, kernels:
-        with kernels.record() as forward, KeptStorages(call) as storages:
+        with kernels.record() as forward, SavedStorageRecorder(call) as storages:
             results = call.forward()
         kept = storages.count(results[: len(backbone.layers[index].outputs)])
         seeds = call.seeds(results)
@@ -163,7 +169,7 @@ def count_work(
             call.input_gradients(results, seeds)
     with FlashAttention():
         alone = forward_bytes(call)
-        waiting = 0 if running is None else waiting_bytes(call, running.leaving)
+        waiting = 0 if running is None else wgrad_bytes(call, running.leaving)
     again: tuple[Kernel, ...] = ()
     memory = LayerMemory(kept, live.peak, alone, waiting)
     if running is not None:
@@ -173,9 +179,9 @@ def count_work(
 
 
 def _selective(
-    call: LayerCall, num_outputs: int, running: Running
-) -> tuple[Kept, int, tuple[Kernel, ...]]:
-    """What is kept where what is cheap is computed again, the most in use, and the kernels."""
+    call: LayerCall, num_outputs: int, running: ExecutionModes
+) -> tuple[SavedStorages, int, tuple[Kernel, ...]]:
+    """Saved bytes, peak bytes and kernels under selective recomputation."""
     kernels = Kernels()
     with FlashAttention(), live_bytes(call) as live, kernels:
         with kernels.record() as forward, keeping_selected(call, running.selecting) as storages:

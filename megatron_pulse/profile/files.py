@@ -1,4 +1,4 @@
-"""A profile as a JSON file: written whole or not at all, read with every fault at once."""
+"""JSON files of profiles: written atomically, read with all faults reported at once."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any
 
-from megatron_pulse.faults import told
+from megatron_pulse.errors import format_faults
 from megatron_pulse.file_kinds import FileKind
-from megatron_pulse.files import FileError, read_json, write_sealed
+from megatron_pulse.files import FileError, read_json, write_with_checksum
 from megatron_pulse.profile.profile import Profile, ProfileError
-from megatron_pulse.profile.record.layers import (
+from megatron_pulse.profile.records.layers import (
     ProfiledConditioning,
     ProfiledLayer,
     ProfiledSkip,
     ShardSums,
 )
-from megatron_pulse.profile.record.times import LayerTimes
+from megatron_pulse.profile.records.times import LayerTimes
 
 _FORMAT = "megatron_pulse profile 1"
 _MOST_SUMS = 1000
-"""Over tensor-parallel ranks in a layer, in an older profile."""
+"""Maximum sums over tensor-parallel ranks per layer, in older profiles."""
 _OLDER: Mapping[type, set[str]] = {
     Profile: {"threads", "transformer_impl"},
     ProfiledLayer: {"optimizer_s", "sharded_time", "frozen_parameters", "wants", "begins"},
@@ -34,22 +34,25 @@ _OLDER: Mapping[type, set[str]] = {
     ProfiledConditioning: {"wants"},
     LayerTimes: {
         *("split_forward_s", "split_input_grad_s", "split_weight_grad_s"),
-        *("again_bytes", "passed_bytes", "forward_bytes", "waiting_bytes"),
+        *("recompute_bytes", "passed_bytes", "forward_bytes", "wgrad_bytes"),
         *("selective_bytes", "selective_peak_bytes", "selective_s"),
         "halved_s",
     },
 }
-"""Which old profiles do not have; what one record of a list has, all have."""
+"""Fields that older profiles lack. A field of one record in a list is required in all."""
 _KINDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+
+_FORMER_NAMES = {"recompute_bytes": "recompute_bytes", "wgrad_bytes": "wgrad_bytes"}
+"""Names in profiles of before, and those of today."""
 
 
 def save_profile(profile: Profile, path: str | Path) -> None:
-    """Write ``profile``; a file that was there before is only replaced by a complete one."""
-    write_sealed(path, json.dumps(to_record(profile), indent=1) + "\n")
+    """Write ``profile``; an existing file is only replaced by a complete one."""
+    write_with_checksum(path, json.dumps(to_record(profile), indent=1) + "\n")
 
 
 def load_profile(path: str | Path) -> Profile:
-    """Read what ``save_profile`` wrote; raises ProfileError that lists every fault of the file."""
+    """Read a file of ``save_profile``; raises ProfileError listing every fault."""
     try:
         record = read_json(path, FileKind.PROFILE)
     except FileError as error:
@@ -58,31 +61,48 @@ def load_profile(path: str | Path) -> Profile:
 
 
 def to_record(profile: Profile) -> dict[str, Any]:
-    """What its file holds."""
+    """JSON object of a profile's file."""
     return {"format": _FORMAT, **dataclasses.asdict(profile)}
 
 
 def from_record(record: Mapping[str, Any], where: str | Path) -> Profile:
-    """The profile of ``to_record``'s form; raises ProfileError with every fault, about ``where``"""
+    """Profile from an object as of ``to_record``; raises ProfileError with all faults
+    of ``where``.
+    """
     if record.get("format") != _FORMAT:
         raise ProfileError(f"{where} is not a profile: its 'format' is not {_FORMAT!r}")
     faults: list[str] = []
     rest = {name: value for name, value in record.items() if name != "format"}
+    if isinstance(rest.get("times"), dict):
+        rest["times"] = {size: _renamed(layers) for size, layers in rest["times"].items()}
     profile = _read(Profile, rest, "", faults)
     if not faults:
         try:
             return Profile(**profile)
         except ProfileError as error:
             raise ProfileError(f"{where}: {error}") from error
-    raise ProfileError(told(f"{where} is not a sound profile", faults))
+    raise ProfileError(format_faults(f"{where} is not a sound profile", faults))
+
+
+def _renamed(layers: Any) -> Any:
+    """The layers of an older profile with today's names of their values."""
+    if not isinstance(layers, list):
+        return layers
+    return [
+        {_FORMER_NAMES.get(name, name): value for name, value in layer.items()}
+        if isinstance(layer, dict)
+        else layer
+        for layer in layers
+    ]
 
 
 def _read(
     kind: Any, value: Any, where: str, faults: list[str], said: Set[str] = frozenset()
 ) -> Any:
-    """``value`` from JSON as a ``kind``; a Profile as its fields, for its own checks come last.
+    """Convert a JSON ``value`` to ``kind``; a Profile to its fields, since its own checks come
+    last.
 
-    ``said`` are the names that it or another record of its list has.
+    ``said`` names the fields that this record or another of its list has.
     """
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if dataclasses.is_dataclass(kind):
@@ -144,7 +164,7 @@ def _read_record(kind: Any, value: Any, where: str, faults: list[str], said: Set
 
 
 def _sums_of_boundaries(layer: dict[str, Any]) -> dict[str, Any]:
-    """What an older profile says of sums over tensor-parallel ranks: how many, of boundaries."""
+    """Sums of an older profile: a number of sums, each of the boundary's size."""
     sums = [layer.get("boundary_bytes", 0)] * layer["shard_sums"]
     return {"rows": sums, "columns": sums, "contexts": []}
 

@@ -1,4 +1,4 @@
-"""Floating-point operations of each layer, counted on tensors without memory."""
+"""Floating-point operations of each layer, counted on meta tensors."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_pulse.backbone.chain import COMPUTE, Backbone, Layer, TensorSpec
-from megatron_pulse.backbone.gradients import wanted_gradients
+from megatron_pulse.backbone.gradients import required_gradients
 from megatron_pulse.backbone.shapes import at_shape, shares_of
-from megatron_pulse.profile.measuring.building import meta_context, some_process_group
-from megatron_pulse.profile.measuring.layer_call import layer_kind
+from megatron_pulse.profile.measurement.layer_call import layer_kind
+from megatron_pulse.profile.measurement.layer_context import meta_context, some_process_group
 
 
 @dataclass(frozen=True)
 class LayerFlops:
-    """One layer's operations for one microbatch; a multiplication and an addition are two.
+    """Operations of one layer for one microbatch; multiplication and addition count as two.
 
-    ``backward`` is that of flash attention, which computes the attention's scores again. It has the
-    input gradient of every layer that has a backward pass, wanted or not, as published figures do.
+    ``backward`` is that of flash attention, which recomputes attention scores. It includes the
+    input gradient of every layer with a backward pass, needed or not, as in published figures.
     """
 
     forward: int
@@ -31,8 +31,11 @@ class LayerFlops:
 
 
 class FlashAttention(TorchFunctionMode):
-    """Sends attention to the flash operator: on the meta device torch would choose plain matmuls,
-    whose backward has fewer operations than what runs on a GPU."""
+    """Replaces attention by the flash operator.
+
+    On the meta device torch would choose plain matrix products, whose backward has fewer operations
+    than the kernels on a GPU.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention:
@@ -43,14 +46,14 @@ class FlashAttention(TorchFunctionMode):
 def count_flops(
     backbone: Backbone, micro_batch_size: int = 1, *, flash: bool = True
 ) -> tuple[LayerFlops, ...]:
-    """Operations of each layer of the whole model, i.e. at tensor-parallel size 1.
+    """Operations of each layer of the whole model (tensor-parallel size 1).
 
-    Without ``flash`` attention computes its scores once, as they count in a model's operations.
+    Without ``flash``, attention scores are counted once, as usual for a model's operations.
     """
     context = meta_context()
     kinds = [layer_kind(backbone, i) for i in range(len(backbone.layers))]
     counted: dict[str, LayerFlops] = {}
-    wanted = wanted_gradients(backbone)
+    wanted = required_gradients(backbone)
     with some_process_group(), torch.device("meta"):
         for kind, layer, runs in zip(kinds, backbone.layers, wanted.layers, strict=True):
             if kind not in counted:
@@ -60,9 +63,10 @@ def count_flops(
 
 
 def model_flops(backbone: Backbone) -> int:
-    """Operations of a model's forward and backward for one sample, whatever is recomputed.
+    """Operations of a model's forward and backward for one sample, without recomputation.
 
-    What MFU counts (PaLM, arXiv:2204.02311, appendix B); of several shapes the mean.
+    The basis of MFU (PaLM, arXiv:2204.02311, appendix B). The mean over shapes, if there are
+    several.
     """
     return round(
         sum(
@@ -76,8 +80,10 @@ def model_flops(backbone: Backbone) -> int:
 def _count(
     backbone: Backbone, layer: Layer, module: Any, micro_batch_size: int, flash: bool, runs: bool
 ) -> LayerFlops:
-    """Of one layer; ``runs`` says whether it has a backward pass."""
-    compute = next((p.dtype for p in module.parameters()), torch.float32)  # derived: of any dtype
+    """Operations of one layer; ``runs`` is true if it has a backward pass."""
+    compute = next(
+        (p.dtype for p in module.parameters()), torch.float32
+    )  # derived chains may have any dtype
 
     def make(spec: TensorSpec, trained: bool = runs) -> torch.Tensor:
         dtype = compute if spec.dtype == COMPUTE else getattr(torch, spec.dtype)

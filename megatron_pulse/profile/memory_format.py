@@ -1,7 +1,7 @@
-"""The memory format of convolutions: what a profile found faster, unless a run says otherwise.
+"""Memory format of convolutions, taken from a profile unless a run overrides it.
 
-Which it is, is an option of the families that have convolutions. Where nobody gives it, a profile
-that is measured decides, and its record, and a plan's, say what it decided.
+The format is an option of families with convolutions. Without a given option, a measured profile
+decides. The records of profile and plan contain the decision.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ OPTION = "channels_last"
 def in_format_of(
     record: Mapping[str, Any], name: str | None, given: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The options ``given`` for a backbone ``name``; where they leave the memory format open, it is
-    that of ``record``, if that is of the same backbone."""
+    """Options ``given`` for a backbone ``name``, with the memory format of ``record`` as default.
+
+    The default applies only if ``record`` is of the same backbone.
+    """
     theirs = record.get("options", {})
     if record.get("name") != name or OPTION not in theirs:
         return dict(given)
@@ -24,7 +26,7 @@ def in_format_of(
 
 
 def in_given_format(record: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """A backbone's ``record``, in the memory format that the options ``given`` say, if they do."""
+    """A backbone's ``record``, with the memory format from the options ``given``, if any."""
     options = record.get("options", {})
     if OPTION not in given or OPTION not in options:
         return dict(record)
@@ -32,14 +34,16 @@ def in_given_format(record: Mapping[str, Any], given: Mapping[str, Any]) -> dict
 
 
 def format_of(record: Mapping[str, Any]) -> str:
-    """How the convolutions of a backbone's ``record`` lie in memory; empty where it has none."""
+    """Memory format of the convolutions in a backbone's ``record``; empty without convolutions."""
     chosen = record.get("options", {}).get(OPTION)
     return "" if chosen is None else "channels_last" if chosen else "contiguous"
 
 
 def format_caution(record: Mapping[str, Any], run: Mapping[str, Any], by: str) -> str:
-    """That a run's convolutions are in another memory format than those that ``by`` measured;
-    empty where they are not. Both are records of backbones."""
+    """Warning that a run's memory format differs from the one ``by`` measured; empty if equal.
+
+    Both arguments are backbone records.
+    """
     theirs, ours = format_of(record), format_of(run)
     if not theirs or not ours or theirs == ours:
         return ""

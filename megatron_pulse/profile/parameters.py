@@ -1,4 +1,4 @@
-"""Number of parameters of each layer, and their names and shapes, without allocating any."""
+"""Parameter counts of each layer, with names and shapes, without allocating memory."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.check import BackboneError
-from megatron_pulse.faults import raised
-from megatron_pulse.profile.measuring.building import count_module_parameters, meta_context
+from megatron_pulse.errors import describe_exception
+from megatron_pulse.profile.measurement.layer_context import count_module_parameters, meta_context
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,17 +18,17 @@ _counted: dict[str, tuple[tuple[int, int], ...]] = {}
 
 
 def count_parameters(backbone: Backbone) -> tuple[int, ...]:
-    """Parameters of each layer of the whole model, i.e. at tensor-parallel size 1.
+    """Number of parameters of each layer of the whole model (tensor-parallel size 1).
 
-    Layers are built on the meta device, once per process and backbone (by its record). Works
-    inside a distributed run of any layout as well as without one. Raises BackboneError that names
-    every layer which cannot be built.
+    Layers are built on the meta device, once per process and backbone (by its record). Works inside
+    a distributed run of any layout, and without one. Raises BackboneError naming every layer that
+    cannot be built.
     """
     return tuple(whole for whole, _ in _counts(backbone))
 
 
 def count_trained(backbone: Backbone) -> tuple[int, ...]:
-    """``count_parameters`` of those that ask for a gradient."""
+    """Number of each layer's parameters with ``requires_grad``. See ``count_parameters``."""
     return tuple(trained for _, trained in _counts(backbone))
 
 
@@ -42,7 +42,7 @@ def _counts(backbone: Backbone) -> tuple[tuple[int, int], ...]:
 def _count(backbone: Backbone) -> tuple[tuple[int, int], ...]:
     import torch
 
-    from megatron_pulse.profile.measuring.module_check import naming_module_faults
+    from megatron_pulse.profile.measurement.module_check import naming_module_faults
 
     context = meta_context()
     with naming_module_faults(backbone), torch.device("meta"):
@@ -53,10 +53,10 @@ def _count(backbone: Backbone) -> tuple[tuple[int, int], ...]:
 
 
 def meta_weights(backbone: Backbone, most: float = math.inf) -> dict[str, Tensor]:
-    """Names, shapes and types of the whole model's parameters and persistent buffers, on meta.
+    """Meta tensors of the whole model's parameters and persistent buffers, by name.
 
-    Ends after the layer with which they have more than ``most`` values. Raises BackboneError for
-    sizes of which no tensor can be.
+    Stops after the layer at which the number of values exceeds ``most``. Raises BackboneError for
+    sizes that no tensor can have.
     """
     import torch
 
@@ -67,8 +67,8 @@ def meta_weights(backbone: Backbone, most: float = math.inf) -> dict[str, Tensor
         for i, layer in enumerate(backbone.layers):
             try:
                 state = layer.build(context).state_dict(prefix=layer.prefix)
-            except (RuntimeError, OverflowError) as error:  # beyond what a tensor's size can be
-                fault = f"layer {i} ({layer.name}): cannot be built: {raised(error)}"
+            except (RuntimeError, OverflowError) as error:  # beyond the maximum size of a tensor
+                fault = f"layer {i} ({layer.name}): cannot be built: {describe_exception(error)}"
                 raise BackboneError(backbone.name, [fault]) from error
             # Extra states belong to Transformer Engine's recipes.
             weights |= {k: v for k, v in state.items() if not k.endswith("_extra_state")}

@@ -1,44 +1,45 @@
-"""What every layer of a backbone costs on a device, at some microbatch sizes. Imports no torch.
+"""Costs of every layer of a backbone on a device, at several microbatch sizes. Imports no torch.
 
 Bytes kept from forward to backward (``LayerTimes.saved_bytes``) are storages, each counted once:
 
-- what autograd keeps of the layer's own work, without parameters and buffers;
-- a boundary tensor counts for the layer that takes it, if that layer or the one before it keeps
-  it, or if it is also a skip, which is held until it is popped. So a skip counts behind its
-  source, and not again where it is popped;
-- conditioning that a layer of the chain computed counts for every layer that keeps it, because
-  the runtime casts it for each user; what comes with the batch is shared by all and not counted.
+- tensors of the layer's own work that autograd saves, without parameters and buffers;
+- a boundary tensor counts for the layer that takes it, if this layer or the previous one saves it.
+  A boundary tensor that is also a skip always counts, because it is held until it is popped. A skip
+  thus counts behind its source, and not again where it is popped;
+- conditioning computed by a layer counts for every layer that saves it, because the runtime casts
+  it for each user. Conditioning from the batch is shared by all and not counted.
 
-With recomputation a layer keeps what it was called with, all of it, and nothing else; what passed
-by the layer before, and is kept by that, counts once.
+With recomputation a layer keeps exactly its inputs. An input that passed by the previous layer, and
+is kept there, counts once.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from typing import Any
 
+from megatron_pulse.backbone.activations import ActivationPolicies, ActivationPolicy
 from megatron_pulse.backbone.context import LOCAL, TRANSFORMER_IMPLS
 from megatron_pulse.backbone.costs import ChainCosts, SkipCost
-from megatron_pulse.faults import UserError, told
-from megatron_pulse.profile.devices import ELEMENT_BYTES
-from megatron_pulse.profile.record.layers import ProfiledConditioning, ProfiledLayer, ProfiledSkip
-from megatron_pulse.profile.record.times import SPREAD, LayerTimes, between
+from megatron_pulse.errors import UserError, format_faults
+from megatron_pulse.profile.records.layers import ProfiledConditioning, ProfiledLayer, ProfiledSkip
+from megatron_pulse.profile.records.times import SPREAD, LayerTimes, between
+from megatron_pulse.profile.roofline import ELEMENT_BYTES
 
-_MOST = 1e15  # seconds, bytes and parameters; sums and products of such stay far from overflow
+_MOST = 1e15  # seconds, bytes and parameters; sums and products of such values do not overflow
 _MOST_SAMPLES = 1_000_000
 
 
 class ProfileError(UserError):
-    """A profile that cannot be made, read or believed; the message lists why."""
+    """A profile that cannot be made, read or used; the message lists the reasons."""
 
 
 class Source(StrEnum):
-    """Where the numbers of a profile are from."""
+    """Origin of a profile's numbers."""
 
     MEASURED = "measured"
     ANALYTIC = "analytic"
@@ -47,13 +48,15 @@ class Source(StrEnum):
 
 @dataclass(frozen=True)
 class Profile:
-    """Costs of a backbone's layers on one device, whole (without tensor parallelism).
+    """Costs of a backbone's layers on one device, without tensor parallelism.
 
-    ``backbone`` is the backbone's record, ``method`` says in words how times came about.
-    ``threads`` is how many a process on a CPU computed with (0: a GPU, or not known).
-    ``transformer_impl`` is whose linears and attention they are, as Megatron's flag has it.
-    ``times`` maps each profiled microbatch size to its layers' times, in chain order. Times and
-    bytes are those without recomputation; ``recompute`` is only what ``at`` does by default.
+    - ``backbone``: the backbone's record.
+    - ``method``: description of how times were obtained.
+    - ``threads``: threads of a process on a CPU (0: a GPU, or unknown).
+    - ``transformer_impl``: implementation of linear layers and attention, as Megatron's flag.
+    - ``times``: layers' times in chain order, per microbatch size. Times and bytes are without
+      recomputation; ``recompute`` is only the default of ``at``.
+
     Raises ProfileError with every fault.
     """
 
@@ -74,28 +77,28 @@ class Profile:
 
     def __post_init__(self) -> None:
         if faults := list(self._faults()):
-            raise ProfileError(told("the profile is not sound", faults))
+            raise ProfileError(format_faults("the profile is not sound", faults))
 
     @property
     def embedders(self) -> frozenset[int]:
-        """The layers that can run on every device."""
+        """Indices of the layers that can run on every device."""
         return frozenset(edge.source for edge in self.conditioning if edge.embedder)
 
     @cached_property
     def selects(self) -> bool:
-        """Whether it is known what is kept where what is cheap is computed again."""
+        """True if costs of selective recomputation are known."""
         return any(layer.selective_bytes for layers in self.times.values() for layer in layers)
 
     @property
     def micro_batch_sizes(self) -> tuple[int, ...]:
-        """The profiled sizes, ascending."""
+        """Profiled microbatch sizes, ascending."""
         return tuple(sorted(self.times))
 
     def unsteady(self, micro_batch_size: int | None = None) -> tuple[tuple[int, str, float], ...]:
-        """Measurements whose repetitions spread over more than ``SPREAD`` of their time.
+        """Measurements whose interquartile range exceeds ``SPREAD`` of the layer's time.
 
-        Each is (microbatch size, layer, interquartile range over the layer's whole time), the
-        widest first; of one size, or of all.
+        Each is (microbatch size, layer, interquartile range over whole time), widest first. Covers
+        one size, or all.
         """
         found = [
             (size, layer.name, layer_times.spread)
@@ -107,16 +110,17 @@ class Profile:
         return tuple(sorted(found, key=lambda row: -row[2]))
 
     def extrapolates(self, micro_batch_size: int) -> bool:
-        """Whether costs at this size lie outside what was profiled."""
+        """True if ``micro_batch_size`` lies outside the profiled range."""
         sizes = self.micro_batch_sizes
         return not sizes[0] <= micro_batch_size <= sizes[-1]
 
     def times_at(self, micro_batch_size: int) -> tuple[LayerTimes, ...]:
-        """Every layer's times and bytes at any size: piecewise linear between profiled sizes.
+        """Times and bytes of every layer at any size: piecewise linear between profiled sizes.
 
-        Beyond them the line through the two nearest goes on, but fewer samples take no less than
-        in proportion, nor more of them less than the largest profiled size: what disturbed one of
-        the two makes no layer free. A single profiled size is scaled in proportion.
+        Outside the range, the line through the two nearest sizes continues, with limits. Fewer
+        samples take at least their proportion; more samples take at least as long as the largest
+        profiled size. A disturbed measurement thus makes no layer free. A single profiled size is
+        scaled in proportion.
         """
         if micro_batch_size < 1:
             raise ValueError(f"the microbatch size is {micro_batch_size}; it must be 1 or more")
@@ -140,36 +144,34 @@ class Profile:
         return tuple(between(a, b, share, least=micro_batch_size / low) for a, b in pairs)
 
     def only(self, micro_batch_size: int) -> Profile:
-        """The same at one microbatch size alone, interpolated where it was not profiled."""
+        """Profile at one microbatch size alone, interpolated if necessary."""
         return replace(self, times={micro_batch_size: self.times_at(micro_batch_size)})
 
-    def recomputed(self, recompute: bool | Collection[int] | None = None) -> frozenset[int]:
-        """The layers that ``recompute`` says: these; all, or none; None: as the profile says."""
-        if recompute is None:
-            recompute = self.recompute
-        if isinstance(recompute, bool):
-            return frozenset(range(len(self.layers)) if recompute else ())
-        return frozenset(recompute)
+    def all_layers(self, policy: ActivationPolicy) -> ActivationPolicies:
+        """``policy`` for every layer of the chain."""
+        return ActivationPolicies.all(policy, len(self.layers))
 
     def at(
         self,
         micro_batch_size: int,
-        recompute: bool | Collection[int] | None = None,
-        selective: Collection[int] = (),
+        activations: ActivationPolicies | None = None,
     ) -> ChainCosts:
-        """What planning reads, at any microbatch size (see ``times_at``).
+        """Costs for planning at any microbatch size (see ``times_at``).
 
-        A backward is input gradient and weight gradient, and the layer's forward once more where
-        its activations are recomputed (``recomputed``); with split backwards each is what was
-        measured so, but weight gradients of recomputed layers do not wait. Those of ``selective``
-        compute again what is cheap. Layers without a backward keep nothing.
+        A backward consists of input gradient, weight gradient, and another forward of recomputed
+        layers (``recomputed``). Split backwards use their own measurements, but weight gradients of
+        recomputed layers are not deferred. Layers in ``selective`` use selective recomputation.
+        Layers without backward keep nothing.
         """
-        chosen = self.recomputed(recompute)
+        if activations is None:
+            default = ActivationPolicy.RECOMPUTE if self.recompute else ActivationPolicy.KEEP
+            activations = self.all_layers(default)
+        chosen, selective = activations.recompute, activations.selective
         times = self.times_at(micro_batch_size)
         split_s = [layer.parts_s(True) for layer in times]
         boundary = tuple(micro_batch_size * layer.boundary_bytes for layer in self.layers)
         again = [i in chosen and runs for i, runs in enumerate(self.has_backward)]
-        part = [i in selective and i not in chosen for i in range(len(times))]
+        part = [i in selective for i in range(len(times))]
         more_s = [
             layer.forward_s if runs else is_part * layer.selective_s
             for layer, runs, is_part in zip(times, again, part, strict=True)
@@ -189,10 +191,10 @@ class Profile:
             else layer.kept_bytes(part[i])
             for i, layer in enumerate(times)
         )
-        made = [layer.again_bytes for layer in times]
+        made = [layer.recompute_bytes for layer in times]
         if not any(made):
             made = [max(0, x.saved_bytes - n) for x, n in zip(times, saved, strict=True)]
-        waiting = [layer.waiting_bytes for layer in times]
+        waiting = [layer.wgrad_bytes for layer in times]
         if not any(waiting):
             waiting = [layer.saved_bytes for layer in times]
         return ChainCosts(
@@ -225,15 +227,15 @@ class Profile:
             recompute_s=tuple(
                 runs * layer.forward_s for layer, runs in zip(times, again, strict=True)
             ),
-            again_bytes=tuple(runs * n for runs, n in zip(again, made, strict=True)),
+            recompute_bytes=tuple(runs * n for runs, n in zip(again, made, strict=True)),
             shared_bytes=shared,
-            waiting_bytes=tuple(0 if runs else n for runs, n in zip(again, waiting, strict=True)),
+            wgrad_bytes=tuple(0 if runs else n for runs, n in zip(again, waiting, strict=True)),
             starts=tuple(i for i, layer in enumerate(self.layers) if layer.begins or not i),
         )
 
     @property
     def _read_bytes(self) -> list[int]:
-        """Bytes of a sample's conditioning that each layer reads."""
+        """Bytes of conditioning that each layer reads per sample."""
         read = [0] * len(self.layers)
         for edge in self.conditioning:
             for i in edge.consumers:
@@ -242,7 +244,7 @@ class Profile:
 
     @property
     def has_backward(self) -> tuple[bool, ...]:
-        """Which layers compute a gradient, of a parameter or of what they take."""
+        """True for each layer that computes a gradient, of parameters or of inputs."""
         given = {skip.destination for skip in self.skips if skip.wants}
         given.update(*(edge.consumers for edge in self.conditioning if edge.wants))
         return tuple(
@@ -251,7 +253,7 @@ class Profile:
         )
 
     def _neighbours(self, size: int) -> tuple[int | None, int]:
-        """The two profiled sizes whose line gives costs at ``size``; (None, the only one)."""
+        """Two profiled sizes whose line gives costs at ``size``; (None, the only one)."""
         sizes = self.micro_batch_sizes
         if len(sizes) == 1:
             return None, sizes[0]
@@ -330,5 +332,5 @@ class Profile:
 def _beyond(where: str, record: object, names: Sequence[str]) -> Iterator[str]:
     for name in names:
         value = getattr(record, name)
-        if not 0 <= value <= _MOST:  # not-a-number fails too
+        if not 0 <= value <= _MOST:  # NaN fails too
             yield f"{where}.{name} is {value}; it must be from 0 to {_MOST:g}"

@@ -1,1 +1,1 @@
-"""Runs a plan on tensors: stages, links, the tensor store, the executor."""
+"""Execution of a plan on tensors: stages, links, the tensor store, the executor."""

@@ -1,9 +1,9 @@
-"""Runs a schedule on tensors.
+"""Executor of a schedule on tensors.
 
-The executor obeys: which operation is next, which messages travel when, and what each operation
-needs were all compiled from the plan. It keeps only what a later operation will take:
-of a stage's outputs the gradient edge, not the tensor, so an output's memory is free as soon as
-its transfer ends, unless a skip or the graph still holds it.
+The executor makes no decisions: order of operations, message times and inputs of each operation are
+compiled from the plan. It keeps only what later operations take. For a stage's outputs this is the
+gradient edge, not the tensor. An output's memory is free once its transfer ends, unless a skip or
+the graph holds the tensor.
 """
 
 from __future__ import annotations
@@ -21,57 +21,59 @@ from megatron_pulse.backbone.chain import Backbone, TensorSpec
 from megatron_pulse.backbone.check import BackboneError
 from megatron_pulse.backbone.shapes import own_fields, sample_field, shape_of
 from megatron_pulse.planner.layout.routes import Payload, Routes, batch_fields_of
-from megatron_pulse.planner.schedule.message import Message
-from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
-from megatron_pulse.planner.step.communication import message_spec
-from megatron_pulse.planner.step.program import (
-    Collective,
+from megatron_pulse.planner.program.communication import message_spec
+from megatron_pulse.planner.program.device_program import (
+    CollectiveEvent,
+    EmbedderCollective,
     Event,
     Receive,
     Release,
     Run,
     Send,
-    Together,
     Wait,
 )
-from megatron_pulse.profile.measuring.machine import keep_freed_memory
-from megatron_pulse.runtime.called import Carrier, Recorder, Workload
-from megatron_pulse.runtime.draws import DrawWatch
-from megatron_pulse.runtime.failures import FailureBoard, PulseError
-from megatron_pulse.runtime.messages.exchange import Exchange, Tensors
-from megatron_pulse.runtime.messages.links import Links
-from megatron_pulse.runtime.modules import buffers_kept
-from megatron_pulse.runtime.parameters.later import Later
-from megatron_pulse.runtime.parameters.replicas import Replicas
-from megatron_pulse.runtime.saved.again import Again
-from megatron_pulse.runtime.saved.away import Away, Streams, storages
-from megatron_pulse.runtime.settings import META, Batch, RunSettings
-from megatron_pulse.runtime.watch.place import HERE
-from megatron_pulse.runtime.watch.words import of_operation
+from megatron_pulse.planner.schedule.message import Message
+from megatron_pulse.planner.schedule.operations import Operation, OpType, Schedule
+from megatron_pulse.profile.measurement.machine import keep_freed_memory
+from megatron_pulse.runtime.activations.offload import ActivationOffload, Streams, storages
+from megatron_pulse.runtime.activations.recompute import RecomputedLayer
+from megatron_pulse.runtime.failure_board import FailureBoard, PulseError
+from megatron_pulse.runtime.module_checks import buffers_kept
+from megatron_pulse.runtime.p2p.links import Links
+from megatron_pulse.runtime.p2p.tensor_router import TensorRouter, Tensors
+from megatron_pulse.runtime.parameters.replicated_embedders import Replicas
+from megatron_pulse.runtime.parameters.wgrad_queue import WeightGradStore
+from megatron_pulse.runtime.protocols import Carrier, Recorder, SliceFunction
+from megatron_pulse.runtime.rng_check import RngWatch
+from megatron_pulse.runtime.tensor_settings import META, Batch, RunSettings
+from megatron_pulse.runtime.watchdog.describe import of_operation
+from megatron_pulse.runtime.watchdog.progress import PROGRESS
 
 
 @dataclass
 class _Saved:
-    """What the backward of one stage on one microbatch needs; ``inputs`` are those that want a
-    gradient."""
+    """State for the backward of one stage on one microbatch; ``inputs`` need a gradient."""
 
     inputs: Tensors
     edges: dict[tuple[Payload, str], GradientEdge | None] = field(default_factory=dict)
     loss: Tensor | None = None
-    later: Later | None = None
-    again: list[Again] = field(default_factory=list)
-    away: Away | None = None
+    later: WeightGradStore | None = None
+    again: list[RecomputedLayer] = field(default_factory=list)
+    away: ActivationOffload | None = None
 
 
 class Executor:
     """Executes one device's part of ``schedule``.
 
-    ``stages`` maps a stage's number to its (wrapped) module; ``no_sync`` to the context in which
-    its gradients are accumulated without being reduced, ``replicas`` the replicated embedders if
-    there are any. ``program`` comes from ``compile_program``; its filler X0:3 runs slice 3 of
-    ``fillers[0]``, without gradients, and ``carrier`` has what slices send, or predictions. After
-    an error everything held is let go and the error is on the board. Raises PulseError if the
-    program names a filler that is not there.
+    - ``program``: events from ``compile_program``. Bubble task X0:3 runs slice 3 of ``fillers[0]``
+      without gradients.
+    - ``stages``: (wrapped) module of each stage number.
+    - ``no_sync``: contexts in which a stage accumulates gradients without reducing them.
+    - ``replicas``: the replicated embedders, if any.
+    - ``carrier``: provider of slice results or predictions to send.
+
+    After an error all held tensors are dropped, and the error is reported on the board. Raises
+    PulseError if the program names a missing bubble task.
     """
 
     def __init__(
@@ -86,7 +88,7 @@ class Executor:
         board: FailureBoard | None = None,
         no_sync: Mapping[int, Callable[[], AbstractContextManager[object]]] | None = None,
         replicas: Replicas | None = None,
-        fillers: Sequence[Workload] = (),
+        fillers: Sequence[SliceFunction] = (),
         carrier: Carrier | None = None,
     ) -> None:
         _require_fillers(program, len(fillers))
@@ -107,10 +109,10 @@ class Executor:
         self._fields = {s: batch_fields_of(backbone, routes, s) for s in self._own}
         self._heads = {s: backbone.layers[routes.partition.cuts[s]] for s in self._own}
         self._computed = {edge.name: edge.spec for edge in backbone.conditioning}
-        self._exchange = Exchange(routes, device, links)
+        self._exchange = TensorRouter(routes, device, links)
         self._saved: dict[tuple[int, int], _Saved] = {}
-        self._later: dict[tuple[int, int], Later] = {}
-        self._is_split = Kind.INPUT_GRAD in schedule.kinds
+        self._later: dict[tuple[int, int], WeightGradStore] = {}
+        self._is_split = OpType.INPUT_GRAD in schedule.kinds
         self._batches: dict[int, Batch] = {}
         self._copied: dict[int, dict[str, Tensor]] = {}
         self._unread: dict[int, int] = {}
@@ -119,8 +121,8 @@ class Executor:
         self._ended: set[int] = set()
         self._current: Operation | None = None
         self._copies: Streams | None = None
-        self.offloaded_bytes = 0
-        """Of activations that have left for the host, in all steps."""
+        self.offload_bytes = 0
+        """Bytes of activations offloaded, over all steps."""
 
     def run(
         self,
@@ -131,12 +133,12 @@ class Executor:
         recorder: Recorder | None = None,
         reduces: bool = True,
     ) -> list[Tensor]:
-        """Execute one step; returns the loss of every microbatch on the last stage's device, of a
-        cascade those of the chains that end here, one chain after another.
+        """Execute one step and return the loss of every microbatch on the last stage's device.
 
-        ``batches`` yields the step's microbatches in order, on every device. The schedule must
-        be forward-only exactly when ``forward_only`` is set. ``recorder`` notes when what ran.
-        Gradients are left as they are accumulated here, where ``reduces`` is false.
+        A cascade returns the losses of the chains that end here, one chain after another.
+        ``batches`` yields the step's microbatches in order, on every device. The schedule must be
+        forward-only exactly if ``forward_only`` is set. ``recorder`` is called around every event.
+        Without ``reduces`` gradients accumulate locally and are not reduced.
         """
         if settings.device.type == "cpu":
             keep_freed_memory()
@@ -162,30 +164,29 @@ class Executor:
                     for stage, make_context in self._no_sync.items():
                         self._syncing[stage].enter_context(make_context())
                 self._play(recorder)
-                HERE.event = "waiting until all messages of the step have ended"
+                PROGRESS.event = "waiting until all messages of the step have ended"
                 self._exchange.drain()
             self._exchange.require_empty()
         except BaseException as error:
             self._give_up(error)
             raise
         finally:
-            HERE.event = None
+            PROGRESS.event = None
         return [loss for losses in self._losses.values() for loss in losses]
 
     def _modules(self) -> list[nn.Module]:
-        """All that forwards run here."""
         copies = [] if self._replicas is None else self._replicas.modules()
         return [*self._stages.values(), *copies]
 
     @property
     def held_bytes(self) -> int:
-        """Bytes in the tensor store (zero between steps)."""
+        """Bytes in the tensor store; zero between steps."""
         return self._exchange.held_bytes
 
     def _play(self, recorder: Recorder | None) -> None:
         for event in self._program:
-            HERE.event = event
-            HERE.moves += 1
+            PROGRESS.event = event
+            PROGRESS.moves += 1
             if recorder is not None:
                 recorder.begin(event)
             match event:
@@ -205,22 +206,22 @@ class Executor:
                     self._exchange.receive(event)
                 case Release(sent):
                     self._exchange.release(sent)
-                case Together(what):
+                case CollectiveEvent(what):
                     self._join(what)
             if recorder is not None:
                 recorder.end(event)
 
-    def _join(self, what: Collective) -> None:
-        assert self._replicas is not None  # as _require_replicas has seen
+    def _join(self, what: EmbedderCollective) -> None:
+        assert self._replicas is not None  # checked in _require_replicas
         match what:
-            case Collective.REFRESH:
+            case EmbedderCollective.REFRESH:
                 self._replicas.refresh()
-            case Collective.RETURN:
+            case EmbedderCollective.RETURN:
                 self._replicas.return_gradients()
 
     @property
     def _carried(self) -> Carrier:
-        assert self._carrier is not None  # as _require_carrier has seen
+        assert self._carrier is not None  # checked in _require_carrier
         return self._carrier
 
     def _give_up(self, error: BaseException) -> None:
@@ -239,40 +240,38 @@ class Executor:
 
     def _run(self, operation: Operation) -> None:
         match operation.kind:
-            case Kind.FORWARD:
+            case OpType.FORWARD:
                 self._forward(operation)
-            case Kind.WEIGHT_GRAD:
+            case OpType.WEIGHT_GRAD:
                 self._weight_gradient(operation)
-            case Kind.RECOMPUTE:
+            case OpType.RECOMPUTE:
                 for layer in self._saved[operation.stage, operation.microbatch].again:
                     layer.compute()
-            case Kind.OFFLOAD:
+            case OpType.OFFLOAD:
                 self._away(operation).let_go()
-            case Kind.RELOAD:
+            case OpType.RELOAD:
                 self._away(operation).fetch()
-            case Kind.FILLER:
+            case OpType.FILLER:
                 with torch.no_grad():
                     self._fillers[operation.stage](operation.microbatch)
             case _:
-                drawing = DrawWatch()
+                drawing = RngWatch()
                 self._backward(operation)
                 self._require_none_drawn(drawing, f"the backward of {self._layers_of(operation)}")
 
-    def _require_none_drawn(self, drawing: DrawWatch, what: str) -> None:
-        """Raise BackboneError if ``what`` has drawn random numbers."""
+    def _require_none_drawn(self, drawing: RngWatch, what: str) -> None:
+        """Raise BackboneError if ``what`` drew random numbers."""
         if fault := drawing.fault():
             raise BackboneError(self._backbone.name, [f"{what} {fault}"])
 
     def _layers_of(self, operation: Operation) -> str:
-        """The layers of an operation's stage, in words."""
+        """Name the layers of an operation's stage."""
         layers = self._routes.partition.layers_of_stage(operation.stage)
         first, last = (self._backbone.layers[i].name for i in (layers[0], layers[-1]))
         return first if first == last else f"{first} to {last}"
 
-    # --- forward ------------------------------------------------------------------------------
-
     def _shape(self, microbatch: int) -> int:
-        """Which of the chain's shapes a microbatch has; it is loaded to know that."""
+        """Index of a microbatch's shape among the chain's shapes; loads the microbatch."""
         while len(self._shapes) <= microbatch:
             batch = next(self._batches_left)
             self._batches[len(self._shapes)] = batch
@@ -282,20 +281,22 @@ class Executor:
         return self._shapes[microbatch]
 
     def _like(self, message: Message) -> Tensor:
-        """A tensor without memory, like what ``message`` brings: that follows from its microbatch's
-        shape, which every device sees in its own batch, and no shape travels."""
+        """Meta tensor with the shape and dtype of ``message``.
+
+        Shapes follow from the microbatch, which every device loads, so no shape is sent.
+        """
         if message.payload.is_carried:
             return self._carried.like(message)
         which = self._shape(message.consumer.microbatch) if self._backbone.num_shapes > 1 else 0
         return self._settings.make_empty(message_spec(self._routes, message).at(which), META)
 
     def _cast(self, tensor: Tensor, spec: TensorSpec) -> Tensor:
-        # The host does not wait for a copy to a GPU where loaders pin their batches.
+        # Copies to a GPU do not block the host if loaders pin their batches.
         device, dtype = self._settings.device, self._settings.dtype_of(spec)
         return tensor.to(device, dtype, non_blocking=True)
 
     def _field(self, microbatch: int, name: str, spec: TensorSpec) -> Tensor:
-        """A field of a microbatch where it is computed: one copy for all of the device's stages."""
+        """Field of a microbatch on the compute device; one copy serves all stages of the device."""
         copied = self._copied[microbatch]
         if name not in copied:
             copied[name] = self._cast(self._batches[microbatch][name], spec)
@@ -320,10 +321,12 @@ class Executor:
             for name in self._fields[stage]
         }
         if self._is_split and self._training:
-            saved.later = Later()
+            saved.later = WeightGradStore()
         if (stage, op.microbatch) in self._schedule.offloaded and self._training:
             here = [*boundary, *skips.values(), *given.values(), *conditioning.values()]
-            saved.away = Away(self._weights[stage] | storages(here), self._copy_streams())
+            saved.away = ActivationOffload(
+                self._weights[stage] | storages(here), self._copy_streams()
+            )
         outputs, skips, provided = self._stages[stage](
             boundary, skips, {**given, **conditioning}, saved.later, which, saved.again, saved.away
         )
@@ -331,12 +334,12 @@ class Executor:
         results += [(Payload.CONDITIONING, name, tensor) for name, tensor in provided.items()]
         if placement.after[stage] is None:
             fields = own_fields(self._backbone, head.chain, batch)
-            drawing = DrawWatch(whole=stage not in self._ended)
+            drawing = RngWatch(whole=stage not in self._ended)
             loss = self._settings.loss_of(head.chain)(outputs[0], fields)
             saved.loss = _loss(loss, self._training and outputs[0].requires_grad)
             self._require_none_drawn(drawing, "the loss")
             self._ended.add(stage)
-            # torch's mean squared error is a number in memory of the size of what it is of.
+            # torch's mean squared error may keep memory of its input's size alive.
             self._losses[stage].append(saved.loss.detach().clone())
         else:
             results += [(Payload.BOUNDARY, str(i), t) for i, t in enumerate(outputs)]
@@ -353,28 +356,26 @@ class Executor:
             self._exchange.deliver(op, payload, name, tensor.detach())
         if saved.away is not None:
             saved.away.leave()
-            self.offloaded_bytes += saved.away.num_bytes
+            self.offload_bytes += saved.away.num_bytes
         if self._training:
             self._saved[stage, op.microbatch] = saved
 
-    def _away(self, op: Operation) -> Away:
+    def _away(self, op: Operation) -> ActivationOffload:
         away = self._saved[op.stage, op.microbatch].away
-        assert away is not None  # its forward made it
+        assert away is not None  # created in forward
         return away
 
     def _copy_streams(self) -> Streams | None:
-        """What activations leave and come on; none on a CPU."""
+        """Streams for activation offload; None on a CPU."""
         if self._copies is None:
             self._copies = Streams.on(self._settings.device)
         return self._copies
-
-    # --- backward -----------------------------------------------------------------------------
 
     def _backward(self, op: Operation) -> None:
         stage = op.stage
         saved = self._saved.pop((stage, op.microbatch))
         saved.again.clear()
-        if self._ends_accumulation(op) and op.kind is Kind.BACKWARD:
+        if self._ends_accumulation(op) and op.kind is OpType.BACKWARD:
             self._syncing[stage].close()  # the last microbatch's gradients may be reduced
         if saved.loss is not None:
             loss = saved.loss / self._schedule.num_microbatches
@@ -405,14 +406,14 @@ class Executor:
     def _weight_gradient(self, op: Operation) -> None:
         later = self._later.pop((op.stage, op.microbatch))
         if self._ends_accumulation(op) and op.stage in self._no_sync:
-            # From here on a gradient that arrives may be reduced. Those that came with input
-            # gradients are all there; an addition of nothing says so.
+            # From here on arriving gradients may be reduced. Gradients of the input-gradient pass
+            # are complete; adding zeros announces them.
             self._syncing[op.stage].close()
             self._announce(op.stage, later.parameters)
         later.compute()
 
     def _announce(self, stage: int, awaited: set[nn.Parameter]) -> None:
-        """Tell Megatron that all gradients of a stage but those ``awaited`` are complete."""
+        """Announce to Megatron that a stage's gradients are complete, except those ``awaited``."""
         inside = _inside(self._stages[stage])
         elsewhere = set(inside.replicated_parameters())
         complete = [
@@ -425,20 +426,22 @@ class Executor:
 
 
 def _inside(stage: nn.Module) -> nn.Module:
-    """The stage within Megatron's wrappers, whose parameters have their own names."""
+    """Unwrap Megatron's wrappers, so that parameters have their own names."""
     while isinstance(inner := getattr(stage, "module", None), nn.Module):
         stage = inner
     return stage
 
 
 def _gradient(leaf: Tensor) -> Tensor:
-    """The gradient of a leaf, zero where nothing depended on it."""
+    """Gradient of a leaf; zeros without a dependency."""
     return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
 
 
 def _loss(value: object, differentiated: bool) -> Tensor:
-    """What a loss function returned; raises ValueError unless it is one number, of which there is
-    a gradient if it is to be ``differentiated``."""
+    """Check that a loss function returned a scalar tensor; ValueError otherwise.
+
+    A ``differentiated`` loss must have a gradient.
+    """
     if not isinstance(value, Tensor):
         raise ValueError(f"the loss must be a tensor of one number, is {type(value).__name__}")
     if value.numel() != 1:
@@ -453,7 +456,7 @@ def _loss(value: object, differentiated: bool) -> Tensor:
 
 
 def _require_carrier(program: Sequence[Event], carrier: Carrier | None) -> None:
-    """Raise PulseError if ``program`` sends what no stage gives and nothing has that."""
+    """Raise PulseError if ``program`` sends carried payloads without a carrier."""
     if carrier is None and any(
         event.message.payload.is_carried for event in program if isinstance(event, Send | Receive)
     ):
@@ -463,17 +466,17 @@ def _require_carrier(program: Sequence[Event], carrier: Carrier | None) -> None:
 
 
 def _require_replicas(program: Sequence[Event], replicas: Replicas | None) -> None:
-    """Raise PulseError if ``program`` refreshes embedders' copies and nothing has them."""
-    if replicas is None and any(isinstance(event, Together) for event in program):
+    """Raise PulseError if ``program`` refreshes replicated embedders without replicas."""
+    if replicas is None and any(isinstance(event, CollectiveEvent) for event in program):
         raise PulseError("the plan replicates embedders, but this executor has no copies of them")
 
 
 def _require_fillers(program: Sequence[Event], count: int) -> None:
-    """Raise PulseError if ``program`` runs a filler of a number that is not below ``count``."""
+    """Raise PulseError if ``program`` runs a bubble task numbered ``count`` or higher."""
     named = {
         event.operation.stage
         for event in program
-        if isinstance(event, Run) and event.operation.kind is Kind.FILLER
+        if isinstance(event, Run) and event.operation.kind is OpType.FILLER
     }
     if missing := sorted(n for n in named if n >= count):
         raise PulseError(

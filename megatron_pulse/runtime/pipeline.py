@@ -1,4 +1,4 @@
-"""A plan on torch's process groups, for a training loop of one's own."""
+"""A plan on torch's process groups, for a custom training loop."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from torch import Tensor, nn
 from megatron_pulse.backbone.chain import Backbone, TensorSpec
 from megatron_pulse.backbone.check import BackboneError
 from megatron_pulse.backbone.context import LayerContext
-from megatron_pulse.backbone.derived.from_module import buffers_of, tied_names
-from megatron_pulse.backbone.derived.refused.telling import alike
-from megatron_pulse.backbone.derived.weights.first import altered
-from megatron_pulse.backbone.generators import generators_kept
-from megatron_pulse.backbone.published import torn, untied
+from megatron_pulse.backbone.published_weights import torn, untied
+from megatron_pulse.backbone.rng_state import generators_kept
 from megatron_pulse.backbone.shapes import ShapeError, fields_of, shape_of
-from megatron_pulse.faults import told, wrong_count, wrong_kinds
+from megatron_pulse.errors import format_faults, wrong_count, wrong_kinds
 from megatron_pulse.planner.layout.routes import Payload, batch_fields_of
-from megatron_pulse.planner.step.plan import Plan
-from megatron_pulse.runtime.called import Recorder, Workload
-from megatron_pulse.runtime.encoding.encoding import Encoding, Frozen
+from megatron_pulse.planner.program.plan import Plan
+from megatron_pulse.runtime.encoding.encoding import Encoding, FrozenComponent
 from megatron_pulse.runtime.executor import Executor
-from megatron_pulse.runtime.failures import PulseError, default_board
-from megatron_pulse.runtime.messages.links import Links
-from megatron_pulse.runtime.modules import attributes_kept, buffers_kept, built_elsewhere, unsound
+from megatron_pulse.runtime.failure_board import PulseError, default_board
+from megatron_pulse.runtime.module_checks import (
+    attributes_kept,
+    buffers_kept,
+    built_elsewhere,
+    unsound,
+)
+from megatron_pulse.runtime.p2p.links import Links
 from megatron_pulse.runtime.parameters.grad_norm import (
     clip,
     combined,
@@ -36,21 +37,28 @@ from megatron_pulse.runtime.parameters.grad_norm import (
     require_max_norm,
     require_norm_type,
 )
-from megatron_pulse.runtime.parameters.replicas import Replicas
-from megatron_pulse.runtime.settings import Batch, LossFunction, RunSettings
+from megatron_pulse.runtime.parameters.replicated_embedders import Replicas
+from megatron_pulse.runtime.protocols import Recorder, SliceFunction
 from megatron_pulse.runtime.stage import Stage, summed
+from megatron_pulse.runtime.tensor_settings import Batch, LossFunction, RunSettings
+from megatron_pulse.tracing.checks.trace_hooks import alike
+from megatron_pulse.tracing.from_module import buffers_of, tied_names
+from megatron_pulse.tracing.initial_weights.sources import altered
 
 
 class Pipeline:
-    """This process's stages of ``plan``, and steps that run on those of all.
+    """This process's stages of ``plan``, and steps that run on the stages of all processes.
 
-    Process i of ``group`` (default: all processes of the job, or this one where it is alone) is
-    pipeline device i. ``loss(prediction, batch)`` is called where the chain ends; of a cascade it
-    may be one for each chain by name, and is given the chain's own fields. A layer's initial
-    weights depend on ``seed`` and its name alone. ``context`` is what layers are built with, which
-    those of ``model_specs`` need, ``fillers`` what the plan's fillers run. All processes call it.
-    Raises PulseError for arguments of other kinds, if the plan is for another number of processes,
-    and where layers of other processes could not be built.
+    - ``group``: process i is pipeline device i. The default is all processes of the job, or this
+      one alone.
+    - ``loss(prediction, batch)``: called where the chain ends. A cascade may have one per chain, by
+      name, called with the chain's own fields.
+    - ``seed``: a layer's initial weights depend only on the seed and the layer's name.
+    - ``context``: argument of layer factories, required by those of ``model_specs``.
+    - ``fillers``: callables of the plan's bubble tasks.
+
+    Construction is collective. Raises PulseError for arguments of other kinds, if the plan is for
+    another number of processes, or if another process cannot build its layers.
     """
 
     def __init__(
@@ -64,7 +72,7 @@ class Pipeline:
         device: str | torch.device = "cpu",
         group: dist.ProcessGroup | None = None,
         context: LayerContext | None = None,
-        fillers: Sequence[Workload] = (),
+        fillers: Sequence[SliceFunction] = (),
         timeout_s: float = 600.0,
     ) -> None:
         if group is None and dist.is_initialized():
@@ -81,7 +89,7 @@ class Pipeline:
         faults = [*wrong_kinds(given), *wrong_count("micro_batch_size", micro_batch_size)]
         faults += _loss_faults(loss, plan.backbone.parts if isinstance(plan, Plan) else None)
         if faults:
-            raise PulseError(told("Pipeline", faults))
+            raise PulseError(format_faults("Pipeline", faults))
         num_processes = 1 if group is None else group.size()
         if num_processes != plan.placement.num_devices:
             raise PulseError(
@@ -103,9 +111,7 @@ class Pipeline:
                     s,
                     seed,
                     context,
-                    plan.recompute,
-                    plan.offload,
-                    plan.selective,
+                    plan.activations,
                 ).to(device, dtype)
                 for s in plan.placement.stages_of_device(self.rank)
             }
@@ -126,41 +132,43 @@ class Pipeline:
         self._executors: dict[tuple[int, bool], Executor] = {}
         self._tried = False
 
-    def encode_with(self, components: Sequence[Frozen]) -> Encoding:
-        """Have frozen components encode samples: in front of a step (``front``), or by the fillers
-        of the plan's schedule while another one runs (``fill``, the step, ``filled``)."""
+    def encode_with(self, components: Sequence[FrozenComponent]) -> Encoding:
+        """Let frozen components encode samples.
+
+        Components run before a step (``front``), or as bubble tasks of the plan's schedule while
+        another step runs (``fill``, the step, ``filled``).
+        """
         self._encoding = Encoding(components, self._settings.device, self.rank, self.links)
         self._executors.clear()
         return self._encoding
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Those of this process's layers, by their layers' names."""
+        """Parameters of this process's layers, named by layer."""
         for stage in self.stages.values():
             yield from stage.named_parameters()
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Those of this process's layers, for its optimizer."""
+        """Parameters of this process's layers, for its optimizer."""
         return (parameter for _, parameter in self.named_parameters())
 
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
-        """The norm of the gradients of all processes' layers, as one number on each.
+        """Norm of the gradients of all processes' layers, returned on each.
 
-        In fp32, or fp64 where parameters are. Frozen parameters have none, and replicated embedders
-        count once. The bits are the same at every layout. All processes call it. Raises PulseError
-        for a ``norm_type`` that is neither positive nor inf.
+        The result is fp32, or fp64 where parameters are. Frozen parameters are excluded; replicated
+        embedders count once. The result is bitwise equal for every layout. Collective. Raises
+        PulseError if ``norm_type`` is neither positive nor inf.
         """
         return self._norms(norm_type)[0]
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:
-        """Scale all gradients so that their ``grad_norm`` is at most ``max_norm``; returns what it
-        was.
+        """Scale all gradients so that ``grad_norm`` is at most ``max_norm``; returns the old norm.
 
-        As torch's ``clip_grad_norm_`` does on one process, which on several would scale the layers
-        of each by a norm of their own. All processes call it, with the same arguments. With
-        ``error_if_nonfinite`` raises PulseError that names the layers whose gradients are not
-        finite, on all processes, and scales nothing.
+        torch's ``clip_grad_norm_`` does the same on one process. On several, it would scale each
+        process's layers by a different norm. Collective, with equal arguments. With
+        ``error_if_nonfinite``, non-finite gradients raise PulseError naming their layers on all
+        processes, and nothing is scaled.
         """
         most = require_max_norm(max_norm)
         total, norms = self._norms(norm_type)
@@ -170,7 +178,7 @@ class Pipeline:
         return total
 
     def _norms(self, norm_type: float) -> tuple[Tensor, Tensor]:
-        """The norm of all gradients, and in fp64 that of each layer's."""
+        """Norm of all gradients, and each layer's norm in fp64."""
         kind, device = require_norm_type(norm_type), self._settings.device
         layers = self.plan.backbone.layers
         own = dict(pair for stage in self.stages.values() for pair in stage.named_layers())
@@ -187,16 +195,16 @@ class Pipeline:
         return combined(norms, kind).to(wide), norms
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The weights of this process's layers; those of all processes make the whole model."""
+        """Weights of this process's layers; all processes together hold the whole model."""
         return {k: v for stage in self.stages.values() for k, v in stage.state_dict().items()}
 
     def full_state_dict(self, to: int | None = None) -> dict[str, Tensor]:
-        """The weights and buffers of all layers, in the memory of the host: what ``state_dict``
-        returns on one process.
+        """Weights and buffers of all layers in host memory, as ``state_dict`` returns on one
+        process.
 
-        On every process, or on process ``to`` alone; the others get nothing. ``load_state_dict``
-        takes it at any layout. All processes call it; one tensor at a time travels. Raises
-        PulseError if there is no process ``to``.
+        Returned on every process, or on process ``to`` alone; the others get an empty dict.
+        ``load_state_dict`` accepts the result for any layout. Collective; one tensor is sent at a
+        time. Raises PulseError if process ``to`` does not exist.
         """
         placement = self.plan.placement
         if to is not None and to not in range(placement.num_devices):
@@ -212,16 +220,15 @@ class Pipeline:
         return whole
 
     def _told[T](self, value: T, process: int, what: str) -> T:
-        """Broadcast that process's ``value`` to all."""
+        """Broadcast ``value`` from ``process`` to all."""
         return value if self.links is None else self.links.tell(value, process, what)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take the weights of this process's layers from those of a whole model.
+        """Load the weights of this process's layers from a whole model's state.
 
-        Of a derived chain the ``state_dict`` of its module will do: tied weights under all their
-        names and buffers are compared. Raises PulseError that lists what is missing, unknown, of
-        another shape or of other values than these, and for what maps
-        no names to tensors; nothing is loaded then.
+        A traced module's ``state_dict`` is accepted: tied weights under all names, and buffers, are
+        compared. Raises PulseError listing missing, unknown, misshapen and differing entries;
+        nothing is loaded then.
         """
         _require_weights(state)
         tied, constants = tied_names(self.plan.backbone), buffers_of(self.plan.backbone)
@@ -251,7 +258,7 @@ class Pipeline:
             if name.startswith(mine) and name not in own
         ]
         if faults := faults or [*torn(given, tied), *altered(constants, given)]:
-            raise PulseError(told("weights to load", faults))
+            raise PulseError(format_faults("weights to load", faults))
         for stage in self.stages.values():
             stage.load_state_dict({name: state[name] for name in stage.state_dict()})
         if self._replicas is not None:
@@ -264,15 +271,20 @@ class Pipeline:
         everywhere: bool = False,
         recorder: Recorder | None = None,
     ) -> list[Tensor]:
-        """Forward and backward of one microbatch for each of ``batches``; all processes call it.
+        """Run forward and backward of one microbatch for each of ``batches``. Collective.
 
-        Every process gives the same batches: ``noisy`` is what the first layer takes, the rest is
-        for the loss and for layers that use fields of the batch. In a chain of several shapes each
-        microbatch has one of them, by the shapes of its fields. Gradients of the mean loss are
-        added to those of the parameters. Returns the microbatches' losses, ``everywhere`` or only
-        where the chain ends (of a cascade, one chain's after another's). Raises PulseError if the
-        processes have different plans or numbers of batches, if no layer is trained, and with
-        everything that is missing in the batches or of another shape, or dtype in ``noisy``.
+        Every process passes the same batches. ``noisy`` is the first layer's input; other fields
+        are for the loss and for layers that use them. A chain of several shapes selects a
+        microbatch's shape by the shapes of its fields.
+
+        Gradients of the mean loss are accumulated into the parameters. Returns the microbatches'
+        losses, ``everywhere`` or only where the chain ends (for a cascade, one chain after
+        another).
+
+        Raises PulseError if plans or numbers of batches differ between processes, or if no layer is
+        trained. Also raises
+        PulseError listing all missing or misshapen fields of the batches, and a wrong dtype of
+        ``noisy``.
         """
         if not any(layer.trained for layer in self.plan.backbone.layers):
             raise PulseError(
@@ -285,9 +297,9 @@ class Pipeline:
         return self._spread(losses) if everywhere else losses
 
     def evaluate(self, batches: Sequence[Batch], *, everywhere: bool = False) -> list[Tensor]:
-        """The losses alone, as ``step`` returns them, without gradients.
+        """Losses as ``step`` returns them, without gradients.
 
-        Layers run in the mode that they are in (``train``); their buffers stay as they are.
+        Layers run in their current mode (``train``); buffers are restored.
         """
         self._require_fit(batches)
         executor = self.executor(len(batches), forward_only=True)
@@ -295,13 +307,13 @@ class Pipeline:
         return self._spread(losses) if everywhere else losses
 
     def train(self, mode: bool = True) -> None:
-        """Put this process's layers in the mode of training, or of evaluation (``False``)."""
+        """Set this process's layers to training mode, or to evaluation mode (``False``)."""
         copies = [] if self._replicas is None else self._replicas.modules()
         for module in (*self.stages.values(), *copies):
             module.train(mode)
 
     def _spread(self, losses: list[Tensor]) -> list[Tensor]:
-        """The losses of all chains, on every process."""
+        """Broadcast the losses of all chains to every process."""
         placement, device = self.plan.placement, self._settings.device
         ends = [placement.device_of_stage[stage] for stage in placement.ends]
         count = len(losses) // max(ends.count(self.rank), 1)
@@ -313,7 +325,7 @@ class Pipeline:
         return found
 
     def executor(self, num_microbatches: int, *, forward_only: bool = False) -> Executor:
-        """What runs a step of that many microbatches; all processes call it."""
+        """Executor of a step of ``num_microbatches``. Collective."""
         key = num_microbatches, forward_only
         if key not in self._executors:
             self._require_one_call(num_microbatches, forward_only)
@@ -349,11 +361,14 @@ class Pipeline:
             for fault in _misfits(self.plan.backbone, batch, self._settings)
         ]
         if faults or not batches:
-            raise PulseError(told("batches", faults or ["a step needs at least one"]))
+            raise PulseError(format_faults("batches", faults or ["a step needs at least one"]))
 
     def _try_layers(self) -> None:
-        """Run every layer once: what fails does so before time is spent on a schedule, and on the
-        process that has the layer."""
+        """Run every layer once on zeros.
+
+        Errors then appear before time is spent on a schedule, and on the process that has the
+        layer.
+        """
         fault: Exception | None = None
         found: dict[int, list[str]] = {}
         try:
@@ -378,16 +393,16 @@ class Pipeline:
         self._tried = True
 
     def _require_none(self, fault: Exception | None, doing: str) -> None:
-        """Raise ``fault``, or say where another process has one and which."""
+        """Raise ``fault``, or an error that names the processes with a fault."""
         said = None if fault is None else f"{type(fault).__name__}: {fault}"
         everybody = self._gathered(said, doing) if self._group is not None else []
         if fault is not None:
             raise fault
         if faults := [f"process {i}: {why}" for i, why in enumerate(everybody) if why is not None]:
-            raise PulseError(told(doing, faults))
+            raise PulseError(format_faults(doing, faults))
 
     def _gathered(self, own: object, doing: str) -> list[Any]:
-        """What each process gives for ``own``."""
+        """Gather ``own`` from all processes."""
         assert self._group is not None and self._board is not None
         found: list[Any] = [None] * self._group.size()
         try:
@@ -411,7 +426,9 @@ class Pipeline:
             for i, call in enumerate(others, start=1)
             if call != first
         ]:
-            raise PulseError(told("all processes make the same call with the same batches", faults))
+            raise PulseError(
+                format_faults("all processes make the same call with the same batches", faults)
+            )
 
     def _require_one_plan(self, num_microbatches: int) -> None:
         if self._group is None:
@@ -463,12 +480,13 @@ def _require_weights(state: object) -> None:
         if not isinstance(name, str) or not isinstance(value, Tensor)
     ]
     if faults:
-        raise PulseError(told(what, faults))
+        raise PulseError(format_faults(what, faults))
 
 
 def _run_on_zeros(plan: Plan, stage: Stage, settings: RunSettings, which: int) -> None:
-    """A forward of a stage on tensors like those of a step's microbatch of the shape ``which``; its
-    buffers and attributes stay as they are."""
+    """Run a stage's forward on zeros of shape ``which``; its buffers and attributes are
+    restored.
+    """
     routes, index = plan.routes, stage.stage
 
     def zeros(spec: TensorSpec) -> Tensor:
@@ -489,7 +507,7 @@ def _run_on_zeros(plan: Plan, stage: Stage, settings: RunSettings, which: int) -
 
 
 def _misfits(backbone: Backbone, batch: object, settings: RunSettings) -> Iterator[str]:
-    """What a microbatch lacks of the fields that the chain reads."""
+    """Yield faults of a microbatch: fields that are missing, misshapen or of a wrong dtype."""
     if not isinstance(batch, Mapping):
         yield f"must map names to tensors, is {type(batch).__name__}"
         return
@@ -514,7 +532,7 @@ def _misfits(backbone: Backbone, batch: object, settings: RunSettings) -> Iterat
 
 
 def _require_sound(plan: Plan, stages: Mapping[int, Stage], context: LayerContext | None) -> None:
-    """Raise BackboneError, on every process alike, for layers that no pipeline can run."""
+    """Raise BackboneError, on every process alike, for layers that cannot be pipelined."""
     own = {i for s in stages for i in plan.partition.layers_of_stage(s)}
     layers = plan.backbone.layers
     modules = [(name, m) for stage in stages.values() for name, m in stage.named_layers()]
@@ -534,7 +552,7 @@ def replicate(
     settings: RunSettings,
     before_reading: Callable[[nn.Module], None] = lambda master: None,
 ) -> Replicas:
-    """Give ``stages``, those of ``device``, their copies of the embedders that all devices run."""
+    """Give the ``stages`` of ``device`` their copies of the replicated embedders."""
     masters = {
         name: module
         for stage in stages.values()

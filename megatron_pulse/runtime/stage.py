@@ -1,10 +1,10 @@
-"""One stage of a partitioned backbone as a torch module."""
+"""Stage of a partitioned backbone as a torch module."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from typing import Any
@@ -12,37 +12,38 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron_pulse.backbone.activations import ActivationPolicies, ActivationPolicy
 from megatron_pulse.backbone.chain import COMPUTE, Backbone, Layer
 from megatron_pulse.backbone.check import BackboneError
 from megatron_pulse.backbone.context import LayerContext
-from megatron_pulse.backbone.derived.nesting import (
+from megatron_pulse.backbone.result_check import TensorMeta, declared, result_mismatch
+from megatron_pulse.backbone.rng_state import generators_kept
+from megatron_pulse.backbone.shapes import tell_shape
+from megatron_pulse.backbone.shared import shared_inputs
+from megatron_pulse.planner.layout.crossing import SkipCarrier
+from megatron_pulse.planner.layout.routes import Routes, embedders_of
+from megatron_pulse.runtime.activations.input_check import SharedInputCheck
+from megatron_pulse.runtime.activations.offload import ActivationOffload
+from megatron_pulse.runtime.activations.recompute import RecomputedLayer
+from megatron_pulse.runtime.activations.selective_recompute import SelectiveRecompute
+from megatron_pulse.runtime.failure_board import PulseError
+from megatron_pulse.runtime.module_checks import unsound
+from megatron_pulse.runtime.parameters.replicated_embedders import Replicas
+from megatron_pulse.runtime.parameters.split_backward import deferring
+from megatron_pulse.runtime.parameters.wgrad_queue import WeightGradStore
+from megatron_pulse.runtime.rng_check import RngWatch, reserves_numbers
+from megatron_pulse.tracing.dotted_parameters import (
     Holder,
     Nest,
     container_of,
     register_parameters,
 )
-from megatron_pulse.backbone.generators import generators_kept
-from megatron_pulse.backbone.returned import Kind, declared, misfit
-from megatron_pulse.backbone.shapes import tell_shape
-from megatron_pulse.backbone.shared import shared_inputs
-from megatron_pulse.planner.layout.crossing import SkipCarrier
-from megatron_pulse.planner.layout.routes import Routes, embedders_of
-from megatron_pulse.runtime.draws import DrawWatch, reserves_numbers
-from megatron_pulse.runtime.failures import PulseError
-from megatron_pulse.runtime.modules import unsound
-from megatron_pulse.runtime.parameters.later import Later
-from megatron_pulse.runtime.parameters.replicas import Replicas
-from megatron_pulse.runtime.parameters.weight_gradients import deferring
-from megatron_pulse.runtime.saved.again import Again
-from megatron_pulse.runtime.saved.away import Away
-from megatron_pulse.runtime.saved.selective import Selective
-from megatron_pulse.runtime.untouched import Untouched
 
 Tensors = dict[str, Tensor]
 
 
 def layer_seed(seed: int, layer_name: str) -> int:
-    """The seed of a layer's initial weights: a function of its name, never of its rank."""
+    """Seed of a layer's initial weights; depends on the layer's name, not on its rank."""
     digest = hashlib.sha256(f"{seed}/{layer_name}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
@@ -50,15 +51,20 @@ def layer_seed(seed: int, layer_name: str) -> int:
 class Stage(Nest):
     """Layers ``routes.partition.layers_of_stage(stage)`` of ``backbone``.
 
-    Parameters are named by their layer's global name, so a checkpoint does not depend on where
-    the chain was cut. ``context`` is what the layers are built with. Layers of the chain that are
-    in ``recompute`` keep what they take, and no activations: these are computed again for the
-    backward pass, which then, since nothing is to be held any longer, has their weight gradients
-    too. What those in ``offload`` save waits on the host meanwhile (``Away``); those in
-    ``selective`` save nothing that is cheap to have again (``Selective``).
-    A replicated embedder is a layer of one stage like any other, but runs only through
-    ``replicas``, which must be set where ``routes`` has such.
-    ``base`` goes to the next class where another is derived from this and from one of Megatron's.
+    Parameters are named by their layer's global name, so checkpoints do not depend on the
+    partition. ``context`` is passed to layer factories.
+
+    Activations of layers, by index in the chain:
+
+    - ``recompute``: only inputs are kept, and activations are recomputed for backward. Backward
+      then includes their weight gradients, so that nothing is held any longer.
+    - ``offload``: saved tensors are offloaded to the host (``ActivationOffload``).
+    - ``selective``: saved tensors that cheap operators can rebuild are dropped
+    (``SelectiveRecompute``).
+
+    A replicated embedder belongs to one stage as any layer, but runs only through ``replicas``.
+    ``replicas`` must be set if ``routes`` replicates embedders. ``base`` is passed to the next base
+    class, for subclasses that also derive from a Megatron class.
     """
 
     def __init__(
@@ -68,17 +74,14 @@ class Stage(Nest):
         stage: int,
         seed: int,
         context: LayerContext | None = None,
-        recompute: Collection[int] = (),
-        offload: Collection[int] = (),
-        selective: Collection[int] = (),
+        activations: ActivationPolicies | None = None,
         **base: Any,
     ) -> None:
         super().__init__(**base)
         self.stage = stage
         layers = routes.partition.layers_of_stage(stage)
-        self.recomputed = tuple(i in recompute for i in layers)
-        self.offloaded = tuple(i in offload for i in layers)
-        self.selective = tuple(i in selective for i in layers)
+        activations = activations or ActivationPolicies()
+        self.policies = tuple(activations.of(i) for i in layers)
         self.replicas: Replicas | None = None
         self._embedders = [backbone.layers[i] for i in embedders_of(backbone, routes, stage)]
         self._replicated = routes.replicated
@@ -102,10 +105,10 @@ class Stage(Nest):
         self._skips_out = tuple(r.name for r in routes.skips_out_of(stage))
         self._provides = tuple(c.name for c in routes.conditioning_out_of(stage))
         self._backbone_name = backbone.name
-        self._declared: dict[tuple[int, torch.dtype, int], list[tuple[Kind, ...]]] = {}
+        self._declared: dict[tuple[int, torch.dtype, int], list[tuple[TensorMeta, ...]]] = {}
         self._known: set[tuple[object, ...]] = set()
         self._reserving: set[str] = set()
-        self._chain: tuple[nn.Module, ...] = ()  # no list: parameters have names of their own
+        self._chain: tuple[nn.Module, ...] = ()  # no list: a ModuleList would rename parameters
         self._holders: dict[str, tuple[Holder, ...]] = {}
         for spec in self._specs:
             own = spec.own(spec.name)
@@ -127,29 +130,36 @@ class Stage(Nest):
         inputs: tuple[Tensor, ...],
         skips: Tensors,
         conditioning: Tensors,
-        later: Later | None = None,
+        later: WeightGradStore | None = None,
         which: int = 0,
-        again: list[Again] | None = None,
-        away: Away | None = None,
+        again: list[RecomputedLayer] | None = None,
+        away: ActivationOffload | None = None,
     ) -> tuple[tuple[Tensor, ...], Tensors, Tensors]:
         """Run the stage's layers on one microbatch.
 
-        ``inputs`` are the boundary tensors, ``skips`` those popped here and pushed in another
-        stage, ``conditioning`` what the layers use and do not compute here (fp64 where another
-        layer computed it). Returns the boundary tensors, the skips that leave, and the
-        conditioning that leaves (fp64). Weight gradients that can wait are left to ``later``.
-        ``which`` of the chain's shapes the microbatch has says the executor. What can be computed
-        again before its backward comes to it is added to ``again``; what offloaded layers save is
-        noted in ``away``.
+        - ``inputs``: boundary tensors.
+        - ``skips``: skips popped here and pushed in another stage.
+        - ``conditioning``: conditioning used here and computed elsewhere, in fp64 if a layer
+          computed it.
+        - ``later``: queue for weight gradients that can be deferred.
+        - ``which``: index of the microbatch's shape among the chain's shapes.
+        - ``again``: list to which recomputed layers are appended.
+        - ``away``: recorder of tensors that offloaded layers save.
+
+        Returns the boundary tensors, the outgoing skips, and the outgoing conditioning (fp64).
         """
         inputs, carried = self._fan_out(inputs, self._boundary_skips)
         skips = {**skips, **carried}
         conditioning = {**conditioning, **self._embed(conditioning, which)}
         expected = self._kinds(inputs, skips, which)
-        how = self.recomputed, self.offloaded, self.selective
-        layers = zip(self._specs, self._chain, expected, self._shared, *how, strict=True)
+        policies = (
+            self.policies
+            if torch.is_grad_enabled()
+            else (ActivationPolicy.KEEP,) * len(self.policies)
+        )
+        layers = zip(self._specs, self._chain, expected, self._shared, policies, strict=True)
         faults: list[str] = []
-        for spec, module, kinds, shared, recomputed, offloaded, selective in layers:
+        for spec, module, kinds, shared, policy in layers:
             if spec.name in self._replicated:
                 continue
             popped = {spec.own(name): _alias(skips.pop(name)) for name in spec.pops}
@@ -157,22 +167,24 @@ class Stage(Nest):
             inputs = tuple(_alias(tensor) for tensor in inputs)
             for holder in self._holders.get(spec.name, ()):
                 holder()
-            untouched = Untouched(spec, shared, inputs, popped, used)
-            if recomputed and torch.is_grad_enabled():
+            untouched = SharedInputCheck(spec, shared, inputs, popped, used)
+            if policy is ActivationPolicy.RECOMPUTE:
                 given = inputs, popped, used
                 call = functools.partial(_run, spec.name, module, None, which, *given)
                 state = functools.partial(_state, module, *given)
-                layer = Again(spec.name, call, state)
+                layer = RecomputedLayer(spec.name, call, state)
                 with self._watching(spec, module, which, faults):
                     results = layer.forward()
                 if again is not None:
                     again.append(layer)
             else:
                 saving: AbstractContextManager[Any] = nullcontext()
-                if away is not None and offloaded:
+                if away is not None and policy is ActivationPolicy.OFFLOAD:
                     saving = away.saving(spec.name)
-                elif selective and torch.is_grad_enabled():
-                    saving = Selective(spec.name, module.parameters(), module.buffers()).saving()
+                elif policy is ActivationPolicy.SELECTIVE:
+                    saving = SelectiveRecompute(
+                        spec.name, module.parameters(), module.buffers()
+                    ).saving()
                 with saving, self._watching(spec, module, which, faults):
                     results = _run(spec.name, module, later, which, inputs, popped, used)
             if fault := untouched.fault():
@@ -192,20 +204,22 @@ class Stage(Nest):
         )
 
     def named_layers(self) -> Iterator[tuple[str, nn.Module]]:
-        """The layers' modules by their names, in chain order."""
+        """Modules of the layers by name, in chain order."""
         return zip((spec.name for spec in self._specs), self._chain, strict=True)
 
     @contextmanager
     def _watching(
         self, spec: Layer, module: nn.Module, which: int, faults: list[str]
     ) -> Iterator[None]:
-        """Add to ``faults`` what a layer draws within, and a parameter that it freezes or trains
-        anew; all is looked at until it has run in its mode without a fault."""
+        """Add to ``faults`` a layer's random draws, and parameters that it freezes or unfreezes.
+
+        The full check is repeated until the layer has run in its mode without a fault.
+        """
         key = spec.name, module.training, torch.is_grad_enabled(), which
         first = key not in self._known
         if first and reserves_numbers(module):
             self._reserving.add(spec.name)
-        drawing = DrawWatch(module, whole=first, gpu=spec.name not in self._reserving)
+        drawing = RngWatch(module, whole=first, gpu=spec.name not in self._reserving)
         before = _trained(module) if first else set()
         yield
         found = [] if (fault := drawing.fault()) is None else [fault]
@@ -220,8 +234,10 @@ class Stage(Nest):
 
     def _kinds(
         self, inputs: tuple[Tensor, ...], skips: Tensors, which: int
-    ) -> list[tuple[Kind, ...]]:
-        """What each layer returns, behind these boundary tensors of the first and these skips."""
+    ) -> list[tuple[TensorMeta, ...]]:
+        """Expected shapes and dtypes of each layer's results, for these boundary
+        tensors and skips.
+        """
         specs = self._specs[0].inputs
         computed = (t.dtype for t, s in zip(inputs, specs, strict=True) if s.dtype == COMPUTE)
         of_parameters = (p.dtype for p in self.parameters())
@@ -243,10 +259,10 @@ class Stage(Nest):
         module: nn.Module,
         inputs: tuple[Tensor, ...],
         results: Any,
-        expected: tuple[Kind, ...],
+        expected: tuple[TensorMeta, ...],
     ) -> tuple[Tensor, ...]:
-        """What a layer returned, laid out as a message would bring it."""
-        fault = misfit(results, expected)
+        """Check a layer's results and bring them into the memory layout of received messages."""
+        fault = result_mismatch(results, expected)
         if fault is None and _ends_backward(module, inputs, results):
             fault = "returns nothing that its gradients could come from: is it detached?"
         if fault is not None:
@@ -258,18 +274,18 @@ class Stage(Nest):
     def _fan_out(
         self, tensors: tuple[Tensor, ...], skips: Mapping[str, int]
     ) -> tuple[tuple[Tensor, ...], Tensors]:
-        """The boundary tensors, and by their names the ``skips`` that these are."""
+        """Boundary tensors for the next layer, and the named ``skips`` among them."""
         onward, found = list(tensors), {name: tensors[i] for name, i in skips.items()}
         for i, tensor in enumerate(tensors):
             names = [name for name, index in skips.items() if index == i]
-            if len(names) > 1 and tensor.requires_grad:  # of two terms no order matters
+            if len(names) > 1 and tensor.requires_grad:  # with two terms the order does not matter
                 names.sort(key=self._taken.__getitem__)
                 onward[i], *others = _FanOut.apply(tensor, 1 + len(names))
                 found.update(zip(names, others, strict=True))
         return tuple(onward), found
 
     def _embed(self, conditioning: Tensors, which: int) -> Tensors:
-        """What the replicated embedders compute for this stage, from the batch, in fp64."""
+        """Conditioning computed by the replicated embedders for this stage, in fp64."""
         provided: Tensors = {}
         for spec in self._embedders:
             if self.replicas is None:
@@ -295,10 +311,10 @@ class Stage(Nest):
         return provided
 
     def _use(self, name: str, tensor: Tensor) -> Tensor:
-        """Conditioning as a layer uses it.
+        """Conditioning in the dtype that layers use.
 
-        What a layer of the chain computed has many users, and their gradients are summed in fp64
-        and rounded once: the sum is then the same however the users are spread over stages.
+        Conditioning computed by a layer has many users. Its gradients are summed in fp64 and
+        rounded once, so the sum does not depend on the distribution of users over stages.
         """
         if name not in self._computed:
             return tensor
@@ -306,19 +322,21 @@ class Stage(Nest):
         return _alias(tensor).to(next(self.parameters()).dtype if dtype is None else dtype)
 
     def replicated_parameters(self) -> Iterator[nn.Parameter]:
-        """Those of the embedders here that run as copies on every device."""
+        """Parameters of this stage's embedders that run as copies on every device."""
         for name, module in self.named_layers():
             if name in self._replicated:
                 yield from module.parameters()
 
 
 def summed(tensor: Tensor) -> Tensor:
-    """Conditioning as stages hand it on: in fp64, whole numbers and masks as they are."""
+    """Conditioning as stages pass it on: fp64; integers and masks unchanged."""
     return tensor.double() if tensor.is_floating_point() else tensor
 
 
-def _run(name: str, module: nn.Module, later: Later | None, which: int, *given: Any) -> Any:
-    """A layer; called again to recompute it, it is called with a microbatch of the same shape."""
+def _run(
+    name: str, module: nn.Module, later: WeightGradStore | None, which: int, *given: Any
+) -> Any:
+    """Run a layer; a recomputation uses a microbatch of the same shape."""
     tell_shape(module, which)
     try:
         with deferring(later, getattr(module, "undivided", ())):
@@ -331,7 +349,7 @@ def _run(name: str, module: nn.Module, later: Later | None, which: int, *given: 
 def _state(
     module: nn.Module, inputs: tuple[Tensor, ...], popped: Tensors, used: Tensors
 ) -> Tensors:
-    """What a layer must leave as it is to come to the same once more, by what it is."""
+    """Tensors, by description, that a recomputed layer must leave unchanged."""
     return {
         **{f"its parameter {name}": parameter for name, parameter in module.named_parameters()},
         **{f"its buffer {name}": buffer for name, buffer in module.named_buffers()},
@@ -342,22 +360,22 @@ def _state(
 
 
 def _trained(module: nn.Module) -> set[str]:
-    """The names of the parameters that want a gradient."""
+    """Names of the parameters that need a gradient."""
     return {name for name, parameter in module.named_parameters() if parameter.requires_grad}
 
 
 def _buffers(module: nn.Module) -> dict[str, tuple[int, int]]:
-    """Identities and versions of buffers, which tell replaced and written ones."""
+    """Identities and versions of buffers, to detect replacement and in-place writes."""
     return {name: (id(buffer), buffer._version) for name, buffer in module.named_buffers()}
 
 
 def _alias(tensor: Tensor) -> Tensor:
-    """The same tensor behind an autograd node of its own, whose gradient is laid out in order.
+    """Alias of a tensor with its own autograd node, whose gradient is made contiguous.
 
-    All that a layer contributes to its input's gradient is summed at this node first. A tensor
-    that is boundary and skip then always adds two terms, wherever the chain is cut: sums are
-    associated the same way under every placement, so gradients are equal bit for bit. So are those
-    of kernels that round by strides: a gradient has here those that a message would give it.
+    All contributions of a layer to its input's gradient are summed at this node first. A tensor
+    that is boundary and skip then always adds two terms, wherever the chain is cut. Sums are
+    associated equally under every placement, so gradients are bitwise equal. Contiguous strides
+    matter for kernels that round by stride: received messages are contiguous as well.
     """
     if not tensor.requires_grad:
         return tensor
@@ -367,8 +385,10 @@ def _alias(tensor: Tensor) -> Tensor:
 
 
 class _Own(torch.autograd.Function):
-    """The same tensor as a layer's result: where a stage begins it may be written into, as
-    elsewhere."""
+    """Identity with the result treated as a layer's output.
+
+    A stage's first layer may then modify its input in place, as elsewhere.
+    """
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
@@ -380,10 +400,10 @@ class _Own(torch.autograd.Function):
 
 
 class _FanOut(torch.autograd.Function):
-    """The same tensor several times, whose gradients are added from the first to the last.
+    """Several aliases of a tensor, whose gradients are added from first to last.
 
-    The next layer's comes first, then those of skips in the order of the layers that take them:
-    what a cut has summed elsewhere, behind a boundary that is also a skip, begins that sum.
+    The next layer's gradient comes first, followed by those of skips in the order of their
+    consumers. A cut may have summed the first terms elsewhere, for a boundary that is also a skip.
     """
 
     @staticmethod
@@ -400,14 +420,14 @@ class _FanOut(torch.autograd.Function):
 def _ends_backward(
     module: nn.Module, inputs: tuple[Tensor, ...], results: tuple[Tensor, ...]
 ) -> bool:
-    """Whether a layer that takes part in training returns only what has no gradient."""
+    """True if a layer in training returns only results without gradient."""
     if not torch.is_grad_enabled() or any(tensor.requires_grad for tensor in results):
         return False
     return any(tensor.requires_grad for tensor in (*inputs, *module.parameters()))
 
 
 def in_order(tensor: Tensor) -> Tensor:
-    """The same values, contiguous, with the strides of a tensor just made."""
+    """Contiguous copy with default strides; the tensor itself if it has them already."""
     step = 1
     for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
         if stride != step:

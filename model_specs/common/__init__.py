@@ -1,17 +1,17 @@
-"""What families share.
+"""Modules shared by the families.
 
 ===============  ==================================================================================
-options          fields of a configuration as typed options; which of them each run may choose
+options          fields of a configuration as typed options; choices of a run
 limits           faults that configurations of several families can have
-identity         whether two configurations are the same model
-builder          how a chain names its layers' modules before torch is imported
-published        rules and settings that families have in common in published weights
+identity         comparison of two configurations: same model or not
+builder          references to layer modules that are resolved when a layer builds
+published        rules and settings common to several families' published weights
 megatron_config  a family's ``TransformerConfig``, derived from the run's
-layers           norms, tables, the ways into and out of sequence parallelism, embedded timesteps
+layers           norms, tables, entry to and exit from sequence parallelism, embedded timesteps
 patches          images to tokens and back, fixed positions
-attention        attention, MLP and their linears, of Megatron's parts or Transformer Engine's
+attention        attention, MLP and their linears, from Megatron's parts or Transformer Engine's
 joint_attention  attention over two streams of tokens
-mmdit            what SD3 and Flux are made of
+mmdit            blocks, embeddings and head of SD3 and Flux
 ===============  ==================================================================================
 
 The first five import neither torch nor Megatron.

@@ -1,7 +1,7 @@
 """Attention and MLP: Megatron-Core's classes over local or Transformer Engine parts.
 
-The local variant computes attention with ``torch.nn.functional.scaled_dot_product_attention``;
-the Transformer Engine variant is chosen when the run asks for it and it imports.
+The local variant computes attention with ``torch.nn.functional.scaled_dot_product_attention``. The
+Transformer Engine variant is used if the run asks for it and it can be imported.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class SdpaCoreAttention(torch.nn.Module):
     """Attention through torch, with the calling convention of Megatron's core attention.
 
     Takes query [sq, b, heads, d] and key, value [sk, b, heads, d]; returns [sq, b, heads * d].
-    Cross-attention of mask type ``padding`` needs a mask of keys [b, 1, 1, sk], in Megatron's
-    convention: True is left out. Nothing else takes a mask.
+    Cross-attention of mask type ``padding`` needs a mask of keys [b, 1, 1, sk]. In Megatron's
+    convention, True excludes a key. No other mask type takes a mask.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class SdpaCoreAttention(torch.nn.Module):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> torch.Tensor:
-        """Attention of every query position over all key positions, or those not masked."""
+        """Attention of every query position over all unmasked key positions."""
         if attention_bias is not None or packed_seq_params:
             raise ValueError("SdpaCoreAttention takes no bias or packed sequences")
         if not self.masked and attention_mask is not None:
@@ -104,9 +104,9 @@ class SdpaCoreAttention(torch.nn.Module):
 
 
 def left_out(mask: torch.Tensor) -> torch.Tensor:
-    """A batch's mask [b, sk] of keys (1: attended to) as ``SdpaCoreAttention`` takes it.
+    """Convert a batch's key mask [b, sk] (1: attended to) to the form of ``SdpaCoreAttention``.
 
-    A sample that leaves every key out attends to all: what diffusers' bias of -10000 does.
+    A sample with every key masked attends to all keys, the effect of diffusers' bias of -10000.
     """
     masked = mask == 0
     return (masked & ~masked.all(dim=1, keepdim=True))[:, None, None]
@@ -120,11 +120,11 @@ def parts(config: TransformerConfig) -> SublayerParts:
 
 
 class PreparedCoreAttention(torch.nn.Module):
-    """Core attention behind norms of every head's query and key, and rotary positions.
+    """Core attention after per-head norms of query and key, and rotary positions.
 
-    ``head_norm`` is called with the head's width; ``rotary`` turns queries [s, b, heads, d], and
-    keys too where ``rotary_keys``. The norms' names are those that Megatron looks for when it adds
-    up gradients over tensor-parallel ranks, each of which normalises its own heads.
+    ``head_norm`` is called with the head's width. ``rotary`` rotates queries [s, b, heads, d], and
+    keys too if ``rotary_keys``. Each tensor-parallel rank normalises its own heads, so norm
+    gradients must be summed over ranks. Megatron finds these norms by their attribute names.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class PreparedCoreAttention(torch.nn.Module):
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        """As the core attention's."""
+        """Same arguments and result as the core attention."""
         query, key = self.q_layernorm(query), self.k_layernorm(key)
         if self.rotary is not None:
             query = self.rotary(query)
@@ -161,7 +161,9 @@ class PreparedCoreAttention(torch.nn.Module):
 def prepared(
     part: SublayerParts, head_norm: Builder | None, rotary: Rotary | None, rotary_keys: bool
 ) -> Builder:
-    """The core attention of ``part``, behind what ``PreparedCoreAttention`` does if anything."""
+    """Core attention of ``part``, wrapped in ``PreparedCoreAttention`` if there are norms or
+    rotary.
+    """
     if head_norm is None and rotary is None:
         return part.core_attention
     return functools.partial(
@@ -180,7 +182,7 @@ def column_linear(
     outputs: int,
     name: str,
 ) -> Any:
-    """A linear with bias whose outputs are divided among ranks; ``name`` is of its buffer in TE."""
+    """Column-parallel linear with bias; ``name`` names its communication buffer in TE."""
     return parts(config).column(
         inputs,
         outputs,
@@ -204,7 +206,7 @@ def row_linear(
     draw: InitMethod | None = None,
     bias: bool = True,
 ) -> Any:
-    """A linear whose inputs are divided among ranks; it returns its outputs and its bias apart."""
+    """Row-parallel linear; returns its outputs and its bias separately."""
     return parts(config).row(
         inputs,
         outputs,
@@ -220,7 +222,7 @@ def row_linear(
 
 
 def with_bias(linear: Builder, bias: bool) -> Builder:
-    """``linear`` with or without bias, whatever ``config.add_bias_linear`` makes Megatron ask."""
+    """``linear`` with ``bias`` fixed, overriding Megatron's ``config.add_bias_linear``."""
 
     @functools.wraps(linear, updated=())
     def build(*args: Any, **kwargs: Any) -> Any:
@@ -266,12 +268,12 @@ def cross_attention(
 ) -> Any:
     """Attention over a context [sk, b, context_dim]; only queries have rotary positions.
 
-    With ``key_mask`` the module is called with the ``attention_mask`` of ``SdpaCoreAttention``,
-    which computes masked attention beside Transformer Engine's linears too.
+    With ``key_mask``, the module takes the ``attention_mask`` of ``SdpaCoreAttention``. Masked
+    attention is computed by that class beside Transformer Engine's linears too.
 
-    Megatron's CrossAttention takes the context to be ``hidden_size`` wide and to be divided under
-    sequence parallelism, and does not hand its tensor-parallel group on; all are settled here:
-    the context is whole on every rank.
+    Megatron's CrossAttention assumes a context of width ``hidden_size``, sharded under sequence
+    parallelism, and does not pass on its tensor-parallel group. All three are corrected here: the
+    context is whole on every rank.
     """
     part = parts(config)
     column = functools.partial(with_bias(part.column, qkv_bias), tp_group=tp_group(groups))

@@ -1,4 +1,4 @@
-"""How chains name the modules of their layers before torch is imported."""
+"""References to layer modules by name, resolved when a layer builds, to defer importing torch."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from model_specs.common.options import FamilyConfig
 
 
 def builder(modules: str, config: FamilyConfig) -> Callable[..., Callable[[LayerContext], Any]]:
-    """``build`` of layers: ``build(kind, **arguments)`` is a ``Layer.build``.
+    """Factory of ``Layer.build`` functions: ``build(kind, **arguments)``.
 
-    It calls ``kind``, a class or function of the Python module ``modules``, as
-    ``kind(config, context, **arguments)``; only then is that imported, and torch with it.
+    The result calls ``kind``, a class or function of the Python module ``modules``, as
+    ``kind(config, context, **arguments)``. The module, and torch with it, is imported only at that
+    call.
     """
 
     def build(kind: str, **arguments: Any) -> Callable[[LayerContext], Any]:
@@ -42,5 +43,5 @@ def embedder(
     provides: Mapping[str, TensorSpec],
     uses: tuple[str, ...],
 ) -> Layer:
-    """A layer that computes ``provides`` of ``uses`` from the batch, and hands ``carried`` on."""
+    """Layer that computes ``provides`` from the batch fields ``uses`` and passes ``carried`` on."""
     return Layer(name, build, (carried,), (carried,), provides=provides, uses=uses, embedder=True)

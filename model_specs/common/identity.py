@@ -1,4 +1,4 @@
-"""Which options make two backbones different models, and which each run may choose."""
+"""Comparison of two configurations: options that change the model, and choices of a run."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_pulse.flag_fields import flag_value
+from megatron_pulse.flags import flag_value
 from model_specs.common.options import CHOICE, REASON, SETTLED_BY, FamilyConfig, Value
 
 
 @dataclass(frozen=True)
 class BackboneComparison:
-    """A backbone here beside one there: ``different`` makes another model, ``changed`` does not.
+    """Differences between a backbone here and a backbone there.
 
-    Both are texts ("sample_size 64 there, 128 here: ...") that say what follows.
+    Options in ``different`` make another model; options in ``changed`` do not. Both are texts
+    ("sample_size 64 there, 128 here: ...") that state the consequence.
     """
 
     different: tuple[str, ...] = ()
@@ -23,19 +24,19 @@ class BackboneComparison:
 
 
 def settle[C: FamilyConfig](config: C) -> C:
-    """``config`` with the value of every field that was left open."""
+    """``config`` with every unset ``settled_by`` field filled in."""
     values = {key: getattr(config, property_) for key, property_ in _open(config).items()}
     return dataclasses.replace(config, **values)
 
 
 def left_open[C: FamilyConfig](there: C, here: C) -> dict[str, Value]:
-    """What ``here`` leaves open and ``there`` settles: options that continue the same model."""
+    """Options unset in ``here``, with the values of ``there``; they continue the same model."""
     settled = settle(there)
     return {key: getattr(settled, key) for key in _open(here)}
 
 
 def _open(config: FamilyConfig) -> dict[str, str]:
-    """The fields that are left open, and the property that settles each in a new model."""
+    """Unset ``settled_by`` fields, and the property that settles each in a new model."""
     return {
         field.name: field.metadata[SETTLED_BY]
         for field in dataclasses.fields(config)
@@ -46,7 +47,9 @@ def _open(config: FamilyConfig) -> dict[str, str]:
 def compare_configs[C: FamilyConfig](
     there: C, here: C, unknown: Mapping[str, Any]
 ) -> BackboneComparison:
-    """``here`` beside the model ``there``, whose options ``unknown`` no field of ours names."""
+    """Compare ``here`` with the model ``there``; ``unknown`` are options of ``there`` without a
+    field.
+    """
     there, here = settle(there), settle(here)
     different = [
         f"{key} {flag_value(value)} there, no option here" for key, value in unknown.items()

@@ -1,8 +1,8 @@
 """Attention over two streams of tokens together (MMDiT, arXiv:2403.03206, figure 2b).
 
 Streams are the image's tokens [s_img, b, D] and the text's [s_txt, b, D]. Under sequence
-parallelism each is divided among the ranks by itself, so it is gathered by itself, by its own
-column-parallel projection, before the two are joined.
+parallelism each stream is sharded separately. Its own column-parallel projection therefore gathers
+each stream before the two are joined.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def head_rms_norm(config: TransformerConfig) -> Builder:
 
 
 class StreamProjections(LayerModule):
-    """One stream's way into attention and back: fused q, k, v of all heads, norms, projection.
+    """Projections of one stream: fused q, k, v of all heads, norms, and the output projection.
 
-    Without ``leads_back`` there is no projection.
+    Without ``leads_back`` there is no output projection.
     """
 
     def __init__(
@@ -58,13 +58,16 @@ class StreamProjections(LayerModule):
             self.linear_proj = row_linear(config, groups, width, width, "proj")
 
     def heads(self, tokens: torch.Tensor) -> Tensors:
-        """This rank's tokens to query, key and value [s, b, this rank's heads, d], s whole."""
+        """Map this rank's tokens to query, key and value [s, b, this rank's heads, d], s
+        unsharded."""
         fused = self.linear_qkv(tokens)[0].unflatten(-1, (-1, 3, self.config.kv_channels))
         query, key, value = fused.unbind(-2)
         return self.q_layernorm(query), self.k_layernorm(key), value
 
     def back(self, attended: torch.Tensor) -> torch.Tensor | None:
-        """What this rank's heads attended to, [s, b, heads * d], to this rank's tokens, if any."""
+        """Project this rank's attention output [s, b, heads * d] to its tokens; None without
+        projection.
+        """
         if self.linear_proj is None:
             return None
         out, bias = self.linear_proj(attended)
@@ -73,7 +76,8 @@ class StreamProjections(LayerModule):
 
 
 def attend(core_attention: torch.nn.Module, *streams: Tensors) -> Tensors:
-    """Attention over all streams' queries, keys and values, joined in this order; each's part."""
+    """Attention over the streams' queries, keys and values, joined in this order, then
+    split again."""
     query, key, value = (torch.cat(tensors) for tensors in zip(*streams, strict=True))
     attended = core_attention(query, key, value, None, attn_mask_type=AttnMaskType.no_mask)
     divided: Tensors = attended.split([stream[0].shape[0] for stream in streams])
@@ -95,7 +99,7 @@ def core_attention(
 
 
 class JointAttention(LayerModule):
-    """Both streams attend to both; ``text_first`` is the order in which they are joined."""
+    """Joint attention of both streams; ``text_first`` is the order of concatenation."""
 
     def __init__(
         self,
@@ -116,7 +120,7 @@ class JointAttention(LayerModule):
     def forward(
         self, image: torch.Tensor, text: torch.Tensor
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """This rank's image and text tokens to the same; None where the text ends here."""
+        """Map this rank's image and text tokens; None for the text if its stream ends here."""
         streams = [self.image.heads(image), self.text.heads(text)]
         order = -1 if self.text_first else 1
         image, text = attend(self.core_attention, *streams[::order])[::order]

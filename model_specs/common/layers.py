@@ -1,4 +1,4 @@
-"""Small modules that every family shares."""
+"""Small modules shared by all families."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from model_specs.common.megatron_config import InitMethod
 
 Tensors = tuple[torch.Tensor, ...]
-"""What passes from layer to layer."""
+"""Tensors passed from layer to layer."""
 Named = Mapping[str, torch.Tensor]
 """A layer's skips, or its conditioning."""
 
 
 class LayerModule(MegatronModule):
-    """A Megatron module that knows its process groups (checkpoints need ``tp_group``).
+    """Megatron module with access to its process groups (checkpoints need ``tp_group``).
 
-    Containers must be of this class: Megatron takes everything inside any other to be replicated.
+    Containers must be of this class: Megatron treats the contents of any other class as replicated.
     """
 
     def __init__(
@@ -39,16 +39,16 @@ class LayerModule(MegatronModule):
             self.tp_group = pg_collection.tp
 
     def enter_sequence(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Tokens [s, b, d] to this rank's part [s / tp, b, d] under sequence parallelism.
+        """Scatter tokens [s, b, d] to this rank's part [s / tp, b, d] under sequence parallelism.
 
-        What computed ``tokens`` gets whole gradients, so it is not marked by ``works_on_shards``.
+        The producer of ``tokens`` gets full gradients, so ``works_on_shards`` must not mark it.
         """
         if not self.config.sequence_parallel:
             return tokens
         return scatter_to_sequence_parallel_region(tokens, group=tp_group(self.groups))
 
     def leave_sequence(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The inverse of ``enter_sequence``; what follows is computed alike on every rank."""
+        """Inverse of ``enter_sequence``; later layers compute the same on every rank."""
         if not self.config.sequence_parallel:
             return tokens
         return gather_from_sequence_parallel_region(
@@ -103,9 +103,9 @@ class VectorMlp(torch.nn.Module):
 
 
 class Table:
-    """A constant fp32 tensor (positions, frequencies), made once for each device it is used on.
+    """Constant fp32 tensor (positions, frequencies), made once per device.
 
-    Not a buffer: casting a module to bf16 would cast that too.
+    A buffer would be cast with its module to bf16, so the tensor is no buffer.
     """
 
     def __init__(self, make: Callable[[], torch.Tensor]) -> None:
@@ -124,8 +124,8 @@ class Table:
 def timestep_embedding(timesteps: torch.Tensor, dim: int, freq_shift: int = 0) -> torch.Tensor:
     """Sinusoids of ``timesteps`` [b] in fp32: [b, dim], cosines first (Ho et al. 2020).
 
-    Frequencies are 10000^(-i / (dim/2 - freq_shift)): U-ViT's with 0, and diffusers' with
-    ``flip_sin_to_cos`` and that ``downscale_freq_shift``.
+    Frequencies are 10000^(-i / (dim/2 - freq_shift)). U-ViT uses a ``freq_shift`` of 0. diffusers
+    uses ``downscale_freq_shift`` with ``flip_sin_to_cos``.
     """
     half = dim // 2
     exponents = torch.arange(half, dtype=torch.float32, device=timesteps.device)

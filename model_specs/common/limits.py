@@ -1,4 +1,4 @@
-"""Faults that configurations of several families can have, in the same words."""
+"""Faults common to configurations of several families, in the same words."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from model_specs.common.options import FamilyConfig
 
 
 def below(config: FamilyConfig, least: int, *keys: str, **others: int) -> list[str]:
-    """Ints that are less than ``least``, or than a least of their own in ``others``: those of the
-    fields ``keys``, or of all."""
+    """Faults of int fields below ``least``, or below a minimum of their own in ``others``.
+
+    Only the fields ``keys`` are checked, or all fields if none is given.
+    """
     return [
         f"{key}: must be at least {others.get(key, least)}, is {value}"
         for key in keys or config.__dataclass_fields__
@@ -18,7 +20,7 @@ def below(config: FamilyConfig, least: int, *keys: str, **others: int) -> list[s
 
 
 def indivisible(config: FamilyConfig, **divisors: int | str) -> list[str]:
-    """Fields that their divisor, a number or another field, does not divide."""
+    """Faults of fields not divisible by their divisor, a number or another field."""
     found = []
     for key, divisor in divisors.items():
         value, named = getattr(config, key), ""
@@ -39,8 +41,10 @@ class _Patched(FamilyConfig, Protocol):
 
 
 def unfit_for_patches(config: _Patched, divisor: int = 4) -> list[str]:
-    """Of tokens that are patches at places given by sines: a width that ``divisor`` does not
-    divide, sizes that the patches do not."""
+    """Faults of patch tokens with sinusoidal positions.
+
+    The width must be divisible by ``divisor``, and the sizes by the patch size.
+    """
     found = []
     if config.dim % divisor:
         found.append(

@@ -1,4 +1,4 @@
-"""Megatron's linear layers where only a part of them is trained."""
+"""Megatron's linear layers, corrected for partly frozen parameters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from torch import Tensor
 
 
 class BiasColumnParallelLinear(ColumnParallelLinear):
-    """Megatron's, but a bias behind a frozen weight has its gradient, which Megatron's loses."""
+    """ColumnParallelLinear that computes the bias gradient of a frozen weight; Megatron
+    drops it."""
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         bias: Tensor | None = kwargs.get("bias")

@@ -1,4 +1,4 @@
-"""One family's ``TransformerConfig``, derived from the run's."""
+"""A family's ``TransformerConfig``, derived from the run's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_pulse.faults import Faults
+from megatron_pulse.errors import Faults
 
 InitMethod = Callable[[torch.Tensor], Any]
 
@@ -27,12 +27,12 @@ def normal_init(weight: torch.Tensor) -> torch.Tensor:
 
 
 def uniform_init(weight: torch.Tensor) -> torch.Tensor:
-    """PyTorch's default for linears, U(-1/sqrt(fan_in), 1/sqrt(fan_in)), as diffusers' UNets."""
+    """U(-1/sqrt(fan_in), 1/sqrt(fan_in)): PyTorch's default for linears, as in diffusers' UNets."""
     return torch.nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
 
 
 def xavier_init(weight: torch.Tensor) -> torch.Tensor:
-    """Xavier uniform, as DiT draws the linears of its blocks (q, k and v as one matrix)."""
+    """Xavier uniform, as in the linears of DiT's blocks (q, k and v as one matrix)."""
     return torch.nn.init.xavier_uniform_(weight)
 
 
@@ -53,16 +53,16 @@ def transformer_config(
     layernorm_epsilon: float = 1e-5,
     sequence_parallel: bool | None = None,
 ) -> TransformerConfig:
-    """A copy of ``base`` with one family's sizes and plain, exact transformer arithmetic.
+    """Copy of ``base`` with one family's sizes and plain, exact transformer arithmetic.
 
-    Parallel sizes, dtypes, recompute and the implementation stay ``base``'s; everything that
-    ``TransformerConfig`` derives from the model's size is derived again, so that neither
-    ``base.num_layers`` nor the pipeline size has any influence (Megatron scales output layers'
-    initialisation with the number of layers). Weights are drawn on the CPU from the default
-    generator, whole and then sliced: the layout does not change them. ``sequence_parallel``
-    overrides the run's flag for families whose tensors between layers are not sequences.
+    Parallel sizes, dtypes, recomputation and the implementation stay ``base``'s. Values that
+    ``TransformerConfig`` derives from the model's size are derived again. ``base.num_layers`` and
+    the pipeline size thus have no influence; Megatron scales the initialisation of output layers
+    with the number of layers. Weights are drawn whole on the CPU from the default generator, then
+    sliced, so the layout does not change them. ``sequence_parallel`` overrides the run's flag for
+    families whose tensors between layers are not sequences.
 
-    Raises ValueError where heads or widths do not divide by the tensor-parallel size.
+    Raises ValueError if heads or widths are not divisible by the tensor-parallel size.
     """
     tensor_parallel = base.tensor_model_parallel_size
     faults = [
@@ -123,7 +123,7 @@ def transformer_config(
 
 
 class DiTSizes(Protocol):
-    """What the configurations of transformers like DiT's say of every block."""
+    """Block sizes in the configurations of DiT-like transformers."""
 
     @property
     def dim(self) -> int:
@@ -139,8 +139,10 @@ class DiTSizes(Protocol):
 def dit_config(
     sizes: DiTSizes, base: TransformerConfig, ffn_dim: int | None = None
 ) -> TransformerConfig:
-    """What DiT, PixArt, Hunyuan-DiT, SD3 and Flux share: tanh-GELU MLPs (of width 4D unless said),
-    norms' epsilon 1e-6, linears drawn by Xavier's rule."""
+    """Configuration common to DiT, PixArt, Hunyuan-DiT, SD3 and Flux.
+
+    MLPs use tanh-GELU (of width 4D by default), norms an epsilon of 1e-6, linears Xavier's rule.
+    """
     return transformer_config(
         base,
         hidden_size=sizes.dim,

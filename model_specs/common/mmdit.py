@@ -1,7 +1,8 @@
-"""What SD3 and Flux share: MMDiT's block, embeddings and head (arXiv:2403.03206, section 4).
+"""MMDiT modules of SD3 and Flux: block, embeddings and head (arXiv:2403.03206, section 4).
 
-Neither model's initialisation is published; weights are drawn as DiT's, whose blocks these are:
-Xavier, biases 0; N(0, 0.02) in what embeds vectors; 0 in all modulations and the last linear.
+Neither model's initialisation is published, so weights are drawn as in DiT, which has the same
+blocks. Linear weights are Xavier with zero biases. Embeddings of vectors are N(0, 0.02). All
+modulations and the last linear are 0.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from model_specs.common.patches import gated, normed
 
 
 class MMDiTSizes(DiTSizes, Protocol):
-    """What of SD3's and Flux's configurations the embeddings need."""
+    """Fields of an SD3 or Flux configuration that the embeddings need."""
 
     @property
     def joint_attention_dim(self) -> int:
@@ -44,7 +45,9 @@ class MMDiTSizes(DiTSizes, Protocol):
 
 
 class Modulation(torch.nn.Module):
-    """``count`` vectors [b, D] that shift, scale and gate: Linear(SiLU(temb)), 0 at first."""
+    """Map temb to ``count`` vectors [b, D] that shift, scale and gate: Linear(SiLU(temb)),
+    zero-init.
+    """
 
     def __init__(self, config: TransformerConfig, count: int) -> None:
         super().__init__()
@@ -60,10 +63,10 @@ class Modulation(torch.nn.Module):
 
 
 class JointBlock(LayerModule):
-    """MMDiT's block (figure 2b): each stream's modulated attention and MLP, with gated residuals.
+    """MMDiT block (figure 2b): modulated attention and MLP of both streams, with gated residuals.
 
-    With ``dual_attention``, ``attn2`` is attention within the image stream beside the joint one
-    (SD3.5).
+    With ``dual_attention`` (SD3.5), ``attn2`` is attention within the image stream beside the joint
+    attention.
     """
 
     def __init__(
@@ -97,7 +100,7 @@ class JointBlock(LayerModule):
         self.ff_context = None if text_ends else mlp(config, groups)
 
     def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
-        """(image, text) tokens to the same, or to (image,); ``conditioning``: temb [b, D]."""
+        """Map (image, text) tokens to (image, text), or to (image,); takes temb [b, D]."""
         image, text = inputs
         shift, scale, gate, *mlp = self.norm1(conditioning["temb"])
         of_text = self.norm1_context(conditioning["temb"])
@@ -145,7 +148,7 @@ class TimeTextEmbed(LayerModule):
 
 
 class ContextEmbedder(LayerModule):
-    """Begins the text's stream: a linear map of the batch's text states."""
+    """Start of the text stream: a linear map of the batch's text states."""
 
     def __init__(self, sizes: MMDiTSizes, context: LayerContext) -> None:
         config = dit_config(sizes, context.config)
@@ -153,14 +156,16 @@ class ContextEmbedder(LayerModule):
         self.linear = linear(sizes.joint_attention_dim, sizes.dim, config, xavier_init)
 
     def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
-        """Image tokens to (image, text) tokens; ``conditioning``: context [b, s_txt, dim]."""
+        """Map image tokens to (image, text) tokens; ``conditioning``: context [b, s_txt, dim]."""
         text = self.linear(conditioning["context"]).transpose(0, 1).contiguous()
         return (*inputs, self.enter_sequence(text))
 
 
 class Head(LayerModule):
-    """Image tokens to the prediction: modulated norm, linear, and ``to_image``, which places the
-    features [s, b, features] of all tokens in the image."""
+    """Map image tokens to the prediction: modulated norm, linear, ``to_image``.
+
+    ``to_image`` places the features [s, b, features] of all tokens in the image.
+    """
 
     def __init__(
         self,

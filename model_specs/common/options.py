@@ -1,10 +1,10 @@
 """Typed options of a backbone family: the fields of its frozen config dataclass.
 
-Values come from flags (strings, ``key=value``), from Python, or from a checkpoint's record
-(JSON). All faults of one set of options are reported together.
+Values come from flags (strings, ``key=value``), from Python, or from a checkpoint's record (JSON).
+All faults of one set of options are reported together.
 
-A field is part of a model's identity unless it is declared otherwise: by ``run_choice``, or by
-``settled_by``, whose None leaves it to the checkpoint that a run continues.
+A field is part of a model's identity by default. ``run_choice`` declares a choice of the run.
+``settled_by`` declares a field whose None follows the checkpoint that a run continues.
 """
 
 from __future__ import annotations
@@ -16,39 +16,39 @@ import typing
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from megatron_pulse.faults import Carried, meant, told
-from megatron_pulse.flag_fields import flag_value
+from megatron_pulse.errors import PicklableError, did_you_mean, format_faults
+from megatron_pulse.flags import flag_value
 
 Value = str | int | float | bool | None | tuple[int, ...] | list[int]
-"""Of the fields of a family; a module's settings may be any JSON."""
+"""Type of an option's value; a module's settings may be any JSON."""
 
 _MOST, _MOST_LAYERS = 10_000_000, 1_000
 
 CHOICE, SETTLED_BY, REASON = "choice", "settled_by", "reason"
-"""Keys of a field's metadata: what ``run_choice``, ``settled_by`` and ``fixed`` say."""
+"""Metadata keys of a field, set by ``run_choice``, ``settled_by`` and ``fixed``."""
 
 RESPACED = "positions are computed at {0.sample_size}, spaced as for {0.base_size}"
-"""The effect of another ``sample_size`` where positions span what ``base_size`` has."""
+"""Effect of another ``sample_size`` if positions span ``base_size``."""
 
 
 def run_choice(default: Any, effect: str) -> Any:
-    """A field that each run may choose: a model's weights serve any value of it.
+    """Field that each run may choose; the same weights serve any value.
 
-    ``effect`` says what another value changes, in words formatted with the config (``{0.side}``).
+    ``effect`` describes the consequence of another value, formatted with the config (``{0.side}``).
     """
     return dataclasses.field(default=default, metadata={CHOICE: effect})
 
 
 def settled_by(name: str) -> Any:
-    """A field whose None stands for the property ``name`` in a new model.
+    """Field whose None stands for the property ``name`` in a new model.
 
-    In one that continues a checkpoint it stands for what it was there.
+    In a model that continues a checkpoint, None stands for the checkpoint's value.
     """
     return dataclasses.field(default=None, metadata={SETTLED_BY: name})
 
 
 def fixed(default: Any, reason: str) -> Any:
-    """A field that looks like a run's choice and is none; ``reason`` says why."""
+    """Field that resembles a run choice but is part of the model; ``reason`` explains why."""
     return dataclasses.field(default=default, metadata={REASON: reason})
 
 
@@ -58,7 +58,7 @@ class FamilyConfig(Protocol):
     __dataclass_fields__: typing.ClassVar[dict[str, Any]]
 
     def faults(self) -> list[str]:
-        """What is inconsistent between the fields; [] if nothing is."""
+        """Inconsistencies between the fields, one text each; [] if there are none."""
         ...
 
 
@@ -74,7 +74,7 @@ _KINDS: dict[Any, str] = {
 
 
 def require_config(config: Any) -> None:
-    """Raise TypeError unless ``config`` is of the form that options are read into."""
+    """Raise TypeError unless ``config`` is a dataclass with options of supported types."""
     if not dataclasses.is_dataclass(config) or not callable(getattr(config, "faults", None)):
         raise TypeError("a configuration must be a dataclass with a method faults()")
     for key, kind in typing.get_type_hints(type(config)).items():
@@ -87,8 +87,8 @@ def _name_of(kind: Any) -> str:
     return kind.__name__ if type(kind) is type else str(kind)
 
 
-class OptionError(Carried, ValueError):
-    """Options that make no backbone; ``faults`` lists why."""
+class OptionError(PicklableError, ValueError):
+    """Invalid options; ``faults`` lists the reasons."""
 
     def __init__(self, message: str, faults: list[str]) -> None:
         self.faults = faults
@@ -100,10 +100,10 @@ def resolve[C: FamilyConfig](name: str, default: C, options: Mapping[str, Value]
     kinds = typing.get_type_hints(type(default))
     values: dict[str, Any] = {}
     faults = []
-    all_shown = False  # a name that is like no option gets the whole list
+    all_shown = False  # an unmatched name gets the whole list of options
     for key, value in options.items():
         if key not in kinds:
-            near = meant(key, kinds)
+            near = did_you_mean(key, kinds)
             all_shown = all_shown or not near
             faults.append(f"{key[:60]}: no such option; {near}".rstrip("; "))
             continue
@@ -123,7 +123,7 @@ def resolve[C: FamilyConfig](name: str, default: C, options: Mapping[str, Value]
             for key in kinds
         )
         what = f"options of backbone {name!r}"
-        raise OptionError(told(what, faults, legal if all_shown else ""), faults)
+        raise OptionError(format_faults(what, faults, legal if all_shown else ""), faults)
     return config
 
 
@@ -136,7 +136,7 @@ def to_record(config: FamilyConfig) -> dict[str, Any]:
 
 
 def _size_fault(key: str, value: Value) -> str | None:
-    """Why no model has numbers like these: building its chain would not end."""
+    """Fault of a number too large to build a chain in finite time, or None."""
     numbers = value if isinstance(value, tuple | list) else (value,)
     most = _MOST_LAYERS if "layers" in key or "depth" in key else _MOST
     if all(isinstance(n, bool) or not isinstance(n, int) or abs(n) <= most for n in numbers):
@@ -166,7 +166,7 @@ def _convert(value: Value, kind: Any) -> Value:
 
 
 def _to_json(text: str) -> Any:
-    """``32,64`` is a list, ``none`` is nothing; what is no JSON is text."""
+    """Parse ``32,64`` as a list, ``none`` as None, and text that is not JSON as a string."""
     if "," in text and text[0] not in '[{"':
         return [_to_json(part) for part in text.split(",")]
     try:
@@ -176,7 +176,7 @@ def _to_json(text: str) -> Any:
 
 
 def json_value(value: object) -> str:
-    """A value of any JSON as flags take it: text as it is, unless it would be read otherwise."""
+    """Flag text of any JSON value; a string is quoted only if parsing would change it."""
     if isinstance(value, str):
         return value if _to_json(value) == value else json.dumps(value)
     return json.dumps(value, separators=(",", ":"))

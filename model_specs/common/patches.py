@@ -1,4 +1,4 @@
-"""What transformers on image patches share: patches to tokens [s, b, d] and back, positions."""
+"""Patches to tokens [s, b, d] and back, positions and adaLN helpers of image transformers."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from model_specs.common.layers import LayerModule, Named, Table, Tensors
 def sincos_positions(
     dim: int, side: int, *, base_size: int, interpolation_scale: float = 1.0
 ) -> torch.Tensor:
-    """Sinusoids of each patch's place: [side * side, dim], as diffusers' ``PatchEmbed``.
+    """Sinusoids of each patch's position: [side * side, dim], as in diffusers' ``PatchEmbed``.
 
-    The first half of the features is of the column, the second of the row; each is (sines,
+    The first half of the features encodes the column, the second the row. Each half is (sines,
     cosines) of frequencies 10000^(-i / (dim/4)). Coordinates run from 0 to ``base_size`` /
-    ``interpolation_scale``, whatever the number of patches.
+    ``interpolation_scale`` for any number of patches.
     """
     index = torch.arange(side, dtype=torch.float32)
     places = index / (side / base_size) / interpolation_scale
@@ -31,11 +31,11 @@ def sincos_positions(
 
 
 class PatchEmbed(LayerModule):
-    """First layer of a chain: each p x p patch through one linear map, plus fixed positions.
+    """First layer of a chain: one linear map of each p x p patch, plus fixed positions.
 
-    The map is the convolution ``proj``, drawn as ViT's: Xavier over the flattened patch, bias 0.
-    ``positions`` [tokens, dim] are added in fp32. Under sequence parallelism every rank computes
-    all tokens and keeps its part.
+    The map is the convolution ``proj``, initialised as in ViT: Xavier over the flattened patch,
+    bias 0. ``positions`` [tokens, dim] are added in fp32. Under sequence parallelism every rank
+    computes all tokens and keeps its part.
     """
 
     def __init__(
@@ -94,6 +94,6 @@ def gated(
     eps: float = 1e-6,
     **arguments: Any,
 ) -> torch.Tensor:
-    """What an attention or MLP, called with ``arguments``, adds to tokens under adaLN-zero."""
+    """Residual of an attention or MLP, called with ``arguments``, under adaLN-zero."""
     out, bias = sublayer(normed(tokens, shift, scale, eps), **arguments)
     return gate * (out + bias)

@@ -1,22 +1,22 @@
-"""What families share in reading published ``config.json`` files."""
+"""Helpers for reading published ``config.json`` files, shared by the families."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_pulse.backbone.published import PerHead, Rule
-from megatron_pulse.faults import told
+from megatron_pulse.backbone.published_weights import PerHead, Rule
+from megatron_pulse.errors import format_faults
 from model_specs.common.options import FamilyConfig
 
 
 def require_settings(
     config: Mapping[str, Any], required: Mapping[str, Any], more: Sequence[str] = ()
 ) -> None:
-    """Raise a ValueError that lists every setting of ``config`` that is not as ``required``.
+    """Raise a ValueError that lists every setting of ``config`` that differs from ``required``.
 
-    ``required`` are the library's defaults: a setting that is absent is as required. ``more`` are
-    faults that the caller found.
+    ``required`` holds the library's defaults, so an absent setting is fine. ``more`` are faults
+    found by the caller.
     """
     faults = [
         f"{key} is {config[key]!r}, only {value!r} is implemented"
@@ -27,16 +27,17 @@ def require_settings(
     faults += more
     if faults:
         what = config.get("_class_name", "the published configuration")
-        raise ValueError(told(f"{what} has settings that no family implements", faults))
+        raise ValueError(format_faults(f"{what} has settings that no family implements", faults))
 
 
 def same_settings(config: FamilyConfig, *without: str) -> dict[str, Any]:
-    """The fields that a library calls as we do: all but those of ``without``."""
+    """Fields with the same name in the library: all but those of ``without``."""
     return {key: value for key, value in vars(config).items() if key not in without}
 
 
 def attention_rules(ours: str, theirs: str, num_heads: int) -> tuple[Rule, ...]:
-    """Megatron's attention ``ours`` as diffusers' ``theirs``: projections and norms of heads."""
+    """Rules from Megatron's attention ``ours`` to diffusers' ``theirs``: projections, head
+    norms."""
     kv = (f"{theirs}.to_k.*", f"{theirs}.to_v.*")
     layout = PerHead(num_heads)
     return (
@@ -50,7 +51,7 @@ def attention_rules(ours: str, theirs: str, num_heads: int) -> tuple[Rule, ...]:
 
 
 def mlp_rules(ours: str, theirs: str) -> tuple[Rule, Rule]:
-    """Megatron's MLP ``ours`` as diffusers' feed-forward ``theirs``."""
+    """Rules from Megatron's MLP ``ours`` to diffusers' feed-forward ``theirs``."""
     return (
         Rule(f"{ours}.linear_fc1.*", f"{theirs}.net.0.proj.*"),
         Rule(f"{ours}.linear_fc2.*", f"{theirs}.net.2.*"),
@@ -58,7 +59,7 @@ def mlp_rules(ours: str, theirs: str) -> tuple[Rule, Rule]:
 
 
 def joint_rules(num_heads: int) -> tuple[Rule, ...]:
-    """Rules of the blocks with two streams, of the text's embedding and of the head."""
+    """Rules of two-stream blocks, the text embedding and the head."""
     image = tuple(f"*.to_{name}.*" for name in "qkv")
     text = tuple(f"*.add_{name}_proj.*" for name in "qkv")
     return (

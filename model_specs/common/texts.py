@@ -1,6 +1,6 @@
-"""How the families' text is made of their pipelines' encoders. Imports no torch.
+"""Text recipes of the families: pipeline encoders and their states by batch field.
 
-Facts of diffusers' pipelines' ``encode_prompt``, to which the tests hold them.
+Imports no torch. The recipes follow ``encode_prompt`` of diffusers' pipelines; tests compare them.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""A locked UNet with a trainable control branch (ControlNet; Zhang et al., ICCV 2023).
+"""Locked UNet with a trainable control branch (ControlNet; Zhang et al., ICCV 2023).
 
-The branch is a copy of the UNet's encoder that sees another picture, ``conditioning``. Both run
-beside each other, layer by layer: between layers there are the tensors of the locked encoder, then
-those of the branch. Each resnet of the decoder takes both skips of its level, the branch's through
-a convolution that begins at zero; so both encoders' layers fold onto the decoder's that take them.
+The branch is a copy of the UNet's encoder that reads a control image, ``conditioning``. Both run
+side by side, layer by layer. A boundary carries the tensors of the locked encoder, then those of
+the branch. Each resnet of the decoder takes both skips of its level. The branch's skip passes a
+zero-initialised convolution. Both encoders' layers thus fold onto the decoder layers that consume
+their skips.
 """
 
 from model_specs.common.texts import SD, SDXL

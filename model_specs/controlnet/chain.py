@@ -14,15 +14,15 @@ from model_specs.controlnet.config import ControlNetConfig
 from model_specs.unet.chain import build_backbone as build_unet
 
 BRANCH = "controlnet."
-"""What the names of the branch's layers and skips begin with."""
+"""Prefix of the names of the branch's layers and skips."""
 TEMB = "control_temb"
-"""The branch's own timestep embedding."""
+"""Name of the branch's own timestep embedding."""
 
 Build = Callable[[LayerContext], Any]
 
 
 def build_backbone(name: str, config: ControlNetConfig) -> Backbone:
-    """The UNet's chain, each layer of its encoder followed by the branch's."""
+    """Chain of the UNet, with each encoder layer followed by the branch's copy."""
     unet = build_unet(name, config)
     side, channels = config.conditioning_size, config.conditioning_channels
     picture = {"conditioning": TensorSpec((channels, side, side))}
@@ -31,7 +31,7 @@ def build_backbone(name: str, config: ControlNetConfig) -> Backbone:
 
 
 class _Chain:
-    """Makes layers of the UNet's; ``branch`` are the tensors that leave the branch's last layer."""
+    """Builder of the combined chain; ``branch`` holds the outputs of the branch's last layer."""
 
     def __init__(self, config: ControlNetConfig) -> None:
         self.build = builder("model_specs.controlnet.modules", config)
@@ -55,7 +55,7 @@ class _Chain:
         )
 
     def _enter(self, layer: Layer) -> Layer:
-        """The branch's first layer, which leaves the noisy sample to the UNet's."""
+        """First layer of the branch; the noisy sample passes through to the UNet."""
         self.branch = layer.outputs
         (image,) = layer.inputs
         (hidden,) = layer.outputs
@@ -71,7 +71,7 @@ class _Chain:
         )
 
     def _beside_branch(self, layer: Layer) -> Layer:
-        """A locked layer, which the branch's tensors pass by."""
+        """Locked layer, with the branch's tensors passing through."""
         count, outputs = len(layer.inputs), len(layer.outputs)
         build = self.build("in_lane", build=layer.build, start=0, count=count, trained=False)
         return dataclasses.replace(
@@ -84,7 +84,7 @@ class _Chain:
         )
 
     def _in_branch(self, layer: Layer) -> Layer:
-        """The branch's copy of a layer, which the locked one's results pass by."""
+        """Branch copy of a layer, with the locked layer's results passing through."""
         passing, count = layer.outputs, len(layer.inputs)
         start = len(passing)
         names = {"temb": TEMB}
@@ -101,13 +101,13 @@ class _Chain:
         )
 
     def _join(self) -> Layer:
-        """Adds what leaves the branch to what leaves the UNet's middle."""
+        """Layer that adds the branch's output to the output of the UNet's mid block."""
         (hidden,) = self.branch
         build = self.build("Join", channels=hidden.shape[0])
         return Layer(f"{BRANCH}join", build, (hidden, hidden), (hidden,))
 
     def _decoder(self, layer: Layer) -> Layer:
-        """A locked layer; one that takes a skip takes the branch's too, of which it is trained."""
+        """Locked decoder layer; a layer with a skip also takes, and trains, the branch's skip."""
         if not layer.pops:
             return self._locked(layer)
         ((skip, spec),) = layer.pops.items()

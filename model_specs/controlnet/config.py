@@ -11,10 +11,10 @@ from model_specs.unet.config import UNetConfig
 
 @dataclass(frozen=True)
 class ControlNetConfig(UNetConfig):
-    """Sizes of the locked UNet, and of the network that brings the other picture to its latents.
+    """Sizes of the locked UNet, and of the network that encodes the control image.
 
-    That picture has ``conditioning_channels``; each of ``conditioning_widths`` but the first
-    halves its side, until it is that of the sample.
+    The control image has ``conditioning_channels``. Each of ``conditioning_widths`` but the first
+    halves its side, down to the side of the sample.
     """
 
     conditioning_channels: int = 3
@@ -22,11 +22,11 @@ class ControlNetConfig(UNetConfig):
 
     @property
     def conditioning_size(self) -> int:
-        """The side of the other picture."""
+        """Side of the control image in pixels."""
         return self.sample_size << (len(self.conditioning_widths) - 1)
 
     def faults(self) -> list[str]:
-        """What is inconsistent between the fields."""
+        """Inconsistencies between the fields, one text each."""
         found = [*super().faults(), *below(self, 1, "conditioning_channels")]
         if not self.conditioning_widths or min(self.conditioning_widths) < 1:
             found.append(

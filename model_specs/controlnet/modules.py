@@ -1,4 +1,4 @@
-"""The layers of a control branch, made of the UNet's (diffusers' ``ControlNetModel``)."""
+"""Layers of a control branch, built from the UNet's (diffusers' ``ControlNetModel``)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Build = Callable[[LayerContext], Any]
 
 
 def locked(sizes: ControlNetConfig, context: LayerContext, build: Build) -> Any:
-    """The UNet's layer, frozen."""
+    """UNet layer with frozen parameters."""
     return build(context).requires_grad_(False)
 
 
@@ -31,9 +31,9 @@ def in_lane(
     trained: bool = True,
     renamed: Mapping[str, str] | None = None,
 ) -> Any:
-    """The UNet's layer on ``count`` of the boundary's tensors from ``start`` on; others pass by.
+    """UNet layer on ``count`` boundary tensors from ``start`` on; other tensors pass through.
 
-    ``renamed`` says what conditioning is called that the layer knows by another name.
+    ``renamed`` maps the layer's conditioning names to the names in this chain.
     """
     module = build(context) if trained else locked(sizes, context, build)
     kind: Any = type(module)
@@ -44,7 +44,7 @@ def in_lane(
 
 @functools.cache
 def _in_lane(kind: Any) -> Any:
-    """A class derived, so that parameters are called as the UNet's."""
+    """Subclass of ``kind``, so that parameter names stay the UNet's."""
 
     class InLane(kind):
         lane: slice
@@ -62,7 +62,7 @@ def _in_lane(kind: Any) -> Any:
 
 
 def _zero(channels: int, sizes: ControlNetConfig, context: LayerContext) -> Convolution:
-    """A 1x1 convolution that begins at zero."""
+    """1x1 convolution initialised to zero."""
     made = Convolution(channels, channels, kernel_size=1, channels_last=sizes.channels_last)
     if context.config.perform_initialization:
         for parameter in made.parameters():
@@ -74,7 +74,7 @@ def _zero(channels: int, sizes: ControlNetConfig, context: LayerContext) -> Conv
 def controlled(
     sizes: ControlNetConfig, context: LayerContext, build: Build, skip: str, channels: int
 ) -> Any:
-    """A locked resnet of the decoder, whose skip has the branch's added through ``zero``."""
+    """Locked decoder resnet whose skip adds the branch's skip through ``zero``."""
     module = locked(sizes, context, build)
     kind: Any = type(module)
     module.__class__ = _controlled(kind)
@@ -98,10 +98,10 @@ def _controlled(kind: Any) -> Any:
 
 
 class Enter(LayerModule):
-    """The branch's first convolution, to which the other picture is added.
+    """First convolution of the branch, plus the encoded control image.
 
-    That goes through 3x3 convolutions, of which each second halves its side, with SiLUs between;
-    the last one begins at zero.
+    The control image passes 3x3 convolutions with SiLUs between; every second one halves its side.
+    The last convolution is zero-initialised.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Enter(LayerModule):
         self.to(dtype=self.config.params_dtype)
 
     def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
-        """The sample [b, in, h, w], and what it makes of it and ``conditioning``."""
+        """Map the sample [b, in, h, w] to itself and to the branch's first hidden state."""
         (image,) = inputs
         hidden = self.picture_in(conditioning["conditioning"].to(self.conv.weight.dtype))
         for block in self.blocks:
@@ -132,13 +132,13 @@ class Enter(LayerModule):
 
 
 class Join(LayerModule):
-    """Adds what leaves the branch, through a convolution that begins at zero."""
+    """Add the branch's output through a zero-initialised convolution."""
 
     def __init__(self, sizes: ControlNetConfig, context: LayerContext, channels: int) -> None:
         super().__init__(context.config, context.pg_collection)
         self.zero = _zero(channels, sizes, context)
 
     def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
-        """Both [b, c, h, w]."""
+        """Takes both outputs [b, c, h, w]."""
         hidden, branch = inputs
         return (contiguous(hidden) + self.zero(contiguous(branch)),)

@@ -1,7 +1,7 @@
-"""How diffusers' ``ControlNetModel`` stores a control branch; needs no torch.
+"""Format of diffusers' ``ControlNetModel`` for a control branch; needs no torch.
 
-Published tensors are the branch's, whose names begin with ``controlnet.`` here, and those of the
-UNet that it controls, as a ``UNet2DConditionModel`` has them.
+Published tensors are the branch's, with the prefix ``controlnet.`` here, and those of the
+controlled UNet, in the format of ``UNet2DConditionModel``.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_pulse.backbone.published import Published, Rule
-from megatron_pulse.faults import told
+from megatron_pulse.backbone.published_weights import Published, Rule
+from megatron_pulse.errors import format_faults
 from model_specs.controlnet.chain import BRANCH, build_backbone
 from model_specs.controlnet.config import ControlNetConfig
 from model_specs.unet.config import UNetConfig
@@ -22,17 +22,17 @@ from model_specs.unet.published import published as published_unet
 PUBLISHED_AS = "ControlNetModel"
 
 _UNET_ONLY = ("sample_size", "out_channels", "up_block_types")
-"""Settings of the UNet that a ControlNetModel has not."""
+"""UNet settings absent from a ControlNetModel."""
 
 _OWN = {"conditioning_channels": 3, "conditioning_embedding_out_channels": (16, 32, 96, 256)}
-"""Settings that the UNet has not, with diffusers' defaults."""
+"""Settings absent from the UNet, with diffusers' defaults."""
 
 _FIXED = {"controlnet_conditioning_channel_order": "rgb", "global_pool_conditions": False}
-"""Settings with one meaning here."""
+"""Settings with only one supported value."""
 
 
 def published(config: ControlNetConfig) -> Published | None:
-    """As diffusers stores the branch, and beside it the UNet; None where it has no such UNet."""
+    """Format of the branch in diffusers, with the UNet beside it; None without a matching UNet."""
     form = published_unet(_unet_of(config))
     if form is None:
         return None
@@ -52,7 +52,7 @@ def _unet_of(config: ControlNetConfig) -> UNetConfig:
 
 
 def _rules(config: ControlNetConfig) -> tuple[Rule, ...]:
-    """Those of the branch's own convolutions, and the UNet's for both encoders."""
+    """Rules of the branch's own convolutions, and the UNet's rules for both encoders."""
     layers = build_backbone("", config).layers
     skips = [name for layer in layers for name in layer.pushes if not name.startswith(BRANCH)]
     taken = {name: layer.name for layer in layers for name in layer.pops}
@@ -72,7 +72,7 @@ def _rules(config: ControlNetConfig) -> tuple[Rule, ...]:
 
 
 def _of_branch(rule: Rule) -> Rule:
-    """A rule of the UNet's for the branch."""
+    """UNet rule applied to the branch."""
     ours, theirs = (
         (names,) if isinstance(names, str) else names for names in (rule.ours, rule.theirs)
     )
@@ -86,10 +86,10 @@ def _of_branch(rule: Rule) -> Rule:
 def joined(
     unet_settings: Mapping[str, Any], control: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The settings that ``config_from_published`` reads, of a UNet's ``config.json`` and that of
-    a ControlNet for it (None: a new one, as diffusers' ``from_unet`` makes it).
+    """Join the ``config.json`` of a UNet and of its ControlNet for ``config_from_published``.
 
-    Raises ValueError with every fault, and with what differs between the two.
+    ``control`` None stands for a new branch, as made by diffusers' ``from_unet``. Raises ValueError
+    with every fault, including differences between the two.
     """
     ours = unet_from_published(unet_settings)
     result = {key: value for key, value in unet_settings.items() if not key.startswith("_")}
@@ -98,7 +98,7 @@ def joined(
     named = control.get("_class_name")
     if named != PUBLISHED_AS:
         remedy = "Give the folder of a ControlNetModel, or new."
-        raise ValueError(told("what is to control the UNet", [f"it is a {named}"], remedy))
+        raise ValueError(format_faults("what is to control the UNet", [f"it is a {named}"], remedy))
     rest = {key: value for key, value in control.items() if not key.startswith("_")}
     faults = [
         f"{key}: must be {value!r}, is {rest[key]!r}"
@@ -119,14 +119,14 @@ def joined(
         if getattr(ours, key) != value
     ]
     if faults:
-        raise ValueError(told("the ControlNet is not one for this UNet", faults))
+        raise ValueError(format_faults("the ControlNet is not one for this UNet", faults))
     return {**result, **own, "_class_name": PUBLISHED_AS}
 
 
 def config_from_published(config: Mapping[str, Any]) -> ControlNetConfig:
-    """The sizes of what ``joined`` returns.
+    """Sizes from the result of ``joined``.
 
-    Raises ValueError for a ControlNet alone: it is half of a model.
+    Raises ValueError for a ControlNet alone, which lacks the UNet's settings.
     """
     if "up_block_types" not in config:
         raise ValueError(

@@ -1,6 +1,6 @@
-"""Backbones that are named by a module, not by a family: diffusers' classes and code of one's own.
+"""Backbones named by a module instead of a family: diffusers classes and user code.
 
-- ``diffusers:FOLDER``: the class and the config that ``config.json`` names; ``diffusers:CLASS``
+- ``diffusers:FOLDER``: the class and config named in ``config.json``; or ``diffusers:CLASS``
 - ``package.module:factory``, ``path/to/file.py:factory``: a function that returns a torch module,
   or a module with its inputs and the keywords of ``from_module``, or a chain (``Backbone``)
 """

@@ -1,8 +1,8 @@
 """Names and options of cascades: several backbones in one run.
 
-    cascade:base=unet-mnist,upper=sd-v1.5        options base.sample_size=32, upper.train_batch=...
+  cascade:base=unet-mnist,upper=sd-v1.5        options base.sample_size=32, upper.train_batch=...
 
-Every part is a named configuration of a family; an option of a part begins with its chain's name.
+Every part is a named configuration of a family. An option begins with the name of its chain.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ PREFIX = "cascade:"
 
 
 def is_cascade(name: str) -> bool:
-    """Whether ``name`` is that of a cascade."""
+    """True if ``name`` is the name of a cascade."""
     return name.startswith(PREFIX)
 
 
 def parts_of(name: str) -> dict[str, str]:
-    """The backbones of a cascade by the names of their chains.
+    """Backbone names of a cascade by chain name.
 
-    Raises ValueError for another form than ``cascade:CHAIN=BACKBONE,CHAIN=BACKBONE``.
+    Raises ValueError unless ``name`` has the form ``cascade:CHAIN=BACKBONE,CHAIN=BACKBONE``.
     """
     parts: dict[str, str] = {}
     for text in name.removeprefix(PREFIX).split(","):
@@ -40,13 +40,13 @@ def parts_of(name: str) -> dict[str, str]:
 
 
 def options_of(chain: str, options: Mapping[str, Value]) -> dict[str, Value]:
-    """What ``options`` say of one chain, as its family calls them."""
+    """Options of one chain, without the chain's prefix."""
     start = f"{chain}."
     return {key[len(start) :]: v for key, v in options.items() if key.startswith(start)}
 
 
 def require_known(name: str, options: Mapping[str, Value]) -> None:
-    """Raise ValueError for options that are of no chain of ``name``."""
+    """Raise ValueError for options whose prefix is no chain of ``name``."""
     chains = parts_of(name)
     if lost := [key for key in options if key.partition(".")[0] not in chains or "." not in key]:
         raise ValueError(

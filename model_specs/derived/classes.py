@@ -1,4 +1,4 @@
-"""diffusers' classes: what each is called with, by its config and the sizes of a run."""
+"""Input declarations of diffusers classes, by config and run sizes."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from model_specs.derived.inputs import Config, Declared, Input, Known, SameInput
 from model_specs.derived.tokens import TOKENS
 
 _LARGEST = 1 << 14
-"""Of the sides of latents; a microbatch of larger ones is no example to make."""
+"""Largest side of latents, as a sanity limit on the example microbatch."""
 
 
 def _image(fallback: int = 64) -> Callable[[Config], dict[str, int]]:
-    """Sizes of a class of squares, whose config may say which."""
+    """Default sizes of a class with square latents, whose config may set ``sample_size``."""
 
     def sizes(config: Config) -> dict[str, int]:
         side = getattr(config, "sample_size", None)
@@ -39,7 +39,7 @@ def _times(name: str = "timestep") -> Input:
 
 
 def _labelled(config: Config) -> tuple[tuple[Input, ...], dict[str, Any]]:
-    """What a UNet with an embedding of classes is called with beside the rest."""
+    """Additional inputs and ``Declared`` keywords of a UNet with a class embedding."""
     kind = config.class_embed_type
     if kind is None and config.num_class_embeds:
         labels = Input("class_labels", (), "int64", "labels")
@@ -100,7 +100,7 @@ def _unet_3d(config: Config, size: Sizes) -> Declared:
 
 
 def _motion(config: Config, size: Sizes) -> Declared:
-    """Its caption is there for every frame."""
+    """Declaration with the caption repeated for every frame."""
     declared = _unet_3d(config, size)
     *others, text = declared.inputs
     assert isinstance(text, Input)
@@ -143,7 +143,7 @@ def _hunyuan_dit(config: Config, size: Sizes) -> Declared:
     grid = size.height // config.patch_size, size.width // config.patch_size
     inputs: list[Input | SameInput] = [
         Input("hidden_states", (config.in_channels, size.height, size.width)),
-        Input("timestep", ()),  # of whose dtype the embedding is
+        Input("timestep", ()),  # no dtype: the embedding takes the dtype of its input
         Input("encoder_hidden_states", (config.text_len, config.cross_attention_dim),
               field="context"),
         Input("text_embedding_mask", (config.text_len,), "int64", "context_mask"),
@@ -167,7 +167,7 @@ def _zeros(batch: int) -> Any:
 
 
 def _hunyuan_rotary(config: Config, grid: tuple[int, int]) -> Any:
-    """As diffusers' pipeline makes it: spaced as for pictures of 512, cut to the aspect."""
+    """Rotary embedding of diffusers' pipeline: 512-pixel spacing, cropped to the aspect ratio."""
     from diffusers.models.embeddings import get_2d_rotary_pos_embed
 
     base = 512 // 8 // config.patch_size
@@ -199,7 +199,7 @@ def _dit(config: Config, size: Sizes) -> Declared:
 
 
 def _text(config: Config, size: Sizes, width: int, *more: Input) -> Declared:
-    """A transformer of squares that reads a caption."""
+    """Declaration of a transformer on square latents with a caption."""
     return Declared(
         "hidden_states",
         "timestep",

@@ -1,4 +1,7 @@
-"""Code of one's own, run only where a command line names it: a file of a stranger runs nothing."""
+"""Loading of user code by name, only if the command line names the code.
+
+Names from files (records, plans) never run code by themselves.
+"""
 
 from __future__ import annotations
 
@@ -11,24 +14,27 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from megatron_pulse.faults import raised
+from megatron_pulse.errors import describe_exception
 
 _allowed: set[str] = set()
 
 
 def allow(name: str) -> None:
-    """Who started this process names the code ``name``, so that it may be run."""
+    """Permit running the code ``name``; for names from the command line of this process."""
     _allowed.add(canonical(name))
 
 
 def canonical(name: str) -> str:
-    """``name`` as records have it: ``./a/../mine.py:build`` is ``mine.py:build``."""
+    """Name as stored in records: ``./a/../mine.py:build`` becomes ``mine.py:build``."""
     place, _, attribute = name.rpartition(":")
     return f"{os.path.normpath(place)}:{attribute}" if place.endswith(".py") else name
 
 
 def find(name: str) -> Any:
-    """What ``name`` names. Raises ValueError where that is nothing, or nobody allowed it."""
+    """Import and return the object called ``name``.
+
+    Raises ValueError if the object does not exist or the name was not allowed.
+    """
     name = canonical(name)
     if name.startswith("hf:"):
         raise ValueError(f"{name} is a folder on a hub and no code: write diffusers:{name}")
@@ -42,8 +48,10 @@ def find(name: str) -> Any:
     place, _, attribute = given.rpartition(":")
     try:
         module = _load(Path(place)) if place.endswith(".py") else _import(place)
-    except Exception as error:  # it may raise anything
-        raise ValueError(f"{name}: {place} cannot be imported: {raised(error)}") from error
+    except Exception as error:  # user code may raise anything
+        raise ValueError(
+            f"{name}: {place} cannot be imported: {describe_exception(error)}"
+        ) from error
     if not hasattr(module, attribute):
         there = ", ".join(n for n, v in vars(module).items() if callable(v) and n[0] != "_")
         raise ValueError(f"{name}: {place} has no {attribute!r}; there are: {there}")
@@ -51,8 +59,11 @@ def find(name: str) -> Any:
 
 
 def _given(name: str) -> str | None:
-    """How who started this process named the code ``name``: a record has the path from the folder
-    of its run, ``mine.py``, which may be ``../mine.py`` or ``/home/me/mine.py`` here."""
+    """Command-line form of the code ``name``, or None if the code was not named.
+
+    A record stores the path relative to the folder of its run (``mine.py``). The command line may
+    give the same file as ``../mine.py`` or ``/home/me/mine.py``.
+    """
     if name in _allowed:
         return name
     place, _, attribute = name.rpartition(":")
@@ -67,13 +78,13 @@ def _given(name: str) -> str | None:
 
 
 def _import(name: str) -> Any:
-    with _searched(Path.cwd()):  # as by python -m
+    with _searched(Path.cwd()):  # as with python -m
         return importlib.import_module(name)
 
 
 @contextmanager
 def _searched(folder: Path) -> Iterator[None]:
-    """Within, modules are looked for in ``folder`` first."""
+    """Put ``folder`` first on the import path."""
     sys.path.insert(0, str(folder))
     try:
         yield
@@ -91,7 +102,7 @@ def _load(path: Path) -> Any:
         module = importlib.util.module_from_spec(spec)
         sys.modules[known] = module
         try:
-            with _searched(path.resolve().parent):  # as a script finds its neighbours
+            with _searched(path.resolve().parent):  # as a script's own folder is
                 spec.loader.exec_module(module)
         except BaseException:
             del sys.modules[known]

@@ -1,4 +1,4 @@
-"""``diffusers:FOLDER`` and ``diffusers:CLASS``: a class of diffusers with its config."""
+"""Families for ``diffusers:FOLDER`` and ``diffusers:CLASS``."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_pulse.backbone.chain import Backbone
-from megatron_pulse.backbone.published import Published, PublishedError, names_on_load
-from megatron_pulse.faults import raised, unknown
+from megatron_pulse.backbone.published_weights import Published, PublishedError, names_on_load
+from megatron_pulse.errors import describe_exception, unknown_name
 from model_specs.common.options import FamilyConfig
 from model_specs.derived.classes import CLASSES
 from model_specs.derived.family import DTYPE, DTYPES, DerivedFamily, options_class
@@ -23,24 +23,25 @@ if TYPE_CHECKING:
 
 PREFIX = "diffusers:"
 BUCKETS = "buckets"
-"""The option that lists the shapes which microbatches may have."""
+"""Option that lists the allowed shapes of microbatches."""
 _CLASS_OF_NORM = {
     "ada_norm_zero": "DiTTransformer2DModel",
     "ada_norm_single": "PixArtTransformer2DModel",
 }
-"""Of Transformer2DModel, by norm_type, as diffusers tells them apart."""
+"""Actual class of an old Transformer2DModel by norm_type, following diffusers."""
 _AVERAGES = frozenset(
     {"decay", "min_decay", "optimization_step", "update_after_step", "use_ema_warmup", "inv_gamma",
      "power"}
 )  # fmt: skip
-"""Bookkeeping that diffusers' EMAModel writes among a model's settings."""
+"""Bookkeeping keys that diffusers' EMAModel writes into a model's settings."""
 _DTYPE_EFFECT = "the module is exported in {0.dtype}"
 
 
 def family_of(name: str) -> DerivedFamily:
-    """The family of ``diffusers:CLASS``, or of the class and config in ``diffusers:FOLDER``.
+    """Family of ``diffusers:CLASS``, or of the class and config in ``diffusers:FOLDER``.
 
-    Raises ValueError where there is no such folder or class, or its inputs are not known.
+    Raises ValueError if the folder or class does not exist, or if the inputs of the class are
+    unknown.
     """
     target = name.removeprefix(PREFIX)
     folder = Path(target)
@@ -83,10 +84,10 @@ def family_of(name: str) -> DerivedFamily:
 
 
 def read_published(component: Path) -> dict[str, Any]:
-    """The ``config.json`` in a component's folder, with the class as diffusers calls it today.
+    """Read a component's ``config.json``, with the current diffusers name of its class.
 
-    Settings that the class does not have are left out, as diffusers does, and said; but for those
-    of a run's averaged weights, which ``EMAModel.save_pretrained`` writes.
+    Settings that the class lacks are dropped with a warning, as in diffusers. EMA bookkeeping of
+    ``EMAModel.save_pretrained`` is dropped silently.
     """
     from megatron_pulse.diffusion.published import read_config
 
@@ -95,18 +96,18 @@ def read_published(component: Path) -> dict[str, Any]:
     class_name = class_of(config)
     if not (known := _settings(class_name)):
         return config
-    unknown = [key for key in config if not key.startswith("_") and key not in known]
-    if said := [key for key in unknown if key not in _AVERAGES | _settings(named)]:
+    unknown_name = [key for key in config if not key.startswith("_") and key not in known]
+    if said := [key for key in unknown_name if key not in _AVERAGES | _settings(named)]:
         say_once(
             f"warning: {component / 'config.json'}: {class_name} has no such settings, they are "
             f"passed over: {', '.join(sorted(said))}"
         )
-    kept = {key: value for key, value in config.items() if key not in unknown}
+    kept = {key: value for key, value in config.items() if key not in unknown_name}
     return {**kept, "_class_name": class_name}
 
 
 def class_of(config: Mapping[str, Any]) -> str:
-    """The class of a ``config.json``; older folders call several models Transformer2DModel."""
+    """Class of a ``config.json``; older folders name several models Transformer2DModel."""
     named = str(config.get("_class_name"))
     if named != "Transformer2DModel":
         return named
@@ -115,7 +116,7 @@ def class_of(config: Mapping[str, Any]) -> str:
 
 @functools.cache
 def _settings(class_name: str) -> frozenset[str]:
-    """Names of a class's settings; none where diffusers has no such model."""
+    """Setting names of a class; empty if diffusers has no such model."""
     import diffusers
 
     kind: Any = getattr(diffusers, class_name, None)
@@ -125,7 +126,7 @@ def _settings(class_name: str) -> frozenset[str]:
 
 
 def weights_folder(name: str) -> Path | None:
-    """Where the weights of ``diffusers:FOLDER`` are; None if it has none, or is no such name."""
+    """Folder with the weights of ``diffusers:FOLDER``; None without weights or for other names."""
     from megatron_pulse.diffusion.published import find_component, holds_weights
 
     folder = Path(name.removeprefix(PREFIX))
@@ -134,12 +135,12 @@ def weights_folder(name: str) -> Path | None:
     try:
         component = find_component(folder)
     except PublishedError:
-        return None  # which its family tells
+        return None  # the family reports the error
     return component if holds_weights(component) else None
 
 
 def pipeline_folder(name: str) -> Path | None:
-    """The pipeline's folder that ``diffusers:FOLDER`` is, or is a component of; None if neither."""
+    """Pipeline folder that ``diffusers:FOLDER`` is, or is a component of; None if neither."""
     folder = Path(name.removeprefix(PREFIX))
     if not folder.is_dir():
         return None
@@ -148,8 +149,10 @@ def pipeline_folder(name: str) -> Path | None:
 
 
 def describe_weights(name: str) -> str:
-    """Where the first weights of ``diffusers:FOLDER`` or ``diffusers:CLASS`` come from, if no
-    checkpoint says other ones; empty of any other name."""
+    """Describe the source of the initial weights of ``diffusers:FOLDER`` or ``diffusers:CLASS``.
+
+    The text is empty for other names. Weights of a checkpoint take precedence.
+    """
     if not name.startswith(PREFIX):
         return ""
     folder = weights_folder(name)
@@ -162,7 +165,7 @@ def describe_weights(name: str) -> str:
 
 
 def split(class_name: str, config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The settings of a ``config.json`` that the class has, and those that it passes over."""
+    """Split a ``config.json`` into settings that the class takes and settings without effect."""
     known = defaults_of(class_name)
     settings = {key: value for key, value in config.items() if not key.startswith("_")}
     return (
@@ -172,12 +175,12 @@ def split(class_name: str, config: Mapping[str, Any]) -> tuple[dict[str, Any], d
 
 
 def _undeclared(class_name: str) -> str:
-    """Why a class cannot be named, and how it is used all the same."""
+    """Error text for a class with undeclared inputs, including the alternative."""
     import diffusers
 
     kind = getattr(diffusers, class_name, None)
     if kind is None or not hasattr(kind, "forward"):
-        return unknown("class whose inputs are known", class_name, CLASSES)
+        return unknown_name("class whose inputs are known", class_name, CLASSES)
     taken = list(inspect.signature(kind.forward).parameters)[1:]
     return (
         f"what a {class_name} is called with is not known here: make it by a function of your own "
@@ -188,7 +191,7 @@ def _undeclared(class_name: str) -> str:
 
 @functools.cache
 def defaults_of(class_name: str) -> dict[str, Any]:
-    """The settings of a class with their defaults, as JSON has them."""
+    """Settings of a class with their defaults as JSON values."""
     import diffusers
 
     parameters = inspect.signature(getattr(diffusers, class_name).__init__).parameters
@@ -202,11 +205,11 @@ def defaults_of(class_name: str) -> dict[str, Any]:
 
 
 def _build(class_name: str, folder: Path | None, config: FamilyConfig) -> Backbone:
-    """The chain with the weights in ``folder``; where there are none, with the class's own."""
-    from megatron_pulse.backbone.derived.from_module import module_of, with_weights
-    from megatron_pulse.backbone.derived.weights.first import from_stored, when_asked
-    from megatron_pulse.backbone.derived.weights.scratch import from_scratch
+    """Chain with the weights in ``folder``, or with the class's own initialisation."""
     from megatron_pulse.diffusion.published import holds_weights, read_folder
+    from megatron_pulse.tracing.from_module import module_of, with_weights
+    from megatron_pulse.tracing.initial_weights.deferred_init import from_scratch
+    from megatron_pulse.tracing.initial_weights.sources import from_stored, when_asked
 
     backbone = _built(class_name, json.dumps(vars(config)))
     if folder is None or not holds_weights(folder):
@@ -226,11 +229,14 @@ def _make(class_name: str, settings: Mapping[str, Any]) -> Any:
 
 @functools.lru_cache(maxsize=8)
 def _built(class_name: str, options: str) -> Backbone:
-    """The chain; what is exported for one is there for all who ask for the same."""
+    """Chain without weights; one export serves all callers with the same options."""
     import torch
 
-    from megatron_pulse.backbone.derived.from_module import from_module
-    from megatron_pulse.backbone.derived.weights.hollow import hollow, made_hollow
+    from megatron_pulse.tracing.from_module import from_module
+    from megatron_pulse.tracing.initial_weights.meta_init import (
+        build_without_memory,
+        release_parameter_memory,
+    )
 
     values = json.loads(options)
     settings = {key: values[key] for key in defaults_of(class_name)}
@@ -239,10 +245,12 @@ def _built(class_name: str, options: str) -> Backbone:
     try:
         declared, *others = (known.declared(settings, size) for size in sizes)
         with slowly(f"making {class_name}"):
-            module = made_hollow(lambda: _make(class_name, settings))
-    except Exception as error:  # a class raises what it likes
-        raise ValueError(f"{class_name} cannot be made of this config: {raised(error)}") from error
-    module = declared.wrap(hollow(module.train(), getattr(torch, dtype)))
+            module = build_without_memory(lambda: _make(class_name, settings))
+    except Exception as error:  # a class may raise anything
+        raise ValueError(
+            f"{class_name} cannot be made of this config: {describe_exception(error)}"
+        ) from error
+    module = declared.wrap(release_parameter_memory(module.train(), getattr(torch, dtype)))
     made = [each.make(dtype) for each in others]
     with slowly(f"deriving {class_name}"):
         return from_module(module, declared.make(dtype), other_inputs=made, **declared.keywords())
@@ -261,18 +269,18 @@ def _published(class_name: str, config: FamilyConfig) -> Published:
 
 
 def _names_on_load(class_name: str, config: FamilyConfig, names: Iterable[str]) -> dict[str, str]:
-    from megatron_pulse.backbone.derived.from_module import module_of
+    from megatron_pulse.tracing.from_module import module_of
 
     return names_on_load(module_of(_built(class_name, json.dumps(vars(config)))), names)
 
 
 def _tied(class_name: str, config: FamilyConfig) -> Mapping[str, str]:
-    from megatron_pulse.backbone.derived.from_module import tied_names
+    from megatron_pulse.tracing.from_module import tied_names
 
     return tied_names(_built(class_name, json.dumps(vars(config))))
 
 
 def _constants(class_name: str, config: FamilyConfig) -> Mapping[str, Tensor]:
-    from megatron_pulse.backbone.derived.from_module import buffers_of
+    from megatron_pulse.tracing.from_module import buffers_of
 
     return buffers_of(_built(class_name, json.dumps(vars(config))))

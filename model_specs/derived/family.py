@@ -1,4 +1,4 @@
-"""A name with a colon as a family: typed options, a chain, and what is recorded of it."""
+"""Family made for one name with a colon: typed options, a chain, and a record."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_pulse.backbone.chain import Backbone
-from megatron_pulse.backbone.published import Published
+from megatron_pulse.backbone.published_weights import Published
 from model_specs.common.options import FamilyConfig, run_choice
 
 DTYPE = "dtype"
-"""The option that says which dtype a module is exported in; a run's, and no part of the model."""
+"""Option for the dtype of module export; a choice of the run, not part of the model."""
 DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
 class DerivedFamily:
-    """What ``model_specs`` knows of a family, made for one name.
+    """Family interface of ``model_specs``, made for one name.
 
-    ``family`` and ``recorded`` are the names in records, the latter not always the one that was
-    given; ``kept`` are settings without meaning here (see ``Backbone``).
+    ``family`` and ``recorded`` are the names in records; ``recorded`` may differ from the given
+    name. ``kept`` holds settings without effect here (see ``Backbone``).
     """
 
     family: str
@@ -48,10 +48,10 @@ class DerivedFamily:
 
 
 class ModuleOptions:
-    """Base of the options that are made for one name."""
+    """Base class of the options made for one name."""
 
     def faults(self) -> list[str]:
-        """What is inconsistent between the fields."""
+        """Inconsistencies between the fields, one text each."""
         found = []
         if (dtype := getattr(self, DTYPE, DTYPES[0])) not in DTYPES:
             found.append(f"{DTYPE}: {dtype!r} is none of {', '.join(DTYPES)}")
@@ -61,8 +61,10 @@ class ModuleOptions:
 def options_class(
     name: str, identity: Mapping[str, Any], choices: Mapping[str, tuple[Any, Any, str]]
 ) -> type[Any]:
-    """A config whose fields are the model's ``identity`` with their defaults, and the ``choices``
-    of a run: type, default and effect of each."""
+    """Config class with the fields of ``identity`` and the run ``choices``.
+
+    ``identity`` maps names to defaults. ``choices`` maps names to (type, default, effect).
+    """
     fields: list[tuple[str, Any, Any]] = [
         (key, Any, dataclasses.field(default_factory=functools.partial(copy.deepcopy, value)))
         for key, value in identity.items()

@@ -1,4 +1,4 @@
-"""What a module is called with, said by shapes."""
+"""Declarations of a module's inputs by shape."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from megatron_pulse.faults import Faults
+from megatron_pulse.errors import Faults
 
 if TYPE_CHECKING:
     from torch import nn
@@ -19,9 +19,12 @@ type Around = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 @dataclass(frozen=True)
 class Input:
-    """One input: its ``path`` among the keywords (``added_cond_kwargs.time_ids``), the ``shape`` of
-    one sample, its dtype ("compute": the run's), and how a batch calls it (as the module does, if
-    that is not said). The module has ``rows`` of it for each sample."""
+    """One input of a module.
+
+    ``path`` is the keyword path (``added_cond_kwargs.time_ids``). ``shape`` is the shape of one
+    sample. A dtype "compute" is the run's dtype. ``field`` is the name in a batch, by default the
+    module's name. The module takes ``rows`` rows for each sample.
+    """
 
     path: str
     shape: tuple[int, ...]
@@ -32,7 +35,7 @@ class Input:
 
 @dataclass(frozen=True)
 class SameInput:
-    """One input that is the same for every batch; ``value`` makes it for a number of samples."""
+    """Input with the same value for every batch; ``value`` makes it for a number of samples."""
 
     path: str
     value: Callable[[int], Any]
@@ -40,10 +43,13 @@ class SameInput:
 
 @dataclass(frozen=True)
 class Declared:
-    """All inputs of a module; ``sample`` is the path of the noisy sample, ``timestep`` that of the
-    times, see ``from_module``. ``num_classes`` and ``null_label``: see ``Backbone``. ``around``
-    makes what is called in the place of the module's forward, of that: it packs latents into
-    tokens, and unpacks what comes of them, as the class's pipeline does."""
+    """All inputs of a module.
+
+    ``sample`` is the path of the noisy sample and ``timestep`` the path of the times (see
+    ``from_module``). ``num_classes`` and ``null_label`` are those of ``Backbone``. ``around`` wraps
+    the module's forward. The wrapper packs latents into tokens and unpacks the prediction, as the
+    class's pipeline does.
+    """
 
     sample: str
     timestep: str | None
@@ -56,7 +62,7 @@ class Declared:
     around: Around | None = None
 
     def keywords(self) -> dict[str, Any]:
-        """What ``from_module`` is to know of them."""
+        """Keyword arguments for ``from_module``."""
         flat = {each.path.replace(".", "_"): each for each in self.inputs}
         return {
             "sample": self.sample,
@@ -75,8 +81,11 @@ class Declared:
         }
 
     def wrap[M: nn.Module](self, module: M) -> M:
-        """``module``, which is called with these inputs from now on; labels are dropped in the
-        batch, where there is a ``null_label``, not by the module."""
+        """Prepare ``module`` in place for these inputs, and return it.
+
+        The module's own label dropout is disabled: labels are dropped in the batch if there is a
+        ``null_label``.
+        """
         for part in module.modules():
             if type(part).__name__ == "LabelEmbedding":
                 part.dropout_prob = 0.0
@@ -85,34 +94,37 @@ class Declared:
         return module
 
     def make(self, dtype: str) -> Callable[[int], dict[str, Any]]:
-        """What makes the inputs for a microbatch size, where the run's dtype is ``dtype``."""
+        """Factory of example inputs by microbatch size, for the run's ``dtype``."""
         return lambda size: nested((i.path, _value(i, size, dtype)) for i in self.inputs)
 
 
 type Config = SimpleNamespace
-"""The settings of a module of a class that is known."""
+"""Settings of a module of a known class."""
 type Sizes = SimpleNamespace
-"""What a run chooses: height, width, frames, text_length."""
+"""Sizes chosen by a run: height, width, frames, text_length."""
 type Defaults = Mapping[str, int] | Callable[[Config], Mapping[str, int]]
 
 
 @dataclass(frozen=True)
 class Known:
-    """A class: the sizes that a run chooses, with their defaults, and its inputs by both."""
+    """A diffusers class with known inputs: its run sizes with defaults, and its declaration."""
 
     sizes: Defaults
     inputs: Callable[[Config, Sizes], Declared]
 
     def declared(self, config: Mapping[str, Any], chosen: Mapping[str, int | None]) -> Declared:
-        """The inputs of a module of this config; None among the sizes: the default."""
+        """Inputs of a module with this config; a size of None takes the default."""
         sizes = {name: chosen.get(name) or size for name, size in self.defaults(config).items()}
         return self.inputs(SimpleNamespace(**config), SimpleNamespace(**sizes))
 
     def sizes_of(
         self, config: Mapping[str, Any], chosen: Mapping[str, Any], buckets: str
     ) -> list[Mapping[str, Any]]:
-        """The sizes of each of ``buckets``: "8x12,12x8", in the order of ``defaults``; those behind
-        the last that is given are ``chosen``, and all where there are none. Raises ValueError."""
+        """Sizes of each of ``buckets``, written "8x12,12x8" in the order of ``defaults``.
+
+        Sizes after the last given side come from ``chosen``, as do all sizes without buckets.
+        Raises ValueError for malformed buckets or sizes below 1.
+        """
         names = list(self.defaults(config))
         chosen = {name: chosen.get(name) for name in names}
         if faults := [f"{n} is {size}: must be 1 or more" for n, size in chosen.items()
@@ -132,12 +144,12 @@ class Known:
         return [{**chosen, **dict(zip(names, map(int, one), strict=False))} for one in every]
 
     def defaults(self, config: Mapping[str, Any]) -> Mapping[str, int]:
-        """The sizes, as a module of this config has them where a run chooses none."""
+        """Default sizes for a module with this config."""
         return self.sizes(SimpleNamespace(**config)) if callable(self.sizes) else self.sizes
 
 
 def nested(values: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Keywords by their paths."""
+    """Nested keywords from (path, value) pairs."""
     found: dict[str, Any] = {}
     for path, value in values:
         *outer, last = path.split(".")
@@ -161,7 +173,7 @@ def _value(given: Input | SameInput, size: int, dtype: str) -> Any:
 
 
 def cast(inputs: Mapping[str, Any], times: str | None, dtype: Any) -> dict[str, Any]:
-    """``inputs`` with tensors of fp32 in ``dtype``, but for the times."""
+    """``inputs`` with fp32 tensors cast to ``dtype``, except the times."""
     import torch
     from torch.utils import _pytree as pytree
 

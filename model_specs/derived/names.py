@@ -1,4 +1,4 @@
-"""Names with a colon."""
+"""Classification of names with a colon: diffusers modules, user code, cascades."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from model_specs.derived.family import DerivedFamily
 
 
 def is_module(name: str) -> bool:
-    """Whether ``name`` is not that of a family's configuration."""
+    """True for the name of a module or of user code, not of a configuration or a cascade."""
     return ":" in name and not is_cascade(name)
 
 
 def is_code(name: str) -> bool:
-    """Whether ``name`` is that of code of one's own."""
+    """True for the name of user code."""
     return is_module(name) and not name.startswith(diffusers_modules.PREFIX)
 
 
 def misnamed(name: str) -> str:
-    """What is wrong with the form of a name that is meant for a module; empty if nothing is."""
+    """Error text for a malformed module name; empty if the form is valid."""
     place, colon, attribute = name.rpartition(":")
     if not colon:
         if name.endswith(".py"):
@@ -49,13 +49,13 @@ def _misnamed_file(name: str, file: Path) -> str:
 
 
 def allow(name: str) -> None:
-    """Let ``name`` be run if it is code: who started this process has named it."""
+    """Permit running the code ``name`` names; for names from the command line of this process."""
     if is_code(name):
         allow_code(name)
 
 
 def family_of(name: str) -> DerivedFamily:
-    """See ``diffusers_modules`` and ``own``. Raises ValueError."""
+    """Family of a module name (see ``diffusers_modules`` and ``own``). Raises ValueError."""
     if fault := misnamed(name):
         raise ValueError(fault)
     return own.family_of(name) if is_code(name) else diffusers_modules.family_of(name)

@@ -1,4 +1,4 @@
-"""``package.module:factory`` and ``path/to/file.py:factory``: modules and chains of one's own."""
+"""Families of user code: ``package.module:factory`` and ``path/to/file.py:factory``."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from megatron_pulse.backbone.chain import Backbone
-from megatron_pulse.backbone.published import Published, names_on_load
-from megatron_pulse.faults import meant, raised, told, unknown
+from megatron_pulse.backbone.published_weights import Published, names_on_load
+from megatron_pulse.errors import describe_exception, did_you_mean, format_faults, unknown_name
 from model_specs.common.options import FamilyConfig
 from model_specs.derived.code import canonical, find
 from model_specs.derived.family import DTYPE, DTYPES, DerivedFamily, options_class
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 type Given = Mapping[str, Any] | Callable[[int], Mapping[str, Any]]
 WEIGHTS = "weights"
-"""The option that says which parameters a factory's module has: a digest of names and shapes."""
+"""Option that identifies the parameters of a factory's module: a digest of names and shapes."""
 _HOW = """\
 a factory returns one of
   a torch module of a class of diffusers whose inputs are known
@@ -38,7 +38,7 @@ _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_O
 
 
 def family_of(name: str) -> DerivedFamily:
-    """The family of what the code ``name`` makes. Raises ValueError where it makes nothing."""
+    """Family of the module or chain that the code ``name`` makes. Raises ValueError."""
     code = canonical(name)
     made = find(code)
     identity = {**_parameters(code, made), WEIGHTS: ""}
@@ -48,7 +48,7 @@ def family_of(name: str) -> DerivedFamily:
 
 
 def _parameters(name: str, factory: Any) -> dict[str, Any]:
-    """The keywords of a factory, which are options, with their defaults."""
+    """Keyword parameters of a factory with their defaults; these become options."""
     if isinstance(factory, Backbone):
         return {}
     if not callable(factory):
@@ -82,7 +82,7 @@ def _build(name: str, config: FamilyConfig) -> Backbone:
 
 
 def _published(name: str, config: FamilyConfig) -> Published:
-    """A file of the module's own names, which its ``load_state_dict`` takes."""
+    """Format of a state dict with the module's own names, for ``load_state_dict``."""
     return Published(
         "torch",
         name,
@@ -94,27 +94,27 @@ def _published(name: str, config: FamilyConfig) -> Published:
 
 
 def _names_on_load(name: str, config: FamilyConfig, names: Iterable[str]) -> Mapping[str, str]:
-    from megatron_pulse.backbone.derived.from_module import module_of, source_of
+    from megatron_pulse.tracing.from_module import module_of, source_of
 
     backbone = _build(name, config)
     return names_on_load(module_of(backbone) if source_of(backbone) else None, names)
 
 
 def _tied(name: str, config: FamilyConfig) -> Mapping[str, str]:
-    from megatron_pulse.backbone.derived.from_module import tied_names
+    from megatron_pulse.tracing.from_module import tied_names
 
     return tied_names(_build(name, config))
 
 
 def _constants(name: str, config: FamilyConfig) -> Mapping[str, Tensor]:
-    from megatron_pulse.backbone.derived.from_module import buffers_of
+    from megatron_pulse.tracing.from_module import buffers_of
 
     return buffers_of(_build(name, config))
 
 
 @functools.lru_cache(maxsize=8)
 def _built(name: str, options: str) -> tuple[Backbone, str]:
-    from megatron_pulse.backbone.derived.weights.hollow import made_hollow
+    from megatron_pulse.tracing.initial_weights.meta_init import build_without_memory
 
     factory, values = find(name), json.loads(options)
     dtype = values.pop(DTYPE)
@@ -122,9 +122,9 @@ def _built(name: str, options: str) -> tuple[Backbone, str]:
         return factory, ""
     try:
         with slowly(f"making {name}"):
-            made = made_hollow(lambda: factory(**values))
-    except Exception as error:  # it may raise anything
-        raise ValueError(f"{name} failed: {raised(error)}") from error
+            made = build_without_memory(lambda: factory(**values))
+    except Exception as error:  # user code may raise anything
+        raise ValueError(f"{name} failed: {describe_exception(error)}") from error
     if isinstance(made, Backbone):
         return made, ""
     called = f"{name}{_place(factory)}"
@@ -138,13 +138,13 @@ def _module_of(made: Any) -> Any:
 def _derived(
     name: str, made: Any, dtype: str, make: Callable[[], torch.nn.Module]
 ) -> tuple[Backbone, str]:
-    """The chain of what the factory ``made``; ``make`` makes the module again, with values."""
+    """Chain of the factory's result ``made``; ``make`` builds the module again with values."""
     import torch
 
-    from megatron_pulse.backbone.derived.from_module import from_module, try_out
-    from megatron_pulse.backbone.derived.trial import is_small
-    from megatron_pulse.backbone.derived.weights.hollow import hollow
-    from megatron_pulse.backbone.derived.weights.scratch import from_scratch
+    from megatron_pulse.tracing.from_module import from_module, require_equal_results
+    from megatron_pulse.tracing.initial_weights.deferred_init import from_scratch
+    from megatron_pulse.tracing.initial_weights.meta_init import release_parameter_memory
+    from megatron_pulse.tracing.self_check import is_small
     from model_specs.derived.classes import CLASSES
 
     parts = made if isinstance(made, tuple) else (made,)
@@ -153,7 +153,7 @@ def _derived(
         raise ValueError(f"{name} returned {_kind(made)}; {_HOW}")
     said: Mapping[str, Any] = rest[1] if len(rest) > 1 else {}
     if rest and (faults := [*_given_faults(module, rest[0]), *_said_faults(said)]):
-        raise ValueError(told(name, faults))
+        raise ValueError(format_faults(name, faults))
     kind = getattr(torch, dtype)
     if made_in := {p.dtype for p in module.parameters() if p.is_floating_point()} - {kind}:
         kinds = " and ".join(sorted(str(each).removeprefix("torch.") for each in made_in))
@@ -175,22 +175,25 @@ def _derived(
         )
     with slowly(f"deriving {name}"):
         said = {"weights": from_scratch(make), **said}
-        backbone = from_module(hollow(module, kind), inputs, **said)
+        backbone = from_module(release_parameter_memory(module, kind), inputs, **said)
     if rest and is_small(module):
         with torch.random.fork_rng(devices=[]):
-            try_out(backbone, make().to(kind))
+            require_equal_results(backbone, make().to(kind))
     weights = sorted((n, tuple(p.shape)) for n, p in module.named_parameters())
     return backbone, f"sha256:{hashlib.sha256(repr(weights).encode()).hexdigest()[:16]}"
 
 
 def _place(factory: Any) -> str:
-    """File and line of a factory, in brackets; empty where it has none, as a partial."""
+    """File and line of a factory in brackets; empty for objects without code, such as partials."""
     code = getattr(inspect.unwrap(factory), "__code__", None)
     return f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
 
 
 def _given_faults(module: torch.nn.Module, given: Any) -> Iterator[str]:
-    """What a module cannot be called with; a function of the microbatch size is asked for two."""
+    """Faults of the given inputs against the module's forward.
+
+    A function of the microbatch size is called with size two.
+    """
     what = "inputs are"
     if callable(given):
         what, given = "what its function of the microbatch size returns is", given(2)
@@ -202,7 +205,7 @@ def _given_faults(module: torch.nn.Module, given: Any) -> Iterator[str]:
     if all(each.kind is not inspect.Parameter.VAR_KEYWORD for each in taken):
         for wrong in (key for key in given if key not in names):
             yield (
-                f"forward has no input {wrong!r}; {meant(str(wrong), names)}"
+                f"forward has no input {wrong!r}; {did_you_mean(str(wrong), names)}"
                 f"it takes: {', '.join(names)}"
             )
     for each in taken:
@@ -212,18 +215,18 @@ def _given_faults(module: torch.nn.Module, given: Any) -> Iterator[str]:
 
 
 def _said_faults(said: Any) -> list[str]:
-    """Which keywords ``from_module`` does not have."""
-    from megatron_pulse.backbone.derived.from_module import from_module
+    """Faults of the given keywords of ``from_module``."""
+    from megatron_pulse.tracing.from_module import from_module
 
     if not isinstance(said, Mapping):
         return [f"keywords are to be a dict, not of type {type(said).__name__}"]
     taken = inspect.signature(from_module).parameters.values()
     known = [each.name for each in taken if each.kind is inspect.Parameter.KEYWORD_ONLY]
-    return [unknown("keyword of from_module", key, known) for key in said if key not in known]
+    return [unknown_name("keyword of from_module", key, known) for key in said if key not in known]
 
 
 def _cast(given: Given, times: str | None, kind: torch.dtype) -> Given:
-    """Inputs, or a function of the microbatch size that makes them, in a dtype."""
+    """Cast the inputs, or the results of an input function, to a dtype."""
     if callable(given):
         return lambda size: cast(given(size), times, kind)
     return cast(given, times, kind)

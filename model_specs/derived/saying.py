@@ -1,4 +1,4 @@
-"""What is said while a module is made and derived, by the first rank alone."""
+"""Messages on stderr while a module is made and exported, from rank 0 only."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from threading import Timer
 
 
 def say(line: str) -> None:
-    """Print ``line`` beside what a command prints."""
+    """Print ``line`` on stderr, on rank 0."""
     if os.environ.get("RANK", "0") == "0":
         print(line, file=sys.stderr, flush=True)
 
 
 @functools.cache
 def say_once(line: str) -> None:
-    """``say`` a line, unless it was said before."""
+    """Print ``line`` as ``say`` does, at most once per process."""
     say(line)
 
 
 @contextmanager
 def slowly(what: str, after_s: float = 4.0) -> Iterator[None]:
-    """Within, say that ``what`` is under way, if it takes longer than ``after_s``."""
+    """Print that ``what`` is in progress if the block takes longer than ``after_s`` seconds."""
     timer = Timer(after_s, say, [f"{what} ..."])
     timer.daemon = True
     timer.start()

@@ -1,4 +1,4 @@
-"""diffusers' classes that take packed tokens or moving pictures; ``classes`` has the others."""
+"""Input declarations of diffusers classes with packed tokens or video; see also ``classes``."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from typing import Any
 from model_specs.derived.inputs import Around, Config, Declared, Input, Known, SameInput, Sizes
 
 _THOUSANDTH = 1e-3
-"""Of classes whose times are from 0 to 1."""
+"""Timestep scale of classes with times from 0 to 1."""
 
 
 def _packed(pack: Callable[[Any], Any], unpack: Callable[[Any, Any], Any]) -> Around:
-    """A module whose noisy sample and prediction are latents, where its own are tokens; ``unpack``
-    gets the latents' shape too."""
+    """Wrapper of a token module's forward that takes and returns latents.
+
+    ``unpack`` also gets the shape of the latents.
+    """
 
     def around(forward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(forward)
@@ -28,11 +30,11 @@ def _packed(pack: Callable[[Any], Any], unpack: Callable[[Any, Any], Any]) -> Ar
 
 
 _SIDE = 2
-"""Of the squares of latents that are one token of Flux."""
+"""Side of the square of latents that forms one Flux token."""
 
 
 def _flux(config: Config, size: Sizes) -> Declared:
-    """A token for each 2 x 2 of the latents; positions are constants."""
+    """Flux: one token for each 2 x 2 square of latents; positions are constants."""
     height, width = size.height // _SIDE, size.width // _SIDE
     if (height * _SIDE, width * _SIDE) != (size.height, size.width):
         raise ValueError(f"{size.height} x {size.width} latents have no whole squares of {_SIDE}")
@@ -118,7 +120,7 @@ def _mochi(config: Config, size: Sizes) -> Declared:
 
 
 def _ltx(config: Config, size: Sizes) -> Declared:
-    """A token for each of the latents."""
+    """LTX-Video: one token for each latent position."""
     if (config.patch_size, config.patch_size_t) != (1, 1):
         raise ValueError("patch_size and patch_size_t other than 1 are not declared here")
     packed = _packed(lambda x: x.flatten(2).mT, lambda x, shape: x.mT.unflatten(2, shape[2:]))
@@ -138,7 +140,7 @@ def _ltx(config: Config, size: Sizes) -> Declared:
 
 
 def _cogvideox(config: Config, size: Sizes) -> Declared:
-    """Frames before channels; the sizes are the config's, as its positions are made for them."""
+    """CogVideoX: frames before channels. Sizes come from the config, as do the positions."""
     frames = (config.sample_frames - 1) // config.temporal_compression_ratio + 1
     frames += -frames % (config.patch_size_t or 1)
     height, width = config.sample_height, config.sample_width
@@ -159,7 +161,7 @@ def _cogvideox(config: Config, size: Sizes) -> Declared:
 
 
 def _cogvideox_rotary(config: Config, frames: int, grid: tuple[int, int]) -> Any:
-    """As diffusers' pipeline makes it at the config's own size."""
+    """Rotary embedding of diffusers' pipeline at the config's own size."""
     from diffusers.models.embeddings import get_3d_rotary_pos_embed
 
     head = config.attention_head_dim

@@ -1,8 +1,8 @@
 """DiT: a class-conditional transformer on latents (Peebles and Xie, ICCV 2023, arXiv:2212.09748).
 
-Structure of diffusers' ``DiTTransformer2DModel``, where every block embeds timestep and class for
-itself, and the head uses what block 0 embeds. A block is two layers; the three modulation vectors
-that its feed-forward needs travel from one to the other. There are no long skips.
+The structure is that of diffusers' ``DiTTransformer2DModel``. Every block has its own embedding of
+timestep and class; the head uses block 0's. A block is two layers. The three modulation vectors of
+the feed-forward travel between them. There are no long skips.
 """
 
 from model_specs.dit.chain import build_backbone as build_backbone

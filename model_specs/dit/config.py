@@ -10,12 +10,11 @@ from model_specs.common.options import RESPACED, run_choice, settled_by
 
 @dataclass(frozen=True)
 class DiTConfig:
-    """Sizes of a DiT; ``sample_size`` is the side of what it sees (of the latent, usually).
+    """Sizes of a DiT; ``sample_size`` is the side of its input (usually latents).
 
-    Positions span what ``base_sample_size`` has patches (None: ``sample_size``), as in a published
-    model that is given another size than its own. Class ``num_classes`` is the null class of
-    classifier-free guidance. With learned variances ``out_channels`` is twice ``in_channels``:
-    noise first, then variance.
+    Positions are spaced for ``base_sample_size`` (None: ``sample_size``), so that a published model
+    can run at another size. Class ``num_classes`` is the null class of classifier-free guidance.
+    With learned variances ``out_channels`` is twice ``in_channels``: noise first, then variance.
     """
 
     num_layers: int = 28
@@ -29,7 +28,7 @@ class DiTConfig:
     base_sample_size: int | None = settled_by("base_size")
 
     def faults(self) -> list[str]:
-        """What is inconsistent between the fields."""
+        """Inconsistencies between the fields, one text each."""
         return below(self, 1) or unfit_for_patches(self)
 
     @property
@@ -44,7 +43,7 @@ class DiTConfig:
 
     @property
     def base_size(self) -> int:
-        """The size that positions are spaced for."""
+        """Sample size that positions are spaced for."""
         return self.base_sample_size or self.sample_size
 
 

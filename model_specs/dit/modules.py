@@ -1,6 +1,6 @@
 """DiT's modules (diffusers' ``DiTTransformer2DModel``): tokens are [s, b, D].
 
-Initialised as DiT is: Xavier in blocks, N(0, 0.02) in embeddings, zeros in modulations and head.
+Initialised as in DiT: Xavier in blocks, N(0, 0.02) in embeddings, zeros in modulations and head.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class PatchLayer(PatchEmbed):
 
 
 class TimeClassEmbedder(torch.nn.Module):
-    """Timesteps [b] and labels [b] to the sum of their embeddings [b, D].
+    """Map timesteps [b] and labels [b] to the sum of their embeddings [b, D].
 
-    Labels are as the batch has them: dropping some for guidance is the data's business.
+    Labels are used as given. Label dropout for guidance happens when batches are made.
     """
 
     def __init__(self, sizes: DiTConfig, initialize: bool) -> None:
@@ -58,7 +58,7 @@ class TimeClassEmbedder(torch.nn.Module):
 
 
 class Embedding(LayerModule):
-    """Provides temb0 [b, D], what block 0 embeds, which the head uses too."""
+    """Provides temb0 [b, D], the embedding of block 0; the head uses the same."""
 
     def __init__(self, sizes: DiTConfig, context: LayerContext) -> None:
         super().__init__(context.config, context.pg_collection)
@@ -74,9 +74,10 @@ class Embedding(LayerModule):
 class Attention(LayerModule):
     """Self-attention with adaLN-zero: tokens + gate * attention(modulated norm of tokens).
 
-    Embeds timestep and class itself with ``own_embedder``, else takes temb0 from ``Embedding``.
-    The second output [b, 3 * D] is shift, scale and gate of the block's feed-forward. Under
-    sequence parallelism every rank has it whole, with the gradient of its part of the sequence.
+    With ``own_embedder`` the layer embeds timestep and class; otherwise it takes temb0 from
+    ``Embedding``. The second output [b, 3 * D] is shift, scale and gate of the block's
+    feed-forward. Under sequence parallelism every rank holds it whole, with the gradient of its own
+    part of the sequence.
     """
 
     def __init__(self, sizes: DiTConfig, context: LayerContext, own_embedder: bool = True) -> None:
@@ -100,7 +101,7 @@ class Attention(LayerModule):
 
 
 class FeedForward(LayerModule):
-    """Tokens + gate * MLP(modulated norm of tokens), with the vectors that ``Attention`` made."""
+    """Tokens + gate * MLP(modulated norm of tokens), with the modulation from ``Attention``."""
 
     def __init__(self, sizes: DiTConfig, context: LayerContext) -> None:
         config = dit_config(sizes, context.config)

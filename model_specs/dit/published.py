@@ -1,11 +1,11 @@
-"""How diffusers stores a DiT. Imports no torch."""
+"""Format of a DiT in diffusers. Imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_pulse.backbone.published import Published, Rule
+from megatron_pulse.backbone.published_weights import Published, Rule
 from model_specs.common.published import attention_rules, mlp_rules, require_settings, same_settings
 from model_specs.dit.config import DiTConfig
 
@@ -23,7 +23,7 @@ _REQUIRED = {
 
 
 def published(config: DiTConfig) -> Published:
-    """As diffusers stores it: its sample_size is what positions are spaced for."""
+    """Format in diffusers; the published sample_size is the size that positions are spaced for."""
     settings = {
         **same_settings(config, "num_classes", "base_sample_size"),
         "sample_size": config.base_size,
@@ -42,7 +42,7 @@ def published(config: DiTConfig) -> Published:
 
 
 def config_from_published(config: Mapping[str, Any]) -> DiTConfig:
-    """The sizes in a ``config.json``; ValueError lists the settings that are not implemented."""
+    """Read the sizes in a ``config.json``; ValueError lists unsupported settings."""
     require_settings(config, _REQUIRED)
     sizes = {
         key: config[key]

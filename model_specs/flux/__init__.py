@@ -1,8 +1,8 @@
-"""Flux (Black Forest Labs 2024): blocks of two streams, then blocks whose weights both share.
+"""Flux (Black Forest Labs 2024): two-stream blocks, then blocks whose weights both streams share.
 
-Structure of diffusers' ``FluxTransformer2DModel``. Between blocks pass the image's tokens and the
-text's; the last block drops the text. The chain takes and gives latents [c, h, w], which its
-first layer packs and its last unpacks as diffusers' ``FluxPipeline``. There are no long skips.
+The structure is that of diffusers' ``FluxTransformer2DModel``. Image and text tokens pass between
+blocks; the last block drops the text. The chain maps latents [c, h, w] to latents. Its first layer
+packs them and its last unpacks them, as in diffusers' ``FluxPipeline``. There are no long skips.
 """
 
 from model_specs.common.texts import FLUX

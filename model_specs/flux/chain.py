@@ -8,7 +8,8 @@ from model_specs.flux.config import PACKED, FluxConfig
 
 
 def build_backbone(name: str, config: FluxConfig) -> Backbone:
-    """``time_text_embed``, ``x_embedder``, ``context_embedder``, both kinds of blocks, head."""
+    """Chain: ``time_text_embed``, ``x_embedder``, ``context_embedder``, both kinds of
+    blocks, head."""
     latent = TensorSpec((config.in_channels, config.sample_size, config.sample_size))
     image = TensorSpec((config.side**2, config.dim), batch_dim=1, sequence=True)
     text = TensorSpec((config.context_length, config.dim), batch_dim=1, sequence=True)

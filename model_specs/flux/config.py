@@ -8,16 +8,17 @@ from model_specs.common.limits import below, indivisible
 from model_specs.common.options import run_choice
 
 PACKED = 2
-"""A token is a square of this many latent pixels along each side."""
+"""Side in latent pixels of the square that forms one token."""
 
 
 @dataclass(frozen=True)
 class FluxConfig:
     """Sizes of a Flux; latents have ``in_channels`` and the side ``sample_size``.
 
-    ``num_layers`` blocks have two streams, ``num_single_layers`` follow. ``axes_dims_rope`` are
-    the features of each head that turn with a token's three coordinates: (0, row, column), and 0
-    for text. With ``guidance_embeds`` the batch holds a scale of guidance (3.5, say).
+    ``num_layers`` two-stream blocks come first, then ``num_single_layers``. ``axes_dims_rope`` are
+    the features per head rotated by each of a token's three coordinates. Coordinates are (0, row,
+    column) for images and 0 for text. With ``guidance_embeds`` the batch holds a guidance scale
+    (3.5, say).
     """
 
     num_layers: int = 19
@@ -43,7 +44,7 @@ class FluxConfig:
         return self.sample_size // PACKED
 
     def faults(self) -> list[str]:
-        """What is inconsistent between the fields."""
+        """Inconsistencies between the fields, one text each."""
         found = [*below(self, 1), *indivisible(self, sample_size=PACKED)]
         axes = self.axes_dims_rope
         if len(axes) != 3 or any(axis < 2 or axis % 2 for axis in axes):

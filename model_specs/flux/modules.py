@@ -32,18 +32,19 @@ __all__ = [
 ]
 
 _THETA = 10000
-_SCALE = 1000  # of guidance in the model
+_SCALE = 1000  # factor applied to guidance in the model
 
 
 def pack(latents: torch.Tensor) -> torch.Tensor:
-    """Latents [b, c, h, w] to tokens [h/2 * w/2, b, 4c]; features are (channel, row, column)."""
+    """Pack latents [b, c, h, w] to tokens [h/2 * w/2, b, 4c], features as (channel, row,
+    column)."""
     b, c, h, w = latents.shape
     squares = latents.reshape(b, c, h // PACKED, PACKED, w // PACKED, PACKED)
     return squares.permute(2, 4, 0, 1, 3, 5).reshape(-1, b, c * PACKED**2)
 
 
 def unpack(tokens: torch.Tensor, side: int) -> torch.Tensor:
-    """The inverse of ``pack`` for ``side`` tokens along each side."""
+    """Inverse of ``pack`` for ``side`` tokens along each side."""
     squares = tokens.reshape(side, side, tokens.shape[1], -1, PACKED, PACKED)
     return squares.permute(2, 3, 0, 4, 1, 5).reshape(
         tokens.shape[1], -1, side * PACKED, side * PACKED
@@ -51,14 +52,15 @@ def unpack(tokens: torch.Tensor, side: int) -> torch.Tensor:
 
 
 class PairRotary:
-    """Turns features 2i and 2i+1 of every head by a token's angle i, in fp32."""
+    """Rotary embedding: rotates features 2i and 2i+1 of every head by a token's angle i,
+    in fp32."""
 
     def __init__(self, sizes: FluxConfig) -> None:
         self.cosines = Table(lambda: _angles(sizes).cos())
         self.sines = Table(lambda: _angles(sizes).sin())
 
     def __call__(self, heads: torch.Tensor) -> torch.Tensor:
-        """[s, b, heads, d] to the same; s is text, then image."""
+        """Rotate heads [s, b, heads, d]; s is text, then image."""
         cos = self.cosines.on(heads.device)[:, None, None]
         sin = self.sines.on(heads.device)[:, None, None]
         even, odd = heads.float().unflatten(-1, (-1, 2)).unbind(-1)
@@ -67,7 +69,7 @@ class PairRotary:
 
 
 def _angles(sizes: FluxConfig) -> torch.Tensor:
-    """Of every token and pair of features, in fp64: [s, d / 2] (diffusers' ``FluxPosEmbed``)."""
+    """Angles of every token and feature pair, in fp64: [s, d / 2] (diffusers' ``FluxPosEmbed``)."""
     rows, columns = torch.meshgrid(
         torch.arange(sizes.side), torch.arange(sizes.side), indexing="ij"
     )
@@ -83,7 +85,7 @@ def _angles(sizes: FluxConfig) -> torch.Tensor:
 
 @functools.cache
 def _rotary(sizes: FluxConfig) -> Rotary:
-    """One for all blocks, so that there is one table on each device."""
+    """Rotary embedding shared by all blocks: one table on each device."""
     return PairRotary(sizes)
 
 
@@ -103,8 +105,8 @@ class PackedEmbed(LayerModule):
 class TimeTextGuidanceEmbed(TimeTextEmbed):
     """Provides temb [b, D]: embedded timestep, guidance (if the model has it) and pooled text.
 
-    Both scalars are embedded in fp32. diffusers rounds them to the weights' dtype first, so that
-    in bf16 a guidance of 3.5 becomes 3504 and neighbouring timesteps become one.
+    Both scalars are embedded in fp32. diffusers rounds them to the weights' dtype first. In bf16
+    that merges neighbouring timesteps and alters the guidance.
     """
 
     def __init__(self, sizes: FluxConfig, context: LayerContext) -> None:
@@ -128,23 +130,23 @@ def within_half(tokens: torch.Tensor) -> torch.Tensor:
 
 
 class DoubleBlock(JointBlock):
-    """MMDiT's block whose text comes first in its attention, and stays within fp16."""
+    """MMDiT block with text first in its attention, and text outputs clipped to fp16's range."""
 
     def __init__(self, sizes: FluxConfig, context: LayerContext) -> None:
         super().__init__(sizes, context, head_norm=True, text_first=True, rotary=_rotary(sizes))
 
     def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
-        """(image, text) tokens to the same; ``conditioning``: temb [b, D]."""
+        """Map (image, text) tokens to the same; ``conditioning``: temb [b, D]."""
         image, text = super().forward(inputs, skips, conditioning)
         return image, within_half(text)
 
 
 class SingleBlock(LayerModule):
-    """Attention and MLP side by side on one modulated norm; both streams share all weights.
+    """Attention and MLP in parallel on one modulated norm; both streams share all weights.
 
-    The streams stay apart where each is this rank's shard, and are joined only for attention.
-    The last projection, of [attention, MLP], is two row-parallel ones with one bias. Where the
-    text ends it is not carried further than to its keys and values.
+    The streams stay separate while sharded and are joined only for attention. The last projection,
+    of [attention, MLP], is two row-parallel linears with one bias. If the text ends here, only its
+    keys and values are computed.
     """
 
     def __init__(self, sizes: FluxConfig, context: LayerContext, text_ends: bool) -> None:
@@ -156,13 +158,13 @@ class SingleBlock(LayerModule):
         self.attn = StreamProjections(config, groups, head_norm=True, leads_back=False)
         self.core_attention = core_attention(config, groups, _rotary(sizes))
         self.proj_mlp = column_linear(config, groups, width, hidden, "fc1")
-        bound = (6 / (width + hidden + width)) ** 0.5  # Xavier's, of the two parts together
+        bound = (6 / (width + hidden + width)) ** 0.5  # Xavier's bound of the two parts together
         draw = functools.partial(torch.nn.init.uniform_, a=-bound, b=bound)
         self.proj_out_attn = row_linear(config, groups, width, width, "proj", draw)
         self.proj_out_mlp = row_linear(config, groups, hidden, width, "fc2", draw, bias=False)
 
     def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
-        """(image, text) tokens to the same, or to (image,); ``conditioning``: temb [b, D]."""
+        """Map (image, text) tokens to the same, or to (image,); ``conditioning``: temb [b, D]."""
         image, text = inputs
         shift, scale, gate = self.norm(conditioning["temb"])
         hidden, text_hidden = normed(image, shift, scale), normed(text, shift, scale)
@@ -181,7 +183,7 @@ class SingleBlock(LayerModule):
 
 
 def head(sizes: FluxConfig, context: LayerContext) -> Head:
-    """The last layer; a token's features are unpacked as they are packed."""
+    """Last layer; a token's features are unpacked in the order of ``pack``."""
     features = sizes.in_channels * PACKED**2
     to_image = functools.partial(unpack, side=sizes.side)
     return Head(sizes, context, features, to_image)

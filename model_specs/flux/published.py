@@ -1,17 +1,17 @@
-"""How diffusers stores a Flux. Imports no torch."""
+"""Format of a Flux in diffusers. Imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_pulse.backbone.published import Joined, PerHead, Published, Rule
+from megatron_pulse.backbone.published_weights import Concatenated, PerHead, Published, Rule
 from model_specs.common.published import joint_rules, require_settings
 from model_specs.flux.config import PACKED, FluxConfig
 
 PUBLISHED_AS = "FluxTransformer2DModel"
 
-# Settings with our names, and their values where a config.json leaves them out.
+# Settings with our names; values apply to those missing from a config.json.
 _DEFAULTS: Mapping[str, Any] = {
     "num_layers": 19,
     "num_single_layers": 38,
@@ -25,7 +25,7 @@ _DEFAULTS: Mapping[str, Any] = {
 
 
 def published(config: FluxConfig) -> Published:
-    """As diffusers stores it; its channels are those of a packed token."""
+    """Format in diffusers; its channels are those of a packed token."""
     settings = {
         **{key: getattr(config, key) for key in _DEFAULTS},
         "in_channels": config.in_channels * PACKED**2,
@@ -44,7 +44,7 @@ def published(config: FluxConfig) -> Published:
         Rule(
             ("*.proj_out_attn.weight", "*.proj_out_mlp.weight"),
             "*.proj_out.weight",
-            Joined((config.dim, 4 * config.dim), dim=1),
+            Concatenated((config.dim, 4 * config.dim), dim=1),
         ),
         Rule("*.proj_out_attn.bias", "*.proj_out.bias"),
         *joint_rules(config.num_attention_heads),
@@ -53,10 +53,10 @@ def published(config: FluxConfig) -> Published:
 
 
 def config_from_published(config: Mapping[str, Any]) -> FluxConfig:
-    """The sizes in a ``config.json``; ValueError lists the settings that are not implemented.
+    """Read the sizes in a ``config.json``; ValueError lists unsupported settings.
 
-    It holds neither the size of the latents nor the length of texts, which are the run's choice;
-    unless told otherwise texts are as long as those of FLUX.1-dev, or without guidance -schnell.
+    The file holds neither the latents' size nor the text length; both are choices of the run. The
+    default text length is FLUX.1-dev's, or FLUX.1-schnell's without guidance.
     """
     packed = config.get("in_channels", 64)
     required: dict[str, Any] = {"patch_size": 1}

@@ -1,7 +1,7 @@
 """Hunyuan-DiT: a text-to-image DiT with long skips (Li et al., arXiv:2405.08748; diffusers).
 
-Of n blocks, block i < n/2 - 1 hands its output to block n - 1 - i; the two in the middle have no
-skip. A block is three layers: self-attention, cross-attention to the text, and feed-forward.
+Of n blocks, block i < n/2 - 1 passes its output as a skip to block n - 1 - i. The two middle blocks
+have no skip. A block is three layers: self-attention, cross-attention to the text, feed-forward.
 """
 
 from model_specs.common.texts import HUNYUAN_DIT

@@ -14,9 +14,9 @@ _LEARNED = "what takes the place of padding is learned for each token"
 class HunyuanDiTConfig:
     """Sizes of a Hunyuan-DiT; ``sample_size`` is the side of the latent.
 
-    Text is ``text_len`` CLIP states of width ``cross_attention_dim`` and ``text_len_t5`` mT5
-    states of width ``cross_attention_dim_t5``. With ``style_and_size`` the model is told the size
-    of the image and has a style embedding (versions up to 1.1).
+    Text is ``text_len`` CLIP states of width ``cross_attention_dim`` and ``text_len_t5`` mT5 states
+    of width ``cross_attention_dim_t5``. With ``style_and_size`` (versions up to 1.1) the model
+    takes the image size and has a style embedding.
     """
 
     sample_size: int = run_choice(
@@ -37,7 +37,7 @@ class HunyuanDiTConfig:
     style_and_size: bool = False
 
     def faults(self) -> list[str]:
-        """What is inconsistent between the fields."""
+        """Inconsistencies between the fields, one text each."""
         return below(self, 1, num_layers=2) or indivisible(
             self,
             num_layers=2,
@@ -53,12 +53,12 @@ class HunyuanDiTConfig:
 
     @property
     def pooling_heads(self) -> int:
-        """Heads of the attention that pools the mT5 states, the same at every size."""
+        """Number of heads of the attention that pools the mT5 states, at every size."""
         return 8
 
     @property
     def out_channels(self) -> int:
-        """Channels of the prediction: with ``learn_sigma`` a variance follows it."""
+        """Channels of the prediction; with ``learn_sigma`` the variance follows the mean."""
         return 2 * self.in_channels if self.learn_sigma else self.in_channels
 
     @property
@@ -68,13 +68,13 @@ class HunyuanDiTConfig:
 
     @property
     def num_skips(self) -> int:
-        """Skips; the first as many blocks push one."""
+        """Number of skips; the first blocks push one each."""
         return self.num_layers // 2 - 1
 
 
 # v1.2 and v1.1 are Tencent-Hunyuan/HunyuanDiT-v1.2-Diffusers and -v1.1-Diffusers. The others are
 # v1.2 scaled by us: heads of 88 features, feed-forwards 48/11 of the width as in v1.2 (6144 of
-# 1408), and the number of blocks that gives the number of parameters.
+# 1408). Their number of blocks gives the number of parameters.
 CONFIGS: dict[str, HunyuanDiTConfig] = {
     "hunyuan-dit-v1.2": HunyuanDiTConfig(),
     "hunyuan-dit-v1.1": HunyuanDiTConfig(style_and_size=True),

@@ -1,6 +1,6 @@
 """Hunyuan-DiT's conditioning (arXiv:2405.08748; diffusers' HunyuanDiT2DModel): time and text.
 
-Initialised as the authors' code does: Xavier in linears, N(0, 0.02) in the embedders of time and
+Initialised as in the authors' code: Xavier in linears, N(0, 0.02) in the embedders of time and
 extra conditions.
 """
 
@@ -29,7 +29,7 @@ _SIZE_FEATURES = 256  # sinusoids for each of the six numbers of image_meta_size
 
 
 drawn_zeros: InitMethod = functools.partial(torch.nn.init.normal_, std=0.0)
-"""Zeros that move the random generator on, as in the authors' code."""
+"""Zero initialisation that advances the random generator, as in the authors' code."""
 
 
 def silu_fp32(tensor: torch.Tensor) -> torch.Tensor:
@@ -59,7 +59,8 @@ class Projection(torch.nn.Module):
 
 
 class AttentionPool(torch.nn.Module):
-    """States [b, length, width] to [b, outputs]: their mean attends to itself and all of them."""
+    """Pool states [b, length, width] to [b, outputs]: their mean attends to itself and all
+    states."""
 
     def __init__(
         self, length: int, width: int, outputs: int, heads: int, config: TransformerConfig
@@ -73,7 +74,7 @@ class AttentionPool(torch.nn.Module):
         self.c_proj = linear(width, outputs, config, xavier_init)
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        """No state is left out, whatever the text's mask."""
+        """Pool all states; the text mask is not used."""
         states = torch.cat([states.mean(dim=1, keepdim=True), states], dim=1)
         states = states + self.positional_embedding
         query, key, value = (
@@ -86,7 +87,7 @@ class AttentionPool(torch.nn.Module):
 
 
 class TimeEmbedding(LayerModule):
-    """Provides temb [b, D]: the timestep, plus the pooled mT5 states and other conditions."""
+    """Provides temb [b, D]: embedded timestep, plus pooled mT5 states and other conditions."""
 
     def __init__(self, sizes: HunyuanDiTConfig, context: LayerContext) -> None:
         config = context.config
@@ -123,7 +124,7 @@ class TimeEmbedding(LayerModule):
 class TextEmbedding(LayerModule):
     """Provides the text [length, b, width]: CLIP states, then projected mT5 states.
 
-    States that a mask leaves out are replaced by learned ones, so attention needs no mask.
+    Masked states are replaced by learned ones, so attention needs no mask.
     """
 
     def __init__(self, sizes: HunyuanDiTConfig, context: LayerContext) -> None:

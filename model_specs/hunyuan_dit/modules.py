@@ -1,7 +1,7 @@
 """Hunyuan-DiT's modules (arXiv:2405.08748, section 2.1; diffusers' HunyuanDiT2DModel).
 
-Tokens are [s, b, D], the text of cross-attention is [length, b, width]. Initialised as the
-authors' code does: Xavier in linears, zeros in the modulations and the last linear.
+Tokens are [s, b, D], the text of cross-attention is [length, b, width]. Initialised as in the
+authors' code: Xavier in linears, zeros in the modulations and the last linear.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ _BASE_SIDE = 512 // 8  # side of the latent whose positions run from 0 to its nu
 
 @functools.cache
 def _rotary_table(side: int, base: int, width: int) -> Table:
-    """Cosines and sines [2, side^2, width] of the patches' places, one table for all blocks.
+    """Cosines and sines [2, side^2, width] of the patch positions; all blocks share one table.
 
-    The first half of the features turns with the column, the second with the row, in pairs of
-    neighbours. Places are scaled so that any number of patches spans ``base``.
+    The first half of the features rotates with the column, the second with the row, in pairs of
+    neighbours. Positions are scaled so that any number of patches spans ``base``.
     """
 
     def make() -> torch.Tensor:
@@ -60,7 +60,7 @@ def _rotary_table(side: int, base: int, width: int) -> Table:
 
 
 def _turn(table: Table, heads: torch.Tensor) -> torch.Tensor:
-    """Queries or keys [s, b, heads, d] turned by their places, in fp32."""
+    """Rotate queries or keys [s, b, heads, d] by their positions, in fp32."""
     cos, sin = table.on(heads.device)[:, :, None, None]
     real, imaginary = heads.unflatten(-1, (-1, 2)).unbind(-1)
     turned = torch.stack([-imaginary, real], dim=-1).flatten(-2)
@@ -73,7 +73,7 @@ def _rotary(sizes: HunyuanDiTConfig) -> functools.partial[torch.Tensor]:
 
 
 class Patches(PatchEmbed):
-    """Patches without positions: attention has rotary ones."""
+    """Patches without added positions; attention uses rotary positions."""
 
     def __init__(self, sizes: HunyuanDiTConfig, context: LayerContext) -> None:
         super().__init__(context, sizes.in_channels, sizes.dim, sizes.patch_size)
@@ -96,7 +96,7 @@ class ShiftedNorm(torch.nn.Module):
 class SelfAttentionLayer(LayerModule):
     """x + attention(norm(x) + shift); with ``pop``, x is Linear(2D -> D) of norm([x, skip]).
 
-    ``skip_linear`` is replicated over tensor-parallel ranks; under sequence parallelism each
+    ``skip_linear`` is replicated over tensor-parallel ranks. Under sequence parallelism each rank
     multiplies its own tokens.
     """
 
@@ -132,7 +132,7 @@ class SelfAttentionLayer(LayerModule):
 
 
 class CrossAttentionLayer(LayerModule):
-    """x + attention of norm(x) over the text; queries are turned by their places."""
+    """x + cross-attention(norm(x), text), with rotary positions on the queries."""
 
     def __init__(self, sizes: HunyuanDiTConfig, context: LayerContext) -> None:
         config = dit_config(sizes, context.config, sizes.ffn_dim)

@@ -1,4 +1,4 @@
-"""How diffusers stores a Hunyuan-DiT. Imports no torch."""
+"""Format of a Hunyuan-DiT in diffusers. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_pulse.backbone.published import Published, Rule
+from megatron_pulse.backbone.published_weights import Published, Rule
 from model_specs.common.published import attention_rules, mlp_rules, require_settings, same_settings
 from model_specs.hunyuan_dit.config import HunyuanDiTConfig
 
@@ -36,16 +36,16 @@ def published(config: HunyuanDiTConfig) -> Published:
 
 
 def _ratio(ffn_dim: int, width: int) -> float:
-    """By what diffusers multiplies ``width``, and rounds down, to get ``ffn_dim``.
+    """``mlp_ratio`` with which diffusers' int(width * ratio) gives ``ffn_dim``.
 
-    Rounded up to four digits as v1.2's is, or to more where four give another width.
+    Rounded up to four digits, as v1.2's is, or to more digits if four give another width.
     """
     ratios = (math.ceil(ffn_dim / width * 10**digits) / 10**digits for digits in range(4, 16))
     exact = (ratio for ratio in ratios if int(width * ratio) == ffn_dim)
     return next(exact, math.nextafter(ffn_dim / width, math.inf))
 
 
-# What diffusers takes for settings that config.json leaves out.
+# diffusers' defaults for settings missing from config.json.
 _DEFAULTS: dict[str, Any] = {
     "sample_size": 32,
     "learn_sigma": True,
@@ -64,7 +64,7 @@ _DEFAULTS: dict[str, Any] = {
 
 
 def config_from_published(config: Mapping[str, Any]) -> HunyuanDiTConfig:
-    """The sizes in a ``config.json``; raises ValueError for settings that this family lacks."""
+    """Read the sizes in a ``config.json``; raises ValueError for unsupported settings."""
     settings = {**_DEFAULTS, **config}
     width = settings["num_attention_heads"] * settings["attention_head_dim"]
     require_settings(

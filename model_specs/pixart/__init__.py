@@ -1,8 +1,8 @@
 """PixArt-alpha and -sigma: text to image (arXiv:2310.00426, arXiv:2403.04692).
 
-Structure of diffusers' ``PixArtTransformer2DModel``: every block is self-attention,
-cross-attention to the projected caption and feed-forward, each a layer. One embedding of the
-timestep modulates all blocks, each of which adds a table of its own. There are no long skips.
+The structure is that of diffusers' ``PixArtTransformer2DModel``. Every block is three layers:
+self-attention, cross-attention to the projected caption, feed-forward. One timestep embedding
+modulates all blocks; each block adds its own table. There are no long skips.
 """
 
 from model_specs.common.texts import PIXART

@@ -12,10 +12,10 @@ from model_specs.common.options import RESPACED, run_choice, settled_by
 class PixArtConfig:
     """Sizes of a PixArt; ``sample_size`` is the side of the latent.
 
-    Positions span ``base_sample_size`` / ``patch_size`` / ``interpolation_scale`` at any size
-    (None: ``sample_size``, and one for every 64 of the base), as in a published model that is
-    given another size than its own. ``use_additional_conditions``: alpha's, the picture's
-    resolution and aspect ratio. With learned variances ``out_channels`` is twice ``in_channels``.
+    Positions span ``base_sample_size`` / ``patch_size`` / ``interpolation_scale`` at any size, so
+    that a published model can run at another size. None stands for ``sample_size``, and for a scale
+    of one per 64 of the base. ``use_additional_conditions`` (alpha) adds the picture's resolution
+    and aspect ratio. With learned variances ``out_channels`` is twice ``in_channels``.
     """
 
     num_layers: int = 28
@@ -32,7 +32,7 @@ class PixArtConfig:
     base_sample_size: int | None = settled_by("base_size")
 
     def faults(self) -> list[str]:
-        """What is inconsistent between the fields."""
+        """Inconsistencies between the fields, one text each."""
         found = below(self, 1)
         if self.interpolation_scale is not None and self.interpolation_scale <= 0:
             found.append(f"interpolation_scale: must be positive, is {self.interpolation_scale}")
@@ -50,17 +50,17 @@ class PixArtConfig:
 
     @property
     def base_size(self) -> int:
-        """The size that positions are spaced for."""
+        """Sample size that positions are spaced for."""
         return self.base_sample_size or self.sample_size
 
     @property
     def position_scale(self) -> float:
-        """By what positions are divided."""
+        """Divisor of the positions."""
         return self.interpolation_scale or self.usual_scale
 
     @property
     def usual_scale(self) -> int:
-        """By what diffusers divides positions where ``interpolation_scale`` is null."""
+        """Divisor of the positions in diffusers if ``interpolation_scale`` is null."""
         return max(self.base_size // 64, 1)
 
 

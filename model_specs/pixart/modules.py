@@ -1,7 +1,7 @@
 """PixArt's modules (diffusers' ``PixArtTransformer2DModel``): tokens are [s, b, D].
 
-Initialised as PixArt is: Xavier in blocks, N(0, 0.02) in embeddings and projections of captions,
-zeros at the end of cross-attention and in the head.
+Initialised as in PixArt: Xavier in blocks, N(0, 0.02) in embeddings and caption projections, zeros
+at the end of cross-attention and in the head.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class PatchLayer(PatchEmbed):
 class AdalnSingle(LayerModule):
     """Provides t6 [b, 6 * D], which modulates every block, and embedded_timestep [b, D].
 
-    With additional conditions, the embeddings of height and width and of the aspect ratio, D / 3
-    each, are added to the timestep's.
+    Additional conditions add the embeddings of height, width and aspect ratio, D / 3 each, to the
+    timestep embedding.
     """
 
     def __init__(self, sizes: PixArtConfig, context: LayerContext) -> None:
@@ -76,7 +76,7 @@ class AdalnSingle(LayerModule):
 class CaptionProjection(LayerModule):
     """Provides the caption [length, b, D] that every block attends to.
 
-    Whole on every rank under sequence parallelism, as its gradient is.
+    Caption and gradient are whole on every rank under sequence parallelism.
     """
 
     def __init__(self, sizes: PixArtConfig, context: LayerContext) -> None:
@@ -94,7 +94,7 @@ class CaptionProjection(LayerModule):
 
 
 class _Modulated(LayerModule):
-    """A sublayer's shift, scale and gate: one half of t6, added to a table of its own."""
+    """Base of sublayers with shift, scale and gate: one half of t6 plus the layer's own table."""
 
     def __init__(self, sizes: PixArtConfig, context: LayerContext, half: int) -> None:
         config = dit_config(sizes, context.config)

@@ -1,11 +1,11 @@
-"""How diffusers stores a PixArt. Imports no torch."""
+"""Format of a PixArt in diffusers. Imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_pulse.backbone.published import Joined, Published, Rule
+from megatron_pulse.backbone.published_weights import Concatenated, Published, Rule
 from model_specs.common.published import attention_rules, mlp_rules, require_settings, same_settings
 from model_specs.pixart.config import PixArtConfig
 
@@ -24,9 +24,9 @@ _REQUIRED = {
 
 
 def published(config: PixArtConfig) -> Published:
-    """As diffusers stores it: its sample_size is what positions are spaced for.
+    """Format in diffusers; the published sample_size is the size that positions are spaced for.
 
-    The caption's length is not part of it.
+    The caption length is not stored.
     """
     settings = {
         **same_settings(config, "caption_length", "base_sample_size"),
@@ -42,7 +42,7 @@ def published(config: PixArtConfig) -> Published:
         Rule(
             ("*.attn1.scale_shift_table", "*.ff.scale_shift_table"),
             "*.scale_shift_table",
-            Joined((3, 3)),
+            Concatenated((3, 3)),
         ),
         *attention_rules("*.attention", "*", config.num_attention_heads),
         *mlp_rules("*.mlp", "*"),
@@ -51,9 +51,9 @@ def published(config: PixArtConfig) -> Published:
 
 
 def config_from_published(config: Mapping[str, Any]) -> PixArtConfig:
-    """The sizes in a ``config.json``; ValueError lists the settings that are not implemented.
+    """Read the sizes in a ``config.json``; ValueError lists unsupported settings.
 
-    ``caption_length`` is not in it: 120 with additional conditions (alpha's), else 300 (sigma's).
+    The file has no ``caption_length``: 120 with additional conditions (alpha), else 300 (sigma).
     """
     sizes = {key: config.get(key, value) for key, value in vars(PixArtConfig()).items()}
     if sizes["out_channels"] is None:

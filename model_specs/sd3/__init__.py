@@ -1,7 +1,7 @@
 """Stable Diffusion 3 and 3.5: MMDiT (Esser et al. 2024, arXiv:2403.03206).
 
-Structure of diffusers' ``SD3Transformer2DModel``. Between blocks pass the image's tokens and the
-text's; the last block drops the text. There are no long skips.
+The structure is that of diffusers' ``SD3Transformer2DModel``. Image and text tokens pass between
+blocks; the last block drops the text. There are no long skips.
 """
 
 from model_specs.common.texts import SD3

@@ -8,7 +8,7 @@ from model_specs.sd3.config import SD3Config
 
 
 def build_backbone(name: str, config: SD3Config) -> Backbone:
-    """``time_text_embed``, ``pos_embed``, ``context_embedder``, ``transformer_blocks.*``, head."""
+    """Chain: ``time_text_embed``, ``pos_embed``, ``context_embedder``, blocks, head."""
     latent = (config.sample_size, config.sample_size)
     sample = TensorSpec((config.in_channels, *latent))
     prediction = TensorSpec((config.out_channels, *latent))

@@ -10,13 +10,13 @@ from model_specs.common.options import run_choice
 
 @dataclass(frozen=True)
 class SD3Config:
-    """Sizes of an SD3; ``sample_size`` is the side of the latents that it sees.
+    """Sizes of an SD3; ``sample_size`` is the side of its input latents.
 
-    The table of positions has ``pos_embed_max_size`` squared places, spaced for latents of the
-    side ``base_sample_size`` (diffusers' "sample_size"); smaller latents see its centre.
-    ``context_length`` counts the text tokens: 77 of CLIP and those of T5. ``qk_norm`` is an
-    RMSNorm of each head's queries and keys; blocks in ``dual_attention_layers`` have a second
-    attention within the image (SD3.5).
+    The position table has ``pos_embed_max_size`` squared entries, spaced for latents of the side
+    ``base_sample_size`` (diffusers' "sample_size"). Smaller latents use its centre.
+    ``context_length`` counts the text tokens: 77 of CLIP and those of T5. ``qk_norm`` is an RMSNorm
+    of each head's queries and keys. Blocks in ``dual_attention_layers`` have a second attention
+    within the image (SD3.5).
     """
 
     num_layers: int = 24
@@ -47,7 +47,7 @@ class SD3Config:
         return self.sample_size // self.patch_size
 
     def faults(self) -> list[str]:
-        """What is inconsistent between the fields."""
+        """Inconsistencies between the fields, one text each."""
         if found := below(self, 1):
             return found
         found = unfit_for_patches(self)

@@ -1,4 +1,4 @@
-"""SD3's own modules: positioned patches, and the parts of ``mmdit`` at its sizes."""
+"""SD3's own modules: patches with a position table, and the parts of ``mmdit`` at its sizes."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["ContextEmbedder", "PositionedPatches", "TimeTextEmbed", "block", "he
 
 
 class PositionedPatches(PatchEmbed):
-    """Latents to tokens, plus the centre of the table of positions ``pos_embed`` [1, places, D].
+    """Map latents to tokens, plus the centre of the position table ``pos_embed`` [1, places, D].
 
-    diffusers keeps the table in its state dict, so it is a buffer here too. It stays in fp32
-    when the module is cast to half precision, and leaves as it came; diffusers would cast it.
+    diffusers keeps the table in its state dict, so the table is a buffer here too. It stays in fp32
+    when the module is cast to half precision; diffusers would cast it.
     """
 
     pos_embed: torch.Tensor
@@ -52,7 +52,7 @@ class PositionedPatches(PatchEmbed):
 
 
 def block(sizes: SD3Config, context: LayerContext, index: int) -> JointBlock:
-    """The block at ``index``; the image comes first in its attention."""
+    """Block at ``index``; the image comes first in its attention."""
     return JointBlock(
         sizes,
         context,
@@ -63,6 +63,6 @@ def block(sizes: SD3Config, context: LayerContext, index: int) -> JointBlock:
 
 
 def head(sizes: SD3Config, context: LayerContext) -> Head:
-    """The last layer; a patch's features are ordered (row, column, channel)."""
+    """Last layer; a patch's features are ordered (row, column, channel)."""
     to_image = functools.partial(unpatchify, side=sizes.side, patch_size=sizes.patch_size)
     return Head(sizes, context, sizes.patch_size**2 * sizes.out_channels, to_image)

@@ -1,17 +1,17 @@
-"""How diffusers stores a SD3. Imports no torch."""
+"""Format of an SD3 in diffusers. Imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_pulse.backbone.published import Published
+from megatron_pulse.backbone.published_weights import Published
 from model_specs.common.published import attention_rules, joint_rules, require_settings
 from model_specs.sd3.config import SD3Config
 
 PUBLISHED_AS = "SD3Transformer2DModel"
 
-# Settings with our names, and their values where a config.json leaves them out.
+# Settings with our names; values apply to those missing from a config.json.
 _DEFAULTS: Mapping[str, Any] = {
     "num_layers": 18,
     "num_attention_heads": 18,
@@ -28,7 +28,7 @@ _DEFAULTS: Mapping[str, Any] = {
 
 
 def published(config: SD3Config) -> Published:
-    """As diffusers stores it. The positions are a buffer of its state dict, and of ours."""
+    """Format in diffusers. The positions are a buffer in its state dict and in ours."""
     settings = {
         **{key: getattr(config, key) for key in _DEFAULTS},
         "sample_size": config.base_sample_size,
@@ -43,10 +43,10 @@ def published(config: SD3Config) -> Published:
 
 
 def config_from_published(config: Mapping[str, Any]) -> SD3Config:
-    """The sizes in a ``config.json``; ValueError lists the settings that are not implemented.
+    """Read the sizes in a ``config.json``; ValueError lists unsupported settings.
 
-    Latents have the size that the positions are spaced for, or the largest that the table has
-    places for; texts have the default length. Both are the run's choice.
+    Latents get the size that positions are spaced for, at most the table's. Texts get the default
+    length. Both are choices of the run.
     """
     settings = {key: config.get(key, default) for key, default in _DEFAULTS.items()}
     if settings["out_channels"] is None:

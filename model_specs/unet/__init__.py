@@ -1,8 +1,8 @@
-"""The UNet of Stable Diffusion at any size (Rombach et al., CVPR 2022; diffusers' structure).
+"""UNet of Stable Diffusion at any size (Rombach et al., CVPR 2022; diffusers' structure).
 
-Between layers there is one image, or, inside an attention, the pair (tokens, image that is added
-at its end). Skips are outputs of ``conv_in``, of downsamplers and of what ends each resnet and its
-attention. ``time_embedding`` computes what every resnet adds.
+A boundary carries one image or, inside an attention, the pair (tokens, residual image). Skips are
+outputs of ``conv_in``, of downsamplers, and of each resnet with its attention. ``time_embedding``
+computes the embedding that every resnet adds.
 """
 
 from model_specs.common.texts import SD, SDXL

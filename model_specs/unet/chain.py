@@ -15,7 +15,7 @@ from model_specs.unet.config import UNetConfig
 
 
 def build_backbone(name: str, config: UNetConfig) -> Backbone:
-    """The chain of SD's units; skips are named after the layer that pushes them."""
+    """Chain of SD's units; skips are named after the layer that pushes them."""
     fields = {"timesteps": TensorSpec((), dtype="float32")}
     if config.num_classes:
         fields["labels"] = TensorSpec((), dtype="int64")
@@ -37,7 +37,7 @@ def build_backbone(name: str, config: UNetConfig) -> Backbone:
 
 
 class _Chain:
-    """Appends layers one after the other, keeping the current tensors and the stack of skips."""
+    """Builder that appends layers, tracking the current tensors and the stack of skips."""
 
     def __init__(self, config: UNetConfig) -> None:
         self.config = config
@@ -49,7 +49,7 @@ class _Chain:
         self.done: list[Layer] = []
 
     def layers(self, embedded: tuple[str, ...]) -> tuple[Layer, ...]:
-        """The whole chain, in diffusers' order; ``embedded`` fields of the batch make temb."""
+        """Build the whole chain; temb is made from the ``embedded`` fields of the batch."""
         config = self.config
         channels, last = config.block_out_channels, config.num_levels - 1
         time = self.on_images("TimeEmbedding")
@@ -104,7 +104,7 @@ class _Chain:
         self._add(name, build, (self.image,), push, pops, ("temb",))
 
     def _attention(self, name: str, level: int, depth: int, push: bool = False) -> None:
-        """The layers of one attention; none if ``depth`` is 0."""
+        """Append the layers of one attention; none if ``depth`` is 0."""
         if not depth:
             return
         channels, height, width = self.image.shape

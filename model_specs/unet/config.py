@@ -12,13 +12,13 @@ from model_specs.common.options import run_choice
 class UNetConfig:
     """Sizes of a UNet; per-level tuples go from the full resolution down.
 
-    ``transformer_depth`` is the number of transformer blocks behind each resnet of a level (0: no
+    ``transformer_depth`` is the number of transformer blocks after each resnet of a level (0: no
     attention). ``num_heads`` is per level, or one number for all. Without ``cross_attention_dim``
-    transformer blocks have self-attention only. ``num_classes`` > 0 adds a class embedding to
-    the timestep embedding; with ``null_class`` there is one more, class ``num_classes``, that of
-    classifier-free guidance (published models have none).
-    ``pooled_dim`` > 0 adds SDXL's embedding of a pooled text vector and ``num_time_ids`` numbers.
-    ``channels_last`` is the memory format of convolutions; it changes no value but by rounding.
+    transformer blocks have self-attention only. ``num_classes`` > 0 adds a class embedding to the
+    timestep embedding. ``null_class`` adds class ``num_classes`` for classifier-free guidance;
+    published models have none. ``pooled_dim`` > 0 adds SDXL's embedding of a pooled text vector and
+    ``num_time_ids`` numbers. ``channels_last`` is the memory format of convolutions; it changes
+    values only by rounding.
     """
 
     sample_size: int = run_choice(64, "convolutions and attention take any size")
@@ -52,7 +52,7 @@ class UNetConfig:
 
     @property
     def reads_context(self) -> bool:
-        """Whether there is a cross-attention."""
+        """True if any layer has cross-attention."""
         depths = (*self.transformer_depth, self.mid_transformer_depth)
         return self.cross_attention_dim is not None and any(depths)
 
@@ -61,7 +61,7 @@ class UNetConfig:
         return self.num_heads[level if len(self.num_heads) > 1 else 0]
 
     def faults(self) -> list[str]:
-        """What is inconsistent between the fields."""
+        """Inconsistencies between the fields, one text each."""
         sizes = "sample_size", "in_channels", "out_channels", "layers_per_block"
         others = "context_length", "norm_num_groups", "num_time_ids"
         found = [
@@ -126,15 +126,15 @@ _SD_V2 = UNetConfig(
 
 
 def _scaled_sd_v2(*widths: int) -> UNetConfig:
-    """SD v2 on latents of 32 x 32, as PULSE trained it, with heads of 64 features."""
+    """SD v2 on 32 x 32 latents with heads of 64 features, as in PULSE."""
     heads = tuple(width // 64 for width in widths)
     return replace(_SD_V2, sample_size=32, block_out_channels=widths, num_heads=heads)
 
 
 # sd-v1.5, sd-v2.1 and sdxl are the published config.json files of runwayml/stable-diffusion-v1-5,
-# stabilityai/stable-diffusion-2-1 and stabilityai/stable-diffusion-xl-base-1.0. PULSE names its
-# SD v2 models by their parameters and does not give their widths: ours keep SD v2's blocks and are
-# about 1 : 2 : 4 : 4 wide (0.8b: 1 : 2 : 3 : 3) in multiples of 128, so that the number of heads is
+# stabilityai/stable-diffusion-2-1 and stabilityai/stable-diffusion-xl-base-1.0. PULSE names its SD
+# v2 models by their parameters and does not give their widths. Ours keep SD v2's blocks. Widths are
+# about 1 : 2 : 4 : 4 (0.8b: 1 : 2 : 3 : 3) in multiples of 128, so that the number of heads is
 # even. sd-v2.1 itself, with 0.87 B, is not within 3 % of PULSE's 0.8 B.
 CONFIGS: dict[str, UNetConfig] = {
     "unet-tiny": UNetConfig(

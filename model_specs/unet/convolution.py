@@ -1,7 +1,7 @@
-"""The UNet's convolutions, optionally in channels-last memory format, and how tensors are laid out.
+"""Convolutions of the UNet, optionally channels-last, and the memory layout between layers.
 
-What leaves a layer, forward and backward, is contiguous, as everything that comes from another
-device is: so no sum's order depends on where the chain is cut.
+Tensors that leave a layer, forward and backward, are contiguous, like tensors received from another
+device. No order of summation thus depends on the partition of the chain.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import torch
 
 
 class Convolution(torch.nn.Conv2d):
-    """A convolution that keeps the size (stride 1) or divides it (stride 2): [b, c, h, w].
+    """Convolution that keeps the size (stride 1) or divides it (stride 2): [b, c, h, w].
 
-    With ``channels_last`` it works on a channels-last copy of its input, which is what the GPU's
-    matrix units take. Weights stay contiguous, because Megatron's optimizer keeps parameters in
-    flat buffers without strides; cuDNN reorders them. Outside, everything is contiguous, which is
-    also what torch's GroupNorm takes.
+    With ``channels_last`` the convolution works on a channels-last copy of its input, the layout of
+    the GPU's matrix units. Weights stay contiguous: Megatron's optimizer keeps parameters in flat
+    buffers without strides. cuDNN reorders them. Inputs and outputs are contiguous, as torch's
+    GroupNorm needs.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Convolution(torch.nn.Conv2d):
 
 
 class _Layout(torch.autograd.Function):
-    """The tensor in the memory format ``here``; its gradient in the memory format ``back``."""
+    """Tensor in the memory format ``here``, with its gradient in the memory format ``back``."""
 
     @staticmethod
     def forward(
@@ -59,6 +59,6 @@ class _Layout(torch.autograd.Function):
 
 
 def contiguous(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, contiguous, and so its gradient."""
+    """Tensor and its gradient in contiguous format."""
     result: torch.Tensor = _Layout.apply(tensor, torch.contiguous_format, torch.contiguous_format)
     return result

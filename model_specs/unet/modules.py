@@ -17,11 +17,11 @@ _RESNET_EPS = 1e-5
 
 
 class TimeEmbedding(LayerModule):
-    """Provides temb [b, 4 * first width]: MLP(sinusoids of the timestep), plus, where there are
-    any, a class embedding and SDXL's MLP(pooled text, sinusoids of the time ids).
+    """Provides temb [b, 4 * first width]: MLP(sinusoids of the timestep) plus optional embeddings.
 
-    SDXL's time ids (Podell et al. 2023, section 2.2) are original size, crop and target size. The
-    SiLU that follows in SD is done by every resnet.
+    Optional are a class embedding and SDXL's MLP(pooled text, sinusoids of the time ids). SDXL's
+    time ids (Podell et al. 2023, section 2.2) are original size, crop and target size. Every resnet
+    applies the SiLU that follows in SD.
     """
 
     def __init__(self, sizes: UNetConfig, context: LayerContext) -> None:
@@ -37,8 +37,11 @@ class TimeEmbedding(LayerModule):
         self.to(dtype=self.config.params_dtype)
 
     def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
-        """``conditioning``: timesteps [b] in fp32; labels [b]; pooled [b, pooled_dim] and time_ids
-        [b, num_time_ids] in fp32."""
+        """``conditioning``: timesteps [b]; labels [b]; pooled [b, pooled_dim], time_ids [b,
+        num_time_ids].
+
+        Timesteps and time_ids are fp32.
+        """
         dtype = self.time.linear_1.weight.dtype
         temb = self.time(timestep_embedding(conditioning["timesteps"], self.width).to(dtype))
         if "labels" in conditioning:
@@ -56,9 +59,9 @@ def _mlp(inputs: int, width: int) -> VectorMlp:
 
 
 class Conv(LayerModule):
-    """A 3x3 convolution: [b, in, h, w] to [b, out, h / stride, w / stride].
+    """3x3 convolution: [b, in, h, w] to [b, out, h / stride, w / stride].
 
-    As it is, the first of the chain; with a stride of 2, the one that halves the resolution.
+    The chain's first convolution has stride 1; a stride of 2 halves the resolution.
     """
 
     def __init__(
@@ -108,7 +111,7 @@ class Upsample(Conv):
 class Resnet(LayerModule):
     """Residual block: norm, SiLU, conv, + Linear(SiLU(temb)), norm, SiLU, conv; 1x1 shortcut.
 
-    With ``pop`` it works on [x, skip] along channels; ``in_channels`` counts the skip's too.
+    With ``pop`` the block works on [x, skip] along channels; ``in_channels`` includes the skip's.
     """
 
     def __init__(
@@ -135,7 +138,7 @@ class Resnet(LayerModule):
         self.to(dtype=self.config.params_dtype)
 
     def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
-        """[b, in, h, w] (a part of it popped) and temb [b, d] to [b, out, h, w]."""
+        """Map [b, in, h, w] (partly popped) and temb [b, d] to [b, out, h, w]."""
         image = inputs[0]
         if self.pop is not None:
             image = torch.cat([contiguous(image), contiguous(skips[self.pop])], dim=1)

@@ -1,7 +1,7 @@
-"""How diffusers' ``UNet2DConditionModel`` stores a UNet; needs no torch.
+"""Format of a UNet in diffusers' ``UNet2DConditionModel``; needs no torch.
 
-Its ``attention_head_dim`` is the number of heads, and its ``transformer_layers_per_block`` of the
-last level is the mid block's too.
+diffusers' ``attention_head_dim`` is the number of heads. The last level's
+``transformer_layers_per_block`` also applies to the mid block.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_pulse.backbone.published import PerHead, Published, Rule, SwappedHalves
-from megatron_pulse.faults import told
+from megatron_pulse.backbone.published_weights import PerHead, Published, Rule, SwappedHalves
+from megatron_pulse.errors import format_faults
 from model_specs.unet.config import UNetConfig
 
 PUBLISHED_AS = "UNet2DConditionModel"
@@ -18,7 +18,7 @@ PUBLISHED_AS = "UNet2DConditionModel"
 _ATTENTION = {"Down": "CrossAttnDownBlock2D", "Up": "CrossAttnUpBlock2D"}
 _PLAIN = {"Down": "DownBlock2D", "Up": "UpBlock2D"}
 
-# Settings with one meaning here: the first value is diffusers' default, all mean the same.
+# Settings with one supported meaning. The first value is diffusers' default.
 _FIXED: dict[str, tuple[Any, ...]] = {
     "center_input_sample": (False,),
     "flip_sin_to_cos": (True,),
@@ -52,21 +52,22 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "cross_attention_norm": (None,),
 }
 
-# Numbers that diffusers calls as we do.
+# Numbers with the same name in diffusers.
 _SAME = (
     "sample_size", "in_channels", "out_channels", "layers_per_block", "norm_num_groups",
     "cross_attention_dim",
 )  # fmt: skip
 
-# What diffusers has no setting for, and passes over: whether the last class is that of none, and
-# the number of time ids where their width does not tell it.
+# Facts without a setting in diffusers, which ignores these keys: a null class at the end, and the
+# number of time ids if their width does not determine it.
 _NULL_CLASS = "_null_class"
 _NUM_TIME_IDS = "_num_time_ids"
 
-# What changes nothing here: fused attention ignores it; it belongs to another added embedding.
+# Settings without effect here: fused attention ignores the first; the second belongs to another
+# added embedding.
 _WITHOUT_EFFECT = {"upcast_attention", "addition_embed_type_num_heads"}
 
-# diffusers' defaults of the settings that differ between UNets.
+# diffusers' defaults of settings that differ between UNets.
 _DEFAULTS: dict[str, Any] = {
     "sample_size": None,
     "in_channels": 4,
@@ -88,9 +89,9 @@ _DEFAULTS: dict[str, Any] = {
 
 
 def published(config: UNetConfig) -> Published | None:
-    """As diffusers stores it; None where it has no such UNet.
+    """Format in diffusers, or None for UNets that diffusers cannot express.
 
-    That is one without a context, or with unlike depths at the bottom.
+    Those have no context, or unequal depths of the last level and the mid block.
     """
     depth, mid = config.transformer_depth, config.mid_transformer_depth
     if not config.reads_context or not mid or depth[-1] not in (0, mid):
@@ -124,7 +125,7 @@ def _block_types(kind: str, depth: Sequence[int]) -> list[str]:
 
 
 def parameter_rules(config: UNetConfig) -> tuple[Rule, ...]:
-    """From our parameter names to diffusers'; heads differ between levels."""
+    """Rules from our parameter names to diffusers'; the number of heads differs between levels."""
     last = config.num_levels - 1
     heads = {f"down_blocks.{level}": config.heads(level) for level in range(last + 1)}
     heads |= {f"up_blocks.{last - level}": config.heads(level) for level in range(last + 1)}
@@ -155,9 +156,9 @@ def parameter_rules(config: UNetConfig) -> tuple[Rule, ...]:
 
 
 def config_from_published(config: Mapping[str, Any]) -> UNetConfig:
-    """The sizes in a ``config.json``; the text's length is not there.
+    """Read the sizes in a ``config.json``; the text length is not stored.
 
-    Raises ValueError that lists every setting which this family lacks.
+    Raises ValueError that lists every unsupported setting.
     """
     given = {key: value for key, value in config.items() if not key.startswith("_")}
     known = _FIXED.keys() | _DEFAULTS.keys() | _WITHOUT_EFFECT
@@ -199,7 +200,9 @@ def config_from_published(config: Mapping[str, Any]) -> UNetConfig:
         )
     added = _text_time(settings, faults)
     if faults:
-        raise ValueError(told("UNet2DConditionModel has settings that differ", sorted(faults)))
+        raise ValueError(
+            format_faults("UNet2DConditionModel has settings that differ", sorted(faults))
+        )
     return UNetConfig(
         **{key: settings[key] for key in (*_SAME, "use_linear_projection")},
         block_out_channels=widths,
@@ -213,7 +216,9 @@ def config_from_published(config: Mapping[str, Any]) -> UNetConfig:
 
 
 def _text_time(settings: Mapping[str, Any], faults: list[str]) -> dict[str, Any]:
-    """SDXL's added embedding. The file gives the width of pooled text and time ids together."""
+    """Options of SDXL's added embedding; the file gives the joint width of pooled text and time
+    ids.
+    """
     kind = settings["addition_embed_type"]
     width = settings["addition_time_embed_dim"]
     joined = settings["projection_class_embeddings_input_dim"]
@@ -238,12 +243,15 @@ def _text_time(settings: Mapping[str, Any], faults: list[str]) -> dict[str, Any]
 
 
 def _num_time_ids(joined: int, width: int) -> int:
-    """6, or 5 where the rest is then the 1280 of SDXL's text encoder (SDXL's refiner)."""
+    """Number of time ids: 5 if the remaining width is the 1280 of SDXL's text encoder, else 6.
+
+    SDXL's refiner has 5.
+    """
     return 5 if joined - 5 * width == 1280 else 6
 
 
 def _one(value: Any) -> Any:
-    """A list of equal values as that value."""
+    """Collapse a list of equal values to one value."""
     if isinstance(value, list | tuple) and value and all(item == value[0] for item in value):
         return value[0]
     return value

@@ -1,7 +1,7 @@
-"""The UNet's transformer on pixels (diffusers' Transformer2DModel), tensor-parallel.
+"""Transformer on the UNet's pixels (diffusers' Transformer2DModel), tensor-parallel.
 
-Its layers hand on the pair (tokens [h*w, b, c], image [b, c, h, w]); the image waits for the
-residual sum of ``ProjectOut``.
+Its layers pass on the pair (tokens [h*w, b, c], image [b, c, h, w]). ``ProjectOut`` adds the image
+as the residual.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _GROUP_NORM_EPS = 1e-6
 def unet_transformer_config(
     channels: int, num_heads: int, base: TransformerConfig
 ) -> TransformerConfig:
-    """The Megatron configuration of the transformer blocks at one level: GEGLU of width 4c.
+    """Megatron configuration of the transformer blocks at one level: GEGLU of width 4c.
 
-    Sequence parallelism is off: beside the tokens, layers hand on images, and convolutions and
-    GroupNorms need them whole.
+    Sequence parallelism is off: layers also pass on images, which convolutions and GroupNorms need
+    whole.
     """
     return transformer_config(
         base,
@@ -39,14 +39,14 @@ def unet_transformer_config(
 
 
 def _projection(sizes: UNetConfig, channels: int) -> torch.nn.Module:
-    """SD 1.5 projects images, by 1x1 convolutions; SD 2 and SDXL project tokens."""
+    """Projection layer: on images, by 1x1 convolutions (SD 1.5), or on tokens (SD 2, SDXL)."""
     if sizes.use_linear_projection:
         return torch.nn.Linear(channels, channels)
     return Convolution(channels, channels, kernel_size=1, channels_last=sizes.channels_last)
 
 
 class ProjectIn(LayerModule):
-    """GroupNorm and projection: the image [b, c, h, w] to the pair."""
+    """GroupNorm and projection of the image [b, c, h, w] to the pair."""
 
     def __init__(self, sizes: UNetConfig, context: LayerContext, channels: int) -> None:
         super().__init__(context.config, context.pg_collection)
@@ -56,7 +56,7 @@ class ProjectIn(LayerModule):
         self.to(dtype=self.config.params_dtype)
 
     def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
-        """Pixels become tokens row by row."""
+        """Flatten pixels to tokens row by row."""
         (image,) = inputs
         hidden = self.norm(image)
         if not self.on_tokens:
@@ -68,7 +68,7 @@ class ProjectIn(LayerModule):
 
 
 class ProjectOut(LayerModule):
-    """Projection and residual sum: the pair to the image [b, c, h, w]."""
+    """Projection and residual sum of the pair to the image [b, c, h, w]."""
 
     def __init__(self, sizes: UNetConfig, context: LayerContext, channels: int) -> None:
         super().__init__(context.config, context.pg_collection)
@@ -77,7 +77,7 @@ class ProjectOut(LayerModule):
         self.to(dtype=self.config.params_dtype)
 
     def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
-        """Tokens become pixels again."""
+        """Reshape tokens to pixels and add the image."""
         tokens, image = inputs
         tokens = contiguous(tokens)
         if self.on_tokens:
@@ -107,7 +107,9 @@ class TransformerBlock(LayerModule):
         self.ff = mlp(config, groups)
 
     def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
-        """The pair to the pair; ``conditioning``: context [b, length, dim], if it is read."""
+        """Map the pair to the pair; ``conditioning``: context [b, length, dim] with
+        cross-attention.
+        """
         tokens, image = inputs
         out, bias = self.attn1(self.norm1(tokens), attention_mask=None)
         tokens = tokens + (out + bias)

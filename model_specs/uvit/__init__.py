@@ -1,8 +1,8 @@
 """U-ViT: a ViT on latents with long skips (Bao et al., CVPR 2023, arXiv:2209.12152).
 
-Depth d is d/2 in-blocks, one mid block and d/2 out-blocks; out-block i takes the output of
-in-block d/2-1-i. Time, class and text are tokens of the sequence: no conditioning leaves ``embed``.
-A block is two layers, attention and MLP.
+Depth d is d/2 in-blocks, one mid block and d/2 out-blocks. Out-block i takes the output of in-block
+d/2-1-i as a skip. Time, class and text are tokens of the sequence, so ``embed`` provides no
+conditioning. A block is two layers, attention and MLP.
 """
 
 from model_specs.common.texts import SD

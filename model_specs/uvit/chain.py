@@ -8,9 +8,9 @@ from model_specs.uvit.config import UViTConfig
 
 
 def build_backbone(name: str, config: UViTConfig) -> Backbone:
-    """The chain ``embed``, ``in_blocks.*``, ``mid_block.*``, ``out_blocks.*``, ``head``.
+    """Chain: ``embed``, ``in_blocks.*``, ``mid_block.*``, ``out_blocks.*``, ``head``.
 
-    Each block is ``<block>.attn`` (with what takes the skip before it) and ``<block>.mlp``.
+    Each block is ``<block>.attn`` (which also takes the skip) and ``<block>.mlp``.
     """
     image = TensorSpec((config.in_channels, config.image_size, config.image_size))
     tokens = TensorSpec((config.sequence_length, config.embed_dim), batch_dim=1, sequence=True)

@@ -12,11 +12,11 @@ _LEARNED = "positions are learned, one for each token"
 
 @dataclass(frozen=True)
 class UViTConfig:
-    """Sizes of a U-ViT; ``image_size`` is the side of what it sees (of the latent, usually).
+    """Sizes of a U-ViT; ``image_size`` is the side of its input (usually latents).
 
-    ``num_classes`` = 0 is unconditional; otherwise class ``num_classes`` is the null class of
+    ``num_classes`` = 0 is unconditional. Otherwise class ``num_classes`` is the null class of
     classifier-free guidance. ``context_length`` text tokens of width ``context_dim`` (0: none)
-    take the place of the class. ``final_conv``: whether the head ends with a 3x3 convolution.
+    replace the class. With ``final_conv`` the head ends with a 3x3 convolution.
     """
 
     embed_dim: int = 512
@@ -32,7 +32,7 @@ class UViTConfig:
     final_conv: bool = True
 
     def faults(self) -> list[str]:
-        """What is inconsistent between the fields."""
+        """Inconsistencies between the fields, one text each."""
         sizes = "embed_dim", "num_heads", "mlp_ratio", "image_size", "patch_size", "in_channels"
         if found := below(self, 1, *sizes):
             return found
@@ -56,19 +56,19 @@ class UViTConfig:
 
     @property
     def num_extra_tokens(self) -> int:
-        """Tokens before the patches: time, and the class label or the text if there is one."""
+        """Number of tokens before the patches: time, and the class label or the text if present."""
         return 1 + bool(self.num_classes) + self.context_length
 
     @property
     def sequence_length(self) -> int:
-        """All tokens: extras and patches."""
+        """Number of all tokens: extra tokens and patches."""
         return self.num_extra_tokens + (self.image_size // self.patch_size) ** 2
 
 
 # uvit-s to uvit-h: Table 1 of the paper; depth is its number of layers minus the mid block.
 # uvit-s-coco: the text-to-image model of the paper (77 CLIP states). uvit-0.5b is uvit-h by its
-# size. Those above it are scaled by us: heads of 64 features, a width that is a multiple of 512,
-# and the depth that gives the number of parameters, about (13 depth + 12) embed_dim^2.
+# size. Larger ones are scaled by us: heads of 64 features, a width that is a multiple of 512. Their
+# depth gives the number of parameters, about (13 depth + 12) embed_dim^2.
 CONFIGS: dict[str, UViTConfig] = {
     "uvit-tiny": UViTConfig(64, depth=4, num_heads=4, image_size=8, num_classes=10),
     "uvit-s": UViTConfig(512, depth=12, num_heads=8),

@@ -33,7 +33,9 @@ def uvit_transformer_config(sizes: UViTConfig, base: TransformerConfig) -> Trans
 
 
 class Embed(LayerModule):
-    """Image [b, c, h, w] to tokens [s, b, D]: (class,) time, (text,) patches; learned positions."""
+    """Map the image [b, c, h, w] to tokens [s, b, D]: (class,) time, (text,) patches; plus
+    positions.
+    """
 
     def __init__(self, sizes: UViTConfig, context: LayerContext) -> None:
         config = uvit_transformer_config(sizes, context.config)
@@ -66,9 +68,9 @@ class Embed(LayerModule):
 class Attention(LayerModule):
     """x + attention(norm(x)); with ``pop``, x is Linear(2D -> D) of [x, skip].
 
-    ``skip_linear`` is replicated over tensor-parallel ranks, not split: the sums are those of one
-    process, and a seventh of an out-block's weights is multiplied on every rank. Under sequence
-    parallelism each rank multiplies its own tokens.
+    ``skip_linear`` is replicated over tensor-parallel ranks, so its sums equal those of one
+    process. The cost is a seventh of an out-block's weights, multiplied on every rank. Under
+    sequence parallelism each rank multiplies its own tokens.
     """
 
     def __init__(self, sizes: UViTConfig, context: LayerContext, pop: str | None = None) -> None:
@@ -108,7 +110,7 @@ class Mlp(LayerModule):
 
 
 class Head(LayerModule):
-    """Tokens [s, b, D] to the prediction [b, c, h, w]: norm, linear, unpatchify, (conv)."""
+    """Map tokens [s, b, D] to the prediction [b, c, h, w]: norm, linear, unpatchify, (conv)."""
 
     def __init__(self, sizes: UViTConfig, context: LayerContext) -> None:
         config = uvit_transformer_config(sizes, context.config)
@@ -128,7 +130,7 @@ class Head(LayerModule):
         self.to(dtype=config.params_dtype)
 
     def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
-        """Drops the extra tokens; each patch's features are ordered (row, column, channel)."""
+        """Drop the extra tokens; each patch's features are ordered (row, column, channel)."""
         tokens = self.leave_sequence(self.decoder_pred(self.norm(inputs[0])))
         side = self.sizes.image_size // self.sizes.patch_size
         patches = tokens[self.sizes.num_extra_tokens :]

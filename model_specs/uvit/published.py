@@ -1,13 +1,13 @@
-"""How the authors' code stores a U-ViT. Imports no torch."""
+"""Format of a U-ViT in the authors' code. Imports no torch."""
 
 from __future__ import annotations
 
-from megatron_pulse.backbone.published import FusedPerHead, Published, Rule
+from megatron_pulse.backbone.published_weights import FusedPerHead, Published, Rule
 from model_specs.uvit.config import UViTConfig
 
 
 def published(config: UViTConfig) -> Published:
-    """The names of the authors' code, github.com/baofff/U-ViT; it has no ``config.json``."""
+    """Parameter names of github.com/baofff/U-ViT; the authors publish no ``config.json``."""
     rules = (
         Rule("embed.patch_embed.*", "patch_embed.proj.*"),
         Rule("embed.*", "*"),

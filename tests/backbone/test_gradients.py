@@ -8,14 +8,14 @@ import pytest
 
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.costs import weighted_costs
-from megatron_pulse.backbone.gradients import wanted_gradients
+from megatron_pulse.backbone.gradients import required_gradients
 from megatron_pulse.planner.layout.placement import Partition, make_placement, sequential
 from megatron_pulse.planner.layout.routes import Payload
 from megatron_pulse.planner.partition.memory import kept_bytes
 from megatron_pulse.planner.partition.volume import volume
-from megatron_pulse.planner.schedule.operations import Kind
-from megatron_pulse.planner.step.plan import Plan
-from megatron_pulse.profile.trained import TrainedError, choose_trained
+from megatron_pulse.planner.program.plan import Plan
+from megatron_pulse.planner.schedule.operations import OpType
+from megatron_pulse.profile.trainable import TrainedError, choose_trained
 from tests.toys import toy_backbone
 
 SKIPS = [(0, 7), (1, 6), (2, 5)]
@@ -31,17 +31,17 @@ def chain(*trained: int) -> Backbone:
 
 
 def test_a_gradient_is_wanted_where_something_before_is_trained() -> None:
-    wanted = wanted_gradients(chain(5))
+    wanted = required_gradients(chain(5))
     assert wanted.layers == (*[False] * 5, *[True] * 5)
     assert list(map(any, wanted.boundaries)) == [*[False] * 6, *[True] * 4]
     assert not any(wanted.skips.values()) and not wanted.conditioning["temb"]
-    wanted = wanted_gradients(chain(2))  # block 1
+    wanted = required_gradients(chain(2))  # block 1
     assert wanted.skips == {"s0-7": False, "s1-6": True, "s2-5": True}
 
 
 def test_a_trained_embedder_is_reached_through_what_it_provides() -> None:
     """The noisy sample, which it hands on, wants nothing; its first user gives it a gradient."""
-    wanted = wanted_gradients(chain(0))
+    wanted = required_gradients(chain(0))
     assert wanted.conditioning["temb"]
     assert list(map(any, wanted.boundaries)) == [*[False] * 4, *[True] * 6]
     assert wanted.layers == (True, False, False, *[True] * 7)
@@ -52,9 +52,9 @@ def test_only_wanted_gradients_travel() -> None:
     plan = Plan(backbone, Partition(sequential(4), (0, 3, 6, 8, 10)), "1f1b")
     messages = plan.step(2).communication.messages
     back = {(m.source, m.destination, m.payload) for m in messages
-            if m.producer.kind is Kind.BACKWARD}  # fmt: skip
+            if m.producer.kind is OpType.BACKWARD}  # fmt: skip
     assert back == {(3, 2, Payload.BOUNDARY)}
-    there = [m for m in messages if m.producer.kind is Kind.FORWARD]
+    there = [m for m in messages if m.producer.kind is OpType.FORWARD]
     assert {(0, 3), (1, 2), (0, 1)} <= {(m.source, m.destination) for m in there}
     costs = weighted_costs(backbone, [1.0] * 10)
     assert costs.backward_s == (*[0.0] * 6, 2.0, 2.0, 1.0, 1.0)
@@ -96,7 +96,7 @@ def test_patterns_choose_and_are_refused_all_at_once() -> None:
 @pytest.mark.parametrize("placement", ["fold", "sequential", "interleaved"])
 def test_plans_of_frozen_stages_are_proven(placement: str) -> None:
     """Stages without a backward pass take no time for it, and every schedule of them runs."""
-    from megatron_pulse.planner.step.make import make_plan
+    from megatron_pulse.planner.program.make import make_plan
 
     backbone = chain(8, 9)
     costs = weighted_costs(backbone, [1.0] * 10)

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_pulse.backbone.published import (
-    Joined,
+from megatron_pulse.backbone.published_weights import (
+    Concatenated,
     PerHead,
     Published,
     PublishedError,
@@ -23,7 +23,7 @@ FORM = Published(
     (
         Rule("*.linear_qkv.*", ("*.to_q.*", "*.to_k.*", "*.to_v.*"), PerHead(3)),
         Rule("*.fc1.*", "*.net.0.proj.*", SwappedHalves()),
-        Rule(("*.a.table", "*.b.table"), "*.table", Joined((2, 5))),
+        Rule(("*.a.table", "*.b.table"), "*.table", Concatenated((2, 5))),
         Rule("conv_in.conv.*", "conv_in.*"),
     ),
     ignored=("*.positions",),

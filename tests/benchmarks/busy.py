@@ -28,7 +28,7 @@ def profile(kind: str) -> Any:
     """A measured profile in a process of its own."""
     import torch
 
-    from megatron_pulse.profile.measuring.measure import measure
+    from megatron_pulse.profile.measurement.measure import measure
     from model_specs import load_backbone
 
     torch.set_num_threads(1)
@@ -59,7 +59,7 @@ def busy(kind: str, cuts: tuple[int, ...], num_microbatches: int, steps: int) ->
     import torch.distributed as dist
 
     from megatron_pulse.planner.layout.placement import Partition, fold
-    from megatron_pulse.planner.step.plan import Plan
+    from megatron_pulse.planner.program.plan import Plan
     from model_specs import load_backbone
 
     name, options = BACKBONES[kind]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from megatron_pulse.backbone.activations import ActivationPolicies
 from megatron_pulse.backbone.costs import ChainCosts
 from megatron_pulse.planner.cluster.link import Link
 from megatron_pulse.planner.layout.placement import Partition, Placement
@@ -68,7 +69,8 @@ def capped(
         for words, again in RECOMPUTED.items():
             part = range(num if again is Recompute.SELECTIVE else 0)
             every = again is Recompute.ALWAYS
-            variant = emulation.variant(size, every, part)
+            policies = ActivationPolicies(range(num * every), selective=part)
+            variant = emulation.variant(size, policies)
             plan = CappedPlanner(variant, link, num_devices, samples // size, solver_s, usable)
             found = list(plan.theirs())
             if usual and (again is Recompute.NEVER or (every and _refused(offers, usable))):

@@ -8,12 +8,12 @@ from enum import StrEnum
 from typing import Any
 
 from megatron_pulse.backbone.chain import Backbone
-from megatron_pulse.planner.fill.components import Component
+from megatron_pulse.planner.bubble_fill.components import Component
 from megatron_pulse.planner.layout.placement import Partition
 from megatron_pulse.planner.schedule.check.validate import peak_activations
 from megatron_pulse.planner.schedule.operations import Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
-from megatron_pulse.planner.tune.sharded.sharding import Sharding
+from megatron_pulse.planner.tune.fsdp.step import Sharding
 
 TIMEOUT_S = 120.0
 """For any one wait of a rank."""
@@ -43,7 +43,7 @@ class Contestant:
 
     ``packed`` are the fp32 elements of the one tensor that enters each stage (not ours);
     ``layers`` of a data-parallel run are (forward seconds, backward seconds, gradient elements).
-    ``saved_bytes`` are what each stage keeps of a microbatch, ``waiting_bytes`` what of it stays
+    ``saved_bytes`` are what each stage keeps of a microbatch, ``wgrad_bytes`` what of it stays
     from input gradient to weight gradient (none: all), ``state_bytes`` parameters, gradients and
     optimizer of each device, all of the real backbone. ``exchange`` sends shapes before
     tensors where they differ, else all are as large as the largest (Megatron interleaved).
@@ -67,7 +67,7 @@ class Contestant:
     predicted_s: float = 0.0
     expected_bytes: int = 0
     saved_bytes: tuple[float, ...] = ()
-    waiting_bytes: tuple[float, ...] = ()
+    wgrad_bytes: tuple[float, ...] = ()
     state_bytes: tuple[float, ...] = ()
     way: str = ""
     micro_batch_size: int = 0
@@ -75,9 +75,9 @@ class Contestant:
     encoders: Encoders | None = None
     backbone: Backbone | None = None
 
-    def held_most(self, schedule: Schedule) -> tuple[float, ...]:
+    def peak_memory(self, schedule: Schedule) -> tuple[float, ...]:
         """The most bytes of activations on each device, by this schedule."""
-        waiting = self.waiting_bytes or None
+        waiting = self.wgrad_bytes or None
         return peak_activations(schedule, self.saved_bytes, waiting=waiting)
 
 

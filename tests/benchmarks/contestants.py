@@ -15,8 +15,9 @@ from megatron_pulse.planner.layout.placement import (
     sequential,
 )
 from megatron_pulse.planner.partition.find import Goal, PartitionError, find_partition
-from megatron_pulse.planner.partition.memory import bytes_per_parameter, waiting_bytes
+from megatron_pulse.planner.partition.memory import bytes_per_parameter, wgrad_bytes
 from megatron_pulse.planner.partition.volume import relayed, volume
+from megatron_pulse.planner.program.simulate import edges_of, simulate_step
 from megatron_pulse.planner.schedule.problem import (
     ScheduleProblem,
     Synthesis,
@@ -26,9 +27,8 @@ from megatron_pulse.planner.schedule.problem import (
 from megatron_pulse.planner.schedule.registry import make_schedule
 from megatron_pulse.planner.schedule.search.synthesize import synthesize
 from megatron_pulse.planner.schedule.solve import solve
-from megatron_pulse.planner.step.replay import edges_of, replay
 from megatron_pulse.planner.tune.evaluate import Outcome
-from megatron_pulse.planner.tune.sharded.sharding import peak_bytes
+from megatron_pulse.planner.tune.fsdp.step import peak_bytes
 from tests.benchmarks.contestant import Contestant, Engine
 from tests.benchmarks.emulation import Emulation, element_count
 from tests.benchmarks.predict import CLASSIC, predict
@@ -99,7 +99,7 @@ def needed_bytes(contestant: Contestant) -> float:
     order = contestant.schedule or make_schedule(
         CLASSIC[contestant.engine], problem.placement, contestant.num_microbatches
     )
-    return max(map(sum, zip(state, contestant.held_most(order), strict=True)))
+    return max(map(sum, zip(state, contestant.peak_memory(order), strict=True)))
 
 
 class Planner:
@@ -189,7 +189,7 @@ class Planner:
         """Ours by this schedule."""
         made = self.make(name, Engine.OURS, self.costs, partition, problem)
         edges = edges_of(self.costs, partition, lambda a, b: self.link)
-        predicted = replay(problem, found.schedule, edges).timeline.makespan
+        predicted = simulate_step(problem, found.schedule, edges).timeline.makespan
         return replace(
             made,
             schedule=found.schedule,
@@ -202,7 +202,7 @@ class Planner:
         made = self.make(name, Engine.OURS, self.costs, partition, problem)
         order = make_schedule(schedule, partition.placement, self.count)
         edges = edges_of(self.costs, partition, lambda a, b: self.link)
-        predicted = replay(problem, order, edges).timeline.makespan
+        predicted = simulate_step(problem, order, edges).timeline.makespan
         return replace(made, schedule=order, predicted_s=predicted)
 
     def relay(self, engine: Engine, partition: Partition, exchange: bool = False) -> Contestant:
@@ -232,7 +232,7 @@ class Planner:
             problem,
             expected_bytes=moved,
             saved_bytes=self.saved(partition, passing=costs is self.relayed),
-            waiting_bytes=self.waiting(partition) if engine is Engine.OURS else (),
+            wgrad_bytes=self.waiting(partition) if engine is Engine.OURS else (),
             state_bytes=self.state(partition),
         )
 
@@ -256,7 +256,7 @@ class Planner:
     def waiting(self, partition: Partition) -> tuple[float, ...]:
         """Real bytes that a stage of ours still holds of a microbatch between its input gradient
         and its weight gradient; torch holds all, for it keeps the graph."""
-        return waiting_bytes(self.emulation.costs, partition)
+        return wgrad_bytes(self.emulation.costs, partition)
 
     def saved(self, partition: Partition, passing: bool) -> tuple[float, ...]:
         """Real bytes that each stage keeps of a microbatch.

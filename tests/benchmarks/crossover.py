@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-from megatron_pulse.planner.cluster.cluster import Cluster, ClusterLink, Shared
+from megatron_pulse.planner.cluster.cluster import BandwidthScope, Cluster, ClusterLink
 from megatron_pulse.planner.tune.config import Choices
 from megatron_pulse.planner.tune.evaluate import Evaluator
+from megatron_pulse.profile.layer_table import read_table
 from megatron_pulse.profile.profile import Profile
-from megatron_pulse.profile.table import read_table
 from tests.benchmarks.arguments import count, positive, positives, some_of
 from tests.benchmarks.decide import decide
 from tests.benchmarks.emulation import BACKBONES, V100, more_sizes, real_profile, setup_of
@@ -53,7 +53,7 @@ class Place:
 
     def cluster(self, rate: float) -> Cluster:
         """Devices each with a link of ``rate`` GB/s of its own."""
-        link = ClusterLink("other", rate, 10.0, Shared.DEVICE)
+        link = ClusterLink("other", rate, 10.0, BandwidthScope.DEVICE)
         of = self.num_devices, 1, self.memory_gb, "V100-32GB"
         return Cluster("crossover", *of, link, link, usable_memory=USABLE)
 
@@ -75,7 +75,7 @@ class Place:
 
     def sharded(self, rate: float) -> float:
         """FSDP2's or HSDP's samples/s."""
-        found = Evaluator(self.profile, self.cluster(rate), self.samples).fully_sharded()
+        found = Evaluator(self.profile, self.cluster(rate), self.samples).fsdp_baseline()
         return 0.0 if found is None else found.throughput
 
     def meets(self, throughput: float) -> float | None:

@@ -30,8 +30,8 @@ from megatron_pulse.planner.layout.placement import Placement
 from megatron_pulse.planner.partition.evaluate import MemoryRule
 from megatron_pulse.planner.partition.find import Goal, PartitionError, find_partition
 from megatron_pulse.planner.partition.memory import bytes_per_parameter, in_flight
-from megatron_pulse.planner.partition.several.many import ManyCuts
-from megatron_pulse.planner.partition.several.seek import WORK
+from megatron_pulse.planner.partition.multi_chunk.batched_cost import BatchedEvaluator
+from megatron_pulse.planner.partition.multi_chunk.search import WORK
 
 BACKBONES = ("uvit-h", "sd-v2.1", "sdxl", "hunyuan-dit-v1.2", "flux-dev", "dit-xl-2", "sd3-medium")
 LINK = Link(5e-6, 12.5e9)
@@ -48,7 +48,7 @@ MORE, NUM_TIGHT = 7.5, 4
 def costs_of(name: str) -> ChainCosts:
     """The finest layers, or whole blocks where those are too many to try all cuts."""
     from megatron_pulse.profile.analytic import analyse
-    from megatron_pulse.profile.devices import PRESETS, Roofline
+    from megatron_pulse.profile.roofline import PRESETS, Roofline
     from model_specs import load_backbone
     from tests.planner.blocks import OPTIONS, block_of, grouped
 
@@ -100,7 +100,7 @@ def measure(name: str, layout: Layout) -> Row | None:
     costs, placement = costs_of(name), layout.placement(2)
     if layout.collocates and not costs.skips:
         return None
-    many = ManyCuts(costs, placement, LINK, 1.0, rule_of(placement))
+    many = BatchedEvaluator(costs, placement, LINK, 1.0, rule_of(placement))
     parts = np.array_split(all_cuts(len(costs.names), placement), 40)
     found = [many.measure(part) for part in parts if len(part)]
     load, held, apart = (

@@ -10,8 +10,8 @@ from unittest.mock import patch
 
 from megatron_pulse.planner.tune.config import Choices
 from megatron_pulse.planner.tune.evaluate import Evaluator
-from megatron_pulse.planner.tune.searching.budget import Clock
-from megatron_pulse.planner.tune.searching.tuning import Tuning
+from megatron_pulse.planner.tune.search.budget import Clock
+from megatron_pulse.planner.tune.search.result import Tuning
 from megatron_pulse.planner.tune.tune import UntunableError, tune
 
 

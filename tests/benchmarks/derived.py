@@ -84,7 +84,7 @@ def of_parts(by_hand: Partition, homes: Sequence[Sequence[int]]) -> Partition:
 
 def homes_in(backbone: Backbone, home: Callable[[str], int]) -> list[list[int]]:
     """``home`` of the parameters of each layer of a derived chain."""
-    from megatron_pulse.backbone.derived.from_module import source_of
+    from megatron_pulse.tracing.from_module import source_of
 
     source = source_of(backbone)
     assert source is not None
@@ -93,7 +93,7 @@ def homes_in(backbone: Backbone, home: Callable[[str], int]) -> list[list[int]]:
 
 def published_homes(hand: Backbone) -> dict[str, int]:
     """In which layer of a family's chain each of the published parameters is."""
-    from megatron_pulse.backbone.published import to_published
+    from megatron_pulse.backbone.published_weights import to_published
     from megatron_pulse.profile.parameters import meta_weights
     from model_specs import published_form
 
@@ -109,7 +109,7 @@ def published_homes(hand: Backbone) -> dict[str, int]:
 def costs_of(backbone: Backbone) -> ChainCosts:
     """Analytic costs of one sample."""
     from megatron_pulse.profile.analytic import analyse
-    from megatron_pulse.profile.devices import PRESETS, Roofline
+    from megatron_pulse.profile.roofline import PRESETS, Roofline
 
     return analyse(backbone, [1], Roofline(PRESETS[DEVICE], DTYPE)).at(1)
 
@@ -129,9 +129,9 @@ def eager_s(class_name: str, config: dict[str, Any], sizes: dict[str, Any]) -> f
     import torch
     from torch.utils import _pytree as pytree
 
-    from megatron_pulse.profile.devices import PRESETS, Roofline
     from megatron_pulse.profile.flops import FlashAttention
-    from megatron_pulse.profile.measuring.kernels import Kernels
+    from megatron_pulse.profile.measurement.kernels import Kernels
+    from megatron_pulse.profile.roofline import PRESETS, Roofline
     from model_specs.derived.classes import CLASSES
 
     kind, kernels = getattr(diffusers, class_name), Kernels()
@@ -176,8 +176,8 @@ def beside_family(name: str) -> dict[str, Any]:
 
 def beside_table(path: Path) -> dict[str, Any]:
     """A table's chain beside the derived one."""
-    from megatron_pulse.profile.devices import PRESETS, Roofline
-    from megatron_pulse.profile.table import read_table
+    from megatron_pulse.profile.layer_table import read_table
+    from megatron_pulse.profile.roofline import PRESETS, Roofline
 
     table = json.loads(path.read_text())
     frames, _, height, width = table["latent"]
@@ -229,7 +229,7 @@ def main() -> None:
     parser.add_argument("--table", type=Path)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    from megatron_pulse.cli.megatron import prepare_megatron
+    from megatron_pulse.cli.import_megatron import prepare_megatron
 
     prepare_megatron()
     if args.table:

@@ -11,17 +11,18 @@ its bytes per sample (see ``BACKBONES``) say how many samples each device had.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from typing import Any
 
+from megatron_pulse.backbone.activations import ActivationPolicies
 from megatron_pulse.backbone.chain import Backbone, Layer, TensorSpec
 from megatron_pulse.backbone.costs import ChainCosts, SkipCost
 from megatron_pulse.planner.cluster.link import Link
-from megatron_pulse.profile.devices import PRESETS, Roofline
 from megatron_pulse.profile.profile import Profile
-from megatron_pulse.runtime.measure.running import RUNNING
+from megatron_pulse.profile.roofline import PRESETS, Roofline
+from megatron_pulse.runtime.measure.execution_modes import RUNNING
 
 FULL_RATE_BYTES_PER_S = 20e6
 """What 10 GB/s become: little enough for two cores to serve several ranks."""
@@ -95,12 +96,10 @@ class Emulation:
     def variant(
         self,
         micro_batch_size: int,
-        recompute: bool | Collection[int],
-        selective: Collection[int] = (),
+        activations: ActivationPolicies,
     ) -> Emulation:
-        """The same with other microbatches, where layers (or all) compute activations again, and
-        others what is cheap of them."""
-        costs = self.profile.at(micro_batch_size, recompute, selective)
+        """The same with microbatches of another size and other activation policies."""
+        costs = self.profile.at(micro_batch_size, activations)
         small = shrink(real_backbone(self.name), micro_batch_size, self.byte_divisor)
         return replace(self, costs=costs, backbone=small, micro_batch_size=micro_batch_size)
 

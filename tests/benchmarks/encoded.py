@@ -23,10 +23,10 @@ from typing import Any
 
 import torch
 
+from megatron_pulse.cli.import_megatron import prepare_megatron
 from megatron_pulse.cli.main import main as pulse
-from megatron_pulse.cli.megatron import prepare_megatron
 from megatron_pulse.planner.layout.layouts import FOLD_EXACT, FOLD_SOFT, ROW, WHOLE
-from megatron_pulse.planner.partition.closed import largest_fold
+from megatron_pulse.planner.partition.legal_cuts import largest_fold
 from megatron_pulse.planner.tune.config import Config, Recompute
 from model_specs import load_backbone
 from tests.cli.test_data import make_vae

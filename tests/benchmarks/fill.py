@@ -34,23 +34,23 @@ from functools import cache
 from pathlib import Path
 
 from megatron_pulse.backbone.costs import ChainCosts
+from megatron_pulse.planner.bubble_fill import search
+from megatron_pulse.planner.bubble_fill.check import faults_of
+from megatron_pulse.planner.bubble_fill.components import Component, FrozenLayer
+from megatron_pulse.planner.bubble_fill.diffusionpipe import greedy
+from megatron_pulse.planner.bubble_fill.problem import FillProblem
+from megatron_pulse.planner.bubble_fill.search import FACTORS, fill
+from megatron_pulse.planner.bubble_fill.simulate import FilledSimulation
 from megatron_pulse.planner.cluster.link import Link
-from megatron_pulse.planner.fill import search
-from megatron_pulse.planner.fill.check import faults_of
-from megatron_pulse.planner.fill.components import Component, FrozenLayer
-from megatron_pulse.planner.fill.greedy import greedy
-from megatron_pulse.planner.fill.problem import FillProblem
-from megatron_pulse.planner.fill.search import FACTORS, fill
-from megatron_pulse.planner.fill.simulate import FilledStep
 from megatron_pulse.planner.layout.placement import Partition, fold
 from megatron_pulse.planner.partition.find import Goal, find_partition
-from megatron_pulse.planner.schedule.check.simulate import run
+from megatron_pulse.planner.schedule.check.simulate import simulate
 from megatron_pulse.planner.schedule.operations import Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem, boundary_s, stage_problem
 from megatron_pulse.planner.schedule.solve import solve
 from tests.benchmarks import fill_encoders as encoders
-from tests.planner.fill.cases import draw_case
-from tests.planner.fill.reference import shortest
+from tests.planner.bubble_fill.cases import draw_case
+from tests.planner.bubble_fill.reference import shortest
 
 LINK = Link(20e-6, 10e9)
 FREE_BYTES = 24e9
@@ -178,7 +178,7 @@ def step_of(
     ]
     # A device in the middle sends over two boundaries forward and back.
     sent = 2 * model.microbatches * max(crossing) * 2
-    makespan = run(problem, schedule).makespan
+    makespan = simulate(problem, schedule).makespan
     left = LINK.bytes_per_s - sent / makespan
     return problem, schedule, Link(LINK.latency_s, max(left, 0.05 * LINK.bytes_per_s))
 
@@ -189,7 +189,7 @@ def cut(costs: ChainCosts, model: Model) -> Partition:
     return find_partition(costs, fold(model.devices), goal, explain=False)
 
 
-def in_front(problem: FillProblem) -> float:
+def before_step(problem: FillProblem) -> float:
     """Seconds of a step with all encoders before it, samples divided over all devices."""
     share = -(-problem.num_samples // problem.num_devices)
     return problem.timeline.makespan + sum(c.least_s(share) for c in problem.components)
@@ -218,7 +218,7 @@ def measure(model: Model, cap: float, is_split: bool, seconds: float) -> Row:
     problem = FillProblem(step, schedule, components, samples, free, link)
     text = replace(problem, components=components[1:])
     ours, stored = fill(problem, seconds), fill(text, seconds)
-    step_of_ours = FilledStep(problem, ours.filled)
+    step_of_ours = FilledSimulation(problem, ours.filled)
     costs = {
         factor: step_of_ours.run(factor).makespan
         / fill(scaled(problem, factor), seconds, factors=()).certificate.makespan
@@ -228,7 +228,7 @@ def measure(model: Model, cap: float, is_split: bool, seconds: float) -> Row:
     for fault in faults:
         print(f"{model.name}: {fault}", file=sys.stderr)
     ideal = replace(problem, link=Link(), free_bytes=None)
-    theirs = FilledStep(ideal, greedy(ideal)).run().makespan
+    theirs = FilledSimulation(ideal, greedy(ideal)).run().makespan
     made = ours.certificate
     timeline = problem.timeline
     work = sum(c.least_s(samples) for c in components)
@@ -239,7 +239,7 @@ def measure(model: Model, cap: float, is_split: bool, seconds: float) -> Row:
         work / sum(timeline.busy),
         timeline.idle_share,
         timeline.makespan,
-        in_front(problem),
+        before_step(problem),
         stored.certificate.makespan,
         stored.certificate.spill_share,
         made.makespan,

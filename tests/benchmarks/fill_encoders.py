@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from megatron_pulse.planner.fill.components import Component, FrozenLayer
-from megatron_pulse.profile.devices import PRESETS, Kernel, Roofline
+from megatron_pulse.planner.bubble_fill.components import Component, FrozenLayer
+from megatron_pulse.profile.roofline import PRESETS, Kernel, Roofline
 
 HALF = 2
 """Bytes of an element."""

@@ -34,24 +34,24 @@ from pathlib import Path
 from typing import Any
 
 from megatron_pulse.cli.plan.tuning.tune import best_encoded
-from megatron_pulse.planner.cluster.cluster import Cluster, ClusterLink, Shared
+from megatron_pulse.planner.bubble_fill.bubble_tasks import before_step_s, filled_schedule
+from megatron_pulse.planner.bubble_fill.components import Component, FrozenLayer
+from megatron_pulse.planner.bubble_fill.diffusionpipe import greedy
+from megatron_pulse.planner.bubble_fill.encoder_table import component_records, components_of
+from megatron_pulse.planner.bubble_fill.problem import FillProblem
+from megatron_pulse.planner.bubble_fill.simulate import FilledSimulation
+from megatron_pulse.planner.cluster.cluster import BandwidthScope, Cluster, ClusterLink
 from megatron_pulse.planner.cluster.link import Link
-from megatron_pulse.planner.fill.components import Component, FrozenLayer
-from megatron_pulse.planner.fill.fillers import filled_schedule, front_s
-from megatron_pulse.planner.fill.greedy import greedy
-from megatron_pulse.planner.fill.problem import FillProblem
-from megatron_pulse.planner.fill.simulate import FilledStep
-from megatron_pulse.planner.fill.table import component_records, components_of
 from megatron_pulse.planner.layout.placement import sequential
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
+from megatron_pulse.planner.program.simulate import edges_of, simulate_step
 from megatron_pulse.planner.schedule.registry import make_schedule
-from megatron_pulse.planner.step.replay import edges_of, replay
 from megatron_pulse.planner.tune.config import Choices, Recompute
 from megatron_pulse.planner.tune.evaluate import Evaluator
-from megatron_pulse.planner.tune.plans.filling import slowest_link
-from megatron_pulse.planner.tune.plans.policies import EncodedPlan, encode_plan
+from megatron_pulse.planner.tune.plans.bubble_fill import slowest_link
+from megatron_pulse.planner.tune.plans.encoder_policies import EncodedPlan, encode_plan
 from megatron_pulse.planner.tune.plans.to_plan import plan_of
-from megatron_pulse.planner.tune.searching.search import search
+from megatron_pulse.planner.tune.search.search import search
 from tests.benchmarks import fill
 from tests.benchmarks.cell import Result, run_cell
 from tests.benchmarks.contestant import Contestant, Encoders, Engine
@@ -149,7 +149,7 @@ def slow_encoders(emulation: Emulation, components: Sequence[Component], samples
 
 def plans_of(case: Case, emulation: Emulation, pipeline: int) -> list[PlanFile]:
     """The tuner's best plans without encoders, of this pipeline degree."""
-    link = ClusterLink("other", case.rate, 10.0, Shared.DEVICE)
+    link = ClusterLink("other", case.rate, 10.0, BandwidthScope.DEVICE)
     cluster = Cluster(
         "filled", case.ranks, 1, MEMORY_GB, "A100-80GB", link, link, usable_memory=USABLE
     )
@@ -172,16 +172,16 @@ def enter(case: Case, model_s: float, seconds: float, factors: Sequence[float]) 
     records = records_of(case.model)
     plans = plans_of(case, emulation, case.ranks)
     chosen = best_encoded(plans, records, KEPT * seconds)
-    entered = [_ours(planner, case, FILLED, chosen.plan, records, chosen.in_front_s)]
+    entered = [_ours(planner, case, FILLED, chosen.plan, records, chosen.encoders_before_step_s)]
     for factor in factors:
         other = records_of(case.model, factor)
         slower = f"encoders {factor:g}"
         entered.append(_late(entered[0], f"{slower}, planned 1", factor))
         known = _knowing(chosen, other, seconds)
         name = f"{slower}, planned {factor:g}"
-        entered.append(_ours(planner, case, name, known.plan, other, known.in_front_s))
+        entered.append(_ours(planner, case, name, known.plan, other, known.encoders_before_step_s))
     every = components_of(records, plans[0].placement)
-    front = front_s(every, case.num_samples, case.ranks, slowest_link(plans[0]))
+    front = before_step_s(every, case.num_samples, case.ranks, slowest_link(plans[0]))
     entered.append(_ours(planner, case, FRONT, plans[0], records, front))
     entered.append(replace(_ours(planner, case, STORED, plans[0], records, 0.0), encoders=None))
     row = planner.cut(planner.relayed, sequential(case.ranks))
@@ -197,15 +197,15 @@ def enter(case: Case, model_s: float, seconds: float, factors: Sequence[float]) 
         replace(
             planner.make(GREEDY, Engine.OURS, planner.relayed, row, problem),
             schedule=schedule,
-            predicted_s=replay(problem, schedule, edges).timeline.makespan,
+            predicted_s=simulate_step(problem, schedule, edges).timeline.makespan,
             encoders=encoders,
             backbone=relaying(emulation.backbone, planner.relayed),
         )
     )
-    slow_front = front_s(encoders.components, case.num_samples, case.ranks, link)
+    slow_front = before_step_s(encoders.components, case.num_samples, case.ranks, link)
     classic = planner.relay(Engine.MEGATRON_1F1B, row)
     entered.append(_in_front(classic, FRONT_1F1B, encoders, slow_front))
-    own = front_s(encoders.components, case.num_samples // case.ranks, 1, link)
+    own = before_step_s(encoders.components, case.num_samples // case.ranks, 1, link)
     for replicas in planner.data_parallel():
         entered.append(_in_front(replicas, REPLICAS, encoders, own))
     busy = sum(filling.timeline.busy)
@@ -219,7 +219,7 @@ def enter(case: Case, model_s: float, seconds: float, factors: Sequence[float]) 
         {choice.name: choice.policy for choice in chosen.choices},
         (alone + work / case.ranks) / max(alone, (busy + work) / case.ranks),
         1 - busy / case.ranks / alone,
-        FilledStep(ideal, greedy(ideal)).run().makespan,
+        FilledSimulation(ideal, greedy(ideal)).run().makespan,
     )
 
 
@@ -229,12 +229,12 @@ def _ours(
     name: str,
     plan: PlanFile,
     records: Sequence[Mapping[str, Any]],
-    in_front_s: float,
+    encoders_before_step_s: float,
 ) -> Contestant:
     """A plan's own order on the emulated times; encoders that it does not fill are in front."""
     partition, emulation = plan.partition, planner.emulation
     problem = planner.problem(planner.costs, partition, plan.problem.weight_grad is not None)
-    takes = plan.replay().timeline.makespan + in_front_s
+    takes = plan.simulate_step().timeline.makespan + encoders_before_step_s
     return replace(
         planner.make(name, Engine.OURS, planner.costs, partition, problem),
         schedule=plan.schedule,
@@ -258,7 +258,7 @@ def _knowing(
     chosen: EncodedPlan, records: Sequence[Mapping[str, Any]], seconds: float
 ) -> EncodedPlan:
     """The same order of the step, filled with encoders of these times, of the same policies."""
-    from megatron_pulse.planner.fill.fillers import unfilled
+    from megatron_pulse.planner.bubble_fill.bubble_tasks import unfilled
 
     plan = replace(chosen.plan, schedule=unfilled(chosen.plan.schedule))
     fixed = {choice.name: choice.policy for choice in chosen.choices}

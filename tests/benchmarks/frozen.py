@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 import megatron_pulse as pulse
-from megatron_pulse.profile.measuring.clock import Patience
+from megatron_pulse.profile.measurement.clock import RepetitionLimits
 from tests.runtime.equality import mean_squared_error
 
 NUM_MICROBATCHES, SIZE, TOKENS = 4, 2, 256
@@ -59,7 +59,7 @@ class Block(nn.Module):
         return result
 
 
-def compare(width: int, repetitions: int, patience: Patience) -> list[Row]:
+def compare(width: int, repetitions: int, patience: RepetitionLimits) -> list[Row]:
     """A row for each of ``TRAINED``; medians of ``repetitions`` steps in turn."""
     torch.set_num_threads(1)
     spec = pulse.TensorSpec((TOKENS, width))
@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--repetitions", type=int, default=9)
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args(argv)
-    rows = compare(args.width, args.repetitions, Patience())
+    rows = compare(args.width, args.repetitions, RepetitionLimits())
     for row in rows:
         print(
             f"{row.trained:12s} {row.parameters:9,d} parameters: predicted "

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_pulse.planner.tune.sharded.sharding import Gathering, Sharding, asked_soon
+from megatron_pulse.planner.tune.fsdp.step import Gathering, Sharding, prefetched_before_freed
 from tests.benchmarks.cell import compute_s
 from tests.benchmarks.contestant import TIMEOUT_S, Contestant, Engine
 from tests.benchmarks.data_parallel import SleepingLayer
@@ -55,7 +55,7 @@ def fully_sharded(way: Sharding, called: Called | None = None) -> Callable[[], N
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replica", "shard")[-len(shape) :])
     layers = [SleepingLayer(u.forward_s, u.backward_s, elements(u)) for u in way.units]
     each_pass, whole_step = (way.gathering is g for g in (Gathering.PASS, Gathering.STEP))
-    near_begin = [asked_soon(at, way.prefetch) for at in range(len(layers))]
+    near_begin = [prefetched_before_freed(at, way.prefetch) for at in range(len(layers))]
     units: list[Any] = [
         fully_shard(layer, mesh=mesh, reshard_after_forward=each_pass and not near_end)
         for layer, near_end in zip(layers, near_begin[::-1], strict=True)

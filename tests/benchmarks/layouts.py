@@ -35,11 +35,11 @@ from megatron_pulse.planner.layout.placement import (
     make_placement,
 )
 from megatron_pulse.planner.partition.find import Goal, PartitionError, find_partition
+from megatron_pulse.planner.program.plan import Plan, PlanError
 from megatron_pulse.planner.schedule.check.simulate import dependency
-from megatron_pulse.planner.schedule.classic.names import CLASSICS
-from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
+from megatron_pulse.planner.schedule.classic.catalog import CLASSICS
+from megatron_pulse.planner.schedule.operations import Operation, OpType, Schedule
 from megatron_pulse.planner.schedule.registry import WAVES
-from megatron_pulse.planner.step.plan import Plan, PlanError
 from tests.ranks import RanksFailed, run_ranks
 from tests.runtime.equality import (
     Case,
@@ -77,7 +77,7 @@ class Layout:
     @property
     def is_split(self) -> bool:
         """Whether weight gradients are computed apart."""
-        return Kind.WEIGHT_GRAD in self.schedule.kinds
+        return OpType.WEIGHT_GRAD in self.schedule.kinds
 
     def __str__(self) -> str:
         case, placement = self.case, self.schedule.placement
@@ -174,7 +174,7 @@ def _draw_schedule(rng: random.Random, plan: Plan, num_microbatches: int) -> Sch
     if rng.random() < 0.5:
         return random_order(rng, plan.placement, num_microbatches, rng.random() < 0.6)
     schedule = replace(plan, schedule_name=rng.choice(NAMES)).step(num_microbatches).schedule
-    if Kind.BACKWARD in schedule.kinds and rng.random() < 0.5:
+    if OpType.BACKWARD in schedule.kinds and rng.random() < 0.5:
         return split(schedule, rng.randint(0, 6))
     return schedule
 
@@ -186,8 +186,8 @@ def random_order(
 
     Each kind has a random weight, so that some orders hurry forward and some put weights off.
     """
-    split_kinds = (Kind.FORWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD)
-    kinds = split_kinds if is_split else (Kind.FORWARD, Kind.BACKWARD)
+    split_kinds = (OpType.FORWARD, OpType.INPUT_GRAD, OpType.WEIGHT_GRAD)
+    kinds = split_kinds if is_split else (OpType.FORWARD, OpType.BACKWARD)
     weights = {kind: rng.choice([0.1, 1.0, 10.0]) for kind in kinds}
     line = [Operation(kind, stage, 0) for kind in kinds for stage in range(placement.num_stages)]
     done: set[Operation] = set()

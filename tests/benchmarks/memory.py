@@ -15,14 +15,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_pulse.cli.megatron import prepare_profiling
-from megatron_pulse.planner.cluster.cluster import Cluster, ClusterLink, Shared
+from megatron_pulse.cli.import_megatron import prepare_profiling
+from megatron_pulse.planner.cluster.cluster import BandwidthScope, Cluster, ClusterLink
 from megatron_pulse.planner.tune.config import Choices, Recompute
 from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
 from megatron_pulse.profile.analytic import analyse
+from megatron_pulse.profile.layer_table import read_table
 from megatron_pulse.profile.profile import Profile
-from megatron_pulse.profile.table import read_table
-from megatron_pulse.runtime.measure.running import RUNNING
+from megatron_pulse.runtime.measure.execution_modes import RUNNING
 from tests.benchmarks.arguments import positive, positives, some_of
 from tests.benchmarks.decide import decide
 from tests.benchmarks.emulation import V100, real_backbone
@@ -66,7 +66,7 @@ def best(
     seconds: float,
 ) -> Outcome | None:  # fmt: skip
     """The tuner's choice in so many seconds of this process's time; None where nothing fits."""
-    link = ClusterLink("other", rate, 10.0, Shared.DEVICE)
+    link = ClusterLink("other", rate, 10.0, BandwidthScope.DEVICE)
     cluster = Cluster("cap", RANKS, 1, gb, "V100-32GB", link, link, usable_memory=USABLE)
     evaluator = Evaluator(
         of_whole_layers(profile) if way == "whole layers" else profile, cluster, samples
@@ -96,8 +96,8 @@ def row(name: str, rate: float, gb: float, found: dict[str, Outcome | None]) -> 
             and {
                 "samples_per_s": outcome.throughput,
                 "config": str(outcome.config),
-                "recomputed": len(outcome.stages.recompute),
-                "selective": len(outcome.stages.selective),
+                "recomputed": len(outcome.stages.activations.recompute),
+                "selective": len(outcome.stages.activations.selective),
                 "memory_gb": max(outcome.memory_bytes) / 1e9,
             }
             for way, outcome in found.items()
@@ -138,7 +138,10 @@ def main() -> None:
             rates = [f"{o.throughput:.3g}" if o is not None else "-" for o in found.values()]
             if (own := found["needed"]) is not None:
                 held = max(own.memory_bytes) / 1e9
-                again, part = len(own.stages.recompute), len(own.stages.selective)
+                again, part = (
+                    len(own.stages.activations.recompute),
+                    len(own.stages.activations.selective),
+                )
                 rates.append(f"{again} and {part} of {len(profile.layers)}, {held:.1f}")
             print(f"| {name} | {rate:g} | {gb:g} | {' | '.join(rates)} |", flush=True)
             rows.append(row(name, rate, gb, found))

@@ -29,16 +29,16 @@ from megatron_pulse.planner.cluster.link import Link
 from megatron_pulse.planner.layout.placement import fold
 from megatron_pulse.planner.layout.routes import trace_routes
 from megatron_pulse.planner.partition.find import Goal, find_partition
-from megatron_pulse.planner.schedule.check.simulate import run
+from megatron_pulse.planner.program.communication import compile_communication
+from megatron_pulse.planner.program.device_program import compile_program
+from megatron_pulse.planner.program.simulate import edges_of, simulate_step
+from megatron_pulse.planner.schedule.check.simulate import simulate
 from megatron_pulse.planner.schedule.problem import stage_problem
 from megatron_pulse.planner.schedule.search.synthesize import synthesize
-from megatron_pulse.planner.step.communication import compile_communication
-from megatron_pulse.planner.step.program import compile_program
-from megatron_pulse.planner.step.replay import edges_of, replay
-from tests.benchmarks.claim_report import table
 from tests.benchmarks.contestant import Contestant, Engine, Groups
 from tests.benchmarks.contestants import SYNTHESIS_EFFORT, contestants
 from tests.benchmarks.emulation import Emulation, emulate
+from tests.benchmarks.headline_report import table
 from tests.benchmarks.runners import make_runner
 from tests.ranks import run_ranks
 
@@ -56,7 +56,7 @@ class Planning:
     partition: float
     synthesize: float
     simulate: float
-    replay: float
+    simulate_step: float
     compile: float
 
 
@@ -73,9 +73,9 @@ def planning(emulation: Emulation, devices: int, count: int) -> Planning:
     problem = stage_problem(costs, cut, count, cap=(2.0 * devices,) * devices)
     found, synthesize_ms = timed(lambda: synthesize(problem, float("inf"), SYNTHESIS_EFFORT))
     schedule = found.schedule
-    _, simulate_ms = timed(lambda: run(problem, schedule))
+    _, simulate_ms = timed(lambda: simulate(problem, schedule))
     edges = edges_of(costs, cut, lambda a, b: LINK)
-    _, replay_ms = timed(lambda: replay(problem, schedule, edges))
+    _, replay_ms = timed(lambda: simulate_step(problem, schedule, edges))
     routes = trace_routes(emulation.backbone, cut)
 
     def compile_step() -> None:
@@ -157,12 +157,12 @@ def splitting(number: int = 20, repetitions: int = 50) -> list[Splitting]:
     import torch
     from torch import Tensor, nn
 
-    from megatron_pulse.integration.megatron.linear import wait_for_weight_gradients
-    from megatron_pulse.runtime.parameters.later import Later
-    from megatron_pulse.runtime.parameters.weight_gradients import deferring
+    from megatron_pulse.integration.megatron.linear_wgrad import defer_wgrad
+    from megatron_pulse.runtime.parameters.split_backward import deferring
+    from megatron_pulse.runtime.parameters.wgrad_queue import WeightGradStore
 
     torch.set_num_threads(1)
-    wait_for_weight_gradients()
+    defer_wgrad()
     from megatron.core.tensor_parallel import layers as megatron
 
     def fused(weight: nn.Parameter, bias: nn.Parameter) -> Callable[[Tensor], Tensor]:
@@ -182,7 +182,7 @@ def splitting(number: int = 20, repetitions: int = 50) -> list[Splitting]:
     def microseconds(calls: list[Callable[[Tensor], Tensor]], given: Tensor, split: bool) -> float:
         began = time.process_time()
         for _ in range(repetitions):
-            later = Later() if split else None
+            later = WeightGradStore() if split else None
             result = given
             with deferring(later):
                 for call in calls:

@@ -22,11 +22,11 @@ from pathlib import Path
 
 import torch
 
-from tests.backbone.derived.bits import chain_equal_to, skips_of
-from tests.backbone.derived.layouts import DTYPES, Trained, all_layouts, train_all
-from tests.backbone.derived.shapes import SHAPES
-from tests.backbone.derived.zoo import OUTPUT, SKIPS, STUDY, ZOO, kernels_of, make
 from tests.ranks import RanksFailed
+from tests.tracing.bits import chain_equal_to, skips_of
+from tests.tracing.layouts import DTYPES, Trained, all_layouts, train_all
+from tests.tracing.shapes import SHAPES
+from tests.tracing.zoo import OUTPUT, SKIPS, STUDY, ZOO, kernels_of, make
 
 RANKS = 4
 

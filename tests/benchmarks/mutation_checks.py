@@ -12,18 +12,18 @@ from typing import Any
 
 import yaml
 
-from megatron_pulse.planner.cluster.cluster import load_cluster, to_record
-from megatron_pulse.planner.fill.table import (
+from megatron_pulse.checksum import HASH
+from megatron_pulse.planner.bubble_fill.encoder_table import (
     EncoderTable,
     component_records,
     components_of,
     read_table,
 )
-from megatron_pulse.planner.observe.trace import load_trace, save_trace
+from megatron_pulse.planner.cluster.cluster import load_cluster, to_record
 from megatron_pulse.planner.plan_file.plan_file import save_plan
-from megatron_pulse.planner.tune.plans.recompute import load_checked
+from megatron_pulse.planner.trace.trace import load_trace, save_trace
+from megatron_pulse.planner.tune.plans.verify_figures import load_checked
 from megatron_pulse.profile.files import load_profile, save_profile
-from megatron_pulse.seal import HASH
 
 
 def _plain(path: Path) -> Any:
@@ -260,7 +260,7 @@ def check_scheduler(folder: Path) -> list[str]:
     import diffusers
     import torch
 
-    from megatron_pulse.integration.checkpoint.checkpoints import read_saved_run
+    from megatron_pulse.integration.checkpoint.saved_run import read_saved_run
 
     said = _plain(folder / "pipeline/scheduler/scheduler_config.json")
     process = read_saved_run(folder / "new").process

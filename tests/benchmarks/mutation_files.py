@@ -8,13 +8,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megatron_pulse.files import write_sealed
+from megatron_pulse.files import write_with_checksum
+from megatron_pulse.planner.bubble_fill.components import Component, FrozenLayer
+from megatron_pulse.planner.bubble_fill.encoder_table import (
+    EncoderOrigin,
+    EncoderTable,
+    component_records,
+)
 from megatron_pulse.planner.cluster.cluster import cluster, save_cluster
-from megatron_pulse.planner.fill.components import Component, FrozenLayer
-from megatron_pulse.planner.fill.table import EncoderOrigin, EncoderTable, component_records
-from megatron_pulse.planner.observe.trace import save_trace
 from megatron_pulse.planner.plan_file.plan_file import save_plan
-from megatron_pulse.planner.schedule.files import to_csv
+from megatron_pulse.planner.schedule.serialize import to_csv
+from megatron_pulse.planner.trace.trace import save_trace
 from megatron_pulse.profile.files import save_profile
 from tests.plans import small_plan, small_profile, trace_of
 
@@ -24,12 +28,12 @@ def make(folder: Path, heavy: bool) -> None:
     plan, profile = small_plan(), small_profile()
     save_plan(plan, folder / "plan.json")
     save_profile(profile, folder / "profile.json")
-    save_trace(trace_of(plan, [plan.replay().timeline] * 2), folder / "trace.json")
+    save_trace(trace_of(plan, [plan.simulate_step().timeline] * 2), folder / "trace.json")
     save_cluster(cluster("cpu"), folder / "cluster.yaml", "A cluster")
     layers = tuple(FrozenLayer(f"layers.{i}", {1: 1e-3, 8: 6e-3}, 1e3, 1e2, 1e2) for i in range(3))
     origin = EncoderOrigin("small", {"depth": 3}, "cpu", "measured", 1, {"text": "float32"})
     table = EncoderTable(component_records([Component("text", layers, (), 1e2, (0, 1))]), origin)
-    write_sealed(folder / "encoders.json", json.dumps(table.record()) + "\n")
+    write_with_checksum(folder / "encoders.json", json.dumps(table.record()) + "\n")
     units = [
         {
             "name": f"unit {i}",

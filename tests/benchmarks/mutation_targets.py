@@ -208,9 +208,9 @@ def obey_plan(path: str) -> int:
     """What a rank does with ``--pulse-plan`` before it builds anything."""
     import sys
 
-    from megatron_pulse.integration.flags.checks import FlagError
-    from megatron_pulse.integration.planning.planning import num_microbatches, plan_run
-    from megatron_pulse.integration.preparing import read_command_line
+    from megatron_pulse.integration.flags.startup_checks import FlagError
+    from megatron_pulse.integration.planning.run_plan import num_microbatches, plan_run
+    from megatron_pulse.integration.setup import read_command_line
     from model_specs import load_backbone
 
     os.environ |= {"WORLD_SIZE": "4", "RANK": "0"}

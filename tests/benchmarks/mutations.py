@@ -34,9 +34,9 @@ from typing import Any
 import yaml
 from tqdm import tqdm
 
+from megatron_pulse.checksum import HASH
 from megatron_pulse.cli.main import main
-from megatron_pulse.faults import listed
-from megatron_pulse.seal import HASH
+from megatron_pulse.errors import format_list
 from tests.benchmarks.mutate import dump, mutate_bytes, mutate_cells, mutate_tree, tree
 from tests.benchmarks.mutation_files import make
 from tests.benchmarks.mutation_targets import TARGETS, obey_plan
@@ -219,7 +219,7 @@ def _child(name: str, command: Sequence[str], folder: Path) -> None:
         if code == 0:
             try:
                 found = TARGETS[name].check(Path())
-                told = "fine" if not found else listed(found, 8)
+                told = "fine" if not found else format_list(found, 8)
             except Exception as error:
                 told = f"the check: {type(error).__name__}: {error}"
             Path("verdict").write_text(told)
@@ -247,15 +247,15 @@ def warm(names: Sequence[str]) -> None:
     """Import once what the children need."""
     import matplotlib.font_manager  # noqa: F401
 
-    import megatron_pulse.cli.plan.plan_page  # noqa: F401
-    import megatron_pulse.planner.tune.searching.search  # noqa: F401
+    import megatron_pulse.cli.plan.plan_html  # noqa: F401
+    import megatron_pulse.planner.tune.search.search  # noqa: F401
     import model_specs
 
     model_specs.available()
     if any(TARGETS[name].heavy for name in names):
         import torch
 
-        from megatron_pulse.cli.megatron import prepare_megatron
+        from megatron_pulse.cli.import_megatron import prepare_megatron
 
         torch.set_num_threads(1)
         prepare_megatron()
@@ -263,7 +263,7 @@ def warm(names: Sequence[str]) -> None:
 
         import megatron_pulse.data.build
         import megatron_pulse.diffusion.published
-        import megatron_pulse.integration.checkpoint.weights  # noqa: F401
+        import megatron_pulse.integration.checkpoint.published_weights  # noqa: F401
 
 
 def run(
@@ -279,7 +279,7 @@ def run(
         sound = Path(place)
         make(sound, any(TARGETS[name].heavy for name in names))
         if faults := list(sound_cases(sound, names)):
-            raise ValueError("sound files:" + listed(faults))
+            raise ValueError("sound files:" + format_list(faults))
         numbers = tqdm(cases, "mutating", unit="case", disable=not progress, mininterval=5)
         one = run_flip if flips else run_case
         return [one(number, seed, sound, names) for number in numbers]

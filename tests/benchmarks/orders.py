@@ -24,12 +24,12 @@ from dataclasses import replace
 from functools import lru_cache
 
 from megatron_pulse.planner.layout.placement import fold, interleaved, opposite, sequential
+from megatron_pulse.planner.program.device_program import Receive, Run, Send, Wait
+from megatron_pulse.planner.program.nccl_check import check_events
 from megatron_pulse.planner.schedule.message import STEP_END
-from megatron_pulse.planner.schedule.operations import Kind, Schedule
+from megatron_pulse.planner.schedule.operations import OpType, Schedule
 from megatron_pulse.planner.schedule.problem import equal_stages
 from megatron_pulse.planner.schedule.registry import make_schedule, pick
-from megatron_pulse.planner.step.nccl_check import check_events
-from megatron_pulse.planner.step.program import Receive, Run, Send, Wait
 from tests.planner.channel_times import Rule, play
 from tests.planner.schedules import recomputed_anywhere, wave
 from tests.planner.test_channels import shuffled, unit
@@ -73,7 +73,7 @@ def drawn(seed: int) -> tuple[Schedule, Programs]:
     schedule = found(seed // PLANS)
     placement, count = schedule.placement, schedule.num_microbatches
     stages = placement.num_stages
-    splits = Kind.WEIGHT_GRAD in schedule.kinds
+    splits = OpType.WEIGHT_GRAD in schedule.kinds
     forward_only = rng.random() < 0.2
     if forward_only:
         schedule = schedule.forward_only()
@@ -85,7 +85,7 @@ def drawn(seed: int) -> tuple[Schedule, Programs]:
         forward=times(rng, stages),
         backward=backward,
         weight_grad=times(rng, stages) if splits else None,
-        recompute=tuple(rng.uniform(0.0, 0.9) * seconds for seconds in backward),
+        recompute_s=tuple(rng.uniform(0.0, 0.9) * seconds for seconds in backward),
         link=rng.choice((0.0, 0.5, 3.0)),
     )
     plan = compiled(schedule, seed, forward_only, None if rng.random() < 0.2 else problem)

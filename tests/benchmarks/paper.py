@@ -10,8 +10,8 @@ no patch size either: with patches of 2 its U-ViT reaches a third of a V100's pe
 Every way is tuned with its own choices (degrees, microbatch size, recomputation, distributed
 optimizer, ranks inside a node): "PULSE" is the exact fold, "1F1B" one stage on each device with
 skips relayed through the stages between, "data" one device per replica with the distributed
-optimizer. None of these three splits backwards, has tensor parallelism, or takes ample memory; the
-tuner's own choice may have all of it. The paper's data parallelism is ZeRO-2.
+optimizer. None of these three splits backwards, has tensor parallelism, or takes max_in_flight
+memory; the tuner's own choice may have all of it. The paper's data parallelism is ZeRO-2.
 """
 
 from __future__ import annotations
@@ -20,16 +20,15 @@ import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from megatron_pulse.backbone.costs import ChainCosts
 from megatron_pulse.planner.cluster.cluster import Cluster, cluster
 from megatron_pulse.planner.layout.layouts import FOLD_EXACT, ROW, WHOLE
 from megatron_pulse.planner.partition.volume import relayed
 from megatron_pulse.planner.tune.config import Choices
 from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
-from megatron_pulse.planner.tune.searching.tuning import Tuning
+from megatron_pulse.planner.tune.search.result import Tuning
 from megatron_pulse.profile.analytic import analyse
-from megatron_pulse.profile.devices import ELEMENT_BYTES, Device, Roofline
 from megatron_pulse.profile.profile import Profile
+from megatron_pulse.profile.roofline import ELEMENT_BYTES, Device, Roofline
 from model_specs import load_backbone
 from tests.benchmarks.decide import decide
 
@@ -42,7 +41,7 @@ OF_ALL = 4
 
 PULSE, ONE_F_ONE_B, DATA = "PULSE", "1F1B", "data"
 
-_PLAIN = Choices(tensor=(1,), split=(False,), ample=(False,))
+_PLAIN = Choices(tensor=(1,), split=(False,), max_in_flight=(False,))
 WAYS: Mapping[str, Choices] = {
     "tuner": Choices(),
     PULSE: replace(_PLAIN, layouts=(FOLD_EXACT,)),
@@ -123,19 +122,6 @@ SETUPS = (
 )
 
 
-class Relayed(Evaluator):
-    """Skips are handed on by every stage between their ends, as Megatron's pipeline would."""
-
-    def _make_costs(
-        self,
-        micro_batch_size: int,
-        recompute: frozenset[int],
-        tensor: int,
-        selective: frozenset[int] = frozenset(),
-    ) -> ChainCosts:
-        return relayed(super()._make_costs(micro_batch_size, recompute, tensor, selective))
-
-
 def flops_per_sample(profile: Profile) -> float:
     """Operations of a forward and backward of one sample: seconds on a device of 1 FLOP/s."""
     costs = profile.at(1)
@@ -143,10 +129,13 @@ def flops_per_sample(profile: Profile) -> float:
 
 
 def tuned(way: str, profile: Profile, where: Cluster, batch: int, seconds: float) -> Tuning | None:
-    """The best of a way; None where nothing fits."""
-    evaluator = (Relayed if way == ONE_F_ONE_B else Evaluator)(
-        profile, where, batch, profile.backbone["family"] != "unet"
-    )
+    """The best of a way; None where nothing fits.
+
+    In 1F1B skips are relayed by every stage between their ends, as in Megatron's pipeline.
+    """
+    divides = profile.backbone["family"] != "unet"
+    transform = relayed if way == ONE_F_ONE_B else None
+    evaluator = Evaluator(profile, where, batch, divides, transform=transform)
     return decide(evaluator, WAYS[way], seconds)
 
 

@@ -120,7 +120,7 @@ def measure_gain(name: str, num_devices: int) -> list[Gain]:
 def v100_costs(name: str) -> ChainCosts:
     """Analytic costs of one sample in half precision."""
     from megatron_pulse.profile.analytic import analyse
-    from megatron_pulse.profile.devices import PRESETS, Roofline
+    from megatron_pulse.profile.roofline import PRESETS, Roofline
     from model_specs import load_backbone
     from tests.planner.blocks import OPTIONS
 

@@ -27,7 +27,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_pulse.planner.cluster.cluster import Cluster, ClusterLink, DeviceFigures, Shared
+from megatron_pulse.planner.cluster.cluster import (
+    BandwidthScope,
+    Cluster,
+    ClusterLink,
+    DeviceFigures,
+)
 from megatron_pulse.planner.layout.layouts import FOLD_EXACT, FOLD_SOFT, LOOP, ROW, WHOLE
 from megatron_pulse.planner.partition.memory import ParameterState
 from megatron_pulse.planner.plan_file.plan_file import PlanFile, save_plan
@@ -36,8 +41,8 @@ from megatron_pulse.planner.tune.config import Config, Recompute
 from megatron_pulse.planner.tune.evaluate import Evaluator
 from megatron_pulse.planner.tune.plans.to_plan import plan_of
 from megatron_pulse.profile.analytic import analyse
-from megatron_pulse.profile.devices import Roofline
-from megatron_pulse.runtime.measure.running import RUNNING
+from megatron_pulse.profile.roofline import Roofline
+from megatron_pulse.runtime.measure.execution_modes import RUNNING
 from model_specs import load_backbone
 from tests.integration.runs import BASE
 from tests.integration.test_families import Family, write_latents
@@ -70,8 +75,8 @@ BACKBONES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         {**IMAGE, "num_layers": 2, "num_single_layers": 2, "axes_dims_rope": "8,8,16"},
     ),
 }
-LINK = ClusterLink("loopback", 1.0, 50.0, Shared.DEVICE)
-TO_HOST = ClusterLink("pcie", 50.0, 10.0, Shared.DEVICE)
+LINK = ClusterLink("loopback", 1.0, 50.0, BandwidthScope.DEVICE)
+TO_HOST = ClusterLink("pcie", 50.0, 10.0, BandwidthScope.DEVICE)
 
 
 @dataclass(frozen=True)
@@ -84,7 +89,7 @@ class Case:
     microbatches: int
     dtype: str = "float32"
     room: float = 0.0
-    state: ParameterState = field(default_factory=lambda: ParameterState(averages=True))
+    state: ParameterState = field(default_factory=lambda: ParameterState(ema=True))
 
     @property
     def name(self) -> str:
@@ -93,8 +98,8 @@ class Case:
         dtype = "" if self.dtype == "float32" else f"-{self.dtype}"
         ways = {Recompute.ALWAYS: "-all", Recompute.NEEDED: "-some", Recompute.HOST: "-host"}
         again = ways.get(config.recompute, "")
-        of_state = "-half" * state.half_gradients + "-plain" * (not state.averages)
-        of_state += "-adam-away" * state.host_optimizer
+        of_state = "-half" * state.grad_reduce_in_bf16 + "-plain" * (not state.ema)
+        of_state += "-adam-away" * state.optimizer_cpu_offload
         return (
             f"{self.backbone}-{layout}-{config.pipeline}{f'x{config.data}' * (config.data > 1)}"
             f"{'-split' * config.split}{again}{dtype}{of_state}"
@@ -122,7 +127,7 @@ CASES = (
     Case("dit", Config(2, 1, 1, 4, LOOP), 6),
     Case(
         "dit", Config(2, 1, 1, 4, ROW, split=True), 6, "bfloat16",
-        state=ParameterState(half_gradients=True),
+        state=ParameterState(grad_reduce_in_bf16=True),
     ),
     Case("pixart", Config(2, 1, 1, 4, ROW, recompute=ALL), 6),
     Case("sd3", Config(2, 1, 1, 4, ROW, split=True, recompute=SOME), 6, room=0.8),
@@ -137,11 +142,11 @@ CASES = (
     Case("hunyuan", Config(4, 1, 1, 4, FOLD_SOFT, recompute=HOST), 12, room=0.7),
     Case(
         "uvit", Config(2, 1, 1, 4, FOLD_EXACT, split=True, distributed_optimizer=True), 6,
-        "bfloat16", state=ParameterState(averages=True, host_optimizer=True),
+        "bfloat16", state=ParameterState(ema=True, optimizer_cpu_offload=True),
     ),
     Case(
         "sd", Config(2, 2, 1, 4, ROW, distributed_optimizer=True), 4, "float16",
-        state=ParameterState(averages=True, host_optimizer=True),
+        state=ParameterState(ema=True, optimizer_cpu_offload=True),
     ),
 )  # fmt: skip
 
@@ -178,9 +183,9 @@ class Row:
 
 def plan(case: Case) -> tuple[PlanFile, list[Peak]]:
     """The plan of a case, and each device's memory by it."""
-    from megatron_pulse.integration.megatron.linear import wait_for_weight_gradients
+    from megatron_pulse.integration.megatron.linear_wgrad import defer_wgrad
 
-    wait_for_weight_gradients()  # as linears of a run do
+    defer_wgrad()  # as linears of a run do
     name, options = BACKBONES[case.backbone]
     config, ranks = case.config, case.config.pipeline * case.config.data
     cluster = Cluster("peaks", 1, ranks, 8.0, DeviceFigures(0.1, 20.0), LINK, host=TO_HOST)
@@ -201,10 +206,12 @@ def plan(case: Case) -> tuple[PlanFile, list[Peak]]:
         gb = case.room * max(free.memory_bytes) / 1e9
         evaluator = evaluator.on(Cluster(**{**vars(cluster), "memory_gb": gb}))
     found = outcome(evaluator, config)
-    if case.room and not (found.stages.relief.computes or found.synthesis.schedule.offloaded):
+    if case.room and not (
+        found.stages.activations.recomputes or found.synthesis.schedule.offloaded
+    ):
         raise RuntimeError(f"{case.name}: nothing is computed again, or on the host")
     planned = map(Peak, found.stages.state_bytes, found.memory_bytes)
-    again, part = len(found.stages.recompute), len(found.stages.selective)
+    again, part = len(found.stages.activations.recompute), len(found.stages.activations.selective)
     if again + part:
         print(
             f"{case.name}: {again} of {len(profile.layers)} layers again, of {part} what is cheap"
@@ -223,7 +230,7 @@ def run(case: Case) -> list[Row]:
         flags = ["--pulse-plan", str(file), "--pulse-data", f"latents:{folder}/latents"]
         if case.dtype == "float16":
             flags += ["--initial-loss-scale", "128"]  # no step is passed over
-        if not case.state.averages:
+        if not case.state.ema:
             flags += ["--pulse-ema-decay", "0"]
         base = list(BASE)
         base[base.index("--micro-batch-size") + 1] = str(case.config.micro_batch_size)
@@ -241,14 +248,14 @@ def measured(argv: list[str]) -> Peak:
     from torch.utils._python_dispatch import _disable_current_modes
 
     from megatron_pulse.integration import pretrain
-    from megatron_pulse.profile.measuring.memory import LiveBytes
+    from megatron_pulse.profile.measurement.memory import LiveBytes
+    from megatron_pulse.runtime.activations.offload import ActivationOffload
     from megatron_pulse.runtime.executor import Executor
-    from megatron_pulse.runtime.saved.away import Away
 
     before, count, live = _allocated(), 0, LiveBytes()
     hosted: dict[int, Any] = {}
     held: list[int] = []
-    step, execute, leave = training.train_step, Executor.run, Away.leave
+    step, execute, leave = training.train_step, Executor.run, ActivationOffload.leave
 
     def train_step(*args: Any, **kwargs: Any) -> Any:
         nonlocal count
@@ -272,12 +279,12 @@ def measured(argv: list[str]) -> Peak:
         with live:
             return execute(self, copied(batches), *args, **kwargs)
 
-    def leave_for_host(self: Away) -> None:
+    def leave_for_host(self: ActivationOffload) -> None:
         with _disable_current_modes():
             leave(self)
 
     training.train_step, Executor.run = train_step, run  # type: ignore[method-assign]
-    Away.leave = leave_for_host  # type: ignore[method-assign]
+    ActivationOffload.leave = leave_for_host  # type: ignore[method-assign]
     sys.argv = ["pretrain_diffusion.py", *argv]
     pretrain.main()
     return Peak(held[0], held[0] + live.peak)
@@ -286,7 +293,7 @@ def measured(argv: list[str]) -> Peak:
 def _of_optimizers_on_the_host() -> Iterator[Any]:
     """Adam's tensors there, and averages, which are where the fp32 weights are."""
     from megatron_pulse.diffusion.ema import ExponentialMovingAverage
-    from megatron_pulse.integration.megatron.host_optimizer import HostOptimizer
+    from megatron_pulse.integration.megatron.optimizer_offload import HostOptimizer
 
     objects = gc.get_objects()
     optimizers = [one for one in objects if type(one) is HostOptimizer]

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_pulse.planner.cluster.link import Link
+from megatron_pulse.planner.program.simulate import StageMessage, simulate_step
 from megatron_pulse.planner.schedule.registry import make_schedule
-from megatron_pulse.planner.step.replay import Edge, replay
 from tests.benchmarks.contestant import Contestant, Engine
 
 CLASSIC = {
@@ -42,13 +42,13 @@ def predict(contestant: Contestant, link: Link) -> float:
     home = problem.placement.device_of_stage
     extra = 2 * link.latency_s if contestant.exchange else 0.0
     edges = [
-        Edge(s - 1, s, extra + link.time_s(4 * sizes[s]))
+        StageMessage(s - 1, s, extra + link.time_s(4 * sizes[s]))
         for s in range(1, len(home))
         if home[s - 1] != home[s]
     ]
     name = CLASSIC[contestant.engine]
     schedule = make_schedule(name, problem.placement, problem.num_microbatches)
-    return replay(problem, schedule, edges).timeline.makespan
+    return simulate_step(problem, schedule, edges).timeline.makespan
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ def make_runner(contestant: Contestant, backbone: Any, groups: Groups) -> Runner
     runner = _others(contestant, groups)
     if contestant.encoders is None:
         return runner
-    from tests.benchmarks.sleeping_encoders import in_front
+    from tests.benchmarks.sleeping_encoders import before_step
 
     alone = contestant.engine is Engine.DATA_PARALLEL
-    return in_front(runner, contestant.encoders, alone)
+    return before_step(runner, contestant.encoders, alone)
 
 
 def _others(contestant: Contestant, groups: Groups) -> Runner:
@@ -47,12 +47,12 @@ def ours(contestant: Contestant, backbone: Any) -> Runner:
     """The product's executor with stages that sleep."""
     from megatron_pulse.backbone.shapes import fields_of
     from megatron_pulse.planner.layout.routes import trace_routes
-    from megatron_pulse.planner.step.communication import compile_communication
-    from megatron_pulse.planner.step.program import compile_program
+    from megatron_pulse.planner.program.communication import compile_communication
+    from megatron_pulse.planner.program.device_program import compile_program
     from megatron_pulse.runtime.executor import Executor
-    from megatron_pulse.runtime.failures import default_board
-    from megatron_pulse.runtime.messages.links import Links
-    from megatron_pulse.runtime.settings import RunSettings
+    from megatron_pulse.runtime.failure_board import default_board
+    from megatron_pulse.runtime.p2p.links import Links
+    from megatron_pulse.runtime.tensor_settings import RunSettings
     from tests.runtime.emulated import EmulatedStage
 
     partition, schedule, problem = contestant.partition, contestant.schedule, contestant.problem
@@ -84,7 +84,7 @@ def ours(contestant: Contestant, backbone: Any) -> Runner:
     )
     samples = fields_of(backbone)  # there are no other fields
     batch = {name: settings.make_empty(spec).zero_() for name, spec in samples.items()}
-    peak = contestant.held_most(schedule)[rank]
+    peak = contestant.peak_memory(schedule)[rank]
 
     def step() -> None:
         if encoded is not None:

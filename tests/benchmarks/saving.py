@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_pulse.cli.megatron import prepare_megatron
+from megatron_pulse.cli.import_megatron import prepare_megatron
 from tests.integration.runs import BASE, pipeline, train
 from tests.ranks import run_ranks
 

@@ -34,7 +34,7 @@ from statistics import mean
 from tqdm import tqdm
 
 from megatron_pulse.planner.layout.placement import fold
-from megatron_pulse.planner.schedule.check.simulate import run
+from megatron_pulse.planner.schedule.check.simulate import simulate
 from megatron_pulse.planner.schedule.check.validate import faults_for
 from megatron_pulse.planner.schedule.operations import Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
@@ -135,7 +135,7 @@ def measure(case: Case, seconds: float, solver: str, reference: float | None) ->
     began = time.monotonic()
     found = solve(problem, seconds, solver)
     spent = time.monotonic() - began
-    lengths = [run(problem, classic).makespan for classic in classics(problem)]
+    lengths = [simulate(problem, classic).makespan for classic in classics(problem)]
     length = found.certificate.makespan
     return Result(
         case,
@@ -160,11 +160,11 @@ def _by_cp_sat(
     shop = job_shop(problem)
     begin = shop.earliest(start)
     found = shortest_by_cp_sat(shop, seconds, shop.makespan(begin), start=begin)
-    tick = run(problem, start).makespan / shop.makespan(begin)
+    tick = simulate(problem, start).makespan / shop.makespan(begin)
     bound = None if found.bound is None else found.bound * tick
     if found.start is None:
-        return run(problem, start).makespan, bound
-    return run(problem, shop.schedule("cp-sat", found.start)).makespan, bound
+        return simulate(problem, start).makespan, bound
+    return simulate(problem, shop.schedule("cp-sat", found.start)).makespan, bound
 
 
 def grid(

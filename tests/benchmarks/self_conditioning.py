@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_pulse.cli.megatron import prepare_megatron
+from megatron_pulse.cli.import_megatron import prepare_megatron
 from tests.benchmarks import encoded
 from tests.integration.runs import Run, assert_equal_to_rounding, assert_same, pipeline, run
 from tests.integration.test_families import Family, write_latents

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_pulse.planner.tune.sharded.sharding import (
+from megatron_pulse.planner.tune.fsdp.step import (
     REDUCING,
     Sharding,
     passes,

@@ -11,18 +11,18 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
+from megatron_pulse.backbone.activations import ActivationPolicies
 from megatron_pulse.planner.cluster.link import Link
 from megatron_pulse.planner.partition.memory import bytes_per_parameter
-from megatron_pulse.planner.tune.sharded.again import ComputedAgain
-from megatron_pulse.planner.tune.sharded.in_turn import Room
-from megatron_pulse.planner.tune.sharded.sharding import (
+from megatron_pulse.planner.tune.fsdp.configs import FsdpConfigs
+from megatron_pulse.planner.tune.fsdp.layer_dp import ActivationRoom
+from megatron_pulse.planner.tune.fsdp.step import (
     ShardedUnit,
     over,
     state_bytes,
     step_bytes,
     step_s,
 )
-from megatron_pulse.planner.tune.sharded.ways import Ways
 from tests.benchmarks.contestant import Contestant, Engine, Refused
 from tests.benchmarks.emulation import Emulation, element_count
 
@@ -43,7 +43,7 @@ class DataParallel:
         self.parameters = emulation.costs.parameters
         sizes, scale = list(self.sizes()), emulation.time_scale
         of = emulation.profile, num_devices, samples, usable, sizes
-        self.ways = Ways(*of, self._moved_bytes, scale)
+        self.ways = FsdpConfigs(*of, self._moved_bytes, scale)
 
     def offers(self) -> tuple[list[Contestant], list[Refused]]:
         """What runs, and what fits in no way."""
@@ -89,7 +89,7 @@ class DataParallel:
         for size in self.sizes():
             recomputing = self.ways.recomputing(size)
             room = self.usable - state
-            again = recomputing.chosen((Room(room, room),) * len(self.parameters))
+            again = recomputing.chosen((ActivationRoom(room, room),) * len(self.parameters))
             chain, way = recomputing.chain(again), self._way(size, again)
             saved, most = float(sum(chain.saved_bytes)), recomputing.needed_bytes(again)
             needs = state + most
@@ -143,10 +143,12 @@ class DataParallel:
     def _elements(self, parameters: int) -> int:
         return element_count(2 * parameters, self.emulation.byte_divisor)
 
-    def _way(self, size: int, again: ComputedAgain) -> str:
-        told = f"{len(again.layers)} of {len(self.parameters)} layers recomputed"
-        part = f"what is cheap of {len(again.part)}"
-        return f"b={size}" + f", {told}" * bool(again.layers) + f", {part}" * bool(again.part)
+    def _way(self, size: int, again: ActivationPolicies) -> str:
+        told = f"{len(again.recompute)} of {len(self.parameters)} layers recomputed"
+        part = f"what is cheap of {len(again.selective)}"
+        return (
+            f"b={size}" + f", {told}" * bool(again.recompute) + f", {part}" * bool(again.selective)
+        )
 
 
 def elements(unit: ShardedUnit) -> int:

@@ -16,13 +16,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_pulse.encoders.pieces import EncoderPiece, States
-from megatron_pulse.planner.fill.components import Component
-from megatron_pulse.planner.schedule.operations import Filler, Schedule
+from megatron_pulse.planner.bubble_fill.components import Component
+from megatron_pulse.planner.schedule.operations import BubbleTask, Schedule
 from megatron_pulse.runtime.encoding.encoding import Encoded as Results
-from megatron_pulse.runtime.encoding.encoding import Encoding, Frozen
-from megatron_pulse.runtime.failures import default_board
-from megatron_pulse.runtime.messages.links import Links
-from megatron_pulse.runtime.settings import Batch
+from megatron_pulse.runtime.encoding.encoding import Encoding, FrozenComponent
+from megatron_pulse.runtime.failure_board import default_board
+from megatron_pulse.runtime.p2p.links import Links
+from megatron_pulse.runtime.tensor_settings import Batch
 from tests.benchmarks.contestant import TIMEOUT_S, Encoders, Runner
 from tests.runtime.emulated import sleep_until
 
@@ -51,7 +51,7 @@ class Encoded:
     """
 
     def __init__(
-        self, encoders: Encoders, rank: int, links: Links | None, fillers: Sequence[Filler] = ()
+        self, encoders: Encoders, rank: int, links: Links | None, fillers: Sequence[BubbleTask] = ()
     ) -> None:
         self.ran: Counter[tuple[str, int, int]] = Counter()
         self.results: list[Results] = []
@@ -84,13 +84,13 @@ class Encoded:
             filled = self.encoding.filled()
             self.results = [a | b for a, b in zip(front, filled, strict=True)]
 
-    def _frozen(self, component: Component, homes: tuple[int, ...]) -> Frozen:
+    def _frozen(self, component: Component, homes: tuple[int, ...]) -> FrozenComponent:
         here = self._rank in homes
         pieces = tuple(
             EncoderPiece(layer.name, partial(self._layer, component, i))
             for i, layer in enumerate(component.layers)
         )
-        return Frozen(component.name, _given, ("result",), homes, pieces if here else None)
+        return FrozenComponent(component.name, _given, ("result",), homes, pieces if here else None)
 
     def _layer(self, component: Component, number: int, states: States) -> States:
         state = states.get("state", states.get("sample"))
@@ -105,7 +105,7 @@ class Encoded:
         return {"result" if last else "state": _state(sample, number + 1, size)}
 
 
-def in_front(runner: Runner, encoders: Encoders, alone: bool) -> Runner:
+def before_step(runner: Runner, encoders: Encoders, alone: bool) -> Runner:
     """``runner``'s step behind its encoders; each rank encodes ``alone`` what it reads, or all
     share the samples and tell each other. Collective."""
     links = None

@@ -105,7 +105,7 @@ def held(what: str = "VmHWM") -> float:
 
 def start(name: str, options: Mapping[str, str], size: int, rank: int | None) -> dict[str, Any]:
     """Derive the chain and build the stages of one rank, in this process."""
-    from megatron_pulse.cli.megatron import prepare_megatron
+    from megatron_pulse.cli.import_megatron import prepare_megatron
 
     prepare_megatron()
     import torch

@@ -90,18 +90,18 @@ def profile(kind: str) -> Any:
     """A measured profile in a process of its own."""
     import torch
 
-    from megatron_pulse.integration.megatron.linear import wait_for_weight_gradients
-    from megatron_pulse.profile.measuring.clock import Patience
-    from megatron_pulse.profile.measuring.measure import measure
-    from megatron_pulse.runtime.measure.running import RUNNING
+    from megatron_pulse.integration.megatron.linear_wgrad import defer_wgrad
+    from megatron_pulse.profile.measurement.clock import RepetitionLimits
+    from megatron_pulse.profile.measurement.measure import measure
+    from megatron_pulse.runtime.measure.execution_modes import RUNNING
 
     torch.set_num_threads(1)
-    wait_for_weight_gradients()
+    defer_wgrad()
     name, options = BACKBONES[kind]
     return measure(
         load_backbone(name, options),
         SIZES,
-        patience=Patience(enough_s=0.2),
+        patience=RepetitionLimits(enough_s=0.2),
         once_per_kind=True,
         running=RUNNING,
     )
@@ -125,7 +125,7 @@ def steps(argv: list[str]) -> list[Step]:
     import megatron.training.training as training
     import torch
 
-    from megatron_pulse.integration.loop.schedule import PulseSchedule
+    from megatron_pulse.integration.loop.forward_backward import PulseSchedule
     from tests.integration.runs import train
 
     original, run = training.train_step, PulseSchedule.__call__
@@ -182,7 +182,7 @@ def compare(kind: str, cluster: Cluster, num_steps: int, only: str) -> Iterator[
             machine = Cluster(**{**vars(cluster), "devices_per_node": ranks})
             heads = load_backbone(name, options).num_heads
             of = measured[ranks], machine, samples, False, heads
-            evaluator = Evaluator(*of, state=ParameterState(averages=True))
+            evaluator = Evaluator(*of, state=ParameterState(ema=True))
             plan = Path(folder, "plan.json")
             predicted, parts = predict(evaluator, config, plan)
             argv = ["--pulse-plan", str(plan), "--pulse-data", f"latents:{folder}/latents"]

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from megatron_pulse.backbone.chain import Backbone
+from megatron_pulse.planner.bubble_fill.bubble_tasks import filled_schedule
+from megatron_pulse.planner.bubble_fill.components import Component, FrozenLayer
+from megatron_pulse.planner.bubble_fill.diffusionpipe import greedy
+from megatron_pulse.planner.bubble_fill.problem import FillProblem
 from megatron_pulse.planner.cluster.link import Link
-from megatron_pulse.planner.fill.components import Component, FrozenLayer
-from megatron_pulse.planner.fill.fillers import filled_schedule
-from megatron_pulse.planner.fill.greedy import greedy
-from megatron_pulse.planner.fill.problem import FillProblem
 from megatron_pulse.planner.layout.placement import sequential
 from megatron_pulse.planner.schedule.registry import make_schedule
 from tests.benchmarks.contestant import Contestant, Encoders, Engine
@@ -76,7 +76,7 @@ def seen(contestants: list[Contestant], backbone: Backbone) -> list[Any]:
         runner.step()
         found.append((dict(made[-1].ran), faults(made[-1]), runner.sent_bytes() - before))
     nothing = Runner(lambda: None, lambda: 0)
-    alone = sleeping_encoders.in_front(nothing, Encoders(components(), SAMPLES), True)
+    alone = sleeping_encoders.before_step(nothing, Encoders(components(), SAMPLES), True)
     alone.step()
     alone.step()
     found.append((dict(made[-1].ran), faults(made[-1]), 0))

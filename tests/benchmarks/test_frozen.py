@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from megatron_pulse.profile.measuring.clock import Patience
+from megatron_pulse.profile.measurement.clock import RepetitionLimits
 from tests.benchmarks.frozen import TRAINED, compare
 
 
 def test_what_is_frozen_is_neither_kept_nor_counted() -> None:
-    rows = {row.trained: row for row in compare(8, 1, Patience(limit_s=0.01))}
+    rows = {row.trained: row for row in compare(8, 1, RepetitionLimits(limit_s=0.01))}
     assert rows.keys() == TRAINED.keys()
     every, half, biases = (rows[name] for name in TRAINED)
     assert half.parameters == every.parameters // 2 and 0 < biases.parameters < half.parameters

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_pulse.planner.schedule.operations import Kind
+from megatron_pulse.planner.schedule.operations import OpType
 from tests.benchmarks import layouts
 from tests.benchmarks.layouts import compare, draw_layout, run_layouts
 from tests.runtime.equality import Outcome
@@ -31,7 +31,7 @@ def test_a_case_depends_on_its_seed_and_number_alone() -> None:
     again, other = draw_layout(3, 5), draw_layout(4, 5)
     assert draw_layout(3, 5) == again != other
     kinds = {kind for n in range(30) for kind in draw_layout(3, n).schedule.kinds}
-    assert kinds == {Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD}
+    assert kinds == {OpType.FORWARD, OpType.BACKWARD, OpType.INPUT_GRAD, OpType.WEIGHT_GRAD}
 
 
 def test_a_difference_is_found_and_fails(

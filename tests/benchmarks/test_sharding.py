@@ -10,9 +10,9 @@ import pytest
 import torch.distributed as dist
 
 from megatron_pulse.planner.cluster.link import Link
-from megatron_pulse.planner.tune.sharded.again import Recomputing
-from megatron_pulse.planner.tune.sharded.in_turn import Room
-from megatron_pulse.planner.tune.sharded.sharding import (
+from megatron_pulse.planner.tune.fsdp.layer_dp import ActivationRoom
+from megatron_pulse.planner.tune.fsdp.recompute import RecomputeCosts
+from megatron_pulse.planner.tune.fsdp.step import (
     REDUCING,
     Gathering,
     ShardedUnit,
@@ -121,7 +121,7 @@ def test_peak_counts_gathered_units_and_gradients(
 
 def test_peak_counts_activations_and_what_is_computed_again() -> None:
     way = a_way(Gathering.STEP)
-    heavy = tuple(replace(u, saved_bytes=100.0, again_bytes=7.0) for u in way.units)
+    heavy = tuple(replace(u, saved_bytes=100.0, recompute_bytes=7.0) for u in way.units)
     most = UNITS * 100 + 7 + (UNITS + 1 + REDUCING) * SIZE  # when the first backward runs
     assert peak_bytes(replace(way, units=heavy)) == most
     assert state_bytes(way) == 16 * UNITS * SIZE / 2 / way.group
@@ -172,20 +172,20 @@ def test_as_few_layers_are_recomputed_as_fit(emulation: Emulation) -> None:
         for size, layers in profile.times.items()
     }
     for layers in (profile, replace(profile, times=parts)):
-        recomputing = Recomputing(layers, size)
+        recomputing = RecomputeCosts(layers, size)
         costs, whole = recomputing.costs, sum(recomputing.costs.saved_bytes)
         num, room = len(costs.parameters), 0.7 * whole
         kept, some, every = (
-            recomputing.chosen((Room(room, room),) * num) for room in (whole, room, 0.0)
+            recomputing.chosen((ActivationRoom(room, room),) * num) for room in (whole, room, 0.0)
         )
-        assert not any(kept) and recomputing.least_s(whole) == 0
+        assert not kept and recomputing.least_s(whole) == 0
         chain = recomputing.chain(some)
         assert sum(chain.saved_bytes) <= recomputing.needed_bytes(some) <= room
-        assert len(some.layers) < len(every.layers) and not some.layers & some.part
-        assert bool(some.part) == (layers is not profile)
+        assert len(some.recompute) < len(every.recompute)
+        assert bool(some.selective) == (layers is not profile)
         more_s = sum(chain.backward_s) - sum(costs.backward_s)
-        forward_s = sum(costs.forward_s[i] for i in some.layers)
-        forward_s += 0.05 * sum(costs.forward_s[i] for i in some.part)
+        forward_s = sum(costs.forward_s[i] for i in some.recompute)
+        forward_s += 0.05 * sum(costs.forward_s[i] for i in some.selective)
         assert more_s == pytest.approx(forward_s)
         assert recomputing.least_s(room) <= more_s
         assert recomputing.least_s(0.0) == math.inf

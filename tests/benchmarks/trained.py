@@ -30,8 +30,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_pulse.cli.import_megatron import prepare_megatron
 from megatron_pulse.cli.main import main as pulse
-from megatron_pulse.cli.megatron import prepare_megatron
 from tests.integration.runs import Run, assert_same, pipeline, run
 
 LAYOUTS: Mapping[str, tuple[int, list[str]]] = {

@@ -29,21 +29,21 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from megatron_pulse.cli.megatron import prepare_megatron
+from megatron_pulse.cli.import_megatron import prepare_megatron
 from megatron_pulse.planner.cluster.cluster import (
+    BandwidthScope,
     Cluster,
     ClusterError,
     ClusterLink,
-    Shared,
     cluster,
 )
 from megatron_pulse.planner.tune.config import Choices, Config, divisors
-from megatron_pulse.planner.tune.costs import UnfitError
 from megatron_pulse.planner.tune.evaluate import Evaluator
-from megatron_pulse.planner.tune.searching.budget import Clock
-from megatron_pulse.planner.tune.searching.tuning import Tuning
-from megatron_pulse.profile.devices import Roofline
+from megatron_pulse.planner.tune.layer_costs import UnfitError
+from megatron_pulse.planner.tune.search.budget import Clock
+from megatron_pulse.planner.tune.search.result import Tuning
 from megatron_pulse.profile.profile import Profile
+from megatron_pulse.profile.roofline import Roofline
 from tests.benchmarks.decide import decide
 
 MODELS = ("uvit-h", "sdxl", "sd-v2-4.6b", "hunyuan-dit-3b", "flux-dev")
@@ -119,8 +119,8 @@ def machine(name: str) -> Cluster:
         raise ClusterError(
             f"{name!r}: write N:G or N:G:M, N a multiple of 8, G in Gb/s, M in GB, or a preset"
         )
-    nvlink = ClusterLink("nvlink", 300.0, 5.0, Shared.DEVICE)
-    network = ClusterLink("ethernet", int(rate) / 8, 20.0, Shared.NODE)
+    nvlink = ClusterLink("nvlink", 300.0, 5.0, BandwidthScope.DEVICE)
+    network = ClusterLink("ethernet", int(rate) / 8, 20.0, BandwidthScope.NODE)
     nodes = int(number) // 8
     memory_gb = float(memory[0]) if memory else 80.0
     between = network if nodes > 1 else None
@@ -170,7 +170,7 @@ def least_step(evaluator: Evaluator, candidates: Iterable[Config]) -> float:
     for config in candidates:
         with suppress(UnfitError):
             evaluator.refuse(config)
-            least_s = min(least_s, evaluator.quick_bound(config))
+            least_s = min(least_s, evaluator.estimator.quick_bound(config))
     return least_s
 
 

@@ -13,7 +13,7 @@ penalty_percent   what the compiled step adds: a message also waits until its re
 shared_percent    what the ideal step is above one whose links carry any number at full speed
 one_percent       the penalty if each device moved one message at a time, whichever its channel
 held_percent      what buffers of messages take at most on a device, of the most activations
-held_of_counted   for each device, over what the tuner counts (``carried_bytes``)
+held_of_counted   for each device, over what the tuner counts (``in_transit_bytes``)
 ================  =================================================================================
 """
 
@@ -33,24 +33,24 @@ from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.costs import ChainCosts
 from megatron_pulse.planner.cluster.link import Link
 from megatron_pulse.planner.layout.crossing import crossings
-from megatron_pulse.planner.layout.embedders import choose_embedders, provided
+from megatron_pulse.planner.layout.embedder_choice import choose_embedders, provided
 from megatron_pulse.planner.layout.placement import Partition, fold, sequential
 from megatron_pulse.planner.layout.routes import trace_routes
 from megatron_pulse.planner.partition.find import Goal, PartitionError, find_partition
-from megatron_pulse.planner.partition.memory import carried_bytes
+from megatron_pulse.planner.partition.memory import in_transit_bytes
+from megatron_pulse.planner.program.communication import (
+    CommunicationPlan,
+    compile_communication,
+    message_spec,
+)
+from megatron_pulse.planner.program.device_program import compile_program
 from megatron_pulse.planner.schedule.check.validate import peak_activations
 from megatron_pulse.planner.schedule.message import Message
 from megatron_pulse.planner.schedule.operations import Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem, boundary_s, stage_problem
 from megatron_pulse.planner.schedule.solve import solve
-from megatron_pulse.planner.step.communication import (
-    CommunicationPlan,
-    compile_communication,
-    message_spec,
-)
-from megatron_pulse.planner.step.program import compile_program
 from megatron_pulse.profile.analytic import analyse
-from megatron_pulse.profile.devices import ELEMENT_BYTES, PRESETS, Roofline
+from megatron_pulse.profile.roofline import ELEMENT_BYTES, PRESETS, Roofline
 from model_specs import load_backbone
 from tests.planner.channel_times import Rule, held_bytes, play, without_releases
 
@@ -173,7 +173,7 @@ def look_at(
     costs, sizes = chain(name)[1], {m: (transfer_s[m] - LATENCY_S) * rate * 1e9 for m in transfer_s}
     held = [held_bytes(program, sizes.__getitem__) for program in programs]
     crossed, count = crossings(costs, partition), schedule.num_microbatches
-    counted = carried_bytes(crossed, partition.placement, count)
+    counted = in_transit_bytes(crossed, partition.placement, count)
     kept = max(peak_activations(schedule, partition.per_stage(costs.saved_bytes)))
     return Row(
         name,

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_pulse.cli.megatron import prepare_megatron
+from megatron_pulse.cli.import_megatron import prepare_megatron
 from tests.integration.runs import BASE, TINY, pipeline, train
 from tests.ranks import run_ranks
 

@@ -12,16 +12,16 @@ import pytest
 
 from megatron_pulse.cli.main import main
 from megatron_pulse.planner.layout.routes import Payload
-from megatron_pulse.planner.observe.compare import measured_problem
-from megatron_pulse.planner.observe.trace import TimedWait, save_trace
 from megatron_pulse.planner.plan_file.plan_file import PlanFile, save_plan
-from megatron_pulse.planner.schedule.check.simulate import Timeline, run
+from megatron_pulse.planner.schedule.check.simulate import Timeline, simulate
 from megatron_pulse.planner.schedule.message import Message
-from megatron_pulse.planner.schedule.operations import Kind, Operation
+from megatron_pulse.planner.schedule.operations import Operation, OpType
+from megatron_pulse.planner.trace.compare import measured_problem
+from megatron_pulse.planner.trace.trace import TimedWait, save_trace
 from megatron_pulse.profile.files import load_profile
-from tests.by_hand import unsealed_record
 from tests.cli.conftest import Refused, of_class
 from tests.plans import MICRO_BATCH, small_plan, small_profile, trace_of
+from tests.reference import unsealed_record
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +44,7 @@ def measured(plan: PlanFile, forward: float, backward: float, weight: float) -> 
         backward=scaled(problem.backward, backward),
         weight_grad=split,
     )
-    return run(slower, plan.schedule)
+    return simulate(slower, plan.schedule)
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -65,7 +65,7 @@ def test_compare_finds_what_differs(
         assert seconds["predicted"] == pytest.approx(plan.problem.forward[stage])
         assert seconds["measured"] == pytest.approx((2 + 0.2 * stage) * seconds["predicted"])
     makespan = record["makespan_s"]
-    assert makespan["predicted"] == pytest.approx(plan.replay().timeline.makespan)
+    assert makespan["predicted"] == pytest.approx(plan.simulate_step().timeline.makespan)
     assert makespan["measured"] == pytest.approx(lines[1].makespan)
     sent = 8 * plan.predicted["pipeline_bytes_per_sample"]
     assert record["sent_bytes"] == {"predicted": sent, "measured": 2000}
@@ -100,7 +100,7 @@ def test_a_profile_learns_from_a_run(
     assert "written to new.json" in capsys.readouterr().out
     assert (here / "profile.json").read_bytes() == before
     old, new = small_profile(), load_profile("new.json")
-    costs, took = new.at(MICRO_BATCH, recompute), measured_problem(plan.problem, trace)
+    costs, took = new.at(MICRO_BATCH, plan.activations), measured_problem(plan.problem, trace)
     for stage in range(len(plan.stages)):
         held = plan.partition.layers_of_stage(stage)
         weight = took.weight_grad[stage] if took.weight_grad is not None else 0.0
@@ -120,7 +120,7 @@ def test_a_profile_learns_from_a_run(
 
 def test_compare_refuses_another_run(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = small_plan()
-    trace = trace_of(plan, [plan.replay().timeline])
+    trace = trace_of(plan, [plan.simulate_step().timeline])
     other = replace(
         trace,
         backbone={"name": "unet-tiny", "options": {}},
@@ -132,7 +132,7 @@ def test_compare_refuses_another_run(here: Path, capsys: pytest.CaptureFixture[s
     for text in ("3 faults", "data 3, the plan has 2", "pipeline 4", "backbone unet-tiny"):
         assert text in err
     whole = small_plan("sequential")
-    line = whole.replay().timeline
+    line = whole.simulate_step().timeline
     save_trace(trace_of(whole, [line]), "row.json")
     assert main("compare plan.json row.json".split()) == 2
     assert "stages are on devices (0, 1, 1, 0) in the plan" in capsys.readouterr().err
@@ -143,7 +143,7 @@ def test_a_plan_with_other_figures_than_its_costs_come_to_is_not_compared(
     here: Path, refused: Refused
 ) -> None:
     plan = small_plan()
-    save_trace(trace_of(plan, [plan.replay().timeline]), "trace.json")
+    save_trace(trace_of(plan, [plan.simulate_step().timeline]), "trace.json")
     record = unsealed_record(here / "plan.json")
     record["times"]["forward"][1] *= 0.5
     record["predicted"]["bubble"] = 0.0
@@ -154,8 +154,8 @@ def test_a_plan_with_other_figures_than_its_costs_come_to_is_not_compared(
 
 def test_waiting_is_drawn(here: Path) -> None:
     plan = small_plan()
-    trace = trace_of(plan, [plan.replay().timeline])
-    made, taken = (Operation(Kind.FORWARD, stage, 0) for stage in (0, 1))
+    trace = trace_of(plan, [plan.simulate_step().timeline])
+    made, taken = (Operation(OpType.FORWARD, stage, 0) for stage in (0, 1))
     wait = TimedWait(Message(made, taken, Payload.BOUNDARY, "", 0, 1), 0.0, 0.01)
     save_trace(replace(trace, steps=(replace(trace.steps[0], waits=(wait,)),)), "trace.json")
     assert main("compare plan.json trace.json -o both.svg".split()) == 0

@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from megatron_pulse.cli.job import RankOfJob
+from megatron_pulse.cli.launcher_env import RankOfJob
 from megatron_pulse.cli.main import main
 from megatron_pulse.data.dataset import FieldSpec
 from megatron_pulse.data.images.digits import load_digits
@@ -21,9 +21,9 @@ from megatron_pulse.data.latents.layout import LatentLayout, LatentType, sha256_
 from megatron_pulse.data.latents.writer import LatentWriter
 from megatron_pulse.data.text.words import WordEncoder
 from megatron_pulse.encoders.autoencoder import Autoencoder, AutoencoderError
-from tests.by_hand import unsealed_record
 from tests.data.captioned import captioned_digits
 from tests.ranks import run_ranks
+from tests.reference import unsealed_record
 
 
 def test_backbones(capsys: pytest.CaptureFixture[str]) -> None:
@@ -301,7 +301,7 @@ def as_rank(rank: int, num_ranks: int, argv: list[str]) -> int:
 def test_ranks_write_what_one_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from megatron_pulse.cli.models import writing
+    from megatron_pulse.cli.models import latents_writer
 
     argv = ["data", "write-latents", "--from", "digits8", "--shard-size", "250", "-o"]
     whole, together, apart = (tmp_path / name for name in ("whole", "together", "apart"))
@@ -318,8 +318,8 @@ def test_ranks_write_what_one_writes(
     told.write_text(told.read_text()[:40])  # as of a rank that was killed, or another folder's
     other = unsealed_record(apart / "shard-00007.json")
     (apart / "shard-00006.json").write_text(json.dumps(other | {"of": "x", "number": 6}))
-    monkeypatch.setattr(writing, "_LOG_S", 0.0)
-    monkeypatch.setattr(writing, "_ASIDE_S", 0.0)
+    monkeypatch.setattr(latents_writer, "_LOG_S", 0.0)
+    monkeypatch.setattr(latents_writer, "_ASIDE_S", 0.0)
     assert as_rank(1, 2, to) == 0 and not capsys.readouterr().err
     assert as_rank(0, 4, to) == 0
     lines = capsys.readouterr().err.splitlines()

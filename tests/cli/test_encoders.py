@@ -27,11 +27,11 @@ from megatron_pulse.encoders.autoencoder import Autoencoder, posterior_noise, sa
 from megatron_pulse.encoders.pipeline import TextEncoders
 from megatron_pulse.encoders.tokens import Tokenizers, digest_of
 from model_specs.common.texts import SD
-from tests.by_hand import unsealed_record
 from tests.cli.small_diffusion import backbone, make_diffusion
 from tests.cli.test_data import make_vae
 from tests.data.captioned import captioned_digits
 from tests.encoders.pipelines import LENGTH, make_pipeline
+from tests.reference import unsealed_record
 
 
 @pytest.fixture(scope="module")
@@ -253,18 +253,18 @@ def test_texts_of_a_module_are_as_long_as_its_pipeline_makes_them(folder: Path) 
 def test_encoders_of_other_data_are_refused(
     folder: Path, imported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from megatron_pulse.cli.models.encoding import require_same
-    from megatron_pulse.faults import UserError
+    from megatron_pulse.cli.models.encoder_flags import require_same_encoders
+    from megatron_pulse.errors import UserError
 
     out = tmp_path / "latents"
     assert write(folder, captioned_digits(tmp_path, 3).replace("captions", "folder", 1), out) == 0
     shapes = {"context": (LENGTH, 8)}
     same = TextEncoders(folder, SD, shapes)
     trained = Namespace(pulse_data=f"latents:{out}")
-    require_same(same, trained)
+    require_same_encoders(same, trained)
     other = TextEncoders(make_pipeline(tmp_path / "other", ("clip", 8, 9)), SD, shapes)
     with pytest.raises(UserError) as caught:
-        require_same(other, trained)
+        require_same_encoders(other, trained)
     for digest in (same.encoders[1].digest, other.encoders[1].digest):
         assert digest in str(caught.value)
     argv = ["sample", "--load", str(imported), "--classes", "1", "--encoders", str(folder)]

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from megatron_pulse.backbone.activations import ActivationPolicy
 from megatron_pulse.cli.main import main
 from megatron_pulse.planner.cluster.cluster import save_cluster
 from megatron_pulse.profile.files import load_profile
-from tests.by_hand import unsealed_record
 from tests.planner.tune.problems import cluster
+from tests.reference import unsealed_record
 
 MODEL = ["--backbone", "uvit-tiny", "--option", "depth=8"]
 HALF = ["--freeze", "embed.*", "--freeze", "in_blocks.*"]
@@ -37,13 +38,13 @@ def test_from_a_profile_to_a_plan_that_is_checked(
         assert times.backward_s[i] == 0 if frozen else times.backward_s[i] > 0
         if layer.name == "in_blocks.1.mlp":  # not what is skipped, and waits for its place
             assert times.saved_bytes[i] == 0 < all_times.saved_bytes[i]
-            assert half.at(2, recompute=True).saved_bytes[i] == 0
+            assert half.at(2, half.all_layers(ActivationPolicy.RECOMPUTE)).saved_bytes[i] == 0
     asked = ["--cluster", "c.yaml", "--global-batch-size", "16", "--seconds", "60"]
     only = [
         "--layouts",
         "fold exact",
         "--no-recompute",
-        "--no-split",
+        "--no-split-backward",
         "--pipeline",
         "4",
         "--solver",

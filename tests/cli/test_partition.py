@@ -17,10 +17,10 @@ from megatron_pulse.planner.partition.evaluate import MemoryRule, evaluate
 from megatron_pulse.planner.partition.find import Goal, find_partition
 from megatron_pulse.planner.partition.memory import in_flight
 from megatron_pulse.planner.partition.volume import volume
-from megatron_pulse.profile.devices import PRESETS, Roofline
 from megatron_pulse.profile.files import save_profile
+from megatron_pulse.profile.layer_table import read_table
 from megatron_pulse.profile.profile import Profile
-from megatron_pulse.profile.table import read_table
+from megatron_pulse.profile.roofline import PRESETS, Roofline
 from tests.cli.conftest import Refused
 
 WORK = (0.2, 3, 2, 2, 1, 1, 2, 3, 1, 1, 2, 2, 3, 3, 4, 0.3)

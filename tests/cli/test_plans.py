@@ -14,15 +14,15 @@ from xml.etree import ElementTree
 
 import pytest
 
+from megatron_pulse.checksum import HASH
 from megatron_pulse.cli.main import main
-from megatron_pulse.planner.observe.trace import save_trace
 from megatron_pulse.planner.plan_file.plan_file import PlanFile, save_plan
-from megatron_pulse.planner.schedule.operations import Kind
+from megatron_pulse.planner.schedule.operations import OpType
+from megatron_pulse.planner.trace.trace import save_trace
 from megatron_pulse.profile.files import save_profile
-from megatron_pulse.seal import HASH
-from tests.by_hand import unsealed_record
 from tests.cli.conftest import Refused, of_class
 from tests.plans import small_plan, small_profile, trace_of, with_other_parameters
+from tests.reference import unsealed_record
 
 
 @pytest.fixture(autouse=True)
@@ -154,17 +154,21 @@ def test_check_lists_every_fault(
     assert all(line in err for line in said)
 
 
-def test_a_layer_in_two_ways_or_unknown_has_no_consequences(
+def test_activation_policies_unknown_or_of_unknown_layers_have_no_consequences(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     record = unsealed_record(here / "plan.json")
     layer = record["stages"][0][1]
-    record |= {"recompute": [layer, "in_blocks.0.mpl"], "offload": [], "selective": [layer]}
+    record["activations"] = {layer: "twice", "in_blocks.0.mlp": "recompute"}
     (here / "bad.json").write_text(json.dumps(record))
     assert main(["check", "bad.json", "--json"]) == 2
-    faults = json.loads(capsys.readouterr().out)["faults"]
-    assert len(faults) == 2 and f"selective: layer {layer!r} is in recompute too" in faults[1]
-    assert faults[0].startswith("recompute: no stage has a layer 'in_blocks.0.mpl'; did you mean")
+    (fault,) = json.loads(capsys.readouterr().out)["faults"]
+    assert f"activations.{layer}" in fault and "'twice'" in fault
+    record["activations"] = {layer: "recompute", "in_blocks.0.mpl": "recompute"}
+    (here / "bad.json").write_text(json.dumps(record))
+    assert main(["check", "bad.json", "--json"]) == 2
+    (fault,) = json.loads(capsys.readouterr().out)["faults"]
+    assert fault.startswith("activations: no stage has a layer 'in_blocks.0.mpl'; did you mean")
 
 
 def test_check_lists_faults_of_form(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -202,7 +206,7 @@ def test_show_tells_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", "plan.json"]) == 0
     out = capsys.readouterr().out
     plan = small_plan()
-    line = plan.replay().timeline
+    line = plan.simulate_step().timeline
     for text in (
         "uvit-tiny on 4 rank(s): pipeline 2 x data 2 x tensor 1, fold exact (4 stage(s))",
         "batch 16 = 2 replica(s) x 4 microbatch(es) of 2, float32",
@@ -230,7 +234,7 @@ def test_show_tells_people(capsys: pytest.CaptureFixture[str]) -> None:
 def test_show_draws_operations_and_messages(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = small_plan(split=True)
     save_plan(plan, "split.json")
-    replayed = plan.replay()
+    replayed = plan.simulate_step()
     assert main("show split.json -o d/o.svg".split()) == 0
     assert "drawn to d/o.svg" in capsys.readouterr().out
     svg = ElementTree.parse(here / "d/o.svg").getroot()
@@ -244,7 +248,7 @@ def test_show_draws_operations_and_messages(here: Path, capsys: pytest.CaptureFi
         lasts = scale * (transfer.end - transfer.start)
         assert float(mark.get("width", "")) == pytest.approx(max(1.0, lasts), abs=0.02)
         hatched = mark.get("fill") == "url(#gradient)"
-        assert hatched == (transfer.consumer.kind is not Kind.FORWARD)
+        assert hatched == (transfer.consumer.kind is not OpType.FORWARD)
         assert f"for {transfer.consumer}, device" in str(mark.findtext("{*}title"))
     text = "".join(svg.itertext())
     assert "sends gradients" in text and "waits for" not in text and "GB of activations" in text
@@ -339,7 +343,7 @@ FLAGS = {
 @pytest.mark.parametrize("case", FLAGS)
 def test_bad_flags_are_refused(case: str, refused: Refused) -> None:
     plan = small_plan()
-    save_trace(trace_of(plan, [plan.replay().timeline]), "trace.json")
+    save_trace(trace_of(plan, [plan.simulate_step().timeline]), "trace.json")
     argv, expected = FLAGS[case]
     refused(argv.split(), *expected)
 
@@ -350,7 +354,7 @@ def test_another_chains_profile_is_refused(capsys: pytest.CaptureFixture[str]) -
     renamed = replace(profile, layers=(replace(first, name="other"), *rest))
     save_profile(renamed, "other.json")
     plan = small_plan()
-    save_trace(trace_of(plan, [plan.replay().timeline]), "trace.json")
+    save_trace(trace_of(plan, [plan.simulate_step().timeline]), "trace.json")
     argv = "compare plan.json trace.json --profile other.json --write-profile new.json"
     assert main(argv.split()) == 2
     assert "is of other layers than uvit-tiny" in capsys.readouterr().err
@@ -358,7 +362,7 @@ def test_another_chains_profile_is_refused(capsys: pytest.CaptureFixture[str]) -
 
 def test_needs_no_torch(here: Path) -> None:
     plan = small_plan()
-    save_trace(trace_of(plan, [plan.replay().timeline]), "trace.json")
+    save_trace(trace_of(plan, [plan.simulate_step().timeline]), "trace.json")
     code = (
         "import sys; from megatron_pulse.cli.main import main; "
         "assert main(['check', 'plan.json']) == 0; "
@@ -385,5 +389,5 @@ def test_the_command_of_a_plan_can_be_pasted() -> None:
     from torch.distributed.run import parse_args
 
     assert parse_args(words[2:]).nproc_per_node == str(small_plan().world_size)
-    without = command(replace(small_plan(), averages=False), Path("plan.json"))
+    without = command(replace(small_plan(), ema=False), Path("plan.json"))
     assert " --pulse-ema-decay 0 " in without and "--pulse-ema-decay" not in shlex.join(words)

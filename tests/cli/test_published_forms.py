@@ -17,13 +17,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import model_specs
-from megatron_pulse.backbone.derived.from_module import module_of
-from megatron_pulse.backbone.derived.weights.first import from_stored
 from megatron_pulse.cli.main import main
 from megatron_pulse.diffusion.published import read_folder
 from megatron_pulse.encoders.autoencoder import Autoencoder
 from megatron_pulse.encoders.components import components, weight_faults
 from megatron_pulse.encoders.pipeline import TextEncoders
+from megatron_pulse.tracing.from_module import module_of
+from megatron_pulse.tracing.initial_weights.sources import from_stored
 from model_specs.common.texts import SD
 from tests.cli.conftest import Refused
 from tests.cli.small_diffusion import make_diffusion

@@ -12,16 +12,16 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from megatron_pulse.cli.drawing import Drawing
 from megatron_pulse.cli.main import main
+from megatron_pulse.cli.models.sample_output import SampleDecoder
 from megatron_pulse.data.dataset import FieldSpec
 from megatron_pulse.data.latents.layout import LatentLayout, LatentType
 from megatron_pulse.data.latents.writer import LatentWriter
 from megatron_pulse.encoders.autoencoder import Autoencoder
-from tests.backbone.derived.zoo.videos import wan
 from tests.cli.test_data import make_vae
 from tests.data.captioned import captioned_digits
 from tests.integration.runs import TEXT, pipeline, run
+from tests.tracing.zoo.videos import wan
 
 
 @pytest.fixture(scope="module")
@@ -116,8 +116,10 @@ def test_frames_of_videos(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert files == expected
     side = Image.open(files[1][2]).width
     autoencoder, first = Autoencoder(tmp_path / "vae"), torch.randn(2, 3, 4, 8, 8)
-    behind = Drawing((4, 3, 8, 8), autoencoder)(first.transpose(1, 2))
-    assert torch.equal(Drawing((3, 4, 8, 8), autoencoder)(first), behind), "as CogVideoX has frames"
+    behind = SampleDecoder((4, 3, 8, 8), autoencoder)(first.transpose(1, 2))
+    assert torch.equal(SampleDecoder((3, 4, 8, 8), autoencoder)(first), behind), (
+        "as CogVideoX has frames"
+    )
     assert main([*draw, *vae, "-o", str(tmp_path / "sheet.png")]) == 0
     sheet = Image.open(tmp_path / "sheet.png")
     assert sheet.width == 3 * (side * -(-56 // side) + 2) + 2, "three frames in a row"
@@ -125,9 +127,12 @@ def test_frames_of_videos(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_samples_that_are_no_pictures() -> None:
-    assert not Drawing((3, 8, 8), None).faults() and not Drawing((3, 9, 8, 8), None).faults()
+    assert (
+        not SampleDecoder((3, 8, 8), None).faults()
+        and not SampleDecoder((3, 9, 8, 8), None).faults()
+    )
     for shape in ((3, 16), (1,), (3, 1, 2, 8, 8)):
-        (said,) = Drawing(shape, None).faults()
+        (said,) = SampleDecoder(shape, None).faults()
         assert "which is no picture and no video: write them with -o FILE.safetensors" in said
 
 

@@ -13,15 +13,15 @@ from megatron_pulse.cli.main import main
 from megatron_pulse.cli.plan import schedule_report
 from megatron_pulse.planner.layout.placement import fold
 from megatron_pulse.planner.schedule.bound.bounds import lower_bound
-from megatron_pulse.planner.schedule.check.simulate import run
+from megatron_pulse.planner.schedule.check.simulate import simulate
 from megatron_pulse.planner.schedule.check.validate import faults_for, peak_activations
 from megatron_pulse.planner.schedule.classic.one_f_one_b import gpipe, one_f_one_b
-from megatron_pulse.planner.schedule.files import from_csv, to_csv
 from megatron_pulse.planner.schedule.operations import Operation, Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
-from megatron_pulse.profile.devices import PRESETS, Roofline
+from megatron_pulse.planner.schedule.serialize import from_csv, to_csv
 from megatron_pulse.profile.files import save_profile
-from megatron_pulse.profile.table import read_table
+from megatron_pulse.profile.layer_table import read_table
+from megatron_pulse.profile.roofline import PRESETS, Roofline
 from tests.cli.conftest import Refused
 from tests.cli.test_partition import NESTED, table
 
@@ -69,7 +69,7 @@ def test_json_is_what_the_planner_says(capsys: pytest.CaptureFixture[str]) -> No
     problem = whole_problem(cap=3.0)
     schedule = schedule_of(record, problem)
     assert not faults_for(problem, schedule)
-    assert record["makespan"] == run(problem, schedule).makespan
+    assert record["makespan"] == simulate(problem, schedule).makespan
     assert record["lower_bound"] >= lower_bound(problem)
     assert record["gap"] == pytest.approx(record["makespan"] / record["lower_bound"] - 1)
     assert record["peak"] == list(peak_activations(schedule)) and max(record["peak"]) <= 3
@@ -104,7 +104,7 @@ def test_comparison_merges_neighbours(capsys: pytest.CaptureFixture[str]) -> Non
     from megatron_pulse.planner.layout.placement import sequential
 
     merged = ScheduleProblem(sequential(2), 5, (2.5, 2.2), (5, 4.5), None, (0.0,))
-    expected = run(merged, one_f_one_b(sequential(2), 5)).makespan
+    expected = simulate(merged, one_f_one_b(sequential(2), 5)).makespan
     assert rows["1f1b"]["makespan"] == pytest.approx(expected)
     assert rows["1f1b"]["peak"] == 4  # two microbatches of two stages
     assert "zb-v" not in rows  # weight gradients are not known
@@ -153,7 +153,7 @@ def test_by_name_and_own(here: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert {text[0] for text in named["order"][0]} == set("FIW")
     folded = as_json("--times whole.json -p 2 -m 5 --placement fold --name gpipe", capsys)
     problem = whole_problem(cap=10.0)
-    assert folded["makespan"] == run(problem, gpipe(problem.placement, 5)).makespan
+    assert folded["makespan"] == simulate(problem, gpipe(problem.placement, 5)).makespan
 
 
 def test_activations_that_are_not_kept_whole(
@@ -163,9 +163,9 @@ def test_activations_that_are_not_kept_whole(
     row = {"forward": [1] * 4, "backward": [2] * 4}
     more: dict[str, dict[str, Any]] = {
         "kept": {},
-        "away": {"offloaded": [0.8] * 4, "copying": [1] * 4},
-        "again": {"backward": [3] * 4, "activation": [0.2] * 4, "recompute": [1] * 4},
-        "apart": {"input_grad": [1] * 4, "weight_grad": [1] * 4, "waiting": [0.1] * 4},
+        "away": {"offload_bytes": [0.8] * 4, "offload_s": [1] * 4},
+        "again": {"backward": [3] * 4, "activation": [0.2] * 4, "recompute_s": [1] * 4},
+        "apart": {"input_grad": [1] * 4, "weight_grad": [1] * 4, "wgrad_bytes": [0.1] * 4},
     }
     took, kinds = {}, {}
     for name, beside in more.items():
@@ -178,12 +178,14 @@ def test_activations_that_are_not_kept_whole(
         assert as_json(argv, capsys)["order"] == found["order"]
     assert (took["kept"], took["away"]) == (75, 45) and took["again"] < 75 and took["apart"] < 75
     assert kinds["away"] == set("FBOL") and kinds["apart"] == set("FIW")
-    (here / "away.json").write_text(json.dumps(row | {"offloaded": [0.8] * 4, "waiting": [1] * 4}))
+    (here / "away.json").write_text(
+        json.dumps(row | {"offload_bytes": [0.8] * 4, "wgrad_bytes": [1] * 4})
+    )
     assert main("schedule --times away.json -p 4 -m 12 --placement sequential".split()) == 2
-    assert "'waiting' is from input to weight gradient" in capsys.readouterr().err
-    (here / "away.json").write_text(json.dumps(row | {"offloaded": [0.8] * 4}))
+    assert "'wgrad_bytes' is from input to weight gradient" in capsys.readouterr().err
+    (here / "away.json").write_text(json.dumps(row | {"offload_bytes": [0.8] * 4}))
     assert main("schedule --times away.json -p 4 -m 12 --placement sequential".split()) == 2
-    assert "without the time in which it travels" in capsys.readouterr().err
+    assert "given without offload_s" in capsys.readouterr().err
 
 
 def test_cache(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from megatron_pulse.cli.main import main
-from megatron_pulse.cli.plan.tuning.until import Until
+from megatron_pulse.cli.plan.tuning.interruptible_clock import InterruptibleClock
 from megatron_pulse.planner.cluster.cluster import save_cluster
-from megatron_pulse.planner.tune.plans.recompute import load_checked
+from megatron_pulse.planner.tune.plans.verify_figures import load_checked
 from megatron_pulse.profile.files import save_profile
 from tests.planner.tune.problems import cluster, profile
 
@@ -56,7 +56,7 @@ def test_best_in_table_json_and_plan(here: Path, capsys: pytest.CaptureFixture[s
     assert sure["schedule"]["proved"] == (best["gap"] < 1e-9)
     assert sure["among_simulated"]["num_simulated"] == record["num_simulated"] >= len(outcomes)
     assert sure["among_all"]["proved"] or sure["among_all"]["bound_s"] < best["step_s"]
-    other = record["fully_sharded"]
+    other = record["fsdp_baseline"]
     assert other["num_microbatches"] * other["micro_batch_size"] * 4 == 16
     assert f"FSDP2 (torch's fully_shard) is predicted at {other['samples_per_s']:.4g}" in text
     said = "more" if other["samples_per_s"] > best["samples_per_s"] else "less"
@@ -67,7 +67,7 @@ def test_best_in_table_json_and_plan(here: Path, capsys: pytest.CaptureFixture[s
         best["pipeline"], best["data"], best["tensor"]
     )  # fmt: skip
     assert plan.num_microbatches == best["num_microbatches"] == plan.schedule.num_microbatches
-    assert plan.replay().timeline.makespan == pytest.approx(best["pipeline_s"])
+    assert plan.simulate_step().timeline.makespan == pytest.approx(best["pipeline_s"])
     assert plan.predicted["samples_per_s"] == pytest.approx(best["samples_per_s"])
     search = plan.provenance["search"]
     assert search["configs"] == record["num_configs"]
@@ -76,8 +76,8 @@ def test_best_in_table_json_and_plan(here: Path, capsys: pytest.CaptureFixture[s
     shown = capsys.readouterr().out
     assert f"  search    {search['configs']:,} configs, " in shown
     rows = [row for row in shown.splitlines() if re.match(r" +\d+  layer\d+ ", row)]
-    ways = [number in plan.selected for number in range(12)]
-    assert ["what is cheap computed again" in row for row in rows] == ways
+    ways = [number in plan.activations.selective for number in range(12)]
+    assert ["recomputed where cheap" in row for row in rows] == ways
 
 
 def test_waiting_for_links_is_beside_what_is_proved(
@@ -108,7 +108,7 @@ def test_sizes_beyond_the_profile_s_are_named(
 
 def interrupt_when_something_is_found() -> None:
     while not isinstance(
-        until := getattr(signal.getsignal(signal.SIGINT), "__self__", None), Until
+        until := getattr(signal.getsignal(signal.SIGINT), "__self__", None), InterruptibleClock
     ):
         time.sleep(0.01)
     while not until.found:
@@ -137,7 +137,7 @@ def test_an_interrupted_search_says_what_it_found(
 
 
 def test_a_second_interrupt_and_one_before_anything_is_found_end_all() -> None:
-    until = Until(10.0)
+    until = InterruptibleClock(10.0)
     with until:
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
@@ -149,7 +149,13 @@ def test_a_second_interrupt_and_one_before_anything_is_found_end_all() -> None:
 
 
 def test_only_what_is_asked_for(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--layouts", "fold exact,sequential", "--no-recompute", "--no-split", "--json"]
+    flags = [
+        "--layouts",
+        "fold exact,sequential",
+        "--no-recompute",
+        "--no-split-backward",
+        "--json",
+    ]
     asked = f"{ASKED} {FAST} --pipeline 4 --tensor 1 --micro-batch-size 2"
     assert main([*asked.split(), *flags]) == 0
     outcomes = json.loads(capsys.readouterr().out)["outcomes"]
@@ -157,7 +163,7 @@ def test_only_what_is_asked_for(here: Path, capsys: pytest.CaptureFixture[str]) 
     assert {o["pipeline"] for o in outcomes} == {4}
     for outcome in outcomes:
         assert outcome["micro_batch_size"] == 2 and outcome["tensor"] == 1
-        assert not outcome["recompute"] and not outcome["split"]
+        assert not outcome["activations"] and not outcome["split"]
 
 
 def test_what_no_config_can_have_is_named(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -225,7 +231,7 @@ def test_what_cannot_be_is_refused_before_anything_is_measured(
     began = time.process_time()
     assert main(asked.split()) == 2
     assert "no pipeline degree of 3 divides 8 devices" in capsys.readouterr().err
-    assert main(f"{asked} --worlds 4,8 -o plans".split()) == 2
+    assert main(f"{asked} --world-sizes 4,8 -o plans".split()) == 2
     assert "no pipeline degree of 3 divides 8 devices" in capsys.readouterr().err
     assert time.process_time() - began < 2 and not (here / "plans").exists()
 
@@ -238,7 +244,7 @@ def test_an_optimizer_on_the_host_is_predicted_and_planned(
     assert "write links.host into its file" in capsys.readouterr().err
     save_cluster(cluster(host_gbs=12.0), "c.yaml")
     assert main(asked.split()) == 0
-    assert load_checked(here / "plan.json").host_optimizer
+    assert load_checked(here / "plan.json").optimizer_cpu_offload
     assert main(["show", "plan.json"]) == 0
     assert "of its node's memory for a device's share" in capsys.readouterr().out
 

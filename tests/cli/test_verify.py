@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_pulse.cli.import_megatron import prepare_profiling
 from megatron_pulse.cli.main import main
-from megatron_pulse.cli.megatron import prepare_profiling
 from megatron_pulse.planner.plan_file.plan_file import save_plan
 from model_specs import allow, load_backbone
 from tests.cli.conftest import Refused
@@ -76,9 +76,9 @@ def test_what_ranks_say_is_said(
     planned: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ranks that cannot begin end the command, with their last line."""
-    from megatron_pulse.integration.verify import ranks
+    from megatron_pulse.integration.verify import launcher
 
     failing = ("/bin/sh", "-c", "echo no memory; exit 3")
-    monkeypatch.setattr(ranks, "RANK", failing)
+    monkeypatch.setattr(launcher, "RANK", failing)
     save_plan(small_plan(pipeline=1), "plan.json")
     refused(["verify", "plan.json", "--steps", "1"], "cannot make a step", "rank 0: no memory")

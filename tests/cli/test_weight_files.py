@@ -7,7 +7,7 @@ import zipfile
 import pytest
 import torch
 
-from megatron_pulse.backbone.published import PublishedError
+from megatron_pulse.backbone.published_weights import PublishedError
 from tests.cli.small_unet import EPSILON, damaged, importing, make_folder, sharded
 
 
@@ -107,9 +107,9 @@ def test_what_cannot_be_imported(case, folder, tmp_path, refused):
 def test_sizes_of_another_model_are_refused_before_anything_is_built(
     sizes, words, folder, tmp_path, refused, monkeypatch
 ):
-    from megatron_pulse.integration.checkpoint import weights
+    from megatron_pulse.integration.checkpoint import published_weights
 
-    monkeypatch.setattr(weights, "whole_stage", None)
+    monkeypatch.setattr(published_weights, "whole_stage", None)
     source = sharded(folder, tmp_path / "unet", **sizes)
     begin = time.process_time()
     refused(importing(source, tmp_path, *EPSILON), *words)

@@ -11,7 +11,7 @@ import torch
 
 import model_specs
 from megatron_pulse.cli.main import main
-from megatron_pulse.integration.checkpoint.checkpoints import read_saved_run
+from megatron_pulse.integration.checkpoint.saved_run import read_saved_run
 from tests.cli.small_unet import EPSILON, TINY, damaged, importing, make_folder, sharded
 from tests.ranks import run_ranks
 
@@ -68,9 +68,9 @@ def test_half_precision(checkpoint, tmp_path, folder):
 @pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
 def test_uvit_files(suffix, tmp_path):
     """A state dict with U-ViT's published names becomes a checkpoint and the same file again."""
-    from megatron_pulse.backbone.published import to_published
+    from megatron_pulse.backbone.published_weights import to_published
     from megatron_pulse.diffusion.published import read_state_dict, write_state_dict
-    from megatron_pulse.integration.checkpoint.weights import weights_of, whole_stage
+    from megatron_pulse.integration.checkpoint.published_weights import weights_of, whole_stage
 
     options = {"depth": 2, "embed_dim": 32, "num_heads": 2}
     backbone = model_specs.load_backbone("uvit-tiny", options)
@@ -221,9 +221,9 @@ def test_memory_of_an_import(tmp_path):
 
 def write_half(path, options):
     """Writes fp16 weights; their bytes in fp32."""
-    from megatron_pulse.backbone.published import to_published
+    from megatron_pulse.backbone.published_weights import to_published
     from megatron_pulse.diffusion.published import write_state_dict
-    from megatron_pulse.integration.checkpoint.weights import weights_of, whole_stage
+    from megatron_pulse.integration.checkpoint.published_weights import weights_of, whole_stage
 
     backbone = model_specs.load_backbone("uvit-tiny", dict(text.split("=") for text in options))
     weights = {
@@ -284,7 +284,7 @@ def there_and_back(tmp_path, name, *flags):
 
 
 def test_class_unets_keep_their_last_class(classes, tmp_path):
-    from megatron_pulse.integration.data import can_drop
+    from megatron_pulse.integration.training_data import can_drop
 
     backbone, back = there_and_back(tmp_path, "as-published")
     assert (backbone.num_classes, backbone.null_label) == (3, None)

@@ -19,8 +19,8 @@ from megatron_pulse.diffusion.choice import Objective
 from megatron_pulse.diffusion.noise import draw
 from megatron_pulse.diffusion.objectives import DiffusionProcess
 from megatron_pulse.encoders.autoencoder import posterior_noise
-from megatron_pulse.files import write_sealed
-from tests.by_hand import unsealed_record
+from megatron_pulse.files import write_with_checksum
+from tests.reference import unsealed_record
 
 SHAPE = (4, 3, 3)
 FIELDS = {
@@ -323,7 +323,7 @@ def edited(root, name, row, value):
             file["sha256"] = sha256_of(root / file["name"])
     for file in content["nulls"].values():
         file["sha256"] = sha256_of(root / file["name"])
-    write_sealed(root / "meta.json", json.dumps(content))
+    write_with_checksum(root / "meta.json", json.dumps(content))
 
 
 @pytest.mark.parametrize("label", [-1, 10, 99])
@@ -423,6 +423,6 @@ def test_files_elsewhere_are_not_named(tmp_path, name):
     write(tmp_path, layout())
     content = unsealed_record(tmp_path / "meta.json")
     content["shards"][1]["files"]["label"]["name"] = name
-    write_sealed(tmp_path / "meta.json", json.dumps(content))
+    write_with_checksum(tmp_path / "meta.json", json.dumps(content))
     with pytest.raises(DataError, match="shards.1.files.label.name is .* a file in the folder"):
         LatentFolder(tmp_path)

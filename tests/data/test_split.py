@@ -21,7 +21,7 @@ from megatron_pulse.data.fields import WantedFields
 from megatron_pulse.data.latents.layout import LatentLayout, LatentType
 from megatron_pulse.data.latents.writer import LatentWriter
 from megatron_pulse.data.split import same_files, units_of
-from tests.by_hand import unsealed_record
+from tests.reference import unsealed_record
 
 
 def test_units_join_what_shares_a_tie_with_another() -> None:

@@ -23,7 +23,7 @@ from megatron_pulse.diffusion.objectives import DiffusionProcess
 from megatron_pulse.encoders.autoencoder import Autoencoder
 from megatron_pulse.encoders.pipeline import TextEncoders
 from megatron_pulse.encoders.tokens import EncodersError, Tokenizers
-from megatron_pulse.faults import collecting
+from megatron_pulse.errors import collecting
 from model_specs.common.texts import SDXL
 from tests.cli.test_data import make_vae
 from tests.data.captioned import captioned_digits

@@ -8,7 +8,7 @@ import pytest
 from megatron_pulse.diffusion.choice import DynamicShift, ProcessChoice, TimeShift, parse_shift
 from megatron_pulse.diffusion.chosen import chosen_process
 from megatron_pulse.diffusion.objectives import DiffusionProcess
-from megatron_pulse.flag_fields import add_flags, read_flags
+from megatron_pulse.flags import add_flags, read_flags
 
 
 def choice(*flags):

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_pulse.backbone.published import PublishedError
+from megatron_pulse.backbone.published_weights import PublishedError
 from megatron_pulse.diffusion.choice import DynamicShift, Objective, ProcessChoice
 from megatron_pulse.diffusion.chosen import chosen_process
 from megatron_pulse.diffusion.objectives import DiffusionProcess

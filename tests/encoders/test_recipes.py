@@ -22,8 +22,8 @@ from megatron_pulse.encoders.components import components as parts_of
 from megatron_pulse.encoders.pipeline import TextEncoders
 from megatron_pulse.encoders.recipe import TextRecipe, folder_name
 from megatron_pulse.encoders.tokens import EncodersError, Tokenizers
-from megatron_pulse.faults import UserError
-from megatron_pulse.integration.encoding import Encoders, InLoop
+from megatron_pulse.errors import UserError
+from megatron_pulse.integration.loop_encoders import DeviceEncoders, LoopEncoders
 from megatron_pulse.runtime.encoding.encoding import Encoding
 from model_specs import load_backbone, text_recipe
 from model_specs.common import texts
@@ -138,9 +138,9 @@ def in_the_loop(
     folder: Path, recipe: TextRecipe, shapes: dict[str, Any], text: str
 ) -> list[dict[str, Any]]:
     """The fields of a text and of a dropped one, as a step that encodes has them."""
-    loop = InLoop(folder, recipe, shapes, False, {}, None)
+    loop = LoopEncoders(folder, recipe, shapes, False, {}, None)
     homes = {name: (0,) for name in loop.names}
-    encoders = Encoders(loop, homes, 0, DiffusionProcess(Objective.FLOW))
+    encoders = DeviceEncoders(loop, homes, 0, DiffusionProcess(Objective.FLOW))
     tokens = Tokenizers(folder, recipe, shapes)
     rows = [tokens(text), tokens.null()]
     batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
@@ -281,8 +281,8 @@ def test_numbers_that_are_not_finite_name_the_encoder(tmp_path: Path) -> None:
     said = "text_encoder, in float16, gives numbers that are not finite"
     with pytest.raises(EncodersError, match=f"{said}(.|\n)*--pulse-encoders-dtype"):
         TextEncoders(folder, texts.SD, shapes, torch.float16)(TEXT)
-    loop = InLoop(folder, texts.SD, shapes, False, {}, torch.float16)
-    encoders = Encoders(loop, {"text_encoder": (0,)}, 0, DiffusionProcess(Objective.FLOW))
+    loop = LoopEncoders(folder, texts.SD, shapes, False, {}, torch.float16)
+    encoders = DeviceEncoders(loop, {"text_encoder": (0,)}, 0, DiffusionProcess(Objective.FLOW))
     tokens = Tokenizers(folder, texts.SD, shapes)(TEXT)
     batch = {n: v[None] for n, v in tokens.items()} | {"index": torch.arange(1)}
     batch |= {"dropped": torch.tensor([False])}
@@ -321,7 +321,7 @@ def test_what_the_folder_lacks_is_said_at_once(tmp_path: Path) -> None:
     ],
 )
 def test_recipes_of_backbones(backbone: str, recipe: TextRecipe | None) -> None:
-    from megatron_pulse.integration.data import wanted_by
+    from megatron_pulse.integration.training_data import wanted_by
 
     chain = load_backbone(backbone)
     assert text_recipe(backbone, chain) == recipe

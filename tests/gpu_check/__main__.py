@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_pulse.faults import told
+from megatron_pulse.errors import format_faults
 from megatron_pulse.files import unwritable
 from tests.gpu_check.check import Check, Result, Verdict
 from tests.gpu_check.checks import CHECKS
@@ -102,7 +102,7 @@ def _parse(argv: Sequence[str] | None, checks: Sequence[Check]) -> argparse.Name
     if not args.list:
         faults += foreign([c for c in checks if not args.only or c.name in args.only], args.out)
     if faults:
-        parser.exit(2, f"error: {told('gpu check', faults)}\n")
+        parser.exit(2, f"error: {format_faults('gpu check', faults)}\n")
     args.out = args.out.resolve()
     return args
 

@@ -20,7 +20,7 @@ from megatron_pulse.processes import end_with_parent
 from tests.gpu_check.recorded import on_cpu, take_gpu
 
 if TYPE_CHECKING:
-    from megatron_pulse.runtime.messages.channels import Channel, Opener
+    from megatron_pulse.runtime.p2p.channels import Channel, Opener
 
 
 def kept_open(opener: Opener) -> Opener:
@@ -47,7 +47,7 @@ def main() -> None:
     compat.install()
     if device == "cuda":
         device = take_gpu()
-    from megatron_pulse.runtime.messages.channels import OPENERS
+    from megatron_pulse.runtime.p2p.channels import OPENERS
     from tests.runtime.tiny import run_cases
 
     for backend, opener in OPENERS.items():

@@ -12,7 +12,7 @@ import platform
 import subprocess
 import sys
 
-from megatron_pulse.profile.measuring.machine import driver
+from megatron_pulse.profile.measurement.machine import driver
 from tests.gpu_check.check import Machine
 from tests.gpu_check.runner import machine_of, machine_text
 from tests.launch.sessions import ROOT

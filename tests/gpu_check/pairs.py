@@ -57,9 +57,9 @@ def ahead() -> list[dict[str, Any]]:
 
     from megatron_pulse.planner.layout.routes import Payload
     from megatron_pulse.planner.schedule.message import Message
-    from megatron_pulse.planner.schedule.operations import Kind, Operation
-    from megatron_pulse.runtime.failures import default_board
-    from megatron_pulse.runtime.messages.links import Links
+    from megatron_pulse.planner.schedule.operations import Operation, OpType
+    from megatron_pulse.runtime.failure_board import default_board
+    from megatron_pulse.runtime.p2p.links import Links
 
     device = torch.device(take_gpu())
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
@@ -71,7 +71,7 @@ def ahead() -> list[dict[str, Any]]:
     like = torch.empty(size, dtype=torch.uint8, device="meta")
 
     def by_links(i: int) -> Any:
-        ends = (Operation(Kind.FORWARD, stage, i) for stage in (0, 1))
+        ends = (Operation(OpType.FORWARD, stage, i) for stage in (0, 1))
         message = Message(*ends, Payload.BOUNDARY, "0", source=0, destination=1)
         if rank == 0:
             links.send(message, torch.full((size,), i, dtype=torch.uint8, device=device))
@@ -142,13 +142,13 @@ def channels() -> list[dict[str, Any]]:
 
     compat.install()
     device = take_gpu()
-    from megatron_pulse.integration.megatron.linear import wait_for_weight_gradients
-    from megatron_pulse.runtime.messages import channels as module
+    from megatron_pulse.integration.megatron.linear_wgrad import defer_wgrad
+    from megatron_pulse.runtime.p2p import channels as module
     from model_specs import load_backbone
     from tests.runtime.equality import Case, join_pipeline, make_batches, make_pipeline
 
     config, group = join_pipeline("nccl")
-    wait_for_weight_gradients()
+    defer_wgrad()
     torch.use_deterministic_algorithms(False)
     backbone = load_backbone("uvit-l", {})
     case = Case("fold", 8, "wave", dtype="bfloat16", micro_batch_size=8, device=device)

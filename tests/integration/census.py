@@ -43,7 +43,7 @@ def census(argv: list[str], step: int = 2) -> Counter[Call]:
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
 
-    from megatron_pulse.runtime.messages.channels import GlooChannel
+    from megatron_pulse.runtime.p2p.channels import GlooChannel
     from tests.integration.runs import train
 
     calls: Counter[Call] = Counter()

@@ -8,6 +8,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_pulse.backbone.activations import ActivationPolicy
 from tests.ranks import run_ranks
 from tests.remembered import remembered
 
@@ -53,7 +54,7 @@ class Executed:
     placement: str
     replicated: frozenset[str]
     recomputed: bool
-    offloaded_bytes: int = 0
+    offload_bytes: int = 0
     selective: int = 0
 
 
@@ -192,10 +193,15 @@ def _watch() -> Executed:
         executed.operations.add(operation.kind.value)
         executed.placement = self._routes.partition.placement.kind.name
         executed.replicated = frozenset(self._routes.replicated)
-        executed.recomputed = all(all(unwrap(stage).recomputed) for stage in self._stages.values())
+        executed.recomputed = all(
+            {*unwrap(stage).policies} == {ActivationPolicy.RECOMPUTE}
+            for stage in self._stages.values()
+        )
         original(self, operation)
-        executed.offloaded_bytes = max(executed.offloaded_bytes, self.offloaded_bytes)
-        executed.selective = sum(sum(unwrap(s).selective) for s in self._stages.values())
+        executed.offload_bytes = max(executed.offload_bytes, self.offload_bytes)
+        executed.selective = sum(
+            unwrap(s).policies.count(ActivationPolicy.SELECTIVE) for s in self._stages.values()
+        )
 
     Executor._run = run  # type: ignore[method-assign]
     return executed
@@ -228,7 +234,7 @@ def run(
     results = run_ranks(num_ranks, train, flags, kill, timeout_s=timeout_s)
     last, executed = results[-1], results[0]["executed"]
     executed.operations = set().union(*(each["executed"].operations for each in results))
-    executed.offloaded_bytes = sum(each["executed"].offloaded_bytes for each in results)
+    executed.offload_bytes = sum(each["executed"].offload_bytes for each in results)
     executed.selective = sum(each["executed"].selective for each in results)
     weights, masters, averages = (
         _whole([part for result in results for part in result[kind]])

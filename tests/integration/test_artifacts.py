@@ -21,16 +21,16 @@ def logged(argv: list[str]) -> tuple[list[tuple[str, str, str]], str]:
     """
     import wandb
 
-    from megatron_pulse.integration.checkpoint.saving import WholeTracker
+    from megatron_pulse.integration.checkpoint.saving import AtomicTracker
 
-    open_, init, found, out = WholeTracker.open, wandb.init, [], io.StringIO()
+    open_, init, found, out = AtomicTracker.open, wandb.init, [], io.StringIO()
 
     def late(self: Any, path: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
         if mode == "w":
             time.sleep(0.5)
         return open_(self, path, mode, *args, **kwargs)
 
-    WholeTracker.open = late  # type: ignore[method-assign]
+    AtomicTracker.open = late  # type: ignore[method-assign]
 
     def begin(**settings: Any) -> Any:
         run = init(**settings)

@@ -22,9 +22,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from megatron_pulse.integration.checkpoint.choosing.falling_back import read_newest
 from megatron_pulse.integration.checkpoint.folders import step_folder
-from megatron_pulse.integration.checkpoint.integrity.verify import require_whole
+from megatron_pulse.integration.checkpoint.integrity.verify import require_intact
+from megatron_pulse.integration.checkpoint.selection.recovery import newest_readable
 from tests.integration.conftest import FIRST
 from tests.integration.runs import BASE, TINY, pipeline, train
 from tests.ranks import RanksFailed, run_ranks
@@ -39,7 +39,7 @@ def write_late(act: Callable[[int], None] = lambda step: None) -> None:
     import megatron.training.training as training
     from megatron.training.global_vars import get_args
 
-    from megatron_pulse.runtime.stopping import STOP
+    from megatron_pulse.runtime.stop_signals import STOP
 
     made = threading.Condition()
     steps, items = 0, threading.local()
@@ -145,8 +145,8 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 def newest_whole(folder: Path) -> int:
     """The step that a run would go on from: none is damaged."""
-    saved, passed = read_newest(folder)
-    require_whole(saved.folder)
+    saved, passed = newest_readable(folder)
+    require_intact(saved.folder)
     assert not passed
     return saved.iteration
 

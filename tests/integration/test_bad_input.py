@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_pulse.integration.flags.arguments import PulseOptions
-from megatron_pulse.integration.flags.checks import FlagError
 from megatron_pulse.integration.flags.parse import parse
-from megatron_pulse.integration.flags.plan_flags import contradictions
+from megatron_pulse.integration.flags.plan_overrides import contradictions
+from megatron_pulse.integration.flags.pulse_options import PulseOptions
+from megatron_pulse.integration.flags.startup_checks import FlagError
 from megatron_pulse.planner.plan_file.plan_file import save_plan
 from tests.integration.runs import BASE, TINY, pipeline, run
 from tests.plans import OPTIONS, small_plan
@@ -93,7 +93,7 @@ def refuse(
     monkeypatch: pytest.MonkeyPatch, num_ranks: int, flags: list[str], good: list[str] = GOOD
 ) -> list[str]:
     """The faults that a run with these flags is refused for, before any process group exists."""
-    from megatron_pulse.integration.preparing import prepare, read_command_line
+    from megatron_pulse.integration.setup import prepare, read_command_line
 
     monkeypatch.setenv("WORLD_SIZE", str(num_ranks))
     monkeypatch.setenv("RANK", "0")
@@ -118,7 +118,7 @@ def test_stages_that_the_default_placement_has_not(monkeypatch: pytest.MonkeyPat
 
 
 def test_auto_measures_nothing_for_data_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron_pulse.integration.preparing import read_command_line
+    from megatron_pulse.integration.setup import read_command_line
 
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv("RANK", "0")
@@ -245,10 +245,10 @@ def test_a_plan_is_not_contradicted_by_defaults_that_are_given(
     line.args.world_size = 8
     made = small_plan("sequential", pipeline=4)
     assert list(contradictions(made, line, options, "--pulse-auto")) == []
-    (fault,) = contradictions(replace(made, averages=False), line, options, "--pulse-auto")
+    (fault,) = contradictions(replace(made, ema=False), line, options, "--pulse-auto")
     assert "no memory for averages of the weights: give --pulse-ema-decay 0" in fault
     options = replace(options, ema_decay=0.0)
-    assert list(contradictions(replace(made, averages=False), line, options, "--pulse-auto")) == []
+    assert list(contradictions(replace(made, ema=False), line, options, "--pulse-auto")) == []
 
 
 def test_a_plan_that_names_code_runs_nothing(
@@ -330,7 +330,7 @@ def test_ranks_with_different_flags() -> None:
 
 
 def plan_otherwise() -> None:
-    from megatron_pulse.planner.step.plan import Plan
+    from megatron_pulse.planner.program.plan import Plan
     from tests.integration.runs import train
 
     original = Plan.digest
@@ -346,7 +346,7 @@ def test_ranks_that_plan_differently() -> None:
 
 
 def test_sequence_parallelism_needs_a_sequence() -> None:
-    from megatron_pulse.integration.preparing import _divide
+    from megatron_pulse.integration.setup import _divide
     from model_specs import load_backbone
 
     with pytest.raises(ValueError, match="unet-tiny has no token sequence"):

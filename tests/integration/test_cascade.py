@@ -50,8 +50,8 @@ def test_each_chain_trains_as_it_does_alone() -> None:
 
 def _chains_of(folder: str) -> dict[str, torch.Tensor]:
     """Masters of a checkpoint's chains, each read as a model of its own."""
-    from megatron_pulse.integration.checkpoint.checkpoints import read_saved_run
-    from megatron_pulse.integration.checkpoint.weights import load_whole, weights_of
+    from megatron_pulse.integration.checkpoint.published_weights import load_whole, weights_of
+    from megatron_pulse.integration.checkpoint.saved_run import read_saved_run
 
     found = {}
     for chain in CHAINS:

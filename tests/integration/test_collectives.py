@@ -9,7 +9,12 @@ import pytest
 import torch
 
 from megatron_pulse.backbone.chain import Backbone
-from megatron_pulse.planner.cluster.cluster import Cluster, ClusterLink, DeviceFigures, Shared
+from megatron_pulse.planner.cluster.cluster import (
+    BandwidthScope,
+    Cluster,
+    ClusterLink,
+    DeviceFigures,
+)
 from megatron_pulse.planner.layout.crossing import crossings
 from megatron_pulse.planner.layout.layouts import ROW
 from megatron_pulse.planner.layout.routes import embedders_of, trace_routes
@@ -29,9 +34,9 @@ from megatron_pulse.planner.tune.config import Config
 from megatron_pulse.planner.tune.evaluate import Evaluator
 from megatron_pulse.planner.tune.plans.to_plan import plan_of
 from megatron_pulse.profile.analytic import analyse
-from megatron_pulse.profile.devices import Roofline, custom_device
-from megatron_pulse.profile.measuring.building import meta_context
+from megatron_pulse.profile.measurement.layer_context import meta_context
 from megatron_pulse.profile.profile import Profile
+from megatron_pulse.profile.roofline import Roofline, custom_device
 from model_specs import load_backbone
 from tests.integration.census import Call, census
 from tests.integration.runs import BASE, TINY
@@ -174,9 +179,9 @@ def test_pipelines_send_and_copy_what_is_counted(name: str, tmp_path: Path) -> N
     roofline = Roofline(custom_device(0.1, 20.0, 8.0), "float32")
     profile = analyse(load_backbone(family.backbone, options), [MICROBATCH], roofline)
     config = Config(2, 1, 1, MICROBATCH, ROW)
-    link = ClusterLink("loopback", 1.0, 50.0, Shared.DEVICE)
+    link = ClusterLink("loopback", 1.0, 50.0, BandwidthScope.DEVICE)
     cluster = Cluster("tests", 1, 2, 8.0, DeviceFigures(0.1, 20.0), link)
-    evaluator = Evaluator(profile, cluster, MICROBATCH * count, state=ParameterState(averages=True))
+    evaluator = Evaluator(profile, cluster, MICROBATCH * count, state=ParameterState(ema=True))
     outcome = evaluator.evaluate(config, synthesize(evaluator.problem(config, count), effort=1))
     save_plan(plan_of(outcome, evaluator), tmp_path / "plan.json")
     flags = ["--pulse-plan", str(tmp_path / "plan.json"), "--pulse-data"]

@@ -12,8 +12,8 @@ from megatron_pulse.data.dataset import DataError
 from megatron_pulse.data.microbatches import make_microbatch
 from megatron_pulse.diffusion.choice import Objective
 from megatron_pulse.diffusion.objectives import DiffusionProcess
-from megatron_pulse.integration.data import DiffusionData
-from megatron_pulse.integration.flags.arguments import add_pulse_arguments, pulse_options
+from megatron_pulse.integration.flags.pulse_options import add_pulse_arguments, pulse_options
+from megatron_pulse.integration.training_data import DiffusionData
 from model_specs import load_backbone
 from tests.data.captioned import captioned_digits
 

@@ -15,8 +15,8 @@ from megatron_pulse.data.latents.layout import LatentLayout, LatentType
 from megatron_pulse.data.latents.writer import LatentWriter
 from model_specs.derived.classes import CLASSES
 from model_specs.derived.inputs import Input
-from tests.backbone.derived.zoo import make
 from tests.integration.runs import assert_equal_to_rounding, pipeline, run
+from tests.tracing.zoo import make
 
 SIZES = {"height": 8, "width": 8, "frames": 2, "text_length": 5}
 NAMES = (

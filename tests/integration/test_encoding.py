@@ -14,11 +14,10 @@ from PIL import Image, ImageOps
 from safetensors.torch import load_file, save_file
 
 from megatron_pulse.cli.main import main
-from megatron_pulse.integration.flags.arguments import PulseOptions
+from megatron_pulse.integration.flags.pulse_options import PulseOptions
 from megatron_pulse.planner.layout.layouts import FOLD_EXACT, FOLD_SOFT, ROW, WHOLE
 from megatron_pulse.planner.tune.config import Config, Recompute
 from model_specs import load_backbone
-from tests.by_hand import unsealed_record
 from tests.cli.test_data import make_vae
 from tests.data.captioned import captioned_digits
 from tests.encoders.pipelines import LENGTH, make_encoder, make_pipeline
@@ -37,6 +36,7 @@ from tests.integration.runs import (
 from tests.integration.test_bad_input import refuse
 from tests.integration.test_cascade import require_each
 from tests.integration.test_plans import make_plan
+from tests.reference import unsealed_record
 
 READS = [
     *TEXT,
@@ -196,7 +196,7 @@ def test_goes_on_in_the_middle(
 def describe_start(flags: list[str], folder: Path) -> str:
     """What the run of these flags says that it begins with."""
     from megatron_pulse.integration.checkpoint.resume import NewRun, describe
-    from megatron_pulse.integration.preparing import prepare, read_command_line
+    from megatron_pulse.integration.setup import prepare, read_command_line
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["pretrain_diffusion.py", *BASE, *flags])
@@ -210,25 +210,27 @@ def describe_start(flags: list[str], folder: Path) -> str:
 def test_auto_fills_where_that_is_sooner(
     folder: Path, flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megatron_pulse.integration.planning import auto
-    from megatron_pulse.planner.tune.plans.recompute import load_checked
+    from megatron_pulse.integration.planning import auto_tune
+    from megatron_pulse.planner.tune.plans.verify_figures import load_checked
 
     plan = load_checked(
         make_plan(tmp_path / "plan.json", Config(2, 1, 1, 2, FOLD_EXACT), "sd-tiny", OPTIONS)
     )
-    monkeypatch.setattr(auto, "FILLING_S", 0.3)
+    monkeypatch.setattr(auto_tune, "FILLING_S", 0.3)
     backbone = load_backbone("sd-tiny", dict(OPTIONS))
     data = flags[flags.index("--pulse-data") + 1]
-    options = PulseOptions("sd-tiny", data=data, encoders=str(folder), encode=("vae=front",))
-    filled = auto._filled(plan, options, backbone)
+    options = PulseOptions(
+        "sd-tiny", data=data, encoders=str(folder), encoder_schedule=("vae=before-step",)
+    )
+    filled = auto_tune._filled(plan, options, backbone)
     assert [filler.name for filler in filled.schedule.fillers] == ["text_encoder"]
-    stored = replace(options, encode=("front",))
-    assert auto._filled(plan, stored, backbone) is plan
-    assert not auto._other_encoders(plan, options, backbone)
-    assert not auto._other_encoders(filled, options, backbone)
-    said = auto._other_encoders(filled, replace(options, encoders=None), backbone)
+    stored = replace(options, encoder_schedule=("before-step",))
+    assert auto_tune._filled(plan, stored, backbone) is plan
+    assert not auto_tune._other_encoders(plan, options, backbone)
+    assert not auto_tune._other_encoders(filled, options, backbone)
+    said = auto_tune._other_encoders(filled, replace(options, encoders=None), backbone)
     assert said == "decides when text_encoder runs in the loop, and this run leaves nothing to it"
-    said = auto._other_encoders(filled, replace(options, encode=()), backbone)
+    said = auto_tune._other_encoders(filled, replace(options, encoder_schedule=()), backbone)
     assert said.endswith("this run leaves text_encoder, vae to it")
 
 
@@ -260,16 +262,22 @@ def test_latents_ahead_and_text_in_the_loop(
     ("more", "said"),
     [
         (["vae=store"], "has no latents: write them first with 'pulse data write-latents --from"),
-        (["fill"], "--pulse-encode vae=fill: the plan has no idle time for it"),
-        (["text=front", "tex=fill"], "no encoder is called 'tex'; did you mean text?"),
-        (["vae=front", "text=front", "vae=fill"], "vae=front and --pulse-encode vae=fill: which"),
-        (["sometimes"], "sometimes: write auto, store, fill, front, or NAME= and one of these"),
+        (["fill"], "--pulse-encoder-schedule vae=fill: the plan has no idle time for it"),
+        (["text=before-step", "tex=fill"], "no encoder is called 'tex'; did you mean text?"),
+        (
+            ["vae=before-step", "text=before-step", "vae=fill"],
+            "vae=before-step and --pulse-encoder-schedule vae=fill: which",
+        ),
+        (
+            ["sometimes"],
+            "sometimes: write auto, store, fill, before-step, or NAME= and one of these",
+        ),
     ],
 )
 def test_policies_that_cannot_be(
     more: list[str], said: str, flags: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    policies = [word for policy in more for word in ("--pulse-encode", policy)]
+    policies = [word for policy in more for word in ("--pulse-encoder-schedule", policy)]
     faults = refuse(monkeypatch, 1, [*flags, *policies], [*TINY["unet"], *BASE])
     assert any(said in fault for fault in faults), faults
 

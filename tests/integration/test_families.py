@@ -121,8 +121,8 @@ def same_in_diffusers(checkpoint: Path, exported: Path, family: Family) -> None:
     import diffusers
 
     from megatron_pulse.cli.main import main
-    from megatron_pulse.integration.checkpoint.checkpoints import read_saved_run
-    from megatron_pulse.integration.checkpoint.weights import load_whole
+    from megatron_pulse.integration.checkpoint.published_weights import load_whole
+    from megatron_pulse.integration.checkpoint.saved_run import read_saved_run
 
     assert main(["export", "--load", str(checkpoint), "--to", str(exported)]) == 0
     theirs = getattr(diffusers, family.reference).from_pretrained(exported).eval()

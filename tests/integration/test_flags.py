@@ -14,9 +14,9 @@ import pytest
 from megatron.training.arguments import add_megatron_arguments
 
 from megatron_pulse.cli.main import main as pulse
-from megatron_pulse.integration.flags.checks import FlagError
+from megatron_pulse.integration.flags.megatron_flags import FILE, Support, load_table
 from megatron_pulse.integration.flags.parse import Parser, parse
-from megatron_pulse.integration.flags.table import FILE, Standing, load_table
+from megatron_pulse.integration.flags.startup_checks import FlagError
 from tests.integration.flag_trials import TRIALS, Losses, Trial, try_all
 from tests.integration.runs import BASE, TINY
 
@@ -37,7 +37,7 @@ def of_megatron() -> dict[str, tuple[str, argparse.Action]]:
 
 def refused(monkeypatch: pytest.MonkeyPatch, *flags: str) -> list[str]:
     """Why a run with these flags does not start."""
-    from megatron_pulse.integration.preparing import prepare, read_command_line
+    from megatron_pulse.integration.setup import prepare, read_command_line
 
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv("RANK", "0")
@@ -54,9 +54,7 @@ def test_the_table_holds_the_flags_of_the_installed_megatron() -> None:
         name: group for name, (group, _) in flags.items()
     }
     lines = [line.split()[:2] for line in FILE.read_text().splitlines()]
-    words = Counter(
-        line[1].partition("=")[0] for line in lines if line and line[0] in set(Standing)
-    )
+    words = Counter(line[1].partition("=")[0] for line in lines if line and line[0] in set(Support))
     assert set(words.values()) == {1}, "a flag is in the table twice"
 
 
@@ -64,7 +62,7 @@ def test_what_is_needed_are_flags_that_work() -> None:
     table, text = load_table(), FILE.with_name("together.txt").read_text()
     named = re.findall(r"--[\w-]+", text)
     assert len(named) > 100
-    assert [name for name in named if table[name].standing is not Standing.WORKS] == []
+    assert [name for name in named if table[name].standing is not Support.WORKS] == []
 
 
 def test_values_that_work_are_values() -> None:
@@ -90,7 +88,7 @@ def test_every_flag_that_works_is_tried() -> None:
     }
     given = {aliases[name] for trial in TRIALS for name in trial.names() if name in aliases}
     given |= {aliases[word] for word in GOOD if word in aliases}
-    works = {name for name, flag in load_table().items() if flag.standing is Standing.WORKS}
+    works = {name for name, flag in load_table().items() if flag.standing is Support.WORKS}
     assert works - given == set(), "no trial gives these"
     assert given - works == set(), "these are tried, but the table says that they do not work"
 
@@ -102,7 +100,7 @@ def test_every_flag_that_does_not_work_is_refused_when_given(
     monkeypatch.setenv("WORLD_SIZE", "1")
     parser, words, expected = Parser(), [], []
     for name, flag in load_table().items():
-        if flag.standing is Standing.WORKS:
+        if flag.standing is Support.WORKS:
             continue
         action = parser._option_string_actions[name]
         words += [name, *some_values(action)]
@@ -151,7 +149,7 @@ def some_values(action: argparse.Action) -> list[str]:
             "load-exchange-algo gather_object",
         ),
         (["--fp16", "--bf16"], "exclude each other"),
-        (["--pulse-verify-every", "5"], "--pulse-verify-every: there is no other rank"),
+        (["--pulse-sdc-check-interval", "5"], "--pulse-sdc-check-interval: there is no other rank"),
         (["--loss-scale", "128"], "--loss-scale was given without --fp16"),
         (
             ["--fp16", "--initial-loss-scale", "0.5", "--min-loss-scale", "4"],
@@ -264,7 +262,7 @@ def test_the_readme_counts_them() -> None:
     said = re.search(r"Of Megatron's (\d+) flags (\d+) work", text)
     assert said and [int(n) for n in said.groups()] == [
         len(load_table()),
-        counts[Standing.WORKS],
+        counts[Support.WORKS],
     ]
 
 

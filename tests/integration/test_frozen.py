@@ -36,8 +36,8 @@ def test_what_is_trained_is_as_in_one_process() -> None:
 
 def test_half_precision_split_backwards_and_what_is_saved(tmp_path: Path) -> None:
     """A frozen weight has no master: what is saved of it is what the others were trained with."""
-    from megatron_pulse.integration.checkpoint.checkpoints import read_saved_run
-    from megatron_pulse.integration.checkpoint.weights import load_whole
+    from megatron_pulse.integration.checkpoint.published_weights import load_whole
+    from megatron_pulse.integration.checkpoint.saved_run import read_saved_run
 
     save = ["--save", str(tmp_path), "--save-interval", "2"]
     flags = [*pipeline(2, "--pulse-schedule", "wave-split"), *save]

@@ -18,10 +18,10 @@ import pytest
 import torch
 
 from megatron_pulse.cli.main import main
-from megatron_pulse.integration.checkpoint.checkpoints import SavedRun, read_saved_run
 from megatron_pulse.integration.checkpoint.folders import CheckpointError
 from megatron_pulse.integration.checkpoint.integrity import hashes as integrity
-from megatron_pulse.integration.checkpoint.integrity.verify import require_whole
+from megatron_pulse.integration.checkpoint.integrity.verify import require_intact
+from megatron_pulse.integration.checkpoint.saved_run import SavedRun, read_saved_run
 from tests.integration.test_integrity import STEP, Code, unsealed
 
 CONFIG = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
@@ -31,7 +31,7 @@ DATA = "__0_0.distcp"
 def seal(folder: Path) -> None:
     """Hashes of what is there now."""
     hashes = {name: integrity._hash_file(folder / name) for name in (".metadata", DATA)}
-    (folder / integrity.METADATA).write_text(integrity.sealed(CONFIG, hashes))
+    (folder / integrity.METADATA).write_text(integrity.metadata_text(CONFIG, hashes))
 
 
 def is_common(of: Any) -> bool:
@@ -55,7 +55,7 @@ def reason(folder: Path, sealing: Callable[[Path], None] = seal) -> str:
     with pytest.raises(CheckpointError) as error:
         read_saved_run(folder.parent, 6)
     with pytest.raises(CheckpointError) as again:
-        require_whole(folder)
+        require_intact(folder)
     assert str(again.value).splitlines()[0] == str(error.value).splitlines()[0]
     assert str(error.value).startswith(f"{folder} is damaged")
     return str(error.value)
@@ -151,7 +151,7 @@ def test_hashes_are_of_files_of_the_folder_and_as_many_as_their_bytes(copy: Path
         {**hashes, DATA: integrity.FileHash(hashes[DATA].num_bytes, hashes[DATA].chunks * 1000)},
         {**hashes, DATA: integrity.FileHash(hashes[DATA].num_bytes, ())},
     ):
-        (folder / integrity.METADATA).write_text(integrity.sealed(CONFIG, wrong))
+        (folder / integrity.METADATA).write_text(integrity.metadata_text(CONFIG, wrong))
         with pytest.raises(CheckpointError, match="metadata.json: its content is not what was"):
             read_saved_run(copy, 6)
 

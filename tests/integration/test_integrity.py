@@ -17,19 +17,19 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_pulse.integration.checkpoint.checkpoints import read_saved_run
-from megatron_pulse.integration.checkpoint.choosing.falling_back import (
-    describe_newer,
-    describe_passed,
-    newest_whole,
-    read_newest,
-    set_aside,
-)
 from megatron_pulse.integration.checkpoint.folders import LATEST, CheckpointError, step_folder
 from megatron_pulse.integration.checkpoint.integrity import hashes as integrity
 from megatron_pulse.integration.checkpoint.integrity.hashes import METADATA
-from megatron_pulse.integration.checkpoint.integrity.verify import require_readable, require_whole
-from megatron_pulse.integration.checkpoint.unpickling import patch_reading
+from megatron_pulse.integration.checkpoint.integrity.verify import require_intact, require_readable
+from megatron_pulse.integration.checkpoint.safe_unpickling import patch_reading
+from megatron_pulse.integration.checkpoint.saved_run import read_saved_run
+from megatron_pulse.integration.checkpoint.selection.recovery import (
+    describe_newer,
+    describe_passed,
+    newest_intact,
+    newest_readable,
+    set_aside,
+)
 from tests.integration.test_bad_input import refuse
 
 STEP, OTHER = "iter_0000006", "iter_0000003"
@@ -90,13 +90,13 @@ def test_any_damage_of_any_file(
     names = sorted(file.name for file in (run / STEP).iterdir())
     assert names == [".metadata", "__0_0.distcp", METADATA]
     require_readable(run / STEP)
-    require_whole(run / STEP)
+    require_intact(run / STEP)
     for name in names:
         for damage in DAMAGES:
             copy = Path(shutil.copytree(run, tmp_path / "copy"))
             damage(copy / STEP / name)
             with pytest.raises(CheckpointError) as error:
-                require_whole(copy / STEP)
+                require_intact(copy / STEP)
             said = str(error.value)
             assert said.startswith(f"{copy / STEP} is damaged"), (name, damage)
             assert "step 3 there is whole" in said and "--ckpt-step 3" in said
@@ -139,12 +139,12 @@ def test_hashes_of_earlier_checkpoints(copy: Path) -> None:
         for name, hashed in (integrity.read_hashes(folder) or {}).items()
     }
     config = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
-    (folder / METADATA).write_text(integrity.sealed(config, hashes))
+    (folder / METADATA).write_text(integrity.metadata_text(config, hashes))
     assert "sha256" in (folder / METADATA).read_text() and len(hashes) == 2
-    require_whole(folder)
+    require_intact(folder)
     flip(folder / "__0_0.distcp")
     with pytest.raises(CheckpointError, match="__0_0.distcp: its content is not what was saved"):
-        require_whole(folder)
+        require_intact(folder)
 
 
 def test_what_is_read_first_is_verified_first(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +156,7 @@ def test_what_is_read_first_is_verified_first(copy: Path, monkeypatch: pytest.Mo
     (fault,) = refuse(monkeypatch, 1, ["--seed", "5", *asked])
     assert fault.startswith(f"--load: {copy / STEP} is damaged: __0_0.distcp: its content")
     assert "step 3 there has its sizes" in fault
-    saved, (passed,) = read_newest(copy)
+    saved, (passed,) = newest_readable(copy)
     assert saved.iteration == 3 and passed.step == 6 and "(__0_0.distcp: its" in passed.reason
     shutil.rmtree(copy / STEP)
     (copy / OTHER).rename(copy / STEP)
@@ -168,13 +168,13 @@ def test_saved_without_hashes(copy: Path, capsys: pytest.CaptureFixture[str]) ->
     """Read as before, with a line that says what is not known; it is no step to go back to."""
     unsealed(copy / OTHER)
     assert read_saved_run(copy, 3).iteration == 3
-    require_whole(copy / OTHER)
+    require_intact(copy / OTHER)
     assert capsys.readouterr().out.count("cannot be verified") == 1
     flip(copy / STEP / "__0_0.distcp")
     with pytest.raises(CheckpointError, match="no other step there is whole"):
-        require_whole(copy / STEP)
+        require_intact(copy / STEP)
     pipe(copy / OTHER / "__0_0.distcp")
-    for read in (read_saved_run, lambda folder, step: require_whole(folder / OTHER)):
+    for read in (read_saved_run, lambda folder, step: require_intact(folder / OTHER)):
         with pytest.raises(CheckpointError, match="__0_0.distcp: it is no regular file"):
             read(copy, 3)
 
@@ -208,21 +208,21 @@ def test_the_name_of_the_newest(
     damage(copy / LATEST)
     (fault,) = refuse(monkeypatch, 1, ["--seed", "5", "--pretrained-checkpoint", str(copy)])
     assert LATEST in fault and reason in fault and "\n" not in fault
-    saved, passed = read_newest(copy)
+    saved, passed = newest_readable(copy)
     assert saved.iteration == 6 and LATEST in passed[0].reason and passed[0].step is None
     set_aside(passed, saved, argparse.Namespace(save=str(copy)))
-    assert (copy / LATEST).read_text() == "6" and read_newest(copy)[1] == ()
+    assert (copy / LATEST).read_text() == "6" and newest_readable(copy)[1] == ()
 
 
 def test_any_flipped_bit_of_the_newest_step_s_name(copy: Path) -> None:
     """No other step takes its place, or it is said that there is a newer one."""
     for bit in range(8):
         (copy / LATEST).write_bytes(bytes([ord("6") ^ 1 << bit]))
-        saved, passed = read_newest(copy)
+        saved, passed = newest_readable(copy)
         assert saved.iteration == 6 and LATEST in passed[0].reason
         assert "lost" not in describe_passed(passed, saved)[-1]
     (copy / LATEST).write_text("3")
-    saved, passed = read_newest(copy)
+    saved, passed = newest_readable(copy)
     assert saved.iteration == 3 and passed == ()
     newer = describe_newer(saved)
     assert LATEST in newer and "--ckpt-step 6" in newer
@@ -233,7 +233,7 @@ def test_every_step_that_can_be_read_counts(copy: Path, tmp_path: Path) -> None:
     """The newest is half-written, its name lost, the next set aside; nothing is left in the end."""
     args = argparse.Namespace(save=str(copy))
     cut(copy / STEP / METADATA)
-    saved, passed = read_newest(copy)
+    saved, passed = newest_readable(copy)
     assert saved.iteration == 3 and [one.step for one in passed] == [6]
     words = describe_passed(passed, saved)
     assert f"{copy / STEP} is damaged" in words[0] and "steps 4 to 6 are lost" in words[-1]
@@ -245,11 +245,11 @@ def test_every_step_that_can_be_read_counts(copy: Path, tmp_path: Path) -> None:
         assert (copy / LATEST).read_text() == "3"
         shutil.copytree(copy / aside, copy / STEP)
     (copy / LATEST).unlink()
-    saved, passed = read_newest(copy)
+    saved, passed = newest_readable(copy)
     assert saved.iteration == 3 and [one.step for one in passed] == [None, 6]
     cut(copy / OTHER / METADATA)
     with pytest.raises(CheckpointError, match=LATEST):
-        read_newest(copy)
+        newest_readable(copy)
 
 
 def test_all_that_was_passed_is_said(copy: Path) -> None:
@@ -260,7 +260,7 @@ def test_all_that_was_passed_is_said(copy: Path) -> None:
     unsealed(copy / step_folder(4))
     newest = read_saved_run(copy)
     flip(copy / STEP / "__0_0.distcp")
-    saved, passed = newest_whole(newest)
+    saved, passed = newest_intact(newest)
     assert saved.iteration == 3
     assert [(one.step, one.lost) for one in passed] == [(6, 6), (5, 3), (None, None)]
     words = describe_passed(passed, saved)
@@ -268,7 +268,7 @@ def test_all_that_was_passed_is_said(copy: Path) -> None:
     assert "steps 4 to 6 are lost" in words[-1]
     shutil.copytree(copy / OTHER, copy / step_folder(9))
     (copy / LATEST).write_text("9")
-    saved, passed = read_newest(copy)
+    saved, passed = newest_readable(copy)
     assert saved.iteration == 3
     assert [(one.step, one.lost) for one in passed] == [(9, 3), (6, 6), (5, 3), (4, 3)]
     assert "steps 4 to 6 are lost" in describe_passed(passed, saved)[-1]

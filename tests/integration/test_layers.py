@@ -13,15 +13,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_pulse.integration.megatron.engine import engine_waits
-from megatron_pulse.integration.planning.layers import require_own_layers, require_waiting_layers
-from megatron_pulse.planner.step.plan import PlanError
+from megatron_pulse.integration.megatron.te_wgrad import te_can_defer_wgrad
+from megatron_pulse.integration.planning.transformer_impl import (
+    require_deferrable_wgrad,
+    require_same_transformer_impl,
+)
+from megatron_pulse.planner.program.plan import PlanError
 from megatron_pulse.profile.files import load_profile, save_profile
-from megatron_pulse.profile.measuring.measure import measure
+from megatron_pulse.profile.measurement.measure import measure
 from megatron_pulse.profile.profile import ProfileError, Source
-from tests.by_hand import unsealed_record
 from tests.launch.sessions import ROOT
 from tests.plans import small_profile
+from tests.reference import unsealed_record
 from tests.runtime.equality import Case, plan_of
 from tests.runtime.tiny import backbone
 
@@ -44,28 +47,28 @@ def test_a_profile_says_of_which_layers_it_is(tmp_path: Path) -> None:
 def test_a_run_takes_times_of_its_own_layers() -> None:
     measured = replace(small_profile(), source=Source.MEASURED)
     theirs = replace(measured, transformer_impl="transformer_engine")
-    require_own_layers(LOCAL, measured, "--pulse-profile p.json")
-    require_own_layers(ENGINE, theirs, "--pulse-profile p.json")
-    require_own_layers(ENGINE, replace(measured, source=Source.ANALYTIC), "A100")
+    require_same_transformer_impl(LOCAL, measured, "--pulse-profile p.json")
+    require_same_transformer_impl(ENGINE, theirs, "--pulse-profile p.json")
+    require_same_transformer_impl(ENGINE, replace(measured, source=Source.ANALYTIC), "A100")
     with pytest.raises(ProfileError, match=r"p.json was measured with layers of local, and .*"
                        r"'pulse profile --transformer-impl transformer_engine'"):  # fmt: skip
-        require_own_layers(ENGINE, measured, "--pulse-profile p.json")
+        require_same_transformer_impl(ENGINE, measured, "--pulse-profile p.json")
     with pytest.raises(ProfileError, match="or run with --transformer-impl transformer_engine"):
-        require_own_layers(LOCAL, theirs, "--pulse-profile p.json")
+        require_same_transformer_impl(LOCAL, theirs, "--pulse-profile p.json")
 
 
 def test_layers_whose_gradients_cannot_wait_take_no_split_schedule() -> None:
-    if engine_waits():
+    if te_can_defer_wgrad():
         pytest.skip("Transformer Engine is here, and its gradients can wait")
     chain = backbone("dit")
     for name, refused in (("wave", False), ("zb-v", True)):
         plan = plan_of(chain, Case("fold", 2, schedule=name), 2)
-        require_waiting_layers(LOCAL, plan)
+        require_deferrable_wgrad(LOCAL, plan)
         if refused:
             with pytest.raises(PlanError, match="zb-v.*>=2.3.0.*or --transformer-impl local"):
-                require_waiting_layers(ENGINE, plan)
+                require_deferrable_wgrad(ENGINE, plan)
         else:
-            require_waiting_layers(ENGINE, plan)
+            require_deferrable_wgrad(ENGINE, plan)
 
 
 def test_they_are_measured_where_they_run() -> None:
@@ -147,7 +150,7 @@ def test_copies_together_have_the_bits_of_copies_one_by_one(
 
 
 def test_gloo_is_not_asked_for_where_gpus_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron_pulse.integration.flags.checks import _check_processes
+    from megatron_pulse.integration.flags.startup_checks import _check_processes
 
     asked = Namespace(distributed_backend="gloo", num_workers=8)
     assert not list(_check_processes(asked))

@@ -146,7 +146,7 @@ def test_every_rank_is_told(tmp_path: Path, holder: Holder) -> None:
 def see_otherwise(folder: str) -> None:
     import torch.distributed as dist
 
-    from megatron_pulse.integration.checkpoint.start import lock_for_job
+    from megatron_pulse.integration.checkpoint.starting_point import lock_for_job
 
     dist.init_process_group("gloo")
     for found, told in (

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_pulse.integration.loop.log import LineFilter, with_whole_intervals
+from megatron_pulse.integration.loop.log_filter import LineFilter, with_whole_intervals
 from tests.integration.runs import BASE, TINY, train
 from tests.ranks import run_ranks
 

@@ -22,7 +22,7 @@ ALL = ["--pulse-offload", "*"]
 def test_bit_identical(backbone: str, flags: list[str]) -> None:
     more = ["--bf16"] * ("--bf16" in flags)
     got = run(2, *STEPS, *pipeline(2, *flags), backbone=backbone)
-    assert got.executed.offloaded_bytes > 0
+    assert got.executed.offload_bytes > 0
     assert_same(got, alone(*STEPS, *more, backbone=backbone))
 
 

@@ -14,29 +14,33 @@ import pytest
 
 from megatron_pulse.cli.main import main
 from megatron_pulse.cli.plan import plan_text
-from megatron_pulse.integration.flags.arguments import pulse_options
 from megatron_pulse.integration.flags.parse import parse
-from megatron_pulse.integration.flags.plan_flags import contradictions, obey
-from megatron_pulse.integration.planning.auto import _kept
-from megatron_pulse.integration.planning.planning import load_here
-from megatron_pulse.planner.cluster.cluster import Cluster, ClusterLink, DeviceFigures, Shared
-from megatron_pulse.planner.fill.table import read_table
+from megatron_pulse.integration.flags.plan_overrides import apply_plan, contradictions
+from megatron_pulse.integration.flags.pulse_options import pulse_options
+from megatron_pulse.integration.planning.auto_tune import _kept
+from megatron_pulse.integration.planning.run_plan import backbone_of_flags
+from megatron_pulse.planner.bubble_fill.encoder_table import read_table
+from megatron_pulse.planner.cluster.cluster import (
+    BandwidthScope,
+    Cluster,
+    ClusterLink,
+    DeviceFigures,
+)
 from megatron_pulse.planner.layout.layouts import FOLD_EXACT, FOLD_SOFT, ROW
 from megatron_pulse.planner.partition.memory import ParameterState
 from megatron_pulse.planner.plan_file.plan_file import save_plan
 from megatron_pulse.planner.schedule.search.synthesize import synthesize
 from megatron_pulse.planner.tune.config import Config, Recompute
 from megatron_pulse.planner.tune.evaluate import Evaluator
-from megatron_pulse.planner.tune.plans.filling import fill_plan
-from megatron_pulse.planner.tune.plans.recompute import load_checked, recomputed
+from megatron_pulse.planner.tune.plans.bubble_fill import fill_plan
 from megatron_pulse.planner.tune.plans.to_plan import plan_of
+from megatron_pulse.planner.tune.plans.verify_figures import load_checked, recomputed
 from megatron_pulse.profile.analytic import analyse
-from megatron_pulse.profile.devices import Roofline
 from megatron_pulse.profile.files import save_profile
-from megatron_pulse.profile.measuring.building import meta_context
+from megatron_pulse.profile.measurement.layer_context import meta_context
 from megatron_pulse.profile.memory_format import OPTION, format_caution
+from megatron_pulse.profile.roofline import Roofline
 from model_specs import load_backbone
-from tests.by_hand import unsealed_record
 from tests.integration.runs import (
     BASE,
     STEPS,
@@ -49,12 +53,13 @@ from tests.integration.runs import (
 )
 from tests.plans import with_other_parameters
 from tests.ranks import RanksFailed, run_ranks, said_once
+from tests.reference import unsealed_record
 from tests.runtime.tiny import FAMILIES
 
 UVIT = {"in_channels": 1, "depth": 6, "embed_dim": 32}
 BATCH = 8
-LINK = ClusterLink("loopback", 1.0, 50.0, Shared.DEVICE)
-TO_HOST = ClusterLink("pcie", 50.0, 10.0, Shared.DEVICE)
+LINK = ClusterLink("loopback", 1.0, 50.0, BandwidthScope.DEVICE)
+TO_HOST = ClusterLink("pcie", 50.0, 10.0, BandwidthScope.DEVICE)
 
 
 def make_plan(
@@ -64,7 +69,7 @@ def make_plan(
     options: Mapping[str, Any] = UVIT,
     encoders: Path | None = None,
     share: float = 0.0,
-    host_optimizer: bool = False,
+    optimizer_cpu_offload: bool = False,
 ) -> Path:
     """A plan of a tiny backbone for ``config``, perhaps with encoders in its idle time, or of which
     a ``share`` of the steps condition themselves, or with the optimizer on the host."""
@@ -74,7 +79,7 @@ def make_plan(
     assert device is not None
     backbone = load_backbone(name, dict(options))
     profile = analyse(backbone, [config.micro_batch_size], Roofline(device, "float32"))
-    state = ParameterState(averages=True, host_optimizer=host_optimizer)
+    state = ParameterState(ema=True, optimizer_cpu_offload=optimizer_cpu_offload)
     evaluator = Evaluator(profile, cluster, BATCH, self_conditioning=share, state=state)
     if config.recompute is Recompute.HOST:
         evaluator = short_of_memory(evaluator, config)
@@ -89,7 +94,7 @@ def make_plan(
 
 def short_of_memory(evaluator: Evaluator, config: Config) -> Evaluator:
     """Of devices that have just too little memory for what the config would keep."""
-    free = evaluator.evaluate(replace(config, recompute=Recompute.NEVER, ample=False))
+    free = evaluator.evaluate(replace(config, recompute=Recompute.NEVER, max_in_flight=False))
     for percent in range(99, 50, -1):
         gb = percent / 100 * max(free.memory_bytes) / 1e9
         short = evaluator.on(replace(evaluator.cluster, memory_gb=gb))
@@ -104,10 +109,10 @@ def short_of_memory(evaluator: Evaluator, config: Config) -> Evaluator:
     [
         (Config(2, 1, 1, 2, FOLD_EXACT, split=True), 0.0),
         (Config(2, 1, 1, 2, ROW, split=True, recompute=Recompute.ALWAYS), 0.0),
-        (Config(4, 1, 1, 2, ROW, split=True, ample=True, recompute=Recompute.HOST), 0.0),
-        (Config(4, 1, 1, 2, FOLD_SOFT, ample=True, recompute=Recompute.HOST), 0.0),
+        (Config(4, 1, 1, 2, ROW, split=True, max_in_flight=True, recompute=Recompute.HOST), 0.0),
+        (Config(4, 1, 1, 2, FOLD_SOFT, max_in_flight=True, recompute=Recompute.HOST), 0.0),
         (
-            Config(2, 2, 1, 2, FOLD_SOFT, distributed_optimizer=True, pipeline_inside=True),
+            Config(2, 2, 1, 2, FOLD_SOFT, distributed_optimizer=True, pp_before_dp=True),
             1e-6,
         ),
     ],
@@ -158,7 +163,7 @@ def test_auto_has_the_memory_format_of_the_plan_that_it_left(
         options = pulse_options(line.args)
         plan = _kept(path, line.args, options)
         assert plan is not None and not list(contradictions(plan, line, options, "--pulse-auto"))
-        chain = load_here(line.args, obey(plan, line.args, options))
+        chain = backbone_of_flags(line.args, apply_plan(plan, line.args, options))
         convolution = next(layer for layer in chain.layers if layer.name == "conv_in").build(
             meta_context("float32")
         )
@@ -244,7 +249,7 @@ def test_ranks_with_different_plans_are_refused(tmp_path: Path) -> None:
 
 def test_a_run_has_the_optimizer_where_its_plan_has_it(tmp_path: Path) -> None:
     config = Config(2, 1, 1, 2, FOLD_EXACT, split=True, distributed_optimizer=True)
-    plan = str(make_plan(tmp_path / "plan.json", config, host_optimizer=True))
+    plan = str(make_plan(tmp_path / "plan.json", config, optimizer_cpu_offload=True))
     obeyed = run(2, "--pulse-plan", plan, *STEPS[2:], backbone="none")
     flags = ["--use-distributed-optimizer", "--optimizer-cpu-offload"]
     assert_same(obeyed, alone(*flags, *STEPS))
@@ -260,7 +265,7 @@ def test_auto_plans_for_an_optimizer_on_the_host(tmp_path: Path) -> None:
     got = run(2, *flags, "--train-iters", "2", backbone="none")
     assert len(got.losses) == 2 and None not in got.losses
     plan = load_checked(tmp_path / "plan.json")
-    assert plan.host_optimizer and plan.distributed_optimizer
+    assert plan.optimizer_cpu_offload and plan.distributed_optimizer
     assert " --optimizer-cpu-offload" in plan_text.flags(plan)
 
 
@@ -287,7 +292,7 @@ def test_a_run_has_the_memory_format_of_its_plan_or_profile(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Unless an option says another, which is told of a profile here, of a plan at the start."""
-    from megatron_pulse.integration.preparing import prepare, read_command_line
+    from megatron_pulse.integration.setup import prepare, read_command_line
 
     sizes = {"sample_size": 8, "block_out_channels": "8,16", "norm_num_groups": 4}
     made = make_plan(

@@ -36,8 +36,8 @@ def train(num_ranks: int, *flags: str, steps: int = STEPS) -> Run:
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Weights that others trained, of which bf16 holds none exactly, and their import."""
-    from megatron_pulse.backbone.published import to_published
-    from megatron_pulse.integration.checkpoint.weights import weights_of, whole_stage
+    from megatron_pulse.backbone.published_weights import to_published
+    from megatron_pulse.integration.checkpoint.published_weights import weights_of, whole_stage
 
     folder = tmp_path_factory.mktemp("published")
     backbone = model_specs.load_backbone("uvit-tiny", OPTIONS)

@@ -17,9 +17,9 @@ from megatron_pulse.diffusion.chosen import chosen_process
 from megatron_pulse.diffusion.objectives import DiffusionProcess
 from megatron_pulse.diffusion.published import write_folder
 from megatron_pulse.diffusion.scheduler import process_of_scheduler
-from megatron_pulse.integration.checkpoint.checkpoints import read_saved_run
-from megatron_pulse.integration.checkpoint.process import continued_process, saved_process
-from megatron_pulse.integration.flags.checks import FlagError
+from megatron_pulse.integration.checkpoint.diffusion_process import continued_process, saved_process
+from megatron_pulse.integration.checkpoint.saved_run import read_saved_run
+from megatron_pulse.integration.flags.startup_checks import FlagError
 from model_specs import load_backbone, published_form
 from tests.diffusion.schedulers import PUBLISHED
 from tests.integration.runs import BASE, run
@@ -43,9 +43,9 @@ def options_of(family: str) -> dict[str, str]:
 
 def write_pipeline(folder: Path, family: str) -> list[str]:
     """Random weights as published, with the pipeline's scheduler; what ``pulse import`` takes."""
-    from megatron_pulse.backbone.published import to_published
+    from megatron_pulse.backbone.published_weights import to_published
     from megatron_pulse.diffusion.published import write_state_dict
-    from megatron_pulse.integration.checkpoint.weights import weights_of, whole_stage
+    from megatron_pulse.integration.checkpoint.published_weights import weights_of, whole_stage
 
     backbone = load_backbone(FAMILIES[family].backbone, options_of(family))
     published = published_form(backbone)
@@ -138,7 +138,7 @@ def prepare(imported: Path, monkeypatch: pytest.MonkeyPatch) -> Prepare:
     """A run of the Hunyuan-DiT up to where ranks would meet: its arguments and data."""
 
     def up_to_the_start(*flags: str) -> Any:
-        from megatron_pulse.integration.preparing import prepare, read_command_line
+        from megatron_pulse.integration.setup import prepare, read_command_line
 
         base = [*BASE, "--global-batch-size", "4", "--train-iters", "1"]
         base += ["--pulse-backbone", FAMILIES["hunyuan"].backbone]

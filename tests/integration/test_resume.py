@@ -16,9 +16,9 @@ import torch
 from PIL import Image
 
 from megatron_pulse.integration.checkpoint.folders import LATEST, CheckpointError
-from megatron_pulse.integration.checkpoint.start import find_start
-from megatron_pulse.integration.flags.checks import FlagError
-from megatron_pulse.integration.preparing import read_command_line
+from megatron_pulse.integration.checkpoint.starting_point import find_start
+from megatron_pulse.integration.flags.startup_checks import FlagError
+from megatron_pulse.integration.setup import read_command_line
 from tests.integration.conftest import BATCH, COSINE, LR
 from tests.integration.runs import BASE, TINY, Run, pipeline, run, train
 from tests.integration.test_bad_input import GOOD, refuse
@@ -39,7 +39,7 @@ def column(result: Run, name: str) -> list[float]:
 def said(monkeypatch: pytest.MonkeyPatch, *flags: str) -> str:
     """The line that a run with these flags begins with."""
     from megatron_pulse.integration.checkpoint.resume import NewRun, describe
-    from megatron_pulse.integration.preparing import prepare
+    from megatron_pulse.integration.setup import prepare
 
     monkeypatch.setattr(sys, "argv", ["pretrain_diffusion.py", *GOOD, *SEED, *COSINE, *flags])
     line, options, given = read_command_line()
@@ -173,7 +173,7 @@ def test_place_in_schedule_counts_steps_that_were_made(
 ) -> None:
     """Four steps of eight, of which one was skipped, by all units and batches; and counted from
     other steps."""
-    from megatron_pulse.integration.checkpoint.lr_schedule import place_in_schedule
+    from megatron_pulse.integration.checkpoint.lr_schedule import schedule_position
 
     args = {"train_samples": None, "global_batch_size": 8, "consumed_train_samples": 32}
     saved = {
@@ -182,7 +182,7 @@ def test_place_in_schedule_counts_steps_that_were_made(
         "opt_param_scheduler": {"num_steps": 24},
     }
     now = {**now, "consumed_train_samples": iteration * 8}
-    assert place_in_schedule(saved, argparse.Namespace(**args | now), iteration) == place
+    assert schedule_position(saved, argparse.Namespace(**args | now), iteration) == place
 
 
 def test_schedule_after_skipped_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -495,15 +495,15 @@ def test_options_that_are_newer_than_the_checkpoint(
     saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An option that the record does not know has its default."""
-    from megatron_pulse.integration.checkpoint import checkpoints
+    from megatron_pulse.integration.checkpoint import saved_run
 
-    args = checkpoints.read_saved_run(saved).arguments
+    args = saved_run.read_saved_run(saved).arguments
     old = argparse.Namespace(**vars(args))
     old.pulse_record = {**args.pulse_record, "options": dict(args.pulse_record["options"])}
     del old.pulse_record["options"]["final_conv"], old.pulse_class_dropout
     common = {"args": old}
     monkeypatch.setattr(
-        checkpoints.dist_checkpointing, "load_common_state_dict", lambda folder: common
+        saved_run.dist_checkpointing, "load_common_state_dict", lambda folder: common
     )
     line = said(monkeypatch, "--load", str(saved), "--train-iters", "6")
     assert line.startswith("goes on from iteration 6")

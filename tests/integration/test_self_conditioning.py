@@ -11,12 +11,12 @@ import pytest
 from megatron_pulse.cli.main import main
 from megatron_pulse.planner.layout.layouts import ROW
 from megatron_pulse.planner.tune.config import Config
-from tests.by_hand import unsealed_record
 from tests.cli.small_unet import EPSILON
 from tests.cli.small_unet import TINY as TINY_UNET
 from tests.integration.runs import BASE, STEPS, TINY, Run, alone, assert_same, pipeline, run
 from tests.integration.test_bad_input import refuse
 from tests.integration.test_plans import make_plan
+from tests.reference import unsealed_record
 
 UNET = [*TINY["unet"], "--pulse-option", "in_channels=2"]
 TAKES = ["--pulse-option", "in_channels=2"]

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from megatron_pulse.cli.main import main
-from megatron_pulse.integration.checkpoint.checkpoints import read_saved_run
+from megatron_pulse.integration.checkpoint.saved_run import read_saved_run
 from megatron_pulse.integration.sampling import load_model
 from tests.integration.runs import BASE
 from tests.integration.test_throughput import timed_run

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_pulse.planner.schedule.files import to_csv
+from megatron_pulse.planner.schedule.serialize import to_csv
 from tests.integration.runs import STEPS, alone, assert_same, pipeline, run
 from tests.solved import integer_programmed
 

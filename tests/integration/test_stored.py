@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from megatron_pulse.cli.main import main
-from megatron_pulse.integration.checkpoint.checkpoints import read_saved_run
-from megatron_pulse.integration.checkpoint.choosing.falling_back import newest_whole, read_newest
-from megatron_pulse.integration.checkpoint.choosing.pruning import to_remove
-from megatron_pulse.integration.checkpoint.choosing.stored import REMOVED, stored_in
 from megatron_pulse.integration.checkpoint.folders import LATEST, RELEASE, step_folder
 from megatron_pulse.integration.checkpoint.integrity.hashes import METADATA
 from megatron_pulse.integration.checkpoint.lock import FolderLock
+from megatron_pulse.integration.checkpoint.saved_run import read_saved_run
+from megatron_pulse.integration.checkpoint.selection.pruning import to_remove
+from megatron_pulse.integration.checkpoint.selection.recovery import newest_intact, newest_readable
+from megatron_pulse.integration.checkpoint.selection.stored_checkpoints import REMOVED, stored_in
 from tests.integration.test_integrity import DAMAGES, flip, unsealed
 from tests.ranks import run_ranks
 
@@ -202,11 +202,11 @@ def test_a_run_and_pruning_have_one_rule(copy: Path, capsys: pytest.CaptureFixtu
     saved = read_saved_run(copy, 3)
     (copy / LATEST).write_text("3")
     flip(copy / step_folder(3) / "__0_0.distcp")
-    assert newest_whole(saved)[0].iteration == 6 == read_newest(copy)[0].iteration
+    assert newest_intact(saved)[0].iteration == 6 == newest_readable(copy)[0].iteration
     status, text = said(capsys, "prune", copy, "--keep", "1", "--damaged")
     assert status == 0 and [one.step for one in stored_in(copy)] == [3, 6]  # 2 is no step 2
     unsealed(copy / step_folder(6))
-    assert read_newest(copy)[0].iteration == 6  # without hashes nothing is known to be damaged
+    assert newest_readable(copy)[0].iteration == 6  # without hashes nothing is known to be damaged
     status, text = said(capsys, "prune", copy, "--keep", "1")
     assert status == 0 and "0 removed" in text
 

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from megatron_pulse.integration.loop.stragglers import ENOUGH, Stragglers, slow_ranks
-from megatron_pulse.planner.schedule.operations import Kind
-from megatron_pulse.runtime.measure.busy import StepTime
+from megatron_pulse.planner.schedule.operations import OpType
+from megatron_pulse.runtime.measure.utilization import StepTime
 from tests.integration.runs import BASE, TINY, pipeline, train
 from tests.ranks import RanksFailed, run_ranks, said_once
 
-F2, B2 = (Kind.FORWARD, 2), (Kind.BACKWARD, 2)
+F2, B2 = (OpType.FORWARD, 2), (OpType.BACKWARD, 2)
 
 
 @pytest.mark.parametrize(
@@ -230,16 +230,16 @@ def test_a_loss_scale_that_no_step_bears_is_told_from_broken_gradients(
 
 def verified(flags: list[str]) -> int:
     """How often this rank computed something again."""
-    from megatron_pulse.integration.loop.again.verifying import Verifier
+    from megatron_pulse.integration.loop.diagnosis.sdc_check import SdcCheck
 
-    times, computed = 0, Verifier._computed
+    times, computed = 0, SdcCheck._computed
 
     def counted(*given: Any) -> Any:
         nonlocal times
         times += 1
         return computed(*given)
 
-    Verifier._computed = counted
+    SdcCheck._computed = counted
     train(flags)
     return times
 
@@ -247,7 +247,7 @@ def verified(flags: list[str]) -> int:
 def test_what_is_sound_is_verified() -> None:
     """All layers of both devices."""
     flags = [*TINY["unet"], *BASE, "--global-batch-size", "8", *pipeline(2)]
-    flags += ["--pulse-verify-every", "1", "--pulse-conditioning", "replicate"]
+    flags += ["--pulse-sdc-check-interval", "1", "--pulse-conditioning", "replicate"]
     assert run_ranks(2, verified, [*flags, "--train-iters", "36"]) == [18, 18]
 
 
@@ -287,7 +287,7 @@ def corrupt(flags: list[str], what: str) -> Any:
 
 @pytest.mark.parametrize("what", ["results", "gradients"])
 def test_a_bit_that_another_rank_does_not_get_is_named(what: str) -> None:
-    flags = [*FLAGS, *pipeline(2), "--train-iters", "4", "--pulse-verify-every", "1"]
+    flags = [*FLAGS, *pipeline(2), "--train-iters", "4", "--pulse-sdc-check-interval", "1"]
     with pytest.raises(RanksFailed) as failed:
         run_ranks(2, corrupt, flags, what)
     said = str(failed.value)

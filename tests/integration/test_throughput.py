@@ -14,15 +14,21 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_pulse.integration.flags.arguments import PulseOptions
-from megatron_pulse.integration.loop.throughput import Sums, TimedStep, WorkOfStep, figures, sum_up
-from megatron_pulse.integration.planning import planning
-from megatron_pulse.integration.pretrain import _tensor_parallel, leave_connections
-from megatron_pulse.planner.schedule.operations import Kind, Operation
-from megatron_pulse.planner.step.program import Run, Wait
-from megatron_pulse.profile.devices import PRESETS, known_device
+from megatron_pulse.integration.flags.pulse_options import PulseOptions
+from megatron_pulse.integration.loop.throughput import (
+    IntervalSums,
+    ThroughputConstants,
+    TimedStep,
+    interval_sums,
+    throughput_of,
+)
+from megatron_pulse.integration.planning import run_plan
+from megatron_pulse.integration.pretrain import _tensor_parallel, set_cuda_connections
+from megatron_pulse.planner.program.device_program import Run, Wait
+from megatron_pulse.planner.schedule.operations import Operation, OpType
 from megatron_pulse.profile.flops import count_flops, model_flops
-from megatron_pulse.runtime.measure.busy import BusyMeter, StepTime
+from megatron_pulse.profile.roofline import PRESETS, known_device
+from megatron_pulse.runtime.measure.utilization import StepTime, UtilizationMeter
 from model_specs import load_backbone
 from tests.integration.runs import BASE, TINY, pipeline, train
 from tests.integration.test_bad_input import refuse
@@ -105,16 +111,18 @@ def test_figures() -> None:
         TimedStep(16, 2.0, StepTime(1.0, 2.4)),
         TimedStep(16, 2, None),
     ]
-    ranks = [sum_up(steps, 10**9), Sums(8.0, 3.0, 4.0, 3 * 10**9)]
-    assert ranks[0] == Sums(6.0, 2.0, 4.0, 10**9)
-    found = figures(WorkOfStep(10**12, 24e12, 0.25, 2), steps, ranks, 1000, "CUDA")
+    ranks = [interval_sums(steps, 10**9), IntervalSums(8.0, 3.0, 4.0, 3 * 10**9)]
+    assert ranks[0] == IntervalSums(6.0, 2.0, 4.0, 10**9)
+    found = throughput_of(ThroughputConstants(10**12, 24e12, 0.25, 2), steps, ranks, 1000, "CUDA")
     assert found.line() == (
         " throughput: 6 samples/s | 3 TFLOP/s per device | MFU 12.5 % | bubble 37.5 % (plan 25.0 %)"
         " | peak 3 GB (CUDA) | 0:44:27 left"
     )
     assert found.scalars()["mfu"] == 0.125
     traced = [TimedStep(16, 2.0, None)]
-    unknown = figures(WorkOfStep(None, None, 0.0, 1), traced, [sum_up(traced, 0)], 0, "RSS")
+    unknown = throughput_of(
+        ThroughputConstants(None, None, 0.0, 1), traced, [interval_sums(traced, 0)], 0, "RSS"
+    )
     assert unknown.line() == " throughput: 8 samples/s | peak 0 GB (RSS) | 0:00:00 left"
     assert set(unknown.scalars()) == {
         "samples-per-second", "bubble-planned", "peak-memory-gb", "seconds-left"
@@ -122,8 +130,8 @@ def test_figures() -> None:
 
 
 def test_the_meter_counts_operations_and_not_waiting() -> None:
-    meter = BusyMeter(torch.device("cpu"))
-    run = Run(Operation(Kind.FORWARD, 0, 0))
+    meter = UtilizationMeter(torch.device("cpu"))
+    run = Run(Operation(OpType.FORWARD, 0, 0))
     for _ in range(2):  # each step begins at nothing
         least = most = 0.0  # what a busy machine makes of the seconds
         meter.start()
@@ -172,11 +180,11 @@ def test_layers_of_an_unknown_gpu_are_weighed_as_on_another(
     """And it is said, with what to do."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA RTX A1000")
-    device, said = planning._this_device()
+    device, said = run_plan._this_device()
     assert device is PRESETS["A100-80GB"] and "no peaks of NVIDIA RTX A1000 are known" in said
     assert "--pulse-profile FILE" in said
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
-    assert planning._this_device() == (PRESETS["H200"], "")
+    assert run_plan._this_device() == (PRESETS["H200"], "")
 
 
 def test_channels_have_hardware_queues_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +198,7 @@ def test_channels_have_hardware_queues_of_their_own(monkeypatch: pytest.MonkeyPa
         environment = dict(given)
         with monkeypatch.context() as patch:
             patch.setattr(os, "environ", environment)
-            leave_connections(tensor_parallel)
+            set_cuda_connections(tensor_parallel)
         assert environment == {name: expected}
     flags = ["--lr", "1", "--tensor-model-parallel-size"]
     assert [_tensor_parallel(f) for f in ([*flags, "2"], flags, flags[:2], [f"{flags[2]}=4"])] == [
@@ -206,7 +214,7 @@ def test_tensor_parallelism_is_not_refused_on_a_gpu(
     """Megatron asks for one queue before CUDA has any, and refuses what a user has chosen."""
     from megatron.training import arguments
 
-    from megatron_pulse.integration.flags.together import CONNECTIONS
+    from megatron_pulse.integration.flags.flag_constraints import CONNECTIONS
 
     monkeypatch.setattr(arguments, "get_device_arch_version", lambda: 9)
     monkeypatch.delenv(CONNECTIONS, raising=False)
@@ -221,5 +229,5 @@ def test_a_plan_leaves_a_gpu_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     seen = SimpleNamespace(total_memory=80 * 10**9)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: seen)
-    assert planning._memory_limit(PulseOptions()) == pytest.approx(72e9)
-    assert planning._memory_limit(PulseOptions(memory_gb=80)) == 80e9
+    assert run_plan._memory_limit(PulseOptions()) == pytest.approx(72e9)
+    assert run_plan._memory_limit(PulseOptions(memory_gb=80)) == 80e9

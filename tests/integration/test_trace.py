@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from megatron_pulse.planner.layout.placement import fold
-from megatron_pulse.planner.observe.compare import measured_problem
-from megatron_pulse.planner.observe.trace import load_trace
 from megatron_pulse.planner.schedule.problem import equal_stages
+from megatron_pulse.planner.trace.compare import measured_problem
+from megatron_pulse.planner.trace.trace import load_trace
 from tests.integration.runs import STEPS, alone, assert_same, pipeline, run
 
 

@@ -15,8 +15,7 @@ from megatron_pulse.integration.verify.compare import distance
 from megatron_pulse.integration.verify.job import TensorShard
 from megatron_pulse.integration.verify.verify import Settings, verify
 from megatron_pulse.planner.layout.routes import Payload
-from megatron_pulse.planner.plan_file.plan_file import PlanFile, save_plan
-from megatron_pulse.planner.plan_file.verification import (
+from megatron_pulse.planner.plan_file.certificate import (
     DIFFERS,
     EQUAL,
     ROUNDING,
@@ -27,6 +26,7 @@ from megatron_pulse.planner.plan_file.verification import (
     load_verification,
     save_verification,
 )
+from megatron_pulse.planner.plan_file.plan_file import PlanFile, save_plan
 from megatron_pulse.planner.tune.config import Recompute
 from model_specs import allow, load_backbone
 from tests.integration.verified import MODULE, RanksThatStay, plan_for
@@ -40,13 +40,17 @@ def broken(fault: str) -> Iterator[None]:
     """Within, the runtime of this rank has a ``fault``."""
     from megatron.core.distributed import DistributedDataParallel
 
-    from megatron_pulse.integration.loop import schedule
+    from megatron_pulse.integration.loop import forward_backward
     from megatron_pulse.runtime.executor import Executor
-    from megatron_pulse.runtime.messages.exchange import Exchange
-    from megatron_pulse.runtime.parameters import replicas
+    from megatron_pulse.runtime.p2p.tensor_router import TensorRouter
+    from megatron_pulse.runtime.parameters import replicated_embedders
 
     patch = pytest.MonkeyPatch()
-    deliver, field, hand = Exchange.deliver_gradients, Executor._field, replicas._backward
+    deliver, field, hand = (
+        TensorRouter.deliver_gradients,
+        Executor._field,
+        replicated_embedders._backward,
+    )
 
     def scaled(self: Any, op: Any, gradients: Any) -> None:
         twice = {key: 2 * g if op.stage == 1 else g for key, g in gradients.items()}
@@ -71,8 +75,8 @@ def broken(fault: str) -> Iterator[None]:
         settings = settings_of(*args, **kwargs)
         return replace(settings, grad_scale=lambda loss: loss * 1.001)
 
-    settings_of = schedule.RunSettings
-    refresh, refreshed = replicas.Replicas.refresh, list[int]()
+    settings_of = forward_backward.RunSettings
+    refresh, refreshed = replicated_embedders.Replicas.refresh, list[int]()
 
     def once(self: Any) -> None:
         if not refreshed:
@@ -87,19 +91,19 @@ def broken(fault: str) -> Iterator[None]:
 
     match fault:
         case "a stage's gradient scaled":
-            patch.setattr(Exchange, "deliver_gradients", scaled)
+            patch.setattr(TensorRouter, "deliver_gradients", scaled)
         case "a skip's gradient dropped":
-            patch.setattr(Exchange, "deliver_gradients", dropped)
+            patch.setattr(TensorRouter, "deliver_gradients", dropped)
         case "another microbatch's field":
             patch.setattr(Executor, "_field", swapped)
         case "an embedder doubled":
-            patch.setattr(replicas, "_backward", doubled)
+            patch.setattr(replicated_embedders, "_backward", doubled)
         case "the loss scaled":
-            patch.setattr(schedule, "RunSettings", unscaled)
+            patch.setattr(forward_backward, "RunSettings", unscaled)
         case "replicas summed, not averaged":
             patch.setattr(DistributedDataParallel, "finish_grad_sync", summed)
         case "copies not refreshed":
-            patch.setattr(replicas.Replicas, "refresh", once)
+            patch.setattr(replicated_embedders.Replicas, "refresh", once)
     with patch.context():
         try:
             yield
@@ -261,7 +265,7 @@ def test_a_certificate_is_read_as_it_was_written_or_refused(
 ) -> None:
     digest = digest_of(plan[1])
     assert digest_of(replace(plan[1], provenance={})) == digest
-    assert digest_of(replace(plan[1], half_gradients=True)) != digest
+    assert digest_of(replace(plan[1], grad_reduce_in_bf16=True)) != digest
     path = tmp_path / "plan.verified.json"
     found = Difference("the gradient", 1, 0, "a", "a.weight", 2, None, None, 5)
     made = Verification(

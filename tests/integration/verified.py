@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.integration.verify.job import VerifyJob
-from megatron_pulse.integration.verify.layout import run_rank
+from megatron_pulse.integration.verify.layout_rank import run_rank
 from megatron_pulse.planner.cluster.cluster import cluster
 from megatron_pulse.planner.layout.layouts import FOLD_EXACT, ROW, WHOLE
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
@@ -22,8 +22,8 @@ from megatron_pulse.planner.tune.config import Config, Recompute
 from megatron_pulse.planner.tune.evaluate import Evaluator
 from megatron_pulse.planner.tune.plans.to_plan import plan_of
 from megatron_pulse.profile.analytic import analyse
-from megatron_pulse.profile.devices import PRESETS, Roofline
-from megatron_pulse.runtime.measure.running import RUNNING
+from megatron_pulse.profile.roofline import PRESETS, Roofline
+from megatron_pulse.runtime.measure.execution_modes import RUNNING
 from tests.ranks import run_ranks
 
 _LOOK_S = 0.02

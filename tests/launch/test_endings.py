@@ -77,7 +77,7 @@ def test_everybody_told_to_stop_again_and_again(tmp_path: Path) -> None:
 
 TRAINS = """
 import time
-from megatron_pulse.runtime.stopping import STOP
+from megatron_pulse.runtime.stop_signals import STOP
 STOP.listen()
 STOP.defer()
 print("trains\\n", end="", flush=True)
@@ -151,7 +151,7 @@ def test_a_stopped_rank_is_named_though_it_hosts_the_store(tmp_path: Path) -> No
 
 FORKS = """
 import os, signal, sys, time
-from megatron_pulse.runtime.stopping import STOP
+from megatron_pulse.runtime.stop_signals import STOP
 STOP.listen()
 if os.fork() == 0:
     time.sleep(600)

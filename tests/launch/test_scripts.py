@@ -17,8 +17,8 @@ from PIL import Image
 
 from megatron_pulse.cli.main import main
 from megatron_pulse.data.images.emoji import FONT, PACKAGE
-from megatron_pulse.planner.observe.trace import load_trace
-from megatron_pulse.planner.tune.plans.recompute import load_checked
+from megatron_pulse.planner.trace.trace import load_trace
+from megatron_pulse.planner.tune.plans.verify_figures import load_checked
 from tests.launch.sessions import ROOT, session
 from tests.ranks import run_ranks
 
@@ -85,8 +85,8 @@ def test_ranks_that_cannot_be(ranks: str, tmp_path: Path) -> None:
 
 
 def tour() -> list[str]:
-    """The commands of the README's "Five minutes"."""
-    section = (ROOT / "README.md").read_text().split("\n## Five minutes\n")[1].split("\n## ")[0]
+    """The commands of the README's "Plan by hand"."""
+    section = (ROOT / "README.md").read_text().split("\n## Plan by hand\n")[1].split("\n## ")[0]
     (block,) = re.findall(r"```bash\n(.*?)```", section, re.DOTALL)
     return [line.split(" #")[0].strip() for line in block.replace("\\\n", " ").splitlines()]
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron_pulse.backbone.published import adopted, require_fit, to_published
+from megatron_pulse.backbone.published_weights import adopted, require_fit, to_published
 from model_specs import load_published
 from tests.model_specs.chains import perturb, relative_error
 from tests.model_specs.twins import Twin

@@ -6,10 +6,10 @@ import torch
 
 import model_specs
 from megatron_pulse.backbone.costs import weighted_costs
-from megatron_pulse.backbone.gradients import wanted_gradients
-from megatron_pulse.backbone.published import adopted, require_fit, to_published
+from megatron_pulse.backbone.gradients import required_gradients
+from megatron_pulse.backbone.published_weights import adopted, require_fit, to_published
 from megatron_pulse.planner.layout.placement import fold, sequential
-from megatron_pulse.planner.step.make import make_plan
+from megatron_pulse.planner.program.make import make_plan
 from megatron_pulse.profile.parameters import count_parameters
 from model_specs.controlnet.chain import BRANCH
 from model_specs.controlnet.published import joined
@@ -139,7 +139,7 @@ def test_sizes_of_the_published(name, trained, locked):
 
 def test_no_gradient_is_computed_for_the_locked_encoder():
     backbone = model_specs.load_backbone("controlnet-tiny", SMALL)
-    wanted = wanted_gradients(backbone)
+    wanted = required_gradients(backbone)
     for layer, runs, entering in zip(
         backbone.layers, wanted.layers, wanted.boundaries, strict=True
     ):

@@ -15,18 +15,18 @@ import torch
 
 import model_specs
 from megatron_pulse.backbone.chain import Backbone, TensorSpec
-from megatron_pulse.backbone.derived.leaves import leaves_of
 from megatron_pulse.cli.main import main
-from megatron_pulse.integration.flags.arguments import PulseOptions
-from megatron_pulse.integration.planning.planning import trained_here
+from megatron_pulse.integration.flags.pulse_options import PulseOptions
+from megatron_pulse.integration.planning.run_plan import with_trainable_params
 from megatron_pulse.planner.layout.placement import Partition, sequential
 from megatron_pulse.planner.layout.routes import trace_routes
 from megatron_pulse.profile.parameters import count_parameters
-from megatron_pulse.profile.trained import TrainedError
+from megatron_pulse.profile.trainable import TrainedError
 from megatron_pulse.runtime.stage import Stage
+from megatron_pulse.tracing.input_leaves import leaves_of
 from model_specs.derived import code, saying
 from model_specs.derived.classes import CLASSES
-from tests.backbone.derived.zoo import make
+from tests.tracing.zoo import make
 
 UNET = {
     "block_out_channels": "8,16",
@@ -373,7 +373,7 @@ def test_what_is_all_frozen_cannot_be_trained(own: str, capsys: pytest.CaptureFi
     assert said in capsys.readouterr().err
     options = PulseOptions(backbone=f"{own}:frozen")
     with pytest.raises(TrainedError, match=said):
-        trained_here(model_specs.load_backbone(f"{own}:frozen"), options)
+        with_trainable_params(model_specs.load_backbone(f"{own}:frozen"), options)
 
 
 def test_labels_are_dropped_in_the_batch_not_by_the_module(

@@ -8,7 +8,7 @@ import torch
 import model_specs
 import model_specs.example
 from megatron_pulse.backbone.check import check_backbone
-from megatron_pulse.planner.partition.closed import largest_fold
+from megatron_pulse.planner.partition.legal_cuts import largest_fold
 from tests.model_specs.chains import build_chain
 
 

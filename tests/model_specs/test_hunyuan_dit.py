@@ -6,9 +6,9 @@ from diffusers import HunyuanDiT2DModel
 from diffusers.models.normalization import FP32LayerNorm
 
 import model_specs
-from megatron_pulse.backbone.published import to_published
+from megatron_pulse.backbone.published_weights import to_published
 from megatron_pulse.profile.flops import count_flops
-from megatron_pulse.profile.measuring.building import meta_context
+from megatron_pulse.profile.measurement.layer_context import meta_context
 from megatron_pulse.profile.parameters import count_parameters
 from model_specs.hunyuan_dit import config_from_published
 from tests.model_specs.chains import build_chain

@@ -74,7 +74,7 @@ def test_same_numbers_as_diffusers(options, one_rank):
 
 def test_masks_are_diffusers(one_rank):
     """Masked words change nothing, and a caption whose words are all masked is seen whole."""
-    from megatron_pulse.backbone.published import to_published
+    from megatron_pulse.backbone.published_weights import to_published
 
     chain = build_chain(model_specs.load_backbone("pixart-tiny"), torch.float64)
     perturb(chain.parameters().values())

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import model_specs
-from megatron_pulse.backbone.published import PublishedError, adopted, to_published
+from megatron_pulse.backbone.published_weights import PublishedError, adopted, to_published
 
 TINY = [
     "uvit-tiny", "sd-tiny", "sdxl-tiny", "hunyuan-tiny", "dit-tiny", "pixart-tiny", "sd3-tiny",
@@ -14,7 +14,7 @@ TINY = [
 
 @pytest.mark.parametrize("name", TINY)
 def test_every_tensor_that_is_no_weight_is_named(name):
-    from megatron_pulse.integration.checkpoint.weights import weights_of, whole_stage
+    from megatron_pulse.integration.checkpoint.published_weights import weights_of, whole_stage
 
     backbone = model_specs.load_backbone(name)
     ours = weights_of(whole_stage(backbone, initialise=True))

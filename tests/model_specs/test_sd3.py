@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import model_specs
-from megatron_pulse.backbone.published import to_published
+from megatron_pulse.backbone.published_weights import to_published
 from megatron_pulse.profile.flops import count_flops
 from megatron_pulse.profile.parameters import count_parameters
 from tests.model_specs.chains import build_chain

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import model_specs
-from megatron_pulse.backbone.published import PublishedError, to_published
+from megatron_pulse.backbone.published_weights import PublishedError, to_published
 from megatron_pulse.diffusion.published import write_folder
 
 TINY = ["sd-tiny", "sdxl-tiny", "hunyuan-tiny", "dit-tiny", "pixart-tiny", "sd3-tiny", "flux-tiny"]
@@ -93,7 +93,7 @@ def test_upcast_attention_survives(name):
     ],
 )  # fmt: skip
 def test_diffusers_reads_what_is_exported(name, options, tmp_path):
-    from megatron_pulse.integration.checkpoint.weights import weights_of, whole_stage
+    from megatron_pulse.integration.checkpoint.published_weights import weights_of, whole_stage
 
     backbone = model_specs.load_backbone(name, options)
     form = model_specs.published_form(backbone)
@@ -111,7 +111,7 @@ def test_diffusers_reads_what_is_exported(name, options, tmp_path):
 
 
 def test_what_diffusers_cannot_read_is_not_written(tmp_path):
-    from megatron_pulse.integration.checkpoint.weights import weights_of, whole_stage
+    from megatron_pulse.integration.checkpoint.published_weights import weights_of, whole_stage
 
     backbone = model_specs.load_backbone("hunyuan-tiny")
     form = model_specs.published_form(backbone)

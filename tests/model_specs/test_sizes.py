@@ -7,7 +7,7 @@ import pytest
 import torch
 from diffusers.models.normalization import FP32LayerNorm
 
-from megatron_pulse.backbone.published import to_published
+from megatron_pulse.backbone.published_weights import to_published
 from model_specs import (
     compare_models,
     continue_model,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import model_specs
-from megatron_pulse.backbone.published import to_published
+from megatron_pulse.backbone.published_weights import to_published
 from tests.model_specs.chains import build_chain, perturb, relative_error
 from tests.model_specs.parity import gradient_of
 from tests.model_specs.twins import Twin

@@ -163,7 +163,7 @@ def test_same_numbers_as_diffusers_without_cross_attention(linear, one_rank):
     """diffusers has no such UNet, but its transformer does without a context."""
     from diffusers import Transformer2DModel
 
-    from megatron_pulse.backbone.published import Published, to_published
+    from megatron_pulse.backbone.published_weights import Published, to_published
     from model_specs.unet.published import parameter_rules
 
     backbone = model_specs.load_backbone("unet-tiny", {"use_linear_projection": linear})

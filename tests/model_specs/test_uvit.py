@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import model_specs
-from megatron_pulse.backbone.published import to_published
+from megatron_pulse.backbone.published_weights import to_published
 from megatron_pulse.profile.flops import count_flops
 from megatron_pulse.profile.parameters import count_parameters
 from model_specs.uvit.config import UViTConfig

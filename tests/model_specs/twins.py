@@ -13,7 +13,7 @@ from torch import Tensor
 import megatron_pulse as pulse
 import model_specs
 from megatron_pulse.backbone.chain import Backbone
-from megatron_pulse.backbone.derived.leaves import leaves_of
+from megatron_pulse.tracing.input_leaves import leaves_of
 
 Fields = Mapping[str, Tensor]
 

@@ -30,7 +30,7 @@ def block_of(name: str) -> str:
 def fine_costs(name: str) -> ChainCosts:
     """The finest units: 1 s is 1 TFLOP; bytes in bf16 for one sample."""
     from megatron_pulse.profile.analytic import analyse
-    from megatron_pulse.profile.devices import Device, Roofline
+    from megatron_pulse.profile.roofline import Device, Roofline
     from model_specs import load_backbone
 
     device = Device("1 TFLOP/s", {"bfloat16": 1e12}, 1e30, 0)

@@ -10,9 +10,17 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from megatron_pulse.planner.layout.routes import Payload
+from megatron_pulse.planner.program.device_program import (
+    CollectiveEvent,
+    Event,
+    Receive,
+    Release,
+    Run,
+    Send,
+    Wait,
+)
 from megatron_pulse.planner.schedule.message import Message
-from megatron_pulse.planner.schedule.operations import Kind, Operation
-from megatron_pulse.planner.step.program import Event, Receive, Release, Run, Send, Together, Wait
+from megatron_pulse.planner.schedule.operations import Operation, OpType
 
 
 class Rule(Enum):
@@ -47,7 +55,9 @@ def held_bytes(program: Sequence[Event], size: Callable[[Message], float]) -> fl
     for event in program:
         match event:
             case Send(message):
-                is_kept = message.payload is Payload.SKIP and message.producer.kind is Kind.FORWARD
+                is_kept = (
+                    message.payload is Payload.SKIP and message.producer.kind is OpType.FORWARD
+                )
                 sent[message] = 0.0 if is_kept else size(message)
                 held += sent[message]
             case Receive(message):
@@ -124,7 +134,7 @@ def play(
                     if any(message not in step.arrival for message in sent):
                         break
                     now[device] = max(now[device], *(step.arrival[m] for m in sent))
-                case Together():
+                case CollectiveEvent():
                     break
             at[device] += 1
             moved = True
@@ -134,7 +144,7 @@ def play(
         heads = {
             events[i] if i < len(events) else None for events, i in zip(programs, at, strict=True)
         }
-        if len(heads) > 1 or not isinstance(next(iter(heads)), Together):
+        if len(heads) > 1 or not isinstance(next(iter(heads)), CollectiveEvent):
             return False
         if rule is Rule.ONE and any(message not in step.arrival for message, _ in issued):
             return False

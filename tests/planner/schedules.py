@@ -8,8 +8,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from megatron_pulse.planner.layout.placement import Placement
-from megatron_pulse.planner.schedule.check.simulate import Timeline, run
-from megatron_pulse.planner.schedule.operations import BACKWARDS, Kind, Schedule
+from megatron_pulse.planner.schedule.check.simulate import Timeline, simulate
+from megatron_pulse.planner.schedule.operations import BACKWARDS, OpType, Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem, equal_stages
 from megatron_pulse.planner.schedule.search.synthesize import synthesize
 
@@ -48,9 +48,9 @@ def recomputed_anywhere(
         new = list(order)
         for op in order:
             if op.kind in BACKWARDS and op.stage in stages and rng.random() < share:
-                first = new.index(op._replace(kind=Kind.FORWARD))
+                first = new.index(op._replace(kind=OpType.FORWARD))
                 place = rng.randint(first + 1, new.index(op))
-                new.insert(place, op._replace(kind=Kind.RECOMPUTE))
+                new.insert(place, op._replace(kind=OpType.RECOMPUTE))
         orders.append(tuple(new))
     return replace(schedule, order=tuple(orders))
 
@@ -65,15 +65,15 @@ def offloaded_anywhere(
         new = list(order)
         for op in order:
             if op.kind in BACKWARDS and op.stage in stages and rng.random() < share:
-                leaves = rng.randint(new.index(op._replace(kind=Kind.FORWARD)) + 1, new.index(op))
-                new.insert(leaves, op._replace(kind=Kind.OFFLOAD))
+                leaves = rng.randint(new.index(op._replace(kind=OpType.FORWARD)) + 1, new.index(op))
+                new.insert(leaves, op._replace(kind=OpType.OFFLOAD))
                 comes = rng.randint(leaves + 1, new.index(op))
-                new.insert(comes, op._replace(kind=Kind.RELOAD))
+                new.insert(comes, op._replace(kind=OpType.RELOAD))
         orders.append(tuple(new))
     return replace(schedule, order=tuple(orders))
 
 
-def simulate(
+def run_schedule(
     schedule: Schedule,
     forward: Sequence[float],
     backward: Sequence[float],
@@ -89,4 +89,4 @@ def simulate(
         None if weight_grad is None else tuple(weight_grad),
         link,
     )
-    return run(problem, schedule)
+    return simulate(problem, schedule)

@@ -15,12 +15,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megatron_pulse.planner.schedule.check.simulate import Timeline, run
-from megatron_pulse.planner.schedule.operations import Filler, Kind, Operation, Schedule
+from megatron_pulse.planner.schedule.check.simulate import Timeline, simulate
+from megatron_pulse.planner.schedule.operations import BubbleTask, Operation, OpType, Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
 
 
-def fill(problem: ScheduleProblem, schedule: Schedule, fillers: Sequence[Filler]) -> Schedule:
+def fill(problem: ScheduleProblem, schedule: Schedule, fillers: Sequence[BubbleTask]) -> Schedule:
     """``schedule`` with every slice of ``fillers``; with ``problem``'s times no stage is put off.
 
     Slices of fillers with the fewest devices come first, then the longest; each goes into the
@@ -34,12 +34,12 @@ def fill(problem: ScheduleProblem, schedule: Schedule, fillers: Sequence[Filler]
     homes = [[d for d in range(num_devices) if filler.may_run_on(d)] for filler in fillers]
     if lost := [repr(f.name) for f, home in zip(fillers, homes, strict=True) if not home]:
         raise ValueError(f"none of the {num_devices} devices may run filler {', '.join(lost)}")
-    timeline = run(problem, schedule)
+    timeline = simulate(problem, schedule)
     slack = 1e-12 * timeline.makespan
     gaps, done = _gaps(timeline)
     placed: dict[tuple[int, int], list[Operation]] = defaultdict(list)
     slices = [
-        (seconds, Operation(Kind.FILLER, index, number))
+        (seconds, Operation(OpType.FILLER, index, number))
         for index, filler in enumerate(fillers)
         for number, seconds in enumerate(filler.slice_seconds)
     ]

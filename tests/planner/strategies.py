@@ -114,5 +114,5 @@ def problems(draw: st.DrawFn) -> ScheduleProblem:
         draw(st.sampled_from([0.0, 0.5, 3.0])),
         activation,
         draw(st.none() | st.just(cap)),
-        waiting=waiting,
+        wgrad_bytes=waiting,
     )

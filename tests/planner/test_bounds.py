@@ -19,8 +19,8 @@ from megatron_pulse.planner.schedule.bound.bounds import (
     one_machine_bound,
 )
 from megatron_pulse.planner.schedule.bound.exhaustive import exhaustive_bound
-from megatron_pulse.planner.schedule.bound.path import MicrobatchPath
-from megatron_pulse.planner.schedule.check.simulate import run
+from megatron_pulse.planner.schedule.bound.microbatch_path import MicrobatchPath
+from megatron_pulse.planner.schedule.check.simulate import simulate
 from megatron_pulse.planner.schedule.check.validate import faults_for
 from megatron_pulse.planner.schedule.operations import Operation
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
@@ -62,7 +62,7 @@ def tiny(draw: st.DrawFn, waits: bool = False) -> ScheduleProblem:
         float(draw(st.integers(0, 2))),
         taken if capped else None,
         cap if capped else None,
-        waiting=waiting,
+        wgrad_bytes=waiting,
     )
 
 
@@ -86,7 +86,7 @@ def test_last_gradients_start_no_sooner_than_their_bound(problem: ScheduleProble
     last = problem.num_microbatches - 1
     bounds = last_gradients(problem)
     for schedule in (synthesize(problem, effort=3).schedule, *classics(problem)):
-        start = run(problem, schedule).start
+        start = simulate(problem, schedule).start
         for stage, bound in enumerate(bounds):
             assert bound <= start[Operation(problem.kinds[-1], stage, last)] + 1e-9
 
@@ -154,7 +154,7 @@ def test_schedules_whose_weight_gradients_wait_with_bytes_are_proved(
 def test_what_weight_gradients_wait_with_bounds_a_step() -> None:
     """Device 0 holds nothing from input to weight gradient, and room for one activation before."""
     problem = ScheduleProblem(
-        sequential(2), 3, (1, 8), (5, 7), (2, 5), (2.0,), (2, 2), (2, 2), waiting=(0, 1)
+        sequential(2), 3, (1, 8), (5, 7), (2, 5), (2.0,), (2, 2), (2, 2), wgrad_bytes=(0, 1)
     )
     assert optimum(problem) == 77 == lower_bound(problem)
 

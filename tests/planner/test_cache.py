@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from megatron_pulse.planner.layout.placement import fold, interleaved
 from megatron_pulse.planner.schedule.bound.bounds import lower_bound
 from megatron_pulse.planner.schedule.cache import cached, directory, key
-from megatron_pulse.planner.schedule.check.simulate import run
+from megatron_pulse.planner.schedule.check.simulate import simulate
 from megatron_pulse.planner.schedule.check.validate import faults_for
 from megatron_pulse.planner.schedule.classic.one_f_one_b import gpipe
 from megatron_pulse.planner.schedule.problem import Certificate, ScheduleProblem, Synthesis
 from megatron_pulse.planner.schedule.search import synthesize as synthesizing
-from megatron_pulse.planner.schedule.search.sweep.widening import Widening
+from megatron_pulse.planner.schedule.search.dp.growing_width import GrowingSweeps
 from megatron_pulse.planner.schedule.search.synthesize import synthesize
 
 
@@ -57,7 +57,7 @@ class Finder:
         if not self.classic:
             return synthesize(problem, effort=4)
         schedule = gpipe(problem.placement, problem.num_microbatches)
-        length = run(problem, schedule).makespan
+        length = simulate(problem, schedule).makespan
         return Synthesis(schedule, Certificate(length, lower_bound(problem), False, "gpipe", 0.0))
 
 
@@ -69,16 +69,19 @@ def test_a_hit_is_timed_with_the_times_at_hand() -> None:
     assert find.asked == 1
     assert hit.schedule == first.schedule and not faults_for(scaled, hit.schedule)
     assert hit.certificate.makespan == pytest.approx(1e-3 * first.certificate.makespan)
-    assert hit.certificate.makespan == run(scaled, hit.schedule).makespan
+    assert hit.certificate.makespan == simulate(scaled, hit.schedule).makespan
     assert hit.certificate.lower_bound == lower_bound(scaled)
     assert hit.certificate.solver == "cache (constructive)"
     near = replace(scaled, forward=(1.001e-3, *scaled.forward[1:]))
-    assert cached(near, 5.0, "auto", find).certificate.makespan == run(near, hit.schedule).makespan
+    assert (
+        cached(near, 5.0, "auto", find).certificate.makespan
+        == simulate(near, hit.schedule).makespan
+    )
     assert find.asked == 1
 
 
 def test_more_time_searches_again_and_keeps_the_better(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Widening, "starts", lambda *_: iter(()))  # each would prove it
+    monkeypatch.setattr(GrowingSweeps, "starts", lambda *_: iter(()))  # each would prove it
     monkeypatch.setattr(synthesizing, "exhaustive_bound", lambda path, length: 0.0)
     open_ended = problem()
     assert not cached(open_ended, 1.0, "auto", Finder()).certificate.proved
@@ -164,7 +167,7 @@ def test_damaged_files_are_overwritten(
     path.write_bytes(text)
     found = cached(problem(), 1.0, "auto", find)
     assert not faults_for(problem(), found.schedule)
-    assert found.certificate.makespan == run(problem(), found.schedule).makespan
+    assert found.certificate.makespan == simulate(problem(), found.schedule).makespan
     assert found.certificate.lower_bound <= good.certificate.makespan * (1 + 1e-9)
     assert cached(problem(), 1.0, "auto", find).schedule == found.schedule
 
@@ -207,14 +210,14 @@ import sys, time
 from tests.planner.test_cache import Finder, problem
 from megatron_pulse.planner.schedule.cache import cached
 from megatron_pulse.planner.schedule.check.validate import faults_for
-from megatron_pulse.planner.schedule.check.simulate import run
+from megatron_pulse.planner.schedule.check.simulate import simulate
 shared = problem(cap=8.0)
 begin, number = float(sys.argv[1]), int(sys.argv[2])
 time.sleep(max(0.0, begin - time.time()))
 for turn in range(25):
     found = cached(shared, float(number + 5 * turn), "auto", Finder(classic=number % 2 == 0))
     assert not faults_for(shared, found.schedule)
-    assert found.certificate.makespan == run(shared, found.schedule).makespan
+    assert found.certificate.makespan == simulate(shared, found.schedule).makespan
 """
 
 

@@ -16,7 +16,7 @@ from megatron_pulse.planner.partition.evaluate import MemoryRule, evaluate
 from megatron_pulse.planner.partition.find import Goal, PartitionError, find_partition
 from megatron_pulse.planner.partition.memory import in_flight
 from megatron_pulse.planner.schedule.bound.bounds import lower_bound
-from megatron_pulse.planner.schedule.check.simulate import run
+from megatron_pulse.planner.schedule.check.simulate import simulate
 from megatron_pulse.planner.schedule.check.validate import faults_for
 from megatron_pulse.planner.schedule.ilp.cpsat import shortest_by_cp_sat
 from megatron_pulse.planner.schedule.ilp.solvers import Status
@@ -141,7 +141,9 @@ def test_opposite_folds_fill_each_other(split: bool) -> None:
     found, one = synthesize(both, effort=20), synthesize(alone, effort=20)
     assert not faults_for(both, found.schedule)
     assert found.certificate.makespan < 0.96 * 2 * one.certificate.makespan
-    assert run(both, found.schedule).idle_share < 0.5 * run(alone, one.schedule).idle_share
+    assert (
+        simulate(both, found.schedule).idle_share < 0.5 * simulate(alone, one.schedule).idle_share
+    )
 
 
 def test_a_chain_alone_is_a_problem_of_its_own() -> None:

@@ -8,13 +8,13 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_pulse.planner.program.communication import compile_communication, message_spec
+from megatron_pulse.planner.program.device_program import Event, Receive, compile_program
+from megatron_pulse.planner.program.nccl_check import check_events
 from megatron_pulse.planner.schedule.check.simulate import duration_of
 from megatron_pulse.planner.schedule.message import Message
-from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
+from megatron_pulse.planner.schedule.operations import Operation, OpType, Schedule
 from megatron_pulse.planner.schedule.problem import equal_stages
-from megatron_pulse.planner.step.communication import compile_communication, message_spec
-from megatron_pulse.planner.step.nccl_check import check_events
-from megatron_pulse.planner.step.program import Event, Receive, compile_program
 from tests.planner.channel_times import Rule, play, without_releases
 from tests.planner.schedules import recomputed_anywhere
 from tests.planner.strategies import schedules
@@ -77,10 +77,10 @@ def test_posted_receives_hold_up_nothing(
     )
     backward = tuple(data.draw(times) for _ in range(count))
     problem = replace(
-        equal_stages(placement, schedule.num_microbatches, Kind.WEIGHT_GRAD in schedule.kinds),
+        equal_stages(placement, schedule.num_microbatches, OpType.WEIGHT_GRAD in schedule.kinds),
         forward=tuple(data.draw(times) for _ in range(count)),
         backward=backward,
-        recompute=tuple(seconds / 3 for seconds in backward),
+        recompute_s=tuple(seconds / 3 for seconds in backward),
         link=link,
     )
     plan = compile_communication(routes, schedule, problem)

@@ -17,17 +17,17 @@ from megatron_pulse.planner.layout.placement import (
     make_placement,
     sequential,
 )
-from megatron_pulse.planner.schedule.check.simulate import Timeline, grid, run
+from megatron_pulse.planner.schedule.check.simulate import Timeline, grid, simulate
 from megatron_pulse.planner.schedule.check.validate import peak_activations, validate
-from megatron_pulse.planner.schedule.chimera import chimera
-from megatron_pulse.planner.schedule.classic.clocked import hanayo
-from megatron_pulse.planner.schedule.classic.names import CLASSICS, SPLIT
-from megatron_pulse.planner.schedule.classic.split import dualpipe_v
+from megatron_pulse.planner.schedule.classic.catalog import CLASSICS, SPLIT
+from megatron_pulse.planner.schedule.classic.chimera import chimera
+from megatron_pulse.planner.schedule.classic.hanayo import hanayo
+from megatron_pulse.planner.schedule.classic.zero_bubble import dualpipe_v
 from megatron_pulse.planner.schedule.operations import Operation, Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
 from megatron_pulse.planner.schedule.registry import make_schedule
 from megatron_pulse.planner.schedule.search.jobshop import job_shop
-from tests.planner.schedules import simulate
+from tests.planner.schedules import run_schedule
 
 HOMES = {
     "gpipe": [sequential, interleaved, fold],
@@ -86,8 +86,8 @@ def timed(schedule: Schedule, stage: float = 1, link: float = 0.0) -> Timeline:
     """Equal stages of forward ``stage`` and backward twice that, in halves where it is split."""
     num = schedule.placement.num_stages
     if schedule.name in SPLIT:
-        return simulate(schedule, [stage] * num, [stage] * num, link, [stage] * num)
-    return simulate(schedule, [stage] * num, [2 * stage] * num, link)
+        return run_schedule(schedule, [stage] * num, [stage] * num, link, [stage] * num)
+    return run_schedule(schedule, [stage] * num, [2 * stage] * num, link)
 
 
 def runs_on(name: str, num_devices: int) -> list[Placement]:
@@ -143,7 +143,7 @@ def test_every_size_is_valid(name: str) -> None:
                 forward, backward, weight = (
                     [rng.uniform(0.2, 3) for _ in range(num)] for _ in range(3)
                 )
-                timeline = simulate(
+                timeline = run_schedule(
                     schedule, forward, backward, rng.random(), weight if name in SPLIT else None
                 )
                 assert len(timeline.end) == len(schedule.kinds) * num * m
@@ -178,7 +178,7 @@ def test_large_and_uneven(data: st.DataObject) -> None:
     problem = ScheduleProblem(
         placement, schedule.num_microbatches, *times[:2], times[2] if name in SPLIT else None, 0.3
     )
-    timeline = run(problem, schedule)
+    timeline = simulate(problem, schedule)
     for kind, other in zip(schedule.kinds, schedule.kinds[1:], strict=False):
         for s, m in product(range(num), range(schedule.num_microbatches)):
             assert timeline.end[Operation(kind, s, m)] <= timeline.start[Operation(other, s, m)]
@@ -194,10 +194,10 @@ def test_clock_schedules_idle_as_their_formula_says(p: int, k: int, b: float) ->
     idle = 1 + b + (2 * k - 1) * abs(b - 1)
     for w in (1, 2):
         num = 2 * p * w
-        timeline = simulate(hanayo(fold(p, w), k * p), [1] * num, [b] * num)
+        timeline = run_schedule(hanayo(fold(p, w), k * p), [1] * num, [b] * num)
         assert timeline.bubble == pytest.approx([(p - 1) * idle] * p)
     if p % 2 == 0:
-        timeline = simulate(chimera(p, k * p), [1] * p, [b] * p)
+        timeline = run_schedule(chimera(p, k * p), [1] * p, [b] * p)
         assert timeline.bubble == pytest.approx([(p / 2 - 1) * idle] * p)
 
 
@@ -205,7 +205,7 @@ def test_clock_schedules_idle_as_their_formula_says(p: int, k: int, b: float) ->
 def test_hanayo_is_the_papers_figure_9_of_equal_slots(p: int) -> None:
     """P microbatches down and up a fold and back take 6P-2 slots: 22 where P = 4."""
     num = 2 * p
-    assert simulate(hanayo(fold(p), p), [1] * num, [1] * num).makespan == 6 * p - 2
+    assert run_schedule(hanayo(fold(p), p), [1] * num, [1] * num).makespan == 6 * p - 2
 
 
 @pytest.mark.parametrize("p", [2, 4, 6, 8])
@@ -228,7 +228,7 @@ def test_dualpipe_v_pairs_forwards_with_backwards_of_the_other_direction() -> No
 
 def test_chimera_runs_down_and_up() -> None:
     schedule = chimera(4, 4)
-    assert grid(simulate(schedule, [1] * 4, [1] * 4)).splitlines() == [
+    assert grid(run_schedule(schedule, [1] * 4, [1] * 4)).splitlines() == [
         "device  0 | F0:0 F0:2 .    F3:1 B3:1 F3:3 B3:3 B0:0 .    B0:2",
         "device  1 | .    F1:0 F2:1 F1:2 F2:3 B2:1 B1:0 B2:3 B1:2 .",
         "device  2 | .    F1:1 F2:0 F1:3 F2:2 B2:0 B1:1 B2:2 B1:3 .",
@@ -249,7 +249,7 @@ def test_each_direction_of_chimera_is_a_schedule(p: int) -> None:
                 validate(Schedule("half", sequential(p), count, tuple(map(tuple, counted)))) == []
             )
         problem = ScheduleProblem(sequential(p), m, (1.0,) * p, (2.0,) * p, link=0.3)
-        assert len(run(problem, chimera(p, m)).end) == 2 * p * m
+        assert len(simulate(problem, chimera(p, m)).end) == 2 * p * m
     with pytest.raises(ValueError, match="an even number of devices; got 3"):
         chimera(3, 4)
 

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_pulse.planner.cluster.cluster import (
+    BandwidthScope,
     Cluster,
     ClusterError,
     ClusterLink,
     DeviceFigures,
-    Shared,
     cluster,
     cluster_presets,
     load_cluster,
@@ -21,8 +21,8 @@ from megatron_pulse.planner.cluster.cluster import (
 )
 from megatron_pulse.planner.cluster.link import Link
 
-INSIDE = ClusterLink("nvlink", 100, 2, Shared.DEVICE)
-BETWEEN = ClusterLink("ethernet", 10, 20, Shared.NODE)
+INSIDE = ClusterLink("nvlink", 100, 2, BandwidthScope.DEVICE)
+BETWEEN = ClusterLink("ethernet", 10, 20, BandwidthScope.NODE)
 
 
 def two_by_four(**changes) -> Cluster:
@@ -49,7 +49,7 @@ def test_the_slowest_link_of_a_ring() -> None:
     assert small.link_between([0, 4, 1, 5]) == Link(20e-6, 5e9), "two links leave each node"
     assert small.link_between([0, 4], concurrent=4) == Link(20e-6, 2.5e9)
     assert small.link_between([6]) == Link()
-    own = two_by_four(inter_node=ClusterLink("infiniband", 10, 20, Shared.DEVICE))
+    own = two_by_four(inter_node=ClusterLink("infiniband", 10, 20, BandwidthScope.DEVICE))
     assert own.link_between([0, 4, 1, 5], concurrent=2) == Link(20e-6, 10e9)
     for ranks, concurrent in (([], 1), ([0, 0], 1), ([0, 1], 0)):
         with pytest.raises(ClusterError, match="different ranks"):

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_pulse.planner.schedule import compiled
-from megatron_pulse.planner.schedule.compiled import compiling
-from megatron_pulse.planner.schedule.search.ascending import RUN, ascending
+from megatron_pulse.planner.schedule import jit
+from megatron_pulse.planner.schedule.jit import compiling
+from megatron_pulse.planner.schedule.search.ascending import RUN, stable_argsort
 
 
 def test_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(jit.tempfile, "gettempdir", lambda: str(tmp_path))
     with compiling():
         began = time.monotonic()
         with compiling(longest_s=0.3):  # as another process would
@@ -29,14 +29,14 @@ def test_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_a_folder_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled.tempfile, "gettempdir", lambda: str(tmp_path / "none"))
+    monkeypatch.setattr(jit.tempfile, "gettempdir", lambda: str(tmp_path / "none"))
     with compiling():
         assert not list(tmp_path.iterdir())
 
 
-@compiled.compiled
+@jit.compiled
 def _order(keys: Any) -> Any:
-    return ascending(keys, len(keys))
+    return stable_argsort(keys, len(keys))
 
 
 def test_equal_keys_stay_in_their_order() -> None:
@@ -49,7 +49,7 @@ def test_equal_keys_stay_in_their_order() -> None:
 
 KEPT = """
 from typing import NamedTuple
-from megatron_pulse.planner.schedule.compiled import compiled
+from megatron_pulse.planner.schedule.jit import compiled
 
 class {name}(NamedTuple):
     value: int
@@ -68,7 +68,7 @@ def test_what_is_kept_counts_for_the_sources_that_it_is_of(
     """A class has another name: numba cannot read what it kept, though the file is another."""
 
     def made(name: str, by: int, sources: str) -> Any:
-        monkeypatch.setattr(compiled, "_sources", lambda: sources)
+        monkeypatch.setattr(jit, "_sources", lambda: sources)
         file, text = tmp_path / "kept.py", KEPT.format(name=name, by=by)
         if not file.exists() or file.read_text() != text:  # numba looks at when it was written
             file.write_text(text)
@@ -90,7 +90,7 @@ ALL_READY = """
 import gc, random
 from numba.core.dispatcher import Dispatcher
 from megatron_pulse.planner.schedule.search import synthesize
-from megatron_pulse.planner.step import replay
+from megatron_pulse.planner.program import simulate
 from megatron_pulse.planner.tune.config import Choices
 from megatron_pulse.planner.tune.evaluate import Evaluator
 from megatron_pulse.planner.tune.tune import tune
@@ -100,8 +100,8 @@ def known():
     made = (one for one in gc.get_objects() if isinstance(one, Dispatcher))
     return {one.py_func.__qualname__: len(one.signatures) for one in made if one.signatures}
 
-synthesize.get_ready()
-replay.get_ready()
+synthesize.compile_search()
+simulate.compile_simulator()
 before = known()
 evaluator = Evaluator(profile(random.Random(0), 14, 6), cluster(2, 4, inter_gbs=2.0), 64)
 tune(evaluator, Choices(), 6.0, 2.0, "none")

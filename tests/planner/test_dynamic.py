@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_pulse.planner.layout.placement import fold, interleaved, sequential
-from megatron_pulse.planner.schedule.check.simulate import run
+from megatron_pulse.planner.schedule.check.simulate import simulate
 from megatron_pulse.planner.schedule.check.validate import faults_for
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
+from megatron_pulse.planner.schedule.search.dp.chain import chain_of
+from megatron_pulse.planner.schedule.search.dp.growing_width import GrowingSweeps
+from megatron_pulse.planner.schedule.search.dp.states import BLOCK
+from megatron_pulse.planner.schedule.search.dp.sweep import Sweep, lines_of, sweep
 from megatron_pulse.planner.schedule.search.jobshop import job_shop
-from megatron_pulse.planner.schedule.search.sweep.chain import chain_of
-from megatron_pulse.planner.schedule.search.sweep.dynamic import Sweep, lines_of, sweep
-from megatron_pulse.planner.schedule.search.sweep.states import BLOCK
-from megatron_pulse.planner.schedule.search.sweep.widening import Widening
 from megatron_pulse.planner.schedule.search.synthesize import synthesize
 from tests.planner.exact import optimum
 from tests.planner.strategies import equal, problems
@@ -34,7 +34,7 @@ def swept(
         return found, math.inf
     schedule = shop.schedule("wave", shop.timed(lines_of(shop, found.order, mirrored)))
     assert faults_for(problem, schedule) == []
-    return found, run(problem, schedule).makespan
+    return found, simulate(problem, schedule).makespan
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_optima_under_tight_caps(p: int, m: int, cap: float, split: bool, best: 
     problem = equal(fold(p), m, cap, split)
     found = synthesize(problem, math.inf)
     assert faults_for(problem, found.schedule) == []
-    assert found.certificate.makespan == best == run(problem, found.schedule).makespan
+    assert found.certificate.makespan == best == simulate(problem, found.schedule).makespan
     assert found.certificate.lower_bound <= best
     assert found.certificate.proved or split
 
@@ -113,11 +113,11 @@ def test_any_beam_is_valid(problem: ScheduleProblem, width: int) -> None:
         assert found.order is not None
         schedule = shop.schedule("wave", shop.timed(lines_of(shop, found.order, mirrored)))
         assert faults_for(problem, schedule) == []
-    sweeps, lengths = Widening(problem, shop), [math.inf]
+    sweeps, lengths = GrowingSweeps(problem, shop), [math.inf]
     for start in sweeps.starts(lambda: min(lengths), lambda done: 200_000 - done):
         schedule = shop.schedule("wave", start)
         assert faults_for(problem, schedule) == []
-        lengths.append(run(problem, schedule).makespan)
+        lengths.append(simulate(problem, schedule).makespan)
     assert sweeps.bound <= min(lengths) * (1 + 1e-9)
 
 
@@ -147,7 +147,7 @@ def test_a_sweep_gives_up_when_it_is_told_to() -> None:
 def test_sweeps_go_on_where_they_left_off() -> None:
     """A second part of the budget begins without knowing how fast sweeps are."""
     problem = equal(fold(4), 8, 5)
-    sweeps = Widening(problem, job_shop(problem))
+    sweeps = GrowingSweeps(problem, job_shop(problem))
     next(sweeps.starts(lambda: 1e9, lambda _: math.inf))
     assert not sweeps.done
     assert list(sweeps.starts(lambda: 1e9, lambda done: 1e9 if done else math.inf))

@@ -3,9 +3,9 @@
 import pytest
 
 from megatron_pulse.backbone.chain import Backbone, Layer, TensorSpec
-from megatron_pulse.planner.layout.embedders import choose_embedders, provided
+from megatron_pulse.planner.layout.embedder_choice import choose_embedders, provided
 from megatron_pulse.planner.layout.placement import Partition, make_placement
-from megatron_pulse.planner.step.plan import Plan
+from megatron_pulse.planner.program.plan import Plan
 
 TOKENS = TensorSpec((8,))
 TEXT = TensorSpec((10, 4), dtype="float32")

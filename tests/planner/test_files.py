@@ -9,9 +9,9 @@ from hypothesis import given, settings
 
 from megatron_pulse.planner.layout.placement import fold, interleaved, sequential
 from megatron_pulse.planner.schedule.check.validate import validate
-from megatron_pulse.planner.schedule.files import from_csv, from_json, to_csv, to_json
-from megatron_pulse.planner.schedule.operations import Filler, Schedule
+from megatron_pulse.planner.schedule.operations import BubbleTask, Schedule
 from megatron_pulse.planner.schedule.registry import make_schedule
+from megatron_pulse.planner.schedule.serialize import from_csv, from_json, to_csv, to_json
 from tests.planner.slices import fill
 from tests.planner.strategies import equal, schedules
 
@@ -19,7 +19,7 @@ from tests.planner.strategies import equal, schedules
 def filled() -> Schedule:
     """Two fillers, one of them at home on one device only."""
     problem = equal(sequential(3), 4)
-    fillers = [Filler("text", (0.5, 1.5, 0.25)), Filler("image", (1.0, 9.0), (2,))]
+    fillers = [BubbleTask("text", (0.5, 1.5, 0.25)), BubbleTask("image", (1.0, 9.0), (2,))]
     return fill(problem, make_schedule("1f1b", sequential(3), 4), fillers)
 
 

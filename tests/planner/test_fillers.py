@@ -13,15 +13,15 @@ from megatron_pulse.backbone.costs import weighted_costs
 from megatron_pulse.planner.layout.placement import fold, interleaved, sequential
 from megatron_pulse.planner.layout.routes import trace_routes
 from megatron_pulse.planner.partition.find import find_partition
-from megatron_pulse.planner.schedule.check.simulate import Timeline, grid, logical_times, run
+from megatron_pulse.planner.program.communication import compile_communication, messages_of
+from megatron_pulse.planner.program.device_program import Run, compile_program
+from megatron_pulse.planner.program.nccl_check import check_events
+from megatron_pulse.planner.schedule.check.simulate import Timeline, grid, logical_times, simulate
 from megatron_pulse.planner.schedule.check.validate import faults_for, peak_activations, validate
-from megatron_pulse.planner.schedule.classic.names import CLASSICS, SPLIT
-from megatron_pulse.planner.schedule.operations import Filler, Kind, Operation, Schedule
+from megatron_pulse.planner.schedule.classic.catalog import CLASSICS, SPLIT
+from megatron_pulse.planner.schedule.operations import BubbleTask, Operation, OpType, Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
 from megatron_pulse.planner.schedule.registry import make_schedule
-from megatron_pulse.planner.step.communication import compile_communication, messages_of
-from megatron_pulse.planner.step.nccl_check import check_events
-from megatron_pulse.planner.step.program import Run, compile_program
 from tests.planner.chains import chain
 from tests.planner.schedules import wave
 from tests.planner.slices import fill
@@ -61,11 +61,11 @@ def slices(total: float, count: int, seed: int = 0) -> tuple[float, ...]:
 
 def ran(timeline: Timeline) -> list[Operation]:
     """The slices that are over when the last stage is."""
-    stages = max(end for op, end in timeline.end.items() if op.kind is not Kind.FILLER)
+    stages = max(end for op, end in timeline.end.items() if op.kind is not OpType.FILLER)
     return [
         op
         for op, end in timeline.end.items()
-        if op.kind is Kind.FILLER and end <= stages * (1 + 1e-9)
+        if op.kind is OpType.FILLER and end <= stages * (1 + 1e-9)
     ]
 
 
@@ -76,10 +76,12 @@ def unmoved(before: Timeline, after: Timeline) -> bool:
 @pytest.mark.parametrize(("name", "placement"), CASES)
 def test_nine_tenths_of_the_idle_time_cost_nothing(name: str, placement) -> None:
     problem, schedule = uneven(name, placement, 8)
-    before = run(problem, schedule)
+    before = simulate(problem, schedule)
     each = slices(0.9 * sum(before.bubble), 400)
-    filled = fill(problem, schedule, [Filler("text", each[:300]), Filler("image", each[300:])])
-    after = run(problem, filled)
+    filled = fill(
+        problem, schedule, [BubbleTask("text", each[:300]), BubbleTask("image", each[300:])]
+    )
+    after = simulate(problem, filled)
     assert validate(filled) == [] and faults_for(problem, filled) == []
     assert after.makespan == pytest.approx(before.makespan)
     assert unmoved(before, after)
@@ -90,10 +92,10 @@ def test_nine_tenths_of_the_idle_time_cost_nothing(name: str, placement) -> None
 @pytest.mark.parametrize(("name", "placement"), CASES)
 def test_nearly_all_of_the_idle_time_can_be_filled(name: str, placement) -> None:
     problem, schedule = uneven(name, placement, 8)
-    before = run(problem, schedule)
+    before = simulate(problem, schedule)
     idle = sum(before.bubble)
-    filled = fill(problem, schedule, [Filler("text", slices(idle, 400))])
-    after = run(problem, filled)
+    filled = fill(problem, schedule, [BubbleTask("text", slices(idle, 400))])
+    after = simulate(problem, filled)
     assert unmoved(before, after)
     assert sum(filled.fillers[0].slice_seconds[op.microbatch] for op in ran(after)) >= 0.94 * idle
     assert after.makespan <= 1.02 * before.makespan
@@ -101,8 +103,8 @@ def test_nearly_all_of_the_idle_time_can_be_filled(name: str, placement) -> None
 
 def test_the_table_of_the_docstring() -> None:
     problem = equal(sequential(2), 2)
-    filled = fill(problem, make_schedule("1f1b", sequential(2), 2), [Filler("x", (1, 2, 1))])
-    assert grid(run(problem, filled)).splitlines() == [
+    filled = fill(problem, make_schedule("1f1b", sequential(2), 2), [BubbleTask("x", (1, 2, 1))])
+    assert grid(simulate(problem, filled)).splitlines() == [
         "device  0 | F0:0 F0:1 X0:1 -    B0:0 -    X0:2 B0:1 -",
         "device  1 | X0:0 F1:0 B1:0 -    F1:1 B1:1 -    .    .",
     ]
@@ -111,11 +113,11 @@ def test_the_table_of_the_docstring() -> None:
 def test_what_fits_nowhere_goes_to_the_device_that_is_done_first() -> None:
     problem = equal(sequential(2), 2)  # device 0 is done at 9, device 1 at 7
     schedule = make_schedule("1f1b", sequential(2), 2)
-    filled = fill(problem, schedule, [Filler("x", (3.0, 4.0))])
+    filled = fill(problem, schedule, [BubbleTask("x", (3.0, 4.0))])
     assert [str(order[-1]) for order in filled.order] == ["X0:0", "X0:1"]
-    assert run(problem, filled).makespan == 12  # 7 + 4 on device 1, then 9 + 3 on device 0
-    at_home = fill(problem, schedule, [Filler("x", (3.0, 4.0), (0,))])
-    assert run(problem, at_home).makespan == 16 and len(at_home.order[1]) == 4
+    assert simulate(problem, filled).makespan == 12  # 7 + 4 on device 1, then 9 + 3 on device 0
+    at_home = fill(problem, schedule, [BubbleTask("x", (3.0, 4.0), (0,))])
+    assert simulate(problem, at_home).makespan == 16 and len(at_home.order[1]) == 4
 
 
 @settings(max_examples=80, derandomize=True)
@@ -126,10 +128,10 @@ def test_every_slice_once_on_its_devices_and_no_stage_later(data: st.DataObject)
     seconds = st.lists(st.floats(0.01, 20), min_size=1, max_size=30).map(tuple)
     homes = st.none() | st.sets(st.integers(0, 3), min_size=1).map(tuple)
     fillers = data.draw(
-        st.lists(st.builds(Filler, st.text(max_size=3), seconds, homes), max_size=3)
+        st.lists(st.builds(BubbleTask, st.text(max_size=3), seconds, homes), max_size=3)
     )
-    before, filled = run(problem, schedule), fill(problem, schedule, fillers)
-    after = run(problem, filled)
+    before, filled = simulate(problem, schedule), fill(problem, schedule, fillers)
+    after = simulate(problem, filled)
     assert validate(filled) == [] and unmoved(before, after)
     assert filled.kinds == schedule.kinds
     assert peak_activations(filled) == peak_activations(schedule)
@@ -143,27 +145,29 @@ def test_every_slice_once_on_its_devices_and_no_stage_later(data: st.DataObject)
 
 def test_a_filler_takes_one_slot_of_logical_time() -> None:
     problem, schedule = uneven("zb-v", fold(4), 5)
-    filled = fill(problem, schedule, [Filler("x", slices(20, 30))])
+    filled = fill(problem, schedule, [BubbleTask("x", slices(20, 30))])
     times = logical_times(filled)
     assert len(times) == 3 * 8 * 5 + 30
     for order in filled.order:
         for a, b in zip(order, order[1:], strict=False):
             assert times[b] > times[a]
-            if b.kind is Kind.FILLER:
+            if b.kind is OpType.FILLER:
                 assert times[b] == times[a] + 1
 
 
 @pytest.mark.parametrize(("name", "placement"), CASES)
 def test_a_program_runs_every_slice_and_sends_nothing_for_it(name: str, placement) -> None:
     problem, schedule = uneven(name, placement, 6)
-    filled = fill(problem, schedule, [Filler("x", slices(30, 40)), Filler("y", (2.0, 2.0), (1,))])
+    filled = fill(
+        problem, schedule, [BubbleTask("x", slices(30, 40)), BubbleTask("y", (2.0, 2.0), (1,))]
+    )
     num = placement.num_stages
     backbone = chain(num, [(0, num - 1)], {0: range(1, num)})
     partition = find_partition(weighted_costs(backbone, [1.0] * num), placement)
     routes = trace_routes(backbone, partition)
     plan = compile_communication(routes, filled)
     assert sorted(plan.messages) == sorted(compile_communication(routes, schedule).messages)
-    assert messages_of(routes, Operation(Kind.FILLER, 0, 3)) == ()
+    assert messages_of(routes, Operation(OpType.FILLER, 0, 3)) == ()
     assert validate(filled, partition, plan.messages) == []
     assert check_events([compile_program(filled, plan, d) for d in range(4)]) == []
     for device, order in enumerate(filled.order):
@@ -173,7 +177,9 @@ def test_a_program_runs_every_slice_and_sends_nothing_for_it(name: str, placemen
 
 def filled_1f1b() -> Schedule:
     problem, schedule = uneven("1f1b", sequential(4), 4)
-    return fill(problem, schedule, [Filler("x", slices(20, 12)), Filler("y", (1.0, 1.0), (1, 3))])
+    return fill(
+        problem, schedule, [BubbleTask("x", slices(20, 12)), BubbleTask("y", (1.0, 1.0), (1, 3))]
+    )
 
 
 @settings(max_examples=100, derandomize=True)
@@ -201,7 +207,7 @@ def test_mutations(data: st.DataObject) -> None:
 
 
 def any_filler(schedule: Schedule, device: int) -> list[Operation]:
-    return [op for op in schedule.order[device] if op.kind is Kind.FILLER]
+    return [op for op in schedule.order[device] if op.kind is OpType.FILLER]
 
 
 def with_fillers(schedule: Schedule, device: int, order: list[Operation]) -> Schedule:
@@ -213,7 +219,7 @@ def with_fillers(schedule: Schedule, device: int, order: list[Operation]) -> Sch
 
 def test_unknown_fillers_and_slices() -> None:
     schedule = filled_1f1b()
-    extra = [Operation(Kind.FILLER, 2, 0), Operation(Kind.FILLER, 1, 2)]
+    extra = [Operation(OpType.FILLER, 2, 0), Operation(OpType.FILLER, 1, 2)]
     faults = validate(with_fillers(schedule, 1, [*schedule.order[1], *extra]))
     assert faults == [
         "X2:0 on device 1: there is no filler 2",
@@ -223,12 +229,12 @@ def test_unknown_fillers_and_slices() -> None:
 
 def test_fillers_that_cannot_be() -> None:
     with pytest.raises(ValueError, match=r"2 faults\):\n  - it has no slices\n  - there is"):
-        Filler("x", (), ())
+        BubbleTask("x", (), ())
     for seconds in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="must be finite and positive"):
-            Filler("x", (1.0, seconds))
+            BubbleTask("x", (1.0, seconds))
     problem, schedule = equal(sequential(2), 2), make_schedule("1f1b", sequential(2), 2)
-    lost = [Filler("a", (1.0,)), Filler("b", (1.0,), (2,)), Filler("c", (1.0,), (5, 6))]
+    lost = [BubbleTask("a", (1.0,)), BubbleTask("b", (1.0,), (2,)), BubbleTask("c", (1.0,), (5, 6))]
     with pytest.raises(ValueError, match="none of the 2 devices may run filler 'b', 'c'"):
         fill(problem, schedule, lost)
     with pytest.raises(ValueError, match="1f1b has fillers already"):
@@ -238,5 +244,5 @@ def test_fillers_that_cannot_be() -> None:
 @pytest.mark.parametrize(("p", "m"), product((2, 8), (4, 32)))
 def test_a_short_filler_always_fits(p: int, m: int) -> None:
     problem = equal(sequential(p), m)
-    filled = fill(problem, make_schedule("1f1b", sequential(p), m), [Filler("x", (0.1,) * p)])
-    assert run(problem, filled).makespan == pytest.approx(3 * (m + p - 1))
+    filled = fill(problem, make_schedule("1f1b", sequential(p), m), [BubbleTask("x", (0.1,) * p)])
+    assert simulate(problem, filled).makespan == pytest.approx(3 * (m + p - 1))

@@ -18,22 +18,22 @@ from hypothesis import strategies as st
 import megatron_pulse.planner.schedule.solve
 from megatron_pulse.planner.layout.placement import Placement, fold, interleaved, sequential
 from megatron_pulse.planner.schedule.bound.bounds import lower_bound
-from megatron_pulse.planner.schedule.check.simulate import run
+from megatron_pulse.planner.schedule.check.simulate import simulate
 from megatron_pulse.planner.schedule.check.validate import faults_for, validate
 from megatron_pulse.planner.schedule.ilp import solvers
-from megatron_pulse.planner.schedule.ilp.attempt import attempt
-from megatron_pulse.planner.schedule.ilp.beside import Beside
+from megatron_pulse.planner.schedule.ilp.background import BackgroundSolver
 from megatron_pulse.planner.schedule.ilp.cpsat import shortest_by_cp_sat
-from megatron_pulse.planner.schedule.ilp.modulo import Aim, fitting, modulo
+from megatron_pulse.planner.schedule.ilp.improve_by_solver import attempt
+from megatron_pulse.planner.schedule.ilp.modulo import SolverObjective, fitting, modulo
 from megatron_pulse.planner.schedule.ilp.solvers import Solver, Status, solve_model
 from megatron_pulse.planner.schedule.ilp.time_indexed import shortest
 from megatron_pulse.planner.schedule.operations import Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem, Synthesis
 from megatron_pulse.planner.schedule.search import synthesize as synthesizing
+from megatron_pulse.planner.schedule.search.compaction import improve
+from megatron_pulse.planner.schedule.search.dp.growing_width import GrowingSweeps
 from megatron_pulse.planner.schedule.search.grid import on_grid
-from megatron_pulse.planner.schedule.search.improve import improve
 from megatron_pulse.planner.schedule.search.jobshop import job_shop
-from megatron_pulse.planner.schedule.search.sweep.widening import Widening
 from megatron_pulse.planner.schedule.search.synthesize import BOUND_WORK, LONG_S, synthesize
 from megatron_pulse.planner.schedule.search.template import faults, steady_peak
 from megatron_pulse.planner.schedule.solve import solve
@@ -71,7 +71,7 @@ SOON = random_problem(1, fold(2), 4)
 @pytest.fixture
 def without_sweeps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor with every order tried, which proves what is small."""
-    monkeypatch.setattr(Widening, "starts", lambda *_: iter(()))
+    monkeypatch.setattr(GrowingSweeps, "starts", lambda *_: iter(()))
     monkeypatch.setattr(synthesizing, "exhaustive_bound", lambda path, length: 0.0)
 
 
@@ -89,7 +89,7 @@ def test_golden_optima_are_proved(cap: float, split: bool, solver: str, best: fl
     problem = equal(fold(4), 8, cap, split)
     found = solve(problem, 30, solver)
     assert faults_for(problem, found.schedule) == []
-    assert found.certificate.makespan == best == run(problem, found.schedule).makespan
+    assert found.certificate.makespan == best == simulate(problem, found.schedule).makespan
     assert found.certificate.proved and found.certificate.lower_bound == best
     shop = job_shop(problem)
     again = shortest(shop, Solver(solver), 30, int(best) - 1)
@@ -117,13 +117,13 @@ def test_a_solver_works_beside_the_search_which_ends_with_its_proof(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of a search that leaves the solver the processor."""
-    asked = Beside.is_enough
+    asked = BackgroundSolver.is_enough
 
-    def resting(self: Beside, schedule: Schedule, bound: float) -> bool:
+    def resting(self: BackgroundSolver, schedule: Schedule, bound: float) -> bool:
         time.sleep(0.02)
         return asked(self, schedule, bound)
 
-    monkeypatch.setattr(Beside, "is_enough", resting)
+    monkeypatch.setattr(BackgroundSolver, "is_enough", resting)
     monkeypatch.setattr(megatron_pulse.planner.schedule.solve, "LATER", 0.0)
     found = solve(SOON, 200, "highs").certificate
     assert found.makespan == 95 and found.proved
@@ -154,7 +154,7 @@ def test_every_exact_model_finds_the_brute_force_optimum(
     if waits:
         caps = [max(a, w) + 1 for a, w in zip(problem.activation or (), waits, strict=True)]
         more = problem.weight_grad or problem.forward
-        problem = replace(problem, weight_grad=more, cap=tuple(caps), waiting=waits)
+        problem = replace(problem, weight_grad=more, cap=tuple(caps), wgrad_bytes=waits)
     shop, best = job_shop(problem), optimum(problem)
     horizon = best + 3
     for found in (
@@ -165,7 +165,7 @@ def test_every_exact_model_finds_the_brute_force_optimum(
         assert found.start is not None and found.bound == best
         schedule = shop.schedule("exact", found.start)
         assert faults_for(problem, schedule) == []
-        assert run(problem, schedule).makespan == best
+        assert simulate(problem, schedule).makespan == best
     short = shortest(shop, HIGHS, 20, best - 1)
     assert short.start is None and short.bound == best
 
@@ -187,7 +187,7 @@ def least_memory(p: int, split: bool, cap: int, seconds: float) -> float:
     """Of templates at full rate: activations on the device that needs most, proved, above ``cap``;
     or ``cap`` where that is enough."""
     shop = job_shop(equal(fold(p), 4 * p, cap, split))
-    model = modulo(shop, shop.most_load, Aim.FIT)
+    model = modulo(shop, shop.most_load, SolverObjective.FIT)
     assert solve_model(model, HIGHS, seconds).status is Status.OPTIMAL
     return float(cap * model.memory.value)
 
@@ -218,14 +218,14 @@ def test_templates_keep_the_cap_and_make_schedules(solver: Solver) -> None:
         assert faults(shop, template) == []
         schedule = shop.schedule("periodic", improve(shop, template.unrolled(32)))
         assert validate(schedule, cap=6) == []
-    assert run(problem, schedule).makespan <= 6 * 32 + 15
+    assert simulate(problem, schedule).makespan <= 6 * 32 + 15
 
 
 def test_a_period_below_the_load_has_no_template_and_a_small_cap_slows_it() -> None:
     shop = job_shop(equal(fold(4), 8, 4))
     found = fitting(shop, HIGHS, 10)
     assert found and min(template.period for template in found) > 6
-    answer = solve_model(modulo(shop, 5, Aim.FIT), HIGHS, 10)
+    answer = solve_model(modulo(shop, 5, SolverObjective.FIT), HIGHS, 10)
     assert answer.status is Status.INFEASIBLE
 
 
@@ -255,7 +255,7 @@ def test_a_grid_rounded_down_is_a_relaxation(problem: ScheduleProblem, slots: in
     schedule = synthesize(problem, effort=1).schedule
     grid = on_grid(problem, slots)
     shop = job_shop(grid.problem)
-    length = run(problem, schedule).makespan
+    length = simulate(problem, schedule).makespan
     assert shop.makespan(shop.earliest(schedule)) * grid.width <= length * (1 + 1e-9)
     assert lower_bound(grid.problem) * grid.width <= length * (1 + 1e-9)
 
@@ -357,7 +357,7 @@ def test_a_schedule_says_that_the_wall_clock_ended_its_solver(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     late = attempt(SOON, HIGHS, 0.0, synthesize(SOON, effort=1).schedule, 1.0)
-    monkeypatch.setattr(Beside, "wait", lambda self: replace(late, late=True))
+    monkeypatch.setattr(BackgroundSolver, "wait", lambda self: replace(late, late=True))
     found = solve(SOON, 1, "highs").certificate
     assert found.solver.endswith("highs cut off by the wall clock")
 
@@ -381,4 +381,4 @@ def test_any_problem_has_a_valid_answer(problem: ScheduleProblem) -> None:
     made = found.certificate
     work = BOUND_WORK / LONG_S  # what a second gives to the bound
     assert made.lower_bound >= lower_bound(problem, work) * (1 - 1e-9)
-    assert made.lower_bound <= made.makespan == run(problem, found.schedule).makespan
+    assert made.lower_bound <= made.makespan == simulate(problem, found.schedule).makespan

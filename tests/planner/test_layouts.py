@@ -32,19 +32,19 @@ from megatron_pulse.planner.layout.placement import (
     make_placement,
 )
 from megatron_pulse.planner.layout.routes import Payload, trace_routes
-from megatron_pulse.planner.partition.best import best, best_of_each
+from megatron_pulse.planner.partition.best_per_layout import best, best_of_each
 from megatron_pulse.planner.partition.find import Goal, PartitionError
-from megatron_pulse.planner.schedule.check.simulate import run
+from megatron_pulse.planner.program.communication import messages_of
+from megatron_pulse.planner.program.make import make_plan
+from megatron_pulse.planner.schedule.check.simulate import simulate
 from megatron_pulse.planner.schedule.check.validate import faults_for
-from megatron_pulse.planner.schedule.classic.names import CLASSICS
-from megatron_pulse.planner.schedule.compare import rivals
-from megatron_pulse.planner.schedule.files import from_csv, from_json, to_csv, to_json
-from megatron_pulse.planner.schedule.operations import Kind, Operation
+from megatron_pulse.planner.schedule.classic.catalog import CLASSICS
+from megatron_pulse.planner.schedule.classic.compare import rivals
+from megatron_pulse.planner.schedule.operations import Operation, OpType
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
 from megatron_pulse.planner.schedule.registry import SCHEDULES, make_schedule
 from megatron_pulse.planner.schedule.search.synthesize import synthesize
-from megatron_pulse.planner.step.communication import messages_of
-from megatron_pulse.planner.step.make import make_plan
+from megatron_pulse.planner.schedule.serialize import from_csv, from_json, to_csv, to_json
 from megatron_pulse.planner.tune.config import Choices, configs
 from tests.planner.chains import SDXL_UNET, chain
 from tests.planner.strategies import placements
@@ -130,7 +130,7 @@ def test_one_row_is_all_that_a_placement_needs(further: Layout) -> None:
     problem = ScheduleProblem(placement, 5, (1.0,) * num, (2.0,) * num, link=0.5)
     schedule = synthesize(problem, effort=2).schedule
     assert schedule.name == "wave" and faults_for(problem, schedule) == []
-    assert run(problem, schedule).makespan >= 15 * further.num_chunks
+    assert simulate(problem, schedule).makespan >= 15 * further.num_chunks
     with pytest.raises(ValueError, match=f"this is {further.kind} with {further.num_chunks}"):
         make_schedule("hanayo", placement, 5)
     assert from_json(to_json(schedule)) == schedule
@@ -225,14 +225,14 @@ def test_what_crosses_is_what_is_delivered_elsewhere(
     assert {d.destination for d in conditioned} == firsts and len(conditioned) == len(firsts)
 
     for stage in range(num):
-        forward = messages_of(routes, Operation(Kind.FORWARD, stage, 2))
+        forward = messages_of(routes, Operation(OpType.FORWARD, stage, 2))
         elsewhere = [d for d in routes.given_by(stage) if home[d.destination] != home[stage]]
         assert len(forward) == len(elsewhere)
         for message in forward:  # its gradient comes back
-            back = messages_of(routes, message.consumer._replace(kind=Kind.BACKWARD))
+            back = messages_of(routes, message.consumer._replace(kind=OpType.BACKWARD))
             answer = message._replace(
-                producer=message.consumer._replace(kind=Kind.BACKWARD),
-                consumer=message.producer._replace(kind=Kind.BACKWARD),
+                producer=message.consumer._replace(kind=OpType.BACKWARD),
+                consumer=message.producer._replace(kind=OpType.BACKWARD),
                 source=message.destination,
                 destination=message.source,
             )

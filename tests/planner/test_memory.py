@@ -15,7 +15,7 @@ from megatron_pulse.planner.partition.memory import (
     ParameterState,
     bytes_per_parameter,
     in_flight,
-    stepping_bytes,
+    optimizer_step_bytes,
 )
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
 from megatron_pulse.planner.schedule.search.synthesize import synthesize
@@ -25,14 +25,14 @@ from megatron_pulse.planner.schedule.search.synthesize import synthesize
     ("dtype", "state", "whole", "divided_by_4", "stepping"),
     [
         ("bfloat16", ParameterState(), 18, 9, 0),
-        ("bfloat16", ParameterState(half_gradients=True), 16, 7, 4),
+        ("bfloat16", ParameterState(grad_reduce_in_bf16=True), 16, 7, 4),
         ("float16", ParameterState(), 16, 7, 4),
         ("float32", ParameterState(), 16, 10, 0),
-        ("float32", ParameterState(averages=True), 20, 11, 0),
-        ("bfloat16", ParameterState(host_optimizer=True), 6, 6, 0),
-        ("bfloat16", ParameterState(True, True, host_optimizer=True), 4, 4, 0),
-        ("float16", ParameterState(True, host_optimizer=True), 6, 6, 0),  # gradients in fp32
-        ("float32", ParameterState(host_optimizer=True), 8, 8, 0),
+        ("float32", ParameterState(ema=True), 20, 11, 0),
+        ("bfloat16", ParameterState(optimizer_cpu_offload=True), 6, 6, 0),
+        ("bfloat16", ParameterState(True, True, optimizer_cpu_offload=True), 4, 4, 0),
+        ("float16", ParameterState(True, optimizer_cpu_offload=True), 6, 6, 0),  # gradients in fp32
+        ("float32", ParameterState(optimizer_cpu_offload=True), 8, 8, 0),
     ],
 )
 def test_bytes_of_a_parameter(
@@ -42,8 +42,8 @@ def test_bytes_of_a_parameter(
     assert bytes_per_parameter(dtype, data_parallel=4, state=state) == whole
     assert bytes_per_parameter(dtype, distributed_optimizer=True, state=state) == whole
     assert bytes_per_parameter(dtype, True, 4, state) == divided_by_4
-    assert stepping_bytes(dtype, state=state) == stepping
-    assert stepping_bytes(dtype, True, 4, state) == stepping / 4
+    assert optimizer_step_bytes(dtype, state=state) == stepping
+    assert optimizer_step_bytes(dtype, True, 4, state) == stepping / 4
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 3, 9])

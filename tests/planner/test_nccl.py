@@ -13,31 +13,31 @@ from megatron_pulse.backbone.cascade import cascade
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.planner.layout.placement import Partition, fold, sequential
 from megatron_pulse.planner.layout.routes import Payload, Routes, trace_routes
-from megatron_pulse.planner.schedule.check.simulate import run
-from megatron_pulse.planner.schedule.check.validate import validate
-from megatron_pulse.planner.schedule.message import Message
-from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
-from megatron_pulse.planner.schedule.problem import ScheduleProblem, equal_stages
-from megatron_pulse.planner.schedule.registry import make_schedule
-from megatron_pulse.planner.step.communication import (
+from megatron_pulse.planner.program.communication import (
     CommunicationPlan,
     compile_communication,
     messages_of,
 )
-from megatron_pulse.planner.step.nccl_check import _Machine, check_events
-from megatron_pulse.planner.step.order import Travel, moments
-from megatron_pulse.planner.step.program import (
+from megatron_pulse.planner.program.device_program import (
     AHEAD,
-    Collective,
+    CollectiveEvent,
+    EmbedderCollective,
     Event,
     Receive,
     Release,
     Run,
     Send,
-    Together,
     Wait,
     compile_program,
 )
+from megatron_pulse.planner.program.message_order import Travel, moments
+from megatron_pulse.planner.program.nccl_check import _Machine, check_events
+from megatron_pulse.planner.schedule.check.simulate import simulate
+from megatron_pulse.planner.schedule.check.validate import validate
+from megatron_pulse.planner.schedule.message import Message
+from megatron_pulse.planner.schedule.operations import Operation, OpType, Schedule
+from megatron_pulse.planner.schedule.problem import ScheduleProblem, equal_stages
+from megatron_pulse.planner.schedule.registry import make_schedule
 from tests.planner.chains import chain
 from tests.planner.schedules import wave
 from tests.planner.strategies import schedules
@@ -179,13 +179,13 @@ def test_receives_are_posted_before_what_runs_when_their_messages_are_made(
         equal_stages(schedule.placement, schedule.num_microbatches, split=True),
         forward=forward, backward=backward, weight_grad=weight,
     )  # fmt: skip
-    if Kind.WEIGHT_GRAD not in schedule.kinds:
+    if OpType.WEIGHT_GRAD not in schedule.kinds:
         problem = replace(problem, weight_grad=None)
     plan = compiled(schedule, seed, problem=problem)
     all_events = programs(schedule, plan)
     assert check_events(all_events) == []
     assert check_events(all_events, connected=False) == []
-    end = run(problem, schedule).end
+    end = simulate(problem, schedule).end
     number = {message: i for i, message in enumerate(plan.messages)}
     for order, events in zip(schedule.order, all_events, strict=True):
         ran: list[Operation] = []
@@ -216,7 +216,7 @@ def test_messages_with_time_to_spare_let_those_without_go_first(
     """None is issued before it is made, nor when it is needed; what a device sends goes in the
     order in which it is made, and arrives in time."""
     problem = equal_stages(
-        schedule.placement, schedule.num_microbatches, Kind.WEIGHT_GRAD in schedule.kinds
+        schedule.placement, schedule.num_microbatches, OpType.WEIGHT_GRAD in schedule.kinds
     )
     routes = routes_of(schedule, seed)
     messages = [m for line in schedule.order for op in line for m in messages_of(routes, op)]
@@ -387,14 +387,14 @@ def test_the_first_use_of_a_channel_holds_up_the_host() -> None:
 
 
 def test_collectives_take_their_place_in_the_order() -> None:
-    refresh = Together(Collective.REFRESH)
+    refresh = CollectiveEvent(EmbedderCollective.REFRESH)
     first: Programs = [[refresh, Run(A.producer), Send(A)], [refresh, Receive(A), Wait(A)]]
     assert check_events(first) == []
     behind: Programs = [first[0], [Receive(A), refresh, Wait(A)]]
     (fault,) = check_events(behind)
     assert "device 0 is at the collective of their parameters" in fault
     assert f"device 1 is at the receive of {A}" in fault
-    assert check_events([[*first[0], Together(Collective.RETURN)], first[1]])
+    assert check_events([[*first[0], CollectiveEvent(EmbedderCollective.RETURN)], first[1]])
 
 
 def test_lonely_send_is_named() -> None:

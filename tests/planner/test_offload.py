@@ -9,20 +9,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_pulse.backbone.activations import ActivationPolicies
 from megatron_pulse.backbone.costs import weighted_costs
 from megatron_pulse.planner.layout.placement import fold, sequential
+from megatron_pulse.planner.program.make import make_plan
+from megatron_pulse.planner.program.message_order import moments
+from megatron_pulse.planner.program.plan import PlanError
+from megatron_pulse.planner.program.simulate import simulate_step
 from megatron_pulse.planner.schedule.bound.bounds import lower_bound
-from megatron_pulse.planner.schedule.check.simulate import DeadlockError, logical_times, run
-from megatron_pulse.planner.schedule.check.validate import faults_for, held_most, validate
-from megatron_pulse.planner.schedule.offload import NoRoomError, all_leave, placed, searched
+from megatron_pulse.planner.schedule.check.simulate import DeadlockError, logical_times, simulate
+from megatron_pulse.planner.schedule.check.validate import faults_for, peak_memory, validate
 from megatron_pulse.planner.schedule.operations import Operation, Schedule
+from megatron_pulse.planner.schedule.passes.insert_offload import (
+    NoRoomError,
+    insert_offload,
+    offload_all,
+    problem_without_offload,
+)
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
 from megatron_pulse.planner.schedule.search.synthesize import synthesize
 from megatron_pulse.planner.schedule.solve import solve
-from megatron_pulse.planner.step.make import make_plan
-from megatron_pulse.planner.step.order import moments
-from megatron_pulse.planner.step.plan import PlanError
-from megatron_pulse.planner.step.replay import replay
 from tests.planner.strategies import problems
 from tests.toys import toy_backbone
 
@@ -49,12 +55,12 @@ def offloading(draw: st.DrawFn) -> ScheduleProblem:
     return replace(
         problem,
         activation=own,
-        offloaded=tuple(p * a for p, a in zip(part, own, strict=True)),
-        copying=copying,
-        waiting=waiting,
+        offload_bytes=tuple(p * a for p, a in zip(part, own, strict=True)),
+        offload_s=copying,
+        wgrad_bytes=waiting,
         cap=room,
-        recompute=again,
-        recomputed=computed,
+        recompute_s=again,
+        recompute_bytes=computed,
     )
 
 
@@ -64,17 +70,17 @@ def test_within_memory_and_no_bound_above(problem: ScheduleProblem) -> None:
     found = synthesize(problem, effort=1)
     schedule, known = found.schedule, found.certificate
     assert faults_for(problem, schedule) == []
-    assert known.makespan == run(problem, schedule).makespan
+    assert known.makespan == simulate(problem, schedule).makespan
     assert known.lower_bound <= known.makespan * (1 + 1e-9)
     assert known.lower_bound == pytest.approx(min(lower_bound(problem, work=0), known.makespan))
-    ample = replace(problem, cap=tuple(2 * cap for cap in problem.cap or ()))
-    if not faults_for(problem, other := synthesize(ample, effort=1).schedule):
-        assert known.lower_bound <= run(problem, other).makespan * (1 + 1e-9)
-    at_once = replace(problem, copying=(0.0,) * problem.placement.num_stages)
-    elsewhere = run(at_once, schedule).makespan
+    max_in_flight = replace(problem, cap=tuple(2 * cap for cap in problem.cap or ()))
+    if not faults_for(problem, other := synthesize(max_in_flight, effort=1).schedule):
+        assert known.lower_bound <= simulate(problem, other).makespan * (1 + 1e-9)
+    at_once = replace(problem, offload_s=(0.0,) * problem.placement.num_stages)
+    elsewhere = simulate(at_once, schedule).makespan
     assert elsewhere <= known.makespan * (1 + 1e-9)  # slower links never help
     without = tuple(tuple(op for op in order if not op.kind.copies) for order in schedule.order)
-    plain = run(problem, replace(schedule, order=without)).makespan
+    plain = simulate(problem, replace(schedule, order=without)).makespan
     assert elsewhere == pytest.approx(plain)  # and what takes no time costs none
 
 
@@ -84,8 +90,8 @@ def test_played_as_simulated(problem: ScheduleProblem) -> None:
     """The compiled replay, the times that programs go by, and the simulation are one."""
     problem = replace(problem, link=0.0)
     schedule = synthesize(problem, effort=1).schedule
-    timeline = run(problem, schedule)
-    played = replay(problem, schedule, ()).timeline
+    timeline = simulate(problem, schedule)
+    played = simulate_step(problem, schedule, ()).timeline
     assert played.start == pytest.approx(dict(timeline.start))
     assert played.end == pytest.approx(dict(timeline.end))
     times = moments(schedule, problem)
@@ -100,8 +106,8 @@ ONE = ScheduleProblem(
     (4.0,),
     activation=(1.0,),
     cap=(1.0,),
-    offloaded=(0.75,),
-    copying=(1.5,),
+    offload_bytes=(0.75,),
+    offload_s=(1.5,),
 )
 """One device that has room for one of three microbatches."""
 
@@ -115,7 +121,7 @@ def test_devices_wait_for_copies_that_queue_up() -> None:
     assert faults_for(replace(ONE, cap=(3.0,)), schedule) == []
 
     def begins(copying: float, text: str) -> tuple[float, ...]:
-        start = run(replace(ONE, copying=(copying,)), schedule).start
+        start = simulate(replace(ONE, offload_s=(copying,)), schedule).start
         return tuple(start[Operation.parse(each)] for each in text.split())
 
     assert begins(1.5, "O0:0 F0:1 O0:1 L0:0 F0:2") == (3.5, 3.5, 7.0, 7.0, 7.0)
@@ -130,9 +136,9 @@ def test_devices_wait_for_copies_that_queue_up() -> None:
 def test_memory_is_free_from_o_to_l() -> None:
     wide = replace(ONE, cap=(9.0,))
     schedule = order("F0:0 F0:1 O0:1 F0:2 B0:0 L0:1 B0:1 B0:2")
-    assert held_most(wide, schedule) == (2.25,)
-    assert held_most(wide, order("F0:0 F0:1 O0:1 F0:2 L0:1 B0:0 B0:1 B0:2")) == (3.0,)
-    assert held_most(wide, order("F0:0 F0:1 F0:2 B0:0 B0:1 B0:2")) == (3.0,)
+    assert peak_memory(wide, schedule) == (2.25,)
+    assert peak_memory(wide, order("F0:0 F0:1 O0:1 F0:2 L0:1 B0:0 B0:1 B0:2")) == (3.0,)
+    assert peak_memory(wide, order("F0:0 F0:1 F0:2 B0:0 B0:1 B0:2")) == (3.0,)
     assert "its peak; the cap is 2" in faults_for(replace(ONE, cap=(2.0,)), schedule)[0]
 
 
@@ -154,35 +160,35 @@ def test_copies_have_their_place(text: str, fault: str) -> None:
 
 def test_a_schedule_that_moves_needs_a_problem_that_does() -> None:
     schedule = order("F0:0 O0:0 F0:1 F0:2 B0:2 B0:1 L0:0 B0:0")
-    plain = replace(ONE, cap=(9.0,), offloaded=None, copying=None)
+    plain = replace(ONE, cap=(9.0,), offload_bytes=None, offload_s=None)
     assert faults_for(plain, schedule) == [
         "the schedule has activations that wait on the host (O), the problem has none"
     ]
-    with pytest.raises(ValueError, match="without the time in which it travels"):
-        replace(ONE, copying=None)
+    with pytest.raises(ValueError, match="given without offload_s"):
+        replace(ONE, offload_s=None)
     with pytest.raises(ValueError, match="must not be more"):
-        replace(ONE, offloaded=(1.25,))
+        replace(ONE, offload_bytes=(1.25,))
 
 
 def test_what_waits_for_ever_is_named() -> None:
     with pytest.raises(DeadlockError, match=r"B0:0.*L0:0"):
-        run(ONE, order("F0:0 O0:0 F0:1 F0:2 B0:0 B0:1 B0:2"))
+        simulate(ONE, order("F0:0 O0:0 F0:1 F0:2 B0:0 B0:1 B0:2"))
 
 
 def test_what_is_used_last_leaves_and_no_more_than_must() -> None:
     first = order("F0:0 F0:1 F0:2 B0:0 B0:1 B0:2")
-    problem = replace(ONE, cap=(2.5,), copying=(0.1,))
-    found = placed(problem, first)
+    problem = replace(ONE, cap=(2.5,), offload_s=(0.1,))
+    found = insert_offload(problem, first)
     assert " ".join(map(str, found.order[0])) == "F0:0 F0:1 O0:1 F0:2 B0:0 L0:1 B0:1 B0:2"
-    assert placed(replace(problem, cap=(3.0,)), first) == first
+    assert insert_offload(replace(problem, cap=(3.0,)), first) == first
     with pytest.raises(NoRoomError, match=r"device 0 has 1\.25 for activations"):
-        placed(replace(problem, cap=(1.25,)), first)
+        insert_offload(replace(problem, cap=(1.25,)), first)
 
 
 def test_all_can_leave_whatever_room_there_is() -> None:
     def line(text: str) -> str:
         operations = tuple(map(Operation.parse, text.split()))
-        schedule = all_leave(Schedule("by hand", sequential(1), 5, (operations,)), {0})
+        schedule = offload_all(Schedule("by hand", sequential(1), 5, (operations,)), {0})
         return " ".join(map(str, schedule.order[0]))
 
     assert line("F0:0 B0:0 F0:1 B0:1") == "F0:0 B0:0 F0:1 B0:1"
@@ -197,11 +203,11 @@ def test_all_can_leave_whatever_room_there_is() -> None:
 
 def test_it_is_searched_for_with_room_to_travel() -> None:
     problem = replace(ONE, cap=(10.0,))
-    assert searched(problem).cap == (10.0 - 3 * 0.75,)
-    assert searched(problem).activation == (0.25,)
-    assert searched(problem, room=False).cap == problem.cap
-    assert searched(ONE).cap == (0.25,)  # at least what one microbatch takes there
-    assert searched(replace(problem, cap=None)).cap is None
+    assert problem_without_offload(problem).cap == (10.0 - 3 * 0.75,)
+    assert problem_without_offload(problem).activation == (0.25,)
+    assert problem_without_offload(problem, room=False).cap == problem.cap
+    assert problem_without_offload(ONE).cap == (0.25,)  # at least what one microbatch takes there
+    assert problem_without_offload(replace(problem, cap=None)).cap is None
 
 
 def test_never_longer_than_where_all_is_kept() -> None:
@@ -211,7 +217,7 @@ def test_never_longer_than_where_all_is_kept() -> None:
     )
     two = ScheduleProblem(fold(2), 6, (1.0,) * 4, (2.0,) * 4, activation=(1.0,) * 4, cap=(2.0,) * 2)
     for plain, away, copying in ((row, (0.5,) * 4, 0.3), (two, (0.0, 0.0, 0.0, 0.25), 0.0)):
-        moving = replace(plain, offloaded=away, copying=(copying,) * 4)
+        moving = replace(plain, offload_bytes=away, offload_s=(copying,) * 4)
         kept, found = (synthesize(each, effort=4).certificate.makespan for each in (plain, moving))
         assert found <= kept * (1 + 1e-9)
 
@@ -224,8 +230,8 @@ def test_one_device_without_room_does_not_keep_the_others_from_it() -> None:
         *((1.0,) * 2,) * 3,
         activation=(1.0,) * 2,
         cap=(1.0,) * 2,
-        offloaded=(1.0,) * 2,
-        copying=(0.0,) * 2,
+        offload_bytes=(1.0,) * 2,
+        offload_s=(0.0,) * 2,
     )
     assert synthesize(problem, effort=20).certificate.makespan < 15.0  # as where all is kept
 
@@ -242,7 +248,7 @@ def test_a_fast_link_makes_room_and_a_slow_one_costs_time() -> None:
     without = synthesize(tight, effort=20).certificate.makespan
 
     def moving(copying: float) -> ScheduleProblem:
-        return replace(tight, offloaded=(0.8,) * 4, copying=(copying,) * 4)
+        return replace(tight, offload_bytes=(0.8,) * 4, offload_s=(copying,) * 4)
 
     made = {
         copying: synthesize(moving(copying), effort=20).certificate.makespan
@@ -271,12 +277,12 @@ def test_a_file_with_copies_out_of_place_is_no_plan(
     (tmp_path / "own.csv").write_text("\n".join(rows) + "\n")
     costs = weighted_costs(backbone, [1.0] * len(backbone.layers))
     placement = sequential(devices)
-    every = range(len(backbone.layers))
-    plan = make_plan(backbone, costs, placement, str(tmp_path / "own.csv"), offload=every)
+    moved = ActivationPolicies(offload=range(len(backbone.layers)))
+    plan = make_plan(backbone, costs, placement, str(tmp_path / "own.csv"), activations=moved)
     with pytest.raises(PlanError, match=fault):
         plan.step(2)
     (tmp_path / "own.csv").write_text("\n".join(["0F0,0O0,0F1,0L0,0B0,0B1", *rows[1:]]) + "\n")
-    plan = make_plan(backbone, costs, placement, str(tmp_path / "own.csv"), offload=every)
+    plan = make_plan(backbone, costs, placement, str(tmp_path / "own.csv"), activations=moved)
     assert plan.step(2).schedule.offloaded == {(0, 0)}
     without = make_plan(backbone, costs, placement, str(tmp_path / "own.csv"))
     with pytest.raises(PlanError, match="of which no layer's do"):

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from megatron_pulse.planner.layout.placement import fold
 from megatron_pulse.planner.schedule.bound.bounds import lower_bound
+from megatron_pulse.planner.schedule.bound.microbatch_path import MicrobatchPath
 from megatron_pulse.planner.schedule.bound.order_bound import (
     CLOSE,
     DeviceClasses,
     order_bound,
     shortest_order,
 )
-from megatron_pulse.planner.schedule.bound.path import MicrobatchPath
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
 from megatron_pulse.planner.schedule.search.synthesize import synthesize
 from tests.planner.exact import optimum

@@ -21,11 +21,11 @@ from megatron_pulse.planner.layout.placement import (
     make_placement,
     sequential,
 )
-from megatron_pulse.planner.partition.closed import largest_fold
-from megatron_pulse.planner.partition.default import default_placement
+from megatron_pulse.planner.partition.default_placement import default_placement
 from megatron_pulse.planner.partition.evaluate import MemoryRule
 from megatron_pulse.planner.partition.find import Goal, PartitionError, find_partition
-from megatron_pulse.planner.partition.moves import FARTHEST, moves
+from megatron_pulse.planner.partition.legal_cuts import largest_fold
+from megatron_pulse.planner.partition.neighbourhood import FARTHEST, neighbours
 from tests.planner.chains import HUNYUAN_DIT, SD_UNET, SDXL_UNET, UVIT_L, UVIT_S, chain
 
 Edges = Sequence[tuple[int, int]]
@@ -292,7 +292,7 @@ def test_bad_input_is_refused() -> None:
 def test_moved_cuts_are_all_that_are_near(sizes: list[int]) -> None:
     """Beside every way to cut as many layers into as many stages; the nearest come first."""
     cuts, num_stages = (0, *itertools.accumulate(sizes)), len(sizes)
-    found = list(moves(cuts))
+    found = list(neighbours(cuts))
     assert len(set(found)) == len(found) and cuts not in found
     near = set()
     for inner in itertools.combinations(range(1, cuts[-1]), num_stages - 1):

@@ -17,11 +17,11 @@ from megatron_pulse.planner.plan_file.plan_file import (
     read_plan,
     save_plan,
 )
+from megatron_pulse.planner.program.simulate import link_bound
 from megatron_pulse.planner.schedule.check.validate import faults_for
-from megatron_pulse.planner.step.replay import link_bound
-from megatron_pulse.planner.tune.plans.recompute import load_checked
-from tests.by_hand import unsealed_record
+from megatron_pulse.planner.tune.plans.verify_figures import load_checked
 from tests.plans import small_plan
+from tests.reference import unsealed_record
 
 Record = dict[str, Any]
 KINDS = [("fold", True, 2), ("fold", False, 3), ("sequential", False, 2), ("sequential", False, 1)]
@@ -45,7 +45,7 @@ def test_a_plan_is_read_as_it_was_written(
 
 def test_the_replay_knows_every_message() -> None:
     plan = small_plan(split=True)
-    replayed = plan.replay()
+    replayed = plan.simulate_step()
     line, edges = replayed.timeline, plan.edges
     assert len(replayed.transfers) == 2 * len(edges) * plan.num_microbatches > 0
     for transfer in replayed.transfers:
@@ -216,7 +216,7 @@ def test_whatever_is_in_it_a_file_is_a_plan_or_refused(
     if plan is None:
         assert faults
     elif not faults:
-        plan.replay()
+        plan.simulate_step()
         assert not faults_for(plan.problem, plan.schedule)
 
 

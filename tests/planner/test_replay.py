@@ -18,20 +18,20 @@ from megatron_pulse.planner.layout.placement import (
     interleaved,
     sequential,
 )
-from megatron_pulse.planner.schedule.bound.bounds import lower_bound
-from megatron_pulse.planner.schedule.check.simulate import run
-from megatron_pulse.planner.schedule.classic.one_f_one_b import gpipe
-from megatron_pulse.planner.schedule.operations import Filler, Kind, Operation
-from megatron_pulse.planner.schedule.problem import ScheduleProblem
-from megatron_pulse.planner.schedule.search.synthesize import synthesize
-from megatron_pulse.planner.step.replay import (
-    Edge,
+from megatron_pulse.planner.program.simulate import (
+    StageMessage,
     Transfer,
     edges_of,
     lags,
     link_bound,
-    replay,
+    simulate_step,
 )
+from megatron_pulse.planner.schedule.bound.bounds import lower_bound
+from megatron_pulse.planner.schedule.check.simulate import simulate
+from megatron_pulse.planner.schedule.classic.one_f_one_b import gpipe
+from megatron_pulse.planner.schedule.operations import BubbleTask, Operation, OpType
+from megatron_pulse.planner.schedule.problem import ScheduleProblem
+from megatron_pulse.planner.schedule.search.synthesize import synthesize
 from tests.planner.slices import fill
 
 
@@ -44,10 +44,10 @@ def problem_of(
     return ScheduleProblem(placement, count, (1.0,) * num, backward, weight, link)
 
 
-def chain_edges(placement: Placement, seconds: float) -> tuple[Edge, ...]:
+def chain_edges(placement: Placement, seconds: float) -> tuple[StageMessage, ...]:
     home = placement.device_of_stage
     stages = range(placement.num_stages - 1)
-    return tuple(Edge(s, s + 1, seconds) for s in stages if home[s] != home[s + 1])
+    return tuple(StageMessage(s, s + 1, seconds) for s in stages if home[s] != home[s + 1])
 
 
 @settings(max_examples=40)
@@ -62,9 +62,9 @@ def test_sharing_links_never_shortens_a_step(
 ) -> None:
     problem = problem_of(placement, count, seconds, split)
     schedule = synthesize(problem, effort=4).schedule
-    alone = run(problem, schedule).makespan
+    alone = simulate(problem, schedule).makespan
     edges = chain_edges(placement, seconds)
-    shared = replay(problem, schedule, edges)
+    shared = simulate_step(problem, schedule, edges)
     assert shared.timeline.makespan >= alone - 1e-9
     assert shared.timeline.makespan >= link_bound(problem, edges) - 1e-9
     if seconds == 0:
@@ -77,9 +77,12 @@ def test_sharing_links_never_shortens_a_step(
 def test_fillers_take_their_own_times_on_their_own_device(kind: Placement) -> None:
     """Two fillers, numbered as stages are, of slices that no stage's operation lasts."""
     problem = problem_of(kind, 3)
-    fillers = (Filler("a", (0.25, 7.0), (1,)), Filler("b", (0.5,), (0,)))
+    fillers = (BubbleTask("a", (0.25, 7.0), (1,)), BubbleTask("b", (0.5,), (0,)))
     schedule = fill(problem, gpipe(kind, 3), fillers)
-    alone, shared = run(problem, schedule), replay(problem, schedule, chain_edges(kind, 0.0))
+    alone, shared = (
+        simulate(problem, schedule),
+        simulate_step(problem, schedule, chain_edges(kind, 0.0)),
+    )
     assert shared.timeline.start == alone.start and shared.timeline.end == alone.end
     assert shared.timeline.busy == alone.busy
     assert sum(alone.busy) == pytest.approx(3 * 3 * kind.num_stages + 7.75)
@@ -90,7 +93,7 @@ def test_a_slow_link_decides() -> None:
     problem = problem_of(sequential(2), 4)
     schedule = gpipe(problem.placement, 4)
     edges = chain_edges(problem.placement, 10.0)
-    makespan = replay(problem, schedule, edges).timeline.makespan
+    makespan = simulate_step(problem, schedule, edges).timeline.makespan
     assert makespan == pytest.approx(1 + 4 * 10 + 1 + 2 + 4 * 10 + 2)
     assert link_bound(problem, edges) == 40
 
@@ -99,10 +102,10 @@ def test_a_skip_delays_its_consumer_and_the_boundary_behind_it() -> None:
     placement = sequential(3)
     problem = problem_of(placement, 1)
     schedule = synthesize(problem).schedule
-    edges = (Edge(0, 1, 1.0), Edge(1, 2, 1.0), Edge(0, 2, 7.0))
-    timeline = replay(problem, schedule, edges).timeline
+    edges = (StageMessage(0, 1, 1.0), StageMessage(1, 2, 1.0), StageMessage(0, 2, 7.0))
+    timeline = simulate_step(problem, schedule, edges).timeline
     # F0 ends at 1, its boundary at 2, its skip at 9; F1 ends at 3, but stage 2 receives until 9.
-    assert timeline.start[Operation(Kind.FORWARD, 2, 0)] == 10
+    assert timeline.start[Operation(OpType.FORWARD, 2, 0)] == 10
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -110,11 +113,16 @@ def test_who_was_ready_first_is_received_first(split: bool) -> None:
     """Slow messages of device 0 do not hold up those that device 2 had ready before them."""
     problem = problem_of(fold(3), 16, 2.0, split)
     schedule = synthesize(problem, effort=4).schedule
-    edges = (Edge(0, 1, 2.0), Edge(1, 2, 0.1), Edge(3, 4, 0.1), Edge(4, 5, 2.0))
-    found = replay(problem, schedule, edges)
+    edges = (
+        StageMessage(0, 1, 2.0),
+        StageMessage(1, 2, 0.1),
+        StageMessage(3, 4, 0.1),
+        StageMessage(4, 5, 2.0),
+    )
+    found = simulate_step(problem, schedule, edges)
 
     def ready(message: Transfer) -> float:
-        op, step = message.consumer, -1 if message.consumer.kind is Kind.FORWARD else 1
+        op, step = message.consumer, -1 if message.consumer.kind is OpType.FORWARD else 1
         return found.timeline.end[Operation(op.kind, op.stage + step, op.microbatch)]
 
     for late, soon in itertools.permutations(found.transfers, 2):
@@ -129,25 +137,25 @@ def test_who_was_ready_first_is_received_first(split: bool) -> None:
 
 
 def test_no_step_is_shorter_than_the_bound_where_a_gradient_is_not_sent_back() -> None:
-    edges = (Edge(0, 1, 1.0), Edge(0, 1, 5.0, wants=False))
+    edges = (StageMessage(0, 1, 1.0), StageMessage(0, 1, 5.0, wants=False))
     plain = problem_of(sequential(2), 1, split=True)
     problem = replace(plain, link=lags(edges, 2))
     schedule = synthesize(problem, effort=1).schedule
-    took = replay(problem, schedule, edges).timeline.makespan
+    took = simulate_step(problem, schedule, edges).timeline.makespan
     assert lower_bound(problem) == 5 + 2 * 1
     assert took == 5 + 6 + 1
-    assert replay(problem, schedule, edges[:1]).timeline.makespan == 7
+    assert simulate_step(problem, schedule, edges[:1]).timeline.makespan == 7
 
 
 def test_backwards_follow_each_other_where_a_gradient_comes_from_elsewhere() -> None:
     """Stage 1 sends none back, stage 2 does: the first's backward is still behind both, as bounds
     count it."""
-    edges = (Edge(0, 1, 1.0, wants=False), Edge(1, 2, 1.0), Edge(0, 2, 1.0))
+    edges = (StageMessage(0, 1, 1.0, wants=False), StageMessage(1, 2, 1.0), StageMessage(0, 2, 1.0))
     problem = replace(problem_of(sequential(3), 2), link=lags(edges, 3))
     found = synthesize(problem, effort=1)
-    timeline = replay(problem, found.schedule, edges).timeline
+    timeline = simulate_step(problem, found.schedule, edges).timeline
     for microbatch in range(2):
-        first, second = (Operation(Kind.BACKWARD, s, microbatch) for s in (0, 1))
+        first, second = (Operation(OpType.BACKWARD, s, microbatch) for s in (0, 1))
         assert timeline.start[first] >= timeline.end[second]
     assert timeline.makespan >= lower_bound(problem)
 
@@ -165,6 +173,12 @@ def test_edges_of_a_partition() -> None:
     link = Link(1.0, 10.0)
     cut = Partition(sequential(2), (0, 2, 4))
     # The skip from b is the boundary tensor itself; the one from a travels.
-    assert edges_of(costs, cut, lambda a, b: link) == (Edge(0, 1, 3.0), Edge(0, 1, 11.0))
+    assert edges_of(costs, cut, lambda a, b: link) == (
+        StageMessage(0, 1, 3.0),
+        StageMessage(0, 1, 11.0),
+    )
     folded = Partition(fold(2), (0, 1, 2, 3, 4))
-    assert edges_of(costs, folded, lambda a, b: link) == (Edge(0, 1, 2.0), Edge(2, 3, 4.0))
+    assert edges_of(costs, folded, lambda a, b: link) == (
+        StageMessage(0, 1, 2.0),
+        StageMessage(2, 3, 4.0),
+    )

@@ -14,6 +14,8 @@ from megatron_pulse.planner.layout.placement import (
     sequential,
 )
 from megatron_pulse.planner.partition.find import find_partition
+from megatron_pulse.planner.program.make import make_plan
+from megatron_pulse.planner.program.plan import Plan, PlanError
 from megatron_pulse.planner.schedule.check.simulate import (
     DeadlockError,
     dependency,
@@ -21,14 +23,12 @@ from megatron_pulse.planner.schedule.check.simulate import (
     logical_times,
 )
 from megatron_pulse.planner.schedule.check.validate import peak_activations, validate
-from megatron_pulse.planner.schedule.classic.names import SPLIT
+from megatron_pulse.planner.schedule.classic.catalog import SPLIT
 from megatron_pulse.planner.schedule.classic.one_f_one_b import interleaved_1f1b, one_f_one_b
-from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
+from megatron_pulse.planner.schedule.operations import Operation, OpType, Schedule
 from megatron_pulse.planner.schedule.registry import SCHEDULES, make_schedule, pick
-from megatron_pulse.planner.step.make import make_plan
-from megatron_pulse.planner.step.plan import Plan, PlanError
 from tests.planner.chains import chain
-from tests.planner.schedules import simulate
+from tests.planner.schedules import run_schedule
 from tests.planner.schedules import wave as synthesized
 from tests.planner.strategies import schedules
 
@@ -43,7 +43,7 @@ FIGURE_9 = """
 
 def makespan(schedule: Schedule, forward: float = 1, backward: float = 2, link: float = 0) -> float:
     num = schedule.placement.num_stages
-    return simulate(schedule, [forward] * num, [backward] * num, link).makespan
+    return run_schedule(schedule, [forward] * num, [backward] * num, link).makespan
 
 
 def wave(
@@ -98,8 +98,8 @@ def test_1f1b_order() -> None:
 def test_interleaved_order_is_megatrons() -> None:
     """Megatron's schedule table for P = 2, two chunks, M = 4: groups of P through all chunks."""
     first = interleaved_1f1b(interleaved(2), 4).order[0]
-    forwards = [str(op) for op in first if op.kind is Kind.FORWARD]
-    backwards = [str(op) for op in first if op.kind is Kind.BACKWARD]
+    forwards = [str(op) for op in first if op.kind is OpType.FORWARD]
+    backwards = [str(op) for op in first if op.kind is OpType.BACKWARD]
     assert " ".join(forwards) == "F0:0 F0:1 F2:0 F2:1 F0:2 F0:3 F2:2 F2:3"
     assert " ".join(backwards) == "B2:0 B2:1 B0:0 B0:1 B2:2 B2:3 B0:2 B0:3"
     assert [op.kind.value for op in first[:6]] == ["F"] * 5 + ["B"]  # 2(P-1-d) + (V-1)P + 1
@@ -152,7 +152,7 @@ def test_every_schedule_is_valid_and_simulates(schedule: Schedule) -> None:
     assert validate(schedule) == []
     num, m = schedule.placement.num_stages, schedule.num_microbatches
     forward, backward = [1.0 + s % 3 for s in range(num)], [2.0 + s % 2 for s in range(num)]
-    timeline = simulate(schedule, forward, backward, 0.5)
+    timeline = run_schedule(schedule, forward, backward, 0.5)
     assert len(timeline.start) == 2 * num * m
     home = schedule.placement.device_of_stage
     for op, start in timeline.start.items():
@@ -170,7 +170,7 @@ def test_every_schedule_is_valid_and_simulates(schedule: Schedule) -> None:
     critical = max(sum(both[first : last + 1]) for first, last in chains)
     assert timeline.makespan >= max(critical, *timeline.busy)
     assert validate(schedule.forward_only()) == []
-    assert len(simulate(schedule.forward_only(), forward, backward).end) == num * m
+    assert len(run_schedule(schedule.forward_only(), forward, backward).end) == num * m
 
 
 @pytest.mark.parametrize("placement", [fold(3, 2), interleaved(3, 3), fold(2, 3)])
@@ -189,21 +189,21 @@ def test_links_count_between_devices_only() -> None:
 
 
 def test_simulation_names_the_waiting_operations() -> None:
-    f = [Operation(Kind.FORWARD, s, 0) for s in range(2)]
-    b = [Operation(Kind.BACKWARD, s, 0) for s in range(2)]
+    f = [Operation(OpType.FORWARD, s, 0) for s in range(2)]
+    b = [Operation(OpType.BACKWARD, s, 0) for s in range(2)]
     stuck = Schedule("stuck", sequential(2), 1, ((b[0], f[0]), (f[1], b[1])))
     with pytest.raises(DeadlockError) as error:
-        simulate(stuck, [1, 1], [1, 1])
+        run_schedule(stuck, [1, 1], [1, 1])
     message = str(error.value)
     assert "device 0 is at B0:0, which waits for B1:0" in message
     assert "device 1 is at F1:0, which waits for F0:0" in message
     assert "device  0 | B0:0 F0:0" in message
     with pytest.raises(ValueError, match="forward: need 2 values, got 1"):
-        simulate(stuck, [1], [1, 1])
+        run_schedule(stuck, [1], [1, 1])
 
 
 def test_grid_shows_slots() -> None:
-    timeline = simulate(one_f_one_b(sequential(2), 1), [1, 1], [2, 2])
+    timeline = run_schedule(one_f_one_b(sequential(2), 1), [1, 1], [2, 2])
     assert grid(timeline).splitlines() == [
         "device  0 | F0:0 .    .    .    B0:0 -",
         "device  1 | .    F1:0 B1:0 -    .    .",

@@ -15,8 +15,8 @@ from megatron_pulse.planner.cluster.link import Link
 from megatron_pulse.planner.layout.placement import Partition, Placement, fold, interleaved
 from megatron_pulse.planner.partition.evaluate import MemoryRule
 from megatron_pulse.planner.partition.find import Goal, PartitionError, find_partition
-from megatron_pulse.planner.partition.several import seek
-from megatron_pulse.planner.partition.several.many import ManyCuts, Measures
+from megatron_pulse.planner.partition.multi_chunk import search
+from megatron_pulse.planner.partition.multi_chunk.batched_cost import BatchedEvaluator, Measures
 from tests.planner.blocks import fine_costs
 from tests.planner.test_partition import all_partitions
 
@@ -82,7 +82,7 @@ def measured(
     cuts = np.array([p.cuts for p in partitions])
     placement, rules = partitions[0].placement, goal.memory
     rule = rules(placement) if rules is not None else None
-    return cuts, ManyCuts(costs, placement, goal.link, goal.lam, rule).measure(cuts)
+    return cuts, BatchedEvaluator(costs, placement, goal.link, goal.lam, rule).measure(cuts)
 
 
 @settings(CHECKS, max_examples=100)
@@ -187,7 +187,7 @@ def test_two_waves_of_few_mirror_cuts_keep_skips_at_home(
     costs = first_layers(fine_costs("uvit-h"), 60)
     goal = Goal(collocate=True)
     best = max(goal.evaluate(costs, find_partition(costs, fold(4, 2), goal)).load_s)
-    monkeypatch.setattr(seek, "_PLACES", num_places)
+    monkeypatch.setattr(search, "_PLACES", num_places)
     found = find_partition(costs, fold(4, 2), goal)
     home = found.device_of_layer
     assert all(home(s.source) == home(s.destination) for s in costs.skips)

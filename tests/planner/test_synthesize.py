@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_pulse.planner.layout.placement import fold, interleaved, sequential
-from megatron_pulse.planner.schedule.check.simulate import run
+from megatron_pulse.planner.schedule.check.simulate import simulate
 from megatron_pulse.planner.schedule.check.validate import faults_for, peak_activations, validate
-from megatron_pulse.planner.schedule.classic.names import CLASSICS
+from megatron_pulse.planner.schedule.classic.catalog import CLASSICS
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
 from megatron_pulse.planner.schedule.search.jobshop import job_shop
-from megatron_pulse.planner.schedule.search.starts import by_turns, rules_by_growth
+from megatron_pulse.planner.schedule.search.seeds import round_robin, rules_by_growth
 from megatron_pulse.planner.schedule.search.synthesize import classics, synthesize
 from tests.benchmarks.schedules import Case
 from tests.planner.strategies import equal, problems
@@ -47,7 +47,7 @@ def test_optima_that_the_bound_proves(
     problem = equal(fold(p), m, cap, split)
     found = synthesize(problem, math.inf)
     assert faults_for(problem, found.schedule) == []
-    assert found.certificate.makespan == optimum == run(problem, found.schedule).makespan
+    assert found.certificate.makespan == optimum == simulate(problem, found.schedule).makespan
     assert found.certificate.proved and found.certificate.gap == 0
 
 
@@ -94,12 +94,12 @@ def test_links(cap: float | None, split: bool, best: float) -> None:
 def test_any_problem(problem: ScheduleProblem) -> None:
     found = synthesize(problem, effort=2)
     assert faults_for(problem, found.schedule) == []
-    timeline = run(problem, found.schedule)
+    timeline = simulate(problem, found.schedule)
     assert found.certificate.makespan == timeline.makespan
     assert found.certificate.lower_bound <= timeline.makespan * (1 + 1e-9)
     assert timeline.makespan >= max(timeline.busy) - 1e-9
     for classic in classics(problem):
-        assert timeline.makespan <= run(problem, classic).makespan
+        assert timeline.makespan <= simulate(problem, classic).makespan
     at_once = synthesize(problem, effort=0, bounded=False)
     assert at_once.schedule == synthesize(problem, effort=0).schedule
     assert at_once.certificate.lower_bound <= found.certificate.lower_bound * (1 + 1e-9)
@@ -125,7 +125,7 @@ def test_deterministic_and_scale_free(problem: ScheduleProblem, power: int) -> N
         link=unit * problem.link,
         activation=scaled(problem.activation or (1.0,) * num),
         cap=scaled(problem.cap),
-        waiting=scaled(problem.waiting),
+        wgrad_bytes=scaled(problem.wgrad_bytes),
     )
     assert synthesize(other, effort=2).certificate.makespan == pytest.approx(
         unit * found.certificate.makespan, rel=0.1
@@ -175,7 +175,7 @@ def test_rules_for_many_microbatches_are_ranked_with_few() -> None:
 
 
 def test_sources_of_starts_take_turns_and_give_each_start_once() -> None:
-    assert list(by_turns(iter([[1], [2]]), iter([[2], [1], [3], [4]]))) == [[1], [2], [3], [4]]
+    assert list(round_robin(iter([[1], [2]]), iter([[2], [1], [3], [4]]))) == [[1], [2], [3], [4]]
 
 
 def test_problems_that_cannot_be() -> None:

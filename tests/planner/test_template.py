@@ -15,10 +15,10 @@ from megatron_pulse.planner.schedule.check.validate import faults_for
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
 from megatron_pulse.planner.schedule.search.anneal import anneal
 from megatron_pulse.planner.schedule.search.beam import MOST_WORK, beam_templates
-from megatron_pulse.planner.schedule.search.extend import extended
-from megatron_pulse.planner.schedule.search.improve import improve
+from megatron_pulse.planner.schedule.search.compaction import improve
 from megatron_pulse.planner.schedule.search.jobshop import JobShop, job_shop
-from megatron_pulse.planner.schedule.search.starts import from_template, starts, steady
+from megatron_pulse.planner.schedule.search.repeat_steady_state import extended
+from megatron_pulse.planner.schedule.search.seeds import from_template, starts, steady_templates
 from megatron_pulse.planner.schedule.search.template import Template, faults, steady_peak
 from tests.planner.strategies import equal, problems
 
@@ -106,7 +106,7 @@ def test_the_steady_state_of_few_microbatches_is_that_of_many(
 
 def test_steady_templates_are_few_once_time_is_up() -> None:
     shop = job_shop(equal(fold(2), 12, 4))
-    asked = [len(list(steady(shop, lambda over=over: over))) for over in (True, False)]
+    asked = [len(list(steady_templates(shop, lambda over=over: over))) for over in (True, False)]
     assert asked[0] == 1 < asked[1]
 
 

@@ -13,8 +13,8 @@ from torch.distributed.pipelining import schedules as theirs
 
 from megatron_pulse.planner.layout.placement import fold, interleaved, sequential
 from megatron_pulse.planner.schedule.check.validate import validate
-from megatron_pulse.planner.schedule.files import from_csv
 from megatron_pulse.planner.schedule.operations import Operation
+from megatron_pulse.planner.schedule.serialize import from_csv
 
 DEVICES, MICROBATCHES = 2, 4
 CLASSES: dict[str, Any] = {

@@ -10,21 +10,21 @@ import pytest
 
 from megatron_pulse.planner.layout.placement import Partition, fold
 from megatron_pulse.planner.layout.routes import trace_routes
-from megatron_pulse.planner.observe.compare import compare, measured_problem
-from megatron_pulse.planner.observe.trace import (
+from megatron_pulse.planner.program.communication import compile_communication
+from megatron_pulse.planner.schedule.check.simulate import Timeline, simulate
+from megatron_pulse.planner.schedule.operations import Operation, OpType
+from megatron_pulse.planner.schedule.problem import ScheduleProblem, equal_stages
+from megatron_pulse.planner.schedule.registry import make_schedule
+from megatron_pulse.planner.trace.compare import compare, measured_problem
+from megatron_pulse.planner.trace.trace import (
     Trace,
     TraceError,
     load_trace,
     save_trace,
 )
-from megatron_pulse.planner.schedule.check.simulate import Timeline, run
-from megatron_pulse.planner.schedule.operations import Kind, Operation
-from megatron_pulse.planner.schedule.problem import ScheduleProblem, equal_stages
-from megatron_pulse.planner.schedule.registry import make_schedule
-from megatron_pulse.planner.step.communication import compile_communication
-from tests.by_hand import unsealed_record
 from tests.planner.schedules import wave
 from tests.plans import steps_of
+from tests.reference import unsealed_record
 from tests.toys import nested, toy_backbone
 
 PLACEMENT, M = fold(2), 4
@@ -36,7 +36,7 @@ def timeline(slower: float = 1.0, split: bool = False) -> Timeline:
     weight = (0.5, 0.75, 1.0, 1.25) if split else None
     problem = ScheduleProblem(PLACEMENT, M, forward, BACKWARD, weight)
     schedule = wave(PLACEMENT, M, forward=FORWARD, backward=BACKWARD, weight_grad=weight)
-    return run(problem, schedule)
+    return simulate(problem, schedule)
 
 
 def trace_of(timelines: list[Timeline]) -> Trace:
@@ -113,7 +113,7 @@ def test_a_perfect_prediction() -> None:
     found = compare(timeline(), trace_of([timeline()] * 3))
     assert found.measured_makespan_s == pytest.approx(found.predicted_makespan_s)
     assert found.measured_bubble == pytest.approx(found.predicted_bubble)
-    assert {row.kind for row in found.rows} == {Kind.FORWARD, Kind.BACKWARD}
+    assert {row.kind for row in found.rows} == {OpType.FORWARD, OpType.BACKWARD}
     for row in found.rows:
         assert row.measured_s == pytest.approx(row.predicted_s) and row.count == M
     for device in found.devices:
@@ -126,7 +126,7 @@ def test_a_slow_stage_is_found() -> None:
     slow = timeline(1.5)
     found = compare(timeline(), trace_of([slow, timeline(30.0), slow]))
     worst = found.differing_most(1)[0]
-    assert (worst.kind, worst.stage) == (Kind.FORWARD, 1)
+    assert (worst.kind, worst.stage) == (OpType.FORWARD, 1)
     assert worst.measured_s == pytest.approx(1.5 * worst.predicted_s)
     assert worst.total_difference_s == pytest.approx(M * 0.5 * FORWARD[1])
     assert found.measured_makespan_s == pytest.approx(slow.makespan)
@@ -134,7 +134,7 @@ def test_a_slow_stage_is_found() -> None:
 
 
 def test_a_trace_of_another_schedule_is_refused() -> None:
-    other = run(
+    other = simulate(
         ScheduleProblem(PLACEMENT, M, FORWARD, BACKWARD), make_schedule("gpipe", PLACEMENT, M)
     )
     with pytest.raises(TraceError, match="another order than the plan's"):
@@ -154,7 +154,7 @@ def test_measured_times_make_the_same_problem(split: bool) -> None:
     assert times.forward == pytest.approx(FORWARD)
     assert times.backward == pytest.approx(BACKWARD)
     assert times.weight_grad == (pytest.approx((0.5, 0.75, 1.0, 1.25)) if split else None)
-    again = run(times, timeline(split=split).schedule)
+    again = simulate(times, timeline(split=split).schedule)
     assert again.makespan == pytest.approx(timeline(split=split).makespan)
 
 
@@ -162,9 +162,9 @@ def test_evaluations_have_no_backward_times() -> None:
     line = timeline()
     schedule = line.schedule.forward_only()
     forwards = replace(
-        run(ScheduleProblem(PLACEMENT, M, FORWARD, BACKWARD), schedule), schedule=schedule
+        simulate(ScheduleProblem(PLACEMENT, M, FORWARD, BACKWARD), schedule), schedule=schedule
     )
     trace = trace_of([forwards])
-    assert Operation(Kind.FORWARD, 0, 0) in {t.operation for t in trace.steps[0].operations}
+    assert Operation(OpType.FORWARD, 0, 0) in {t.operation for t in trace.steps[0].operations}
     with pytest.raises(TraceError, match="no backward"):
         measured_problem(equal_stages(PLACEMENT, M), trace)

@@ -13,8 +13,8 @@ from megatron_pulse.planner.schedule.check.simulate import DeadlockError
 from megatron_pulse.planner.schedule.check.validate import peak_activations, validate
 from megatron_pulse.planner.schedule.classic.one_f_one_b import one_f_one_b
 from megatron_pulse.planner.schedule.message import Message
-from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
-from tests.planner.schedules import simulate, wave
+from megatron_pulse.planner.schedule.operations import Operation, OpType, Schedule
+from tests.planner.schedules import run_schedule, wave
 from tests.planner.strategies import schedules, with_order
 
 
@@ -46,7 +46,7 @@ def test_every_mutation_is_rejected_for_its_reason(schedule: Schedule, data: st.
     wrong = f"{op} is on device {other}; stage {op.stage} is on device {device}"
     assert wrong in validate(moved)
 
-    forward, backward = (Operation(Kind(k), op.stage, op.microbatch) for k in "FB")
+    forward, backward = (Operation(OpType(k), op.stage, op.microbatch) for k in "FB")
     early = f"device {device} runs {backward} before {forward}"
     assert early in validate(swapped(schedule, device, forward, backward))
 
@@ -58,7 +58,7 @@ def test_every_mutation_is_rejected_for_its_reason(schedule: Schedule, data: st.
         late = f"device {device} runs {second} before {first}; {reason}"
         assert late in validate(swapped(schedule, device, first, second))
 
-    extra = [Operation(Kind.FORWARD, num, 0), Operation(Kind.FORWARD, 0, count)]
+    extra = [Operation(OpType.FORWARD, num, 0), Operation(OpType.FORWARD, 0, count)]
     faults = validate(with_order(schedule, device, [*order, *extra]))
     assert f"F{num}:0 on device {device}: there is no stage {num}" in faults
     assert f"F0:{count} on device {device}: there is no microbatch {count}" in faults
@@ -83,7 +83,7 @@ def test_deadlocks_are_those_of_the_simulator(schedule: Schedule, seed: int) -> 
     faults = validate(mutated)
     ones = [1.0] * schedule.placement.num_stages
     try:
-        simulate(mutated, ones, ones)
+        run_schedule(mutated, ones, ones)
     except DeadlockError:
         assert len(faults) == 1 and faults[0].startswith("deadlock: ")
     else:

@@ -9,10 +9,14 @@ import pytest
 
 from megatron_pulse.cli.main import main
 from megatron_pulse.planner.cluster.cluster import cluster
+from megatron_pulse.planner.plan_file.elastic import (
+    distributed_optimizer_of_folder,
+    plan_for_world,
+    world_file,
+)
 from megatron_pulse.planner.plan_file.plan_file import PlanFileError
-from megatron_pulse.planner.plan_file.worlds import optimizer_beside, plan_for_world, world_file
 from megatron_pulse.planner.tune.config import Choices, configs
-from megatron_pulse.planner.tune.plans.recompute import load_checked
+from megatron_pulse.planner.tune.plans.verify_figures import load_checked
 
 OURS = """
 name: ours
@@ -46,14 +50,14 @@ def test_one_device_has_the_optimizer_of_several(divided: bool) -> None:
 
 
 def test_plans_that_are_there_say_which_optimizer(tmp_path: Path) -> None:
-    assert optimizer_beside(tmp_path, [2]) is None
+    assert distributed_optimizer_of_folder(tmp_path, [2]) is None
     for world, divided in ((1, True), (2, False)):
         record = {"distributed_optimizer": divided}
         world_file(tmp_path, world).write_text(json.dumps(record))
-    assert optimizer_beside(tmp_path, [2]) is True
-    assert optimizer_beside(tmp_path, [1]) is False
+    assert distributed_optimizer_of_folder(tmp_path, [2]) is True
+    assert distributed_optimizer_of_folder(tmp_path, [1]) is False
     with pytest.raises(PlanFileError, match=r"world-1.json divides .*, world-2.json does not"):
-        optimizer_beside(tmp_path, [3])
+        distributed_optimizer_of_folder(tmp_path, [3])
 
 
 def test_a_plan_for_each_world(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,7 +67,7 @@ def test_a_plan_for_each_world(tmp_path: Path, capsys: pytest.CaptureFixture[str
         "--global-batch-size", "16", "--seconds", "1", "--solver", "none",
     ]  # fmt: skip
     plans = tmp_path / "plans"
-    assert main([*words, "--worlds", "4,2,1", "-o", str(plans)]) == 0
+    assert main([*words, "--world-sizes", "4,2,1", "-o", str(plans)]) == 0
     *every, faster = capsys.readouterr().out.splitlines()
     # On a busy machine a second finds little, and FSDP2 is said to be ahead.
     said = [line for line in every if not line.startswith("  FSDP2")]
@@ -82,12 +86,14 @@ def test_a_plan_for_each_world(tmp_path: Path, capsys: pytest.CaptureFixture[str
         assert plan.world_size == world and plan.global_batch_size == 16
         kinds.add(plan.distributed_optimizer)
     assert len(kinds) == 1
-    assert main([*words, "--worlds", "3,9", "-o", str(plans)]) == 2
+    assert main([*words, "--world-sizes", "3,9", "-o", str(plans)]) == 2
     fault = capsys.readouterr().err
-    assert "--worlds 3: ours has 3 node(s) of 2 devices" in fault and "--worlds 9" in fault
-    assert main([*words, "--worlds", "x"]) == 2
+    assert (
+        "--world-sizes 3: ours has 3 node(s) of 2 devices" in fault and "--world-sizes 9" in fault
+    )
+    assert main([*words, "--world-sizes", "x"]) == 2
     fault = capsys.readouterr().err
-    assert "--worlds x: write whole numbers" in fault and "give -o DIR" in fault
+    assert "--world-sizes x: write whole numbers" in fault and "give -o DIR" in fault
 
 
 def test_what_there_is_no_plan_for(tmp_path: Path) -> None:

@@ -12,11 +12,14 @@ import pytest
 
 from megatron_pulse.cli.main import main
 from megatron_pulse.planner.cluster.cluster import DeviceFigures
-from megatron_pulse.planner.observe.compare import doubts, mismatches
-from megatron_pulse.planner.observe.trace import Trace, load_trace, save_trace
 from megatron_pulse.planner.plan_file.plan_file import save_plan
-from megatron_pulse.planner.tune.plans.recompute import load_checked, recomputed
-from megatron_pulse.profile.cautions import (
+from megatron_pulse.planner.trace.compare import cost_cautions, mismatches
+from megatron_pulse.planner.trace.trace import Trace, load_trace, save_trace
+from megatron_pulse.planner.tune.plans.verify_figures import load_checked, recomputed
+from megatron_pulse.profile.files import load_profile, save_profile
+from megatron_pulse.profile.profile import Profile, Source
+from megatron_pulse.profile.roofline import custom_device
+from megatron_pulse.profile.warnings import (
     device_caution,
     plan_cautions,
     plan_thread_caution,
@@ -24,11 +27,8 @@ from megatron_pulse.profile.cautions import (
     spread_caution,
     thread_caution,
 )
-from megatron_pulse.profile.devices import custom_device
-from megatron_pulse.profile.files import load_profile, save_profile
-from megatron_pulse.profile.profile import Profile, Source
-from tests.by_hand import unsealed_record
 from tests.plans import MICRO_BATCH, small_plan, small_profile, trace_of
+from tests.reference import unsealed_record
 
 
 def disturbed() -> Profile:
@@ -159,7 +159,7 @@ def test_every_command_that_reads_a_profile_says_it(
 
 def traced(**run: str) -> Trace:
     plan = small_plan()
-    trace = trace_of(plan, [plan.replay().timeline])
+    trace = trace_of(plan, [plan.simulate_step().timeline])
     ran = {"micro_batch_size": "2", "dtype": "float32", "recompute": "none", "threads": "1"}
     return replace(trace, machine={"device": "here"}, stages=plan.stages, run={**ran, **run})
 
@@ -168,7 +168,7 @@ def test_what_a_trace_is_not_of_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan = small_plan()
-    assert mismatches(plan, traced()) == [] == doubts(plan, traced())
+    assert mismatches(plan, traced()) == [] == cost_cautions(plan, traced())
     (fault,) = mismatches(plan, traced(dtype="bfloat16"))
     assert fault == "the trace is of a run with dtype bfloat16, the plan has float32"
     faults = mismatches(plan, traced(micro_batch_size="8", recompute="all"))
@@ -190,7 +190,7 @@ def test_what_makes_a_comparison_doubtful_is_named(
     wide = replace(first, forward_spread_s=0.5 * first.whole_s)
     costs = replace(small_plan().profile, times={MICRO_BATCH: (wide, *others)}, threads=4)
     plan = recomputed(replace(small_plan(), profile=costs))
-    said = doubts(plan, replace(traced(), machine={"device": "there"}))
+    said = cost_cautions(plan, replace(traced(), machine={"device": "there"}))
     assert said[0].startswith("1 of 20 measurements") and "measured with 4 thread(s)" in said[1]
     assert said[2] == "the run was on there, but costs are measured, here"
     save_plan(plan, tmp_path / "plan.json")
@@ -204,7 +204,7 @@ def test_what_makes_a_comparison_doubtful_is_named(
 def test_a_process_alone_computes_as_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    from megatron_pulse.profile.measuring.machine import compute_as_a_rank
+    from megatron_pulse.profile.measurement.machine import compute_as_a_rank
 
     before = torch.get_num_threads()
     torch.set_num_threads(3)
@@ -221,16 +221,16 @@ def test_a_process_alone_computes_as_a_rank(monkeypatch: pytest.MonkeyPatch) -> 
 def test_measuring_uses_the_threads_that_are_asked_for() -> None:
     import torch
 
-    from megatron_pulse.cli.megatron import prepare_megatron
-    from megatron_pulse.profile.measuring.clock import Patience
+    from megatron_pulse.cli.import_megatron import prepare_megatron
+    from megatron_pulse.profile.measurement.clock import RepetitionLimits
     from model_specs import load_backbone
 
     prepare_megatron()
-    from megatron_pulse.profile.measuring.measure import measure
+    from megatron_pulse.profile.measurement.measure import measure
 
     before = torch.get_num_threads()
     backbone = load_backbone("example-tiny")
-    patience = Patience(1, 1, 0.0)
+    patience = RepetitionLimits(1, 1, 0.0)
     for threads in (1, 2):
         profile = measure(backbone, [1], patience=patience, threads=threads)
         assert profile.threads == threads and f"{threads} thread" in profile.device

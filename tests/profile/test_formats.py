@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 
 from megatron_pulse.cli.main import main
-from megatron_pulse.integration.planning.formats import measured_format
+from megatron_pulse.integration.planning.memory_format import measured_format
 from megatron_pulse.profile.files import load_profile
-from megatron_pulse.profile.measuring.clock import Patience
-from megatron_pulse.profile.measuring.formats import FormatTimes, compare_formats
+from megatron_pulse.profile.measurement.clock import RepetitionLimits
+from megatron_pulse.profile.measurement.compare_formats import FormatTimes, compare_formats
 from megatron_pulse.profile.memory_format import format_caution, in_format_of, in_given_format
 from model_specs import load_backbone
 from tests.runtime.tiny import FAMILIES, backbone
 
-BRIEF = Patience(min_repetitions=1, max_repetitions=1, enough_s=0.0)
+BRIEF = RepetitionLimits(min_repetitions=1, max_repetitions=1, enough_s=0.0)
 
 
 def of_unet(**options: Any) -> Any:

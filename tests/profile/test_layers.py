@@ -12,23 +12,24 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_pulse.backbone.activations import ActivationPolicies, ActivationPolicy
 from megatron_pulse.profile.analytic import LayerWork, analyse, count_work
-from megatron_pulse.profile.devices import PRESETS, Roofline, custom_device
 from megatron_pulse.profile.flops import count_flops
-from megatron_pulse.profile.measuring.building import meta_context, some_process_group
-from megatron_pulse.profile.measuring.clock import Patience, median_and_spread
-from megatron_pulse.profile.measuring.layer_call import make_call
-from megatron_pulse.profile.measuring.measure import measure
+from megatron_pulse.profile.measurement.clock import RepetitionLimits, median_and_spread
+from megatron_pulse.profile.measurement.layer_call import make_call
+from megatron_pulse.profile.measurement.layer_context import meta_context, some_process_group
+from megatron_pulse.profile.measurement.measure import measure
 from megatron_pulse.profile.profile import Profile, Source
-from megatron_pulse.runtime.measure.running import RUNNING
-from megatron_pulse.runtime.saved import selective
+from megatron_pulse.profile.roofline import PRESETS, Roofline, custom_device
+from megatron_pulse.runtime.activations import selective_recompute
+from megatron_pulse.runtime.measure.execution_modes import RUNNING
 from model_specs import load_backbone
 from tests.profile.layers import WIDTH, small_backbone
 from tests.runtime import tiny
 from tests.toys import nested, toy_backbone
 
 TABLES = Path(__file__).parents[1] / "model_specs" / "unet_tables.json"
-BRIEF = Patience(min_repetitions=3, max_repetitions=5, enough_s=0.0)
+BRIEF = RepetitionLimits(min_repetitions=3, max_repetitions=5, enough_s=0.0)
 
 
 def work_of(backbone: Any, size: int, dtype: str = "float32") -> list[LayerWork]:
@@ -74,19 +75,19 @@ def test_memory_of_known_layers_is_exact(make: Any, size: int) -> None:
     assert peaks["tanh"] == 3
     assert peaks["scale"] == 4
     assert peaks["mlp"] == pytest.approx(4 + WIDTH / size)
-    again = profile.at(size, recompute=True)
+    again = profile.at(size, profile.all_layers(ActivationPolicy.RECOMPUTE))
     # The sample passes by the embedder, so that the first layer takes what that has taken too.
     assert again.saved_bytes == tuple(row * n for n in (1, 0, 1, 1, 2, 1))
     assert again.shared_bytes == (0, row, 0, 0, 0, 0)
-    assert again.again_bytes == tuple(row * n for n in (0, 0, 1, 1, 0, 0))
-    assert set(again.waiting_bytes) == {0}
+    assert again.recompute_bytes == tuple(row * n for n in (0, 0, 1, 1, 0, 0))
+    assert set(again.wgrad_bytes) == {0}
     # A matrix whose input wants no gradient does not wait: the mlp's does, for what it multiplies.
-    assert profile.at(size).waiting_bytes == tuple(row * n for n in (0, 0, 0, 2, 0, 0))
+    assert profile.at(size).wgrad_bytes == tuple(row * n for n in (0, 0, 0, 2, 0, 0))
 
 
 @pytest.mark.parametrize("make", [measured, analytic])
 def test_what_is_kept_without_what_is_cheap(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selective, "LEAST_BYTES", 1)
+    monkeypatch.setattr(selective_recompute, "LEAST_BYTES", 1)
     plain, profile = make(small_backbone()), make(small_backbone(), RUNNING)
     for size in (1, 3):
         row, times = 4 * WIDTH * size, profile.times_at(size)
@@ -96,13 +97,13 @@ def test_what_is_kept_without_what_is_cheap(make: Any, monkeypatch: pytest.Monke
         assert profile.source is Source.MEASURED or (
             mlp.selective_s > 0 and not any(layer.selective_s for layer in rest)
         )
-        costs, part = profile.at(size), profile.at(size, selective={3})
+        chosen = ActivationPolicies(selective={3})
+        costs, part = profile.at(size), profile.at(size, chosen)
         assert part.saved_bytes == (*costs.saved_bytes[:3], row, *costs.saved_bytes[4:])
         more = [b - a for a, b in zip(costs.backward_s, part.backward_s, strict=True)]
         assert more == pytest.approx([0, 0, 0, mlp.selective_s, 0, 0])
-        assert part.waiting_bytes == costs.waiting_bytes and not any(part.recompute_s)
-        assert profile.at(size, {3}, {3}) == profile.at(size, {3})
-        assert plain.at(size, selective={3}).saved_bytes == plain.at(size).saved_bytes
+        assert part.wgrad_bytes == costs.wgrad_bytes and not any(part.recompute_s)
+        assert plain.at(size, chosen).saved_bytes == plain.at(size).saved_bytes
 
 
 def test_gradients_that_are_dropped_in_turn_leave_nothing() -> None:
@@ -248,7 +249,7 @@ def test_medians() -> None:
     assert median_and_spread([5.0, 1.0, 2.0, 3.0, 4.0]) == (3.0, 2.0)
     assert median_and_spread([-1.0, -3.0]) == (0.0, 1.0)
     with pytest.raises(ValueError, match="min_repetitions"):
-        Patience(min_repetitions=0)
+        RepetitionLimits(min_repetitions=0)
 
 
 def test_what_tensor_parallel_ranks_do_not_share_they_all_do() -> None:

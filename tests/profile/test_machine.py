@@ -8,7 +8,7 @@ import resource
 import pytest
 import torch
 
-from megatron_pulse.profile.measuring.machine import keep_freed_memory
+from megatron_pulse.profile.measurement.machine import keep_freed_memory
 from tests.ranks import run_ranks
 
 

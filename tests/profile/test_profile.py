@@ -11,19 +11,20 @@ from typing import Any
 
 import pytest
 
+from megatron_pulse.backbone.activations import ActivationPolicies
 from megatron_pulse.backbone.costs import SkipCost
 from megatron_pulse.planner.layout.placement import Partition, sequential
 from megatron_pulse.planner.schedule.problem import stage_problem
 from megatron_pulse.profile.files import from_record, load_profile, save_profile, to_record
 from megatron_pulse.profile.profile import Profile, ProfileError, Source
-from megatron_pulse.profile.record.layers import (
+from megatron_pulse.profile.records.layers import (
     ProfiledConditioning,
     ProfiledLayer,
     ProfiledSkip,
     ShardSums,
 )
-from megatron_pulse.profile.record.times import LayerTimes
-from tests.by_hand import unsealed_record
+from megatron_pulse.profile.records.times import LayerTimes
+from tests.reference import unsealed_record
 
 
 def times(scale: float) -> LayerTimes:
@@ -100,11 +101,14 @@ def test_says_what_lies_outside() -> None:
         make().at(0)
 
 
+ALL_RECOMPUTED = ActivationPolicies(range(3))
+
+
 def test_recomputation_adds_a_forward_and_keeps_what_a_layer_is_called_with() -> None:
-    for costs in (make(recompute=True).at(2), make().at(2, recompute=True)):
+    for costs in (make(recompute=True).at(2), make().at(2, ALL_RECOMPUTED)):
         assert costs.backward_s == (3 * 6.0, 6 * 6.0, 9 * 6.0)
         assert costs.saved_bytes == (16, 2 * (9 + 5), 2 * (10 + 5))
-    assert make(recompute=True).at(2, recompute=False) == make().at(2)
+    assert make(recompute=True).at(2, ActivationPolicies()) == make().at(2)
 
 
 def test_round_trip(tmp_path: Path) -> None:
@@ -140,7 +144,7 @@ def test_split_backwards_take_what_was_measured_of_them(tmp_path: Path) -> None:
         assert (whole.forward, whole.backward) == ((3, 6, 9), (15, 30, 45))
         apart = stage_problem(costs, Partition(three, (0, 1, 2, 3)), 1, split=True)
         assert (apart.forward, apart.backward, apart.weight_grad) == (forward, inputs, weights)
-    assert new.at(2, recompute=True).split_backward_s == (2.5 + 4 + 1.5,) * 3
+    assert new.at(2, ALL_RECOMPUTED).split_backward_s == (2.5 + 4 + 1.5,) * 3
     record = to_record(new)
     assert from_record(json.loads(json.dumps(record)), "here") == new
     for layer in record["times"][2]:
@@ -254,7 +258,7 @@ def test_values_that_contradict_each_other_name_the_file(tmp_path: Path) -> None
 def test_reading_a_profile_imports_no_torch() -> None:
     """Planning reads profiles on a laptop."""
     code = (
-        "import sys, megatron_pulse.profile.files, megatron_pulse.profile.table; "
+        "import sys, megatron_pulse.profile.files, megatron_pulse.profile.layer_table; "
         "sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

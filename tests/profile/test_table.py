@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from megatron_pulse.profile.devices import Roofline, custom_device
+from megatron_pulse.profile.layer_table import read_table
 from megatron_pulse.profile.profile import ProfileError, Source
-from megatron_pulse.profile.table import read_table
+from megatron_pulse.profile.roofline import Roofline, custom_device
 
 
 def unit(name: str, params: int, shapes: list[list[int]]) -> dict[str, Any]:

@@ -16,20 +16,20 @@ from torch import Tensor, nn
 
 from megatron_pulse.backbone.chain import Backbone, TensorSpec
 from megatron_pulse.planner.layout.routes import Routes
-from megatron_pulse.planner.observe.trace import Trace
-from megatron_pulse.planner.schedule.operations import Filler, Schedule
+from megatron_pulse.planner.program.communication import compile_communication
+from megatron_pulse.planner.program.device_program import compile_program
+from megatron_pulse.planner.schedule.operations import BubbleTask, Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
-from megatron_pulse.planner.step.communication import compile_communication
-from megatron_pulse.planner.step.program import compile_program
-from megatron_pulse.runtime.called import Workload
+from megatron_pulse.planner.trace.trace import Trace
+from megatron_pulse.runtime.activations.offload import ActivationOffload
+from megatron_pulse.runtime.activations.recompute import RecomputedLayer
 from megatron_pulse.runtime.executor import Executor
-from megatron_pulse.runtime.failures import default_board
-from megatron_pulse.runtime.measure.tracer import Traced, Tracer
-from megatron_pulse.runtime.messages.links import Links
-from megatron_pulse.runtime.parameters.later import Later
-from megatron_pulse.runtime.saved.again import Again
-from megatron_pulse.runtime.saved.away import Away
-from megatron_pulse.runtime.settings import RunSettings
+from megatron_pulse.runtime.failure_board import default_board
+from megatron_pulse.runtime.measure.tracer import TracedRun, Tracer
+from megatron_pulse.runtime.p2p.links import Links
+from megatron_pulse.runtime.parameters.wgrad_queue import WeightGradStore
+from megatron_pulse.runtime.protocols import SliceFunction
+from megatron_pulse.runtime.tensor_settings import RunSettings
 
 _WAKE_UP_S = 60e-6
 """How late a sleeper usually wakes up on Linux (its timer slack)."""
@@ -67,7 +67,7 @@ class EmulatedStage(nn.Module):
         self.forward_s = problem.forward[stage]
         self.backward_s = problem.backward[stage]
         self.weight_grad_s = problem.weight_grad[stage] if problem.weight_grad else 0.0
-        self.recompute_s = problem.recompute[stage] if problem.recompute else 0.0
+        self.recompute_s = problem.recompute_s[stage] if problem.recompute_s else 0.0
         self.weight = nn.Parameter(torch.zeros(1, device=settings.device))
         self.offloaded = ()
 
@@ -76,10 +76,10 @@ class EmulatedStage(nn.Module):
         inputs: tuple[Tensor, ...],
         skips: Mapping[str, Tensor],
         conditioning: Mapping[str, Tensor],
-        later: Later | None = None,
+        later: WeightGradStore | None = None,
         which: int = 0,
-        again: list[Again] | None = None,
-        away: Away | None = None,
+        again: list[RecomputedLayer] | None = None,
+        away: ActivationOffload | None = None,
     ) -> tuple[tuple[Tensor, ...], dict[str, Tensor], dict[str, Tensor]]:
         """See Stage.forward."""
         crossing = (*inputs, *skips.values(), *(conditioning[name] for name in self._taken))
@@ -97,7 +97,7 @@ class EmulatedStage(nn.Module):
         return (*made, *(self._settings.make_empty(s).double() for s in self._provides.values()))
 
 
-class EmulatedAgain(Again):
+class EmulatedAgain(RecomputedLayer):
     """Takes ``seconds`` of the backward, if that has not begun."""
 
     def __init__(self, seconds: float) -> None:
@@ -114,7 +114,7 @@ class _Emulated(torch.autograd.Function):
     def forward(
         ctx: Any,
         stage: EmulatedStage,
-        later: Later | None,
+        later: WeightGradStore | None,
         again: EmulatedAgain,
         weight: Tensor,
         *crossing: Tensor,
@@ -151,7 +151,7 @@ class _Emulated(torch.autograd.Function):
         return (None, None, None, torch.zeros_like(weight), *found)
 
 
-def emulated_filler(filler: Filler) -> Workload:
+def emulated_filler(filler: BubbleTask) -> SliceFunction:
     """A workload whose slices take ``filler``'s seconds."""
     return lambda number: sleep_until(time.perf_counter() + filler.slice_seconds[number])
 
@@ -192,7 +192,7 @@ def run_emulated(
         fillers=[emulated_filler(filler) for filler in schedule.fillers],
     )
     size = group.size() if group is not None else 1
-    traced = Traced("emulated", backbone.record, schedule, {"size": size, "pipeline": size})
+    traced = TracedRun("emulated", backbone.record, schedule, {"size": size, "pipeline": size})
     tracer = Tracer(range(2, num_steps + 2), traced, group, settings.device, timeout_s)
     for _ in range(num_steps + 1):
         if group is not None:

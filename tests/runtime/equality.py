@@ -13,19 +13,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron_pulse.backbone.activations import ActivationPolicies
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.context import LayerContext
 from megatron_pulse.backbone.costs import weighted_costs
-from megatron_pulse.planner.layout.embedders import EmbedderChoice
+from megatron_pulse.planner.layout.embedder_choice import EmbedderChoice
 from megatron_pulse.planner.layout.placement import Partition, make_placement
-from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
-from megatron_pulse.planner.step.make import make_plan
-from megatron_pulse.planner.step.plan import Plan
-from megatron_pulse.profile.trained import choose_trained
-from megatron_pulse.runtime.called import Workload
+from megatron_pulse.planner.program.make import make_plan
+from megatron_pulse.planner.program.plan import Plan
+from megatron_pulse.planner.schedule.operations import Operation, OpType, Schedule
+from megatron_pulse.profile.trainable import choose_trained
+from megatron_pulse.runtime.activations import offload, selective_recompute
 from megatron_pulse.runtime.measure.recorder import StepRecorder
 from megatron_pulse.runtime.pipeline import Pipeline
-from megatron_pulse.runtime.saved import away, selective
+from megatron_pulse.runtime.protocols import SliceFunction
 from megatron_pulse.runtime.stage import layer_seed
 from tests.planner.schedules import offloaded_anywhere, recomputed_anywhere
 from tests.ranks import run_ranks
@@ -86,7 +87,7 @@ class Outcome:
     parameters: dict[str, Tensor] = field(default_factory=dict)
     gradients: dict[str, Tensor] = field(default_factory=dict)
     num_weight_gradients: int = 0
-    offloaded_bytes: int = 0
+    offload_bytes: int = 0
     num_left_out: int = 0
     forward_bytes: int = 0
     gradient_bytes: int = 0
@@ -154,8 +155,9 @@ def plan_of(backbone: Backbone, case: Case, num_devices: int) -> Plan:
         frozenset(every[::number] if number else ())
         for number in (case.recompute, case.offload, case.selective)
     )
-    how = {"recompute": again, "offload": moved - again, "selective": part - moved - again}
-    return replace(plan, embedders=choices, schedules=given or plan.schedules, **how)
+    policies = ActivationPolicies(again, moved - again, part - moved - again)
+    schedules = given or plan.schedules
+    return replace(plan, embedders=choices, schedules=schedules, activations=policies)
 
 
 def make_pipeline(
@@ -164,7 +166,7 @@ def make_pipeline(
     config: Any,
     group: dist.ProcessGroup | None,
     timeout_s: float = 60.0,
-    fillers: Sequence[Workload] = (),
+    fillers: Sequence[SliceFunction] = (),
 ) -> Pipeline:
     """This rank's part of a case; ``group`` is the pipeline (None: alone)."""
     pipeline = Pipeline(
@@ -203,15 +205,15 @@ def train(
     case: Case,
     config: Any,
     group: dist.ProcessGroup | None,
-    fillers: Sequence[Workload] = (),
+    fillers: Sequence[SliceFunction] = (),
     batches_of: Callable[[int], list[dict[str, Tensor]]] | None = None,
 ) -> Outcome:
     """A few steps of AdamW on this rank's stages; ``batches_of`` gives a step's microbatches."""
     if case.train or case.freeze:
         backbone = choose_trained(backbone, case.train, case.freeze)
     if case.offload:
-        away.LEAST_BYTES = 1
-    selective.LEAST_BYTES = 1 if case.selective else selective.LEAST_BYTES
+        offload.LEAST_BYTES = 1
+    selective_recompute.LEAST_BYTES = 1 if case.selective else selective_recompute.LEAST_BYTES
     pipeline = make_pipeline(backbone, case, config, group, fillers=fillers)
     parameters = dict(pipeline.named_parameters())
     optimizer = torch.optim.AdamW(parameters.values(), lr=1e-2, foreach=False)
@@ -225,11 +227,11 @@ def train(
         outcome.num_left_out += len(made)
         outcome.losses += [loss.item() for loss in losses]
         outcome.num_weight_gradients += sum(
-            timed.operation.kind is Kind.WEIGHT_GRAD for timed in recorder.finish().operations
+            timed.operation.kind is OpType.WEIGHT_GRAD for timed in recorder.finish().operations
         )
         executor = pipeline.executor(len(batches))
         assert executor.held_bytes == 0
-        outcome.offloaded_bytes = executor.offloaded_bytes
+        outcome.offload_bytes = executor.offload_bytes
         optimizer.step()
     outcome.gradients = {n: p.grad.clone() for n, p in parameters.items() if p.grad is not None}
     outcome.parameters = {n: p.detach().clone() for n, p in parameters.items()}
@@ -244,17 +246,17 @@ def train(
 @contextmanager
 def counting_made() -> Iterator[list[object]]:
     """What is taken within, and was left out as it is cheap."""
-    taken, take = list[object](), selective._View.take
+    taken, take = list[object](), selective_recompute._View.take
 
-    def told(view: selective._View) -> Tensor:
+    def told(view: selective_recompute._View) -> Tensor:
         taken.append(view)
         return take(view)
 
-    selective._View.take = told  # type: ignore[method-assign]
+    selective_recompute._View.take = told  # type: ignore[method-assign]
     try:
         yield taken
     finally:
-        selective._View.take = take  # type: ignore[method-assign]
+        selective_recompute._View.take = take  # type: ignore[method-assign]
 
 
 def leave_zero(model: Pipeline | nn.Module, chains: Collection[str] = ()) -> None:
@@ -278,11 +280,11 @@ def split(schedule: Schedule, delay: int) -> Schedule:
         waiting: list[Operation] = []
         new = []
         for op in order:
-            if op.kind is not Kind.BACKWARD:
+            if op.kind is not OpType.BACKWARD:
                 new.append(op)
                 continue
-            new.append(op._replace(kind=Kind.INPUT_GRAD))
-            waiting.append(op._replace(kind=Kind.WEIGHT_GRAD))
+            new.append(op._replace(kind=OpType.INPUT_GRAD))
+            waiting.append(op._replace(kind=OpType.WEIGHT_GRAD))
             if len(waiting) > delay:
                 new.append(waiting.pop(0))
         orders.append((*new, *waiting))
@@ -325,7 +327,7 @@ def merge(outcomes: list[Outcome]) -> Outcome:
         merged.parameters.update(outcome.parameters)
         merged.gradients.update(outcome.gradients)
         merged.num_weight_gradients += outcome.num_weight_gradients
-        merged.offloaded_bytes += outcome.offloaded_bytes
+        merged.offload_bytes += outcome.offload_bytes
         merged.num_left_out += outcome.num_left_out
         merged.forward_bytes += outcome.forward_bytes
         merged.gradient_bytes += outcome.gradient_bytes

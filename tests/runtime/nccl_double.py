@@ -28,7 +28,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from megatron_pulse.runtime.messages import channels
+from megatron_pulse.runtime.p2p import channels
 
 VARIABLE = "PULSE_TESTS_CHANNELS"
 """Set to one of these, ranks of tests use the double."""

@@ -52,7 +52,7 @@ def test_whole_and_split_backwards_equal_one_process(family: str) -> None:
         delay, num_stages = CASES[i][1], P if case.placement == "sequential" else 2 * P
         apart = 0 if delay is None else num_stages * case.num_microbatches * STEPS
         assert got.num_weight_gradients == apart, case
-        assert any(o[i].offloaded_bytes > 0 for o in ranks) == bool(case.offload), case
+        assert any(o[i].offload_bytes > 0 for o in ranks) == bool(case.offload), case
         assert (got.num_left_out > 0) == bool(case.selective), case
         assert len(got.losses) == STEPS * case.num_microbatches
         assert got.losses == reference.losses, case

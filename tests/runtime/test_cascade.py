@@ -10,9 +10,9 @@ from torch import Tensor
 
 import megatron_pulse as pulse
 from megatron_pulse.backbone.check import BackboneError
+from megatron_pulse.planner.program.plan import PlanError
 from megatron_pulse.planner.schedule.problem import equal_stages
 from megatron_pulse.planner.schedule.search.synthesize import synthesize
-from megatron_pulse.planner.step.plan import PlanError
 from tests.ranks import run_ranks
 from tests.runtime import tiny
 from tests.runtime.equality import Case, Outcome, differences, join_pipeline, merge, split, train
@@ -32,10 +32,10 @@ def joined(families: tuple[str, ...]) -> pulse.Backbone:
 
 def run_cascades(cases: list[tuple[tuple[str, ...], Case]]) -> list[Outcome]:
     """(families, case) after (families, case) on this rank; one family is trained alone."""
-    from megatron_pulse.integration.megatron.linear import wait_for_weight_gradients
+    from megatron_pulse.integration.megatron.linear_wgrad import defer_wgrad
 
     config, group = join_pipeline()
-    wait_for_weight_gradients()
+    defer_wgrad()
     outcomes = [
         train(joined(f) if len(f) > 1 else tiny.backbone(f[0]), case, config, group)
         for f, case in cases

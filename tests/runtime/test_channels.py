@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_pulse.planner.layout.placement import fold
-from megatron_pulse.planner.step.nccl_check import check_events
-from megatron_pulse.planner.step.program import Event, Receive, Run, Send, Wait
-from megatron_pulse.runtime.messages.channels import PendingTransfer
+from megatron_pulse.planner.program.device_program import Event, Receive, Run, Send, Wait
+from megatron_pulse.planner.program.nccl_check import check_events
+from megatron_pulse.runtime.p2p.channels import PendingTransfer
 from tests.planner.schedules import wave
 from tests.planner.test_channels import shuffled
 from tests.planner.test_nccl import Programs, compiled, programs

@@ -12,13 +12,13 @@ import torch.distributed as dist
 
 from megatron_pulse.planner.layout.placement import Partition, Placement, fold, sequential
 from megatron_pulse.planner.layout.routes import trace_routes
-from megatron_pulse.planner.observe.compare import compare, measured_problem
-from megatron_pulse.planner.observe.trace import Trace
-from megatron_pulse.planner.schedule.check.simulate import run
+from megatron_pulse.planner.schedule.check.simulate import simulate
 from megatron_pulse.planner.schedule.operations import Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
 from megatron_pulse.planner.schedule.registry import make_schedule
 from megatron_pulse.planner.schedule.search.synthesize import synthesize
+from megatron_pulse.planner.trace.compare import compare, measured_problem
+from megatron_pulse.planner.trace.trace import Trace
 from tests.ranks import run_ranks
 from tests.solved import integer_programmed
 from tests.toys import nested, toy_backbone
@@ -73,7 +73,7 @@ def test_makespans_are_what_the_simulator_says(num_devices: int) -> None:
     tight = problem_of(plain, cap=1.5 * num_devices)
     split = problem_of(plain, split=True)
     free = problem_of(row)
-    again = replace(free, recompute=tuple(0.5 * seconds for seconds in free.backward))
+    again = replace(free, recompute_s=tuple(0.5 * seconds for seconds in free.backward))
     redone = synthesize(again, effort=20).schedule
     assert redone.recomputed_apart
     cases: dict[str, Case] = {
@@ -106,7 +106,7 @@ def measure(num_devices: int, cases: dict[str, Case]) -> tuple[dict[str, float],
     predicted, measured = {}, {}
     for (name, (problem, schedule)), trace in zip(cases.items(), results[0], strict=True):
         assert not trace.faults(), name
-        predicted[name] = compare(run(problem, schedule), trace).predicted_makespan_s
+        predicted[name] = compare(simulate(problem, schedule), trace).predicted_makespan_s
         measured[name] = min(step.makespan_s for step in trace.steps)
         times = measured_problem(problem, trace)
         # Sleeping cannot be too short; how long it is depends on what else runs here.

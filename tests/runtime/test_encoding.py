@@ -11,16 +11,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_pulse.encoders.pieces import EncoderPiece, States, run_pieces
+from megatron_pulse.planner.bubble_fill.bubble_tasks import filled_schedule
+from megatron_pulse.planner.bubble_fill.components import Component, FrozenLayer
+from megatron_pulse.planner.bubble_fill.problem import FillProblem
+from megatron_pulse.planner.bubble_fill.search import fill
 from megatron_pulse.planner.cluster.link import Link
-from megatron_pulse.planner.fill.components import Component, FrozenLayer
-from megatron_pulse.planner.fill.fillers import filled_schedule
-from megatron_pulse.planner.fill.problem import FillProblem
-from megatron_pulse.planner.fill.search import fill
-from megatron_pulse.planner.schedule.operations import Kind, Schedule
+from megatron_pulse.planner.schedule.operations import OpType, Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
-from megatron_pulse.runtime.encoding.encoding import Encoded, Frozen
-from megatron_pulse.runtime.failures import PulseError
-from megatron_pulse.runtime.settings import Batch
+from megatron_pulse.runtime.encoding.encoding import Encoded, FrozenComponent
+from megatron_pulse.runtime.failure_board import PulseError
+from megatron_pulse.runtime.tensor_settings import Batch
 from tests.ranks import run_ranks
 from tests.runtime.equality import Case, join_pipeline, make_batches, make_pipeline, plan_of
 from tests.toys import nested, toy_backbone
@@ -56,9 +56,9 @@ def given(name: str, batch: Batch, row: int) -> States:
     return {key: batch[key][row : row + 1]}
 
 
-def components(number: int, homes: dict[str, tuple[int, ...]]) -> list[Frozen]:
+def components(number: int, homes: dict[str, tuple[int, ...]]) -> list[FrozenComponent]:
     return [
-        Frozen(
+        FrozenComponent(
             name,
             lambda batch, row, name=name: given(name, batch, row),
             RESULTS[name],
@@ -104,7 +104,7 @@ def filled(case: Case, num_devices: int, seed: int) -> Schedule:
     schedule = plan_of(toy_backbone(9, nested(9, 4)), case, num_devices)
     step = schedule.step(case.num_microbatches).schedule
     num = step.placement.num_stages
-    split = (1.0,) * num if Kind.WEIGHT_GRAD in step.kinds else None
+    split = (1.0,) * num if OpType.WEIGHT_GRAD in step.kinds else None
     problem = ScheduleProblem(
         step.placement, case.num_microbatches, (1.0,) * num, (2.0,) * num, split
     )

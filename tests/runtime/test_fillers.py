@@ -12,17 +12,20 @@ import torch.distributed as dist
 
 from megatron_pulse.backbone.costs import weighted_costs
 from megatron_pulse.planner.layout.placement import make_placement
-from megatron_pulse.planner.schedule.operations import Filler, Kind, Operation, Schedule
+from megatron_pulse.planner.program.device_program import Run
+from megatron_pulse.planner.program.make import make_plan
+from megatron_pulse.planner.program.plan import Plan
+from megatron_pulse.planner.schedule.operations import BubbleTask, Operation, OpType, Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
-from megatron_pulse.planner.step.make import make_plan
-from megatron_pulse.planner.step.plan import Plan
-from megatron_pulse.planner.step.program import Run
 from tests.planner.slices import fill
 from tests.ranks import RanksFailed, run_ranks
 from tests.runtime.equality import Case, Outcome, differences, join_pipeline, merge, train
 from tests.toys import nested, toy_backbone
 
-FILLERS = (Filler("text encoder", (0.5,) * 6), Filler("autoencoder", (1.0, 0.25, 1.5), (1,)))
+FILLERS = (
+    BubbleTask("text encoder", (0.5,) * 6),
+    BubbleTask("autoencoder", (1.0, 0.25, 1.5), (1,)),
+)
 SLICE_S = 0.002
 
 
@@ -104,7 +107,7 @@ def planned_slices(num_devices: int, case: Case) -> list[list[tuple[int, int]]]:
     plan = make_plan(backbone, costs, make_placement("fold", num_devices), case.schedule)
     schedule = with_fillers(plan.step(case.num_microbatches).schedule)
     return [
-        [(op.stage, op.microbatch) for op in order if op.kind is Kind.FILLER]
+        [(op.stage, op.microbatch) for op in order if op.kind is OpType.FILLER]
         for order in schedule.order
     ]
 
@@ -118,8 +121,8 @@ def test_a_failing_slice_is_named_on_every_rank() -> None:
 
 def test_a_missing_workload_is_refused() -> None:
     from megatron_pulse.runtime.executor import Executor
-    from megatron_pulse.runtime.failures import PulseError
+    from megatron_pulse.runtime.failure_board import PulseError
 
-    program = tuple(Run(Operation(Kind.FILLER, n, 0)) for n in (0, 1, 2))
+    program = tuple(Run(Operation(OpType.FILLER, n, 0)) for n in (0, 1, 2))
     with pytest.raises(PulseError, match="filler 1, 2, but 1 workload was given"):
         Executor(None, None, None, program, 0, {}, None, fillers=[print])  # type: ignore[arg-type]

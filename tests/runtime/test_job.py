@@ -6,8 +6,8 @@ import os
 
 import torch.distributed as dist
 
-from megatron_pulse.runtime.failures import PulseError
-from megatron_pulse.runtime.job import Job
+from megatron_pulse.runtime.failure_board import PulseError
+from megatron_pulse.runtime.rendezvous import Job
 from tests.ranks import free_port, run_ranks
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import megatron_pulse as pulse
 from megatron_pulse.backbone.check import BackboneError
-from megatron_pulse.planner.step.plan import PlanError
+from megatron_pulse.planner.program.plan import PlanError
 
 SMALL = pulse.TensorSpec((4,))
 
@@ -61,7 +61,9 @@ def trained(
     """Weights and gradients after two steps."""
     chain = joining_chain()
     costs = pulse.weighted_costs(chain, weights)
-    plan = pulse.make_plan(chain, costs, placement, schedule, recompute=recompute)
+    plan = pulse.make_plan(
+        chain, costs, placement, schedule, activations=pulse.ActivationPolicies(recompute)
+    )
     pipeline = pulse.Pipeline(plan, lambda y, batch: y.square().mean(), 3)
     optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.5)
     for step in range(2):

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 import megatron_pulse as pulse
 from megatron_pulse.backbone.check import BackboneError
-from megatron_pulse.planner.layout.embedders import EmbedderChoice
-from megatron_pulse.runtime.draws import reserves_numbers
-from megatron_pulse.runtime.failures import PulseError
+from megatron_pulse.planner.layout.embedder_choice import EmbedderChoice
+from megatron_pulse.runtime.failure_board import PulseError
+from megatron_pulse.runtime.rng_check import reserves_numbers
 from tests.ranks import run_ranks
 
 WIDTH, SAMPLES = 8, 4
@@ -50,7 +50,7 @@ def pipeline_of(
     chain = pulse.chain(makers, pulse.TensorSpec((WIDTH,)))
     costs = pulse.weighted_costs(chain, [1.0] * len(makers))
     placement = pulse.interleaved(1, num_stages) if num_stages > 1 else pulse.sequential(1)
-    plan = pulse.make_plan(chain, costs, placement, recompute=recompute)
+    plan = pulse.make_plan(chain, costs, placement, activations=pulse.ActivationPolicies(recompute))
     return pulse.Pipeline(plan, loss, SAMPLES)
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from megatron_pulse.planner.cluster.cluster import (
     HOST_ADAM_BYTES,
-    Shared,
+    BandwidthScope,
     from_record,
     to_record,
 )
@@ -66,8 +66,8 @@ def test_times_that_do_not_grow_are_no_link() -> None:
 
 
 def test_who_shares_a_link() -> None:
-    assert StreamTimes(2, alone_gbs=10, at_once_gbs=5.1).shared is Shared.NODE
-    assert StreamTimes(8, alone_gbs=10, at_once_gbs=9).shared is Shared.DEVICE
+    assert StreamTimes(2, alone_gbs=10, at_once_gbs=5.1).shared is BandwidthScope.NODE
+    assert StreamTimes(8, alone_gbs=10, at_once_gbs=9).shared is BandwidthScope.DEVICE
 
 
 def test_two_ranks_of_this_machine() -> None:
@@ -121,7 +121,7 @@ def test_two_nodes_whose_link_is_known() -> None:
     cluster = probed.cluster
     assert (cluster.nodes, cluster.devices_per_node) == (2, 2)
     assert cluster.inter_node.bandwidth_gbs == pytest.approx(rate_mbit / 8000, rel=0.10)
-    assert cluster.inter_node.shared is Shared.NODE
+    assert cluster.inter_node.shared is BandwidthScope.NODE
     assert cluster.intra_node.bandwidth_gbs > 3 * cluster.inter_node.bandwidth_gbs
     assert min(sent, received) > sum(p.num_bytes[-1] for p in probed.pairs if p.ranks[1] >= 2)
 

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from megatron_pulse.runtime.failures import PulseError
-from megatron_pulse.runtime.saved.selective import LEAST_BYTES, Selective
+from megatron_pulse.runtime.activations.selective_recompute import LEAST_BYTES, SelectiveRecompute
+from megatron_pulse.runtime.failure_board import PulseError
 from tests.runtime.equality import counting_made
 
 SIZE = 64
@@ -39,7 +39,7 @@ def gradients(
     x = torch.randn(32, SIZE, requires_grad=True)
     kept: list[Tensor] = []
     if selective:
-        layer = Selective("it", weights)
+        layer = SelectiveRecompute("it", weights)
         with layer.saving():
             result = run(x, weights)
         kept = layer.tensors
@@ -151,7 +151,7 @@ def test_random_layers_have_the_same_bits() -> None:
 
 
 def test_what_is_left_out_is_let_go_and_made_once_for_all_that_take_it() -> None:
-    layer, x = Selective("it", ()), torch.randn(32, SIZE, requires_grad=True)
+    layer, x = SelectiveRecompute("it", ()), torch.randn(32, SIZE, requires_grad=True)
     w = torch.randn(SIZE, SIZE, requires_grad=True)
     with layer.saving():
         hidden = F.gelu(x)
@@ -167,7 +167,7 @@ def test_what_is_left_out_is_let_go_and_made_once_for_all_that_take_it() -> None
 
 def test_small_and_constant_tensors_stay() -> None:
     few = torch.randn(LEAST_BYTES // 4 - 1, requires_grad=True)
-    layer = Selective("it", [few])
+    layer = SelectiveRecompute("it", [few])
     with layer.saving():
         result = few.sigmoid() * few
     assert len(storages(layer.tensors)) == 1
@@ -180,7 +180,7 @@ def test_what_is_written_into_since_is_said() -> None:
     """Whether it was saved, is made of, or is a weight."""
     for write in range(4):
         layer, (x, y) = (
-            Selective("it", [w := torch.randn(SIZE, SIZE, requires_grad=True)]),
+            SelectiveRecompute("it", [w := torch.randn(SIZE, SIZE, requires_grad=True)]),
             (torch.randn(32, SIZE, requires_grad=True) for _ in range(2)),
         )
         with layer.saving():
@@ -199,7 +199,7 @@ def test_what_writes_and_does_not_say_so_is_noticed_within_the_layer() -> None:
         torch.manual_seed(0)
         x = torch.randn(32, SIZE, requires_grad=True)
         mean = torch.zeros(32, SIZE)
-        with Selective("it", [mean]).saving() if selective else nullcontext():
+        with SelectiveRecompute("it", [mean]).saving() if selective else nullcontext():
             result = (x + mean) * x
             with _disable_current_modes():
                 mean.add_(1)
@@ -211,7 +211,7 @@ def test_buffers_are_saved_as_they_are() -> None:
     """The next microbatch may change them."""
     x, mean = torch.randn(32, SIZE, requires_grad=True), torch.zeros(SIZE)
     expected = torch.autograd.grad(((x - mean) * x.sigmoid()).sum(), x)
-    layer = Selective("it", (), [mean])
+    layer = SelectiveRecompute("it", (), [mean])
     with layer.saving():
         result = (x - mean) * x.sigmoid()
     mean.add_(1)
@@ -224,7 +224,7 @@ def test_long_sums_are_not_followed_for_ever() -> None:
     gradients = []
     for selective in (False, True):
         h = x
-        with Selective("it", [w]).saving() if selective else nullcontext():
+        with SelectiveRecompute("it", [w]).saving() if selective else nullcontext():
             for _ in range(40):
                 h = h + h * 0.01
             for _ in range(1200):
@@ -237,7 +237,7 @@ def test_long_sums_are_not_followed_for_ever() -> None:
 def test_memory_goes_as_the_backward_does() -> None:
     x, alive = torch.randn(32, SIZE, requires_grad=True), []
     held: list[Any] = []
-    with Selective("it", ()).saving():
+    with SelectiveRecompute("it", ()).saving():
         h = x
         for _ in range(5):
             h = torch.softmax(h, -1)
@@ -254,7 +254,7 @@ def test_complex_and_sparse_tensors_are_left_alone() -> None:
     real = torch.randn(SIZE, SIZE, requires_grad=True)
     found = []
     for selective in (False, True):
-        with Selective("it", [w]).saving() if selective else nullcontext():
+        with SelectiveRecompute("it", [w]).saving() if selective else nullcontext():
             result = ((a * b).conj() * 2).tanh() @ w
             more = torch.sparse.mm(adjacent, F.gelu(real))
         total = result.abs().sum() + more.sin().sum()
@@ -265,7 +265,7 @@ def test_complex_and_sparse_tensors_are_left_alone() -> None:
 def test_taken_twice_is_made_twice() -> None:
     x = torch.randn(32, SIZE, requires_grad=True)
     w = torch.randn(SIZE, SIZE, requires_grad=True)
-    layer = Selective("it", [w])
+    layer = SelectiveRecompute("it", [w])
     with layer.saving():
         result = (F.gelu(x) @ w).sum()
     (first,) = torch.autograd.grad(result, w, retain_graph=True)

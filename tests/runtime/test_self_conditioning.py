@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from megatron_pulse.backbone.chain import Backbone, Layer, TensorSpec
 from megatron_pulse.backbone.costs import weighted_costs
 from megatron_pulse.planner.layout.placement import sequential
-from megatron_pulse.planner.step.make import make_plan
+from megatron_pulse.planner.program.make import make_plan
 from megatron_pulse.runtime.executor import Executor
 from megatron_pulse.runtime.pipeline import Pipeline
-from megatron_pulse.runtime.self_conditioning import Predictions, joined
-from megatron_pulse.runtime.settings import RunSettings
+from megatron_pulse.runtime.self_conditioning import PredictionCarrier, joined
+from megatron_pulse.runtime.tensor_settings import RunSettings
 from tests.runtime.equality import mean_squared_error
 
 
@@ -52,7 +52,7 @@ def test_a_step_is_given_what_the_pass_before_predicts() -> None:
     plan = make_plan(backbone, weighted_costs(backbone, [1.0, 1.0]), sequential(1))
     pipeline = Pipeline(plan, mean_squared_error, 3, dtype=torch.float64)
     settings = RunSettings(3, torch.float64, torch.device("cpu"), mean_squared_error)
-    predictions = Predictions(backbone, estimate, settings)
+    predictions = PredictionCarrier(backbone, estimate, settings)
     step = plan.step(4, predicts=True)
     executor = Executor(
         backbone, plan.routes, step.schedule, step.programs[0], 0, pipeline.stages, None,

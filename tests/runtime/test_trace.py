@@ -12,11 +12,11 @@ import torch.distributed as dist
 
 from megatron_pulse.planner.layout.placement import Partition, fold
 from megatron_pulse.planner.layout.routes import trace_routes
-from megatron_pulse.planner.observe.trace import Trace, load_trace, save_trace
-from megatron_pulse.planner.schedule.operations import Kind
+from megatron_pulse.planner.schedule.operations import OpType
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
-from megatron_pulse.runtime.measure.clock import SharedClock, compare_clocks, share_clock
-from megatron_pulse.runtime.measure.tracer import Traced, Tracer
+from megatron_pulse.planner.trace.trace import Trace, load_trace, save_trace
+from megatron_pulse.runtime.measure.shared_clock import SharedClock, compare_clocks, share_clock
+from megatron_pulse.runtime.measure.tracer import TracedRun, Tracer
 from tests.planner.schedules import wave
 from tests.plans import small_plan
 from tests.ranks import run_ranks
@@ -65,7 +65,7 @@ def test_a_trace_of_real_steps(tmp_path: Path) -> None:
         assert [t.sent_bytes for t in step.traffic] == [first, second]
         assert [t.received_bytes for t in step.traffic] == [second, first]
         assert [t.num_messages for t in step.traffic] == [4 * M, 3 * M]
-        took = [ends[op] - starts[op] for op in starts if op.kind is Kind.FORWARD]
+        took = [ends[op] - starts[op] for op in starts if op.kind is OpType.FORWARD]
         assert min(took) >= 0.0019
     file = tmp_path / "trace.json"
     save_trace(trace, file)
@@ -73,7 +73,7 @@ def test_a_trace_of_real_steps(tmp_path: Path) -> None:
 
 
 def test_steps_that_do_not_come_are_told_of(tmp_path: Path) -> None:
-    traced = Traced("digest", {}, small_plan("fold", True, 2).schedule, {})
+    traced = TracedRun("digest", {}, small_plan("fold", True, 2).schedule, {})
     for first, count, missed in ((2, 2, False), (3, 2, True)):
         tracer = Tracer(range(first, 9), traced, None, torch.device("cpu"), 30.0, tmp_path)
         for _ in range(count):
@@ -104,8 +104,8 @@ def test_clocks_are_compared_by_messages() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_gpu_is_timed_by_its_own_events() -> None:
+    from megatron_pulse.planner.program.device_program import Run
     from megatron_pulse.planner.schedule.operations import Operation
-    from megatron_pulse.planner.step.program import Run
     from megatron_pulse.runtime.measure.recorder import StepRecorder
 
     device = torch.device("cuda", 0)
@@ -114,10 +114,10 @@ def test_a_gpu_is_timed_by_its_own_events() -> None:
     recorder = StepRecorder(0, device)
     host = time.perf_counter()
     for m in range(4):
-        recorder.begin(Run(Operation(Kind.FORWARD, 0, m)))
+        recorder.begin(Run(Operation(OpType.FORWARD, 0, m)))
         for _ in range(10):
             large @ large
-        recorder.end(Run(Operation(Kind.FORWARD, 0, m)))
+        recorder.end(Run(Operation(OpType.FORWARD, 0, m)))
     host = time.perf_counter() - host
     step = recorder.finish()
     took = [op.end_s - op.start_s for op in step.operations]

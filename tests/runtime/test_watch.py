@@ -18,18 +18,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_pulse.planner.layout.routes import Payload
+from megatron_pulse.planner.program.device_program import Run, Wait
 from megatron_pulse.planner.schedule.message import Message
-from megatron_pulse.planner.schedule.operations import Kind, Operation
-from megatron_pulse.planner.step.program import Run, Wait
-from megatron_pulse.runtime.watch.asking import Listener, NoAnswer, ask
-from megatron_pulse.runtime.watch.bounded import within
-from megatron_pulse.runtime.watch.place import Place, Sight
-from megatron_pulse.runtime.watch.verdict import Said, judge, moving_for
+from megatron_pulse.planner.schedule.operations import Operation, OpType
+from megatron_pulse.runtime.watchdog.diagnosis import RankStatus, diagnose, moving_for
+from megatron_pulse.runtime.watchdog.peer_status import Listener, NoAnswer, ask
+from megatron_pulse.runtime.watchdog.progress import Position, Progress
+from megatron_pulse.runtime.watchdog.timeout import call_with_timeout
 
 LIMIT_S = 20.0
 PROCESSES = {rank: f"process {100 + rank} on node{rank // 2}" for rank in range(8)}
-WAITS = Said("step 3, receiving boundary 0", 20.0, True)
-WORKS = Said("step 3, in F1:2 (stage 1, microbatch 2)", 21.0, False)
+WAITS = RankStatus("step 3, receiving boundary 0", 20.0, True)
+WORKS = RankStatus("step 3, in F1:2 (stage 1, microbatch 2)", 21.0, False)
 GONE, SILENT = NoAnswer.GONE, NoAnswer.SILENT
 
 
@@ -44,9 +44,9 @@ GONE, SILENT = NoAnswer.GONE, NoAnswer.SILENT
     ],
 )  # fmt: skip
 def test_who_keeps_the_others_waiting(
-    said: dict[int, Said | NoAnswer], blamed: list[str], spared: list[str]
+    said: dict[int, RankStatus | NoAnswer], blamed: list[str], spared: list[str]
 ) -> None:
-    verdict = judge(said, PROCESSES, LIMIT_S)
+    verdict = diagnose(said, PROCESSES, LIMIT_S)
     blame = verdict.reason.partition("; ")[2]
     assert all(text in blame for text in blamed)
     assert not any(text in blame.replace("all ranks wait", "all wait") for text in spared)
@@ -58,8 +58,8 @@ def test_who_keeps_the_others_waiting(
 
 @given(st.lists(st.floats(0, 40), min_size=1, max_size=8))
 def test_nobody_is_judged_while_somebody_moves(quiet: list[float]) -> None:
-    said: dict[int, Said | NoAnswer] = {
-        rank: Said("", quiet_s, True) for rank, quiet_s in enumerate(quiet)
+    said: dict[int, RankStatus | NoAnswer] = {
+        rank: RankStatus("", quiet_s, True) for rank, quiet_s in enumerate(quiet)
     }
     left_s = moving_for(said, LIMIT_S)
     assert (left_s is None) == all(quiet_s >= 0.9 * LIMIT_S for quiet_s in quiet)
@@ -68,9 +68,9 @@ def test_nobody_is_judged_while_somebody_moves(quiet: list[float]) -> None:
 
 
 def test_thousands_of_ranks_take_a_few_lines() -> None:
-    said: dict[int, Said | NoAnswer] = {rank: WAITS for rank in range(4096)}
+    said: dict[int, RankStatus | NoAnswer] = {rank: WAITS for rank in range(4096)}
     said[77] = SILENT
-    verdict = judge(said, {}, LIMIT_S)
+    verdict = diagnose(said, {}, LIMIT_S)
     assert verdict.places == (
         "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 4087 more: step 3, receiving boundary 0, for 20 s",
     )
@@ -111,15 +111,15 @@ def test_ranks_answer_those_who_know_the_secret() -> None:
 def test_what_blocks_is_left_behind() -> None:
     never = threading.Event()
     began = time.monotonic()
-    assert within(0.1, never.wait, "nothing") == "nothing"
+    assert call_with_timeout(0.1, never.wait, "nothing") == "nothing"
     assert time.monotonic() - began < 5
-    assert within(5, lambda: 7, 0) == 7 and within(5, lambda: 1 // 0, 0) == 0
+    assert call_with_timeout(5, lambda: 7, 0) == 7 and call_with_timeout(5, lambda: 1 // 0, 0) == 0
 
 
-def seen_while(main: Callable[[], object], place: Place) -> list[tuple[int, Sight]]:
+def seen_while(main: Callable[[], object], place: Progress) -> list[tuple[int, Position]]:
     """What another thread sees, twice, of the main thread in ``main``; again where it was late."""
     for _ in range(20):
-        found: list[tuple[int, Sight]] = []
+        found: list[tuple[int, Position]] = []
         ended = threading.Event()
 
         def look(found: Any = found, ended: Any = ended) -> None:
@@ -140,7 +140,7 @@ def seen_while(main: Callable[[], object], place: Place) -> list[tuple[int, Sigh
 
 
 def test_where_the_main_thread_is() -> None:
-    place = Place()
+    place = Progress()
     (first, sight), (second, _) = seen_while(lambda: time.sleep(0.5), place)
     assert first == second and not sight.waits
     assert sight.words.startswith("starting, at ") and "time.sleep(0.5)" in sight.words
@@ -155,8 +155,8 @@ def test_where_the_main_thread_is() -> None:
         assert third != first and sight.words.startswith("saving step 7, at ")
         place.device, place.ranks = 1, (4, 6)
         message = Message(
-            Operation(Kind.FORWARD, 0, 2),
-            Operation(Kind.FORWARD, 1, 2),
+            Operation(OpType.FORWARD, 0, 2),
+            Operation(OpType.FORWARD, 1, 2),
             Payload.BOUNDARY,
             "0",
             0,
@@ -167,7 +167,7 @@ def test_where_the_main_thread_is() -> None:
             "saving step 7, receiving boundary 0 (F0:2 to F1:2; operation F1:2, stage 1, "
             "microbatch 2) from pipeline device 0 (rank 4)"
         )
-        place.event = Run(Operation(Kind.BACKWARD, 3, 1))
+        place.event = Run(Operation(OpType.BACKWARD, 3, 1))
         assert place.look().words == "saving step 7, in B3:1 (stage 3, microbatch 1)"
     assert place.phase.name == "starting"
 
@@ -175,8 +175,8 @@ def test_where_the_main_thread_is() -> None:
 WATCHED = """
 import sys, time
 from pathlib import Path
-from megatron_pulse.runtime.watch.place import HERE
-from megatron_pulse.runtime.watch.watchdog import Watchdog
+from megatron_pulse.runtime.watchdog.progress import PROGRESS
+from megatron_pulse.runtime.watchdog.watchdog import Watchdog
 folder = Path(sys.argv[1])
 def word(text, is_first):
     (folder / "word").write_text(f"{is_first} {text}")
@@ -186,11 +186,11 @@ while time.monotonic() < began + 2:  # it computes, while nothing else is to be 
     pass
 for _ in range(8):
     time.sleep(0.25)
-    HERE.moves += 1
-with HERE.during("solving", grants_s=60):
+    PROGRESS.moves += 1
+with PROGRESS.during("solving", grants_s=60):
     time.sleep(2)
 print("stands still", flush=True)
-with HERE.during("step 4"):
+with PROGRESS.during("step 4"):
     time.sleep(60)
 """
 

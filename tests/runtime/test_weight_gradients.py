@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron_pulse.runtime.failures import PulseError
-from megatron_pulse.runtime.parameters.later import Later
-from megatron_pulse.runtime.parameters.weight_gradients import deferring
+from megatron_pulse.runtime.failure_board import PulseError
+from megatron_pulse.runtime.parameters.split_backward import deferring
+from megatron_pulse.runtime.parameters.wgrad_queue import WeightGradStore
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 WIDTH = 512
@@ -209,10 +209,10 @@ def megatron_waits() -> Iterator[None]:
     """Megatron's linear layers as the integration leaves them, within only."""
     import megatron.core.tensor_parallel.layers as layers
 
-    from megatron_pulse.integration.megatron.linear import wait_for_weight_gradients
+    from megatron_pulse.integration.megatron.linear_wgrad import defer_wgrad
 
     before = layers.linear_with_grad_accumulation_and_async_allreduce
-    wait_for_weight_gradients()
+    defer_wgrad()
     try:
         yield
     finally:
@@ -231,7 +231,7 @@ def train(way: Way, dtype: torch.dtype, split: bool) -> tuple[dict[str, Tensor],
         parameters[name].requires_grad_(False)
     found: dict[str, Tensor] = {}
     waiting: set[str] = set()
-    laters = [Later() if split else None for _ in range(3)]
+    laters = [WeightGradStore() if split else None for _ in range(3)]
     for m, later in enumerate(laters):
         leaf = draw(*way.given).requires_grad_()
         with deferring(later):
@@ -279,7 +279,7 @@ def test_a_gradient_becomes_the_parameters_own_and_few_are_held_at_a_time() -> N
 
         return gradient
 
-    later = Later()
+    later = WeightGradStore()
     for number, parameter in enumerate(parameters):
         later.add((parameter,), gradients(number))
     with torch.no_grad():
@@ -296,7 +296,7 @@ def test_no_operation_is_computed_twice(name: str) -> None:
     parameters = {k: nn.Parameter(torch.randn(shape)) for k, shape in way.parameters.items()}
     given = torch.randn(way.given, requires_grad=True)
 
-    def count(later: Later | None) -> tuple[int, int, int]:
+    def count(later: WeightGradStore | None) -> tuple[int, int, int]:
         counters = [FlopCounterMode(display=False) for _ in range(3)]
         with counters[0], deferring(later):
             result = way.call(given, dict(parameters)).square().sum()
@@ -310,7 +310,7 @@ def test_no_operation_is_computed_twice(name: str) -> None:
 
     forward, whole, _ = count(None)
     with megatron_waits():
-        split_forward, inputs, weights = count(Later())
+        split_forward, inputs, weights = count(WeightGradStore())
     assert split_forward == forward
     assert inputs + weights == whole and inputs == weights
 
@@ -318,7 +318,7 @@ def test_no_operation_is_computed_twice(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name, way in WAYS.items() if way.waiting])
 def test_what_waits_leads_neither_to_the_stage_s_input_nor_to_its_gradient(name: str) -> None:
     """A message brought the one, and another takes the other: they are let go before."""
-    way, later = WAYS[name], Later()
+    way, later = WAYS[name], WeightGradStore()
     parameters = {k: nn.Parameter(torch.randn(shape)) for k, shape in way.parameters.items()}
     leaf = torch.randn(way.given, requires_grad=True)
     with megatron_waits(), deferring(later):
@@ -334,7 +334,7 @@ def test_what_waits_leads_neither_to_the_stage_s_input_nor_to_its_gradient(name:
 @pytest.mark.parametrize("name", ["linear", "megatron", "conv2d"])
 def test_a_checkpoint_around_holds_no_input(name: str) -> None:
     """What waits is taken from the recomputation; until then nothing is kept."""
-    way, later = WAYS[name], Later()
+    way, later = WAYS[name], WeightGradStore()
     parameters = {k: nn.Parameter(torch.randn(shape)) for k, shape in way.parameters.items()}
     storages: list[weakref.ref[torch.UntypedStorage]] = []
 
@@ -356,7 +356,7 @@ def test_a_checkpoint_around_holds_no_input(name: str) -> None:
 
 
 def test_a_weight_that_is_first_used_under_autocast_does_not_wait_in_other_uses() -> None:
-    later, weight = Later(), nn.Parameter(torch.randn(4, 4))
+    later, weight = WeightGradStore(), nn.Parameter(torch.randn(4, 4))
     given = torch.randn(2, 4, requires_grad=True)
     with deferring(later):
         with torch.autocast("cpu", torch.bfloat16):
@@ -385,7 +385,7 @@ def test_gradients_that_a_layer_asks_for_while_it_runs_are_not_its_weights() -> 
     found = []
     for split in (False, True):
         torch.manual_seed(0)
-        layer, later = _Energy(), Later()
+        layer, later = _Energy(), WeightGradStore()
         x = torch.randn(3, WIDTH, requires_grad=True)
         with deferring(later if split else None):
             y = layer(x)
@@ -419,7 +419,7 @@ def test_gradients_that_a_backward_asks_for_are_not_its_weights(before: bool) ->
     found = []
     for split in (False, True):
         torch.manual_seed(0)
-        own, other, later = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), Later()
+        own, other, later = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), WeightGradStore()
         x = torch.randn(3, WIDTH, requires_grad=True)
         with deferring(later if split else None):
             y = _Unrolled.apply(other(x) if before else x, lambda z, own=own: own(z).tanh())
@@ -437,7 +437,7 @@ def test_gradients_that_a_backward_asks_for_are_not_its_weights(before: bool) ->
 def test_a_weight_that_is_written_into_before_its_backward_is_refused(name: str) -> None:
     """As torch does where the backward is whole."""
     way = WAYS[name]
-    for later in (None, Later()):
+    for later in (None, WeightGradStore()):
         parameters = {k: nn.Parameter(torch.randn(shape)) for k, shape in way.parameters.items()}
         with megatron_waits(), deferring(later):
             result = way.call(torch.randn(way.given, requires_grad=True), dict(parameters))
@@ -449,5 +449,5 @@ def test_a_weight_that_is_written_into_before_its_backward_is_refused(name: str)
 
 def test_a_layer_that_adds_to_gradients_while_it_runs_is_refused() -> None:
     layer = nn.Linear(WIDTH, WIDTH)
-    with deferring(Later()), pytest.raises(PulseError, match="torch.autograd.grad"):
+    with deferring(WeightGradStore()), pytest.raises(PulseError, match="torch.autograd.grad"):
         layer(torch.randn(3, WIDTH, requires_grad=True)).sum().backward()

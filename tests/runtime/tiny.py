@@ -44,11 +44,11 @@ def backbone(family: str) -> Backbone:
 
 def run_cases(cases: list[tuple[str, Case]]) -> list[Outcome]:
     """(family, case) after (family, case) on this rank."""
-    from megatron_pulse.integration.megatron.linear import wait_for_weight_gradients
+    from megatron_pulse.integration.megatron.linear_wgrad import defer_wgrad
 
     on_gpu = any(case.device.startswith("cuda") for _, case in cases)
     config, group = join_pipeline("nccl" if on_gpu else "gloo")
-    wait_for_weight_gradients()
+    defer_wgrad()
     outcomes = [train(backbone(family), case, config, group) for family, case in cases]
     torch.distributed.barrier()
     return outcomes

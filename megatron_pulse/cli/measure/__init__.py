@@ -1,1 +1,1 @@
-"""What was and will be: layers measured, links measured, a run beside its plan."""
+"""Commands that measure layers and links, and compare a run with its plan."""

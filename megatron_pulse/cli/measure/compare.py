@@ -1,4 +1,4 @@
-"""``pulse compare``: what a plan predicts beside what a run of it did."""
+"""``pulse compare``: predictions of a plan beside measurements of its run."""
 
 from __future__ import annotations
 
@@ -8,11 +8,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_pulse.cli.errors import add_parser, check_file, no_such_file, require, warn
-from megatron_pulse.cli.output import DRAWINGS, add_json, answer, json_faults, overwritten
+from megatron_pulse.cli.output import (
+    DRAWINGS,
+    add_json,
+    json_faults,
+    overwrite_faults,
+    print_result,
+)
 from megatron_pulse.file_kinds import FileKind
 
 if TYPE_CHECKING:
-    from megatron_pulse.cli.measure.compare_report import Compared
+    from megatron_pulse.cli.measure.compare_report import PlanComparison
 
 _DESCRIPTION = """\
 A run with --pulse-plan PLAN --pulse-trace DIR writes DIR/trace.json: when each operation of some
@@ -60,8 +66,8 @@ def run(args: argparse.Namespace) -> None:
     compared = _compared(args)
     wrote = []
     if args.write_profile is not None:
-        from megatron_pulse.planner.observe.compare import measured_problem
-        from megatron_pulse.planner.observe.measured import rescale
+        from megatron_pulse.planner.trace.compare import measured_problem
+        from megatron_pulse.planner.trace.convert import rescale
         from megatron_pulse.profile.files import load_profile, save_profile
 
         profile = load_profile(args.profile)
@@ -71,21 +77,21 @@ def run(args: argparse.Namespace) -> None:
         wrote.append(f"profile with the measured times written to {args.write_profile}")
     if args.output is not None:
         wrote.append(write_drawing(compared, args.output))
-    answer(args, [*report(compared), *wrote], partial(as_json, compared))
+    print_result(args, [*report(compared), *wrote], partial(as_json, compared))
 
 
-def _compared(args: argparse.Namespace) -> Compared:
-    from megatron_pulse.cli.measure.compare_report import Compared
-    from megatron_pulse.planner.observe.compare import compare, doubts, mismatches
-    from megatron_pulse.planner.observe.trace import load_trace
-    from megatron_pulse.planner.tune.plans.recompute import load_checked
+def _compared(args: argparse.Namespace) -> PlanComparison:
+    from megatron_pulse.cli.measure.compare_report import PlanComparison
+    from megatron_pulse.planner.trace.compare import compare, cost_cautions, mismatches
+    from megatron_pulse.planner.trace.trace import load_trace
+    from megatron_pulse.planner.tune.plans.verify_figures import load_checked
 
     path = args.trace / "trace.json" if args.trace.is_dir() else args.trace
     plan, trace = load_checked(args.plan), load_trace(path)
     require([f"{path}: {fault}" for fault in mismatches(plan, trace)])
-    warn(*doubts(plan, trace))
-    replayed = plan.replay()
-    return Compared(plan, trace, replayed, compare(replayed.timeline, trace))
+    warn(*cost_cautions(plan, trace))
+    replayed = plan.simulate_step()
+    return PlanComparison(plan, trace, replayed, compare(replayed.timeline, trace))
 
 
 def _faults(args: argparse.Namespace) -> list[str]:
@@ -102,4 +108,4 @@ def _faults(args: argparse.Namespace) -> list[str]:
     faults += check_file(args.write_profile, "--write-profile", ".json")
     faults += check_file(args.output, "-o", *DRAWINGS) + json_faults(args)
     written = {"-o": args.output, "--write-profile": args.write_profile, "--json": args.json}
-    return faults + overwritten(written, args.plan, args.trace, args.profile)
+    return faults + overwrite_faults(written, args.plan, args.trace, args.profile)

@@ -1,4 +1,4 @@
-"""What ``pulse compare`` found: tables, words, JSON, and pictures."""
+"""Output of ``pulse compare``: tables, text, JSON and pictures."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from megatron_pulse.cli import page
+from megatron_pulse.cli import html_page
 from megatron_pulse.cli.output import draw, table
-from megatron_pulse.figures import in_mb, in_ms
+from megatron_pulse.format import in_mb, in_ms
 from megatron_pulse.planner.draw.lanes import sent, waited
-from megatron_pulse.planner.draw.looks import NAMES
 from megatron_pulse.planner.draw.schedule import Panel, draw_schedule
+from megatron_pulse.planner.draw.style import NAMES
 from megatron_pulse.planner.draw.trace_events import trace_events
-from megatron_pulse.planner.observe.compare import Comparison, Row
-from megatron_pulse.planner.observe.measured import timeline_of, typical_step
-from megatron_pulse.planner.observe.trace import Trace
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
-from megatron_pulse.planner.step.replay import Replay
+from megatron_pulse.planner.program.simulate import Replay
+from megatron_pulse.planner.trace.compare import Comparison, OperationTimes
+from megatron_pulse.planner.trace.convert import timeline_of, typical_step
+from megatron_pulse.planner.trace.trace import Trace
 
 
 @dataclass(frozen=True)
-class Compared:
-    """A plan, a trace of a run of it, and what they come to."""
+class PlanComparison:
+    """Plan, trace of a run of the plan, and their comparison."""
 
     plan: PlanFile
     trace: Trace
@@ -33,19 +33,19 @@ class Compared:
 
     @cached_property
     def predicted_bytes(self) -> float:
-        """What the traced pipeline (one rank of each device) sends in a step."""
+        """Predicted bytes that the traced pipeline (one rank of each device) sends in a step."""
         samples = self.plan.global_batch_size / self.plan.data
         per_sample: float = self.plan.predicted["pipeline_bytes_per_sample"]
         return per_sample * samples / self.plan.tensor
 
     @cached_property
     def measured_bytes(self) -> float:
-        """The same as it was; conditioning counts, which is not predicted."""
+        """Measured bytes sent in a step, including conditioning, which is not predicted."""
         return median(sum(t.sent_bytes for t in step.traffic) for step in self.trace.steps)
 
 
-def as_json(compared: Compared) -> dict[str, Any]:
-    """All figures, in seconds and bytes."""
+def as_json(compared: PlanComparison) -> dict[str, Any]:
+    """JSON record of all figures, in seconds and bytes."""
     found = compared.found
     return {
         "makespan_s": _pair(found.predicted_makespan_s, found.measured_makespan_s),
@@ -71,8 +71,8 @@ def _pair(predicted: float, measured: float) -> dict[str, float]:
     return {"predicted": predicted, "measured": measured}
 
 
-def report(compared: Compared) -> list[str]:
-    """Lines for people."""
+def report(compared: PlanComparison) -> list[str]:
+    """Lines of the report."""
     return [
         *_heading(compared),
         "",
@@ -91,7 +91,7 @@ _ROW_COLUMNS = ("operation", "stage", "times", "predicted", "measured", "off by"
 _DEVICE_COLUMNS = ("device", "computes", "measured", "off by", "waits (measured)")
 
 
-def _heading(compared: Compared) -> list[str]:
+def _heading(compared: PlanComparison) -> list[str]:
     trace = compared.trace
     steps = ", ".join(str(step.step) for step in trace.steps)
     machine = ", ".join(f"{name} {value}" for name, value in trace.machine.items())
@@ -102,7 +102,7 @@ def _heading(compared: Compared) -> list[str]:
     ]
 
 
-def _totals(compared: Compared) -> list[tuple[str, ...]]:
+def _totals(compared: PlanComparison) -> list[tuple[str, ...]]:
     found = compared.found
     rows = [
         ("makespan", found.predicted_makespan_s, found.measured_makespan_s, 1e3, "ms"),
@@ -115,7 +115,7 @@ def _totals(compared: Compared) -> list[tuple[str, ...]]:
     ]
 
 
-def _rows(compared: Compared) -> list[tuple[str, ...]]:
+def _rows(compared: PlanComparison) -> list[tuple[str, ...]]:
     return [
         (
             NAMES[row.kind],
@@ -130,7 +130,7 @@ def _rows(compared: Compared) -> list[tuple[str, ...]]:
     ]
 
 
-def _devices(compared: Compared) -> list[tuple[str, ...]]:
+def _devices(compared: PlanComparison) -> list[tuple[str, ...]]:
     return [
         (
             str(d.device),
@@ -151,8 +151,8 @@ def _off(predicted: float, measured: float, share: bool = False) -> str:
     return f"{100 * (measured / predicted - 1):+.1f} %"
 
 
-def words(compared: Compared) -> list[str]:
-    """Where the run differs most from the plan."""
+def words(compared: PlanComparison) -> list[str]:
+    """Sentences on the largest differences between run and plan."""
     found = compared.found
     gap = found.measured_makespan_s - found.predicted_makespan_s
     lines = [
@@ -176,7 +176,7 @@ def words(compared: Compared) -> list[str]:
     return lines
 
 
-def _in_words(row: Row) -> str:
+def _in_words(row: OperationTimes) -> str:
     return (
         f"{NAMES[row.kind]}s of stage {row.stage} took "
         f"{_amount(row.measured_s - row.predicted_s)} each, "
@@ -189,8 +189,8 @@ def _amount(seconds: float) -> str:
     return f"{in_ms(abs(seconds), 3)} {'longer' if seconds >= 0 else 'less'}"
 
 
-def write_drawing(compared: Compared, path: Path) -> str:
-    """Both timelines as a picture, a page or events, by the ending of ``path``."""
+def write_drawing(compared: PlanComparison, path: Path) -> str:
+    """Draw both timelines as a picture, a page or events, by the suffix of ``path``."""
     plan, step = compared.plan, typical_step(compared.trace)
     problem = plan.problem
     panels = [
@@ -206,13 +206,13 @@ def write_drawing(compared: Compared, path: Path) -> str:
     )
 
 
-def _page(compared: Compared, picture: str) -> str:
-    return page.page(
+def _page(compared: PlanComparison, picture: str) -> str:
+    return html_page.page(
         f"Predicted and measured: {compared.plan.heading}",
-        page.lines(_heading(compared)[1:]),
-        page.table(_TOTALS_COLUMNS, _totals(compared), left=(0,)),
-        "<h2>Where they differ most</h2>" + page.lines(words(compared)),
-        "<h2>One step of a pipeline</h2>" + page.picture(picture),
-        "<h2>Operations</h2>" + page.table(_ROW_COLUMNS, _rows(compared), left=(0,)),
-        "<h2>Devices</h2>" + page.table(_DEVICE_COLUMNS, _devices(compared)),
+        html_page.lines(_heading(compared)[1:]),
+        html_page.table(_TOTALS_COLUMNS, _totals(compared), left=(0,)),
+        "<h2>Where they differ most</h2>" + html_page.lines(words(compared)),
+        "<h2>One step of a pipeline</h2>" + html_page.picture(picture),
+        "<h2>Operations</h2>" + html_page.table(_ROW_COLUMNS, _rows(compared), left=(0,)),
+        "<h2>Devices</h2>" + html_page.table(_DEVICE_COLUMNS, _devices(compared)),
     )

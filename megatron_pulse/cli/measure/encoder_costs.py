@@ -1,4 +1,4 @@
-"""``pulse profile --encoders``: what the layers of frozen encoders cost."""
+"""``pulse profile --encoders``: costs of the layers of frozen encoders."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import json
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from megatron_pulse.cli.errors import mending
+from megatron_pulse.cli.errors import as_user_error
 from megatron_pulse.cli.output import table
 from megatron_pulse.encoders.recipe import VAE
-from megatron_pulse.files import write_sealed
+from megatron_pulse.files import write_with_checksum
 
 if TYPE_CHECKING:
     from megatron_pulse.backbone.chain import Backbone
-    from megatron_pulse.profile.devices import Roofline
+    from megatron_pulse.profile.roofline import Roofline
 
 
 def run_encoders(
@@ -23,16 +23,16 @@ def run_encoders(
     roofline: Roofline | None,
     wanted: Collection[str] | None = None,
 ) -> None:
-    """Find the costs of what encodes for ``backbone``, write them, and list them."""
+    """Find the costs of the encoders for ``backbone``, write them, and list them."""
     import torch
 
     from megatron_pulse.integration.planning.encoder_costs import encoder_costs
 
     named = args.dtype or (roofline.dtype if roofline is not None else None)
     dtype = None if named is None else getattr(torch, named)
-    with mending(ValueError):
+    with as_user_error(ValueError):
         found = encoder_costs(args.encoders, args.backbone, backbone, dtype, roofline, wanted)
-    write_sealed(args.output, json.dumps(found.record()) + "\n")
+    write_with_checksum(args.output, json.dumps(found.record()) + "\n")
     where = roofline.device.name if roofline is not None else "this machine"
     dtypes = {} if found.origin is None else found.origin.dtypes
     rows = [["encoder", "layers", "type", "ms a sample", "MB of weights", "KB of results"]]

@@ -1,4 +1,4 @@
-"""``pulse probe``: a cluster file measured by the ranks of a job."""
+"""``pulse probe``: measure a cluster file with the ranks of a job."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from datetime import date, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_pulse.cli.errors import add_parser, check_file, mending, out_of, require
-from megatron_pulse.cli.job import ranks_of
-from megatron_pulse.cli.output import add_json, answer, json_faults
-from megatron_pulse.faults import UserError
-from megatron_pulse.flag_fields import ABOVE_ZERO
+from megatron_pulse.cli.errors import add_parser, as_user_error, check_file, range_faults, require
+from megatron_pulse.cli.launcher_env import ranks_of
+from megatron_pulse.cli.output import add_json, json_faults, print_result
+from megatron_pulse.errors import UserError
+from megatron_pulse.flags import ABOVE_ZERO
 
 if TYPE_CHECKING:
     import torch
 
-    from megatron_pulse.runtime.measure.probe import Probed
+    from megatron_pulse.runtime.measure.probe import ProbeResult
 
 _DESCRIPTION = """\
 Measures, between the ranks that it is started on, what planning needs to know of a cluster: latency
@@ -69,12 +69,12 @@ def run(args: argparse.Namespace) -> None:
     ranks = job_of(os.environ)
     faults = _faults(args, ranks)
     if faults and ranks["RANK"] != "0":
-        raise SystemExit(2)  # rank 0 says why
+        raise SystemExit(2)  # rank 0 prints why
     require(faults)
     import torch
 
-    from megatron_pulse.profile.measuring.machine import compute_as_a_rank
-    from megatron_pulse.runtime.failures import PulseError
+    from megatron_pulse.profile.measurement.machine import compute_as_a_rank
+    from megatron_pulse.runtime.failure_board import PulseError
     from megatron_pulse.runtime.measure.probe import ProbeSettings, probe
 
     backend = args.backend or ("nccl" if torch.cuda.is_available() else "gloo")
@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> None:
         compute_as_a_rank()
     max_bytes = int(args.max_mb * 2**20)
     settings = ProbeSettings(args.name, device, max_bytes, args.timeout_s, args.device)
-    with mending(PulseError), _joined(ranks, backend, args.timeout_s):
+    with as_user_error(PulseError), _joined(ranks, backend, args.timeout_s):
         from tqdm import tqdm
 
         with tqdm(total=6, delay=2, leave=False, disable=ranks["RANK"] != "0" or None) as bar:
@@ -142,10 +142,9 @@ def _first_host(nodes: str) -> str:
 
 @contextmanager
 def _joined(ranks: Mapping[str, str], backend: str, timeout_s: float) -> Iterator[None]:
-    """The job's default process group."""
     import torch.distributed as dist
 
-    from megatron_pulse.runtime.failures import PulseError
+    from megatron_pulse.runtime.failure_board import PulseError
 
     os.environ.update(ranks)
     try:
@@ -158,7 +157,7 @@ def _joined(ranks: Mapping[str, str], backend: str, timeout_s: float) -> Iterato
         dist.destroy_process_group()
 
 
-def _write(args: argparse.Namespace, probed: Probed, device: torch.device) -> None:
+def _write(args: argparse.Namespace, probed: ProbeResult, device: torch.device) -> None:
     from megatron_pulse.planner.cluster.cluster import save_cluster, to_yaml
 
     comment = _comment(probed, device)
@@ -167,11 +166,11 @@ def _write(args: argparse.Namespace, probed: Probed, device: torch.device) -> No
     lines = to_yaml(probed.cluster, comment).splitlines()
     if args.output is not None:
         lines.append(f"written to {args.output}")
-    answer(args, lines, lambda: asdict(probed))
+    print_result(args, lines, lambda: asdict(probed))
 
 
-def _comment(probed: Probed, device: torch.device) -> str:
-    """How and where it was measured, with the spread, and what could not be."""
+def _comment(probed: ProbeResult, device: torch.device) -> str:
+    """Comment on the measurement's method, place and spread, and on its gaps."""
     import torch
 
     cluster = probed.cluster
@@ -202,7 +201,7 @@ def _comment(probed: Probed, device: torch.device) -> str:
 
 
 def _faults(args: argparse.Namespace, ranks: Mapping[str, str]) -> list[str]:
-    from megatron_pulse.profile.devices import PRESETS
+    from megatron_pulse.profile.roofline import PRESETS
 
     faults = []
     if int(ranks["WORLD_SIZE"]) < 2:
@@ -214,7 +213,7 @@ def _faults(args: argparse.Namespace, ranks: Mapping[str, str]) -> list[str]:
         faults.append("--name is empty")
     if not (math.isfinite(args.max_mb) and args.max_mb >= 1):
         faults.append(f"--max-mb is {args.max_mb:g}; it must be 1 or more")
-    faults += out_of(ABOVE_ZERO, args, "timeout_s")
+    faults += range_faults(ABOVE_ZERO, args, "timeout_s")
     if args.backend == "nccl":
         import torch
 

@@ -1,4 +1,4 @@
-"""``pulse profile``: what each layer of a backbone costs on a device."""
+"""``pulse profile``: costs of each layer of a backbone on a device."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_pulse.backbone.named import name_of
+from megatron_pulse.backbone.activations import ActivationPolicy
+from megatron_pulse.backbone.layer_patterns import name_of
 from megatron_pulse.cli.backbone_flags import (
     add_layers_flags,
     layers_faults,
@@ -16,22 +17,22 @@ from megatron_pulse.cli.backbone_flags import (
 )
 from megatron_pulse.cli.errors import (
     add_parser,
+    as_user_error,
     check_file,
-    mending,
-    out_of,
+    range_faults,
     require,
     warn,
 )
-from megatron_pulse.cli.megatron import prepare_megatron, prepare_profiling
-from megatron_pulse.cli.models.encoding import no_pipeline
-from megatron_pulse.cli.output import overwritten, table
-from megatron_pulse.faults import unknown
-from megatron_pulse.flag_fields import ABOVE_ZERO, FROM_ONE, TO_4096, TO_MILLION, flag_name
+from megatron_pulse.cli.import_megatron import prepare_megatron, prepare_profiling
+from megatron_pulse.cli.models.encoder_flags import pipeline_folder_faults
+from megatron_pulse.cli.output import overwrite_faults, table
+from megatron_pulse.errors import unknown_name
+from megatron_pulse.flags import ABOVE_ZERO, FROM_ONE, TO_4096, TO_MILLION, flag_name
 
 if TYPE_CHECKING:
     from megatron_pulse.backbone.costs import ChainCosts
-    from megatron_pulse.profile.devices import Roofline
     from megatron_pulse.profile.profile import Profile
+    from megatron_pulse.profile.roofline import Roofline
 
 _DESCRIPTION = """\
 Planning balances devices by these costs. There are three ways to them:
@@ -70,7 +71,7 @@ _FIGURES = ("peak_tflops", "bandwidth_gbs", "memory_gb")
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``profile``."""
     from megatron_pulse.backbone.context import LOCAL, TRANSFORMER_IMPLS
-    from megatron_pulse.profile.devices import ELEMENT_BYTES, PRESETS
+    from megatron_pulse.profile.roofline import ELEMENT_BYTES, PRESETS
 
     parser = add_parser(
         commands, "profile", "find what each layer costs on a device", _DESCRIPTION, run
@@ -152,22 +153,22 @@ def run(args: argparse.Namespace) -> None:
     """Find the costs, write them, list the largest."""
     sizes, faults = _sizes(args.micro_batch_size)
     faults += check_file(args.output, "--output", ".json")
-    faults += out_of(FROM_ONE, args, "top") + out_of(TO_4096, args, "threads")
-    faults += out_of(TO_MILLION, args, micro_batch_size=max(sizes, default=None))
+    faults += range_faults(FROM_ONE, args, "top") + range_faults(TO_4096, args, "threads")
+    faults += range_faults(TO_MILLION, args, micro_batch_size=max(sizes, default=None))
     faults += [*layers_faults(args, from_table=args.from_table), *_device_faults(args)]
     if args.encoders is not None:
         faults += _encoder_faults(args)
     elif args.components is not None:
         faults.append("--components is for --encoders")
-    faults += overwritten({"--output": args.output}, args.from_table, args.encoders)
+    faults += overwrite_faults({"--output": args.output}, args.from_table, args.encoders)
     require(faults)
     if args.encoders is not None:
         _profile_encoders(args)
         return
-    from megatron_pulse.profile.cautions import spread_caution
     from megatron_pulse.profile.files import save_profile
+    from megatron_pulse.profile.warnings import spread_caution
 
-    with mending(ValueError):
+    with as_user_error(ValueError):
         make = _from_table if args.from_table else _from_backbone
         profile = make(args, sizes)
     save_profile(profile, args.output)
@@ -176,7 +177,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def report(profile: Profile, size: int, top: int) -> list[str]:
-    """Lines: where the costs are from, the ``top`` layers by time at ``size``, and totals."""
+    """Lines on the costs' origin, the ``top`` layers by time at microbatch ``size``, and totals."""
     from megatron_pulse.profile.profile import Source
 
     name = name_of(profile.backbone)
@@ -224,12 +225,12 @@ def report(profile: Profile, size: int, top: int) -> list[str]:
         f"ms, backward {1e3 * backward:.2f} ms (x{backward / forward if forward else 0:.2f}), "
         f"{sum(costs.saved_bytes) / 1e6:,.1f} MB saved, {len(costs.skips)} skips of "
         f"{sum(skip.num_bytes for skip in costs.skips) / 1e6:,.1f} MB",
-        *_selective(costs, profile.at(size, False, range(len(totals)))),
+        *_selective(costs, profile.at(size, profile.all_layers(ActivationPolicy.SELECTIVE))),
     ]
 
 
 def _selective(costs: ChainCosts, part: ChainCosts) -> list[str]:
-    """What is kept where what is cheap is computed again, if that is known and less."""
+    """Line on the effect of selective recomputation, if it is known and saves memory."""
     kept, saved = sum(part.saved_bytes), sum(costs.saved_bytes)
     more_s = sum(part.backward_s) - sum(costs.backward_s)
     if kept >= saved:
@@ -248,7 +249,7 @@ def _sizes(text: str) -> tuple[list[int], list[str]]:
 
 
 def _encoder_faults(args: argparse.Namespace) -> list[str]:
-    faults = no_pipeline(args.encoders)
+    faults = pipeline_folder_faults(args.encoders)
     for name in _components(args) or ():
         if not (args.encoders / name).is_dir():
             faults.append(f"--components: {args.encoders} has no folder {name[:60]!r}")
@@ -267,7 +268,7 @@ def _profile_encoders(args: argparse.Namespace) -> None:
     analytic = args.preset or args.peak_tflops is not None
     prepare_megatron()
     roofline = _roofline(args) if analytic else None
-    with mending(ValueError):
+    with as_user_error(ValueError):
         backbone = trained_backbone(args, roofline.dtype if roofline else args.dtype or "float32")
     run_encoders(args, backbone, roofline, _components(args))
 
@@ -277,8 +278,8 @@ def _components(args: argparse.Namespace) -> list[str] | None:
 
 
 def _device_faults(args: argparse.Namespace) -> list[str]:
-    """Why the flags name no device, or none that this way to costs has."""
-    from megatron_pulse.profile.devices import PRESETS
+    """Faults of the flags that name a device for these costs."""
+    from megatron_pulse.profile.roofline import PRESETS
 
     faults = []
     given = [name for name in _FIGURES if getattr(args, name) is not None]
@@ -286,14 +287,14 @@ def _device_faults(args: argparse.Namespace) -> list[str]:
     analytic = args.from_table or args.device == "analytic" or (args.device is None and
                                                                 (args.preset or given))  # fmt: skip
     if args.preset and args.preset not in PRESETS:
-        faults.append(unknown("preset", args.preset, PRESETS))
+        faults.append(unknown_name("preset", args.preset, PRESETS))
     elif args.preset:
         faults += PRESETS[args.preset].dtype_faults("--dtype", args.dtype)
     if args.preset and given:
         faults.append(f"give either --preset or {flags}")
     if 0 < len(given) < len(_FIGURES):
         faults.append(f"a device in figures needs all of {flags}")
-    faults += out_of(ABOVE_ZERO, args, *_FIGURES, "efficiency", "seconds_per_layer")
+    faults += range_faults(ABOVE_ZERO, args, *_FIGURES, "efficiency", "seconds_per_layer")
     if args.efficiency is not None and args.efficiency > 1:
         faults.append(f"--efficiency is {args.efficiency}; it is a part of the peak, at most 1")
     if args.from_table and args.device not in (None, "analytic"):
@@ -314,7 +315,7 @@ def _device_faults(args: argparse.Namespace) -> list[str]:
 
 
 def _roofline(args: argparse.Namespace) -> Roofline:
-    from megatron_pulse.profile.devices import PRESETS, Roofline, custom_device
+    from megatron_pulse.profile.roofline import PRESETS, Roofline, custom_device
 
     if args.preset:
         device = PRESETS[args.preset]
@@ -327,7 +328,7 @@ def _roofline(args: argparse.Namespace) -> Roofline:
 
 
 def _from_table(args: argparse.Namespace, sizes: list[int]) -> Profile:
-    from megatron_pulse.profile.table import read_table
+    from megatron_pulse.profile.layer_table import read_table
 
     return read_table(args.from_table, _roofline(args), sizes, args.recompute)
 
@@ -337,17 +338,17 @@ def _from_backbone(args: argparse.Namespace, sizes: list[int]) -> Profile:
     prepare_profiling()
     if roofline is not None:
         from megatron_pulse.profile.analytic import analyse
-        from megatron_pulse.runtime.measure.running import RUNNING
+        from megatron_pulse.runtime.measure.execution_modes import RUNNING
 
         backbone = trained_backbone(args, roofline.dtype)
         return analyse(backbone, sizes, roofline, args.recompute, True, RUNNING)
     import torch
 
-    from megatron_pulse.integration.planning.formats import measured_format
-    from megatron_pulse.profile.cautions import rank_threads
-    from megatron_pulse.profile.measuring.clock import Patience
-    from megatron_pulse.profile.measuring.measure import measure
-    from megatron_pulse.runtime.measure.running import RUNNING
+    from megatron_pulse.integration.planning.memory_format import measured_format
+    from megatron_pulse.profile.measurement.clock import RepetitionLimits
+    from megatron_pulse.profile.measurement.measure import measure
+    from megatron_pulse.profile.warnings import rank_threads
+    from megatron_pulse.runtime.measure.execution_modes import RUNNING
 
     present, limit_s = torch.cuda.is_available(), args.seconds_per_layer
     device = args.device or ("cuda" if present else "cpu")
@@ -356,7 +357,7 @@ def _from_backbone(args: argparse.Namespace, sizes: list[int]) -> Profile:
     if device == "cuda" and args.threads is not None:
         require(["--threads is for --device cpu"])
     dtype = args.dtype or _dtype_of(device)
-    patience = Patience() if limit_s is None else Patience(limit_s=limit_s)
+    patience = RepetitionLimits() if limit_s is None else RepetitionLimits(limit_s=limit_s)
     threads = (args.threads or rank_threads()) if device == "cpu" else None
     given, implementation = options_of(args), args.transformer_impl
     backbone, times = measured_format(

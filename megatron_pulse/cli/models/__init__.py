@@ -1,1 +1,1 @@
-"""Backbones, their weights, samples and data."""
+"""Commands for backbones, their weights, samples and data."""

@@ -1,4 +1,4 @@
-"""``pulse backbones``: the named backbones and how far each can be folded."""
+"""``pulse backbones``: the named backbones, and the largest fold of each."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import argparse
 import sys
 from dataclasses import asdict, dataclass
 
-from megatron_pulse.cli.errors import add_parser, mending, require
-from megatron_pulse.cli.megatron import prepare_megatron
-from megatron_pulse.cli.output import add_json, answer, table
+from megatron_pulse.cli.errors import add_parser, as_user_error, require
+from megatron_pulse.cli.import_megatron import prepare_megatron
+from megatron_pulse.cli.output import add_json, print_result, table
 
 _DESCRIPTION = """\
 The largest P is the most pipeline devices over which a backbone folds with both ends of
@@ -23,7 +23,7 @@ examples:
 
 @dataclass(frozen=True)
 class BackboneRow:
-    """One row of the table; ``reads`` is what comes with each sample, besides the sample."""
+    """Row of the table; ``reads`` are the batch fields beside the sample."""
 
     name: str
     num_parameters: int
@@ -65,7 +65,9 @@ def run(args: argparse.Namespace) -> None:
         )
         for row in rows
     ]
-    answer(args, table([_TITLES, *cells], left=(0, -1)), lambda: [asdict(row) for row in rows])
+    print_result(
+        args, table([_TITLES, *cells], left=(0, -1)), lambda: [asdict(row) for row in rows]
+    )
 
 
 _TITLES = (
@@ -75,11 +77,11 @@ _TITLES = (
 
 
 def _row(name: str) -> BackboneRow:
-    from megatron_pulse.planner.partition.closed import largest_fold
+    from megatron_pulse.planner.partition.legal_cuts import largest_fold
     from megatron_pulse.profile.parameters import count_parameters
     from model_specs import load_backbone
 
-    with mending(ValueError):
+    with as_user_error(ValueError):
         backbone = load_backbone(name)
         num_parameters = sum(count_parameters(backbone))
     return BackboneRow(

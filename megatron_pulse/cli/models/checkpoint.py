@@ -1,4 +1,4 @@
-"""``pulse checkpoint``: which checkpoints are in a folder, whether they are whole, and which go."""
+"""``pulse checkpoint``: list, verify and prune the checkpoints in a folder."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_pulse.cli.errors import add_parser, mending, require
-from megatron_pulse.cli.megatron import prepare_megatron
-from megatron_pulse.cli.output import add_json, answer, json_faults, table
+from megatron_pulse.cli.errors import add_parser, as_user_error, require
+from megatron_pulse.cli.import_megatron import prepare_megatron
+from megatron_pulse.cli.output import add_json, json_faults, print_result, table
 
 if TYPE_CHECKING:
-    from megatron_pulse.integration.checkpoint.choosing.stored import StoredCheckpoint
+    from megatron_pulse.integration.checkpoint.selection.stored_checkpoints import StoredCheckpoint
 
 _DESCRIPTION = """\
 Looks after the checkpoints in a folder that training was given as --save.
@@ -64,18 +64,18 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def run(args: argparse.Namespace) -> None:
-    """Do what was asked for."""
+    """Run the action."""
     require([*_faults(args), *json_faults(args)])
     prepare_megatron()
-    from megatron_pulse.integration.checkpoint.choosing.stored import stored_in
     from megatron_pulse.integration.checkpoint.folders import CheckpointError
     from megatron_pulse.integration.checkpoint.lock import FolderInUse
+    from megatron_pulse.integration.checkpoint.selection.stored_checkpoints import stored_in
 
-    with mending(FolderInUse, CheckpointError, OSError):
+    with as_user_error(FolderInUse, CheckpointError, OSError):
         match args.action:
             case "list":
                 stored = stored_in(args.folder)
-                answer(args, _listed(stored), lambda: [_record(one) for one in stored])
+                print_result(args, _listed(stored), lambda: [_record(one) for one in stored])
             case "verify":
                 _verify(args, stored_in(args.folder))
             case _:
@@ -153,7 +153,7 @@ def _record(one: StoredCheckpoint) -> dict[str, Any]:
 
 
 def _verify(args: argparse.Namespace, stored: Sequence[StoredCheckpoint]) -> None:
-    from megatron_pulse.integration.checkpoint.choosing.stored import (
+    from megatron_pulse.integration.checkpoint.selection.stored_checkpoints import (
         is_being_saved,
         require_newest,
     )
@@ -175,7 +175,7 @@ def _verify(args: argparse.Namespace, stored: Sequence[StoredCheckpoint]) -> Non
             found[_name(one)], whole[one] = [], "being saved"
     lines = [f"step {_name(one)}: {'; '.join(found[_name(one)]) or whole[one]}" for one in chosen]
     record = [{**_record(one), "faults": found[_name(one)]} for one in chosen]
-    answer(args, lines, lambda: record)
+    print_result(args, lines, lambda: record)
     if args.step is None:
         require_newest(args.folder, stored)
     if any(found.values()):
@@ -184,7 +184,7 @@ def _verify(args: argparse.Namespace, stored: Sequence[StoredCheckpoint]) -> Non
 
 @contextmanager
 def _reading(num_bytes: int) -> Iterator[Callable[[int], object]]:
-    """Progress of reading so many bytes, to tell of each part."""
+    """Progress bar of reading ``num_bytes`` bytes; yields its update function."""
     from tqdm import tqdm
 
     with tqdm(
@@ -195,13 +195,13 @@ def _reading(num_bytes: int) -> Iterator[Callable[[int], object]]:
 
 
 def _prune(args: argparse.Namespace) -> None:
-    from megatron_pulse.integration.checkpoint.choosing import pruning
-    from megatron_pulse.integration.checkpoint.choosing.stored import stored_in
+    from megatron_pulse.integration.checkpoint.selection import pruning
+    from megatron_pulse.integration.checkpoint.selection.stored_checkpoints import stored_in
 
-    with nullcontext() if args.dry_run else pruning.held(args.folder):
+    with nullcontext() if args.dry_run else pruning.locked(args.folder):
         stored = stored_in(args.folder, is_held=not args.dry_run)
         with _reading(sum(one.num_bytes for one in stored[-args.keep :])) as read:
-            known, staying = pruning.read_those_that_stay(stored, args.keep, read)
+            known, staying = pruning.read_checkpoints_to_keep(stored, args.keep, read)
         chosen = pruning.to_remove(known, staying, args.every, args.damaged)
         gone = chosen if args.dry_run else list(pruning.remove(chosen))
     verb = "would be removed" if args.dry_run else "removed"
@@ -214,4 +214,4 @@ def _prune(args: argparse.Namespace) -> None:
         lines.append(f"{len(others)} damaged or half-written stay: --damaged removes them too")
     lines += [f"stays: {one.faults[0]}" for one in spared if one.is_moved]
     record = {"removed": [_record(one) for one in gone], "dry_run": args.dry_run}
-    answer(args, lines, lambda: record)
+    print_result(args, lines, lambda: record)

@@ -1,4 +1,4 @@
-"""What ``pulse import --controlnet`` and ``pulse sample --control-image`` read."""
+"""Inputs of ``pulse import --controlnet`` and ``pulse sample --control-image``."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_pulse.faults import UserError, all_of, collecting
+from megatron_pulse.errors import UserError, collecting, summarize
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from megatron_pulse.backbone.chain import Backbone
-    from megatron_pulse.backbone.published import Published
+    from megatron_pulse.backbone.published_weights import Published
 
 NEW = "new"
-"""In the place of a folder: a ControlNet that begins as the UNet's encoder."""
+"""Value instead of a folder: a new ControlNet, initialised as the UNet's encoder."""
 
 
 def with_controlnet(
     unet: Path, tensors: Mapping[str, Tensor], source: str
 ) -> tuple[Backbone, Mapping[str, Tensor]]:
-    """The backbone of the UNet of folder ``unet`` with the ControlNet of folder ``source`` (or a
-    new one), and the published tensors of both.
+    """Backbone of the UNet in folder ``unet`` with a ControlNet, and the published tensors of both.
 
-    Raises ValueError with all that keeps one from controlling the other.
+    ``source`` is the ControlNet's folder, or asks for a new one. Raises ValueError with all reasons
+    why the ControlNet does not fit the UNet.
     """
     from megatron_pulse.diffusion.published import read_folder
     from model_specs import load_published, published_form, read_published
@@ -51,11 +51,14 @@ def with_controlnet(
 
 
 def _new(backbone: Backbone, form: Published, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """As diffusers' ``from_unet`` makes it: the encoder's weights, convolutions of zeros, and
-    torch's own draws for those that take the picture in (of seed 0)."""
+    """Tensors of a new ControlNet, as diffusers' ``from_unet`` makes it.
+
+    They are the encoder's weights and convolutions of zeros. Torch's default initialisation (seed
+    0) fills the layers that embed the control picture.
+    """
     import torch
 
-    from megatron_pulse.backbone.published import to_published
+    from megatron_pulse.backbone.published_weights import to_published
     from megatron_pulse.profile.parameters import meta_weights
 
     generator = torch.Generator().manual_seed(0)
@@ -70,7 +73,7 @@ def _new(backbone: Backbone, form: Published, tensors: Mapping[str, Tensor]) -> 
             made[name] = (2 * torch.rand(like.shape, generator=generator) - 1) * bound
         elif name.startswith("controlnet_"):
             made[name] = torch.zeros(like.shape)
-        elif name in tensors:  # else the UNet lacks it, which importing lists
+        elif name in tensors:  # else the UNet lacks it, and the import reports it
             made[name] = tensors[name]
     return made
 
@@ -78,10 +81,10 @@ def _new(backbone: Backbone, form: Published, tensors: Mapping[str, Tensor]) -> 
 def controlled(
     files: Sequence[Path], backbone: Backbone, rows: list[Any], each: int
 ) -> tuple[list[Any], dict[str, Tensor]]:
-    """The rows of a sheet, and the field that a control branch reads, for ``each`` samples of all.
+    """Rows of a sheet, and the control branch's field for ``each`` samples of every row.
 
-    One of ``files`` is for all rows, as many are for one each, and the only row becomes as many as
-    there are files. Raises UserError where neither is, or the backbone has no such branch.
+    One file serves all rows; several files are one per row. A single row is repeated for every
+    file. Raises UserError for other counts, or if the backbone has no control branch.
     """
     if not files:
         return rows, {}
@@ -105,6 +108,6 @@ def controlled(
         with collecting(faults):
             pictures[file] = control_picture(file, spec)
     if faults:
-        raise UserError(all_of(faults))
+        raise UserError(summarize(faults))
     seen = torch.stack([pictures[file] for file in files])
     return rows, {CONDITIONING: seen.repeat_interleave(each, 0)}

@@ -7,14 +7,14 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_pulse.cli.errors import add_parser, mending, out_of, require, warn
+from megatron_pulse.cli.errors import add_parser, as_user_error, range_faults, require, warn
 from megatron_pulse.cli.models.emoji import add_emoji
+from megatron_pulse.cli.models.encoder_flags import add_default_caption, caption_faults
 from megatron_pulse.cli.models.encoders import add_encoders
-from megatron_pulse.cli.models.encoding import add_default_caption, caption_faults
-from megatron_pulse.cli.models.latents import add_write_latents
-from megatron_pulse.cli.output import add_json, answer, columns
-from megatron_pulse.faults import Faults
-from megatron_pulse.flag_fields import PIXELS
+from megatron_pulse.cli.models.write_latents import add_write_latents
+from megatron_pulse.cli.output import add_json, name_value_lines, print_result
+from megatron_pulse.errors import Faults
+from megatron_pulse.flags import PIXELS
 
 if TYPE_CHECKING:
     from megatron_pulse.data.dataset import DiffusionDataset
@@ -90,11 +90,11 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def run_check(args: argparse.Namespace) -> None:
     """Decode every picture, or compare every row of latents with its hash, and print what is so."""
-    require(out_of(PIXELS, args, "image_size") + caption_faults(args, args.spec))
+    require(range_faults(PIXELS, args, "image_size") + caption_faults(args, args.spec))
     from megatron_pulse.data.build import open_parts
     from megatron_pulse.data.images.survey import require_readable, surveys
 
-    with mending(OSError, Faults):
+    with as_user_error(OSError, Faults):
         parts = open_parts(
             args.spec,
             args.image_size,
@@ -126,25 +126,27 @@ def run_check(args: argparse.Namespace) -> None:
     }
     told = [*(each.describe() for each in found)]
     told.append(f"{num_training:,} samples to train on, {num_validation:,} held back")
-    answer(args, told, lambda: report)
+    print_result(args, told, lambda: report)
     require_readable(found)
 
 
 def run_info(args: argparse.Namespace) -> None:
     """Open the datasets as training does and print what they hold."""
-    require(out_of(PIXELS, args, "image_size"))
+    require(range_faults(PIXELS, args, "image_size"))
     from megatron_pulse.data.build import open_parts
 
     lines, reports = list[str](), list[dict[str, Any]]()
-    with mending(OSError, Faults):
+    with as_user_error(OSError, Faults):
         parts = open_parts(args.spec, args.image_size, args.channels, lambda name: args.verify)
         for name, train, validation in parts:
             pairs, report = _described(name, train, validation, args.verify)
-            lines += ["", *columns(pairs, 13, 0)] if lines else columns(pairs, 13, 0)
+            lines += (
+                ["", *name_value_lines(pairs, 13, 0)] if lines else name_value_lines(pairs, 13, 0)
+            )
             reports.append(report)
             warn(*train.cautions)
     whole = {"dataset": args.spec, "datasets": reports}
-    answer(args, lines, lambda: whole if len(reports) > 1 else reports[0])
+    print_result(args, lines, lambda: whole if len(reports) > 1 else reports[0])
 
 
 def _described(

@@ -6,8 +6,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from megatron_pulse.cli.errors import add_parser, check_folder, mending, out_of, require
-from megatron_pulse.flag_fields import FROM_ONE, PIXELS
+from megatron_pulse.cli.errors import add_parser, as_user_error, check_folder, range_faults, require
+from megatron_pulse.flags import FROM_ONE, PIXELS
 
 _DESCRIPTION = """\
 Renders every emoji of a colour font that has a Unicode name as a PNG file over white, with that
@@ -35,12 +35,12 @@ def add_emoji(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 
 def run(args: argparse.Namespace) -> None:
-    """Render them all."""
-    faults = out_of(PIXELS, args, "size") + out_of(FROM_ONE, args, "limit")
+    """Render the emoji."""
+    faults = range_faults(PIXELS, args, "size") + range_faults(FROM_ONE, args, "limit")
     require(faults + check_folder(args.to.parent, "--to"))
     from megatron_pulse.data.images.emoji import FONT, render_emoji
 
-    with mending(OSError):
+    with as_user_error(OSError):
         count = render_emoji(
             args.to, args.size, args.font or FONT, args.limit, progress=sys.stderr.isatty()
         )

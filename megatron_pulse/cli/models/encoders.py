@@ -1,4 +1,4 @@
-"""``pulse data encoders``: what a pipeline folder holds, and what of it a backbone reads."""
+"""``pulse data encoders``: components of a pipeline folder, and their use by a backbone."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from megatron_pulse.cli.backbone_flags import (
     backbone_faults,
     options_of,
 )
-from megatron_pulse.cli.errors import add_parser, mending, require
-from megatron_pulse.cli.output import add_json, answer, table
+from megatron_pulse.cli.errors import add_parser, as_user_error, require
+from megatron_pulse.cli.output import add_json, print_result, table
 from megatron_pulse.encoders.recipe import VAE
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> None:
         for part in parts
     ]
     lines = [*table([_TITLES, *cells], left=(0, 1, 4, 5)), note]
-    answer(
+    print_result(
         args,
         lines,
         lambda: {
@@ -86,12 +86,12 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _reader(args: argparse.Namespace) -> tuple[Backbone | None, TextRecipe | None, str]:
-    """The backbone, how its text is made, and what to say of it."""
+    """Backbone, recipe of its text, and a note on its origin."""
     from megatron_pulse.diffusion.published import find_component
     from model_specs import load_backbone, load_published, read_published, text_recipe
 
     if args.backbone is not None:
-        with mending(ValueError):
+        with as_user_error(ValueError):
             backbone = load_backbone(args.backbone, options_of(args))
             return backbone, text_recipe(args.backbone, backbone), f"read by {args.backbone}"
     try:
@@ -107,7 +107,7 @@ def _reader(args: argparse.Namespace) -> tuple[Backbone | None, TextRecipe | Non
 def _read(
     args: argparse.Namespace, backbone: Backbone | None, recipe: TextRecipe | None
 ) -> dict[str, str]:
-    """What is read of each component."""
+    """Descriptions of the components' results as the backbone reads them."""
     from megatron_pulse.encoders.autoencoder import Autoencoder
     from megatron_pulse.encoders.pipeline import TextEncoders
     from megatron_pulse.encoders.recipe import folder_name

@@ -1,4 +1,4 @@
-"""``pulse module``: a module as a chain."""
+"""``pulse module``: a torch module exported as a chain."""
 
 from __future__ import annotations
 
@@ -6,10 +6,15 @@ import argparse
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from megatron_pulse.cli.backbone_flags import add_option_flag, backbone_faults, named, options_of
-from megatron_pulse.cli.errors import add_parser, mending, require, warn
-from megatron_pulse.cli.megatron import prepare_megatron
-from megatron_pulse.cli.output import add_json, answer, table
+from megatron_pulse.cli.backbone_flags import (
+    add_option_flag,
+    backbone_faults,
+    backbone_name_type,
+    options_of,
+)
+from megatron_pulse.cli.errors import add_parser, as_user_error, require, warn
+from megatron_pulse.cli.import_megatron import prepare_megatron
+from megatron_pulse.cli.output import add_json, print_result, table
 
 if TYPE_CHECKING:
     from megatron_pulse.backbone.chain import Backbone, TensorSpec
@@ -46,8 +51,10 @@ examples:
 
 @dataclass(frozen=True)
 class InputRow:
-    """One input: its name in the module and in a batch, the shape of a sample, its dtype; and its
-    shapes in the chain's other microbatches."""
+    """Input of the module: names in module and batch, shape of a sample, dtype.
+
+    ``others`` are its shapes in the chain's other microbatches.
+    """
 
     name: str
     field: str
@@ -58,7 +65,7 @@ class InputRow:
 
 @dataclass(frozen=True)
 class LinkRow:
-    """One link or embedder; ``boundary`` is what it hands on, values of one sample."""
+    """Chain layer or embedder; ``boundary`` counts the values of one sample that it passes on."""
 
     name: str
     embedder: bool
@@ -72,7 +79,9 @@ class LinkRow:
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``module``."""
     parser = add_parser(commands, "module", "show a torch module as a chain", _DESCRIPTION, run)
-    parser.add_argument("backbone", metavar="NAME", type=named, help="as --module takes it")
+    parser.add_argument(
+        "backbone", metavar="NAME", type=backbone_name_type, help="as --module takes it"
+    )
     add_option_flag(parser, "override one of its options")
     add_json(parser, to_file=False)
 
@@ -81,13 +90,13 @@ def run(args: argparse.Namespace) -> None:
     """Export and print."""
     require(backbone_faults(args))
     prepare_megatron()
-    from megatron_pulse.backbone.derived.from_module import check_weights
-    from megatron_pulse.planner.partition.closed import largest_fold
+    from megatron_pulse.planner.partition.legal_cuts import largest_fold
     from megatron_pulse.profile.parameters import count_parameters
-    from megatron_pulse.profile.trained import none_trained
+    from megatron_pulse.profile.trainable import none_trained
+    from megatron_pulse.tracing.from_module import check_weights
     from model_specs import describe_weights, load_backbone
 
-    with mending(ValueError):
+    with as_user_error(ValueError):
         backbone = load_backbone(args.backbone, options_of(args))
         counts = count_parameters(backbone)
         check_weights(backbone)
@@ -145,12 +154,12 @@ def run(args: argparse.Namespace) -> None:
         "links": [asdict(link) for link in links],
         "largest_fold": fold,
     }
-    answer(args, lines, lambda: record)
+    print_result(args, lines, lambda: record)
 
 
 def _inputs(backbone: Backbone) -> tuple[list[InputRow], list[str]]:
-    """What the module is called with, and which of it is the same for every batch."""
-    from megatron_pulse.backbone.derived.from_module import source_of
+    """Inputs of the module, and the names of those that are the same for every batch."""
+    from megatron_pulse.tracing.from_module import source_of
 
     source = source_of(backbone)
     fields = {"noisy": backbone.input_spec, **backbone.batch_fields}

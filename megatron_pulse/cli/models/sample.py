@@ -16,27 +16,33 @@ from megatron_pulse.cli.backbone_flags import (
     option_faults,
     options_of,
 )
-from megatron_pulse.cli.drawing import Drawing, Output, output_faults, output_of, writer_of
 from megatron_pulse.cli.errors import (
     add_parser,
-    mending,
-    no_autoencoder,
-    out_of,
+    as_user_error,
+    range_faults,
     require,
+    vae_faults,
     warn,
 )
-from megatron_pulse.cli.megatron import prepare_megatron
+from megatron_pulse.cli.import_megatron import prepare_megatron
 from megatron_pulse.cli.models.controlnet import controlled
-from megatron_pulse.cli.models.encoding import (
+from megatron_pulse.cli.models.encoder_flags import (
     add_encoder_flags,
     autoencoder_folder,
     encoder_faults,
     open_encoders,
     other_autoencoder,
-    require_same,
+    require_same_encoders,
     take_encoders_of,
 )
-from megatron_pulse.cli.output import add_json, answer, json_faults
+from megatron_pulse.cli.models.sample_output import (
+    Output,
+    SampleDecoder,
+    output_faults,
+    output_of,
+    writer_of,
+)
+from megatron_pulse.cli.output import add_json, json_faults, print_result
 from megatron_pulse.diffusion.choice import (
     OF_TRAINING,
     FlowGrid,
@@ -44,8 +50,8 @@ from megatron_pulse.diffusion.choice import (
     ProcessChoice,
     SamplingNoise,
 )
-from megatron_pulse.faults import UserError, collecting
-from megatron_pulse.flag_fields import (
+from megatron_pulse.errors import UserError, collecting
+from megatron_pulse.flags import (
     FROM_ZERO,
     FROM_ZERO_TO_ONE,
     TO_MILLION,
@@ -192,7 +198,7 @@ def run(args: argparse.Namespace) -> None:
     from megatron_pulse.diffusion.scheduler_export import describe_sampler
     from megatron_pulse.integration.sampling import load_model, sample_images
 
-    with mending(ValueError):
+    with as_user_error(ValueError):
         model = load_model(
             args.load,
             args.iteration,
@@ -222,7 +228,7 @@ def run(args: argparse.Namespace) -> None:
     kind, rows, request = _asked(args, model, drawing.factor)
     require(_check_model(args, model, kind, rows, drawing))
     asked = [row for row in rows for _ in range(args.per_class)]
-    with mending(ValueError, OSError):
+    with as_user_error(ValueError, OSError):
         samples = sample_images(
             model,
             request(model, asked),
@@ -256,7 +262,7 @@ def run(args: argparse.Namespace) -> None:
         score = digit_score(samples, torch.tensor(asked), args.score)
         record["score"] = score.to_dict()
     write = writer_of(args.output, drawing, args.per_class, _captions(kind, rows, args.per_class))
-    with mending(OSError):
+    with as_user_error(OSError):
         record |= write(samples)
     lines = [] if score is None else [str(score)]
     lines.append(
@@ -266,7 +272,7 @@ def run(args: argparse.Namespace) -> None:
     if "frames" in record and len(record["frames"]) < samples.shape[drawing.frame_axis]:
         shown = ", ".join(map(str, record["frames"]))
         lines.append(f"the sheet shows frames {shown}; -o DIR writes all")
-    answer(args, lines, lambda: record)
+    print_result(args, lines, lambda: record)
 
 
 def _guidance(args: argparse.Namespace, model: TrainedModel) -> tuple[float, str]:
@@ -299,10 +305,10 @@ def _check(args: argparse.Namespace) -> list[str]:
     faults = output_faults(args.output, "--output")
     faults += json_faults(args)
     faults += option_faults(args)
-    faults += out_of(TO_MILLION, args, "per_class", "from_data")
-    faults += out_of(_STEPS, args, "steps")
-    faults += out_of(FROM_ZERO, args, "iteration", "guidance")
-    faults += out_of(_SEED, args, "seed")
+    faults += range_faults(TO_MILLION, args, "per_class", "from_data")
+    faults += range_faults(_STEPS, args, "steps")
+    faults += range_faults(FROM_ZERO, args, "iteration", "guidance")
+    faults += range_faults(_SEED, args, "seed")
     if args.vae is not None and output_of(args.output) is Output.TENSORS:
         faults.append("--vae decodes samples, and -o FILE.safetensors takes them as they are")
     faults += encoder_faults(args)
@@ -324,7 +330,7 @@ def _check(args: argparse.Namespace) -> list[str]:
             parse_classes(args.classes)
     if not args.load.is_dir():
         faults.append(f"--load {args.load} is not a folder; give what training had as --save")
-    return faults + no_autoencoder(args.vae)
+    return faults + vae_faults(args.vae)
 
 
 def parse_classes(text: str) -> list[int]:
@@ -361,7 +367,7 @@ def _asked(
         if opened is None:
             raise UserError(f"{model.backbone.name} reads no text")
         encoders, _ = opened
-        require_same(encoders, model.arguments)
+        require_same_encoders(encoders, model.arguments)
         height, width = (factor * side for side in model.backbone.sample_spec.shape[-2:])
         negative = args.negative_prompt
 
@@ -389,7 +395,11 @@ def _captions(kind: str, rows: list[Any], each: int) -> list[str]:
 
 
 def _check_model(
-    args: argparse.Namespace, model: TrainedModel, kind: str, rows: list[Any], drawing: Drawing
+    args: argparse.Namespace,
+    model: TrainedModel,
+    kind: str,
+    rows: list[Any],
+    drawing: SampleDecoder,
 ) -> list[str]:
     faults = [] if output_of(args.output) is Output.TENSORS else drawing.faults()
     process, count = model.process, model.num_classes
@@ -420,13 +430,13 @@ def _check_model(
     return faults
 
 
-def _drawing(vae: Path | None, model: TrainedModel) -> Drawing:
+def _drawing(vae: Path | None, model: TrainedModel) -> SampleDecoder:
     """Decoder of the model's samples into pictures."""
     shape = model.backbone.sample_spec.shape
     if vae is None:
-        return Drawing(shape, None)
+        return SampleDecoder(shape, None)
     from megatron_pulse.encoders.autoencoder import Autoencoder
 
     autoencoder = Autoencoder(vae)
     warn(other_autoencoder(autoencoder, model.arguments))
-    return Drawing(shape, autoencoder)
+    return SampleDecoder(shape, autoencoder)

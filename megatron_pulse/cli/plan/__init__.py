@@ -1,1 +1,1 @@
-"""Cuts, schedules, ways to train, and plans: found, checked, shown."""
+"""Commands for partitions, schedules and plans: find, check, show."""

@@ -1,4 +1,4 @@
-"""``pulse check``: whether a plan can run."""
+"""``pulse check``: check that a plan can run."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_pulse.checksum import HASH
 from megatron_pulse.cli.backbone_flags import add_code_flag
 from megatron_pulse.cli.errors import add_parser, warn
-from megatron_pulse.cli.output import add_json, answer, columns
-from megatron_pulse.faults import UserError, told
-from megatron_pulse.figures import in_ms
+from megatron_pulse.cli.output import add_json, name_value_lines, print_result
+from megatron_pulse.errors import UserError, format_faults
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import read_text
-from megatron_pulse.seal import HASH
+from megatron_pulse.format import in_ms
 
 if TYPE_CHECKING:
     from megatron_pulse.planner.plan_file.plan_file import PlanFile
@@ -67,14 +67,14 @@ def run(args: argparse.Namespace) -> None:
     from megatron_pulse.cli.plan.plan_text import NO_AVERAGES
     from megatron_pulse.planner.plan_file.plan_file import PlanFileError, read_plan
     from megatron_pulse.planner.schedule.check.validate import faults_for
-    from megatron_pulse.profile.cautions import plan_cautions
+    from megatron_pulse.profile.warnings import plan_cautions
 
     try:
         record, plan, faults = read_plan(args.plan)
     except PlanFileError as error:  # no plan of this version at all
         if args.json:
             verdict = _verdict(args.plan, [str(error)], {})
-            answer(args, [], lambda: verdict)
+            print_result(args, [], lambda: verdict)
         raise
     fine: dict[str, str] = {}
     if record is not None:
@@ -91,14 +91,14 @@ def run(args: argparse.Namespace) -> None:
         lines = [
             f"{args.plan}: {plan.heading}",
             "",
-            *columns(list(fine.items())),
+            *name_value_lines(list(fine.items())),
             "",
-            f"it can run: --pulse-plan {args.plan}" + f" {NO_AVERAGES}" * (not plan.averages),
+            f"it can run: --pulse-plan {args.plan}" + f" {NO_AVERAGES}" * (not plan.ema),
         ]
     if lines or args.json:
-        answer(args, lines, lambda: _verdict(args.plan, faults, fine))
+        print_result(args, lines, lambda: _verdict(args.plan, faults, fine))
     if faults:
-        raise UserError(told(str(args.plan), faults, _REMEDY))
+        raise UserError(format_faults(str(args.plan), faults, _REMEDY))
 
 
 def _verdict(path: Path, faults: list[str], fine: dict[str, str]) -> dict[str, Any]:
@@ -131,12 +131,19 @@ def _figures(plan: PlanFile) -> str:
 def _against_the_world(
     record: Mapping[str, Any], plan: PlanFile | None, count: bool
 ) -> tuple[list[str], dict[str, str]]:
-    """The plan, if it is legal in itself, and its backbone, and the machines of its record."""
-    from megatron_pulse.cli.megatron import prepare_megatron
-    from megatron_pulse.planner.plan_file.check import check_backbone, machine_faults, on_machines
-    from megatron_pulse.planner.tune.plans.recompute import figure_faults
+    """Faults and passed checks of the plan against its backbone and the machines of its record.
+
+    ``plan`` is None if it is not legal in itself.
+    """
+    from megatron_pulse.cli.import_megatron import prepare_megatron
+    from megatron_pulse.planner.plan_file.compatibility import (
+        check_backbone,
+        machine_faults,
+        machine_summary,
+    )
+    from megatron_pulse.planner.tune.plans.verify_figures import figure_faults
     from megatron_pulse.profile.parameters import count_parameters
-    from megatron_pulse.profile.trained import patterns_of
+    from megatron_pulse.profile.trainable import patterns_of
     from model_specs import load_recorded
 
     faults: list[str] = []
@@ -159,5 +166,5 @@ def _against_the_world(
             fine["figures"] = _figures(plan)
         faults += more
         if not faults:
-            fine |= on_machines(plan)
+            fine |= machine_summary(plan)
     return faults, fine

@@ -1,4 +1,4 @@
-"""``pulse clusters``: the named clusters, and the file of one to start one's own from."""
+"""``pulse clusters``: the named clusters, and the file of one as a starting point."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from megatron_pulse.cli.errors import add_parser
-from megatron_pulse.cli.output import add_json, answer, table
+from megatron_pulse.cli.output import add_json, print_result, table
 
 if TYPE_CHECKING:
     from megatron_pulse.planner.cluster.cluster import Cluster
@@ -39,11 +39,11 @@ def run(args: argparse.Namespace) -> None:
         one = cluster(args.name)
         preset = cluster_presets().get(args.name)
         text = to_yaml(one) if preset is None else preset.read_text(encoding="utf-8")
-        answer(args, text.splitlines(), lambda: to_record(one))
+        print_result(args, text.splitlines(), lambda: to_record(one))
         return
     known = [cluster(name) for name in cluster_presets()]
     rows = [_TITLES, *map(_row, known)]
-    answer(args, table(rows, left=(0, 3, 4)), lambda: [to_record(one) for one in known])
+    print_result(args, table(rows, left=(0, 3, 4)), lambda: [to_record(one) for one in known])
 
 
 _TITLES = ("cluster", "nodes", "devices", "device", "inside, between nodes (GB/s)")

@@ -1,4 +1,4 @@
-"""``pulse partition``: where a backbone is cut into stages, and what that costs."""
+"""``pulse partition``: cuts of a backbone into stages, and their costs."""
 
 from __future__ import annotations
 
@@ -9,10 +9,18 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_pulse.cli.errors import add_parser, check_file, no_file, out_of, require, warn
-from megatron_pulse.cli.output import add_json, answer, json_faults, overwritten, write
-from megatron_pulse.faults import unknown
-from megatron_pulse.flag_fields import ABOVE_ZERO, FROM_ZERO, TO_4096, TO_MILLION, flag_name
+from megatron_pulse.backbone.activations import ActivationPolicy
+from megatron_pulse.cli.errors import (
+    add_parser,
+    check_file,
+    missing_file_faults,
+    range_faults,
+    require,
+    warn,
+)
+from megatron_pulse.cli.output import add_json, json_faults, overwrite_faults, print_result, write
+from megatron_pulse.errors import unknown_name
+from megatron_pulse.flags import ABOVE_ZERO, FROM_ZERO, TO_4096, TO_MILLION, flag_name
 
 if TYPE_CHECKING:
     from megatron_pulse.planner.layout.placement import Placement
@@ -44,7 +52,7 @@ examples:
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``partition``."""
     from megatron_pulse.planner.layout.layouts import modes
-    from megatron_pulse.profile.devices import PRESETS
+    from megatron_pulse.profile.roofline import PRESETS
 
     lines = (f"  {mode:13s} {layout.help}" for mode, layout in modes().items())
     description = _DESCRIPTION.format(modes="\n".join(lines))
@@ -137,21 +145,23 @@ def run(args: argparse.Namespace) -> None:
     from megatron_pulse.cli.plan.partition_report import PartitionReport, as_json, report
     from megatron_pulse.planner.cluster.link import Link
     from megatron_pulse.planner.draw.partition import draw_partition
-    from megatron_pulse.planner.layout.layouts import best_known, modes
-    from megatron_pulse.planner.partition.best import best, best_of_each
+    from megatron_pulse.planner.layout.layouts import default_layout, modes
+    from megatron_pulse.planner.partition.best_per_layout import best, best_of_each
     from megatron_pulse.planner.partition.find import Goal
-    from megatron_pulse.profile.cautions import spread_caution
+    from megatron_pulse.profile.warnings import spread_caution
 
     profile = _load(args)
     warn(spread_caution(profile))
     size = args.micro_batch_size or profile.micro_batch_sizes[0]
-    costs = profile.at(size, recompute=args.recompute or None)
+    costs = profile.at(
+        size, profile.all_layers(ActivationPolicy.RECOMPUTE) if args.recompute else None
+    )
     limit_bytes = _limit(args, profile)
     rules = _memory_rules(args, profile.dtype, limit_bytes)
     order = ("load", "stage", "bytes") if args.objective == "load" else ("stage", "load", "bytes")
     link = Link(args.latency_us * 1e-6, args.bandwidth_gbs * 1e9)
     goal = Goal(order, link=link, lam=args.lam, memory=rules, slack=args.slack)
-    known = best_known(bool(costs.skips), len(costs.starts))  # several: a cascade's
+    known = default_layout(bool(costs.skips), len(costs.starts))  # several starts: a cascade
     layout = modes()[args.mode] if args.mode else known
     if args.num_chunks is not None and not layout.kind.chunk_step:
         require(["--num-chunks: without skips the mode is sequential; give --mode interleaved"])
@@ -188,7 +198,7 @@ def run(args: argparse.Namespace) -> None:
         picture = draw_partition(costs, found.partition, found.evaluation, *result.headings())
         write(args.draw, picture)
         lines.append(f"drawn to {args.draw}")
-    answer(args, lines, partial(as_json, result))
+    print_result(args, lines, partial(as_json, result))
 
 
 def _load(args: argparse.Namespace) -> Profile:
@@ -196,8 +206,8 @@ def _load(args: argparse.Namespace) -> Profile:
         from megatron_pulse.profile.files import load_profile
 
         return load_profile(args.profile)
-    from megatron_pulse.profile.devices import PRESETS, Roofline
-    from megatron_pulse.profile.table import read_table
+    from megatron_pulse.profile.layer_table import read_table
+    from megatron_pulse.profile.roofline import PRESETS, Roofline
 
     device = PRESETS[args.preset]
     roofline = Roofline(device, device.half_dtype)
@@ -213,10 +223,10 @@ def _limit(args: argparse.Namespace, profile: Profile) -> float | None:
 
 
 def _memory_rules(args: argparse.Namespace, dtype: str, limit_bytes: float | None) -> MemoryRules:
-    """What devices may hold."""
+    """Memory rules of the devices."""
     from megatron_pulse.planner.partition.evaluate import MemoryRule
     from megatron_pulse.planner.partition.memory import bytes_per_parameter, in_flight
-    from megatron_pulse.profile.devices import ELEMENT_BYTES
+    from megatron_pulse.profile.roofline import ELEMENT_BYTES
 
     per_parameter = args.bytes_per_parameter or bytes_per_parameter(
         dtype, args.distributed_optimizer, args.data_parallel
@@ -235,22 +245,22 @@ def _memory_rules(args: argparse.Namespace, dtype: str, limit_bytes: float | Non
 
 
 def _faults(args: argparse.Namespace) -> list[str]:
-    from megatron_pulse.planner.layout.layouts import best_known, modes
-    from megatron_pulse.profile.devices import PRESETS
+    from megatron_pulse.planner.layout.layouts import default_layout, modes
+    from megatron_pulse.profile.roofline import PRESETS
 
-    faults = out_of(TO_4096, args, "num_devices")
-    faults += out_of(TO_MILLION, args, "micro_batch_size", "microbatches", "data_parallel")
-    faults += no_file(profile=args.profile, from_table=args.from_table)
+    faults = range_faults(TO_4096, args, "num_devices")
+    faults += range_faults(TO_MILLION, args, "micro_batch_size", "microbatches", "data_parallel")
+    faults += missing_file_faults(profile=args.profile, from_table=args.from_table)
     if args.from_table is None and args.preset is not None:
         faults.append("--preset is for --from-table; a profile knows its device")
     if args.from_table is not None and args.preset not in PRESETS:
         known = ", ".join(PRESETS)
         missing = f"--from-table: give the device as --preset: {known}"
-        faults.append(unknown("preset", args.preset, PRESETS) if args.preset else missing)
-    faults += out_of(ABOVE_ZERO, args, "bandwidth_gbs", "memory_gb", "bytes_per_parameter")
-    faults += out_of(FROM_ZERO, args, "latency_us", "slack", **{"lambda": args.lam})
+        faults.append(unknown_name("preset", args.preset, PRESETS) if args.preset else missing)
+    faults += range_faults(ABOVE_ZERO, args, "bandwidth_gbs", "memory_gb", "bytes_per_parameter")
+    faults += range_faults(FROM_ZERO, args, "latency_us", "slack", **{"lambda": args.lam})
     if args.num_chunks is not None:
-        kind = (modes()[args.mode] if args.mode else best_known(has_skips=True)).kind
+        kind = (modes()[args.mode] if args.mode else default_layout(has_skips=True)).kind
         if not kind.allows(args.num_chunks):
             faults.append(
                 f"--num-chunks is {args.num_chunks}; a device of {kind} hosts {kind.chunks}"
@@ -261,4 +271,4 @@ def _faults(args: argparse.Namespace) -> list[str]:
     faults += json_faults(args)
     faults += check_file(args.draw, "--draw", ".svg")
     written = {"--draw": args.draw, "--json": args.json}
-    return faults + overwritten(written, args.profile, args.from_table)
+    return faults + overwrite_faults(written, args.profile, args.from_table)

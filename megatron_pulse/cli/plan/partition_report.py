@@ -1,4 +1,4 @@
-"""What ``pulse partition`` found, as tables and as JSON."""
+"""Output of ``pulse partition`` as tables and as JSON."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_pulse.backbone.costs import ChainCosts
-from megatron_pulse.backbone.named import name_of
-from megatron_pulse.cli.output import ends, table
-from megatron_pulse.figures import in_mb, in_ms
+from megatron_pulse.backbone.layer_patterns import name_of
+from megatron_pulse.cli.output import first_and_last_layer, table
+from megatron_pulse.format import in_mb, in_ms
 from megatron_pulse.planner.layout.layouts import Layout
-from megatron_pulse.planner.partition.best import BestPartition
+from megatron_pulse.planner.partition.best_per_layout import BestPartition
 from megatron_pulse.planner.partition.find import PartitionError
 from megatron_pulse.profile.profile import Profile
 
 
 @dataclass(frozen=True)
 class PartitionReport:
-    """A partition, what it was asked for, how long the search took, and other layouts, if asked."""
+    """Partition, its inputs, the time of the search, and other layouts on request."""
 
     profile: Profile
     micro_batch_size: int
@@ -32,12 +32,12 @@ class PartitionReport:
 
     @property
     def name(self) -> str:
-        """The backbone's, or the table's."""
+        """Name of the backbone, or of the table."""
         return name_of(self.profile.backbone)
 
     @property
     def objective_value(self) -> float:
-        """What was made as small as possible, in seconds."""
+        """Value of the minimised objective in seconds."""
         found = self.found.evaluation
         return max(found.load_s if self.objective == "load" else found.stage_s)
 
@@ -55,7 +55,7 @@ class PartitionReport:
 
 
 def as_json(result: PartitionReport) -> dict[str, Any]:
-    """Everything that was found, as JSON-able values; bytes are forward and gradients together."""
+    """Results as JSON-able values; bytes are forward and gradients together."""
     found, evaluation = result.found, result.found.evaluation
     partition = found.partition
     placement = partition.placement
@@ -106,7 +106,7 @@ def _row(layout: Layout, other: BestPartition | PartitionError) -> dict[str, Any
 
 
 def report(result: PartitionReport) -> list[str]:
-    """Lines for people: devices, totals, and the comparison if there is one."""
+    """Lines of the report: devices, totals, and the comparison if there is one."""
     profile, found, costs = result.profile, result.found, result.costs
     placement, size = found.partition.placement, result.micro_batch_size
     lines = [
@@ -146,7 +146,7 @@ def _device_table(result: PartitionReport) -> list[str]:
             f"{found.memory_bytes[device] / 1e9:.2f}",
         )
         for stage in stages:
-            held = ends(partition.layers_of_stage(stage), costs.names)
+            held = first_and_last_layer(partition.layers_of_stage(stage), costs.names)
             rows.append((*row, f"{stage}: {held}"))
             row = ("",) * len(row)
     return table(rows, left=(-1,))
@@ -177,7 +177,7 @@ def _totals(result: PartitionReport) -> list[str]:
 
 
 def _comparison(others: Mapping[Layout, BestPartition | PartitionError]) -> list[str]:
-    """A row for each layout; what is best in a column has a star."""
+    """Row for each layout; the best value of a column has a star."""
     columns: Sequence[tuple[str, str, float]] = (
         ("total MB", "total", 1e-6),
         ("skips MB", "skip", 1e-6),

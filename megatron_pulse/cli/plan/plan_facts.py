@@ -1,19 +1,19 @@
-"""What a plan says of itself, in names and values for people."""
+"""Facts of a plan as names and values for printing."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from megatron_pulse.cli.output import table
-from megatron_pulse.figures import in_mb, in_ms
-from megatron_pulse.planner.fill.fillers import FilledSchedule
+from megatron_pulse.format import in_mb, in_ms
+from megatron_pulse.planner.bubble_fill.bubble_tasks import FilledSchedule
 from megatron_pulse.planner.partition.memory import host_bytes_per_parameter
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
-from megatron_pulse.planner.schedule.operations import BACKWARDS, Kind, Schedule
+from megatron_pulse.planner.schedule.operations import BACKWARDS, OpType, Schedule
 
 
 def predicted(plan: PlanFile) -> list[tuple[str, str]]:
-    """Names and values of what the tuner expects."""
+    """Names and values of the tuner's predictions."""
     p = plan.predicted
     own: list[tuple[str, str]] = []
     if plan.self_conditioning:
@@ -44,8 +44,8 @@ def predicted(plan: PlanFile) -> list[tuple[str, str]]:
 
 
 def _for_optimizer(plan: PlanFile) -> list[tuple[str, str]]:
-    """The most of a node's memory that the optimizer of one of its devices has there."""
-    if not plan.host_optimizer:
+    """Node memory that the optimizers of a device, and of a node's devices, take at most."""
+    if not plan.optimizer_cpu_offload:
         return []
     stages = plan.partition
     trained = [layer.of_rank(plan.tensor)[1] for layer in plan.profile.layers]
@@ -65,8 +65,8 @@ def _for_optimizer(plan: PlanFile) -> list[tuple[str, str]]:
 
 
 def filling_facts(found: FilledSchedule) -> list[tuple[str, str]]:
-    """What filling gives over encoding in front, and what other times cost."""
-    made, front = found.certificate, found.front_s
+    """Makespan with bubble filling, compared with encoding before the step, and its sensitivity."""
+    made, front = found.certificate, found.before_step_s
     spread = (
         f"{over - 1:.1%} above the bound at {factor:g} of their times"
         for factor, over in made.spread.items()
@@ -78,24 +78,24 @@ def filling_facts(found: FilledSchedule) -> list[tuple[str, str]]:
     ]
 
 
-def policies(plan: PlanFile) -> list[str]:
-    """A table of when encoders run, with the step of each way; stored is said, not chosen."""
+def encoder_schedule_table(plan: PlanFile) -> list[str]:
+    """Table of the encoders' schedules, with the step time of each alternative."""
     if plan.policies is None:
         return []
 
-    def shown(seconds: float | None) -> str:
+    def number_ranges(seconds: float | None) -> str:
         return "-" if seconds is None else f"{1e3 * seconds:.4g}"
 
     rows = [("", "encoder", "runs", "ms filled", "ms in front", "ms stored", "MB a sample stored")]
     for one in plan.policies:
         when = "in idle time" if one["policy"] == "fill" else "in front"
-        steps = (shown(one[name]) for name in ("fill_s", "front_s", "stored_s"))
+        steps = (number_ranges(one[name]) for name in ("fill_s", "before_step_s", "stored_s"))
         rows.append(("", one["name"], when, *steps, f"{one['stored_bytes'] / 1e6:.4g}"))
     return [*table(rows, left=(1, 2)), "  (a pipeline's step, the other encoders as is soonest)"]
 
 
-def homes(schedule: Schedule) -> list[tuple[str, str]]:
-    """Names of the fillers, and where and in how many pieces their components run."""
+def bubble_task_lines(schedule: Schedule) -> list[tuple[str, str]]:
+    """Names of the bubble tasks, with devices and number of slices of their components."""
     rows = []
     for number, filler in enumerate(schedule.fillers):
         every = range(schedule.placement.num_devices)
@@ -104,29 +104,31 @@ def homes(schedule: Schedule) -> list[tuple[str, str]]:
             (
                 f"X{number}",
                 f"{filler.name}: {len(filler.slice_seconds)} pieces on device "
-                f"{shown(list(devices))}, {in_ms(sum(filler.slice_seconds))}",
+                f"{number_ranges(list(devices))}, {in_ms(sum(filler.slice_seconds))}",
             )
         )
     return rows
 
 
-def on_host(plan: PlanFile) -> list[tuple[str, str]]:
-    """Names of the devices whose activations wait on the host, how many, and the most at once:
-    from the forward's end, when the copy begins, to the backward."""
+def offload_lines(plan: PlanFile) -> list[tuple[str, str]]:
+    """Per device: number and bytes of offloaded activations, and the largest sum at once.
+
+    An activation counts from the end of its forward, when its copy begins, to its backward.
+    """
     problem, rows = plan.problem, []
     for device, order in enumerate(plan.schedule.order):
-        left = [op for op in order if op.kind is Kind.OFFLOAD]
-        if not left or problem.offloaded is None:
+        left = [op for op in order if op.kind is OpType.OFFLOAD]
+        if not left or problem.offload_bytes is None:
             continue
         stages = problem.placement.stages_of_device(device)
-        may = sum(problem.offloaded[s] > 0 for s in stages) * plan.num_microbatches
-        num_bytes = sum(problem.offloaded[op.stage] for op in left)
+        may = sum(problem.offload_bytes[s] > 0 for s in stages) * plan.num_microbatches
+        num_bytes = sum(problem.offload_bytes[op.stage] for op in left)
         seconds = sum(problem.copying_of(op.stage) for op in left)
         leaving, held, most = {(op.stage, op.microbatch) for op in left}, 0.0, 0.0
         for op in order:
             if (op.stage, op.microbatch) in leaving:
-                sign = (op.kind is Kind.FORWARD) - (op.kind in BACKWARDS)
-                most = max(most, held := held + sign * problem.offloaded[op.stage])
+                sign = (op.kind is OpType.FORWARD) - (op.kind in BACKWARDS)
+                most = max(most, held := held + sign * problem.offload_bytes[op.stage])
         rows.append(
             (
                 f"device {device}",
@@ -139,7 +141,7 @@ def on_host(plan: PlanFile) -> list[tuple[str, str]]:
 
 
 def provenance(plan: PlanFile) -> list[tuple[str, str]]:
-    """Names and values of where the plan is from."""
+    """Names and values on the plan's origin."""
     p = plan.provenance
     made, cluster = p["schedule"], p["cluster"]
     known = "proved: none is shorter" if made["proved"] else f"gap {100 * made['gap']:.2f} %"
@@ -158,7 +160,7 @@ def provenance(plan: PlanFile) -> list[tuple[str, str]]:
 
 
 def _searched(plan: PlanFile) -> list[tuple[str, str]]:
-    """How sure the search was, where the plan says it."""
+    """Certainty of the search, if the plan records it."""
     if (search := plan.provenance.get("search")) is None:
         return []
     bound_s, step_s = search["lower_bound_s"], plan.predicted["step_s"]
@@ -169,8 +171,8 @@ def _searched(plan: PlanFile) -> list[tuple[str, str]]:
     return [("search", f"{found}, {least} ({max(0, 1 - bound_s / step_s):.1%} less)")]
 
 
-def shown(numbers: Sequence[int]) -> str:
-    """Ascending numbers with runs joined: 0-3, 8-11."""
+def number_ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers with consecutive ones joined: 0-3, 8-11."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][1] + 1:

@@ -1,4 +1,4 @@
-"""A plan in words, for people."""
+"""Text output of plan files."""
 
 from __future__ import annotations
 
@@ -6,31 +6,32 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_pulse.backbone.named import name_of, tell_layers
-from megatron_pulse.cli.output import columns, ends, table
+from megatron_pulse.backbone.activations import ActivationPolicy
+from megatron_pulse.backbone.layer_patterns import name_of, tell_layers
+from megatron_pulse.cli.output import first_and_last_layer, name_value_lines, table
 from megatron_pulse.cli.plan.plan_facts import (
-    homes,
-    on_host,
-    policies,
+    bubble_task_lines,
+    encoder_schedule_table,
+    number_ranges,
+    offload_lines,
     predicted,
     provenance,
-    shown,
 )
 from megatron_pulse.encoders.recipe import VAE
-from megatron_pulse.figures import in_ms
+from megatron_pulse.format import in_ms
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
+from megatron_pulse.planner.program.simulate import Replay
 from megatron_pulse.planner.schedule.check.simulate import Timeline, grid
-from megatron_pulse.planner.schedule.check.validate import held_most
-from megatron_pulse.planner.step.replay import Replay
-from megatron_pulse.planner.tune.plans.recompute import fullest_stepping, layer_costs
+from megatron_pulse.planner.schedule.check.validate import peak_memory
+from megatron_pulse.planner.tune.plans.verify_figures import fullest_stepping, layer_costs
 from megatron_pulse.profile.memory_format import format_of
 
 GRID_WIDTH = 180
-"""Characters that a grid may take where nobody asked for it."""
+"""Widest grid, in characters, that is printed unasked."""
 
 
 def batch(plan: PlanFile) -> str:
-    """The batch and how a step is run, in a line."""
+    """Line on the batch, the dtype and the activation policy."""
     parts = [
         f"batch {plan.global_batch_size} = {plan.data} replica(s) x {plan.num_microbatches} "
         f"microbatch(es) of {plan.micro_batch_size}",
@@ -41,16 +42,10 @@ def batch(plan: PlanFile) -> str:
         parts.append(f"convolutions {laid}")
     for name in ("sequence_parallel", "distributed_optimizer"):
         parts += [name.replace("_", " ")] * getattr(plan, name)
-    parts += ["optimizer on the host"] * plan.host_optimizer
-    if plan.recompute:
-        told = tell_layers(plan.recomputed, len(plan.profile.layers))
-        parts.append(f"activations computed again of layers {told}")
-    if plan.selective:
-        told = tell_layers(plan.selected, len(plan.profile.layers))
-        parts.append(f"what is cheap computed again of layers {told}")
-    if plan.offload:
-        told = tell_layers(plan.offloaded, len(plan.profile.layers))
-        parts.append(f"on the host, where there is no room, of layers {told}")
+    parts += ["optimizer on the host"] * plan.optimizer_cpu_offload
+    for policy, layers in plan.activations.sets():
+        if layers:
+            parts.append(f"activations: {policy} {tell_layers(layers, len(plan.profile.layers))}")
     return ", ".join(parts)
 
 
@@ -61,13 +56,16 @@ LAYER_COLUMNS = (
 
 
 def layers(plan: PlanFile) -> list[tuple[str, ...]]:
-    """A row of ``LAYER_COLUMNS`` for each layer, and one for each stage with the sums that its
-    schedule takes: what a layer would save of a microbatch for its backward, what of it is kept
-    until then, and until a weight gradient that waits, and what becomes of the rest."""
+    """Rows of ``LAYER_COLUMNS`` for each layer, and for each stage with its sums.
+
+    Columns give the bytes that a layer would save of a microbatch for its backward. Further columns
+    give the part kept until the backward, and the part kept until a deferred weight gradient. The
+    last column names the treatment of the rest.
+    """
     profiled, costs = plan.profile.times[plan.micro_batch_size], layer_costs(plan)
     home, partition = plan.placement.device_of_stage, plan.partition
     split = plan.problem.weight_grad is not None
-    waits = costs.waiting_bytes if split else (0,) * len(profiled)
+    waits = costs.wgrad_bytes if split else (0,) * len(profiled)
     rows: list[tuple[str, ...]] = []
 
     def figures(own: Sequence[int]) -> list[str]:
@@ -89,20 +87,24 @@ def layers(plan: PlanFile) -> list[tuple[str, ...]]:
     return rows
 
 
+DONE = {
+    ActivationPolicy.KEEP: "kept",
+    ActivationPolicy.RECOMPUTE: "recomputed",
+    ActivationPolicy.OFFLOAD: "offloaded where there is no room",
+    ActivationPolicy.SELECTIVE: "recomputed where cheap",
+}
+
+
 def _becomes(plan: PlanFile, layer: int, is_less: bool) -> str:
-    """What is done with what a layer saves, of which ``is_less`` is kept, or all."""
-    if layer in plan.selected and not is_less:
+    """Treatment of the activations that a layer saves; ``is_less`` if not all are kept."""
+    policy = plan.activations.of(layer)
+    if policy is ActivationPolicy.SELECTIVE and not is_less:
         return "kept: nothing of it is cheap"
-    ways = {
-        "computed again": plan.recomputed,
-        "on the host, where there is no room": plan.offloaded,
-        "what is cheap computed again": plan.selected,
-    }
-    return ", ".join(way for way, chosen in ways.items() if layer in chosen) or "kept"
+    return DONE[policy]
 
 
 def command(plan: PlanFile, path: Path) -> str:
-    """How the plan is run; a table's is not."""
+    """Command that runs the plan; a plan of a table of layers has none."""
     if "table" in plan.backbone:
         return f"not run: {name_of(plan.backbone)} is a table of layers"
     cluster = plan.provenance["cluster"]
@@ -112,14 +114,14 @@ def command(plan: PlanFile, path: Path) -> str:
     return (
         f"pulse run {several}--nproc-per-node {per_node} launch/pretrain_diffusion.py --pulse-plan "
         f"{shlex.quote(str(path))} {_data(plan)} --train-iters 1000 --lr 1e-4 "
-        + f"{NO_AVERAGES} " * (not plan.averages)
+        + f"{NO_AVERAGES} " * (not plan.ema)
         + f"--save runs/{name_of(plan.backbone)}"
     )
 
 
 def _data(plan: PlanFile) -> str:
-    """What a plan's run reads: images, where it encodes them itself."""
-    encoders = [*(plan.encoders or ()), *(plan.in_front or ())]
+    """Data flags of a plan's run: images if it encodes them itself."""
+    encoders = [*(plan.encoders or ()), *(plan.before_step or ())]
     if not encoders:
         return "--pulse-data latents:PATH"
     images = any(one["name"] == VAE for one in encoders)
@@ -127,8 +129,13 @@ def _data(plan: PlanFile) -> str:
 
 
 def flags(plan: PlanFile) -> str:
-    """The flags that the plan stands for, but for its cuts and schedule."""
-    again, part, count = len(plan.recompute), len(plan.selective), len(plan.profile.layers)
+    """Flags equivalent to the plan, except its cuts and schedule."""
+    again, host, part = (
+        [name for name, policy in by_name.items() if policy == wanted]
+        for by_name in [plan.activations.by_name(plan.layer_names)]
+        for wanted in ("recompute", "offload", "selective")
+    )
+    count = len(plan.profile.layers)
     given = [
         f"--pipeline-model-parallel-size {plan.pipeline}",
         f"--tensor-model-parallel-size {plan.tensor}",
@@ -139,18 +146,15 @@ def flags(plan: PlanFile) -> str:
         ("--bf16", plan.dtype == "bfloat16"),
         ("--fp16", plan.dtype == "float16"),
         ("--sequence-parallel", plan.sequence_parallel),
-        ("--recompute-granularity full", again == count),
-        *((f"--pulse-recompute {shlex.quote(name)}", again < count) for name in plan.recompute),
-        *((f"--pulse-offload {shlex.quote(name)}", True) for name in plan.offload),
-        ("--recompute-granularity selective", part == count),
-        *(
-            (f"--pulse-recompute-selective {shlex.quote(name)}", part < count)
-            for name in plan.selective
-        ),
-        (NO_AVERAGES, not plan.averages),
+        ("--recompute-granularity full", len(again) == count),
+        *((f"--pulse-recompute {shlex.quote(name)}", len(again) < count) for name in again),
+        *((f"--pulse-offload {shlex.quote(name)}", True) for name in host),
+        ("--recompute-granularity selective", len(part) == count),
+        *((f"--pulse-recompute-selective {shlex.quote(name)}", len(part) < count) for name in part),
+        (NO_AVERAGES, not plan.ema),
         ("--use-distributed-optimizer", plan.distributed_optimizer),
-        ("--optimizer-cpu-offload", plan.host_optimizer),
-        ("--grad-reduce-in-bf16", plan.half_gradients),
+        ("--optimizer-cpu-offload", plan.optimizer_cpu_offload),
+        ("--grad-reduce-in-bf16", plan.grad_reduce_in_bf16),
         ("--overlap-grad-reduce", plan.overlap_grad_reduce),
         ("--use-tp-pp-dp-mapping", plan.rank_order == "tp-pp-dp"),
     ):
@@ -159,7 +163,7 @@ def flags(plan: PlanFile) -> str:
 
 
 def ranks_of(plan: PlanFile, device: int) -> list[int]:
-    """The ranks that are this device of a pipeline, in all replicas."""
+    """Ranks of this pipeline device in all replicas."""
     wide, inside = plan.tensor, plan.rank_order == "tp-pp-dp"
     firsts = [
         wide * (device + plan.pipeline * r if inside else r + plan.data * device)
@@ -169,7 +173,7 @@ def ranks_of(plan: PlanFile, device: int) -> list[int]:
 
 
 NO_AVERAGES = "--pulse-ema-decay 0"
-"""What a run is given whose plan has no memory for averages of the weights."""
+"""Flag of a run whose plan has no memory for an EMA of the weights."""
 
 DEVICE_COLUMNS = (
     *("device", "ranks", "busy", "idle", "sends", "activations", "memory", "fullest while"),
@@ -178,19 +182,19 @@ DEVICE_COLUMNS = (
 
 
 def devices(plan: PlanFile, replayed: Replay) -> list[tuple[str, ...]]:
-    """A row of ``DEVICE_COLUMNS`` for each device; stages with the layers that they hold."""
+    """Rows of ``DEVICE_COLUMNS`` for each device, with its stages and their layers."""
     line, partition = replayed.timeline, plan.partition
     names = [name for stage in plan.stages for name in stage]
-    peaks, stepping = held_most(plan.problem, plan.schedule), fullest_stepping(plan)
+    peaks, stepping = peak_memory(plan.problem, plan.schedule), fullest_stepping(plan)
     rows: list[tuple[str, ...]] = []
     for device in range(plan.pipeline):
         held = []
         for stage in partition.placement.stages_of_device(device):
-            held.append(f"{stage}: {ends(partition.layers_of_stage(stage), names)}")
+            held.append(f"{stage}: {first_and_last_layer(partition.layers_of_stage(stage), names)}")
         rows.append(
             (
                 str(device),
-                shown(ranks_of(plan, device)),
+                number_ranges(ranks_of(plan, device)),
                 in_ms(line.busy[device]),
                 f"{100 * line.bubble[device] / line.makespan:.1f} %",
                 in_ms(replayed.sending_s[device], 3),
@@ -206,31 +210,38 @@ def devices(plan: PlanFile, replayed: Replay) -> list[tuple[str, ...]]:
 def describe(
     plan: PlanFile, replayed: Replay, path: Path, wide: bool, by_layer: bool = False
 ) -> list[str]:
-    """The plan for people; the grid where it is small, or ``wide``; perhaps all layers."""
+    """Text of the plan, with the grid if small or ``wide``, and with all layers on request."""
     lines = [plan.heading, batch(plan)]
     if plan.data > 1 and plan.pipeline > 1:
         beside = "devices of one stage" if plan.rank_order == "tp-dp-pp" else "neighbouring stages"
         lines.append(f"rank order {plan.rank_order}: neighbouring ranks are {beside}")
     lines += ["", "predicted"]
-    lines += columns(predicted(plan))
+    lines += name_value_lines(predicted(plan))
     lines += ["", *table([DEVICE_COLUMNS, *devices(plan, replayed)], left=(-1,))]
     if by_layer:
         lines += ["", *table([LAYER_COLUMNS, *layers(plan)], left=(1, -1))]
     if plan.policies is not None:
-        lines += ["", "encoders", *policies(plan)]
+        lines += ["", "encoders", *encoder_schedule_table(plan)]
     if plan.schedule.fillers:
-        lines += ["", "in idle time, for the next step", *columns(homes(plan.schedule))]
-    if away := on_host(plan):
-        lines += ["", "activations on the host, from O to L", *columns(away)]
+        lines += [
+            "",
+            "in idle time, for the next step",
+            *name_value_lines(bubble_task_lines(plan.schedule)),
+        ]
+    if away := offload_lines(plan):
+        lines += ["", "activations on the host, from O to L", *name_value_lines(away)]
     if picture := small_grid(replayed.timeline, None if wide else GRID_WIDTH):
         lines += ["", *picture]
     lines += ["", "made from"]
-    lines += columns(provenance(plan))
+    lines += name_value_lines(provenance(plan))
     return [*lines, "", "run it:", f"  {command(plan, path)}", f"which is {flags(plan)}"]
 
 
 def small_grid(timeline: Timeline, width: int | None) -> list[str]:
-    """The timeline in columns of its shortest operation, or only orders; nothing if wider."""
+    """Timeline as a grid with columns of the shortest operation, else of the order only.
+
+    Empty if both are wider than ``width``.
+    """
     computing = (op for op in timeline.end if not op.kind.copies)
     shortest = min(timeline.end[op] - timeline.start[op] for op in computing)
     column = 0.999 * shortest  # so that no operation rounds to nothing

@@ -1,4 +1,4 @@
-"""``pulse schedule``: when every stage works on every microbatch, and how good that is."""
+"""``pulse schedule``: order of the operations of a pipeline's devices, and its quality."""
 
 from __future__ import annotations
 
@@ -14,20 +14,27 @@ from typing import TYPE_CHECKING
 
 from megatron_pulse.cli.errors import (
     add_parser,
+    as_user_error,
     check_file,
-    mending,
-    no_file,
-    out_of,
+    missing_file_faults,
+    range_faults,
     require,
     warn,
 )
-from megatron_pulse.cli.output import DRAWINGS, add_json, answer, json_faults, overwritten, write
-from megatron_pulse.faults import UserError
-from megatron_pulse.flag_fields import ABOVE_ZERO, FROM_ZERO, TO_4096, TO_MILLION
+from megatron_pulse.cli.output import (
+    DRAWINGS,
+    add_json,
+    json_faults,
+    overwrite_faults,
+    print_result,
+    write,
+)
+from megatron_pulse.errors import UserError
+from megatron_pulse.flags import ABOVE_ZERO, FROM_ZERO, TO_4096, TO_MILLION
 
 if TYPE_CHECKING:
     from megatron_pulse.cli.plan.schedule_input import ScheduleInput
-    from megatron_pulse.planner.fill.fillers import FilledSchedule
+    from megatron_pulse.planner.bubble_fill.bubble_tasks import FilledSchedule
     from megatron_pulse.planner.schedule.operations import Schedule
     from megatron_pulse.planner.schedule.problem import ScheduleProblem, Synthesis
 
@@ -44,10 +51,10 @@ The stages are those of 'pulse partition' for a profile, or come with a file of 
 
 one value for each stage, in any unit ("backward" for what is not split; "link", one for all or one
 for each boundary, and "activation" may be left out). On P devices a fold of W waves has 2 P W
-stages. Where activations are not kept whole, also lists of: "recompute", what of a backward (or
-input gradient) computes again, which may be done earlier, and "recomputed", what that holds from
-then on; "waiting", what is held from input to weight gradient; "offloaded", what of an activation
-may wait on the host, and "copying", its time there, or back.
+stages. Where activations are not kept whole, also lists of: "recompute_s", time of a backward (or
+input gradient) that recomputes and may run earlier, and "recompute_bytes", memory held from then
+on; "wgrad_bytes", memory held from input to weight gradient; "offload_bytes", share of an
+activation that may be offloaded, and "offload_s", the time of its copy each way.
 
 Memory is counted in live stage activations: a forward takes its stage's, the backward (with
 --split: the weight gradient) gives it back. The cap is by default one of every stage, as 1F1B has.
@@ -74,11 +81,11 @@ _SECONDS = 10.0
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``schedule``."""
     from megatron_pulse.planner.layout.placement import PLACEMENTS
-    from megatron_pulse.planner.schedule.classic.names import CLASSICS
+    from megatron_pulse.planner.schedule.classic.catalog import CLASSICS
     from megatron_pulse.planner.schedule.ilp.solvers import Solver
 
     parser = add_parser(
-        commands, "schedule", "order the work of a pipeline's devices", _DESCRIPTION, run
+        commands, "schedule", "order the work of a pipeline's devices", _DESCRIPTION, simulate
     )
     add = parser.add_argument
     what = parser.add_mutually_exclusive_group(required=True)
@@ -164,13 +171,13 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         type=Path,
         metavar="JSON",
         help="with a profile: frozen components to run for the next batch in idle time (form: "
-        "megatron_pulse/planner/fill/README.md)",
+        "megatron_pulse/planner/bubble_fill/README.md)",
     )
     add_json(parser)
     add("--no-cache", action="store_true", help="search anew, and keep nothing")
 
 
-def run(args: argparse.Namespace) -> None:
+def simulate(args: argparse.Namespace) -> None:
     """Solve or evaluate, then print, write and draw."""
     require(_faults(args))
     args.seconds = _SECONDS if args.seconds is None else args.seconds
@@ -181,8 +188,8 @@ def run(args: argparse.Namespace) -> None:
         report,
         write_drawing,
     )
-    from megatron_pulse.planner.schedule.compare import rivals
-    from megatron_pulse.planner.schedule.files import to_csv
+    from megatron_pulse.planner.schedule.classic.compare import rivals
+    from megatron_pulse.planner.schedule.serialize import to_csv
 
     task = from_times(args) if args.times is not None else from_profile(args)
     if args.split and task.split is None:
@@ -200,24 +207,24 @@ def run(args: argparse.Namespace) -> None:
         lines.append(f"order written to {args.csv}")
     if args.draw is not None:
         lines.append(write_drawing(result, args.draw))
-    answer(args, lines, partial(as_json, result))
+    print_result(args, lines, partial(as_json, result))
 
 
 def _filled(
     args: argparse.Namespace, task: ScheduleInput, problem: ScheduleProblem, found: Synthesis
 ) -> FilledSchedule:
-    """The schedule with the components of ``--encoders`` in its idle time."""
+    """Schedule with the components of ``--encoders`` as bubble tasks."""
     from megatron_pulse.cli.plan.schedule_input import profile_link
-    from megatron_pulse.planner.fill.fillers import FilledSchedule
-    from megatron_pulse.planner.fill.problem import FillProblem
-    from megatron_pulse.planner.fill.search import FillError, fill
-    from megatron_pulse.planner.fill.table import components_of, read_table
+    from megatron_pulse.planner.bubble_fill.bubble_tasks import FilledSchedule
+    from megatron_pulse.planner.bubble_fill.encoder_table import components_of, read_table
+    from megatron_pulse.planner.bubble_fill.problem import FillProblem
+    from megatron_pulse.planner.bubble_fill.search import FillError, fill
 
     assert task.samples is not None
     given = read_table(args.encoders)
     if given.origin is not None and task.profile is not None:
         warn(*given.origin.cautions(task.profile))
-    with mending(ValueError, FillError):
+    with as_user_error(ValueError, FillError):
         link = profile_link(args)
         to_fill = FillProblem(
             problem,
@@ -230,7 +237,7 @@ def _filled(
 
 
 def _answer(args: argparse.Namespace, task: ScheduleInput) -> tuple[ScheduleProblem, Synthesis]:
-    """The schedule that was asked for, and the problem on its placement."""
+    """Schedule asked for, and the problem on its placement."""
     from megatron_pulse.planner.schedule.cache import cached
     from megatron_pulse.planner.schedule.solve import solve
 
@@ -240,18 +247,18 @@ def _answer(args: argparse.Namespace, task: ScheduleInput) -> tuple[ScheduleProb
         return _named(args, task)
     problem = task.split if args.split else task.whole
     assert problem is not None
-    with mending(ValueError), _waiting(args.seconds):
+    with as_user_error(ValueError), _waiting(args.seconds):
         if args.no_cache:
             return problem, solve(problem, args.seconds, args.solver)
         return problem, cached(problem, args.seconds, args.solver, solve)
 
 
 def _named(args: argparse.Namespace, task: ScheduleInput) -> tuple[ScheduleProblem, Synthesis]:
-    """A classic schedule, on the placement that was asked for or else on its own."""
-    from megatron_pulse.planner.schedule.classic.names import CLASSICS, SPLIT
-    from megatron_pulse.planner.schedule.compare import rival
+    """Classic schedule on the placement asked for, or else on its own."""
+    from megatron_pulse.planner.schedule.classic.catalog import CLASSICS, SPLIT
+    from megatron_pulse.planner.schedule.classic.compare import rival
 
-    with mending(ValueError):
+    with as_user_error(ValueError):
         if args.placement is None:
             found = rival(args.name, task.whole, task.split)
             return _evaluated(args, found.problem, found.schedule)
@@ -263,11 +270,11 @@ def _named(args: argparse.Namespace, task: ScheduleInput) -> tuple[ScheduleProbl
 
 
 def _own(args: argparse.Namespace, task: ScheduleInput) -> tuple[ScheduleProblem, Synthesis]:
-    """The schedule of ``--schedule``; raises UserError with all of its faults."""
+    """Schedule of ``--schedule``; raises UserError with all of its faults."""
     from megatron_pulse.file_kinds import FileKind
     from megatron_pulse.files import read_text
-    from megatron_pulse.planner.schedule.files import from_csv
-    from megatron_pulse.planner.schedule.operations import Kind
+    from megatron_pulse.planner.schedule.operations import OpType
+    from megatron_pulse.planner.schedule.serialize import from_csv
 
     try:
         schedule = from_csv(
@@ -275,7 +282,7 @@ def _own(args: argparse.Namespace, task: ScheduleInput) -> tuple[ScheduleProblem
         )
     except ValueError as error:
         raise UserError(f"--schedule {args.schedule}: {error}") from error
-    splits = Kind.WEIGHT_GRAD in schedule.kinds
+    splits = OpType.WEIGHT_GRAD in schedule.kinds
     problem = task.split if splits else task.whole
     if problem is None:
         raise UserError(
@@ -288,15 +295,15 @@ def _own(args: argparse.Namespace, task: ScheduleInput) -> tuple[ScheduleProblem
 def _evaluated(
     args: argparse.Namespace, problem: ScheduleProblem, schedule: Schedule
 ) -> tuple[ScheduleProblem, Synthesis]:
-    """How good a given schedule is; only a cap that was asked for is one to keep."""
+    """Evaluation of a given schedule; only an explicit cap is enforced."""
     from megatron_pulse.cli.plan.schedule_input import cap
     from megatron_pulse.planner.schedule.bound.bounds import lower_bound
-    from megatron_pulse.planner.schedule.check.simulate import run as simulate
+    from megatron_pulse.planner.schedule.check.simulate import simulate as simulate
     from megatron_pulse.planner.schedule.check.validate import faults_for
     from megatron_pulse.planner.schedule.problem import Certificate, Synthesis
 
     limit = None if args.cap is None else cap(args, problem.placement, ())
-    with mending(ValueError):
+    with as_user_error(ValueError):
         problem = replace(problem, cap=limit)
     name = args.schedule or schedule.name
     require([f"{name}: {fault}" for fault in faults_for(problem, schedule)])
@@ -308,7 +315,7 @@ def _evaluated(
 
 @contextmanager
 def _waiting(seconds: float) -> Iterator[None]:
-    """A bar of the time that a search may take, once it takes over 2 seconds."""
+    """Progress bar over the search's time limit, after 2 seconds."""
     from tqdm import tqdm
 
     done = threading.Event()
@@ -335,9 +342,9 @@ def _cap(text: str) -> float:
 def _faults(args: argparse.Namespace) -> list[str]:
     from megatron_pulse.planner.layout.placement import PLACEMENTS
 
-    faults = out_of(TO_4096, args, "num_devices", "microbatches", "waves")
-    faults += out_of(TO_MILLION, args, "micro_batch_size")
-    faults += no_file(
+    faults = range_faults(TO_4096, args, "num_devices", "microbatches", "waves")
+    faults += range_faults(TO_MILLION, args, "micro_batch_size")
+    faults += missing_file_faults(
         profile=args.profile, times=args.times, schedule=args.schedule, encoders=args.encoders
     )
     if args.encoders is not None:
@@ -355,8 +362,8 @@ def _faults(args: argparse.Namespace) -> list[str]:
                 faults.append(f"{flag} is for --profile; {instead}")
     if args.waves is not None and args.placement and not PLACEMENTS[args.placement].chunk_step:
         faults.append(f"--waves: a device of {args.placement} hosts one stage")
-    faults += out_of(ABOVE_ZERO, args, "link_gbs")
-    faults += out_of(FROM_ZERO, args, "link_us", "seconds")
+    faults += range_faults(ABOVE_ZERO, args, "link_gbs")
+    faults += range_faults(FROM_ZERO, args, "link_us", "seconds")
     if args.cap is not None and not args.cap > 0:
         faults.append(f"--cap is {args.cap:g}; it must be above 0")
     if args.name != "auto" or args.schedule is not None:
@@ -376,5 +383,5 @@ def _faults(args: argparse.Namespace) -> list[str]:
     faults += check_file(args.csv, "--csv", ".csv")
     faults += json_faults(args)
     written = {"--draw": args.draw, "--csv": args.csv, "--json": args.json}
-    faults += overwritten(written, args.profile, args.times, args.schedule, args.encoders)
+    faults += overwrite_faults(written, args.profile, args.times, args.schedule, args.encoders)
     return sorted(set(faults), key=faults.index)

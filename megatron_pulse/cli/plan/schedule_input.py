@@ -1,4 +1,4 @@
-"""What ``pulse schedule`` is asked for: stages and their times, from a profile or a file."""
+"""Input of ``pulse schedule``: stages and their times, from a profile or a file of times."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from megatron_pulse.backbone.named import name_of
-from megatron_pulse.cli.errors import mending, require, warn
+from megatron_pulse.backbone.layer_patterns import name_of
+from megatron_pulse.cli.errors import as_user_error, require, warn
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import read_json
 
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
     from megatron_pulse.planner.schedule.problem import ScheduleProblem
     from megatron_pulse.profile.profile import Profile
 
-MEMORY_KEYS = ("recompute", "recomputed", "waiting", "offloaded", "copying")
-"""What a file of times may say of activations that are not kept whole: names of a problem's."""
+MEMORY_KEYS = ("recompute_s", "recompute_bytes", "wgrad_bytes", "offload_bytes", "offload_s")
+"""Keys of a file of times for activations not kept whole, named as in ``ScheduleProblem``."""
 
 KEYS = ("forward", "backward", "input_grad", "weight_grad", "activation", "link", *MEMORY_KEYS)
-"""What a file of times may hold."""
+"""Keys of a file of times."""
 
 
 @dataclass(frozen=True)
 class ScheduleInput:
-    """The problem with whole and with split backwards (None: not known), and how to show times.
+    """Scheduling problem with whole and split backwards (None: unknown), and its unit.
 
-    A time is shown in ``unit`` after multiplication by ``scale``; ``samples`` is how many a
-    microbatch has (None: not known), ``profile`` where the times are from (None: a file of times).
+    A time is printed in ``unit`` after multiplication by ``scale``. ``samples`` is the size of a
+    microbatch (None: unknown). ``profile`` is the source of the times (None: a file of times).
     """
 
     name: str
@@ -45,7 +45,7 @@ class ScheduleInput:
 
 
 def from_times(args: argparse.Namespace) -> ScheduleInput:
-    """The stages of ``--times``; raises UserError with every fault of the file."""
+    """Stages of ``--times``; raises UserError with every fault of the file."""
     from megatron_pulse.planner.schedule.problem import ScheduleProblem
 
     record = read_json(args.times, FileKind.TIMES)
@@ -59,8 +59,8 @@ def from_times(args: argparse.Namespace) -> ScheduleInput:
     )
     activation = column.get("activation")
     kept = {name: column[name] for name in MEMORY_KEYS if name in column}
-    waiting = kept.pop("waiting", None)
-    with mending(ValueError):
+    waiting = kept.pop("wgrad_bytes", None)
+    with as_user_error(ValueError):
         both = zip(column.get("input_grad", ()), column.get("weight_grad", ()), strict=True)
         backward = column.get("backward") or tuple(i + w for i, w in both)
         whole = ScheduleProblem(
@@ -76,12 +76,12 @@ def from_times(args: argparse.Namespace) -> ScheduleInput:
         split = None
         if "input_grad" in column:
             given = column["input_grad"], column["weight_grad"]
-            split = replace(whole, backward=given[0], weight_grad=given[1], waiting=waiting)
+            split = replace(whole, backward=given[0], weight_grad=given[1], wgrad_bytes=waiting)
     return ScheduleInput(args.times.stem, whole, split, "", 1.0, None)
 
 
 def profile_link(args: argparse.Namespace) -> Link:
-    """What is between two devices of a profile."""
+    """Link between two devices of a profile, from the flags or their defaults."""
     from megatron_pulse.planner.cluster.link import Link
 
     return Link(
@@ -91,19 +91,19 @@ def profile_link(args: argparse.Namespace) -> Link:
 
 
 def from_profile(args: argparse.Namespace) -> ScheduleInput:
-    """The stages of the best partition of ``--profile``, as 'pulse partition' finds it."""
-    from megatron_pulse.planner.layout.layouts import best_known, layout_of
-    from megatron_pulse.planner.partition.best import best
+    """Stages of the best partition of ``--profile``, as 'pulse partition' finds it."""
+    from megatron_pulse.planner.layout.layouts import default_layout, layout_of
+    from megatron_pulse.planner.partition.best_per_layout import best
     from megatron_pulse.planner.partition.find import Goal
     from megatron_pulse.planner.schedule.problem import boundary_s, stage_problem
-    from megatron_pulse.profile.cautions import spread_caution
     from megatron_pulse.profile.files import load_profile
+    from megatron_pulse.profile.warnings import spread_caution
 
     profile = load_profile(args.profile)
     warn(spread_caution(profile))
     size = args.micro_batch_size or profile.micro_batch_sizes[0]
     costs = profile.at(size)
-    layout = layout_of(args.placement or best_known(bool(costs.skips)).kind.name)
+    layout = layout_of(args.placement or default_layout(bool(costs.skips)).kind.name)
     layout = layout.with_chunks(2 * (args.waves or 1))
     link = profile_link(args)
     found = best(layout, costs, args.num_devices, Goal(link=link))
@@ -114,9 +114,9 @@ def from_profile(args: argparse.Namespace) -> ScheduleInput:
     sent = boundary_s(costs, partition, link)
     make = partial(stage_problem, costs, partition, args.microbatches, sent)
     limit = cap(args, partition.placement, (1.0,) * partition.placement.num_stages)
-    with mending(ValueError):
+    with as_user_error(ValueError):
         whole = make(cap=limit)
-    # A stage without parameters has a weight gradient too, though it does next to nothing.
+    # A stage without parameters has a weight gradient too, of almost no time.
     split = make(cap=limit, split=True, least_s=1e-6 * max(whole.backward))
     return ScheduleInput(name_of(profile.backbone), whole, split, "ms", 1e3, size, profile)
 
@@ -124,7 +124,7 @@ def from_profile(args: argparse.Namespace) -> ScheduleInput:
 def cap(
     args: argparse.Namespace, placement: Placement, activation: tuple[float, ...]
 ) -> tuple[float, ...] | None:
-    """``--cap`` for each device; by default what all stages of one microbatch take together."""
+    """``--cap`` for each device; by default the sum of all stages' activations of a microbatch."""
     if args.cap == math.inf:
         return None
     limit = sum(activation) if args.cap is None else args.cap
@@ -132,7 +132,7 @@ def cap(
 
 
 def _placement(args: argparse.Namespace, num_stages: int) -> Placement:
-    """The placement of so many stages; raises UserError where there is none."""
+    """Placement of ``num_stages`` stages; raises UserError if there is none."""
     from megatron_pulse.planner.layout.placement import PLACEMENTS
 
     devices = args.num_devices
@@ -153,7 +153,6 @@ def _placement(args: argparse.Namespace, num_stages: int) -> Placement:
 
 
 def _times_faults(record: dict[str, Any]) -> list[str]:
-    """Everything that is wrong with a file of times."""
     faults = [
         f"{name!r} is unknown; there are: {', '.join(KEYS)}"
         for name in sorted(record.keys() - KEYS)
@@ -164,8 +163,8 @@ def _times_faults(record: dict[str, Any]) -> list[str]:
         faults.append("give 'backward', or 'input_grad' and 'weight_grad'")
     elif ("input_grad" in record) != ("weight_grad" in record):
         faults.append("'input_grad' and 'weight_grad' come together")
-    if "waiting" in record and "weight_grad" not in record:
-        faults.append("'waiting' is from input to weight gradient: give 'weight_grad'")
+    if "wgrad_bytes" in record and "weight_grad" not in record:
+        faults.append("'wgrad_bytes' is from input to weight gradient: give 'weight_grad'")
     lists = {name: record[name] for name in KEYS if name in record}
     if isinstance(lists.get("link"), int | float) and not isinstance(lists["link"], bool):
         lists["link"] = [lists["link"]]

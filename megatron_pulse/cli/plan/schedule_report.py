@@ -1,4 +1,4 @@
-"""What ``pulse schedule`` found: tables, JSON, and pictures."""
+"""Output of ``pulse schedule``: tables, JSON, and pictures."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from megatron_pulse.cli import page
-from megatron_pulse.cli.output import columns, draw, table
-from megatron_pulse.cli.plan.plan_facts import filling_facts, homes
+from megatron_pulse.cli import html_page
+from megatron_pulse.cli.output import draw, name_value_lines, table
+from megatron_pulse.cli.plan.plan_facts import bubble_task_lines, filling_facts
 from megatron_pulse.cli.plan.schedule_input import ScheduleInput
+from megatron_pulse.planner.bubble_fill.bubble_tasks import FilledSchedule
 from megatron_pulse.planner.draw.schedule import draw_schedule
 from megatron_pulse.planner.draw.trace_events import trace_events
-from megatron_pulse.planner.fill.fillers import FilledSchedule
-from megatron_pulse.planner.schedule.check.simulate import grid, run
-from megatron_pulse.planner.schedule.compare import Rival
-from megatron_pulse.planner.schedule.operations import Kind
+from megatron_pulse.planner.schedule.check.simulate import grid, simulate
+from megatron_pulse.planner.schedule.classic.compare import ClassicResult
+from megatron_pulse.planner.schedule.operations import OpType
 from megatron_pulse.planner.schedule.problem import ScheduleProblem, Synthesis
 
 _GRID_WIDTH = 180
@@ -25,25 +25,27 @@ _GRID_WIDTH = 180
 
 @dataclass(frozen=True)
 class ScheduleReport:
-    """A schedule for ``problem``, which is one of the task's, and others, if asked for."""
+    """Schedule for ``problem``, which is one of the task's, and other schedules on request."""
 
     task: ScheduleInput
     problem: ScheduleProblem
     found: Synthesis
-    others: Sequence[Rival]
+    others: Sequence[ClassicResult]
     filled: FilledSchedule | None = None
 
     @cached_property
-    def ours(self) -> Rival:
-        """The schedule as the others are given."""
+    def ours(self) -> ClassicResult:
+        """The found schedule in the form of the others."""
         schedule = self.found.schedule
-        return Rival(schedule.name, self.problem, schedule, run(self.problem, schedule))
+        return ClassicResult(
+            schedule.name, self.problem, schedule, simulate(self.problem, schedule)
+        )
 
     @property
     def title(self) -> str:
-        """What was scheduled, in a line."""
+        """Line on the scheduled problem."""
         placement = self.problem.placement
-        splits = Kind.WEIGHT_GRAD in self.problem.kinds
+        splits = OpType.WEIGHT_GRAD in self.problem.kinds
         return (
             f"{self.task.name}: {self.found.schedule.name}, {placement.kind.name} of "
             f"{placement.num_stages} stages on P = {placement.num_devices}, M = "
@@ -51,12 +53,12 @@ class ScheduleReport:
         )
 
     def time(self, value: float) -> str:
-        """A time in the unit of the task."""
+        """Time as text in the unit of the task."""
         return f"{value * self.task.scale:.5g}{f' {self.task.unit}' * bool(self.task.unit)}"
 
 
 def as_json(result: ScheduleReport) -> dict[str, Any]:
-    """The figures, and the order of every device; ``comparison`` only where it was asked for."""
+    """Figures and the order of every device; ``comparison`` only on request."""
     made = result.found.certificate
     record: dict[str, Any] = {
         "makespan": made.makespan,
@@ -69,7 +71,9 @@ def as_json(result: ScheduleReport) -> dict[str, Any]:
         "order": [[str(op) for op in order] for order in result.found.schedule.order],
     }
     if result.filled is not None:
-        record["encoders"] = asdict(result.filled.certificate) | {"front": result.filled.front_s}
+        record["encoders"] = asdict(result.filled.certificate) | {
+            "before-step": result.filled.before_step_s
+        }
     if result.others:
         record["comparison"] = [
             {
@@ -88,7 +92,7 @@ def as_json(result: ScheduleReport) -> dict[str, Any]:
 
 
 def report(result: ScheduleReport) -> list[str]:
-    """Lines for people: figures, devices, the grid where it is small, and the comparison."""
+    """Lines of the report: figures, devices, the grid if small, and the comparison."""
     made, cap = result.found.certificate, result.problem.cap
     line, peak = result.ours.timeline, result.ours.peak
     caps = "no cap" if cap is None else f"cap {max(cap):.4g}"
@@ -99,8 +103,8 @@ def report(result: ScheduleReport) -> list[str]:
         rows.append((str(device), result.time(busy), share, f"{peak[device]:.4g}", ""))
     lines += table(rows, left=(-1,))
     if result.filled is not None:
-        facts = [*filling_facts(result.filled), *homes(result.found.schedule)]
-        lines += ["", "in idle time, for the next step", *columns(facts)]
+        facts = [*filling_facts(result.filled), *bubble_task_lines(result.found.schedule)]
+        lines += ["", "in idle time, for the next step", *name_value_lines(facts)]
     if picture := _grid(result):
         lines += ["", *picture]
     if result.others:
@@ -124,7 +128,7 @@ def _figures(result: ScheduleReport) -> list[str]:
 
 
 def _grid(result: ScheduleReport) -> list[str]:
-    """A column for each unit of time where times are whole, else the orders; nothing if wide."""
+    """Grid with a column per unit of time if times are whole, else of orders; empty if wide."""
     line = result.ours.timeline
     whole = line.makespan <= _GRID_WIDTH and all(t == round(t) for t in line.end.values())
     for shown in [line] * whole + [result.found.schedule]:
@@ -138,7 +142,7 @@ _COLUMNS = ("schedule", "placement", "backward", "makespan", "to ours", "bubble"
 
 
 def _rows(result: ScheduleReport) -> list[tuple[str, ...]]:
-    """Ours, then the classic ones, as text."""
+    """Rows of the found schedule and of the classic ones, as text."""
     cap = result.problem.cap
     rows: list[tuple[str, ...]] = []
     for each in (result.ours, *result.others):
@@ -174,7 +178,7 @@ def _comparison(result: ScheduleReport) -> list[str]:
 
 
 def write_drawing(result: ScheduleReport, path: Path) -> str:
-    """A picture, a page or a trace, by the ending of ``path``; what was done."""
+    """Write a picture, a page or a trace, by the suffix of ``path``; return a line for the user."""
     task, problem, timeline = result.task, result.problem, result.ours.timeline
     return draw(
         path,
@@ -187,14 +191,14 @@ def write_drawing(result: ScheduleReport, path: Path) -> str:
             scale=task.scale,
         ),
         partial(_page, result),
-        # In microseconds: of seconds, or of one unit as a millisecond.
+        # Microseconds: from seconds, or with a unit of time taken as a millisecond.
         lambda: trace_events(problem, timeline, 1e6 if task.unit else 1e3),
     )
 
 
 def _page(result: ScheduleReport, drawing: str) -> str:
-    parts = [page.lines(_figures(result)), page.picture(drawing)]
+    parts = [html_page.lines(_figures(result)), html_page.picture(drawing)]
     if result.others:
-        rows = page.table(_COLUMNS, _rows(result), left=(0, 1, 2), bold_first=True)
-        parts.append(f"<h2>Classic schedules</h2>{rows}{page.lines([_NOTE])}")
-    return page.page(result.title, *parts)
+        rows = html_page.table(_COLUMNS, _rows(result), left=(0, 1, 2), bold_first=True)
+        parts.append(f"<h2>Classic schedules</h2>{rows}{html_page.lines([_NOTE])}")
+    return html_page.page(result.title, *parts)

@@ -1,4 +1,4 @@
-"""``pulse show``: a plan for people."""
+"""``pulse show``: print and draw a plan."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_pulse.cli.errors import add_parser, check_file, no_file, require, warn
-from megatron_pulse.cli.output import DRAWINGS, overwritten
+from megatron_pulse.cli.errors import add_parser, check_file, missing_file_faults, require, warn
+from megatron_pulse.cli.output import DRAWINGS, overwrite_faults
 
 if TYPE_CHECKING:
     from megatron_pulse.planner.plan_file.plan_file import PlanFile
@@ -59,32 +59,32 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 def run(args: argparse.Namespace) -> None:
     """Print, then draw."""
     faults = check_file(args.output, "-o", *DRAWINGS)
-    faults += no_file(verified=args.verified)
-    require([*faults, *overwritten({"-o": args.output}, args.plan, args.verified)])
+    faults += missing_file_faults(verified=args.verified)
+    require([*faults, *overwrite_faults({"-o": args.output}, args.plan, args.verified)])
     from megatron_pulse.cli.plan.plan_text import describe
-    from megatron_pulse.planner.tune.plans.recompute import load_checked
+    from megatron_pulse.planner.tune.plans.verify_figures import load_checked
 
     plan = load_checked(args.plan)
-    replayed = plan.replay()
+    replayed = plan.simulate_step()
     certificate = _certificate(args, plan)
     print("\n".join([*describe(plan, replayed, args.plan, args.grid, args.layers), *certificate]))
     if args.output is not None:
-        from megatron_pulse.cli.plan.plan_page import write_page
+        from megatron_pulse.cli.plan.plan_html import write_page
 
         print(write_page(plan, replayed, args.plan, args.output))
 
 
 def _certificate(args: argparse.Namespace, plan: PlanFile) -> list[str]:
-    """The certificate that is named, or lies beside the plan, and whether it is valid."""
-    from megatron_pulse.planner.plan_file.verification import (
+    """Lines on the certificate that is named or lies beside the plan, and on its validity."""
+    from megatron_pulse.planner.plan_file.certificate import (
         VerificationError,
-        beside,
+        certificate_path,
         digest_of,
         load_verification,
         other_versions,
     )
 
-    path = args.verified or beside(args.plan)
+    path = args.verified or certificate_path(args.plan)
     if not path.is_file():
         return []
     try:

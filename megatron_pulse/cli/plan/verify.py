@@ -1,4 +1,4 @@
-"""``pulse verify``: whether a plan's step computes what one process computes."""
+"""``pulse verify``: check that a plan's step computes the same as one process."""
 
 from __future__ import annotations
 
@@ -16,10 +16,17 @@ from megatron_pulse.cli.backbone_flags import (
     backbone_faults,
     options_of,
 )
-from megatron_pulse.cli.errors import add_parser, check_file, mending, out_of, require, warn
-from megatron_pulse.cli.output import add_json, answer, json_faults, overwritten
-from megatron_pulse.faults import UserError
-from megatron_pulse.flag_fields import ABOVE_ZERO, FROM_ONE, FROM_ZERO
+from megatron_pulse.cli.errors import (
+    add_parser,
+    as_user_error,
+    check_file,
+    range_faults,
+    require,
+    warn,
+)
+from megatron_pulse.cli.output import add_json, json_faults, overwrite_faults, print_result
+from megatron_pulse.errors import UserError
+from megatron_pulse.flags import ABOVE_ZERO, FROM_ONE, FROM_ZERO
 
 if TYPE_CHECKING:
     from megatron_pulse.integration.verify.verify import Progress, Settings
@@ -116,42 +123,42 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def run(args: argparse.Namespace) -> None:
-    """Verify, write the certificate, print it; ends with 1 where something differs."""
-    from megatron_pulse.planner.plan_file.verification import (
+    """Verify, write the certificate, print it; ends with status 1 for a difference."""
+    from megatron_pulse.planner.plan_file.certificate import (
         DIFFERS,
-        beside,
+        certificate_path,
         save_verification,
         to_json,
     )
-    from megatron_pulse.planner.tune.plans.recompute import load_checked
+    from megatron_pulse.planner.tune.plans.verify_figures import load_checked
 
-    output = args.output or beside(args.plan)
+    output = args.output or certificate_path(args.plan)
     faults = check_file(output, "-o", ".json") + json_faults(args)
-    faults += out_of(FROM_ONE, args, "steps") + out_of(FROM_ZERO, args, "seed")
-    faults += out_of(ABOVE_ZERO, args, "timeout_s")
+    faults += range_faults(FROM_ONE, args, "steps") + range_faults(FROM_ZERO, args, "seed")
+    faults += range_faults(ABOVE_ZERO, args, "timeout_s")
     if args.backbone:
         faults += backbone_faults(args)
     elif args.option:
         faults.append("--option is for --backbone or --module; without, the options are the plan's")
-    faults += overwritten({"-o": output, "--json": args.json}, args.plan)
+    faults += overwrite_faults({"-o": output, "--json": args.json}, args.plan)
     require(faults)
     given = load_checked(args.plan)
-    from megatron_pulse.cli.megatron import prepare_profiling
+    from megatron_pulse.cli.import_megatron import prepare_profiling
 
     prepare_profiling()
-    with mending(ValueError):
+    with as_user_error(ValueError):
         settings = _settings(args, given)
     from megatron_pulse.integration.verify.verify import verify
 
-    if settings.device == "cuda":  # read where cuBLAS begins
+    if settings.device == "cuda":  # read when cuBLAS starts
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     cores = len(os.sched_getaffinity(0))
     if settings.device == "cpu" and given.world_size > 2 * cores:
         warn(f"{given.world_size} ranks on {cores} processor cores take their turns")
-    with mending(ValueError, OSError), _progress() as progress:
+    with as_user_error(ValueError, OSError), _progress() as progress:
         found = verify(args.plan, settings, progress)
     save_verification(found, output)
-    answer(args, [*found.lines(), f"written to {output}"], lambda: to_json(found))
+    print_result(args, [*found.lines(), f"written to {output}"], lambda: to_json(found))
     if found.result == DIFFERS:
         sys.stdout.flush()
         sys.exit(1)
@@ -187,9 +194,9 @@ def _settings(args: argparse.Namespace, given: PlanFile) -> Settings:
 
 
 def _model(args: argparse.Namespace, given: PlanFile, dtype: str) -> tuple[str, Mapping[str, Any]]:
-    """The backbone and its options, in ``dtype``; raises ValueError unless the plan is of it."""
+    """Backbone name and options, in ``dtype``; raises UserError for another plan's backbone."""
     from megatron_pulse.profile.memory_format import in_format_of
-    from megatron_pulse.profile.trained import identity
+    from megatron_pulse.profile.trainable import identity
     from model_specs import DTYPE, in_dtype, is_module, load_backbone, load_recorded
 
     planned = given.backbone
@@ -218,7 +225,7 @@ def _other(args: argparse.Namespace, planned: str, why: str) -> str:
 
 @contextmanager
 def _progress() -> Iterator[Progress]:
-    """A line on a terminal that says what is done."""
+    """Progress line on a terminal."""
     from tqdm import tqdm
 
     with tqdm(bar_format="{desc}{elapsed}", delay=2, leave=False, disable=None) as bar:

@@ -32,11 +32,11 @@ from megatron_pulse.data.images.listing import (
     is_picture,
     some,
 )
-from megatron_pulse.faults import meant
+from megatron_pulse.errors import did_you_mean
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import FileError, parse_json, read_lines, read_text
-from megatron_pulse.letters import NO_LETTER
-from megatron_pulse.named_files import within
+from megatron_pulse.fonts import UNPRINTABLE
+from megatron_pulse.paths import within
 
 FILE_NAME, TEXT, GROUP = "file_name", "text", "group"
 _ALIKE = 0.75
@@ -236,7 +236,7 @@ def _of_lines(
 
 def _missing(key: str, there: Collection[str]) -> str:
     others = [name for name in there if name != FILE_NAME]
-    return f"{key} is missing; {meant(key, others)}it has {_names(list(there))}"
+    return f"{key} is missing; {did_you_mean(key, others)}it has {_names(list(there))}"
 
 
 def _count_unread(there: Collection[str], known: Collection[str], unread: Counter[str]) -> None:
@@ -280,7 +280,7 @@ def _of_table(
         head = form.cells(next(reader, []))
         if missing := [key for key in (FILE_NAME, column) if head.count(key) != 1]:
             near = "".join(
-                meant(key, [name for name in head if name != FILE_NAME]) for key in missing
+                did_you_mean(key, [name for name in head if name != FILE_NAME]) for key in missing
             )
             if len(head) == 1:
                 near = "commas, semicolons or tabs are between columns; "
@@ -321,5 +321,5 @@ def _read(path: Path, faults: list[str]) -> str | None:
 
 
 def _unfit(caption: str) -> str:
-    found = NO_LETTER.search(caption)
+    found = UNPRINTABLE.search(caption)
     return f"has the character {found[0]!r}" if found else ""

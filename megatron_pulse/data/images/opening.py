@@ -1,8 +1,8 @@
-"""Opens a picture file: in the formats that are read here, and no larger than a process can hold.
+"""Safe opening of picture files: only supported formats, and only sizes that fit into memory.
 
-What a file is, its first bytes say and not its name. Pillow would take it for any of its forty
-formats, of which some start other programs (EPS starts Ghostscript); here it is given to the one
-reader that it is for, or to none.
+The first bytes of a file determine its format, not its name. Pillow would try some forty formats,
+and a few start other programs (EPS starts Ghostscript). Here a file goes to the one matching reader
+or is rejected.
 """
 
 from __future__ import annotations
@@ -27,18 +27,20 @@ from PIL.WebPImagePlugin import WebPImageFile
 from megatron_pulse.files import open_regular
 
 UNREADABLE = (OSError, SyntaxError, ValueError)
-"""What reading a file raises that is no whole picture, or that storage does not give."""
+"""Exceptions for files without a whole picture, and for storage errors."""
 _DAMAGED = (EOFError, IndexError, KeyError, TypeError, OverflowError, struct.error, zlib.error)
-"""What Pillow's readers raise beside these for damaged files."""
+"""Further exceptions of Pillow's readers for damaged files."""
 _UNSUPPORTED = re.compile("unknown pixel mode|cannot handle .* layers?|Unsupported BMP")
 """Messages of Pillow's readers for pictures that are whole, of a kind that they do not decode."""
 SUFFIXES = (".png", ".jpg", ".jpeg", ".jfif", ".webp", ".gif", ".bmp", ".tif", ".tiff")
-"""Of the files that are taken for pictures."""
+"""Suffixes of files that are taken for pictures."""
 MAX_PIXELS = 89_478_485
-"""Of a picture: Pillow's own limit, beyond which it warns (256 MiB as RGB). Decoding one, turning
-it and resizing takes a process up to 1.4 GB."""
+"""Largest picture in pixels: Pillow's own limit, beyond which it warns (256 MiB as RGB).
+
+Decoding, rotating and resizing such a picture takes a process up to 1.4 GB.
+"""
 MAX_BYTES = 8 * MAX_PIXELS
-"""Of a file: as many as the largest picture has at 16 bits with transparency, uncompressed."""
+"""Largest file in bytes: the largest picture, uncompressed, with transparency and 16 bits."""
 
 _READERS: Mapping[str, type[ImageFile]] = {
     "PNG": PngImageFile,
@@ -71,18 +73,18 @@ _BEGINNINGS = {
         "SVG or other XML": rb"\s*<(?:\?xml|svg)",
     }.items()
 }
-"""What files begin with, of the formats that are met under the suffixes of others."""
+"""Patterns of the first bytes, including formats often found under other suffixes."""
 
-# Pillow warns of each damaged note in a sound picture, and of transparency that is left out.
+# Pillow warns of damaged metadata in sound pictures, and of ignored transparency.
 warnings.filterwarnings("ignore", module=r"PIL\.")
 
 
 @contextmanager
 def opened(path: Path) -> Iterator[ImageFile]:
-    """The file, of which only the beginning was read (of WEBP all, as its reader does).
+    """Open a picture file and read only its beginning (all of a WEBP file, as its reader does).
 
-    Raises ``UNREADABLE`` for one that is no regular file, of another format than those of
-    ``_READERS``, with samples of 32 bits, or larger than ``MAX_PIXELS`` or ``MAX_BYTES``.
+    Raises ``UNREADABLE`` for files that are not regular, or of a format outside ``_READERS``. Also
+    raises for samples of 32 bits, and for files above ``MAX_PIXELS`` or ``MAX_BYTES``.
     """
     with open_regular(path) as content:
         head = content.read(_HEAD)
@@ -91,11 +93,11 @@ def opened(path: Path) -> Iterator[ImageFile]:
             raise ValueError(
                 f"it has {size:,} bytes, and pictures have at most {MAX_BYTES:,}: write it anew"
             )
-        if name == "WEBP":  # its reader takes memory for all pixels at once
+        if name == "WEBP":  # its reader allocates memory for all pixels at once
             _require_small(*_webp_size(head))
         content.seek(0)
         try:
-            # Without its name it is not mapped, which Pillow 13 does wrongly for TIFF on its side.
+            # Without its name the file is not mapped. Pillow 13 maps rotated TIFF files wrongly.
             file = _READERS[name](content)
         except (*UNREADABLE, *_DAMAGED) as error:
             if isinstance(error, OSError) and error.errno is not None:
@@ -114,7 +116,7 @@ def opened(path: Path) -> Iterator[ImageFile]:
 
 
 def load(file: ImageFile) -> None:
-    """Read the pixels of an opened file, and the notes behind them; raises ``UNREADABLE``."""
+    """Read the pixels of an opened file and the metadata after them; raises ``UNREADABLE``."""
     try:
         file.load()
     except _DAMAGED as error:
@@ -130,13 +132,13 @@ def _require_small(width: int, height: int) -> None:
 
 
 def _webp_size(head: bytes) -> tuple[int, int]:
-    """(width, height) that a WEBP file begins with; its own reader says what is wrong with it."""
+    """(width, height) from the header of a WEBP file; its own reader reports faults."""
 
     def number(start: int, end: int) -> int:
         return int.from_bytes(head[start:end], "little")
 
     match head[12:16]:
-        case b"VP8X":  # the canvas of an animation, or of a picture with notes
+        case b"VP8X":  # canvas of an animation, or of a picture with metadata
             return number(24, 27) + 1, number(27, 30) + 1
         case b"VP8L":
             return (number(21, 25) & 0x3FFF) + 1, (number(21, 25) >> 14 & 0x3FFF) + 1
@@ -145,8 +147,7 @@ def _webp_size(head: bytes) -> tuple[int, int]:
 
 
 def _format_of(head: bytes) -> str:
-    """Which of ``_READERS`` a file is for that begins so; raises ValueError for one of another
-    format."""
+    """Key in ``_READERS`` for a file with this beginning; raises ValueError for other formats."""
     if not head:
         raise ValueError(f"it is empty: {_READ}")
     for name, beginning in _BEGINNINGS.items():

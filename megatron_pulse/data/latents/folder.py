@@ -1,4 +1,4 @@
-"""Reads a folder of precomputed latents and conditioning, through memory maps."""
+"""Dataset of precomputed latents and conditioning in a folder, read through memory maps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_pulse.data.dataset import DataError, DiffusionDataset, Framing
 from megatron_pulse.data.fields import FRAMING, FRAMING_SPEC, default_null
 from megatron_pulse.data.latents.layout import Meta, Shard, ShardFile, mapped, sha256_of
 from megatron_pulse.data.latents.row_hashes import HASH_TYPE, header_hash, row_hash
-from megatron_pulse.named_files import no_file
+from megatron_pulse.paths import no_file
 
 _INFINITE = "holds NaN or infinite values"
 _REMEDY = "Run the writer again to finish it, or delete the folder and write it anew."
@@ -24,16 +24,16 @@ _REMEDY = "Run the writer again to finish it, or delete the folder and write it 
 class LatentFolder(DiffusionDataset):
     """Latents and conditioning read through memory maps, which worker processes can share.
 
-    Opening checks meta, sizes and headers of all files, and the SHA-256 of null conditioning, with
-    ``verify`` of all; all faults are listed in one DataError. Each row that is read is compared
-    with its hash, and is a DataError that names its file where it is damaged, its label is that of
-    no class, or a number is not finite; ``verify`` reads all rows at once.
+    Opening checks meta.json, sizes and headers of all files, and the SHA-256 of null conditioning
+    (of all files with ``verify``). All faults are listed in one DataError. Each row is compared
+    with its hash when it is read. A damaged row, a label outside the classes or a number that is
+    not finite is a DataError that names the file. ``verify`` reads all rows at once.
     """
 
     def __init__(self, root: str | Path, verify: bool = False) -> None:
         self.root = Path(root)
         meta = Meta.load(self.root)
-        read = tuple(meta.nulls.values())  # whole, at once: small, and in every batch
+        read = tuple(meta.nulls.values())  # read whole: small, and part of every batch
         faults = [
             fault
             for file, shape, dtype in _files(meta)
@@ -103,14 +103,14 @@ class LatentFolder(DiffusionDataset):
         ]
         if self.layout.pictures:
             return kept
-        # Folders of earlier versions keep no hashes of pictures; one picture has one latent.
+        # Folders of earlier versions hold no picture hashes; one picture then has one latent.
         latents = [
             tie for number in range(len(self._shards)) for tie in self._latent_hashes(number)
         ]
         return [(*own, latent) for own, latent in zip(kept, latents, strict=True)]
 
     def _latent_hashes(self, number: int) -> list[int]:
-        """Those of a shard's latents, as they were written."""
+        """Hashes of a shard's latents, as written."""
         shard = self._shards[number]
         if shard.hashes is None:
             return [row_hash(row) for row in mapped(self.root / shard.files["latent"].name)]
@@ -148,19 +148,19 @@ class LatentFolder(DiffusionDataset):
 
     def _finite(self, name: str, index: int) -> Tensor:
         values = self._decoded(name, self._row(name, index))
-        # A sum is sooner there, and finite only if all are (unless it overflows).
+        # A finite sum implies finite values and is faster. It may overflow: check all then.
         if not values.sum().isfinite() and not values.isfinite().all():
             raise self._unfit(name, index, _INFINITE)
         return values
 
     def _unfit(self, name: str, index: int, why: str) -> DataError:
-        """That a row is what its hash is of, and cannot be trained on."""
+        """Error for a row that matches its hash but cannot be trained on."""
         shard, place = self._place(index)
         fault = f"{self._shards[shard].files[name].name}: its sample {place} {why}"
         return DataError(f"latents {self.root}", [fault], _REMEDY)
 
     def _row_faults(self) -> Iterator[str]:
-        """What is wrong with each row of each file."""
+        """Faults of each row of each file."""
         everything = range(len(self))
         for index in tqdm(everything, "verifying", unit="sample", delay=2, disable=None):
             for name in self.layout.columns():
@@ -175,7 +175,7 @@ class LatentFolder(DiffusionDataset):
                     yield from error.faults
 
     def _place(self, index: int) -> tuple[int, int]:
-        """The number of the shard that has a sample, and which of its own it is there."""
+        """Number of a sample's shard, and the sample's index there."""
         shard = int(np.searchsorted(self._ends, index, side="right"))
         return shard, index - int(self._ends[shard] - self._shards[shard].count)
 
@@ -195,14 +195,15 @@ class LatentFolder(DiffusionDataset):
         return row
 
     def _hash_table(self, shard: Shard) -> np.ndarray:
-        """The hashes of its files by the names of fields, a row for each, the header's first."""
+        """Hash table of a shard: a row per file in order of field names, the header's hash
+        first."""
         assert shard.hashes is not None
         path, shape = self.root / shard.hashes.name, (len(shard.files), 1 + shard.count)
         found: np.ndarray = np.memmap(path, HASH_TYPE, "r", shape=shape)
         return found
 
     def _hash_faults(self, shard: Shard, verify: bool) -> Iterator[str]:
-        """What is wrong with the hashes of a shard, and with the headers of its files by them."""
+        """Faults of a shard's hashes, and of its files' headers by these hashes."""
         if (told := shard.hashes) is None:
             return
         path = self.root / told.name
@@ -242,7 +243,7 @@ class LatentFolder(DiffusionDataset):
 
 
 def _files(meta: Meta) -> Iterator[tuple[ShardFile, tuple[int, ...], np.dtype]]:
-    """Every file that ``meta`` names, with the shape and type that it must have."""
+    """Every file named in ``meta``, with the required shape and dtype."""
     columns = meta.layout.columns()
     for name, file in meta.nulls.items():
         yield file, *columns[name]

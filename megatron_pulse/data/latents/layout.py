@@ -1,18 +1,19 @@
-"""What a folder of precomputed latents holds: shards, their fields, and ``meta.json``.
+"""Layout of a folder of precomputed latents: shards, their fields, and ``meta.json``.
 
 Shard i is one ``.npy`` file per field::
 
-    latents/meta.json   latent-00000.npy   label-00000.npy   context-00000.npy   latent-00001.npy
-    latents/null-context.npy   hashes-00000.bin
+  latents/meta.json   latent-00000.npy   label-00000.npy   context-00000.npy   latent-00001.npy
+  latents/null-context.npy   hashes-00000.bin
 
-Beside it ``hashes-00000.bin`` has a hash of each row, with which what is read is compared (see
-``row_hashes``); shards of earlier versions have none.
+``hashes-00000.bin`` holds a hash of each row of the shard, to check rows when they are read (see
+``row_hashes``). Shards of earlier versions have none.
 
-Until all shards are there, ``shard-00000.json`` says of each that it is, so that several writers
-need not know of each other; then ``meta.json`` has them all.
+Until all shards exist, each has a record ``shard-00000.json``, so that several writers need not
+know of each other. Then ``meta.json`` lists all shards.
 
-``picture`` has a hash of each sample's picture file, by which a writer sees that one was edited and
-the split of a dataset that several samples are of one; ``group`` one of the name of its group.
+``picture`` holds a hash of each sample's picture file. A writer thereby detects edited pictures,
+and a dataset's split keeps samples of one picture together. ``group`` holds a hash of the name of
+the sample's group.
 
 Conditioning fields have any names (those that backbones read: ``context``, ``context_mask``,
 ``pooled``, ...). A field may have a *null* value, the encoding of the empty prompt. bfloat16 is
@@ -35,12 +36,12 @@ import numpy as np
 from megatron_pulse.data.dataset import COMPUTE, DataError, FieldSpec
 from megatron_pulse.data.latents.schema import meta_faults
 from megatron_pulse.file_kinds import FileKind
-from megatron_pulse.files import FileError, read_json, write_sealed
+from megatron_pulse.files import FileError, read_json, write_with_checksum
 
 FORMAT = 2
 META = "meta.json"
 FILES = ", files of "
-"""In a source before the digest of its files, which folders of earlier versions do not have."""
+"""Separator in a source before the digest of its files; absent in folders of earlier versions."""
 _RECORDS = "shard-*.json"
 RESERVED = (
     *("latent", "label", "null", "image", "index", "noisy", "target", "timesteps", "labels"),
@@ -50,7 +51,7 @@ RESERVED = (
 
 
 class LatentType(StrEnum):
-    """How latents, and fields of dtype "compute", are stored."""
+    """Storage dtype of latents and of fields with dtype "compute"."""
 
     FLOAT16 = "float16"
     BFLOAT16 = "bfloat16"
@@ -58,22 +59,22 @@ class LatentType(StrEnum):
 
     @property
     def stored(self) -> np.dtype:
-        """The NumPy type of the bits on disk."""
+        """NumPy dtype of the bits on disk."""
         return np.dtype("uint16" if self is LatentType.BFLOAT16 else str(self))
 
 
 @dataclass(frozen=True)
 class LatentLayout:
-    """What every shard of a folder holds; the part of ``meta.json`` that never changes.
+    """Content of every shard of a folder; the constant part of ``meta.json``.
 
     ``shape`` is ``(c, h, w)``, ``fields`` the conditioning. ``pixel_size`` is the (height, width)
-    of the images before they were encoded (None: that of the latents). ``source`` says which
-    images they were, ``made_by`` what encoded them (``latent``) and each field (classes, states,
-    lengths, digests of weights); both are compared when a writer resumes. Where it ``deviates``,
-    latents are means of posteriors, whose standard deviations are kept beside them. ``pictures``
-    and ``groups``: whether hashes of pictures and of groups are kept (see above). ``classes``
-    are the names of classes by label, where they have any. Raises DataError
-    for names that cannot be fields.
+    of the images before encoding (None: that of the latents). ``source`` identifies the images.
+    ``made_by`` is the provenance of ``latent`` and of each field: classes, states, lengths, digests
+    of weights. A resuming writer compares both.
+
+    With ``deviates``, latents are means of posteriors, stored with their standard deviations. With
+    ``pictures`` and ``groups``, hashes of pictures and of groups are stored (see above). Raises
+    DataError for invalid field names.
     """
 
     shape: tuple[int, ...]
@@ -102,17 +103,17 @@ class LatentLayout:
 
     @property
     def numbers(self) -> tuple[str, ...]:
-        """Names of the whole numbers that shards hold for each sample."""
+        """Names of the integer columns of a shard."""
         kept = {"label": True, "picture": self.pictures, "group": self.groups}
         return tuple(name for name, there in kept.items() if there)
 
     def stored(self, name: str) -> np.dtype:
-        """The type on disk of a conditioning field."""
+        """dtype on disk of a conditioning field."""
         dtype = self.fields[name].dtype
         return LatentType(self.dtype).stored if dtype == COMPUTE else np.dtype(dtype)
 
     def columns(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
-        """Shape per sample and type on disk of everything that shards hold."""
+        """Shape per sample and dtype on disk of every column of a shard."""
         latent = (self.shape, LatentType(self.dtype).stored)
         return {
             "latent": latent,
@@ -124,7 +125,7 @@ class LatentLayout:
 
 @dataclass
 class ShardFile:
-    """One file, as written."""
+    """File of a shard, with its size and hash as written."""
 
     name: str
     num_bytes: int
@@ -133,7 +134,7 @@ class ShardFile:
 
 @dataclass
 class Shard:
-    """``count`` samples; a file for each field, and the ``hashes`` of their rows."""
+    """Shard of ``count`` samples; a file for each field, and the ``hashes`` of their rows."""
 
     count: int
     files: dict[str, ShardFile]
@@ -142,10 +143,10 @@ class Shard:
 
 @dataclass
 class Meta:
-    """The content of ``meta.json``; ``complete`` is set by ``LatentWriter.close``.
+    """Content of ``meta.json``; ``LatentWriter.close`` sets ``complete``.
 
-    ``nulls`` are the files of the fields that have a null value, ``shards`` those from the first to
-    the last before one that is missing, ``later`` the others that are there, by number.
+    ``nulls`` are the files of fields with a null value. ``shards`` are the shards before the first
+    missing one, ``later`` the others on disk, by number.
     """
 
     layout: LatentLayout
@@ -156,16 +157,17 @@ class Meta:
 
     @property
     def count(self) -> int:
-        """Samples in all shards."""
+        """Number of samples in all shards."""
         return sum(shard.count for shard in self.numbered.values())
 
     @property
     def numbered(self) -> dict[int, Shard]:
-        """All shards that are there, by number."""
+        """All existing shards by number."""
         return dict(enumerate(self.shards)) | self.later
 
     def without(self, root: Path, numbers: Collection[int]) -> Meta:
-        """Write that the shards of these ``numbers`` are not there any more, and are to be."""
+        """Remove the shards of these ``numbers`` from the records, so that they are
+        written again."""
         kept = {n: shard for n, shard in self.numbered.items() if n not in numbers}
         left = Meta(self.layout, self.nulls)
         for number in numbers:
@@ -176,41 +178,45 @@ class Meta:
         return left
 
     def add(self, number: int, shard: Shard) -> None:
-        """Count a shard as there."""
+        """Count a shard as written."""
         if number >= len(self.shards):
             self.later[number] = shard
         while len(self.shards) in self.later:
             self.shards.append(self.later.pop(len(self.shards)))
 
     def to_dict(self) -> dict[str, Any]:
-        """What ``meta.json`` says."""
+        """Content of ``meta.json`` as plain values."""
         said = asdict(self)
         del said["later"]
         return {"format": FORMAT, **said}
 
     def save(self, root: Path) -> None:
-        """Write ``meta.json``, whole; complete, it makes records of shards needless."""
+        """Write ``meta.json`` atomically; if complete, also delete the records of shards."""
         _write(root / META, self.to_dict())
         if self.complete:
             for path in root.glob(_RECORDS):
                 path.unlink(missing_ok=True)
 
     def record(self, root: Path, number: int, shard: Shard) -> None:
-        """Write that a shard of this folder is there."""
+        """Record on disk that a shard of this folder is written."""
         content = {"of": self._key(), "number": number, "shard": asdict(shard)}
         _write(root / _RECORDS.replace("*", f"{number:05d}"), content)
         self.add(number, shard)
 
     def _key(self) -> str:
-        """What tells a folder from another that was at its place, whose records are still there."""
+        """Key of this folder's shard records, to ignore records of an earlier folder at the same
+        path.
+        """
         said = {"nulls": {k: asdict(file) for k, file in self.nulls.items()}}
         text = json.dumps(asdict(self.layout) | said, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @classmethod
     def load(cls, root: Path) -> Meta:
-        """Read ``meta.json``, and the records of shards where it is not complete; raises DataError
-        with every fault if it is not one of ours."""
+        """Read ``meta.json``, and the records of shards unless it is complete.
+
+        Raises DataError with every fault if the file is invalid.
+        """
         try:
             record = read_json(root / META, FileKind.LATENTS)
             if (form := record.get("format")) != FORMAT:
@@ -225,28 +231,30 @@ class Meta:
                 if not meta_faults(record | {"shards": [said]}, FORMAT, list(LatentType)):
                     meta.add(number, _shard(said))
             return meta
-        except (FileError, TypeError) as error:  # TypeError: a layout of another version
+        except (FileError, TypeError) as error:  # TypeError: layout of another version
             raise DataError(f"{META} of latents {root}", [str(error)], _REMEDY) from error
 
 
 def mapped(path: Path) -> np.ndarray:
-    """A ``.npy`` file, mapped; raises ValueError in one sentence where it is none."""
+    """Memory-map a ``.npy`` file; raises ValueError with a one-line text for other files."""
     try:
         found: np.ndarray = np.lib.format.open_memmap(path, mode="r")
-    except Exception as error:  # also of Python's parser and tokenizer, which read its header
+    except Exception as error:  # including errors of Python's parser, which reads the header
         raise ValueError(f"{path.name} is no .npy file: {' '.join(str(error).split())}") from error
     return found
 
 
 def sha256_of(path: Path) -> str:
-    """Of a file's content."""
+    """SHA-256 of a file's content."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _recorded(root: Path, key: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Number and content of all shards that are told to be there; who wrote half a record will
-    write its shard again."""
+    """Number and content of all recorded shards.
+
+    Half-written records are skipped; their writer writes the shard again.
+    """
     for path in sorted(root.glob(_RECORDS)):
         with suppress(FileError):
             said = read_json(path, FileKind.LATENTS)
@@ -256,7 +264,7 @@ def _recorded(root: Path, key: str) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:
-    write_sealed(path, json.dumps(content, indent=1) + "\n")
+    write_with_checksum(path, json.dumps(content, indent=1) + "\n")
 
 
 def _shard(said: dict[str, Any]) -> Shard:

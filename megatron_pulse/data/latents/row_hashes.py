@@ -1,8 +1,8 @@
-"""A hash of every row of a shard, so that damage is seen in what is read, when it is read.
+"""Hash of every row of a shard, to detect damage when a row is read.
 
-Whole files are not read for it: a row's hash is compared where the row is. ``hashes-00000.bin`` has
-XXH3 of 64 bits, little-endian: for each file of the shard, by the names of the fields, that of its
-header and those of its rows.
+Whole files need not be read: a row's hash is compared at the row's first use. ``hashes-00000.bin``
+holds little-endian 64-bit XXH3 hashes. For each file of the shard, in order of field names, the
+header's hash comes first, then those of the rows.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import xxhash
 
 HASH_TYPE = np.dtype("<u8")
 _HEADER_BYTES = 1 << 16
-"""At least as long as the header of a ``.npy`` file of ours."""
+"""Upper bound of the header size of our ``.npy`` files."""
 
 
 def row_hash(row: np.ndarray) -> int:
-    """Of a row as it is on disk."""
+    """Hash of a row as stored on disk."""
     return int(xxhash.xxh3_64_intdigest(row.tobytes()))
 
 
 def header_hash(path: Path) -> int:
-    """Of what is before the rows of a ``.npy`` file."""
+    """Hash of the bytes before the rows of a ``.npy`` file."""
     with open(path, "rb") as file:
         content = file.read(_HEADER_BYTES)
     end = 10 + int.from_bytes(content[8:10], "little")
@@ -31,6 +31,6 @@ def header_hash(path: Path) -> int:
 
 
 def hashes_of(path: Path, column: np.ndarray) -> np.ndarray:
-    """Of the file's header, and of the rows of ``column``, which it holds."""
+    """Hashes of the file's header and of the rows of ``column``, the file's content."""
     found: np.ndarray = np.array([header_hash(path), *map(row_hash, column)], HASH_TYPE)
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_pulse.named_files import is_file_name
+from megatron_pulse.paths import is_file_name
 from megatron_pulse.schema import (
     COUNT,
     FLAG,

@@ -1,4 +1,4 @@
-"""Writes a folder of precomputed latents and conditioning, shard by shard."""
+"""Writer of a folder of precomputed latents and conditioning, shard by shard."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ _NONE: Mapping[str, Tensor] = {}
 
 
 class LatentWriter:
-    """Appends samples to a folder, shard by shard; what is on disk is always whole shards.
+    """Appends samples to a folder, shard by shard; the disk always holds whole shards.
 
-    ``nulls`` are values that dropped samples get (the encoding of the empty prompt), for some of
-    the fields or all; the others have those of ``megatron_pulse.data.fields``. Opened again after
-    an interruption it goes on after the last whole shard: ``num_written`` says how many samples
-    to pass over. ``close`` writes the last, short shard and marks the folder complete; leaving a
-    ``with`` block by an exception does not.
+    ``nulls`` are the values of dropped samples (the encoding of the empty prompt), for some of the
+    fields or all. Other fields use the nulls of ``megatron_pulse.data.fields``. Opened again after
+    an interruption, the writer continues after the last whole shard; ``num_written`` is the number
+    of samples to skip. ``close`` writes the last, short shard and marks the folder complete.
+    Leaving a ``with`` block by an exception does neither.
 
-    Several writers, on machines that share the folder, may each write a ``share`` of the shards if
-    all are told ``num_samples``, of all of them; they ``begin`` every shard, and the folder is
-    complete when the last has closed. What is there in the end is the same, byte for byte.
+    Several writers, on machines that share the folder, may each write a ``share`` of the shards.
+    All need the same ``num_samples``, the total. They ``begin`` every shard, and the folder is
+    complete when the last has closed. The result is the same, byte for byte.
     """
 
     def __init__(
@@ -62,23 +62,25 @@ class LatentWriter:
 
     @property
     def num_written(self) -> int:
-        """Samples in whole shards on disk, before the first that is missing."""
+        """Number of samples in whole shards on disk, before the first missing one."""
         return sum(shard.count for shard in self._meta.shards)
 
     @property
     def complete(self) -> bool:
-        """Whether the folder was closed: there is nothing to add."""
+        """True if the folder is closed and takes no more samples."""
         return self._meta.complete
 
     def count(self) -> int:
-        """Samples in all shards that now are on disk, whoever wrote them."""
+        """Number of samples in all shards on disk, from all writers."""
         return Meta.load(self.root).count if self._begun else 0
 
     def changed(
         self, picture: Callable[[int], int], rank: int = 0, num_ranks: int = 1
     ) -> dict[int, list[int]]:
-        """The samples whose ``picture`` has another hash by now than when they were written, by
-        the number of their shard; of one of several writers' share."""
+        """Samples whose ``picture`` hash has changed since they were written, by shard number.
+
+        Only shards of the share of ``rank`` are checked.
+        """
         found: dict[int, list[int]] = {}
         for number, shard in self._meta.numbered.items() if self.layout.pictures else ():
             if number % num_ranks != rank:
@@ -86,26 +88,26 @@ class LatentWriter:
             first = number * self.layout.shard_size
             try:
                 there = mapped(self.root / shard.files["picture"].name).tolist()
-            except ValueError:  # it is damaged, or gone
+            except ValueError:  # damaged or missing
                 there = [-1] * shard.count
             others = [first + i for i, was in enumerate(there) if picture(first + i) != was]
             found |= {number: others} if others else {}
         return found
 
     def forget(self, numbers: Collection[int]) -> None:
-        """Let these shards be written anew; of other writers none may be at work."""
+        """Mark these shards for rewriting; no other writer may be active."""
         self._meta = self._meta.without(self.root, numbers)
         self._number = len(self._meta.shards)
 
     def share(self, rank: int = 0, num_ranks: int = 1) -> list[int]:
-        """The numbers of the shards that one of several writers still has to write."""
+        """Shard numbers that one of several writers still has to write."""
         assert self.num_samples is not None
         every = range(rank, -(-self.num_samples // self.layout.shard_size), num_ranks)
         there = self._meta.later.keys() | set(range(len(self._meta.shards)))
         return [number for number in every if number not in there]
 
     def begin(self, number: int) -> range:
-        """The samples of a shard, which are to be added next, in order."""
+        """Begin a shard; returns its samples, to be added in order."""
         assert self.num_samples is not None and not self._pending
         self._number, size = number, self.layout.shard_size
         return range(number * size, min((number + 1) * size, self.num_samples))
@@ -119,8 +121,11 @@ class LatentWriter:
         picture: int = 0,
         group: int = 0,
     ) -> None:
-        """Append a sample: ``latent`` of the layout's ``shape``, a tensor of every field, the
-        latent's ``deviation`` where the layout deviates, and the hashes that it keeps."""
+        """Append a sample with a tensor for every field.
+
+        ``latent`` has the layout's ``shape``. ``deviation`` is given exactly if the layout
+        deviates. ``picture`` and ``group`` are the hashes that the layout stores.
+        """
         layout, faults = self.layout, []
         if self.complete:
             faults.append("the folder is complete")
@@ -147,10 +152,10 @@ class LatentWriter:
             self._flush()
 
     def close(self) -> None:
-        """Write what is left, and mark the folder complete if no other writer has shards to add."""
+        """Write pending samples; mark the folder complete if no other writer has shards to add."""
         if self._pending:
             self._flush()
-        # A second look: the other writer that completes the folder removes records after that.
+        # Look twice: another completing writer removes its records only after writing meta.json.
         for _ in range(2):
             self._continue()
             if self.complete:
@@ -168,7 +173,7 @@ class LatentWriter:
             self.close()
 
     def _continue(self) -> None:
-        """Take what is in the folder for one's own; raises DataError where it is something else."""
+        """Adopt the folder's existing content; raises DataError if its layout differs."""
         if not (self.root / META).exists():
             return
         there = Meta.load(self.root)
@@ -178,7 +183,7 @@ class LatentWriter:
         self._meta, self._begun = there, True
 
     def _begin(self) -> None:
-        """Write all but shards, where nobody has."""
+        """Write everything but shards, unless another writer already has."""
         self._continue()
         if not self._begun:
             for name, value in self._nulls.items():
@@ -210,7 +215,7 @@ class LatentWriter:
             return ShardFile(name, beside.stat().st_size, sha256_of(beside))
 
     def _differences(self, there: Meta) -> list[str]:
-        """What the folder holds otherwise than this writer would."""
+        """Differences between the folder's layout and this writer's."""
         old, new = asdict(there.layout), asdict(self.layout)
         if FILES not in there.layout.source:
             new["source"] = self.layout.source.partition(FILES)[0]
@@ -247,7 +252,7 @@ def _holds(path: Path, values: np.ndarray) -> bool:
 
 
 def _misfits(layout: LatentLayout, values: Mapping[str, Tensor]) -> list[str]:
-    """Which of ``values`` are no fields of ``layout``, or of another shape or kind."""
+    """Faults of ``values`` against the fields of ``layout``: names, shapes, dtypes."""
     faults = []
     for name, value in values.items():
         spec = layout.fields.get(name)
@@ -261,7 +266,7 @@ def _misfits(layout: LatentLayout, values: Mapping[str, Tensor]) -> list[str]:
 
 
 def _overflows(layout: LatentLayout, values: Mapping[str, Tensor]) -> Iterator[str]:
-    """What is not finite, or will not be as it is stored."""
+    """Faults of values that are not finite, now or in the storage dtype."""
     columns = layout.columns()
     for name, value in values.items():
         if name not in columns or not value.is_floating_point():
@@ -276,7 +281,7 @@ def _overflows(layout: LatentLayout, values: Mapping[str, Tensor]) -> Iterator[s
 
 
 def _encoded(values: Tensor, stored: np.dtype) -> np.ndarray:
-    """``values`` as they are on disk."""
+    """Convert ``values`` to their storage dtype."""
     values = values.detach().cpu()
     if stored == np.uint16:
         values = values.to(torch.bfloat16).view(torch.int16)

@@ -1,4 +1,4 @@
-"""Images whose captions become what a backbone reads, or what its text encoders read."""
+"""Images whose captions become a backbone's text fields, or inputs of its text encoders."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ from megatron_pulse.data.dataset import Derived, DiffusionDataset, FieldSpec
 
 
 class Encodes(Protocol):
-    """Makes fields of one text, and of none."""
+    """Encoder of one text, or of the empty text, to fields."""
 
     def __call__(self, text: str) -> dict[str, Tensor]: ...
 
     def null(self) -> dict[str, Tensor]:
-        """What a dropped caption becomes."""
+        """Fields of a dropped caption."""
 
 
 class Tokenizes(Encodes, Protocol):
-    """Makes token ids and masks, all int64, of these shapes."""
+    """Tokenizer of one text to int64 ids and masks of the given shapes."""
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
 
     @property
     def known(self) -> Mapping[str, int]:
-        """How many tokens there are, by the names of ids: these are below."""
+        """Vocabulary sizes by the names of ids; ids are smaller."""
 
     def made_by(self) -> Mapping[str, str]:
-        """What makes each, so that others can be told from it."""
+        """Provenance of each field, for comparison."""
 
     def excess(self, text: str) -> int:
-        """By how many tokens a text is longer than what is left of it."""
+        """Number of tokens that are truncated from a text."""
 
 
 _LOOKED_AT = 1000
 
 
 def cut_short(source: DiffusionDataset, tokenize: Tokenizes) -> list[str]:
-    """What to say of captions, among the first 1,000, that are longer than what is left of them."""
+    """Warning about truncated captions among the first 1,000; empty if all fit."""
     count = min(len(source), _LOOKED_AT)
     found = [i for i in range(count) if tokenize.excess(source.caption(i))]
     if not found:
@@ -52,7 +52,7 @@ def cut_short(source: DiffusionDataset, tokenize: Tokenizes) -> list[str]:
 
 
 class Encoded(Derived):
-    """The samples of ``source``, with ``fields`` that ``encode`` makes of their captions."""
+    """Samples of ``source``, with ``fields`` that ``encode`` makes from their captions."""
 
     def __init__(
         self, source: DiffusionDataset, encode: Encodes, fields: Mapping[str, FieldSpec]

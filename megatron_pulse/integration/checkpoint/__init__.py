@@ -1,1 +1,1 @@
-"""What a run begins with and leaves: found, compared, locked, loaded, saved."""
+"""Checkpoints of a run: found, compared, locked, loaded, saved."""

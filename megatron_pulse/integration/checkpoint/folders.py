@@ -1,4 +1,4 @@
-"""Where checkpoints are below the folder that ``--save`` named, and which is the newest."""
+"""Folders of checkpoints inside the folder of ``--save``, and the newest of them."""
 
 from __future__ import annotations
 
@@ -6,32 +6,32 @@ import os
 import re
 from pathlib import Path
 
-from megatron_pulse.backbone.published import PublishedError
+from megatron_pulse.backbone.published_weights import PublishedError
 from megatron_pulse.diffusion.published import find_component
-from megatron_pulse.faults import UserError
+from megatron_pulse.errors import UserError
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import FileError, read_text
 from megatron_pulse.integration.checkpoint.integrity.hashes import INDEX, METADATA
 
 LATEST = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
-"""What Megatron calls a checkpoint without iteration, optimizer and random states."""
+"""Megatron's name of a checkpoint without iteration, optimizer and random states."""
 HALF = "half-written"
-"""What a step is that has no ``metadata.json``."""
+"""State of a step without ``metadata.json``."""
 RESTORE = (
     "restore the files, or name another --save to train anew (and --pretrained-checkpoint, where "
     "there are weights to begin with)"
 )
-"""What to do where no step of a run is whole."""
+"""Advice where no step of a run is whole."""
 _ITERATION = re.compile(r"[0-9]{1,18}")
 
 
 class CheckpointError(UserError):
-    """A checkpoint that cannot be used; the message says why and what to do."""
+    """Checkpoint that cannot be used; the message gives the reason and the remedy."""
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint that is not what was saved; ``reason`` says in a line what of it is not."""
+    """Checkpoint that is not as it was saved; ``reason`` is one line on the fault."""
 
     def __init__(self, text: str, reason: str = "") -> None:
         super().__init__(text)
@@ -39,7 +39,7 @@ class DamagedError(CheckpointError):
 
 
 class MovedError(DamagedError):
-    """A step's folder that holds another ``step``, whole as that may be."""
+    """Folder of a step that holds another ``step``, perhaps undamaged."""
 
     def __init__(self, folder: Path, step: int) -> None:
         super().__init__(f"{folder} holds step {step}: it was moved there")
@@ -47,7 +47,7 @@ class MovedError(DamagedError):
 
 
 def checkpoint_folder(load: str | Path, iteration: int | None = None) -> Path:
-    """The folder of the latest checkpoint (or of ``iteration``) below ``load``."""
+    """Folder of the latest checkpoint in ``load``, or of ``iteration``."""
     load = Path(load)
     if not load.is_dir():
         raise CheckpointError(f"{load} holds no checkpoint: there is no such folder")
@@ -78,14 +78,13 @@ def checkpoint_folder(load: str | Path, iteration: int | None = None) -> Path:
 
 
 def step_folder(iteration: int) -> str:
-    """The name of a step's folder."""
     return f"iter_{iteration:07d}"
 
 
 def newest(load: str | Path | None) -> str | None:
-    """What ``load`` names as its latest checkpoint, ``release`` or an iteration, if anything.
+    """Latest checkpoint that ``load`` names: ``release`` or an iteration; None if it names none.
 
-    Raises DamagedError if the file that names it says something else.
+    Raises DamagedError if the file with the name has another content.
     """
     if load is None or not os.path.lexists(path := Path(load) / LATEST):
         return None
@@ -99,7 +98,7 @@ def newest(load: str | Path | None) -> str | None:
 
 
 def newest_named(load: str | Path | None) -> str | None:
-    """``newest``; None also where the file that names it is damaged."""
+    """``newest``, and None also if the file with the name is damaged."""
     try:
         return newest(load)
     except DamagedError:
@@ -107,7 +106,7 @@ def newest_named(load: str | Path | None) -> str | None:
 
 
 def is_published(folder: Path) -> bool:
-    """Whether ``folder`` is one of diffusers', a pipeline's or a model's."""
+    """True if ``folder`` is a pipeline or a model of diffusers."""
     if (folder / "model_index.json").is_file():
         return True
     try:
@@ -118,22 +117,21 @@ def is_published(folder: Path) -> bool:
 
 
 def complete_checkpoints(load: Path) -> list[int]:
-    """The iterations below ``load`` whose checkpoints were written to the end."""
+    """Iterations in ``load`` with completely written checkpoints."""
     return sorted(int(path.name[5:]) for path in step_folders(load) if (path / METADATA).exists())
 
 
 def step_folders(load: Path) -> list[Path]:
-    """The folders of steps below ``load``, complete or not."""
+    """Folders of steps in ``load``, complete or not."""
     found = (path for path in load.glob("iter_*") if _ITERATION.fullmatch(path.name[5:]))
     return sorted(path for path in found if path.is_dir())
 
 
 def lost_run(load: Path) -> str:
-    """What is there of a run below ``load`` that has saved, where neither the newest is named nor
-    any step was written to its end; else empty.
+    """Remains of a run in ``load`` that names no newest step and has no complete one; else empty.
 
-    A run that ended in its first save leaves one step without an index, which is written when all
-    ranks have written theirs: nothing is lost with it.
+    A run that ended during its first save leaves one step without an index. The index is written
+    after all ranks have written their parts, so nothing is lost with such a step.
     """
     if os.path.lexists(load / LATEST) or complete_checkpoints(load):
         return ""

@@ -1,9 +1,9 @@
-"""Megatron's ``load_checkpoint``, after which the flags of this run hold, not those of the saved.
+"""Wrapper of Megatron's ``load_checkpoint`` that lets this run's flags replace the saved ones.
 
-By itself it does not find its parameter groups again under another ``--lr``, or silently keeps the
-saved rates, betas and weight decay; it counts the schedule in samples, so that another global
-batch moves it, and from 0 with a new optimizer; and it makes ``--train-samples`` steps of the new
-batch from the very beginning.
+Megatron alone fails to match parameter groups under another ``--lr``, or silently keeps the saved
+rates, betas and weight decay. It counts the schedule in samples, so another global batch size moves
+it. With a new optimizer it counts from 0. It also makes ``--train-samples`` steps of the new batch
+size from the very beginning.
 """
 
 from __future__ import annotations
@@ -20,28 +20,32 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_pulse.integration.checkpoint.checkpoints import last_line, read_common
-from megatron_pulse.integration.checkpoint.lr_schedule import SCHEDULER, place_in_schedule
-from megatron_pulse.integration.checkpoint.masters import begin_averages
+from megatron_pulse.integration.checkpoint.lr_schedule import SCHEDULER, schedule_position
+from megatron_pulse.integration.checkpoint.main_params import begin_ema
 from megatron_pulse.integration.checkpoint.resume import has_averages_of
-from megatron_pulse.integration.checkpoint.start import Start, folders_read, steps_left
+from megatron_pulse.integration.checkpoint.saved_run import last_line, read_common
+from megatron_pulse.integration.checkpoint.starting_point import (
+    StartingPoint,
+    folders_read,
+    steps_left,
+)
 from megatron_pulse.integration.megatron.model import unwrap
-from megatron_pulse.runtime.failures import PulseError
-from megatron_pulse.runtime.watch.place import HERE
+from megatron_pulse.runtime.failure_board import PulseError
+from megatron_pulse.runtime.watchdog.progress import PROGRESS
 
 _RATES = ("max_lr", "min_lr", "start_wd", "end_wd")
-"""What a parameter group knows of the schedules of learning rate and weight decay."""
+"""Keys of a parameter group for the schedules of learning rate and weight decay."""
 _STATE = ("params", "step")
-"""What a parameter group knows of its training; all else is set by flags."""
+"""Keys of a parameter group for its training state; flags set all others."""
 
 
 def wrap_load_checkpoint(
     load_checkpoint: Callable[..., Any],
     args: argparse.Namespace,
-    start: Start | None,
+    start: StartingPoint | None,
     keeps_schedule: bool,
 ) -> Callable[..., Any]:
-    """``load_checkpoint`` for a run that begins with ``start``, and ``keeps_schedule`` of it."""
+    """Wrap ``load_checkpoint`` for a run that begins with ``start`` and perhaps its LR schedule."""
     if start is None:
         return load_checkpoint
 
@@ -52,7 +56,7 @@ def wrap_load_checkpoint(
             with (
                 _generators_that_fit(),
                 _unreadable(start),
-                HERE.during("loading", patient=True),
+                PROGRESS.during("loading", patient=True),
             ):
                 return load_checkpoint(model, optimizer, opt_param_scheduler, *rest, **kwargs)
         given = [
@@ -68,12 +72,12 @@ def wrap_load_checkpoint(
             _groups_of_any_rate(),
             _generators_that_fit(),
             _unreadable(start),
-            HERE.during("loading", patient=True),
+            PROGRESS.during("loading", patient=True),
         ):
             result = load_checkpoint(model, optimizer, opt_param_scheduler, *rest, **kwargs)
         if averages_begin:
             for stage in stages:
-                begin_averages(stage, args.pulse_ema_decay)
+                begin_ema(stage, args.pulse_ema_decay)
         if start.continued:
             for group, settings in zip(optimizer.param_groups, given, strict=True):
                 group.update(settings)
@@ -84,9 +88,8 @@ def wrap_load_checkpoint(
 
 
 @contextmanager
-def _unreadable(start: Start) -> Iterator[None]:
-    """Say in one line what torch says of one that was saved without hashes, and is damaged, and
-    Megatron of what it misses."""
+def _unreadable(start: StartingPoint) -> Iterator[None]:
+    """Turn torch's and Megatron's errors on missing or damaged content into one line."""
     try:
         yield
     except CheckpointingException as error:
@@ -103,7 +106,7 @@ def _unreadable(start: Start) -> Iterator[None]:
 
 @contextmanager
 def _groups_of_any_rate() -> Iterator[None]:
-    """Let parameter groups be found by what they are (decayed or not), whatever their rates."""
+    """Match parameter groups by their kind (decayed or not), whatever their rates."""
     names = plain.param_group_identifier_keys
     lasting = tuple(name for name in names if name not in _RATES)
     plain.param_group_identifier_keys = distributed.param_group_identifier_keys = lasting
@@ -115,8 +118,10 @@ def _groups_of_any_rate() -> Iterator[None]:
 
 @contextmanager
 def _generators_that_fit() -> Iterator[None]:
-    """Leave the device's generators as they are where those that were saved are of another kind of
-    device (a run that was saved on GPUs and goes on on CPUs, or the other way)."""
+    """Keep the device's random generators if the saved ones are of another kind of device.
+
+    The run was then saved on GPUs and continues on CPUs, or the other way.
+    """
     tracker = get_cuda_rng_tracker()
     set_state, foreign = torch.cuda.set_rng_state, False
     size, begun = torch.cuda.get_rng_state().numel(), tracker.get_states()
@@ -137,14 +142,19 @@ def _generators_that_fit() -> Iterator[None]:
 
 
 def _place(
-    scheduler: Any, args: argparse.Namespace, start: Start, iteration: int, keeps_schedule: bool
+    scheduler: Any,
+    args: argparse.Namespace,
+    start: StartingPoint,
+    iteration: int,
+    keeps_schedule: bool,
 ) -> None:
-    """Put the schedule where the run is, in the units and batches of this run."""
+    """Set the schedule's position, in the units and batches of this run."""
     if args.train_samples is not None:
         args.train_iters = iteration + steps_left(args, args.consumed_train_samples)
     saved = read_common(folders_read(start, args)[-1])
-    scheduler.num_steps = place_in_schedule(saved, args, iteration)
-    if keeps_schedule and SCHEDULER in saved:  # it follows --train-iters, which is no part of it
+    scheduler.num_steps = schedule_position(saved, args, iteration)
+    # Its length follows --train-iters, which the saved schedule does not include.
+    if keeps_schedule and SCHEDULER in saved:
         scheduler.wd_incr_steps = saved[SCHEDULER]["wd_incr_steps"]
         if args.train_samples is None:
             scheduler.wd_incr_steps *= args.global_batch_size / saved["args"].global_batch_size

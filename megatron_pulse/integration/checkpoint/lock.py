@@ -1,12 +1,13 @@
-"""One run at a time in a folder: a lock that rank 0 holds while it lives.
+"""Folder lock, held by rank 0 as long as it lives: one run at a time writes into a folder.
 
-It is a POSIX record lock (``fcntl``). The kernel lets go of it when the process ends, however it
-ends, and no child inherits it; what the file says tells only who holds it. It works between
-nodes on storage whose mount has locks (NFS 4; NFS 3 with lockd; Lustre mounted with ``flock``). On
-NFS a node that dies keeps it until its lease ends (about 90 s; NFS 3: until the node is up again).
+The lock is a POSIX record lock (``fcntl``). The kernel releases it when the process ends, in any
+way, and no child inherits it. The file's content only describes the holder. The lock works between
+nodes if the storage's mount has locks: NFS 4, NFS 3 with lockd, Lustre mounted with ``flock``. On
+NFS the lock of a dead node lasts until its lease ends, about 90 s. On NFS 3 it lasts until the node
+is up again.
 
-Where a mount has no locks, its holder touches the file every ``BEAT_S``, and one that has not been
-touched for ``STALE_S``, by the storage's own clock, is nobody's.
+Without locks on the mount, the holder touches the file every ``BEAT_S``. A file not touched for
+``STALE_S``, by the storage's own clock, has no holder.
 """
 
 from __future__ import annotations
@@ -34,14 +35,15 @@ _LABELS: Mapping[str, str] = MappingProxyType(
 
 
 class FolderInUse(Exception):
-    """A run cannot have the folder to itself; the message says why and what to do."""
+    """Refusal of a folder that another run uses; the message gives the reason and the remedy."""
 
 
 class FolderLock:
-    """Holds ``folder`` for this process.
+    """Lock on ``folder``, held by this process.
 
-    Raises FolderInUse if another holds it for ``wait_s`` seconds more: a run that was just stopped
-    needs a moment to end. An earlier start of the same Slurm job is dead and does not count.
+    Raises FolderInUse if another process still holds it after ``wait_s`` seconds, since a run that
+    was just stopped needs a moment to end. An earlier start of the same Slurm job is dead and does
+    not count.
     """
 
     def __init__(self, folder: Path, wait_s: float = 5.0) -> None:
@@ -52,7 +54,7 @@ class FolderLock:
         deadline = time.monotonic() + wait_s
         while (held_by := self._try()) is not None:
             if _is_predecessor(held_by):
-                self._path.unlink(missing_ok=True)  # its lock stays with the file that is gone
+                self._path.unlink(missing_ok=True)  # the old lock stays with the removed file
             elif time.monotonic() >= deadline:
                 raise FolderInUse(
                     f"another run writes into {folder} ({_describe(held_by)}): wait until it ends, "
@@ -62,7 +64,7 @@ class FolderLock:
                 time.sleep(0.2)
 
     def release(self) -> None:
-        """Let go, and leave no file behind."""
+        """Release the lock and remove its file."""
         self._released.set()
         if self._file is not None:
             self._path.unlink(missing_ok=True)
@@ -70,7 +72,7 @@ class FolderLock:
             self._file = None
 
     def _try(self) -> Mapping[str, str] | None:
-        """Who holds the lock; None if now it is this process, or if there are no locks here."""
+        """Holder of the lock; None if this process holds it now, also on a mount without locks."""
         while True:
             file = _open(self._path)
             try:
@@ -83,7 +85,7 @@ class FolderLock:
                         return held_by
                     mine = self._hold(file)
                     time.sleep(_SETTLES_S)
-                    if (held_by := _read(file)) != mine:  # who began at the same moment was later
+                    if (held_by := _read(file)) != mine:  # a simultaneous start wrote last
                         self._file = None
                         os.close(file)
                         return held_by
@@ -96,7 +98,7 @@ class FolderLock:
             if _is_file(file, self._path):
                 self._hold(file)
                 return None
-            os.close(file)  # released, and its file removed, since it was opened
+            os.close(file)  # released, and its file removed, after it was opened
 
     def _hold(self, file: int) -> dict[str, str]:
         mine = _this_process()
@@ -106,7 +108,7 @@ class FolderLock:
         return mine
 
     def _beats(self, file: int) -> bool:
-        """Whether its holder has touched the file lately: the time there is that of a new file."""
+        """True if the holder has touched the file lately, compared with a new file's time stamp."""
         with tempfile.NamedTemporaryFile(dir=self._path.parent, prefix=".clock.") as now:
             age_s = os.fstat(now.fileno()).st_mtime - os.fstat(file).st_mtime
         return age_s < STALE_S
@@ -116,11 +118,11 @@ class FolderLock:
             try:
                 os.utime(self._path)
             except OSError:
-                pass  # storage that is away for a moment
+                pass  # storage that is unavailable for a moment
 
 
 def is_in_use(folder: Path) -> bool:
-    """Whether a run holds ``folder`` now; not where that cannot be told."""
+    """True if a run holds ``folder`` now; false if unknown."""
     if not (folder / LOCK).exists():
         return False
     try:
@@ -133,7 +135,7 @@ def is_in_use(folder: Path) -> bool:
 
 
 def _open(path: Path) -> int:
-    """The file at ``path``, a new one if there is none; never what a link there leads to."""
+    """Open the file at ``path``, or create it, without following a link."""
     try:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
     except OSError as error:
@@ -151,7 +153,7 @@ def _foreign(path: Path) -> str:
 
 
 def _is_file(file: int, path: Path) -> bool:
-    """Whether the open ``file`` is the one at ``path``."""
+    """True if the open ``file`` is still the file at ``path``."""
     try:
         return os.path.samestat(os.fstat(file), path.stat())
     except FileNotFoundError:
@@ -168,14 +170,14 @@ def _this_process() -> dict[str, str]:
 
 
 def _slurm_start() -> dict[str, str]:
-    """Job and number of its start, where Slurm started this process."""
+    """Slurm job and number of its start, if Slurm started this process."""
     if "SLURM_JOB_ID" not in os.environ:
         return {}
     return {"job": os.environ["SLURM_JOB_ID"], "start": os.environ.get("SLURM_RESTART_COUNT", "0")}
 
 
 def _is_predecessor(held_by: Mapping[str, str]) -> bool:
-    """Whether the holder is an earlier start of this Slurm job, of which one runs at a time."""
+    """True if the holder is an earlier start of this Slurm job, of which one runs at a time."""
     mine = _slurm_start()
     return (
         bool(mine) and held_by.get("job") == mine["job"] and held_by.get("start") != mine["start"]
@@ -183,7 +185,7 @@ def _is_predecessor(held_by: Mapping[str, str]) -> bool:
 
 
 def _read(file: int) -> dict[str, str]:
-    """What the holder wrote about itself; nothing if it has not yet."""
+    """Description that the holder wrote of itself; empty if not written yet."""
     try:
         held_by = json.loads(os.pread(file, 4096, 0))
         return {str(key): str(value) for key, value in held_by.items()}

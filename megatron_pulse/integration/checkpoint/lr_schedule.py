@@ -1,8 +1,8 @@
-"""The schedule of learning rate and weight decay in a run that goes on.
+"""Schedule of learning rate and weight decay in a continued run.
 
-Megatron counts it in samples of the steps that changed weights. Under ``--train-iters`` all of its
-lengths are in batches of the run, so that its place is a number of steps: another global batch
-rescales the place as well as the lengths.
+Megatron counts the schedule in samples of the steps that changed weights. Under ``--train-iters``
+all lengths are in batches of the run, so the position is a number of steps. Another global batch
+size rescales the position as well as the lengths.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ SHAPE = (
 
 
 def given_schedule(args: argparse.Namespace) -> Mapping[str, Any]:
-    """The flags of the schedule as they were given: Megatron fills some in while it runs.
+    """Flags of the schedule as they were given, since Megatron fills some in while it runs.
 
-    Checkpoints from before these were recorded have the filled values alone; a length of decay that
-    is the run's, and ends of a constant weight decay, are taken for filled ones.
+    Older checkpoints have the filled values only. A length of decay equal to the run's, and ends of
+    a constant weight decay, are taken for filled ones.
     """
     recorded: Mapping[str, Any] | None = getattr(args, "pulse_lr_schedule", None)
     if recorded is not None:
@@ -56,15 +56,15 @@ def given_schedule(args: argparse.Namespace) -> Mapping[str, Any]:
 
 
 def record_schedule(args: argparse.Namespace) -> None:
-    """Keep the flags of the schedule as they are now, for the runs that go on with this one."""
+    """Keep the current flags of the schedule, for runs that continue this one."""
     args.pulse_lr_schedule = {name: getattr(args, name) for name in (*LENGTHS, *SHAPE)}
 
 
 def keep_saved_schedule(args: argparse.Namespace, before: argparse.Namespace) -> None:
-    """Let the flags of the schedule be those of the run ``before``, and hold from here on.
+    """Set the flags of the schedule to those of the run ``before``, and let them hold from here on.
 
-    A decay that followed that run's length keeps it. Lengths in steps are then scaled together by
-    Megatron, for the global batch of this run.
+    A decay that followed that run's length keeps it. Megatron then scales lengths in steps
+    together, for the global batch size of this run.
     """
     given = given_schedule(before)
     for name in SHAPE:
@@ -74,12 +74,12 @@ def keep_saved_schedule(args: argparse.Namespace, before: argparse.Namespace) ->
     args.use_checkpoint_opt_param_scheduler, args.override_opt_param_scheduler = False, True
 
 
-def place_in_schedule(saved: Mapping[str, Any], args: argparse.Namespace, iteration: int) -> int:
-    """Megatron's count for a run that goes on at ``iteration``, from the common state ``saved``.
+def schedule_position(saved: Mapping[str, Any], args: argparse.Namespace, iteration: int) -> int:
+    """Megatron's count for a run that continues at ``iteration``, from the common state ``saved``.
 
-    The place is in steps that changed weights, or in their samples under ``--train-samples``.
-    Where the unit changes, the share of skipped steps is taken for the share of their samples.
-    Steps that ``--override-ckpt-iteration`` adds or takes away count as made.
+    The position is in steps that changed weights, or in their samples under ``--train-samples``. If
+    the unit changes, the share of skipped steps is taken for the share of their samples. Steps that
+    ``--override-ckpt-iteration`` adds or removes count as made.
     """
     before: argparse.Namespace = saved["args"]
     was_by_samples, by_samples = before.train_samples is not None, args.train_samples is not None

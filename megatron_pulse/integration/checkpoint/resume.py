@@ -18,13 +18,13 @@ from megatron_pulse.diffusion.chosen import chosen_process
 from megatron_pulse.diffusion.objectives import DiffusionProcess
 from megatron_pulse.diffusion.scheduler import read_process
 from megatron_pulse.encoders.tokens import recorded_by
-from megatron_pulse.faults import told
-from megatron_pulse.flag_fields import flag_name
+from megatron_pulse.errors import format_faults
+from megatron_pulse.flags import flag_name
+from megatron_pulse.integration.checkpoint.diffusion_process import continued_process, saved_process
 from megatron_pulse.integration.checkpoint.lr_schedule import LENGTHS, SHAPE, given_schedule
-from megatron_pulse.integration.checkpoint.process import continued_process, saved_process
-from megatron_pulse.integration.checkpoint.start import Start
-from megatron_pulse.integration.flags.arguments import FlagMark, PulseOptions, pulse_flags
-from megatron_pulse.profile.trained import patterns_of, shown_patterns
+from megatron_pulse.integration.checkpoint.starting_point import StartingPoint
+from megatron_pulse.integration.flags.pulse_options import FlagMark, PulseOptions, pulse_flags
+from megatron_pulse.profile.trainable import patterns_of, shown_patterns
 from model_specs import compare_models, weights_folder
 
 
@@ -45,7 +45,7 @@ class NewRun:
         return saved_process(self.arguments)
 
 
-def process_of(start: Start | None, options: PulseOptions) -> DiffusionProcess:
+def process_of(start: StartingPoint | None, options: PulseOptions) -> DiffusionProcess:
     """The diffusion process of a run that begins with ``start``: its own, or what flags say.
 
     Weights of a module's folder have that of the scheduler beside them. Raises ValueError for flags
@@ -66,7 +66,7 @@ def process_of(start: Start | None, options: PulseOptions) -> DiffusionProcess:
         raise ValueError(f"{start.given}: {error}") from error
 
 
-def faults_of(start: Start, wanted: NewRun, planned: bool = True) -> list[str]:
+def faults_of(start: StartingPoint, wanted: NewRun, planned: bool = True) -> list[str]:
     """Every reason why ``wanted`` cannot begin with ``start``; the same for every way in.
 
     Before it is ``planned`` only those that no plan decides.
@@ -75,7 +75,7 @@ def faults_of(start: Start, wanted: NewRun, planned: bool = True) -> list[str]:
     return [f"{start.given}: {fault}" for find in finds for fault in find(start, wanted)]
 
 
-def describe(start: Start, wanted: NewRun) -> str:
+def describe(start: StartingPoint, wanted: NewRun) -> str:
     """What the run begins with and what is changed from here on, in one line."""
     saved = start.saved
     changes = [change for find in _CHANGES for change in find(start, wanted)]
@@ -87,32 +87,32 @@ def describe(start: Start, wanted: NewRun) -> str:
     return what + (f"; from here on: {', '.join(changes)}" if changes else "")
 
 
-def _other_backbone(start: Start, wanted: NewRun) -> Iterator[str]:
+def _other_backbone(start: StartingPoint, wanted: NewRun) -> Iterator[str]:
     theirs, ours = start.saved.record, wanted.record
     if different := compare_models(theirs, ours).different:
         what = f"another backbone ({theirs['name']}, not {ours['name']})"
         if theirs["name"] == ours["name"]:
             what = f"another configuration of {ours['name']}"
         remedy = "" if start.named else "Name another --save for another run."
-        yield told(f"it holds {what}", different, remedy)
+        yield format_faults(f"it holds {what}", different, remedy)
 
 
-def _other_sizes(start: Start, wanted: NewRun) -> Iterator[str]:
+def _other_sizes(start: StartingPoint, wanted: NewRun) -> Iterator[str]:
     yield from compare_models(start.saved.record, wanted.record).changed
 
 
-def has_averages_of(start: Start, record: Mapping[str, Any]) -> bool:
+def has_averages_of(start: StartingPoint, record: Mapping[str, Any]) -> bool:
     """Whether it holds averages of all weights that a run of this record trains."""
     return start.saved.has_averages and patterns_of(start.saved.record) == patterns_of(record)
 
 
-def _newly_trained(start: Start, wanted: NewRun) -> Iterator[str]:
+def _newly_trained(start: StartingPoint, wanted: NewRun) -> Iterator[str]:
     theirs, ours = patterns_of(start.saved.record), patterns_of(wanted.record)
     if theirs != ours:
         yield f"what is trained: {shown_patterns(ours)} (was {shown_patterns(theirs)})"
 
 
-def _new_averages(start: Start, wanted: NewRun) -> Iterator[str]:
+def _new_averages(start: StartingPoint, wanted: NewRun) -> Iterator[str]:
     if wanted.options.ema_decay and not has_averages_of(start, wanted.record):
         yield "averages of the weights, which begin with these (--pulse-ema-decay 0 keeps none)"
 
@@ -120,7 +120,7 @@ def _new_averages(start: Start, wanted: NewRun) -> Iterator[str]:
 _OR_NEW = "or --no-load-optim to go on with a new optimizer"
 
 
-def _no_optimizer(start: Start, wanted: NewRun) -> Iterator[str]:
+def _no_optimizer(start: StartingPoint, wanted: NewRun) -> Iterator[str]:
     """Only what is continued reads the optimizer's state, unless --no-load-optim says not to."""
     args, saved = wanted.arguments, start.saved
     if not start.continued or args.no_load_optim:
@@ -147,7 +147,7 @@ def _no_optimizer(start: Start, wanted: NewRun) -> Iterator[str]:
         )
 
 
-def _other_sharding(start: Start, wanted: NewRun) -> Iterator[str]:
+def _other_sharding(start: StartingPoint, wanted: NewRun) -> Iterator[str]:
     """The optimizer's state is sharded over replicas, or not."""
     args, before = wanted.arguments, start.saved.arguments
     if not start.continued or args.no_load_optim or not start.saved.has_optimizer:
@@ -161,7 +161,7 @@ def _other_sharding(start: Start, wanted: NewRun) -> Iterator[str]:
         )
 
 
-def _other_count(start: Start, wanted: NewRun) -> Iterator[str]:
+def _other_count(start: StartingPoint, wanted: NewRun) -> Iterator[str]:
     """Megatron finds the samples of --override-ckpt-iteration by today's batch."""
     args, before = wanted.arguments, start.saved.arguments
     if args.override_ckpt_iteration is None:
@@ -175,7 +175,7 @@ def _other_count(start: Start, wanted: NewRun) -> Iterator[str]:
         )
 
 
-def _other_unit(start: Start, wanted: NewRun) -> Iterator[str]:
+def _other_unit(start: StartingPoint, wanted: NewRun) -> Iterator[str]:
     """A saved schedule counts steps or samples, whichever its run did."""
     args, before = wanted.arguments, start.saved.arguments
     if not start.continued or not args.use_checkpoint_opt_param_scheduler:
@@ -188,7 +188,7 @@ def _other_unit(start: Start, wanted: NewRun) -> Iterator[str]:
         )
 
 
-def _other_buckets(start: Start, wanted: NewRun) -> Iterator[str]:
+def _other_buckets(start: StartingPoint, wanted: NewRun) -> Iterator[str]:
     """Samples of several shapes come in an order that depends on how many of one are in a row."""
     args, before = wanted.arguments, start.saved.arguments
     buckets = several_parts(args.pulse_data) and several_parts(before.pulse_data)
@@ -203,7 +203,7 @@ def _other_buckets(start: Start, wanted: NewRun) -> Iterator[str]:
 
 
 def _pairs(
-    start: Start, wanted: NewRun
+    start: StartingPoint, wanted: NewRun
 ) -> Iterator[tuple[str, Sequence[DataRecord], Sequence[DataRecord]]]:
     """(chain, records of data before, and now), of chains whose checkpoint has them."""
     before = recorded_data(start.saved.arguments)
@@ -212,7 +212,7 @@ def _pairs(
             yield f"{chain}: " if chain else "", before[chain], now
 
 
-def _moved_classes(start: Start, wanted: NewRun) -> Iterator[str]:
+def _moved_classes(start: StartingPoint, wanted: NewRun) -> Iterator[str]:
     """A class folder that was renamed or added gives others their labels."""
     for chain, before, now in _pairs(start, wanted) if start.continued else ():
         if moved := moved_classes(before, now):
@@ -227,7 +227,7 @@ def _precision(args: argparse.Namespace) -> str:
     return "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
 
 
-def _other_seed(start: Start, wanted: NewRun) -> Iterator[str]:
+def _other_seed(start: StartingPoint, wanted: NewRun) -> Iterator[str]:
     """--save alone goes on with the same run, and the seed is what tells two of a kind apart."""
     before, now, folder = start.saved.arguments.seed, wanted.arguments.seed, start.saved.folder
     if not start.named and before != now:
@@ -241,7 +241,7 @@ def _other_seed(start: Start, wanted: NewRun) -> Iterator[str]:
 _STEPS = ("global_batch_size", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad", "seed")
 
 
-def _other_flags(start: Start, wanted: NewRun) -> Iterator[str]:
+def _other_flags(start: StartingPoint, wanted: NewRun) -> Iterator[str]:
     """Flags that are free to change, and change what is computed; layouts do not."""
     if not start.continued:
         return
@@ -259,7 +259,7 @@ def _other_flags(start: Start, wanted: NewRun) -> Iterator[str]:
         yield "a new optimizer (--no-load-optim)"
 
 
-def _other_encoders(start: Start, wanted: NewRun) -> Iterator[str]:
+def _other_encoders(start: StartingPoint, wanted: NewRun) -> Iterator[str]:
     """Files of encoders that are others than they were, also in the folder of before."""
     if not start.continued:
         return
@@ -269,7 +269,7 @@ def _other_encoders(start: Start, wanted: NewRun) -> Iterator[str]:
             yield f"what encodes: {name} {now} (was {was})"
 
 
-def _other_data(start: Start, wanted: NewRun) -> Iterator[str]:
+def _other_data(start: StartingPoint, wanted: NewRun) -> Iterator[str]:
     """Data that are others than they were; of a new run only the labels that weights know."""
     for chain, before, now in _pairs(start, wanted):
         changes = describe_changes(before, now) if start.continued else []
@@ -282,14 +282,14 @@ def _text(value: Any) -> str:
     return "not given" if value is None else str(value)
 
 
-def _other_process(start: Start, wanted: NewRun) -> Iterator[str]:
+def _other_process(start: StartingPoint, wanted: NewRun) -> Iterator[str]:
     """What is left to a run (see process_of); all else was refused before."""
     now, before = wanted.process, start.saved.process
     if now != before:
         yield f"{now.describe()} (was {before.describe()})"
 
 
-_Comparison = Callable[[Start, NewRun], Iterator[str]]
+_Comparison = Callable[[StartingPoint, NewRun], Iterator[str]]
 _FAULTS: tuple[_Comparison, ...] = (
     _other_backbone,
     _no_optimizer,

@@ -1,9 +1,9 @@
-"""Checkpoints that appear whole or not at all, and what is said where the disk is full.
+"""Saving of checkpoints that appear whole or not at all, with clear errors for a full disk.
 
-With ``--async-save`` a thread of each rank writes while training goes on (``background.py``)::
+With ``--async-save`` a thread of each rank writes while training continues (``background.py``)::
 
-    main thread   step 2, plan, copy   step 3   step 4   all wrote: index, hashes, newest   step 5
-    writer                             write, hash ..
+  main thread   step 2, plan, copy   step 3   step 4   all wrote: index, hashes, newest   step 5
+  writer                             write, hash ..
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from megatron.training.async_utils import is_empty_async_queue
 from megatron.training.global_vars import get_args
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_pulse.disk_errors import why_full
 from megatron_pulse.files import replacing
-from megatron_pulse.full_disk import why_full
-from megatron_pulse.integration.checkpoint.background import copied, write_in_threads
+from megatron_pulse.integration.checkpoint.async_writer import copied, write_in_threads
 from megatron_pulse.integration.checkpoint.folders import LATEST, step_folder
 from megatron_pulse.integration.checkpoint.integrity.hashes import (
     METADATA,
@@ -33,25 +33,25 @@ from megatron_pulse.integration.checkpoint.integrity.hashes import (
     FileHash,
     HashedFile,
     gather_hashes,
-    sealed,
+    metadata_text,
 )
-from megatron_pulse.integration.megatron.artifacts import CheckpointArtifacts
-from megatron_pulse.runtime.failures import PulseError
-from megatron_pulse.runtime.watch.place import HERE
+from megatron_pulse.integration.megatron.wandb_artifacts import CheckpointArtifacts
+from megatron_pulse.runtime.failure_board import PulseError
+from megatron_pulse.runtime.watchdog.progress import PROGRESS
 
 
 @functools.cache
 def results_queue(mode: str = "") -> queue.Queue[Any]:
-    """What a checkpoint's writers, threads of this process, answer on.
+    """Queue for the results of a checkpoint's writers, which are threads of this process.
 
-    Megatron's is in a process of its own (a manager that imports torch again, 600 MB a rank), which
-    outlives a rank that is killed and keeps its output open.
+    Megatron's queue is in a process of its own, a manager that imports torch again. It outlives a
+    killed rank and keeps its output open.
     """
     return queue.Queue()
 
 
-class WholeTracker:
-    """Megatron's file access, but the name of the newest checkpoint is replaced, never cut."""
+class AtomicTracker:
+    """Megatron's file access, which replaces the file naming the newest checkpoint as a whole."""
 
     def __init__(self, original: Any) -> None:
         self._original = original
@@ -60,7 +60,7 @@ class WholeTracker:
         return getattr(self._original, name)
 
     def open(self, path: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-        """As ``open``."""
+        """Open like the builtin ``open``."""
         if mode == "w" and os.path.basename(path) == LATEST:
             return _replaced(path)
         return self._original.open(path, mode, *args, **kwargs)
@@ -73,17 +73,20 @@ def _replaced(path: str) -> Iterator[Any]:
 
 
 class Saving:
-    """Megatron's ``save_checkpoint`` and ``maybe_finalize_async_save``, which say what could not be
-    written, and what is left. One checkpoint is written at a time."""
+    """Megatron's ``save_checkpoint`` and ``maybe_finalize_async_save`` with clear errors.
+
+    An error tells what could not be written, and which checkpoints are left. Only one checkpoint is
+    written at a time.
+    """
 
     def __init__(self, save: Callable[..., Any], finish: Callable[..., Any]) -> None:
         self._save, self._finish = save, finish
         self._artifacts = CheckpointArtifacts()
         self._unfinished: int | None = None
-        """The step that is being written beside training."""
+        """Step that is being written beside training."""
 
     def save(self, iteration: int, *args: Any, **kwargs: Any) -> Any:
-        """Save ``iteration``; with ``--async-save`` copy it, and let it be written from now on."""
+        """Save ``iteration``; with ``--async-save`` copy it now and write it in the background."""
         self.finish(blocking=True)
         with _telling("saving", iteration):
             result = self._save(iteration, *args, **kwargs)
@@ -93,8 +96,10 @@ class Saving:
         return result
 
     def finish(self, blocking: bool = False, terminate: bool = False) -> None:
-        """End the checkpoint that is being written, where all ranks have written it (collective);
-        if it is ``blocking``, when they have."""
+        """End the checkpoint that is being written, if all ranks have written it (collective).
+
+        Waits for all ranks if ``blocking``.
+        """
         if self._unfinished is None:
             self._finish(blocking=blocking, terminate=terminate)
             return
@@ -108,11 +113,11 @@ class Saving:
 @contextlib.contextmanager
 def _telling(what: str, iteration: int) -> Iterator[None]:
     try:
-        with HERE.during(f"{what} step {iteration}", patient=True):
+        with PROGRESS.during(f"{what} step {iteration}", patient=True):
             yield
-    except (Exception, CheckpointException) as error:  # which is no Exception
+    except (Exception, CheckpointException) as error:  # the latter is no Exception
         folder = Path(get_args().save)
-        # Megatron's writers drop what the system said.
+        # Megatron's writers drop the system's message.
         if (reason := why_full(error, [folder], guess=True)) is None:
             raise
         raise PulseError(
@@ -128,8 +133,10 @@ def _what_is_left(folder: Path, iteration: int) -> str:
 
 
 class _Hashing:
-    """Has Megatron's strategy hash on each rank what it writes; all hashes go into the file that
-    ends a checkpoint."""
+    """Extension of Megatron's strategy: each rank hashes the files that it writes.
+
+    All hashes go into the file that is written last.
+    """
 
     def __init__(self, plan: Callable[..., Any]) -> None:
         self._plan = plan
@@ -137,21 +144,21 @@ class _Hashing:
         self._told: dict[str, dict[str, FileHash]] = {}
 
     def open(self, path: str | Path, mode: str) -> io.BufferedWriter:
-        """In the place of ``open`` in Megatron's writers."""
+        """Replacement of ``open`` in Megatron's writers."""
         self._files[Path(path)] = file = HashedFile(path)
         return BufferedFile(file)
 
     def save(self, strategy: Any, state: Any, folder: str | Path) -> None:
-        """In the place of the strategy's ``save``."""
+        """Replacement of the strategy's ``save``."""
         self._request(strategy, state, folder).execute_sync()
 
     def async_save(self, strategy: Any, state: Any, folder: str | Path, name: str = "") -> Any:
-        """In the place of the strategy's ``async_save``: what to write is a copy of the state."""
+        """Replacement of the strategy's ``async_save``, which writes a copy of the state."""
         return self._request(strategy, copied(state), folder)
 
     def save_config(self, config: Any, folder: str | Path) -> None:
-        """In the place of ``save_config``, which ends a checkpoint."""
-        text = sealed(asdict(config), self._told.pop(str(folder)))
+        """Replacement of ``save_config``, which ends a checkpoint."""
+        text = metadata_text(asdict(config), self._told.pop(str(folder)))
         with replacing(Path(folder) / METADATA) as beside:
             beside.write_text(text)
 
@@ -162,7 +169,7 @@ class _Hashing:
         def write(*args: Any, **kwargs: Any) -> None:
             try:
                 request.async_fn(*args, **kwargs)
-            except Exception as error:  # of a thread nobody would hear
+            except Exception as error:  # an exception of a thread would be lost
                 failed.append(error)
 
         def check() -> None:
@@ -182,12 +189,12 @@ class _Hashing:
 
 @functools.cache
 def patch_saving() -> None:
-    """Make Megatron's saving use these; once per process."""
+    """Make Megatron's saving use this module; once per process."""
     import megatron.core.dist_checkpointing.serialization as serialization
     import megatron.core.dist_checkpointing.strategies.filesystem_async as filesystem
     import megatron.core.dist_checkpointing.strategies.torch as strategy
 
-    # Its synchronous saving warns of a deprecated asynchronous one, as which it is implemented.
+    # Megatron's synchronous saving is implemented by a deprecated asynchronous one, and would warn.
     strategy._logged_mcore_async_deprecation = True
     filesystem.get_write_results_queue = results_queue
     hashing = _Hashing(strategy.TorchDistSaveShardedStrategy.async_save)
@@ -195,5 +202,5 @@ def patch_saving() -> None:
     strategy.TorchDistSaveShardedStrategy.async_save = lambda *state: hashing.async_save(*state)
     serialization.save_config = hashing.save_config
     filesystem.open = hashing.open
-    checkpointing.maybe_msc = WholeTracker(checkpointing.maybe_msc)
+    checkpointing.maybe_msc = AtomicTracker(checkpointing.maybe_msc)
     write_in_threads()

@@ -1,4 +1,4 @@
-"""Megatron's flags: which work here, which are refused, which mean nothing (``megatron.txt``).
+"""Megatron's flags: supported, refused, or meaningless here (``megatron.txt``).
 
-``together.txt`` has what those that work need beside them, and the numbers that they take.
+``together.txt`` has the constraints between the supported ones, and their ranges of numbers.
 """

@@ -1,4 +1,4 @@
-"""Reads the command line: Megatron's parser, our flags, and which of them were given."""
+"""Parser of the command line: Megatron's flags, the ``--pulse-*`` flags, and the flags given."""
 
 from __future__ import annotations
 
@@ -15,31 +15,32 @@ from megatron.training.argument_utils import ArgumentGroupFactory
 from megatron.training.arguments import add_megatron_arguments
 
 from megatron_pulse.diffusion.hub import with_local_folders
-from megatron_pulse.integration.flags.arguments import add_pulse_arguments
-from megatron_pulse.integration.flags.table import Standing, load_table
+from megatron_pulse.flags import with_new_names
+from megatron_pulse.integration.flags.megatron_flags import Support, load_table
+from megatron_pulse.integration.flags.pulse_options import add_pulse_arguments
 
 
 @dataclass(frozen=True)
 class CommandLine:
-    """What was started: every flag's value, and which flags were given themselves.
+    """Every flag's value, and the flags given on the command line.
 
-    ``given`` holds first names (never an alias), in the order given.
-    ``unread`` are flags whose values could not be read: they have their defaults.
+    ``given`` holds first names (never an alias), in the order given. ``unread`` are flags with
+    unreadable values, which have their defaults.
     """
 
     args: argparse.Namespace
     given: tuple[str, ...]
     faults: tuple[str, ...]
-    """What is no flag or no value of one, and why flags of Megatron's cannot be used."""
+    """Faults of unknown flags, of values, and of Megatron's flags that cannot be used."""
     unread: tuple[str, ...] = ()
 
     def says(self, flag: str) -> bool:
-        """Whether ``flag`` was given with a value that could be read."""
+        """True if ``flag`` was given with a readable value."""
         return flag in self.given and flag not in self.unread
 
 
 class Parser(argparse.ArgumentParser):
-    """Megatron's parser with our flags, which shows the flags that work, by what they do here."""
+    """Megatron's parser with the ``--pulse-*`` flags, whose help lists the supported flags only."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -56,7 +57,7 @@ class Parser(argparse.ArgumentParser):
             flag = table.get(action.option_strings[0])
             if _is_ours(action):
                 continue
-            if flag is not None and flag.standing is Standing.WORKS:
+            if flag is not None and flag.standing is Support.WORKS:
                 action.help = flag.note.replace("%", "%%")
             else:
                 action.help = argparse.SUPPRESS
@@ -64,7 +65,7 @@ class Parser(argparse.ArgumentParser):
         self.epilog = f"'pulse flags' says why the other {hidden} flags of Megatron cannot be used."
 
         self.faults: dict[str, str] = {}
-        """By flags: why their values could not be read."""
+        """Faults of unreadable values, by flag."""
 
     def _match_argument(self, action: argparse.Action, arg_strings_pattern: str) -> int:
         try:
@@ -93,7 +94,7 @@ class Parser(argparse.ArgumentParser):
 
 @contextmanager
 def _without_their_texts() -> Iterator[None]:
-    """Megatron parses the sources of its dataclasses for helps that are replaced here: 0.4 s."""
+    """Skip Megatron's slow parsing of its dataclasses' help texts, which are replaced here."""
     original = ArgumentGroupFactory._get_field_docstrings
     ArgumentGroupFactory._get_field_docstrings = lambda self, of: {}
     try:
@@ -105,9 +106,12 @@ def _without_their_texts() -> Iterator[None]:
 def parse(argv: Sequence[str] | None = None) -> CommandLine:
     """Parse ``argv`` (default: the process's).
 
-    What is no flag, or no value of one, is among the faults.
+    Unknown flags and invalid values are among the faults.
     """
-    words, faults = with_local_folders(list(sys.argv[1:] if argv is None else argv))
+    words, renamed = with_new_names(list(sys.argv[1:] if argv is None else argv))
+    if renamed and os.environ.get("RANK", "0") == "0":
+        print(*(f"warning: {line}" for line in renamed), sep="\n", file=sys.stderr)
+    words, faults = with_local_folders(words)
     parser = Parser()
     faults += unknown_flags(parser, words)
     words, valued = _without_values(parser, words)
@@ -115,7 +119,7 @@ def parse(argv: Sequence[str] | None = None) -> CommandLine:
     faults += valued
     faults += [f"{word!r} belongs to no flag" for word in rest]
     faults += parser.faults.values()
-    # What Megatron's own parse_args adds.
+    # Megatron's own parse_args adds these attributes.
     args._is_global_batch_size_explicitly_specified = args.global_batch_size is not None
     args.rank = int(os.environ.get("RANK", "0"))
     args.world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -126,7 +130,7 @@ def parse(argv: Sequence[str] | None = None) -> CommandLine:
 
 
 def unknown_flags(parser: argparse.ArgumentParser, words: Sequence[str]) -> list[str]:
-    """A sentence for each word that looks like a flag and is none, with what may be meant."""
+    """Fault for each unknown flag, with a similar flag as a hint."""
     known = parser._option_string_actions
     faults = []
     for name in dict.fromkeys(word.split("=", 1)[0] for word in words if word.startswith("--")):
@@ -139,7 +143,7 @@ def unknown_flags(parser: argparse.ArgumentParser, words: Sequence[str]) -> list
 
 
 def _without_unknown(parser: argparse.ArgumentParser, words: Sequence[str]) -> list[str]:
-    """``words`` without unknown flags and what stands behind them."""
+    """``words`` without unknown flags and their values."""
     known = parser._option_string_actions
     kept, passing = [], False
     for word in words:
@@ -170,10 +174,10 @@ def _name(action: argparse.Action) -> str:
 
 
 def _typed(parser: argparse.ArgumentParser, words: Sequence[str]) -> dict[str, argparse.Action]:
-    """The flags among ``words`` as they were written, in that order.
+    """Flags among ``words`` as they were written, in that order.
 
-    Abbreviations are off, and argparse takes no word for a value that begins like a flag, so that
-    every known name is one that was given.
+    Abbreviations are off, and argparse takes no word for a value that begins like a flag. Every
+    known name is therefore a flag that was given.
     """
     actions = parser._option_string_actions
     names = dict.fromkeys(word.split("=", 1)[0] for word in words if word.startswith("--"))
@@ -197,9 +201,9 @@ def _refuse(
                 f"{name} cannot be used: it is newer than the Megatron that was tested with this "
                 "package; leave it out"
             )
-        elif flag.standing is Standing.MEANINGLESS:
+        elif flag.standing is Support.MEANINGLESS:
             faults.append(f"{name} means nothing here: {flag.note}; leave it out")
-        elif flag.standing is Standing.REFUSED and value != parser.get_default(action.dest):
+        elif flag.standing is Support.REFUSED and value != parser.get_default(action.dest):
             faults.append(f"{name}{_shown(action, value)} cannot be used: {flag.note}")
         elif flag.values and str(value) not in flag.values:
             faults.append(
@@ -210,7 +214,7 @@ def _refuse(
 
 
 def _shown(action: argparse.Action, value: Any) -> str:
-    """The value of a flag that takes one."""
+    """Value of a flag that takes one, as text."""
     if action.nargs == 0:
         return ""
     words = value if isinstance(value, list | tuple) else [value]

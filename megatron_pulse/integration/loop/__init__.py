@@ -1,1 +1,1 @@
-"""Around and inside a training step: the schedule, stopping, the log, how a run ends."""
+"""Hooks around and inside a training step: schedule, stop requests, log, end of a run."""

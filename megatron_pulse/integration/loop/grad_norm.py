@@ -1,7 +1,7 @@
-"""A gradient norm that does not depend on where the pipeline was cut.
+"""Gradient norm that does not depend on the cuts of the pipeline.
 
-Megatron adds fp32 sums of squares rank by rank, so the last bit of the norm, and with clipping
-the last bit of every weight, depends on the layout. Adding in fp64 and rounding once to fp32
+Megatron adds fp32 sums of squares rank by rank. The last bit of the norm, and with clipping the
+last bit of every weight, then depends on the layout. Summation in fp64 with one rounding to fp32
 makes runs of every placement equal bit for bit (decision 7 of the architecture).
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 class NotFinite(Exception):
-    """The norm of the gradients, which is not a number or infinite."""
+    """Norm of the gradients that is NaN or infinite."""
 
 
 _megatron_grad_norm = optimizer.get_grad_norm_fp32
@@ -28,7 +28,7 @@ def get_grad_norm(
     norm_type: int | float = 2,
     grad_stats_parallel_group: dist.ProcessGroup | None = None,
 ) -> Any:
-    """The norm of all gradients of the model, as Megatron's ``get_grad_norm_fp32`` returns it."""
+    """Norm of all gradients of the model, as Megatron's ``get_grad_norm_fp32`` returns it."""
     if norm_type != 2:
         return _megatron_grad_norm(grads_for_norm, norm_type, grad_stats_parallel_group)
     grads = [grads_for_norm] if isinstance(grads_for_norm, Tensor) else grads_for_norm
@@ -40,15 +40,19 @@ def get_grad_norm(
     return total.sqrt().float().item()
 
 
-def clip_apart(chains: tuple[str, ...]) -> None:
-    """Let Megatron clip the gradients of these chains of a cascade each by a norm of its own; the
-    first chain's is the one that is logged."""
+def clip_chains_separately(chains: tuple[str, ...]) -> None:
+    """Let Megatron clip the gradients of each of these chains of a cascade by a norm of its own.
+
+    The log shows the norm of the first chain.
+    """
     optimizer.SEPARATE_GRAD_NORM_GROUPS = (*optimizer.SEPARATE_GRAD_NORM_GROUPS, *chains)
 
 
 def use_layout_independent_grad_norm(checks: bool) -> None:
-    """Make Megatron's optimizers call ``get_grad_norm``; with ``checks`` one that is not finite is
-    raised as NotFinite, by all ranks and before any weight is changed."""
+    """Make Megatron's optimizers call ``get_grad_norm``.
+
+    With ``checks``, all ranks raise NotFinite for a non-finite norm before any weight is changed.
+    """
 
     def checked(*args: Any, **kwargs: Any) -> Any:
         norm = get_grad_norm(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Which steps of a run give the backbone what it has predicted itself."""
+"""Selection of the steps in which the backbone is given its own prediction."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 from megatron_pulse.diffusion.self_conditioning import conditions_itself
 from megatron_pulse.planner.layout.placement import Placement
-from megatron_pulse.runtime.settings import LossFunction
+from megatron_pulse.runtime.tensor_settings import LossFunction
 
 
 @dataclass(frozen=True)
 class SelfConditioning:
-    """``share`` of the steps, by their numbers from 0, which ``step`` gives for the one that runs.
+    """Self-conditioning of a ``share`` of the steps; ``step`` returns the current step, from 0.
 
-    ``estimate`` is what the first layer sees of a prediction for a microbatch.
+    ``estimate`` computes the first layer's additional input from a prediction for a microbatch.
     """
 
     share: float
@@ -24,11 +24,11 @@ class SelfConditioning:
 
     @property
     def is_now(self) -> bool:
-        """Whether the step that runs does; all its microbatches are alike, on every rank."""
+        """True if the current step is self-conditioned, the same on all ranks."""
         return conditions_itself(self.share, self.seed, self.step())
 
     def describe(self, placement: Placement) -> str:
-        """For people: how often, and where predictions travel."""
+        """Line on the share of steps and on the way of the predictions."""
         last, first = placement.device_of_stage[-1], placement.device_of_stage[0]
         where = f"are sent from device {last} to device {first}"
         if last == first:

@@ -1,8 +1,8 @@
-"""Whether a device is slow: its operations beside the plan's times, or beside its own before.
+"""Detection of stragglers: a device's operation times against the plan's, or its own earlier ones.
 
-Ranks are compared by what their operations took over what they should have: work that is heavier
-on one device than on another is none of it, nor that all are slower than the plan. A device that
-is slow keeps all others waiting, so that the speed of the run says nothing of which it is.
+Ranks are compared by the ratio of measured to expected time of their operations. Unequal work per
+device, or an overall deviation from the plan, therefore does not count. Since a slow device keeps
+all others waiting, the speed of the run does not show which device is slow.
 """
 
 from __future__ import annotations
@@ -12,42 +12,41 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
-from megatron_pulse.planner.draw.looks import NAMES
+from megatron_pulse.planner.draw.style import NAMES
+from megatron_pulse.planner.program.plan import Plan
 from megatron_pulse.planner.schedule.check.simulate import duration_of
-from megatron_pulse.planner.schedule.operations import Kind
-from megatron_pulse.planner.step.plan import Plan
-from megatron_pulse.runtime.measure.busy import StepTime
+from megatron_pulse.planner.schedule.operations import OpType
+from megatron_pulse.runtime.measure.utilization import StepTime
 
-type Times = Mapping[tuple[Kind, int], float]
-"""Seconds of a device's operations in a step, by kind and stage."""
+type Times = Mapping[tuple[OpType, int], float]
+"""Seconds of a device's operations in a step, by operation type and stage."""
 
 ENOUGH = 10
-"""Steps over which a device is judged."""
+"""Number of steps over which a device is judged."""
 
 
 def planned_times(plan: Plan, num_microbatches: int, device: int) -> Times:
-    """What the plan says of a device's operations in a step."""
+    """Times of a device's operations in a step by the plan."""
     schedule = plan.step(num_microbatches).schedule
     duration = duration_of(plan.problem_of(num_microbatches), schedule)
-    times: defaultdict[tuple[Kind, int], float] = defaultdict(float)
+    times: defaultdict[tuple[OpType, int], float] = defaultdict(float)
     for op in schedule.order[device]:
-        if op.kind is not Kind.FILLER:
+        if op.kind is not OpType.FILLER:
             times[op.kind, op.stage] += duration(op)
     return dict(times)
 
 
 def slow_ranks(ratios: Sequence[float], most: float) -> list[int]:
-    """Ranks whose operations took more than ``most`` times what they should have, taken by that
-    of the (lower) median rank."""
+    """Ranks with a ratio of measured to expected time above ``most`` times the lower median."""
     median = statistics.median_low(ratios)
     return [rank for rank, ratio in enumerate(ratios) if median > 0 and ratio > most * median]
 
 
 class Stragglers:
-    """Watches this rank's operations for being slow: more than ``most`` times as slow as others'.
+    """Watch on this rank: a warning if it exceeds ``most``, see ``slow_ranks``.
 
-    ``planned`` gives their times by the plan (None: the first ``ENOUGH`` steps, but
-    the very first, are what later ones are compared with). ``gather`` gives one number of each rank
+    ``planned`` returns the operation times by the plan. If it is None, the first ``ENOUGH`` steps
+    after the very first are the reference. ``gather`` collects one number of each rank
     (collective).
     """
 
@@ -68,13 +67,13 @@ class Stragglers:
         self._is_warm = False
 
     def note(self, time: StepTime | None) -> None:
-        """A step has been made; None where it was not timed."""
+        """Record a step; None if it was not timed."""
         if time is not None and self._is_warm:
             self._steps.append(time)
         self._is_warm = True
 
     def look(self) -> str:
-        """A warning of this rank, if it is slow; empty if not (collective, at each interval)."""
+        """Warning if this rank is slow, else empty (collective, at each interval)."""
         if len(self._steps) < ENOUGH:
             return ""
         took, num_steps = _mean(self._steps), len(self._steps)
@@ -97,8 +96,8 @@ class Stragglers:
         )
 
 
-def _mean(steps: Sequence[StepTime]) -> dict[tuple[Kind, int], float]:
-    sums: defaultdict[tuple[Kind, int], float] = defaultdict(float)
+def _mean(steps: Sequence[StepTime]) -> dict[tuple[OpType, int], float]:
+    sums: defaultdict[tuple[OpType, int], float] = defaultdict(float)
     for step in steps:
         for which, seconds in step.operations.items():
             sums[which] += seconds / len(steps)

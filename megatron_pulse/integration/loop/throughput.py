@@ -1,7 +1,7 @@
-"""How fast a run is: a line per ``--log-interval``, the same in TensorBoard and W&B.
+"""Throughput log: a line per ``--log-interval``, with the same values in TensorBoard and W&B.
 
-Megatron's own figure (``--log-throughput``) counts the operations of language models. Ours counts
-the backbone's, and says how much of the devices' time is idle beside what the plan expects.
+Megatron's own figure (``--log-throughput``) counts the operations of language models. This log
+counts the backbone's operations, and compares the measured bubble with the plan's.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writ
 
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.integration.loop.stragglers import Stragglers
-from megatron_pulse.profile.devices import known_device
 from megatron_pulse.profile.flops import model_flops
-from megatron_pulse.runtime.measure.busy import StepTime
+from megatron_pulse.profile.roofline import known_device
+from megatron_pulse.runtime.measure.utilization import StepTime
 
 
 @dataclass(frozen=True)
-class WorkOfStep:
-    """What a run's speed is measured by.
+class ThroughputConstants:
+    """Constants from which a run's throughput is computed.
 
-    ``flops_per_sample`` of the model's forward and backward, and ``peak_flops`` of a device per
-    second; None where it is not known. ``planned_idle`` is the share of device time that the plan
-    leaves idle. ``num_replicas`` of the model see data of their own.
+    ``flops_per_sample`` counts the model's forward and backward, and ``peak_flops`` is a device's
+    rate per second; None if unknown. ``planned_idle`` is the share of device time idle by the plan.
+    ``num_replicas`` counts the model's replicas with data of their own.
     """
 
     flops_per_sample: int | None
@@ -44,7 +44,7 @@ class WorkOfStep:
 
 @dataclass(frozen=True)
 class TimedStep:
-    """One training step on one rank; ``time`` is None where the step was traced instead."""
+    """Training step on one rank; ``time`` is None if the step was traced instead."""
 
     num_samples: int
     seconds: float
@@ -52,8 +52,8 @@ class TimedStep:
 
 
 @dataclass(frozen=True)
-class Figures:
-    """Speed over an interval; None is what is not known."""
+class Throughput:
+    """Throughput over an interval; unknown values are None."""
 
     samples_per_s: float
     tflops_per_device: float | None
@@ -66,7 +66,7 @@ class Figures:
     num_corrupt: int = 0
 
     def line(self) -> str:
-        """For people."""
+        """Line of the log."""
         return " | ".join(self._parts())
 
     def _parts(self) -> Iterator[str]:
@@ -83,7 +83,7 @@ class Figures:
             yield f"corrupt files passed over: {self.num_corrupt}"
 
     def scalars(self) -> dict[str, float]:
-        """For TensorBoard and W&B: tags and values."""
+        """Tags and values for TensorBoard and W&B."""
         values = {
             "samples-per-second": self.samples_per_s,
             "tflops-per-device": self.tflops_per_device,
@@ -99,8 +99,8 @@ class Figures:
 
 
 @dataclass(frozen=True)
-class Sums:
-    """An interval on one rank: seconds of its steps, of computing and of the schedule; memory."""
+class IntervalSums:
+    """Sums of an interval on one rank: seconds of steps, computing and schedule; peak memory."""
 
     step_s: float
     busy_s: float
@@ -109,10 +109,12 @@ class Sums:
     num_corrupt: float = 0
 
 
-def sum_up(steps: Sequence[TimedStep], peak_bytes: int, num_corrupt: int = 0) -> Sums:
-    """The interval that ``steps`` were; ``num_corrupt`` is of the run until its end."""
+def interval_sums(
+    steps: Sequence[TimedStep], peak_bytes: int, num_corrupt: int = 0
+) -> IntervalSums:
+    """Sums of ``steps``; ``num_corrupt`` counts the run's corrupt files until their end."""
     times = [step.time for step in steps if step.time is not None]
-    return Sums(
+    return IntervalSums(
         sum(step.seconds for step in steps),
         sum(t.busy_s for t in times),
         sum(t.window_s for t in times),
@@ -121,16 +123,16 @@ def sum_up(steps: Sequence[TimedStep], peak_bytes: int, num_corrupt: int = 0) ->
     )
 
 
-def figures(
-    work: WorkOfStep,
+def throughput_of(
+    work: ThroughputConstants,
     steps: Sequence[TimedStep],
-    ranks: Sequence[Sums],
+    ranks: Sequence[IntervalSums],
     steps_left: int,
     memory: str,
-) -> Figures:
-    """What ``steps``, of which every rank had as many samples, say of the run.
+) -> Throughput:
+    """Throughput over ``steps``, in which every rank had the same number of samples.
 
-    All wait for the slowest rank; memory is of the rank that took most.
+    All ranks wait for the slowest. Memory is that of the rank with the highest peak.
     """
     seconds = max(rank.step_s for rank in ranks)
     window = max(rank.window_s for rank in ranks)
@@ -140,7 +142,7 @@ def figures(
         per_device = speed * work.flops_per_sample / work.num_devices
         tflops = per_device / 1e12
         mfu = None if work.peak_flops is None else per_device / work.peak_flops
-    return Figures(
+    return Throughput(
         speed,
         tflops,
         mfu,
@@ -155,34 +157,34 @@ def figures(
 
 def describe_work(
     args: argparse.Namespace, backbone: Backbone, dtype: str, planned_idle: float
-) -> WorkOfStep:
-    """What the last rank, which logs, needs to know of the run; it alone counts operations.
+) -> ThroughputConstants:
+    """Constants of the throughput log; only the last rank, which logs, counts operations.
 
-    ``backbone`` is the whole one. A layer that cannot be counted leaves that unknown.
+    ``backbone`` is the whole one. A layer that cannot be counted leaves the operations unknown.
     """
     flops = None
     if args.rank == args.world_size - 1:
         try:
             flops = model_flops(backbone)
-        except Exception as error:  # whatever a layer of one's own does on the meta device
+        except Exception as error:  # a user's own layer may fail in any way on the meta device
             print(f"no TFLOP/s in the log: operations cannot be counted ({error})", flush=True)
     device = known_device(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
     peak = None if device is None else device.peak_flops.get(dtype)
-    return WorkOfStep(flops, peak, planned_idle, args.world_size, args.data_parallel_size)
+    return ThroughputConstants(flops, peak, planned_idle, args.world_size, args.data_parallel_size)
 
 
 class ThroughputLog:
-    """Times training steps and says how fast they were where Megatron logs.
+    """Timer of training steps, which logs the throughput when Megatron logs.
 
-    ``step_time`` gives the computing time of the step that was made last, ``num_corrupt`` how many
-    corrupt files all ranks have met (collective); ``stragglers`` looks at each interval for slow
-    ranks. A few small gathers per interval are all that it sends. The first step of a run, which
-    opens connections and warms up, counts only where it is alone.
+    ``step_time`` returns the computing time of the last step. ``num_corrupt`` returns the number of
+    corrupt files on all ranks (collective). ``stragglers`` checks each interval for slow ranks.
+    Communication is a few small gathers per interval. The first step of a run opens connections and
+    warms up, so it counts only if it is the only one.
     """
 
     def __init__(
         self,
-        work: WorkOfStep,
+        work: ThroughputConstants,
         step_time: Callable[[], StepTime | None],
         num_corrupt: Callable[[], int] = lambda: 0,
         stragglers: Stragglers | None = None,
@@ -195,7 +197,7 @@ class ThroughputLog:
         self._warm = False
 
     def timed(self, train_step: Callable[..., Any], args: argparse.Namespace) -> Callable[..., Any]:
-        """``train_step``, timed."""
+        """Wrap ``train_step`` to time it."""
 
         def step(*given: Any, **named: Any) -> Any:
             count = get_num_microbatches() * args.micro_batch_size * args.data_parallel_size
@@ -211,7 +213,7 @@ class ThroughputLog:
     def logged(
         self, training_log: Callable[..., Any], args: argparse.Namespace
     ) -> Callable[..., Any]:
-        """``training_log``, followed by our line at every interval's end."""
+        """Wrap ``training_log`` to print the throughput at every interval's end."""
 
         def log(
             losses: Any, totals: Any, rate: Any, iteration: int, *rest: Any, **named: Any
@@ -226,9 +228,9 @@ class ThroughputLog:
     def _say(self, iteration: int, steps_left: int) -> None:
         steps = self._steps if self._warm or len(self._steps) == 1 else self._steps[1:]
         peak_bytes, memory = peak_memory()
-        ranks = _gather(sum_up(steps, peak_bytes, self._num_corrupt()))
+        ranks = _gather(interval_sums(steps, peak_bytes, self._num_corrupt()))
         if dist.get_rank() == dist.get_world_size() - 1:
-            found = figures(self._work, steps, ranks, steps_left, memory)
+            found = throughput_of(self._work, steps, ranks, steps_left, memory)
             print(found.line(), flush=True)
             if (writer := get_tensorboard_writer()) is not None:
                 for tag, value in found.scalars().items():
@@ -240,13 +242,12 @@ class ThroughputLog:
             print(warning, flush=True)
 
 
-def _gather(own: Sums) -> list[Sums]:
-    """Those of all ranks (collective)."""
-    return [Sums(*numbers) for numbers in gather_numbers(*astuple(own))]
+def _gather(own: IntervalSums) -> list[IntervalSums]:
+    return [IntervalSums(*numbers) for numbers in gather_numbers(*astuple(own))]
 
 
 def gather_numbers(*own: float) -> list[list[float]]:
-    """The numbers of all ranks (collective)."""
+    """Numbers of all ranks (collective)."""
     device = "cuda" if "nccl" in dist.get_backend() else "cpu"
     mine = torch.tensor(own, dtype=torch.float64, device=device)
     every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
@@ -255,7 +256,7 @@ def gather_numbers(*own: float) -> list[list[float]]:
 
 
 def peak_memory() -> tuple[int, str]:
-    """The most bytes that this process has had on its GPU, or in RAM without one; and which."""
+    """(peak bytes of this process on its GPU, or in RAM without one; kind of memory)."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated(), "CUDA"
     for line in Path("/proc/self/status").read_text().splitlines():

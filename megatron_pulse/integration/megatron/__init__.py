@@ -1,1 +1,1 @@
-"""What Megatron needs to run here, and our stages as its modules."""
+"""Patches that Megatron needs here, and our stages as its modules."""

@@ -1,9 +1,9 @@
-"""Lets the released Megatron run unmodified on CPU with gloo, and mends what its wheel breaks.
+"""Run the released Megatron unmodified on CPU with gloo, and repair faults of its wheel.
 
-``install()`` must run before the first ``import megatron``: it replaces the ``torch.cuda``
-functions that Megatron calls unconditionally, and puts tensors that are made on a CUDA device on
-the CPU. With a CUDA device present it only imports Megatron. ``patch_megatron()`` runs after
-``import megatron.training``; most of its patches are for GPUs as well.
+``install()`` must run before the first ``import megatron``. It replaces the ``torch.cuda``
+functions that Megatron calls unconditionally, and makes tensors of a CUDA device on the CPU. With a
+CUDA device present it only imports Megatron. ``patch_megatron()`` runs after ``import
+megatron.training``; most of its patches are for GPUs as well.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TESTED_MEGATRON = ("0.19.",)
 
 
 class UnsupportedMegatron(ImportError):
-    """The installed megatron-core is not a version that this package was tested with."""
+    """Installed megatron-core of a version that this package was not tested with."""
 
 
 def require_tested_megatron() -> None:
@@ -49,7 +49,7 @@ def _names_cuda(device: object) -> bool:
 
 
 def _on_cpu(make: Callable[..., Any]) -> Callable[..., Any]:
-    """``make``, which makes a tensor, on the CPU where it is told a CUDA device."""
+    """Wrap the tensor constructor ``make`` to use the CPU instead of a CUDA device."""
 
     @functools.wraps(make)
     def made(*args: Any, **kwargs: Any) -> Any:
@@ -61,10 +61,10 @@ def _on_cpu(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _replace_what_names_cuda() -> None:
-    """What Megatron asks of a CUDA device, of the CPU: new tensors, and names of their types.
+    """Make new tensors of CUDA devices on the CPU, and give tensor types their CUDA names.
 
-    These few names, and no ``TorchFunctionMode``: that is asked at every call of torch, which takes
-    a tenth of a small step.
+    Only these few names are replaced. A ``TorchFunctionMode`` would intervene in every call of
+    torch, which slows a small step.
     """
     constructors = _device_constructors()
     for name, make in list(vars(torch).items()):
@@ -73,7 +73,7 @@ def _replace_what_names_cuda() -> None:
     type_of = torch.Tensor.type
 
     def cuda_type(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Megatron's optimizers compare with 'torch.cuda.FloatTensor' and the like."""
+        """Return 'torch.cuda.FloatTensor' and the like, which Megatron's optimizers expect."""
         found = type_of(self, *args, **kwargs)
         return found.replace("torch.", "torch.cuda.") if isinstance(found, str) else found
 
@@ -83,7 +83,7 @@ def _replace_what_names_cuda() -> None:
 
 
 class _NullStream:
-    """Stands in for torch.cuda.Stream and torch.cuda.Event."""
+    """Replacement of torch.cuda.Stream and torch.cuda.Event."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -115,7 +115,7 @@ class _Zeros(dict[str, int]):
 
 
 def _make_nothing() -> Callable[..., None]:
-    """A new function each time: torch._dynamo refuses one object under two torch.cuda names."""
+    """Return a new function each time; torch._dynamo refuses one object under two names."""
     return lambda *args, **kwargs: None
 
 
@@ -153,7 +153,7 @@ def _replace_torch_cuda() -> None:
 
 
 def _identity_compile(fn: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """``torch.compile`` without inductor: Megatron compiles small kernels at import."""
+    """Replacement of ``torch.compile`` without inductor; Megatron compiles at import."""
     return fn if fn is not None else (lambda inner: inner)
 
 
@@ -162,7 +162,7 @@ _patched = False
 
 
 def install() -> None:
-    """Import Megatron; where no CUDA is available, make that and its runs possible before."""
+    """Import Megatron, and without CUDA first make its import and its runs possible."""
     global _stands_in
     require_tested_megatron()
     if _stands_in:
@@ -172,7 +172,7 @@ def install() -> None:
         return
     if "megatron.core" in sys.modules:
         raise RuntimeError("compat.install() must run before megatron is imported")
-    # Every rank would warn once that a CUDA toolkit is there and no device.
+    # Every rank would warn that there is a CUDA toolkit and no device.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     _hide_kernels()
     _replace_torch_cuda()
@@ -184,15 +184,19 @@ def install() -> None:
 
 
 def _hide_kernels() -> None:
-    """Have Megatron find none of the packages whose kernels it takes where they are installed: they
-    can be imported without a GPU, and fail in the first step."""
+    """Hide packages with kernels from Megatron, which uses them if installed.
+
+    Without a GPU they can be imported, and fail in the first step.
+    """
     for package in ("transformer_engine", "apex", "amp_C"):
         sys.modules.setdefault(package, None)  # type: ignore[arg-type]
 
 
 def _import_without_wandb() -> None:
-    """Import ``megatron.core``, whose timers import wandb: half a second that few runs have use
-    for. ``training.train`` hands it to them where one does."""
+    """Import ``megatron.core`` without wandb, which its timers import slowly and few runs need.
+
+    ``training.train`` gives wandb to the timers if a run uses it.
+    """
     if "wandb" in sys.modules or "megatron.core" in sys.modules:
         return
     sys.modules["wandb"] = None  # type: ignore[assignment]
@@ -205,8 +209,8 @@ def _import_without_wandb() -> None:
 class FusedAdam(torch.optim.Optimizer):
     """AdamW with Apex's interface in plain torch: ``step`` lives in the parameter group.
 
-    Megatron's distributed optimizer cannot resume ``torch.optim.AdamW`` (it expects one step per
-    group), so this stands in where neither Transformer Engine nor Apex is installed.
+    Megatron's distributed optimizer cannot resume ``torch.optim.AdamW``, since it expects one step
+    per group. This class is used if neither Transformer Engine nor Apex is installed.
     """
 
     def __init__(
@@ -232,7 +236,7 @@ class FusedAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        """One AdamW update of every parameter that has a gradient."""
+        """Make one AdamW update of every parameter that has a gradient."""
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
             params = [p for p in group["params"] if p.grad is not None]
@@ -240,7 +244,7 @@ class FusedAdam(torch.optim.Optimizer):
                 if not self.state[p]:
                     self.state[p]["exp_avg"] = torch.zeros_like(p)
                     self.state[p]["exp_avg_sq"] = torch.zeros_like(p)
-            # On a GPU one kernel for many parameters, which counts where it runs.
+            # On a GPU, one kernel updates many parameters and reads the step counts there.
             fused = bool(params) and params[0].is_cuda
             device = params[0].device if fused else CPU
             counts = torch.full((len(params),), float(group["step"] - 1), device=device)
@@ -264,15 +268,15 @@ def _use_host_optimizer() -> None:
     import megatron.core.optimizer as optimizer
     import megatron.core.optimizer.distrib_optimizer as distributed
 
-    from megatron_pulse.integration.megatron.host_optimizer import HostOptimizer
-    from megatron_pulse.runtime.parameters.host_adam import HostAdam
+    from megatron_pulse.integration.megatron.optimizer_offload import HostOptimizer
+    from megatron_pulse.runtime.parameters.cpu_adam import HostAdam
 
     optimizer.CPUAdam = HostAdam
     optimizer.HybridDeviceOptimizer = distributed.HybridDeviceOptimizer = HostOptimizer
 
 
 def patch_megatron() -> None:
-    """Apply what needs ``megatron.training`` to be imported. Runs once per process."""
+    """Apply the patches that need ``megatron.training`` to be imported. Runs once per process."""
     global _patched
     if _patched:
         return
@@ -281,7 +285,7 @@ def patch_megatron() -> None:
     import megatron.core.optimizer.distrib_optimizer as distributed
     import megatron.training.training as training
 
-    from megatron_pulse.integration.megatron.linear import wait_for_weight_gradients
+    from megatron_pulse.integration.megatron.linear_wgrad import defer_wgrad
 
     # The wheel ships compiled dataset helpers but no Makefile, and `make` failing exits.
     if not os.path.exists(os.path.join(os.path.dirname(dataset_utils.__file__), "Makefile")):
@@ -291,12 +295,12 @@ def patch_megatron() -> None:
     optimizer_class._set_main_param_and_optimizer_states = torch.no_grad()(
         optimizer_class._set_main_param_and_optimizer_states
     )
-    # It parses the command line anew, for --enable-ft-package, which is refused.
+    # The original parses the command line again, for --enable-ft-package, which is refused.
     training.ft_integration.setup = lambda: None
     _use_fused_adam()
     _use_host_optimizer()
-    wait_for_weight_gradients()
-    # It compiles kernels of language models, by running them: a minute, and no layer here has them.
+    defer_wgrad()
+    # The original compiles and runs kernels of language models, which no layer here has.
     training.set_jit_fusion_options = lambda tp_size=None: torch.cuda.empty_cache()
     if not _stands_in:
         _keep_to_one_stream(training)
@@ -314,9 +318,12 @@ def patch_megatron() -> None:
 
 
 def _keep_to_one_stream(training: Any) -> None:
-    """Have DDP made on the stream that computes. Megatron makes it on another, where autograd then
-    adds up gradients: each would be marked as used there, and its memory be held until the host
-    has seen that stream past it."""
+    """Make Megatron construct DDP on the computing stream.
+
+    Megatron constructs DDP on another stream, where autograd then accumulates gradients. Each
+    gradient would be marked as used on that stream. Its memory would stay allocated until the host
+    has seen the stream pass it.
+    """
     wrap = training.wrap_model_chunks_with_ddp
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -327,8 +334,10 @@ def _keep_to_one_stream(training: Any) -> None:
 
 
 def _copy_together() -> None:
-    """Have clipping, and rounding to parameters, take a kernel for many tensors where Megatron
-    finds no Transformer Engine or Apex, and takes one for each. The bits are the same."""
+    """Make clipping and rounding to parameters use one kernel for many tensors, with equal bits.
+
+    Without Transformer Engine or Apex, Megatron launches one kernel per tensor.
+    """
     import megatron.core.optimizer.clip_grads as clip_grads
     import megatron.core.optimizer.optimizer as optimizer
     from megatron.core.utils import local_multi_tensor_scale

@@ -1,4 +1,4 @@
-"""Builds the stages of this rank for Megatron's ``model_provider`` hook."""
+"""Construction of this rank's stages, for Megatron's ``model_provider`` hook."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.argument_utils import core_transformer_config_from_args
 
 from megatron_pulse.integration.megatron.stage import MegatronStage
-from megatron_pulse.planner.step.plan import Plan
+from megatron_pulse.planner.program.plan import Plan
 
 
 class StageFloat16Module(Float16Module):
     """Megatron's half-precision wrapper without its casts.
 
-    The original casts the input of one rank's first chunk and upcasts the output of another's
-    last, by rules that a folded placement breaks; it would also cast timesteps to bf16. The
-    executor casts every tensor by its declared dtype instead.
+    The original casts the input of one rank's first chunk and upcasts the output of another's last,
+    by rules that a folded placement breaks. It would also cast timesteps to bf16. The executor
+    casts every tensor by its declared dtype instead.
     """
 
     def forward(self, *inputs: Any, fp32_output: bool = True, **kwargs: Any) -> Any:
@@ -29,7 +29,7 @@ class StageFloat16Module(Float16Module):
 
 
 def make_model_provider(plan: Plan, args: argparse.Namespace) -> Callable[..., MegatronModule]:
-    """The provider that ``megatron.training.pretrain`` calls once per virtual stage."""
+    """Provider that ``megatron.training.pretrain`` calls once per virtual stage."""
 
     def provide(
         pre_process: bool = True,
@@ -41,12 +41,12 @@ def make_model_provider(plan: Plan, args: argparse.Namespace) -> Callable[..., M
         assert pg_collection is not None
         device = pg_collection.pp.rank()
         config = config or core_transformer_config_from_args(args)
-        # Families build their own norms of queries and keys; this makes Megatron add up the
-        # gradients of those over tensor-parallel ranks, each of which has its own heads.
+        # Families build their own norms of queries and keys. This setting makes Megatron sum the
+        # gradients of these norms over tensor-parallel ranks, each of which has its own heads.
         config.qk_layernorm = True
-        # Weights are drawn in fp32, whatever they are rounded to: masters start from these.
+        # Weights are drawn in fp32 and then rounded, since main parameters start from fp32 values.
         dtype, config.params_dtype = config.params_dtype, torch.float32
-        config.perform_initialization &= args.load is None  # or else all is read over it
+        config.perform_initialization &= args.load is None  # else loading overwrites everything
         stage = MegatronStage(
             config,
             plan.backbone,
@@ -54,9 +54,7 @@ def make_model_provider(plan: Plan, args: argparse.Namespace) -> Callable[..., M
             plan.placement.stages_of_device(device)[vp_stage or 0],
             args.seed,
             pg_collection,
-            recompute=plan.recompute,
-            offload=plan.offload,
-            selective=plan.selective,
+            activations=plan.activations,
         )
         config.params_dtype = dtype
         if dtype != torch.float32 and not args.skip_train:
@@ -71,7 +69,7 @@ def make_model_provider(plan: Plan, args: argparse.Namespace) -> Callable[..., M
 
 
 def unwrap(chunk: torch.nn.Module) -> MegatronStage:
-    """The stage inside Megatron's DDP and half-precision wrappers."""
+    """Stage inside Megatron's DDP and half-precision wrappers."""
     while not isinstance(chunk, MegatronStage):
         chunk = chunk.module
     return chunk

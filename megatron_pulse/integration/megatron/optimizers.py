@@ -1,4 +1,4 @@
-"""Megatron's optimizers, which may be chains of others."""
+"""Access to the optimizers inside Megatron's chained optimizer."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from typing import Any
 
 
 def inner_optimizers(optimizer: Any) -> list[Any]:
-    """A chain of optimizers, without those of ranks that have nothing to optimize."""
+    """Optimizers of a chain, without stubs of ranks that have nothing to optimize."""
     chain = getattr(optimizer, "chained_optimizers", [optimizer])
     return [inner for inner in chain if not inner.is_stub_optimizer]

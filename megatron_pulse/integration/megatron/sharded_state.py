@@ -15,10 +15,10 @@ from torch import nn
 def sharded_module_state(
     module: nn.Module, prefix: str, metadata: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """The sharded state of everything below ``module``.
+    """Sharded state of everything below ``module``.
 
-    Modules that know how they are sharded (Megatron's layers) are asked; plain torch modules are
-    walked, because Megatron's default treats all that is below them as replicated.
+    Modules with a ``sharded_state_dict`` (Megatron's layers) return their own. Plain torch modules
+    are walked, because Megatron's default treats everything below them as replicated.
     """
     state: dict[str, Any] = {}
     for name, child in module.named_children():
@@ -44,7 +44,7 @@ def sharded_module_state(
 def like_parameters(
     state: dict[str, Any], prefix: str, tensors: Mapping[str, torch.Tensor], kind: str = ""
 ) -> dict[str, Any]:
-    """Entries ``kind + name`` of whole ``tensors``, sharded as the parameters of ``state`` are."""
+    """Entries ``kind + name`` of whole ``tensors``, sharded like the parameters of ``state``."""
     entries = {}
     for name, tensor in tensors.items():
         sharded = state[prefix + name]

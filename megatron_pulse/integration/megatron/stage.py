@@ -1,8 +1,7 @@
-"""A stage as Megatron's training loop takes it: wrapped, sharded, saved and averaged."""
+"""Stage for Megatron's training loop: wrapped, sharded, saved and averaged."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -11,22 +10,23 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_pulse.backbone.activations import ActivationPolicies
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.check import BackboneError
 from megatron_pulse.backbone.context import LayerContext
 from megatron_pulse.diffusion.ema import ExponentialMovingAverage
-from megatron_pulse.integration.megatron.engine import untrained_biases
 from megatron_pulse.integration.megatron.sharded_state import like_parameters, sharded_module_state
+from megatron_pulse.integration.megatron.te_wgrad import untrained_biases
 from megatron_pulse.planner.layout.routes import Routes
-from megatron_pulse.runtime.parameters.masters import Masters
+from megatron_pulse.runtime.parameters.main_params import MainParams
 from megatron_pulse.runtime.stage import Stage, Tensors
 
 
 class MegatronStage(Stage, MegatronModule):
-    """A ``Stage`` that is one of Megatron's modules.
+    """``Stage`` that is one of Megatron's modules.
 
-    ``masters``, where set, are what the parameters are rounded from, and ``ema`` averages them;
-    ``drawn`` holds the initial weights until there are masters to take them.
+    ``masters``, if set, are the main (fp32) parameters from which the parameters are rounded, and
+    ``ema`` averages them. ``drawn`` holds the initial weights until main parameters take them.
     """
 
     def __init__(
@@ -37,21 +37,18 @@ class MegatronStage(Stage, MegatronModule):
         stage: int,
         seed: int,
         pg_collection: ProcessGroupCollection | None = None,
-        recompute: Collection[int] = (),
-        offload: Collection[int] = (),
-        selective: Collection[int] = (),
+        activations: ActivationPolicies | None = None,
     ) -> None:
         self.drawn: Tensors = {}
-        self.masters: Masters | None = None
+        self.masters: MainParams | None = None
         self.ema: ExponentialMovingAverage | None = None
-        # What Megatron's training loop reads from every model chunk.
+        # Megatron's training loop reads these attributes of every model chunk.
         self.pg_collection = pg_collection
         self.pre_process = routes.partition.placement.before[stage] is None
         self.post_process = routes.partition.placement.after[stage] is None
         self.share_embeddings_and_output_weights = False
         context = LayerContext(config, pg_collection)
-        how = context, recompute, offload, selective
-        super().__init__(backbone, routes, stage, seed, *how, config=config)
+        super().__init__(backbone, routes, stage, seed, context, activations, config=config)
         layers = self.named_layers()
         if faults := [fault for layer in layers for fault in untrained_biases(*layer)]:
             raise BackboneError(backbone.name, faults)
@@ -62,18 +59,20 @@ class MegatronStage(Stage, MegatronModule):
 
     @property
     def trained_names(self) -> list[str]:
-        """The names of the parameters that are not frozen."""
+        """Names of the parameters that are not frozen."""
         return [name for name, p in self.named_parameters() if p.requires_grad]
 
     def set_input_tensor(self, input_tensor: Any) -> None:
-        """Required by Megatron's wrappers; the executor passes inputs to forward."""
+        """Do nothing; Megatron's wrappers need the method, the executor passes inputs to
+        forward.
+        """
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Parameters (and the EMA of those that are trained, if any) keyed by global layer name.
+        """Parameters, and the EMA of trained ones if any, keyed by global layer name.
 
-        Collective over the ranks that share out masters, if there is an EMA of these.
+        Collective over the ranks that shard main parameters, if these have an EMA.
         """
         state = sharded_module_state(self, prefix, metadata)
         if self.ema is not None:
@@ -84,9 +83,9 @@ class MegatronStage(Stage, MegatronModule):
         return state
 
     def replace_rounded(self, state: dict[str, Any]) -> None:
-        """Put the fp32 masters in the place of bf16 and fp16 weights in a sharded state of this.
+        """Replace bf16 and fp16 weights in a sharded state of this stage by fp32 main parameters.
 
-        Collective over the ranks that share out masters.
+        Collective over the ranks that shard main parameters.
         """
         if self.masters is not None:
             rounded = [
@@ -99,7 +98,7 @@ class MegatronStage(Stage, MegatronModule):
             )
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Load parameters and their masters, and the EMA where the state has one."""
+        """Load parameters and main parameters, and the EMA if the state has one."""
         own = {k: v for k, v in state_dict.items() if not k.startswith("ema.")}
         if self.ema is not None:
             averages = {

@@ -1,1 +1,1 @@
-"""The plan of a run, by flags, by a file, or tuned on the spot."""
+"""Plan of a run: by flags, by a file, or tuned on the spot."""

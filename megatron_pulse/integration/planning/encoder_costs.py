@@ -1,4 +1,4 @@
-"""What the encoders of a pipeline folder cost, as components for idle time."""
+"""Costs of the encoders of a pipeline folder, as components for bubble tasks."""
 
 from __future__ import annotations
 
@@ -15,13 +15,17 @@ from megatron_pulse.encoders.pieces import EncoderPiece, States
 from megatron_pulse.encoders.pipeline import TextEncoders
 from megatron_pulse.encoders.recipe import VAE, folder_name
 from megatron_pulse.encoders.tokens import require
-from megatron_pulse.planner.fill.components import Component, FrozenLayer
-from megatron_pulse.planner.fill.table import EncoderOrigin, EncoderTable, component_records
-from megatron_pulse.profile.devices import Roofline
-from megatron_pulse.profile.encoders import measured, result_bytes, worked_out
-from megatron_pulse.profile.measuring.clock import Patience
-from megatron_pulse.profile.measuring.machine import measured_device, num_threads
+from megatron_pulse.planner.bubble_fill.components import Component, FrozenLayer
+from megatron_pulse.planner.bubble_fill.encoder_table import (
+    EncoderOrigin,
+    EncoderTable,
+    component_records,
+)
+from megatron_pulse.profile.encoder_costs import measured, result_bytes, worked_out
+from megatron_pulse.profile.measurement.clock import RepetitionLimits
+from megatron_pulse.profile.measurement.machine import measured_device, num_threads
 from megatron_pulse.profile.profile import Source
+from megatron_pulse.profile.roofline import Roofline
 from model_specs import text_recipe
 
 
@@ -33,11 +37,11 @@ def encoder_costs(
     roofline: Roofline | None = None,
     wanted: Collection[str] | None = None,
 ) -> EncoderTable:
-    """The table of what encodes for the backbone of this name.
+    """Cost table of the encoders for the backbone of this name.
 
-    Layers are measured here on one sample, or worked out for the device of ``roofline`` without
-    reading weights; without a ``dtype`` in those that a run encodes in. ``wanted`` are the
-    encoders' folders (None: all): others are not read. Raises UserError.
+    Layers are measured here on one sample, or estimated for the device of ``roofline`` without
+    reading weights. Without a ``dtype``, the dtypes are those in which a run encodes. ``wanted``
+    are the folders of the encoders to read (None: all). Raises UserError.
     """
     if wanted is None:
         require(folder, autoencoder_faults(folder))
@@ -110,7 +114,7 @@ def _component(
 ) -> Component:
     device = next(iter(given.values())).device
     if roofline is None:
-        costs = measured(pieces, given, device, Patience())
+        costs = measured(pieces, given, device, RepetitionLimits())
     else:
         costs = worked_out(pieces, given, roofline)
     layers = tuple(

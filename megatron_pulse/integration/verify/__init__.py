@@ -1,1 +1,1 @@
-"""A plan's step beside the same step in one process, gradient by gradient."""
+"""Comparison of a plan's step with the same step in one process, gradient by gradient."""

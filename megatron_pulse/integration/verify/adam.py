@@ -1,4 +1,4 @@
-"""The optimizer of a verification: Adam on fp32 copies of the weights, as in training."""
+"""Optimizer of a verification: Adam on fp32 copies of the weights, as in training."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ _GROUP = {"lr": LEARNING_RATE, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay"
 
 
 class AdamWeights:
-    """fp32 weights by their names, with Adam's moments, and ``frozen`` ones, which stay; ``count``
-    steps were made."""
+    """fp32 weights by name with Adam's moments, and constant ``frozen`` ones.
+
+    ``count`` is the number of steps made.
+    """
 
     def __init__(self, main: dict[str, Tensor], frozen: dict[str, Tensor] | None = None) -> None:
         self.main = main
@@ -26,7 +28,7 @@ class AdamWeights:
 
     @torch.no_grad()
     def step(self, gradients: Mapping[str, Tensor], scale: float) -> None:
-        """One step with ``gradients``, which are ``scale`` times those of the loss."""
+        """Make one step with ``gradients``, which are ``scale`` times those of the loss."""
         names = list(self.main)
         given = [gradients[name].to(self.main[name]) / scale for name in names]
         tensors = ([kind[name] for name in names] for kind in (self.main, self.first, self.second))
@@ -38,12 +40,12 @@ class AdamWeights:
         self.count += 1
 
     def record(self) -> dict[str, object]:
-        """The record that ``restored`` takes."""
+        """Record for ``restored``."""
         return dict(vars(self))
 
     @classmethod
     def restored(cls, record: dict[str, object]) -> AdamWeights:
-        """The weights of a ``record``."""
+        """Weights of a ``record``."""
         self = cls.__new__(cls)
         self.__dict__.update(record)
         return self

@@ -1,4 +1,4 @@
-"""Differences between two tensors, and the bounds that the layout's documented design allows."""
+"""Differences between two tensors, and the bounds that a layout's documented design allows."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from megatron_pulse.integration.verify.adam import LEARNING_RATE
+from megatron_pulse.planner.plan_file.certificate import Allowance
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
-from megatron_pulse.planner.plan_file.verification import Allowance
-from megatron_pulse.planner.step.plan import Plan
+from megatron_pulse.planner.program.plan import Plan
 
 _SUMS, _PARTIAL = 1e-6, 1e-5
-"""In fp32, beside the layer's largest gradient: sums in another order, and partial products."""
+"""fp32 bounds relative to the layer's largest gradient: reordered sums, and partial products."""
 _HALF_EPS = 4
 
 
@@ -28,7 +28,7 @@ class Distance:
 
 
 def allowances(given: PlanFile, plan: Plan, dtype: torch.dtype) -> list[Allowance]:
-    """Bounds of rounding by which gradients of the layout may differ, and of which layers."""
+    """Bounds of rounding by which gradients of the layout may differ, and their layers."""
     found, eps = [], torch.finfo(dtype).eps * _HALF_EPS
     if given.pipeline > 1 and plan.routes.replicated:
         found.append(
@@ -60,7 +60,7 @@ def allowances(given: PlanFile, plan: Plan, dtype: torch.dtype) -> list[Allowanc
 
 
 def bound_of(allowed: list[Allowance], layer: str) -> float:
-    """Bound of the distance of a layer's gradients, beside its largest; 0: equal to the bit."""
+    """Bound of the distance of a layer's gradients, relative to its largest; 0: equal bits."""
     return max((a.bound for a in allowed if a.layers is None or layer in a.layers), default=0.0)
 
 
@@ -76,7 +76,7 @@ def distance(mine: Tensor, theirs: Tensor, scale: float) -> Distance:
 
 
 def _ordered(tensor: Tensor) -> Tensor:
-    """The numbers of a dtype counted from zero, as int64."""
+    """Position of each number in the dtype's order, from zero, as int64."""
     bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     number = tensor.contiguous().view(bits).long()
     sign = -(1 << (8 * tensor.element_size() - 1))
@@ -84,7 +84,7 @@ def _ordered(tensor: Tensor) -> Tensor:
 
 
 def largest(gradients: Mapping[str, Tensor], layer_of: Mapping[str, str]) -> dict[str, float]:
-    """The largest gradient of each layer, by absolute value."""
+    """Largest absolute gradient of each layer."""
     found: dict[str, float] = {}
     for name, gradient in gradients.items():
         most = float(gradient.abs().max()) if gradient.numel() else 0.0
@@ -93,10 +93,10 @@ def largest(gradients: Mapping[str, Tensor], layer_of: Mapping[str, str]) -> dic
 
 
 def weights_within(mine: Tensor, theirs: Tensor, square: Tensor, slack: float) -> bool:
-    """True if weights are as near as gradients within ``slack`` of each other leave them.
+    """True if weights differ no more than gradients within ``slack`` of each other explain.
 
-    Adam divides a gradient by the root of ``square``, its mean square: of one that is zero but for
-    rounding it makes a whole step.
+    Adam divides a gradient by the root of ``square``, its mean square. A gradient that is zero
+    except for rounding therefore makes a whole step.
     """
     size = square.double().sqrt()
     most = LEARNING_RATE * torch.clamp(4 * slack / size.clamp(min=1e-300), max=2.0)

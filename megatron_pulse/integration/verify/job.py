@@ -1,4 +1,4 @@
-"""The job of a verification: plan, backbone, batches; read alike by the reference and all ranks."""
+"""Job of a verification: plan, backbone, batches; read alike by the reference and all ranks."""
 
 from __future__ import annotations
 
@@ -20,30 +20,32 @@ from megatron_pulse.backbone.shapes import fields_of
 from megatron_pulse.diffusion.choice import ProcessChoice
 from megatron_pulse.diffusion.chosen import chosen_process
 from megatron_pulse.diffusion.objectives import predicted_mean
-from megatron_pulse.integration.data import DiffusionData
-from megatron_pulse.integration.flags.arguments import PulseOptions
-from megatron_pulse.integration.planning.planning import plan_of_file
-from megatron_pulse.planner.layout.embedders import Policy
+from megatron_pulse.integration.flags.pulse_options import PulseOptions
+from megatron_pulse.integration.planning.run_plan import plan_of_file
+from megatron_pulse.integration.training_data import DiffusionData
+from megatron_pulse.planner.layout.embedder_choice import Policy
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
-from megatron_pulse.planner.schedule.operations import Kind, Schedule
-from megatron_pulse.planner.step.plan import Plan
-from megatron_pulse.planner.tune.plans.recompute import load_checked
-from megatron_pulse.profile.trained import patterns_of, trained_as
-from megatron_pulse.runtime.settings import Batch
+from megatron_pulse.planner.program.plan import Plan
+from megatron_pulse.planner.schedule.operations import OpType, Schedule
+from megatron_pulse.planner.tune.plans.verify_figures import load_checked
+from megatron_pulse.profile.trainable import patterns_of, trained_as
 from megatron_pulse.runtime.stage import layer_seed
+from megatron_pulse.runtime.tensor_settings import Batch
 from model_specs import allow, load_backbone
 
 NUMBER, WEIGHT = "verify.number", "verify.weight"
-"""Fields of a microbatch: its number in the step, and what its loss is multiplied by."""
+"""Fields of a microbatch: its number in the step, and the factor of its loss."""
 LOSS_SCALE = 1024.0
-"""With float16: gradients of small losses are then none of its subnormal numbers."""
+"""Factor for float16, which keeps gradients of small losses out of its subnormal numbers."""
 _NOISE = 0.02
 
 
 class Pass(NamedTuple):
-    """One forward and backward of step ``step``: of all microbatches, or with the loss of the
-    microbatch ``only`` alone (the others' are multiplied by zero). The optimizer steps after it if
-    it ``updates``."""
+    """Forward and backward of step ``step``, of all microbatches or of ``only`` one.
+
+    With ``only``, the losses of the others are multiplied by zero. The optimizer steps afterwards
+    if ``updates``.
+    """
 
     step: int
     only: int | None = None
@@ -52,12 +54,12 @@ class Pass(NamedTuple):
 
 @dataclass(frozen=True)
 class VerifyJob:
-    """One verification; ``folder`` holds its batches and all results.
+    """Job of one verification; ``folder`` holds its batches and all results.
 
-    ``plan`` is the plan's file, ``backbone`` and ``options`` what the chain is made of,
-    ``conditioning`` says whether embedders are sent or replicated, as --pulse-conditioning. With
-    ``resync`` every step but the first begins with the reference's weights and moments. Gradients
-    are kept of the parameters ``names`` alone, if given.
+    ``plan`` is the plan's file. ``backbone`` and ``options`` define the chain. ``conditioning``
+    says whether embedders are sent or replicated, as --pulse-conditioning. With ``resync`` every
+    step except the first begins with the reference's weights and moments. If ``names`` are given,
+    only gradients of these parameters are kept.
     """
 
     plan: str
@@ -74,12 +76,12 @@ class VerifyJob:
     names: tuple[str, ...] | None = None
 
     def save(self) -> None:
-        """Write it for the ranks."""
+        """Write the job for the ranks."""
         (Path(self.folder) / "job.json").write_text(json.dumps(asdict(self)))
 
     @classmethod
     def load(cls, folder: Path) -> VerifyJob:
-        """Read what ``save`` has written."""
+        """Read a job that ``save`` wrote."""
         record = json.loads((folder / "job.json").read_text())
         names = None if record["names"] is None else tuple(record["names"])
         passes = tuple(Pass(*each) for each in record["passes"])
@@ -102,12 +104,12 @@ class VerifyJob:
         return torch.float32 if wide else self.torch_dtype
 
     def batches(self, step: int) -> list[dict[str, Tensor]]:
-        """The microbatches of a step, of all replicas, each with its number."""
+        """Microbatches of a step, of all replicas, each with its number."""
         loaded: list[dict[str, Tensor]] = torch.load(Path(self.folder) / f"batches_{step}.pt")
         return loaded
 
     def weighted(self, made: Pass) -> list[dict[str, Tensor]]:
-        """The microbatches of a pass."""
+        """Microbatches of a pass."""
         return [
             {**batch, WEIGHT: torch.tensor(float(made.only in (None, number)))}
             for number, batch in enumerate(self.batches(made.step))
@@ -115,7 +117,7 @@ class VerifyJob:
 
 
 def read_plan_of(job: VerifyJob) -> tuple[PlanFile, Backbone]:
-    """The plan's file, and its chain as the job names it."""
+    """Plan of the job's file, and its chain as the job names it."""
     given = load_checked(job.plan)
     allow(job.backbone)
     train, freeze = patterns_of(given.backbone)
@@ -124,14 +126,14 @@ def read_plan_of(job: VerifyJob) -> tuple[PlanFile, Backbone]:
 
 
 def planned(job: VerifyJob, given: PlanFile, backbone: Backbone) -> Plan:
-    """The plan as it is verified: without the encoders that its schedule runs in idle time."""
+    """Plan as it is verified, without the encoders among its bubble tasks."""
     plan = plan_of_file(given, backbone, job.conditioning)
     return replace(plan, schedules=tuple(map(without_fillers, plan.schedules)))
 
 
 def without_fillers(schedule: Schedule) -> Schedule:
-    """``schedule`` with the backbone's operations alone."""
-    order = tuple(tuple(op for op in ops if op.kind is not Kind.FILLER) for ops in schedule.order)
+    """``schedule`` with the backbone's operations only."""
+    order = tuple(tuple(op for op in ops if op.kind is not OpType.FILLER) for ops in schedule.order)
     return replace(schedule, order=order, fillers=())
 
 
@@ -156,7 +158,7 @@ def write_batches(job: VerifyJob, given: PlanFile, backbone: Backbone, data: str
 
 
 def _random(backbone: Backbone, size: int, job: VerifyJob, number: int) -> dict[str, Tensor]:
-    """A microbatch of random numbers; those of several shapes take turns."""
+    """Microbatch of random numbers; several shapes alternate."""
     generator = torch.Generator().manual_seed(layer_seed(job.seed, f"microbatch {number}"))
     which = number % backbone.num_shapes
 
@@ -170,7 +172,7 @@ def _random(backbone: Backbone, size: int, job: VerifyJob, number: int) -> dict[
         most = backbone.num_classes or 2 if name == "labels" else 2
         values = torch.randint(0, most, shape, generator=generator)
         if values.ndim > 1:
-            values[..., 0] = 1  # a mask keeps something
+            values[..., 0] = 1  # a mask keeps at least one position
         return values.to(kind)
 
     specs = {**fields_of(backbone), "target": backbone.output_spec}
@@ -178,7 +180,7 @@ def _random(backbone: Backbone, size: int, job: VerifyJob, number: int) -> dict[
 
 
 class VerifiedLoss:
-    """The loss of training, in fp32, of one microbatch; remembers each by its number."""
+    """Training loss of a microbatch, in fp32, recorded by its number."""
 
     def __init__(self) -> None:
         self.found: dict[int, Tensor] = {}
@@ -192,8 +194,10 @@ class VerifiedLoss:
 
 
 class TensorShard(NamedTuple):
-    """Part ``rank`` of ``size`` along ``dim``, of each of ``stride`` blocks: what a tensor-parallel
-    rank has of a parameter."""
+    """Tensor-parallel shard of a parameter.
+
+    The shard is part ``rank`` of ``size`` along ``dim``, of each of ``stride`` blocks.
+    """
 
     dim: int
     stride: int
@@ -201,12 +205,12 @@ class TensorShard(NamedTuple):
     size: int
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The part of a whole ``tensor``."""
+        """Shard of a whole ``tensor``."""
         parts = tensor.chunk(self.size * self.stride, self.dim)[self.rank :: self.size]
         return torch.cat(parts, self.dim)
 
     def whole(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of the whole tensor, whose part has ``shape``."""
+        """Shape of the whole tensor with shards of ``shape``."""
         return tuple(n * self.size if i == self.dim else n for i, n in enumerate(shape))
 
 
@@ -214,8 +218,10 @@ class TensorShard(NamedTuple):
 def perturb(
     seed: int, named: Mapping[str, nn.Parameter], shares: Mapping[str, TensorShard]
 ) -> None:
-    """Add small random numbers to all weights: gates and projections that begin at zero would hide
-    the gradients of everything behind them."""
+    """Add small random numbers to all weights.
+
+    Gates and projections initialised to zero would hide the gradients of everything behind them.
+    """
     for name, parameter in named.items():
         generator = torch.Generator().manual_seed(layer_seed(seed, name))
         share = shares.get(name)
@@ -225,9 +231,10 @@ def perturb(
 
 
 class Digests:
-    """A hash of what every layer returned for every microbatch, and its norm.
+    """Hash and norm of every layer's results for every microbatch.
 
-    ``microbatch()`` is the number of that which a forward runs on now; None in a recomputation.
+    ``microbatch()`` is the number of the microbatch of the running forward; None in a
+    recomputation.
     """
 
     def __init__(self, microbatch: Callable[[], int | None]) -> None:
@@ -235,7 +242,7 @@ class Digests:
         self._microbatch = microbatch
 
     def watch(self, name: str, module: nn.Module) -> RemovableHandle:
-        """Note what ``module``, the layer ``name``, returns, until the hook is removed."""
+        """Record the results of ``module``, the layer ``name``, until the hook is removed."""
 
         def note(layer: nn.Module, given: Any, results: Any) -> None:
             if (number := self._microbatch()) is not None and isinstance(results, tuple):
@@ -255,7 +262,7 @@ def _digest(results: tuple[Tensor, ...]) -> tuple[str, float]:
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """Within, torch takes algorithms that give the same bits again, where it has such."""
+    """Within, torch uses deterministic algorithms where it has them."""
     before = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)

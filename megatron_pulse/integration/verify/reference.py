@@ -1,12 +1,12 @@
-"""The step of a plan in one process: a plain loop over layers and microbatches, without messages.
+"""Reference step of a plan in one process: a plain loop over layers and microbatches.
 
-Neither the executor nor Megatron runs here: what both could do wrong in any layout is seen. By
-stages only one stage is in memory at a time::
+Neither the executor nor Megatron runs here, so that errors of either, in any layout, are seen. If
+run by stages, only one stage is in memory at a time::
 
-    forward    stage 0 on every microbatch, stage 1, ...       what leaves a stage is kept
-    backward   the last stage on every microbatch, ... 0       each computed again from what it took
+  forward    stage 0 on every microbatch, stage 1, ...       a stage's results are kept
+  backward   the last stage on every microbatch, ... 0       each recomputed from its inputs
 
-Without, there is one stage, the whole chain, which is not computed twice.
+Otherwise the whole chain is one stage, and nothing is recomputed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from megatron_pulse.backbone.chain import COMPUTE, Backbone, TensorSpec
 from megatron_pulse.backbone.shapes import own_fields, sample_field, shape_of
-from megatron_pulse.faults import UserError
+from megatron_pulse.errors import UserError
 from megatron_pulse.integration.verify.adam import AdamWeights
 from megatron_pulse.integration.verify.job import (
     Digests,
@@ -35,15 +35,15 @@ from megatron_pulse.integration.verify.job import (
 from megatron_pulse.planner.layout.placement import Partition, make_placement
 from megatron_pulse.planner.layout.routes import Payload, Routes, batch_fields_of, trace_routes
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
-from megatron_pulse.profile.measuring.building import meta_context, some_process_group
+from megatron_pulse.profile.measurement.layer_context import meta_context, some_process_group
 from megatron_pulse.runtime.stage import Stage, summed
 
 type _Key = tuple[int, Payload, str, int]
-"""What a stage gives: the stage, what it is, its name, and the microbatch."""
+"""Key of a stage's result: stage, kind, name, microbatch."""
 
 
-class TimeIsUp(UserError):
-    """The verification took longer than it may."""
+class TimeLimitReached(UserError):
+    """Expiry of the verification's time limit."""
 
 
 @dataclass
@@ -56,19 +56,19 @@ class PassResult:
     weights: dict[str, Tensor] = field(default_factory=dict)
 
     def save(self, path: Path) -> None:
-        """Write it."""
+        """Write the results to ``path``."""
         torch.save(vars(self), path)
 
     @classmethod
     def load(cls, path: Path) -> PassResult:
-        """Read what ``save`` has written; tensors are read where they are used."""
+        """Read a file of ``save``; tensors are read when they are used."""
         return cls(**torch.load(path, mmap=True))
 
 
 class Reference:
-    """Runs a job's passes in this process, one stage after another where it goes ``by_stages``.
+    """Reference computation of a job's passes, one stage after another if ``by_stages``.
 
-    ``progress`` is called with every microbatch of a stage. Raises TimeIsUp after ``deadline``, by
+    ``progress`` is called for every microbatch of a stage. Raises TimeIsUp after ``deadline``, by
     ``time.monotonic``.
     """
 
@@ -93,15 +93,15 @@ class Reference:
         self._computed = {edge.name: edge.spec for edge in backbone.conditioning}
         self._hooks: list[RemovableHandle] = []
         self.layer_of: dict[str, str] = {}
-        """The layer of each trained parameter, in chain order."""
+        """Layer of each trained parameter, in chain order."""
 
     @property
     def stages(self) -> range:
-        """The stages, by their numbers."""
+        """Numbers of the stages."""
         return range(self._routes.partition.placement.num_stages)
 
     def run(self, made: Pass, prefix: str = "reference") -> None:
-        """Make one pass, and write what it came to and the weights after it."""
+        """Run one pass, and write its results and the weights after it."""
         self._loss.found.clear()
         self._digests.found.clear()
         self._kept: dict[_Key, Tensor] = {}
@@ -133,12 +133,12 @@ class Reference:
                 found.save(self._folder / f"{prefix}_{stage}.pt")
 
     def keep_only(self, names: tuple[str, ...]) -> None:
-        """Write the gradients of these parameters alone from now on."""
+        """Write only the gradients of these parameters from now on."""
         self._job = replace(self._job, names=names)
 
     @contextmanager
     def _built(self, stage: int, step: int) -> Iterator[tuple[Stage, AdamWeights]]:
-        """A stage with its weights before ``step``."""
+        """Build a stage with its weights before ``step``."""
         with some_process_group():
             context = meta_context("float32", 1, self._given.profile.transformer_impl)
             context.config.perform_initialization = True
@@ -147,7 +147,7 @@ class Reference:
             self._note_layers(module, named)
             path = weights_file(self._folder, stage, step)
             every = dict(module.named_parameters())
-            if path.exists():  # a maker may hand out one module again, perturbed
+            if path.exists():  # a factory may return a module a second time, already perturbed
                 weights = AdamWeights.restored(torch.load(path))
                 with torch.no_grad():
                     for name, value in {**weights.main, **weights.frozen}.items():
@@ -176,7 +176,7 @@ class Reference:
         self.layer_of.update((name, own[id(p)]) for name, p in named.items())
 
     def _sums(self, module: Stage) -> dict[str, Tensor]:
-        """The sums of the gradients that a backward makes from now on."""
+        """Sums into which backwards from now on accumulate their gradients."""
         dtype = self._job.gradient_dtype(self._given)
         sums: dict[str, Tensor] = {}
         for name, layer in module.named_layers():
@@ -191,10 +191,12 @@ class Reference:
     def _forward(
         self, module: Stage, stage: int, number: int, batch: Mapping[str, Tensor]
     ) -> tuple[dict[_Key, Tensor], dict[_Key, Tensor], Tensor | None]:
-        """What the stage took that wants a gradient, what it gives, and the loss at a chain's
-        end; what it gives is kept, without gradients."""
+        """(inputs that want a gradient, results, loss at a chain's end) of a stage's forward.
+
+        Without gradients, the results are kept for later stages.
+        """
         if time.monotonic() > self._deadline:
-            raise TimeIsUp(
+            raise TimeLimitReached(
                 f"the reference reached the time limit ({self._job.timeout_s:g} s, --timeout-s) in "
                 f"stage {stage}, microbatch {number}"
             )
@@ -240,7 +242,7 @@ class Reference:
     def _backward(
         self, module: Stage, stage: int, number: int, batch: Mapping[str, Tensor], count: int
     ) -> None:
-        """Forward and backward of the stage; its inputs' gradients are kept for who gave them."""
+        """Forward and backward of a stage; gradients of its inputs are kept for their sources."""
         taken, given, loss = self._forward(module, stage, number, batch)
         if loss is not None:
             (loss / count * self._job.loss_scale).backward()
@@ -273,12 +275,12 @@ def weights_file(folder: Path, stage: int, step: int) -> Path:
 
 
 def layers_of(stage: Stage) -> dict[int, str]:
-    """The layer's name of each parameter, by its identity."""
+    """Name of each parameter's layer, by the parameter's identity."""
     return {id(p): name for name, layer in stage.named_layers() for p in layer.parameters()}
 
 
 def _adder(total: Tensor) -> Callable[[Tensor], None]:
-    """A hook that moves a parameter's gradient of one microbatch into ``total``."""
+    """Hook that moves a parameter's gradient of one microbatch into ``total``."""
 
     def add(parameter: Tensor) -> None:
         assert parameter.grad is not None

@@ -1,4 +1,4 @@
-"""Runs a plan's layout and one process on the same microbatches, and says what differs."""
+"""Verification of a plan: its layout and one process on the same microbatches, compared."""
 
 from __future__ import annotations
 
@@ -31,12 +31,11 @@ from megatron_pulse.integration.verify.job import (
     read_plan_of,
     write_batches,
 )
-from megatron_pulse.integration.verify.layout import place_file, result_file
-from megatron_pulse.integration.verify.ranks import run_ranks
+from megatron_pulse.integration.verify.launcher import run_ranks
+from megatron_pulse.integration.verify.layout_rank import place_file, result_file
 from megatron_pulse.integration.verify.reference import PassResult, Reference, weights_file
-from megatron_pulse.planner.layout.embedders import Policy
-from megatron_pulse.planner.plan_file.plan_file import PlanFile
-from megatron_pulse.planner.plan_file.verification import (
+from megatron_pulse.planner.layout.embedder_choice import Policy
+from megatron_pulse.planner.plan_file.certificate import (
     DIFFERS,
     EQUAL,
     ROUNDING,
@@ -47,12 +46,13 @@ from megatron_pulse.planner.plan_file.verification import (
     digest_of,
     versions,
 )
-from megatron_pulse.profile.measuring.machine import computing_with, device_name
+from megatron_pulse.planner.plan_file.plan_file import PlanFile
+from megatron_pulse.profile.measurement.machine import computing_with, device_name
 
 type RunLayout = Callable[[VerifyJob, PlanFile, float, Callable[[int], None]], None]
 """Runs a job's passes on the plan's ranks, within a deadline (see ``run_ranks``)."""
 type Progress = Callable[[str, int, int], None]
-"""Told what is being done, how much of it is done, and how much there is."""
+"""Callback for progress: activity, amount done, total amount."""
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,8 @@ def verify(
 ) -> Verification:
     """Compare losses, gradients and weights of the plan's layout with those of one process.
 
-    Raises UserError where the plan, the backbone or the data are faulty, where the layout cannot
-    make a step, and where time is up.
+    Raises UserError for a faulty plan, backbone or data. Also raised if the layout cannot make a
+    step, or if the time limit is reached.
     """
     begin = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="pulse-verify-") as folder:
@@ -140,7 +140,7 @@ def _cautions(given: PlanFile) -> Iterator[str]:
         yield "the pass before a step that conditions itself"
     if given.distributed_optimizer:
         yield "the distributed optimizer: gradients are all-reduced, weights moved by each rank"
-    if given.host_optimizer:
+    if given.optimizer_cpu_offload:
         yield "the optimizer on the host: weights are moved on the device"
 
 
@@ -170,7 +170,7 @@ class _Verifier:
         self._rows: dict[str, LayerResult] = {}
 
     def run(self) -> tuple[list[LayerResult], Difference | None]:
-        """The result of every layer that is trained, and the first difference."""
+        """Result of every trained layer, and the first difference."""
         self._run_reference(self._job.passes, "reference")
         self._layout(self._job)
         first = self._compare()
@@ -200,7 +200,7 @@ class _Verifier:
     # --- comparison ---------------------------------------------------------------------------
 
     def _compare(self) -> Difference | None:
-        """Fill the rows of all layers; the first difference that is not allowed."""
+        """Fill the rows of all layers; return the first difference beyond the allowed ones."""
         layer_of = self._reference.layer_of
         for layer in layer_of.values():
             row = self._rows.setdefault(layer, LayerResult(layer, 0, EQUAL))
@@ -261,7 +261,7 @@ class _Verifier:
     def _outputs(
         self, step: int, expected: PassResult, found: Sequence[PassResult]
     ) -> Difference | None:
-        """The first layer whose output differs, in chain order, and its first microbatch."""
+        """First layer whose output differs, in chain order, with its first microbatch."""
         if self._given.tensor > 1:
             return None
         keys = sorted(expected.outputs, key=lambda key: (self._order[key[0]], key[1]))
@@ -302,8 +302,7 @@ class _Verifier:
         shares: Sequence[Mapping[str, TensorShard]],
         scales: Mapping[str, float],
     ) -> Difference | None:
-        """Of the first layer that differs in the order of the backward pass the parameter that
-        differs most."""
+        """Parameter with the largest difference, in the first layer in backward order."""
         layer_of, first = self._reference.layer_of, None
         most = -1.0
         for name in sorted(expected.gradients, key=lambda name: -self._order[layer_of[name]]):
@@ -335,7 +334,7 @@ class _Verifier:
         scales: Mapping[str, float],
         squares: Mapping[str, Tensor],
     ) -> Difference | None:
-        """The first weight that differs after the optimizer's step, in chain order."""
+        """First weight that differs after the optimizer's step, in chain order."""
         layer_of, first = self._reference.layer_of, None
         for name, whole in expected.weights.items():
             layer = layer_of[name]
@@ -370,8 +369,10 @@ class _Verifier:
     # --- the microbatch -----------------------------------------------------------------------
 
     def _localised(self, first: Difference) -> Difference:
-        """``first`` with the first microbatch whose own gradient differs: the step again, with the
-        loss of one microbatch after the other, in the same schedule."""
+        """``first`` with the first microbatch whose own gradient differs.
+
+        The step is repeated in the same schedule, with the loss of one microbatch after the other.
+        """
         step, name = first.step - 1, first.parameter
         assert name is not None and first.layer is not None
         count = self._given.num_microbatches * self._given.data
@@ -402,7 +403,6 @@ _GRADIENT = "the gradient"
 
 
 def _part(values: Mapping[str, Tensor], shares: Mapping[str, TensorShard], name: str) -> Tensor:
-    """A rank's part of a whole tensor."""
     return shares[name].of(values[name]) if name in shares else values[name]
 
 
@@ -411,14 +411,14 @@ def _most(tensor: Tensor) -> float:
 
 
 def _ratio(mine: Tensor, theirs: Tensor) -> float | None:
-    """Number of times the norm of ``theirs`` that of ``mine`` is; None where that is no number."""
+    """Norm of ``mine`` over that of ``theirs``; None if the ratio is not finite."""
     norm = float(theirs.double().norm())
     ratio = float(mine.double().norm()) / norm if norm else math.inf
     return ratio if math.isfinite(ratio) else None
 
 
 def _finite(absolute: float, relative: float) -> tuple[float | None, float | None]:
-    """The same for a file, which has no other numbers: None where they are not finite."""
+    """Values for a JSON file, which holds no non-finite numbers: None for those."""
     found = math.isfinite(absolute) and math.isfinite(relative)
     return (absolute, relative) if found else (None, None)
 

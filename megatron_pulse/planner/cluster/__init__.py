@@ -1,1 +1,1 @@
-"""Devices and links: what there is to train on."""
+"""Clusters: devices, memory, and links."""

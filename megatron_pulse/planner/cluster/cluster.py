@@ -1,13 +1,13 @@
-"""The machines that a plan is for: nodes of devices, their memory, and the links between them.
+"""Cluster of a plan: nodes of devices, their memory, and the links between them.
 
-A cluster is a small YAML file: one of the presets beside this module, what ``pulse probe`` measured
-inside a job, or one's own. Ranks fill one node after another. A link's bandwidth is what one device
-reaches to one other, in one direction; where ``shared`` is ``node``, devices that send at once
+A cluster is a small YAML file. It is a preset beside this module, the output of ``pulse probe``
+inside a job, or a file of the user. Ranks fill one node after another. A link's bandwidth is that
+from one device to one other, in one direction. If ``shared`` is ``node``, devices that send at once
 divide it.
 
 Collectives are rings (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
-workstations", 2009): a reduce-scatter of n bytes over r ranks takes r - 1 steps of n / r bytes, an
-all-gather as many, an all-reduce is one after the other.
+workstations", 2009). A reduce-scatter of n bytes over r ranks takes r - 1 steps of n / r bytes. An
+all-gather takes as many, and an all-reduce is one after the other.
 """
 
 from __future__ import annotations
@@ -24,28 +24,30 @@ from typing import Any
 
 import yaml
 
-from megatron_pulse.faults import UserError, told, unknown
+from megatron_pulse.errors import UserError, format_faults, unknown_name
 from megatron_pulse.file_kinds import FileKind
-from megatron_pulse.files import FileError, read_yaml, write_sealed
-from megatron_pulse.plain_yaml import PlainDumper
+from megatron_pulse.files import FileError, read_yaml, write_with_checksum
 from megatron_pulse.planner.cluster.link import Link
 from megatron_pulse.planner.cluster.schema import cluster_faults
-from megatron_pulse.profile.devices import PRESETS, Device, custom_device
+from megatron_pulse.profile.roofline import PRESETS, Device, custom_device
+from megatron_pulse.yaml_subset import PlainDumper
 
 SMALL_BYTES = 2**20
-"""A collective of so many bytes fits a processor's cache, and NCCL's protocols for few bytes."""
+"""Size up to which a collective fits a processor's cache, and NCCL's protocols for few bytes."""
 
 HOST_ADAM_BYTES = 28
-"""Of a node's memory that the processor's Adam reads (weight, gradient, both moments) and writes
-(without the gradient) for a parameter, in fp32."""
+"""Bytes of host memory per parameter that Adam on the CPU reads and writes, in fp32.
+
+It reads weight, gradient and both moments, and writes all but the gradient.
+"""
 
 
 class ClusterError(UserError):
-    """A cluster that does not exist, or a file that does not describe one; lists every fault."""
+    """A cluster that does not exist, or an invalid cluster file; lists every fault."""
 
 
-class Shared(StrEnum):
-    """Who has a link's bandwidth: every device for itself, or the devices of a node together."""
+class BandwidthScope(StrEnum):
+    """Scope of a link's bandwidth: each device alone, or the devices of a node together."""
 
     DEVICE = "device"
     NODE = "node"
@@ -53,22 +55,22 @@ class Shared(StrEnum):
 
 @dataclass(frozen=True)
 class ClusterLink:
-    """A kind of connection: GB/s of one message one way, and microseconds of an empty one."""
+    """A kind of connection: GB/s of one message one way, and latency in microseconds."""
 
     kind: str
     bandwidth_gbs: float
     latency_us: float
-    shared: Shared
+    shared: BandwidthScope
 
     def used_by(self, users: int) -> Link:
-        """What one of ``users`` devices of a node has that send over it at once."""
-        share = max(users, 1) if self.shared is Shared.NODE else 1
+        """Link of one of ``users`` devices of a node that send over it at once."""
+        share = max(users, 1) if self.shared is BandwidthScope.NODE else 1
         return Link(self.latency_us / 1e6, self.bandwidth_gbs * 1e9 / share)
 
 
 @dataclass(frozen=True)
 class DeviceFigures:
-    """A device by its peaks: TFLOP/s and GB/s of its memory."""
+    """Peak figures of a device: TFLOP/s, and GB/s of its memory."""
 
     tflops: float
     bandwidth_gbs: float
@@ -78,16 +80,19 @@ class DeviceFigures:
 class Cluster:
     """``nodes`` times ``devices_per_node`` devices of ``memory_gb`` (10^9 bytes) each.
 
-    ``device`` is a preset of ``profile.devices``, the path of a measured profile, or figures;
-    ``all_reduce_efficiency`` is the part of the links' bandwidth that collectives reach,
-    ``reduce_scatter_efficiency`` and ``all_gather_efficiency`` are those of their kinds where they
-    differ, ``collective_latency`` is the part of the links' latency that a collective has for a
-    step of its ring. Up to ``SMALL_BYTES`` a collective is ``small_collectives`` times as fast, its
-    latency apart: sums over tensor-parallel ranks are so small, gradients are not.
-    ``operation_us`` are microseconds that the runtime adds to an operation.
-    ``host`` is the way from a device to pinned memory of its node, where it can be used, and
-    ``host_memory_gbs`` what the processors' Adam reads and writes there in a second, all devices of
-    a node at once.
+    ``device`` is a preset of ``profile.devices``, the path of a measured profile, or figures.
+    ``usable_memory`` is the share of memory that planning may fill. ``operation_us`` is the
+    runtime's overhead per operation in microseconds.
+
+    ``all_reduce_efficiency`` is the share of the links' bandwidth that collectives reach.
+    ``reduce_scatter_efficiency`` and ``all_gather_efficiency`` replace it for their collectives, if
+    given. ``collective_latency`` is the share of the links' latency that a step of a ring has. The
+    first ``SMALL_BYTES`` of a collective are ``small_collectives`` times as fast, apart from
+    latency. Tensor-parallel reductions are that small, gradients are not.
+
+    ``host`` is the link from a device to pinned memory of its node, if usable. ``host_memory_gbs``
+    is the memory bandwidth of Adam on the CPU, for all devices of a node at once.
+
     Raises ClusterError for values that a file could not have either.
     """
 
@@ -113,11 +118,11 @@ class Cluster:
 
     @property
     def num_devices(self) -> int:
-        """Devices of all nodes."""
+        """Number of devices of all nodes."""
         return self.nodes * self.devices_per_node
 
     def part(self, num_devices: int) -> Cluster | None:
-        """So many of its devices: whole nodes, or some of one; None where that cannot be."""
+        """Subset of ``num_devices`` devices: whole nodes, or a part of one; None if impossible."""
         if not 0 < num_devices <= self.num_devices:
             return None
         if num_devices <= self.devices_per_node:
@@ -127,12 +132,12 @@ class Cluster:
 
     @property
     def usable_bytes(self) -> float:
-        """What planning may put on one device."""
+        """Bytes that planning may put on one device."""
         return self.memory_gb * 1e9 * self.usable_memory
 
     @property
     def memory_caution(self) -> str:
-        """That plans may fill a device to the last byte; empty where some is left."""
+        """Warning that plans may fill a device to the last byte; empty if some memory is left."""
         if self.usable_memory < 1:
             return ""
         return (
@@ -143,34 +148,34 @@ class Cluster:
 
     @property
     def to_host(self) -> Link | None:
-        """From a device to the memory of its node, one way, while all its devices do so."""
+        """Link from a device to the memory of its node, one way, with all devices active."""
         return None if self.host is None else self.host.used_by(self.devices_per_node)
 
     @property
     def peaks(self) -> Device | None:
-        """The device for a roofline; None if ``device`` is a measured profile."""
+        """Device for a roofline; None if ``device`` is a measured profile."""
         if isinstance(self.device, DeviceFigures):
             figures = self.device
             return custom_device(figures.tflops, figures.bandwidth_gbs, self.memory_gb)
         return PRESETS.get(self.device)
 
     def node_of(self, rank: int) -> int:
-        """The node of ``rank``; raises ClusterError for one that the cluster does not have."""
+        """Node of ``rank``; raises ClusterError for a rank that the cluster does not have."""
         if not 0 <= rank < self.num_devices:
             raise ClusterError(f"{self.name} has ranks 0 to {self.num_devices - 1}; got {rank}")
         return rank // self.devices_per_node
 
     def link(self, rank_a: int, rank_b: int, concurrent: int = 1) -> Link:
-        """From one rank to another, while ``concurrent`` devices of the node use it at once."""
+        """Link from one rank to another, while ``concurrent`` devices of the node use it."""
         if rank_a == rank_b and self.node_of(rank_a) >= 0:
             return Link()
         return self._kind(rank_a, rank_b).used_by(concurrent)
 
     def link_between(self, ranks: Sequence[int], concurrent: int = 1) -> Link:
-        """The slowest link of the ring through ``ranks`` in this order, all of it in use at once.
+        """Slowest link of the ring through ``ranks`` in this order, with all its links in use.
 
-        ``concurrent`` such rings, on other devices of the same nodes, run at once. Two links of a
-        ring that leave the same node share what is the node's, and so do those inside it.
+        ``concurrent`` such rings, on other devices of the same nodes, run at once. Links of a ring
+        that leave the same node share the node's bandwidth, and so do links inside it.
         """
         self._check_group(ranks, concurrent)
         ring = list(zip(ranks, [*ranks[1:], *ranks[:1]], strict=True)) if len(ranks) > 1 else []
@@ -188,27 +193,27 @@ class Cluster:
         return 2 * self._pass_s(num_bytes, ranks, concurrent, self.all_reduce_efficiency)
 
     def all_gather_s(self, num_bytes: float, ranks: Sequence[int], concurrent: int = 1) -> float:
-        """Seconds until every rank has all of ``num_bytes``, of which each had its part."""
+        """Seconds until every rank has all of ``num_bytes``, of which each rank had its part."""
         efficiency = self.all_gather_efficiency or self.all_reduce_efficiency
         return self._pass_s(num_bytes, ranks, concurrent, efficiency)
 
     def reduce_scatter_s(
         self, num_bytes: float, ranks: Sequence[int], concurrent: int = 1
     ) -> float:
-        """Seconds until every rank has its part of the sum of ``num_bytes`` on each."""
+        """Seconds until every rank has its part of the sum over ranks of ``num_bytes``."""
         efficiency = self.reduce_scatter_efficiency or self.all_reduce_efficiency
         return self._pass_s(num_bytes, ranks, concurrent, efficiency)
 
     def _pass_s(
         self, num_bytes: float, ranks: Sequence[int], concurrent: int, efficiency: float
     ) -> float:
-        """Seconds in which every part of ``num_bytes`` passes through ``ranks``, with
-        ``concurrent`` such groups at once.
+        """Seconds in which every part of ``num_bytes`` passes through ``ranks``.
 
-        One ring over r ranks: (r - 1) (latency + num_bytes / (r bandwidth)). A group with m ranks
-        on each of k nodes works in two levels, m and k above 1: a ring inside each node, then m
-        rings across nodes, at once, each of num_bytes / m. Other groups are one ring at the speed
-        of its slowest link. Bandwidths are multiplied by ``efficiency``.
+        ``concurrent`` such groups run at once. One ring over r ranks takes (r - 1) (latency +
+        num_bytes / (r bandwidth)). A group with m ranks on each of k nodes, m and k above 1, works
+        in two levels. First there is a ring inside each node, then m concurrent rings across nodes,
+        each of num_bytes / m. Other groups are one ring at the speed of its slowest link.
+        Bandwidths are multiplied by ``efficiency``.
         """
         self._check_group(ranks, concurrent)
         num_bytes = self._as_large(num_bytes)
@@ -240,7 +245,7 @@ class Cluster:
     def _kind(self, rank_a: int, rank_b: int) -> ClusterLink:
         if self.node_of(rank_a) == self.node_of(rank_b):
             return self.intra_node
-        assert self.inter_node is not None  # several nodes have one, by the schema
+        assert self.inter_node is not None  # the schema requires it for several nodes
         return self.inter_node
 
     def _check_group(self, ranks: Sequence[int], concurrent: int) -> None:
@@ -264,7 +269,7 @@ _MEASURED = (
 
 
 def to_record(cluster: Cluster) -> dict[str, Any]:
-    """What its file holds; optional values only where they are not the default."""
+    """Content of the cluster's file; optional values only if they are not the default."""
     links = {
         "intra_node": cluster.intra_node,
         "inter_node": cluster.inter_node,
@@ -289,10 +294,10 @@ def to_record(cluster: Cluster) -> dict[str, Any]:
 
 
 def from_record(record: Any, where: str = "the cluster") -> Cluster:
-    """The cluster of ``to_record``'s form; raises ClusterError with every fault, about ``where``"""
+    """Cluster of a record; raises ClusterError with every fault, about ``where``."""
     _refuse(cluster_faults(record), where)
     links = {
-        name: ClusterLink(**{**link, "shared": Shared(link["shared"])})
+        name: ClusterLink(**{**link, "shared": BandwidthScope(link["shared"])})
         for name, link in record["links"].items()
     }
     rest = {name: value for name, value in record.items() if name != "links"}
@@ -303,7 +308,7 @@ def from_record(record: Any, where: str = "the cluster") -> Cluster:
 
 
 def to_yaml(cluster: Cluster, comment: str = "") -> str:
-    """The text of its file, ``comment`` first."""
+    """Text of the cluster's file, ``comment`` first."""
     lines = "".join(f"# {line}".rstrip() + "\n" for line in comment.splitlines())
     return lines + str(yaml.dump(to_record(cluster), Dumper=PlainDumper, sort_keys=False))
 
@@ -313,7 +318,7 @@ def save_cluster(cluster: Cluster, path: str | Path, comment: str = "") -> None:
     path = Path(path)
     if isinstance(cluster.device, str) and cluster.device not in PRESETS:
         cluster = replace(cluster, device=os.path.relpath(cluster.device, path.parent))
-    write_sealed(path, to_yaml(cluster, comment))
+    write_with_checksum(path, to_yaml(cluster, comment))
 
 
 def load_cluster(path: str | Path) -> Cluster:
@@ -333,13 +338,13 @@ def load_cluster(path: str | Path) -> Cluster:
 
 
 def cluster_presets() -> dict[str, Path]:
-    """The files of the presets by name."""
+    """Files of the presets by name."""
     folder = Path(str(resources.files(__package__))) / "presets"
     return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
 
 
 def cluster(name_or_path: str | Path, nodes: int | None = None) -> Cluster:
-    """A preset or a cluster file, with ``nodes`` nodes if given, also as ``dgx-a100:4``."""
+    """Load a preset or a cluster file, with ``nodes`` nodes if given, also as ``dgx-a100:4``."""
     text = str(name_or_path)
     presets = cluster_presets()
     counted = re.fullmatch(r"(.+):(\d+)", text)
@@ -355,7 +360,7 @@ def cluster(name_or_path: str | Path, nodes: int | None = None) -> Cluster:
         raise ClusterError(f"{text} is a directory: give a .yaml file in it, or a preset's name")
     else:
         raise ClusterError(
-            f"{unknown('cluster', text, presets)}; or give a .yaml file "
+            f"{unknown_name('cluster', text, presets)}; or give a .yaml file "
             "('pulse clusters NAME' prints one to start from, 'pulse probe' measures one)"
         )
     return found if nodes is None else replace(found, nodes=nodes)
@@ -363,4 +368,4 @@ def cluster(name_or_path: str | Path, nodes: int | None = None) -> Cluster:
 
 def _refuse(faults: list[str], where: str) -> None:
     if faults:
-        raise ClusterError(told(where, faults))
+        raise ClusterError(format_faults(where, faults))

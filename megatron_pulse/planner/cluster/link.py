@@ -1,4 +1,4 @@
-"""What a message between two devices takes."""
+"""Cost of a message between two devices."""
 
 from __future__ import annotations
 

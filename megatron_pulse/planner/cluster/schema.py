@@ -1,10 +1,10 @@
-"""What a cluster file may say, and every fault of one that says something else."""
+"""JSON schema of a cluster file."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from megatron_pulse.profile.devices import PRESETS
+from megatron_pulse.profile.roofline import PRESETS
 from megatron_pulse.schema import COUNT, faults_of, number, record
 
 KINDS = (
@@ -94,7 +94,7 @@ SCHEMA: dict[str, Any] = {
 
 
 def cluster_faults(content: Any) -> list[str]:
-    """Every fault of a cluster file's content: where it is, and what is allowed there."""
+    """Return every fault of a cluster file's content: its position, and the allowed values."""
     faults = faults_of(SCHEMA, content)
     if isinstance(content, dict) and isinstance(content.get("links"), dict):
         nodes = content.get("nodes")

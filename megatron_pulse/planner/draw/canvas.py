@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from xml.etree import ElementTree
 
-from megatron_pulse.letters import printable
+from megatron_pulse.fonts import printable
 
 INK, GREY, FAINT = "#222222", "#555555", "#e4e4e4"
 
@@ -27,7 +27,8 @@ class Canvas:
     def add(
         self, tag: str, within: ElementTree.Element | None = None, **attributes: str | float
     ) -> ElementTree.Element:
-        """An element, in the group ``within`` if given; ``stroke_width`` is stroke-width."""
+        """Add an element, to the group ``within`` if given; ``stroke_width`` becomes
+        stroke-width."""
         written = {
             key.rstrip("_").replace("_", "-"): value
             if isinstance(value, str)
@@ -46,7 +47,7 @@ class Canvas:
         weight: str = "normal",
         anchor: str = "start",
     ) -> None:
-        """A line of text on the baseline ``y``."""
+        """Add a line of text on the baseline ``y``."""
         element = self.add("text", x=x, y=y, fill=fill)
         element.set("font-size", str(size))
         element.set("font-weight", weight)
@@ -54,7 +55,7 @@ class Canvas:
         element.text = printable(text)
 
     def hint(self, element: ElementTree.Element, text: str) -> None:
-        """What is shown when one points at ``element``."""
+        """Add a tooltip to ``element``."""
         ElementTree.SubElement(element, "title").text = printable(text)
 
     def __str__(self) -> str:

@@ -1,8 +1,7 @@
-"""Below the bars of a timeline's device: a lane of what it sends, or of what it waits for, and one
-of what travels between it and the host.
+"""Lanes below the bars of a timeline's device: messages or waits, and copies to and from the host.
 
-Sent activations are filled, gradients hatched, waiting dotted, so that no colour is needed; what
-goes to the host is filled, what comes back hatched.
+Sent activations are filled, gradients hatched, and waits dotted, so that no colour is needed.
+Copies to the host are filled, copies back hatched.
 """
 
 from __future__ import annotations
@@ -13,22 +12,22 @@ from enum import StrEnum
 from xml.etree import ElementTree
 
 from megatron_pulse.planner.draw.canvas import Canvas
-from megatron_pulse.planner.observe.trace import TimedWait
-from megatron_pulse.planner.schedule.check.copies import copy_lines
+from megatron_pulse.planner.program.simulate import Transfer
+from megatron_pulse.planner.schedule.check.offload_copies import copy_lines
 from megatron_pulse.planner.schedule.check.simulate import Timeline
-from megatron_pulse.planner.schedule.operations import Kind
+from megatron_pulse.planner.schedule.operations import OpType
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
-from megatron_pulse.planner.step.replay import Transfer
+from megatron_pulse.planner.trace.trace import TimedWait
 
 HEIGHT = 8.0
 APART = HEIGHT + 2.0
-"""From the top of one lane to that of the next."""
+"""Distance between the tops of two lanes."""
 
 LINK, HOST, WAITING = "#b3261e", "#2e6b34", "#777777"
 
 
-class Look(StrEnum):
-    """What a mark in a lane is."""
+class MarkStyle(StrEnum):
+    """Kind of a mark in a lane."""
 
     ACTIVATION = "sends activations"
     GRADIENT = "sends gradients"
@@ -38,40 +37,40 @@ class Look(StrEnum):
 
     @property
     def with_host(self) -> bool:
-        """Whether it has the lane of what travels between a device and the host."""
-        return self in (Look.TO_HOST, Look.BACK)
+        """True if the mark is in the lane of copies between device and host."""
+        return self in (MarkStyle.TO_HOST, MarkStyle.BACK)
 
 
 _COLOURS = {
-    Look.ACTIVATION: LINK,
-    Look.GRADIENT: LINK,
-    Look.WAIT: WAITING,
-    Look.TO_HOST: HOST,
-    Look.BACK: HOST,
+    MarkStyle.ACTIVATION: LINK,
+    MarkStyle.GRADIENT: LINK,
+    MarkStyle.WAIT: WAITING,
+    MarkStyle.TO_HOST: HOST,
+    MarkStyle.BACK: HOST,
 }
-_FILLED = {Look.ACTIVATION: "#e79a92", Look.TO_HOST: "#9cc5a1"}
+_FILLED = {MarkStyle.ACTIVATION: "#e79a92", MarkStyle.TO_HOST: "#9cc5a1"}
 
 
 @dataclass(frozen=True)
 class Mark:
-    """Something in the lane of ``device``; a message arrives at device ``to``."""
+    """A mark in the lane of ``device``; a message arrives at device ``to``."""
 
     device: int
     start: float
     end: float
-    look: Look
+    look: MarkStyle
     text: str
     to: int | None = None
 
 
 def sent(transfers: Iterable[Transfer]) -> tuple[Mark, ...]:
-    """A mark for each message, in the sender's lane."""
+    """Marks of messages, in the sender's lane."""
     return tuple(
         Mark(
             t.source,
             t.start,
             t.end,
-            Look.ACTIVATION if t.consumer.kind is Kind.FORWARD else Look.GRADIENT,
+            MarkStyle.ACTIVATION if t.consumer.kind is OpType.FORWARD else MarkStyle.GRADIENT,
             f"for {t.consumer}, device {t.source} to {t.destination}",
             t.destination,
         )
@@ -80,13 +79,13 @@ def sent(transfers: Iterable[Transfer]) -> tuple[Mark, ...]:
 
 
 def waited(waits: Iterable[TimedWait]) -> tuple[Mark, ...]:
-    """A mark for each time that a device waited, in its lane."""
+    """Marks of waits, in the lane of the waiting device."""
     return tuple(
         Mark(
             w.message.destination,
             w.start_s,
             w.end_s,
-            Look.WAIT,
+            MarkStyle.WAIT,
             f"waits for {w.message.payload.value} of {w.message.producer} from device "
             f"{w.message.source}",
         )
@@ -95,34 +94,35 @@ def waited(waits: Iterable[TimedWait]) -> tuple[Mark, ...]:
 
 
 def copied(problem: ScheduleProblem, timeline: Timeline) -> tuple[Mark, ...]:
-    """A mark for each copy to the host and back, in the device's lane: one after the other, each
-    from when what it copies is made, or called for."""
+    """Marks of copies to the host and back, in the device's lane.
+
+    Copies in one direction follow each other; each begins after its forward or its L.
+    """
     free: dict[tuple[int, bool], float] = {}
     marks = []
     for line in copy_lines(timeline.schedule):
         for copy in line:
-            op, leaves = copy.operation, copy.operation.kind is Kind.OFFLOAD
-            begun_by = op._replace(kind=Kind.FORWARD) if leaves else op
+            op, leaves = copy.operation, copy.operation.kind is OpType.OFFLOAD
+            begun_by = op._replace(kind=OpType.FORWARD) if leaves else op
             if begun_by not in timeline.end:
                 continue
             device = problem.placement.device_of_stage[op.stage]
             start = max(timeline.end[begun_by], free.get((device, leaves), 0.0))
             end = start + problem.copying_of(op.stage)
             free[device, leaves] = end
-            look, words = (Look.TO_HOST, "to the host") if leaves else (Look.BACK, "back")
+            look, words = (MarkStyle.TO_HOST, "to the host") if leaves else (MarkStyle.BACK, "back")
             what = f"activations of stage {op.stage}, microbatch {op.microbatch}, {words}"
             marks.append(Mark(device, start, end, look, what))
     return tuple(marks)
 
 
-def define(definitions: ElementTree.Element, looks: Collection[Look]) -> None:
-    """The hatching of gradients and of what comes back, and the dots of waiting, where they are
-    used."""
+def define(definitions: ElementTree.Element, looks: Collection[MarkStyle]) -> None:
+    """Define the patterns of gradients, copies back, and waits, if ``looks`` contains them."""
     hatching = "M-1 1L1 -1M0 4L4 0M3 5L5 3"
     for look, size, shape in (
-        (Look.GRADIENT, "4", hatching),
-        (Look.BACK, "4", hatching),
-        (Look.WAIT, "3", "M1 1h1v1h-1z"),
+        (MarkStyle.GRADIENT, "4", hatching),
+        (MarkStyle.BACK, "4", hatching),
+        (MarkStyle.WAIT, "3", "M1 1h1v1h-1z"),
     ):
         if look not in looks:
             continue
@@ -143,9 +143,9 @@ def draw_lanes(
     bar: float,
     arrows: bool,
 ) -> None:
-    """The marks below bars that begin at ``tops`` and are ``bar`` high.
+    """Draw the marks below bars that begin at ``tops`` and are ``bar`` high.
 
-    With ``arrows`` there are lines to where messages arrive.
+    With ``arrows`` lines lead to the devices where messages arrive.
     """
     lanes = canvas.add("g", class_="lanes")
     below = APART if any(not mark.look.with_host for mark in marks) else 0.0
@@ -162,19 +162,19 @@ def draw_lanes(
             line.set("stroke", LINK)
             line.set("stroke-width", "0.7")
             line.set("marker-end", "url(#arrow)")
-            if mark.look is Look.GRADIENT:
+            if mark.look is MarkStyle.GRADIENT:
                 line.set("stroke-dasharray", "3 1.5")
 
 
 def draw_mark(
     canvas: Canvas,
-    look: Look,
+    look: MarkStyle,
     left: float,
     top: float,
     width: float,
     within: ElementTree.Element | None = None,
 ) -> ElementTree.Element:
-    """One mark."""
+    """Draw one mark."""
     fill = _FILLED.get(look, f"url(#{look.name.lower()})")
     shape = canvas.add("rect", within, x=left, y=top, width=width, height=HEIGHT, fill=fill)
     shape.set("class", "mark")

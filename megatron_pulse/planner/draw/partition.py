@@ -1,8 +1,8 @@
-"""A partition as a picture (SVG): devices as rows, units as bars, skips as arcs.
+"""Picture of a partition (SVG): devices as rows, units as bars, skips as arcs.
 
-The chain runs from left to right through the rows of the devices that host it, so a fold goes
-down to the turn and up again, and a skip that stays at home is an arc within its row. Shades go
-from light (first unit) to dark (last), and travelling skips are thick, so it reads in grey too.
+The chain runs from left to right through the rows of the devices that host it. A fold therefore
+goes down to the turn and up again, and a collocated skip is an arc within its row. Shades go from
+light (first unit) to dark (last), and routed skips are thick, so the picture is readable in grey.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import itertools
 from xml.etree import ElementTree
 
 from megatron_pulse.backbone.costs import ChainCosts
-from megatron_pulse.figures import in_mb, in_ms
+from megatron_pulse.format import in_mb, in_ms
 from megatron_pulse.planner.layout.placement import Partition
 from megatron_pulse.planner.partition.evaluate import Evaluation
 
@@ -29,10 +29,10 @@ _TRAVEL = {"fill": "none", "stroke": "#d1193e", "stroke_width": "1.8"}
 def draw_partition(
     costs: ChainCosts, partition: Partition, found: Evaluation, title: str, subtitle: str = ""
 ) -> str:
-    """The picture of ``partition`` as SVG text; ``found`` is its evaluation.
+    """Draw ``partition`` as SVG text; ``found`` is its evaluation.
 
-    A unit's bar is as wide as its forward and backward time, and a little wider so that each can
-    be seen. Pointing at a bar or an arc shows its name and figures.
+    A unit's bar is as wide as its forward and backward time, plus a margin that keeps it visible.
+    Tooltips of bars and arcs show names and figures.
     """
     return _Drawing(costs, partition, found).draw(title, subtitle)
 
@@ -91,7 +91,7 @@ class _Drawing:
             self._add("line", x1=_LEFT, y1=middle, x2=end, y2=middle, stroke=_FAINT)
 
     def _handovers(self) -> None:
-        """Where the chain goes on in another row."""
+        """Lines where the chain goes on in another row."""
         placed, cuts = self.partition.placement.device_of_stage, self.partition.cuts
         for stage, (one, other) in enumerate(itertools.pairwise(placed), start=1):
             if one == other:
@@ -123,7 +123,7 @@ class _Drawing:
             )
 
     def _skips(self) -> None:
-        """Faint arcs at home first, so that travelling ones lie over them."""
+        """Arcs of skips, collocated ones first, so that routed ones lie over them."""
         span = max((s.destination - s.source for s in self.costs.skips), default=1)
         for skip in sorted(self.costs.skips, key=lambda s: self._travels(s.source, s.destination)):
             one, other = self.home[skip.source], self.home[skip.destination]
@@ -151,7 +151,7 @@ class _Drawing:
         return self.home[source] != self.home[destination]
 
     def _stages(self) -> None:
-        """A frame for each stage, and below it what there is room for, clear of other lines."""
+        """A frame for each stage, and below it the text that fits, clear of other lines."""
         placed, cuts = self.partition.placement.device_of_stage, self.partition.cuts
         crossed = [
             (self.edges[cuts[s]], *sorted((placed[s - 1], placed[s])))
@@ -180,7 +180,7 @@ class _Drawing:
     def _label(
         self, stage: int, centre: float, rooms: list[tuple[float, float]], below: float
     ) -> None:
-        """The longest text that fits into one of ``rooms``, as near ``centre`` as it goes."""
+        """The longest text that fits into one of ``rooms``, as near ``centre`` as possible."""
         layers = self.partition.layers_of_stage(stage)
         names = [self.costs.names[i] for i in layers]
         ends = names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}"
@@ -204,7 +204,7 @@ class _Drawing:
                 return
 
     def _loads(self) -> None:
-        """Each device's computing and communication time at the right, with the mean."""
+        """Computing and communication time of each device at the right, with the mean."""
         begin, room = _LEFT + _CHAIN + 20, _RIGHT - 110
         loads, compute = self.found.load_s, self.found.compute_s
         largest = max(loads) or 1.0
@@ -280,7 +280,7 @@ class _Drawing:
 
 
 def _shade(depth: float) -> str:
-    """The colour at ``depth`` of the chain, 0 to 1; ever darker."""
+    """Colour at ``depth`` of the chain, 0 to 1; darker with depth."""
     at = depth * (len(_SHADES) - 1)
     k = min(int(at), len(_SHADES) - 2)
     mixed = (round(a + (at - k) * (b - a)) for a, b in zip(_SHADES[k], _SHADES[k + 1], strict=True))

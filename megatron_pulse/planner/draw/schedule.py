@@ -1,8 +1,8 @@
-"""A timeline as a picture (SVG): devices as rows, operations as bars, time from left to right.
+"""Picture of a timeline (SVG): devices as rows, operations as bars, time from left to right.
 
-Forwards are light, backwards dark, weight gradients hatched, fillers dotted, and idle time is
-blank. The stages of a device go from lighter to darker along the chain, and those on a way back up
-(every second one) have a stripe along the top. So it reads without colour too.
+Forwards are light, backwards dark, weight gradients hatched, bubble tasks dotted, and idle time is
+blank. The stages of a device go from lighter to darker along the chain. Every second stage, on the
+way back up, has a stripe along the top. So the picture is readable without colour.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from megatron_pulse.planner.draw.lanes import (
     APART,
     HEIGHT,
     LINK,
-    Look,
     Mark,
+    MarkStyle,
     copied,
     define,
     draw_lanes,
     draw_mark,
 )
-from megatron_pulse.planner.draw.looks import MARKS, NAMES, tile
+from megatron_pulse.planner.draw.style import MARKS, NAMES, tile
 from megatron_pulse.planner.schedule.check.simulate import Timeline, dependency
-from megatron_pulse.planner.schedule.check.validate import held_most
-from megatron_pulse.planner.schedule.operations import BACKWARDS, Kind, Operation
+from megatron_pulse.planner.schedule.check.validate import peak_memory
+from megatron_pulse.planner.schedule.operations import BACKWARDS, Operation, OpType
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
 
 _LEFT, _RIGHT, _TOP, _HEADING, _AXIS, _LEGEND = 156.0, 150.0, 62.0, 24.0, 40.0, 40.0
-_LANES = 22.0  # the legend's second line
+_LANES = 22.0  # second line of the legend
 _NARROW, _WIDE = 1400.0, 2600.0
-_MOMENT = 2.0  # the width of what takes no time
+_MOMENT = 2.0  # width of an operation that takes no time
 _LEGIBLE, _SEEN, _POINTED = 12.0, 5.0, 16.0
-# Pixels of a bar that carries a number, of one with its links, and of one with arrows.
+# Pixels of a bar with a number, of a bar with its links, and of a bar with arrows
 
 
 @dataclass(frozen=True)
 class Panel:
-    """A timeline among others on one axis, and what it is; ``lanes`` are drawn below its bars."""
+    """A named timeline among others on one time axis; ``lanes`` are drawn below its bars."""
 
     name: str
     timeline: Timeline
@@ -57,13 +57,13 @@ def draw_schedule(
     scale: float = 1.0,
     in_bytes: bool = False,
 ) -> str:
-    """The picture as SVG text: of one timeline, or of several below each other on one time axis.
+    """Draw one timeline, or several below each other on one time axis, as SVG text.
 
-    A timeline may be measured: only its starts and ends count, and it may hold fillers. Times are
-    shown in ``unit`` after multiplication by ``scale`` (1e3 and "ms" for seconds). Where bars are
-    wide enough they carry their microbatch, and links that take time are lines from the end of the
-    one to the arrival at the other; where a panel has lanes, they show messages instead. Pointing
-    at a bar shows its name and times. ``in_bytes`` says that activations are counted in bytes.
+    A timeline may be measured: only its starts and ends count, and it may contain bubble tasks.
+    Times are shown in ``unit`` after multiplication by ``scale`` (1e3 and "ms" for seconds). Bars
+    that are wide enough carry their microbatch. Links that take time are lines from the end of an
+    operation to the arrival at the other. If a panel has lanes, the lanes show messages instead.
+    Tooltips of bars show names and times. ``in_bytes`` means that activations are counted in bytes.
     """
     panels = [Panel("", timeline)] if isinstance(timeline, Timeline) else list(timeline)
     return _Drawing(problem, panels, lower_bound, unit, scale, in_bytes).draw(title)
@@ -77,8 +77,8 @@ def describe(
     scale: float = 1.0,
     in_bytes: bool = False,
 ) -> str:
-    """The figures of a timeline in a line: makespan, bubble, bound, and the peak of a device."""
-    peak = max(held_most(problem, timeline.schedule))
+    """Figures of a timeline in one line: makespan, bubble, bound, and peak of a device."""
+    peak = max(peak_memory(problem, timeline.schedule))
     idle = sum(timeline.bubble) / (len(timeline.bubble) * timeline.makespan or 1.0)
     parts = [f"makespan {_figure(timeline.makespan, unit, scale)}", f"bubble {100 * idle:.1f} %"]
     if lower_bound:
@@ -90,7 +90,7 @@ def describe(
 
 
 def with_copies(problem: ScheduleProblem, panels: Sequence[Panel]) -> list[Panel]:
-    """The same, with what is copied to the host and back in their lanes."""
+    """``panels`` with copies to and from the host in their lanes."""
     return [replace(p, lanes=p.lanes + copied(problem, p.timeline)) for p in panels]
 
 
@@ -127,11 +127,13 @@ class _Drawing:
         self.chart = self.width - _LEFT - _RIGHT
         self.typical = self.chart * typical / self.span
         self.bar = 26.0 if self.devices <= 8 else 20.0
-        self.looks = [x for x in Look if any(m.look is x for p in self.panels for m in p.lanes)]
+        self.looks = [
+            x for x in MarkStyle if any(m.look is x for p in self.panels for m in p.lanes)
+        ]
         num_lanes = len({look.with_host for look in self.looks})
         below = 10.0 + APART * num_lanes - 2.0 if num_lanes else 5.0
         self.row = self.bar + (max(below, 12.0) if self._has_links() else below)
-        self.kinds = [k for k in Kind if any(o.kind is k for p in panels for o in p.timeline.end)]
+        self.kinds = [k for k in OpType if any(o.kind is k for p in panels for o in p.timeline.end)]
         self.head = _HEADING if len(panels) > 1 else 0.0
         self.panel = self.head + self.row * self.devices + 10.0
         self.height = _TOP + self.panel * len(panels) + _AXIS + _LEGEND
@@ -165,12 +167,12 @@ class _Drawing:
         return _LEFT + self.chart * time / self.span
 
     def _fill(self, device: int, operation: Operation) -> str:
-        filler = operation.kind is Kind.FILLER
+        filler = operation.kind is OpType.FILLER
         chunk = 0 if filler else self.chunk[device, operation.stage][0]
         return f"url(#{operation.kind.value}{chunk})"
 
     def _definitions(self) -> None:
-        """The arrow's head, and the look of every kind on every stage of a device."""
+        """The arrow's head, and the pattern of every operation type on every stage of a device."""
         definitions = self.canvas.add("defs")
         arrow = ElementTree.SubElement(definitions, "marker", id="arrow", viewBox="0 0 6 6")
         for name, value in (("refX", "5.5"), ("refY", "3"), ("orient", "auto")):
@@ -178,7 +180,7 @@ class _Drawing:
         ElementTree.SubElement(arrow, "path", d="M0 .5L6 3L0 5.5z", fill=LINK)
         most = max(count for _, count in self.chunk.values())
         for kind in self.kinds:
-            for chunk in range(1 if kind is Kind.FILLER else most):
+            for chunk in range(1 if kind is OpType.FILLER else most):
                 definitions.append(tile(kind, chunk, most, self.bar))
         define(definitions, self.looks)
 
@@ -200,7 +202,7 @@ class _Drawing:
         if self.head:
             note = f"{panel.name}: {self._figures(panel.timeline, None)}"
             self.canvas.text(12, top + 15, note, size=12, weight="bold")
-        peaks = held_most(self.problem, panel.timeline.schedule)
+        peaks = peak_memory(self.problem, panel.timeline.schedule)
         self.canvas.text(_LEFT + self.chart + 14, top - 6 + self.head * 0.9, "idle", fill=GREY)
         self.canvas.text(
             _LEFT + self.chart + 78,
@@ -258,7 +260,7 @@ class _Drawing:
             class_="op",
         )
         what = f"stage {operation.stage}, microbatch {operation.microbatch}"
-        if operation.kind is Kind.FILLER:
+        if operation.kind is OpType.FILLER:
             fillers = timeline.schedule.fillers
             known = operation.stage < len(fillers)
             name = fillers[operation.stage].name if known else str(operation.stage)
@@ -285,7 +287,8 @@ class _Drawing:
         return f"{time * self.scale:.6g}"
 
     def _links(self, timeline: Timeline, top: float) -> None:
-        """From the end of what is sent to its arrival; those of gradients are dashed."""
+        """Lines from the ends of sending operations to the arrivals; those of gradients are
+        dashed."""
         group = self.canvas.add("g", fill="none", stroke=LINK, class_="links")
         placement = self.problem.placement
         arrows = self.typical >= _POINTED
@@ -306,7 +309,7 @@ class _Drawing:
             line = self.canvas.add(
                 "line", group, x1=self._x(sent), y1=y1, x2=self._x(arrival), y2=y2, class_="link"
             )
-            if operation.kind is not Kind.FORWARD:
+            if operation.kind is not OpType.FORWARD:
                 line.set("stroke-dasharray", "3 1.5")
             if arrows:
                 line.set("marker-end", "url(#arrow)")
@@ -324,7 +327,7 @@ class _Drawing:
         x, y = _LEFT, self.height - 30 - _LANES * bool(self.looks)
         most = max(count for _, count in self.chunk.values())
         for kind in self.kinds:
-            chunks = 1 if kind is Kind.FILLER else most
+            chunks = 1 if kind is OpType.FILLER else most
             wide = 26.0 if chunks > 1 else 34.0
             for chunk in range(chunks):
                 moved = f"translate({x:g} {y:g})"
@@ -351,7 +354,7 @@ class _Drawing:
 
 
 def _step(least: float) -> float:
-    """The smallest of 1, 2, 5 times a power of ten that is not below ``least``."""
+    """Smallest of 1, 2, 5 times a power of ten that is not below ``least``."""
     power = 10.0 ** math.floor(math.log10(least))
     return next(m * power for m in (1.0, 2.0, 5.0, 10.0) if m * power >= least * (1 - 1e-9))
 

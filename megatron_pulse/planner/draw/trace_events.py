@@ -1,8 +1,8 @@
-"""A timeline as trace events, the JSON that ui.perfetto.dev and chrome://tracing open.
+"""A timeline as trace events: JSON for ui.perfetto.dev and chrome://tracing.
 
-A timeline is a process, a device a thread, an operation a complete event; a message is a flow from
-the operation that makes it to the one that takes it, and live stage activations are counters. What
-waits and is sent, and copies to the host and back, are in threads of their own.
+A timeline is a process, a device a thread, and an operation a complete event. A message is a flow
+from its producer to its consumer, and live stage activations are counters. Messages, waits, and
+copies to and from the host have threads of their own.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from megatron_pulse.planner.draw.lanes import Look
-from megatron_pulse.planner.draw.looks import NAMES
+from megatron_pulse.planner.draw.lanes import MarkStyle
 from megatron_pulse.planner.draw.schedule import Panel, with_copies
+from megatron_pulse.planner.draw.style import NAMES
 from megatron_pulse.planner.schedule.check.simulate import Timeline, dependency
-from megatron_pulse.planner.schedule.operations import Kind, Operation
+from megatron_pulse.planner.schedule.operations import Operation, OpType
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
 
-_COPIES = {Look.TO_HOST: "copies to the host", Look.BACK: "copies from the host"}
+_COPIES = {MarkStyle.TO_HOST: "copies to the host", MarkStyle.BACK: "copies from the host"}
 
 
 def trace_events(
@@ -26,10 +26,10 @@ def trace_events(
     microseconds: float = 1e3,
     in_bytes: bool = False,
 ) -> dict[str, Any]:
-    """JSON-able trace of one timeline, or of several as processes of their names.
+    """JSON-able trace of one timeline, or of several as processes with their names.
 
-    ``microseconds`` is how many make one unit of the timelines: 1e6 for seconds. ``in_bytes`` says
-    that activations are counted in bytes.
+    ``microseconds`` is the number of microseconds in one unit of the timelines: 1e6 for seconds.
+    ``in_bytes`` means that activations are counted in bytes.
     """
     panels = [Panel("pipeline", timeline)] if isinstance(timeline, Timeline) else list(timeline)
     events: list[dict[str, Any]] = []
@@ -88,8 +88,10 @@ def _activations(
     scale: float,
     in_bytes: bool,
 ) -> Iterator[dict[str, Any]]:
-    """A counter of memory: a forward takes at its start, what gives it back does at its end; what
-    waits on the host is not counted meanwhile."""
+    """Counter of memory: growth counts at an operation's start, shrinkage at its end.
+
+    Activations on the host do not count.
+    """
     live = 0.0
     for operation in timeline.schedule.order[device]:
         if change := problem.change(operation.kind, operation.stage):
@@ -105,7 +107,7 @@ def _activations(
 
 
 def _lanes(panel: Panel, process: int, scale: float) -> Iterator[dict[str, Any]]:
-    """What devices send or wait for, and copy, as threads of their own below those of devices."""
+    """Messages, waits and copies as threads of their own below those of devices."""
     names = [f"device {mark.device}: {_COPIES.get(mark.look, 'messages')}" for mark in panel.lanes]
     threads = {n: i for i, n in enumerate(sorted(set(names)), len(panel.timeline.schedule.order))}
     for name, thread in threads.items():
@@ -141,12 +143,12 @@ def _flows(
         if one == other:
             continue
         message = {
-            "name": "activation" if operation.kind is Kind.FORWARD else "gradient",
+            "name": "activation" if operation.kind is OpType.FORWARD else "gradient",
             "cat": "link",
             "id": process * len(timeline.end) + number,
             "pid": process,
         }
-        # A flow binds to the event that encloses its time, so it leaves just before that ends.
+        # A flow binds to the event that encloses its time, so it leaves just before the event ends.
         begin, end = timeline.start[source], timeline.end[source]
         leaves = begin + 0.99 * (end - begin)
         yield {**message, "ph": "s", "tid": one, "ts": leaves * scale}

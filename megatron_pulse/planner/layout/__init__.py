@@ -1,1 +1,1 @@
-"""Which device hosts which stage, and what then goes from stage to stage."""
+"""Placement of stages on devices, and routes of tensors between stages."""

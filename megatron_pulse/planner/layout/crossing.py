@@ -1,8 +1,9 @@
-"""What goes from stage to stage: what carries a skip, and the bytes between devices.
+"""Transport of skips between stages, and the bytes that cross between devices.
 
-A skip whose ends share a stage is an ordinary autograd edge; one that leaves the last layer of a
-stage for the next stage is the boundary tensor itself and is not sent twice; one whose ends share
-a device stays there; every other goes from its source device straight to its destination.
+A skip whose ends share a stage is an ordinary autograd edge. A skip from the last layer of a stage
+to the next stage is the boundary tensor itself and is not sent twice. A skip whose ends share a
+device stays there (collocated). Every other skip goes from its source device straight to its
+destination device (routed).
 """
 
 from __future__ import annotations
@@ -16,21 +17,21 @@ from megatron_pulse.planner.layout.placement import Partition
 
 
 class SkipEnds(Protocol):
-    """A skip, by the layers that it connects."""
+    """A skip, identified by the layers that it connects."""
 
     @property
     def source(self) -> int:
-        """The layer that pushes it."""
+        """Index of the layer that pushes the skip."""
         ...
 
     @property
     def destination(self) -> int:
-        """The layer that pops it."""
+        """Index of the layer that pops the skip."""
         ...
 
 
 class SkipCarrier(StrEnum):
-    """What carries a skip from its source stage to its destination stage."""
+    """Means of transport of a skip from its source stage to its destination stage."""
 
     AUTOGRAD = "autograd"
     BOUNDARY = "boundary"
@@ -38,8 +39,8 @@ class SkipCarrier(StrEnum):
     DIRECT = "direct"
 
 
-def carried(skip: SkipEnds, partition: Partition) -> tuple[int, int, SkipCarrier]:
-    """The stages of the skip's ends, and what carries it from one to the other."""
+def skip_carrier(skip: SkipEnds, partition: Partition) -> tuple[int, int, SkipCarrier]:
+    """Source stage and destination stage of a skip, and its carrier."""
     source = partition.stage_of_layer(skip.source)
     destination = partition.stage_of_layer(skip.destination)
     home = partition.placement.device_of_stage
@@ -52,10 +53,10 @@ def carried(skip: SkipEnds, partition: Partition) -> tuple[int, int, SkipCarrier
 
 
 class Crossing(NamedTuple):
-    """What a forward of stage ``source`` has for stage ``destination`` on another device.
+    """Tensor that a forward of stage ``source`` sends to stage ``destination`` on another device.
 
-    ``skip`` says that it is a skip, not the boundary; one that is ``merged`` is the boundary tensor
-    itself, and is not sent again. A gradient goes back where it ``wants`` one.
+    ``skip`` tells a skip from a boundary. A ``merged`` skip is the boundary tensor itself and is
+    not sent again. A gradient travels back if ``wants``.
     """
 
     source: int
@@ -67,14 +68,14 @@ class Crossing(NamedTuple):
 
     @property
     def times(self) -> int:
-        """How often so many bytes travel: there, and back where a gradient is wanted."""
+        """Number of transfers: one forward, and one back if a gradient is wanted."""
         return 1 + self.wants
 
 
 def crossings(costs: ChainCosts, partition: Partition) -> Iterator[Crossing]:
-    """The boundaries, then the skips, between stages on different devices.
+    """Boundaries, then skips, between stages on different devices.
 
-    For relayed skips give ``relayed(costs)``.
+    For relayed skips pass ``relayed(costs)``.
     """
     home, befores = partition.placement.device_of_stage, partition.placement.before
     for stage in range(1, len(home)):
@@ -84,7 +85,7 @@ def crossings(costs: ChainCosts, partition: Partition) -> Iterator[Crossing]:
             wants = costs.wants_gradient(cut)
             yield Crossing(before, stage, costs.boundary_bytes[cut], wants=wants)
     for skip in costs.skips:
-        source, destination, carrier = carried(skip, partition)
+        source, destination, carrier = skip_carrier(skip, partition)
         if home[source] != home[destination]:
             merged = carrier is SkipCarrier.BOUNDARY
             yield Crossing(source, destination, skip.num_bytes, True, merged, skip.wants)

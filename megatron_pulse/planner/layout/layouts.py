@@ -1,4 +1,4 @@
-"""The ways to run a skip model over devices: placements, stages on each, and what skips do.
+"""Layouts of a skip model over devices: a placement, stages per device, and the transport of skips.
 
 ===================  ==========================================================================
 skips                get from their source to their destination
@@ -30,7 +30,7 @@ from megatron_pulse.planner.layout.placement import (
 
 
 class Skips(StrEnum):
-    """What skips between stages do."""
+    """Transport of skips between stages."""
 
     HOME = "home"
     DIRECT = "direct"
@@ -46,9 +46,9 @@ _HELP = {
 
 @dataclass(frozen=True, order=True)
 class Layout:
-    """A kind of placement, the stages on each device, and what skips do.
+    """A kind of placement, the number of stages per device, and the transport of skips.
 
-    ``mode`` is what 'pulse partition' calls it ("": it has no name there).
+    ``mode`` is its name in 'pulse partition' ("": not offered there).
     """
 
     name: str
@@ -62,29 +62,30 @@ class Layout:
 
     @property
     def help(self) -> str:
-        """What it does, for those who choose."""
+        """Description for users."""
         return f"{self.kind.help}; {_HELP[self.skips]}"
 
     @property
     def collocates(self) -> bool:
-        """Whether both ends of every skip must be on one device."""
+        """True if both ends of every skip must be on one device."""
         return self.skips is Skips.HOME
 
     @property
     def relays(self) -> bool:
-        """Whether skips go through every stage between their ends."""
+        """True if skips go through every stage between their ends."""
         return self.skips is Skips.RELAY
 
     def placement(self, num_devices: int) -> Placement:
-        """Which of so many devices hosts which stage."""
+        """Placement of the stages on ``num_devices`` devices."""
         return make_placement(self.kind.name, num_devices, self.num_chunks)
 
     def with_chunks(self, num_chunks: int) -> Layout:
-        """The same with so many stages on each device, or as many of them as it can have."""
+        """The same layout with ``num_chunks`` stages per device, or the most that it can have up to
+        that."""
         return replace(self, num_chunks=self.kind.most_chunks(num_chunks))
 
     def relayed(self) -> Layout:
-        """The same with relayed skips, for comparison."""
+        """The same layout with relayed skips, for comparison."""
         return replace(self, name=f"{self.name} relay", skips=Skips.RELAY, mode="")
 
 
@@ -98,11 +99,11 @@ TWO_WAVES = Layout("two waves", FOLD, 4, Skips.HOME)
 LAYOUTS: dict[str, Layout] = {
     layout.name: layout for layout in (WHOLE, ROW, LOOP, FOLD_EXACT, FOLD_SOFT, TWO_WAVES)
 }
-"""All that are run, by name; the first is for one device, the others are for more."""
+"""All layouts that are run, by name. The first is for one device, the others are for several."""
 
 
 class _Skip(Protocol):
-    """A skip edge by the places of its layers."""
+    """A skip, identified by the layers that it connects."""
 
     @property
     def source(self) -> int: ...
@@ -111,9 +112,9 @@ class _Skip(Protocol):
 
 
 def layout_name(partition: Partition, skips: Iterable[_Skip]) -> str:
-    """The name of what a partition is: one of ``LAYOUTS``, else its placement and stages.
+    """Name of a partition's layout: one of ``LAYOUTS``, or its placement and number of stages.
 
-    A fold is exact where both ends of every skip are on one device, and soft otherwise.
+    A fold is exact if both ends of every skip are on one device, and soft otherwise.
     """
     placement, at = partition.placement, partition.device_of_layer
     if placement.num_devices == 1:
@@ -127,24 +128,25 @@ def layout_name(partition: Partition, skips: Iterable[_Skip]) -> str:
 
 
 def layouts_called(name: str) -> list[Layout]:
-    """The layouts of a name, or all of a kind of placement; [] if none is called so."""
+    """Layouts with this name, or all layouts with a placement of this name; [] for an unknown
+    name."""
     if name in LAYOUTS:
         return [LAYOUTS[name]]
     return [each for each in LAYOUTS.values() if each is not WHOLE and each.kind.name == name]
 
 
 def modes() -> dict[str, Layout]:
-    """Those that 'pulse partition' offers, by what it calls them."""
+    """Layouts that 'pulse partition' offers, by their names there."""
     return {layout.mode: layout for layout in LAYOUTS.values() if layout.mode}
 
 
 def layout_of(kind: str) -> Layout:
-    """A kind of placement with the fewest stages, whose skips go where the cuts leave them."""
+    """Layout of a placement with the fewest stages, in which skips travel directly."""
     return Layout(kind, PLACEMENTS[kind], PLACEMENTS[kind].least_chunks)
 
 
-def best_known(has_skips: bool, num_chains: int = 1) -> Layout:
-    """What suits a chain with, or without, skips, or a cascade of so many."""
+def default_layout(has_skips: bool, num_chains: int = 1) -> Layout:
+    """Default layout of a chain with or without skips, or of a cascade of ``num_chains``."""
     if num_chains > 1:
         skips = Skips.HOME if has_skips else Skips.DIRECT
         return Layout(OPPOSITE.name, OPPOSITE, OPPOSITE.of_chain * num_chains, skips)

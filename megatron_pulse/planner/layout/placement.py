@@ -1,4 +1,4 @@
-"""Which device hosts which stage, and which layers a stage holds.
+"""Placement of stages on devices, and partition of layers into stages.
 
 =============  ==========================  ====================================
 placement      P = 3                       stage s is on device
@@ -10,7 +10,7 @@ fold (W = 2)   0 1 2 2 1 0 0 1 2 2 1 0     the same, once per wave
 opposite       0 1 2 2 1 0|2 1 0 0 1 2     a fold of each of a cascade's chains
 =============  ==========================  ====================================
 
-What each kind of placement means is a row of ``PLACEMENTS``, which everything else reads.
+``PLACEMENTS`` defines each kind of placement; all other code reads its attributes there.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from functools import cache, cached_property
 
 @dataclass(frozen=True)
 class PlacementKind:
-    """How stages are laid over devices; kinds are told apart by their names.
+    """Rule that lays stages over devices; kinds are compared by name.
 
-    ``homes(P, V)`` are the devices of the stages where each of P devices hosts V: ``least_chunks``
-    or more by steps of ``chunk_step`` (0: never more). ``mirrored`` kinds have stage s and its
-    mirror S-1-s on one device, so that nested skips can stay at home; cuts are then searched in
-    pairs of stages (``partition/fold``), otherwise stage by stage (``partition/row``). ``classics``
-    are the classic schedules that fit, beside gpipe, which fits all; ``auto`` is what a schedule
-    called so is. Of a cascade's kind each chain has ``of_chain`` stages on every device (0: there
-    is one chain, which has all). ``help`` is for those who choose.
+    ``homes(P, V)`` are the devices of the stages if each of P devices hosts V stages. V is
+    ``least_chunks`` or more, in steps of ``chunk_step`` (0: never more). ``mirrored`` kinds have
+    stage s and its mirror S-1-s on one device, so that nested skips can be collocated. Their cuts
+    are searched in pairs of stages (``partition/fold``), the cuts of others stage by stage
+    (``partition/row``). ``classics`` are the classic schedules that fit, beside gpipe, which fits
+    all. ``auto`` is the schedule that the name "auto" stands for. In a kind for cascades each chain
+    has ``of_chain`` stages per device (0: the kind is for one chain). ``help`` is a description for
+    users.
     """
 
     name: str
@@ -48,28 +49,30 @@ class PlacementKind:
         return self.name
 
     def allows(self, num_chunks: int) -> bool:
-        """Whether each device may host so many stages."""
+        """True if each device may host ``num_chunks`` stages."""
         more = num_chunks - self.least_chunks
         return more == 0 or (more > 0 and self.chunk_step > 0 and more % self.chunk_step == 0)
 
     @property
     def chunks(self) -> str:
-        """The numbers of stages that a device may host: "1", or for example "2, 4, ..."."""
+        """Allowed numbers of stages per device: "1", or for example "2, 4, ..."."""
         least, step = self.least_chunks, self.chunk_step
         return f"{least}, {least + step}, ..." if step else str(least)
 
     @property
     def keeps_skips(self) -> bool:
-        """Whether both ends of nested skips can be on one device."""
+        """True if both ends of nested skips can be on one device."""
         return self.mirrored or self.of_chain > 1
 
     def most_chunks(self, num_chunks: int) -> int:
-        """The most stages on a device up to ``num_chunks``, or the least there are."""
+        """Largest allowed number of stages per device up to ``num_chunks``, or the smallest
+        allowed."""
         more = max(0, num_chunks - self.least_chunks)
         return self.least_chunks + (more - more % self.chunk_step if self.chunk_step else 0)
 
     def place(self, num_devices: int, num_chunks: int) -> Placement:
-        """``num_chunks`` stages on each device; raises ValueError for a number not allowed."""
+        """Placement with ``num_chunks`` stages per device; raises ValueError for a number not
+        allowed."""
         for what, number in (("devices", num_devices), ("stages on a device", num_chunks)):
             if type(number) is not int or number < 1:
                 raise ValueError(
@@ -87,10 +90,10 @@ class PlacementKind:
 
 @dataclass(frozen=True)
 class Placement:
-    """``device_of_stage[s]`` is the pipeline device that hosts stage ``s``.
+    """Device of each stage: ``device_of_stage[s]`` is the pipeline device that hosts stage ``s``.
 
-    ``starts`` are the stages where a chain begins: one, or those of each chain of a cascade, which
-    share the devices and hand each other nothing.
+    ``starts`` are the stages where a chain begins: one stage, or one per chain of a cascade. The
+    chains of a cascade share the devices and exchange nothing.
     """
 
     kind: PlacementKind
@@ -110,17 +113,17 @@ class Placement:
 
     @cached_property
     def ends(self) -> tuple[int, ...]:
-        """The stages where a chain ends, as ``starts``."""
+        """Last stage of each chain, in the order of ``starts``."""
         return tuple(stage - 1 for stage in (*self.starts[1:], self.num_stages))
 
     @cached_property
     def before(self) -> Mapping[int, int | None]:
-        """For each stage the one whose output it takes; None where a chain begins."""
+        """Predecessor of each stage, whose output it takes; None at the beginning of a chain."""
         return {s: None if s in self.starts else s - 1 for s in range(self.num_stages)}
 
     @cached_property
     def after(self) -> Mapping[int, int | None]:
-        """For each stage the one that takes its output; None where a chain ends."""
+        """Successor of each stage, which takes its output; None at the end of a chain."""
         return {s: None if s in self.ends else s + 1 for s in range(self.num_stages)}
 
     def chain_of(self, stage: int) -> int:
@@ -128,7 +131,7 @@ class Placement:
         return bisect_right(self.starts, stage) - 1
 
     def over(self, num_devices: int) -> Placement:
-        """The same kind with as many stages on each of ``num_devices``."""
+        """Placement of the same kind, with as many stages on each of ``num_devices`` devices."""
         return make_placement(self.kind.name, num_devices, self.num_chunks)
 
     def stages_of_device(self, device: int) -> tuple[int, ...]:
@@ -138,7 +141,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class Partition:
-    """Stage ``s`` holds the layers ``cuts[s] <= i < cuts[s + 1]``."""
+    """Cuts of the chain: stage ``s`` holds the layers ``cuts[s] <= i < cuts[s + 1]``."""
 
     placement: Placement
     cuts: tuple[int, ...]
@@ -148,7 +151,7 @@ class Partition:
         return range(self.cuts[stage], self.cuts[stage + 1])
 
     def per_stage(self, values: Sequence[float]) -> tuple[float, ...]:
-        """Values of layers, summed over each stage's."""
+        """Sums of ``values``, one per layer, over the layers of each stage."""
         return tuple(map(sum, map(values.__getitem__, self._slices)))
 
     @cached_property
@@ -243,12 +246,12 @@ def fold(num_devices: int, num_waves: int = 1) -> Placement:
 
 
 def opposite(num_devices: int, num_chains: int = 2) -> Placement:
-    """A cascade's chains, each folded over all devices, by turns in opposite directions."""
+    """Chains of a cascade, each folded over all devices, alternately in opposite directions."""
     return make_placement(OPPOSITE.name, num_devices, 2 * num_chains)
 
 
 def make_placement(kind: str, num_devices: int, num_chunks: int = 2) -> Placement:
-    """The placement of that name with up to ``num_chunks`` stages on each device.
+    """Make the placement called ``kind`` with up to ``num_chunks`` stages on each device.
 
     One device always hosts a whole chain as one stage.
     """

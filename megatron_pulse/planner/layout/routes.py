@@ -1,4 +1,4 @@
-"""How boundaries, skips and conditioning get from their producers to their consumers.
+"""Routes of boundaries, skips and conditioning from their producers to their consumers.
 
 ================  =============================  ================================================
 what stage s has  is given by a forward to       and its gradient by a backward
@@ -9,7 +9,7 @@ conditioning      the first stage on every       of a device's stages, summed, f
                   device that uses it            them (backwards run from the last to it)
 ================  =============================  ================================================
 
-Only gradients that something wants go back (see ``backbone/gradients.py``).
+Only required gradients are sent back (see ``backbone/gradients.py``).
 """
 
 from __future__ import annotations
@@ -20,35 +20,36 @@ from functools import cached_property
 from typing import NamedTuple
 
 from megatron_pulse.backbone.chain import Backbone, TensorSpec
-from megatron_pulse.backbone.gradients import wanted_gradients
-from megatron_pulse.planner.layout.crossing import SkipCarrier, carried
+from megatron_pulse.backbone.gradients import required_gradients
+from megatron_pulse.planner.layout.crossing import SkipCarrier, skip_carrier
 from megatron_pulse.planner.layout.placement import Partition
 
 
 class Payload(StrEnum):
-    """What is handed on."""
+    """Kind of a delivery or message."""
 
     BOUNDARY = "boundary"
     SKIP = "skip"
     CONDITIONING = "conditioning"
     ENCODED = "encoded"
-    """What slices of a frozen component leave for each other, and what the next step reads."""
+    """State that a slice of a frozen component leaves for other slices, or result for the next
+    step."""
     PREDICTION = "prediction"
-    """What a forward pass makes of a microbatch, for the input of the pass that follows."""
+    """Prediction of a forward-only pass for a microbatch, an input of the pass that follows."""
 
-    __hash__ = str.__hash__  # as of operations' kinds: looked up for every message
+    __hash__ = str.__hash__  # an Enum's own is slow; called for every message
 
     @property
     def is_carried(self) -> bool:
-        """Whether no stage gives or takes it: the executor's carrier does."""
+        """True if the executor's carrier, and no stage, provides and receives the payload."""
         return self in (Payload.ENCODED, Payload.PREDICTION)
 
 
 class Delivery(NamedTuple):
     """A tensor that a forward of stage ``source`` gives to stage ``destination``.
 
-    Its gradient goes back, where it ``wants`` one. ``name`` is the skip's or the conditioning's, or
-    the index of the boundary tensor.
+    The gradient travels back if ``wants``. ``name`` is the name of the skip or conditioning, or the
+    index of the boundary tensor.
     """
 
     payload: Payload
@@ -62,7 +63,7 @@ class Delivery(NamedTuple):
 class SkipRoute:
     """One skip between stages; ``output_index`` is its index among its layer's outputs.
 
-    ``wants`` says, here and in ``ConditioningRoute``, whether it wants a gradient.
+    ``wants``, here and in ``ConditioningRoute``, is true if a gradient is required.
     """
 
     name: str
@@ -76,7 +77,7 @@ class SkipRoute:
 
 @dataclass(frozen=True)
 class ConditioningRoute:
-    """A tensor of stage ``source_stage`` that the stages ``consumer_stages`` use."""
+    """A conditioning tensor of stage ``source_stage`` that the stages ``consumer_stages`` use."""
 
     name: str
     spec: TensorSpec
@@ -85,14 +86,14 @@ class ConditioningRoute:
     wants: bool = True
 
     def first_stage_on(self, partition: Partition, device: int) -> int | None:
-        """The first stage on ``device`` that uses it; None where none does."""
+        """First stage on ``device`` that uses the conditioning; None if none does."""
         placed = partition.placement.device_of_stage
         return next((s for s in self.consumer_stages if placed[s] == device), None)
 
 
 @dataclass(frozen=True)
 class Routes:
-    """All edges of a partitioned backbone, stage by stage."""
+    """Routes of all tensors between the stages of a partitioned backbone."""
 
     partition: Partition
     boundaries: tuple[tuple[TensorSpec, ...], ...]
@@ -100,15 +101,15 @@ class Routes:
     skips: tuple[SkipRoute, ...]
     conditioning: tuple[ConditioningRoute, ...]
     wants: tuple[tuple[bool, ...], ...]
-    """``wants[s][k]``: whether the tensor ``boundaries[s][k]`` wants a gradient."""
+    """``wants[s][k]`` is true if ``boundaries[s][k]`` requires a gradient."""
     replicated: frozenset[str] = frozenset()
-    """Embedders (layer names) that run on every device: what they provide never travels."""
+    """Names of embedder layers that run on every device; their conditioning never travels."""
 
     @cached_property
     def deliveries(self) -> tuple[Delivery, ...]:
-        """Everything that stages give to others, on their own device or on another.
+        """All tensors that stages give to others, on the same device or another.
 
-        A device's stages share a conditioning, which comes to the first of them.
+        The stages of a device share one delivery of a conditioning, to the first of them.
         """
         placement = self.partition.placement
         found = [
@@ -130,11 +131,13 @@ class Routes:
         return tuple(found)
 
     def given_by(self, stage: int) -> tuple[Delivery, ...]:
-        """What a forward of ``stage`` gives, and a backward waits for the gradients of."""
+        """Deliveries that a forward of ``stage`` makes, and whose gradients its backward waits
+        for."""
         return self._by_stage[0].get(stage, ())
 
     def given_to(self, stage: int) -> tuple[Delivery, ...]:
-        """What a forward of ``stage`` waits for, and a backward gives the gradients of."""
+        """Deliveries that a forward of ``stage`` waits for, and whose gradients its backward
+        sends."""
         return self._by_stage[1].get(stage, ())
 
     @cached_property
@@ -174,11 +177,11 @@ class Routes:
 def trace_routes(
     backbone: Backbone, partition: Partition, replicated: frozenset[str] = frozenset()
 ) -> Routes:
-    """The routes of ``backbone`` under ``partition`` with these embedders on every device."""
-    wanted = wanted_gradients(backbone)
+    """Trace the routes of ``backbone`` under ``partition``, with ``replicated`` embedders."""
+    wanted = required_gradients(backbone)
     skips = []
     for skip in backbone.skips:
-        source, destination, carrier = carried(skip, partition)
+        source, destination, carrier = skip_carrier(skip, partition)
         index, wants = skip.output_index, wanted.skips[skip.name]
         skips.append(SkipRoute(skip.name, skip.spec, source, destination, index, carrier, wants))
     conditioning = []
@@ -213,7 +216,7 @@ def embedders_of(backbone: Backbone, routes: Routes, stage: int) -> tuple[int, .
 
 
 def batch_fields_of(backbone: Backbone, routes: Routes, stage: int) -> frozenset[str]:
-    """The batch fields that ``stage`` reads, for its layers and for replicated embedders."""
+    """Batch fields that ``stage`` reads, for its layers and for replicated embedders."""
     readers = [
         i
         for i in routes.partition.layers_of_stage(stage)

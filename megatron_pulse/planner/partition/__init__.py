@@ -1,1 +1,1 @@
-"""Where the chain is cut, and what a partition costs."""
+"""Partitions: cuts of the chain into stages, and their costs."""

@@ -1,9 +1,10 @@
-"""What a partition costs.
+"""Costs of a partition.
 
-Times are of one microbatch. A message costs its sender and its receiver ``Link.time_s``, once
-forward and once for its gradient, wanted or not. A skip that crosses between devices is charged to
-both, also where it is the boundary tensor itself, which the runtime does not send again: a load is
-then an upper bound. Replicated and sent conditioning is left out (see ``embedders``).
+Times are for one microbatch. A message costs its sender and its receiver ``Link.time_s`` each, once
+forward and once for its gradient, even if no gradient is sent. A skip that crosses between devices
+is charged to both. A skip that is itself the boundary tensor is charged too, although the runtime
+does not send it twice. Loads are therefore upper bounds. Replicated and sent conditioning is left
+out (see ``embedders``).
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ from megatron_pulse.backbone.costs import ChainCosts
 from megatron_pulse.planner.cluster.link import Link
 from megatron_pulse.planner.layout.crossing import crossings
 from megatron_pulse.planner.layout.placement import Partition
-from megatron_pulse.planner.partition.memory import weighed_parameters
+from megatron_pulse.planner.partition.memory import effective_parameters
 
 
 @dataclass(frozen=True)
 class MemoryRule:
-    """What a device may hold: ``limit_bytes`` (inf: anything).
+    """Memory limit of a device: ``limit_bytes`` (inf: none).
 
-    ``bytes_per_parameter`` counts parameter, gradient and optimizer state, of which a frozen
-    parameter takes ``frozen_share`` (0 to 1); ``in_flight[s]`` is how many microbatches'
-    activations stage s keeps at once, one number for each stage. A goal's ``memory`` makes one for
-    a placement.
+    ``bytes_per_parameter`` counts parameter, gradient and optimizer state. A frozen parameter takes
+    ``frozen_share`` of that (0 to 1). ``in_flight[s]`` is the number of in-flight microbatches of
+    stage s, whose activations are in memory at once. A goal's ``memory`` makes a rule for a
+    placement.
     """
 
     limit_bytes: float
@@ -35,13 +36,13 @@ class MemoryRule:
     frozen_share: float = 1.0
 
     def weighed(self, costs: ChainCosts) -> tuple[float, ...]:
-        """Each layer's parameters, a frozen one counted as what it takes of a trained one."""
-        return weighed_parameters(costs, self.frozen_share)
+        """Parameters of each layer; a frozen parameter counts as its share of a trained one."""
+        return effective_parameters(costs, self.frozen_share)
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a partition costs: seconds and bytes of one microbatch, memory of a device."""
+    """Costs of a partition: seconds and bytes per microbatch, memory per device."""
 
     load_s: tuple[float, ...]
     compute_s: tuple[float, ...]
@@ -52,7 +53,7 @@ class Evaluation:
 
     @property
     def balance(self) -> float:
-        """The largest device's computing time over the mean."""
+        """Computing time of the busiest device over the mean."""
         mean = sum(self.compute_s) / len(self.compute_s)
         return max(self.compute_s) / mean if mean else 1.0
 
@@ -64,11 +65,11 @@ def evaluate(
     lam: float = 1.0,
     memory: MemoryRule | None = None,
 ) -> Evaluation:
-    """The costs of ``partition``.
+    """Evaluate ``partition``.
 
-    ``stage_s`` is the paper's measure of a stage (section IV, equation 1): its forward time and
-    ``lam`` times the sending of its output. Bytes are forward, as the runtime sends them (a skip
-    that is its stage's boundary tensor only once); gradients of what is trained move
+    ``stage_s`` is the paper's measure of a stage (section IV, equation 1): its forward time plus
+    ``lam`` times the time to send its output. Bytes are those of forwards, as the runtime sends
+    them: a skip that is its stage's boundary tensor counts once. Gradients of trained tensors move
     as many again.
     """
     placed = partition.placement.device_of_stage

@@ -1,4 +1,4 @@
-"""Where the chain is cut into stages."""
+"""Search for the best cuts of a chain into stages."""
 
 from __future__ import annotations
 
@@ -6,39 +6,39 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from megatron_pulse.backbone.costs import ChainCosts
-from megatron_pulse.faults import UserError
+from megatron_pulse.errors import UserError
 from megatron_pulse.planner.cluster.link import Link
 from megatron_pulse.planner.layout.placement import OPPOSITE, PLACEMENTS, Partition, Placement
-from megatron_pulse.planner.partition.closed import closed_cuts, largest_fold
+from megatron_pulse.planner.partition.cascade_dp import CascadePartitioner
 from megatron_pulse.planner.partition.evaluate import Evaluation, MemoryRule, evaluate
-from megatron_pulse.planner.partition.fold import optimal_fold
-from megatron_pulse.planner.partition.joint import Joint
+from megatron_pulse.planner.partition.fold_dp import optimal_fold
+from megatron_pulse.planner.partition.legal_cuts import largest_fold, legal_cut_pairs
+from megatron_pulse.planner.partition.linear_dp import optimal_row
+from megatron_pulse.planner.partition.multi_chunk.batched_cost import BatchedEvaluator
+from megatron_pulse.planner.partition.multi_chunk.search import WORK, SearchResult, search_cuts
 from megatron_pulse.planner.partition.pair_costs import PairCosts
-from megatron_pulse.planner.partition.row import optimal_row
-from megatron_pulse.planner.partition.several.many import ManyCuts
-from megatron_pulse.planner.partition.several.seek import WORK, Sought, seek
 
 
 class PartitionError(UserError):
-    """No legal partition exists; the message says why and what would be legal."""
+    """No legal partition exists; the message gives the reason and a legal alternative."""
 
 
 MEASURES = ("load", "stage", "bytes")
-"""By which partitions are compared."""
+"""Measures by which partitions are compared."""
 
 MemoryRules = Callable[[Placement], MemoryRule]
 
 
 @dataclass(frozen=True)
 class Goal:
-    """What makes a partition the best.
+    """Objective and constraints of a partition.
 
-    ``order`` are measures, the first counts most: "load" (the largest device's forward, backward
-    and communication time), "stage" (the largest stage by equation 1 of the paper, with ``lam``)
-    and "bytes" (between devices). With ``collocate`` both ends of every skip must be on one device
-    (a fold only). A measure may be larger than its best by the share ``slack`` where a later one
-    gains: with 0.05, the fewest bytes among loads within 5 %. ``memory`` gives what a device may
-    hold under a placement.
+    ``order`` lists measures, the most important first. "load" is the forward, backward and
+    communication time of the busiest device. "stage" is the largest stage by equation 1 of the
+    paper, with ``lam``. "bytes" are those between devices. With ``collocate`` both ends of every
+    skip must be on one device; only a fold can do so. A measure may exceed its best by the share
+    ``slack`` if a later measure gains: 0.05 gives the fewest bytes among loads within 5 %.
+    ``memory`` returns the memory rule of a placement.
     """
 
     order: tuple[str, ...] = MEASURES
@@ -54,7 +54,7 @@ class Goal:
             raise ValueError(f"order must be a tuple of {', '.join(MEASURES)}; is {order!r:.60}")
 
     def evaluate(self, costs: ChainCosts, partition: Partition) -> Evaluation:
-        """The costs of ``partition`` with this goal's link and memory rule."""
+        """Evaluate ``partition`` with this goal's link and memory rule."""
         rule = self.memory(partition.placement) if self.memory is not None else None
         return evaluate(costs, partition, self.link, self.lam, rule)
 
@@ -66,16 +66,17 @@ def find_partition(
     explain: bool = True,
     work: int = WORK,
 ) -> Partition:
-    """The best cuts of ``costs`` over ``placement``; ``goal`` is the load unless given.
+    """Find the best cuts of ``costs`` over ``placement``; the default ``goal`` is the load.
 
-    Optimal with one stage per device and on a fold of one wave. With more stages per device about
-    ``work`` partial and moved cuts are looked at (see ``several``): all that could be better where
-    devices and layers are few, else the most promising; the same each time, on any machine. Of a
-    cascade each chain's cuts are the best beside the other chains' (see ``joint``).
+    The result is optimal with one stage per device and on a fold of one wave. With more stages per
+    device the search visits about ``work`` partial and moved cuts (see ``several``). It is
+    exhaustive if devices and layers are few, else it follows the most promising cuts; it is
+    deterministic on any machine. In a cascade each chain's cuts are the best beside the other
+    chains' cuts (see ``joint``).
 
-    Raises PartitionError when no cut is legal and fits, or none was found, which it then says; it
-    names what would do (searching for that takes longer than for the cut, and is left out without
-    ``explain``).
+    Raises PartitionError if no legal cut fits the memory, or if none was found; the message
+    distinguishes the two. The message also names an alternative. That search takes longer than the
+    partition's own and is left out without ``explain``.
     """
     goal = goal or Goal()
     if len(costs.starts) != len(placement.starts):
@@ -108,28 +109,28 @@ def find_partition(
     return Partition(placement, found.cuts)
 
 
-def _search(costs: ChainCosts, placement: Placement, goal: Goal, work: int) -> Sought:
+def _search(costs: ChainCosts, placement: Placement, goal: Goal, work: int) -> SearchResult:
     if len(placement.starts) > 1:
         rule = goal.memory(placement) if goal.memory is not None else None
-        joint = Joint(costs, placement, goal.link, goal.lam, rule)
-        return Sought(joint.cuts(goal.order, goal.collocate, goal.slack), proved=False)
+        joint = CascadePartitioner(costs, placement, goal.link, goal.lam, rule)
+        return SearchResult(joint.cuts(goal.order, goal.collocate, goal.slack), proved=False)
     folded = placement.kind.mirrored and placement.num_stages > 1
     rule = goal.memory(placement) if goal.memory is not None else None
-    closed = closed_cuts(len(costs.names), costs.skips) if folded and costs.skips else None
+    closed = legal_cut_pairs(len(costs.names), costs.skips) if folded and costs.skips else None
     if placement.num_chunks > (2 if folded else 1):
-        many = ManyCuts(costs, placement, goal.link, goal.lam, rule)
-        return seek(many, closed, goal.collocate, goal.order, goal.slack, work)
+        many = BatchedEvaluator(costs, placement, goal.link, goal.lam, rule)
+        return search_cuts(many, closed, goal.collocate, goal.order, goal.slack, work)
     pairs = PairCosts(costs, goal.link, goal.lam, rule, placement.num_stages // 2)
     cuts = (
         optimal_fold(pairs, closed if goal.collocate else None, goal.order, goal.slack)
         if folded
         else optimal_row(pairs, placement.num_stages, goal.order, goal.slack)
     )
-    return Sought(cuts, proved=True)
+    return SearchResult(cuts, proved=True)
 
 
 def _why_not(costs: ChainCosts, placement: Placement, goal: Goal, work: int, proved: bool) -> str:
-    """What keeps every cut from being legal, and the smallest P or memory that would do."""
+    """Reason why no cut is legal, and the smallest P or memory that would do."""
 
     def fits(placement: Placement, goal: Goal) -> bool:
         return _search(costs, placement, goal, work).cuts is not None

@@ -1,4 +1,4 @@
-"""How much of a device's memory training takes, by the rules of Megatron and of the schedule."""
+"""Memory that training takes on a device, by the rules of Megatron and of the schedule."""
 
 from __future__ import annotations
 
@@ -11,31 +11,36 @@ from megatron_pulse.planner.layout.crossing import (
     Crossing,
     SkipCarrier,
     SkipEnds,
-    carried,
+    skip_carrier,
 )
 from megatron_pulse.planner.layout.placement import Partition, Placement
-from megatron_pulse.profile.devices import ELEMENT_BYTES
+from megatron_pulse.profile.roofline import ELEMENT_BYTES
 
 
 @dataclass(frozen=True)
 class ParameterState:
-    """What a run keeps of a trained parameter otherwise than Megatron by default: its average in
-    fp32 (``averages``), with bfloat16 the sum of its gradients in that (``half_gradients``), or the
-    optimizer's state and averages in the node's memory (``host_optimizer``)."""
+    """Options for the state of a trained parameter that differ from Megatron's defaults.
 
-    averages: bool = False
-    half_gradients: bool = False
-    host_optimizer: bool = False
+    ``ema``: an EMA in fp32. ``grad_reduce_in_bf16``: bfloat16 gradients are accumulated and reduced
+    in bfloat16. ``optimizer_cpu_offload``: optimizer offload; optimizer state and EMA are in the
+    node's memory.
+    """
+
+    ema: bool = False
+    grad_reduce_in_bf16: bool = False
+    optimizer_cpu_offload: bool = False
 
     def gradient_bytes(self, dtype: str) -> int:
-        """Of a gradient as it is summed over microbatches and replicas; on its way to the host a
-        float16 one is summed in fp32."""
-        half = {"bfloat16": self.half_gradients, "float16": not self.host_optimizer}
+        """Bytes per element of the gradient that is summed over microbatches and replicas.
+
+        With optimizer offload float16 gradients are summed in fp32.
+        """
+        half = {"bfloat16": self.grad_reduce_in_bf16, "float16": not self.optimizer_cpu_offload}
         return 2 if half.get(dtype) else 4
 
 
 DEFAULT_STATE = ParameterState()
-"""Megatron's."""
+"""Megatron's defaults."""
 
 
 def bytes_per_parameter(
@@ -44,7 +49,7 @@ def bytes_per_parameter(
     data_parallel: int = 1,
     state: ParameterState = DEFAULT_STATE,
 ) -> float:
-    """Bytes of a parameter with its gradient and Adam's state while a step computes.
+    """Bytes per parameter, with its gradient and Adam's state, while a step computes.
 
     ========  =====================================  ==========================================
     dtype     on every replica                       divided by the distributed optimizer
@@ -54,44 +59,50 @@ def bytes_per_parameter(
     float32   4 parameter, 4 gradient                8 both moments
     ========  =====================================  ==========================================
 
-    An average has 4 more, divided too. With the optimizer on the host all that is divided is
-    there (``host_bytes_per_parameter``). What it has while it works is ``stepping_bytes``.
-    Source: Megatron-Core's guide to the distributed optimizer, whose figures have both. Raises
-    KeyError for other dtypes.
+    An EMA takes 4 more, divided too. Optimizer offload moves all that is divided to the host
+    (``host_bytes_per_parameter``). Workspace memory of the optimizer is ``optimizer_step_bytes``.
+    Source:
+    Megatron-Core's guide to the distributed optimizer, whose figures include both. Raises KeyError
+    for other dtypes.
     """
     replicas = data_parallel if distributed_optimizer else 1
     kept = ELEMENT_BYTES[dtype] + state.gradient_bytes(dtype)
-    if state.host_optimizer:
+    if state.optimizer_cpu_offload:
         return kept
     copy = 0 if dtype == "float32" else 4
-    return kept + (copy + 8 + 4 * state.averages) / replicas
+    return kept + (copy + 8 + 4 * state.ema) / replicas
 
 
 def host_bytes_per_parameter(dtype: str, data_parallel: int, state: ParameterState) -> float:
-    """Bytes of a parameter in the node's memory for each replica, where the optimizer is there:
-    fp32 copy, gradient and both moments, an average, and what the copy is rounded to."""
-    if not state.host_optimizer:
+    """Bytes per parameter in the node's memory, per replica, with optimizer offload.
+
+    They are an fp32 copy, a gradient, both moments, the EMA, and the rounded copy.
+    """
+    if not state.optimizer_cpu_offload:
         return 0.0
     rounded = ELEMENT_BYTES[dtype] if dtype != "float32" else 0
-    return (4 + 4 + 8 + 4 * state.averages + rounded) / data_parallel
+    return (4 + 4 + 8 + 4 * state.ema + rounded) / data_parallel
 
 
-def stepping_bytes(
+def optimizer_step_bytes(
     dtype: str,
     distributed_optimizer: bool = False,
     data_parallel: int = 1,
     state: ParameterState = DEFAULT_STATE,
 ) -> float:
-    """Bytes of a parameter that are there while the optimizer works, and no activation is: an fp32
-    copy of a gradient that is summed in half precision. It goes before the next forward."""
-    if state.host_optimizer:  # there they are fp32
+    """Workspace bytes per parameter of the optimizer step, during which no activations are held.
+
+    They hold the fp32 copy of a gradient that is summed in half precision. The copy is freed before
+    the next forward.
+    """
+    if state.optimizer_cpu_offload:  # gradients on the host are fp32
         return 0.0
     replicas = data_parallel if distributed_optimizer else 1
     return (4 if state.gradient_bytes(dtype) < 4 else 0) / replicas
 
 
-def weighed_parameters(costs: ChainCosts, share: float) -> tuple[float, ...]:
-    """Each layer's parameters, where a frozen one counts as ``share`` of a trained one."""
+def effective_parameters(costs: ChainCosts, share: float) -> tuple[float, ...]:
+    """Parameters of each layer; a frozen parameter counts as ``share`` of a trained one."""
     if not costs.trained:
         return costs.parameters
     pairs = zip(costs.parameters, costs.trained, strict=True)
@@ -99,12 +110,14 @@ def weighed_parameters(costs: ChainCosts, share: float) -> tuple[float, ...]:
 
 
 def kept_bytes(costs: ChainCosts, partition: Partition) -> tuple[float, ...]:
-    """What a forward of each stage keeps until its backward.
+    """Activation bytes that a forward of each stage keeps until its backward.
 
-    A stage without a backward keeps nothing, but what it hands on waits where it is taken. That is
-    counted as its own: it must not run ahead without bound.
+    A stage without a backward keeps nothing itself, but its output waits at the consumer. The
+    output counts as the stage's own, so that the stage cannot run ahead without bound.
     """
-    saved, backward = map(partition.per_stage, (kept_of_layers(costs, partition), costs.backward_s))
+    saved, backward = map(
+        partition.per_stage, (activation_bytes_of_layers(costs, partition), costs.backward_s)
+    )
     given = (*(costs.boundary_bytes[cut] for cut in partition.cuts[1:-1]), 0)
     return tuple(
         float(kept if seconds else max(kept, waiting))
@@ -112,15 +125,17 @@ def kept_bytes(costs: ChainCosts, partition: Partition) -> tuple[float, ...]:
     )
 
 
-def kept_of_layers(costs: ChainCosts, partition: Partition) -> tuple[float, ...]:
-    """What a forward of each layer keeps until its backward. What a layer that is computed again
-    pops, it keeps, unless the skip's own stage does."""
+def activation_bytes_of_layers(costs: ChainCosts, partition: Partition) -> tuple[float, ...]:
+    """Activation bytes that a forward of each layer keeps until its backward.
+
+    A recomputed layer keeps the skips that it pops, unless the skip's own stage keeps them.
+    """
     layers = list(costs.saved_bytes)
     for first in partition.cuts[:-1]:
         layers[first] += costs.shared_bytes[first] if costs.shared_bytes else 0
     if any(costs.recompute_s):
         for skip in costs.skips:
-            _, _, carrier = carried(skip, partition)
+            _, _, carrier = skip_carrier(skip, partition)
             alone = carrier is SkipCarrier.LOCAL and sent_alone(skip, partition)
             if costs.recompute_s[skip.destination] and (alone or carrier is SkipCarrier.DIRECT):
                 layers[skip.destination] += skip.num_bytes
@@ -128,26 +143,27 @@ def kept_of_layers(costs: ChainCosts, partition: Partition) -> tuple[float, ...]
 
 
 def sent_alone(skip: SkipEnds, partition: Partition) -> bool:
-    """Whether a skip leaves a stage's last layer, so that no other of its layers keeps it."""
+    """True if the source of a skip is the last layer of its stage, so no other layer there keeps
+    it."""
     return skip.source + 1 == partition.cuts[partition.stage_of_layer(skip.source) + 1]
 
 
-def waiting_bytes(costs: ChainCosts, partition: Partition) -> tuple[float, ...]:
-    """What each stage still holds between the input gradient and the weight gradient."""
-    return tuple(map(float, partition.per_stage(costs.waiting_bytes or costs.saved_bytes)))
+def wgrad_bytes(costs: ChainCosts, partition: Partition) -> tuple[float, ...]:
+    """Bytes that a stage holds between input gradient and weight gradient (weight-gradient
+    queue)."""
+    return tuple(map(float, partition.per_stage(costs.wgrad_bytes or costs.saved_bytes)))
 
 
-def carried_bytes(
+def in_transit_bytes(
     crossed: Iterable[Crossing], placement: Placement, num_microbatches: int
 ) -> tuple[float, ...]:
-    """For each device, about what buffers of messages take beside activations, at most at one time,
-    where so much is ``crossed``.
+    """Approximate peak bytes of message buffers on each device, beside activations.
 
-    A receive is posted before its message is made, and what has come early waits: a skip, and its
-    gradient, as long as the stages between its ends take. What was sent is kept for about as long
-    as one is on its way; a skip is so anyway, for its own stage's backward (NCCL's copy of one, for
-    an operation's time, is not counted). In compiled steps of
-    ``tests.benchmarks.waiting`` four devices in five hold less, nine in ten a third more at most.
+    A receive is posted before its message is produced. An early arrival waits: a skip, and its
+    gradient, for as long as the stages between its ends take. A sent message is kept for about as
+    long as one is in transit. A sent skip is kept anyway for its own stage's backward, so only its
+    receive counts. NCCL's copy of a skip, kept for one operation, is not counted. The figures are
+    estimates; ``tests.benchmarks.waiting`` compares them with compiled steps.
     """
     home, chunks = placement.device_of_stage, placement.num_chunks // len(placement.starts)
     held = [0.0] * placement.num_devices
@@ -166,13 +182,13 @@ def carried_bytes(
 
 
 def in_flight(placement: Placement, num_microbatches: int) -> tuple[int, ...]:
-    """For each stage, about how many microbatches wait between its forward and its backward.
+    """Estimate the in-flight microbatches of each stage.
 
-    At full rate and with backwards of twice a forward, a microbatch spends (S - s)/V of its
-    device's periods between stage s and back (S stages, V on each device): what 1F1B holds. With
-    several stages on a device no schedule keeps the rate with so little, and half as much again
-    is counted (equal stages need 6, 12, 22 in all at P = 4, 8, 16). So it is with each chain of a
-    cascade.
+    At full rate, and with backwards of twice a forward, a microbatch spends (S - s)/V periods of
+    its device between the forward and the backward of stage s (S stages, V per device). 1F1B holds
+    exactly this number. With several stages per device no schedule keeps the rate with so few. Then
+    half as many again are counted (equal stages need 6, 12, 22 in all at P = 4, 8, 16). The same
+    holds for each chain of a cascade.
     """
     chunks = placement.num_chunks // len(placement.starts)
     slack = 1.0 if chunks == 1 else 1.5

@@ -1,4 +1,4 @@
-"""What stages cost, from their ends alone: arrays of pairs of a fold, or of single stages."""
+"""Costs of stages as functions of their ends: arrays of pairs of a fold, or of single stages."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ SLACK = 1 + 1e-12  # sums in another order must not make an optimum illegal
 class PairCosts:
     """Costs of the pair of stages [a, a2) and [b2, b) on device k, for arrays of such pairs.
 
-    ``beside_s[k]`` and ``beside_bytes[k]`` are what the device of pair k has to do and to hold for
-    others (default: nothing).
+    ``beside_s[k]`` and ``beside_bytes[k]`` are seconds and bytes that other chains take on the
+    device of pair k (default: none).
     """
 
     costs: ChainCosts
@@ -55,8 +55,8 @@ class PairCosts:
         self._skip_bytes = SkipSums(costs, [s.num_bytes for s in costs.skips])
 
     def load(self, pair: int | Ints, a: Ints, a2: Ints, b2: Ints, b: Ints) -> Floats:
-        """Forward and backward time of both stages, and of all messages of the device, beside what
-        it does for others."""
+        """Forward and backward time of both stages and all messages of the device, plus
+        ``beside_s``."""
         compute = self.compute[a2] - self.compute[a] + self.compute[b] - self.compute[b2]
         inner = np.where(a2 == b2, 0.0, self.send[a2] + self.send[b2])
         sent = self.send[a] + self.send[b] + inner + self._skip_s.single_ends(a, a2, b2, b)
@@ -64,16 +64,16 @@ class PairCosts:
         return result
 
     def stage(self, pair: int | Ints, a: Ints, a2: Ints, b2: Ints, b: Ints) -> Floats:
-        """The larger of both stages by equation 1 of the paper."""
+        """Measure of the larger of both stages, by equation 1 of the paper."""
         left = self.forward[a2] - self.forward[a] + self.lam * self.send[a2] * (a2 != b2)
         right = self.forward[b] - self.forward[b2] + self.lam * self.send[b]
         result: Floats = np.maximum(left, right)
         return result
 
     def bytes(self, pair: int | Ints, a: Ints, a2: Ints, b2: Ints, b: Ints) -> Floats:
-        """Forward bytes of the inner boundaries, and half of each skip with one end here.
+        """Forward bytes of the inner boundaries, and half of each skip with one end in the pair.
 
-        A skip that is the boundary tensor before one of the stages is not sent again.
+        A skip that is itself the boundary tensor before one of the stages is not sent again.
         """
         innermost = a2 == b2
         inner = np.where(innermost, 0.0, self._bytes[a2] + self._bytes[b2])
@@ -82,11 +82,12 @@ class PairCosts:
         return result
 
     def merged_bytes(self, begin: Ints, end: Ints) -> Floats:
-        """Skips that are the boundary tensor before the stage [begin, end), which pops them."""
+        """Bytes of skips that are the boundary tensor before the stage [begin, end), which pops
+        them."""
         return self._skip_bytes.merged(begin, end)
 
     def row(self, measure: str, begin: Ints, end: Ints) -> Floats:
-        """``measure`` of the single stages [begin, end), one on each device."""
+        """Value of ``measure`` for single stages [begin, end), one on each device."""
         sent = self.send[begin] + self.send[end]
         if measure == "load":
             skips = self._skip_s.single_ends(begin, end, end, end)
@@ -100,7 +101,7 @@ class PairCosts:
         return moved
 
     def row_bytes_held(self, stage: int, begin: Ints, end: Ints) -> Floats:
-        """Memory that the stages [begin, end) take as the stage number ``stage``."""
+        """Memory of the layers [begin, end) as stage number ``stage``, in bytes."""
         if self.memory is None:
             return np.zeros(len(begin))
         rule = self.memory
@@ -108,7 +109,7 @@ class PairCosts:
         return held + rule.in_flight[stage] * (self._saved[end] - self._saved[begin])
 
     def fits(self, pair: int, a: Ints, a2: Ints, b2: Ints, b: Ints) -> Bools:
-        """Whether the device of ``pair`` can hold it."""
+        """True for pairs that fit in their device's memory."""
         if self.memory is None:
             return np.ones(len(a), dtype=np.bool_)
         there, back = self._held_up_to[pair]
@@ -118,7 +119,8 @@ class PairCosts:
 
     @cached_property
     def _held_up_to(self) -> list[tuple[Floats, Floats]]:
-        """Of each pair the memory of all layers before each, on the way there and back."""
+        """For each pair, the memory of all layers before each cut, as the pair's first and second
+        stage."""
         rule = self.memory
         if rule is None:
             return []
@@ -128,7 +130,7 @@ class PairCosts:
 
 
 class SkipSums:
-    """Sums of a weight over skips, by where their ends are."""
+    """Sums of a weight over skips, selected by the positions of their ends."""
 
     def __init__(self, costs: ChainCosts, weights: Sequence[float]) -> None:
         num = len(costs.names)
@@ -146,7 +148,7 @@ class SkipSums:
         self._inside = self._between(begin, end, begin, end).ravel()
 
     def single_ends(self, a: Ints, a2: Ints, b2: Ints, b: Ints) -> Floats:
-        """The weight of skips with exactly one end in [a, a2) and [b2, b) together."""
+        """Weight of skips with exactly one end in [a, a2) and [b2, b) together."""
         if not self._any:
             return np.zeros(len(a))
         within, width = self._inside, self._width
@@ -156,15 +158,16 @@ class SkipSums:
         return result
 
     def merged(self, begin: Ints, end: Ints) -> Floats:
-        """The weight of skips from the layer before ``begin`` to layers from there on before
-        ``end``: sent as the boundary tensor (see ``crossing``)."""
+        """Weight of skips from the layer before ``begin`` to a layer in [begin, end).
+
+        Such a skip is sent as the boundary tensor (see ``crossing``).
+        """
         if not self._any:
             return np.zeros(len(begin))
         return self._between(np.maximum(begin - 1, 0), begin, begin, end)
 
     def _between(self, from_: Ints, from_end: Ints, to: Ints, to_end: Ints) -> Floats:
-        """Of skips from layers ``from_`` on before ``from_end`` to layers ``to`` on before
-        ``to_end``."""
+        """Weight of skips from a layer in [from_, from_end) to a layer in [to, to_end)."""
         table, above, below = self._edges, from_ * self._width, from_end * self._width
         result: Floats = (
             table[below + to_end] - table[above + to_end] - table[below + to] + table[above + to]

@@ -1,7 +1,7 @@
-"""Bytes that a partition moves between devices, as its layout moves skips.
+"""Bytes that a partition moves between devices, depending on how its layout moves skips.
 
-Where a stage ends with the layer that pushes a skip, the skip is the boundary tensor and is
-relayed once, not twice. All bytes are of one microbatch, forward and gradients together.
+If a stage ends with the layer that pushes a skip, the skip is itself the boundary tensor and is
+relayed only once. All bytes are those of one microbatch, forward and gradients together.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from megatron_pulse.planner.layout.placement import Partition
 class Volume:
     """Forward and gradient bytes of one microbatch.
 
-    ``links[a, b]`` are those from device a to device b; ``sent[d]`` and ``received[d]`` a
-    device's.
+    ``links[a, b]`` are the bytes from device a to device b.
     """
 
     boundary: int
@@ -27,23 +26,23 @@ class Volume:
 
     @property
     def total(self) -> int:
-        """All bytes."""
+        """Total bytes."""
         return self.boundary + self.skip
 
     def of_device(self, device: int) -> int:
-        """What a device sends and receives."""
+        """Bytes that ``device`` sends and receives."""
         return sum(size for link, size in self.links.items() if device in link)
 
     @property
     def hottest(self) -> int:
-        """The most that one device sends and receives."""
+        """Bytes that the busiest device sends and receives."""
         return max((self.of_device(d) for d in {d for link in self.links for d in link}), default=0)
 
 
 def relayed(costs: ChainCosts, merged: bool = True) -> ChainCosts:
-    """The same chain where every skip is handed on at each cut that it crosses.
+    """Costs of the same chain with every skip relayed at each cut that it crosses.
 
-    Unless ``merged``, a skip that is the boundary tensor is sent beside it, as in the paper.
+    Unless ``merged``, a skip that is itself the boundary tensor is sent twice, as in the paper.
     """
     sizes = []
     for cut, boundary in enumerate(costs.boundary_bytes):
@@ -53,9 +52,9 @@ def relayed(costs: ChainCosts, merged: bool = True) -> ChainCosts:
 
 
 def volume(costs: ChainCosts, partition: Partition) -> Volume:
-    """What ``partition`` moves when skips between devices travel directly.
+    """Bytes that ``partition`` moves if skips between devices travel directly.
 
-    For relayed skips give ``relayed(costs)``.
+    For relayed skips pass ``relayed(costs)``.
     """
     home = partition.placement.device_of_stage
     links: dict[tuple[int, int], int] = {}

@@ -1,1 +1,1 @@
-"""A plan as JSON: written, read, checked."""
+"""Plan files (JSON): schema, reading and writing, validation."""

@@ -1,40 +1,40 @@
-"""The plan as a file: what a tuner decided, what it expects, and where that comes from.
+"""Plan file: decisions of the tuner, predictions, and provenance.
 
-One JSON object: ``pulse tune`` writes it, ``pulse check`` and ``pulse show`` read it, a run with
-``--pulse-plan`` obeys it. It holds everything that bears on what runs (backbone, degrees, batch,
-cuts, every device's order), so that a run needs no solver, and what each layer costs at its
-microbatch size, so that all that is predicted can be worked out again.
+The file is one JSON object. ``pulse tune`` writes it, ``pulse check`` and ``pulse show`` read it,
+and a run with ``--pulse-plan`` obeys it. It holds everything that determines execution (backbone,
+degrees, batch, cuts, every device's order), so that a run needs no solver. It also holds the costs
+of each layer at its microbatch size, so that all predictions can be recomputed.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import astuple, dataclass, fields
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from megatron_pulse.backbone.named import name_of
-from megatron_pulse.faults import UserError
-from megatron_pulse.file_kinds import FileKind, kind_of
-from megatron_pulse.files import FileError, read_json, write_sealed
-from megatron_pulse.flag_fields import flag_value
+from megatron_pulse.backbone.activations import ActivationPolicies, name_faults, policies_of
+from megatron_pulse.backbone.layer_patterns import name_of
+from megatron_pulse.errors import UserError
+from megatron_pulse.file_kinds import FileKind, detect_kind
+from megatron_pulse.files import FileError, read_json, write_with_checksum
+from megatron_pulse.flags import flag_value
 from megatron_pulse.planner.layout.layouts import layout_name
 from megatron_pulse.planner.layout.placement import Partition, Placement, make_placement
 from megatron_pulse.planner.partition.memory import ParameterState
-from megatron_pulse.planner.plan_file.agreement import (
+from megatron_pulse.planner.plan_file.schema import FORMAT, MOVED, REDONE, WAITING, plan_faults
+from megatron_pulse.planner.plan_file.validators import (
     edge_faults,
-    relief_faults,
     shape_faults,
     sum_faults,
 )
-from megatron_pulse.planner.plan_file.schema import FORMAT, MOVED, REDONE, WAITING, plan_faults
+from megatron_pulse.planner.program.simulate import Replay, StageMessage, lags, simulate_step
 from megatron_pulse.planner.schedule.check.validate import faults_for, validate
-from megatron_pulse.planner.schedule.files import from_json, to_json
 from megatron_pulse.planner.schedule.operations import Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
-from megatron_pulse.planner.step.replay import Edge, Replay, lags, replay
+from megatron_pulse.planner.schedule.serialize import from_json, to_json
 from megatron_pulse.profile import files as profile_files
 from megatron_pulse.profile.profile import Profile, ProfileError
 
@@ -45,19 +45,25 @@ class PlanFileError(UserError):
 
 @dataclass(frozen=True)
 class PlanFile:
-    """Everything that a run is told, and what was predicted of it.
+    """Configuration of a run, its predictions, and their provenance.
 
-    ``rank_order`` is Megatron's: tp-dp-pp or tp-pp-dp. ``stages`` are the layers' names.
-    ``schedule`` answers ``problem``, in seconds and bytes; ``edges`` are the messages between
-    devices. ``predicted`` and ``provenance`` are for people; they and the times are what
-    ``profile``, of this microbatch size alone, makes of the rest (see ``tune.plans.recompute``).
-    ``encoders`` are the frozen components (as ``fill.table`` has them) whose pieces the schedule's
-    fillers are, ``in_front`` those that run before the step, ``policies`` what was decided of each
-    and why (see ``tune.plans.policies``). ``self_conditioning`` is the share of steps that run all
-    forwards once before. The layers in ``recompute`` compute their activations again, those of
-    ``offload`` may wait on the host, those of ``selective`` compute again what is cheap.
-    ``averages``, ``half_gradients`` and ``host_optimizer`` say what is kept of a parameter, and
-    where (see ``ParameterState``).
+    ``rank_order`` is Megatron's: tp-dp-pp or tp-pp-dp. ``stages`` are the names of each stage's
+    layers. ``schedule`` solves ``problem``, in seconds and bytes; ``edges`` are the messages
+    between devices. ``predicted`` and ``provenance`` are informative. They and the times follow
+    from the other fields and ``profile``, which has this microbatch size alone (see
+    ``tune.plans.verify_figures``).
+
+    ``encoders`` are the frozen components (in the form of ``bubble_fill.encoder_table``) that the
+    schedule's
+    bubble tasks run. ``before_step`` are those that run before the step. ``policies`` are the
+    decision
+    for each of them, with its reason (see ``plans.encoder_policies``). ``self_conditioning`` is the
+    share of steps with an additional forward-only pass.
+
+    ``recompute``, ``selective`` and ``offload`` are layers under full recomputation, selective
+    recomputation and activation offload. ``ema`` (EMA), ``grad_reduce_in_bf16`` (bf16 gradient
+    reduction) and ``optimizer_cpu_offload`` (optimizer offload) are the fields of
+    ``ParameterState``.
     """
 
     backbone: Mapping[str, Any]
@@ -69,29 +75,27 @@ class PlanFile:
     rank_order: str
     global_batch_size: int
     micro_batch_size: int
-    recompute: tuple[str, ...]
+    activations: ActivationPolicies
     distributed_optimizer: bool
-    averages: bool
-    half_gradients: bool
+    ema: bool
+    grad_reduce_in_bf16: bool
     overlap_grad_reduce: bool
     stages: tuple[tuple[str, ...], ...]
     schedule: Schedule
     problem: ScheduleProblem
-    edges: tuple[Edge, ...]
+    edges: tuple[StageMessage, ...]
     predicted: Mapping[str, Any]
     provenance: Mapping[str, Any]
     profile: Profile
     encoders: tuple[Mapping[str, Any], ...] | None = None
-    in_front: tuple[Mapping[str, Any], ...] | None = None
+    before_step: tuple[Mapping[str, Any], ...] | None = None
     policies: tuple[Mapping[str, Any], ...] | None = None
     self_conditioning: float = 0.0
-    offload: tuple[str, ...] = ()
-    selective: tuple[str, ...] = ()
-    host_optimizer: bool = False
+    optimizer_cpu_offload: bool = False
 
     @property
     def heading(self) -> str:
-        """What runs where, in a line."""
+        """Summary of the plan in one line."""
         return (
             f"{name_of(self.backbone)} on {self.world_size} rank(s): pipeline {self.pipeline} x "
             f"data {self.data} x tensor {self.tensor}, {self.layout} ({len(self.stages)} stage(s))"
@@ -99,74 +103,59 @@ class PlanFile:
 
     @property
     def layout(self) -> str:
-        """The name of its layout, as ``pulse tune --layouts`` takes it."""
+        """Name of the layout, as ``pulse tune --layouts`` takes it."""
         return layout_name(self.partition, self.profile.skips)
 
     @property
     def world_size(self) -> int:
-        """Ranks of the job."""
+        """Number of ranks of the job."""
         return self.pipeline * self.data * self.tensor
 
     @property
     def num_microbatches(self) -> int:
-        """Microbatches of a step on one pipeline."""
+        """Number of microbatches per step and pipeline."""
         return self.global_batch_size // (self.data * self.micro_batch_size)
 
     @property
     def num_samples(self) -> int:
-        """Samples of a step of one pipeline."""
+        """Number of samples per step and pipeline."""
         return self.num_microbatches * self.micro_batch_size
 
     @property
     def placement(self) -> Placement:
-        """Where the stages are."""
+        """Placement of the stages on devices."""
         return self.problem.placement
 
     @property
     def partition(self) -> Partition:
-        """Where the chain is cut."""
+        """Partition of the chain into stages."""
         return Partition(self.placement, (0, *accumulate(map(len, self.stages))))
 
     @property
     def state(self) -> ParameterState:
-        """What is kept of a trained parameter."""
-        return ParameterState(self.averages, self.half_gradients, self.host_optimizer)
+        """State kept for each trained parameter."""
+        return ParameterState(self.ema, self.grad_reduce_in_bf16, self.optimizer_cpu_offload)
 
     @property
-    def recomputed(self) -> frozenset[int]:
-        """The layers whose activations are computed again, by their place in the chain."""
-        return self._places(self.recompute)
+    def layer_names(self) -> list[str]:
+        """Names of all layers, in chain order."""
+        return [name for stage in self.stages for name in stage]
 
-    @property
-    def offloaded(self) -> frozenset[int]:
-        """The layers whose activations may wait on the host, by their place in the chain."""
-        return self._places(self.offload)
-
-    @property
-    def selected(self) -> frozenset[int]:
-        """The layers that compute what is cheap again, by their place in the chain."""
-        return self._places(self.selective)
-
-    def _places(self, layers: Collection[str]) -> frozenset[int]:
-        names = [name for stage in self.stages for name in stage]
-        return frozenset(i for i, name in enumerate(names) if name in layers)
-
-    def replay(self) -> Replay:
-        """The step of one pipeline as predicted."""
-        return replay(self.problem, self.schedule, self.edges)
+    def simulate_step(self) -> Replay:
+        """Predicted step of one pipeline."""
+        return simulate_step(self.problem, self.schedule, self.edges)
 
 
 def save_plan(plan: PlanFile, path: str | Path) -> None:
-    """Write ``plan``; what was there before is only replaced by a complete file."""
-    write_sealed(path, json.dumps(to_record(plan), indent=1) + "\n")
+    """Write ``plan`` to ``path`` atomically: only a complete file replaces an existing one."""
+    write_with_checksum(path, json.dumps(to_record(plan), indent=1) + "\n")
 
 
 def read_plan(path: str | Path) -> tuple[dict[str, Any] | None, PlanFile | None, list[str]]:
-    """What a file says, as a plan, and every fault of form and of legality.
+    """Read a plan file: its JSON object, its plan, and every fault of form and of legality.
 
-    None instead of what it says where its form has faults, and instead of a plan where numbers do
-    not make one. Raises PlanFileError for a file that cannot be read at all (see
-    ``files.read_json``).
+    The object is None if its form has faults. The plan is None if its numbers do not make one.
+    Raises PlanFileError for a file that cannot be read at all (see ``files.read_json``).
     """
     try:
         record = read_json(path, FileKind.PLAN)
@@ -180,9 +169,10 @@ def read_plan(path: str | Path) -> tuple[dict[str, Any] | None, PlanFile | None,
 
 
 def _other_version(path: str | Path, record: Mapping[str, Any]) -> str:
-    """That a plan is of another version; empty where it is not, or is no plan at all."""
+    """Error text for a plan of another version; empty for the current version and for other
+    files."""
     form = record.get("format")
-    if form is None or form == FORMAT or kind_of(record) is not FileKind.PLAN:
+    if form is None or form == FORMAT or detect_kind(record) is not FileKind.PLAN:
         return ""
     backbone = record.get("backbone")
     named = backbone if isinstance(backbone, dict) else {}
@@ -198,7 +188,7 @@ def _other_version(path: str | Path, record: Mapping[str, Any]) -> str:
 
 
 def to_record(plan: PlanFile) -> dict[str, Any]:
-    """What its file holds."""
+    """JSON object of ``plan``."""
     problem = plan.problem
     record: dict[str, Any] = {"format": FORMAT}
     for field in fields(plan):
@@ -214,20 +204,22 @@ def to_record(plan: PlanFile) -> dict[str, Any]:
                     "saved_bytes": problem.activation,
                     "cap_bytes": problem.cap,
                 }
-                if problem.recompute is not None:
-                    again = problem.recomputed or (0.0,) * problem.placement.num_stages
-                    record["times"] |= dict(zip(REDONE, (problem.recompute, again), strict=True))
-                if problem.waiting is not None:
-                    record["times"][WAITING] = problem.waiting
-                if problem.offloaded is not None:
-                    moved = problem.offloaded, problem.copying
+                if problem.recompute_s is not None:
+                    again = problem.recompute_bytes or (0.0,) * problem.placement.num_stages
+                    record["times"] |= dict(zip(REDONE, (problem.recompute_s, again), strict=True))
+                if problem.wgrad_bytes is not None:
+                    record["times"][WAITING] = problem.wgrad_bytes
+                if problem.offload_bytes is not None:
+                    moved = problem.offload_bytes, problem.offload_s
                     record["times"] |= dict(zip(MOVED, moved, strict=True))
             case "edges":
                 pass
-            case "encoders" | "in_front" | "policies" as name:
+            case "encoders" | "before_step" | "policies" as name:
                 if (given := getattr(plan, name)) is not None:
                     record[name] = list(given)
-            case "self_conditioning" | "offload" | "selective" | "host_optimizer" as name:
+            case "activations":
+                record["activations"] = plan.activations.by_name(plan.layer_names)
+            case "self_conditioning" | "optimizer_cpu_offload" as name:
                 if given := getattr(plan, name):
                     record[name] = given
             case "stages":
@@ -242,7 +234,7 @@ def to_record(plan: PlanFile) -> dict[str, Any]:
 
 
 def _from_record(record: dict[str, Any]) -> tuple[PlanFile | None, list[str]]:
-    """The plan of a record without faults of form, if its numbers make one, and all faults."""
+    """Plan of a well-formed record, if its numbers make one, and all faults."""
     faults = list(sum_faults(record))
     try:
         profile = profile_files.from_record(record["profile"], "profile")
@@ -255,9 +247,12 @@ def _from_record(record: dict[str, Any]) -> tuple[PlanFile | None, list[str]]:
     if shape := list(shape_faults(record)):
         return None, faults + shape
     times = record["times"]
-    if relief := list(relief_faults(record)):  # nothing can be worked out from it
-        return None, [*faults, *relief, *(f"schedule: {fault}" for fault in validate(schedule))]
-    edges = tuple(Edge(int(a), int(b), float(s), *wants) for a, b, s, *wants in times["edges"])
+    names = [name for stage in record["stages"] for name in stage]
+    if unknown := list(name_faults(record["activations"], names)):
+        return None, [*faults, *unknown, *(f"schedule: {fault}" for fault in validate(schedule))]
+    edges = tuple(
+        StageMessage(int(a), int(b), float(s), *wants) for a, b, s, *wants in times["edges"]
+    )
     placement = make_placement(record["placement"], record["pipeline"], record["num_chunks"])
     faults += edge_faults(placement, edges)
     count, rest = divmod(record["global_batch_size"], record["data"] * record["micro_batch_size"])
@@ -281,9 +276,9 @@ def _from_record(record: dict[str, Any]) -> tuple[PlanFile | None, list[str]]:
         return None, faults
     given = {field.name: record[field.name] for field in fields(PlanFile) if field.name in record}
     given["stages"] = tuple(map(tuple, record["stages"]))
-    given["recompute"] = tuple(record["recompute"])
+    given["activations"] = policies_of(record["activations"], names)
     given["schedule"], given["profile"] = schedule, profile
-    for name in ("encoders", "in_front", "policies", "offload", "selective"):
+    for name in ("encoders", "before_step", "policies"):
         if name in given:
             given[name] = tuple(given[name])
     plan = PlanFile(**given, problem=problem, edges=edges)

@@ -1,13 +1,14 @@
-"""What a plan file may say."""
+"""JSON schema of a plan file."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron_pulse.planner.fill.table import COMPONENTS
+from megatron_pulse.backbone.activations import ActivationPolicy
+from megatron_pulse.planner.bubble_fill.encoder_table import COMPONENTS
 from megatron_pulse.planner.layout.placement import PLACEMENTS
-from megatron_pulse.profile.devices import ELEMENT_BYTES
+from megatron_pulse.profile.roofline import ELEMENT_BYTES
 from megatron_pulse.schema import (
     COUNT,
     FLAG,
@@ -22,8 +23,8 @@ from megatron_pulse.schema import (
     record,
 )
 
-FORMAT = "megatron_pulse plan 4"
-"""The version of the schema, and of what plans predict: one of another version is made anew."""
+FORMAT = "megatron_pulse plan 5"
+"""Version of the schema and of the predictions; plans of other versions must be made anew."""
 
 _MOST_S, _MOST_BYTES = 1e9, 1e15
 _TIME = number(
@@ -37,15 +38,17 @@ _PARTS_S = list_of(
 _BYTES = list_of(
     number(f"a number from 0 to {_MOST_BYTES:g}: bytes", minimum=0, maximum=_MOST_BYTES), "bytes"
 )
-REDONE = ("recompute", "again_bytes")
-"""Where activations are computed again: per stage the part of its backward that it takes, and what
-it then holds; in the order of a problem's fields."""
+REDONE = ("recompute_s", "recompute_bytes")
+"""Columns for recomputation, in the order of the problem's fields.
 
-WAITING = "waiting_bytes"
-"""Where weight gradients wait: per stage what is held for them."""
+Per stage: seconds of recomputation in the backward, and bytes that recomputed activations take.
+"""
 
-MOVED = ("offloaded_bytes", "host_s")
-"""Where activations may wait on the host: per stage what of them, and how long that travels."""
+WAITING = "wgrad_bytes"
+"""Column for deferred weight gradients: bytes per stage in the weight-gradient queue."""
+
+MOVED = ("offload_bytes", "offload_s")
+"""Columns for activation offload: bytes per stage, and seconds of one copy."""
 
 _MESSAGE = "[stage, stage, seconds], with false behind where no gradient comes back"
 _EDGE = {
@@ -61,7 +64,7 @@ _EDGE = {
     "description": _MESSAGE,
 }
 
-_FIGURE = number("a number, 0 or more", minimum=-1e-9)  # differences are rounded
+_FIGURE = number("a number, 0 or more", minimum=-1e-9)  # rounded differences
 _PIECE = "[first layer, layer after the last, first sample, sample after the last]"
 _NEED = "[filler, slice, seconds] that a slice waits for"
 _FILLER = record(
@@ -104,11 +107,11 @@ _STEP_S: dict[str, Any] = {
     "description": "seconds of a pipeline's step, or null",
 }
 _POLICY = record(
-    "what was decided of an encoder: name, policy, fill_s, front_s, stored_s, stored_bytes",
+    "what was decided of an encoder: name, policy, fill_s, before_step_s, stored_s, stored_bytes",
     name=TEXT,
-    policy=one_of(["fill", "front"]),
+    policy=one_of(["fill", "before-step"]),
     fill_s=_STEP_S,
-    front_s=_STEP_S,
+    before_step_s=_STEP_S,
     stored_s=_STEP_S,
     stored_bytes=number("bytes of a sample", minimum=0, maximum=_MOST_BYTES),
 )
@@ -125,7 +128,7 @@ _PREDICTED = (
 
 
 def _at_least(description: str, *optional: str, **properties: Any) -> dict[str, Any]:
-    """An object of these properties, but perhaps for those ``optional``, and perhaps others."""
+    """Schema of an object with these properties; ``optional`` and additional ones may be there."""
     required = [name for name in properties if name not in optional]
     return {**record(description, required, **properties), "additionalProperties": True}
 
@@ -150,10 +153,14 @@ _PARTS: dict[str, Any] = dict(
     rank_order=one_of(["tp-dp-pp", "tp-pp-dp"]),
     global_batch_size=COUNT,
     micro_batch_size=COUNT,
-    recompute=list_of(TEXT, "names of layers", least=0),
+    activations={
+        "type": "object",
+        "additionalProperties": one_of(list(ActivationPolicy)),
+        "description": "an object: layer name to activation policy",
+    },
     distributed_optimizer=FLAG,
-    averages=FLAG,
-    half_gradients=FLAG,
+    ema=FLAG,
+    grad_reduce_in_bf16=FLAG,
     overlap_grad_reduce=FLAG,
     placement=one_of(list(PLACEMENTS)),
     num_chunks=COUNT,
@@ -212,22 +219,21 @@ SCHEMA = record(
     list(_PARTS),
     **_PARTS,
     encoders=COMPONENTS,
-    in_front=COMPONENTS,
+    before_step=COMPONENTS,
     policies=list_of(_POLICY, "what was decided of each encoder"),
-    offload=list_of(TEXT, "names of layers", least=0),
-    selective=list_of(TEXT, "names of layers", least=0),
-    host_optimizer=FLAG,
+    optimizer_cpu_offload=FLAG,
     self_conditioning=number("a number above 0, at most 1", exclusiveMinimum=0, maximum=1),
 )
 
 
 def plan_faults(content: Any) -> list[str]:
-    """Every fault of a plan file's form: where it is, and what is allowed there."""
+    """Return every fault of a plan file's form: its position, and the allowed values."""
     return [*faults_of(SCHEMA, content), *_unnamed(content)]
 
 
 def _unnamed(content: Any) -> Iterator[str]:
-    """What a backbone's record lacks that is of no table of layers."""
+    """Yield required fields of a backbone's record that are missing; a table of layers needs
+    none."""
     found = content.get("backbone") if isinstance(content, Mapping) else None
     if isinstance(found, Mapping) and "table" not in found:
         for name, allowed in {"name": TEXT, "options": OBJECT}.items():

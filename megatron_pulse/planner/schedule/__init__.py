@@ -1,1 +1,1 @@
-"""Schedules as data: generators, validation, simulation."""
+"""Schedules as data: classic generators, search, lower bounds, validation, simulation."""

@@ -1,14 +1,15 @@
-"""Solved scheduling problems on disk, so that what was found once need not be searched again.
+"""Disk cache of solved scheduling problems.
 
-A file for each problem, named by a digest of what makes problems alike: stages over devices,
-microbatches, whole or split backwards, stage times in ratio to the longest (to 1 %), links in
-hundredths of it, activations and caps in ratio, the solver asked for, and the code that solves. A
-stored order is only ever a candidate: it is checked, and timed, against the problem at hand.
+There is a file for each problem, named by a digest of the properties that make problems alike.
+These are stages over devices, microbatches, whole or split backwards, and stage times in ratio to
+the longest (to 1 %). Further are links in hundredths of the longest, activations and caps in ratio,
+the requested solver, and the code that solves. A stored order is only a candidate: it is validated
+and timed against the problem at hand.
 
 The folder is ``$PULSE_CACHE_DIR``, or else ``megatron_pulse`` in ``$XDG_CACHE_HOME`` or in
-``~/.cache``. Whatever is wrong with it, there is an answer: a file that cannot be read counts as
-none and is overwritten, and a folder that cannot be written is left alone. Processes may share it,
-and removing it loses nothing but time.
+``~/.cache``. The cache never causes an error. An unreadable file counts as missing and is
+overwritten, and a folder that is not writable is left alone. Processes may share the folder, and
+its removal costs only time.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from megatron_pulse.checksum import add_checksum
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import read_json
 from megatron_pulse.planner.schedule.bound.bounds import lower_bound
-from megatron_pulse.planner.schedule.check.simulate import run
+from megatron_pulse.planner.schedule.check.simulate import simulate
 from megatron_pulse.planner.schedule.check.validate import faults_for
-from megatron_pulse.planner.schedule.files import from_json, to_json
 from megatron_pulse.planner.schedule.operations import Schedule
 from megatron_pulse.planner.schedule.problem import Certificate, ScheduleProblem, Synthesis
-from megatron_pulse.seal import sealed
+from megatron_pulse.planner.schedule.serialize import from_json, to_json
 
 type Find = Callable[[ScheduleProblem, float, str], Synthesis]
-"""What answers a problem within some seconds by the solver of that name."""
+"""Function from a problem, a time limit in seconds, and a solver's name to a solution."""
 
 _FORMAT = "megatron_pulse schedule 1"
 _EVER_S = 1e12
@@ -45,7 +46,7 @@ _EVER_S = 1e12
 
 @dataclass(frozen=True)
 class Entry:
-    """An answer as it was found: ``offered_s`` is the time that the solver was given."""
+    """A stored solution; ``offered_s`` is the time limit that the solver had."""
 
     schedule: Schedule
     certificate: Certificate
@@ -54,18 +55,18 @@ class Entry:
 
 
 def directory() -> Path:
-    """Where answers are kept; it need not exist."""
+    """Folder of the cache; it need not exist."""
     if named := os.environ.get("PULSE_CACHE_DIR"):
         return Path(named)
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "megatron_pulse"
 
 
 def cached(problem: ScheduleProblem, seconds: float, solver: str, find: Find) -> Synthesis:
-    """The stored answer if no more can be expected of ``find``, else the better of both, stored.
+    """Return the stored solution if ``find`` is unlikely to improve it, else the better of both.
 
-    No more is expected when the solver was given ``seconds`` or more before, or when the stored
-    answer is proved for this very problem. Its makespan, and the bound, are of ``problem``'s own
-    times. Raises what ``find`` raises, and nothing else.
+    The result is stored. ``find`` is not called if it had ``seconds`` or more before, or if the
+    stored solution is proved for this very problem. Makespan and bound are in ``problem``'s own
+    times. Raises only the exceptions of ``find``.
     """
     began = time.monotonic()
     seconds = min(seconds, _EVER_S)
@@ -95,9 +96,9 @@ def _said(stored: Synthesis) -> Synthesis:
 
 
 def key(problem: ScheduleProblem, solver: str) -> str:
-    """The same for problems that are alike (see the module), and only for them."""
+    """Digest that is equal for problems that are alike (see the module), and only for them."""
     columns = [problem.forward, problem.backward, problem.weight_grad or ()]
-    recompute, again = problem.recompute or (), problem.recomputed or ()
+    recompute, again = problem.recompute_s or (), problem.recompute_bytes or ()
     longest = max(max(column) for column in columns if column)
     links = [problem.lag(s, s + 1) for s in range(problem.placement.num_stages - 1)]
     held = [problem.activation_of(s) for s in range(problem.placement.num_stages)]
@@ -116,21 +117,21 @@ def key(problem: ScheduleProblem, solver: str) -> str:
         None if problem.cap is None else [f"{cap / most:.9e}" for cap in problem.cap],
         [round(100 * seconds / longest) for seconds in recompute],
         [f"{num / most:.9e}" for num in again],
-        [f"{num / most:.9e}" for num in problem.offloaded or ()],
-        [round(100 * seconds / longest) for seconds in problem.copying or ()],
-        [f"{num / most:.9e}" for num in problem.waiting or ()],
+        [f"{num / most:.9e}" for num in problem.offload_bytes or ()],
+        [round(100 * seconds / longest) for seconds in problem.offload_s or ()],
+        [f"{num / most:.9e}" for num in problem.wgrad_bytes or ()],
     ]
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:40]
 
 
 def exact(problem: ScheduleProblem) -> str:
-    """A digest of all of ``problem``: what was proved for it holds for no other."""
+    """Digest of all fields of ``problem``; a proof holds for no other problem."""
     return hashlib.sha256(repr(problem).encode()).hexdigest()[:40]
 
 
 @lru_cache
 def _code() -> str:
-    """A digest of the code that schedules: other code may come to other answers."""
+    """Digest of the scheduling code, because other code may find other solutions."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(path.read_bytes())
@@ -138,10 +139,10 @@ def _code() -> str:
 
 
 def _answer(problem: ScheduleProblem, entry: Entry) -> Synthesis | None:
-    """The stored order as an answer to ``problem``; None if it is none."""
+    """The stored order as a solution of ``problem``; None if it is not valid."""
     if faults_for(problem, entry.schedule):
         return None
-    made, length = entry.certificate, run(problem, entry.schedule).makespan
+    made, length = entry.certificate, simulate(problem, entry.schedule).makespan
     if entry.problem == exact(problem) and made.lower_bound <= length * (1 + 1e-9):
         bound = max(lower_bound(problem, work=0.0), made.lower_bound)
     else:
@@ -160,7 +161,7 @@ def _tightened(known: Certificate, found: Certificate) -> Certificate:
 
 
 def _read(path: Path) -> Entry | None:
-    """The entry in a file; None for whatever else is there."""
+    """Entry of a file; None if the file is missing or invalid."""
     try:
         record = read_json(path, FileKind.SCHEDULE)
         if record["format"] != _FORMAT:
@@ -184,7 +185,7 @@ def _read(path: Path) -> Entry | None:
 
 
 def _write(path: Path, entry: Entry) -> None:
-    """Put an entry in place whole; nothing if that is not possible."""
+    """Write an entry atomically; failures are ignored."""
     record: dict[str, Any] = {
         "format": _FORMAT,
         "problem": entry.problem,
@@ -192,7 +193,7 @@ def _write(path: Path, entry: Entry) -> None:
         "certificate": asdict(entry.certificate),
         "schedule": to_json(entry.schedule),
     }
-    text = sealed(json.dumps(record))
+    text = add_checksum(json.dumps(record))
     # A random name: processes in several containers may share the folder and a process id.
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,24 +1,23 @@
-"""One tensor that travels from an operation to another."""
+"""Message: one tensor that travels from an operation to another."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 from megatron_pulse.planner.layout.routes import Payload
-from megatron_pulse.planner.schedule.operations import Kind, Operation
+from megatron_pulse.planner.schedule.operations import Operation, OpType
 
-STEP_END = Operation(Kind.FILLER, 999_999_999, 0)
-"""The consumer of what is only read in the next step: there is no such operation."""
+STEP_END = Operation(OpType.FILLER, 999_999_999, 0)
+"""Consumer of messages that are read in the next step; there is no such operation."""
 
 
 class Message(NamedTuple):
     """One tensor from ``source`` to ``destination`` (pipeline devices).
 
-    ``producer`` is the operation on the source device whose end makes it ready; ``consumer`` the
-    first operation on the destination device that needs it. ``name`` is the skip's or the
-    conditioning's name, or the index of the boundary tensor; what a slice of a frozen component
-    leaves for another, or for ``STEP_END``, has none. The order of the fields is the canonical
-    order inside a round.
+    ``producer`` is the operation on the source device whose end makes the tensor ready.
+    ``consumer`` is the first operation on the destination device that needs the tensor. ``name`` is
+    the skip's or the conditioning's name, or the index of the boundary tensor. It is empty for
+    messages of a frozen component's slices. The order of the fields breaks ties between messages.
     """
 
     producer: Operation

@@ -1,4 +1,4 @@
-"""A schedule is data: per device an ordered list of operations."""
+"""Operations and schedules: a schedule is an ordered list of operations per device."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from enum import StrEnum
 from functools import cached_property
 from typing import NamedTuple
 
-from megatron_pulse.faults import told
+from megatron_pulse.errors import format_faults
 from megatron_pulse.planner.layout.placement import Placement
 
 
-class Kind(StrEnum):
-    """What an operation computes; the values are the letters of the text form.
+class OpType(StrEnum):
+    """Operation type; the values are the letters of the text form.
 
-    A backward pass is one operation, or an input gradient and, later, a weight gradient. Where
-    activations are computed again that is part of it, or an operation of its own before it. Those
-    that wait on the host leave when their forward ends; O is where that must be done, and their
-    memory is free, L where they begin to come back. A filler is no part of the backbone (frozen
-    encoders, for instance): it runs where a device would idle.
+    A backward pass is one operation (B), or an input gradient (I) and, later, a weight gradient
+    (W). Recomputation is part of the backward, or a separate operation before it (R). Offload
+    copies begin when the forward ends. O is the point at which the copy to the host must have ended
+    and the memory is free; L is the point at which the copy back begins. A bubble task (X) is not
+    part of the backbone (frozen encoders, for instance): it runs where a device would idle.
     """
 
     FORWARD = "F"
@@ -33,40 +33,41 @@ class Kind(StrEnum):
     RELOAD = "L"
     FILLER = "X"
 
-    __hash__ = str.__hash__  # millions of times in a search; an Enum's own is slow
+    __hash__ = str.__hash__  # millions of calls in a search; an Enum's own is slow
 
     @property
     def live(self) -> int:
-        """By how much the operation changes the number of live activations on its device."""
-        return {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.WEIGHT_GRAD: -1}.get(self, 0)
+        """Change of the number of live activations on the device."""
+        return {OpType.FORWARD: 1, OpType.BACKWARD: -1, OpType.WEIGHT_GRAD: -1}.get(self, 0)
 
     @property
     def passes(self) -> bool:
-        """Whether it is on its microbatch's way through the stages, there and back."""
-        return self in (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRAD)
+        """True if the operation is on its microbatch's path through the stages, forward and
+        back."""
+        return self in (OpType.FORWARD, OpType.BACKWARD, OpType.INPUT_GRAD)
 
     @property
     def is_optional(self) -> bool:
-        """Whether a step is complete without it."""
-        return self in (Kind.RECOMPUTE, Kind.OFFLOAD, Kind.RELOAD, Kind.FILLER)
+        """True if a step is complete without the operation."""
+        return self in (OpType.RECOMPUTE, OpType.OFFLOAD, OpType.RELOAD, OpType.FILLER)
 
     @property
     def copies(self) -> bool:
-        """Whether it computes nothing, and is there for what travels between device and host."""
-        return self in (Kind.OFFLOAD, Kind.RELOAD)
+        """True if the operation computes nothing, and marks a copy between device and host."""
+        return self in (OpType.OFFLOAD, OpType.RELOAD)
 
 
-BACKWARDS = (Kind.BACKWARD, Kind.INPUT_GRAD)
-"""The backward pass of a stage, as far as another stage waits for it."""
+BACKWARDS = (OpType.BACKWARD, OpType.INPUT_GRAD)
+"""Operation types of the backward pass that other stages wait for."""
 
 
 class Operation(NamedTuple):
     """One stage on one microbatch. Text form ``F2:7``: forward, stage 2, microbatch 7.
 
-    Of a filler ``stage`` is its number and ``microbatch`` the slice of its work.
+    For a bubble task ``stage`` is its number and ``microbatch`` the slice of its work.
     """
 
-    kind: Kind
+    kind: OpType
     stage: int
     microbatch: int
 
@@ -75,15 +76,16 @@ class Operation(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Operation:
-        """The operation written as ``F2:7``; raises ValueError for anything else."""
+        """Parse ``F2:7``; raises ValueError for anything else."""
         match = re.fullmatch(r"([FBIWROLX])(0|[1-9][0-9]{0,8}):(0|[1-9][0-9]{0,8})", text.strip())
         if match is None:
             raise ValueError(f"not an operation: {text[:60]!r}; expected for example F2:7")
-        return cls(Kind(match[1]), int(match[2]), int(match[3]))
+        return cls(OpType(match[1]), int(match[2]), int(match[3]))
 
 
-class Need(NamedTuple):
-    """Slice ``number`` of filler ``filler``, whose result is where it is needed ``lag`` later."""
+class SliceDependency(NamedTuple):
+    """Dependency on slice ``number`` of bubble task ``filler``, whose result arrives ``lag``
+    later."""
 
     filler: int
     number: int
@@ -91,21 +93,21 @@ class Need(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Filler:
-    """Work in slices for which nothing in the step waits but other slices.
+class BubbleTask:
+    """Bubble task: work in slices that nothing in the step depends on, except other slices.
 
-    ``slice_seconds[i]`` is how long slice i takes, in the unit of the stages' durations; each runs
-    on one of ``devices`` (None: any), after ``needs[i]`` (empty: no slice waits for another).
-    ``pieces[i]`` says what it is of a frozen component: first layer, layer after the last, first
-    sample, sample after the last (empty: not said); the results of its last layers go to
-    ``readers`` before the next step. Raises ValueError with every fault.
+    ``slice_seconds[i]`` is the duration of slice i, in the unit of the stages' durations. A slice
+    runs on one of ``devices`` (None: any), after its dependencies ``needs[i]`` (empty: no
+    dependencies). ``pieces[i]`` is the slice's part of a frozen component: first layer, layer after
+    the last, first sample, sample after the last (empty: unknown). The results of the last layers
+    go to ``readers`` before the next step. Raises ValueError with every fault.
     """
 
     name: str
     slice_seconds: tuple[float, ...]
     devices: tuple[int, ...] | None = None
     pieces: tuple[tuple[int, int, int, int], ...] = ()
-    needs: tuple[tuple[Need, ...], ...] = ()
+    needs: tuple[tuple[SliceDependency, ...], ...] = ()
     readers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -122,71 +124,70 @@ class Filler:
         if not all(0 <= need.lag < math.inf for needs in self.needs for need in needs):
             faults.append("the lags of its needs must be finite and not negative")
         if faults:
-            raise ValueError(told(f"filler {self.name!r}", faults))
+            raise ValueError(format_faults(f"filler {self.name!r}", faults))
 
     def finishes(self, number: int) -> bool:
-        """Whether a slice has the last of the component's layers."""
+        """True if slice ``number`` contains the last of the component's layers."""
         return self.pieces[number][1] == max(last for _, last, _, _ in self.pieces)
 
     def may_run_on(self, device: int) -> bool:
-        """Whether ``device`` is one of its own."""
+        """True if the task may run on ``device``."""
         return self.devices is None or device in self.devices
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The order of every device's operations: ``order[d]`` is what device ``d`` executes.
+    """Order of every device's operations: ``order[d]`` is the order of device ``d``.
 
     Every operation of every microbatch is in it once. ``X2:7`` is slice 7 of ``fillers[2]``; every
-    slice of every filler is there once.
+    slice of every bubble task is there once.
     """
 
     name: str
     placement: Placement
     num_microbatches: int
     order: tuple[tuple[Operation, ...], ...]
-    fillers: tuple[Filler, ...] = ()
+    fillers: tuple[BubbleTask, ...] = ()
 
     def slices_before(self, operation: Operation) -> Iterator[tuple[Operation, float]]:
-        """The slices for which a slice waits, and how long after their ends it can start."""
-        if operation.kind is Kind.FILLER and operation.stage < len(self.fillers):
+        """Slices that a slice depends on, with the lags after their ends."""
+        if operation.kind is OpType.FILLER and operation.stage < len(self.fillers):
             needs = self.fillers[operation.stage].needs
             if operation.microbatch < len(needs):
                 for need in needs[operation.microbatch]:
-                    yield Operation(Kind.FILLER, need.filler, need.number), need.lag
+                    yield Operation(OpType.FILLER, need.filler, need.number), need.lag
 
     @cached_property
     def recomputed_apart(self) -> frozenset[tuple[int, int]]:
-        """The stages and microbatches whose activations an operation of its own computes again."""
+        """Stages and microbatches with recomputation as a separate operation (R)."""
         every = (op for ops in self.order for op in ops)
-        return frozenset((op.stage, op.microbatch) for op in every if op.kind is Kind.RECOMPUTE)
+        return frozenset((op.stage, op.microbatch) for op in every if op.kind is OpType.RECOMPUTE)
 
     @cached_property
     def offloaded(self) -> frozenset[tuple[int, int]]:
-        """The stages and microbatches whose activations wait on the host."""
+        """Stages and microbatches whose activations are offloaded."""
         every = (op for ops in self.order for op in ops)
-        return frozenset((op.stage, op.microbatch) for op in every if op.kind is Kind.OFFLOAD)
+        return frozenset((op.stage, op.microbatch) for op in every if op.kind is OpType.OFFLOAD)
 
     @property
-    def kinds(self) -> tuple[Kind, ...]:
-        """What every stage does with every microbatch, in that order; what is optional does not
-        count.
+    def kinds(self) -> tuple[OpType, ...]:
+        """Operation types of every stage and microbatch, in order, without optional ones.
 
-        Only forwards in an evaluation; a schedule splits every backward pass or none.
+        An evaluation has only forwards. A schedule splits every backward pass or none.
         """
         used = {op.kind for ops in self.order for op in ops}
-        if used & {Kind.INPUT_GRAD, Kind.WEIGHT_GRAD}:
-            return (Kind.FORWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD)
-        return (Kind.FORWARD, Kind.BACKWARD) if Kind.BACKWARD in used else (Kind.FORWARD,)
+        if used & {OpType.INPUT_GRAD, OpType.WEIGHT_GRAD}:
+            return (OpType.FORWARD, OpType.INPUT_GRAD, OpType.WEIGHT_GRAD)
+        return (OpType.FORWARD, OpType.BACKWARD) if OpType.BACKWARD in used else (OpType.FORWARD,)
 
     def forward_only(self) -> Schedule:
-        """The same schedule without its backward operations and fillers (evaluation).
+        """The same schedule without its backward operations and bubble tasks (evaluation).
 
-        Fillers prepare the next step of training; an evaluation has no idle time set aside for it.
+        Bubble tasks prepare the next training step; an evaluation has no bubbles for them.
         """
         return Schedule(
             self.name,
             self.placement,
             self.num_microbatches,
-            tuple(tuple(op for op in ops if op.kind is Kind.FORWARD) for ops in self.order),
+            tuple(tuple(op for op in ops if op.kind is OpType.FORWARD) for ops in self.order),
         )

@@ -1,4 +1,4 @@
-"""What is to be scheduled, and what is known about the answer."""
+"""Scheduling problem of a step, and certificate of a solution."""
 
 from __future__ import annotations
 
@@ -7,32 +7,39 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megatron_pulse.backbone.costs import ChainCosts
-from megatron_pulse.faults import Faults, told, wrong_count, wrong_kinds
+from megatron_pulse.errors import Faults, format_faults, wrong_count, wrong_kinds
 from megatron_pulse.planner.cluster.link import Link
 from megatron_pulse.planner.layout.placement import Partition, Placement
-from megatron_pulse.planner.schedule.operations import Kind, Schedule
+from megatron_pulse.planner.schedule.operations import OpType, Schedule
 
 LEAST_S = 1e-12
-"""Seconds that an operation takes at the least, where costs say none."""
+"""Least duration of an operation in seconds, if costs are 0."""
 
 MOST_LINK = 1e12
-"""Times the longest operation that a message may take: searches count in 64 bits."""
+"""Largest ratio of a message's time to the longest operation: searches count in 64 bits."""
 
 
 @dataclass(frozen=True)
 class ScheduleProblem:
-    """One step. Durations are of each stage on one microbatch, all in one unit.
+    """Scheduling problem of one step. Durations are by stage for one microbatch, all in one unit.
 
-    ``backward`` is the whole backward pass, or the input gradient alone where ``weight_grad`` is
-    given: the pass is then split into two operations. ``link`` is the time of a boundary between
-    two devices: one for all, or ``link[s]`` for the one between stages s and s + 1. A stage's
-    forward takes ``activation`` (default 1) of its device's memory, which its backward, or its
-    weight gradient, gives back; device d has ``cap[d]`` (None: enough). Of ``backward`` activations
-    are computed again for ``recompute``, which needs nothing of another stage: a schedule may have
-    it as an operation of its own, R, from which on ``recomputed`` (default 0) is taken until the
-    backward's end. Between input and weight gradient an activation takes ``waiting`` (default: as
-    before). Of a stage's activation ``offloaded`` may wait on the host (O, L), where it is
-    ``copying`` as long each way; a device copies one microbatch at a time in each direction.
+    ``backward`` is the whole backward pass, or with ``weight_grad`` the input gradient alone: the
+    pass is then split into two operations. ``link`` is the time of a boundary between two devices:
+    one for all, or ``link[s]`` for the boundary between stages s and s + 1.
+
+    A stage's forward takes ``activation`` (default 1) of its device's memory. Its backward, or its
+    weight gradient, frees that memory. Device d has ``cap[d]`` (None: unlimited). Between input and
+    weight gradient an activation takes ``wgrad_bytes`` (default: unchanged).
+
+    ``recompute_s`` is the part of ``backward`` for recomputation, which depends on no other stage.
+    A
+    schedule may run the recomputation as a separate operation R. Then ``recompute_bytes`` (default
+    0) is
+    taken from R until the backward's end. ``offload_bytes`` is the part of an activation that may
+    be on
+    the host (O, L), and ``offload_s`` the time of its copy each way. A device copies one microbatch
+    at a time in each direction.
+
     Raises ValueError with every fault.
     """
 
@@ -44,25 +51,25 @@ class ScheduleProblem:
     link: float | tuple[float, ...] = 0.0
     activation: tuple[float, ...] | None = None
     cap: tuple[float, ...] | None = None
-    recompute: tuple[float, ...] | None = None
-    recomputed: tuple[float, ...] | None = None
-    waiting: tuple[float, ...] | None = None
-    offloaded: tuple[float, ...] | None = None
-    copying: tuple[float, ...] | None = None
+    recompute_s: tuple[float, ...] | None = None
+    recompute_bytes: tuple[float, ...] | None = None
+    wgrad_bytes: tuple[float, ...] | None = None
+    offload_bytes: tuple[float, ...] | None = None
+    offload_s: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         if faults := self._faults():
             raise Faults(faults)
 
     @property
-    def kinds(self) -> tuple[Kind, ...]:
-        """The operations of every stage and microbatch, in their order."""
+    def kinds(self) -> tuple[OpType, ...]:
+        """Operation types of every stage and microbatch, in their order."""
         if self.weight_grad is None:
-            return (Kind.FORWARD, Kind.BACKWARD)
-        return (Kind.FORWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD)
+            return (OpType.FORWARD, OpType.BACKWARD)
+        return (OpType.FORWARD, OpType.INPUT_GRAD, OpType.WEIGHT_GRAD)
 
     def chain(self, number: int) -> ScheduleProblem:
-        """One chain of a cascade alone on the devices."""
+        """Problem of one chain of a cascade alone on the devices."""
         placement = self.placement
         first, last = placement.starts[number], placement.ends[number]
 
@@ -79,94 +86,104 @@ class ScheduleProblem:
             weight_grad=None if self.weight_grad is None else own(self.weight_grad),
             link=self.link[first:last] if isinstance(self.link, tuple) else self.link,
             activation=None if self.activation is None else own(self.activation),
-            recompute=None if self.recompute is None else own(self.recompute),
-            recomputed=None if self.recomputed is None else own(self.recomputed),
-            waiting=None if self.waiting is None else own(self.waiting),
-            offloaded=None if self.offloaded is None else own(self.offloaded),
-            copying=None if self.copying is None else own(self.copying),
+            recompute_s=None if self.recompute_s is None else own(self.recompute_s),
+            recompute_bytes=None if self.recompute_bytes is None else own(self.recompute_bytes),
+            wgrad_bytes=None if self.wgrad_bytes is None else own(self.wgrad_bytes),
+            offload_bytes=None if self.offload_bytes is None else own(self.offload_bytes),
+            offload_s=None if self.offload_s is None else own(self.offload_s),
         )
 
     @property
     def within_backwards(self) -> ScheduleProblem:
-        """The same where all that is computed again is so within backwards."""
-        return replace(self, recompute=None, recomputed=None)
+        """The same problem with all recomputation within backwards."""
+        return replace(self, recompute_s=None, recompute_bytes=None)
 
     @property
     def without_recomputation(self) -> ScheduleProblem:
-        """The same where nothing is computed again: no schedule of this one is shorter than its
-        shortest."""
-        if self.recompute is None:
+        """The same problem without recomputation: its optimum is a lower bound of this one's."""
+        if self.recompute_s is None:
             return self
-        pairs = zip(self.backward, self.recompute, strict=True)
-        backward = tuple(max(LEAST_S, b - r) for b, r in pairs)  # which rounding may be less than
+        pairs = zip(self.backward, self.recompute_s, strict=True)
+        backward = tuple(max(LEAST_S, b - r) for b, r in pairs)  # rounding can leave less
         return replace(self.within_backwards, backward=backward)
 
     @property
     def holding_all(self) -> ScheduleProblem:
-        """The same where an activation takes all the time what it takes at the most; its schedules
-        are answers here too."""
+        """The same problem with each activation at its largest size throughout.
+
+        Its schedules are valid here too.
+        """
         if self.waits_alike:
-            return replace(self, waiting=None)
+            return replace(self, wgrad_bytes=None)
         most = tuple(map(self.most_of, range(self.placement.num_stages)))
-        return replace(self, activation=most, waiting=None)
+        return replace(self, activation=most, wgrad_bytes=None)
 
     @property
     def with_least_memory(self) -> ScheduleProblem:
-        """The same where nothing travels, and an activation that does takes all the time what it
-        takes at the least: no schedule of this one is shorter than its shortest."""
-        if self.offloaded is None:
+        """The same problem without copies, with offload activations at their least size throughout.
+
+        Its optimum is a lower bound of this one's.
+        """
+        if self.offload_bytes is None:
             return self
         activation = tuple(map(min, self._elsewhere, self._kept_waiting))
-        return replace(self, activation=activation, waiting=None, offloaded=None, copying=None)
+        return replace(
+            self, activation=activation, wgrad_bytes=None, offload_bytes=None, offload_s=None
+        )
 
     def with_all_elsewhere(self, parts: Sequence[float]) -> ScheduleProblem:
-        """The same where all that may wait on the host takes no memory, and no time to travel;
-        activations take what is left of them, or the stage's part of what weight gradients wait
-        with, all the time."""
+        """The same problem with all offload activations absent, and without copies.
+
+        Activations keep their rest throughout, or the stage's part in ``parts`` of their
+        weight-gradient queue bytes if that is more.
+        """
         activation = self._elsewhere
         if self.weight_grad is not None:
             least = (part * num for part, num in zip(parts, self._kept_waiting, strict=True))
             activation = list(map(max, activation, least))
         given = tuple(activation)
-        return replace(self, activation=given, waiting=None, offloaded=None, copying=None)
+        return replace(self, activation=given, wgrad_bytes=None, offload_bytes=None, offload_s=None)
 
     @property
     def _elsewhere(self) -> list[float]:
-        """What stages' activations take without what may wait on the host."""
+        """Activation sizes without their offloaded part."""
         own = list(map(self.activation_of, range(self.placement.num_stages)))
         return (
             own
-            if self.offloaded is None
-            else [a - o for a, o in zip(own, self.offloaded, strict=True)]
+            if self.offload_bytes is None
+            else [a - o for a, o in zip(own, self.offload_bytes, strict=True)]
         )
 
     @property
     def _kept_waiting(self) -> list[float]:
-        """What they take between input and weight gradient."""
+        """Activation sizes between input and weight gradient."""
         own = map(self.activation_of, range(self.placement.num_stages))
-        return list(own if self.waiting is None else self.waiting)
+        return list(own if self.wgrad_bytes is None else self.wgrad_bytes)
 
     def copying_of(self, stage: int) -> float:
-        """Time in which what may wait on the host travels, one way; 0 where that is not known."""
-        return 0.0 if self.copying is None else self.copying[stage]
+        """Time of one offload copy, one way; 0 if unknown."""
+        return 0.0 if self.offload_s is None else self.offload_s[stage]
 
-    def duration(self, kind: Kind, stage: int) -> float:
-        """Time of an operation; of a backward that computes activations again itself. Where it is
-        not known what that takes, an R takes none of it. An O takes none, but may have to wait."""
+    def duration(self, kind: OpType, stage: int) -> float:
+        """Duration of an operation; a backward includes its recomputation.
+
+        An R takes no time if the time of recomputation is unknown. O and L take none, but may have
+        to wait.
+        """
         if kind.copies:
             return 0.0
-        if kind is Kind.FORWARD:
+        if kind is OpType.FORWARD:
             return self.forward[stage]
-        if kind is Kind.RECOMPUTE:
-            return 0.0 if self.recompute is None else self.recompute[stage]
-        if kind is Kind.WEIGHT_GRAD:
+        if kind is OpType.RECOMPUTE:
+            return 0.0 if self.recompute_s is None else self.recompute_s[stage]
+        if kind is OpType.WEIGHT_GRAD:
             assert self.weight_grad is not None
             return self.weight_grad[stage]
         return self.backward[stage]
 
     def lag(self, stage: int, other: int) -> float:
-        """Time of the boundary between two neighbouring stages; none on one device, nor between
-        two chains."""
+        """Time of the boundary between two neighbouring stages; 0 on one device, and between two
+        chains."""
         home = self.placement.device_of_stage
         if home[stage] == home[other] or max(stage, other) in self.placement.starts:
             return 0.0
@@ -176,38 +193,40 @@ class ScheduleProblem:
         """Memory that a forward of ``stage`` takes."""
         return 1.0 if self.activation is None else self.activation[stage]
 
-    def change(self, kind: Kind, stage: int) -> float:
-        """By how much an operation changes what activations take on its device; recomputation
-        aside, and of what grows at its begin, of what shrinks at its end."""
+    def change(self, kind: OpType, stage: int) -> float:
+        """Change of activation memory on the device by an operation, without recomputation.
+
+        Growth counts at its begin, shrinkage at its end.
+        """
         own = self.activation_of(stage)
-        left = own if self.waiting is None else self.waiting[stage]
-        away = 0.0 if self.offloaded is None else self.offloaded[stage]
+        left = own if self.wgrad_bytes is None else self.wgrad_bytes[stage]
+        away = 0.0 if self.offload_bytes is None else self.offload_bytes[stage]
         changes = {
-            Kind.FORWARD: own,
-            Kind.BACKWARD: -own,
-            Kind.INPUT_GRAD: left - own,
-            Kind.WEIGHT_GRAD: -left,
-            Kind.OFFLOAD: -away,
-            Kind.RELOAD: away,
+            OpType.FORWARD: own,
+            OpType.BACKWARD: -own,
+            OpType.INPUT_GRAD: left - own,
+            OpType.WEIGHT_GRAD: -left,
+            OpType.OFFLOAD: -away,
+            OpType.RELOAD: away,
         }
         return changes.get(kind, 0.0)
 
     def waiting_of(self, stage: int) -> float:
-        """Memory that it takes from the input gradient to the weight gradient."""
-        if self.waiting is None or self.weight_grad is None:
+        """Activation memory of ``stage`` between input and weight gradient."""
+        if self.wgrad_bytes is None or self.weight_grad is None:
             return self.activation_of(stage)
-        return self.waiting[stage]
+        return self.wgrad_bytes[stage]
 
     def most_of(self, stage: int) -> float:
-        """Memory that it takes at the most, from the forward to the weight gradient."""
+        """Largest activation memory of ``stage``, from forward to weight gradient."""
         return max(self.activation_of(stage), self.waiting_of(stage))
 
     @property
     def waits_alike(self) -> bool:
-        """Whether activations take the same until their weight gradients."""
-        if self.waiting is None or self.weight_grad is None:
+        """True if activations keep their size until their weight gradients."""
+        if self.wgrad_bytes is None or self.weight_grad is None:
             return True
-        return all(w == self.activation_of(s) for s, w in enumerate(self.waiting))
+        return all(w == self.activation_of(s) for s, w in enumerate(self.wgrad_bytes))
 
     def _faults(self) -> list[str]:
         stages, devices = self.placement.num_stages, self.placement.num_devices
@@ -218,11 +237,11 @@ class ScheduleProblem:
             ("weight_grad", stages, LEAST_S),
             ("activation", stages, 0.0),
             ("cap", devices, 0.0),
-            ("recompute", stages, 0.0),
-            ("recomputed", stages, 0.0),
-            ("waiting", stages, 0.0),
-            ("offloaded", stages, 0.0),
-            ("copying", stages, 0.0),
+            ("recompute_s", stages, 0.0),
+            ("recompute_bytes", stages, 0.0),
+            ("wgrad_bytes", stages, 0.0),
+            ("offload_bytes", stages, 0.0),
+            ("offload_s", stages, 0.0),
         ):
             values = getattr(self, name)
             if values is None:
@@ -233,20 +252,22 @@ class ScheduleProblem:
                 faults.append(
                     f"{name}: values must be finite and {'positive' if least else '>= 0'}"
                 )
-        if self.recomputed is not None and self.recompute is None:
-            faults.append("recomputed: memory without the time that it takes (recompute)")
-        if self.copying is not None and self.offloaded is None:
-            faults.append("copying: time without what travels in it (offloaded)")
-        if self.offloaded is not None:
-            if self.copying is None:
-                faults.append("offloaded: memory without the time in which it travels (copying)")
+        if self.recompute_bytes is not None and self.recompute_s is None:
+            faults.append("recompute_bytes: given without recompute_s, the time that it takes")
+        if self.offload_s is not None and self.offload_bytes is None:
+            faults.append("offload_s: given without offload_bytes, what is copied in it")
+        if self.offload_bytes is not None:
+            if self.offload_s is None:
+                faults.append("offload_bytes: given without offload_s, the time of the copy")
             own = map(self.activation_of, range(stages))
-            if not faults and any(o > a for o, a in zip(self.offloaded, own, strict=True)):
-                faults.append("offloaded: is a part of each activation, and must not be more")
-        if not faults and self.recompute is not None:
-            pairs = zip(self.backward, self.recompute, strict=True)
+            if not faults and any(o > a for o, a in zip(self.offload_bytes, own, strict=True)):
+                faults.append(
+                    "offload_bytes: must not be more than each activation, of which it is a part"
+                )
+        if not faults and self.recompute_s is not None:
+            pairs = zip(self.backward, self.recompute_s, strict=True)
             if any(again > backward - LEAST_S for backward, again in pairs):
-                faults.append("recompute: is a part of each backward, and must be less")
+                faults.append("recompute_s: must be less than each backward, of which it is a part")
         links = self.link if isinstance(self.link, tuple) else (self.link,) * (stages - 1)
         if len(links) != stages - 1:
             faults.append(f"link: need one value, or {stages - 1}, got {len(links)}")
@@ -279,19 +300,19 @@ def stage_problem(
     split: bool = False,
     activation: tuple[float, ...] | None = None,
     cap: tuple[float, ...] | None = None,
-    recomputed: tuple[float, ...] | None = None,
-    waiting: tuple[float, ...] | None = None,
+    recompute_bytes: tuple[float, ...] | None = None,
+    wgrad_bytes: tuple[float, ...] | None = None,
     least_s: float = LEAST_S,
     operation_s: float = 0.0,
-    offloaded: tuple[float, ...] | None = None,
-    copying: tuple[float, ...] | None = None,
+    offload_bytes: tuple[float, ...] | None = None,
+    offload_s: tuple[float, ...] | None = None,
 ) -> ScheduleProblem:
-    """The problem of a chain that is cut: every stage takes what its layers take, in seconds.
+    """Scheduling problem of a partitioned chain, in seconds: a stage takes the sum of its layers.
 
-    With ``split`` the weight gradients are apart, and all takes what it takes then. An operation
-    takes ``operation_s`` beside its layers, and ``least_s`` or more. The rest is as ScheduleProblem
-    has it, and so are the errors; where what is ``recomputed`` is not known in the unit of
-    ``activation``, recomputation stays within backwards.
+    With ``split`` weight gradients are separate, and layers take their times of split backwards.
+    Each operation takes ``operation_s`` more than its layers, and ``least_s`` at least. The other
+    arguments and the errors are those of ScheduleProblem. Recomputation stays within backwards
+    unless ``recompute_bytes``, in the unit of ``activation``, is given.
     """
 
     costs = costs.of_schedule(split)
@@ -306,7 +327,7 @@ def stage_problem(
             max(least_s, b + operation_s - w) for b, w in zip(backward, weight, strict=True)
         )
     recompute = None
-    if recomputed is not None and any(costs.recompute_s):
+    if recompute_bytes is not None and any(costs.recompute_s):
         again = partition.per_stage(costs.recompute_s)
         recompute = tuple(
             max(0.0, min(r, b - least_s)) for r, b in zip(again, backward, strict=True)
@@ -321,15 +342,15 @@ def stage_problem(
         activation,
         cap,
         recompute,
-        None if recompute is None else recomputed,
-        waiting,
-        offloaded,
-        copying,
+        None if recompute is None else recompute_bytes,
+        wgrad_bytes,
+        offload_bytes,
+        offload_s,
     )
 
 
 def boundary_s(costs: ChainCosts, partition: Partition, link: Link) -> tuple[float, ...]:
-    """Seconds of the tensor between each stage and the next over ``link``, alone."""
+    """Seconds of the boundary tensor between each stage and the next over ``link``, alone."""
     return tuple(link.time_s(costs.boundary_bytes[cut]) for cut in partition.cuts[1:-1])
 
 
@@ -337,14 +358,16 @@ def require_problem(what: str, problem: object) -> None:
     """Raise ValueError unless ``problem``, which ``what`` is given, is one."""
     remark = ", as plan.problem_of(num_microbatches) makes one"
     if faults := wrong_kinds([("problem", problem, ScheduleProblem, remark)]):
-        raise ValueError(told(what, faults))
+        raise ValueError(format_faults(what, faults))
 
 
 def equal_stages(
     placement: Placement, num_microbatches: int, split: bool = False, cap: float | None = None
 ) -> ScheduleProblem:
-    """The problem where nothing is known of stages: forward 1, backward 2, in halves with
-    ``split``; ``cap`` activations on a device, by default as many as there are stages."""
+    """Problem with nominal stage times: forward 1, backward 2 (with ``split``: 1 and 1).
+
+    ``cap`` is the number of activations on a device, by default the number of stages.
+    """
     num = placement.num_stages
     one = (1.0,) * num
     caps = (float(num if cap is None else cap),) * placement.num_devices
@@ -358,22 +381,21 @@ def equal_stages(
     )
 
 
-def whole(problem: ScheduleProblem) -> ScheduleProblem:
-    """``problem`` with each input and weight gradient as one backward."""
+def with_whole_backwards(problem: ScheduleProblem) -> ScheduleProblem:
+    """``problem`` with each input and weight gradient joined to one backward."""
     if problem.weight_grad is None:
         return problem
     both = zip(problem.backward, problem.weight_grad, strict=True)
     backward = tuple(i + w for i, w in both)
-    return replace(problem, backward=backward, weight_grad=None, waiting=None)
+    return replace(problem, backward=backward, weight_grad=None, wgrad_bytes=None)
 
 
 @dataclass(frozen=True)
 class Certificate:
-    """What is known of a schedule: its length, a bound below which none can be, and how it was
-    found.
+    """Certificate of a schedule: its length, a lower bound, and the solver.
 
-    ``makespan`` and ``lower_bound`` are in the problem's unit of time; ``seconds`` is how long
-    ``solver`` took. ``proved`` says that no schedule is shorter.
+    ``makespan`` and ``lower_bound`` are in the problem's unit of time. ``seconds`` is the time that
+    ``solver`` took. ``proved`` means that no schedule is shorter.
     """
 
     makespan: float
@@ -388,7 +410,7 @@ class Certificate:
 
     @property
     def gap(self) -> float:
-        """How far from the bound, at most, as a share."""
+        """Relative gap between makespan and lower bound."""
         return self.makespan / self.lower_bound - 1
 
 

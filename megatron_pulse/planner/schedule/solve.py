@@ -18,20 +18,20 @@ import logging
 import time
 from dataclasses import replace
 
-from megatron_pulse.planner.schedule.check.simulate import run
+from megatron_pulse.planner.schedule.check.simulate import simulate
 from megatron_pulse.planner.schedule.check.validate import faults_for
-from megatron_pulse.planner.schedule.ilp.attempt import Attempt
-from megatron_pulse.planner.schedule.ilp.beside import Beside
+from megatron_pulse.planner.schedule.ilp.background import BackgroundSolver
+from megatron_pulse.planner.schedule.ilp.improve_by_solver import Attempt
 from megatron_pulse.planner.schedule.ilp.solvers import Solver, choose
-from megatron_pulse.planner.schedule.offload import with_offload
+from megatron_pulse.planner.schedule.passes.insert_offload import with_offload
+from megatron_pulse.planner.schedule.passes.insert_recompute import with_recomputation
 from megatron_pulse.planner.schedule.problem import (
     Certificate,
     ScheduleProblem,
     Synthesis,
     require_problem,
 )
-from megatron_pulse.planner.schedule.recompute import with_recomputation
-from megatron_pulse.planner.schedule.search.synthesize import get_ready, synthesize
+from megatron_pulse.planner.schedule.search.synthesize import compile_search, synthesize
 
 LATER = 0.1
 """Share of the time after which a solver begins; most small problems are proved by then."""
@@ -51,16 +51,16 @@ def solve(problem: ScheduleProblem, seconds: float = 10.0, solver: str = "auto")
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds >= 0:
         raise ValueError(f"solve: seconds must be a number from 0 on, is {seconds!r}")
     chosen = choose(solver)
-    if problem.offloaded is not None:
+    if problem.offload_bytes is not None:
         return with_offload(problem, lambda of, part: solve(of, part, solver), seconds)
-    if problem.recompute is not None:
+    if problem.recompute_s is not None:
         return with_recomputation(problem, solve(problem.within_backwards, seconds, solver))
-    get_ready()
+    compile_search()
     began = time.monotonic()
     if chosen is Solver.NONE:
         found, notes = synthesize(problem, seconds), ["no solver: constructive alone"]
     else:
-        with Beside(problem, chosen, LATER * seconds, (1 - LATER) * seconds) as beside:
+        with BackgroundSolver(problem, chosen, LATER * seconds, (1 - LATER) * seconds) as beside:
             found = synthesize(problem, seconds, beside=beside.is_enough)
             added = beside.wait()
         found, notes = _with(problem, found, chosen, added)
@@ -91,7 +91,7 @@ def _with(
     schedule, length, path = found.schedule, made.makespan, made.solver
     if faults := faults_for(problem, added.schedule):
         notes.append(f"{solver}: its answer is not valid: {faults[0]}")
-    elif (reached := run(problem, added.schedule).makespan) < length * (1 - 1e-9) or (
+    elif (reached := simulate(problem, added.schedule).makespan) < length * (1 - 1e-9) or (
         added.proved and reached <= length * (1 + 1e-9)  # the search may have ended sooner for it
     ):
         schedule, length, path = added.schedule, reached, added.path or path

@@ -1,21 +1,25 @@
-"""The hybrid tuner: which degrees, sizes, placement and schedule train a backbone fastest.
+"""Hybrid tuner: the degrees, batch sizes, placement and schedule that train a backbone fastest.
 
 ============  ===================================================================================
-config        one way to run: degrees, microbatch, layout, schedule, recomputation, optimizer
-ranks         which rank sits where in the cluster, and what its links are
-collectives   which collectives Megatron issues in a step, of which bytes
-conditioning  what conditioning and copied embedders move between devices
-costs         what its layers cost on a rank; why it cannot run however it is cut
-stages        what its stages are: cuts, memory, the problem to schedule
-estimate      what a config takes at the least, and about, without a schedule
-evaluate      what a config takes, by simulating the schedule that would run
+config        one configuration: degrees, microbatch size, layout, schedule, recomputation
+ranks         rank order and links of a config in the cluster
+collectives   collectives that Megatron issues in a step, with their bytes
+conditioning  traffic of conditioning and of replicated embedders
+layer_costs   layer costs on one rank; reasons why no partition can help a config
+stages        stages of a config: cuts, memory and schedule problem
+memory        peak memory, and the activation policy that makes a config fit
+partitions    partitions: of least load, memory-feasible, and with balanced gradients
+estimate      lower bound and estimate of a config's step time, without a schedule
+evaluate      simulated step of a config
+in_order      re-timing of a known schedule for moved cuts
+queueing      schedules under link contention
 searching     best-first branch and bound over all configs, with an answer at any moment
-sharded       what FSDP2 and HSDP would come to at their best, to say so where they win
-explain       why the best is the best, and what to change where nothing fits
+sharded       FSDP2 and HSDP baseline
+saying        reports: explanation, scale-down advice, out-of-memory advice
 tune          all of these in one call
-plans         what was found as a plan file; a plan file's figures worked out again
+plans         conversion to plan files; plan figures computed anew
 ============  ===================================================================================
 
-PULSE (section VI) assumes M = P, seven times the parameters as memory, and neither tensor
-parallelism nor recomputation nor overlap; none of that is assumed here.
+PULSE (section VI) assumes M = P and model memory of seven times the parameters, and has neither
+tensor parallelism nor recomputation nor overlap. None of that is assumed here.
 """

@@ -1,9 +1,9 @@
-"""Which collectives Megatron-Core issues in a step: their kinds, bytes and number.
+"""Collectives that Megatron-Core issues in a step: kinds, bytes and numbers.
 
-Sums over tensor-parallel ranks are those of ``core/tensor_parallel/layers.py``: a row-parallel
-linear sums its outputs, a column-parallel one the gradients of its input. Under sequence
-parallelism each sum is a reduce-scatter, and what was divided is gathered again: a column-parallel
-linear's input in both passes, a row-parallel one's output gradient.
+Sums over tensor-parallel ranks follow ``core/tensor_parallel/layers.py``. A row-parallel linear
+sums its outputs, a column-parallel one the gradients of its input. Under sequence parallelism each
+sum is a reduce-scatter, and divided tensors are gathered again. These are the input of a
+column-parallel linear, in both passes, and the output gradient of a row-parallel one.
 
 Gradients are summed over replicas in the buckets of ``core/distributed/param_and_grad_buffer.py``
 and ``core/optimizer/distrib_optimizer.py``.
@@ -17,13 +17,13 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from megatron_pulse.planner.cluster.cluster import Cluster
-from megatron_pulse.profile.record.layers import ShardSums
+from megatron_pulse.profile.records.layers import ShardSums
 
 BUCKET_PARAMETERS = 40_000_000
-"""Megatron's bucket: gradients that are summed over replicas together, at the least."""
+"""Megatron's minimum bucket size, in gradient elements."""
 
 BUCKET_PARAMETERS_PER_REPLICA = 1_000_000
-"""The bucket of many replicas."""
+"""Bucket size per replica, which decides for many replicas."""
 
 
 class CollectiveKind(StrEnum):
@@ -36,7 +36,8 @@ class CollectiveKind(StrEnum):
 
 @dataclass(frozen=True)
 class CollectiveCall:
-    """One call; ``num_bytes`` of the whole tensor, of which divided ones are parts."""
+    """One collective call. ``num_bytes`` is the size of the whole tensor, also where ranks hold
+    parts."""
 
     kind: CollectiveKind
     num_bytes: int
@@ -57,7 +58,7 @@ def collective_s(
 def forward_sums(
     sums: ShardSums, samples: int, sequence_parallel: bool
 ) -> Iterator[CollectiveCall]:
-    """Of a layer's forward on one microbatch of ``samples``."""
+    """Collectives of a layer's forward on one microbatch of ``samples``."""
     if sequence_parallel:
         yield from _all(CollectiveKind.ALL_GATHER, sums.columns, samples)
     kind = CollectiveKind.REDUCE_SCATTER if sequence_parallel else CollectiveKind.ALL_REDUCE
@@ -67,7 +68,8 @@ def forward_sums(
 def recomputed_sums(
     sums: ShardSums, samples: int, sequence_parallel: bool
 ) -> Iterator[CollectiveCall]:
-    """Of computing a layer's activations again: a forward up to the last tensor that is wanted."""
+    """Collectives of recomputing a layer: a forward up to the last tensor that the backward
+    needs."""
     repeated = replace(sums, rows=sums.rows[: sums.repeated_rows])
     return forward_sums(repeated, samples, sequence_parallel)
 
@@ -75,7 +77,7 @@ def recomputed_sums(
 def backward_sums(
     sums: ShardSums, samples: int, sequence_parallel: bool
 ) -> Iterator[CollectiveCall]:
-    """Of a layer's whole backward on one microbatch of ``samples``."""
+    """Collectives of a layer's whole backward on one microbatch of ``samples``."""
     yield from _all(CollectiveKind.ALL_REDUCE, sums.contexts, samples)
     if sequence_parallel:
         yield from _all(CollectiveKind.ALL_GATHER, sums.rows, samples)
@@ -91,12 +93,13 @@ def _all(kind: CollectiveKind, sizes: Sequence[int], samples: int) -> Iterator[C
 def buckets(
     parameters: Sequence[int], replicas: int, divided: bool, first: bool = True
 ) -> tuple[int, ...]:
-    """Elements of a stage's buckets, in the order in which they fill: the last layers' first.
+    """Elements of a stage's gradient buckets in the order in which they fill, the last layers
+    first.
 
-    ``parameters`` are the numbers of elements of the stage's tensors. The bucket is closed by the
-    tensor that fills it. With the distributed optimizer (``divided``) tensors begin at multiples of
-    64 and buckets end at one of 128 that the replicas divide. Only the ``first`` stage of the
-    pipeline's first device has several buckets; any other is one.
+    ``parameters`` are the element counts of the stage's tensors. The tensor that fills a bucket
+    closes it. With the distributed optimizer (``divided``) tensors begin at multiples of 64, and
+    buckets end at a multiple of 128 that the replicas divide. Only the ``first`` stage of the
+    pipeline's first device has several buckets; any other stage has one.
     """
     most = max(BUCKET_PARAMETERS, BUCKET_PARAMETERS_PER_REPLICA * replicas) if first else math.inf
     found, held = [], 0

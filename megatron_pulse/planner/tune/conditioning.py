@@ -1,8 +1,9 @@
-"""What conditioning moves between the devices of a pipeline, as a run chooses to move it.
+"""Conditioning traffic between the devices of a pipeline, as a run chooses it.
 
-The choice is that of ``layout.embedders``: an embedder's results are sent to every device that uses
-them, or its parameters are, once a step, if that is less. Then every stage that uses them computes
-them: all of their backward with the stage's input gradient, and no activations recomputed.
+The choice is that of ``layout.embedders``. Either an embedder's results are sent to every device
+that uses them, or its parameters are broadcast once a step, if that is less traffic. In the second
+case every stage that uses the results computes the embedder. Its whole backward then runs with the
+stage's input gradient, and its activations are not recomputed.
 """
 
 from __future__ import annotations
@@ -11,22 +12,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megatron_pulse.backbone.costs import ChainCosts
-from megatron_pulse.planner.layout.embedders import (
+from megatron_pulse.planner.layout.embedder_choice import (
     GRADIENT_BYTES,
     PARAMETER_GRADIENT_BYTES,
-    Provided,
+    ProvidedConditioning,
     choose_embedders,
 )
 from megatron_pulse.planner.layout.placement import Partition
-from megatron_pulse.profile.devices import ELEMENT_BYTES
 from megatron_pulse.profile.profile import Profile
-from megatron_pulse.profile.record.times import LayerTimes
+from megatron_pulse.profile.records.times import LayerTimes
+from megatron_pulse.profile.roofline import ELEMENT_BYTES
 
 
 @dataclass(frozen=True)
-class Sent:
-    """What the forward of stage ``source`` sends to ``destination``, the first stage of a device
-    that uses it, of every sample; gradients come back."""
+class ConditioningMessage:
+    """Bytes per sample sent from stage ``source`` to ``destination``, the first stage of a device
+    that uses the results. Gradients come back."""
 
     source: int
     destination: int
@@ -35,9 +36,12 @@ class Sent:
 
 
 @dataclass(frozen=True)
-class Copied:
-    """An embedder on every device, computed in ``stages``: its owner broadcasts
-    ``parameter_bytes`` once a step, and gets the sum of ``gradient_bytes`` of all."""
+class ReplicatedEmbedder:
+    """Embedder replicated on every device and computed in ``stages``.
+
+    Once a step its owner broadcasts ``parameter_bytes`` and receives the sum of ``gradient_bytes``
+    of all devices.
+    """
 
     layer: int
     owner: int
@@ -48,14 +52,14 @@ class Copied:
 
 def conditioning(
     profile: Profile, partition: Partition, costs: ChainCosts, samples_per_step: int
-) -> tuple[tuple[Sent, ...], tuple[Copied, ...]]:
-    """What is sent, and what is copied, where one pipeline trains on ``samples_per_step``.
+) -> tuple[tuple[ConditioningMessage, ...], tuple[ReplicatedEmbedder, ...]]:
+    """Messages and replicated embedders of one pipeline that trains on ``samples_per_step``.
 
     ``costs`` are those of one tensor-parallel rank.
     """
     home, size = partition.placement.device_of_stage, ELEMENT_BYTES[profile.dtype]
     edges = [
-        Provided(
+        ProvidedConditioning(
             edge.source,
             edge.consumers,
             edge.num_bytes,
@@ -81,7 +85,7 @@ def conditioning(
         source = partition.stage_of_layer(edge.source)
         for device in sorted(edge.devices(partition)):
             first = next(stage for stage in stages if home[stage] == device)
-            sent.append(Sent(source, first, edge.forward_bytes, edge.gradient_bytes))
+            sent.append(ConditioningMessage(source, first, edge.forward_bytes, edge.gradient_bytes))
     copied = []
     for layer in sorted(copies):
         consumers = {j for edge in edges if edge.source == layer for j in edge.consumers}
@@ -89,33 +93,36 @@ def conditioning(
         there = costs.parameters[layer] * size
         back = costs.trained_parameters[layer] * PARAMETER_GRADIENT_BYTES
         owner = home[partition.stage_of_layer(layer)]
-        copied.append(Copied(layer, owner, tuple(stages), there, back))
+        copied.append(ReplicatedEmbedder(layer, owner, tuple(stages), there, back))
     return tuple(sent), tuple(copied)
 
 
 def with_copies(
     costs: ChainCosts,
     partition: Partition,
-    copied: Sequence[Copied],
+    copied: Sequence[ReplicatedEmbedder],
     times: Sequence[LayerTimes],
     recompute: frozenset[int],
 ) -> ChainCosts:
-    """``costs`` as stages compute: those of ``copied`` are with the first layer of each stage that
-    uses them. ``times`` are the layers' without recomputation."""
+    """Costs with those of replicated embedders moved to the first layer of each stage that uses
+    them.
+
+    ``times`` are those of the layers without recomputation.
+    """
     if not copied:
         return costs
     forward, backward = list(costs.forward_s), list(costs.backward_s)
     split_forward = list(costs.split_forward_s or costs.forward_s)
     split_backward = list(costs.split_backward_s or costs.backward_s)
     weight, saved = list(costs.weight_grad_s), list(costs.saved_bytes)
-    recompute_s, again_bytes = list(costs.recompute_s), list(costs.again_bytes)
-    waiting = list(costs.waiting_bytes or costs.saved_bytes)
+    recompute_s, recompute_bytes = list(costs.recompute_s), list(costs.recompute_bytes)
+    waiting = list(costs.wgrad_bytes or costs.saved_bytes)
     shared = list(costs.shared_bytes)
     for i in (embedder.layer for embedder in copied):
         for column in (forward, backward, split_forward, split_backward, weight, recompute_s):
             column[i] = 0.0
-        saved[i] = again_bytes[i] = waiting[i] = 0
-        if i + 1 < len(shared):  # what passed by it is kept behind it alone
+        saved[i] = recompute_bytes[i] = waiting[i] = 0
+        if i + 1 < len(shared):  # a shared input is now saved by the next layer alone
             saved[i + 1] += shared[i + 1]
             shared[i + 1] = 0
     for embedder in copied:
@@ -138,7 +145,7 @@ def with_copies(
         split_backward_s=tuple(split_backward),
         saved_bytes=tuple(saved),
         recompute_s=tuple(recompute_s),
-        again_bytes=tuple(again_bytes),
-        waiting_bytes=tuple(waiting),
+        recompute_bytes=tuple(recompute_bytes),
+        wgrad_bytes=tuple(waiting),
         shared_bytes=tuple(shared),
     )

@@ -1,4 +1,4 @@
-"""One way to run a backbone on a cluster, and all of them."""
+"""Configurations: one way to run a backbone on a cluster, and the enumeration of all of them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ from megatron_pulse.planner.layout.placement import Placement
 
 
 class Recompute(IntEnum):
-    """Whose activations are computed again in the backward pass: no layer's, every layer's, or of
-    as few as let a schedule hold what it needs to run well (``stages``); or else, as far as the
-    link to the host has time for that, they wait there; or what is cheap of every layer's."""
+    """Policy of a config for activations.
+
+    NEVER: keep all. ALWAYS: full recomputation of every layer. NEEDED: recompute as few layers as
+    let a schedule run well (``stages``). HOST: the same, with offload to the host as far as the
+    link has time. SELECTIVE: recompute the cheap operations of every layer.
+    """
 
     NEVER = 0
     ALWAYS = 1
@@ -24,7 +27,7 @@ class Recompute(IntEnum):
 
     @property
     def as_needed(self) -> bool:
-        """Whether it depends on the cuts whose."""
+        """True if the layers concerned depend on the partition."""
         return self in (Recompute.NEEDED, Recompute.HOST)
 
 
@@ -34,17 +37,18 @@ RECOMPUTED = {
     Recompute.HOST: "host memory",
     Recompute.SELECTIVE: "recompute what is cheap",
 }
-"""How it is called, but where nothing is."""
+"""Display name of each policy other than NEVER."""
 
 
 @dataclass(frozen=True, order=True)
 class Config:
-    """Degrees, microbatch size in samples, and how a step is run.
+    """Degrees, microbatch size in samples, and execution options of one configuration.
 
-    ``split`` puts off weight gradients; ``ample`` lets a schedule hold as many activations as fit,
-    not only as many as 1F1B would. With ``pipeline_inside`` neighbours in the pipeline are
-    neighbours in a node (Megatron's tp-pp-dp order), otherwise replicas are (tp-dp-pp, its
-    default).
+    ``split`` defers weight gradients (split backward). ``max_in_flight`` lets a schedule hold as
+    many
+    in-flight microbatches as fit, not only as many as 1F1B. With ``pp_before_dp`` neighbours in
+    the pipeline are neighbours in a node (Megatron's tp-pp-dp order). Otherwise replicas are
+    (tp-dp-pp, its default).
     """
 
     pipeline: int
@@ -53,14 +57,14 @@ class Config:
     micro_batch_size: int
     layout: Layout
     split: bool = False
-    ample: bool = False
+    max_in_flight: bool = False
     recompute: Recompute = Recompute.NEVER
     distributed_optimizer: bool = False
-    pipeline_inside: bool = False
+    pp_before_dp: bool = False
 
     @property
     def placement(self) -> Placement:
-        """Which device of the pipeline hosts which stage."""
+        """Stages of each pipeline device."""
         return self.layout.placement(self.pipeline)
 
     def num_microbatches(self, global_batch_size: int) -> int:
@@ -70,22 +74,23 @@ class Config:
     def __str__(self) -> str:
         parts = [f"P={self.pipeline} D={self.data} T={self.tensor} b={self.micro_batch_size}"]
         parts.append(self.layout.name)
-        for name in ("split", "ample"):
+        for name in ("split", "max_in_flight"):
             parts += [name] * getattr(self, name)
         if (recompute := RECOMPUTED.get(self.recompute)) is not None:
             parts.append(recompute)
         if self.distributed_optimizer:
             parts.append("distributed optimizer")
         if self.pipeline > 1 and self.data > 1:
-            parts.append("pipeline inside" if self.pipeline_inside else "replicas inside")
+            parts.append("pipeline inside" if self.pp_before_dp else "replicas inside")
         return ", ".join(parts)
 
 
 @dataclass(frozen=True)
 class Choices:
-    """What may be chosen; each is a list of values that are tried.
+    """Values that the search may choose from, per field of a config.
 
-    ``distributed_optimizer``: one replica has nothing to divide, and gets the first.
+    One replica has no optimizer state to divide, so it takes the first of
+    ``distributed_optimizer``.
     """
 
     layouts: tuple[Layout, ...] = tuple(LAYOUTS.values())
@@ -93,7 +98,7 @@ class Choices:
     tensor: tuple[int, ...] = (1, 2, 4, 8)
     micro_batch_size: tuple[int, ...] | None = None
     split: tuple[bool, ...] = (False, True)
-    ample: tuple[bool, ...] = (False, True)
+    max_in_flight: tuple[bool, ...] = (False, True)
     recompute: tuple[Recompute, ...] = (Recompute.NEVER, Recompute.NEEDED)
     distributed_optimizer: tuple[bool, ...] = (False, True)
 
@@ -105,10 +110,10 @@ def configs(
     has_skips: bool,
     choices: Choices,
 ) -> Iterator[Config]:
-    """All configs that use every device and divide the batch; each way of running only once.
+    """Enumerate the configs that use every device and divide the batch, without duplicates.
 
-    Tensor parallelism stays inside a node. Without skips there is one kind of fold. On one node it
-    does not matter which ranks are neighbours.
+    Tensor parallelism stays inside a node. Without skips there is one kind of fold. On one node the
+    order of ranks does not matter.
     """
     several = num_devices > devices_per_node
     for pipeline, tensor in product(divisors(num_devices), choices.tensor):
@@ -125,9 +130,9 @@ def configs(
                     continue
                 if layout == FOLD_SOFT and not has_skips:
                     continue
-                for split, ample, recompute, divided, inside in product(
+                for split, max_in_flight, recompute, divided, inside in product(
                     choices.split if pipeline > 1 else (False,),
-                    choices.ample if pipeline > 1 else (False,),
+                    choices.max_in_flight if pipeline > 1 else (False,),
                     choices.recompute,
                     choices.distributed_optimizer[: None if data > 1 else 1],
                     (False, True) if several and pipeline > 1 and data > 1 else (False,),
@@ -139,7 +144,7 @@ def configs(
                         size,
                         layout,
                         split,
-                        ample,
+                        max_in_flight,
                         recompute,
                         divided,
                         inside,
@@ -153,7 +158,8 @@ def why_none(
     has_skips: bool,
     choices: Choices,
 ) -> str | None:
-    """Why there are no ``configs``, and what there can be; None where there are."""
+    """Reason why there are no ``configs``, with the values that would be possible; None if there
+    are some."""
     degrees = [
         (pipeline, tensor)
         for pipeline, tensor in product(divisors(num_devices), choices.tensor)
@@ -198,7 +204,7 @@ def why_none(
 
 
 def unused(candidates: Iterable[Config], choices: Choices) -> dict[str, list[object]]:
-    """Of fields of ``choices`` the values that were chosen and none of ``candidates`` has."""
+    """Chosen values, by field of ``choices``, that none of ``candidates`` has."""
     known = list(candidates)
     kept: dict[str, set[object]] = {
         "layouts": {config.layout for config in known},
@@ -221,11 +227,11 @@ def _listed(numbers: Iterable[int]) -> str:
 
 
 def divisors(number: int) -> list[int]:
-    """All divisors, ascending."""
+    """Divisors, ascending."""
     return [d for d in range(1, number + 1) if number % d == 0]
 
 
 def _sizes(samples: int, wanted: Sequence[int] | None) -> list[int]:
-    """Microbatch sizes that divide what a pipeline has: the wanted ones, or powers of two."""
+    """Microbatch sizes that divide a pipeline's samples: the wanted ones, or powers of two."""
     candidates = wanted or [2**k for k in range(samples.bit_length())]
     return [size for size in candidates if samples % size == 0]

@@ -1,46 +1,55 @@
-"""What a config takes, by simulating the schedule that would run."""
+"""Simulated step of a config: schedule, step time, memory and traffic."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache, partial
+from functools import lru_cache, partial
 
+from megatron_pulse.backbone.costs import ChainCosts
 from megatron_pulse.planner.cluster.cluster import Cluster
-from megatron_pulse.planner.partition.memory import ParameterState
+from megatron_pulse.planner.layout.placement import Partition
+from megatron_pulse.planner.partition.memory import DEFAULT_STATE, ParameterState
 from megatron_pulse.planner.partition.volume import volume
+from megatron_pulse.planner.program.simulate import StageMessage, link_bound, simulate_step
 from megatron_pulse.planner.schedule.check.simulate import Timeline
-from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
+from megatron_pulse.planner.schedule.operations import Operation, OpType, Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem, Synthesis
-from megatron_pulse.planner.step.replay import Edge, link_bound, replay
 from megatron_pulse.planner.tune.collectives import buckets
 from megatron_pulse.planner.tune.config import Choices, Config, Recompute, configs
-from megatron_pulse.planner.tune.costs import Unfit, UnfitError
-from megatron_pulse.planner.tune.cuts.lower_caps import Caps, WithRoom
-from megatron_pulse.planner.tune.estimate import PARAMETER_BYTES
-from megatron_pulse.planner.tune.queueing import schedules
-from megatron_pulse.planner.tune.sharded.opponent import Opponent, opponent
-from megatron_pulse.planner.tune.stages import Stages
+from megatron_pulse.planner.tune.estimate import PARAMETER_BYTES, Estimator
+from megatron_pulse.planner.tune.fsdp.baseline import FsdpBaseline, fsdp_baseline
+from megatron_pulse.planner.tune.layer_costs import LayerCosts, Unfit, UnfitError
+from megatron_pulse.planner.tune.link_contention import schedules
+from megatron_pulse.planner.tune.memory.cap_retry import Caps, Make, fit_in, schedule_with_room
+from megatron_pulse.planner.tune.memory.config_policy import ActivationPlanner
+from megatron_pulse.planner.tune.memory.peak_memory import peak_bytes_in_schedule
+from megatron_pulse.planner.tune.partitions.feasible import FeasiblePartitioner
+from megatron_pulse.planner.tune.partitions.gradient_balance import GradientBalancer
+from megatron_pulse.planner.tune.partitions.unconstrained import Partitioner
+from megatron_pulse.planner.tune.stages import StageBuilder, Stages
+from megatron_pulse.profile.profile import Profile
 
 CORE = 4
-"""Microbatches for each pipeline device that are simulated, at the most; what the last half of them
-adds, one more does. Steps are 4 % off then (mean of thirty configs, U-ViT and SD v2)."""
+"""Maximum number of simulated microbatches per pipeline device. Each further microbatch adds the
+mean increment of the last half."""
 
 LARGE = 5000
-"""Operations beyond which an evaluation takes the first schedule: others take seconds to find."""
+"""Operations beyond which an evaluation takes the first schedule: searching for others takes
+seconds."""
 
 MOST = 500_000
-"""Operations of a step beyond which it is not planned: to find any order of them takes long."""
+"""Operations of a step beyond which no plan is made: finding any order of them takes long."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A config that can run, and what it would take; bytes are of one sample, sent by all ranks.
+    """Predicted step of a config that can run. Traffic is in bytes per sample, over all ranks.
 
-    ``step_s`` is the makespan of the pipeline, the part of the reduction of gradients that nothing
-    hides, the optimizer, and what ``self_conditioning`` (the share of the steps that run all
-    forwards once before) adds in the mean, ``self_conditioning_s``. ``timeline`` is of ``problem``,
-    which has fewer microbatches than the step where ``extrapolated``.
+    ``step_s`` sums the makespan of the pipeline, the exposed gradient reduction, the optimizer and
+    ``self_conditioning_s``. The last is the mean cost of the forwards that the share
+    ``self_conditioning`` of the steps runs once before. ``timeline`` belongs to ``problem``, which
+    has fewer microbatches than the step if ``extrapolated``.
     """
 
     config: Config
@@ -67,7 +76,7 @@ class Outcome:
         return self.global_batch_size / self.step_s
 
     def figures(self) -> dict[str, float | list[float]]:
-        """What is predicted, as plans and reports keep it."""
+        """Predicted figures for plans and reports."""
         own = {"self_conditioning_s": self.self_conditioning_s} if self.self_conditioning else {}
         return {
             **own,
@@ -83,30 +92,59 @@ class Outcome:
         }
 
 
-class Evaluator(WithRoom):
-    """A chain whose configs are simulated.
+class Evaluator:
+    """Simulation of configs of one backbone on one cluster, and the objects that lead to it.
 
-    ``effort`` bounds the search for a schedule (see ``synthesize``), so that an evaluation always
-    comes to the same. ``overlap`` hides the reduction of gradients where it can be.
+    ::
+
+        costs --> stages --> planner --> partitioner --> feasible --> balancer
+                                |                                    ^
+                                +--> estimator ----------------------+
+
+    Arguments are those of ``LayerCosts`` and ``Estimator``. ``effort`` bounds the search for a
+    schedule (see ``synthesize``), so that evaluations are reproducible. ``overlap`` hides gradient
+    reduction behind computation where possible. Once ``stopped`` returns True, neither partitions
+    nor FSDP2 are searched further.
     """
 
     effort = 6
     overlap = True
+    stopped: Callable[[], bool] = staticmethod(lambda: False)
 
-    @cached_property
-    def _simulated(
+    def __init__(
         self,
-    ) -> Callable[..., list[tuple[Synthesis, Timeline]]]:
-        return lru_cache(maxsize=128)(self._simulate)
+        profile: Profile,
+        cluster: Cluster,
+        global_batch_size: int,
+        sequence_parallel: bool = False,
+        num_heads: tuple[int, ...] = (),
+        self_conditioning: float = 0.0,
+        state: ParameterState = DEFAULT_STATE,
+        transform: Callable[[ChainCosts], ChainCosts] | None = None,
+    ) -> None:
+        self.profile, self.cluster, self.state = profile, cluster, state
+        self.global_batch_size, self.self_conditioning = global_batch_size, self_conditioning
+        self.costs = LayerCosts(
+            profile, cluster, global_batch_size, sequence_parallel, num_heads, state, transform
+        )
+        self.stages = StageBuilder(self.costs)
+        self.planner = ActivationPlanner(self.stages)
+        self.estimator = Estimator(self.planner, self_conditioning)
+        self.partitioner = Partitioner(self.planner)
+        self.feasible = FeasiblePartitioner(self.partitioner, lambda: self.stopped())
+        self.balancer = GradientBalancer(self.feasible, self.estimator)
+        self._simulated = lru_cache(maxsize=128)(self._simulate)
 
     def on(self, cluster: Cluster, state: ParameterState | None = None) -> Evaluator:
-        """The same backbone and batch on another cluster, or with another state of parameters."""
-        of = self.profile, cluster, self.global_batch_size, self.sequence_parallel, self.num_heads
-        return Evaluator(*of, self.self_conditioning, state or self.state)
+        """Evaluator of the same backbone and batch on another cluster, or with another parameter
+        state."""
+        costs = self.costs
+        of = self.profile, cluster, self.global_batch_size, costs.sequence_parallel, costs.num_heads
+        return Evaluator(*of, self.self_conditioning, state or self.state, costs.transform)
 
     @property
     def not_sharded(self) -> str:
-        """Why FSDP2 and HSDP are not predicted; empty where they are."""
+        """Reason why FSDP2 and HSDP are not predicted; empty if they are."""
         devices, batch = self.cluster.num_devices, self.global_batch_size
         if self.self_conditioning:
             return "is not predicted with --self-conditioning"
@@ -114,20 +152,24 @@ class Evaluator(WithRoom):
             return f"is not predicted: {devices} devices do not divide a batch of {batch}"
         return ""
 
-    def fully_sharded(self) -> Opponent | None:
-        """FSDP2 or HSDP at its best for the same batch on the same devices; None where none fits,
-        where it is ``not_sharded``, or once it is to be ``stopped``."""
+    def fsdp_baseline(self) -> FsdpBaseline | None:
+        """Best FSDP2 or HSDP configuration for the same batch and devices.
+
+        Returns None if none fits, if ``not_sharded`` names a reason, or once ``stopped``.
+        """
         if self.not_sharded:
             return None
         of = self.profile, self.cluster, self.global_batch_size
-        return opponent(*of, self.adam_s, self.state.averages, self.stopped)
+        return fsdp_baseline(*of, self.estimator.adam_s, self.state.ema, self.stopped)
 
     def candidates(self, choices: Choices) -> list[Config]:
-        """Every config of ``choices`` that uses all devices and divides the batch; on the host the
-        optimizer is the distributed one, whatever they say."""
+        """Configs of ``choices`` that use every device and divide the batch.
+
+        Optimizer offload always implies the distributed optimizer.
+        """
         cluster, has_skips = self.cluster, bool(self.profile.skips)
         devices, inside = cluster.num_devices, cluster.devices_per_node
-        if self.state.host_optimizer:
+        if self.state.optimizer_cpu_offload:
             choices = replace(choices, distributed_optimizer=(True,))
         if not self.profile.selects:
             known = tuple(r for r in choices.recompute if r is not Recompute.SELECTIVE)
@@ -135,21 +177,38 @@ class Evaluator(WithRoom):
         return list(configs(devices, inside, self.global_batch_size, has_skips, choices))
 
     def refuse(self, config: Config) -> None:
-        """Raises UnfitError for what no partition can mend, and for steps that are too long."""
-        super().refuse(config)
+        """Raise UnfitError for a config that no partition can make fit, or whose step is too long
+        to plan."""
+        self.costs.refuse(config)
         if (size := self.size(config, whole=True)) > MOST:
             said = f"{config}: {size:,} operations of a step, {MOST:,} can be planned"
             raise UnfitError(Unfit.LONG, said)
 
     def simulated_microbatches(self, config: Config) -> int:
-        """Microbatches of which ``evaluate`` simulates a step."""
-        return min(config.num_microbatches(self.global_batch_size), CORE * config.pipeline)
+        """Microbatches per step that ``evaluate`` simulates."""
+        return min(self.costs.num_microbatches(config), CORE * config.pipeline)
 
     def size(self, config: Config, whole: bool = False) -> int:
-        """Operations of which ``evaluate`` finds and simulates a schedule, or of a whole step."""
-        count = config.num_microbatches(self.global_batch_size)
+        """Operations that ``evaluate`` schedules and simulates, or those of a whole step."""
+        count = self.costs.num_microbatches(config)
         kinds, stages = 3 if config.split else 2, config.pipeline * config.layout.num_chunks
         return (count if whole else self.simulated_microbatches(config)) * stages * kinds
+
+    def cut(self, config: Config, partition: Partition) -> Stages:
+        """Stages of the config with these cuts, whether or not they fit."""
+        return self.planner.cut(config, partition)
+
+    def problem(
+        self, config: Config, num_microbatches: int, stages: Stages | None = None
+    ) -> ScheduleProblem:
+        """Schedule problem of the stages (default: ``feasible.best``), with memory in bytes. Raises
+        UnfitError."""
+        return self.stages.problem(config, num_microbatches, stages or self.feasible.best(config))
+
+    def bound(self, config: Config, stages: Stages | None = None) -> float:
+        """Lower bound on the step time with these stages (default: ``feasible.best``). Raises
+        UnfitError."""
+        return self.estimator.bound(config, stages or self.feasible.best(config))
 
     def evaluate(
         self,
@@ -158,15 +217,14 @@ class Evaluator(WithRoom):
         quick: bool = False,
         stages: Stages | None = None,
     ) -> Outcome:
-        """The config's step; raises UnfitError.
+        """Simulate the config's step. Raises UnfitError.
 
-        Of a long step only ``CORE`` microbatches for each device are simulated, and the rate at the
-        end goes on. A ``synthesis`` for all microbatches is simulated as it is. A ``quick``
-        schedule is some percent longer where there is room for activations, more where there is
-        not, and several times as soon found.
+        At most ``CORE`` microbatches per device are simulated; the rate at the end is extrapolated.
+        A given ``synthesis`` for all microbatches is simulated as a whole. A ``quick`` schedule is
+        found several times sooner. Its step is some percent longer, or more if memory is short.
         """
-        stages = stages or self.stages(config)
-        count = config.num_microbatches(self.global_batch_size)
+        stages = stages or self.feasible.best(config)
+        count = self.costs.num_microbatches(config)
         core = count if synthesis is not None else self.simulated_microbatches(config)
         problem = self.problem(config, core, stages)
         if synthesis is None:
@@ -174,11 +232,11 @@ class Evaluator(WithRoom):
             make = partial(self._simulated, edges=stages.edges, effort=effort)
             found, timeline, memory, caps = self.with_room(config, stages, problem, make)
         else:
-            timeline = replay(problem, synthesis.schedule, stages.edges).timeline
+            timeline = simulate_step(problem, synthesis.schedule, stages.edges).timeline
             found, caps = synthesis, problem.cap
-            memory = self.held(config, stages, synthesis.schedule)
+            memory = self.peak_bytes(config, stages, synthesis.schedule)
         makespan = timeline.makespan
-        pipeline_s = makespan + stages.copying_s
+        pipeline_s = makespan + stages.embedder_copy_s
         if count > core:
             pipeline_s += (count - core) * self._pace(config, stages, timeline, effort, caps)
         last = {
@@ -188,14 +246,14 @@ class Evaluator(WithRoom):
         reduce_s = self.exposed_reduction(config, stages, last, makespan)
         own_s = 0.0
         if self.self_conditioning:
-            forwards = replay(problem, found.schedule.forward_only(), stages.edges).timeline
+            forwards = simulate_step(problem, found.schedule.forward_only(), stages.edges).timeline
             more_s = (count - core) * max(forwards.busy) / core
             own_s = self.self_conditioning * (forwards.makespan + more_s)
         held = stages.per_device(stages.trained)
-        optimizer_s = self.optimizer_s(config, max(held))
+        optimizer_s = self.estimator.optimizer_s(config, max(held))
         busy = sum(timeline.busy) / core * count / config.pipeline
         moved = volume(stages.costs, stages.partition).total * config.tensor
-        gradient = self.gradient_bytes
+        gradient = self.costs.gradient_bytes
         back = PARAMETER_BYTES[self.profile.dtype] if config.distributed_optimizer else gradient
         reduced = (config.data - 1) * (gradient + back) * sum(held) * config.tensor
         return Outcome(
@@ -219,18 +277,40 @@ class Evaluator(WithRoom):
         )
 
     def has_room(self, outcome: Outcome) -> bool:
-        """Whether devices have the memory that the outcome's schedule takes; caps count what works
-        apart from what it works on, and skips between stages of a device not at all."""
-        return self.fit_in(outcome.memory_bytes)
+        """True if the outcome's schedule fits the devices.
+
+        The caps are not enough: they count working memory apart from what an operation works on,
+        and omit skips between stages of one device.
+        """
+        return fit_in(outcome.memory_bytes, self.stages.usable_bytes)
+
+    def with_room(
+        self,
+        config: Config,
+        stages: Stages,
+        problem: ScheduleProblem,
+        make: Make,
+        has_time: Callable[[], bool] = lambda: True,
+    ) -> tuple[Synthesis, Timeline, tuple[float, ...], Caps]:
+        """First schedule of ``make`` that fits every device (``schedule_with_room``)."""
+        peaks, limit = partial(self.peak_bytes, config, stages), self.stages.usable_bytes
+        least = stages.per_device(stages.kept_bytes(config.split))
+        return schedule_with_room(problem, make, peaks, limit, least, has_time)
+
+    def peak_bytes(self, config: Config, stages: Stages, schedule: Schedule) -> tuple[float, ...]:
+        """Peak bytes of each device in the schedule."""
+        times = self.costs.times_at(config.micro_batch_size)
+        parts = self.costs.parts(config.tensor)
+        return stages.memory_bytes(peak_bytes_in_schedule(stages, times, parts, schedule))
 
     def _simulate(
         self,
         problem: ScheduleProblem,
-        edges: tuple[Edge, ...],
+        edges: tuple[StageMessage, ...],
         effort: int,
         bounded: bool = True,
     ) -> list[tuple[Synthesis, Timeline]]:
-        """Schedules of that effort or none, the soonest first, and when everything happens."""
+        """Schedules of that effort and of effort 0 with their timelines, shortest first."""
         made = schedules(problem, edges, effort, bounded)
         if effort:
             made = [*made, *self._simulated(problem, edges, 0)]
@@ -239,7 +319,8 @@ class Evaluator(WithRoom):
     def _pace(
         self, config: Config, stages: Stages, timeline: Timeline, effort: int, caps: Caps
     ) -> float:
-        """Seconds of one more microbatch: what the last half of those simulated adds."""
+        """Seconds of one more microbatch: the mean increment of the last half of those
+        simulated."""
         count = timeline.schedule.num_microbatches
         fewer = self.problem(config, max(1, count // 2), stages)
         if fewer.cap is not None and caps is not None:
@@ -250,9 +331,9 @@ class Evaluator(WithRoom):
         return max(measured, max(timeline.busy) / count, link)
 
     def buckets(self, config: Config, stages: Stages, stage: int) -> tuple[int, ...]:
-        """Elements of the buckets in which Megatron sums a stage's gradients, as they fill.
+        """Elements of a stage's gradient buckets in the order in which they fill.
 
-        A layer's parameters are taken to be one tensor.
+        A layer's parameters count as one tensor.
         """
         counts = [
             stages.costs.trained_parameters[i] for i in stages.partition.layers_of_stage(stage)
@@ -266,15 +347,15 @@ class Evaluator(WithRoom):
         last: Mapping[int, tuple[float, float]],
         makespan: float,
     ) -> float:
-        """How much later than the pipeline gradients are summed and parameters gathered.
+        """Seconds from the end of the pipeline until gradients are reduced and parameters gathered.
 
-        A device sums its stages' buckets one after another, each when what completes the stage's
-        gradients, from begin to end as ``last`` says, has filled it; parameters are gathered in the
-        same buckets.
+        A device reduces its stages' buckets one after another. Buckets fill evenly between the
+        start and end in ``last`` of the operation that completes the stage's gradients. Parameters
+        are gathered in the same buckets.
         """
         if config.data == 1:
             return 0.0
-        ranks, placement = self.ranks(config), stages.partition.placement
+        ranks, placement = self.costs.ranks(config), stages.partition.placement
         dtype, scatter = self.profile.dtype, config.distributed_optimizer
         latest = makespan
         for device in range(config.pipeline):
@@ -285,7 +366,8 @@ class Evaluator(WithRoom):
                 for size in sizes:
                     filled += size
                     full = begin + (end - begin) * filled / sum(sizes)
-                    summed_s = ranks.reduce_s(device, size * self.gradient_bytes, scatter)
+                    num_bytes = size * self.costs.gradient_bytes
+                    summed_s = ranks.reduce_s(device, num_bytes, scatter)
                     free = max(free, full) + summed_s
                     if scatter:
                         gather_s += ranks.gather_s(device, size * PARAMETER_BYTES[dtype])
@@ -294,7 +376,7 @@ class Evaluator(WithRoom):
 
 
 def completing(schedule: Schedule) -> dict[int, Operation]:
-    """What completes each stage's gradients: that of the last microbatch."""
-    final = Kind.WEIGHT_GRAD if Kind.WEIGHT_GRAD in schedule.kinds else Kind.BACKWARD
+    """Operation that completes each stage's gradients: that of the last microbatch."""
+    final = OpType.WEIGHT_GRAD if OpType.WEIGHT_GRAD in schedule.kinds else OpType.BACKWARD
     last = schedule.num_microbatches - 1
     return {s: Operation(final, s, last) for s in range(schedule.placement.num_stages)}

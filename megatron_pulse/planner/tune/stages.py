@@ -1,4 +1,4 @@
-"""What a config's stages are: their cuts, their memory, and the problem to schedule."""
+"""Stages of a config: cuts, memory, and the schedule problem."""
 
 from __future__ import annotations
 
@@ -6,145 +6,127 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from megatron_pulse.backbone.activations import ActivationPolicies, ActivationPolicy
 from megatron_pulse.backbone.costs import ChainCosts
 from megatron_pulse.planner.layout.crossing import crossings
 from megatron_pulse.planner.layout.placement import Partition, Placement
 from megatron_pulse.planner.partition.memory import (
-    carried_bytes,
+    in_transit_bytes,
     kept_bytes,
-    waiting_bytes,
+    wgrad_bytes,
 )
+from megatron_pulse.planner.program.simulate import StageMessage, edges_along, lags
 from megatron_pulse.planner.schedule.problem import ScheduleProblem, stage_problem
-from megatron_pulse.planner.step.replay import Edge, edges_along, lags
 from megatron_pulse.planner.tune.conditioning import (
-    Copied,
-    Sent,
+    ConditioningMessage,
+    ReplicatedEmbedder,
     conditioning,
     with_copies,
 )
 from megatron_pulse.planner.tune.config import Config
-from megatron_pulse.planner.tune.costs import Costs, Unfit, UnfitError
-from megatron_pulse.planner.tune.memory.relief import Relief
-from megatron_pulse.planner.tune.memory.working import Working
-
-MOST_KNOWN = 256
-"""Choices of what is not kept whose work is remembered."""
+from megatron_pulse.planner.tune.layer_costs import LayerCosts, Unfit, UnfitError
 
 
 @dataclass(frozen=True)
 class Stages:
-    """A config's stages; per stage what it keeps of a microbatch, and its ``trained`` parameters on
-    a rank.
+    """Stages of a config, with bytes per microbatch and trained parameters per stage of a rank.
 
-    ``costs`` have what stages compute of copied embedders (``conditioning.with_copies``).
-    Per device: the bytes of parameters, gradients and optimizer as ``state_bytes``, what the
-    optimizer has beside these while it works as ``stepping_bytes``, what an operation needs while
-    it runs as ``working_bytes``, with whole backwards and with split ones, and ``carried_bytes`` of
-    messages that travel or wait.
-    ``copying_s`` are the seconds in which embedders that run on every device are copied and their
-    gradients summed.
-    Of the layers in ``relief`` not all is kept: per stage ``offloaded_bytes`` may wait on the host,
-    which take ``host_s`` to get there, or back; ``again_bytes`` are per stage what that
-    takes where it is all there at once, and not layer by layer as in ``working_bytes``;
-    ``waiting_bytes`` what is held for weight gradients that wait.
+    ``costs`` include replicated embedders in the stages that compute them
+    (``conditioning.with_copies``). ``embedder_copy_s`` are the seconds to broadcast the embedders
+    and to sum their gradients.
+
+    Per device: ``state_bytes`` of parameters, gradients and optimizer; ``optimizer_step_bytes`` in
+    addition during the optimizer step; ``workspace_bytes`` of a running operation, with whole and
+    with split backwards; ``in_transit_bytes`` of messages in transit or waiting.
+
+    ``activations`` are the layers' policies. Per stage: ``offload_bytes`` may be on the host,
+    and the copy takes ``offload_s`` in each direction; ``wgrad_bytes`` are held for deferred
+    weight gradients. ``recompute_bytes`` are the recomputed bytes of a stage if all exist at once,
+    instead of layer by layer as in ``workspace_bytes``.
     """
 
     partition: Partition
     costs: ChainCosts
-    edges: tuple[Edge, ...]
+    edges: tuple[StageMessage, ...]
     saved_bytes: tuple[float, ...]
     trained: tuple[float, ...]
     state_bytes: tuple[float, ...]
-    stepping_bytes: tuple[float, ...]
-    working_bytes: tuple[tuple[float, ...], tuple[float, ...]]
-    carried_bytes: tuple[float, ...]
-    copying_s: float = 0.0
-    relief: Relief = Relief()
-    again_bytes: tuple[float, ...] | None = None
-    waiting_bytes: tuple[float, ...] = ()
-    offloaded_bytes: tuple[float, ...] | None = None
-    host_s: tuple[float, ...] | None = None
-
-    @property
-    def recompute(self) -> frozenset[int]:
-        """The layers that compute all their activations again."""
-        return self.relief.again
-
-    @property
-    def offload(self) -> frozenset[int]:
-        """The layers whose activations may wait on the host."""
-        return self.relief.host
-
-    @property
-    def selective(self) -> frozenset[int]:
-        """The layers that compute what is cheap again."""
-        return self.relief.selective
+    optimizer_step_bytes: tuple[float, ...]
+    workspace_bytes: tuple[tuple[float, ...], tuple[float, ...]]
+    in_transit_bytes: tuple[float, ...]
+    embedder_copy_s: float = 0.0
+    activations: ActivationPolicies = ActivationPolicies()
+    recompute_bytes: tuple[float, ...] | None = None
+    wgrad_bytes: tuple[float, ...] = ()
+    offload_bytes: tuple[float, ...] | None = None
+    offload_s: tuple[float, ...] | None = None
 
     def kept_bytes(self, split: bool) -> tuple[float, ...]:
-        """Per stage what it has room for from forward to backward, or to the weight gradient."""
+        """Bytes per stage reserved from forward to backward, or to the weight gradient if
+        ``split``."""
         if not split:
             return self.saved_bytes
-        return tuple(map(max, self.saved_bytes, self.waiting_bytes))
+        return tuple(map(max, self.saved_bytes, self.wgrad_bytes))
 
     def least_bytes(self, split: bool) -> tuple[float, ...]:
-        """Per stage what it has room for where all that may wait on the host does."""
+        """Bytes per stage reserved with all possible activations offloaded."""
         kept = self.kept_bytes(split)
-        if self.offloaded_bytes is None:
+        if self.offload_bytes is None:
             return kept
-        return tuple(k - o for k, o in zip(kept, self.offloaded_bytes, strict=True))
+        return tuple(k - o for k, o in zip(kept, self.offload_bytes, strict=True))
 
     def transient_bytes(self, split: bool) -> tuple[float, ...]:
-        """What each device holds beside its state and activations, at most."""
-        return tuple(map(sum, zip(self.working_bytes[split], self.carried_bytes, strict=True)))
+        """Peak bytes per device beside state and activations."""
+        return tuple(map(sum, zip(self.workspace_bytes[split], self.in_transit_bytes, strict=True)))
 
     @cached_property
     def stepping(self) -> tuple[float, ...]:
-        """What each device holds while the optimizer works."""
-        return tuple(map(sum, zip(self.state_bytes, self.stepping_bytes, strict=True)))
+        """Bytes per device during the optimizer step."""
+        return tuple(map(sum, zip(self.state_bytes, self.optimizer_step_bytes, strict=True)))
 
     def memory_bytes(self, in_use: Sequence[float]) -> tuple[float, ...]:
-        """What each device holds at most, with so many bytes in use beside state and messages."""
-        own = zip(self.state_bytes, self.carried_bytes, in_use, strict=True)
+        """Peak bytes per device, with ``in_use`` bytes beside state and messages."""
+        own = zip(self.state_bytes, self.in_transit_bytes, in_use, strict=True)
         return tuple(map(max, self.stepping, map(sum, own)))
 
     @cached_property
-    def most_again(self) -> tuple[float, ...]:
-        """Per device the most that one of its stages computes again."""
+    def max_recompute_bytes(self) -> tuple[float, ...]:
+        """Largest recomputed bytes of any stage, per device."""
         most = [0.0] * self.partition.placement.num_devices
         homes = self.partition.placement.device_of_stage
-        for device, num_bytes in zip(homes, self.again_bytes or (), strict=False):
+        for device, num_bytes in zip(homes, self.recompute_bytes or (), strict=False):
             most[device] = max(most[device], num_bytes)
         return tuple(most)
 
     def per_device(self, values: tuple[float, ...]) -> tuple[float, ...]:
-        """Values of stages, summed over each device's."""
+        """Sum of per-stage values on each device."""
         sums = [0.0] * self.partition.placement.num_devices
         for device, value in zip(self.partition.placement.device_of_stage, values, strict=True):
             sums[device] += value
         return tuple(sums)
 
     def least_held(self, split: bool) -> tuple[float, ...]:
-        """Bytes that each device holds at the least: with one microbatch, or while the optimizer
-        works."""
-        kept = zip(self.working_bytes[split], self.per_device(self.kept_bytes(split)), strict=True)
+        """Least bytes of each device: with one microbatch, or during the optimizer step."""
+        kept = zip(
+            self.workspace_bytes[split], self.per_device(self.kept_bytes(split)), strict=True
+        )
         return self.memory_bytes(tuple(map(sum, kept)))
 
     def stage_s(self, split: bool) -> tuple[float, ...]:
-        """Seconds that each stage computes for a microbatch."""
+        """Compute seconds per stage and microbatch."""
         return self.partition.per_stage(self.costs.of_schedule(split).work_s)
 
     def work_s(self, split: bool) -> tuple[float, ...]:
-        """The same of each device."""
+        """Compute seconds per device and microbatch."""
         return self.per_device(self.stage_s(split))
 
     def busy_s(self, split: bool) -> float:
-        """Seconds of a microbatch on the busiest device, which sends while it computes, or on its
-        links."""
+        """Seconds per microbatch of the busiest device or link. Devices send while they compute."""
         return max(*self.work_s(split), busiest_link_s(self.partition.placement, self.edges))
 
 
-def busiest_link_s(placement: Placement, edges: Sequence[Edge]) -> float:
-    """Seconds of a microbatch that one device sends, which is as long as it receives."""
+def busiest_link_s(placement: Placement, edges: Sequence[StageMessage]) -> float:
+    """Seconds per microbatch that the busiest device sends; receiving takes as long."""
     busy = [0.0] * placement.num_devices
     for edge in edges:
         for stage in (edge.source, edge.destination):
@@ -152,24 +134,28 @@ def busiest_link_s(placement: Placement, edges: Sequence[Edge]) -> float:
     return max(busy)
 
 
-class Cut(Costs):
-    """Stages of configs by given cuts, and the schedule problems of these.
+class StageBuilder:
+    """Stages of configs with given cuts and activation policies, and their schedule problems."""
 
-    Arguments are those of ``Costs``.
-    """
+    def __init__(self, costs: LayerCosts) -> None:
+        self.costs = costs
+        self.usable_bytes = costs.cluster.usable_bytes
 
     def fits(self, stages: Stages, split: bool = False) -> bool:
-        """Whether every device has room for one microbatch, and for the optimizer's step."""
+        """True if every device has room for one microbatch, and for the optimizer step."""
         least = stages.per_device(stages.kept_bytes(split))
-        return max(stages.stepping) <= self.cluster.usable_bytes and all(
+        return max(stages.stepping) <= self.usable_bytes and all(
             self.left(stages, device, split) >= need for device, need in enumerate(least)
         )
 
-    def problem_of(
+    def problem(
         self, config: Config, num_microbatches: int, stages: Stages, anyhow: bool = False
     ) -> ScheduleProblem:
-        """The schedule to find; its memory is bytes. Raises UnfitError where devices have none for
-        one microbatch, which they are taken to have with ``anyhow``."""
+        """Schedule problem of the stages, with memory in bytes.
+
+        Raises UnfitError if a device has no room for one microbatch. With ``anyhow`` devices are
+        given that room.
+        """
         return stage_problem(
             stages.costs,
             stages.partition,
@@ -178,30 +164,31 @@ class Cut(Costs):
             split=config.split,
             activation=stages.saved_bytes,
             cap=self._room(config, stages, num_microbatches, anyhow),
-            recomputed=stages.again_bytes,
-            waiting=stages.waiting_bytes if config.split else None,
-            operation_s=self.cluster.operation_us / 1e6,
-            offloaded=stages.offloaded_bytes,
-            copying=stages.host_s,
+            recompute_bytes=stages.recompute_bytes,
+            wgrad_bytes=stages.wgrad_bytes if config.split else None,
+            operation_s=self.costs.cluster.operation_us / 1e6,
+            offload_bytes=stages.offload_bytes,
+            offload_s=stages.offload_s,
         )
 
     def _room(
         self, config: Config, stages: Stages, num_microbatches: int, anyhow: bool
     ) -> tuple[float, ...]:
-        """Bytes for activations: what is left, or P microbatches at the most, as 1F1B holds, and
-        what a stage of the device computes again.
+        """Bytes per device for activations.
 
-        No more than all microbatches take, so that problems that come to the same are equal.
+        That is the free memory, or the in-flight microbatches of 1F1B (at most P) with the
+        recomputed bytes of one stage. It never exceeds the need of all microbatches, so that
+        equivalent problems are equal.
         """
-        room, most, limit = [], num_microbatches, self.cluster.usable_bytes
+        room, most, limit = [], num_microbatches, self.usable_bytes
         if (stepping := max(stages.stepping)) > limit and not anyhow:
             raise UnfitError(
                 Unfit.STATE,
                 f"{config}: {stepping / 1e9:.3g} GB of {limit / 1e9:.3g} while the optimizer works",
             )
-        if not config.ample:
+        if not config.max_in_flight:
             most = min(most, config.pipeline)
-        again = stages.most_again
+        again = stages.max_recompute_bytes
         for device, least in enumerate(stages.per_device(stages.kept_bytes(config.split))):
             left = max(self.left(stages, device, config.split), least if anyhow else 0.0)
             if left < least:
@@ -214,24 +201,24 @@ class Cut(Costs):
         return tuple(room)
 
     def left(self, stages: Stages, device: int, split: bool) -> float:
-        """Bytes of a device that there are for activations; negative where state alone is more."""
-        beside = stages.working_bytes[split][device] + stages.carried_bytes[device]
-        return self.cluster.usable_bytes - stages.state_bytes[device] - beside
+        """Bytes of a device left for activations; negative if the state alone exceeds it."""
+        beside = stages.workspace_bytes[split][device] + stages.in_transit_bytes[device]
+        return self.usable_bytes - stages.state_bytes[device] - beside
 
-    def cut_with(
+    def build(
         self,
         config: Config,
         partition: Partition,
-        relief: Relief,
+        activations: ActivationPolicies,
     ) -> Stages:
-        """The config's stages by these cuts, whether or not they fit, where not all is kept of
-        the layers that ``relief`` says."""
-        costs, placement = self.costs(config, relief), partition.placement
-        times = self._times_at(config.micro_batch_size)
-        samples = self.global_batch_size // config.data
-        sent, copied = conditioning(self.profile, partition, costs, samples)
-        costs = with_copies(costs, partition, copied, times, relief.again)
-        works = self._working(config, relief)
+        """Stages of the config with these cuts and this activation policy, whether or not they
+        fit."""
+        costs, placement = self.costs.chain(config, activations), partition.placement
+        times = self.costs.times_at(config.micro_batch_size)
+        samples = self.costs.global_batch_size // config.data
+        sent, copied = conditioning(self.costs.profile, partition, costs, samples)
+        costs = with_copies(costs, partition, copied, times, activations.recompute)
+        works = self.costs.workspace(config, activations)
         working = [0.0] * config.pipeline, [0.0] * config.pipeline
         for stage, device in enumerate(placement.device_of_stage):
             first, end = partition.cuts[stage : stage + 2]
@@ -239,10 +226,10 @@ class Cut(Costs):
             for split, most in enumerate(working):
                 own = (works.beside(*span, bool(split)) for span in spans)
                 most[device] = max(most[device], *own)
-        link = self.ranks(config).link
-        count = config.num_microbatches(self.global_batch_size)
+        link = self.costs.ranks(config).link
+        count = self.costs.num_microbatches(config)
         crossed = tuple(crossings(costs, partition))
-        carried = carried_bytes(crossed, placement, count)
+        carried = in_transit_bytes(crossed, placement, count)
         sends = edges_along(crossed, placement, link)
         stages = Stages(
             partition,
@@ -255,31 +242,38 @@ class Cut(Costs):
             (tuple(working[0]), tuple(working[1])),
             carried,
             sum(self._copying_s(config, embedder) for embedder in copied),
-            relief,
-            partition.per_stage(costs.again_bytes) if costs.again_bytes else None,
-            waiting_bytes(costs, partition),
+            activations,
+            partition.per_stage(costs.recompute_bytes) if costs.recompute_bytes else None,
+            wgrad_bytes(costs, partition),
         )
-        if relief.host:
+        if activations.offload:
             stages = self._with_host(config, stages)
         trained = stages.per_device(stages.trained)
         whole = stages.per_device(partition.per_stage(costs.parameters))
         copies = sum(e.parameter_bytes + e.gradient_bytes for e in copied)
-        state = (self.state_bytes(config, t, w - t) for t, w in zip(trained, whole, strict=True))
+        state = (
+            self.costs.state_bytes(config, t, w - t) for t, w in zip(trained, whole, strict=True)
+        )
         return replace(
             stages,
             state_bytes=tuple(held + copies for held in state),
-            stepping_bytes=tuple(self.stepping_bytes(config, count) for count in trained),
+            optimizer_step_bytes=tuple(
+                self.costs.optimizer_step_bytes(config, count) for count in trained
+            ),
         )
 
     def _with_host(self, config: Config, stages: Stages) -> Stages:
-        """The same with what may wait on the host of its layers. What a layer takes
-        travels too, but only counts as away where the one before it is, in the stage, and does not
-        hand it to a skip: others may hold it."""
-        link, offload = self.cluster.to_host, stages.relief.host
-        kept = self.costs(config, Relief())
-        again = self.costs(config, Relief(self.profile.recomputed(True)))
+        """Stages with activation offload.
+
+        The input of a layer travels too. It only counts as freed if the layer before is in the same
+        stage and offloaded, and feeds no skip: others may hold it.
+        """
+        cluster, offload = self.costs.cluster, stages.activations.offload
+        kept = self.costs.chain(config, ActivationPolicies())
+        every = self.costs.profile.all_layers(ActivationPolicy.RECOMPUTE)
+        again, link = self.costs.chain(config, every), cluster.to_host
         if link is None:
-            raise ValueError(f"cluster {self.cluster.name} has no link to the host")
+            raise ValueError(f"cluster {cluster.name} has no link to the host")
         num, moved = [0.0] * len(stages.saved_bytes), [0.0] * len(stages.saved_bytes)
         first, sources = stages.partition.cuts, {skip.source for skip in kept.skips}
         for layer in offload:
@@ -290,21 +284,21 @@ class Cut(Costs):
             moved[stage] += kept.saved_bytes[layer]
         return replace(
             stages,
-            offloaded_bytes=tuple(map(min, num, stages.saved_bytes)),
-            host_s=tuple(link.time_s(n) if n else 0.0 for n in moved),
+            offload_bytes=tuple(map(min, num, stages.saved_bytes)),
+            offload_s=tuple(link.time_s(n) if n else 0.0 for n in moved),
         )
 
     def _conditioning_edges(
-        self, config: Config, placement: Placement, sent: Sequence[Sent]
-    ) -> tuple[Edge, ...]:
-        """Messages of conditioning; one and its gradient's, if it wants one, take their mean."""
+        self, config: Config, placement: Placement, sent: Sequence[ConditioningMessage]
+    ) -> tuple[StageMessage, ...]:
+        """Messages of conditioning. A message with a gradient takes the mean time of both."""
         link, home, size = (
-            self.ranks(config).link,
+            self.costs.ranks(config).link,
             placement.device_of_stage,
             config.micro_batch_size,
         )
         return tuple(
-            Edge(
+            StageMessage(
                 message.source,
                 message.destination,
                 link(home[message.source], home[message.destination]).time_s(
@@ -317,33 +311,10 @@ class Cut(Costs):
             for message in sent
         )
 
-    def _copying_s(self, config: Config, embedder: Copied) -> float:
-        """Seconds of a broadcast and a reduction, each through all devices of the pipeline."""
+    def _copying_s(self, config: Config, embedder: ReplicatedEmbedder) -> float:
+        """Seconds of one broadcast and one reduction over all devices of the pipeline."""
         others = [d for d in range(config.pipeline) if d != embedder.owner]
-        links = [self.ranks(config).link(embedder.owner, d) for d in others]
+        links = [self.costs.ranks(config).link(embedder.owner, d) for d in others]
         num_bytes = embedder.parameter_bytes + embedder.gradient_bytes
         slowest = max(num_bytes / link.bytes_per_s for link in links)
         return slowest + 2 * sum(link.latency_s for link in links)
-
-    def _working(self, config: Config, relief: Relief) -> Working:
-        """What operations work with beside what is held."""
-        key = config.micro_batch_size, config.tensor, relief
-        if key not in self._known_working:
-            times = self._times_at(config.micro_batch_size)
-            parts = [self.parts(config, i) for i in range(len(times))]
-            made = Working(times, parts, self.costs(config, relief), relief)
-            if len(self._known_working) >= MOST_KNOWN:
-                self._known_working.clear()
-            self._known_working[key] = made
-        return self._known_working[key]
-
-    @cached_property
-    def _known_working(self) -> dict[tuple[int, int, Relief], Working]:
-        return {}
-
-    def parts(self, config: Config, layer: int) -> int:
-        """Into how many parts a layer's work is divided."""
-        return self._parts(config.tensor, layer)
-
-    def _parts(self, tensor: int, layer: int) -> int:
-        return tensor if self.profile.layers[layer].sharded_parameters else 1

@@ -1,22 +1,22 @@
-"""Tuning from choices to whole schedules: what ``pulse tune`` and ``--pulse-auto`` both do."""
+"""Tuning from choices to whole schedules, for ``pulse tune`` and ``--pulse-auto``."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
 
-from megatron_pulse.faults import UserError
+from megatron_pulse.errors import UserError
 from megatron_pulse.planner.cluster.cluster import Cluster
 from megatron_pulse.planner.tune.config import Choices, why_none
 from megatron_pulse.planner.tune.evaluate import Evaluator
-from megatron_pulse.planner.tune.saying.nothing_fits import nothing_fits
-from megatron_pulse.planner.tune.searching.budget import Budget, Clock, ProcessorClock
-from megatron_pulse.planner.tune.searching.finish import finish
-from megatron_pulse.planner.tune.searching.short import search_short
-from megatron_pulse.planner.tune.searching.tuning import Tuning
+from megatron_pulse.planner.tune.report.oom_advice import oom_advice
+from megatron_pulse.planner.tune.search.budget import Budget, Clock, ProcessorClock
+from megatron_pulse.planner.tune.search.low_memory import search_low_memory
+from megatron_pulse.planner.tune.search.refine import finish
+from megatron_pulse.planner.tune.search.result import Tuning
 
 DECISION_S, FINISH_SHARE = 28.0, 0.35
-"""Seconds of a decision, and the share of them for whole schedules of the best."""
+"""Seconds of a decision, and the share of them for whole schedules of the best configs."""
 
 
 class UntunableError(UserError):
@@ -26,8 +26,10 @@ class UntunableError(UserError):
 def check_choices(
     cluster: Cluster, global_batch_size: int, choices: Choices, has_skips: bool = True
 ) -> None:
-    """Raises UntunableError where there are no configs of these choices whatever a profile says
-    (``has_skips``: of a backbone whether it has any)."""
+    """Raise UntunableError if these choices allow no config, whatever the profile.
+
+    ``has_skips`` says whether the backbone has skips.
+    """
     of = cluster.num_devices, cluster.devices_per_node, global_batch_size, has_skips
     if (why := why_none(*of, choices)) is not None:
         raise UntunableError(why)
@@ -44,14 +46,14 @@ def tune(
     clock: Clock | None = None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Tuning:
-    """The ``keep`` best configs, the best of them with whole schedules, soonest first, and FSDP2.
+    """Tune: the ``keep`` best configs, best first, the best with whole schedules, and the FSDP2
+    baseline.
 
-    It takes about ``seconds`` by ``clock`` (of this process, where not said), of which ``finish_s``
-    (a share, where not said) go to schedules of all microbatches by ``solver``, the others to the
-    search over configs.
-    ``progress`` is called after every step of the search and before what comes behind it, with what
-    is being done; neither cuts nor FSDP2 are looked at any further once it is all to be
-    ``stopped``. Compiling, once on a machine, is not counted. Raises UntunableError.
+    The search takes about ``seconds`` by ``clock`` (default: process time). Of these, ``finish_s``
+    (default: a share) go to schedules of all microbatches by ``solver``, the rest to the search
+    over configs. Compilation, once per machine, is not counted. ``progress`` is called after every
+    step of the search and before later phases, with the current phase. Once ``stopped`` returns
+    True, neither partitions nor FSDP2 are searched further. Raises UntunableError.
     """
     clock = clock or ProcessorClock()
     began, evaluator.stopped = clock(), stopped
@@ -61,14 +63,16 @@ def tune(
         has_skips = bool(evaluator.profile.skips)
         check_choices(evaluator.cluster, evaluator.global_batch_size, choices, has_skips)
     search_s, looked = seconds - finish_s - (clock() - began), partial(progress, "tuning")
-    found = search_short(evaluator, choices, candidates, keep, search_s, looked, finish_s, clock)
+    found = search_low_memory(
+        evaluator, choices, candidates, keep, search_s, looked, finish_s, clock
+    )
     finish_s = max(0.0, finish_s - max(0.0, found.seconds - search_s))
     if not found.outcomes:
         rest = Budget(max(0.0, search_s - found.seconds) + finish_s, clock)
-        raise UntunableError(nothing_fits(evaluator, choices, candidates, rest, found))
+        raise UntunableError(oom_advice(evaluator, choices, candidates, rest, found))
     progress("what FSDP2 would come to", found)
     searched = clock()
-    found.opponent = evaluator.fully_sharded()
+    found.opponent = evaluator.fsdp_baseline()
     progress("whole schedules", found)
     finish(evaluator, found, max(0.0, finish_s - (clock() - searched)), solver, clock=clock)
     if not found.outcomes:

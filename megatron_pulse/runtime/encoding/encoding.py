@@ -1,14 +1,14 @@
-"""Frozen components that encode the samples of steps: in idle time of the step before, or in front.
+"""Encoding of samples by frozen components, in bubbles of the previous step or before the step.
 
 ::
 
-    step n      F0 X0:0 F0  X0:1  B0 ... | results to who reads them
-    step n + 1  F0 ...                     reads them; X0:0 encodes for step n + 2
+    step n      F0 X0:0 F0  X0:1  B0 ... | results to their consumers
+    step n + 1  F0 ...                     consumes them; X0:0 encodes for step n + 2
 
-A component's layers run on one sample at a time, whatever the slice: the bits of a sample's results
-depend on how many are encoded together, and they are to be the same filled, in front and stored.
-The first batch of a run, and all of an evaluation, is encoded in front: each of a component's homes
-encodes its share of the samples, and all are told the results.
+Components process one sample at a time, whatever the slice. Results depend bitwise on the number of
+samples encoded together, and must be equal for bubble filling, encoding before steps, and stored
+encodings. Batches of a run's first step, and of evaluation, are encoded before the step. Each home
+of a component then encodes a share of the samples and broadcasts the results.
 """
 
 from __future__ import annotations
@@ -20,26 +20,25 @@ import torch
 from torch import Tensor
 
 from megatron_pulse.encoders.pieces import EncoderPiece, States, run_pieces
-from megatron_pulse.faults import told, unknown
+from megatron_pulse.errors import format_faults, unknown_name
 from megatron_pulse.planner.schedule.message import STEP_END, Message
-from megatron_pulse.planner.schedule.operations import Filler, Kind, Schedule
+from megatron_pulse.planner.schedule.operations import BubbleTask, OpType, Schedule
 from megatron_pulse.runtime.encoding.packing import PackedLayout
-from megatron_pulse.runtime.failures import PulseError
-from megatron_pulse.runtime.messages.links import Links
-from megatron_pulse.runtime.settings import META, Batch
+from megatron_pulse.runtime.failure_board import PulseError
+from megatron_pulse.runtime.p2p.links import Links
+from megatron_pulse.runtime.tensor_settings import META, Batch
 
 type Encoded = dict[str, dict[str, Tensor]]
-"""States ``[b, ...]`` of a microbatch's samples by component and name."""
+"""States ``[b, ...]`` of a microbatch's samples, by component and name."""
 
 
 @dataclass(frozen=True)
-class Frozen:
-    """A frozen component as a device has it.
+class FrozenComponent:
+    """A frozen component on a device.
 
-    ``given`` takes a microbatch and a row, and gives what the component's layers take of that
-    sample, with a batch dimension of one, on the device that computes. ``results`` are the names of
-    what is taken of the states after its last layer. ``homes`` are the devices that have its
-    layers; elsewhere ``pieces`` is None.
+    ``given`` maps a microbatch and a row to the layers' inputs for this sample, with a batch
+    dimension of one, on the compute device. ``results`` names the states used after the last layer.
+    ``homes`` are the devices that hold the layers; elsewhere ``pieces`` is None.
     """
 
     name: str
@@ -51,9 +50,9 @@ class Frozen:
 
 @dataclass(frozen=True)
 class _Sizes:
-    """What one sample leaves: after each layer, and as the component's results.
+    """Layouts of one sample's states after each layer, and of the component's results.
 
-    ``kept[i]`` are those of what the component was given that layers after layer i take too.
+    ``kept[i]`` names the inputs of the component still needed after layer i.
     """
 
     layers: tuple[PackedLayout, ...]
@@ -62,15 +61,15 @@ class _Sizes:
 
 
 class Encoding:
-    """Encodes the batches of one pipeline device; all devices of a pipeline make the same calls.
+    """Encodes the batches of one pipeline device. Calls are collective over the pipeline.
 
-    ``device`` computes, ``number`` is the pipeline device, ``links`` lead to the others (None:
+    ``device`` computes, ``number`` is the pipeline device, ``links`` connect the others (None:
     there are none).
     """
 
     def __init__(
         self,
-        components: Sequence[Frozen],
+        components: Sequence[FrozenComponent],
         device: torch.device,
         number: int = 0,
         links: Links | None = None,
@@ -78,18 +77,16 @@ class Encoding:
         self.components = tuple(components)
         self._device, self._number, self._links = device, number, links
         self._sizes: dict[str, _Sizes] = {}
-        self._fillers: tuple[Filler, ...] = ()
+        self._fillers: tuple[BubbleTask, ...] = ()
         self._batches: tuple[Batch, ...] = ()
         self._samples: list[tuple[Batch, int]] = []
         self._states: dict[tuple[str, int], States] = {}
         self._results: dict[tuple[str, int], States] = {}
 
-    # --- in front -----------------------------------------------------------------------------
-
     def front(
         self, batches: Sequence[Batch], names: Collection[str] | None = None
     ) -> list[Encoded]:
-        """The results of components (None: all) for every microbatch, on all devices."""
+        """Encode all microbatches with components ``names`` (None: all); results on all devices."""
         samples = _rows(batches)
         self._learn(batches)
         found: dict[tuple[str, int], States] = {}
@@ -106,19 +103,19 @@ class Encoding:
             self._tell(component, home, share, found)
         return _by_microbatch(batches, encoding, found)
 
-    def _whole(self, component: Frozen, batch: Batch, row: int) -> States:
+    def _whole(self, component: FrozenComponent, batch: Batch, row: int) -> States:
         assert component.pieces is not None
         states = run_pieces(component.pieces, component.given(batch, row))
         return {name: states[name] for name in component.results}
 
     def _tell(
         self,
-        component: Frozen,
+        component: FrozenComponent,
         home: int,
         share: Sequence[int],
         found: dict[tuple[str, int], States],
     ) -> None:
-        """Let all devices have what ``home`` has encoded."""
+        """Broadcast the results that ``home`` has encoded."""
         assert self._links is not None
         layout = self._sizes[component.name].results
         if not len(share):
@@ -134,7 +131,7 @@ class Encoding:
             found[component.name, sample] = states
 
     def _learn(self, batches: Sequence[Batch]) -> None:
-        """What a sample leaves after each layer: the first home of each component says it."""
+        """Determine layouts of states; the first home of each component measures them."""
         for component in self.components:
             if component.name in self._sizes:
                 continue
@@ -147,24 +144,22 @@ class Encoding:
             assert sizes is not None
             self._sizes[component.name] = sizes
 
-    # --- in idle time -------------------------------------------------------------------------
-
     def fill(self, schedule: Schedule, batches: Sequence[Batch]) -> None:
-        """The fillers of ``schedule`` are to encode ``batches``; PulseError if they cannot."""
+        """Assign ``batches`` to the bubble tasks of ``schedule``; PulseError if they do not fit."""
         samples = _rows(batches)
         if faults := list(self._filler_faults(schedule, len(samples))):
-            raise PulseError(told("the plan's fillers", faults))
+            raise PulseError(format_faults("the plan's fillers", faults))
         self._learn(batches)
         self._fillers, self._batches, self._samples = schedule.fillers, tuple(batches), samples
         self._states.clear()
         self._results.clear()
 
     def workloads(self, schedule: Schedule) -> list[Callable[[int], None]]:
-        """What the fillers of ``schedule`` run."""
+        """Callables of the schedule's bubble tasks."""
         return [self._workload(number) for number in range(len(schedule.fillers))]
 
     def filled(self) -> list[Encoded]:
-        """The results that this device reads, of every microbatch, when the step has ended."""
+        """Results that this device consumes, for every microbatch; call when the step has ended."""
         batches, found = self._batches, dict(self._results)
         read = [self._component(f.name) for f in self._fillers if self._number in f.readers]
         self._batches, self._samples = (), []
@@ -176,7 +171,7 @@ class Encoding:
         def work(slice_: int) -> None:
             filler = self._fillers[number]
             component = self._component(filler.name)
-            assert component.pieces is not None  # as fill has seen
+            assert component.pieces is not None  # checked in fill
             first, last, one, end = filler.pieces[slice_]
             for sample in range(one, end):
                 if first:
@@ -193,7 +188,7 @@ class Encoding:
         return work
 
     def outgoing(self, message: Message) -> Tensor:
-        """What a slice has left, as bytes."""
+        """States that a slice leaves, packed as bytes."""
         name, samples, layout = self._content(message)
         if message.consumer == STEP_END:
             return layout.pack([self._results[name, s] for s in samples], self._device)
@@ -201,13 +196,13 @@ class Encoding:
         return layout.pack(found, self._device, self._kept(message))
 
     def like(self, message: Message) -> Tensor:
-        """A tensor without memory, like what a slice of another device has left."""
+        """Meta tensor of a message from another device's slice."""
         _, samples, layout = self._content(message)
         size = len(samples) * layout.num_bytes
         return torch.empty(size, dtype=torch.uint8, device=META)
 
     def take(self, message: Message, tensor: Tensor) -> None:
-        """What a slice of another device has left is here."""
+        """Store the states received from another device's slice."""
         name, samples, layout = self._content(message)
         states = layout.unpack(tensor, len(samples))
         if message.consumer == STEP_END:
@@ -221,12 +216,12 @@ class Encoding:
             self._states[name, sample] = one
 
     def _kept(self, message: Message) -> tuple[str, ...]:
-        """What the component was given of a sample that later layers take: it is here as well."""
+        """Names of component inputs that later layers need; every device has these inputs."""
         filler = self._fillers[message.producer.stage]
         return self._sizes[filler.name].kept[filler.pieces[message.producer.microbatch][1] - 1]
 
     def _content(self, message: Message) -> tuple[str, range, PackedLayout]:
-        """The component, the samples, and what is sent of each."""
+        """Component, samples, and layout of a message."""
         filler = self._fillers[message.producer.stage]
         _, last, one, end = filler.pieces[message.producer.microbatch]
         sizes = self._sizes[filler.name]
@@ -235,15 +230,15 @@ class Encoding:
         _, _, first, after = filler.pieces[message.consumer.microbatch]
         return filler.name, range(max(one, first), min(end, after)), sizes.layers[last - 1]
 
-    def _component(self, name: str) -> Frozen:
+    def _component(self, name: str) -> FrozenComponent:
         return next(c for c in self.components if c.name == name)
 
     def _filler_faults(self, schedule: Schedule, num_samples: int) -> Iterator[str]:
-        """Why the fillers are not those that encode so many samples with these components."""
+        """Mismatches between the schedule's bubble tasks and these components or samples."""
         names = [component.name for component in self.components]
         for number, filler in enumerate(schedule.fillers):
             if filler.name not in names:
-                yield unknown("component", filler.name, names)
+                yield unknown_name("component", filler.name, names)
                 continue
             component = self._component(filler.name)
             pieces = component.pieces
@@ -257,12 +252,14 @@ class Encoding:
             if any(need.filler != number for needs in filler.needs for need in needs):
                 yield f"{filler.name} waits for results of another component, which none here does"
             own = schedule.order[self._number]
-            if pieces is None and any(op.kind is Kind.FILLER and op.stage == number for op in own):
+            if pieces is None and any(
+                op.kind is OpType.FILLER and op.stage == number for op in own
+            ):
                 yield f"{filler.name} runs on device {self._number}, which does not have it"
 
 
-def _measured(component: Frozen, batch: Batch) -> _Sizes:
-    """Run one sample layer by layer."""
+def _measured(component: FrozenComponent, batch: Batch) -> _Sizes:
+    """Run one sample layer by layer to measure its layouts."""
     assert component.pieces is not None
     given = states = component.given(batch, 0)
     layers, kept = [], []
@@ -275,16 +272,16 @@ def _measured(component: Frozen, batch: Batch) -> _Sizes:
 
 
 def _rows(batches: Sequence[Batch]) -> list[tuple[Batch, int]]:
-    """Every sample of a step: its microbatch, and its row there."""
+    """All samples of a step as pairs of microbatch and row."""
     return [(batch, row) for batch in batches for row in range(len(batch["index"]))]
 
 
 def _by_microbatch(
     batches: Sequence[Batch],
-    components: Sequence[Frozen],
+    components: Sequence[FrozenComponent],
     found: Mapping[tuple[str, int], States],
 ) -> list[Encoded]:
-    """States of samples, joined along each microbatch."""
+    """Concatenate states of samples along each microbatch."""
     joined, first = [], 0
     for batch in batches:
         samples = range(first, first + len(batch["index"]))

@@ -1,4 +1,4 @@
-"""Several tensors as one message: bytes behind each other, each from a multiple of 16 on."""
+"""Packing of several tensors into one message, each aligned to 16 bytes."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class PackedLayout:
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> PackedLayout:
-        """That of ``tensors``, in the order of their names, but for names that begin with ``_``."""
+        """Layout of ``tensors``, sorted by name, without names that begin with ``_``."""
         sent = (item for item in sorted(tensors.items()) if not item[0].startswith("_"))
         return cls(tuple((n, tuple(t.shape), t.dtype) for n, t in sent))
 
     @property
     def num_bytes(self) -> int:
-        """Of one sample."""
+        """Bytes of one sample."""
         return sum(_padded(prod(shape) * dtype.itemsize) for _, shape, dtype in self.entries)
 
     def pack(
@@ -35,9 +35,9 @@ class PackedLayout:
         device: torch.device,
         beside: Collection[str] = (),
     ) -> Tensor:
-        """uint8 ``[len(samples) * num_bytes]``, without what is named in ``beside``.
+        """Pack samples into uint8 ``[len(samples) * num_bytes]``, without the names in ``beside``.
 
-        Raises ValueError for tensors of another kind, and for others than the first sample had.
+        Raises ValueError if names, shapes or dtypes differ from the first sample's.
         """
         buffer = torch.empty(len(samples) * self.num_bytes, dtype=torch.uint8, device=device)
         names = {name for name, _, _ in self.entries}
@@ -55,7 +55,7 @@ class PackedLayout:
         return buffer
 
     def unpack(self, buffer: Tensor, count: int) -> list[dict[str, Tensor]]:
-        """The tensors of ``count`` samples; they share ``buffer``'s memory."""
+        """Tensors of ``count`` samples, as views of ``buffer``."""
         return self._views(buffer, count)
 
     def _views(self, buffer: Tensor, count: int) -> list[dict[str, Tensor]]:

@@ -1,5 +1,4 @@
-"""How fast a device copies to pinned memory of its node and back, both ways at once, and how fast
-the processor's Adam is there."""
+"""Speed of simultaneous copies to and from pinned host memory, and of Adam on the CPU."""
 
 from __future__ import annotations
 
@@ -8,30 +7,30 @@ import time
 
 import torch
 
-from megatron_pulse.runtime.parameters.host_adam import HostAdam
-from megatron_pulse.runtime.saved.away import Streams
+from megatron_pulse.runtime.activations.offload import Streams
+from megatron_pulse.runtime.parameters.cpu_adam import HostAdam
 
 LARGE_BYTES, SMALL_BYTES = 1 << 26, 1 << 12
-"""What is copied for bandwidth, and for latency."""
+"""Sizes for measuring bandwidth and latency."""
 
 ADAM_PARAMETERS = 1 << 23
-"""More than caches hold."""
+"""Large enough to exceed caches."""
 
 ROUNDS = 7
-"""Of which the median counts."""
+"""Number of rounds; the median is reported."""
 
 
 def host_copies(device: torch.device) -> tuple[float, float]:
-    """GB/s each way while both are in use, and microseconds of an empty copy.
+    """Bandwidth in GB/s per direction with both in use, and latency in microseconds.
 
-    Streams are those that activations take in a run. On a CPU it is from memory to memory.
+    Uses the same streams as activation offload. A CPU copies from memory to memory.
     """
     large_s, small_s = (_both_ways_s(device, num_bytes) for num_bytes in (LARGE_BYTES, SMALL_BYTES))
     return LARGE_BYTES / large_s / 1e9, 1e6 * small_s
 
 
 def host_adam_s() -> float:
-    """Seconds of the processor's Adam for one parameter, of many."""
+    """Seconds per parameter of Adam on the CPU, for large tensors."""
     weights = torch.nn.Parameter(torch.zeros(ADAM_PARAMETERS))
     weights.grad = torch.ones(ADAM_PARAMETERS)
     adam = HostAdam([weights], lr=1e-9)

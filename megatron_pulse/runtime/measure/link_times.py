@@ -1,4 +1,4 @@
-"""Times of messages between ranks: ping-pong of a pair, streams of several, and a link's fit."""
+"""Message times between ranks: ping-pong of a pair, concurrent streams, and the fit of a link."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_pulse.planner.cluster.cluster import Shared
+from megatron_pulse.planner.cluster.cluster import BandwidthScope
 from megatron_pulse.planner.cluster.link import Link
 
 _SECONDS_OF_A_SIZE = 0.1
@@ -22,7 +22,7 @@ _WARM_UP = 2
 
 @dataclass(frozen=True)
 class PairTimes:
-    """One-way times of messages between two ranks, and the link fitted to their medians."""
+    """One-way message times between two ranks, and the link fitted to their medians."""
 
     ranks: tuple[int, int]
     num_bytes: tuple[int, ...]
@@ -34,26 +34,27 @@ class PairTimes:
 
 @dataclass(frozen=True)
 class StreamTimes:
-    """One-way streams from one pair alone, and from several pairs at once."""
+    """One-way bandwidths of one pair alone, and of several pairs at once."""
 
     num_pairs: int
     alone_gbs: float
     at_once_gbs: float
 
     @property
-    def shared(self) -> Shared:
-        """Of the node, if each of the pairs then has nearer to its part than to all of it."""
+    def shared(self) -> BandwidthScope:
+        """Shared by the node if each pair's bandwidth drops closer to its share than to
+        the whole.
+        """
         slower = self.alone_gbs / self.at_once_gbs
-        return Shared.NODE if slower > (1 + self.num_pairs) / 2 else Shared.DEVICE
+        return BandwidthScope.NODE if slower > (1 + self.num_pairs) / 2 else BandwidthScope.DEVICE
 
 
 def fit_link(num_bytes: Sequence[int], seconds: Sequence[float]) -> Link:
-    """A link from median times of messages, sizes ascending.
+    """Fit a link to median message times, with sizes in ascending order.
 
-    Latency is the shortest time of any size, which other work on the machine disturbs least.
-    Bandwidth is the least-squares slope from there through the four largest sizes: smaller ones
-    may pass at once through caches and through the burst that a switch allows. Raises ValueError
-    if time does not grow with size.
+    Latency is the shortest time of any size, which is least disturbed by other work. Bandwidth is
+    the least-squares slope through the four largest sizes. Smaller messages may fit caches or a
+    switch's burst allowance. Raises ValueError if time does not grow with size.
     """
     latency_s = min(seconds)
     sizes: np.ndarray = np.asarray(num_bytes[-4:], float)
@@ -64,26 +65,26 @@ def fit_link(num_bytes: Sequence[int], seconds: Sequence[float]) -> Link:
     return Link(latency_s, 1 / per_byte)
 
 
-class Meter:
-    """Measures between the ranks of the default process group; all ranks call each method."""
+class LinkMeter:
+    """Measures between ranks of the default process group. All methods are collective."""
 
     def __init__(self, device: torch.device, max_bytes: int) -> None:
         self.device, self.max_bytes = device, max_bytes
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, in rank order."""
+        """All ranks' values, in rank order."""
         values: list[Any] = [None] * self.world
         dist.all_gather_object(values, value)
         return values
 
     def meet(self) -> None:
-        """Wait for all ranks."""
+        """Barrier over all ranks."""
         dist.all_reduce(torch.zeros(1, device=self.device))
         self.finish()
 
     def finish(self) -> None:
-        """Wait for what this rank's device still has to do."""
+        """Wait for outstanding work of this rank's device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -91,7 +92,7 @@ class Meter:
         return torch.ones(count, dtype=torch.uint8, device=self.device)
 
     def pair(self, a: int, b: int) -> PairTimes:
-        """Ping-pong between two ranks, others waiting; every rank gets the result."""
+        """Times of ping-pong between two ranks while others wait; returned on every rank."""
         found: list[Any] = [None]
         if self.rank == a:
             found = [self._ping(b)]
@@ -154,11 +155,11 @@ class Meter:
         return StreamTimes(len(pairs), alone, self._stream(pairs))
 
     def _stream(self, pairs: list[tuple[int, int]]) -> float:
-        """GB/s one way of the first pair while all pairs send; the same on every rank."""
+        """One-way GB/s of the first pair while all pairs send; equal on every rank."""
         seconds, size, count = 0.0, min(self.max_bytes, 2**20), 0
         peers = dict(pairs) | {b: a for a, b in pairs}
         sends = self.rank in dict(pairs)
-        for count in (2, 16):  # the first is to warm up
+        for count in (2, 16):  # the first is warm-up
             self.meet()
             begin = time.perf_counter()
             if self.rank in peers:

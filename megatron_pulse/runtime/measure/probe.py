@@ -1,8 +1,8 @@
-"""Measures the links between the ranks of a job: what a cluster file says, from this job.
+"""Measurement of the links between the ranks of a job, for a cluster file.
 
-All ranks call ``probe`` together; rank 0 gets the result. A link is latency + bytes / bandwidth,
-fitted to median ping-pong times; who shares its bandwidth is seen when several pairs send at once.
-What collectives reach of that, and what the runtime adds to every operation, is measured as well.
+``probe`` is collective; rank 0 gets the result. A link is latency + bytes / bandwidth, fitted to
+median ping-pong times. Concurrent pairs show the scope in which bandwidth is shared. The efficiency
+of collectives and the runtime's overhead per operation are measured as well.
 """
 
 from __future__ import annotations
@@ -22,24 +22,27 @@ import torch.distributed as dist
 from megatron_pulse.planner.cluster.cluster import (
     HOST_ADAM_BYTES,
     SMALL_BYTES,
+    BandwidthScope,
     Cluster,
     ClusterLink,
     DeviceFigures,
-    Shared,
 )
-from megatron_pulse.profile.devices import USABLE, known_device
-from megatron_pulse.runtime.failures import PulseError
-from megatron_pulse.runtime.measure.empty_step import operation_s
+from megatron_pulse.profile.roofline import USABLE, known_device
+from megatron_pulse.runtime.failure_board import PulseError
 from megatron_pulse.runtime.measure.host_copies import host_adam_s, host_copies
-from megatron_pulse.runtime.measure.link_times import Meter, PairTimes, StreamTimes
+from megatron_pulse.runtime.measure.link_times import LinkMeter, PairTimes, StreamTimes
+from megatron_pulse.runtime.measure.op_overhead import operation_s
 
 _ALL_REDUCE_S = 0.3
 _WARM_UP, _ROUNDS = 2, 5
 _SMALL_BYTES = 4096
 _BLOCKS, _TURNS, _TURN = 9, 10, 384
-"""Turns of a product of that width and a small all-reduce: some milliseconds on a CPU's core."""
+"""Number of blocks, turns per block, and width of the matrix product of a turn.
+
+A block takes some milliseconds on a CPU core.
+"""
 _MOST_TIMES = 8.0
-"""By how much small collectives are taken to differ from large ones at the most."""
+"""Limit on the ratio between speeds of small and large collectives."""
 _COLLECTIVES = {
     "all_reduce": "allreduce_s",
     "reduce_scatter": "reduce_scatter_s",
@@ -49,7 +52,7 @@ _COLLECTIVES = {
 
 @dataclass(frozen=True)
 class ProbeSettings:
-    """Sizes of messages, the device of each rank, and how long any wait may be."""
+    """Maximum message size, this rank's device, and the time limit of every wait."""
 
     name: str
     device: torch.device
@@ -59,8 +62,8 @@ class ProbeSettings:
 
 
 @dataclass(frozen=True)
-class GroupTimes:
-    """A collective on the first ranks, and what the links alone would make of it."""
+class CollectiveTimes:
+    """Time of a collective on the first ranks, and its time predicted from the links."""
 
     ranks: tuple[int, ...]
     num_bytes: int
@@ -70,37 +73,39 @@ class GroupTimes:
 
     @property
     def efficiency(self) -> float:
-        """The part of the links' bandwidth that it reached, latency apart where that is less."""
+        """Fraction of the links' bandwidth reached, excluding latency if below the
+        measured time.
+        """
         latency_s = self.latency_s if self.latency_s < self.median_s else 0.0
         return (self.by_links_s - latency_s) / (self.median_s - latency_s)
 
 
 @dataclass(frozen=True)
-class Probed:
-    """The cluster, and what was measured for it."""
+class ProbeResult:
+    """The measured cluster, with the measurements behind it."""
 
     cluster: Cluster
     pairs: tuple[PairTimes, ...]
     streams: dict[str, StreamTimes]
-    all_reduces: tuple[GroupTimes, ...]
+    all_reduces: tuple[CollectiveTimes, ...]
     backend: str
 
 
 def probe(
     settings: ProbeSettings, progress: Callable[[str], None] = lambda _: None
-) -> Probed | None:
-    """Measure on all ranks of the default process group; the result on rank 0, None on others.
+) -> ProbeResult | None:
+    """Measure links on all ranks of the default process group; None except on rank 0.
 
-    Raises PulseError if nodes hold different numbers of ranks or ranks do not fill node after node,
-    if there is one rank only, or if a wait outlasts the process group's time limit.
+    Raises PulseError with one rank only, if nodes hold different numbers of ranks, or if ranks do
+    not fill node after node. A wait beyond the process group's time limit raises PulseError too.
     """
     return _measured(settings, lambda prober: prober.run(progress))
 
 
 def probe_device(settings: ProbeSettings) -> tuple[float, str | DeviceFigures]:
-    """Memory of the smallest device in GB, and a preset or the slowest's figures; on all ranks.
+    """Memory of the smallest device in GB, and a preset or the slowest device's figures.
 
-    Raises PulseError as ``probe`` does.
+    Returned on all ranks. Raises PulseError as ``probe`` does.
     """
     return _measured(settings, lambda prober: prober.device(prober.layout()[1]))
 
@@ -111,7 +116,7 @@ def _measured[T](settings: ProbeSettings, measure: Callable[[_Prober], T]) -> T:
         return measure(prober)
     except PulseError:
         raise
-    except (RuntimeError, ValueError) as error:  # torch.distributed's errors are RuntimeErrors
+    except (RuntimeError, ValueError) as error:  # torch.distributed raises RuntimeError
         text = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         raise PulseError(f"the probe failed on rank {prober.rank}: {text}") from error
 
@@ -119,11 +124,11 @@ def _measured[T](settings: ProbeSettings, measure: Callable[[_Prober], T]) -> T:
 class _Prober:
     def __init__(self, settings: ProbeSettings) -> None:
         self.settings = settings
-        self.meter = Meter(settings.device, settings.max_bytes)
+        self.meter = LinkMeter(settings.device, settings.max_bytes)
         self.rank, self.world = self.meter.rank, self.meter.world
         self.cuda = settings.device.type == "cuda"
 
-    def run(self, progress: Callable[[str], None]) -> Probed | None:
+    def run(self, progress: Callable[[str], None]) -> ProbeResult | None:
         if self.world < 2:
             raise PulseError("a link has two ends: start 2 ranks or more")
         nodes, each = self.layout()
@@ -143,7 +148,9 @@ class _Prober:
             "intra_node": self._link("intra_node", pairs, streams),
             "inter_node": self._link("inter_node", across, streams),
         }
-        inside = links["intra_node"] or links["inter_node"]  # a node of one device has none inside
+        inside = (
+            links["intra_node"] or links["inter_node"]
+        )  # nodes of one device have no link inside
         assert inside is not None
         usable = USABLE if self.cuda else 1.0
         cluster = Cluster(
@@ -177,10 +184,12 @@ class _Prober:
         self.meter.meet()
         if self.rank:
             return None
-        return Probed(cluster, (*pairs, *across), streams, groups["all_reduce"], dist.get_backend())
+        return ProbeResult(
+            cluster, (*pairs, *across), streams, groups["all_reduce"], dist.get_backend()
+        )
 
     def layout(self) -> tuple[int, int]:
-        """Nodes and ranks on each; a node is a host name with its own network interfaces."""
+        """Number of nodes and of ranks per node; a node is a host name and network namespace."""
         places = self.meter.gather((socket.gethostname(), _network_namespace()))
         order = list(dict.fromkeys(places))
         numbers = [order.index(place) for place in places]
@@ -194,12 +203,12 @@ class _Prober:
     def _link(
         self, name: str, pairs: list[PairTimes], streams: dict[str, StreamTimes]
     ) -> ClusterLink | None:
-        """The median pair's link; who shares it is the device, or what ``streams`` show."""
+        """Median pair's link; sharing follows ``streams``, by default per device."""
         if not pairs:
             return None
         bandwidth = _rounded(statistics.median(pair.bandwidth_gbs for pair in pairs))
         latency = _rounded(statistics.median(pair.latency_us for pair in pairs))
-        shared = streams[name].shared if name in streams else Shared.DEVICE
+        shared = streams[name].shared if name in streams else BandwidthScope.DEVICE
         return ClusterLink(self._kind(name, bandwidth), bandwidth, latency, shared)
 
     def _kind(self, name: str, bandwidth_gbs: float) -> str:
@@ -209,18 +218,20 @@ class _Prober:
             return "loopback"
         return "nvlink" if bandwidth_gbs > 64 else "pcie"  # PCIe 5 x16 has 64 GB/s one way
 
-    def _collective(self, cluster: Cluster, kind: str, size: int) -> GroupTimes:
-        """Of a size that takes a fraction of a second, if the links are to be believed."""
+    def _collective(self, cluster: Cluster, kind: str, size: int) -> CollectiveTimes:
+        """Time a collective, with a size that takes a fraction of a second by the
+        links' figures.
+        """
         ranks, seconds_by_links = tuple(range(size)), getattr(cluster, _COLLECTIVES[kind])
         num_bytes = self.settings.max_bytes
         while num_bytes > 2**16 and seconds_by_links(num_bytes, ranks) > _ALL_REDUCE_S:
             num_bytes //= 2
         measured = self._seconds_of(kind, ranks, num_bytes)
         by_links, latency = (seconds_by_links(count, ranks) for count in (num_bytes, 1e-9))
-        return GroupTimes(ranks, num_bytes, measured, by_links, latency)
+        return CollectiveTimes(ranks, num_bytes, measured, by_links, latency)
 
     def _seconds_of(self, kind: str, ranks: tuple[int, ...], num_bytes: int) -> float:
-        """Median seconds of a collective of fp32 on ``ranks``, the slowest rank's."""
+        """Median seconds of an fp32 collective on ``ranks``; the slowest rank counts."""
         group = dist.new_group(list(ranks), timeout=timedelta(seconds=self.settings.timeout_s))
         seconds = []
         if self.rank in ranks:
@@ -244,19 +255,20 @@ class _Prober:
         return float(max(self.meter.gather(own)))
 
     def _collective_latency(self, cluster: Cluster) -> float:
-        """Of a small all-reduce of two ranks that compute in between, as those that divide layers
-        do, as a part of what their link alone would take.
+        """Latency of a small all-reduce of two ranks between computations, relative to their link.
 
-        Ranks then wait for each other, and are woken: several times what an all-reduce takes that
-        follows another.
+        Tensor-parallel ranks use such all-reduces. Ranks that compute in between must wait for each
+        other and be woken. Back-to-back all-reduces are several times faster.
         """
         by_link = cluster.allreduce_s(_SMALL_BYTES, (0, 1))
         after_another_s = self._seconds_of("all_reduce", (0, 1), _SMALL_BYTES)
         return _rounded(max(after_another_s, self._added_reduce_s(_SMALL_BYTES)) / by_link)
 
     def _small_collectives(self, cluster: Cluster) -> float:
-        """Times as fast as large ones that all-reduces of ``SMALL_BYTES`` are, their latency apart,
-        in turn with computing; 1 where no larger ones were measured."""
+        """Speed of all-reduces of ``SMALL_BYTES`` between computations, relative to large ones.
+
+        Latency is excluded. Returns 1 if no larger ones were measured.
+        """
         if self.settings.max_bytes <= 4 * SMALL_BYTES:
             return 1.0
         added_s = self._added_reduce_s(SMALL_BYTES) - self._added_reduce_s(_SMALL_BYTES)
@@ -266,7 +278,7 @@ class _Prober:
         return _rounded(min(_MOST_TIMES, max(1 / _MOST_TIMES, times)))
 
     def _added_reduce_s(self, num_bytes: int) -> float:
-        """What such an all-reduce adds to a turn of computing; the median of several blocks."""
+        """Seconds that an all-reduce adds to a turn of computation; median over blocks."""
         group = dist.new_group([0, 1], timeout=timedelta(seconds=self.settings.timeout_s))
         added = []
         if self.rank in (0, 1):
@@ -293,33 +305,35 @@ class _Prober:
         return float(max(self.meter.gather(own)))
 
     def _operation_s(self) -> float:
-        """Seconds of an operation of the runtime whose layer computes nothing, the slowest rank's.
+        """Overhead in seconds of an operation with an empty layer; the slowest rank counts.
 
-        Every rank runs a pipeline of its own.
+        Every rank runs its own pipeline.
         """
         groups = [dist.new_group([rank]) for rank in range(self.world)]
         seconds = operation_s(groups[self.rank], self.settings.device)
         return float(max(self.meter.gather(seconds)))
 
     def _to_host(self) -> ClusterLink | None:
-        """The way to the host of the slowest device, while all use theirs; none for CPUs, whose
-        copies would take the time of what computes."""
+        """Link to the host of the slowest device while all copy.
+
+        None for CPUs, whose copies would take time from computation.
+        """
         self.meter.meet()
         measured = self.meter.gather(host_copies(self.settings.device) if self.cuda else None)
         found = [each for each in measured if each is not None]
         if len(found) < len(measured):
             return None
         gbs, latency_us = min(b for b, _ in found), max(latency for _, latency in found)
-        return ClusterLink("pcie", _rounded(gbs), _rounded(latency_us), Shared.DEVICE)
+        return ClusterLink("pcie", _rounded(gbs), _rounded(latency_us), BandwidthScope.DEVICE)
 
     def _host_memory_gbs(self, each: int) -> float:
-        """What Adam reads and writes in a node's memory while all of its ``each`` ranks' do so."""
+        """Memory bandwidth of Adam in GB/s per node while all ``each`` ranks run it."""
         self.meter.meet()
         slowest_s = max(self.meter.gather(host_adam_s()))
         return _rounded(each * HOST_ADAM_BYTES / slowest_s / 1e9)
 
     def device(self, each: int) -> tuple[float, str | DeviceFigures]:
-        """Memory of the smallest device, and a preset or the figures of the slowest."""
+        """Memory of the smallest device, and a preset or the slowest device's figures."""
         device = self.settings.device
         if self.cuda:
             memory = torch.cuda.get_device_properties(device).total_memory
@@ -352,7 +366,7 @@ class _Prober:
 
 
 def _network_namespace() -> int:
-    """Processes with network interfaces of their own reach each other as nodes do."""
+    """Identity of the network namespace; processes in different ones count as different nodes."""
     try:
         return os.stat("/proc/thread-self/ns/net").st_ino
     except OSError:
@@ -360,7 +374,7 @@ def _network_namespace() -> int:
 
 
 def _host_memory() -> int:
-    """Bytes of this machine, or of the control group if that may have fewer."""
+    """Memory in bytes of this machine, or of its control group if smaller."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
         return min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))

@@ -1,7 +1,7 @@
-"""When each event of a step began and ended on this device, without slowing the step down.
+"""Recorder of a step's event times on one device, without slowing the step down.
 
-On a CPU the host's clock is read around every event. On a GPU the host only enqueues work: events
-are recorded on its stream instead, and their times are read after the step.
+On a CPU the host's clock is read around every event. On a GPU the host only enqueues work, so
+events are recorded on the stream and read after the step.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ import time
 
 import torch
 
-from megatron_pulse.planner.observe.trace import DeviceStep, TimedOperation, TimedWait, Traffic
-from megatron_pulse.planner.step.program import Event, Run, Wait
-from megatron_pulse.runtime.messages.links import Links
+from megatron_pulse.planner.program.device_program import Event, Run, Wait
+from megatron_pulse.planner.trace.trace import DeviceStep, TimedOperation, TimedWait, Traffic
+from megatron_pulse.runtime.p2p.links import Links
 
 
 class StepRecorder:
-    """Records one step on pipeline device ``device``; ``torch_device`` is where it computes.
+    """Records one step on pipeline device ``device``, which computes on ``torch_device``.
 
-    ``begin`` and ``end`` are called around every event, and nothing waits in them; the GPU is
-    waited for once, before the step. ``to_shared_s`` is added to this host's clock.
+    ``begin`` and ``end`` are called around every event and never wait. The GPU is synchronised
+    once, before the step. ``to_shared_s`` is added to this host's clock.
     """
 
     def __init__(
@@ -44,16 +44,16 @@ class StepRecorder:
         self._origin_s = time.perf_counter()
 
     def begin(self, event: Event) -> None:
-        """``event`` begins."""
+        """Mark the start of ``event``."""
         self._began = self._now()
 
     def end(self, event: Event) -> None:
-        """``event``, which began last, has ended."""
+        """Mark the end of ``event``, the last one begun."""
         if isinstance(event, Run | Wait):
             self._stamps.append((event, self._began, self._now()))
 
     def finish(self) -> DeviceStep:
-        """What was recorded, on the shared clock; waits for the GPU. Call it after the step."""
+        """Return the recorded step on the shared clock; call after the step, waits for the GPU."""
         if self._is_gpu:
             torch.cuda.synchronize(self._torch_device)
         operations, waits = [], []
@@ -73,7 +73,7 @@ class StepRecorder:
         return DeviceStep(tuple(operations), tuple(waits), traffic)
 
     def _traffic(self) -> Traffic:
-        """All that has been sent and received so far."""
+        """Traffic so far."""
         if self._links is None:
             return Traffic(self._device, 0, 0, 0)
         t = self._links.traffic

@@ -1,4 +1,4 @@
-"""Traces some steps of a run: a recorder for each, and at the end one file of all devices."""
+"""Tracer of selected steps: one recorder per step, and one trace file of all devices."""
 
 from __future__ import annotations
 
@@ -12,20 +12,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_pulse.planner.observe.trace import DeviceStep, Trace, merge_step, save_trace
 from megatron_pulse.planner.schedule.operations import Schedule
-from megatron_pulse.profile.measuring.machine import device_name, num_threads
-from megatron_pulse.runtime.measure.clock import SharedClock, share_clock
+from megatron_pulse.planner.trace.trace import DeviceStep, Trace, merge_step, save_trace
+from megatron_pulse.profile.measurement.machine import device_name, num_threads
 from megatron_pulse.runtime.measure.recorder import StepRecorder
-from megatron_pulse.runtime.messages.links import Links
+from megatron_pulse.runtime.measure.shared_clock import SharedClock, share_clock
+from megatron_pulse.runtime.p2p.links import Links
 
 FILE = "trace.json"
 
 
 @dataclass(frozen=True)
-class Traced:
-    """What is run: the plan's digest, its backbone and schedule, how ranks are divided, the layers
-    of each stage, and what else its times depend on (``Trace.run``)."""
+class TracedRun:
+    """Description of a traced run.
+
+    Plan digest, backbone, schedule, parallel sizes, layers of each stage, and further settings that
+    affect times (``Trace.run``).
+    """
 
     plan_digest: str
     backbone: Mapping[str, Any]
@@ -36,16 +39,16 @@ class Traced:
 
 
 class Tracer:
-    """Traces the steps ``steps``, counted from 1, of a pipeline; all devices make the same calls.
+    """Traces the given ``steps``, counted from 1, of a pipeline. All calls are collective.
 
     ``group`` is the pipeline's (None: one device). With a ``folder`` the last device writes
-    ``trace.json`` there when the last of the steps has ended, or in ``close``.
+    ``trace.json`` there after the last traced step, or in ``close``.
     """
 
     def __init__(
         self,
         steps: range,
-        traced: Traced,
+        traced: TracedRun,
         group: dist.ProcessGroup | None,
         device: torch.device,
         timeout_s: float,
@@ -62,7 +65,7 @@ class Tracer:
         self._is_written = folder is None
 
     def begin(self, links: Links | None) -> StepRecorder | None:
-        """A training step begins; its recorder, or None if it is not traced."""
+        """Begin a training step; returns its recorder, or None if the step is not traced."""
         self._step += 1
         if self._step not in self._steps:
             return None
@@ -70,14 +73,14 @@ class Tracer:
         return StepRecorder(pipeline_device, self._device, links, self._clock.offset_s)
 
     def end(self, recorder: StepRecorder) -> None:
-        """The step of ``recorder`` has ended."""
+        """End the step of ``recorder``."""
         self._done.append((self._step, recorder.finish()))
         if self._step == self._steps[-1]:
             self.close()
 
     @property
     def missed(self) -> str:
-        """That none of the steps came, and so there is no file; empty where one did."""
+        """Warning that no traced step was reached and no file was written; empty otherwise."""
         if self._done or self._folder is None:
             return ""
         first, last = self._steps[0], self._steps[-1]
@@ -87,7 +90,7 @@ class Tracer:
         )
 
     def close(self) -> None:
-        """Write what has been traced, unless that was done."""
+        """Write the trace, unless already written."""
         if self._is_written or not self._done or self._folder is None:
             return
         self._is_written = True
@@ -96,7 +99,7 @@ class Tracer:
             save_trace(trace, self._folder / FILE)
 
     def collect(self) -> Trace:
-        """What has been traced on all devices. Collective."""
+        """Merge the traces of all devices. Collective."""
         gathered = [self._done]
         if self._group is not None:
             gathered = [self._done] * self._group.size()
@@ -123,7 +126,7 @@ class Tracer:
 
 
 def describe_machine(device: torch.device) -> dict[str, str]:
-    """What the times depend on, as texts: device, processors, versions."""
+    """Description of the machine that affects times: device, processors, versions."""
     return {
         "device": device_name(device),
         "processors": str(os.cpu_count()),

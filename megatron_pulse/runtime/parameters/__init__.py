@@ -1,1 +1,1 @@
-"""Weights and gradients: replicas, fp32 masters, gradients that wait."""
+"""Weights and gradients: replicas, fp32 main parameters, deferred weight gradients."""

@@ -1,4 +1,4 @@
-"""Adam's update with a group's settings, wherever its tensors are."""
+"""Adam update with a parameter group's settings, on any device."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim._functional import adam
 
 type Lists = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]
-"""Parameters, gradients, first and second moments."""
+"""Parameters, gradients, first moments and second moments."""
 
 
 def update(
@@ -18,8 +18,10 @@ def update(
     fused: bool,
     decoupled_weight_decay: bool = True,
 ) -> None:
-    """One update in place of ``lists``, each parameter with the steps that it has made before;
-    ``fused`` in one pass over all of them."""
+    """Update ``lists`` in place; ``counts`` holds each parameter's number of steps before.
+
+    ``fused`` updates all parameters in one kernel.
+    """
     adam(
         *lists,
         [],

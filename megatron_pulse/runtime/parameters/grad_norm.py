@@ -1,7 +1,7 @@
-"""The norm of gradients that are spread over processes, with the same bits at every layout.
+"""Norm of gradients spread over processes, bitwise equal for every layout.
 
-A layer's norm is computed where the layer is, in fp64. All layers' norms are combined in the
-chain's order and rounded once, on every process alike.
+Each layer's norm is computed in fp64 on the device of the layer. All processes combine the layers'
+norms in chain order and round once.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import TypeGuard
 import torch
 from torch import Tensor, nn
 
-from megatron_pulse.runtime.failures import PulseError
+from megatron_pulse.runtime.failure_board import PulseError
 
 EPSILON = 1e-6
-"""Added to a norm that is divided by, as in torch's ``clip_grad_norm_``."""
+"""Added to the norm before division, as in torch's ``clip_grad_norm_``."""
 
 
 def norm_of(parameters: Iterable[nn.Parameter], norm_type: float, device: torch.device) -> Tensor:
-    """The norm of these parameters' gradients, as a number in fp64; 0 where there is none."""
+    """Norm of the parameters' gradients as an fp64 scalar; 0 without gradients."""
     gradients = [p.grad.detach() for p in parameters if p.grad is not None]
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device=device)
@@ -29,19 +29,19 @@ def norm_of(parameters: Iterable[nn.Parameter], norm_type: float, device: torch.
 
 
 def combined(norms: Tensor, norm_type: float) -> Tensor:
-    """The norm of a vector whose parts have these."""
+    """Norm of a vector, from the norms of its parts."""
     return torch.linalg.vector_norm(norms, norm_type, dtype=torch.float64)
 
 
 def require_norm_type(norm_type: object) -> float:
-    """``norm_type`` as a number; raises PulseError unless it is positive, or infinite."""
+    """Return ``norm_type`` as a float; PulseError unless positive or infinite."""
     if _is_number(norm_type) and norm_type > 0:
         return float(norm_type)
     raise PulseError(f"norm_type must be a positive number, or inf, is {norm_type!r}")
 
 
 def require_max_norm(max_norm: object) -> float:
-    """``max_norm`` as a number; raises PulseError unless it is from 0 on."""
+    """Return ``max_norm`` as a float; PulseError if negative."""
     if _is_number(max_norm) and max_norm >= 0:
         return float(max_norm)
     raise PulseError(f"max_norm must be a number from 0 on, is {max_norm!r}")
@@ -52,8 +52,10 @@ def _is_number(value: object) -> TypeGuard[int | float]:
 
 
 def require_finite(total: Tensor, norms: Tensor, names: Sequence[str]) -> None:
-    """Raise PulseError with the layers whose gradients have no finite norm, if ``total`` is none;
-    ``norms`` are those of all layers."""
+    """Raise PulseError naming the layers with non-finite gradients, unless ``total`` is finite.
+
+    ``norms`` are the norms of all layers, in the order of ``names``.
+    """
     if math.isfinite(value := total.item()):
         return
     values = zip(names, norms.tolist(), strict=True)
@@ -65,7 +67,7 @@ def require_finite(total: Tensor, norms: Tensor, names: Sequence[str]) -> None:
 
 
 def clip(parameters: Iterable[nn.Parameter], max_norm: float, total: Tensor) -> None:
-    """Scale gradients whose norm is ``total`` to ``max_norm``, where theirs is larger."""
+    """Scale gradients of total norm ``total`` down to at most ``max_norm``, in place."""
     scale = torch.clamp(max_norm / (total + EPSILON), max=1.0)
     if gradients := [p.grad.detach() for p in parameters if p.grad is not None]:
         torch._foreach_mul_(gradients, scale)

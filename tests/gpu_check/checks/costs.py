@@ -51,7 +51,7 @@ def profiles(bench: Bench) -> Figures:
 
 def analytic_flags(bench: Bench) -> list[str]:
     """For ``pulse profile``: this device's preset, or figures of a CPU; nothing if not known."""
-    from megatron_pulse.profile.devices import known_device
+    from megatron_pulse.profile.roofline import known_device
 
     if not bench.on_gpu:
         peaks = ["--peak-tflops", "0.05", "--bandwidth-gbs", "16", "--memory-gb", "12"]
@@ -168,7 +168,7 @@ def offload(bench: Bench) -> Figures:
             host, whole = one.seconds()
             row = {"model": name, "activations": way, "ms": 1e3 * whole, "host ms": 1e3 * host}
             executor = one.pipeline.executor(4)
-            row["MB away"] = executor.offloaded_bytes / one.steps / 1e6
+            row["MB away"] = executor.offload_bytes / one.steps / 1e6
             if bench.on_gpu:
                 row["peak MB"] = torch.cuda.max_memory_allocated() / 1e6
             rows.append(row)

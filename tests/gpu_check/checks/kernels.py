@@ -163,7 +163,7 @@ def host_time(bench: Bench) -> Figures:
 
 
 def optimizers(bench: Bench) -> Figures:
-    """Variants of Adam and of averaging, on all parameters of a model in fp32."""
+    """Neighbourhood of Adam and of averaging, on all parameters of a model in fp32."""
     import torch
 
     from megatron_pulse.diffusion.ema import ExponentialMovingAverage

@@ -142,7 +142,7 @@ def moved_activations(bench: Bench) -> Figures:
     import random
     from dataclasses import replace
 
-    from megatron_pulse.planner.schedule.operations import Kind
+    from megatron_pulse.planner.schedule.operations import OpType
     from tests.runtime.equality import Case, away_anywhere, computed_apart, plan_of, split
     from tests.runtime.tiny import FAMILIES, backbone
 
@@ -152,7 +152,7 @@ def moved_activations(bench: Bench) -> Figures:
         case = replace(kept, recompute=3, offload=2, selective=1)
         plan = plan_of(backbone(family), case, 1)
         schedule = plan.step(4).schedule
-        orders = [sorted(o, key=lambda op: op.kind is not Kind.FORWARD) for o in schedule.order]
+        orders = [sorted(o, key=lambda op: op.kind is not OpType.FORWARD) for o in schedule.order]
         whole = replace(schedule, order=tuple(map(tuple, orders)))
         cases.append((family, replace(kept, schedule=whole)))
         for late in (False, True):
@@ -163,7 +163,7 @@ def moved_activations(bench: Bench) -> Figures:
             cases.append((family, replace(case, schedule=chosen)))
             names.append((family, "split" if late else "whole"))
     found = bench.cases(1, cases, "moved")
-    assert all(one.offloaded_bytes > 0 for i, one in enumerate(found) if i % 3), "nothing moved"
+    assert all(one.offload_bytes > 0 for i, one in enumerate(found) if i % 3), "nothing moved"
     assert all(one.num_left_out > 0 for i, one in enumerate(found) if i % 3), "nothing left out"
     kept_found = [found[i] for i in range(0, len(found), 3) for _ in range(2)]
     return compared(bench, names, [one for i, one in enumerate(found) if i % 3], kept_found)

@@ -83,7 +83,7 @@ def schedules(bench: Bench) -> Figures:
     from dataclasses import replace
 
     from megatron_pulse.planner.layout.placement import PLACEMENTS
-    from megatron_pulse.planner.schedule.operations import Kind
+    from megatron_pulse.planner.schedule.operations import OpType
     from megatron_pulse.planner.schedule.registry import SCHEDULES
     from tests.runtime.equality import Case, plan_of, split
     from tests.runtime.tiny import backbone
@@ -104,9 +104,9 @@ def schedules(bench: Bench) -> Figures:
                         left[f"{schedule} on {placement}"] = str(why)
                         continue
                     cases.append((family, case))
-                    splits = ", split" if Kind.WEIGHT_GRAD in found.kinds else ""
+                    splits = ", split" if OpType.WEIGHT_GRAD in found.kinds else ""
                     own.append((family, f"P={count} {placement} {schedule}{splits}"))
-                    if Kind.BACKWARD in found.kinds:
+                    if OpType.BACKWARD in found.kinds:
                         cases.append((family, replace(case, schedule=split(found, 2))))
                         own.append((family, f"P={count} {placement} {schedule}, then split"))
         assert len(cases) > 20, f"only {len(cases)} layouts on {count} ranks"

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron_pulse.backbone.context import TRANSFORMER_ENGINE
-from megatron_pulse.integration.megatron.engine import untrained_biases
-from megatron_pulse.integration.megatron.linear import wait_for_weight_gradients
-from megatron_pulse.runtime.parameters.later import Later
-from megatron_pulse.runtime.parameters.weight_gradients import deferring
+from megatron_pulse.integration.megatron.linear_wgrad import defer_wgrad
+from megatron_pulse.integration.megatron.te_wgrad import untrained_biases
+from megatron_pulse.runtime.parameters.split_backward import deferring
+from megatron_pulse.runtime.parameters.wgrad_queue import WeightGradStore
 from tests.model_specs.chains import make_context
 from tests.runtime.equality import Case, differences, plan_of, split, train
 from tests.runtime.tiny import backbone
@@ -100,12 +100,12 @@ def trained(
 ) -> tuple[dict[str, Tensor], str]:
     """Gradients of three microbatches, and whose came ``later``."""
     layer = made(way, dtype)
-    laters = [Later() if later else None for _ in range(3)]
+    laters = [WeightGradStore() if later else None for _ in range(3)]
     found: dict[str, Tensor] = {}
     waited: set[str] = set()
     for m, place in enumerate(laters):
 
-        def call(given: Tensor, place: Later | None = place) -> Tensor:
+        def call(given: Tensor, place: WeightGradStore | None = place) -> Tensor:
             with deferring(place):
                 return way.call(layer, given)
 
@@ -127,7 +127,7 @@ def trained(
 
 def layers(device: str = "cpu") -> dict[str, dict[str, Any]]:
     """Of each way: whose gradients waited, and what differs in a bit from a whole backward pass."""
-    wait_for_weight_gradients()
+    defer_wgrad()
     found: dict[str, dict[str, Any]] = {}
     for name, way in WAYS.items():
         for dtype in (torch.float32, torch.bfloat16):
@@ -145,7 +145,7 @@ def layers(device: str = "cpu") -> dict[str, dict[str, Any]]:
 def steps(device: str = "cpu") -> dict[str, list[str]]:
     """Of steps with weight gradients up to three operations late: what differs in a bit from whole
     backward passes of the same layers."""
-    wait_for_weight_gradients()
+    defer_wgrad()
     config = make_context(torch.bfloat16, transformer_impl=TRANSFORMER_ENGINE).config
     found: dict[str, list[str]] = {}
     for family in FAMILIES:

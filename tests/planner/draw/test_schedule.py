@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from megatron_pulse.planner.draw.lanes import Look, Mark, copied
+from megatron_pulse.planner.draw.lanes import Mark, MarkStyle, copied
 from megatron_pulse.planner.draw.schedule import Panel, draw_schedule
 from megatron_pulse.planner.draw.trace_events import trace_events
 from megatron_pulse.planner.layout.placement import (
@@ -19,10 +19,10 @@ from megatron_pulse.planner.layout.placement import (
     interleaved,
     sequential,
 )
-from megatron_pulse.planner.schedule.check.simulate import Timeline, run
-from megatron_pulse.planner.schedule.classic.names import CLASSICS, SPLIT
-from megatron_pulse.planner.schedule.offload import with_offload
-from megatron_pulse.planner.schedule.operations import Filler, Kind
+from megatron_pulse.planner.schedule.check.simulate import Timeline, simulate
+from megatron_pulse.planner.schedule.classic.catalog import CLASSICS, SPLIT
+from megatron_pulse.planner.schedule.operations import BubbleTask, OpType
+from megatron_pulse.planner.schedule.passes.insert_offload import with_offload
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
 from megatron_pulse.planner.schedule.search.synthesize import synthesize
 from tests.planner.slices import fill
@@ -50,7 +50,7 @@ def case(name: str, placement: Placement, count: int = 4) -> tuple[ScheduleProbl
         (0.8,) * num if name in SPLIT else None,
         0.3,
     )
-    return problem, run(problem, CLASSICS[name](placement, count))
+    return problem, simulate(problem, CLASSICS[name](placement, count))
 
 
 def parse(text: str) -> ElementTree.Element:
@@ -176,8 +176,8 @@ def test_two_timelines_share_one_axis() -> None:
 def test_fillers_are_drawn() -> None:
     problem, _ = case("gpipe", fold(2))
     schedule = CLASSICS["gpipe"](problem.placement, problem.num_microbatches)
-    filled = fill(problem, schedule, [Filler("text encoder", (0.4,) * 5)])
-    timeline = run(problem, filled)
+    filled = fill(problem, schedule, [BubbleTask("text encoder", (0.4,) * 5)])
+    timeline = simulate(problem, filled)
     svg = parse(draw_schedule(problem, timeline, "t"))
     drawn = [said(bar) for bar in of_class(svg, "op") if said(bar).startswith("X")]
     assert sorted(drawn) == [f"X0:{k}" for k in range(5)]
@@ -190,20 +190,26 @@ def test_copies_to_the_host_and_back_have_a_lane_of_their_own() -> None:
     """One after the other each way, ended when an O or a backward begins; below what is sent."""
     ones = (1.0,) * 4
     problem = ScheduleProblem(
-        sequential(4), 8, ones, (2.0,) * 4, cap=(2.6,) * 4, offloaded=(0.8,) * 4, copying=(0.7,) * 4
+        sequential(4),
+        8,
+        ones,
+        (2.0,) * 4,
+        cap=(2.6,) * 4,
+        offload_bytes=(0.8,) * 4,
+        offload_s=(0.7,) * 4,
     )
     found = with_offload(problem, lambda of, _: synthesize(of, seconds=math.inf, effort=1))
-    timeline = run(problem, found.schedule)
+    timeline = simulate(problem, found.schedule)
     marks = copied(problem, timeline)
     ends = {(m.look, m.text.removesuffix(", to the host").removesuffix(", back")): m for m in marks}
-    away = [op for op in timeline.end if op.kind is Kind.OFFLOAD]
+    away = [op for op in timeline.end if op.kind is OpType.OFFLOAD]
     assert away and len(marks) == len(ends) == 2 * len(away)
     for op in away:
         text = f"activations of stage {op.stage}, microbatch {op.microbatch}"
-        assert ends[Look.TO_HOST, text].end <= timeline.start[op] + 1e-9
-        backward = timeline.start[op._replace(kind=Kind.BACKWARD)]
-        assert ends[Look.BACK, text].end <= backward + 1e-9
-    for look in (Look.TO_HOST, Look.BACK):
+        assert ends[MarkStyle.TO_HOST, text].end <= timeline.start[op] + 1e-9
+        backward = timeline.start[op._replace(kind=OpType.BACKWARD)]
+        assert ends[MarkStyle.BACK, text].end <= backward + 1e-9
+    for look in (MarkStyle.TO_HOST, MarkStyle.BACK):
         for device in range(4):
             own = [m for m in marks if (m.look, m.device) == (look, device)]
             assert all(a.end <= b.start + 1e-9 for a, b in itertools.pairwise(own))
@@ -216,7 +222,7 @@ def test_copies_to_the_host_and_back_have_a_lane_of_their_own() -> None:
     assert len(threads) == len({(m.look, m.device) for m in marks})
     assert sum(e["ph"] == "X" and e["tid"] in threads for e in events) == len(marks)
     alone = of_class(parse(draw_schedule(problem, timeline, "t")), "mark")
-    send = tuple(Mark(0, m, m + 0.5, Look.ACTIVATION, "sent", 1) for m in range(3))
+    send = tuple(Mark(0, m, m + 0.5, MarkStyle.ACTIVATION, "sent", 1) for m in range(3))
     beside = parse(draw_schedule(problem, [Panel("", timeline, send)], "t"))
     assert len(of_class(beside, "mark")) == len(alone) + 4  # three, and one of the legend
     tops = {m.get("fill"): float(m.get("y", "")) for m in of_class(beside, "mark")[:4]}

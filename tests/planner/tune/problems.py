@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import random
 
-from megatron_pulse.planner.cluster.cluster import Cluster, ClusterLink, DeviceFigures, Shared
+from megatron_pulse.planner.cluster.cluster import (
+    BandwidthScope,
+    Cluster,
+    ClusterLink,
+    DeviceFigures,
+)
 from megatron_pulse.planner.tune.config import Choices, Config, Recompute, configs
 from megatron_pulse.planner.tune.evaluate import Evaluator
 from megatron_pulse.profile.profile import Profile, Source
-from megatron_pulse.profile.record.layers import ProfiledLayer, ProfiledSkip, ShardSums
-from megatron_pulse.profile.record.times import LayerTimes
+from megatron_pulse.profile.records.layers import ProfiledLayer, ProfiledSkip, ShardSums
+from megatron_pulse.profile.records.times import LayerTimes
 
 
 def cluster(
@@ -22,16 +27,16 @@ def cluster(
 ) -> Cluster:
     """Devices of 10 TFLOP/s; the node's devices share the link to other nodes, and have one each to
     the host, if any."""
-    inter = ClusterLink("infiniband", inter_gbs, 10.0, Shared.NODE) if nodes > 1 else None
+    inter = ClusterLink("infiniband", inter_gbs, 10.0, BandwidthScope.NODE) if nodes > 1 else None
     return Cluster(
         "test",
         nodes,
         devices_per_node,
         memory_gb,
         DeviceFigures(10.0, 500.0),
-        ClusterLink("nvlink", intra_gbs, 5.0, Shared.DEVICE),
+        ClusterLink("nvlink", intra_gbs, 5.0, BandwidthScope.DEVICE),
         inter,
-        host=ClusterLink("pcie", host_gbs, 10.0, Shared.DEVICE) if host_gbs else None,
+        host=ClusterLink("pcie", host_gbs, 10.0, BandwidthScope.DEVICE) if host_gbs else None,
     )
 
 
@@ -111,7 +116,7 @@ def random_evaluator(seed: int) -> tuple[Evaluator, list[Config]]:
         tensor=(1, 2) if few else rng.choice([(1,), (1, 2)]),
         micro_batch_size=rng.choice([(1,), (1,), (1, 2)]),
         split=one if few else both,
-        ample=rng.choice([(False,), both]),
+        max_in_flight=rng.choice([(False,), both]),
         recompute=rng.choice(
             [(Recompute.NEVER,), (Recompute.ALWAYS,), (Recompute.NEVER, Recompute.NEEDED)]
         ),

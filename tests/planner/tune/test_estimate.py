@@ -12,12 +12,12 @@ from megatron_pulse.planner.cluster.cluster import SMALL_BYTES, Cluster, Cluster
 from megatron_pulse.planner.layout.layouts import FOLD_EXACT, LAYOUTS, ROW, WHOLE, Layout
 from megatron_pulse.planner.layout.placement import Partition
 from megatron_pulse.planner.partition.memory import ParameterState
-from megatron_pulse.planner.step.replay import replay
+from megatron_pulse.planner.program.simulate import simulate_step
 from megatron_pulse.planner.tune.config import Choices, Config, Recompute, configs
-from megatron_pulse.planner.tune.costs import UnfitError
 from megatron_pulse.planner.tune.estimate import OPTIMIZER_BYTES
 from megatron_pulse.planner.tune.evaluate import Evaluator
-from megatron_pulse.profile.record.layers import ProfiledConditioning, ShardSums
+from megatron_pulse.planner.tune.layer_costs import UnfitError
+from megatron_pulse.profile.records.layers import ProfiledConditioning, ShardSums
 from tests.planner.tune.problems import cluster, profile, random_evaluator
 
 CHAIN = profile(random.Random(0), 4, 1)
@@ -40,10 +40,10 @@ def test_the_optimizer_takes_as_long_as_its_device_needs(
     machine: Cluster, device: str, threads: int, gb_per_s: float
 ) -> None:
     evaluator = Evaluator(replace(CHAIN, device=device, threads=threads), machine, 8)
-    seconds = evaluator.optimizer_s(Config(1, 4, 1, 1, WHOLE), 1e9)
+    seconds = evaluator.estimator.optimizer_s(Config(1, 4, 1, 1, WHOLE), 1e9)
     assert seconds == pytest.approx(OPTIMIZER_BYTES / gb_per_s)
     halved = Config(1, 4, 1, 1, WHOLE, distributed_optimizer=True)
-    assert evaluator.optimizer_s(halved, 1e9) == pytest.approx(seconds / 4)
+    assert evaluator.estimator.optimizer_s(halved, 1e9) == pytest.approx(seconds / 4)
 
 
 @pytest.mark.parametrize("device", ["NVIDIA L40S", "NVIDIA H100 PCIe"])
@@ -59,9 +59,9 @@ def test_a_measured_optimizer_comes_before_its_bytes() -> None:
     evaluator = Evaluator(replace(CHAIN, layers=layers, device="NVIDIA L40S"), MEASURED, 8)
     held = sum(layer.parameters for layer in layers)
     config = Config(1, 4, 1, 1, WHOLE)
-    assert evaluator.optimizer_s(config, held) == pytest.approx(0.25 * len(layers))
+    assert evaluator.estimator.optimizer_s(config, held) == pytest.approx(0.25 * len(layers))
     divided = replace(config, distributed_optimizer=True)
-    assert evaluator.optimizer_s(divided, held) == pytest.approx(0.25 * len(layers) / 4)
+    assert evaluator.estimator.optimizer_s(divided, held) == pytest.approx(0.25 * len(layers) / 4)
 
 
 def test_what_the_runtime_adds_lengthens_every_operation() -> None:
@@ -113,7 +113,7 @@ def test_every_stage_that_uses_a_copied_embedder_computes_it(recompute: bool) ->
     ):
         moved = [b - a for a, b in zip(getattr(before, name), getattr(after, name), strict=True)]
         assert moved == pytest.approx([-own, added, added, added])
-    apart = [problem.recompute or (0.0,) * 4 for problem in (before, after)]
+    apart = [problem.recompute_s or (0.0,) * 4 for problem in (before, after)]
     moved = [b - a for a, b in zip(*apart, strict=True)]
     assert moved == pytest.approx([-again, 0.0, 0.0, 0.0])  # copies keep their activations
     saved = [b - a for a, b in zip(alone.saved_bytes, stages.saved_bytes, strict=True)]
@@ -124,7 +124,7 @@ def test_every_stage_that_uses_a_copied_embedder_computes_it(recompute: bool) ->
     assert [b - a for a, b in zip(alone.state_bytes, stages.state_bytes, strict=True)] == [
         copies
     ] * 2
-    assert copying.quick_bound(config) <= copying.bound(config, stages)
+    assert copying.estimator.quick_bound(config) <= copying.bound(config, stages)
 
 
 def test_tensor_parallel_ranks_divide_a_share_of_the_time_and_all_with_their_sequences() -> None:
@@ -138,7 +138,7 @@ def test_tensor_parallel_ranks_divide_a_share_of_the_time_and_all_with_their_seq
     }
 
     def totals(share: float, tensor: int, sequences: bool = False) -> float:
-        found = Evaluator(parts[share], cluster(), 8, sequences).totals(
+        found = Evaluator(parts[share], cluster(), 8, sequences).costs.totals(
             Config(1, 1, tensor, 1, WHOLE)
         )
         return found.forward_s + found.backward_s + found.weight_grad_s
@@ -165,7 +165,7 @@ def test_tensor_parallel_ranks_take_what_one_of_two_was_measured_to_take(
     evaluator = Evaluator(replace(CHAIN, times=times, layers=layers), cluster(), 8)
 
     def work(tensor: int) -> float:
-        found = evaluator.totals(Config(1, 1, tensor, 1, WHOLE))
+        found = evaluator.costs.totals(Config(1, 1, tensor, 1, WHOLE))
         return found.forward_s + found.backward_s
 
     assert work(2) == pytest.approx(halved * work(1))
@@ -175,7 +175,7 @@ def test_tensor_parallel_ranks_take_what_one_of_two_was_measured_to_take(
 @pytest.mark.parametrize("seed", range(4))
 def test_forwards_before_a_share_of_the_steps_lengthen_their_mean(seed: int) -> None:
     plain, found = random_evaluator(seed)
-    of = plain.profile, plain.cluster, plain.global_batch_size, plain.sequence_parallel
+    of = plain.profile, plain.cluster, plain.global_batch_size, plain.costs.sequence_parallel
     often = Evaluator(*of, self_conditioning=0.5).on(plain.cluster)
     often.effort = plain.effort
     fitting = 0
@@ -187,14 +187,14 @@ def test_forwards_before_a_share_of_the_steps_lengthen_their_mean(seed: int) -> 
         fitting += 1
         outcome = often.evaluate(config)
         schedule = outcome.synthesis.schedule.forward_only()
-        forwards = replay(outcome.problem, schedule, outcome.stages.edges).timeline
+        forwards = simulate_step(outcome.problem, schedule, outcome.stages.edges).timeline
         if not outcome.extrapolated:
             assert outcome.self_conditioning_s == pytest.approx(0.5 * forwards.makespan)
         parts = outcome.pipeline_s + outcome.reduce_s + outcome.optimizer_s
         assert outcome.step_s >= parts + outcome.self_conditioning_s
         assert outcome.step_s >= without.step_s + 0.5 * max(forwards.busy)
-        assert often.quick_bound(config) <= outcome.step_s * (1 + 1e-9)
-        assert often.estimate(config) > plain.estimate(config)
+        assert often.estimator.quick_bound(config) <= outcome.step_s * (1 + 1e-9)
+        assert often.estimator.estimate(config) > plain.estimator.estimate(config)
     assert fitting
 
 
@@ -208,8 +208,8 @@ def test_a_device_holds_what_is_kept_of_its_parameters(saved_mb: float) -> None:
         Evaluator(chain, cluster(1, 2), 4, state=state).evaluate(config)
         for state in (
             ParameterState(),
-            ParameterState(averages=True),
-            ParameterState(half_gradients=True),
+            ParameterState(ema=True),
+            ParameterState(grad_reduce_in_bf16=True),
         )
     ]
     plain, averaged, halved = (outcome.memory_bytes for outcome in outcomes)
@@ -230,14 +230,14 @@ def test_memory_that_fills_is_in_the_estimate(seed: int) -> None:
     every = [
         c
         for c in configs(16, 8, 128, False, choices)
-        if c.layout == ROW and not c.pipeline_inside and c.recompute is Recompute.NEVER
+        if c.layout == ROW and not c.pp_before_dp and c.recompute is Recompute.NEVER
     ]
-    least, ample = (next(c for c in every if c.ample is a) for a in (False, True))
-    cuts = evaluator.cheap_cuts(least)[0]
+    least, max_in_flight = (next(c for c in every if c.max_in_flight is a) for a in (False, True))
+    cuts = evaluator.balancer.quick_partitions(least)[0]
     estimates, steps = [], []
-    for config in (least, ample):
+    for config in (least, max_in_flight):
         stages = evaluator.cut(config, cuts)
-        estimates.append(evaluator.cut_estimate(config, stages))
+        estimates.append(evaluator.estimator.cut_estimate(config, stages))
         steps.append(evaluator.evaluate(config, quick=True, stages=stages).step_s)
     assert steps[0] > 1.05 * steps[1]
     assert estimates[0] > 1.02 * estimates[1]
@@ -267,8 +267,8 @@ def test_what_just_fits_while_the_optimizer_works_is_found(layout: Layout) -> No
             for cuts in [(0, *inner, 12)]
         )
         enough = cluster(1, 3, memory_gb=1.0001 * 20 * least / 1e9)
-        held = Evaluator(chain, enough, 8).stages(config)
+        held = Evaluator(chain, enough, 8).feasible.best(config)
         assert max(held.stepping) == 20 * least
         less = cluster(1, 3, memory_gb=0.9999 * 20 * least / 1e9)
         with pytest.raises(UnfitError):
-            Evaluator(chain, less, 8).stages(config)
+            Evaluator(chain, less, 8).feasible.best(config)

@@ -14,11 +14,11 @@ from megatron_pulse.planner.plan_file.plan_file import (
     PlanFile,
 )
 from megatron_pulse.planner.schedule.check.validate import faults_for
-from megatron_pulse.planner.schedule.operations import Kind
+from megatron_pulse.planner.schedule.operations import OpType
 from megatron_pulse.planner.tune.config import Choices, Config, Recompute
 from megatron_pulse.planner.tune.evaluate import Evaluator
 from megatron_pulse.planner.tune.plans.to_plan import plan_of
-from megatron_pulse.planner.tune.searching.search import search
+from megatron_pulse.planner.tune.search.search import search
 from tests.planner.tune.problems import cluster, profile
 from tests.plans import Edit, assert_refused, shown
 
@@ -29,7 +29,9 @@ def evaluator(host_gbs: float = 50.0, memory_gb: float = 1.6) -> Evaluator:
     return Evaluator(chain, cluster(1, 8, memory_gb, host_gbs=host_gbs), 24)
 
 
-CONFIG = Config(8, 1, 1, 1, LAYOUTS["sequential"], split=True, ample=True, recompute=Recompute.HOST)
+CONFIG = Config(
+    8, 1, 1, 1, LAYOUTS["sequential"], split=True, max_in_flight=True, recompute=Recompute.HOST
+)
 
 
 @pytest.fixture(scope="module")
@@ -41,10 +43,10 @@ def plan() -> PlanFile:
 def test_a_plan_says_what_waits_on_the_host(
     plan: PlanFile, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert plan.offload and plan.schedule.offloaded
+    assert plan.activations.offload and plan.schedule.offloaded
     assert faults_for(plan.problem, plan.schedule) == []
     said = shown(plan, tmp_path, capsys)
-    assert "on the host, where there is no room, of layers" in said
+    assert "activations: offload " in said
     assert "forwards that may leave: " in said and "ms each way, beside computing" in said
     assert "GB of pinned memory at most" in said
     usable = evaluator().cluster.usable_bytes
@@ -52,6 +54,10 @@ def test_a_plan_says_what_waits_on_the_host(
     without = evaluator().evaluate(replace(CONFIG, recompute=Recompute.NEVER))
     assert max(without.memory_bytes) <= usable
     assert plan.predicted["step_s"] < 0.97 * without.step_s
+
+
+def named(record: Any, policy: str) -> list[str]:
+    return [name for name, how in record["activations"].items() if how == policy]
 
 
 def first_copy(record: Any) -> tuple[list[str], str]:
@@ -70,21 +76,26 @@ def keep_all(record: Any) -> None:
 
 
 EDITS: dict[str, Edit] = {
-    "a layer less": (lambda r: r["offload"].pop(), "times.offloaded_bytes."),
-    "none": (lambda r: r.pop("offload"), "all of them or none"),
-    "an unknown layer": (lambda r: r["offload"].append("other"), "offload: no stage has a layer"),
-    "one that is computed again": (
-        lambda r: r["recompute"].append(r["offload"][0]),
-        "computes its activations again, and keeps none",
+    "a layer less": (
+        lambda r: r["activations"].pop(named(r, "offload")[0]),
+        "times.offload_bytes.",
+    ),
+    "none": (
+        lambda r: [r["activations"].pop(name) for name in named(r, "offload")],
+        "all of them or none",
+    ),
+    "an unknown layer": (
+        lambda r: r["activations"].update(other="offload"),
+        "activations: no stage has a layer 'other'",
     ),
     "a faster link": (
         lambda r: r["provenance"]["cluster"]["links"]["host"].update(bandwidth_gbs=100.0),
-        "times.host_s.",
+        "times.offload_s.",
     ),
     "no link": (lambda r: r["provenance"]["cluster"]["links"].pop("host"), "no link to the host"),
     "nothing comes back": (leave_out_reload, "but not L"),
     "all is kept": (keep_all, "at its peak; the cap is"),
-    "less time": (lambda r: r["times"]["host_s"].__setitem__(0, 1e-6), "times.host_s.0"),
+    "less time": (lambda r: r["times"]["offload_s"].__setitem__(0, 1e-6), "times.offload_s.0"),
 }
 
 
@@ -94,12 +105,14 @@ def test_an_edited_plan_is_refused(edit: str, plan: PlanFile, tmp_path: Path) ->
 
 
 def test_the_search_finds_it_where_it_is_better_and_not_without_a_link() -> None:
-    choices = Choices((LAYOUTS["sequential"],), (8,), (1,), (1,), split=(True,), ample=(True,))
+    choices = Choices(
+        (LAYOUTS["sequential"],), (8,), (1,), (1,), split=(True,), max_in_flight=(True,)
+    )
     best = {}
     for host_gbs in (0.0, 0.5, 50.0):
         of = evaluator(host_gbs)
         best[host_gbs] = search(of, of.candidates(choices)).outcomes[0]
-    assert best[50.0].config.recompute is Recompute.HOST and best[50.0].stages.offload
+    assert best[50.0].config.recompute is Recompute.HOST and best[50.0].stages.activations.offload
     assert best[0.0].config.recompute is not Recompute.HOST
     assert best[50.0].step_s < best[0.5].step_s <= best[0.0].step_s
     for memory_gb in (0.9, 1.0, 1.2, 1.4):
@@ -107,4 +120,4 @@ def test_the_search_finds_it_where_it_is_better_and_not_without_a_link() -> None
         found = search(short, short.candidates(choices)).outcomes
         assert found and all(map(short.has_room, found))
     kinds = {op.kind for order in best[50.0].synthesis.schedule.order for op in order}
-    assert kinds >= {Kind.OFFLOAD, Kind.RELOAD}
+    assert kinds >= {OpType.OFFLOAD, OpType.RELOAD}

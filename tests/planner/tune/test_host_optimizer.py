@@ -16,11 +16,11 @@ from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.planner.tune.config import Choices, Config
 from megatron_pulse.planner.tune.evaluate import Evaluator
 from megatron_pulse.planner.tune.plans.to_plan import plan_of
-from megatron_pulse.planner.tune.saying.nothing_fits import nothing_fits
+from megatron_pulse.planner.tune.report.oom_advice import oom_advice
 from tests.planner.tune.problems import cluster, profile
 from tests.plans import Edit, assert_refused, shown
 
-HOST = ParameterState(averages=True, host_optimizer=True)
+HOST = ParameterState(ema=True, optimizer_cpu_offload=True)
 NODE_GBS = 80.0
 CONFIG = Config(2, 2, 1, 1, LAYOUTS["fold exact"], distributed_optimizer=True)
 
@@ -30,23 +30,23 @@ def evaluator(state: ParameterState = HOST, memory_gb: float = 16.0, **changes: 
     return Evaluator(profile(random.Random(2), 12, 5), machine, 8, state=state)
 
 
-@pytest.mark.parametrize("averages", [False, True])
-def test_its_time_and_bytes_by_hand(averages: bool) -> None:
+@pytest.mark.parametrize("ema", [False, True])
+def test_its_time_and_bytes_by_hand(ema: bool) -> None:
     """bfloat16: 6 bytes stay, 4 go and 2 come over the link, 34 or 46 are moved in the memory."""
-    state = ParameterState(averages=averages)
+    state = ParameterState(ema=ema)
     outcomes = [
         evaluator(s, host_memory_gbs=NODE_GBS).evaluate(CONFIG)
-        for s in (state, replace(state, host_optimizer=True))
+        for s in (state, replace(state, optimizer_cpu_offload=True))
     ]
     here, there = outcomes
     held = here.stages.per_device(here.stages.trained)
-    moved = 28 + 6 + 12 * averages
+    moved = 28 + 6 + 12 * ema
     each_s = 6 / 12e9 + moved / (NODE_GBS * 1e9 / 4)
     assert there.optimizer_s == pytest.approx(max(held) / 2 * each_s, rel=1e-6)
     assert there.optimizer_s > 2 * here.optimizer_s
     assert there.step_s - here.step_s == pytest.approx(there.optimizer_s - here.optimizer_s)
     for count, on_device, on_host in zip(held, here.memory_bytes, there.memory_bytes, strict=True):
-        assert on_device - on_host == pytest.approx((12 + 4 * averages) / 2 * count, rel=1e-6)
+        assert on_device - on_host == pytest.approx((12 + 4 * ema) / 2 * count, rel=1e-6)
 
 
 @pytest.fixture(scope="module")
@@ -76,10 +76,10 @@ def test_tensor_parallelism_divides_it(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 EDITS: dict[str, Edit] = {
-    "on the device": (lambda r: r.pop("host_optimizer"), "predicted.memory_bytes.0 is"),
+    "on the device": (lambda r: r.pop("optimizer_cpu_offload"), "predicted.memory_bytes.0 is"),
     "not divided": (
         lambda r: r.update(distributed_optimizer=False),
-        "host_optimizer: it is a distributed one, and distributed_optimizer is false",
+        "optimizer_cpu_offload: it is a distributed one, and distributed_optimizer is false",
     ),
     "faster": (
         lambda r: r["provenance"]["cluster"].update(host_memory_gbs=2 * NODE_GBS),
@@ -102,13 +102,13 @@ def test_it_is_always_the_distributed_one() -> None:
 def test_devices_must_reach_their_nodes_memory() -> None:
     with pytest.raises(ClusterError, match="write links.host into its file"):
         evaluator(host=None)
-    assert evaluator(ParameterState(), host=None).adam_s > 0
+    assert evaluator(ParameterState(), host=None).estimator.adam_s > 0
 
 
 def test_fsdp2_keeps_its_optimizer_on_the_device() -> None:
     rivals = [
-        evaluator(s, host_memory_gbs=NODE_GBS).fully_sharded()
-        for s in (HOST, replace(HOST, host_optimizer=False))
+        evaluator(s, host_memory_gbs=NODE_GBS).fsdp_baseline()
+        for s in (HOST, replace(HOST, optimizer_cpu_offload=False))
     ]
     assert rivals[0] is not None and rivals[0] == rivals[1]
 
@@ -118,7 +118,7 @@ def test_it_is_advised_where_nothing_fits_and_it_would() -> None:
     choices = Choices(pipeline=(1,), tensor=(1,))
     of = evaluator(ParameterState(), memory_gb=0.7)
     small = of.on(replace(of.cluster, devices_per_node=1, memory_gb=3.2))
-    text = nothing_fits(small, choices, small.candidates(choices))
+    text = oom_advice(small, choices, small.candidates(choices))
     assert "with the optimizer in the nodes' memory (--optimizer-cpu-offload): " in text
     without = small.on(replace(small.cluster, host=None))
-    assert "cpu-offload" not in nothing_fits(without, choices, without.candidates(choices))
+    assert "cpu-offload" not in oom_advice(without, choices, without.candidates(choices))

@@ -10,11 +10,11 @@ from megatron_pulse.cli.plan.plan_text import LAYER_COLUMNS, layers
 from megatron_pulse.planner.layout.layouts import LAYOUTS
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.planner.tune.config import Config, Recompute
-from megatron_pulse.planner.tune.costs import UnfitError
 from megatron_pulse.planner.tune.evaluate import Evaluator
+from megatron_pulse.planner.tune.layer_costs import UnfitError
 from megatron_pulse.planner.tune.plans.to_plan import plan_of
 from tests.planner.tune.problems import cluster, profile, random_evaluator
-from tests.planner.tune.test_recompute import sharded
+from tests.planner.tune.test_verify_figures import sharded
 
 FORWARD, BACKWARD, SAVES, KEEPS, WAITS = range(4, 9)
 
@@ -42,8 +42,8 @@ def adds_up(plan: PlanFile) -> None:
         assert float(row[FORWARD]) == pytest.approx(1e3 * problem.forward[stage], rel=1e-3)
         assert float(row[BACKWARD]) == pytest.approx(1e3 * backward, rel=1e-3)
         assert float(row[KEEPS]) == pytest.approx(problem.activation[stage] / 1e6, rel=1e-3)
-        if problem.waiting is not None:
-            assert float(row[WAITS]) == pytest.approx(problem.waiting[stage] / 1e6, rel=1e-3)
+        if problem.wgrad_bytes is not None:
+            assert float(row[WAITS]) == pytest.approx(problem.wgrad_bytes[stage] / 1e6, rel=1e-3)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -67,13 +67,13 @@ def test_of_plans_that_do_not_keep_all(split: bool, recompute: Recompute) -> Non
     of = Evaluator(chain, cluster(1, 4, 1.6, host_gbs=50.0), 12)
     config = Config(4, 1, 1, 1, LAYOUTS["fold exact"], split, True, recompute)
     plan = plan_of(of.evaluate(config), of)
-    assert plan.recompute or plan.selective or plan.offload
+    assert plan.activations
     adds_up(plan)
     text = "\n".join(row[-1] for row in layers(plan))
     for chosen, words in (
-        (plan.selective, "what is cheap computed again"),
-        (plan.offload, "on the host, where there is no room"),
-        (plan.recompute, "computed again"),
+        (plan.activations.selective, "recomputed where cheap"),
+        (plan.activations.offload, "offloaded where there is no room"),
+        (plan.activations.recompute, "recomputed"),
     ):
         assert not chosen or words in text
 

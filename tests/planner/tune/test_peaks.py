@@ -11,7 +11,7 @@ from megatron_pulse.planner.layout.layouts import ROW, WHOLE
 from megatron_pulse.planner.schedule.operations import Operation
 from megatron_pulse.planner.tune.config import Config, Recompute
 from megatron_pulse.planner.tune.evaluate import Evaluator
-from megatron_pulse.planner.tune.memory.peaks import most_in_use
+from megatron_pulse.planner.tune.memory.peak_memory import peak_bytes_in_schedule
 from tests.planner.tune.problems import cluster, profile
 
 SAVED, PEAK = 100e6, 120e6
@@ -21,7 +21,7 @@ SAVED, PEAK = 100e6, 120e6
 def evaluator(devices: int, waiting: float = 0.0) -> Evaluator:
     chain = profile(random.Random(0), 4, 0, saved_mb=100.0, even=True)
     columns = {
-        size: tuple(replace(times, waiting_bytes=round(waiting * size)) for times in column)
+        size: tuple(replace(times, wgrad_bytes=round(waiting * size)) for times in column)
         for size, column in chain.times.items()
     }
     return Evaluator(replace(chain, times=columns), cluster(1, devices), 2)
@@ -45,11 +45,11 @@ def test_what_weight_gradients_hold_is_there_until_they_are_computed(
 ) -> None:
     found = evaluator(2, waiting)
     config = Config(2, 1, 1, 1, ROW, split=True)
-    stages, times = found.stages(config), found.profile.times_at(1)
+    stages, times = found.feasible.best(config), found.profile.times_at(1)
     schedule = found.evaluate(config).synthesis.schedule
     rows = "F0:0 F0:1 I0:0 W0:0 I0:1 W0:1", "F1:0 I1:0 F1:1 W1:0 I1:1 W1:1"
     order = tuple(tuple(map(Operation.parse, row.split())) for row in rows)
-    held = most_in_use(stages, times, (1,) * 4, replace(schedule, order=order))
+    held = peak_bytes_in_schedule(stages, times, (1,) * 4, replace(schedule, order=order))
     assert held == pytest.approx((4 * SAVED + PEAK - SAVED, peak + PEAK - SAVED))
 
 
@@ -64,12 +64,12 @@ def test_computing_again_goes_forward_through_its_stage_and_the_backward_back(fi
     }
     found = Evaluator(replace(chain, times=columns), cluster(1, 2), 2)
     config = Config(2, 1, 1, 1, ROW, recompute=Recompute.ALWAYS)
-    stages, schedule = found.stages(config), found.evaluate(config).synthesis.schedule
+    stages, schedule = found.feasible.best(config), found.evaluate(config).synthesis.schedule
     assert stages.partition.cuts == (0, 2, 4)
     taken = stages.costs.saved_bytes[0]  # what a layer takes is all that is kept of it
     rows = "F0:0 F0:1 R0:0 B0:0 R0:1 B0:1", "F1:0 B1:0 F1:1 B1:1"
     order = tuple(tuple(map(Operation.parse, row.split())) for row in rows)
     times = found.profile.times_at(1)
-    held = most_in_use(stages, times, (1,) * 4, replace(schedule, order=order))
+    held = peak_bytes_in_schedule(stages, times, (1,) * 4, replace(schedule, order=order))
     second = SAVED - taken + PEAK  # beside what of the first layer is computed again
     assert held == pytest.approx((4 * taken + max(first, second), 2 * taken + PEAK))

@@ -16,11 +16,11 @@ from megatron_pulse.planner.schedule.check.validate import faults_for
 from megatron_pulse.planner.tune.config import Choices, Config, Recompute
 from megatron_pulse.planner.tune.evaluate import Evaluator
 from megatron_pulse.planner.tune.plans.to_plan import plan_of
-from megatron_pulse.planner.tune.searching.search import search
+from megatron_pulse.planner.tune.search.search import search
 from tests.planner.tune.problems import cluster, profile
 from tests.plans import Edit, assert_refused, shown
 
-CONFIG = Config(4, 1, 1, 1, LAYOUTS["sequential"], ample=True, recompute=Recompute.NEEDED)
+CONFIG = Config(4, 1, 1, 1, LAYOUTS["sequential"], max_in_flight=True, recompute=Recompute.NEEDED)
 
 
 FEW = Choices(
@@ -43,25 +43,31 @@ def plan() -> PlanFile:
     return plan_of(of.evaluate(CONFIG), of)
 
 
+def named(plan: PlanFile) -> list[str]:
+    return list(plan.activations.by_name(plan.layer_names))
+
+
 def test_a_plan_says_of_what_layers(
     plan: PlanFile, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert 0 < len(plan.selective) < 24
+    assert 0 < len(plan.activations.selective) < 24
     said = shown(plan, tmp_path, capsys)
-    assert "what is cheap computed again of layers " in said
-    assert f"--pulse-recompute-selective {plan.selective[0]}" in said
+    assert "activations: selective " in said
+    assert f"--pulse-recompute-selective {named(plan)[0]}" in said
     assert max(plan.predicted["memory_bytes"]) <= evaluator().cluster.usable_bytes
 
 
 def test_it_costs_less_than_whole_layers() -> None:
     with_part, whole = evaluator().evaluate(CONFIG), evaluator(None).evaluate(CONFIG)
-    assert with_part.stages.selective and not whole.stages.selective
-    assert whole.stages.recompute
+    assert with_part.stages.activations.selective and not whole.stages.activations.selective
+    assert whole.stages.activations.recompute
     assert with_part.step_s < 0.97 * whole.step_s
     for of in (evaluator(), evaluator(None)):
         found = search(of, of.candidates(FEW))
         assert max(found.outcomes[0].memory_bytes) <= of.cluster.usable_bytes
-        assert bool(found.outcomes[0].stages.selective) <= (of.profile.times[1][0].selective_s > 0)
+        assert bool(found.outcomes[0].stages.activations.selective) <= (
+            of.profile.times[1][0].selective_s > 0
+        )
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -78,22 +84,18 @@ def test_a_search_minds_what_weight_gradients_wait_with(seed: int) -> None:
 
 def test_what_is_against_it_may_do_the_same() -> None:
     """FSDP2 with as much memory for each device."""
-    least = [of.fully_sharded() for of in (evaluator(memory_gb=3.5), evaluator(None, 3.5))]
+    least = [of.fsdp_baseline() for of in (evaluator(memory_gb=3.5), evaluator(None, 3.5))]
     with_part, whole = (found.step_s for found in least if found is not None)
-    assert least[0] is not None and least[0].fitted.again.part
+    assert least[0] is not None and least[0].fitted.again.selective
     assert with_part < whole
 
 
 EDITS: dict[str, Edit] = {
-    "a layer less": (lambda r: r["selective"].pop(), "times.backward."),
-    "none": (lambda r: r.pop("selective"), "times.backward."),
+    "a layer less": (lambda r: r["activations"].popitem(), "times.backward."),
+    "none": (lambda r: r.update(activations={}), "times.backward."),
     "an unknown layer": (
-        lambda r: r["selective"].append("other"),
-        "selective: no stage has a layer 'other'",
-    ),
-    "one that is computed again whole": (
-        lambda r: r["recompute"].append(r["selective"][0]),
-        "is in recompute too; it is in one of them",
+        lambda r: r["activations"].update(other="selective"),
+        "activations: no stage has a layer 'other'",
     ),
     "cheaper": (
         lambda r: [layer.update(selective_s=0.0) for layer in r["profile"]["times"]["1"]],
@@ -113,6 +115,6 @@ def test_an_edited_plan_is_refused(edit: str, plan: PlanFile, tmp_path: Path) ->
 
 def test_nothing_is_computed_again_where_that_is_asked() -> None:
     of = evaluator()
-    never = of.evaluate(replace(CONFIG, recompute=Recompute.NEVER, ample=False))
+    never = of.evaluate(replace(CONFIG, recompute=Recompute.NEVER, max_in_flight=False))
     always = of.evaluate(replace(CONFIG, recompute=Recompute.ALWAYS))
-    assert not never.stages.relief.computes and not always.stages.selective
+    assert not never.stages.activations.recomputes and not always.stages.activations.selective

@@ -1,1 +1,1 @@
-"""``pulse tune``: what it is given, what it finds, and how it says so."""
+"""``pulse tune``: its input, its search, and its report."""

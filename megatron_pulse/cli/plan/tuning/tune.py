@@ -1,4 +1,4 @@
-"""``pulse tune``: how a backbone is best trained on a cluster."""
+"""``pulse tune``: best configuration for training a backbone on a cluster."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from typing import TYPE_CHECKING, Any
 from megatron_pulse.cli.backbone_flags import add_layers_flags, layers_faults
 from megatron_pulse.cli.errors import (
     add_parser,
+    as_user_error,
     check_file,
-    mending,
-    no_file,
-    out_of,
+    missing_file_faults,
+    range_faults,
     require,
     warn,
 )
-from megatron_pulse.cli.output import add_json, answer, json_faults, overwritten
+from megatron_pulse.cli.output import add_json, json_faults, overwrite_faults, print_result
+from megatron_pulse.cli.plan.tuning.tune_elastic import elastic_clusters, tune_worlds
 from megatron_pulse.cli.plan.tuning.tune_input import (
-    binding,
     choices_of,
     evaluator_of,
+    flags_not_applied_to_fsdp,
     given_profile,
     no_cascade,
     no_half_gradients,
     no_prediction_taken,
     numbers,
-    tuned,
+    run_search,
     unused_caution,
 )
-from megatron_pulse.cli.plan.tuning.tune_worlds import tune_worlds, worlds_of
-from megatron_pulse.faults import unknown
-from megatron_pulse.flag_fields import ABOVE_ZERO, SHARE, TO_MILLION
+from megatron_pulse.errors import unknown_name
+from megatron_pulse.flags import ABOVE_ZERO, SHARE, TO_MILLION
 
 if TYPE_CHECKING:
     from megatron_pulse.planner.plan_file.plan_file import PlanFile
-    from megatron_pulse.planner.tune.plans.policies import EncodedPlan
+    from megatron_pulse.planner.tune.plans.encoder_policies import EncodedPlan
 
 _DESCRIPTION = """\
 Decides together what otherwise takes a week of trying: pipeline, data and tensor degree, microbatch
@@ -68,20 +68,20 @@ examples:
   pulse tune --backbone hunyuan-dit-3b --cluster pulse-910a --global-batch-size 512 -o plan.json
   pulse tune --profile profile.json --cluster dgx-a100:4 --global-batch-size 256 --explain
   pulse tune --profile profile.json --cluster dgx-a100:4 --global-batch-size 256 \\
-      --worlds 32,24,16 -o plans          # for a run that goes on when it has lost nodes
+      --world-sizes 32,24,16 -o plans          # for a run that goes on when it has lost nodes
   pulse tune --backbone uvit-2.7b --cluster ours.yaml --global-batch-size 256 \\
       --pipeline 2,4,8 --tensor 1 --layouts 'fold exact,sequential' --no-recompute
 """
 _FILL_S = 10.0
 _FILLED = 3
-"""Configs that encoders are tried in: the fastest without them need not be with them."""
+"""Number of best configs tried with encoders; the order may change with encoders."""
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``tune``."""
     from megatron_pulse.planner.layout.layouts import LAYOUTS
     from megatron_pulse.planner.schedule.ilp.solvers import Solver
-    from megatron_pulse.profile.devices import ELEMENT_BYTES
+    from megatron_pulse.profile.roofline import ELEMENT_BYTES
 
     parser = add_parser(
         commands, "tune", "find the best way to train on a cluster", _DESCRIPTION, run
@@ -121,9 +121,9 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         help="have no activations wait on the host (default: where the cluster has a link to it, "
         "and that is faster)",
     )
-    add("--no-split", action="store_true", help="never put off weight gradients")
+    add("--no-split-backward", action="store_true", help="never put off weight gradients")
     add(
-        "--no-averages",
+        "--no-ema",
         action="store_true",
         help="keep no averages of the weights, 4 bytes a parameter: for --pulse-ema-decay 0",
     )
@@ -159,7 +159,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         type=Path,
         metavar="JSON",
         help="frozen components to run for the next batch where devices would idle: their layers' "
-        "costs (form: megatron_pulse/planner/fill/README.md)",
+        "costs (form: megatron_pulse/planner/bubble_fill/README.md)",
     )
     add(
         "--self-conditioning",
@@ -168,7 +168,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         help="share of the steps that run all forwards once before, as --pulse-self-conditioning",
     )
     add(
-        "--worlds",
+        "--world-sizes",
         metavar="N[,N...]",
         help="a plan for each of these numbers of the cluster's devices, into the folder of -o: "
         "--pulse-plan DIR takes the one for the ranks that are there",
@@ -183,14 +183,14 @@ def run(args: argparse.Namespace) -> None:
     """Search, then print and write."""
     require(_faults(args))
     from megatron_pulse.cli.plan.tuning.tune_report import as_json, encoding, report
+    from megatron_pulse.planner.bubble_fill.encoder_table import EncoderTable, read_table
     from megatron_pulse.planner.cluster.cluster import cluster
-    from megatron_pulse.planner.fill.table import EncoderTable, read_table
     from megatron_pulse.planner.plan_file.plan_file import save_plan
     from megatron_pulse.planner.tune.estimate import no_way_to_host
     from megatron_pulse.planner.tune.plans.to_plan import plan_of
-    from megatron_pulse.planner.tune.saying.fewer import fewer_devices
+    from megatron_pulse.planner.tune.report.scale_down import scale_down
     from megatron_pulse.planner.tune.tune import UntunableError, check_choices
-    from megatron_pulse.profile.cautions import (
+    from megatron_pulse.profile.warnings import (
         device_caution,
         rank_threads,
         spread_caution,
@@ -201,18 +201,18 @@ def run(args: argparse.Namespace) -> None:
     where = cluster(args.cluster)
     if args.no_offload:
         where = replace(where, host=None)
-    parts = worlds_of(args, where)
+    parts = elastic_clusters(args, where)
     faults: list[str] = []
     for part in parts.values() or [where]:
         try:
             check_choices(part, args.global_batch_size, choices_of(args))
         except UntunableError as error:
-            faults.append(f"--worlds {part.num_devices}: {error}" if parts else str(error))
+            faults.append(f"--world-sizes {part.num_devices}: {error}" if parts else str(error))
     require(faults)
-    sooner = args.profile is None and where.peaks is not None  # than a profile is made
+    sooner = args.profile is None and where.peaks is not None  # reported before a profile is made
     if args.optimizer_cpu_offload and sooner and where.to_host is None:
         raise no_way_to_host(where)
-    with mending(ValueError):
+    with as_user_error(ValueError):
         profile = given_profile(args, where)
     require(
         no_cascade(profile) + no_half_gradients(args, profile) + no_prediction_taken(args, profile)
@@ -231,11 +231,11 @@ def run(args: argparse.Namespace) -> None:
         warn(*encoders.origin.cautions(profile))
     choices, evaluator = choices_of(args), evaluator_of(args, profile, where)
     warn(unused_caution(args, evaluator, choices))
-    found = tuned(args, evaluator, choices)
-    if any(outcome.stages.relief.computes for outcome in found.outcomes):
+    found = run_search(args, evaluator, choices)
+    if any(outcome.stages.activations.recomputes for outcome in found.outcomes):
         warn(whole_caution(profile))
-    lines = report(found, evaluator, args.explain, binding(args))
-    fewer = None if found.stopped else fewer_devices(evaluator, found.outcomes[0], choices)
+    lines = report(found, evaluator, args.explain, flags_not_applied_to_fsdp(args))
+    fewer = None if found.stopped else scale_down(evaluator, found.outcomes[0], choices)
     if fewer is not None:
         lines.append(fewer.beside(found.outcomes[0].throughput))
     made: dict[str, Any] | None = None
@@ -253,21 +253,20 @@ def run(args: argparse.Namespace) -> None:
         plain = plan_of(found.outcomes[0], evaluator, found)
         save_plan(encoded.plan if encoded else plain, args.output)
         lines.append(f"plan written to {args.output}")
-    answer(args, lines, partial(as_json, found, evaluator, made, fewer))
+    print_result(args, lines, partial(as_json, found, evaluator, made, fewer))
 
 
 def best_encoded(
     plans: Sequence[PlanFile], encoders: Sequence[Mapping[str, Any]], seconds: float
 ) -> EncodedPlan:
-    """The plan that is fastest with its encoders, each of them in idle time or in front, and its
-    figures worked out again.
+    """Fastest plan with its encoders, each as a bubble task or before the step.
 
-    Raises UserError where none has the memory.
+    The plan's figures are computed anew. Raises UserError if no plan fits the memory.
     """
-    from megatron_pulse.faults import UserError
-    from megatron_pulse.planner.fill.search import FillError
-    from megatron_pulse.planner.tune.plans.policies import encode_plan
-    from megatron_pulse.planner.tune.plans.recompute import recomputed
+    from megatron_pulse.errors import UserError
+    from megatron_pulse.planner.bubble_fill.search import FillError
+    from megatron_pulse.planner.tune.plans.encoder_policies import encode_plan
+    from megatron_pulse.planner.tune.plans.verify_figures import recomputed
 
     found, faults = [], []
     for plan in plans:
@@ -286,8 +285,8 @@ def _faults(args: argparse.Namespace) -> list[str]:
     from megatron_pulse.planner.cluster.cluster import ClusterError, cluster
     from megatron_pulse.planner.layout.layouts import LAYOUTS, layouts_called
 
-    faults = out_of(TO_MILLION, args, "global_batch_size", "top")
-    for name in ("pipeline", "tensor", "micro_batch_size", "worlds"):
+    faults = range_faults(TO_MILLION, args, "global_batch_size", "top")
+    for name in ("pipeline", "tensor", "micro_batch_size", "world_sizes"):
         try:
             numbers(getattr(args, name))
         except ValueError:
@@ -295,31 +294,33 @@ def _faults(args: argparse.Namespace) -> list[str]:
             faults.append(f"{flag} {getattr(args, name)}: write whole numbers above 0 as 1,2,4")
     for name in (args.layouts or "").split(","):
         if args.layouts is not None and not layouts_called(name.strip()):
-            faults.append(f"--layouts: {unknown('layout', name.strip(), LAYOUTS)}")
-    if args.worlds is not None:
+            faults.append(f"--layouts: {unknown_name('layout', name.strip(), LAYOUTS)}")
+    if args.world_sizes is not None:
         faults += [
-            f"{flag}: not with --worlds" for flag in ("--encoders",) if args.encoders is not None
+            f"{flag}: not with --world-sizes"
+            for flag in ("--encoders",)
+            if args.encoders is not None
         ]
         if args.output is None or args.output.suffix:
-            faults.append("--worlds writes a plan for each into a folder: give -o DIR")
+            faults.append("--world-sizes writes a plan for each into a folder: give -o DIR")
     if args.no_offload and args.optimizer_cpu_offload:
         faults.append(
             "--no-offload and --optimizer-cpu-offload: one leaves the nodes' memory alone, the "
             "other has the optimizer there: give one"
         )
-    faults += out_of(ABOVE_ZERO, args, "seconds")
-    faults += out_of(SHARE, args, "self_conditioning")
+    faults += range_faults(ABOVE_ZERO, args, "seconds")
+    faults += range_faults(SHARE, args, "self_conditioning")
     faults += layers_faults(args, profile=args.profile)
     if args.profile is not None and args.dtype:
         faults.append("--dtype is for --backbone; a profile has its own")
     if args.encoders is not None:
-        faults += no_file(encoders=args.encoders)
+        faults += missing_file_faults(encoders=args.encoders)
     try:
         cluster(args.cluster)
     except ClusterError as error:
         faults.append(str(error))
-    if args.worlds is None:
+    if args.world_sizes is None:
         faults += check_file(args.output, "--output", ".json")
     faults += json_faults(args)
     written = {"--output": args.output, "--json": args.json}
-    return faults + overwritten(written, args.profile, args.cluster, args.encoders)
+    return faults + overwrite_faults(written, args.profile, args.cluster, args.encoders)

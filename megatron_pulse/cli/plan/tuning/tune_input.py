@@ -1,4 +1,4 @@
-"""What ``pulse tune`` searches: choices and a profile from its arguments."""
+"""Input of ``pulse tune``: its choices and its profile, from the arguments."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from megatron_pulse.planner.partition.memory import ParameterState
     from megatron_pulse.planner.tune.config import Choices
     from megatron_pulse.planner.tune.evaluate import Evaluator
-    from megatron_pulse.planner.tune.searching.tuning import Tuning
+    from megatron_pulse.planner.tune.search.result import Tuning
     from megatron_pulse.profile.profile import Profile
 
 _PROFILED = (1, 8)
@@ -23,7 +23,7 @@ _PROFILED = (1, 8)
 
 
 def given_profile(args: argparse.Namespace, where: Cluster) -> Profile:
-    """The given profile, or an analytic one on the cluster's device."""
+    """Profile of ``--profile``, or an analytic one for the cluster's device."""
     if args.profile is not None:
         from megatron_pulse.profile.files import load_profile
 
@@ -42,12 +42,12 @@ def given_profile(args: argparse.Namespace, where: Cluster) -> Profile:
     device = where.peaks
     assert device is not None
     require(device.dtype_faults("--dtype", args.dtype))
-    from megatron_pulse.cli.megatron import prepare_profiling
-    from megatron_pulse.profile.devices import Roofline
+    from megatron_pulse.cli.import_megatron import prepare_profiling
+    from megatron_pulse.profile.roofline import Roofline
 
     prepare_profiling()
     from megatron_pulse.profile.analytic import analyse
-    from megatron_pulse.runtime.measure.running import RUNNING
+    from megatron_pulse.runtime.measure.execution_modes import RUNNING
 
     roofline = Roofline(device, args.dtype or device.half_dtype)
     backbone = trained_backbone(args, roofline.dtype)
@@ -55,7 +55,7 @@ def given_profile(args: argparse.Namespace, where: Cluster) -> Profile:
 
 
 def backbone_of(profile: Profile) -> Backbone | None:
-    """What was profiled, which says how tensor parallelism can divide it; None if not known."""
+    """Profiled backbone, which limits tensor parallelism; None if unknown."""
     from model_specs import load_recorded
 
     try:
@@ -65,7 +65,7 @@ def backbone_of(profile: Profile) -> Backbone | None:
 
 
 def evaluator_of(args: argparse.Namespace, profile: Profile, where: Cluster) -> Evaluator:
-    """What configs on this cluster, or on a part of one, come to."""
+    """Evaluator of configs on this cluster, or on a part of one."""
     from megatron_pulse.planner.tune.evaluate import Evaluator
 
     backbone = backbone_of(profile) if any(t > 1 for t in choices_of(args).tensor) else None
@@ -112,7 +112,7 @@ def no_prediction_taken(args: argparse.Namespace, profile: Profile) -> list[str]
 def state(args: argparse.Namespace) -> ParameterState:
     from megatron_pulse.planner.partition.memory import ParameterState
 
-    kept = not args.no_averages, args.grad_reduce_in_bf16
+    kept = not args.no_ema, args.grad_reduce_in_bf16
     return ParameterState(*kept, args.optimizer_cpu_offload)
 
 
@@ -133,14 +133,14 @@ def choices_of(args: argparse.Namespace) -> Choices:
         numbers(args.pipeline),
         numbers(args.tensor) or choices.tensor,
         numbers(args.micro_batch_size),
-        (False,) if args.no_split else choices.split,
-        choices.ample,
+        (False,) if args.no_split_backward else choices.split,
+        choices.max_in_flight,
         recompute,
     )
 
 
-def binding(args: argparse.Namespace) -> list[str]:
-    """The flags that say how a plan may compute, of those that FSDP2 would have as well."""
+def flags_not_applied_to_fsdp(args: argparse.Namespace) -> list[str]:
+    """Flags given that restrict plans' computation, and would restrict FSDP2's as well."""
     given = {
         "--no-recompute": args.no_recompute,
         "--recompute": args.recompute,
@@ -150,7 +150,7 @@ def binding(args: argparse.Namespace) -> list[str]:
 
 
 def unused_caution(args: argparse.Namespace, evaluator: Evaluator, choices: Choices) -> str:
-    """What of lists of choices is in no config; empty for nothing."""
+    """Warning on choices that occur in no config; empty if there are none."""
     from megatron_pulse.planner.tune.config import unused
 
     missing = unused(evaluator.candidates(choices), choices)
@@ -173,19 +173,20 @@ def numbers(text: str | None) -> tuple[int, ...] | None:
     return tuple(numbers)
 
 
-def tuned(args: argparse.Namespace, evaluator: Evaluator, choices: Choices) -> Tuning:
-    """The best configs with whole schedules, beneath a bar of the time that they may take.
+def run_search(args: argparse.Namespace, evaluator: Evaluator, choices: Choices) -> Tuning:
+    """Search for the best configs with whole schedules, with a progress bar of the time allowed.
 
-    Ctrl-C is the end of that time where something was found, and else, or again, of all.
+    Ctrl-C ends the search if there is a result. A first one without a result, or a second one, ends
+    the command.
     """
     from tqdm import tqdm
 
     from megatron_pulse.cli.errors import warn
-    from megatron_pulse.cli.plan.tuning.until import Until
-    from megatron_pulse.planner.tune.searching.budget import LATE
+    from megatron_pulse.cli.plan.tuning.interruptible_clock import InterruptibleClock
+    from megatron_pulse.planner.tune.search.budget import LATE
     from megatron_pulse.planner.tune.tune import tune
 
-    total, until = round(args.seconds), Until(args.seconds)
+    total, until = round(args.seconds), InterruptibleClock(args.seconds)
     with until, tqdm(total=total, unit="s", delay=2, leave=False, disable=None) as bar:
 
         def progress(what: str, now: Tuning) -> None:

@@ -1,20 +1,24 @@
-"""What ``pulse tune`` prints and writes."""
+"""Text and JSON output of ``pulse tune``."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from typing import Any
 
-from megatron_pulse.backbone.named import name_of
-from megatron_pulse.cli.output import columns, table
-from megatron_pulse.cli.plan.plan_facts import filling_facts, homes, policies
-from megatron_pulse.figures import plain
+from megatron_pulse.backbone.layer_patterns import name_of
+from megatron_pulse.cli.output import name_value_lines, table
+from megatron_pulse.cli.plan.plan_facts import (
+    bubble_task_lines,
+    encoder_schedule_table,
+    filling_facts,
+)
+from megatron_pulse.format import format_number
 from megatron_pulse.planner.layout.layouts import layout_name
 from megatron_pulse.planner.tune.evaluate import CORE, Evaluator, Outcome
-from megatron_pulse.planner.tune.plans.policies import EncodedPlan
-from megatron_pulse.planner.tune.saying.explain import certainty, explain
-from megatron_pulse.planner.tune.saying.fewer import Fewer
-from megatron_pulse.planner.tune.searching.tuning import Tuning
+from megatron_pulse.planner.tune.plans.encoder_policies import EncodedPlan
+from megatron_pulse.planner.tune.report.explain import certainty, explain
+from megatron_pulse.planner.tune.report.scale_down import ScaleDown
+from megatron_pulse.planner.tune.search.result import Tuning
 from megatron_pulse.profile.profile import Profile
 
 _COLUMNS = (
@@ -30,8 +34,10 @@ _STARRED = f"* of {CORE} P microbatches, continued at the rate of their last hal
 def report(
     found: Tuning, evaluator: Evaluator, explained: bool, bound: Collection[str] = ()
 ) -> list[str]:
-    """The table, what became of the rest, and on request the reasons; ``bound`` are flags that say
-    what a plan may do, and not what FSDP2 may."""
+    """Lines of the table, the fate of all other configs, and reasons if ``explained``.
+
+    ``bound`` are the flags given that restrict plans but not the FSDP2 baseline.
+    """
     profile, cluster = evaluator.profile, evaluator.cluster
     name = name_of(profile.backbone)
     rows = [_COLUMNS, *(_row(i, o) for i, o in enumerate(found.outcomes, start=1))]
@@ -70,7 +76,7 @@ def report(
 
 
 def _beyond(found: Tuning, profile: Profile) -> list[str]:
-    """Which listed microbatches are of sizes that nobody profiled around."""
+    """Note on listed microbatch sizes outside the profiled range."""
     tried = {outcome.config.micro_batch_size: "" for outcome in found.outcomes}
     if found.opponent is not None:
         tried.setdefault(found.opponent.fitted.way.micro_batch_size, " (FSDP2's)")
@@ -81,7 +87,7 @@ def _beyond(found: Tuning, profile: Profile) -> list[str]:
 
 
 def _conditioned(evaluator: Evaluator) -> list[str]:
-    """That a step is the mean of some with forwards before them and some without."""
+    """Note on self-conditioning: a step time is the mean with and without extra forwards."""
     share = 100 * evaluator.self_conditioning
     return [f"self-conditioning: {share:g} % of the steps run all forwards once before"] * (
         share > 0
@@ -91,7 +97,7 @@ def _conditioned(evaluator: Evaluator) -> list[str]:
 def _beside(
     found: Tuning, evaluator: Evaluator, explained: bool, bound: Collection[str]
 ) -> list[str]:
-    """What FSDP2 would come to, or why that is not said."""
+    """Comparison with FSDP2, or the reason why there is none."""
     if (other := found.opponent) is None:
         ended = "was not predicted: the search was stopped before" if found.stopped else ""
         why = evaluator.not_sharded or ended or "does not fit"
@@ -116,14 +122,14 @@ def _beside(
 
 
 def encoding(encoded: EncodedPlan) -> list[str]:
-    """When encoders run and why, and what filling gives."""
+    """Lines on each encoder's schedule, and on the effect of bubble filling."""
     plan = encoded.plan
     facts = [] if encoded.schedule is None else filling_facts(encoded.schedule)
     rate = f"{encoded.samples_per_s:.4g} samples/s"
     return [
         f"encoders, in {plan.heading}: {rate}",
-        *policies(plan),
-        *columns([*facts, *homes(plan.schedule)]),
+        *encoder_schedule_table(plan),
+        *name_value_lines([*facts, *bubble_task_lines(plan.schedule)]),
     ]
 
 
@@ -131,9 +137,9 @@ def as_json(
     found: Tuning,
     evaluator: Evaluator,
     encoders: dict[str, Any] | None = None,
-    fewer: Fewer | None = None,
+    fewer: ScaleDown | None = None,
 ) -> dict[str, Any]:
-    """The same for machines."""
+    """Report as a JSON record."""
     return {
         **({} if encoders is None else {"encoders": encoders}),
         "backbone": dict(evaluator.profile.backbone),
@@ -141,8 +147,8 @@ def as_json(
         "global_batch_size": evaluator.global_batch_size,
         "self_conditioning": evaluator.self_conditioning,
         "outcomes": [_record(outcome, evaluator.profile) for outcome in found.outcomes],
-        "fully_sharded": found.opponent and found.opponent.record(),
-        "fewer_devices": fewer
+        "fsdp_baseline": found.opponent and found.opponent.record(),
+        "scale_down": fewer
         and {
             "num_devices": fewer.num_devices,
             "config": str(fewer.outcome.config),
@@ -159,13 +165,13 @@ def as_json(
 
 
 def _ready(found: Tuning) -> str:
-    """What came before, where it took long: compiling, or reading what was compiled."""
+    """Time spent before the search on compiled code, if notable."""
     took = f" (and {found.ready_s:.0f} s before for compiled code, the longest at its first use)"
     return took if found.ready_s > _NOTABLE_S else ""
 
 
 def _certainty(found: Tuning) -> dict[str, Any]:
-    """What is proved of the best: of its schedule, and among all configs."""
+    """Proved facts on the best config: of its schedule, and among all configs."""
     certificate = found.outcomes[0].synthesis.certificate
     return {
         "schedule": {
@@ -193,12 +199,10 @@ def _record(outcome: Outcome, profile: Profile) -> dict[str, Any]:
         "num_microbatches": config.num_microbatches(outcome.global_batch_size),
         "layout": _layout(outcome),
         "split": config.split,
-        "ample": config.ample,
-        "recompute": [outcome.stages.costs.names[i] for i in sorted(outcome.stages.recompute)],
-        "offload": [outcome.stages.costs.names[i] for i in sorted(outcome.stages.offload)],
-        "selective": [outcome.stages.costs.names[i] for i in sorted(outcome.stages.selective)],
+        "max_in_flight": config.max_in_flight,
+        "activations": outcome.stages.activations.by_name(outcome.stages.costs.names),
         "distributed_optimizer": config.distributed_optimizer,
-        "pipeline_inside": config.pipeline_inside,
+        "pp_before_dp": config.pp_before_dp,
         "cuts": list(outcome.stages.partition.cuts),
         **outcome.figures(),
         "gap": outcome.synthesis.certificate.gap,
@@ -208,12 +212,11 @@ def _record(outcome: Outcome, profile: Profile) -> dict[str, Any]:
 
 
 def _layout(outcome: Outcome) -> str:
-    """The layout that its cuts make: a search for a soft fold may find an exact one."""
+    """Name of the layout that the cuts make; a search for a soft fold may find an exact one."""
     return layout_name(outcome.stages.partition, outcome.stages.costs.skips)
 
 
 def _some(layers: Collection[int], outcome: Outcome) -> str:
-    """How many layers of all those are."""
     every = outcome.stages.costs.names
     return "all" if len(layers) == len(every) else f"{len(layers)} of {len(every)}"
 
@@ -224,23 +227,26 @@ def _row(rank: int, outcome: Outcome) -> tuple[str, ...]:
         word
         for word, used in (
             ("split", config.split),
-            ("ample", config.ample),
+            ("max_in_flight", config.max_in_flight),
             (
-                f"recompute {_some(outcome.stages.recompute, outcome)}",
-                bool(outcome.stages.recompute),
+                f"recompute {_some(outcome.stages.activations.recompute, outcome)}",
+                bool(outcome.stages.activations.recompute),
             ),
             (
-                f"recompute cheap of {_some(outcome.stages.selective, outcome)}",
-                bool(outcome.stages.selective),
+                f"recompute cheap of {_some(outcome.stages.activations.selective, outcome)}",
+                bool(outcome.stages.activations.selective),
             ),
-            (f"offload {_some(outcome.stages.offload, outcome)}", bool(outcome.stages.offload)),
+            (
+                f"offload {_some(outcome.stages.activations.offload, outcome)}",
+                bool(outcome.stages.activations.offload),
+            ),
             ("dist-opt", config.distributed_optimizer),
         )
         if used
     ]
     inside = ""
     if config.pipeline > 1 and config.data > 1:
-        inside = "pipeline" if config.pipeline_inside else "replicas"
+        inside = "pipeline" if config.pp_before_dp else "replicas"
     gap = f"{max(0.0, outcome.synthesis.certificate.gap):.1%}"
     return (
         str(rank),
@@ -256,7 +262,7 @@ def _row(rank: int, outcome: Outcome) -> tuple[str, ...]:
         f"{outcome.throughput:.4g}",
         f"{outcome.bubble:.1%}",
         f"{max(outcome.memory_bytes) / 1e9:#.3g}".rstrip("."),
-        plain(outcome.pipeline_bytes / 1e6),
-        plain(outcome.data_bytes / 1e6),
+        format_number(outcome.pipeline_bytes / 1e6),
+        format_number(outcome.data_bytes / 1e6),
         f"{gap}*" if outcome.extrapolated else gap,
     )

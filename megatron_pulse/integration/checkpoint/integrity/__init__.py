@@ -1,1 +1,1 @@
-"""Whether checkpoints are what was saved."""
+"""Integrity of checkpoints: hashes, index, and their verification."""

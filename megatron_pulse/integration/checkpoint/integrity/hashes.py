@@ -1,11 +1,11 @@
-"""Sizes and hashes of a checkpoint's files, which its ``metadata.json`` keeps, and what differs.
+"""Sizes and hashes of a checkpoint's files, kept in its ``metadata.json``, and their comparison.
 
-They stand in the file that Megatron writes last, so that a checkpoint cannot lose them and still
-look complete. Files are hashed while they are written, in chunks: many ranks share the reading
-evenly, whatever the number of files, and what is read first can be verified without the rest.
+Megatron writes ``metadata.json`` last. A checkpoint cannot lose its hashes and still look complete.
+Files are hashed in chunks while they are written. Many ranks therefore share the reading evenly,
+whatever the number of files. The parts that are read first can be verified alone.
 
-The hash is XXH3 of 128 bits, which tells damage as SHA-256 does and takes little of a save; SHA-256
-are the hashes of earlier checkpoints.
+The hash is 128-bit XXH3. It detects damage as reliably as SHA-256 and takes little of the time of a
+save. Earlier checkpoints have SHA-256 hashes, which are still verified.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from typing import Any
 import torch.distributed as dist
 import xxhash
 
-from megatron_pulse.faults import Faults
+from megatron_pulse.errors import Faults
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import FileError, read_json, read_text
-from megatron_pulse.named_files import is_file_name
+from megatron_pulse.paths import is_file_name
 
 METADATA = "metadata.json"
-"""What is written last into a checkpoint's folder."""
+"""File that is written last into a checkpoint's folder."""
 INDEX = ".metadata"
-"""Which tensor is where."""
+"""Torch's index: the file and the offset of each tensor."""
 CHUNK_BYTES = 64 << 20
-"""How much is hashed as one."""
+"""Number of bytes that one hash covers."""
 
 _HASHES, _DIGEST = "pulse_files", "pulse_sha256"
 _LEGACY = "common.pt"
@@ -48,19 +48,19 @@ _READ_BYTES = 1 << 20
 
 
 class HashKind(StrEnum):
-    """What chunks are hashed by; the name is that in ``metadata.json``."""
+    """Hash function of the chunks, by its name in ``metadata.json``."""
 
     XXH3 = "xxh3_128"
     SHA256 = "sha256"
 
     def begin(self) -> Any:
-        """A hash of nothing yet."""
+        """Return the hash object of an empty input."""
         return xxhash.xxh3_128() if self is HashKind.XXH3 else hashlib.sha256()
 
 
 @dataclass(frozen=True)
 class FileHash:
-    """What a file holds: its bytes, and the hash of each ``CHUNK_BYTES`` of them."""
+    """Size of a file in bytes, and the hash of each of its chunks of ``CHUNK_BYTES``."""
 
     num_bytes: int
     chunks: tuple[str, ...]
@@ -68,7 +68,7 @@ class FileHash:
 
 
 class HashedFile(io.FileIO):
-    """A new file that is hashed while it is written, from its beginning on."""
+    """New file that is hashed while it is written from its beginning."""
 
     def __init__(self, path: str | Path) -> None:
         super().__init__(path, "wb")
@@ -77,7 +77,7 @@ class HashedFile(io.FileIO):
         self._digest = HashKind.XXH3.begin()
 
     def write(self, content: Buffer, /) -> int:
-        """As of a raw file: the bytes that were written may be fewer."""
+        """Write as a raw file does, perhaps fewer bytes than given, and return their number."""
         written = super().write(content)
         rest = memoryview(content)[:written]
         while rest:
@@ -92,7 +92,7 @@ class HashedFile(io.FileIO):
 
     @property
     def hashed(self) -> FileHash:
-        """What was written."""
+        """Size and hashes of the bytes written so far."""
         chunks = list(self._chunks)
         if self._num_bytes % CHUNK_BYTES or not chunks:
             chunks.append(self._digest.hexdigest())
@@ -100,10 +100,13 @@ class HashedFile(io.FileIO):
 
 
 class BufferedFile(io.BufferedWriter):
-    """What Megatron's writers write to: what they sync by its number is there before."""
+    """Buffered file for Megatron's writers, flushed whenever its descriptor is asked for.
+
+    The writers sync a file by its descriptor, so all bytes must be in the file before.
+    """
 
     def fileno(self) -> int:
-        """The file's number."""
+        """Flush the buffer and return the file descriptor."""
         if not self.closed:
             self.flush()
         return super().fileno()
@@ -118,7 +121,10 @@ class Chunk:
 
 
 def gather_hashes(folder: Path, mine: Mapping[str, FileHash]) -> dict[str, FileHash]:
-    """What all ranks have written into ``folder`` (collective), with the index of rank 0."""
+    """Return the hashes of all files that any rank wrote into ``folder`` (collective).
+
+    Rank 0 adds the hash of the index.
+    """
     if dist.get_rank() == 0:
         mine = {**mine, INDEX: _hash_file(folder / INDEX)}
     told: list[Mapping[str, FileHash]] = [{} for _ in range(dist.get_world_size())]
@@ -126,8 +132,8 @@ def gather_hashes(folder: Path, mine: Mapping[str, FileHash]) -> dict[str, FileH
     return {name: hashed for part in told for name, hashed in sorted(part.items())}
 
 
-def sealed(config: Mapping[str, Any], hashes: Mapping[str, FileHash]) -> str:
-    """The text of ``metadata.json``: Megatron's ``config``, the hashes, and that of both."""
+def metadata_text(config: Mapping[str, Any], hashes: Mapping[str, FileHash]) -> str:
+    """Text of ``metadata.json``: Megatron's ``config``, the files' hashes and a digest of both."""
     files = {
         name: {"bytes": hashed.num_bytes, hashed.kind.value: list(hashed.chunks)}
         for name, hashed in hashes.items()
@@ -138,9 +144,9 @@ def sealed(config: Mapping[str, Any], hashes: Mapping[str, FileHash]) -> str:
 
 
 def read_hashes(folder: Path) -> dict[str, FileHash] | None:
-    """What the checkpoint's files were when it was saved; None of one that was saved without.
+    """Read the sizes and hashes of a checkpoint's files; None if it was saved without hashes.
 
-    Raises Faults if the file that says it is damaged.
+    Raises Faults if ``metadata.json`` is damaged.
     """
     path = folder / METADATA
     try:
@@ -155,7 +161,7 @@ def read_hashes(folder: Path) -> dict[str, FileHash] | None:
         if record[_HASHES]["chunk_bytes"] != CHUNK_BYTES:
             raise ValueError
         hashes = {name: _file_hash(hashed) for name, hashed in record[_HASHES]["files"].items()}
-        if not all(map(is_file_name, hashes)) or text != sealed(config, hashes):
+        if not all(map(is_file_name, hashes)) or text != metadata_text(config, hashes):
             raise ValueError
     except (KeyError, TypeError, AttributeError, ValueError):
         raise Faults([f"{METADATA}: its content is not what was saved"]) from None
@@ -170,20 +176,20 @@ def _file_hash(record: Mapping[str, Any]) -> FileHash:
 
 
 def all_chunks(hashes: Mapping[str, FileHash]) -> list[Chunk]:
-    """Everything that was hashed, in one order on all ranks."""
+    """Return the chunks of all files, in the same order on all ranks."""
     return [
         Chunk(name, i) for name, hashed in sorted(hashes.items()) for i in range(len(hashed.chunks))
     ]
 
 
 def chunks_of(name: str, first: int, num_bytes: int) -> list[Chunk]:
-    """Where these bytes of the file ``name`` are."""
+    """Chunks of the file ``name`` that hold ``num_bytes`` bytes from ``first`` on."""
     last = max(first, first + num_bytes - 1)
     return [Chunk(name, i) for i in range(first // CHUNK_BYTES, last // CHUNK_BYTES + 1)]
 
 
 def find_size_faults(folder: Path, hashes: Mapping[str, FileHash] | None) -> Iterator[str]:
-    """What can be seen without reading: files that are missing, too many, or of another size."""
+    """Faults visible without reading: files missing, of another size, or beyond the saved ones."""
     if hashes is None:
         for path in [folder / INDEX, folder / _LEGACY, *folder.glob("*.distcp")]:
             if os.path.lexists(path) and not path.is_file():
@@ -206,7 +212,7 @@ def find_size_faults(folder: Path, hashes: Mapping[str, FileHash] | None) -> Ite
 def find_hash_faults(
     folder: Path, hashes: Mapping[str, FileHash], chunks: Iterable[Chunk]
 ) -> Iterator[str]:
-    """Files of which some of these ``chunks`` are others than those saved, each once."""
+    """Faults of files with a chunk among ``chunks`` that is not as saved, each file once."""
     damaged: set[str] = set()
     for chunk in chunks:
         hashed = hashes.get(chunk.name)
@@ -222,7 +228,7 @@ def _differs(folder: Path, chunk: Chunk, hashed: FileHash) -> bool:
         return (
             _hash_chunk(folder / chunk.name, chunk.index, hashed.kind) != hashed.chunks[chunk.index]
         )
-    except (OSError, IndexError):  # what a disk cannot read; beyond what was saved
+    except (OSError, IndexError):  # unreadable, or beyond the saved size
         return True
 
 

@@ -1,7 +1,7 @@
-"""The index of a checkpoint, which says in what file, and where in it, everything is.
+"""Index of a checkpoint: the file and the offset of each object and tensor part.
 
-It is trusted no further than its folder: what it says is compared with the files that are there,
-so that nothing else on the machine is read as weights, and nothing is waited for.
+The index is trusted no further than its folder. Its entries are compared with the existing files,
+so that no other file of the machine is read as weights, and no read can block.
 """
 
 from __future__ import annotations
@@ -14,19 +14,22 @@ from typing import Any
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from megatron_pulse.faults import Faults, first_of
+from megatron_pulse.errors import Faults, first_of
 from megatron_pulse.files import open_regular
 from megatron_pulse.integration.checkpoint.integrity.hashes import INDEX, FileHash
-from megatron_pulse.integration.checkpoint.unpickling import load_index
-from megatron_pulse.named_files import is_file_name
+from megatron_pulse.integration.checkpoint.safe_unpickling import load_index
+from megatron_pulse.paths import is_file_name
 
 Places = Mapping[MetadataIndex, _StorageInfo]
-"""Of each object and each part of a tensor its file, its first byte and its bytes."""
+"""File, first byte and number of bytes of each object and each part of a tensor."""
 
 
 def read_places(folder: Path, hashes: Mapping[str, FileHash] | None) -> Places:
-    """Where everything is; raises Faults where the index cannot be read, or names places that are
-    none of the checkpoint's: of its files in ``folder``, those with ``hashes`` if any has."""
+    """Read the index.
+
+    Raises Faults if the index cannot be read, or names places outside the checkpoint. Its files are
+    those in ``folder``, restricted to those with ``hashes`` if there are any.
+    """
     try:
         with open_regular(folder / INDEX) as file:
             index = load_index(file)
@@ -68,7 +71,7 @@ def _faults(
 
 
 def _size(path: Path, name: str, hashes: Mapping[str, FileHash] | None) -> int | None:
-    """The bytes of a checkpoint's file; None if it is none."""
+    """Size of a checkpoint's file in bytes; None for any other path."""
     if hashes is not None and name not in hashes:
         return None
     return path.stat().st_size if path.is_file() else None

@@ -1,4 +1,4 @@
-"""Whether a checkpoint is what was saved, before anything of it is used."""
+"""Verification that a checkpoint is as it was saved, before anything of it is used."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-from megatron_pulse.faults import Faults, told
+from megatron_pulse.errors import Faults, format_faults
 from megatron_pulse.integration.checkpoint.folders import (
     DamagedError,
     complete_checkpoints,
@@ -25,18 +25,18 @@ from megatron_pulse.integration.checkpoint.integrity.hashes import (
     read_hashes,
 )
 from megatron_pulse.integration.checkpoint.integrity.index import Places, read_places
-from megatron_pulse.integration.checkpoint.unpickling import patch_reading
+from megatron_pulse.integration.checkpoint.safe_unpickling import patch_reading
 
 _COMMON = ShardedObject("common_state", None, (1,), (0,)).unique_key
-"""What holds the flags of the run."""
+"""Key of the object that holds the flags of the run."""
 UNHASHED = "it was saved without hashes"
-"""Why it is not known whether a step is whole, of one that need not be damaged."""
+"""Verdict on a step without hashes, which may well be undamaged."""
 
 
 def require_readable(folder: Path) -> None:
-    """Raise DamagedError unless sizes are as saved, and so is what holds the run's flags.
+    """Raise DamagedError if a size, the index or the run's flags are not as saved.
 
-    That reads little, so every rank does it alone, before the ranks have met.
+    The check reads little, so every rank makes it alone, before the process group exists.
     """
     patch_reading()
     try:
@@ -56,22 +56,22 @@ def require_readable(folder: Path) -> None:
 
 
 def damaged(folder: Path, faults: Sequence[str], remedy: str = "") -> DamagedError:
-    """What to raise of a checkpoint with these faults."""
+    """Return the error for a checkpoint with these faults."""
     more = f" and {len(faults) - 1} more" if len(faults) > 1 else ""
-    text = told(f"{folder} is damaged", faults, remedy)
+    text = format_faults(f"{folder} is damaged", faults, remedy)
     return DamagedError(text, f"{folder} is damaged ({faults[0]}{more})")
 
 
-def require_whole(folder: Path) -> None:
+def require_intact(folder: Path) -> None:
     """Raise DamagedError unless every file is as it was saved.
 
-    Collective where ranks have met: each reads its share of the bytes, and all raise alike. The
-    message names the damaged files and the newest other step that is whole. One that was saved
-    without hashes is accepted, and rank 0 says so.
+    Collective once the process group exists: each rank reads its share of the bytes, and all ranks
+    raise alike. The message names the damaged files and the newest undamaged other step. A
+    checkpoint without hashes is accepted, and rank 0 prints a warning.
     """
     if not (faults := find_damage(folder)):
         return
-    whole = next((step for step, _, why in judged_steps(folder) if not why), None)
+    whole = next((step for step, _, why in verified_other_steps(folder) if not why), None)
     remedy = "no other step there is whole"
     if whole is not None:
         remedy = f"step {whole} there is whole: {_use(whole)}"
@@ -79,9 +79,10 @@ def require_whole(folder: Path) -> None:
 
 
 def find_damage(folder: Path) -> list[str]:
-    """What is not as it was saved, found by all ranks together, each its share (collective).
+    """Return the faults of a checkpoint; all ranks read, each its share (collective).
 
-    Of one that was saved without hashes nothing is, and rank 0 says so.
+    Without hashes only the index and the presence of files are checked, and rank 0 prints a
+    warning.
     """
     faults = _shared_faults(folder)
     if not faults and _rank() == 0 and read_hashes(folder) is None:
@@ -93,13 +94,15 @@ def find_damage(folder: Path) -> list[str]:
     return faults
 
 
-def judged_steps(
+def verified_other_steps(
     folder: Path, known: Collection[int | None] = ()
 ) -> Iterator[tuple[int, Path, list[str]]]:
-    """Other steps beside ``folder`` than those that are ``known``, newest first; each with its
-    folder and why it is not known to be whole: nothing of one that is (collective, each step of the
-    iteration)."""
-    for step in gathered(_other_steps(folder))[0]:
+    """Yield the steps beside ``folder`` that are not in ``known``, newest first.
+
+    Each comes with its folder and its faults, which are empty for a step known to be intact.
+    Collective at each iteration.
+    """
+    for step in all_gather_objects(_other_steps(folder))[0]:
         if step not in known:
             other = _sibling(folder, step)
             yield step, other, _judged(other)
@@ -110,8 +113,10 @@ def _use(step: int) -> str:
 
 
 def _first_faults(folder: Path, hashes: Mapping[str, FileHash] | None) -> list[str]:
-    """What of sizes, index and flags is not as it was saved; raises Faults of an index that says
-    what it cannot."""
+    """Faults of sizes, index and flags.
+
+    Raises Faults if the index is invalid.
+    """
     if faults := list(find_size_faults(folder, hashes)):
         return faults
     if hashes is not None:
@@ -134,7 +139,7 @@ def _common_chunks(places: Places) -> list[Chunk]:
 
 
 def _size_faults(folder: Path) -> list[str]:
-    """What can be seen without reading; one without hashes is not known to be whole."""
+    """Faults visible without reading; a checkpoint without hashes counts as unknown."""
     try:
         hashes = read_hashes(folder)
     except Faults as error:
@@ -143,7 +148,7 @@ def _size_faults(folder: Path) -> list[str]:
 
 
 def _shared_faults(folder: Path) -> list[str]:
-    """What is damaged, found by all ranks together (collective) and told to all."""
+    """Faults found by all ranks together and told to all (collective)."""
     try:
         hashes = read_hashes(folder)
         faults = list(find_size_faults(folder, hashes))
@@ -154,17 +159,18 @@ def _shared_faults(folder: Path) -> list[str]:
             read_places(folder, hashes)
     except Faults as error:
         faults = error.faults
-    return list(dict.fromkeys(fault for part in gathered(faults) for fault in part))
+    return list(dict.fromkeys(fault for part in all_gather_objects(faults) for fault in part))
 
 
 def _judged(folder: Path) -> list[str]:
-    """Why it is not known to be whole (collective)."""
-    by_sizes = dict.fromkeys(fault for faults in gathered(_size_faults(folder)) for fault in faults)
+    """Reasons why a checkpoint is not known to be intact (collective)."""
+    by_sizes = dict.fromkeys(
+        fault for faults in all_gather_objects(_size_faults(folder)) for fault in faults
+    )
     return list(by_sizes) or _shared_faults(folder)
 
 
 def _other_steps(folder: Path) -> list[int]:
-    """The other steps beside ``folder``, newest first."""
     steps = reversed(complete_checkpoints(folder.parent))
     return [step for step in steps if step_folder(step) != folder.name]
 
@@ -173,8 +179,8 @@ def _sibling(folder: Path, step: int) -> Path:
     return folder.parent / step_folder(step)
 
 
-def gathered[T](value: T) -> list[T]:
-    """What each rank has, in rank order (collective)."""
+def all_gather_objects[T](value: T) -> list[T]:
+    """Values of all ranks, in rank order (collective)."""
     values = [value] * _world_size()
     if dist.is_initialized():
         dist.all_gather_object(values, value)

@@ -1,1 +1,1 @@
-"""No schedule is shorter: lower bounds."""
+"""Lower bounds on the makespan of schedules."""

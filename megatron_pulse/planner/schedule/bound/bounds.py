@@ -1,4 +1,4 @@
-"""Lower bounds of the makespan, whatever the schedule.
+"""Lower bounds on the makespan of every schedule of a problem.
 
 ===============  ===========================================================================
 device_bound     a device's first start, its whole load, and what must follow its last end
@@ -9,7 +9,8 @@ order_bound      per operation too, in the best order that keeps the device's me
 exhaustive       every order of all devices' operations, of small problems (``exhaustive``)
 ===============  ===========================================================================
 
-Of a cascade each chain has these bounds alone, and a device's order is of all chains' operations.
+In a cascade each chain has these bounds alone, and a device's preemptive order takes the operations
+of all chains.
 """
 
 from __future__ import annotations
@@ -21,26 +22,27 @@ from typing import Any
 
 import numpy as np
 
+from megatron_pulse.planner.schedule.bound.microbatch_path import MicrobatchPath
 from megatron_pulse.planner.schedule.bound.order_bound import BOUND_WORK, classes_of, order_bound
-from megatron_pulse.planner.schedule.bound.path import MicrobatchPath
-from megatron_pulse.planner.schedule.compiled import compiled
+from megatron_pulse.planner.schedule.jit import compiled
 from megatron_pulse.planner.schedule.problem import ScheduleProblem, require_problem
 
 MANY = 64
-"""Activations of the largest size, from which on a cap is taken to be full."""
+"""Number of the largest activations above which the cap counts as completely filled."""
 
 
 def lower_bound(
     problem: ScheduleProblem, work: float = BOUND_WORK, until: float = math.inf
 ) -> float:
-    """Lower bound of every schedule's makespan, in the problem's unit of time.
+    """Lower bound on the makespan of every schedule, in the problem's unit of time.
 
-    The best of the bounds above, ``order_bound`` up to ``work`` (0: not at all) or ``until`` (of
-    ``time.process_time``). An activation takes all the time what it takes at the least.
+    The result is the best of the bounds above except ``exhaustive``. ``order_bound`` is limited by
+    ``work`` (0: left out) and ``until`` (of ``time.process_time``). Each activation counts with its
+    least size throughout.
     """
     require_problem("lower_bound", problem)
     problem = problem.with_least_memory
-    if problem.recompute is not None:
+    if problem.recompute_s is not None:
         rest = problem.without_recomputation
         each = map(problem.chain, range(len(problem.placement.starts)))
         return max(lower_bound(rest, work, until), *map(device_bound, each))
@@ -55,12 +57,12 @@ def lower_bound(
 
 
 def device_bound(problem: ScheduleProblem, path: MicrobatchPath | None = None) -> float:
-    """max over devices of first start + load of all microbatches + what follows.
+    """max over devices of first start + load of all microbatches + least time that follows.
 
-    A weight gradient may come last, and nothing follows it; so each run of a device's classes
-    counts both without weight gradients and what follows, and with them and nothing. What is
-    computed again counts as load where the run has the forward, which comes before it, and delays
-    nothing elsewhere: it may be done while a gradient is awaited.
+    Nothing follows a weight gradient, which may come last. Each run of a device's classes therefore
+    counts two ways: without weight gradients and with the following time, and with weight gradients
+    alone. Recomputation counts as load if the run contains the forward, which comes before it. It
+    delays no other device, because it can run while a gradient is awaited.
     """
     path = path or MicrobatchPath(problem.without_recomputation)
     count, again = problem.num_microbatches, _recomputed_within(problem)
@@ -73,9 +75,8 @@ def device_bound(problem: ScheduleProblem, path: MicrobatchPath | None = None) -
 
 
 def _recomputed_within(problem: ScheduleProblem) -> Callable[[int, int], float]:
-    """What a device computes again for stages whose forward and backward are both from position a
-    to b of the path."""
-    recompute, num = problem.recompute, problem.placement.num_stages
+    """Recomputation time of a device, for stages with forward and backward in positions a to b."""
+    recompute, num = problem.recompute_s, problem.placement.num_stages
     if recompute is None:
         return lambda a, b: 0.0
     home = problem.placement.device_of_stage
@@ -91,9 +92,12 @@ def _recomputed_within(problem: ScheduleProblem) -> Callable[[int, int], float]:
 def last_gradients(
     problem: ScheduleProblem, path: MicrobatchPath | None = None
 ) -> tuple[float, ...]:
-    """For each stage the earliest start of what completes its gradients: the last microbatch's
-    backward, or weight gradient. The stage has done all of its kind before, and the microbatch has
-    waited for those before it wherever it came from."""
+    """Earliest start of the operation that completes the gradients of each stage.
+
+    The operation is the last microbatch's backward, or weight gradient. By then the stage has done
+    all earlier ones of its kind, and the microbatch has queued behind the earlier ones wherever it
+    ran.
+    """
     path = path or MicrobatchPath(problem.without_recomputation)
     count, num = problem.num_microbatches, problem.placement.num_stages
     starts = []
@@ -118,7 +122,7 @@ def one_machine_bound(problem: ScheduleProblem, path: MicrobatchPath | None = No
 
 
 def _preemptive(paths: Sequence[MicrobatchPath]) -> float:
-    """``one_machine_bound`` of the microbatches of every path together."""
+    """``one_machine_bound`` of the microbatches of all paths together."""
     bound = 0.0
     for device in range(paths[0].problem.placement.num_devices):
         jobs = []
@@ -131,11 +135,11 @@ def _preemptive(paths: Sequence[MicrobatchPath]) -> float:
 
 
 def memory_bound(problem: ScheduleProblem, path: MicrobatchPath | None = None) -> float:
-    """max over devices with a cap: first start + shares of the cap times lives + what follows.
+    """max over devices with a cap: first start + shares of the cap times lifetimes + what follows.
 
-    An activation lives at the least from the start of its forward to the end of what frees it, and
-    takes what weight gradients wait with from its input gradient on. Of a cap counts what whole
-    ones fill.
+    An activation lives at least from the start of its forward to the end of the operation that
+    frees it. From its input gradient on it takes its weight-gradient queue bytes. Only the part of
+    a cap that whole activations can fill counts. Source: Little's law.
     """
     problem = problem.with_least_memory
     if problem.cap is None:
@@ -160,10 +164,12 @@ def memory_bound(problem: ScheduleProblem, path: MicrobatchPath | None = None) -
 
 
 def filled(cap: float, sizes: Sequence[float]) -> float:
-    """What whole activations of these sizes fill of ``cap`` at the most; all of it where there are
-    more than two sizes, or it has room for many."""
+    """Largest part of ``cap`` that whole activations of these sizes can fill.
+
+    All of ``cap`` counts if there are more than two sizes, or room for more than ``MANY``.
+    """
     first, *others = sorted({size for size in sizes if size > 0}, reverse=True) or [0.0]
-    cap *= 1 + 1e-9  # what a schedule may exceed it by
+    cap *= 1 + 1e-9  # tolerance by which a schedule may exceed it
     if len(others) > 1 or not 0 < cap <= MANY * first:
         return cap
     each = others[0] if others else math.inf
@@ -179,7 +185,7 @@ def jackson(jobs: Sequence[Sequence[float]] | Any) -> float:
 
 @compiled
 def _jackson(todo: Any) -> float:
-    """The same of rows in the order of their heads."""
+    """``jackson`` of rows sorted by head."""
     waiting = [(0.0, 0.0)]
     waiting.pop()
     now = makespan = 0.0

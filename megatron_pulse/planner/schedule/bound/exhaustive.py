@@ -1,9 +1,10 @@
-"""The shortest schedule of a small problem, by every order of its operations.
+"""Optimal makespan of a small problem, over every order of its operations.
 
-Orders grow by one operation at a time, which starts as soon as its device and what it waits for
-allow. Two beginnings that have done the same differ only in when devices are free and results are
-there; a beginning that is later in all of these is dropped, and so is one that cannot end in time.
-Bounds that look at one device at a time cannot see that devices keep each other waiting.
+Orders grow by one operation at a time, which starts as soon as its device and its inputs allow. Two
+partial schedules with the same operations differ only in when devices are free and results are
+available. A partial schedule that is later in all of these is dropped, and so is one that cannot
+end in time. The method sees devices that keep each other waiting, which bounds of single devices
+cannot.
 """
 
 from __future__ import annotations
@@ -12,26 +13,31 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from megatron_pulse.planner.schedule.bound.path import MicrobatchPath
-from megatron_pulse.planner.schedule.operations import Kind
+from megatron_pulse.planner.schedule.bound.microbatch_path import MicrobatchPath
+from megatron_pulse.planner.schedule.operations import OpType
 
 MOST_OPERATIONS, MOST_BEGINNINGS = 48, 1_500
-"""Operations up to which all orders are tried, and beginnings of as many of these that are kept:
-a tenth of a second at the most."""
+"""Largest number of operations, and of partial schedules kept per number of operations.
+
+The limits keep the search below a tenth of a second.
+"""
 
 type _Done = tuple[int, ...]
-"""Number of microbatches of each class are done."""
+"""Number of completed microbatches of each class."""
 
 type _Times = tuple[float, ...]
-"""When each device is free, then the ends of what others still wait for."""
+"""Time at which each device is free, then the ends of results that are still needed."""
 
 _SHORTER = 1 - 1e-9
 
 
 @dataclass(frozen=True)
 class _Class:
-    """Operations of one kind on one stage; ``source`` (-1: none) is the class it waits for,
-    ``position`` its own on the path of a microbatch (-1: a weight gradient)."""
+    """Operations of one type on one stage.
+
+    ``source`` is the class that the operations wait for (-1: none). ``position`` is their position
+    on the path of a microbatch (-1: a weight gradient).
+    """
 
     time: float
     device: int
@@ -42,8 +48,10 @@ class _Class:
 
 
 def exhaustive_bound(path: MicrobatchPath, length: float) -> float:
-    """The length of the shortest schedule, or ``length`` where none is shorter; 0 where that takes
-    too many operations or beginnings to say."""
+    """Length of the shortest schedule, or ``length`` if none is shorter.
+
+    Returns 0 if the problem has too many operations or partial schedules.
+    """
     problem = path.problem
     operations = problem.num_microbatches * problem.placement.num_stages * len(problem.kinds)
     if operations > MOST_OPERATIONS:
@@ -55,7 +63,7 @@ def exhaustive_bound(path: MicrobatchPath, length: float) -> float:
 class _Orders:
     path: MicrobatchPath
     latest: float
-    """The end of a step that is short enough."""
+    """Latest end of a step that is shorter than the known one."""
 
     @cached_property
     def classes(self) -> list[_Class]:
@@ -66,13 +74,13 @@ class _Orders:
             found.append(_Class(path.time[k], home[s], k - 1, lag, problem.change(kind, s), k))
         for k, (_, s) in enumerate(path.classes):
             if path.weight[k]:
-                change = problem.change(Kind.WEIGHT_GRAD, s)
+                change = problem.change(OpType.WEIGHT_GRAD, s)
                 found.append(_Class(path.weight[k], home[s], k, 0.0, change, -1))
         return found
 
     @cached_property
     def readers(self) -> list[list[int]]:
-        """The classes that wait for each."""
+        """Classes that wait for each class."""
         return [[c for c, x in enumerate(self.classes) if x.source == k] for k in self._every]
 
     @cached_property
@@ -80,7 +88,8 @@ class _Orders:
         return range(len(self.classes))
 
     def shortest(self, length: float) -> float:
-        """The least end of all orders that end in time; ``length`` where none does, 0 unknown."""
+        """Shortest makespan of all orders that end in time; ``length`` if none does, 0 if
+        unknown."""
         count, devices = self.path.problem.num_microbatches, self.path.problem.placement.num_devices
         begun: dict[_Done, list[_Times]] = {(0,) * len(self.classes): [(0.0,) * devices]}
         for _ in range(len(self.classes) * count):
@@ -97,7 +106,7 @@ class _Orders:
         return min(ends, default=length)
 
     def _next(self, done: _Done) -> Iterator[int]:
-        """The classes that can go on."""
+        """Classes whose next operation can start."""
         problem = self.path.problem
         for k, one in enumerate(self.classes):
             if done[k] == problem.num_microbatches:
@@ -114,7 +123,7 @@ class _Orders:
             yield k
 
     def _waited_for(self, done: _Done) -> list[tuple[int, int]]:
-        """Class and microbatch of what is done, and others still wait for."""
+        """Class and microbatch of completed operations that others still wait for."""
         return [
             (k, m)
             for k in self._every
@@ -122,7 +131,7 @@ class _Orders:
         ]
 
     def _grown(self, done: _Done, after: _Done, k: int, times: _Times) -> _Times | None:
-        """The times with one more operation of class k; None where all cannot end in time."""
+        """Times after one more operation of class k; None if the step cannot end in time."""
         one, m = self.classes[k], done[k]
         devices = self.path.problem.placement.num_devices
         ends = dict(zip(self._waited_for(done), times[devices:], strict=True))
@@ -137,7 +146,7 @@ class _Orders:
         return (*free, *(ends[each] for each in self._waited_for(after)))
 
     def _rest(self, k: int, m: int, after: _Done) -> float:
-        """Seconds at the least from the end of that operation to the end of the step."""
+        """Lower bound on the time from the end of that operation to the end of the step."""
         one, count = self.classes[k], self.path.problem.num_microbatches
         left = sum(
             (count - n) * x.time
@@ -148,7 +157,7 @@ class _Orders:
 
 
 def _earliest(every: list[_Times]) -> list[_Times]:
-    """Those that no other is as early as in all."""
+    """Keep the times that no other is as early as in every entry."""
     kept: list[_Times] = []
     for times in sorted(set(every)):
         if not any(all(a <= b for a, b in zip(old, times, strict=True)) for old in kept):

@@ -1,15 +1,16 @@
-"""What no order of one device's operations can beat, within its memory.
+"""Lower bound from the best order of one device's operations within its memory.
 
-The other devices are only delays: an operation starts no earlier than its microbatch can be there,
-and ends early enough for what must follow it elsewhere. Where the device is the one at which a
-microbatch turns (the last of a fold), nothing of a microbatch happens elsewhere between its first
-and its last operation there, so that how many of each class are done says all about what can come
-next; the shortest order is then found exactly, by dynamic programming over these counts. On other
-devices the time between is taken as none, which leaves a bound. With little memory this is far
-above what loads alone say, and mostly what can be reached. (Our own derivation.)
+The other devices are only delays: an operation starts no earlier than its microbatch can arrive,
+and ends early enough for what must follow elsewhere. On the last device of a fold, where a
+microbatch turns, nothing of a microbatch runs elsewhere between its first and its last operation
+there. The number of completed operations of each class then determines what can come next. The
+shortest order is found exactly by dynamic programming over these counts. On other devices the time
+in between counts as zero, which leaves a bound. With little memory the bound is far above that of
+loads alone, and is mostly attained. (Our own derivation.)
 
-A class waits for another; how many it is *behind* that one, for all classes, is a state. Memory in
-use is a sum of these numbers, so a cap leaves few states.
+A class waits for another class. A state is, for all classes, the number by which a class is
+*behind* the one it waits for. Memory in use is a weighted sum of these numbers, so a cap leaves few
+states.
 """
 
 from __future__ import annotations
@@ -21,25 +22,24 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_pulse.planner.schedule.bound.path import MicrobatchPath
-from megatron_pulse.planner.schedule.compiled import compiled
-from megatron_pulse.planner.schedule.operations import Kind
+from megatron_pulse.planner.schedule.bound.microbatch_path import MicrobatchPath
+from megatron_pulse.planner.schedule.jit import compiled
+from megatron_pulse.planner.schedule.operations import OpType
 
 BOUND_WORK = 2e8
-"""Operations to try in all: about two seconds. Mostly it takes a thousandth of it."""
+"""Limit of operations tried in all: about two seconds. Most bounds take a thousandth of it."""
 
 MOST_STATES = 250_000
-"""States at the most: tens of megabytes."""
+"""Limit of states: tens of megabytes."""
 
 TABLE_WORK = 10.0
-"""The same for what is set up for a state and a class."""
+"""Cost, in tried operations, of building the tables for one state and class."""
 
 CLOSE = 1e-4
-"""How near to the shortest possible order the bound is at least, as a share."""
+"""Relative accuracy of the bound below the shortest possible order."""
 
 STRIDE = 0.005
-"""How far above what is known to be too short the next length to try is, as a share; then twice as
-far."""
+"""Relative distance of the next length to try above the last one that is too short; it doubles."""
 
 _TIGHT = 1 + 1e-9
 _NEVER = 1e300
@@ -49,9 +49,10 @@ _NEVER = 1e300
 class DeviceClasses:
     """The K classes of a device in the order in which they wait for each other.
 
-    ``time[k]``; ``head[k, m]`` and ``tail[k, m]``: least time from the beginning of the step to the
-    start of microbatch m, and from its end to the end of the step. Class k waits for class
-    ``after[k]`` (-1: none). ``held[k]``: memory taken for each microbatch that k is behind it.
+    ``time[k]`` is a duration. ``head[k, m]`` is the least time from the beginning of the step to
+    the start of microbatch m. ``tail[k, m]`` is the least time from its end to the end of the step.
+    Class k waits for class ``after[k]`` (-1: none). ``held[k]`` is the memory taken per microbatch
+    by which k is behind that class.
     """
 
     time: Any
@@ -62,14 +63,14 @@ class DeviceClasses:
 
     @property
     def busy(self) -> float:
-        """From the first start to the end of the step, if the device is never idle."""
+        """Time from the first start to the end of the step if the device is never idle."""
         return float(
             self.head[0, 0] + self.time.sum() * self.head.shape[1] + self.tail[:, -1].min()
         )
 
 
 def classes_of(path: MicrobatchPath, device: int) -> DeviceClasses:
-    """What ``device`` runs of ``path``, weight gradients last."""
+    """Classes of ``path`` on ``device``, weight gradients last."""
     problem, mine = path.problem, path.on(device)
     count = problem.num_microbatches
     kinds = [path.classes[k] for k in mine]
@@ -77,7 +78,7 @@ def classes_of(path: MicrobatchPath, device: int) -> DeviceClasses:
     head, tail = [path.heads[k] for k in mine], [path.tails[k] for k in mine]
     for at, k in enumerate(mine):
         if path.weight[k]:
-            kinds.append((Kind.WEIGHT_GRAD, path.classes[k][1]))
+            kinds.append((OpType.WEIGHT_GRAD, path.classes[k][1]))
             time.append(path.weight[k])
             after.append(at)
             head.append([ready + path.time[k] for ready in path.heads[k]])
@@ -85,9 +86,9 @@ def classes_of(path: MicrobatchPath, device: int) -> DeviceClasses:
     held = [0.0] * len(kinds)
     frees = problem.kinds[-1]
     for at, (kind, stage) in enumerate(kinds):
-        if kind is Kind.FORWARD:
+        if kind is OpType.FORWARD:
             k = kinds.index((frees, stage))
-            if frees is Kind.WEIGHT_GRAD:
+            if frees is OpType.WEIGHT_GRAD:
                 held[k] += problem.waiting_of(stage)
                 k = after[k]
             while k != at:
@@ -100,14 +101,14 @@ def classes_of(path: MicrobatchPath, device: int) -> DeviceClasses:
 def order_bound(
     path: MicrobatchPath, least: float = 0.0, work: float = BOUND_WORK, until: float = math.inf
 ) -> float:
-    """No schedule is shorter, whatever the device; ``least`` is a bound that is known.
+    """Lower bound on the makespan, the best of all devices; ``least`` is a known bound.
 
-    Ends after ``work``, or at ``until`` (of ``time.process_time``); devices with too many states
-    are left out.
+    The search ends after ``work``, or at ``until`` (of ``time.process_time``). Devices with too
+    many states are left out.
     """
     cap, devices = path.problem.cap, range(path.problem.placement.num_devices)
     classes = [classes_of(path, device) for device in devices]
-    # The busiest first, which is mostly what the bound comes from.
+    # Busiest device first, which mostly determines the bound.
     for device in sorted(devices, key=lambda d: -classes[d].busy):
         if work <= 0 or time.process_time() >= until:
             break
@@ -124,9 +125,11 @@ def shortest_order(
     work: float = BOUND_WORK,
     until: float = math.inf,
 ) -> tuple[float, float]:
-    """The makespan of the best order within ``cap``, at most ``CLOSE`` below it, where it is above
-    ``least``; else ``least``. A bound where that takes more than ``work``, or until after
-    ``until``; with what it took."""
+    """Makespan of the best order within ``cap``, at most ``CLOSE`` below it; with the work spent.
+
+    Returns ``least`` if that makespan is not above it. Returns a bound if the search takes more
+    than ``work`` or lasts longer than ``until``.
+    """
     num, count = classes.head.shape
     most = min(MOST_STATES, work / (2 * TABLE_WORK * num))
     states = _states(classes, np.inf if cap is None else cap * _TIGHT, count, most)
@@ -149,9 +152,11 @@ def shortest_order(
 
 
 def _states(classes: DeviceClasses, cap: float, count: int, most: float) -> Any:
-    """How far each class is behind the one that it waits for, for all states that fit ``cap``: int
-    array (states, classes) in lexicographic order. None where there are more than ``most``, or 63
-    bits do not number them."""
+    """All states that fit ``cap``: int array (states, classes) in lexicographic order.
+
+    An entry is the number by which a class is behind the class it waits for. Returns None if there
+    are more than ``most`` states, or if 63 bits cannot number them.
+    """
     states: Any = np.zeros((1, 1), np.int64)
     used: Any = np.zeros(1)
     for held in classes.held[1:]:
@@ -168,10 +173,11 @@ def _states(classes: DeviceClasses, cap: float, count: int, most: float) -> Any:
 class _Table(NamedTuple):
     """States and classes for compiled functions.
 
-    ``following[s, k]``: the state after one more microbatch in class k, -1 where that may not be.
-    ``ahead[s, k]``: by how much class 0 is ahead of class k, last of all together; ``work[s]``: how
-    long that takes. States ``first[r]`` to ``first[r + 1]`` are those that r operations may lead
-    to, modulo the number of classes; state 0 is the beginning.
+    ``following[s, k]`` is the state after one more microbatch in class k (-1: not allowed).
+    ``ahead[s, k]`` is the number by which class 0 is ahead of class k; the last column is their
+    sum. ``work[s]`` is the duration of these operations. States ``first[r]`` to ``first[r + 1]``
+    are those that n operations can lead to, where r is n modulo the number of classes. State 0 is
+    the beginning.
     """
 
     following: Any
@@ -231,9 +237,11 @@ def _earliest(
     tail: Any,
     length: float,
 ) -> tuple[float, float, float, int]:
-    """When all can be done where every operation is in time for ``length`` (1e300: never), what
-    makespan that is, the least that an operation comes to that is not in time, and how many states
-    were looked at."""
+    """Earliest end of all operations if every operation is in time for ``length`` (1e300: never).
+
+    Also returns the makespan of that order, the least makespan implied by an operation that is not
+    in time, and the number of states visited.
+    """
     num, count = head.shape
     load, last = 0.0, tail[0, count - 1]
     for k in range(num):

@@ -1,1 +1,1 @@
-"""Whether a schedule can run, and what it then takes."""
+"""Validation and event simulation of schedules."""

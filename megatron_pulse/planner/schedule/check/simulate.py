@@ -1,4 +1,4 @@
-"""Event simulation: when every operation of a schedule runs, and where devices idle."""
+"""Event simulation: start and end of every operation of a schedule, and idle time of devices."""
 
 from __future__ import annotations
 
@@ -6,20 +6,25 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_pulse.planner.layout.placement import Placement
-from megatron_pulse.planner.schedule.check.copies import Copy, copies_before, copy_lines
-from megatron_pulse.planner.schedule.operations import BACKWARDS, Kind, Operation, Schedule
+from megatron_pulse.planner.schedule.check.offload_copies import (
+    OffloadCopy,
+    copies_before,
+    copy_lines,
+)
+from megatron_pulse.planner.schedule.operations import BACKWARDS, Operation, OpType, Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
 
 
 class DeadlockError(RuntimeError):
-    """The schedule cannot be executed; the message names what waits for what, and the grid."""
+    """A schedule that cannot be executed; the message names the circular waits, and shows the
+    grid."""
 
 
 @dataclass(frozen=True)
 class Timeline:
     """A schedule with times, in the unit of the durations it was simulated with.
 
-    ``busy[d]`` is the time that device d computes; ``bubble[d]`` the rest of the makespan.
+    ``busy[d]`` is the time that device d computes; ``bubble[d]`` is the rest of the makespan.
     """
 
     schedule: Schedule
@@ -31,39 +36,40 @@ class Timeline:
 
     @property
     def idle_share(self) -> float:
-        """The idle part of all devices' time."""
+        """Idle share of all devices' time."""
         return sum(self.bubble) / (len(self.bubble) * self.makespan) if self.makespan else 0.0
 
 
 def dependency(operation: Operation, placement: Placement) -> Operation | None:
-    """The operation whose result ``operation`` takes: its chain forward, then back.
+    """Operation whose result ``operation`` takes, along the chain forward and then back; None if
+    none.
 
-    A weight gradient takes its stage's input gradient, which passes gradients on as a whole
-    backward does; what is computed again takes what its stage's forward took. What leaves for the
-    host is a forward's, and comes back when it has left. What a filler takes its schedule says
+    A weight gradient takes its stage's input gradient. An input gradient passes gradients on as a
+    whole backward does. A recomputation and an offload take their stage's forward, and a reload
+    takes its offload. Dependencies of bubble tasks are in the schedule
     (``Schedule.slices_before``).
     """
     kind, stage, microbatch = operation.kind, operation.stage, operation.microbatch
-    if kind is Kind.FILLER:
+    if kind is OpType.FILLER:
         return None
-    if kind is Kind.WEIGHT_GRAD:
-        return Operation(Kind.INPUT_GRAD, stage, microbatch)
-    if kind is Kind.RELOAD:
-        return Operation(Kind.OFFLOAD, stage, microbatch)
-    if kind in (Kind.RECOMPUTE, Kind.OFFLOAD):
-        return Operation(Kind.FORWARD, stage, microbatch)
-    if kind is Kind.FORWARD:
-        before = placement.before.get(stage)  # of a stage that there is not, none
+    if kind is OpType.WEIGHT_GRAD:
+        return Operation(OpType.INPUT_GRAD, stage, microbatch)
+    if kind is OpType.RELOAD:
+        return Operation(OpType.OFFLOAD, stage, microbatch)
+    if kind in (OpType.RECOMPUTE, OpType.OFFLOAD):
+        return Operation(OpType.FORWARD, stage, microbatch)
+    if kind is OpType.FORWARD:
+        before = placement.before.get(stage)  # none for an unknown stage
         return None if before is None else Operation(kind, before, microbatch)
     after = placement.after.get(stage)
     if after is None:
-        return Operation(Kind.FORWARD, stage, microbatch)
+        return Operation(OpType.FORWARD, stage, microbatch)
     return Operation(kind, after, microbatch)
 
 
 @dataclass(frozen=True)
-class Waiting:
-    """Device ``device`` is at ``operation``, which waits for what never finishes."""
+class BlockedDevice:
+    """Device ``device`` is at ``operation``, which waits for operations that never finish."""
 
     device: int
     operation: Operation
@@ -79,10 +85,10 @@ def play[T](
     before: Callable[[T], Iterable[tuple[T, float]]],
     duration: Callable[[T], float],
 ) -> tuple[dict[T, float], dict[T, float], list[tuple[int, T]]]:
-    """Execute what every device has in line, each as early as the others allow.
+    """Execute the orders of all devices, each operation as early as the others allow.
 
-    ``before(i)`` are the pairs of what must have ended and how long after that i can start. Returns
-    starts, ends, and the device and operation of who waits for ever.
+    ``before(i)`` are pairs of an operation that must have ended and the lag until i can start.
+    Returns starts, ends, and pairs of a device and the operation at which it waits for ever.
     """
     start: dict[T, float] = {}
     end: dict[T, float] = {}
@@ -116,35 +122,40 @@ def play[T](
     return start, end, stuck
 
 
-def waiting(schedule: Schedule, needs: Callable[[Operation], Iterable[Operation]]) -> list[Waiting]:
-    """Who waits for ever where ``needs(op)`` are the operations whose results ``op`` takes."""
+def waiting(
+    schedule: Schedule, needs: Callable[[Operation], Iterable[Operation]]
+) -> list[BlockedDevice]:
+    """Devices that wait for ever; ``needs(op)`` are the operations whose results ``op`` takes."""
     _, end, stuck = play(schedule.order, lambda op: ((r, 0.0) for r in needs(op)), lambda _: 1.0)
-    return [Waiting(d, op, tuple(r for r in needs(op) if r not in end)) for d, op in stuck]
+    return [BlockedDevice(d, op, tuple(r for r in needs(op) if r not in end)) for d, op in stuck]
 
 
 def duration_of(problem: ScheduleProblem, schedule: Schedule) -> Callable[[Operation], float]:
-    """How long an operation of ``schedule`` takes: ``problem``'s times, or those of its filler."""
+    """Function from an operation of ``schedule`` to its duration.
+
+    The durations are those of ``problem``, or for a bubble task those in the schedule.
+    """
     apart = schedule.recomputed_apart
 
     def duration(operation: Operation) -> float:
         kind, stage, microbatch = operation
-        if kind is Kind.FILLER:
+        if kind is OpType.FILLER:
             return schedule.fillers[stage].slice_seconds[microbatch]
         seconds = problem.duration(kind, stage)
         if apart and kind in BACKWARDS and (stage, microbatch) in apart:
-            seconds -= problem.duration(Kind.RECOMPUTE, stage)
+            seconds -= problem.duration(OpType.RECOMPUTE, stage)
         return seconds
 
     return duration
 
 
-def run(problem: ScheduleProblem, schedule: Schedule) -> Timeline:
-    """Run the schedule's orders as early as data and devices allow, with ``problem``'s times.
+def simulate(problem: ScheduleProblem, schedule: Schedule) -> Timeline:
+    """Simulate the schedule's orders, as early as data and devices allow, with ``problem``'s times.
 
-    Fillers take the times that the schedule gives. Raises DeadlockError naming the waiting
-    operations, and ValueError when ``problem`` has no weight gradients and the schedule has.
+    Bubble tasks take the times in the schedule. Raises DeadlockError naming the waiting operations,
+    and ValueError if the schedule has weight gradients and ``problem`` has none.
     """
-    if Kind.WEIGHT_GRAD in schedule.kinds and problem.weight_grad is None:
+    if OpType.WEIGHT_GRAD in schedule.kinds and problem.weight_grad is None:
         raise ValueError(
             f"a split schedule of {schedule.placement.num_stages} stages needs as many weight "
             f"gradients"
@@ -155,8 +166,8 @@ def run(problem: ScheduleProblem, schedule: Schedule) -> Timeline:
     def lag(source: Operation, operation: Operation) -> float:
         return problem.lag(source.stage, operation.stage)
 
-    def lasts(item: Operation | Copy) -> float:
-        if isinstance(item, Copy):
+    def lasts(item: Operation | OffloadCopy) -> float:
+        if isinstance(item, OffloadCopy):
             return problem.copying_of(item.operation.stage)
         return duration(item)
 
@@ -167,13 +178,13 @@ def run(problem: ScheduleProblem, schedule: Schedule) -> Timeline:
 
 
 def logical_times(schedule: Schedule) -> dict[Operation, int]:
-    """Finish slot (1, 2, ...) of every operation when each takes one slot and links none.
+    """Finish slot (1, 2, ...) of every operation if each takes one slot and links take none.
 
-    Messages are grouped into rounds by it. Raises DeadlockError.
+    The slots break ties between messages of equal times. Raises DeadlockError.
     """
 
-    def lasts(item: Operation | Copy) -> float:
-        return 0.0 if isinstance(item, Copy) else 1.0
+    def lasts(item: Operation | OffloadCopy) -> float:
+        return 0.0 if isinstance(item, OffloadCopy) else 1.0
 
     end = _play_all(schedule, lasts, lambda _, __: 0.0, lambda _: 0.0)[1]
     return {operation: round(time) for operation, time in end.items()}
@@ -181,14 +192,14 @@ def logical_times(schedule: Schedule) -> dict[Operation, int]:
 
 def _play_all(
     schedule: Schedule,
-    lasts: Callable[[Operation | Copy], float],
+    lasts: Callable[[Operation | OffloadCopy], float],
     lag: Callable[[Operation, Operation], float],
     slice_lag: Callable[[float], float],
 ) -> tuple[dict[Operation, float], dict[Operation, float]]:
     """Starts and ends with the dependencies of chain, slices and copies; raises DeadlockError."""
 
     def first(operation: Operation) -> Iterator[tuple[Operation, float]]:
-        if operation.kind is Kind.FILLER:
+        if operation.kind is OpType.FILLER:
             for source, seconds in schedule.slices_before(operation):
                 yield source, slice_lag(seconds)
         else:
@@ -196,18 +207,18 @@ def _play_all(
             if required is not None:
                 yield required, lag(required, operation)
 
-    def before(item: Operation | Copy) -> Iterator[tuple[Operation | Copy, float]]:
-        if not isinstance(item, Copy):
+    def before(item: Operation | OffloadCopy) -> Iterator[tuple[Operation | OffloadCopy, float]]:
+        if not isinstance(item, OffloadCopy):
             yield from first(item)
         if schedule.offloaded:
             yield from ((source, 0.0) for source in copies_before(item, schedule))
 
     def needs(operation: Operation) -> tuple[Operation, ...]:
-        back = operation.kind in BACKWARDS and operation._replace(kind=Kind.RELOAD)
+        back = operation.kind in BACKWARDS and operation._replace(kind=OpType.RELOAD)
         own = (back,) if back and back[1:] in schedule.offloaded else ()
         return (*(required for required, _ in first(operation)), *own)
 
-    all_lines: list[Sequence[Operation | Copy]] = [*schedule.order, *copy_lines(schedule)]
+    all_lines: list[Sequence[Operation | OffloadCopy]] = [*schedule.order, *copy_lines(schedule)]
     started, ended, stuck = play(all_lines, before, lasts)
     start = {op: t for op, t in started.items() if isinstance(op, Operation)}
     end = {op: t for op, t in ended.items() if isinstance(op, Operation)}

@@ -1,4 +1,4 @@
-"""Static checks of a schedule: every fault at once, with its reason."""
+"""Static checks of a schedule that report every fault at once, with its reason."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import replace
 from megatron_pulse.planner.layout.placement import Partition
 from megatron_pulse.planner.schedule.check.simulate import dependency, grid, waiting
 from megatron_pulse.planner.schedule.message import STEP_END, Message
-from megatron_pulse.planner.schedule.operations import BACKWARDS, Kind, Operation, Schedule
+from megatron_pulse.planner.schedule.operations import BACKWARDS, Operation, OpType, Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
 
 
@@ -23,20 +23,25 @@ def validate(
     waiting: Sequence[float] | None = None,
     offloaded: Sequence[float] | None = None,
 ) -> list[str]:
-    """All faults of ``schedule``; empty when it can run.
+    """Return all faults of ``schedule``; empty if it can run.
 
-    Checks that every operation is there once and on its stage's device (a slice of a filler: on one
-    of the filler's), that every stage works through the microbatches in order on each device
-    (gradients accumulate in that order), that backwards follow forwards and weight gradients input
-    gradients, that what is computed again comes between forward and backward, that what leaves for
-    the host comes back before its backward, that backwards are either whole or split, that nothing
-    waits in a circle (data flow of the chain and, if given, of ``messages``), that no device holds
-    more than ``cap`` (one for all, or one each) live stage activations, each counted as
-    ``activation`` of its stage (default 1) and, where it is computed again, ``recomputed`` (default
-    0) until its backward, without ``offloaded`` (default 0) while it is on the host, and behind a
-    split backward's input gradient as ``waiting`` (default: the same), and that the ends of every
-    message are in the schedule where the message says. A schedule without any backward is taken as
-    an evaluation: only forwards are expected, and no activation is kept.
+    The checks are:
+
+    * every operation is there once, on its stage's device (a slice of a bubble task: on an allowed
+      device);
+    * every stage takes the microbatches in order (gradients accumulate in that order);
+    * backwards follow forwards, and weight gradients follow input gradients;
+    * recomputation is between forward and backward, and reload before the backward;
+    * backwards are either all whole or all split;
+    * nothing waits in a circle (data flow of the chain and, if given, of ``messages``);
+    * no device holds more than ``cap`` (one value for all, or one each);
+    * both ends of every message are in the schedule, where the message says.
+
+    A live activation counts as ``activation`` of its stage (default 1). ``recomputed`` (default 0)
+    is added from its R to its backward, and ``offloaded`` (default 0) is taken off while it is on
+    the host. After a split backward's input gradient it counts as ``waiting`` (default: the same).
+    A schedule without any backward is an evaluation: only forwards are expected, and no activation
+    is kept.
     """
     known = [] if messages is None else list(messages)
     faults = [
@@ -60,7 +65,7 @@ def cap_faults(
     waiting: Sequence[float] | None = None,
     offloaded: Sequence[float] | None = None,
 ) -> list[str]:
-    """The devices that hold more live activations than their cap (see ``validate``)."""
+    """Devices that hold more live activations than their cap (see ``validate``)."""
     if len(schedule.kinds) == 1:
         return []
     peaks = peak_activations(schedule, activation, recomputed, waiting, offloaded)
@@ -73,18 +78,17 @@ def cap_faults(
 
 
 def _told(held: float) -> str:
-    """What is held, in words: bytes, where it is millions."""
     return (
         f"{held / 1e9:.4g} GB of activations" if held > 1e6 else f"{held:g} live stage activations"
     )
 
 
 def faults_for(problem: ScheduleProblem, schedule: Schedule) -> list[str]:
-    """All faults of ``schedule`` as an answer to ``problem``; empty when it is one."""
+    """Return all faults of ``schedule`` as a solution of ``problem``; empty if it is one."""
     faults = []
-    numbers = {op.microbatch for o in schedule.order for op in o if op.kind is not Kind.FILLER}
+    numbers = {op.microbatch for o in schedule.order for op in o if op.kind is not OpType.FILLER}
     beyond = max(numbers, default=0) >= problem.num_microbatches
-    if beyond and len(numbers) < schedule.num_microbatches:  # it is a fault of its own
+    if beyond and len(numbers) < schedule.num_microbatches:  # reported below
         schedule = replace(schedule, num_microbatches=problem.num_microbatches)
     if schedule.placement != problem.placement:
         faults.append(
@@ -101,20 +105,20 @@ def faults_for(problem: ScheduleProblem, schedule: Schedule) -> list[str]:
         faults.append(f"the schedule is of {kinds[0]}, the problem of {kinds[1]}")
     if faults:
         return faults
-    if schedule.recomputed_apart and problem.recompute is None:
+    if schedule.recomputed_apart and problem.recompute_s is None:
         return ["the schedule has recomputation of its own (R), the problem has none"]
-    if schedule.offloaded and problem.offloaded is None:
+    if schedule.offloaded and problem.offload_bytes is None:
         return ["the schedule has activations that wait on the host (O), the problem has none"]
     return validate(schedule, None, None, problem.cap, *_held(problem))
 
 
-def held_most(problem: ScheduleProblem, schedule: Schedule) -> tuple[float, ...]:
-    """Per device, the most memory that activations of ``schedule`` take (see there)."""
+def peak_memory(problem: ScheduleProblem, schedule: Schedule) -> tuple[float, ...]:
+    """Peak memory of activations of ``schedule`` per device (see ``peak_activations``)."""
     return peak_activations(schedule, *_held(problem))
 
 
 def _held(problem: ScheduleProblem) -> tuple[tuple[float, ...] | None, ...]:
-    return problem.activation, problem.recomputed, problem.waiting, problem.offloaded
+    return problem.activation, problem.recompute_bytes, problem.wgrad_bytes, problem.offload_bytes
 
 
 def peak_activations(
@@ -124,11 +128,11 @@ def peak_activations(
     waiting: Sequence[float] | None = None,
     offloaded: Sequence[float] | None = None,
 ) -> tuple[float, ...]:
-    """Per device, the most stage activations alive at once; one lives from its F to its B or W.
+    """Peak of live stage activations per device; an activation lives from its F to its B or W.
 
-    ``activation`` is what each stage's counts (default 1), ``waiting`` what is left of that from I
-    to W (default: all), ``recomputed`` what an R of it takes until its B or I (default 0),
-    ``offloaded`` what it does not take from its O to its L (default 0).
+    ``activation`` is the size by stage (default 1). ``waiting`` is its size from I to W (default:
+    the same). ``recomputed`` is the additional size from its R to its B or I (default 0).
+    ``offloaded`` is the part that is absent from its O to its L (default 0).
     """
     weights = None if activation is None else dict(enumerate(activation))
     again = dict(enumerate(recomputed or ()))
@@ -139,18 +143,23 @@ def peak_activations(
         peak = 0.0
         for operation in order:
             key = (operation.stage, operation.microbatch)
-            if operation.kind is Kind.FORWARD:
+            if operation.kind is OpType.FORWARD:
                 live[key] = 1.0 if weights is None else weights.get(operation.stage, 1.0)
-            elif operation.kind is Kind.RECOMPUTE:
+            elif operation.kind is OpType.RECOMPUTE:
                 twice[key] = again.get(operation.stage, 0.0)
             elif operation.kind.copies and key in live:
                 out = 0.0 if offloaded is None else offloaded[operation.stage]
-                live[key] += out if operation.kind is Kind.RELOAD else -out
+                live[key] += out if operation.kind is OpType.RELOAD else -out
             rest = None
-            if operation.kind is Kind.INPUT_GRAD and waiting is not None and key in live:
+            if operation.kind is OpType.INPUT_GRAD and waiting is not None and key in live:
                 rest = waiting[operation.stage]
                 live[key] = max(live[key], rest)
-            if operation.kind in (Kind.FORWARD, Kind.RECOMPUTE, Kind.RELOAD, Kind.INPUT_GRAD):
+            if operation.kind in (
+                OpType.FORWARD,
+                OpType.RECOMPUTE,
+                OpType.RELOAD,
+                OpType.INPUT_GRAD,
+            ):
                 peak = max(peak, sum(live.values()) + sum(twice.values()))
             if operation.kind in BACKWARDS:
                 twice.pop(key, None)
@@ -187,9 +196,10 @@ def _placement_faults(schedule: Schedule, partition: Partition | None) -> Iterat
 
 
 def _kind_faults(schedule: Schedule) -> Iterator[str]:
-    """Whole and split backwards in one schedule: gradients would go to what does not exist."""
+    """Whole and split backwards in one schedule: gradients would go to operations that do not
+    exist."""
     if len(schedule.kinds) == 3:
-        whole = sorted(op for order in schedule.order for op in order if op.kind is Kind.BACKWARD)
+        whole = sorted(op for order in schedule.order for op in order if op.kind is OpType.BACKWARD)
         if whole:
             yield (
                 f"the schedule mixes whole backwards (B) with split ones (I and W): "
@@ -198,13 +208,13 @@ def _kind_faults(schedule: Schedule) -> Iterator[str]:
 
 
 def _set_faults(schedule: Schedule) -> Iterator[str]:
-    """Operations that are missing, there twice, unknown, or on the wrong device."""
+    """Missing, duplicate and unknown operations, and operations on the wrong device."""
     placement, count = schedule.placement, schedule.num_microbatches
     seen: Counter[Operation] = Counter()
     for device, order in enumerate(schedule.order):
         for operation in order:
             seen[operation] += 1
-            if operation.kind is Kind.FILLER:
+            if operation.kind is OpType.FILLER:
                 yield from _slice_faults(schedule, device, operation)
             elif not 0 <= operation.stage < placement.num_stages:
                 yield f"{operation} on device {device}: there is no stage {operation.stage}"
@@ -228,18 +238,18 @@ def _set_faults(schedule: Schedule) -> Iterator[str]:
                     yield f"{Operation(kind, stage, m)} is missing on device {home}"
     for index, filler in enumerate(schedule.fillers):
         for number in range(len(filler.slice_seconds)):
-            if Operation(Kind.FILLER, index, number) not in seen:
-                operation = Operation(Kind.FILLER, index, number)
+            if Operation(OpType.FILLER, index, number) not in seen:
+                operation = Operation(OpType.FILLER, index, number)
                 yield f"{operation} of filler {filler.name!r} is missing"
         for number in range(len(filler.slice_seconds)):
-            operation = Operation(Kind.FILLER, index, number)
+            operation = Operation(OpType.FILLER, index, number)
             for source, _ in schedule.slices_before(operation):
                 if source not in seen:
                     yield f"{operation} waits for {source}, which is not in the schedule"
 
 
 def _slice_faults(schedule: Schedule, device: int, operation: Operation) -> Iterator[str]:
-    """A filler or slice that there is not, or that may not run on ``device``."""
+    """Unknown bubble tasks and slices, and slices on a device that is not allowed."""
     if not 0 <= operation.stage < len(schedule.fillers):
         yield f"{operation} on device {device}: there is no filler {operation.stage}"
         return
@@ -257,24 +267,26 @@ def _slice_faults(schedule: Schedule, device: int, operation: Operation) -> Iter
 
 
 def _order_faults(schedule: Schedule) -> Iterator[str]:
-    """A backward before its forward, a weight gradient before its input gradient, or microbatches
+    """Backwards before their forwards, weight gradients before their input gradients, microbatches
     of a stage out of order."""
     for device, order in enumerate(schedule.order):
         position = {operation: i for i, operation in reversed(list(enumerate(order)))}
-        last: dict[tuple[Kind, int], Operation] = {}
+        last: dict[tuple[OpType, int], Operation] = {}
         for i, operation in enumerate(order):
-            if operation.kind is Kind.FILLER:
+            if operation.kind is OpType.FILLER:
                 continue
             if operation.kind in BACKWARDS:
-                for kind in (Kind.RECOMPUTE, Kind.RELOAD):
+                for kind in (OpType.RECOMPUTE, OpType.RELOAD):
                     again = operation._replace(kind=kind)
                     if position.get(again, -1) > i:
                         yield f"device {device} runs {operation} before {again}"
             if operation.kind.copies:
                 yield from _copy_faults(device, operation, i, position)
-            if operation.kind is not Kind.FORWARD:
-                after_input = operation.kind is Kind.WEIGHT_GRAD
-                first = operation._replace(kind=Kind.INPUT_GRAD if after_input else Kind.FORWARD)
+            if operation.kind is not OpType.FORWARD:
+                after_input = operation.kind is OpType.WEIGHT_GRAD
+                first = operation._replace(
+                    kind=OpType.INPUT_GRAD if after_input else OpType.FORWARD
+                )
                 if position.get(first, -1) > i:
                     yield f"device {device} runs {operation} before {first}"
             if operation.kind.is_optional:
@@ -292,12 +304,12 @@ def _order_faults(schedule: Schedule) -> Iterator[str]:
 def _copy_faults(
     device: int, operation: Operation, i: int, position: Mapping[Operation, int]
 ) -> Iterator[str]:
-    """An O without an L, an L without an O or before it."""
-    other = Kind.RELOAD if operation.kind is Kind.OFFLOAD else Kind.OFFLOAD
+    """An O without an L, an L without an O, or an L before its O."""
+    other = OpType.RELOAD if operation.kind is OpType.OFFLOAD else OpType.OFFLOAD
     partner = operation._replace(kind=other)
     if partner not in position:
         yield f"device {device} runs {operation}, but not {partner}"
-    elif other is Kind.RELOAD and position[partner] < i:
+    elif other is OpType.RELOAD and position[partner] < i:
         yield f"device {device} runs {partner} before {operation}"
 
 
@@ -324,7 +336,7 @@ def _message_faults(schedule: Schedule, messages: list[Message]) -> Iterator[str
 
 
 def _deadlock_faults(schedule: Schedule, messages: list[Message]) -> Iterator[str]:
-    """Circular waits among the operations that are there; what is missing is another fault."""
+    """Circular waits among the operations present; missing operations are another fault."""
     present = {op for order in schedule.order for op in order}
     arrivals: dict[Operation, set[Operation]] = {}
     for message in messages:

@@ -1,4 +1,4 @@
-"""The classic schedules: GPipe, 1F1B and Megatron's interleaved 1F1B.
+"""Classic schedules: GPipe, 1F1B and Megatron's interleaved 1F1B.
 
 P = 2, M = 3 (F and B of one stage per device; the number is the microbatch)
 
@@ -15,11 +15,11 @@ from __future__ import annotations
 from itertools import batched
 
 from megatron_pulse.planner.layout.placement import PLACEMENTS, Placement
-from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
+from megatron_pulse.planner.schedule.operations import Operation, OpType, Schedule
 
 
 def check_microbatches(num_microbatches: int) -> None:
-    """Raises ValueError unless there is at least one microbatch."""
+    """Raise ValueError unless there is at least one microbatch."""
     if num_microbatches < 1:
         raise ValueError(f"a schedule needs at least one microbatch; got {num_microbatches}")
 
@@ -27,9 +27,10 @@ def check_microbatches(num_microbatches: int) -> None:
 def check_home(
     name: str, placement: Placement, num_microbatches: int, num_chunks: int | None = None
 ) -> None:
-    """Raises ValueError unless the schedule ``name`` is for ``placement`` and its microbatches.
+    """Raise ValueError unless the schedule ``name`` supports ``placement`` and
+    ``num_microbatches``.
 
-    With ``num_chunks`` it is only for so many stages on each device.
+    With ``num_chunks`` the placement must have that many stages per device.
     """
     check_microbatches(num_microbatches)
     kind, chunks = placement.kind, placement.num_chunks
@@ -49,9 +50,11 @@ def trivial(
 ) -> Schedule:
     """One stage on one device: each microbatch forward, then at once backward."""
     check_microbatches(num_microbatches)
-    backward = (Kind.INPUT_GRAD, Kind.WEIGHT_GRAD) if split else (Kind.BACKWARD,)
+    backward = (OpType.INPUT_GRAD, OpType.WEIGHT_GRAD) if split else (OpType.BACKWARD,)
     order = tuple(
-        Operation(kind, 0, m) for m in range(num_microbatches) for kind in (Kind.FORWARD, *backward)
+        Operation(kind, 0, m)
+        for m in range(num_microbatches)
+        for kind in (OpType.FORWARD, *backward)
     )
     return Schedule(name, placement, num_microbatches, (order,))
 
@@ -68,7 +71,7 @@ def gpipe(placement: Placement, num_microbatches: int) -> Schedule:
         order.append(
             tuple(
                 Operation(kind, stage, m)
-                for kind, way in ((Kind.FORWARD, stages), (Kind.BACKWARD, stages[::-1]))
+                for kind, way in ((OpType.FORWARD, stages), (OpType.BACKWARD, stages[::-1]))
                 for stage in way
                 for m in range(num_microbatches)
             )
@@ -85,8 +88,8 @@ def one_f_one_b(placement: Placement, num_microbatches: int) -> Schedule:
     check_home("1f1b", placement, num_microbatches)
     order = []
     for stage, device in enumerate(placement.device_of_stage):
-        forwards = [Operation(Kind.FORWARD, stage, m) for m in range(num_microbatches)]
-        backwards = [Operation(Kind.BACKWARD, stage, m) for m in range(num_microbatches)]
+        forwards = [Operation(OpType.FORWARD, stage, m) for m in range(num_microbatches)]
+        backwards = [Operation(OpType.BACKWARD, stage, m) for m in range(num_microbatches)]
         order.append(_alternate(forwards, backwards, placement.num_devices - 1 - device))
     return Schedule("1f1b", placement, num_microbatches, tuple(order))
 
@@ -94,11 +97,11 @@ def one_f_one_b(placement: Placement, num_microbatches: int) -> Schedule:
 def interleaved_1f1b(placement: Placement, num_microbatches: int) -> Schedule:
     """Megatron's order: microbatches in groups of P, each group through all chunks in turn.
 
-    When P does not divide M, the last group takes the remainder too (P + M mod P microbatches),
-    and every device warms up for the largest group: a group smaller than P would leave a device
-    waiting for the loop around the others. Peak: about (V-1)P + 2(P-1-d) + 1 activations.
-    Source: Narayanan et al., arXiv 2104.04473, section 2.2; Megatron-Core's
-    ``get_schedule_table``. Raises ValueError for another placement.
+    If P does not divide M, the last group takes the remainder too (P + M mod P microbatches). Every
+    device then warms up for the largest group: a group smaller than P would leave a device waiting
+    for the loop around the others. Peak: about (V-1)P + 2(P-1-d) + 1 activations. Source: Narayanan
+    et al., arXiv 2104.04473, section 2.2; Megatron-Core's ``get_schedule_table``. Raises ValueError
+    for another placement.
     """
     check_home("interleaved", placement, num_microbatches)
     num_devices = placement.num_devices
@@ -109,9 +112,9 @@ def interleaved_1f1b(placement: Placement, num_microbatches: int) -> Schedule:
     order = []
     for device in range(num_devices):
         stages = placement.stages_of_device(device)
-        forwards = [Operation(Kind.FORWARD, s, m) for g in groups for s in stages for m in g]
+        forwards = [Operation(OpType.FORWARD, s, m) for g in groups for s in stages for m in g]
         backwards = [
-            Operation(Kind.BACKWARD, s, m) for g in groups for s in stages[::-1] for m in g
+            Operation(OpType.BACKWARD, s, m) for g in groups for s in stages[::-1] for m in g
         ]
         warm_up = 2 * (num_devices - 1 - device) + (placement.num_chunks - 1) * largest
         order.append(_alternate(forwards, backwards, warm_up))

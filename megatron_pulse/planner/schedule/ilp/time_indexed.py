@@ -1,7 +1,8 @@
-"""The exact model: how many operations of each class have started by each slot.
+"""Exact model: the number of operations of each class that have started by each slot.
 
-``X[k, t]`` counts the starts of class k up to slot t, whole and never falling. Microbatches are
-identical and run in order, so the counts are a schedule. With durations p, class k after class j:
+``X[k, t]`` counts the starts of class k up to slot t, integer and never falling. Microbatches are
+identical and run in order, so the counts determine a schedule. With durations p, class k after
+class j:
 
     X[k, t] <= X[j, t - p_j - lag]                            data flow
     sum over k of device d: X[k, t] - X[k, t - p_k] <= 1      one operation at a time
@@ -11,8 +12,8 @@ identical and run in order, so the counts are a schedule. With durations p, clas
     (M - low) z[t] <= X[k, t - p_k] - low for the last classes k, low the least
         that X can be: all has ended by t
 
-Minimise the horizon less the number of slots t with z[t]. Windows (what must run before and after
-an operation, within the horizon) fix most counts. See ../README.md: Integer programs.
+Minimise the horizon minus the number of slots t with z[t]. Windows (from the operations that must
+run before and after an operation, within the horizon) fix most counts. See ../README.md: Search.
 """
 
 from __future__ import annotations
@@ -32,14 +33,15 @@ from megatron_pulse.planner.schedule.ilp.solvers import (
 from megatron_pulse.planner.schedule.search.jobshop import JobShop
 
 EXACT_MEMORY = 10_000
-"""Memory in whole units is exact up to this many, else scaled to it, with a grain of slack."""
+"""Number of units up to which memory is exact; more are scaled to it, with a small tolerance."""
 
 
 @dataclass(frozen=True)
-class Found:
-    """Start of every operation of the shop if any was found, and how the search ended.
+class ExactResult:
+    """Start of every operation of the shop, if any was found, and the solver's answer.
 
-    ``bound``: no schedule is shorter, in ticks; None where nothing was proved."""
+    ``bound`` is a lower bound in ticks; None if nothing was proved.
+    """
 
     start: list[int] | None
     bound: int | None
@@ -53,7 +55,7 @@ def shortest(
     horizon: int,
     bound: int = 0,
     start: Sequence[int] | None = None,
-) -> Found:
+) -> ExactResult:
     """The shortest schedule of at most ``horizon`` ticks, none being shorter than ``bound``.
 
     ``start``: start times of a schedule within the horizon to begin with.
@@ -61,7 +63,7 @@ def shortest(
     began = processor_s()
     model = time_indexed(shop, horizon, max(bound, _least(shop)))
     if model is None:
-        return Found(None, horizon + 1, Answer(Status.INFEASIBLE, None, False, 0.0))
+        return ExactResult(None, horizon + 1, Answer(Status.INFEASIBLE, None, False, 0.0))
     if start is not None:
         _set(shop, model, start, horizon)
     left = seconds - (processor_s() - began)
@@ -72,11 +74,11 @@ def shortest(
         proved = horizon + 1
     elif answer.bound is not None:
         proved = math.ceil(answer.bound - 1e-6)
-    return Found(found, proved, answer)
+    return ExactResult(found, proved, answer)
 
 
 def time_indexed(shop: JobShop, horizon: int, bound: int) -> Any:
-    """The model above; None where the windows alone show that ``horizon`` is too short."""
+    """Build the model above; None if the windows alone show that ``horizon`` is too short."""
     import pyomo.environ as pyo  # type: ignore[import-untyped]
 
     count, classes = shop.num_microbatches, range(shop.num_classes)
@@ -108,7 +110,7 @@ def time_indexed(shop: JobShop, horizon: int, bound: int) -> Any:
     model.rows = pyo.ConstraintList()
 
     def require(low: Any, high: Any) -> None:
-        """low <= high, unless it has no free variable and holds."""
+        """Add low <= high, unless the row holds without any free variable."""
         row = low <= high
         if row is False:
             row = pyo.Constraint.Infeasible
@@ -147,8 +149,7 @@ def time_indexed(shop: JobShop, horizon: int, bound: int) -> Any:
 
 
 def memory(shop: JobShop, device: int) -> tuple[dict[int, float], float]:
-    """By how much every class changes what a device has in use, and what there is, in numbers that
-    solvers bear."""
+    """Change of memory in use by each class of a device, and the cap, scaled for solvers."""
     cap, count = shop.cap[device], shop.num_microbatches
     own = {k: shop.delta[k * count] for k in shop.classes_of(device) if shop.delta[k * count]}
     if cap <= EXACT_MEMORY:
@@ -159,8 +160,8 @@ def memory(shop: JobShop, device: int) -> tuple[dict[int, float], float]:
 def windows(shop: JobShop, horizon: int) -> tuple[list[int], list[int]]:
     """Earliest and latest start of every operation of a schedule of ``horizon`` ticks.
 
-    By what must run before it and after it: its microbatch's chain, and the operations of its own
-    class on the earlier (later) microbatches.
+    They follow from the operations before and after: the chain of its microbatch, and its class on
+    earlier and later microbatches.
     """
     first = _heads(shop)
     tails = _heads(shop.mirrored())
@@ -186,7 +187,7 @@ def _heads(shop: JobShop) -> list[int]:
 
 
 def _least(shop: JobShop) -> int:
-    """The longest chain."""
+    """Length of the longest chain."""
     return max(h + p for h, p in zip(_heads(shop), shop.duration, strict=True))
 
 
@@ -197,7 +198,7 @@ def _sources(shop: JobShop) -> set[int]:
 
 
 def _known(expression: Any) -> bool:
-    """Whether an expression has no free variable."""
+    """True if an expression has no free variable."""
     from pyomo.core.expr.visitor import identify_variables  # type: ignore[import-untyped]
 
     if not hasattr(expression, "is_expression_type"):
@@ -206,7 +207,7 @@ def _known(expression: Any) -> bool:
 
 
 def _set(shop: JobShop, model: Any, start: Sequence[int], horizon: int) -> None:
-    """Give the variables the values of a schedule."""
+    """Set the variables to the values of a schedule."""
     count = shop.num_microbatches
     for k, t in model.X:
         if not model.X[k, t].fixed:

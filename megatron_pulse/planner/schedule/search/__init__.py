@@ -1,1 +1,1 @@
-"""Schedules found: list scheduling, templates, annealing."""
+"""Heuristic search for schedules: dynamic programming, list scheduling, templates, annealing."""

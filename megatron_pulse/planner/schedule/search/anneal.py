@@ -1,10 +1,11 @@
-"""Annealing: swap neighbours on the critical path, accept what is not much longer.
+"""Simulated annealing: swap neighbours on the critical path, accept slightly longer results.
 
-Where an operation starts the moment the one before it on its device ends, and both are on a longest
-path, the makespan cannot shrink unless some such pair is swapped; and no swap of one closes a
-circle (van Laarhoven, Aarts and Lenstra, "Job shop scheduling by simulated annealing", 1992). The
-cap binds the order on a device only: a swap changes what two operations find in use. On the way a
-cap may be broken at a price, or swaps would be locked in by it; only what keeps it is an answer.
+A critical pair is an operation and its predecessor on the device, both on a longest path, with no
+time in between. The makespan cannot shrink unless some critical pair is swapped. No swap of one
+critical pair closes a cycle (van Laarhoven, Aarts and Lenstra, "Job shop scheduling by simulated
+annealing", 1992). The cap only restricts the order on a device: a swap changes the memory in use at
+two operations. The search may break a cap at a price, because caps would otherwise lock swaps in.
+Only feasible orders are results.
 """
 
 from __future__ import annotations
@@ -14,23 +15,23 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_pulse.planner.schedule.compiled import compiled, part, zeros
+from megatron_pulse.planner.schedule.jit import compiled, compiled_inner, zeros
 from megatron_pulse.planner.schedule.search.jobshop import JobShop
 
 HOT, COLD = 0.25, 0.01
 """First and last temperature, in units of the mean duration."""
 
 PRICE = (4.0, 16.0)
-"""First and last price of a forward for which there is no memory, in the same unit."""
+"""First and last price of a forward that exceeds the memory, in the same unit."""
 
 FAR = 2
-"""Times the cap that may be in use on the way, so that sums stay far below 2^63."""
+"""Multiple of the cap that may be in use during the search; keeps sums far below 2^63."""
 
 STRAY = 0.3
-"""Share of swaps that only serve memory, while there is not enough."""
+"""Share of swaps that only reduce memory, while the memory is exceeded."""
 
 CHECK, MOST = 2_000_000, 500
-"""Operations looked at, swaps times their number, between two looks at the progress, and swaps."""
+"""Limits between two calls of ``progress``: swaps times operations, and swaps."""
 
 
 def anneal(
@@ -42,10 +43,11 @@ def anneal(
     hot: float = HOT,
     price: tuple[float, float] = PRICE,
 ) -> list[int]:
-    """The shortest start times on the way from ``start``; ends early at ``goal`` ticks.
+    """Anneal from ``start`` and return the shortest feasible start times; ends early at ``goal``
+    ticks.
 
-    ``progress``, called with the number of swaps so far, says how much of the search is over:
-    1 or more ends it.
+    ``progress`` takes the number of swaps so far and returns the elapsed share of the search; 1 or
+    more ends it.
     """
     walk = _walk(shop, start)
     best = walk.end.copy()
@@ -65,11 +67,11 @@ def anneal(
 
 
 class _Walk(NamedTuple):
-    """Orders of all devices as linked lists, and the times they come to.
+    """Orders of all devices as linked lists, with the times they imply.
 
-    Number n stands for nothing: it has ended at 0 and is never in a list. ``waiting[i]`` are the
-    two operations or fewer whose ``source`` i is, ``rest`` is the longest path from an operation's
-    end to the end of the step, ``order`` a topological order of all.
+    Index n is a sentinel: it ended at 0 and is in no list. ``waiting[i]`` are the two operations or
+    fewer whose ``source`` is i. ``rest`` is the longest path from an operation's end to the end of
+    the step. ``order`` is a topological order of all operations.
     """
 
     microbatches: int
@@ -145,8 +147,10 @@ def _seed(seed: int) -> None:
 def _swaps(
     walk: _Walk, best: Any, length: int, number: int, heat: float, price: float, goal: int
 ) -> tuple[bool, int]:
-    """``number`` tries. Keeps the shortest ends in ``best``; whether anything could be tried, and
-    their makespan."""
+    """Try ``number`` swaps; the ends of the shortest feasible order are kept in ``best``.
+
+    Returns False if there was nothing to swap, and the makespan of ``best``.
+    """
     n, now, over = len(walk.order), walk.end[0], 0
     trial = walk.end.copy()
     mark, fresh, pairs = zeros(n + 1), zeros(n), zeros(n)
@@ -194,19 +198,18 @@ def _swaps(
     return True, length
 
 
-@part
+@compiled_inner
 def _lacks(walk: _Walk, i: int, live: int) -> int:
-    """1 where there is no memory for an operation that finds ``live`` in use."""
+    """1 if ``i`` exceeds the memory with ``live`` in use before it, else 0."""
     grows = walk.delta[i]
     if grows > 0 and live + grows > walk.cap[walk.device[i]]:
         return 1
     return 0
 
 
-@part
+@compiled_inner
 def _stray(walk: _Walk) -> int:
-    """What runs after an operation for which there is no memory, so that it may go first; n where
-    there is nothing that may."""
+    """Successor of an operation that exceeds the memory, if the two may be swapped; n if none."""
     n = len(walk.order)
     begin = int(np.random.random() * n)
     for at in range(n):
@@ -218,10 +221,12 @@ def _stray(walk: _Walk) -> int:
     return n
 
 
-@part
+@compiled_inner
 def _critical(walk: _Walk, length: int, pairs: Any) -> int:
-    """How many operations of a longest path, chosen by chance where there are several, may be
-    swapped with the one before them; they are in ``pairs``."""
+    """Put swappable operations of a random longest path into ``pairs`` and return their number.
+
+    Each may be swapped with its predecessor on the device.
+    """
     end, count, none = walk.end, walk.microbatches, len(walk.order)
     v, ends, found = none, 0, 0
     for i in walk.last:
@@ -243,9 +248,10 @@ def _critical(walk: _Walk, length: int, pairs: Any) -> int:
     return found
 
 
-@part
+@compiled_inner
 def _swap(walk: _Walk, v: int, limit: float, trial: Any, mark: Any, fresh: Any, stamp: int) -> int:
-    """Run v before its neighbour u unless that is longer than ``limit``: the makespan, or -1.
+    """Swap v with its predecessor u unless the result is longer than ``limit``; return makespan or
+    -1.
 
     ``trial`` equals ``walk.end`` before and after.
     """
@@ -254,7 +260,7 @@ def _swap(walk: _Walk, v: int, limit: float, trial: Any, mark: Any, fresh: Any, 
     n, last, rest = len(order), walk.last, walk.rest
     u = previous[v]
     before, behind, device = previous[u], following[v], walk.device[u]
-    # The longest path through either of them.
+    # The longest path through either of them
     early = max(end[before], end[source[v]] + lag[v]) + duration[v]
     late = max(early, end[source[u]] + lag[u]) + duration[u]
     path = late + _rest(walk, u, behind)
@@ -263,7 +269,7 @@ def _swap(walk: _Walk, v: int, limit: float, trial: Any, mark: Any, fresh: Any, 
     if path > limit:
         return -1
     low, high = position[u], position[v]
-    # What waits for u comes after it in the new topological order, and v before it.
+    # Operations that wait for u come after it in the new topological order, and v before it.
     mark[u] = stamp
     put = low
     for at in range(low + 1, high):
@@ -274,7 +280,7 @@ def _swap(walk: _Walk, v: int, limit: float, trial: Any, mark: Any, fresh: Any, 
             fresh[put] = i
             put += 1
     if mark[source[v]] == stamp:
-        return -1  # times of equal ends: a path through others is as long
+        return -1  # with equal ends, a path through others is as long
     fresh[put] = v
     put += 1
     for at in range(low, high):
@@ -285,7 +291,7 @@ def _swap(walk: _Walk, v: int, limit: float, trial: Any, mark: Any, fresh: Any, 
     previous[v], previous[u] = before, v
     if behind != n:
         previous[behind] = u
-    # Up to ``reach`` there may be something that waits for what has another time now.
+    # Operations with changed predecessors are at positions up to ``reach``.
     at, reach = low, high
     while at <= reach:
         i = fresh[at] if at <= high else order[at]
@@ -333,9 +339,9 @@ def _swap(walk: _Walk, v: int, limit: float, trial: Any, mark: Any, fresh: Any, 
     return length
 
 
-@part
+@compiled_inner
 def _rest(walk: _Walk, i: int, after: int) -> int:
-    """Longest path from the end of i to the end of the step where ``after`` runs next."""
+    """Longest path from the end of i to the end of the step if ``after`` runs next."""
     time: int = walk.duration[after] + walk.rest[after]
     for j in walk.waiting[i]:
         time = max(time, walk.lag[j] + walk.duration[j] + walk.rest[j])

@@ -10,8 +10,11 @@ from megatron_pulse.planner.schedule.search.jobshop import JobShop
 
 
 class Arrays(NamedTuple):
-    """A job shop of n operations; ``edges[first[i]:first[i + 1]]`` (and ``lags``) wait for i's
-    sources, the operation before it in its own class included."""
+    """A job shop of n operations.
+
+    ``edges[first[i]:first[i + 1]]`` are the predecessors of i, with ``lags``; they include the
+    previous operation of its class.
+    """
 
     duration: Any
     device: Any
@@ -30,7 +33,7 @@ def arrays(shop: JobShop) -> Arrays:
 
 
 def mirrored(shop: Arrays) -> Arrays:
-    """The same with time running backwards."""
+    """The same job shop with time reversed."""
     count = len(shop.duration)
     waiting: Any = np.repeat(np.arange(count), np.diff(shop.first))
     order = np.argsort(shop.edges, kind="stable")

@@ -1,18 +1,18 @@
-"""A stable order, for compiled functions: numba's own takes a second to compile for each kind."""
+"""Stable argsort for compiled functions: Numba's own takes a second to compile per type."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from megatron_pulse.planner.schedule.compiled import part, zeros
+from megatron_pulse.planner.schedule.jit import compiled_inner, zeros
 
 RUN = 16
-"""Numbers that are sorted by insertion, before runs are merged."""
+"""Length of the runs that are sorted by insertion before runs are merged."""
 
 
-@part
-def ascending(keys: Any, count: int) -> Any:
-    """The numbers below ``count`` in the order of their ``keys``, of equal ones the lower first."""
+@compiled_inner
+def stable_argsort(keys: Any, count: int) -> Any:
+    """Indices below ``count`` in ascending order of their ``keys``; the sort is stable."""
     order, merged = zeros(count), zeros(count)
     for i in range(count):
         key, at = keys[i], i

@@ -1,9 +1,9 @@
-"""Modulo templates by beam search: quick, without a solver.
+"""Modulo templates by beam search, without a solver.
 
-The classes are placed one after the other along a microbatch's path. A place is a gap of the
-device's period, flush with a neighbour, or so that other classes still to come fit in between. Of
-all partial templates those are kept that promise the least memory above the caps, then the least
-delay of the path (../README.md: Search).
+The classes are placed one after the other along a microbatch's path. A class goes into a gap of the
+device's period, flush with a neighbour, or so that remaining classes still fit in between. The
+search keeps the partial templates with the least predicted memory above the caps, then with the
+least delay of the path (../README.md: Search).
 """
 
 from __future__ import annotations
@@ -13,23 +13,27 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_pulse.planner.schedule.compiled import compiled, part, zeros
-from megatron_pulse.planner.schedule.operations import Kind
+from megatron_pulse.planner.schedule.jit import compiled, compiled_inner, zeros
+from megatron_pulse.planner.schedule.operations import OpType
 from megatron_pulse.planner.schedule.search.jobshop import JobShop
 from megatron_pulse.planner.schedule.search.template import Template
 
 MOST_WORK = 30_000_000
-"""Sizes put into gaps to see whether all fit, beyond which there is no template: with twenty
-classes of all lengths on a device that would take minutes."""
+"""Limit of trial placements in the packing checks; beyond it there is no template.
+
+Twenty classes of different lengths on a device would otherwise take minutes.
+"""
 
 ROUNDING = 1e-12
-"""Share of a device's memory that is not counted as above it: units may be too many for doubles."""
+"""Share of a device's memory by which it may be exceeded: units may be too many for doubles."""
 
 
 class _Classes(NamedTuple):
-    """Of each class its duration, device, change of memory, earliest start, and the class and lag
-    that it waits for (-1: none); which are weight gradients, and which the last of their stages.
-    ``cap`` is by device."""
+    """Attributes of each class.
+
+    They are duration, device, change of memory, earliest start, predecessor and its lag (-1: none).
+    ``apart`` marks weight gradients, ``last`` the last class of each stage. ``cap`` is by device.
+    """
 
     duration: Any
     device: Any
@@ -43,9 +47,12 @@ class _Classes(NamedTuple):
 
 
 class _Path(NamedTuple):
-    """The classes in the order in which they are placed. What comes after step i of it on the same
-    device takes, ascending, ``later[first[i]:first[i + 1]]``; ``sums[begin[i]:begin[i + 1]]`` are
-    sums of some of these: of up to three where they are few."""
+    """Classes in the order of placement.
+
+    ``later[first[i]:first[i + 1]]`` are the durations, ascending, of the classes after step i on
+    the same device. ``sums[begin[i]:begin[i + 1]]`` are sums of up to three of them (fewer if there
+    are many).
+    """
 
     classes: Any
     later: Any
@@ -55,9 +62,13 @@ class _Path(NamedTuple):
 
 
 class _States(NamedTuple):
-    """Partial templates, a row each: starts by class (-1: none); what is taken of each device's
-    period, ``taken`` times from ``begin`` in [0, period) to ``end``, in order; the path's delay;
-    and by device what memory it comes to: ``life + held * delay`` over the period."""
+    """Partial templates, one per row.
+
+    ``start`` is by class (-1: not placed). ``begin`` and ``end`` are the ``taken`` occupied
+    intervals of each device's period, in order, with begins in [0, period). ``delay`` is the path's
+    delay. The memory of a device is ``life + held * delay`` over the period; ``excess`` is its part
+    above the caps.
+    """
 
     start: Any
     begin: Any
@@ -72,10 +83,11 @@ class _States(NamedTuple):
 def beam_templates(
     shop: JobShop, period: int, width: int = 32, branches: int = 5, count: int = 4
 ) -> list[Template]:
-    """Up to ``count`` templates of that period, those with the least memory over the caps first;
-    none where to see what fits takes more than ``MOST_WORK``.
+    """Find up to ``count`` templates of that period, those with the least memory above the caps
+    first.
 
-    The best may exceed a cap (``template.faults``): its order is then still a good start.
+    Returns none if the packing checks take more than ``MOST_WORK``. The best may exceed a cap
+    (``template.faults``): its order is then still a good start.
     """
     states, following = _empty(shop, width), _empty(shop, width)
     found = _search(_classes(shop), _path(shop), states, following, period, branches)
@@ -93,7 +105,7 @@ def _classes(shop: JobShop) -> _Classes:
         [each[0][1] if each else 0 for each in waits],
     )
     duration, device, head, source, lag = (np.array(c, dtype=np.int64) for c in columns)
-    apart = np.array([shop.kinds[k // num] is Kind.WEIGHT_GRAD for k in range(classes)])
+    apart = np.array([shop.kinds[k // num] is OpType.WEIGHT_GRAD for k in range(classes)])
     change, cap = (np.array(c, dtype=np.float64) for c in (shop.delta[::step], shop.cap))
     last = np.arange(classes) >= classes - num
     return _Classes(duration, device, change, head, source, lag, apart, last, cap)
@@ -120,7 +132,7 @@ def _path(shop: JobShop) -> _Path:
 
 
 def _empty(shop: JobShop, count: int) -> _States:
-    """So many templates without any class."""
+    """``count`` templates without any class."""
     classes, devices, heads = shop.num_classes, len(shop.cap), shop.heads()
     each = [shop.classes_of(d) for d in range(devices)]
     most = max(map(len, each))
@@ -148,8 +160,8 @@ def _search(
     period: int,
     branches: int,
 ) -> Any:
-    """The starts of all templates that are left in the end, the best first; begins with the first
-    of ``states``, which has no class."""
+    """Starts of all complete templates, the best first; ``states`` begins with the empty
+    template."""
     live, width, work = 1, len(following.delay), zeros(1)
     options, parent, at = zeros(branches), zeros(width), zeros(width)
     over, delay = np.zeros(width), zeros(width)
@@ -186,7 +198,7 @@ def _search(
     return states.start[:live]
 
 
-@part
+@compiled_inner
 def _places(
     begins: Any,
     ends: Any,
@@ -199,7 +211,7 @@ def _places(
     options: Any,
     work: Any,
 ) -> int:
-    """How many ``options`` there are, not before ``ready``, the earliest first."""
+    """Fill ``options`` with starts from ``ready`` on, the earliest first; return their number."""
     if taken == 0:
         options[0] = ready
         return 1
@@ -240,11 +252,13 @@ def _places(
     return count
 
 
-@part
+@compiled_inner
 def _fits(gaps: Any, sizes: Any, work: Any) -> bool:
-    """Whether all sizes (ascending) can be packed into the gaps: each, from the largest on, goes
-    into one gap after the other, of gaps that are alike into the first. What is put into a gap is
-    counted; once that is too much, nothing fits."""
+    """True if all sizes (ascending) can be packed into the gaps.
+
+    Backtracking search, largest size first; of equal gaps only the first is tried. Placements are
+    counted in ``work``; once they exceed the limit, nothing fits.
+    """
     chosen, depth, spare = zeros(len(sizes) + 1), 0, 0
     for i in range(len(gaps)):
         spare += gaps[i]
@@ -275,20 +289,20 @@ def _fits(gaps: Any, sizes: Any, work: Any) -> bool:
     return True
 
 
-@part
+@compiled_inner
 def _before(gaps: Any, gap: int) -> bool:
-    """Whether one before it is alike."""
+    """True if an earlier gap has the same size."""
     for other in range(gap):
         if gaps[other] == gaps[gap]:
             return True
     return False
 
 
-@part
+@compiled_inner
 def _score(
     classes: _Classes, states: _States, s: int, k: int, t: int, period: int
 ) -> tuple[float, int]:
-    """Memory above the caps, in shares of them, and the path's delay, if class k starts at t."""
+    """Relative memory above the caps, and the path's delay, if class k starts at t."""
     device, late = classes.device[k], t - classes.head[k]
     life = states.life[s, device] - classes.change[k] * late
     held = states.held[s, device] + classes.change[k]
@@ -303,10 +317,12 @@ def _score(
     return over, delay
 
 
-@part
+@compiled_inner
 def _excess(classes: _Classes, states: _States, s: int, k: int, t: int, period: int) -> float:
-    """What the device of class k holds above its cap in steady state, as a share, where k, at t, is
-    the last of its device's last classes to be placed."""
+    """Relative memory above the cap in steady state on the device of class k, which starts at t.
+
+    The value is 0 until all last classes of the device's stages are placed.
+    """
     device, start = classes.device[k], states.start[s]
     if not classes.last[k]:
         return 0.0
@@ -325,7 +341,7 @@ def _excess(classes: _Classes, states: _States, s: int, k: int, t: int, period: 
     return max(0.0, most - cap) / max(cap, 1.0) if most > cap * (1 + ROUNDING) else 0.0
 
 
-@part
+@compiled_inner
 def _place(
     classes: _Classes,
     states: _States,
@@ -336,7 +352,7 @@ def _place(
     t: int,
     period: int,
 ) -> None:
-    """Let template ``to`` of the following ones be s with class k at t."""
+    """Let template ``to`` of ``following`` be template s of ``states`` with class k at t."""
     device, late, change = classes.device[k], t - classes.head[k], classes.change[k]
     following.excess[to] = states.excess[s] + _excess(classes, states, s, k, t, period)
     following.delay[to] = states.delay[s] if classes.apart[k] else late

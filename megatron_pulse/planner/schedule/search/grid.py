@@ -1,13 +1,13 @@
-"""A problem on a grid of slots: whole numbers where times are, else a relaxation.
+"""A problem on a grid of slots: exact for commensurable times, else a relaxation.
 
 Durations and links are rounded down to multiples of a slot w. Take any real schedule with starts
 s_i, and let s'_i = floor(s_i / w). If i must start at least p_j + l after j starts (data flow,
-microbatches in order, or j before i on one device with l = 0), then
-s'_i >= floor(s_j / w + (p_j + l) / w) >= s'_j + floor(p_j / w) + floor(l / w): the same holds on
-the grid. A forward that starts after an activation was given back on its device does so on the
-grid, so what is live there after each forward is no more than before. The grid's makespan is
-max(s'_i + floor(p_i / w)) <= max((s_i + p_i) / w). So w times the least makespan on the grid is a
-lower bound of every real makespan. Where every time is a multiple of w the grid is the problem.
+microbatches in order, or j before i on one device with l = 0), then s'_i >= floor(s_j / w + (p_j +
+l) / w) >= s'_j + floor(p_j / w) + floor(l / w): the same holds on the grid. A forward that starts
+after an activation was freed on its device does so on the grid, so live memory after each forward
+is no more than before. The grid's makespan is max(s'_i + floor(p_i / w)) <= max((s_i + p_i) / w).
+So w times the least makespan on the grid is a lower bound of every real makespan. If every time is
+a multiple of w, the grid equals the problem.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from megatron_pulse.planner.schedule.search.jobshop import TICKS
 
 @dataclass(frozen=True)
 class Grid:
-    """``problem`` with whole times, of which ``width`` is the unit; ``exact``: nothing was
-    rounded."""
+    """``problem`` in whole multiples of ``width``; ``exact`` means that nothing was rounded."""
 
     problem: ScheduleProblem
     width: float
@@ -33,8 +32,8 @@ class Grid:
 def on_grid(problem: ScheduleProblem, slots: int) -> Grid:
     """``problem`` on the finest grid whose longest operation has at most ``slots`` slots.
 
-    Exact where the times allow it; otherwise rounded down, on a grid at least as fine as the
-    shortest operation, however many slots that takes.
+    The grid is exact if the times allow it. Otherwise times are rounded down, on a grid at least as
+    fine as the shortest operation, even if it takes more slots.
     """
     times = [*problem.forward, *problem.backward, *(problem.weight_grad or ())]
     links = problem.link if isinstance(problem.link, tuple) else (problem.link,)
@@ -66,5 +65,5 @@ def on_grid(problem: ScheduleProblem, slots: int) -> Grid:
 
 
 def _exact(time: float) -> Fraction:
-    """The decimal number that a time is written as."""
+    """Fraction of the decimal number that a time is written as."""
     return Fraction(repr(float(time)))

@@ -1,7 +1,7 @@
-"""A step as a job shop in whole numbers: what list scheduling and improvement work on.
+"""A step as a job shop in integers, the form that list scheduling and improvement work on.
 
-A *class* is a kind of operation on a stage, numbered ``kind * S + stage`` with the kinds of the
-problem in order; operation ``class * M + m`` is it on microbatch m.
+A *class* is an operation type on a stage, numbered ``kind * S + stage`` with the types of the
+problem in order. Operation ``class * M + m`` is the class on microbatch m.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ from typing import Any
 import numpy as np
 
 from megatron_pulse.planner.layout.placement import Placement
-from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
+from megatron_pulse.planner.schedule.operations import Operation, OpType, Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
-from megatron_pulse.planner.schedule.search.playing import Waits, completes, played
+from megatron_pulse.planner.schedule.search.start_times import Waits, completes, earliest_starts
 
 TICKS = 1000
-"""Ticks of the longest operation when the durations are not whole numbers."""
+"""Ticks of the longest operation if the durations are not whole numbers."""
 
 UNITS = 1 << 60
-"""Units of the largest memory when activations are not whole numbers."""
+"""Units of the largest memory if activations are not whole numbers."""
 
 FINE = 1 << 30
-"""A device of which all is less than this many units counts in finer ones of its own."""
+"""Threshold in units: a device with less memory than this gets a finer unit of its own."""
 
 
 @dataclass(frozen=True)
 class JobShop:
-    """One step, operations numbered as the module says.
+    """Job shop of one step; operations are numbered as described in the module.
 
-    ``duration[i]`` is in ticks >= 1; ``before[i]`` lists ``(j, lag)``: i starts at the earliest
-    ``lag`` ticks after j has ended. ``delta[i]`` is by how much i changes the memory that is in use
-    on its device, of which there is ``cap[device]``.
+    ``duration[i]`` is in ticks >= 1. ``before[i]`` lists ``(j, lag)``: i starts at least ``lag``
+    ticks after the end of j. ``delta[i]`` is the change of memory in use by i on its device, which
+    has ``cap[device]``.
     """
 
     placement: Placement
     num_microbatches: int
-    kinds: tuple[Kind, ...]
+    kinds: tuple[OpType, ...]
     duration: tuple[int, ...]
     device: tuple[int, ...]
     before: tuple[tuple[tuple[int, int], ...], ...]
@@ -50,7 +50,7 @@ class JobShop:
 
     @cached_property
     def waits(self) -> Waits:
-        """``before`` for compiled functions."""
+        """``before`` as arrays for compiled functions."""
         first: Any = np.cumsum([0, *map(len, self.before)])
         pairs = [pair for edges in self.before for pair in edges]
         both = np.array(pairs, dtype=np.int64).reshape(-1, 2)
@@ -58,21 +58,21 @@ class JobShop:
 
     @property
     def num_classes(self) -> int:
-        """Kinds times stages."""
+        """Number of operation types times number of stages."""
         return len(self.kinds) * self.placement.num_stages
 
     def classes_of(self, device: int) -> list[int]:
-        """The classes of a device."""
+        """Classes of ``device``."""
         count = self.num_microbatches
         return [k for k in range(self.num_classes) if self.device[k * count] == device]
 
     def most(self, stage: int) -> int:
-        """What one microbatch takes of a stage at the most."""
+        """Largest memory that one microbatch takes on a stage."""
         count, num = self.num_microbatches, self.placement.num_stages
         return max(self.delta[stage * count], -self.delta[(self.num_classes - num + stage) * count])
 
     def load(self, device: int) -> int:
-        """Ticks that one microbatch takes on a device."""
+        """Ticks that one microbatch takes on ``device``."""
         return sum(self.duration[k * self.num_microbatches] for k in self.classes_of(device))
 
     @property
@@ -99,7 +99,7 @@ class JobShop:
         return tails
 
     def mirrored(self) -> JobShop:
-        """The same with time running backwards."""
+        """The same job shop with time reversed."""
         after: list[list[tuple[int, int]]] = [[] for _ in self.before]
         for i, edges in enumerate(self.before):
             for j, lag in edges:
@@ -121,7 +121,7 @@ class JobShop:
         return max(ends)
 
     def operation(self, i: int) -> Operation:
-        """The operation of that number."""
+        """Operation with number ``i``."""
         return self._operations[i]
 
     @property
@@ -133,20 +133,20 @@ class JobShop:
         return _numbered(self.kinds, self.placement.num_stages, self.num_microbatches)[1]
 
     def lines(self, start: Sequence[int]) -> list[list[int]]:
-        """The operations of every device in the order of their starts."""
+        """Operations of every device in the order of their starts."""
         lines: list[list[int]] = [[] for _ in self.cap]
         for i in np.argsort(start, kind="stable").tolist():
             lines[self.device[i]].append(i)
         return lines
 
     def schedule(self, name: str, start: Sequence[int]) -> Schedule:
-        """The same as a schedule."""
+        """Schedule with the orders of these start times."""
         known = self._operations
         order = tuple(tuple(known[i] for i in line) for line in self.lines(start))
         return Schedule(name, self.placement, self.num_microbatches, order)
 
     def can_run(self, schedule: Schedule) -> bool:
-        """Whether the schedule has every operation once, on its device, and none waits for ever."""
+        """True if the schedule has every operation once, on its device, and no circular wait."""
         number = self._numbers
         lines = [[number.get(op, -1) for op in order] for order in schedule.order]
         if sorted(i for line in lines for i in line) != list(range(len(self.device))):
@@ -155,21 +155,22 @@ class JobShop:
         return at_home and len(lines) == len(self.cap) and completes(lines, self.waits)
 
     def earliest(self, schedule: Schedule) -> list[int]:
-        """Start times of a valid schedule's orders, each operation as early as they allow."""
+        """Start times of a valid schedule's orders, each operation as early as the orders allow."""
         number = self._numbers
         return self.timed([[number[op] for op in order] for order in schedule.order])
 
     def timed(self, lines: Sequence[Sequence[int]]) -> list[int]:
-        """Start times of the operations of every device in an order without circular waits."""
-        found: list[int] = played(lines, self.waits, np.array(self.duration)).tolist()
+        """Start times of the operations in these orders of the devices, which have no circular
+        waits."""
+        found: list[int] = earliest_starts(lines, self.waits, np.array(self.duration)).tolist()
         return found
 
 
 @lru_cache(maxsize=8)
 def _numbered(
-    kinds: tuple[Kind, ...], num_stages: int, count: int
+    kinds: tuple[OpType, ...], num_stages: int, count: int
 ) -> tuple[tuple[Operation, ...], Mapping[Operation, int]]:
-    """The operations of all job shops of that size, by their numbers, and their numbers."""
+    """Operations of all job shops of that size, and their numbers."""
     every = tuple(
         Operation(kind, stage, m)
         for kind in kinds
@@ -180,8 +181,11 @@ def _numbered(
 
 
 def job_shop(problem: ScheduleProblem, ticks: int = TICKS) -> JobShop:
-    """``problem`` in ticks and units of memory; whole numbers stay as they are, times up to
-    ``ticks``, which the longest operation has otherwise."""
+    """Convert ``problem`` into ticks and units of memory.
+
+    Whole numbers are kept, times only up to ``ticks``. Otherwise the longest operation gets
+    ``ticks``.
+    """
     placement, count, kinds = problem.placement, problem.num_microbatches, problem.kinds
     num, home = placement.num_stages, placement.device_of_stage
     times = [problem.duration(kind, s) for kind in kinds for s in range(num)]
@@ -213,8 +217,10 @@ def job_shop(problem: ScheduleProblem, ticks: int = TICKS) -> JobShop:
 
 
 def exact_time(problem: ScheduleProblem, shop: JobShop) -> Callable[[Sequence[int]], float]:
-    """How long ``problem`` takes, in its own unit and as ``simulate.run`` says, in the orders of
-    such starts of the operations of its ``shop``."""
+    """Function from start times of ``shop`` to the makespan of their orders in the problem's unit.
+
+    The makespan equals that of ``simulate.run``.
+    """
     count, num = shop.num_microbatches, shop.placement.num_stages
     duration = [problem.duration(kind, s) for kind in shop.kinds for s in range(num)]
     each: Any = np.repeat(np.array(duration, dtype=np.float64), count)
@@ -226,19 +232,19 @@ def exact_time(problem: ScheduleProblem, shop: JobShop) -> Callable[[Sequence[in
     waits = Waits(first, edges, lags)
 
     def seconds(start: Sequence[int]) -> float:
-        return float((played(shop.lines(start), waits, each) + each).max())
+        return float((earliest_starts(shop.lines(start), waits, each) + each).max())
 
     return seconds
 
 
 def _source(
-    own: int, kinds: tuple[Kind, ...], placement: Placement, lags: Sequence[int]
+    own: int, kinds: tuple[OpType, ...], placement: Placement, lags: Sequence[int]
 ) -> tuple[int | None, int]:
-    """The class whose result a class takes, and the time until it arrives."""
+    """Predecessor of a class, and the lag."""
     num = placement.num_stages
     index, stage = divmod(own, num)
     upstream = placement.before[stage] if index == 0 else placement.after[stage]
-    if kinds[index] is Kind.WEIGHT_GRAD or (index == 1 and upstream is None):
+    if kinds[index] is OpType.WEIGHT_GRAD or (index == 1 and upstream is None):
         return own - num, 0
     if upstream is None:
         return None, 0
@@ -248,16 +254,16 @@ def _source(
 def _to_ticks(
     times: Sequence[float], lags: Sequence[float], ticks: int
 ) -> tuple[list[int], list[int]]:
-    """Whole numbers in proportion; operations take at least one tick."""
+    """Integers in proportion; operations take at least one tick."""
     whole = all(float(t).is_integer() for t in (*times, *lags)) and max(*times, *lags) <= ticks
     unit = 1.0 if whole else ticks / max(times)
     return [max(1, round(t * unit)) for t in times], [round(t * unit) for t in lags]
 
 
 def _to_units(problem: ScheduleProblem) -> tuple[list[int], tuple[int, ...]]:
-    """By how much each class changes what its device has in use, and what each device has."""
+    """Change of memory in use of each class, and capacity of each device, in units."""
     first = list(map(problem.activation_of, range(problem.placement.num_stages)))
-    rest = list(first if problem.waits_alike else problem.waiting or ())
+    rest = list(first if problem.waits_alike else problem.wgrad_bytes or ())
     most = list(map(problem.most_of, range(problem.placement.num_stages)))
     home = problem.placement.device_of_stage
     enough = problem.num_microbatches * sum(most)

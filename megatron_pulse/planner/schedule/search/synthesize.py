@@ -1,10 +1,15 @@
-"""The shortest schedule that is found without a solver, for any placement, times and memory.
+"""Constructive search for the shortest schedule, for any placement, times and memory; no solver.
 
-The classic schedules that fit; bounded dynamic programming (``sweep``), which with little memory
-looks at everything; templates, list schedules by static rules, the shortest so far with its dates
-shaken, each squeezed by ``improve``; then swaps on the critical path (``anneal``). With many
-microbatches first a schedule of few, whose steady state is repeated (``extend``). See ../README.md:
-Search. On the fold this is PULSE's wave:
+The search runs these methods in order:
+
+* the classic schedules that fit;
+* bounded dynamic programming (``sweep``), which is exhaustive if memory is small;
+* templates, list schedules by static rules, and list schedules with perturbed dates of the best so
+  far, each compacted by ``improve``;
+* swaps on the critical path (``anneal``).
+
+With many microbatches, the search first solves a smaller problem and repeats its steady state
+(``extend``). See ../README.md: Search. On the fold the result is PULSE's wave:
 
 P = 2, M = 2, equal stages, forward = backward = 1 (stage:microbatch; 10 slots)
 
@@ -31,51 +36,56 @@ import numpy as np
 from megatron_pulse.planner.layout.placement import Placement, fold
 from megatron_pulse.planner.schedule.bound.bounds import device_bound, lower_bound
 from megatron_pulse.planner.schedule.bound.exhaustive import exhaustive_bound
+from megatron_pulse.planner.schedule.bound.microbatch_path import MicrobatchPath
 from megatron_pulse.planner.schedule.bound.order_bound import BOUND_WORK
-from megatron_pulse.planner.schedule.bound.path import MicrobatchPath
-from megatron_pulse.planner.schedule.classic.names import CLASSICS, SPLIT
-from megatron_pulse.planner.schedule.compiled import compiling
-from megatron_pulse.planner.schedule.offload import with_offload
+from megatron_pulse.planner.schedule.classic.catalog import CLASSICS, SPLIT
+from megatron_pulse.planner.schedule.jit import compiling
 from megatron_pulse.planner.schedule.operations import Schedule
+from megatron_pulse.planner.schedule.passes.insert_offload import with_offload
+from megatron_pulse.planner.schedule.passes.insert_recompute import with_recomputation
 from megatron_pulse.planner.schedule.problem import Certificate, ScheduleProblem, Synthesis
-from megatron_pulse.planner.schedule.recompute import with_recomputation
 from megatron_pulse.planner.schedule.search.anneal import anneal
 from megatron_pulse.planner.schedule.search.beam import beam_templates
-from megatron_pulse.planner.schedule.search.extend import extended
-from megatron_pulse.planner.schedule.search.improve import improve
+from megatron_pulse.planner.schedule.search.compaction import improve
+from megatron_pulse.planner.schedule.search.dp.chain import max_in_flight_microbatches
+from megatron_pulse.planner.schedule.search.dp.growing_width import BEHIND, GrowingSweeps
 from megatron_pulse.planner.schedule.search.jobshop import exact_time, job_shop
-from megatron_pulse.planner.schedule.search.listing import list_schedule
-from megatron_pulse.planner.schedule.search.starts import (
-    by_turns,
+from megatron_pulse.planner.schedule.search.list_scheduling import list_schedule
+from megatron_pulse.planner.schedule.search.repeat_steady_state import extended
+from megatron_pulse.planner.schedule.search.seeds import (
     from_template,
+    round_robin,
     rules_by_growth,
     starts,
-    steady,
+    steady_templates,
 )
-from megatron_pulse.planner.schedule.search.sweep.chain import most_open
-from megatron_pulse.planner.schedule.search.sweep.widening import BEHIND, Widening
 from megatron_pulse.planner.schedule.search.template import Template
 
 OPERATIONS, MOST_STARTS = 60_000, 250
-"""Operations in all starts together, and starts at the most, where neither effort nor time is
-limited: seconds for a large problem, less than one for a small."""
+"""Limits without effort or time limit: operations in all starts together, and starts.
+
+A large problem takes seconds, a small one less than one.
+"""
 
 CORE = 3
-"""Microbatches per device beyond which a schedule is first sought for fewer."""
+"""Microbatches per device above which the search first solves a problem with fewer."""
 
 STEADY_SHARE, CORE_SHARE, STARTS_SHARE, SHAKEN_SHARE = 0.1, 0.6, 0.2, 0.1
-"""Of what is left of the effort or time: for many microbatches first for templates and for a
-schedule of fewer, then for starts and for shaken dates."""
+"""Shares of the remaining effort or time.
+
+For many microbatches, first templates and a schedule of fewer microbatches; then starts and
+perturbed dates.
+"""
 
 FEW_SHARE, MANY_SHARE = 0.05, 0.3
-"""The same for sweeps: for few states at first, and for many where that is promising."""
+"""Shares of sweeps: for few states at first, and for many states if promising."""
 
 OPEN = 8
-"""Microbatches under way at once up to which sweeps are tried: with more there are too many
+"""Largest number of microbatches in flight for which sweeps are tried; more give too many
 states."""
 
 LOOKS = 20_000
-"""Starts of operations that a sweep looks at in the time of one start."""
+"""Operation starts that a sweep visits in the time of one start."""
 
 ROUNDS = (
     (0.4, 1.0, (4.0, 16.0)),
@@ -83,38 +93,44 @@ ROUNDS = (
     (0.6, 0.25, (1.0, 2.0)),
     (1.0, 0.05, (4.0, 16.0)),
 )
-"""Annealing: share of what is left, first temperature, prices of memory that is not there. What
-is dear keeps the search near what fits, what is cheap lets it through to other shores."""
+"""Rounds of annealing: share of the rest, first temperature, prices of missing memory.
+
+A high price keeps the search near feasible orders; a low price lets it cross infeasible ones.
+"""
 
 SWAPS = 2000
-"""Swaps of annealing that count as one start: they take about as long."""
+"""Swaps of annealing that count as one start; they take about as long."""
 
 LARGE, LARGE_STARTS_SHARE = 5000, 0.35
-"""Operations from which annealing begins cold, as there is no time to cool down, and share of the
-starts there: a schedule of fewer microbatches is seldom found that repeats."""
+"""Problem size in operations from which annealing begins cold, and the share of starts there.
+
+A large problem leaves no time to cool down, and seldom has a smaller schedule that repeats.
+"""
 
 FEW, MORE, GROWTH_SHARE = 2, 3, 0.4
-"""Microbatches per device of the two shorter steps by which rules are ranked there, and share of
-the time for starts that this may take."""
+"""Microbatches per device of two smaller problems that rank the rules, and their share of time."""
 
 NOISE = (0.1, 0.3, 1.0)
-"""How far dates are shaken, in units of the largest device load."""
+"""Sizes of perturbations of dates, in units of the largest device load."""
 
 BOUND_SHARE = 0.25
-"""Of the time, after which the lower bound ends; on a machine that is not busy it has by then."""
+"""Share of the time after which the lower bound stops; on an idle machine it is done by then."""
 
 LONG_S, LEAST_STARTS = 10.0, 5
-"""Seconds from which the lower bound may take all of its work, and starts for which it takes as
-much as for none; it takes all for ``MOST_STARTS``."""
+"""Limits of the lower bound's work.
+
+From ``LONG_S`` seconds on the bound may take all of its work. Fewer than ``LEAST_STARTS`` starts
+count as that many; ``MOST_STARTS`` allow all of the work.
+"""
 
 CORES = 4
-"""Repeated parts to try."""
+"""Number of repeated parts to try."""
 
 ROUNDED = 1.05
-"""Times the fewest ticks, up to which a schedule may be the shortest in the problem's own unit."""
+"""Largest ratio to the fewest ticks of a schedule that may be the shortest in the exact unit."""
 
 NOTABLE_S = 2.0
-"""Seconds of getting ready that are told."""
+"""Seconds of compilation above which the time is logged."""
 
 log = logging.getLogger(__name__)
 
@@ -127,28 +143,29 @@ def synthesize(
     beside: Callable[[Schedule, float], bool] | None = None,
     bounded: bool = True,
 ) -> Synthesis:
-    """The shortest schedule found; never longer than a classic one that fits ``problem``.
+    """Find a short schedule; it is never longer than a classic one that fits ``problem``.
 
-    On every stage operations of a kind are in microbatch order. The search ends at the lower bound,
-    or after ``seconds`` of this process's time. With ``effort``, the number of starts to improve,
-    the clock has no part in the answer; without a limit of time (``math.inf``) the effort is by the
-    size of the problem.
-    ``templates``, in ticks of ``job_shop(problem)``, are starts that come on top. ``beside`` is
-    asked now and then, with the best schedule and bound so far, whether that is enough. What is
-    computed again is a part of its backward until the end, and then goes to idle times; what may
-    wait on the host is there all the time until it leaves only where it must. Unless
-    ``bounded``, the bound is what is found at once: the schedule is the same, where ``effort`` is
-    all that ends the search.
+    Operations of a type on a stage are in microbatch order. The search ends at the lower bound, or
+    after ``seconds`` of this process's time. With ``effort``, the number of starts to improve, the
+    result does not depend on the clock. Without a time limit (``math.inf``) the size of the problem
+    determines the effort.
+
+    ``templates``, in ticks of ``job_shop(problem)``, are additional starts. ``beside`` is called
+    now and then with the best schedule and bound so far; True ends the search. Recomputation is
+    part of its backward during the search, and then moves to idle times. Activations under offload
+    count as absent during the search, and then leave only where memory requires. Unless
+    ``bounded``, the certificate has only a quick bound; the schedule is the same if ``effort``
+    alone ends the search.
     """
-    if problem.offloaded is not None:
+    if problem.offload_bytes is not None:
         return with_offload(
             problem, lambda of, part: synthesize(of, part, effort, bounded=bounded), seconds
         )
-    if problem.recompute is not None:
+    if problem.recompute_s is not None:
         within = problem.within_backwards
         found = synthesize(within, seconds, effort, templates, beside, bounded)
         return with_recomputation(problem, found)
-    get_ready()
+    compile_search()
     began = time.process_time()
     if effort is None and seconds == math.inf:
         operations = problem.num_microbatches * problem.placement.num_stages * len(problem.kinds)
@@ -169,8 +186,11 @@ def synthesize(
 
 
 @cache
-def get_ready() -> None:
-    """Compile what the search runs most, or read it from disk: no search's time is spent on it."""
+def compile_search() -> None:
+    """Compile the functions that the search runs most, or read them from disk.
+
+    Called before the search, so that compilation takes no search time.
+    """
     began = time.process_time()
     problem = ScheduleProblem(fold(1), 1, (1.0, 1.0), (1.0, 1.0))
     with compiling():
@@ -179,13 +199,13 @@ def get_ready() -> None:
         exact_time(problem, shop)(shop.timed(shop.lines(next(starts(shop)))))
         anneal(shop, improve(shop, next(starts(shop))), float)
         beam_templates(shop, shop.most_load)
-        next(Widening(problem, shop).starts(lambda: math.inf, lambda _: 1.0), None)
+        next(GrowingSweeps(problem, shop).starts(lambda: math.inf, lambda _: 1.0), None)
     if (spent := time.process_time() - began) > NOTABLE_S:
         log.info("compiled the search for schedules in %.1f s; it is kept on disk", spent)
 
 
 def classics(problem: ScheduleProblem) -> list[Schedule]:
-    """The classic schedules that are an answer to ``problem``."""
+    """Classic schedules that are valid solutions of ``problem``."""
     found = []
     for name in CLASSICS:
         if (name in SPLIT) != (problem.weight_grad is not None):
@@ -197,7 +217,7 @@ def classics(problem: ScheduleProblem) -> list[Schedule]:
 
 
 def _has_room(problem: ScheduleProblem, alive: Sequence[Any]) -> bool:
-    """Whether no device ever holds more than its cap, as ``cap_faults`` has it."""
+    """True if no device exceeds its cap (as ``cap_faults``)."""
     if problem.cap is None:
         return True
     for device, (counts, cap) in enumerate(zip(alive, problem.cap, strict=True)):
@@ -212,9 +232,12 @@ def _has_room(problem: ScheduleProblem, alive: Sequence[Any]) -> bool:
 def _classic(
     name: str, placement: Placement, num_microbatches: int
 ) -> tuple[Schedule, list[Any]] | None:
-    """A classic schedule, proven but for what devices hold, and of each device how many activations
-    of each of its stages (columns) it ever has (rows); None if it is not for the placement: what
-    waits for itself, or has microbatches in another order, ends nowhere."""
+    """A classic schedule, validated except for memory, with its live activations per device.
+
+    The activations are arrays: a row per combination that occurs, a column per stage of the device.
+    Returns None if the schedule is not for the placement, waits for itself, or has microbatches out
+    of order.
+    """
     try:
         schedule = CLASSICS[name](placement, num_microbatches)
     except ValueError:
@@ -235,7 +258,7 @@ def _classic(
 
 
 class _Budget:
-    """Time, or a number of starts, that is left; none once ``stop`` says so."""
+    """Remaining time, or remaining number of starts; exhausted once ``stop`` is true."""
 
     def __init__(
         self, seconds: float, effort: int | None, stop: Callable[[], bool] | None = None
@@ -245,18 +268,17 @@ class _Budget:
 
     @property
     def spent(self) -> bool:
-        """Whether nothing is left."""
         if self.stop is not None and self.stop():
             return True
         return time.process_time() >= self.deadline or self.effort == 0
 
     def take(self) -> None:
-        """One start."""
+        """Count one start."""
         if self.effort is not None:
             self.effort -= 1
 
     def share(self, part: float) -> _Budget:
-        """A part of what is left, which is then no longer here; at least one start."""
+        """Split off a part of the rest, at least one start."""
         if self.effort is not None:
             taken = min(self.effort, max(1, int(self.effort * part)))
             self.effort -= taken
@@ -264,12 +286,12 @@ class _Budget:
         return _Budget(max(0.0, part * (self.deadline - time.process_time())), None, self.stop)
 
     def past(self, part: float) -> Callable[[], bool]:
-        """Whether a part of the time that is left now is over; never where effort counts."""
+        """Predicate that turns true after a part of the remaining time; never with effort."""
         until = time.process_time() + part * (self.deadline - time.process_time())
         return lambda: time.process_time() >= until
 
     def looks(self) -> Callable[[int], float]:
-        """How many starts of operations a sweep may still look at after so many, to take this."""
+        """Function from operation starts visited to the number that a sweep may still visit."""
         if self.effort is not None:
             most = LOOKS * self.effort
             return lambda done: most - done
@@ -284,7 +306,7 @@ class _Budget:
         return left
 
     def progress(self) -> Callable[[int], float]:
-        """What ``anneal`` asks for, so that it takes all of this."""
+        """Progress function of an annealing that takes the whole budget."""
         if self.effort is not None:
             swaps = max(1, SWAPS * self.effort)
             return lambda done: done / swaps
@@ -294,7 +316,7 @@ class _Budget:
 
 
 class _ScheduleSearch:
-    """The shortest schedule so far, in the problem's unit, and its start times in ticks."""
+    """Best schedule so far: length in the problem's unit, start times in ticks."""
 
     def __init__(
         self, problem: ScheduleProblem, bound_work: float | None, until: float = math.inf
@@ -318,31 +340,32 @@ class _ScheduleSearch:
 
     @property
     def proved(self) -> bool:
-        """Whether no schedule is shorter."""
+        """True if no schedule is shorter."""
         return self.length <= self.bound * (1 + 1e-9)
 
     def try_every_order(self) -> None:
-        """Prove what a small problem can do without, where one device's bounds do not."""
+        """Raise the bound of a small problem by exhaustive search, where bounds of single devices
+        fail."""
         if len(self.problem.placement.starts) == 1:
             path = MicrobatchPath(self.problem)
             self.bound = max(self.bound, exhaustive_bound(path, self.length))
 
     def spend(self, budget: _Budget, templates: Iterable[Template] = ()) -> None:
-        """Search until the bound is reached or the budget spent."""
+        """Search until the bound is reached or the budget is spent."""
         given = (start for t in templates for start in from_template(self.shop, t))
         self.try_all(chain(self.fitting, given), None)
         if self.proved or budget.spent:
             return
         sweeps = None
         one_chain = len(self.problem.placement.starts) == 1
-        if one_chain and most_open(self.shop) <= OPEN:
-            sweeps = Widening(self.problem, self.shop)
+        if one_chain and max_in_flight_microbatches(self.shop) <= OPEN:
+            sweeps = GrowingSweeps(self.problem, self.shop)
             self.sweep(sweeps, budget.share(FEW_SHARE))
         count = CORE * self.problem.placement.num_devices
         large = len(self.start) > LARGE
         if self.problem.num_microbatches > count:
             part = budget.share(STEADY_SHARE)
-            self.try_all(steady(self.shop, lambda: part.spent), part)
+            self.try_all(steady_templates(self.shop, lambda: part.spent), part)
             if not large:
                 part = budget.share(CORE_SHARE)
                 self.try_all(self.by_core(count, part), None)
@@ -352,7 +375,7 @@ class _ScheduleSearch:
             sources.append(self.by_holding())
         if large and self.problem.num_microbatches > count:
             sources.append(self.by_growth(part.past(GROWTH_SHARE)))
-        self.try_all(by_turns(*sources), part)
+        self.try_all(round_robin(*sources), part)
         part = budget.share(SHAKEN_SHARE)
         self.try_all(self.shaken(), part)
         if sweeps is not None and sweeps.reached <= BEHIND * self.ticks:
@@ -362,20 +385,20 @@ class _ScheduleSearch:
                 return
             self.anneal(budget.share(share), seed, hot, price)
 
-    def sweep(self, sweeps: Widening, budget: _Budget) -> None:
-        """Sweep over counts while there is budget; a sweep that leaves nothing out is a proof."""
+    def sweep(self, sweeps: GrowingSweeps, budget: _Budget) -> None:
+        """Sweep while there is budget; a complete sweep proves a bound."""
         if not budget.spent:
             self.try_all(sweeps.starts(lambda: self.length, budget.looks()), None)
             self.bound = max(self.bound, sweeps.bound)
 
     def anneal(self, budget: _Budget, seed: int, hot: float, price: tuple[float, float]) -> None:
-        """Take all of the budget to anneal the shortest so far."""
+        """Anneal the best schedule with the whole budget."""
         goal = math.floor(self.bound * self.ticks / self.length + 1e-6)
         hot = min(hot, ROUNDS[-1][1]) if len(self.start) > LARGE else hot
         self.offer(anneal(self.shop, self.start, budget.progress(), seed, goal, hot, price))
 
     def try_all(self, candidates: Iterable[list[int]], budget: _Budget | None) -> None:
-        """Improve one after the other while there is budget (None: all)."""
+        """Improve the candidates one after the other while there is budget (None: all)."""
         source = iter(candidates)
         while not self.proved and not (budget is not None and budget.spent):
             start = next(source, None)
@@ -386,7 +409,7 @@ class _ScheduleSearch:
                 budget.take()
 
     def offer(self, start: list[int]) -> None:
-        """Improve ``start`` and keep it unless it is longer."""
+        """Improve ``start`` and keep the result unless it is longer."""
         improved = improve(self.shop, start)
         ticks = self.shop.makespan(improved)
         if ticks > self.ticks:
@@ -402,7 +425,11 @@ class _ScheduleSearch:
         yield from islice(extended(core.shop, core.start, self.shop), CORES)
 
     def by_holding(self) -> Iterator[list[int]]:
-        """Starts that hold all until weight gradients: where more fits a rule may lead astray."""
+        """Starts of the problem in which activations keep their largest size until weight
+        gradients.
+
+        Rules that use the freed memory can lead astray.
+        """
         yield from starts(job_shop(self.problem.holding_all))
 
     def by_growth(self, stop: Callable[[], bool]) -> Iterator[list[int]]:
@@ -414,7 +441,7 @@ class _ScheduleSearch:
         return rules_by_growth(self.shop, few, more, stop)
 
     def shaken(self) -> Iterator[list[int]]:
-        """List schedules by the dates of the shortest so far with some noise."""
+        """List schedules with randomly perturbed dates of the best schedule."""
         chance = random.Random(0)
         shop = self.shop
         load = shop.most_load

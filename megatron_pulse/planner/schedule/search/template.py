@@ -1,7 +1,7 @@
-"""A modulo template: every microbatch does the same, one period after the one before.
+"""Modulo template: a periodic schedule that repeats one microbatch's start times every period.
 
-Throughput and memory of a template do not depend on the number of microbatches (see
-../README.md: Templates).
+Throughput and memory of a template do not depend on the number of microbatches (../README.md:
+Search).
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class Template:
 
 
 def faults(shop: JobShop, template: Template) -> list[str]:
-    """Why ``template`` cannot run for ever; empty when it can.
+    """Return the reasons why ``template`` cannot run for ever; empty if it can.
 
-    Data arrives in time, operations of a device do not overlap modulo the period, and the steady
-    state keeps within every cap.
+    Data must arrive in time, operations of a device must not overlap modulo the period, and the
+    steady state must keep within every cap.
     """
     if len(template.start) != shop.num_classes:
         return [f"the template has {len(template.start)} classes, the problem {shop.num_classes}"]
@@ -44,7 +44,7 @@ def faults(shop: JobShop, template: Template) -> list[str]:
 
 
 def steady_peak(shop: JobShop, template: Template, device: int) -> int:
-    """Largest memory of a device when the template runs for ever."""
+    """Largest memory of ``device`` in the template's steady state."""
     change = {k: shop.delta[k * shop.num_microbatches] for k in shop.classes_of(device)}
     start, period = template.start, template.period
     return max(

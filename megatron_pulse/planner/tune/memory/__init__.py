@@ -1,1 +1,2 @@
-"""What devices hold: in each moment of a schedule, and what is not kept where that is too much."""
+"""Memory of each device: peaks over a schedule, and the activation policy that makes a config
+fit."""

@@ -1,1 +1,1 @@
-"""The tuner's outcome as a plan file, and the figures of a plan file as the tuner has them."""
+"""Conversion of the tuner's outcome to a plan file, and a plan file's figures computed anew."""

@@ -1,4 +1,4 @@
-"""What the tuner found, as a plan file."""
+"""Conversion of the tuner's outcome to a plan file."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from importlib.metadata import PackageNotFoundError, version
 from megatron_pulse.planner.cluster.cluster import to_record
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
-from megatron_pulse.planner.tune.searching.tuning import Tuning
-from megatron_pulse.profile.cautions import spread_caution
+from megatron_pulse.planner.tune.search.result import Tuning
+from megatron_pulse.profile.warnings import spread_caution
 
 
 def plan_of(outcome: Outcome, evaluator: Evaluator, found: Tuning | None = None) -> PlanFile:
-    """The plan file of an outcome of ``evaluator``, whose schedule must be of all microbatches.
+    """Plan file of an outcome of ``evaluator``, whose schedule must have all microbatches.
 
-    It holds the costs of the profile at its own microbatch size, and how sure the search is that
-    ``found`` it.
+    The plan holds the profile's costs at its own microbatch size, and the certainty of the search
+    ``found``.
     """
     if outcome.extrapolated:
         raise ValueError("the outcome's schedule is of fewer microbatches than a step has")
@@ -31,15 +31,15 @@ def plan_of(outcome: Outcome, evaluator: Evaluator, found: Tuning | None = None)
         pipeline=config.pipeline,
         data=config.data,
         tensor=config.tensor,
-        sequence_parallel=evaluator.sequence_parallel and config.tensor > 1,
-        rank_order="tp-pp-dp" if config.pipeline_inside else "tp-dp-pp",
+        sequence_parallel=evaluator.costs.sequence_parallel and config.tensor > 1,
+        rank_order="tp-pp-dp" if config.pp_before_dp else "tp-dp-pp",
         global_batch_size=outcome.global_batch_size,
         micro_batch_size=config.micro_batch_size,
-        recompute=tuple(names[i] for i in sorted(stages.recompute)),
+        activations=stages.activations,
         distributed_optimizer=config.distributed_optimizer,
-        averages=evaluator.state.averages,
-        half_gradients=evaluator.state.half_gradients,
-        host_optimizer=evaluator.state.host_optimizer,
+        ema=evaluator.state.ema,
+        grad_reduce_in_bf16=evaluator.state.grad_reduce_in_bf16,
+        optimizer_cpu_offload=evaluator.state.optimizer_cpu_offload,
         overlap_grad_reduce=config.data > 1,
         stages=tuple(
             tuple(names[i] for i in partition.layers_of_stage(s))
@@ -61,13 +61,11 @@ def plan_of(outcome: Outcome, evaluator: Evaluator, found: Tuning | None = None)
         },
         profile=costs,
         self_conditioning=outcome.self_conditioning,
-        offload=tuple(names[i] for i in sorted(stages.offload)),
-        selective=tuple(names[i] for i in sorted(stages.selective)),
     )
 
 
 def _searched(found: Tuning) -> dict[str, float]:
-    """How many configs were looked at, and the least that a step of any of them takes."""
+    """Number of configs searched, and a lower bound on the step time of all of them."""
     return {
         "configs": found.num_configs,
         "simulated": found.num_simulated,

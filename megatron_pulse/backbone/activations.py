@@ -1,0 +1,133 @@
+"""Activation policies: what happens to the tensors that a layer saves for its backward pass.
+
+Flags, tuner, plan file, plan and executor all speak of these four policies by this one type.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from enum import StrEnum
+
+from megatron_pulse.errors import did_you_mean
+
+
+class ActivationPolicy(StrEnum):
+    """Fate of what a layer saves in its forward pass, until its backward pass has used it."""
+
+    KEEP = "keep"
+    """It stays in device memory."""
+    RECOMPUTE = "recompute"
+    """Only the layer's inputs stay; the rest is computed again for the backward pass."""
+    OFFLOAD = "offload"
+    """It may wait in host memory and is copied back before the backward pass."""
+    SELECTIVE = "selective"
+    """What is cheap to compute is computed again; the rest, products of matrices above all, stays
+    (Megatron's selective recomputation)."""
+
+
+@dataclass(frozen=True)
+class ActivationPolicies:
+    """The activation policy of each layer of a chain, as sets of layer indices.
+
+    A layer is in at most one set; a layer in none has policy ``KEEP``. Any collections are taken.
+    """
+
+    recompute: frozenset[int] = frozenset()
+    offload: frozenset[int] = frozenset()
+    selective: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            object.__setattr__(self, field.name, frozenset(getattr(self, field.name)))
+
+    def __or__(self, other: ActivationPolicies) -> ActivationPolicies:
+        """Policies of both, which are of different layers."""
+        return ActivationPolicies(
+            self.recompute | other.recompute,
+            self.offload | other.offload,
+            self.selective | other.selective,
+        )
+
+    @staticmethod
+    def all(policy: ActivationPolicy, num_layers: int) -> ActivationPolicies:
+        """``policy`` for every layer of a chain of ``num_layers``."""
+        every = frozenset(range(num_layers))
+        return policies(lambda wanted: every if wanted is policy else frozenset())
+
+    @property
+    def on_device(self) -> ActivationPolicies:
+        """The same policies with ``KEEP`` in place of ``OFFLOAD``: what decides a layer's times."""
+        return replace(self, offload=frozenset())
+
+    def without(self, layers: frozenset[int]) -> ActivationPolicies:
+        """The same policies, with ``KEEP`` for ``layers``."""
+        return ActivationPolicies(
+            self.recompute - layers, self.offload - layers, self.selective - layers
+        )
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether any layer computes all or part of its activations again."""
+        return bool(self.recompute or self.selective)
+
+    def __bool__(self) -> bool:
+        return self.recomputes or bool(self.offload)
+
+    def of(self, layer: int) -> ActivationPolicy:
+        """Policy of the layer with this index."""
+        for policy, layers in self.sets():
+            if layer in layers:
+                return policy
+        return ActivationPolicy.KEEP
+
+    def sets(self) -> Iterator[tuple[ActivationPolicy, frozenset[int]]]:
+        """Each policy but ``KEEP``, with its layers."""
+        for field in fields(self):
+            yield ActivationPolicy(field.name), getattr(self, field.name)
+
+    def by_name(self, names: Sequence[str]) -> dict[str, str]:
+        """Layer name to policy, in chain order, without layers that keep all."""
+        policies = ((name, self.of(i)) for i, name in enumerate(names))
+        return {name: str(p) for name, p in policies if p is not ActivationPolicy.KEEP}
+
+    def faults(self, num_layers: int) -> Iterator[str]:
+        """Indices that are no layer of a chain of ``num_layers``, and layers with two policies."""
+        for policy, layers in self.sets():
+            for layer in sorted(layers, key=str):
+                if type(layer) is not int or not 0 <= layer < num_layers:
+                    yield (
+                        f"activation policy {policy} has layer {layer!r}; layers are numbers from "
+                        f"0 to {num_layers - 1}"
+                    )
+        counts = Counter(layer for _, layers in self.sets() for layer in layers)
+        for layer in sorted((i for i, n in counts.items() if n > 1), key=str):
+            both = " and ".join(str(p) for p, layers in self.sets() if layer in layers)
+            yield f"layer {layer} has the activation policies {both}: give it one"
+
+
+def policies_of(by_name: Mapping[str, str], names: Sequence[str]) -> ActivationPolicies:
+    """Policies of a chain whose layers have these ``names``; names of other layers are ignored."""
+
+    return policies(
+        lambda policy: frozenset(i for i, n in enumerate(names) if by_name.get(n) == policy)
+    )
+
+
+def policies(layers: Callable[[ActivationPolicy], frozenset[int]]) -> ActivationPolicies:
+    """Policies where ``layers`` gives the layers of each."""
+    return ActivationPolicies(
+        layers(ActivationPolicy.RECOMPUTE),
+        layers(ActivationPolicy.OFFLOAD),
+        layers(ActivationPolicy.SELECTIVE),
+    )
+
+
+def name_faults(by_name: Mapping[str, str], names: Sequence[str]) -> Iterator[str]:
+    """Layers in ``by_name`` that a chain of these ``names`` does not have."""
+    for name in by_name:
+        if name not in names:
+            yield f"activations: no stage has a layer {name!r}; {did_you_mean(name, names)}".rstrip(
+                "; "
+            )

@@ -1,1 +1,0 @@
-"""Chains that are derived from any torch module: exported, cut, and as layers of a backbone."""

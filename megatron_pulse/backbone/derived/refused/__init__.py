@@ -1,1 +1,0 @@
-"""What cannot be run in a pipeline as it is, and why."""

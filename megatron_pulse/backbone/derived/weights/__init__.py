@@ -1,1 +1,0 @@
-"""Modules without memory, and the first values of their parameters and buffers."""

@@ -1,0 +1,340 @@
+"""``pulse import`` and ``pulse export``: weights from and to published formats."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections import ChainMap
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_pulse.cli.backbone_flags import (
+    add_backbone_flags,
+    add_code_flag,
+    add_option_flag,
+    backbone_faults,
+    option_faults,
+    options_of,
+)
+from megatron_pulse.cli.errors import add_parser, as_user_error, check_folder, range_faults, require
+from megatron_pulse.cli.import_megatron import prepare_megatron
+from megatron_pulse.cli.models.controlnet import NEW, with_controlnet
+from megatron_pulse.diffusion.choice import ProcessChoice
+from megatron_pulse.errors import UserError
+from megatron_pulse.flags import FROM_ZERO, add_flags, read_flags
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megatron_pulse.backbone.chain import Backbone
+
+_IMPORT = """\
+Reads a diffusers folder (a whole pipeline's, or that of its unet or transformer) and writes a
+checkpoint that training takes with --pretrained-checkpoint DIR, at any parallel layout, with a new
+optimizer; its moving average starts at the same weights. A single file (.pth, .safetensors) is read
+as the state dict that U-ViT publishes, with --backbone, or that of a --module of your own.
+A UNet with classes keeps all of them and gets no null class unless --null-class is given.
+Every tensor must be there with its shape; what is wrong is listed, and nothing is written.
+With --controlnet the UNet is locked, and a ControlNet beside it is what training trains and
+exporting writes: that of a diffusers folder, or a new one, which begins as the UNet's encoder.
+In place of a folder hf:ID[@revision] is one of the hub, downloaded to huggingface_hub's cache.
+The diffusion process is that of the pipeline's scheduler (scheduler/scheduler_config.json); where
+there is none, or it is one that is not known here, flags must say what it is.
+
+examples:
+  pulse import --from stable-diffusion-v1-5 --to checkpoints/sd15
+  pulse import --from PixArt-Sigma-XL-2-1024-MS/transformer --to checkpoints/pixart
+  pulse import --from stable-diffusion-v1-5 --controlnet new --to checkpoints/control
+  pulse import --from downloads/transformer --objective v --noise-schedule scaled_linear \\
+      --beta-end 0.018 --to checkpoints/hunyuan
+  pulse import --from mine.safetensors --module mine.py:build --objective v --to checkpoints/mine
+  pulse import --from imagenet256_uvit_huge.pth --backbone uvit-h --objective epsilon \\
+      --noise-schedule scaled_linear --to checkpoints/uvit
+"""
+
+_EXPORT = """\
+Writes the moving average of a checkpoint's weights (or, with --raw, the weights) in the format
+that the model is published in: a folder that diffusers' from_pretrained loads, or for U-ViT and a
+module of your own a file (.pth or .safetensors) with their names. What importing read, exporting
+writes again bit for bit. The diffusion process is written as the configuration of a diffusers
+scheduler, into the folder scheduler in it, or beside a file as NAME.scheduler_config.json.
+
+examples:
+  pulse export --load checkpoints/sd15 --to exported/unet
+  pulse export --load runs/a --iteration 4000 --raw --dtype bfloat16 --to exported/transformer
+  pulse export --load runs/uvit --to uvit.pth
+"""
+
+
+_FILES = (".pth", ".pt", ".safetensors")
+"""Suffixes of a file that holds a whole model."""
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``import`` and ``export``."""
+    parser = add_parser(
+        commands, "import", "make a checkpoint of published weights", _IMPORT, run_import
+    )
+    add = parser.add_argument
+    add(
+        "--from", dest="source", type=Path, required=True, metavar="PATH|hf:ID", help="what to read"
+    )
+    add("--to", type=Path, required=True, metavar="DIR", help="for --pretrained-checkpoint; new")
+    what = parser.add_mutually_exclusive_group()
+    add_backbone_flags(what, "for a single file: the backbone that it holds")
+    add_option_flag(parser, "with --backbone or --module: override one of its options")
+    process = parser.add_argument_group(
+        "diffusion process", "What the pipeline's scheduler does not say, or says otherwise."
+    )
+    add_flags(ProcessChoice, process, unsaid="default: as the scheduler says")
+    add(
+        "--null-class",
+        action="store_true",
+        help="of a UNet with classes: add one, of zeros, for classifier-free guidance to learn",
+    )
+    add(
+        "--controlnet",
+        metavar="DIR|hf:ID|new",
+        help="lock the UNet and train a ControlNet: of a diffusers folder, or a new one",
+    )
+
+    parser = add_parser(
+        commands, "export", "write weights as they are published", _EXPORT, run_export
+    )
+    add = parser.add_argument
+    add("--load", type=Path, required=True, metavar="DIR", help="what training had as --save")
+    add("--to", type=Path, required=True, metavar="PATH", help="the folder or file to write; new")
+    add("--iteration", type=int, metavar="N", help="a checkpoint other than the latest")
+    add("--raw", action="store_true", help="the weights as trained, not their moving average")
+    add("--chain", metavar="NAME", help="of a cascade: which of its backbones")
+    add_code_flag(parser, "the checkpoint")
+    add(
+        "--dtype",
+        choices=["float32", "float16", "bfloat16"],
+        default="float32",
+        help="of the written weights (default float32)",
+    )
+
+
+def run_import(args: argparse.Namespace) -> None:
+    """Read, compare, write."""
+    require([*_check_new(args.to), *_check_source(args)])
+    prepare_megatron()
+    from megatron_pulse.diffusion.scheduler import read_process
+    from megatron_pulse.integration.checkpoint.published_weights import import_weights
+
+    with as_user_error(ValueError):
+        read = _open_file if args.source.is_file() else _open_folder
+        backbone, tensors, place = read(args)
+        backbone, length = _with_length_of_texts(backbone, args.source)
+        process, remark = read_process(place, read_flags(ProcessChoice, args))
+        import_weights(backbone, tensors, str(args.source), args.to, process)
+    count = sum(tensor.numel() for tensor in tensors.values())
+    print(
+        f"{args.to}: {backbone.name}, {len(tensors)} tensors with {count:,} values\n"
+        f"process: {process.describe(backbone.image_tokens)}\n"
+        + (f"{remark}\n" if remark else "")
+        + f"train it with --pretrained-checkpoint {args.to} "
+        + " ".join([_flags_of(backbone, place), *length])
+    )
+
+
+def run_export(args: argparse.Namespace) -> None:
+    """Load, convert, write."""
+    faults = range_faults(FROM_ZERO, args, "iteration")
+    require([*faults, *(_check_new(args.to) or _check_beside(args.to))])
+    prepare_megatron()
+    import torch
+
+    from megatron_pulse.backbone.published_weights import PublishedError
+    from megatron_pulse.diffusion.published import write_folder, write_state_dict
+    from megatron_pulse.diffusion.scheduler_export import scheduler_of_process
+    from megatron_pulse.integration.checkpoint.published_weights import export_weights, load_whole
+    from megatron_pulse.integration.checkpoint.saved_run import read_saved_run
+    from megatron_pulse.integration.training_data import makes_pixels
+
+    with as_user_error(ValueError):
+        saved = read_saved_run(args.load, args.iteration).of_chain(args.chain)
+        backbone, stage = load_whole(saved, averaged=not args.raw)
+        published, tensors = export_weights(backbone, stage)
+    dtype = getattr(torch, args.dtype)
+    tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+    if beyond := [name for name, tensor in tensors.items() if not tensor.isfinite().all()]:
+        raise PublishedError(f"weights that {args.dtype} cannot hold", beyond)
+    scheduler = scheduler_of_process(saved.process, makes_pixels(saved.arguments))
+    if published.library != "diffusers" and args.to.suffix not in _FILES:
+        raise UserError(f"--to {args.to}: {backbone.name} is one file, {' or '.join(_FILES)}")
+    if published.library == "diffusers":
+        write_folder(args.to, published, tensors, scheduler=scheduler)
+    else:
+        write_state_dict(args.to, tensors, scheduler)
+    if backbone.takes_prediction:
+        print(
+            "diffusers loads it, but none of its pipelines gives a model its own prediction: the "
+            "channels behind the sample's are the x_0 that was estimated in the step before"
+        )
+    size, spaced = backbone.input_spec.shape[-1], published.config.get("sample_size")
+    if spaced not in (None, size):
+        print(
+            f"trained at {size}; config.json's sample_size {spaced} is what its positions are "
+            "spaced for, so ask pipelines for the size that you want"
+        )
+    count = sum(tensor.numel() for tensor in tensors.values())
+    print(
+        f"{args.to}: {published.class_name} of {published.library}, {len(tensors)} tensors with "
+        f"{count:,} values, {args.dtype}, {'raw' if args.raw else 'averaged'} weights, "
+        f"{scheduler['_class_name']}: {saved.process.describe()}"
+    )
+
+
+def _open_folder(args: argparse.Namespace) -> tuple[Backbone, Mapping[str, Tensor], Path]:
+    from megatron_pulse.diffusion.published import find_component, read_folder
+    from model_specs import load_published, read_published
+
+    component = find_component(args.source)
+    backbone: Backbone = load_published(read_published(component))
+    tensors: Mapping[str, Tensor] = read_folder(component)
+    if args.controlnet is not None:
+        backbone, tensors = with_controlnet(component, tensors, args.controlnet)
+    elif args.null_class:
+        backbone, tensors = _with_null_class(backbone, tensors)
+    return backbone, tensors, component
+
+
+def _with_null_class(
+    backbone: Backbone, tensors: Mapping[str, Tensor]
+) -> tuple[Backbone, Mapping[str, Tensor]]:
+    """Class-conditional UNet with an additional row of zeros in its table of classes."""
+    import torch
+
+    from model_specs import is_module, load_backbone
+
+    table, record = "class_embedding.weight", backbone.record
+    if is_module(backbone.name):
+        raise UserError(
+            f"--null-class: {backbone.name} has the classes that its config.json says; train it "
+            "with --pulse-class-dropout 0"
+        )
+    if table not in tensors or backbone.null_label is not None:
+        raise UserError(f"--null-class: {backbone.name} has no classes, or a null class already")
+    rows = tensors[table]
+    grown = torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])])
+    grown_options = {**record["options"], "null_class": True}
+    backbone = replace(load_backbone(record["name"], grown_options), kept=backbone.kept)
+    return backbone, ChainMap({table: grown}, tensors)  # type: ignore[arg-type]
+
+
+def _open_file(args: argparse.Namespace) -> tuple[Backbone, Mapping[str, Tensor], Path]:
+    from megatron_pulse.diffusion.published import read_state_dict
+    from model_specs import load_backbone
+
+    return (
+        load_backbone(args.backbone, options_of(args)),
+        read_state_dict(args.source),
+        args.source,
+    )
+
+
+def _check_new(path: Path) -> list[str]:
+    if not path.name:
+        return [f"--to {path} is no name: name a new file or folder"]
+    if path.is_dir() and any(path.iterdir()):
+        return [f"--to {path} is a folder with something in it: name a new one"]
+    if path.is_file():
+        return [f"--to {path} exists: name a new one"]
+    return check_folder(path.parent, "--to")
+
+
+def _check_beside(path: Path) -> list[str]:
+    """Fault if the scheduler file beside an exported file exists, perhaps from another export."""
+    from megatron_pulse.diffusion.scheduler import file_beside
+
+    beside = file_beside(path)
+    return [f"--to {path}: {beside} exists: name a new one"] if beside.exists() else []
+
+
+def _check_source(args: argparse.Namespace) -> list[str]:
+    faults = option_faults(args)
+    if args.source.is_file():
+        if faults_of_file := _original(args):
+            return faults_of_file
+        if args.backbone is None:
+            faults.append(
+                f"--from {args.source} is a file: say with --backbone or --module what it holds"
+            )
+        elif not faults:
+            faults += backbone_faults(args)
+        for flag in ("null_class", "controlnet"):
+            if getattr(args, flag):
+                faults.append(f"--{flag.replace('_', '-')} is for a diffusers folder")
+    elif not args.source.is_dir():
+        faults.append(f"--from {args.source}: there is no such file or folder")
+    elif args.backbone is not None or args.option:
+        faults.append(
+            "--backbone, --module and --option are for single files; config.json says what it is"
+        )
+    if args.controlnet is not None:
+        if args.null_class:
+            faults.append("--null-class: a ControlNet has the classes of its UNet; leave it out")
+        if args.controlnet != NEW and not Path(args.controlnet).is_dir():
+            faults.append(
+                f"--controlnet {args.controlnet}: there is no such folder; {NEW} makes one"
+            )
+    return faults
+
+
+def _original(args: argparse.Namespace) -> list[str]:
+    """Faults of a single file with another layout than the backbone's; a user's code is exempt."""
+    from megatron_pulse.diffusion.originals import original_faults
+    from megatron_pulse.diffusion.published import names_in
+    from model_specs import is_code
+
+    if args.backbone is not None and is_code(args.backbone):
+        return []
+    return [f"--from {fault}" for fault in original_faults(args.source, names_in(args.source))]
+
+
+def _with_length_of_texts(backbone: Backbone, folder: Path) -> tuple[Backbone, list[str]]:
+    """Backbone for texts as long as the pipeline's tokenizers make them, and flags for training.
+
+    A module is returned unchanged, with the flag that sets the length.
+    """
+    from megatron_pulse.encoders.tokens import Tokenizers
+    from model_specs import changed_options, compare_models, is_module, load_backbone, text_recipe
+
+    try:
+        recipe = text_recipe(backbone.name, backbone)
+        if recipe is None:
+            return backbone, []
+        shapes = {field: backbone.batch_fields[field].shape for field in recipe.fields}
+        lengths = Tokenizers(folder, recipe, shapes).lengths
+    except ValueError:
+        return backbone, []  # no tokenizers, or none for these fields
+    for field, rows in recipe.fields.items():
+        made = sum(max(lengths[part.place] for part in row) for row in rows)
+        if len(shapes[field]) != 2 or made == shapes[field][0]:
+            continue
+        if is_module(backbone.name):
+            return backbone, [f"--pulse-option {recipe.length_option}={made}"]
+        options = {**changed_options(backbone), recipe.length_option: str(made)}
+        try:
+            fitted = load_backbone(backbone.record["name"], options)
+        except ValueError:
+            return backbone, []  # no such option
+        if not compare_models(backbone.record, fitted.record).different:
+            return fitted, []
+    return backbone, []
+
+
+def _flags_of(backbone: Backbone, place: Path) -> str:
+    """Training flags for the model read at ``place``."""
+    from model_specs import changed_options, is_module
+
+    if is_module(backbone.name) and place.is_dir():
+        return f"--pulse-module {shlex.quote(f'diffusers:{place}')}"
+    kind = "module" if is_module(backbone.name) else "backbone"
+    options = changed_options(backbone).items()
+    words = [f"--pulse-option {shlex.quote(f'{key}={text}')}" for key, text in options]
+    return " ".join([f"--pulse-{kind} {shlex.quote(backbone.name)}", *words])

@@ -1,0 +1,331 @@
+"""Encodes a dataset into a folder of latents, as one of several ranks or alone."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from tqdm import tqdm
+
+from megatron_pulse.backbone.layer_patterns import size_options
+from megatron_pulse.cli.backbone_flags import options_of
+from megatron_pulse.cli.errors import as_user_error, require, warn
+from megatron_pulse.cli.launcher_env import RankOfJob
+from megatron_pulse.cli.models.encoder_flags import (
+    autoencoder_folder,
+    open_encoders,
+    open_tokenizers,
+)
+from megatron_pulse.data.build import open_dataset
+from megatron_pulse.data.dataset import FieldSpec
+from megatron_pulse.data.fields import FRAMING, FRAMING_SPEC, WantedFields, framing_field
+from megatron_pulse.data.images.conditioning import CONDITIONING
+from megatron_pulse.data.latents.layout import FILES, LatentLayout, LatentType
+from megatron_pulse.data.latents.writer import LatentWriter
+from megatron_pulse.data.split import name_hash
+from megatron_pulse.data.text.encoded import Encoded, cut_short
+from megatron_pulse.encoders.autoencoder import Autoencoder, posterior_noise, sampled
+from megatron_pulse.errors import UserError
+from megatron_pulse.flags import DTYPES
+from megatron_pulse.profile.measurement.machine import compute_as_a_rank
+from model_specs import load_backbone, with_texts_of
+
+if TYPE_CHECKING:
+    from megatron_pulse.backbone.chain import Backbone
+    from megatron_pulse.data.dataset import DiffusionDataset
+
+_POSTERIORS = {
+    "distribution": "mean and deviation of each posterior",
+    "sample": "a sample of each posterior",
+    "mean": "the mean of each posterior",
+}
+_ASIDE_S = 5.0
+"""How often what other ranks have written is looked for."""
+_NAMED = 3
+_LOG_S = 60.0
+"""How often a log is told how far it is."""
+
+
+def write_latents(
+    args: argparse.Namespace, place: RankOfJob, text_states: tuple[int, int] | None
+) -> None:
+    """Encode what is not yet in the folder, of this rank's share."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(place.local_rank % torch.cuda.device_count())
+    else:
+        compute_as_a_rank()  # the bits of text states are those of a step that encodes
+    backbone = None
+    if args.encoders is not None:
+        with as_user_error(ValueError):
+            options = with_texts_of(args.backbone, options_of(args), args.encoders)
+            backbone = load_backbone(args.backbone, options)
+    with as_user_error(OSError):
+        dataset, _ = open_dataset(
+            args.source,
+            args.image_size,
+            args.channels,
+            wanted=_wanted(args, text_states, backbone),
+            validation_fraction=0.0,
+            verify=args.verify,
+            default_caption=args.default_caption,
+        )
+    if args.encoders is not None and not dataset.has_captions:
+        require([f"--encoders: {args.source} has no captions; give only --vae"])
+    if dataset.has_captions and args.encoders is None and text_states is None and not place.rank:
+        print(f"the captions of {args.source} are left out: --encoders would write their states")
+    autoencoder = _open_autoencoder(args, dataset)
+    shape = dataset.image_shape
+    if autoencoder is not None:
+        side = tuple(size // autoencoder.factor for size in shape[1:])
+        shape = (autoencoder.latent_channels, *side)
+    made_by = {} if autoencoder is None else {"latent": autoencoder.made_by()}
+    revision = _revision(dataset, texts=args.encoders is not None or text_states is not None)
+    if backbone is not None:
+        dataset, texts = _encoded(args, dataset, shape, backbone)
+        made_by |= texts
+    if not place.rank:
+        warn("" if autoencoder is None else autoencoder.remark, *dataset.cautions)
+    fields = {**dataset.fields, **({FRAMING: FRAMING_SPEC} if dataset.frames else {})}
+    layout = LatentLayout(
+        shape=shape,
+        num_classes=dataset.num_classes,
+        dtype=LatentType(DTYPES[args.dtype]),
+        fields=fields,
+        pixel_size=dataset.pixel_size,
+        shard_size=args.shard_size,
+        source=_source(args, dataset, autoencoder) + revision,
+        made_by=made_by,
+        deviates=autoencoder is not None and _posterior(args) == "distribution",
+        pictures=dataset.has_files,
+        groups=dataset.has_groups,
+        classes=tuple(dataset.class_names),
+    )
+    with as_user_error(OSError):
+        writer = LatentWriter(args.output, layout, dataset.null_conditioning(), len(dataset))
+        _encode_edited_anew(writer, dataset, place)
+        there = writer.count()
+        if writer.complete:
+            print(f"{args.output} is already complete: {there} samples")
+            return
+        if there and not place.rank:
+            print(f"resuming after {there} of {len(dataset)} samples")
+        _write(writer, dataset, autoencoder, args, place)
+    if not writer.complete:
+        print(
+            f"rank {place.rank} has written its share; {writer.count()} of {len(dataset)} samples "
+            f"are in {args.output}, the others are other ranks': should one be stopped, give the "
+            "command again"
+        )
+        return
+    print(
+        f"{len(dataset)} samples of {'x'.join(map(str, shape))} ({args.dtype}): "
+        f"train on them with --pulse-data latents:{args.output}"
+    )
+
+
+def _encoded(
+    args: argparse.Namespace, dataset: DiffusionDataset, shape: tuple[int, ...], backbone: Backbone
+) -> tuple[DiffusionDataset, dict[str, str]]:
+    """The dataset with its captions as the backbone reads them, and what made each field."""
+    takes = backbone.sample_spec.shape
+    if takes != shape:
+        read, made = ("x".join(map(str, each)) for each in (takes, shape))
+        if takes[0] != shape[0] and autoencoder_folder(args) is None:
+            require(
+                [
+                    f"--backbone {args.backbone} takes latents of {takes[0]} channels, and nothing "
+                    f"makes them of pictures of {shape[0]}: {args.encoders} has no autoencoder, "
+                    "give one as --vae"
+                ]
+            )
+        sizes = " ".join(f"--option {name}=N" for name in size_options(backbone.record))
+        own = f", or the backbone's size ({sizes})" if sizes else ", the backbone's size is fixed"
+        require(
+            [
+                f"--backbone {args.backbone} takes {read}, and these images make {made}: change "
+                f"--image-size{own}"
+            ]
+        )
+    if args.store_text == "tokens":
+        tokenizers = open_tokenizers(args, args.backbone, backbone)
+        if tokenizers is None:
+            return dataset, {}
+        tokens = {name: FieldSpec(shape, "int64") for name, shape in tokenizers.shapes.items()}
+        encoded = Encoded(dataset, tokenizers, tokens)
+        encoded.cautions = [*dataset.cautions, *cut_short(dataset, tokenizers)]
+        return encoded, tokenizers.made_by()
+    opened = open_encoders(args, args.backbone, backbone)
+    if opened is None:
+        return dataset, {}
+    encoders, fields = opened
+    encoded = Encoded(dataset, encoders, fields)
+    encoded.cautions = [*dataset.cautions, *cut_short(dataset, encoders.tokenizers)]
+    return encoded, encoders.made_by()
+
+
+def _encode_edited_anew(writer: LatentWriter, dataset: DiffusionDataset, place: RankOfJob) -> None:
+    """Let shards be written anew whose pictures were edited since."""
+    total = writer.count() // place.num_ranks
+    with tqdm(total=total, desc="comparing pictures", unit="file", delay=2, disable=None) as bar:
+
+        def picture(index: int) -> int:
+            bar.update()
+            return dataset.identity(index)
+
+        changed = writer.changed(picture, place.rank, place.num_ranks)
+    if not changed:
+        return
+    samples = [index for others in changed.values() for index in others]
+    named = ", ".join(dataset.describe(index) for index in samples[:_NAMED])
+    told = f"{len(samples)} of the pictures were edited since they were encoded ({named}"
+    told += ", ...)" if len(samples) > _NAMED else ")"
+    if place.num_ranks > 1:
+        raise UserError(f"{told}. Give the command on one rank once, which encodes them anew.")
+    print(f"{told}; shards encoded anew: {', '.join(map(str, sorted(changed)))}")
+    writer.forget(changed)
+
+
+def _write(
+    writer: LatentWriter,
+    dataset: DiffusionDataset,
+    autoencoder: Autoencoder | None,
+    args: argparse.Namespace,
+    place: RankOfJob,
+) -> None:
+    progress = _Progress(writer, len(dataset), place)
+    with writer, progress.bar:
+        for number in writer.share(place.rank, place.num_ranks):
+            todo = writer.begin(number)
+            for first in range(todo.start, todo.stop, args.batch_size):
+                indices = range(first, min(first + args.batch_size, todo.stop))
+                images = torch.stack([dataset.image(i) for i in indices])
+                latents, deviations = images, images
+                if autoencoder is not None:
+                    latents, deviations = autoencoder.posterior(images)
+                for i, latent, deviation in zip(indices, latents, deviations, strict=True):
+                    given = dataset.conditioning(i)
+                    if dataset.frames:
+                        given[FRAMING] = framing_field(dataset.framing(i))
+                    if autoencoder is not None and _posterior(args) == "sample":
+                        noise = posterior_noise(0, i, 0, tuple(latent.shape))
+                        latent = sampled(latent, deviation, noise)
+                    kept = deviation if writer.layout.deviates else None
+                    group = dataset.group(i)
+                    writer.add(
+                        latent,
+                        dataset.label(i),
+                        given,
+                        kept,
+                        dataset.identity(i),
+                        name_hash(group) if group else 0,
+                    )
+                progress.add(len(indices))
+            if place.num_ranks > 1:
+                progress.look_aside()
+
+
+class _Progress:
+    """What rank 0 shows of all ranks: a bar on a terminal, a line now and then in a log."""
+
+    def __init__(self, writer: LatentWriter, total: int, place: RankOfJob) -> None:
+        self._writer, self._total = writer, total
+        self._first = self._done = writer.count()
+        self._logs = not place.rank and not sys.stderr.isatty()
+        self._began = self._looked = self._said = time.monotonic()
+        self.bar = tqdm(
+            total=total,
+            initial=self._first,
+            unit="image",
+            desc="encoding",
+            disable=bool(place.rank) or self._logs,
+        )
+
+    def add(self, count: int) -> None:
+        """So many more are done."""
+        self._done += count
+        self.bar.update(count)
+        now = time.monotonic()
+        if self._logs and now - self._said >= _LOG_S:
+            self._said, new = now, self._done - self._first
+            rate = new / max(now - self._began, 1e-9)
+            left = tqdm.format_interval((self._total - self._done) / rate) if rate else "?"
+            print(
+                f"encoding: {self._done} of {self._total} images, {rate:.3g} a second, {left} left",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def look_aside(self) -> None:
+        """Count what other ranks have done, now and then."""
+        if time.monotonic() - self._looked >= _ASIDE_S:
+            self._looked = time.monotonic()
+            self.add(self._writer.count() - self._done)
+
+
+def _wanted(
+    args: argparse.Namespace, text_states: tuple[int, int] | None, backbone: Backbone | None
+) -> WantedFields | None:
+    """Captions as random states with their mask, and the other picture that a control branch sees;
+    nothing else is asked of the data."""
+    fields = {}
+    if text_states is not None:
+        length, width = text_states
+        fields["context"] = FieldSpec((length, width))
+        fields["context_mask"] = FieldSpec((length,), "int64")
+    if backbone is not None and CONDITIONING in backbone.batch_fields and args.image_size:
+        fields[CONDITIONING] = FieldSpec(backbone.batch_fields[CONDITIONING].shape)
+    if not fields:
+        return None
+    return WantedFields((args.channels, args.image_size, args.image_size), fields)
+
+
+def _open_autoencoder(args: argparse.Namespace, dataset: DiffusionDataset) -> Autoencoder | None:
+    vae = autoencoder_folder(args)
+    if vae is None:
+        return None
+    autoencoder = Autoencoder(vae, getattr(torch, DTYPES[args.encoders_dtype or "fp32"]))
+    channels, height, _ = dataset.image_shape
+    faults = []
+    if channels != autoencoder.in_channels:
+        faults.append(f"--vae {vae} takes {autoencoder.in_channels} channels, not {channels}")
+    if height % autoencoder.factor:
+        faults.append(
+            f"images of {height} pixels cannot be encoded: --image-size must be a multiple of "
+            f"{autoencoder.factor}"
+        )
+    require(faults)
+    return autoencoder
+
+
+def _posterior(args: argparse.Namespace) -> str:
+    return args.posterior or "distribution"
+
+
+def _revision(dataset: DiffusionDataset, texts: bool) -> str:
+    """Which files these are, where there are files, so that a resumed command meets the same;
+    their captions too if ``texts`` are written."""
+    whole = hashlib.sha256()
+    told = [dataset.revision(i) for i in range(len(dataset))]
+    if not any(told):
+        return ""
+    for i, revision in enumerate(told):
+        whole.update(repr((revision, dataset.caption(i) if texts else "")).encode())
+    return f"{FILES}{whole.hexdigest()[:16]}"
+
+
+def _source(
+    args: argparse.Namespace, dataset: DiffusionDataset, autoencoder: Autoencoder | None
+) -> str:
+    """What a resumed command must have in common with the one that began the folder."""
+    kind, _, path = args.source.partition(":")
+    name = f"{kind}:{Path(path).resolve()}" if path else kind
+    size = "x".join(map(str, dataset.image_shape))
+    text = f"{len(dataset)} images {size} of {name}"
+    if args.text_states is not None:
+        text += ", captions as word vectors"
+    return text if autoencoder is None else f"{text}, {_POSTERIORS[_posterior(args)]}"

@@ -1,0 +1,54 @@
+"""``pulse curve``: picture of a run's losses."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from megatron_pulse.cli.errors import add_parser, as_user_error, check_file, require
+from megatron_pulse.cli.output import add_json, json_faults, print_result
+
+_DESCRIPTION = """\
+Reads the TensorBoard files that training wrote under --tensorboard-dir. The values lie beside
+the picture as JSON (loss.png and loss.json); --json prints them too.
+
+example:
+  pulse curve --tensorboard-dir runs/quickstart/tensorboard -o loss.png
+"""
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``curve``."""
+    parser = add_parser(
+        commands, "curve", "draw the training and validation loss of a run", _DESCRIPTION, run
+    )
+    parser.add_argument(
+        "--tensorboard-dir",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="the folder that training was given as --tensorboard-dir",
+    )
+    parser.add_argument(
+        "-o", "--output", type=Path, required=True, metavar="PNG", help="the picture to write"
+    )
+    parser.add_argument("--title", default="Loss", help="heading of the picture (default: Loss)")
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Draw the picture, and print the first and last losses."""
+    faults = check_file(args.output, "--output", ".png") + json_faults(args)
+    if not args.tensorboard_dir.is_dir():
+        faults.append(f"--tensorboard-dir {args.tensorboard_dir} is not a folder")
+    require(faults)
+    from megatron_pulse.diffusion.curves import draw_loss_curve
+
+    with as_user_error(OSError, KeyError):
+        values = draw_loss_curve(args.tensorboard_dir, args.output, title=args.title)
+    lines = []
+    for name, curve in values.items():
+        first, last = curve["values"][0], curve["values"][-1]
+        lines.append(f"{name} loss: {first:.4f} -> {last:.4f} at iteration {curve['steps'][-1]}")
+    lines.append(f"{args.output} and {args.output.with_suffix('.json')}")
+    print_result(args, lines, lambda: values)

@@ -1,0 +1,169 @@
+"""``pulse data write-latents``: encode a dataset once, ahead of training."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from megatron_pulse.cli.backbone_flags import (
+    add_backbone_flags,
+    add_option_flag,
+    backbone_faults,
+)
+from megatron_pulse.cli.errors import (
+    add_parser,
+    check_folder,
+    range_faults,
+    require,
+    vae_faults,
+)
+from megatron_pulse.cli.launcher_env import RankOfJob
+from megatron_pulse.cli.models.encoder_flags import (
+    add_default_caption,
+    add_encoder_flags,
+    autoencoder_folder,
+    caption_faults,
+    encoder_faults,
+)
+from megatron_pulse.errors import UserError, collecting
+from megatron_pulse.flags import DTYPES, PIXELS, TO_MILLION
+
+_DESCRIPTION = """\
+Without --vae the pixels themselves are the latents; with it they are those of a diffusers
+AutoencoderKL, shifted and scaled as its configuration says: mean and deviation of its posterior,
+of which training draws another sample at every reading, as diffusers' own trainers do (--posterior
+sample or mean keep half the bytes). Files are written in whole shards: an interrupted command goes
+on where it stopped when it is given again, and encodes anew what holds pictures that were edited
+since. Started on several ranks, by torchrun or srun, each
+encodes every so many-th shard, and the folder is the same in the end, byte for byte. What the type
+on disk cannot hold is refused; sizes and crops of image files are kept for models that are told
+them. Train on the result with --pulse-data latents:DIR.
+
+Captions become text states in one of two ways. --encoders DIR --backbone NAME takes the text
+encoders and the autoencoder of a diffusers pipeline folder; what the backbone reads decides which
+encoders and which of their states are written, and what stands for a dropped caption; with
+--store-text tokens only token ids are, for training that encodes them itself. meta.json says what
+made each field. --text-states LxD makes them of random word vectors, as training on
+captions:PATH does. Nothing is downloaded.
+
+{specs}
+examples:
+  pulse data write-latents --from mnist --image-size 16 -o runs/mnist16
+  pulse data write-latents --from folder:photos --image-size 256 --vae sd-vae -o runs/latents
+  pulse data write-latents --from captions:runs/emoji/images --image-size 32 --text-states 12x64 \\
+      -o runs/emoji-latents
+  pulse data write-latents --from captions:photos --image-size 512 --encoders sd-v1.5 \\
+      --backbone sd-v1.5 -o runs/photos
+  pulse run --nproc-per-node 8 --module megatron_pulse.cli data write-latents --from ...
+  srun pulse data write-latents --from ...
+"""
+
+
+def add_write_latents(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], specs: str
+) -> None:
+    """Add ``write-latents``."""
+    parser = add_parser(
+        commands,
+        "data write-latents",
+        "write a dataset as memory-mapped latents",
+        _DESCRIPTION.format(specs=specs),
+        run,
+    )
+    add = parser.add_argument
+    add("--from", dest="source", required=True, metavar="SPEC", help="the dataset to encode")
+    add("-o", "--output", type=Path, required=True, metavar="DIR", help="the folder to write")
+    add("--image-size", type=int, metavar="N", help="resize images to NxN before encoding")
+    add("--channels", type=int, choices=[1, 3], default=3, help="of a folder's images (3)")
+    add("--dtype", choices=list(DTYPES), default="fp16", help="type on disk (default fp16)")
+    add("--vae", type=Path, metavar="DIR|hf:ID", help="a diffusers AutoencoderKL folder")
+    add_encoder_flags(parser)
+    add_backbone_flags(
+        parser.add_mutually_exclusive_group(), "of --encoders: the backbone that will read them"
+    )
+    add_option_flag(parser, "override one of the backbone's options")
+    add(
+        "--posterior",
+        choices=["distribution", "sample", "mean"],
+        help="of --vae: keep its mean and deviation (distribution, default), a sample, or the mean",
+    )
+    add(
+        "--store-text",
+        choices=["states", "tokens"],
+        help="of --encoders: their states (default), or token ids, some thousandth of the bytes",
+    )
+    add("--text-states", metavar="LxD", help="of captions: length and width of their states")
+    add_default_caption(parser)
+    add("--batch-size", type=int, default=16, metavar="N", help="images per encoding (16)")
+    add("--shard-size", type=int, default=1024, metavar="N", help="samples per file (1024)")
+    add("--verify", action="store_true", help="read every image once before beginning")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Encode the samples that are not yet in the folder."""
+    place, faults = RankOfJob.of(os.environ), _check(args)
+    if faults and place.rank:
+        raise SystemExit(2)  # rank 0 prints why
+    require(faults)
+    from megatron_pulse.cli.models.latents_writer import write_latents
+
+    write_latents(args, place, _text_states(args.text_states) if args.text_states else None)
+
+
+def _check(args: argparse.Namespace) -> list[str]:
+    faults = check_folder(args.output, "--output")
+    faults += range_faults(PIXELS, args, "image_size")
+    faults += range_faults(TO_MILLION, args, "batch_size", "shard_size")
+    if args.source.startswith("latents:"):
+        faults.append(f"--from {args.source}: these are latents already")
+    captions = args.source.startswith("captions:")
+    if captions and args.text_states is None and args.encoders is None:
+        faults.append(
+            f"--from {args.source}: give --encoders and --backbone, or --text-states, or the "
+            "captions would be lost"
+        )
+    faults += encoder_faults(args) + caption_faults(args, args.source)
+    if args.encoders is not None and args.vae is None:
+        from megatron_pulse.encoders.components import autoencoder_faults
+
+        with collecting(faults):
+            faults += [
+                f"--encoders {args.encoders}: {fault}, or give another as --vae"
+                for fault in autoencoder_faults(args.encoders)
+            ]
+    if args.posterior is not None and autoencoder_folder(args) is None:
+        faults.append("--posterior is of an autoencoder: give --vae, or --encoders with one")
+    if args.store_text is not None and args.encoders is None:
+        faults.append("--store-text is for --encoders")
+    if args.encoders is None:
+        if args.backbone is not None or args.option:
+            faults.append("--backbone, --module and --option are for --encoders")
+    elif args.backbone is None:
+        faults.append("--encoders: name what will read the states: --backbone or --module")
+    else:
+        faults += backbone_faults(args)
+        if not args.source.startswith(("captions:", "folder:")):
+            faults.append("--encoders is for images with captions; of other data give only --vae")
+        if args.text_states is not None:
+            faults.append("--text-states makes states without --encoders: leave one of them out")
+    if captions and args.image_size is None:
+        faults.append(f"--from {args.source}: give --image-size")
+    if args.text_states is not None:
+        if not captions:
+            faults.append("--text-states is for captions:PATH, the only data that has texts")
+        with collecting(faults):
+            _text_states(args.text_states)
+    faults += vae_faults(args.vae)
+    if args.output.is_dir() and not (args.output / "meta.json").exists():
+        if any(not path.name.startswith((".", "null-")) for path in args.output.iterdir()):
+            faults.append(f"--output {args.output} holds other files; name a new folder")
+    return faults
+
+
+def _text_states(text: str) -> tuple[int, int]:
+    """``"12x64"`` as (length, width); raises UserError for anything else."""
+    sizes = text.split("x")
+    if len(sizes) != 2 or not all(size.isdecimal() and int(size) > 0 for size in sizes):
+        raise UserError(f"--text-states {text!r}: write length and width as 12x64")
+    return int(sizes[0]), int(sizes[1])

@@ -1,0 +1,142 @@
+"""Plan as an HTML page and as pictures."""
+
+from __future__ import annotations
+
+import html
+from functools import partial
+from pathlib import Path
+
+from megatron_pulse.backbone.layer_patterns import name_of
+from megatron_pulse.cli import html_page
+from megatron_pulse.cli.output import draw
+from megatron_pulse.cli.plan import plan_facts, plan_text
+from megatron_pulse.format import in_ms
+from megatron_pulse.planner.cluster.link import Link
+from megatron_pulse.planner.draw.lanes import sent
+from megatron_pulse.planner.draw.partition import draw_partition
+from megatron_pulse.planner.draw.schedule import Panel, draw_schedule
+from megatron_pulse.planner.draw.trace_events import trace_events
+from megatron_pulse.planner.partition.evaluate import evaluate
+from megatron_pulse.planner.plan_file.plan_file import PlanFile
+from megatron_pulse.planner.program.simulate import Replay
+from megatron_pulse.planner.schedule.check.validate import peak_memory
+from megatron_pulse.planner.tune.plans.verify_figures import fullest_stepping
+
+
+def write_page(plan: PlanFile, replayed: Replay, path: Path, at: Path) -> str:
+    """Write a picture, a page or a trace of the plan of file ``path``, by the suffix of ``at``."""
+    problem = plan.problem
+    panels = [Panel("predicted", replayed.timeline, sent(replayed.transfers))]
+    return draw(
+        at,
+        lambda: draw_schedule(
+            problem,
+            panels,
+            f"{plan.heading}, M = {plan.num_microbatches}",
+            lower_bound=plan.provenance["schedule"]["lower_bound"],
+            unit="ms",
+            scale=1e3,
+            in_bytes=True,
+        ),
+        partial(_page, plan, replayed, path),
+        lambda: trace_events(problem, panels, 1e6, in_bytes=True),
+    )
+
+
+def _page(plan: PlanFile, replayed: Replay, path: Path, timeline: str) -> str:
+    parts = [
+        html_page.lines([plan_text.batch(plan)]),
+        "<h2>Predicted</h2>"
+        + html_page.listed([*plan_facts.predicted(plan), *plan_facts.offload_lines(plan)]),
+        "<h2>Partition</h2>" + html_page.picture(_partition(plan)),
+        "<h2>One step of a pipeline</h2>" + html_page.picture(timeline),
+        "<h2>Devices</h2>"
+        + html_page.table(
+            plan_text.DEVICE_COLUMNS, plan_text.devices(plan, replayed), left=(1, 7, 8)
+        ),
+        "<h2>Memory</h2>" + _memory(plan),
+        "<h2>Layers</h2>"
+        + html_page.table(plan_text.LAYER_COLUMNS, plan_text.layers(plan), left=(1, 9)),
+        "<h2>Messages of a step of one pipeline</h2>" + _messages(plan, replayed),
+        "<h2>Made from</h2>" + html_page.listed(plan_facts.provenance(plan)),
+        f"<h2>Run it</h2><pre>{html.escape(plan_text.command(plan, path))}</pre>",
+        html_page.lines([f"which is {plan_text.flags(plan)}"]),
+    ]
+    return html_page.page(plan.heading, *parts)
+
+
+def _partition(plan: PlanFile) -> str:
+    costs = plan.profile.at(plan.micro_batch_size, plan.activations)
+    slowest = max((edge.seconds for edge in plan.edges), default=0.0)
+    found = evaluate(costs, plan.partition, Link(slowest))
+    what = f"microbatch of {plan.micro_batch_size}; loads with {in_ms(slowest, 3)} a message"
+    title = f"{name_of(plan.backbone)}: {plan.placement.kind} on P = {plan.pipeline}"
+    return draw_partition(costs, plan.partition, found, title, what)
+
+
+def _memory(plan: PlanFile) -> str:
+    """Bar for each device: activations, and other contents, as shares of the usable memory.
+
+    If the optimizer's step takes more memory, the bar shows its contents instead.
+    """
+    held = plan.predicted["memory_bytes"]
+    cluster = plan.provenance["cluster"]
+    limit = 1e9 * cluster.get("memory_gb", 0) * cluster.get("usable_memory", 1.0)
+    whole = max(limit, *held) if max(held) > limit / 5 else max(held)
+    rows = []
+    peaks, stepping = peak_memory(plan.problem, plan.schedule), fullest_stepping(plan)
+    for device, (size, peak) in enumerate(zip(held, peaks, strict=True)):
+        shown = 0.0 if device in stepping else peak
+        rest = max(0.0, size - shown)
+        bars = "".join(
+            f'<span class="bar {look}" style="width: {100 * part / whole:.2f}%"></span>'
+            for look, part in (("solid", rest), ("hatched", shown))
+        )
+        rows.append(
+            f'<tr><td>device {device}</td><td><span class="track">{bars}</span></td>'
+            f"<td>{size / 1e9:.3g} GB</td><td>{rest / 1e9:.3g} GB</td><td>{shown / 1e9:.3g} GB</td>"
+            f"<td>{'the optimizer works' if device in stepping else 'it computes'}</td></tr>"
+        )
+    note = f"a full bar is {whole / 1e9:.3g} GB; {limit / 1e9:.4g} GB are usable"
+    key = '<span class="bar {}" style="width: 24px"></span> {}'
+    looks = "; ".join(
+        key.format(look, text)
+        for look, text in (
+            ("solid", "weights, gradients, optimizer, what operations need while they run"),
+            ("hatched", "activations"),
+        )
+    )
+    names = ("", "", "in all", "held", "activations", "fullest while")
+    head = f"<tr>{''.join(f'<th>{name}</th>' for name in names)}</tr>"
+    return f'<div class="wide"><table>{head}{"".join(rows)}</table></div><p>{looks}; {note}</p>'
+
+
+def _messages(plan: PlanFile, replayed: Replay) -> str:
+    """Table of messages by sender and receiver: number and time."""
+    found: dict[tuple[int, int], list[float]] = {}
+    for transfer in replayed.transfers:
+        key = (transfer.source, transfer.destination)
+        found.setdefault(key, []).append(transfer.end - transfer.start)
+    makespan = replayed.timeline.makespan
+    rows = [
+        (
+            f"{source} to {destination}",
+            str(len(times)),
+            in_ms(sum(times), 3),
+            f"{100 * sum(times) / makespan:.2f} %",
+        )
+        for (source, destination), times in sorted(found.items())
+    ]
+    sent, reduced = (
+        plan.predicted[name] * plan.global_batch_size / 1e9
+        for name in ("pipeline_bytes_per_sample", "data_bytes_per_sample")
+    )
+    total = (
+        f"{sent:.4g} GB in a step, by all ranks, in pipelines; for the reduction of gradients "
+        f"{reduced:.4g} GB"
+    )
+    if not rows:
+        return html_page.lines(["none: a pipeline is one device", total])
+    return html_page.table(
+        ("devices", "messages", "sending", "of the step"), rows
+    ) + html_page.lines([total])

@@ -1,0 +1,91 @@
+"""``pulse tune --worlds``: elastic plans, for a run that continues with fewer devices."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from megatron_pulse.cli.errors import as_user_error, require
+from megatron_pulse.cli.output import print_result
+from megatron_pulse.cli.plan.tuning.tune_input import choices_of, evaluator_of, numbers, run_search
+
+if TYPE_CHECKING:
+    from megatron_pulse.planner.cluster.cluster import Cluster
+    from megatron_pulse.planner.tune.evaluate import Outcome
+    from megatron_pulse.profile.profile import Profile
+
+
+def elastic_clusters(args: argparse.Namespace, where: Cluster) -> dict[int, Cluster]:
+    """Parts of the cluster with the numbers of devices of ``--worlds``, the largest first."""
+    worlds = sorted(numbers(args.world_sizes) or (), reverse=True)
+    parts = {world: where.part(world) for world in worlds}
+    require(
+        [
+            f"--world-sizes {world}: {where.name} has {where.nodes} node(s) of "
+            f"{where.devices_per_node} devices: give whole nodes of it, or part of one"
+            for world, part in parts.items()
+            if part is None
+        ]
+    )
+    return {world: part for world, part in parts.items() if part is not None}
+
+
+def tune_worlds(args: argparse.Namespace, profile: Profile, parts: Mapping[int, Cluster]) -> None:
+    """Search a plan for each number of devices, and write a folder of them.
+
+    A run takes its optimizer state from plan to plan. All plans therefore agree on the distributed
+    optimizer. Existing plans decide about it, or else the first one.
+    """
+    from megatron_pulse.cli.plan.tuning.tune_report import as_json
+    from megatron_pulse.planner.plan_file.elastic import distributed_optimizer_of_folder, world_file
+    from megatron_pulse.planner.plan_file.plan_file import save_plan
+    from megatron_pulse.planner.tune.plans.to_plan import plan_of
+    from megatron_pulse.planner.tune.tune import UntunableError
+
+    choices = choices_of(args)
+    with as_user_error(ValueError):
+        there = distributed_optimizer_of_folder(args.output, list(parts))
+    if there is not None:
+        choices = replace(choices, distributed_optimizer=(there,))
+    lines: list[str] = []
+    records: dict[str, Any] = {}
+    best_of: dict[int, Outcome] = {}
+    faults: list[str] = []
+    for world, part in parts.items():
+        evaluator = evaluator_of(args, profile, part)
+        try:
+            found = run_search(args, evaluator, choices)
+        except UntunableError as error:
+            beside = (
+                f" (with the kind of optimizer of {next(iter(records))} devices)" if records else ""
+            )
+            faults.append(f"--world-sizes {world}: {error}{beside}")
+            continue
+        best = found.outcomes[0]
+        choices = replace(choices, distributed_optimizer=(best.config.distributed_optimizer,))
+        file = world_file(args.output, world)
+        save_plan(plan_of(best, evaluator, found), file)
+        lines.append(f"{world} devices: {best.config}; {best.throughput:.4g} samples/s; {file}")
+        if found.opponent is not None and found.opponent.throughput > best.throughput:
+            lines.append(f"  {found.opponent.beside(best.throughput)}")
+        records[str(world)], best_of[world] = as_json(found, evaluator, None), best
+    if best_of:
+        lines += _faster_with_fewer(best_of, args.seconds)
+    print_result(args, lines, lambda: records)
+    require(faults)
+
+
+def _faster_with_fewer(best_of: Mapping[int, Outcome], seconds: float) -> list[str]:
+    """Note that a part of the devices trains faster than more of them, if so."""
+    fastest = max(best_of, key=lambda world: best_of[world].throughput)
+    most = max(best_of)
+    if fastest == most:
+        return []
+    more = best_of[fastest].throughput / best_of[most].throughput - 1
+    return [
+        f"{fastest} devices are predicted to train this batch {more:.1%} faster than {most}, by "
+        f"what was found in {seconds:g} s for each: give more --seconds, leave the others to "
+        "something else, or take a larger batch"
+    ]

@@ -1,0 +1,71 @@
+"""Checks of a checkpoint's flags, before anything relies on them."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from types import NoneType
+from typing import Any
+
+from megatron_pulse.data.record import SCHEMA
+from megatron_pulse.errors import describe_exception
+from megatron_pulse.integration.checkpoint.diffusion_process import saved_process
+from megatron_pulse.schema import OBJECT, TEXT, faults_of, list_of, record
+
+_RECORD = record(
+    "a backbone's record: name, options, family, train, freeze, kept",
+    ["name", "options"],
+    name=TEXT,
+    options=OBJECT,
+    family=TEXT,
+    train=list_of(TEXT, "patterns of what is trained", least=0),
+    freeze=list_of(TEXT, "patterns of what is frozen", least=0),
+    kept=OBJECT,
+)
+_SAID = record("the flags of a run", pulse_record=_RECORD)
+_DATA = record("the flags of a run", pulse_data_record=SCHEMA)
+_TEXT, _NUMBER = ("a text, or None", (str, NoneType)), ("a number, or None", (int, float, NoneType))
+_COUNT, _SWITCH = ("a whole number, or None", (int, NoneType)), ("True or False", (bool,))
+_FLAGS: dict[str, tuple[str, tuple[type, ...]]] = {
+    "pulse_data": _TEXT,
+    "pulse_encoders": _TEXT,
+    "pulse_encoded_by": ("a mapping, or None", (dict, NoneType)),
+    "pulse_process": ("a mapping, or None", (dict, NoneType)),
+    "pulse_lr_schedule": ("a mapping, or None", (dict, NoneType)),
+    "pulse_ema_decay": _NUMBER,
+    "pulse_self_conditioning": _NUMBER,
+    "consumed_train_samples": ("a whole number", (int,)),
+    "global_batch_size": _COUNT,
+    "train_samples": _COUNT,
+    "seed": _COUNT,
+    "optimizer": _TEXT,
+    "use_distributed_optimizer": _SWITCH,
+    "bf16": _SWITCH,
+    "fp16": _SWITCH,
+}
+"""Allowed types of the flags that runs and commands rely on."""
+
+
+def is_ours(common: Any) -> bool:
+    """True if the ``common`` state of a checkpoint was written by a run of megatron_pulse."""
+    args = common.get("args") if isinstance(common, dict) else None
+    return isinstance(args, argparse.Namespace) and hasattr(args, "pulse_record")
+
+
+def find_flag_faults(args: argparse.Namespace) -> Iterator[str]:
+    """Faults of a run's flags, which no run has written so."""
+    yield from faults_of(_SAID, {"pulse_record": args.pulse_record})
+    wrong = {
+        name: allowed
+        for name, (allowed, kinds) in _FLAGS.items()
+        if hasattr(args, name) and type(getattr(args, name)) not in kinds
+    }
+    for name, allowed in wrong.items():
+        yield f"{name} is {repr(getattr(args, name))[:60]}; allowed is {allowed}"
+    if getattr(args, "pulse_data_record", None) is not None:
+        yield from faults_of(_DATA, {"pulse_data_record": args.pulse_data_record})
+    if not wrong:
+        try:
+            saved_process(args)
+        except Exception as error:  # of many kinds, for values that no flag has
+            yield f"its diffusion process: {describe_exception(error)}"

@@ -1,0 +1,129 @@
+"""Plan file instead of flags: its decisions are filled in, contradicting flags are refused."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from megatron_pulse.flags import flag_name, marked
+from megatron_pulse.integration.flags.parse import CommandLine
+from megatron_pulse.integration.flags.pulse_options import FlagMark, PulseOptions
+from megatron_pulse.planner.plan_file.plan_file import PlanFile
+from megatron_pulse.profile.memory_format import OPTION, in_format_of, in_given_format
+from megatron_pulse.profile.trainable import identity, patterns_of, shown_patterns
+from model_specs import in_dtype, is_module, load_backbone, load_recorded
+
+
+def apply_plan(plan: PlanFile, args: argparse.Namespace, options: PulseOptions) -> PulseOptions:
+    """Fill ``args`` and ``options`` with the decisions of ``plan``.
+
+    ``contradictions`` reports flags with other values. The flag of self-conditioning changes no
+    layout, and precedes the plan. A module keeps the name given, which tells where its weights are.
+    """
+    for name, value in _decided(plan).items():
+        setattr(args, name, value)
+    own = options.self_conditioning or plan.self_conditioning or None
+    args.pulse_self_conditioning = own
+    return replace(
+        options,
+        self_conditioning=own,
+        backbone=options.backbone if is_module(options.backbone or "") else plan.backbone["name"],
+        options=dict(in_given_format(plan.backbone, options.options)["options"]),
+        train=patterns_of(plan.backbone)[0],
+        freeze=patterns_of(plan.backbone)[1],
+        placement=str(plan.placement.kind),
+        num_chunks=plan.placement.num_chunks,
+    )
+
+
+def _decided(plan: PlanFile) -> dict[str, Any]:
+    """Megatron's flags that a plan decides, with their values."""
+    return {
+        "pipeline_model_parallel_size": plan.pipeline,
+        "tensor_model_parallel_size": plan.tensor,
+        "sequence_parallel": plan.sequence_parallel,
+        "micro_batch_size": plan.micro_batch_size,
+        "global_batch_size": plan.global_batch_size,
+        "recompute_granularity": _granularity(plan),
+        "use_distributed_optimizer": plan.distributed_optimizer,
+        "grad_reduce_in_bf16": plan.grad_reduce_in_bf16,
+        "optimizer_cpu_offload": plan.optimizer_cpu_offload,
+        "overlap_grad_reduce": plan.overlap_grad_reduce,
+        "use_tp_pp_dp_mapping": plan.rank_order == "tp-pp-dp",
+        "bf16": plan.dtype == "bfloat16",
+        "fp16": plan.dtype == "float16",
+    }
+
+
+def _granularity(plan: PlanFile) -> str | None:
+    count = len(plan.profile.layers)
+    if len(plan.activations.recompute) == count:
+        return "full"
+    return "selective" if len(plan.activations.selective) == count else None
+
+
+def contradictions(
+    plan: PlanFile, line: CommandLine, options: PulseOptions, by: str = "--pulse-plan"
+) -> Iterator[str]:
+    """Fault for each given flag that contradicts ``plan``, which flag ``by`` brought."""
+    args = line.args
+    if args.world_size != plan.world_size:
+        yield (
+            f"{by} is for {plan.world_size} ranks (pipeline {plan.pipeline} x data "
+            f"{plan.data} x tensor {plan.tensor}), but {args.world_size} were started"
+        )
+    placement = plan.placement
+    planned = {
+        **_decided(plan),
+        "pulse_placement": str(placement.kind),
+        "pulse_num_chunks": placement.num_chunks,
+    }
+    for name, value in planned.items():
+        flag, given = flag_name(name), getattr(args, name)
+        if line.says(flag) and given != value:
+            said = "has no such flag" if value is None else f"says {value}"
+            yield f"{flag} {given}, but {by} {said}: leave the flag out"
+    if options.ema_decay and not plan.ema:
+        yield (
+            f"{by} has no memory for averages of the weights: give --pulse-ema-decay 0, or make it "
+            "without --no-ema"
+        )
+    if options.backbone or set(options.options) - {OPTION}:
+        name = options.backbone or plan.backbone["name"]
+        try:
+            planned_record = in_given_format(plan.backbone, options.options)
+            decided = identity(load_recorded(planned_record).record)
+            given = in_format_of(plan.backbone, name, options.options)
+            here = in_dtype(name, given, plan.dtype, by)
+            same = identity(load_backbone(name, here).record) == decided
+        except ValueError as error:
+            yield str(error)
+            same = True  # reported already
+        if not same:
+            flag = "--pulse-module" if is_module(name) else "--pulse-backbone"
+            yield (
+                f"{flag} {name} with these options is not what {by} is of "
+                f"({plan.backbone['name']}): leave both flags out, or tune for this backbone"
+            )
+    patterns = options.train, options.freeze
+    if any(patterns) and patterns != patterns_of(plan.backbone):
+        yield (
+            f"--pulse-train and --pulse-freeze say {shown_patterns(patterns)}, but {by} says "
+            f"{shown_patterns(patterns_of(plan.backbone))}: leave the flags out"
+        )
+    yield from decided_by(by, line)
+
+
+def decided_by(by: str, line: CommandLine) -> Iterator[str]:
+    """Fault for each given ``--pulse-*`` flag that ``by`` (--pulse-plan or -auto) decides."""
+    names = list(marked(PulseOptions, FlagMark.PLAN))
+    if by == "--pulse-auto":
+        kept = marked(PulseOptions, FlagMark.AUTO)
+        names = [n for n in ("placement", "num_chunks", *names) if n not in kept]
+    for name in names:
+        flag = flag_name(f"pulse_{name}")
+        if line.says(flag):
+            given = getattr(line.args, f"pulse_{name}")
+            yield f"{flag} {given} together with {by}, which decides that: leave one out"

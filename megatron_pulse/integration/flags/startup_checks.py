@@ -1,0 +1,217 @@
+"""Checks of all flags at the start, reported together."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from megatron_pulse.errors import faults_in, format_faults
+from megatron_pulse.files import unwritable
+from megatron_pulse.flags import ABOVE_ZERO, flag_faults, flag_name
+from megatron_pulse.integration.flags.flag_constraints import check_constraints
+from megatron_pulse.integration.flags.parse import CommandLine
+from megatron_pulse.integration.flags.pulse_options import (
+    PREFIX,
+    FlagMark,
+    PulseOptions,
+    pulse_flags,
+)
+from megatron_pulse.profile.roofline import PRESETS
+
+
+class FlagError(SystemExit):
+    """Refusal to start the run; the message lists every fault with its remedy."""
+
+    def __init__(self, faults: list[str]) -> None:
+        self.faults = faults
+        super().__init__(format_faults("error: this run cannot start", faults))
+
+
+@contextmanager
+def refusing(*kinds: type[Exception], where: str = "") -> Iterator[None]:
+    """Within, turn errors of these ``kinds`` into a FlagError, with ``where`` as a prefix."""
+    try:
+        yield
+    except kinds as error:
+        raise FlagError([f"{where}{fault}" for fault in faults_in(error)]) from error
+
+
+def check_flags(line: CommandLine, options: PulseOptions) -> list[str]:
+    """Faults of the flags and their combinations, except layout, data and backbone.
+
+    Flags with unreadable values are not reported again.
+    """
+    args = line.args
+    found = [
+        *check_constraints(line),
+        *_check_processes(args),
+        *_check_training(args),
+        *flag_faults(options, PREFIX),
+        *_check_folders(args),
+        *_check_verifying(args, options),
+    ]
+    return [*line.faults, *_without_unread(line, found)]
+
+
+def check_layout(line: CommandLine, options: PulseOptions) -> list[str]:
+    """Faults that make planning impossible, whatever the backbone."""
+    return _without_unread(line, [*_check_sizes(line.args), *_check_plan_files(options)])
+
+
+def _without_unread(line: CommandLine, faults: list[str]) -> list[str]:
+    """``faults`` except those of unreadable flags, which have their defaults."""
+    names = [re.compile(rf"{re.escape(name)}(?![\w-])") for name in line.unread]
+    return [fault for fault in faults if not any(name.search(fault) for name in names)]
+
+
+def _check_sizes(args: argparse.Namespace) -> Iterator[str]:
+    pipeline, tensor = args.pipeline_model_parallel_size, args.tensor_model_parallel_size
+    if pipeline < 1 or tensor < 1:
+        yield "--pipeline-model-parallel-size and --tensor-model-parallel-size must be positive"
+        return
+    if args.world_size % (pipeline * tensor):
+        yield (
+            f"{args.world_size} ranks cannot be divided into pipeline {pipeline} x tensor {tensor}"
+            f": start a multiple of {pipeline * tensor} ranks"
+        )
+        return
+    replicas = args.world_size // (pipeline * tensor)
+    micro = args.micro_batch_size
+    if micro is None or micro < 1:
+        yield "--micro-batch-size must be given and positive"
+        return
+    bucket = args.pulse_bucket_batch
+    if bucket is not None and bucket > 0:
+        name = flag_name("pulse_bucket_batch")
+        if bucket % micro:
+            yield f"{name} {bucket} is not a multiple of --micro-batch-size {micro}"
+        for other in ("global_batch_size", "eval_global_batch_size"):
+            if (size := getattr(args, other)) is not None and size % bucket:
+                yield f"{name} {bucket} does not divide {flag_name(other)} {size}"
+        if (size := args.eval_micro_batch_size) is not None and bucket % size:
+            yield f"{name} {bucket} is not a multiple of --eval-micro-batch-size {size}"
+    sizes = [("global_batch_size", args.global_batch_size, micro)]
+    if args.eval_global_batch_size is not None or args.eval_micro_batch_size is not None:
+        size = args.eval_global_batch_size or args.global_batch_size or micro * replicas
+        sizes.append(("eval_global_batch_size", size, args.eval_micro_batch_size or micro))
+    for name, size, part in sizes:
+        if size is not None and (size < 1 or size % (part * replicas)):
+            yield (
+                f"{flag_name(name)} {size} is not a positive multiple of micro batch {part} x "
+                f"{replicas} data-parallel replicas = {part * replicas}"
+            )
+
+
+_MOST_WORKERS = 32
+"""Limit per core of a machine; more workers only take memory."""
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def _check_processes(args: argparse.Namespace) -> Iterator[str]:
+    if args.distributed_backend == "gloo" and torch.cuda.is_available():
+        yield (
+            "--distributed-backend gloo: where GPUs are visible messages go over NCCL; leave it "
+            "out, or train on CPUs with CUDA_VISIBLE_DEVICES= (empty)"
+        )
+    if args.distributed_backend == "nccl" and not torch.cuda.is_available():
+        yield "--distributed-backend nccl: torch finds no GPU here; leave it out"
+    if args.num_workers is not None and args.num_workers > (most := _MOST_WORKERS * _cores()):
+        yield (
+            f"--num-workers {args.num_workers}: each is a process on every rank, and this machine "
+            f"has {_cores()} cores; give {most} at most"
+        )
+
+
+def _check_training(args: argparse.Namespace) -> Iterator[str]:
+    if args.train_iters is None and args.train_samples is None:
+        yield "--train-iters (or --train-samples) must be given"
+    elif (args.train_iters or args.train_samples or 0) < 1 and not args.skip_train:
+        yield "--train-iters must be positive"
+    if args.lr is None or args.lr <= 0:
+        yield "--lr must be given and positive"
+    else:
+        yield from ABOVE_ZERO.faults("--lr", args.lr)
+
+
+def _check_verifying(args: argparse.Namespace, options: PulseOptions) -> Iterator[str]:
+    if not options.sdc_check_interval:
+        return
+    if args.world_size == 1:
+        yield "--pulse-sdc-check-interval: there is no other rank to compute anything again"
+    if args.tensor_model_parallel_size > 1:
+        yield (
+            "--pulse-sdc-check-interval cannot be used with --tensor-model-parallel-size: what "
+            "ranks add "
+            "up together may differ in its last bit elsewhere"
+        )
+    if args.distributed_backend == "nccl" and not args.deterministic_mode:
+        yield (
+            "--pulse-sdc-check-interval on GPUs needs --deterministic-mode: other kernels do not "
+            "give "
+            "the same bits twice"
+        )
+
+
+def _check_plan_files(options: PulseOptions) -> Iterator[str]:
+    if options.schedule.endswith(".csv") and not Path(options.schedule).is_file():
+        yield f"--pulse-schedule {options.schedule}: there is no such file"
+    profile = options.profile
+    if profile is not None and profile not in PRESETS and not Path(profile).is_file():
+        yield f"--pulse-profile {profile}: neither a file nor one of {', '.join(PRESETS)}"
+
+
+_FOLDERS = (
+    "save",
+    "tensorboard_dir",
+    "non_persistent_global_ckpt_dir",
+    "wandb_save_dir",
+    "config_logger_dir",
+    "dump_param_to_param_group_map",
+)
+
+
+def _check_folders(args: argparse.Namespace) -> Iterator[str]:
+    for name in (*_FOLDERS, *pulse_flags(FlagMark.FOLDER)):
+        folder = getattr(args, name)
+        if folder is not None and (fault := unwritable(Path(folder))):
+            yield f"{flag_name(name)} {folder}: {fault}"
+
+
+def check_world(args: argparse.Namespace, plan_digest: str) -> None:
+    """Raise FlagError if any rank was started with other flags or plans otherwise (collective)."""
+    import torch.distributed as dist
+
+    own = {k: repr(v) for k, v in vars(args).items() if k not in _PER_RANK}
+    gathered: list[tuple[dict[str, str], str]] = [({}, "") for _ in range(dist.get_world_size())]
+    dist.all_gather_object(gathered, (own, plan_digest))
+    flags = [rank_flags for rank_flags, _ in gathered]
+    faults = []
+    for rank, theirs in enumerate(flags):
+        for name in sorted({**flags[0], **theirs}):
+            if theirs.get(name) != flags[0].get(name):
+                faults.append(
+                    f"rank {rank} was started with {flag_name(name)} {theirs.get(name)}, "
+                    f"rank 0 with {flags[0].get(name)}: start every rank with the same flags"
+                )
+    if not faults:
+        faults = [
+            f"rank {rank} plans otherwise than rank 0, though its flags are the same (another GPU "
+            "or torch version? another file of that name?): plan by one file, --pulse-plan FILE"
+            for rank, (_, digest) in enumerate(gathered)
+            if digest != gathered[0][1]
+        ]
+    if faults:
+        raise FlagError(faults)
+
+
+# Identity of a rank, and values that follow from the plan, which is compared as a whole.
+_PER_RANK = {"rank", "local_rank", "num_layers", "num_virtual_stages_per_pipeline_rank"}

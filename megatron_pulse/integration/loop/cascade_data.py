@@ -1,0 +1,119 @@
+"""Data of a cascade: the fields of all chains, side by side in every microbatch."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from megatron_pulse.backbone.chain import Backbone
+from megatron_pulse.data.build import data_of_chains, encoders_of_chains
+from megatron_pulse.data.record import DataRecord
+from megatron_pulse.diffusion.objectives import DiffusionProcess
+from megatron_pulse.errors import Faults, collecting
+from megatron_pulse.integration.flags.pulse_options import PulseOptions
+from megatron_pulse.integration.loop_encoders import DeviceEncoders
+from megatron_pulse.integration.training_data import DiffusionData
+from megatron_pulse.planner.layout.placement import Placement
+from megatron_pulse.planner.plan_file.plan_file import PlanFile
+from megatron_pulse.planner.program.plan import Plan
+from megatron_pulse.planner.schedule.operations import BubbleTask
+from megatron_pulse.runtime.tensor_settings import LossFunction
+
+type Batches = Iterator[dict[str, Tensor]]
+
+
+class CascadeData:
+    """Data of every chain, opened as for a run of that chain alone (see ``DiffusionData``).
+
+    ``--pulse-data base=DATA,upper=DATA`` names them, and ``--pulse-encoders`` the encoders of all
+    or of some. Raises Faults with all faults.
+    """
+
+    def __init__(
+        self, options: PulseOptions, backbone: Backbone, process: DiffusionProcess, seed: int
+    ) -> None:
+        faults: list[str] = []
+        self.parts: dict[str, DiffusionData] = {}
+        folders = encoders_of_chains(options.encoders, tuple(backbone.parts))
+        for chain, data in data_of_chains(options.data, tuple(backbone.parts)).items():
+            name, folder = backbone.parts[chain].name, folders[chain]
+            own = replace(options, backbone=name, data=data, encoders=folder)
+            with collecting(faults, (ValueError, OSError)):
+                self.parts[chain] = DiffusionData(own, backbone.parts[chain], process, seed)
+        if faults:
+            raise Faults(faults)
+        said = {f"{chain}: {part.description}" for chain, part in self.parts.items()}
+        self.description = "; ".join(sorted(said))
+        self.process = next(iter(self.parts.values())).process
+
+    def survey(self) -> list[str]:
+        """Descriptions of the image files of every chain (see ``DiffusionData``)."""
+        told = [line for part in self.parts.values() for line in part.survey()]
+        return list(dict.fromkeys(told))
+
+    def count_corrupt(self) -> int:
+        """Number of corrupt training files that all ranks have skipped (collective)."""
+        return sum(part.count_corrupt() for part in self.parts.values())
+
+    @property
+    def cautions(self) -> list[str]:
+        """Notes on training data left unused, for the log."""
+        found = [caution for part in self.parts.values() for caution in part.cautions]
+        return list(dict.fromkeys(found))
+
+    @property
+    def loss(self) -> Mapping[str, LossFunction]:
+        """Loss function of every chain."""
+        return {chain: part.loss for chain, part in self.parts.items()}
+
+    def place_encoders(self, plan: Plan, given: PlanFile | None) -> list[str]:
+        """Assign the encoders of every chain to all devices; return the faults."""
+        return [fault for part in self.parts.values() for fault in part.place_encoders(plan, given)]
+
+    def describe_encoders(self, fillers: Sequence[BubbleTask], num_devices: int) -> list[str]:
+        """Lines on when and where each encoder in the loop runs."""
+        return [
+            f"{chain}: {said}"
+            for chain, part in self.parts.items()
+            for said in part.describe_encoders(fillers, num_devices)
+        ]
+
+    @property
+    def encoded_by(self) -> dict[str, str]:
+        """Digests of the encoders in the loop, by chain and folder (``upper.vae``)."""
+        found: dict[str, str] = {}
+        for chain, part in self.parts.items():
+            found |= {f"{chain}.{name}": by for name, by in part.encoded_by.items()}
+        return found
+
+    def record(self, whole: bool) -> dict[str, list[DataRecord]]:
+        """The records of every chain's datasets (see ``DiffusionData``)."""
+        return {chain: part.record(whole)[""] for chain, part in self.parts.items()}
+
+    @property
+    def encoders(self) -> Mapping[str, Callable[[int], DeviceEncoders]]:
+        """Loader of a pipeline device's encoders, for every chain encoded in the loop."""
+        return {c: part.encoders for c, part in self.parts.items() if part.in_loop is not None}
+
+    def iterators(self, args: argparse.Namespace, placement: Placement) -> tuple[Batches, Batches]:
+        """Endless (training, validation) microbatches of this rank, as for each chain alone."""
+        found = {
+            chain: part.iterators(args, placement, number)
+            for number, (chain, part) in enumerate(self.parts.items())
+        }
+        training, validation = (
+            _side_by_side({chain: each[which] for chain, each in found.items()}) for which in (0, 1)
+        )
+        return training, validation
+
+
+def _side_by_side(batches: Mapping[str, Batches]) -> Batches:
+    while True:
+        yield {
+            f"{chain}.{name}": value
+            for chain, one in batches.items()
+            for name, value in next(one).items()
+        }

@@ -1,0 +1,379 @@
+"""Encoders in the training loop: which components a run encodes with, when, and on which devices.
+
+The data give pixels and token ids (``data.fields.unencoded``). A component's results become the
+fields that the backbone reads, on the devices that read them::
+
+  vae              pixels     -> moments -> noisy, target      first and last stage
+  text_encoder...  token ids  -> states  -> context, pooled    stages that read them
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from megatron_pulse.backbone.chain import Backbone
+from megatron_pulse.data.build import names_of
+from megatron_pulse.data.fields import WantedFields, unencoded
+from megatron_pulse.data.latents.layout import META, Meta
+from megatron_pulse.data.microbatches import noised_here
+from megatron_pulse.diffusion.objectives import DiffusionProcess
+from megatron_pulse.diffusion.scheduler import PIPELINE_INDEX
+from megatron_pulse.encoders.autoencoder import Autoencoder
+from megatron_pulse.encoders.components import autoencoder_faults, weight_faults
+from megatron_pulse.encoders.finite import any_broken, not_finite
+from megatron_pulse.encoders.images import MOMENTS, PIXELS
+from megatron_pulse.encoders.pieces import States
+from megatron_pulse.encoders.pipeline import TextEncoders
+from megatron_pulse.encoders.recipe import VAE, TextRecipe, folder_name
+from megatron_pulse.encoders.tokens import digest_of, ids_name, mask_name
+from megatron_pulse.errors import Faults, collecting, unknown_name
+from megatron_pulse.flags import DTYPES
+from megatron_pulse.integration.flags.pulse_options import PulseOptions
+from megatron_pulse.planner.layout.routes import Routes, batch_fields_of
+from megatron_pulse.planner.schedule.operations import BubbleTask
+from megatron_pulse.runtime.encoding.encoding import Encoded, FrozenComponent
+from megatron_pulse.runtime.tensor_settings import Batch
+from model_specs import text_recipe
+
+TEXT = "text"
+"""Name for all text encoders in ``--pulse-encode``."""
+
+_PICTURES = (1, 3)
+"""Numbers of channels of pictures; samples with any other are latents."""
+
+
+@dataclass(frozen=True)
+class LoopEncoders:
+    """Encoders that a run applies itself.
+
+    ``recipe`` describes the text fields, and ``shapes`` are their shapes. ``recipe`` is None if
+    text is stored, or none is read. ``autoencodes`` says whether images become latents.
+    ``policies`` are the flags' schedules of each component: auto, fill or front. Methods raise
+    UserError for a folder that cannot encode the backbone's fields.
+    """
+
+    folder: Path
+    recipe: TextRecipe | None
+    shapes: Mapping[str, tuple[int, ...]]
+    autoencodes: bool
+    policies: Mapping[str, str]
+    dtype: torch.dtype | None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Folder names of the components."""
+        places = () if self.recipe is None else self.recipe.kinds
+        texts = (folder_name("text_encoder", place) for place in places)
+        return (*texts, *((VAE,) if self.autoencodes else ()))
+
+    def texts(self, places: Collection[int] | None = ()) -> TextEncoders | None:
+        """Text encoders, with the weights of those at ``places`` only (None: of all)."""
+        if self.recipe is None:
+            return None
+        return TextEncoders(self.folder, self.recipe, self.shapes, self.dtype, places)
+
+    def autoencoder(self, weighs: bool = False) -> Autoencoder | None:
+        """Autoencoder, with its weights if ``weighs``; None if images are not encoded."""
+        if not self.autoencodes:
+            return None
+        return Autoencoder(self.folder / VAE, self.dtype or torch.float32, weighs)
+
+    @property
+    def encoded_by(self) -> dict[str, str]:
+        """Digest of the files of each encoder and tokenizer, by folder name; reads all files."""
+        places = () if self.recipe is None else self.recipe.kinds
+        texts = [folder_name(of, p) for of in ("text_encoder", "tokenizer") for p in places]
+        found = {name: digest_of(self.folder / name) for name in texts}
+        if (autoencoder := self.autoencoder()) is not None:
+            found[VAE] = autoencoder.made_by(typed=False)
+        return found
+
+    def unencoded(self, wanted: WantedFields) -> WantedFields:
+        """Fields that the data must give for a backbone that reads ``wanted``.
+
+        Stored latents must be of the folder's autoencoder, if it has one.
+        """
+        texts, autoencoder = self.texts(), self.autoencoder()
+        if autoencoder is None and (self.folder / VAE).is_dir():
+            latent = Autoencoder(self.folder / VAE, weighs=False).made_by(typed=False)
+            wanted = replace(wanted, made_by={**wanted.made_by, "latent": latent})
+        return unencoded(
+            wanted,
+            None if texts is None else texts.tokenizers,
+            self.shapes,
+            None if autoencoder is None else (autoencoder.in_channels, autoencoder.factor),
+        )
+
+    def homes(self, fillers: Sequence[BubbleTask], num_devices: int) -> dict[str, tuple[int, ...]]:
+        """Devices that hold each component: those of its bubble task, or all."""
+        filled = {filler.name: filler.devices for filler in fillers}
+        return {name: filled.get(name) or tuple(range(num_devices)) for name in self.names}
+
+    def filling_faults(
+        self, fillers: Sequence[BubbleTask], routes: Routes, backbone: Backbone
+    ) -> list[str]:
+        """Mismatches between the plan's bubble tasks and the encoders of this run."""
+        filled = {filler.name: filler for filler in fillers}
+        faults = []
+        for name, policy in self.policies.items():
+            if policy == "fill" and name not in filled:
+                faults.append(
+                    f"--pulse-encoder-schedule {name}=fill: the plan has no idle time for it: "
+                    "give a plan "
+                    "that 'pulse tune --encoders COSTS.json' made, or encode in front"
+                )
+            if policy == "before-step" and name in filled:
+                faults.append(
+                    f"--pulse-encoder-schedule {name}=before-step: the plan encodes it in idle "
+                    "time: leave the "
+                    "flag out, or tune without it"
+                )
+        for name, filler in filled.items():
+            if name not in self.names:
+                used = ", ".join(self.names) or "none"
+                faults.append(
+                    f"the plan encodes {name} in idle time, and this run does not encode by it "
+                    f"(it encodes by {used}): what it makes is in the data, or nothing reads it; "
+                    "take a plan that was tuned with a table without it"
+                )
+                continue
+            planned = max((end for _, end, *_ in filler.pieces), default=0)
+            there = self._num_layers(name)
+            if planned != there:
+                faults.append(
+                    f"the plan is of other encoders than {self.folder}: its {name} has {planned} "
+                    f"layers, this one {there}; tune again with a table of these ('pulse profile "
+                    f"--encoders {self.folder}')"
+                )
+            for device in sorted({*self.readers(name, routes, backbone)} - {*filler.readers}):
+                faults.append(f"the plan does not send the results of {name} to device {device}")
+        return faults
+
+    def _num_layers(self, name: str) -> int:
+        """Number of layers of a component, found without its weights."""
+        if name == VAE and (autoencoder := self.autoencoder()) is not None:
+            return len(autoencoder.pieces)
+        encoders = {} if (texts := self.texts()) is None else texts.encoders
+        found = (e for place, e in encoders.items() if folder_name("text_encoder", place) == name)
+        return len(next(found).pieces)
+
+    def readers(self, name: str, routes: Routes, backbone: Backbone) -> tuple[int, ...]:
+        """Devices that read a component's results."""
+        home = routes.partition.placement.device_of_stage
+        if name == VAE:
+            return tuple(sorted({home[0], home[-1]}))
+        assert self.recipe is not None
+        of_it = {
+            field
+            for field, rows in self.recipe.fields.items()
+            if any(folder_name("text_encoder", part.place) == name for row in rows for part in row)
+        }
+        stages = range(len(home))
+        return tuple(
+            sorted({home[s] for s in stages if of_it & batch_fields_of(backbone, routes, s)})
+        )
+
+    def describe(self, fillers: Sequence[BubbleTask], num_devices: int) -> str:
+        """Text that tells when and where each encoder runs."""
+        filled = {filler.name for filler in fillers}
+        lines = [f"encoders of {self.folder}:"]
+        for name, homes in self.homes(fillers, num_devices).items():
+            when = "in the idle time of the step before" if name in filled else "in front"
+            where = ", ".join(map(str, homes))
+            lines.append(f"  {name}: {when}, on device{'s' * (len(homes) > 1)} {where}")
+        if (autoencoder := self.autoencoder()) is not None and autoencoder.remark:
+            lines.append(f"  {autoencoder.remark}")
+        others = {path.name for path in self.folder.glob("text_encoder*") if path.is_dir()}
+        if self.recipe is not None and (unread := sorted(others - set(self.names))):
+            lines.append(f"  {', '.join(unread)}: not used, the backbone reads none of it")
+        return "\n".join(lines)
+
+
+def loop_encoders(options: PulseOptions, backbone: Backbone) -> LoopEncoders | None:
+    """Encoders that a run of these flags applies itself; None without ``--pulse-encoders``.
+
+    Raises Faults for contradictory flags and for a folder that cannot encode the backbone's fields,
+    and UserError.
+    """
+    if options.encoders is None or options.data is None:
+        return None
+    folder = Path(options.encoders)
+    recipe = text_recipe(options.backbone, backbone)
+    stored = _stored(options.data)
+    there = [] if recipe is None else [folder_name("text_encoder", p) for p in recipe.kinds]
+    policies, faults = _policies(
+        options.encoder_schedule, [*there, *([VAE] if (folder / VAE).is_dir() else [])]
+    )
+    texts = recipe is not None and not (stored is not None and recipe.fields.keys() <= stored)
+    autoencodes = stored is None and (folder / VAE).is_dir()
+    for name in (*there, VAE):
+        makes = autoencodes if name == VAE else texts
+        if makes and policies.get(name) == "store":
+            what = "latents" if name == VAE else "text states"
+            faults.append(
+                f"--pulse-encoder-schedule {name}=store: {options.data} has no {what}: write "
+                "them first with "
+                f"'pulse data write-latents --from {options.data} --encoders {folder} --backbone "
+                f"{options.backbone} --image-size PIXELS -o latents'"
+            )
+        if not makes and policies.get(name) in ("fill", "before-step"):
+            faults.append(
+                f"--pulse-encoder-schedule {name}={policies[name]}: {options.data} has its "
+                "results: leave "
+                "the flag out"
+            )
+    channels = backbone.sample_spec.shape[0]
+    with collecting(faults):
+        named = autoencoder_faults(folder)
+        if stored is None:
+            faults += [f"--pulse-encoders {folder}: {fault}" for fault in named]
+    if stored is None and not autoencodes and channels not in _PICTURES and folder.is_dir():
+        whole = (
+            ""
+            if (folder / PIPELINE_INDEX).is_file()
+            else f", nor {PIPELINE_INDEX}: give a pipeline's folder"
+        )
+        faults.append(
+            f"--pulse-encoders {folder}: {backbone.name} takes latents of {channels} channels and "
+            f"{options.data} has pictures, but there is no {VAE}/ that makes one of the other"
+            f"{whole}"
+        )
+    if not texts and not autoencodes and not faults:
+        plan = " and take a plan tuned without --encoders" if options.plan else ""
+        faults.append(
+            f"--pulse-encoders {folder}: {options.data} has all that {backbone.name} reads: leave "
+            f"the flag out{plan}"
+        )
+    used = [*(there if texts else ()), *([VAE] if autoencodes else [])]
+    faults += weight_faults(folder, used)
+    if autoencodes and not faults:
+        made = Autoencoder(folder / VAE, weighs=False).latent_channels
+        if made != channels:
+            faults.append(
+                f"--pulse-encoders {folder}: {VAE}/ makes latents of {made} channels, "
+                f"{backbone.name} takes {channels}"
+            )
+    if faults:
+        raise Faults(faults)
+    shapes = (
+        {name: backbone.batch_fields[name].shape for name in recipe.fields}
+        if recipe is not None and texts
+        else {}
+    )
+    return LoopEncoders(
+        folder,
+        recipe if texts else None,
+        shapes,
+        autoencodes,
+        {name: policies.get(name, "auto") for name in used},
+        getattr(torch, DTYPES[options.encoders_dtype]) if options.encoders_dtype else None,
+    )
+
+
+def _stored(data: str) -> frozenset[str] | None:
+    """Fields stored in every latents folder of ``data``; None if the data are images."""
+    names = names_of(data)
+    if not all(name.startswith("latents:") for name in names):
+        return None
+    folders = [Path(name.removeprefix("latents:")) for name in names]
+    fields = [Meta.load(f).layout.fields.keys() for f in folders if (f / META).is_file()]
+    return frozenset.intersection(*map(frozenset, fields)) if fields else frozenset()
+
+
+def _policies(given: Sequence[str], names: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Policy of each component, and faults; specific flags precede general ones."""
+    found: dict[str, str] = {}
+    said: dict[str, str] = {}
+    faults = []
+    for text in sorted(given, key=lambda text: "=" in text):
+        name, _, policy = text.rpartition("=")
+        if (before := said.setdefault(name, text)) != text:
+            faults.append(
+                f"--pulse-encoder-schedule {before} and --pulse-encoder-schedule {text}: which "
+                "one counts?"
+            )
+        kinds = {"": names, TEXT: [n for n in names if n != VAE]}
+        if name not in (*kinds, *names):
+            faults.append(
+                f"--pulse-encoder-schedule {text}: {unknown_name('encoder', name, (TEXT, *names))}"
+            )
+        found |= dict.fromkeys(kinds.get(name, [name]), policy)
+    return found, faults
+
+
+class DeviceEncoders:
+    """Encoders of one pipeline device, and the conversion of their results into batch fields."""
+
+    def __init__(
+        self,
+        loop: LoopEncoders,
+        homes: Mapping[str, tuple[int, ...]],
+        number: int,
+        process: DiffusionProcess,
+    ) -> None:
+        self._process = process
+        self._broken: dict[str, torch.Tensor] = {}
+        here = {name for name, devices in homes.items() if number in devices}
+        places = () if loop.recipe is None else loop.recipe.kinds
+        mine = [p for p in places if folder_name("text_encoder", p) in here]
+        self._texts, self._vae = loop.texts(mine), loop.autoencoder(VAE in here)
+        self.components: list[FrozenComponent] = []
+        if self._texts is not None:
+            assert loop.recipe is not None
+            for place, encoder in self._texts.encoders.items():
+                name = folder_name("text_encoder", place)
+                states = tuple(sorted(map(str, loop.recipe.states_of(place))))
+                given = partial(_tokens, place, encoder.device)
+                pieces = encoder.pieces if name in here else None
+                self.components.append(FrozenComponent(name, given, states, homes[name], pieces))
+        if self._vae is not None:
+            given = partial(_pixels, self._vae.device, self._vae.dtype)
+            pieces = self._vae.pieces if VAE in here else None
+            self.components.append(FrozenComponent(VAE, given, (MOMENTS,), homes[VAE], pieces))
+
+    def not_finite(self) -> list[str]:
+        """Faults of encoders that have given non-finite numbers; synchronises with a GPU."""
+        dtypes = {VAE: self._vae.dtype} if self._vae is not None else {}
+        if self._texts is not None:
+            dtypes |= {
+                folder_name("text_encoder", place): encoder.dtype
+                for place, encoder in self._texts.encoders.items()
+            }
+        return [not_finite(name, dtypes[name]) for name, broken in self._broken.items() if broken]
+
+    def finished(self, batch: Batch, encoded: Encoded) -> dict[str, torch.Tensor]:
+        """``batch`` with all fields that this device reads."""
+        made = dict(batch)
+        for name, states in encoded.items():
+            if not states:
+                continue
+            broken = any_broken(states)
+            self._broken[name] = broken | self._broken.get(name, broken)
+        if self._texts is not None:
+            found = {
+                place: encoded[name]
+                for place in self._texts.encoders
+                if (name := folder_name("text_encoder", place)) in encoded
+            }
+            made |= self._texts.dropped(self._texts.joined(found), batch["dropped"])
+        if self._vae is not None and VAE in encoded and "noise" in batch:
+            mean, deviation = self._vae.normalized(encoded[VAE][MOMENTS])
+            made |= noised_here(batch, mean, deviation, self._process)
+        return made
+
+
+def _tokens(place: int, device: torch.device, batch: Batch, row: int) -> States:
+    here = slice(row, row + 1)
+    return {
+        "ids": batch[ids_name(place)][here].to(device, non_blocking=True),
+        "mask": batch[mask_name(place)][here].to(device, non_blocking=True),
+    }
+
+
+def _pixels(device: torch.device, dtype: torch.dtype, batch: Batch, row: int) -> States:
+    return {PIXELS: batch[PIXELS][row : row + 1].to(device, dtype, non_blocking=True)}

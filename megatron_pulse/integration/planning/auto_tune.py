@@ -1,0 +1,230 @@
+"""``--pulse-auto``: measure this job's links and devices, tune, and run the plan."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron_pulse.backbone.chain import Backbone
+from megatron_pulse.flags import flag_name
+from megatron_pulse.integration.flags.parse import CommandLine
+from megatron_pulse.integration.flags.pulse_options import PulseOptions
+from megatron_pulse.integration.loop_encoders import LoopEncoders, loop_encoders
+from megatron_pulse.integration.planning.encoder_costs import encoder_costs
+from megatron_pulse.integration.planning.memory_format import measured_format
+from megatron_pulse.integration.planning.run_plan import (
+    backbone_of_flags,
+    broadcast_from_rank_0,
+    compute_dtype,
+    parameter_state,
+)
+from megatron_pulse.integration.planning.transformer_impl import can_split_backward
+from megatron_pulse.planner.cluster.cluster import BandwidthScope, Cluster, ClusterLink
+from megatron_pulse.planner.plan_file.plan_file import PlanFile, save_plan
+from megatron_pulse.planner.tune.config import Choices, Recompute
+from megatron_pulse.planner.tune.evaluate import Evaluator
+from megatron_pulse.planner.tune.plans.encoder_policies import Policy, encode_plan
+from megatron_pulse.planner.tune.plans.to_plan import plan_of
+from megatron_pulse.planner.tune.plans.verify_figures import load_checked, recomputed
+from megatron_pulse.planner.tune.tune import DECISION_S, UntunableError, check_choices, tune
+from megatron_pulse.profile.measurement.measure import measure
+from megatron_pulse.profile.memory_format import in_format_of, in_given_format
+from megatron_pulse.profile.profile import Profile, ProfileError
+from megatron_pulse.profile.roofline import USABLE
+from megatron_pulse.profile.warnings import spread_caution
+from megatron_pulse.runtime.measure.execution_modes import RUNNING
+from megatron_pulse.runtime.measure.probe import ProbeSettings, probe, probe_device
+from megatron_pulse.runtime.watchdog.progress import PROGRESS
+from model_specs import load_recorded
+
+FILLING_S = 4.0
+"""Time limit of the search for bubble filling."""
+SIZES = (1, 4)
+"""Microbatch sizes that are measured; others are interpolated."""
+
+
+def auto_plan(line: CommandLine, options: PulseOptions) -> PlanFile:
+    """Plan of this job, the same on all ranks (collective); rank 0 writes it to a file.
+
+    A plan that an earlier start of the job left in ``--save`` is reused. Raises ValueError on every
+    rank if nothing fits, or if the existing plan is of another job.
+    """
+    args = line.args
+    path = Path(args.save or ".") / "plan.json"
+    if (plan := broadcast_from_rank_0(partial(_kept, path, args, options))) is not None:
+        return plan
+    cluster = _cluster(args)
+    return broadcast_from_rank_0(partial(_tune, line, options, cluster, path))
+
+
+def _kept(path: Path, args: argparse.Namespace, options: PulseOptions) -> PlanFile | None:
+    if not path.exists():
+        return None
+    plan = load_checked(path)
+    given = options.options
+    same = in_format_of(plan.backbone, options.backbone, given)
+    backbone = backbone_of_flags(args, replace(options, options=same))
+    planned = load_recorded(in_given_format(plan.backbone, given))
+    if plan.world_size != args.world_size or planned.record != backbone.record:
+        raise ValueError(
+            f"--pulse-auto: {path} is the plan of another job ({plan.backbone['name']} on "
+            f"{plan.world_size} ranks): move it away, or use another --save"
+        )
+    if fault := _other_encoders(plan, options, backbone):
+        raise ValueError(f"--pulse-auto: {path} {fault}: move it away, or use another --save")
+    print(f"plan: {path}, from an earlier start", flush=True)
+    return plan
+
+
+def _other_encoders(plan: PlanFile, options: PulseOptions, backbone: Backbone) -> str:
+    """Mismatch between a plan and the encoders that this run applies itself; empty if none."""
+    tuned = sorted(policy["name"] for policy in plan.policies or ())
+    decided = sorted(_decided(loop_encoders(options, backbone)))
+    if not tuned or tuned == decided:
+        return ""
+    here = ", ".join(decided) or "nothing"
+    return f"decides when {', '.join(tuned)} runs in the loop, and this run leaves {here} to it"
+
+
+def _decided(loop: LoopEncoders | None) -> list[str]:
+    """Encoders whose schedule the plan decides."""
+    return [] if loop is None else [n for n, p in loop.policies.items() if p != Policy.BEFORE_STEP]
+
+
+def _cluster(args: argparse.Namespace) -> Cluster | None:
+    """Cluster measured from the ranks' links and devices, on rank 0 (collective)."""
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
+    timeout_s = timedelta(minutes=args.distributed_timeout_minutes).total_seconds()
+    settings = ProbeSettings("this job", device, timeout_s=timeout_s)
+    if dist.get_world_size() > 1:
+        probed = probe(settings)
+        return None if probed is None else probed.cluster
+    alone = ClusterLink("loopback", 1.0, 0.0, BandwidthScope.DEVICE)  # one device sends nothing
+    memory_gb, figures = probe_device(settings)
+    usable = USABLE if device.type == "cuda" else 1.0
+    return Cluster(settings.name, 1, 1, memory_gb, figures, alone, usable_memory=usable)
+
+
+def _tune(
+    line: CommandLine, options: PulseOptions, cluster: Cluster | None, path: Path
+) -> PlanFile:
+    """Profile on this rank's device, search, and write the plan."""
+    args = line.args
+    assert cluster is not None
+    if options.memory_gb is not None:
+        cluster = replace(cluster, memory_gb=options.memory_gb, usable_memory=1.0)
+    backbone, choices = backbone_of_flags(args, options), _choices(line)
+    with _refusing(backbone):
+        check_choices(cluster, args.global_batch_size, choices)
+    print(f"measuring {backbone.name} and tuning for {cluster.num_devices} ranks", flush=True)
+    profile = _measure(args, options, backbone)
+    if said := spread_caution(profile):
+        print(f"warning: {said}", flush=True)
+    divided = backbone.divides_sequences
+    of = profile, cluster, args.global_batch_size
+    own, state = options.self_conditioning or 0.0, parameter_state(args, options)
+    evaluator = Evaluator(*of, divided, backbone.num_heads, own, state)
+    seconds = options.solver_seconds
+    with _refusing(backbone), PROGRESS.during("tuning", patient=True, grants_s=seconds):
+        found = tune(evaluator, choices, DECISION_S + seconds, seconds, options.solver)
+    best = found.outcomes[0]
+    plan = _filled(plan_of(best, evaluator, found), options, backbone)
+    save_plan(plan, path)
+    rate = plan.predicted["samples_per_s"]
+    print(f"plan: {best.config}; {rate:.4g} samples/s expected; in {path}", flush=True)
+    if found.opponent is not None:
+        print(f"{found.opponent.beside(best.throughput)} ({found.opponent.facts})", flush=True)
+    return plan
+
+
+@contextmanager
+def _refusing(backbone: Backbone) -> Iterator[None]:
+    """Turn the refusal to tune into a fault of the flag."""
+    try:
+        yield
+    except UntunableError as error:
+        raise ValueError(f"--pulse-auto: {backbone.name}: {error}") from error
+
+
+def _filled(plan: PlanFile, options: PulseOptions, backbone: Backbone) -> PlanFile:
+    """``plan`` with each encoder in the loop as a bubble task, if faster than before the step.
+
+    A flag can also demand the bubble.
+    """
+    loop = loop_encoders(options, backbone)
+    wanted = _decided(loop)
+    if loop is None or not wanted:
+        return plan
+    costs = encoder_costs(loop.folder, options.backbone, backbone, loop.dtype, wanted=wanted)
+    fixed = {name: p for name, p in loop.policies.items() if p == Policy.FILL}
+    found = encode_plan(plan, costs.components, FILLING_S, fixed)
+    print("\n".join(map(str, found.choices)), flush=True)
+    return recomputed(found.plan)
+
+
+def _choices(line: CommandLine) -> Choices:
+    """Search space without the dimensions that flags fix; raises ValueError."""
+    if line.args.recompute_granularity == "selective":
+        raise ValueError(
+            "--recompute-granularity selective: with --pulse-auto the plan says of which layers "
+            "what is cheap is computed again; leave the flag out"
+        )
+    choices, args = Choices(), line.args
+    pipeline, tensor, size = (
+        (getattr(args, name),) if line.says(flag_name(name)) else None
+        for name in (
+            "pipeline_model_parallel_size",
+            "tensor_model_parallel_size",
+            "micro_batch_size",
+        )
+    )
+    return Choices(
+        pipeline=pipeline,
+        tensor=tensor or choices.tensor,
+        micro_batch_size=size,
+        recompute=(Recompute.ALWAYS,)
+        if args.recompute_granularity == "full"
+        else choices.recompute,
+        split=choices.split if can_split_backward(args) else (False,),
+    )
+
+
+def _measure(args: argparse.Namespace, options: PulseOptions, backbone: Backbone) -> Profile:
+    dtype = compute_dtype(args)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    sizes = SIZES if args.micro_batch_size is None else (args.micro_batch_size,)
+
+    def measured(sizes: tuple[int, ...]) -> Profile:
+        chosen, times = measured_format(
+            backbone, options.options, sizes[-1], device, dtype, None, args.transformer_impl
+        )
+        profile = measure(
+            chosen,
+            sizes,
+            device,
+            dtype,
+            once_per_kind=True,
+            running=RUNNING,
+            transformer_impl=args.transformer_impl,
+        )
+        return profile if times is None else replace(profile, method=f"{profile.method}; {times}")
+
+    try:
+        return measured(sizes)
+    except ProfileError:
+        if len(sizes) == 1:
+            raise
+    # The error has released the memory of the failed attempt only here.
+    if device == "cuda":
+        torch.cuda.empty_cache()
+    return measured(sizes[:1])

@@ -1,0 +1,452 @@
+"""Plan of a run, made from its flags: costs, placement, partition, embedders, schedule."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import combinations
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_pulse.backbone.activations import ActivationPolicies
+from megatron_pulse.backbone.chain import Backbone
+from megatron_pulse.backbone.costs import ChainCosts, SkipCost
+from megatron_pulse.backbone.gradients import required_gradients
+from megatron_pulse.backbone.layer_patterns import matching_layers
+from megatron_pulse.errors import Faults, collecting, summarize
+from megatron_pulse.integration.flags.pulse_options import PulseOptions
+from megatron_pulse.integration.planning.transformer_impl import (
+    require_deferrable_wgrad,
+    require_same_transformer_impl,
+)
+from megatron_pulse.planner.cluster.link import Link
+from megatron_pulse.planner.layout.embedder_choice import Policy, choose_embedders, provided
+from megatron_pulse.planner.layout.placement import Placement
+from megatron_pulse.planner.partition.evaluate import MemoryRule
+from megatron_pulse.planner.partition.find import Goal, MemoryRules
+from megatron_pulse.planner.partition.memory import ParameterState, bytes_per_parameter, in_flight
+from megatron_pulse.planner.plan_file.compatibility import parameter_faults
+from megatron_pulse.planner.plan_file.plan_file import PlanFile
+from megatron_pulse.planner.program.find_schedules import find_schedules
+from megatron_pulse.planner.program.make import make_plan
+from megatron_pulse.planner.program.plan import Plan, PlanError, is_file
+from megatron_pulse.planner.schedule.serialize import from_json, to_json
+from megatron_pulse.profile.analytic import analyse
+from megatron_pulse.profile.files import load_profile
+from megatron_pulse.profile.measurement.layer_call import ExecutionModes, describe_chain
+from megatron_pulse.profile.measurement.machine import device_memory
+from megatron_pulse.profile.measurement.tensor_parallel import ModuleSizes
+from megatron_pulse.profile.memory_format import format_caution, in_format_of
+from megatron_pulse.profile.parameters import count_parameters, count_trained
+from megatron_pulse.profile.profile import Profile, ProfileError
+from megatron_pulse.profile.roofline import (
+    ELEMENT_BYTES,
+    PRESETS,
+    USABLE,
+    Device,
+    Roofline,
+    custom_device,
+    known_device,
+)
+from megatron_pulse.profile.trainable import (
+    TrainedError,
+    none_trained,
+    patterns_of,
+    shown_patterns,
+    trained_as,
+)
+from megatron_pulse.runtime.measure.execution_modes import RUNNING
+from megatron_pulse.runtime.watchdog.progress import PROGRESS
+from model_specs import in_dtype, is_module, load_backbone, load_recorded, with_texts_of
+
+
+def plan_run(
+    args: argparse.Namespace,
+    options: PulseOptions,
+    backbone: Backbone,
+    given: PlanFile | None = None,
+) -> Plan:
+    """Make the plan that the flags ask for, or take ``given``; raises ValueError (PlanError, ...).
+
+    Every rank makes the plan by itself. Only a schedule that needs a search is left to
+    ``share_schedules``. ``check_world`` compares the plans of all ranks.
+    """
+    if given is None:
+        plan = _by_flags(args, options, backbone)
+    else:
+        require_same_transformer_impl(args, given.profile, "the profile in --pulse-plan")
+        plan = _by_file(given, backbone)
+    require_deferrable_wgrad(args, plan)
+    counts = count_parameters(backbone)
+    if given is not None and (faults := parameter_faults(given, backbone, counts)):
+        raise PlanError(summarize(faults))
+    _require_memory(args, plan, counts)
+    samples = num_microbatches(args) * args.micro_batch_size
+    plan = _with_embedders(plan, counts, samples, compute_dtype(args), options.conditioning)
+    if not plan.is_synthesized:
+        plan.step(num_microbatches(args))
+    return plan
+
+
+def plan_of_file(given: PlanFile, backbone: Backbone, conditioning: Policy = "auto") -> Plan:
+    """Plan of a run with ``given`` and no other flag; raises ValueError for another backbone."""
+    plan, counts = _by_file(given, backbone), count_parameters(backbone)
+    if faults := parameter_faults(given, backbone, counts):
+        raise PlanError(summarize(faults))
+    return _with_embedders(plan, counts, given.num_samples, given.dtype, conditioning)
+
+
+def _with_embedders(
+    plan: Plan, counts: Sequence[int], samples: int, dtype: str, policy: Policy
+) -> Plan:
+    """``plan`` with its embedders sent or replicated, for ``samples`` per pipeline and step."""
+    compute_bytes = ELEMENT_BYTES[dtype]
+    choices = choose_embedders(
+        provided(plan.backbone, compute_bytes),
+        plan.partition,
+        counts,
+        samples,
+        compute_bytes,
+        policy,
+        count_trained(plan.backbone),
+    )
+    return replace(plan, embedders=tuple(choices.values()))
+
+
+def _require_memory(args: argparse.Namespace, plan: Plan, counts: Sequence[int]) -> None:
+    """Raise PlanError if a device cannot hold its weights alone."""
+    place = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    memory = device_memory(place)
+    partition = plan.partition
+    held = [
+        4
+        * sum(counts[i] for s in stages for i in partition.layers_of_stage(s))
+        // args.tensor_model_parallel_size
+        for stages in map(plan.placement.stages_of_device, range(plan.placement.num_devices))
+    ]  # fmt: skip
+    if max(held) > memory:
+        raise PlanError(
+            f"the weights of device {held.index(max(held))} are {max(held):,} bytes in fp32, and "
+            f"the {place.type} has {memory:,}: use more devices, or smaller sizes of "
+            f"{plan.backbone.name}"
+        )
+
+
+def share_schedules(plan: Plan, args: argparse.Namespace, options: PulseOptions) -> Plan:
+    """``plan`` with the schedules that rank 0 finds for training and evaluation (collective).
+
+    Raises ValueError on every rank if rank 0 finds none.
+    """
+    counts = {num_microbatches(args)}
+    if args.eval_iters:
+        counts.add(_num_eval_microbatches(args))
+    if not plan.is_synthesized:
+        return plan
+
+    def find() -> list[Any]:
+        seconds = options.solver_seconds
+        with PROGRESS.during("looking for a schedule", patient=True, grants_s=seconds):
+            solved, found = find_schedules(plan, counts, seconds, options.solver)
+        for certificate in found:
+            print(f"schedule: {certificate}", flush=True)
+        return [to_json(schedule) for schedule in solved.schedules]
+
+    return replace(plan, schedules=tuple(map(from_json, broadcast_from_rank_0(find))))
+
+
+def broadcast_from_rank_0[T](find: Callable[[], T]) -> T:
+    """Result of ``find`` on rank 0, on all ranks; its ValueError is raised on all (collective)."""
+    answer: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            answer = [find()]
+        except ValueError as error:
+            answer = [error]
+    dist.broadcast_object_list(answer, src=0)
+    if isinstance(answer[0], ValueError):
+        raise answer[0]
+    found: T = answer[0]
+    return found
+
+
+def _by_file(given: PlanFile, backbone: Backbone) -> Plan:
+    """Plan of a file, for this backbone."""
+    load_recorded(given.backbone)
+    names = [name for stage in given.stages for name in stage]
+    if names != [layer.name for layer in backbone.layers]:
+        raise ValueError(
+            f"--pulse-plan: the plan is of another backbone ({given.backbone['name']}, "
+            f"{len(names)} layers) than {backbone.name} ({len(backbone.layers)} layers)"
+        )
+    name = "wave" if given.problem.weight_grad is None else "wave-split"
+    return Plan(
+        backbone,
+        given.partition,
+        name,
+        problem=given.problem,
+        schedules=(given.schedule,),
+        activations=given.activations,
+    )
+
+
+def _activations(
+    args: argparse.Namespace, options: PulseOptions, backbone: Backbone
+) -> ActivationPolicies:
+    """What flags say of layers' activations; raises ValueError with all that is wrong."""
+    faults: list[str] = []
+    found: dict[str, frozenset[int]] = {}
+    for flag, patterns in (
+        ("--pulse-recompute", options.recompute),
+        ("--pulse-offload", options.offload),
+        ("--pulse-recompute-selective", options.recompute_selective),
+    ):
+        found[flag] = frozenset()
+        with collecting(faults):
+            found[flag] = _keeping(flag, patterns, backbone)
+    every, part = "--pulse-recompute", "--pulse-recompute-selective"
+    match args.recompute_granularity:
+        case "full":
+            if options.recompute:
+                faults.append(
+                    "--recompute-granularity full computes all layers' activations again, "
+                    f"{every} only some: give one of them"
+                )
+            every = "--recompute-granularity full"
+            found[every] = frozenset(range(len(backbone.layers)))
+        case "selective":
+            if options.recompute_selective:
+                faults.append(
+                    "--recompute-granularity selective computes again what is cheap of all layers, "
+                    f"{part} of some: give one of them"
+                )
+    names = [layer.name for layer in backbone.layers]
+    for one, other in combinations((part, "--pulse-offload", every), 2):
+        if both := sorted(found[one] & found[other]):
+            more = f" and {len(both) - 1} more" * (len(both) > 1)
+            faults.append(
+                f"{one} and {other} both match {names[both[0]]}{more}: a layer is in one of them"
+            )
+    if faults:
+        raise Faults(faults)
+    recompute, offload, selective = found[every], found["--pulse-offload"], found[part]
+    if args.recompute_granularity == "selective":
+        every_kept = _keeping("--recompute-granularity selective", ["*"], backbone)
+        selective = every_kept - recompute - offload
+    return ActivationPolicies(recompute, offload, selective)
+
+
+def _keeping(flag: str, patterns: Sequence[str], backbone: Backbone) -> frozenset[int]:
+    """Layers matched by ``patterns`` that keep activations; raises ValueError if none does.
+
+    A layer keeps none if the layer and all layers before it are frozen.
+    """
+    try:
+        found = matching_layers([layer.name for layer in backbone.layers], patterns)
+    except ValueError as error:
+        raise ValueError(f"{flag}: {error}") from error
+    has_backward = required_gradients(backbone).layers
+    kept = frozenset(i for i in found if has_backward[i])
+    if found and not kept:
+        raise ValueError(
+            f"{flag} {patterns[0]}: what it matches keeps no activations, for that and all before "
+            "it are frozen; give other layers, or leave it out"
+        )
+    return kept
+
+
+def _by_flags(args: argparse.Namespace, options: PulseOptions, backbone: Backbone) -> Plan:
+    count = num_microbatches(args)
+    placement = options.make_placement(args.pipeline_model_parallel_size, backbone)
+    # Costs are those of the whole model; ``backbone`` may hold parts of its sequences.
+    whole = load_recorded(backbone.record)
+    activations = _activations(args, options, backbone)
+    profile = _profile(args, options, whole, RUNNING if activations.selective else None)
+    costs = _costs(args, profile, backbone, activations)
+    return make_plan(
+        backbone,
+        costs,
+        placement,
+        options.schedule if placement.num_stages > 1 or is_file(options.schedule) else "auto",
+        options.activation_cap,
+        Goal(
+            collocate=placement.kind.keeps_skips and options.partition == "exact",
+            link=Link(options.link_us * 1e-6, options.link_gbs * 1e9),
+            memory=_memory(args, options, count),
+        ),
+        activations,
+    )
+
+
+def num_microbatches(args: argparse.Namespace) -> int:
+    """Number of microbatches of a training step on one pipeline."""
+    return int(global_batch_size(args) // (args.micro_batch_size * _replicas(args)))
+
+
+def global_batch_size(args: argparse.Namespace) -> int:
+    """Number of samples of a training step; by default one microbatch of each replica."""
+    return int(args.global_batch_size or args.micro_batch_size * _replicas(args))
+
+
+def _num_eval_microbatches(args: argparse.Namespace) -> int:
+    """Number of microbatches of an evaluation batch on one pipeline."""
+    size = args.eval_global_batch_size or global_batch_size(args)
+    return int(size // ((args.eval_micro_batch_size or args.micro_batch_size) * _replicas(args)))
+
+
+def _replicas(args: argparse.Namespace) -> int:
+    return int(
+        args.world_size // (args.pipeline_model_parallel_size * args.tensor_model_parallel_size)
+    )
+
+
+def backbone_options(args: argparse.Namespace, options: PulseOptions) -> Mapping[str, Any]:
+    """Options of the backbone of these flags, completed from other flags if not given.
+
+    A module is exported in the run's dtype. Texts are as long as the tokenizers of
+    ``--pulse-encoders`` say. Convolutions use the memory format of ``--pulse-profile``. Raises
+    ValueError if options ask for another dtype.
+    """
+    given = options.options
+    if options.profile is not None and options.profile not in PRESETS:
+        with contextlib.suppress(ProfileError):  # raised when the profile is read for its costs
+            given = in_format_of(load_profile(options.profile).backbone, options.backbone, given)
+    if options.encoders is not None and options.plan is None:  # the plan has the lengths of texts
+        given = with_texts_of(options.backbone, given, options.encoders)
+    return in_dtype(options.backbone, given, compute_dtype(args))
+
+
+def backbone_of_flags(args: argparse.Namespace, options: PulseOptions) -> Backbone:
+    """Backbone of these flags with its trainable parameters; raises ValueError if there is none."""
+    return with_trainable_params(
+        load_backbone(options.backbone, backbone_options(args, options)), options
+    )
+
+
+def with_trainable_params(backbone: Backbone, options: PulseOptions) -> Backbone:
+    """``backbone`` with the trainable parameters of the flags; raises ValueError if impossible."""
+    backbone = trained_as(backbone, {"train": options.train, "freeze": options.freeze})
+    if fault := none_trained(backbone):
+        raise TrainedError(fault)
+    return backbone
+
+
+def compute_dtype(args: argparse.Namespace) -> str:
+    """Dtype of parameters and matrix products, as profiles name it."""
+    return "bfloat16" if args.bf16 else "float16" if args.fp16 else "float32"
+
+
+def _profile(
+    args: argparse.Namespace,
+    options: PulseOptions,
+    backbone: Backbone,
+    running: ExecutionModes | None,
+) -> Profile:
+    """Profile of ``--pulse-profile``: read from a file, or estimated for a named device."""
+    dtype = compute_dtype(args)
+    if options.profile is not None and options.profile in PRESETS:
+        peaks = Roofline(PRESETS[options.profile], dtype)
+        return analyse(backbone, [args.micro_batch_size], peaks, running=running)
+    if options.profile is not None:
+        profile = load_profile(options.profile)
+        require_same_transformer_impl(args, profile, f"--pulse-profile {options.profile}")
+        names = tuple(layer.name for layer in profile.layers)
+        if names != tuple(layer.name for layer in backbone.layers):
+            kind = "module" if is_module(backbone.name) else "backbone"
+            raise ValueError(
+                f"--pulse-profile {options.profile} is of another backbone "
+                f"({profile.backbone.get('name')}, {len(names)} layers): profile this one with "
+                f"'pulse profile --{kind} {backbone.name}' and the same options"
+            )
+        if (theirs := patterns_of(profile.backbone)) != patterns_of(backbone.record):
+            raise ValueError(
+                f"--pulse-profile {options.profile} is of training {shown_patterns(theirs)}: "
+                "profile with the same patterns ('pulse profile --train P --freeze P')"
+            )
+        by = f"--pulse-profile {options.profile}"
+        if args.rank == 0 and (said := format_caution(profile.backbone, backbone.record, by)):
+            print(f"warning: {said}", flush=True)
+        return profile
+    device, said = _this_device()
+    if args.rank == 0 and said:
+        print(f"warning: {said}", flush=True)
+    return analyse(backbone, [args.micro_batch_size], Roofline(device, dtype), running=running)
+
+
+_LIKE_ANY = "A100-80GB"
+"""Device whose ratio of arithmetic to memory bandwidth stands in for an unknown GPU's."""
+
+
+def _this_device() -> tuple[Device, str]:
+    """(preset of the GPU here, warning for an unknown GPU); without a GPU roughly one CPU core."""
+    if not torch.cuda.is_available():
+        return custom_device(peak_tflops=0.1, bandwidth_gbs=20, memory_gb=0), ""
+    name = torch.cuda.get_device_name()
+    if (known := known_device(name)) is not None:
+        return known, ""
+    return PRESETS[_LIKE_ANY], (
+        f"no peaks of {name} are known: layers are weighed as on {_LIKE_ANY}; measure them with "
+        "'pulse profile --backbone NAME -o FILE' and give --pulse-profile FILE, or name a device "
+        f"that is like it (--pulse-profile {', '.join(PRESETS)})"
+    )
+
+
+def _costs(
+    args: argparse.Namespace,
+    profile: Profile,
+    backbone: Backbone,
+    activations: ActivationPolicies,
+) -> ChainCosts:
+    """Costs at the run's microbatch size, divided over tensor-parallel ranks.
+
+    Sequence parallelism also divides saved activations, boundaries and skips; ``backbone`` has the
+    divided sizes.
+    """
+    costs = profile.at(args.micro_batch_size, activations)
+    parts = args.tensor_model_parallel_size
+    sizes = [ModuleSizes(count) for count in costs.parameters]
+    chain, skips, _ = describe_chain(backbone, sizes, profile.dtype)
+    size = args.micro_batch_size
+    return replace(
+        costs,
+        forward_s=tuple(t / parts for t in costs.forward_s),
+        backward_s=tuple(t / parts for t in costs.backward_s),
+        weight_grad_s=tuple(t / parts for t in costs.weight_grad_s),
+        split_forward_s=tuple(t / parts for t in costs.split_forward_s),
+        split_backward_s=tuple(t / parts for t in costs.split_backward_s),
+        saved_bytes=tuple(b // parts if args.sequence_parallel else b for b in costs.saved_bytes),
+        boundary_bytes=tuple(0 if layer.begins else size * layer.boundary_bytes for layer in chain),
+        skips=tuple(SkipCost(s.source, s.destination, size * s.num_bytes, s.wants) for s in skips),
+    )
+
+
+def _memory_limit(options: PulseOptions) -> float | None:
+    """``--pulse-memory-gb`` in bytes, else the usable share of a GPU's memory, else None."""
+    if options.memory_gb is not None:
+        return options.memory_gb * 1e9
+    return USABLE * device_memory(torch.device("cuda")) if torch.cuda.is_available() else None
+
+
+def parameter_state(args: argparse.Namespace, options: PulseOptions) -> ParameterState:
+    """State that this run keeps for each trained parameter."""
+    half = args.bf16 and args.grad_reduce_in_bf16
+    return ParameterState(options.ema_decay > 0, half, args.optimizer_cpu_offload)
+
+
+def _memory(args: argparse.Namespace, options: PulseOptions, count: int) -> MemoryRules | None:
+    """Memory rule of a placement: limit, bytes per parameter, and in-flight microbatches."""
+    if (limit := _memory_limit(options)) is None:
+        return None
+    how = args.use_distributed_optimizer, _replicas(args), parameter_state(args, options)
+    dtype = compute_dtype(args)
+    per_parameter = bytes_per_parameter(dtype, *how)
+    share = ELEMENT_BYTES[dtype] / per_parameter
+    per_parameter /= args.tensor_model_parallel_size
+
+    def rule(placement: Placement) -> MemoryRule:
+        return MemoryRule(limit, per_parameter, in_flight(placement, count), share)
+
+    return rule

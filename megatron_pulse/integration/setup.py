@@ -1,0 +1,309 @@
+"""Preparation of a run from its command line: plan, data and start, or all faults at once."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import replace
+
+from megatron_pulse.backbone.chain import Backbone
+from megatron_pulse.backbone.layer_patterns import name_of
+from megatron_pulse.data.build import check_dataset
+from megatron_pulse.diffusion.choice import ProcessChoice
+from megatron_pulse.diffusion.chosen import chosen_process
+from megatron_pulse.errors import collecting, faults_in, format_faults
+from megatron_pulse.flags import flag_faults
+from megatron_pulse.integration.checkpoint.lr_schedule import record_schedule
+from megatron_pulse.integration.checkpoint.resume import NewRun, faults_of, process_of
+from megatron_pulse.integration.checkpoint.starting_point import (
+    StartingPoint,
+    find_start,
+    no_step_elsewhere,
+    set_load_flags,
+)
+from megatron_pulse.integration.flags.flag_constraints import check_megatron
+from megatron_pulse.integration.flags.parse import CommandLine, parse
+from megatron_pulse.integration.flags.plan_overrides import apply_plan, contradictions, decided_by
+from megatron_pulse.integration.flags.pulse_options import (
+    PREFIX,
+    PulseOptions,
+    pulse_options,
+    set_model_arguments,
+)
+from megatron_pulse.integration.flags.startup_checks import (
+    FlagError,
+    check_flags,
+    check_layout,
+    refusing,
+)
+from megatron_pulse.integration.loop.cascade_data import CascadeData
+from megatron_pulse.integration.planning.auto_tune import auto_plan
+from megatron_pulse.integration.planning.run_plan import (
+    backbone_options,
+    global_batch_size,
+    num_microbatches,
+    plan_run,
+    share_schedules,
+    with_trainable_params,
+)
+from megatron_pulse.integration.training_data import DiffusionData, can_drop
+from megatron_pulse.planner.layout.placement import OPPOSITE
+from megatron_pulse.planner.plan_file.elastic import plan_for_world
+from megatron_pulse.planner.plan_file.plan_file import PlanFile
+from megatron_pulse.planner.program.plan import Plan
+from megatron_pulse.planner.tune.plans.verify_figures import load_checked
+from megatron_pulse.tracing.from_module import check_weights, source_of
+from model_specs import allow, continue_model, is_cascade, is_module, misnamed
+from model_specs.derived.cascades import parts_of
+
+
+def read_command_line() -> tuple[CommandLine, PulseOptions, PlanFile | None]:
+    """Read the flags, and the plan that they name unless they contradict it.
+
+    The returned line holds the faults.
+    """
+    line = parse()
+    args = line.args
+    faults = [*line.faults, *_name_module(args), *_lay_cascade(args, line)]
+    if not args.pulse_backbone and not args.pulse_plan and not args.pulse_auto:
+        if not {"--pulse-backbone", "--pulse-module", "--pulse-plan"} & set(line.unread):
+            faults.append(
+                "--pulse-backbone must name a backbone ('pulse backbones' lists them), "
+                "--pulse-module a module, or --pulse-plan a plan of one"
+            )
+    if args.save is not None and args.save_interval is None:
+        args.save_interval = 1000  # Megatron has no default and stops without one
+    given = None
+    try:
+        options = pulse_options(args)
+    except ValueError as error:
+        faults += faults_in(error)
+        args.pulse_option = [text for text in args.pulse_option if "=" in text]
+        options = pulse_options(args)
+    if options.plan is not None:
+        with collecting(faults):
+            args.pulse_plan = str(plan_for_world(options.plan, args.world_size))
+            options = replace(options, plan=args.pulse_plan)
+            given = load_checked(args.pulse_plan)
+            if "table" in given.backbone:
+                named, given = name_of(given.backbone), None
+                faults.append(
+                    f"--pulse-plan is of a table of layers ({named}), with nothing to run"
+                )
+    if given is not None:
+        contrary = list(contradictions(given, line, options))
+        options = apply_plan(given, args, options)
+        if contrary:
+            faults, given = [*faults, *contrary], None
+    line = replace(line, faults=tuple(faults))
+    if options.auto:
+        faults = [*check_flags(line, options), *_check_auto(line, options)]
+        if faults := faults or no_step_elsewhere(find_start(args), args):
+            raise FlagError(faults)  # before anything is measured
+    return line, options, given
+
+
+def _name_module(args: argparse.Namespace) -> Iterator[str]:
+    """Make ``--pulse-module`` the backbone; code named on the command line may run."""
+    module = args.pulse_module
+    if module and args.pulse_backbone:
+        yield "--pulse-backbone and --pulse-module each name the model: leave one out"
+    elif module and not is_module(module):
+        yield misnamed(module) or (
+            f"--pulse-module {module} is no module: write diffusers:FOLDER, diffusers:CLASS, "
+            "FILE.py:FACTORY or PACKAGE.MODULE:FACTORY; named backbones are --pulse-backbone's"
+        )
+    args.pulse_backbone = args.pulse_backbone or module
+    if args.pulse_backbone:
+        allow(args.pulse_backbone)
+
+
+def _lay_cascade(args: argparse.Namespace, line: CommandLine) -> Iterator[str]:
+    """Set the placement of a cascade; yield faults of flags that a cascade does not support."""
+    name = args.pulse_backbone or ""
+    if not is_cascade(name):
+        return
+    try:
+        chains = parts_of(name)
+    except ValueError as error:
+        yield str(error)
+        return
+    if not line.says("--pulse-placement"):
+        args.pulse_placement = OPPOSITE.name
+    if not line.says("--pulse-num-chunks"):
+        args.pulse_num_chunks = OPPOSITE.of_chain * len(chains)
+    refused = {
+        "--pulse-auto": args.pulse_auto,
+        "--pulse-plan": args.pulse_plan,
+        "--pulse-encoder-schedule": args.pulse_encoder_schedule,
+        "--pulse-self-conditioning": args.pulse_self_conditioning,
+    }
+    for flag, given in refused.items():
+        if given:
+            yield f"{flag}: is not for a cascade; leave it out"
+    if args.pipeline_model_parallel_size < 2:
+        yield (
+            f"{name}: a cascade's chains fill each other's idle time in a pipeline: give "
+            "--pipeline-model-parallel-size 2 or more, or train one after the other"
+        )
+
+
+def _check_auto(line: CommandLine, options: PulseOptions) -> Iterator[str]:
+    args = line.args
+    backbone = process = start = None
+    data: DiffusionData | None = None
+    try:
+        start = find_start(args)
+        process = process_of(start, options)
+    except ValueError as error:
+        yield str(error)
+    if options.plan is not None:
+        yield "--pulse-auto makes a plan, --pulse-plan brings one: leave one out"
+    if not args.pulse_backbone:
+        yield "--pulse-auto needs --pulse-backbone or --pulse-module"
+    elif options.plan is None:
+        try:
+            backbone = _continued(start, args, options)
+        except ValueError as error:
+            yield str(error)
+    yield from decided_by("--pulse-auto", line)
+    if args.global_batch_size is None:
+        yield "--pulse-auto needs --global-batch-size, which it divides"
+    if backbone is not None:
+        yield from _model_faults(backbone, options)
+    if args.pulse_data is None:
+        yield "--pulse-auto needs --pulse-data, what to train on"
+    elif backbone is None or backbone.parts or process is None:
+        yield from check_dataset(args.pulse_data)
+    else:
+        faults: list[str] = []
+        with collecting(faults, (ValueError, OSError)):
+            data = DiffusionData(options, backbone, process, args.seed)
+        yield from faults
+    if backbone is not None and start is not None:
+        records = {} if data is None else data.record(whole=False)
+        run = NewRun(args, options, backbone.record, data=records)
+        yield from faults_of(start, run, planned=False)
+
+
+def _continued(
+    start: StartingPoint | None, args: argparse.Namespace, options: PulseOptions
+) -> Backbone:
+    """The backbone of these flags, which leave open what ``start`` says of it; raises ValueError
+    where there is none."""
+    there = {} if start is None else start.saved.record
+    backbone = continue_model(there, options.backbone or "", backbone_options(args, options))
+    return with_trainable_params(backbone, options)
+
+
+def _model_faults(backbone: Backbone, options: PulseOptions) -> Iterator[str]:
+    """Why ``backbone`` cannot be trained so, however it is planned."""
+    if options.class_dropout and not can_drop(backbone):
+        grown = "" if is_module(backbone.name) else ", or import with --null-class"
+        yield (
+            f"--pulse-class-dropout {options.class_dropout:g}: {backbone.name} has no null "
+            f"class that a dropped sample could get: give 0{grown}"
+        )
+    faults: list[str] = []
+    with collecting(faults):
+        check_weights(backbone)
+    yield from faults
+
+
+def prepare(
+    line: CommandLine, options: PulseOptions, given: PlanFile | None
+) -> tuple[Plan, DiffusionData | CascadeData, StartingPoint | None]:
+    """Make plan, data and start of a run; raises FlagError with every fault found."""
+    args = line.args
+    record_schedule(args)
+    faults = check_flags(line, options)
+    can_plan = not line.unread and not any(flag_faults(options, PREFIX))
+    if options.plan is not None and given is None:
+        can_plan = False  # the plan's sizes are unknown, or contradicted
+    elif layout := check_layout(line, options):
+        can_plan, faults = False, [*faults, *layout]
+    if can_plan and args.global_batch_size is None:
+        args.global_batch_size = global_batch_size(args)
+    backbone = plan = start = None
+    data: DiffusionData | CascadeData | None = None
+    process = chosen_process(ProcessChoice())
+    with collecting(faults):
+        start = find_start(args)
+        process = process_of(start, options)
+    try:
+        if options.backbone:
+            backbone = _continued(start, args, options)
+        if backbone is not None and args.sequence_parallel:
+            backbone = _divide(backbone, args.tensor_model_parallel_size)
+    except ValueError as error:
+        faults += faults_in(error)
+        can_plan = False
+    if backbone is None:
+        faults += check_dataset(options.data)
+    else:
+        faults += _undivided(backbone, args.tensor_model_parallel_size)
+        args.pulse_record = backbone.saved_record
+        args.pulse_process = process.to_dict()
+        faults += _model_faults(backbone, options)
+        with collecting(faults, (ValueError, OSError)):
+            opens = CascadeData if backbone.parts else DiffusionData
+            data = opens(options, backbone, process, args.seed)
+        if start is not None:
+            records = {} if data is None else data.record(whole=False)
+            faults += faults_of(start, NewRun(args, options, backbone.record, data=records))
+        if can_plan:
+            try:
+                plan = plan_run(args, options, backbone, given)
+            except ValueError as error:
+                faults.append(format_faults("no plan can be made", faults_in(error)))
+        if plan is not None and data is not None:
+            faults += data.place_encoders(plan, given)
+    if faults := faults or no_step_elsewhere(start, args):
+        raise FlagError(faults)
+    assert plan is not None and data is not None
+    set_load_flags(args, start)
+    set_model_arguments(args, plan.placement)
+    if args.recompute_granularity == "full":
+        args.recompute_method, args.recompute_num_layers = "uniform", 1
+    if faults := check_megatron(args):
+        raise FlagError(faults)
+    return plan, data, start
+
+
+def plan_of_auto(line: CommandLine, options: PulseOptions) -> tuple[PlanFile, PulseOptions]:
+    """Plan of ``--pulse-auto``, and the options that follow from it (collective)."""
+    with refusing(ValueError):
+        given = auto_plan(line, options)
+    if faults := list(contradictions(given, line, options, "--pulse-auto")):
+        raise FlagError(faults)
+    return given, apply_plan(given, line.args, options)
+
+
+def with_schedules(plan: Plan, args: argparse.Namespace, options: PulseOptions) -> Plan:
+    """``plan`` with the schedules that its steps need, equal on all ranks (collective)."""
+    with refusing(ValueError):
+        plan = share_schedules(plan, args, options)
+        plan.step(num_microbatches(args))
+    return plan
+
+
+def _undivided(backbone: Backbone, tensor_parallel: int) -> list[str]:
+    """Fault if tensor parallelism is asked for an exported module, which cannot be divided."""
+    if tensor_parallel == 1 or source_of(backbone) is None:
+        return []
+    return [
+        f"--tensor-model-parallel-size {tensor_parallel}: ranks do not share the tensors of a "
+        f"module ({backbone.name}); the families of 'pulse backbones' have tensor and sequence "
+        "parallelism: leave it out, or train one of those"
+    ]
+
+
+def _divide(backbone: Backbone, tensor_parallel: int) -> Backbone:
+    """``backbone`` under sequence parallelism; raises ValueError if it has no token sequence."""
+    divided = backbone.divide_sequences(tensor_parallel)
+    if tensor_parallel > 1 and divided.layers == backbone.layers:
+        raise ValueError(
+            f"--sequence-parallel: {backbone.name} has no token sequence between its layers; "
+            "leave it out"
+        )
+    return divided

@@ -1,0 +1,361 @@
+"""Data of a run: its diffusion process, its datasets, and each rank's microbatches."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from megatron_pulse.backbone.chain import Backbone
+from megatron_pulse.backbone.layer_patterns import class_option
+from megatron_pulse.backbone.shapes import at_shape
+from megatron_pulse.data.buckets import BucketSampler
+from megatron_pulse.data.build import no_data_named, open_buckets
+from megatron_pulse.data.dataset import DataError, DiffusionDataset, FieldSpec
+from megatron_pulse.data.fields import WantedFields
+from megatron_pulse.data.images.survey import require_readable, surveys
+from megatron_pulse.data.microbatches import DiffusionLoader, Split
+from megatron_pulse.data.record import DataRecord, record_of
+from megatron_pulse.data.sampler import MicrobatchSampler
+from megatron_pulse.data.text.encoded import cut_short
+from megatron_pulse.diffusion.objectives import DiffusionProcess, predicted_mean
+from megatron_pulse.encoders.recipe import VAE
+from megatron_pulse.integration.flags.pulse_options import PulseOptions
+from megatron_pulse.integration.loop_encoders import DeviceEncoders, loop_encoders
+from megatron_pulse.planner.layout.placement import Placement
+from megatron_pulse.planner.plan_file.plan_file import PlanFile
+from megatron_pulse.planner.program.plan import Plan
+from megatron_pulse.planner.schedule.operations import BubbleTask
+from model_specs import text_recipe
+
+_MOST_NAMED = 20
+"""Largest number of corrupt files named in a run's log; further ones are only counted."""
+
+
+def can_drop(backbone: Backbone) -> bool:
+    """True if a label can be dropped: the model has a null label, or reads no label."""
+    if backbone.parts:
+        return all(map(can_drop, backbone.parts.values()))
+    return backbone.num_classes is None or backbone.null_label is not None
+
+
+def makes_pixels(args: argparse.Namespace) -> bool:
+    """True if a model trained with these flags makes pixels; false for latents or unknown data."""
+    return _are_pixels(args.pulse_data, getattr(args, "pulse_encoders", None))
+
+
+def _are_pixels(data: str | None, encoders: str | None) -> bool:
+    latents = data is None or data.startswith("latents:")
+    return not latents and not (encoders is not None and (Path(encoders) / VAE).is_dir())
+
+
+def wanted_by(backbone: Backbone) -> WantedFields:
+    """Fields that ``backbone`` reads of every sample of its first shape, for the data readers.
+
+    Masks of ``bool`` come as int64, as data hold them; the caller of the chain converts them.
+    Stored text must consist of the encoder states that the backbone's family reads.
+    """
+    recipe = None
+    with suppress(ValueError):  # the family's text recipe is unknown
+        recipe = text_recipe(backbone.name, backbone)
+    return WantedFields(
+        shape=backbone.sample_spec.shape,
+        fields={
+            name: FieldSpec(spec.shape, "int64" if spec.dtype == "bool" else spec.dtype)
+            for name, spec in backbone.batch_fields.items()
+            if name not in ("timesteps", "labels")
+        },
+        num_classes=backbone.num_classes,
+        class_option=class_option(backbone.record),
+        made_by={} if recipe is None else {name: recipe.told(name) for name in recipe.fields},
+    )
+
+
+@contextmanager
+def _naming_encoders(options: PulseOptions, wanted: WantedFields) -> Iterator[None]:
+    """Add to a DataError on missing fields how a run can encode them itself."""
+    try:
+        yield
+    except DataError as error:
+        lost = [name for name in wanted.made_by if any(f" {name} (" in f for f in error.faults)]
+        if options.encoders is not None or not lost:
+            raise
+        make = f"Encode captions in the loop (--pulse-encoders DIR makes {', '.join(lost)})"
+        raise DataError(error.what, error.faults, f"{make}. {error.remedy}") from error
+
+
+class DiffusionData:
+    """``--pulse-data``, opened for ``backbone`` and ``process`` at the backbone's resolutions.
+
+    Raises DataError with all faults, if the data lack a field that the backbone reads or do not fit
+    otherwise.
+    """
+
+    def __init__(
+        self, options: PulseOptions, backbone: Backbone, process: DiffusionProcess, seed: int
+    ) -> None:
+        chains = [at_shape(backbone, which) for which in range(backbone.num_shapes)]
+        num_tokens = [chain.image_tokens for chain in chains]
+        self.process = process.for_tokens(num_tokens[0])
+        self.description = " or ".join(dict.fromkeys(map(process.describe, num_tokens)))
+        self._seed = seed
+        self._class_dropout = options.class_dropout
+        self._skip_corrupt = options.skip_corrupt
+        self._bucket_batch = options.bucket_batch
+        self._corrupt: set[str] = set()
+        """Corrupt training files skipped in this process."""
+        self._null_label = backbone.null_label
+        self._labelled = backbone.num_classes is not None
+        self.homes: dict[str, tuple[int, ...]] = {}
+        """Pipeline devices of each encoder in the loop, from the plan."""
+        self._num_channels = backbone.sample_spec.shape[0]
+        self._bound = 1.0 if _are_pixels(options.data, options.encoders) else math.inf
+        for chain in chains:
+            _require_prediction(chain, options.self_conditioning)
+        if options.data is None:
+            raise no_data_named()
+        self.in_loop = loop_encoders(options, backbone)
+        """Encoders that the run applies itself."""
+        wanted = [wanted_by(chain) for chain in chains]
+        if self.in_loop is not None:
+            wanted = [self.in_loop.unencoded(one) for one in wanted]
+        self._tokenize = wanted[0].tokenize
+        with _naming_encoders(options, wanted[0]):
+            self.train, self.validation, shapes = open_buckets(
+                options.data, wanted, options.default_caption
+            )
+        self._processes = [process.for_tokens(num_tokens[which]) for which in shapes]
+        self.held_out, _ = max(
+            zip(self.validation.parts, shapes, strict=True),
+            key=lambda each: (len(each[0]) > 0, each[1] == 0),
+        )
+        """Validation samples of the first shape, if any, else of the first part."""
+
+    @property
+    def cautions(self) -> list[str]:
+        """Notes on training data left unused, for the log; reads captions."""
+        found = list(self.train.cautions)
+        if self._tokenize is not None and self.train.has_captions:
+            found += cut_short(self.train, self._tokenize)
+        return found
+
+    def survey(self) -> list[str]:
+        """Describe the image files for the log; opens all of them.
+
+        Raises DataError with each unreadable file, unless corrupt files are skipped.
+        """
+        found = surveys([self.train, self.validation])
+        if not self._skip_corrupt:
+            require_readable(found)
+        held = f"{len(self.train):,} samples to train on, {len(self.validation):,} held back"
+        return [f"{each.describe()}; {held}" for each in found]
+
+    def count_corrupt(self) -> int:
+        """Number of corrupt training files that all ranks have skipped (collective)."""
+        if not self._skip_corrupt:
+            return 0
+        every: list[set[str]] = [set()] * dist.get_world_size()
+        dist.all_gather_object(every, self._corrupt)
+        return len(set().union(*every))
+
+    def place_encoders(self, plan: Plan, given: PlanFile | None) -> list[str]:
+        """Assign the encoders in the loop to the devices of the plan; return the faults."""
+        filled = () if given is None else given.schedule.fillers
+        if self.in_loop is None:
+            names = ", ".join(filler.name for filler in filled)
+            told = (
+                f"the plan encodes {names} in idle time: give --pulse-encoders DIR, or a plan "
+                "tuned without --encoders where the data have what they make"
+            )
+            return [told] if names else []
+        self.homes = self.in_loop.homes(filled, plan.placement.num_devices)
+        return self.in_loop.filling_faults(filled, plan.routes, plan.backbone)
+
+    def describe_encoders(self, fillers: Sequence[BubbleTask], num_devices: int) -> list[str]:
+        """Lines on when and where each encoder in the loop runs."""
+        return [] if self.in_loop is None else [self.in_loop.describe(fillers, num_devices)]
+
+    @property
+    def encoded_by(self) -> dict[str, str]:
+        """Digests of the encoders in the loop, by folder name."""
+        return {} if self.in_loop is None else self.in_loop.encoded_by
+
+    def record(self, whole: bool) -> dict[str, list[DataRecord]]:
+        """The record of each dataset, of the one chain; reads of all files if ``whole``."""
+        pairs = zip(self.train.parts, self.validation.parts, strict=True)
+        return {"": [record_of(*pair, self._labelled, whole) for pair in pairs]}
+
+    def encoders(self, device: int) -> DeviceEncoders:
+        """Load the encoders in the loop of one pipeline device, with weights."""
+        assert self.in_loop is not None
+        return DeviceEncoders(self.in_loop, self.homes, device, self._processes[0])
+
+    def loss(self, prediction: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+        """Mean squared error of a microbatch, in fp32.
+
+        A prediction with twice the sample's channels has a learned sigma in its second half, which
+        does not count (see predicted_mean).
+        """
+        mean = predicted_mean(prediction, self._num_channels)
+        return self.process.loss(mean, batch["target"].to(mean.device, non_blocking=True))
+
+    def estimate(self, prediction: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+        """Clean samples implied by the predictions for a microbatch, in fp32.
+
+        Pixels are clamped to [-1, 1], as in sampling.
+        """
+        mean = predicted_mean(prediction, self._num_channels).float()
+        noisy = batch["noisy"].to(mean.device, non_blocking=True)[:, : self._num_channels]
+        clean = self.process.clean(noisy, mean, batch["timesteps"])
+        return clean.clamp(-self._bound, self._bound)
+
+    def iterators(
+        self, args: argparse.Namespace, placement: Placement, chain: int = 0
+    ) -> tuple[Iterator[dict[str, Tensor]], Iterator[dict[str, Tensor]]]:
+        """Endless (training, validation) microbatches of this rank, for one chain of a cascade.
+
+        Every evaluation reads the same validation samples, so losses of evaluations are comparable.
+        """
+        stages = placement.stages_of_device(parallel_state.get_pipeline_model_parallel_rank())
+        num_samples = args.eval_iters * args.eval_global_batch_size
+        device = parallel_state.get_pipeline_model_parallel_rank()
+        reads_pixels = self.in_loop is None or device in self.homes.get(VAE, ())
+
+        first, last = placement.starts[chain], placement.ends[chain]
+        first_to_read = first in stages and not parallel_state.get_tensor_model_parallel_rank()
+
+        def loader(split: Split) -> Iterator[dict[str, Tensor]]:
+            training = split is Split.TRAIN
+            dataset = self.train if training else self.validation
+            if training and len(dataset.parts) > 1 and args.rank == 0:
+                self._tell_small(self._bucket_batch or args.global_batch_size)
+            batch = args.global_batch_size if training else args.eval_global_batch_size
+            sampler = self._sampler(
+                split,
+                batch,
+                consumed_samples=args.consumed_train_samples if training else 0,
+                micro_batch_size=args.micro_batch_size if training else args.eval_micro_batch_size,
+                data_parallel_rank=parallel_state.get_data_parallel_rank(),
+                data_parallel_size=parallel_state.get_data_parallel_world_size(),
+                period=None if training else num_samples or None,
+            )
+            batches = iter(
+                self._loader(
+                    split,
+                    sampler,
+                    needs_image=first in stages or last in stages,
+                    num_workers=args.num_workers,
+                    needs_pixels=reads_pixels,
+                )
+            )
+            if not self._skip_corrupt:
+                return batches
+            return self._counted(batches, dataset, training, first_to_read)
+
+        return loader(Split.TRAIN), loader(Split.VALIDATION)
+
+    def _tell_small(self, in_a_row: int) -> None:
+        """Warn of shapes with fewer samples than are drawn in a row."""
+        few = [
+            f"{len(part)} of {'x'.join(map(str, part.image_shape))}"
+            for part in self.train.parts
+            if 0 < len(part) < in_a_row
+        ]
+        if few:
+            print(
+                f"warning: {in_a_row} samples in a row are of one shape, and there are only "
+                f"{', '.join(few)}: each comes several times in a row; "
+                "--pulse-bucket-batch N mixes shapes within a step",
+                flush=True,
+            )
+
+    def first_microbatches(
+        self, micro_batch_size: int, global_batch_size: int
+    ) -> Iterator[dict[str, Tensor]]:
+        """Microbatches of all replicas from the beginning of training, in one process."""
+        sampler = self._sampler(
+            Split.TRAIN,
+            global_batch_size,
+            consumed_samples=0,
+            micro_batch_size=micro_batch_size,
+            data_parallel_rank=0,
+            data_parallel_size=1,
+        )
+        return iter(self._loader(Split.TRAIN, sampler))
+
+    def _sampler(self, split: Split, global_batch_size: int, **places: Any) -> MicrobatchSampler:
+        """Sampler of a split; ``places`` assign samples to ranks."""
+        training = split is Split.TRAIN
+        parts = (self.train if training else self.validation).parts
+        sizes = [len(part) for part in parts]
+        order = {**places, "seed": self._seed, "shuffle": training}
+        if len(sizes) > 1:
+            in_a_row = self._bucket_batch or global_batch_size
+            return BucketSampler(sizes, **order, group_size=in_a_row)
+        return MicrobatchSampler(sizes[0], **order)
+
+    def _loader(self, split: Split, sampler: MicrobatchSampler, **how: Any) -> DiffusionLoader:
+        return DiffusionLoader(
+            self.train if split is Split.TRAIN else self.validation,
+            sampler,
+            self._processes[0],
+            self._seed,
+            self._class_dropout,
+            self._null_label,
+            split,
+            skip_corrupt=self._skip_corrupt,
+            other_processes=tuple(self._processes[1:]),
+            **how,
+        )
+
+    def _counted(
+        self,
+        batches: Iterator[dict[str, Tensor]],
+        dataset: DiffusionDataset,
+        training: bool,
+        tells: bool,
+    ) -> Iterator[dict[str, Tensor]]:
+        """Count corrupt samples and drop their indices from ``batches``; the first are named."""
+        named: set[int] = set()
+        for batch in batches:
+            for index in batch.pop("corrupt").tolist():
+                if training:
+                    self._corrupt.add(dataset.describe(index))
+                if tells and index not in named and len(named) < _MOST_NAMED:
+                    named.add(index)
+                    more = "; more will not be named" if len(named) == _MOST_NAMED else ""
+                    print(f"corrupt, passed over: {dataset.describe(index)}{more}", flush=True)
+            yield batch
+
+
+def _require_prediction(backbone: Backbone, self_conditioning: float | None) -> None:
+    """Raise DataError unless the backbone predicts the mean, perhaps with the variance behind it.
+
+    A self-conditioned backbone takes twice the channels that it predicts.
+    """
+    taken, given = backbone.input_spec.shape, backbone.output_spec.shape
+    fault, remedy = f"it takes samples of {taken} and predicts {given}", ""
+    if backbone.takes_prediction:
+        if self_conditioning is not None:
+            return
+        remedy = (
+            "Half of its channels are for its own prediction: give --pulse-self-conditioning P."
+        )
+    elif self_conditioning is not None:
+        fault = f"--pulse-self-conditioning {self_conditioning:g}: {fault}"
+        remedy = (
+            "Who conditions itself takes twice the channels that it predicts, as UNets, SD3, "
+            "PixArt and diffusers classes with --pulse-option in_channels=8 and out_channels=4."
+        )
+    elif given in (taken, (2 * taken[0], *taken[1:])):
+        return
+    else:
+        remedy = "A prediction has the sample's shape, or twice its channels (a learned sigma)."
+    raise DataError(f"backbone {backbone.name}", [fault], remedy)

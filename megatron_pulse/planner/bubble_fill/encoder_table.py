@@ -1,0 +1,272 @@
+"""Encoder table: components as a JSON file, so that they can be planned without the models.
+
+::
+
+    {"format": "megatron_pulse encoders 1",
+     "made": {"backbone": "sd-v2", "options": {"sample_size": 64, ...}, "device": "A100-80GB",
+              "source": "analytic", "threads": 0, "dtypes": {"text": "float16"}},
+     "components": [
+       {"name": "text", "after": [], "result_bytes": 157696, "readers": "all",
+        "devices": null, "counts": null,
+        "layers": [{"name": "layers.0", "seconds": {"1": 0.0004, "4": 0.0011},
+                    "parameter_bytes": 25190400, "activation_bytes": 946176,
+                    "output_bytes": 157696}, ...]}, ...]}
+
+``seconds`` are keyed by the number of samples that run at once. ``parameter_bytes`` are those of a
+layer; all other bytes are per sample. ``readers`` are devices, or "all", or "ends" (the devices of
+the first and the last stage). ``devices`` may host the component. ``counts`` are the sample counts
+that it may run at once (null: any). ``made`` names the backbone, device and dtypes of the costs; it
+may be left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_pulse.errors import Faults, UserError, format_faults, unknown_name
+from megatron_pulse.file_kinds import FileKind
+from megatron_pulse.files import read_json
+from megatron_pulse.planner.bubble_fill.components import Component, FrozenLayer, levels
+from megatron_pulse.planner.layout.placement import Placement
+from megatron_pulse.profile.profile import Profile
+from megatron_pulse.profile.roofline import ELEMENT_BYTES, known_device
+from megatron_pulse.schema import (
+    COUNT,
+    NATURAL,
+    OBJECT,
+    TEXT,
+    faults_of,
+    list_of,
+    number,
+    one_of,
+    record,
+    table_of,
+)
+
+FORMAT = "megatron_pulse encoders 1"
+
+_BYTES = number("bytes: a number, 0 or more", minimum=0, maximum=1e15)
+_SECONDS = number("seconds: a number above 0", exclusiveMinimum=0, maximum=1e9)
+
+
+def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
+    described = f"{schema['description']}, or null"
+    return {"anyOf": [{"type": "null"}, schema], "description": described}
+
+
+_LAYER = record(
+    "a layer: name, seconds, parameter_bytes, activation_bytes, output_bytes",
+    name=TEXT,
+    seconds={
+        **table_of(_SECONDS, "seconds by numbers of samples"),
+        "propertyNames": {
+            "pattern": "^[1-9][0-9]{0,8}$",
+            "description": "a number of samples, 1 or more",
+        },
+        "minProperties": 1,
+    },
+    parameter_bytes=_BYTES,
+    activation_bytes=_BYTES,
+    output_bytes=_BYTES,
+)
+COMPONENTS = list_of(
+    record(
+        "a component: name, layers, after, result_bytes, readers, devices, counts",
+        name=TEXT,
+        layers=list_of(_LAYER, "a list of layers"),
+        after=list_of(TEXT, "names of components", least=0),
+        result_bytes=_BYTES,
+        readers={
+            "anyOf": [{"enum": ["all", "ends"]}, list_of(NATURAL, "devices", least=0)],
+            "description": '"all", "ends", or a list of devices',
+        },
+        devices=_or_null(list_of(NATURAL, "a list of devices")),
+        counts=_or_null(list_of(COUNT, "a list of numbers of samples")),
+    ),
+    "a list of components",
+)
+"""Schema of components in a file or plan."""
+_MADE = record(
+    "of what the costs are: backbone, options, device, source, threads, dtypes",
+    backbone=TEXT,
+    options=OBJECT,
+    device=TEXT,
+    source=one_of(["measured", "analytic"]),
+    threads=NATURAL,
+    dtypes=table_of(one_of(list(ELEMENT_BYTES)), "dtypes by component"),
+)
+SCHEMA = record(
+    "a table of encoders",
+    ["format", "components"],
+    format={"const": FORMAT, "description": f"{FORMAT!r} (a table of this version)"},
+    made=_MADE,
+    components=COMPONENTS,
+)
+
+
+@dataclass(frozen=True)
+class EncoderOrigin:
+    """Origin of a table's costs.
+
+    ``backbone`` is the one that consumes the results. ``threads`` are the CPU threads of the
+    measurement (0: a GPU, or not measured). ``dtypes`` are by component.
+    """
+
+    backbone: str
+    options: Mapping[str, Any]
+    device: str
+    source: str
+    threads: int
+    dtypes: Mapping[str, str] = field(default_factory=dict)
+
+    def cautions(self, profile: Profile) -> list[str]:
+        """Warnings if a profile's costs are of another backbone, device, dtype or number of
+        threads."""
+        found = []
+        reader, options = profile.backbone.get("name"), profile.backbone.get("options", {})
+        others = [n for n, v in options.items() if n in self.options and self.options[n] != v]
+        if reader is not None and self.backbone != reader:
+            found.append(
+                f"costs of encoders are of what {self.backbone} reads, those of layers {reader}'s: "
+                "a run of the plan needs these encoders, and texts and pictures of these sizes"
+            )
+        elif others:
+            said = (f"{n} {self.options[n]} and not {options[n]}" for n in others)
+            found.append(
+                f"costs of encoders are of {self.backbone} with {', '.join(said)}: texts and "
+                "pictures may be of other sizes"
+            )
+        if dtypes := sorted({*self.dtypes.values()} - {profile.dtype}):
+            found.append(
+                f"costs of encoders are of {' and '.join(dtypes)}, those of layers of "
+                f"{profile.dtype}: they hold where a run has --pulse-encoders-dtype so"
+            )
+        if _device(self.device) != _device(profile.device):
+            found.append(
+                f"costs of encoders are {self.device}'s, those of layers {profile.device}'s: their "
+                "times do not hold together"
+            )
+        if 0 != self.threads != profile.threads != 0:
+            found.append(
+                f"costs of encoders were measured with {self.threads} thread(s), those of layers "
+                f"with {profile.threads}: their times do not hold together"
+            )
+        return [f"{text}; profile both alike (pulse profile --encoders)" for text in found]
+
+
+@dataclass(frozen=True)
+class EncoderTable:
+    """Records of components, with their origin if the file names it."""
+
+    components: list[dict[str, Any]]
+    origin: EncoderOrigin | None = None
+
+    def record(self) -> dict[str, Any]:
+        """JSON-able record of the file."""
+        made = {} if self.origin is None else {"made": asdict(self.origin)}
+        return {"format": FORMAT, **made, "components": self.components}
+
+
+class TableError(UserError):
+    """A table of components cannot be used; the message lists every fault."""
+
+
+def read_table(path: str | Path) -> EncoderTable:
+    """Read a file of components and check all that can be checked without a plan.
+
+    Raises TableError, and FileError for a file that cannot be read (see ``files.read_json``).
+    """
+    content = read_json(path, FileKind.ENCODERS)
+    faults = faults_of(SCHEMA, content)
+    if not faults:
+        try:
+            components_of(content["components"])
+        except Faults as error:
+            faults = error.faults
+        names = {one["name"] for one in content["components"]}
+        for name in sorted(content.get("made", {}).get("dtypes", {}).keys() - names):
+            faults.append(f"made.dtypes: {unknown_name('component', name, sorted(names))}")
+    if faults:
+        raise TableError(format_faults(f"{path} is not a table of encoders", faults))
+    made = content.get("made")
+    return EncoderTable(content["components"], None if made is None else EncoderOrigin(**made))
+
+
+def components_of(
+    records: Sequence[Mapping[str, Any]], placement: Placement | None = None
+) -> tuple[Component, ...]:
+    """Components of records.
+
+    ``placement`` resolves ``readers`` such as "ends" (None: the consumers do not matter). Raises
+    Faults.
+    """
+    faults: list[str] = []
+    found = []
+    for one in records:
+        try:
+            found.append(_component(one, placement))
+        except Faults as error:
+            faults += error.faults
+    if not faults:
+        levels(found)
+    if faults:
+        raise Faults(faults)
+    return tuple(found)
+
+
+def component_records(components: Sequence[Component]) -> list[dict[str, Any]]:
+    """Records of ``components`` for a file."""
+    return [
+        {
+            "name": c.name,
+            "layers": [
+                {
+                    "name": layer.name,
+                    "seconds": {str(n): s for n, s in layer.seconds.items()},
+                    "parameter_bytes": layer.parameter_bytes,
+                    "activation_bytes": layer.activation_bytes,
+                    "output_bytes": layer.output_bytes,
+                }
+                for layer in c.layers
+            ],
+            "after": list(c.after),
+            "result_bytes": c.result_bytes,
+            "readers": list(c.readers),
+            "devices": None if c.devices is None else list(c.devices),
+            "counts": None if c.counts is None else list(c.counts),
+        }
+        for c in components
+    ]
+
+
+def _device(name: str) -> str:
+    known = known_device(name)
+    return name if known is None else known.name
+
+
+def _component(one: Mapping[str, Any], placement: Placement | None) -> Component:
+    readers = one["readers"]
+    if isinstance(readers, str):
+        homes = placement.device_of_stage if placement else (0,)
+        readers = range(max(homes) + 1) if readers == "all" else {homes[0], homes[-1]}
+    return Component(
+        one["name"],
+        tuple(
+            FrozenLayer(
+                layer["name"],
+                {int(n): float(s) for n, s in layer["seconds"].items()},
+                layer["parameter_bytes"],
+                layer["activation_bytes"],
+                layer["output_bytes"],
+            )
+            for layer in one["layers"]
+        ),
+        tuple(one["after"]),
+        one["result_bytes"],
+        tuple(sorted(readers)),
+        None if one["devices"] is None else tuple(one["devices"]),
+        None if one["counts"] is None else tuple(one["counts"]),
+    )

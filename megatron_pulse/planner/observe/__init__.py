@@ -1,1 +1,0 @@
-"""What a run did, beside its plan."""

@@ -1,0 +1,1 @@
+"""Partitions with several stages per device: beam search by blocks, then local search."""

@@ -1,0 +1,91 @@
+"""Validators of consistency between the parts of a plan file that is well-formed by its schema."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megatron_pulse.backbone.activations import ActivationPolicy
+from megatron_pulse.planner.layout.placement import PLACEMENTS, Placement
+from megatron_pulse.planner.plan_file.schema import MOVED, REDONE, WAITING
+from megatron_pulse.planner.program.simulate import StageMessage
+
+_ROUNDING = 1e-6
+_COLUMNS = ("forward", "backward", "weight_grad", "saved_bytes", *REDONE, WAITING, *MOVED)
+
+
+def sum_faults(record: Mapping[str, Any]) -> Iterator[str]:
+    """Yield values that contradict each other."""
+    batch, data, size = (record[name] for name in ("global_batch_size", "data", "micro_batch_size"))
+    if batch % (data * size):
+        yield (
+            f"global_batch_size {batch} is not a multiple of data {data} x micro_batch_size {size}"
+        )
+    predicted = record["predicted"]
+    rate, step_s = predicted["samples_per_s"], predicted["step_s"]
+    if not math.isclose(rate * step_s, batch, rel_tol=_ROUNDING):
+        yield (
+            f"predicted: {rate:g} samples/s in steps of {step_s:g} s are {rate * step_s:g} a step, "
+            f"but global_batch_size is {batch}"
+        )
+    part_s = predicted["pipeline_s"]
+    if part_s > step_s * (1 + _ROUNDING):
+        yield f"predicted: pipeline_s {part_s:g} is more than step_s {step_s:g}"
+    if predicted["bubble"] > 1 + _ROUNDING:
+        yield f"predicted.bubble is {predicted['bubble']:g}; it is a share, at most 1"
+    known = record["provenance"]["schedule"]
+    if known["lower_bound"] > known["makespan"] * (1 + _ROUNDING):
+        yield (
+            f"provenance.schedule: lower_bound {known['lower_bound']:g} is above makespan "
+            f"{known['makespan']:g}"
+        )
+    if record["sequence_parallel"] and record["tensor"] == 1:
+        yield "sequence_parallel: it needs tensor parallelism, and tensor is 1"
+    if record["grad_reduce_in_bf16"] and record["dtype"] != "bfloat16":
+        yield f"grad_reduce_in_bf16: sums of gradients in bfloat16, and dtype is {record['dtype']}"
+    if record.get("optimizer_cpu_offload") and not record["distributed_optimizer"]:
+        yield "optimizer_cpu_offload: it is a distributed one, and distributed_optimizer is false"
+    names = Counter(name for stage in record["stages"] for name in stage)
+    for name, count in names.items():
+        if count > 1:
+            yield f"stages: layer {name!r} is there {count} times"
+    given = [name in record["times"] for name in MOVED] + [
+        ActivationPolicy.OFFLOAD in record["activations"].values()
+    ]
+    if any(given) and not all(given):
+        names_of = ", ".join(f"times.{name}" for name in MOVED)
+        yield (f"activations (offload), {names_of}: all of them or none, some are missing")
+
+
+def edge_faults(placement: Placement, edges: tuple[StageMessage, ...]) -> Iterator[str]:
+    """Yield messages between stages that do not exist, or that share a device."""
+    num, home = placement.num_stages, placement.device_of_stage
+    for edge in edges:
+        if not 0 <= edge.source < edge.destination < num:
+            yield f"times.edges: from stage {edge.source} to {edge.destination}; there are {num}"
+        elif home[edge.source] == home[edge.destination]:
+            yield (f"times.edges: stages {edge.source} and {edge.destination} are on one device")
+
+
+def shape_faults(record: Mapping[str, Any]) -> Iterator[str]:
+    """Yield columns with another length than the number of stages, or of devices."""
+    kind, chunks = PLACEMENTS[record["placement"]], record["num_chunks"]
+    devices, num = record["pipeline"], len(record["stages"])
+    if devices == 1 and chunks != 1:
+        yield f"num_chunks: {chunks}; a pipeline of one device has one stage"
+    elif devices > 1 and not kind.allows(chunks):
+        yield f"num_chunks: {chunks}; a device of {kind} hosts {kind.chunks} stage(s)"
+    if num != devices * chunks:
+        yield f"stages: {num}, but {devices} device(s) with {chunks} each have {devices * chunks}"
+    for name in _COLUMNS:
+        column = record["times"].get(name)
+        if column is not None and len(column) != num:
+            yield f"times.{name}: {len(column)} values for {num} stages"
+    for name, values in (
+        ("times.cap_bytes", record["times"]["cap_bytes"]),
+        ("predicted.memory_bytes", record["predicted"]["memory_bytes"]),
+    ):
+        if len(values) != devices:
+            yield f"{name}: {len(values)} values for {devices} device(s)"

@@ -1,0 +1,2 @@
+"""Compiled program of a step: messages and events, checked for deadlock, simulated with
+contention."""

@@ -1,0 +1,1 @@
+"""Bounded dynamic programming over the positions of microbatches."""

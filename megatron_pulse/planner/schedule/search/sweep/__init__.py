@@ -1,1 +1,0 @@
-"""Sweeps over how far microbatches have come: bounded dynamic programming."""

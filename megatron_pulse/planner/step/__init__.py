@@ -1,1 +1,0 @@
-"""A step compiled: messages, events, proven free of deadlock, replayed as it will run."""

@@ -1,0 +1,183 @@
+"""FSDP configurations of a chain under a memory limit.
+
+Choices: microbatch size, frequency of gathering and reduction, units, prefetching. As few layers as
+necessary use full or selective recomputation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from itertools import product
+from typing import NamedTuple
+
+from megatron_pulse.backbone.activations import ActivationPolicies
+from megatron_pulse.planner.tune.fsdp.layer_dp import ActivationRoom
+from megatron_pulse.planner.tune.fsdp.recompute import RecomputeCosts
+from megatron_pulse.planner.tune.fsdp.step import (
+    AVERAGE_BYTES,
+    STATE_BYTES,
+    STEADY,
+    SUMMED_BYTES,
+    Gathering,
+    ShardedUnit,
+    Sharding,
+    grouped,
+    held_bytes,
+    peak_bytes,
+    state_bytes,
+)
+from megatron_pulse.profile.profile import Profile
+from megatron_pulse.profile.roofline import ELEMENT_BYTES
+
+UNITS = (12, 32, 96)
+"""Approximate numbers of units. Small units take little memory, large ones few collectives."""
+
+PREFETCH = (1, 3, 6)
+"""Units that are gathered ahead."""
+
+
+class FsdpConfig(NamedTuple):
+    """FSDP configuration without its costs: about ``about`` units, other fields as in
+    ``Sharding``."""
+
+    group: int
+    micro_batch_size: int
+    about: int
+    gathering: Gathering
+    reduce_once: bool
+    prefetch: int
+
+
+@dataclass(frozen=True)
+class FittedFsdpConfig:
+    """FSDP configuration with as little recomputation as fits.
+
+    ``layers`` are the layers of each unit. ``needs_bytes`` per device exceed the device if nothing
+    fits.
+    """
+
+    way: FsdpConfig
+    again: ActivationPolicies
+    layers: tuple[range, ...]
+    sharding: Sharding
+    needs_bytes: float
+
+
+class FsdpConfigs:
+    """FSDP configurations of ``profile`` on ``num_devices`` with ``usable`` bytes each.
+
+    A step has ``samples`` in microbatches of one of ``sizes``. ``moved`` maps a number of
+    parameters to bytes in transit (default: their dtype). ``time_scale`` multiplies every second of
+    an emulation. ``ema`` adds an EMA of the trained parameters.
+    """
+
+    def __init__(
+        self,
+        profile: Profile,
+        num_devices: int,
+        samples: int,
+        usable: float,
+        sizes: Sequence[int],
+        moved: Callable[[int], int] | None = None,
+        time_scale: float = 1.0,
+        ema: bool = False,
+    ) -> None:
+        self.profile, self.num_devices, self.samples = profile, num_devices, samples
+        self.usable, self.sizes, self.time_scale = usable, sizes, time_scale
+        self.element_bytes = ELEMENT_BYTES[profile.dtype]
+        self.trained_bytes = STATE_BYTES + (AVERAGE_BYTES if ema else 0)
+        self.moved = moved or (lambda count: self.element_bytes * count)
+        self.recomputing = cache(partial(RecomputeCosts, profile))
+        self.bare = cache(self._bare)
+        self._room = cache(self._room_of)
+        self._grouped = cache(lambda about: grouped([x.parameters for x in profile.layers], about))
+
+    def ways(self, group: int) -> Iterator[FsdpConfig]:
+        """Configurations with groups of ``group`` devices, without duplicates."""
+        for size, about, gathering, once, prefetch in product(
+            self.sizes, UNITS, Gathering, (False, True), PREFETCH
+        ):
+            if self.count(size) == 1 and (once or gathering is Gathering.STEP):
+                continue  # the same as others
+            yield FsdpConfig(group, size, about, gathering, once, prefetch)
+
+    def count(self, size: int) -> int:
+        """Microbatches of a device per step."""
+        return self.samples // (self.num_devices * size)
+
+    def fit(self, way: FsdpConfig) -> FittedFsdpConfig:
+        """The configuration with its costs and the cheapest recomputation that fits."""
+        return self.costed(way, self.recomputing(way.micro_batch_size).chosen(self._rooms(way)))
+
+    def costed(self, way: FsdpConfig, again: ActivationPolicies) -> FittedFsdpConfig:
+        """The configuration with its costs if these layers are recomputed."""
+        recomputing, layers = self.recomputing(way.micro_batch_size), self._grouped(way.about)
+        chain = recomputing.chain(again)
+        units = tuple(
+            replace(
+                bare,
+                forward_s=self.time_scale * sum(chain.forward_s[i] for i in own),
+                backward_s=self.time_scale * sum(chain.backward_s[i] for i in own),
+                saved_bytes=float(sum(chain.saved_bytes[i] for i in own)),
+                recompute_bytes=recomputing.made_bytes(own, again),
+            )
+            for bare, own in zip(self.bare(way.about), layers, strict=True)
+        )
+        sharding = self._sharding(way, units, self.count(way.micro_batch_size))
+        needs_bytes = state_bytes(sharding) + peak_bytes(sharding)
+        return FittedFsdpConfig(way, again, tuple(layers), sharding, needs_bytes)
+
+    def _bare(self, about: int) -> tuple[ShardedUnit, ...]:
+        """Units with parameters but without times and activations."""
+        found = []
+        for own in self._grouped(about):
+            layers = [self.profile.layers[i] for i in own]
+            count = sum(layer.parameters for layer in layers)
+            trained = sum(layer.trained_parameters for layer in layers)
+            size = float(self.element_bytes)
+            state = float(self.trained_bytes * trained + self.element_bytes * (count - trained))
+            share = trained / count if count else 1.0
+            found.append(
+                ShardedUnit(
+                    *(0.0, 0.0, self.moved(count), size * count, state),
+                    trained=share,
+                    summed_bytes=float(SUMMED_BYTES * trained),
+                )
+            )
+        return tuple(found)
+
+    def bare_sharding(self, way: FsdpConfig) -> Sharding:
+        """Sharding with layers that take no time and save no activations."""
+        return self._sharding(way, self.bare(way.about), self.count(way.micro_batch_size))
+
+    def computed_s(self, way: FsdpConfig) -> float:
+        """Lower bound on a device's compute time in a step; infinite if nothing fits."""
+        recomputing = self.recomputing(way.micro_batch_size)
+        costs, again_s = recomputing.costs, recomputing.least_s(self._rooms(way)[-1].held)
+        each = sum(costs.forward_s) + sum(costs.backward_s) + again_s
+        return self.time_scale * each * self.count(way.micro_batch_size)
+
+    def hopeless(self, way: FsdpConfig) -> bool:
+        """True if the configuration cannot fit."""
+        return not self.recomputing(way.micro_batch_size).may_fit(self._rooms(way))
+
+    def _sharding(self, way: FsdpConfig, units: tuple[ShardedUnit, ...], count: int) -> Sharding:
+        of = way.group, way.gathering, way.reduce_once, way.prefetch
+        return Sharding(units, self.num_devices, count, *of)
+
+    def _rooms(self, way: FsdpConfig) -> tuple[ActivationRoom, ...]:
+        """Bytes available to each layer for activations, beside parameters and gradients."""
+        # A microbatch bears on them by how many there are alone.
+        alike = way._replace(micro_batch_size=0)
+        return self._room(alike, min(STEADY, self.count(way.micro_batch_size)))
+
+    def _room_of(self, way: FsdpConfig, count: int) -> tuple[ActivationRoom, ...]:
+        bare, layers = self._sharding(way, self.bare(way.about), count), self._grouped(way.about)
+        left = self.usable - state_bytes(bare) - 1  # byte, for rounding
+        return tuple(
+            ActivationRoom(left - max(forward, backward), left - backward)
+            for own, (forward, backward) in zip(layers, held_bytes(bare), strict=True)
+            for _ in own
+        )

@@ -1,0 +1,131 @@
+"""Explanation of a search result: why the best config is the best, and how certain that is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_pulse.format import in_ms
+from megatron_pulse.planner.tune.config import Config
+from megatron_pulse.planner.tune.evaluate import Outcome
+from megatron_pulse.planner.tune.layer_costs import Unfit
+from megatron_pulse.planner.tune.search.grouping import rival_names
+from megatron_pulse.planner.tune.search.result import Tuning
+
+NOTED = 1e-3
+"""Share of a schedule's time above which waiting for other messages is reported."""
+
+
+@dataclass(frozen=True)
+class StepParts:
+    """Breakdown of a step's seconds."""
+
+    compute: float
+    idle: float
+    reduction: float
+    optimizer: float
+
+
+def parts(outcome: Outcome) -> StepParts:
+    """Mean device's compute and idle time in the pipeline, exposed reduction, and optimizer."""
+    compute = outcome.pipeline_s * (1 - outcome.bubble)
+    idle = outcome.pipeline_s * outcome.bubble
+    return StepParts(compute, idle, outcome.reduce_s, outcome.optimizer_s)
+
+
+def explain(found: Tuning) -> list[str]:
+    """Lines about the winner, and about the best of every other degree and layout."""
+    best = found.outcomes[0]
+    mine = parts(best)
+    lines = [
+        f"why {best.config}:",
+        f"  of a step of {in_ms(best.step_s)} the mean device computes {_share(mine.compute, best)}"
+        f" and waits {_share(mine.idle, best)}; gradients that nothing hides take "
+        f"{_share(mine.reduction, best)}, the optimizer {_share(mine.optimizer, best)}",
+    ]
+    least, most = min(best.memory_bytes), max(best.memory_bytes)
+    lines.append(f"  its devices hold {least / 1e9:.3g} to {most / 1e9:.3g} GB")
+    others = {
+        name: rival
+        for name, rival in sorted(found.rivals.items(), key=lambda item: item[1].step_s)
+        if name not in rival_names(best.config)
+    }
+    told: dict[Config, list[str]] = {}
+    for name, rival in others.items():
+        told.setdefault(rival.config, []).append(name)
+    for config, names in told.items():
+        rival = others[names[0]]
+        sizes = ", ".join(f"{found.simulated[name]:,}" for name in names)
+        lines.append(
+            f"  {', '.join(names)}: the soonest of {sizes} simulated is {config}: "
+            f"{against(best, rival)}"
+        )
+    for degree in sorted(found.degrees):
+        if f"P={degree}" not in found.rivals:
+            counts = found.degrees[degree].most_common()
+            said = "; ".join(f"{n} x {reason}" for reason, n in counts)
+            lines.append(f"  P={degree}: none simulated ({said})")
+    return lines
+
+
+def against(best: Outcome, rival: Outcome) -> str:
+    """Slowdown of ``rival`` against ``best``, by the parts of a step."""
+    ours, theirs = parts(best), parts(rival)
+    deltas = {
+        "computing": theirs.compute - ours.compute,
+        "waiting": theirs.idle - ours.idle,
+        "reduction": theirs.reduction - ours.reduction,
+        "optimizer": theirs.optimizer - ours.optimizer,
+    }
+    lost = rival.step_s / best.step_s - 1
+    told = [
+        f"{name} {1e3 * delta:+{',.0f' if abs(delta) >= 1 else '.3g'}} ms"
+        for name, delta in sorted(deltas.items(), key=lambda item: -abs(item[1]))
+        if abs(delta) > 0.002 * best.step_s
+    ]
+    where = ", ".join(told) or "by a little of everything"
+    if not rival.extrapolated or best.extrapolated:
+        return f"{abs(lost):.1%} {'slower' if lost >= 0 else 'sooner'} ({where})"
+    return (
+        f"{abs(lost):.1%} {'slower' if lost >= 0 else 'sooner'} by the part of a step that was "
+        f"simulated ({where}); its whole step was not, or devices have no room for it"
+    )
+
+
+def certainty(found: Tuning) -> list[str]:
+    """Lines on the certainty of the result: schedule, simulated configs, all configs."""
+    best, certificate = found.outcomes[0], found.outcomes[0].synthesis.certificate
+    if best.extrapolated:
+        schedule = f"of {best.problem.num_microbatches} microbatches only"
+    elif certificate.proved:
+        schedule = "proved: these stages have none that is shorter within this memory"
+    else:
+        shorter = 1 - certificate.lower_bound / certificate.makespan
+        schedule = f"not proved: these stages may have one that is up to {shorter:.1%} shorter"
+    whole = "" if best.extrapolated else " by whole steps"
+    waits = best.timeline.makespan / certificate.makespan - 1
+    if not best.extrapolated and waits > NOTED:
+        schedule += f", if no message waits for another; that some do makes it {waits:.1%} longer"
+    if found.proved:
+        rest = (
+            "proved: none that was left can be sooner than the best by the cuts that were found "
+            "for it; not all cuts were tried"
+        )
+    else:
+        better = 1 - found.bound_s / best.step_s
+        most = f"none can take more than {better:.1%} off the best step"
+        rest = (
+            f"not proved: {found.num_left:,} were left when the search ended; "
+            f"{most if found.bound_s > 0 else 'how good they can be is not known'}"
+        )
+        late = [degree for degree, counts in sorted(found.degrees.items()) if counts[Unfit.LATE]]
+        if unseen := [f"P={p}" for p in late if f"P={p}" not in found.simulated]:
+            rest += f"; none of {', '.join(unseen)} was simulated"
+    return [
+        f"its schedule: {schedule}",
+        f"among the {found.num_simulated:,} simulated configs: the soonest{whole}",
+        f"among all {found.num_configs:,} configs: {rest}",
+    ]
+
+
+def _share(seconds: float, outcome: Outcome) -> str:
+    return f"{seconds / outcome.step_s:.1%}"

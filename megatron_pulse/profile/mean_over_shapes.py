@@ -1,0 +1,69 @@
+"""Profile of a chain whose microbatches have several shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from megatron_pulse.backbone.chain import Backbone
+from megatron_pulse.backbone.shapes import at_shape, shares_of
+from megatron_pulse.profile.profile import Profile
+from megatron_pulse.profile.records.times import LayerTimes
+
+
+def over_shapes(backbone: Backbone, profile_of: Callable[[Backbone], Profile]) -> Profile:
+    """Merge the profiles of ``profile_of`` at each of the chain's shapes.
+
+    Times are means weighted by the chain's ``shares``. Bytes are those of the largest shape, since
+    every shape must fit in memory and messages.
+    """
+    shares = shares_of(backbone)
+    found = [profile_of(at_shape(backbone, which)) for which in range(len(shares))]
+    if len(found) == 1:
+        return found[0]
+    first = found[0]
+    return replace(
+        first,
+        method=f"{first.method}; the mean of {len(found)} shapes, bytes of the largest",
+        layers=tuple(
+            replace(
+                same[0],
+                boundary_bytes=max(layer.boundary_bytes for layer in same),
+                optimizer_s=_mean(shares, [layer.optimizer_s for layer in same]),
+                sharded_time=_mean(shares, [layer.sharded_time for layer in same]),
+            )
+            for same in zip(*(profile.layers for profile in found), strict=True)
+        ),
+        times={
+            size: tuple(
+                _over(shares, same)
+                for same in zip(*(profile.times[size] for profile in found), strict=True)
+            )
+            for size in first.times
+        },
+        skips=tuple(
+            replace(same[0], num_bytes=max(skip.num_bytes for skip in same))
+            for same in zip(*(profile.skips for profile in found), strict=True)
+        ),
+        conditioning=tuple(
+            replace(same[0], num_bytes=max(edge.num_bytes for edge in same))
+            for same in zip(*(profile.conditioning for profile in found), strict=True)
+        ),
+    )
+
+
+def _over(shares: Sequence[float], same: Sequence[LayerTimes]) -> LayerTimes:
+    """Merge one layer's times over all shapes."""
+    names = LayerTimes.__dataclass_fields__
+    seconds = [name for name in names if name.endswith("_s")]
+    sizes = [name for name in names if name.endswith("_bytes")]
+    values: dict[str, Any] = {
+        **{name: _mean(shares, [getattr(times, name) for times in same]) for name in seconds},
+        **{name: max(getattr(times, name) for times in same) for name in sizes},
+    }
+    return replace(same[0], **values)
+
+
+def _mean(shares: Sequence[float], values: Sequence[float]) -> float:
+    return sum(share * value for share, value in zip(shares, values, strict=True))

@@ -1,0 +1,1 @@
+"""Measurement of single layers: construction, times and memory."""

@@ -1,1 +1,0 @@
-"""Layers built and run alone, and what is counted of them."""

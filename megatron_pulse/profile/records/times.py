@@ -1,0 +1,111 @@
+"""Times and bytes of one layer at one microbatch size, and interpolation between sizes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+SPREAD = 0.3
+"""Interquartile range, relative to the time, above which a measurement was disturbed."""
+
+
+@dataclass(frozen=True)
+class LayerTimes:
+    """One layer at one microbatch size: median times, interquartile ranges, and bytes.
+
+    - ``weight_grad_s``: time of the whole backward minus that of the input gradient alone.
+    - ``split_*_s``: times with deferred weight gradients: forward, backward without them, and
+      these.
+    - ``peak_bytes``: peak of one forward and backward, beyond parameters and inputs. A parameter's
+      gradient counts only while being computed.
+    - ``recompute_bytes``: bytes that recomputation creates and keeps until backward, besides
+    inputs.
+    - ``passed_bytes``: bytes of inputs that the previous layer was called with too.
+    - ``forward_bytes``: peak of a forward that keeps nothing.
+    - ``wgrad_bytes``: bytes held by deferred weight gradients after the input gradient.
+    - ``selective_bytes``: bytes saved under selective recomputation (0: unknown).
+    - ``selective_peak_bytes``: peak under selective recomputation.
+    - ``selective_s``: additional time under selective recomputation.
+    - ``halved_s``: forward and backward on one of two tensor-parallel ranks, without their sums (0:
+      see ``ProfiledLayer.sharded_time``).
+
+    Either all layers of a profile have a ``split_*_s``, or none (0: not measured, as without
+    deferral). The same holds for each bytes field after ``peak_bytes`` (0: as much as is saved,
+    beyond what is kept).
+    """
+
+    forward_s: float
+    input_grad_s: float
+    weight_grad_s: float
+    forward_spread_s: float
+    input_grad_spread_s: float
+    weight_grad_spread_s: float
+    saved_bytes: int
+    peak_bytes: int
+    split_forward_s: float = 0.0
+    split_input_grad_s: float = 0.0
+    split_weight_grad_s: float = 0.0
+    recompute_bytes: int = 0
+    passed_bytes: int = 0
+    forward_bytes: int = 0
+    wgrad_bytes: int = 0
+    selective_bytes: int = 0
+    selective_peak_bytes: int = 0
+    selective_s: float = 0.0
+    halved_s: float = 0.0
+
+    def parts_s(self, split: bool) -> tuple[float, float, float]:
+        """Forward, input gradient and weight gradient; with ``split`` for deferred weight
+        gradients.
+        """
+        found = self.split_forward_s, self.split_input_grad_s, self.split_weight_grad_s
+        if split and any(found):
+            return found
+        return self.forward_s, self.input_grad_s, self.weight_grad_s
+
+    def kept_bytes(self, selective: bool) -> int:
+        """Bytes saved, with or without selective recomputation."""
+        return self.selective_bytes or self.saved_bytes if selective else self.saved_bytes
+
+    def most_bytes(self, selective: bool) -> int:
+        """Peak bytes, with or without selective recomputation."""
+        return self.selective_peak_bytes or self.peak_bytes if selective else self.peak_bytes
+
+    @property
+    def whole_s(self) -> float:
+        """Forward and backward time."""
+        return self.forward_s + self.input_grad_s + self.weight_grad_s
+
+    @property
+    def spread(self) -> float:
+        """Largest interquartile range, relative to the whole time."""
+        ranges = (self.forward_spread_s, self.input_grad_spread_s, self.weight_grad_spread_s)
+        return max(ranges) / self.whole_s if self.whole_s else 0.0
+
+
+_SIZES = {name for name in LayerTimes.__dataclass_fields__ if name.endswith("_bytes")}
+
+NO_SPREAD = 0.0, 0.0, 0.0
+"""Interquartile ranges of times that were not measured."""
+
+
+def between(
+    a: LayerTimes,
+    b: LayerTimes,
+    share: float,
+    proportional: bool = False,
+    least: float = 0.0,
+) -> LayerTimes:
+    """Interpolate at ``share`` of the way from ``a`` to ``b`` (to twice ``a`` if ``proportional``).
+
+    Below ``a`` the result is at least ``least`` times ``a``; beyond ``b`` at least ``b``.
+    """
+    mixed: dict[str, Any] = {}
+    for name in LayerTimes.__dataclass_fields__:
+        start, end = getattr(a, name), getattr(b, name)
+        step = start if proportional else end - start
+        floor = least * start if share < 0 else end if share > 1 else 0.0
+        mixed[name] = max(floor, float(start + share * step))
+    for name in mixed.keys() & _SIZES:
+        mixed[name] = round(mixed[name])
+    return LayerTimes(**mixed)

@@ -1,0 +1,54 @@
+"""Detection of in-place writes into saved tensors.
+
+torch's own check refuses such backwards, but does not cover tensors that saved-tensor hooks
+replaced.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from megatron_pulse.runtime.failure_board import PulseError
+
+
+class InplaceWatch:
+    """Detect in-place writes into a tensor without keeping its data alive.
+
+    A detached alias shares the tensor's version counter; the alias's data is replaced by an empty
+    tensor.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._alias: Tensor | None = tensor.detach()
+        self._version, self._written = tensor._version, False
+        if tensor.layout is torch.strided:
+            self._alias.data = _nothing(tensor.dtype, tensor.device)
+
+    @property
+    def is_written(self) -> bool:
+        """True if the tensor was modified up to now, or up to ``settle``."""
+        if self._alias is not None:
+            self._written = self._alias._version != self._version
+        return self._written
+
+    def settle(self) -> None:
+        """Stop watching: later writes do not count."""
+        self._written = self.is_written
+        self._alias = None
+
+
+@cache
+def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(0, dtype=dtype, device=device)
+
+
+def modified_inplace(layer: str) -> PulseError:
+    """Error of a backward that reads a saved tensor modified in place."""
+    return PulseError(
+        f"layer {layer}: something that an operation saved for the backward pass was written into "
+        "since, by this layer or the next (torch refuses that where nothing is computed again or "
+        "on the host, too): write x = x + 1 in the place of x += 1"
+    )

@@ -1,1 +1,0 @@
-"""What layers save for their backward: computed again, in part or whole, or on the host."""

@@ -1,0 +1,3 @@
+"""Watchdog: progress of a rank seen from another thread, and diagnosis of a job that
+stands still.
+"""

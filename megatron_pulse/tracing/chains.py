@@ -1,0 +1,116 @@
+"""Derived chains of a module, one per shape and microbatch size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
+
+from megatron_pulse.backbone.rng_state import generators_kept
+from megatron_pulse.processes import without_collecting
+from megatron_pulse.tracing.graph_analysis import UNKNOWN
+from megatron_pulse.tracing.inputs import Inputs
+from megatron_pulse.tracing.torch_export import DerivationError, export
+from megatron_pulse.tracing.units import UnitChain, derive, unit_difference
+
+
+class Chains:
+    """Chains of one module, exported on first use of a shape and microbatch size.
+
+    ``inputs`` holds the inputs of each shape. All chains have the units of ``first``, the chain of
+    the first shape and of its example's ``size``. ``constants`` are inputs equal for every batch;
+    ``output`` is the index of the prediction among several results.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        name: str,
+        inputs: Sequence[Inputs],
+        output: int | None,
+        pieces: bool,
+    ) -> None:
+        self.module, self._name, self._inputs = module, name, tuple(inputs)
+        self.output, self._pieces = output, pieces
+        self._device = torch.get_default_device()
+        self._found: dict[tuple[int, int], UnitChain] = {}
+        self.size, self.constants = inputs[0].size, inputs[0].constants
+        self.first = self[0, self.size]
+
+    def __getitem__(self, at: tuple[int, int]) -> UnitChain:
+        """Chain for an index of a shape and a microbatch size.
+
+        Raises DerivationError if the module cannot be exported there, or if units differ.
+        """
+        if at not in self._found:
+            chain = self.alone(lambda: self._derive(*at))
+            if self._found and (fault := unit_difference(self.first, chain)):
+                which, size = at
+                what = f"microbatches of {size}" + (f" of shape {which}" if which else "")
+                raise DerivationError(
+                    self._name,
+                    [
+                        f"{what} take another way through it than of {self.size} (a loop, a branch "
+                        f"or a size in forward depends on the batch?): {fault}"
+                    ],
+                )
+            self._found[at] = chain
+        return self._found[at]
+
+    def _derive(self, which: int, size: int) -> UnitChain:
+        try:
+            return self._derived(which, size, with_lines=False)
+        except DerivationError as error:
+            if UNKNOWN not in str(error):
+                raise
+        return self._derived(which, size, with_lines=True)
+
+    def example(self) -> Mapping[str, Any]:
+        """Example inputs of the first chain."""
+        return self._inputs[0].make(self.size)
+
+    def alone[T](self, call: Callable[[], T]) -> T:
+        """Run ``call`` in a separate thread, outside modes and hooks of the calling thread.
+
+        Modes, recomputation hooks and no_grad do not apply there; the default device does. Random
+        draws of ``call`` leave the process's generators unchanged.
+        """
+
+        def called() -> T:
+            device = nullcontext() if self._device.type == "cpu" else self._device
+            with device, _without_hooks_of_all(), generators_kept():
+                return call()
+
+        with ThreadPoolExecutor(1) as thread, without_collecting():
+            return thread.submit(called).result()
+
+    def _derived(self, which: int, size: int, with_lines: bool) -> UnitChain:
+        inputs = self._inputs[which]
+        given = inputs.make(size)
+        exported = export(self.module, given, inputs.constants, self.output, with_lines)
+        like = self.first.decided if self._found else None
+        return derive(exported, self._name, inputs.sample, self._pieces, like)
+
+
+@contextmanager
+def _without_hooks_of_all() -> Iterator[None]:
+    """Remove global module hooks, such as operation counters, which are not per thread."""
+    hooks = [
+        torch_module._global_forward_pre_hooks,
+        torch_module._global_forward_hooks,
+        torch_module._global_backward_pre_hooks,
+        torch_module._global_backward_hooks,
+    ]
+    kept = [dict(each) for each in hooks]
+    for each in hooks:
+        each.clear()
+    try:
+        yield
+    finally:
+        for each, own in zip(hooks, kept, strict=True):
+            each.update(own)

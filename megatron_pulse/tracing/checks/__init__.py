@@ -1,0 +1,1 @@
+"""Detection of modules that cannot run in a pipeline, with reasons."""

@@ -1,0 +1,115 @@
+"""Python state that a module keeps between calls, which a trace of tensors does not record."""
+
+from __future__ import annotations
+
+import functools
+import random
+import sys
+from collections import deque
+from collections.abc import Iterator, Mapping
+from itertools import count, islice
+from types import GeneratorType, ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+
+_DEEPEST, _MOST = 5, 1000
+"""Limits on the depth of nested containers, and on inspected entries per container."""
+
+_OF_TORCH = frozenset((*vars(nn.Module()), "_flat_weights"))  # recurrent parts have the latter
+
+
+def kept(module: nn.Module) -> dict[str, Any]:
+    """Python state by location, of all parts of ``module`` and of the source files of their
+    classes.
+
+    Covers numbers and texts, states of generators and iterators, and contents of lists, dicts and
+    plain objects. Tensors in containers count by identity. Library files are excluded.
+    """
+    found: dict[str, Any] = {}
+    seen: set[int] = set()
+    for prefix, part in module.named_modules():
+        for name, value in vars(part).items():
+            if name not in _OF_TORCH and not isinstance(value, Tensor | None):
+                found.update(_within(f"{prefix}.{name}".lstrip("."), value, 0, seen))
+    for name, file in files_of(module).items():
+        for each, value in list(vars(file).items()):
+            if not each.startswith("__") and not isinstance(value, Tensor | None):
+                found.update(_within(f"{name}.{each}", value, 0, seen))
+    return found
+
+
+def forget_results(module: nn.Module) -> None:
+    """Clear ``lru_cache`` results of functions in the files of ``module``'s classes.
+
+    A trace would leave tensors without values in the caches, and would miss cached results of
+    others.
+    """
+    for file in files_of(module).values():
+        for owner in (file, *(each for each in vars(file).values() if isinstance(each, type))):
+            for each in list(vars(owner).values()):
+                if isinstance(each, functools._lru_cache_wrapper):
+                    each.cache_clear()
+
+
+def files_of(module: nn.Module) -> dict[str, ModuleType]:
+    """Source files of the classes of a module's parts, by name, without libraries."""
+    names = sorted({type(part).__module__ for part in module.modules()})
+    return {
+        name: sys.modules[name]
+        for name in names
+        if "site-packages"
+        not in (getattr(sys.modules.get(name), "__file__", None) or "site-packages")
+    }
+
+
+def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[str]:
+    """Faults for locations whose state changed.
+
+    During a trace a module may have parts under other names.
+    """
+    for where in {**before, **after}:
+        if "[" not in where and not (where in before and where in after):
+            continue
+        if where not in before:
+            yield f"{where} was not there before the call and is there after it: a chain has none"
+        elif where not in after:
+            yield f"{where} was there before the call and is not after it: a chain would keep it"
+        elif before[where] != after[where]:
+            now = after[where]
+            told = isinstance(now, bool | int | float | str)
+            yield (
+                f"{where} was {before[where]} before the call and is {now} after it: a chain would "
+                "keep the first"
+                if told
+                else f"{where} is another after the call: a chain would keep the first"
+            )
+
+
+def _within(where: str, value: Any, depth: int, seen: set[int]) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, bool | int | float | str | None):
+        yield where, value
+    elif isinstance(value, Tensor):
+        yield where, (id(value),)
+    elif isinstance(value, random.Random):
+        yield where, (value.getstate(),)
+    elif isinstance(value, count):
+        yield where, (repr(value),)
+    elif isinstance(value, GeneratorType):
+        yield where, (value.gi_frame and value.gi_frame.f_lasti,)
+    elif hasattr(value, "bit_generator"):  # numpy's
+        yield where, (str(value.bit_generator.state),)
+    elif depth < _DEEPEST and id(value) not in seen:
+        seen.add(id(value))
+        if isinstance(value, Mapping):
+            entries = {f"{where}[{key!r:.40}]": each for key, each in islice(value.items(), _MOST)}
+        elif isinstance(value, list | tuple | deque):
+            entries = {f"{where}[{i}]": each for i, each in enumerate(islice(value, _MOST))}
+        elif isinstance(value, nn.Module | type | ModuleType) or callable(value):
+            entries = {}
+        else:
+            entries = {
+                f"{where}.{name}": each for name, each in getattr(value, "__dict__", {}).items()
+            }
+        for place, each in entries.items():
+            yield from _within(place, each, depth + 1, seen)

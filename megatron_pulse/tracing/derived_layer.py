@@ -1,0 +1,295 @@
+"""Layer module of a derived chain's unit."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from megatron_pulse.backbone.chain import TensorSpec
+from megatron_pulse.tracing.chains import Chains
+from megatron_pulse.tracing.dotted_parameters import Nest, container_of, register_parameters
+from megatron_pulse.tracing.graph_analysis import operation
+from megatron_pulse.tracing.initial_weights.meta_init import has_no_memory
+from megatron_pulse.tracing.initial_weights.sources import Weights
+from megatron_pulse.tracing.units import Unit, UnitChain
+
+_PRODUCTS = {
+    torch.ops.aten.linear.default: F.linear,
+    torch.ops.aten.conv1d.default: F.conv1d,
+    torch.ops.aten.conv2d.default: F.conv2d,
+    torch.ops.aten.conv3d.default: F.conv3d,
+    torch.ops.aten.conv1d.padding: F.conv1d,
+    torch.ops.aten.conv2d.padding: F.conv2d,
+    torch.ops.aten.conv3d.padding: F.conv3d,
+}
+"""Functions of input, weight and optional bias, with deferrable weight gradients."""
+
+_RETARGETED = {
+    **_PRODUCTS,
+    torch.ops.aten.scaled_dot_product_attention.default: F.scaled_dot_product_attention,
+}
+"""Functions replaced by public names, for deferred weight gradients and the analysis of memory."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Position of a microbatch's samples in a value.
+
+    Dimension ``dim`` holds ``rows`` per sample; None if the value is common to all samples.
+    """
+
+    dim: int | None
+    rows: int = 1
+
+    def merge(self, tensor: Tensor) -> Tensor:
+        """Convert from the layer contract's shape, with a dimension for rows, to the module's."""
+        if self.dim is None or self.rows == 1:
+            return tensor
+        return tensor.flatten(self.dim, self.dim + 1)
+
+    def split(self, tensor: Tensor) -> Tensor:
+        """Convert from the module's shape to the layer contract's."""
+        if self.dim is None or self.rows == 1:
+            return tensor
+        return tensor.unflatten(self.dim, (-1, self.rows))
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ChainSource:
+    """Data shared by the layers of one derived chain.
+
+    ``chains`` has the chain for every shape and microbatch size, with equal units. ``samples`` has
+    the sample layout of every value, per shape. ``field_of`` maps the module's inputs to batch
+    fields; ``scale_of`` gives factors for field values.
+    """
+
+    chains: Chains
+    samples: tuple[Mapping[str, Sample], ...]
+    specs: Mapping[str, TensorSpec]
+    field_of: Mapping[str, str]
+    scale_of: Mapping[str, float]
+    dtype: torch.dtype
+    weights: Weights
+    known: dict[tuple[UnitChain, torch.device], dict[str, Any]] = field(default_factory=dict)
+
+    def constants(self, chain: UnitChain, device: torch.device) -> dict[str, Any]:
+        """Values that depend on neither inputs nor parameters, computed once per device."""
+        if (chain, device) not in self.known:
+            with torch.no_grad():
+                given = [self.buffer(name, chain).to(device) for name in chain.constant_state]
+                values = executable(chain.constants, chain, device)(*given)
+            self.known[chain, device] = dict(zip(chain.constant_names, values, strict=True))
+        return self.known[chain, device]
+
+    def buffer(self, name: str, chain: UnitChain) -> Any:
+        """Buffer, or tensor among the module's constants."""
+        buffers = self.weights.buffers()
+        if name not in buffers:
+            return chain.state[name].detach()
+        return buffers[name].to(chain.state[name].dtype)
+
+
+class DerivedLayer(Nest):
+    """Unit ``index`` of a derived chain, called as the modules of ``Layer.build``.
+
+    Parameters have qualified names and begin with the source's weights for the seed of torch's
+    generator. Without ``initialise`` they are uninitialised. Buffers are constants of the chain.
+    Every shape (``chain_shape``) has its own graph on the same parameters.
+    """
+
+    def __init__(self, source: ChainSource, index: int, initialise: bool = True) -> None:
+        super().__init__()
+        self._source, self._index = source, index
+        self.chain_shape = 0
+        chain = source.chains.first
+        self._unit = unit = chain.units[index]
+        links = [u for u in chain.units if not u.embedder]
+        number = next((i for i, u in enumerate(links) if u is unit), 0)
+        self._before = links[number - 1].boundary if number else (chain.sample,)
+        device = torch.get_default_device()
+        values: Mapping[str, Tensor] | None = None
+        if initialise and device.type != "meta" and unit.weights:
+            values = source.weights.parameters(torch.initial_seed())
+        parameters = {
+            name: nn.Parameter(self._first(name, values, device), name in chain.trained)
+            for name in unit.weights
+        }
+        self._compiled: dict[tuple[UnitChain, torch.device], Any] = {}
+        self._containers: dict[str, tuple[nn.Module, str]] = {}
+        self._undivided = undivided(unit)
+        register_parameters(self, parameters)
+        self._containers.update((name, container_of(self, name)) for name in parameters)
+
+    def _first(
+        self, name: str, values: Mapping[str, Tensor] | None, device: torch.device
+    ) -> Tensor:
+        """Initial value of a parameter in the finer of both dtypes; uninitialised without
+        ``values``.
+        """
+        weight = self._source.chains.first.state[name]
+        if values is None:
+            return torch.empty_like(weight, device=device)
+        value = values[name].detach()
+        if has_no_memory(value):
+            raise ValueError(
+                f"{name} is on the meta device, without values: such a chain is for planning; "
+                "to run it, give from_module a module that has its weights"
+            )
+        dtype = torch.promote_types(weight.dtype, value.dtype)
+        if dtype == value.dtype and self._source.weights.is_new:
+            return value
+        return torch.empty_like(weight, dtype=dtype, device=value.device).copy_(value)
+
+    @property
+    def undivided(self) -> list[nn.Parameter]:
+        """Parameters whose gradients are not deferred. See Layer."""
+        return [self._parameter(name) for name in self._undivided]
+
+    def extra_repr(self) -> str:
+        """Name of the unit. See nn.Module."""
+        return self._unit.name
+
+    def forward(
+        self, inputs: tuple[Tensor, ...], skips: dict[str, Tensor], conditioning: dict[str, Tensor]
+    ) -> tuple[Tensor, ...]:
+        """Run the unit. See Layer."""
+        source, unit = self._source, self._unit
+        given = dict(
+            zip(self._before, inputs, strict=False)
+        )  # embedders may be called without inputs
+        field_of = source.field_of
+        for name in unit.takes:
+            if name not in given:
+                key = field_of.get(name, name)
+                given[name] = skips[name] if name in unit.pops else conditioning[key]
+                if name in source.scale_of:
+                    given[name] = given[name] * source.scale_of[name]
+        sample_of = source.samples[self.chain_shape]
+        values = {n: sample_of[n].merge(t) for n, t in given.items()}
+        size, device = self._place(given)
+        chain = source.chains[self.chain_shape, size]
+        state = [self._state(name, chain, device) for name in unit.state]
+        run = self._executable(chain, device)
+        results = run(*(values[name] for name in unit.takes), *state)
+        values.update(zip(unit.gives, results, strict=True))
+        provided = tuple(sample_of[name].split(values[name]) for name in unit.provides)
+        if unit.embedder:
+            return (*inputs, *provided)
+        return (*(sample_of[name].split(values[name]) for name in unit.boundary), *provided)
+
+    def _place(self, given: Mapping[str, Tensor]) -> tuple[int, torch.device]:
+        """Microbatch size and device of a call. ValueError if dtypes differ from the
+        exported ones.
+        """
+        source, size = self._source, self._source.chains.size
+        weights = {name: self._parameter(name) for name in self._containers}
+        device = next((p.device for p in weights.values()), torch.device("cpu"))
+        for name, tensor in given.items():
+            spec, device = source.specs[name], tensor.device
+            if spec.batch_dim is not None:
+                size = tensor.shape[spec.batch_dim]
+                break
+        wrong = {
+            p.dtype for n, p in weights.items() if p.dtype != source.chains.first.state[n].dtype
+        }
+        if wrong:
+            raise ValueError(
+                f"{self._unit.name}: parameters are {wrong.pop()}, but the module was exported in "
+                f"{source.dtype}: give from_module a module of the run's dtype"
+            )
+        return size, device
+
+    def _parameter(self, name: str) -> Any:
+        container, leaf = self._containers[name]
+        return container._parameters[leaf]
+
+    def _state(self, name: str, chain: UnitChain, device: torch.device) -> Any:
+        if name in self._containers:
+            return self._parameter(name)
+        constants = self._source.constants(chain, device)
+        if name in constants:
+            return constants[name]
+        key = f"state {name}"  # buffers are copied to the device once
+        if key not in constants:
+            constants[key] = self._source.buffer(name, chain).to(device)
+        return constants[key]
+
+    def _executable(self, chain: UnitChain, device: torch.device) -> Any:
+        if (chain, device) not in self._compiled:
+            unit = chain.units[self._index]
+            self._compiled[chain, device] = executable(unit.graph, chain, device)
+        return self._compiled[chain, device]
+
+
+def undivided(unit: Unit) -> frozenset[str]:
+    """Parameters of a unit whose gradients are not deferred.
+
+    These are parameters also used by operations other than linear maps and convolutions (an
+    autocast region, an embedding), because the terms form one sum. Parameters that share a product
+    with them are included.
+    """
+    placeholders = (node for node in unit.graph.nodes if node.op == "placeholder")
+    names = zip(placeholders, (*unit.takes, *unit.state), strict=True)
+    own = {node: name for node, name in names if name in unit.weights}
+    products: list[list[str]] = []
+    found: set[str] = set()
+    for node in unit.graph.nodes:
+        given = [own[a] for a in node.all_input_nodes if a in own]
+        if node.target in _PRODUCTS and node.args[1] in own and node.args[0] not in own:
+            products.append(given)
+        else:
+            found.update(given)
+    biases = Counter(bias for _, *of_product in products for bias in of_product)
+    weights = {weight for weight, *_ in products}
+    found.update(bias for bias, count in biases.items() if count > 1 or bias in weights)
+    size = -1
+    while size != len(found):
+        size = len(found)
+        found.update(*(given for given in products if found.intersection(given)))
+    return frozenset(found)
+
+
+def executable(graph: fx.Graph, chain: UnitChain, device: torch.device) -> Any:
+    """Compile a graph of ``chain`` into a function on ``device``, whatever the exporting device."""
+    copy = fx.Graph()
+    copy.output(copy.graph_copy(graph, {}))
+    regions = {n.target: chain.state[n.target] for n in copy.nodes if n.op == "get_attr"}
+    here = ("cpu", chain.values[chain.sample].device.type)  # other devices are named by the model
+    for node in copy.nodes:
+        if node.op != "call_function":
+            continue
+
+        def moved(value: Any) -> Any:
+            return device if isinstance(value, torch.device) else value
+
+        node.args = fx.node.map_aggregate(node.args, moved)
+        node.kwargs = fx.node.map_aggregate(node.kwargs, moved)
+        if "autocast" in operation(node) and node.args[0] in here:
+            node.args = (device.type, *node.args[1:])
+        if node.target in _RETARGETED:
+            node.target = _RETARGETED[node.target]
+    return fx.GraphModule(regions, copy)
+
+
+def run(chain: UnitChain, given: Mapping[str, Tensor]) -> Tensor:
+    """Run all units in sequence on the module's own parameters.
+
+    ``given`` holds the module's inputs by the caller's names.
+    """
+    device = next(iter(given.values())).device
+    constants_given = [chain.state[name] for name in chain.constant_state]
+    with torch.no_grad():
+        constants = executable(chain.constants, chain, device)(*constants_given)
+    state = {**chain.state, **dict(zip(chain.constant_names, constants, strict=True))}
+    values = {n: given[name] for n, name in chain.inputs.items()}
+    for unit in chain.units:
+        arguments = (*map(values.__getitem__, unit.takes), *map(state.__getitem__, unit.state))
+        results = executable(unit.graph, chain, device)(*arguments)
+        values.update(zip(unit.gives, results, strict=True))
+    return values[chain.output]

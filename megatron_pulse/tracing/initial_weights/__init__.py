@@ -1,0 +1,1 @@
+"""Modules without memory, and initial values of their parameters and buffers."""

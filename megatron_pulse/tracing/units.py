@@ -1,0 +1,195 @@
+"""Units of an exported graph: links of a chain and embedders before it, with their own graphs."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
+
+from torch import fx
+
+from megatron_pulse.tracing.graph_analysis import can_travel, place_of, value_of
+from megatron_pulse.tracing.routing import route
+from megatron_pulse.tracing.torch_export import DerivationError, Exported
+from megatron_pulse.tracing.unit_assignment import SizeDecisions, UnitAssignment
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One link or embedder: ``graph(*takes, *state) -> gives``.
+
+    ``boundary`` is passed to the next unit; ``pushes`` and ``provides`` reach later ones; ``pops``
+    are skips that end here. ``weights`` are the qualified names of the parameters among ``state``.
+    """
+
+    name: str
+    graph: fx.Graph
+    takes: tuple[str, ...]
+    state: tuple[str, ...]
+    weights: tuple[str, ...]
+    gives: tuple[str, ...]
+    embedder: bool
+    boundary: tuple[str, ...]
+    pushes: tuple[str, ...]
+    pops: tuple[str, ...]
+    provides: tuple[str, ...]
+
+    @property
+    def signature(self) -> dict[str, Any]:
+        """All fields except the graph, which depends on batch size and shapes."""
+        return {name: value for name, value in vars(self).items() if name != "graph"}
+
+
+@dataclass(frozen=True, eq=False)
+class UnitChain:
+    """Embedders, followed by the links; ``values`` holds a fake tensor of every value.
+
+    - ``inputs``: the module's inputs with the caller's names; ``sample`` is the noisy one.
+    - ``constants``: graph of the constants that units take, by name.
+    - ``state``: the module's own parameters and buffers, by qualified name.
+    - ``trained``: names of the parameters that get a gradient.
+    - ``decided``: decisions that make units equal at other microbatch sizes.
+    """
+
+    units: tuple[Unit, ...]
+    sample: str
+    inputs: dict[str, str]
+    output: str
+    values: dict[str, Any]
+    state: dict[str, Any]
+    trained: frozenset[str]
+    constants: fx.Graph
+    constant_names: tuple[str, ...]
+    constant_state: tuple[str, ...]
+    decided: SizeDecisions
+
+
+def unit_difference(first: UnitChain, other: UnitChain) -> str | None:
+    """First difference between the units of two chains; None if equal."""
+    for a, b in zip_longest(first.units, other.units):
+        if a is None or b is None:
+            return f"{(a or b).name} is there in one only"
+        for what, value in a.signature.items():
+            if b.signature[what] != value:
+                return f"{what} of {a.name}: {value}, and {b.signature[what]}"
+    return None
+
+
+def derive(
+    exported: Exported, module: str, sample: str, pieces: bool, like: SizeDecisions | None = None
+) -> UnitChain:
+    """Chain of a graph whose noisy sample is the input ``sample``.
+
+    ``module`` is the name for DerivationError. ``pieces`` allows cuts within blocks. A chain of
+    another microbatch size or shape passes the first chain's ``decided`` as ``like``.
+    """
+    placing = UnitAssignment(exported, module, sample, pieces, like)
+    units = _units(placing, module)
+    constant = set(placing.constants)
+    users = exported.reading.users
+    kept = [n for n in placing.constants if any(u not in constant for u in users[n])]
+    graph, taken = _graph(exported, placing.constants, [], kept)
+    trained = {exported.names[n] for n in exported.reading.with_gradient() & exported.weights}
+    return UnitChain(
+        (*units[placing.num_links :], *units[: placing.num_links]),
+        placing.source.name,
+        {node.name: name for node, name in exported.inputs.items()},
+        exported.output.name,
+        {n.name: value_of(n) for n in exported.reading.order if n.op != "output"},
+        dict(exported.state),
+        frozenset(n for n in trained if exported.state[n].requires_grad),
+        graph,
+        tuple(map(_constant, kept)),
+        taken,
+        placing.decided,
+    )
+
+
+def _units(placing: UnitAssignment, module: str) -> list[Unit]:
+    """Units in order of their numbers."""
+    exported, home, names = placing.exported, placing.home, placing.names
+    members = placing.members
+    elsewhere = {*exported.inputs, *exported.reading.calls}.difference(placing.constants)
+    read: list[dict[fx.Node, None]] = [
+        dict.fromkeys(a for n in own for a in n.all_input_nodes) for own in members
+    ]
+    taken = [
+        [a for a in given if a in elsewhere and k not in home.get(a, ())]
+        for k, given in enumerate(read)
+    ]
+    takers: dict[fx.Node, list[int]] = defaultdict(list)
+    for k, takes in enumerate(taken):
+        for a in takes:
+            takers[a].append(k)
+    given = [
+        [n for n in own if home[n] == {k} and (takers.get(n) or n is exported.output)]
+        for k, own in enumerate(members)
+    ]
+    weights = [tuple(exported.names[a] for a in own if a in exported.weights) for own in read]
+    faults = [
+        f"{n.name}, at {place_of(n)}, is handed on, and is no tensor of a known size and dtype"
+        for n in (n for gives in given for n in gives)
+        if not can_travel(n)
+    ]
+    if faults := [*faults, *_shared_faults(names, weights)]:
+        raise DerivationError(module, faults)
+    units = []
+    for k, edges in enumerate(route(placing, takers)):
+        graph, state = _graph(exported, members[k], taken[k], given[k])
+        units.append(
+            Unit(
+                names[k],
+                graph,
+                tuple(a.name for a in taken[k]),
+                state,
+                weights[k],
+                tuple(n.name for n in given[k]),
+                k >= placing.num_links,
+                **vars(edges),
+            )
+        )
+    return units
+
+
+def _shared_faults(names: Sequence[str], weights: Sequence[Sequence[str]]) -> list[str]:
+    """Faults for parameters of more than one unit."""
+    holder: dict[str, int] = {}
+    return [
+        f"the parameter {weight} is used by {names[first]} and by {names[k]}, which could be on "
+        "two devices"
+        for k, own in enumerate(weights)
+        for weight in own
+        if (first := holder.setdefault(weight, k)) != k
+    ]
+
+
+def _graph(
+    exported: Exported, own: Sequence[fx.Node], takes: Sequence[fx.Node], gives: Sequence[fx.Node]
+) -> tuple[fx.Graph, tuple[str, ...]]:
+    """Graph of the nodes ``own`` as a function of ``takes`` and state; returns names of the state
+    too.
+    """
+    graph = fx.Graph()
+    here = set(own)
+    env: dict[fx.Node, fx.Node] = {a: graph.placeholder(a.name) for a in takes}
+    state = []
+    for a in dict.fromkeys(a for n in own for a in n.all_input_nodes):
+        if a in env or a in here:
+            continue
+        name = exported.names.get(a) or _constant(a)
+        if isinstance(exported.state.get(name), fx.GraphModule):
+            env[a] = graph.get_attr(name)
+        else:
+            state.append(name)
+            env[a] = graph.placeholder(f"state_{len(state)}")
+    for n in own:
+        env[n] = graph.node_copy(n, env.__getitem__)
+    graph.output(tuple(env[n] for n in gives))
+    graph.lint()
+    return graph, tuple(state)
+
+
+def _constant(node: fx.Node) -> str:
+    return f"constant {node.name}"

@@ -1,0 +1,109 @@
+"""Layers whose activations cannot be computed again say so."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import megatron_pulse as pulse
+from megatron_pulse.runtime.failure_board import PulseError
+
+WIDTH = 16
+
+
+class _Norms(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.norm(x)
+        return found
+
+
+class _Spectral(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.linear(x)
+        return found
+
+
+class _Averages(nn.Module):
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(()))
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean()
+        found: Tensor = self.linear(x)
+        return found - self.mean
+
+
+class _Normalizes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.linear.weight.copy_(F.normalize(self.linear.weight))
+        found: Tensor = self.linear(x)
+        return found
+
+
+class _Adds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.add_(1.0)
+        found: Tensor = self.linear(x)
+        return found
+
+
+CASES = [
+    (_Norms, "layer layers.1 writes into its buffer norm.num_batches_tracked while it runs"),
+    (_Spectral, "writes into its buffer linear.parametrizations.weight.0._u"),
+    (_Averages, "layer layers.1 writes into its buffer mean while it runs"),
+    (_Normalizes, "layer layers.1 writes into its parameter linear.weight while it runs"),
+    (_Adds, "layer layers.1 writes into its input 0 while it runs"),
+]
+
+
+def train(kind: type[nn.Module], recompute: tuple[int, ...]) -> None:
+    """One step of three layers, the second of this kind."""
+    chain = pulse.chain([_Plain, kind, _Plain], pulse.TensorSpec((WIDTH,)))
+    costs = pulse.weighted_costs(chain, [1.0] * 3)
+    plan = pulse.make_plan(
+        chain, costs, pulse.sequential(1), activations=pulse.ActivationPolicies(recompute)
+    )
+    torch.manual_seed(0)
+    pipeline = pulse.Pipeline(plan, lambda y, batch: y.square().mean(), 4)
+    pipeline.step([{"noisy": torch.randn(4, WIDTH)}] * 2)
+
+
+class _Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.silu(self.linear(x))
+
+
+@pytest.mark.parametrize(("kind", "reason"), CASES)
+def test_what_would_not_come_to_the_same_is_refused(kind: type[nn.Module], reason: str) -> None:
+    train(kind, (0, 2))
+    with pytest.raises(PulseError) as error:
+        train(kind, (1,))
+    assert reason in str(error.value)
+    assert "--no-recompute" in str(error.value)
