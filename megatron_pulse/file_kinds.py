@@ -40,7 +40,7 @@ class FileKind(Enum):
         return _USES[self].format(path=path)
 
     def made(self, path: str | Path) -> str:
-        """What makes such a file; empty for those that no command writes."""
+        """Command that makes such a file; empty if no command writes it."""
         return _MAKERS.get(self, "").format(path=path)
 
 

@@ -6,7 +6,7 @@ Flags, tuner, plan file, plan and executor all speak of these four policies by t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 
@@ -23,8 +23,8 @@ class ActivationPolicy(StrEnum):
     OFFLOAD = "offload"
     """It may wait in host memory and is copied back before the backward pass."""
     SELECTIVE = "selective"
-    """What is cheap to compute is computed again; the rest, products of matrices above all, stays
-    (Megatron's selective recomputation)."""
+    """Cheap operations are computed again. Results of expensive ones, above all products of
+    matrices, stay (Megatron's selective recomputation)."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,9 @@ class ActivationPolicies:
     @staticmethod
     def all(policy: ActivationPolicy, num_layers: int) -> ActivationPolicies:
         """``policy`` for every layer of a chain of ``num_layers``."""
-        every = frozenset(range(num_layers))
-        return policies(lambda wanted: every if wanted is policy else frozenset())
+        if policy is ActivationPolicy.KEEP:
+            return ActivationPolicies()
+        return ActivationPolicies(**{str(policy): frozenset(range(num_layers))})
 
     @property
     def on_device(self) -> ActivationPolicies:
@@ -69,7 +70,7 @@ class ActivationPolicies:
 
     @property
     def recomputes(self) -> bool:
-        """Whether any layer computes all or part of its activations again."""
+        """True if any layer recomputes all or part of its activations."""
         return bool(self.recompute or self.selective)
 
     def __bool__(self) -> bool:
@@ -109,18 +110,11 @@ class ActivationPolicies:
 
 def policies_of(by_name: Mapping[str, str], names: Sequence[str]) -> ActivationPolicies:
     """Policies of a chain whose layers have these ``names``; names of other layers are ignored."""
-
-    return policies(
-        lambda policy: frozenset(i for i, n in enumerate(names) if by_name.get(n) == policy)
-    )
-
-
-def policies(layers: Callable[[ActivationPolicy], frozenset[int]]) -> ActivationPolicies:
-    """Policies where ``layers`` gives the layers of each."""
     return ActivationPolicies(
-        layers(ActivationPolicy.RECOMPUTE),
-        layers(ActivationPolicy.OFFLOAD),
-        layers(ActivationPolicy.SELECTIVE),
+        **{
+            str(policy): frozenset(i for i, n in enumerate(names) if by_name.get(n) == policy)
+            for policy, _ in ActivationPolicies().sets()
+        }
     )
 
 

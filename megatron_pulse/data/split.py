@@ -77,7 +77,7 @@ def same_files(files: Sequence[Path]) -> list[Hashable]:
 
 
 def uncompared(files: Sequence[Path]) -> str:
-    """That these are too many for ``same_files`` to compare; empty where they are not."""
+    """Caution that these are too many for ``same_files`` to compare; else empty."""
     if (count := len(set(files))) <= MOST_COMPARED:
         return ""
     return (

@@ -85,7 +85,7 @@ SET_BY_PIPELINE: Mapping[str, Mapping[str, Any]] = {
         {"steps_offset": 1},
     ),
 }  # fmt: skip
-"""What diffusers' pipelines set of their scheduler when they are loaded, whatever its file says."""
+"""Scheduler settings that diffusers' pipelines override when they are loaded."""
 OURS = "_megatron_pulse"
 """Key of ours for the timestep density; diffusers ignores keys with an underscore."""
 

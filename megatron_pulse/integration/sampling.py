@@ -60,7 +60,7 @@ class TrainedModel:
 
     @property
     def is_conditional(self) -> bool:
-        """Whether it reads a class, a text or anything else beside the sample and its time."""
+        """True if it reads a class, a text or anything else beside the sample and its time."""
         return bool(set(self.backbone.batch_fields) - {"timesteps"})
 
     @property

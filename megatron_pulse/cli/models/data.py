@@ -152,7 +152,7 @@ def run_info(args: argparse.Namespace) -> None:
 def _described(
     name: str, train: DiffusionDataset, validation: DiffusionDataset, verify: bool
 ) -> tuple[list[tuple[str, str]], dict[str, Any]]:
-    """What one dataset holds, for people and as a record; adds cautions to ``train``."""
+    """Contents of one dataset, for people and as a record; adds cautions to ``train``."""
     others = _others(name, train, verify)
     counts = Counter(part.label(i) for part in (train, validation) for i in range(len(part)))
     report = {

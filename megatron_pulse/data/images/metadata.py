@@ -1,4 +1,4 @@
-"""What is said of image files: texts beside them, and lists of captions.
+"""Metadata of image files: texts beside them, and lists of captions.
 
 ``a.txt`` is the caption of ``a.png`` in the same folder. ``metadata.jsonl`` (a line of JSON for
 each) and ``metadata.csv`` have a ``file_name``, relative to their own folder, and a column of
@@ -193,8 +193,10 @@ def _lists(listing: Listing, faults: list[str]) -> list[Path]:
 def _rows(
     path: Path, where: str, column: str, faults: list[str], unread: Counter[str]
 ) -> Iterator[Row]:
-    """What a list says; its lines that say nothing that can be used are faults. Keys that are read
-    by nothing are counted where one that is read is missing."""
+    """Rows of a list; unusable lines are faults.
+
+    Keys that nothing reads are counted where a key that is read is missing.
+    """
     try:
         lines, of = read_lines(path, FileKind.CAPTIONS), _of_lines
         if path.name == TABLE:
@@ -246,7 +248,7 @@ def _count_unread(there: Collection[str], known: Collection[str], unread: Counte
 
 @dataclass(frozen=True)
 class _Form:
-    """How a table is written: what its cells are ``apart`` by, and if they have ``blanks`` around
+    """Dialect of a table: ``apart`` separates its cells, which may have ``blanks`` around
     them that are none of theirs."""
 
     apart: str = ","
@@ -254,7 +256,7 @@ class _Form:
 
     @classmethod
     def of(cls, beginning: str, column: str) -> _Form:
-        """That in which the first line has the names that are read; else the usual one."""
+        """Dialect in which the first line has the names that are read; else the usual one."""
         for apart in ",;\t":
             reader = csv.reader([beginning], delimiter=apart, skipinitialspace=True, strict=True)
             with suppress(csv.Error):  # told where it is read

@@ -1,4 +1,4 @@
-"""Whether a run can begin with a saved one, as which process, and what it changes."""
+"""Checks of a run against the saved one that it begins with, and changes to report."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def faults_of(start: StartingPoint, wanted: NewRun, planned: bool = True) -> lis
 
 
 def describe(start: StartingPoint, wanted: NewRun) -> str:
-    """What the run begins with and what is changed from here on, in one line."""
+    """Start of the run and changes from here on, in one line."""
     saved = start.saved
     changes = [change for find in _CHANGES for change in find(start, wanted)]
     what = (
@@ -102,7 +102,7 @@ def _other_sizes(start: StartingPoint, wanted: NewRun) -> Iterator[str]:
 
 
 def has_averages_of(start: StartingPoint, record: Mapping[str, Any]) -> bool:
-    """Whether it holds averages of all weights that a run of this record trains."""
+    """True if it holds an EMA of all weights that a run of this record trains."""
     return start.saved.has_averages and patterns_of(start.saved.record) == patterns_of(record)
 
 
@@ -283,7 +283,7 @@ def _text(value: Any) -> str:
 
 
 def _other_process(start: StartingPoint, wanted: NewRun) -> Iterator[str]:
-    """What is left to a run (see process_of); all else was refused before."""
+    """Choices left to a run (see process_of); all else was refused before."""
     now, before = wanted.process, start.saved.process
     if now != before:
         yield f"{now.describe()} (was {before.describe()})"
@@ -300,7 +300,7 @@ _FAULTS: tuple[_Comparison, ...] = (
     _other_seed,
 )
 _PLAN_FAULTS: tuple[_Comparison, ...] = (_other_sharding,)
-"""Of what a plan decides."""
+"""Comparisons of what a plan decides."""
 _CHANGES: tuple[_Comparison, ...] = (
     _other_sizes,
     _other_process,

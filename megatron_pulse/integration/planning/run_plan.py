@@ -196,7 +196,7 @@ def _by_file(given: PlanFile, backbone: Backbone) -> Plan:
 def _activations(
     args: argparse.Namespace, options: PulseOptions, backbone: Backbone
 ) -> ActivationPolicies:
-    """What flags say of layers' activations; raises ValueError with all that is wrong."""
+    """Activation policies that flags ask for; raises ValueError with all faults."""
     faults: list[str] = []
     found: dict[str, frozenset[int]] = {}
     for flag, patterns in (

@@ -120,7 +120,7 @@ class LayerCosts:
         return self._ranks_of(config.pipeline, config.data, config.tensor, config.pp_before_dp)
 
     def activations(self, config: Config) -> ActivationPolicies:
-        """What is not kept whatever memory there is."""
+        """Activation policies that hold regardless of memory."""
         return self._activations_of(config.recompute)
 
     def _activations_of(self, recompute: Recompute) -> ActivationPolicies:

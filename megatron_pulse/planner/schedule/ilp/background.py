@@ -65,7 +65,7 @@ class BackgroundSolver:
         self.folder.cleanup()
 
     def is_enough(self, schedule: Schedule, bound: float) -> bool:
-        """Whether the attempt has ended with a proof; begins it with ``schedule`` when it is
+        """True if the attempt has ended with a proof; begins it with ``schedule`` when it is
         time."""
         if self.process is not None:
             known = self.answer()
@@ -75,7 +75,7 @@ class BackgroundSolver:
         return False
 
     def wait(self) -> Attempt | None:
-        """What came of it at its end, or when the wall clock is ``late``; None for nothing."""
+        """Result at its end, or when the wall clock is ``late``; None if there is none."""
         if self.process is not None:
             until = self.began + LATE * self.seconds + GRACE_S
             try:

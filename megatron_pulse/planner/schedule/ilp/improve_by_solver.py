@@ -1,4 +1,4 @@
-"""What an integer program adds to a schedule that is there.
+"""Improvement of a known schedule by an integer program.
 
 =====================  ==========================================================================
 templates              periodic schedules from a solver (``modulo``), unrolled and improved
@@ -70,14 +70,14 @@ class Attempt:
 
     @property
     def proved(self) -> bool:
-        """Whether no schedule is shorter."""
+        """True if no schedule is shorter."""
         return self.length <= self.bound * (1 + 1e-9)
 
 
 def attempt(
     problem: ScheduleProblem, solver: Solver, seconds: float, schedule: Schedule, bound: float
 ) -> Attempt:
-    """What ``solver`` makes of a valid ``schedule`` in ``seconds`` of the processor, its own and
+    """Result of ``solver`` for a valid ``schedule`` in ``seconds`` of the processor, its own and
     the solver's."""
     trying = _Attempt(problem, solver, seconds, schedule, bound)
     if not trying.proved:

@@ -74,7 +74,7 @@ class Status(StrEnum):
 
 @dataclass(frozen=True)
 class Answer:
-    """What a solver said: how it ended, a proved lower bound of the objective if there is one,
+    """Answer of a solver: how it ended, a proved lower bound of the objective if there is one,
     and whether it has values (they are then in the model's variables). ``seconds`` are of the
     processor; ``late`` if the wall clock ended the call."""
 

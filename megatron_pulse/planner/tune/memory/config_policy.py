@@ -98,9 +98,7 @@ class ActivationPlanner:
             elif must := self._again_for_one(config, partition, device, every, found):
                 given = tuple(_whole(each) if each.layer in must else each for each in every)
                 found = _least_work(given, need, works[device], link_s) or found
-                found = ActivationPolicies(
-                    found.recompute | must, found.offload - must, found.selective - must
-                )
+                found = found.without(must) | ActivationPolicies(must)
             chosen |= found
         return self._with_fewer_made(config, stages, chosen, spent, link_s) if spent else chosen
 
@@ -122,8 +120,7 @@ class ActivationPlanner:
         for device in lacking:
             found |= self._for_one(config, stages, device, link_s) or spent[device]
         others = frozenset().union(*(spent[device].recompute for device in lacking))
-        rest = (each - others for each in (chosen.recompute, chosen.offload, chosen.selective))
-        return found | ActivationPolicies(*rest)
+        return found | chosen.without(others)
 
     def _again_for_one(
         self,
