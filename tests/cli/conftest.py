@@ -19,10 +19,12 @@ Refused = Callable[..., str]
 @pytest.fixture
 def refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Refused:
     """Calls a command that must end with 2 and one error that says all of the words, nothing on
-    standard output, and every file as it was; returns what it said."""
+    standard output, and every file as it was (but for Python's own caches of imported modules);
+    returns what it said."""
 
     def files() -> dict[Path, bytes | None]:
-        return {p: p.read_bytes() if p.is_file() else None for p in tmp_path.rglob("*")}
+        found = (path for path in tmp_path.rglob("*") if "__pycache__" not in path.parts)
+        return {path: path.read_bytes() if path.is_file() else None for path in found}
 
     def check(argv: list[str], *words: str) -> str:
         before = files()
