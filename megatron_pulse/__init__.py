@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from megatron_pulse.backbone.costs import SkipCost as SkipCost
     from megatron_pulse.backbone.costs import weighted_costs as weighted_costs
     from megatron_pulse.backbone.simple_chain import chain as chain
-    from megatron_pulse.planner.cluster.link import Link as Link
+    from megatron_pulse.planner.cluster.cluster import Link as Link
     from megatron_pulse.planner.layout.placement import Partition as Partition
     from megatron_pulse.planner.layout.placement import fold as fold
     from megatron_pulse.planner.layout.placement import interleaved as interleaved
@@ -52,7 +52,7 @@ _NAMES = {
     "megatron_pulse.backbone.simple_chain": ("chain",),
     "megatron_pulse.profile.measurement.measure": ("measure",),
     "megatron_pulse.profile.trainable": ("choose_trained",),
-    "megatron_pulse.planner.cluster.link": ("Link",),
+    "megatron_pulse.planner.cluster.cluster": ("Link",),
     "megatron_pulse.planner.layout.placement": (
         "Partition",
         "fold",

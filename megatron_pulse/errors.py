@@ -7,7 +7,10 @@ in an enclosing list and counts as its number of faults.
 from __future__ import annotations
 
 import difflib
+import errno
+import os
 import re
+import shutil
 import traceback
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -188,3 +191,44 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     like = [difflib.SequenceMatcher(None, match, word).ratio() for match in close]
     close = [match for match, ratio in zip(close, like, strict=True) if ratio > like[0] - 0.3]
     return f"did you mean {' or '.join(lower[match] for match in close)}? " if close else ""
+
+
+_CODES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_TEXTS = tuple(os.strerror(code) for code in _CODES)
+_FULL_BYTES = 1 << 20
+
+
+def why_full(
+    error: BaseException, places: Sequence[str | Path | None], *, guess: bool = False
+) -> str | None:
+    """Text ``PATH: No space left on device`` if a full disk, quota or file size limit caused
+    ``error``.
+
+    ``places`` are paths being written, for errors without a path; among several the one with a full
+    disk is named. With ``guess`` a full disk there suffices, whatever the error.
+    """
+    full = [
+        place
+        for place in (Path(place) for place in places if place)
+        if _free_bytes(place) < _FULL_BYTES
+    ]
+    path, reason = None, (_TEXTS[0] if guess and full else None)
+    cause: BaseException | None = error
+    while cause is not None:
+        reason = next((text for text in _TEXTS if text in str(cause)), reason)
+        if isinstance(cause, OSError) and cause.errno in _CODES:
+            path = path or cause.filename
+        cause = cause.__cause__ or cause.__context__
+    if reason is None:
+        return None
+    where = path or next(iter(full), None) or next(iter(filter(None, places)), "the disk")
+    return f"{where}: {reason}"
+
+
+def _free_bytes(place: Path) -> int:
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    try:
+        return shutil.disk_usage(place).free
+    except OSError:
+        return _FULL_BYTES

@@ -10,17 +10,19 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 import stat
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, count
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, BinaryIO
 
-from megatron_pulse.checksum import add_checksum, remove_checksum
+import xxhash
+
 from megatron_pulse.errors import Faults, UserError, faults_in, first_of, format_faults
 from megatron_pulse.file_kinds import FileKind, detect_kind
 from megatron_pulse.fonts import UNPRINTABLE
@@ -309,3 +311,38 @@ def _text_fault(text: str, longest: int) -> str:
 def _at(where: Sequence[Any]) -> str:
     """Path of a value, from its keys."""
     return ascii(".".join(f"{key!s:.60}" for key in where[1:]))[1:-1] or "it"
+
+
+HASH = "xxh3_128"
+_DIGEST = re.compile("[0-9a-f]{32}")
+
+
+def add_checksum(text: str) -> str:
+    """Prepend the checksum to ``text``, an object in JSON or YAML."""
+    if text.startswith("{"):
+        rest = text[1:].removeprefix("\n")
+        return f'{{\n "{HASH}": "{_digest(rest)}",\n{rest}'
+    return f'{HASH}: "{_digest(text)}"\n{text}'
+
+
+def remove_checksum(text: str, record: Mapping[str, Any]) -> dict[str, Any]:
+    """``record``, read from ``text``, without its checksum.
+
+    Raises ValueError if contents and checksum differ. A damaged name of the checksum's entry is
+    recognised by its length and value.
+    """
+    first, value = next(iter(record.items()), ("", None))
+    was_hash = len(str(first)) == len(HASH) and _DIGEST.fullmatch(str(value))
+    if HASH not in record and not was_hash:
+        return dict(record)
+    rest = text.split("\n", 2 if text.startswith("{") else 1)[-1]
+    if first != HASH or text != add_checksum("{" + rest if text.startswith("{") else rest):
+        raise ValueError(
+            f"it is damaged, or was edited: its contents do not match its hash; restore it, or "
+            f"remove its line {HASH!r} to have it read as it is"
+        )
+    return {name: said for name, said in record.items() if name != HASH}
+
+
+def _digest(text: str) -> str:
+    return str(xxhash.xxh3_128_hexdigest(text.encode()))

@@ -56,8 +56,6 @@ from model_specs.common.options import (
     resolve,
     to_record,
 )
-from model_specs.derived.cascades import is_cascade as is_cascade
-from model_specs.derived.cascades import options_of, parts_of, require_known
 from model_specs.derived.classes import CLASSES
 from model_specs.derived.diffusers_modules import BUCKETS, class_of, pipeline_folder, split
 from model_specs.derived.diffusers_modules import PREFIX as DIFFUSERS
@@ -67,7 +65,8 @@ from model_specs.derived.diffusers_modules import weights_folder as weights_fold
 from model_specs.derived.family import DTYPE as DTYPE
 from model_specs.derived.family import DerivedFamily
 from model_specs.derived.names import allow as allow
-from model_specs.derived.names import family_of
+from model_specs.derived.names import family_of, options_of, parts_of, require_known
+from model_specs.derived.names import is_cascade as is_cascade
 from model_specs.derived.names import is_code as is_code
 from model_specs.derived.names import is_module as is_module
 from model_specs.derived.names import misnamed as misnamed

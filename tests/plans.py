@@ -35,10 +35,9 @@ from megatron_pulse.planner.tune.config import Config, Recompute
 from megatron_pulse.planner.tune.evaluate import Evaluator
 from megatron_pulse.planner.tune.plans.to_plan import plan_of
 from megatron_pulse.planner.tune.plans.verify_figures import load_checked, recomputed
+from megatron_pulse.profile.layer_records import LayerTimes, ProfiledLayer, ProfiledSkip
 from megatron_pulse.profile.parameters import count_parameters
 from megatron_pulse.profile.profile import Profile, Source
-from megatron_pulse.profile.records.layers import ProfiledLayer, ProfiledSkip
-from megatron_pulse.profile.records.times import LayerTimes
 from megatron_pulse.profile.roofline import ELEMENT_BYTES
 from model_specs import load_backbone
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megatron_pulse.checksum import HASH
+from megatron_pulse.files import HASH
 
 
 def unsealed_record(path: str | Path) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_pulse.backbone.chain import Backbone, TensorSpec
-from megatron_pulse.backbone.gradients import required_gradients
+from megatron_pulse.backbone.dataflow import required_gradients
 from megatron_pulse.errors import format_faults
 
 type Floats = NDArray[np.float64]

@@ -29,8 +29,7 @@ from megatron_pulse.cli.models import (
 from megatron_pulse.cli.plan import check, clusters, partition, schedule, show, verify
 from megatron_pulse.cli.plan.tuning import tune
 from megatron_pulse.diffusion.hub import with_local_folders
-from megatron_pulse.disk_errors import why_full
-from megatron_pulse.errors import UserError, did_you_mean, summarize, unknown_name
+from megatron_pulse.errors import UserError, did_you_mean, summarize, unknown_name, why_full
 from megatron_pulse.flags import with_new_names
 from megatron_pulse.processes import NO_FOLDER, open_closed_streams
 

@@ -9,6 +9,7 @@ from itertools import chain, islice
 from pathlib import Path
 
 from megatron_pulse.data.buckets import Buckets
+from megatron_pulse.data.captions import CaptionedImages
 from megatron_pulse.data.dataset import (
     NO_FIELDS,
     DataError,
@@ -23,7 +24,6 @@ from megatron_pulse.data.images.folder import ImageFiles, ImageFolder
 from megatron_pulse.data.images.metadata import TEXT
 from megatron_pulse.data.latents.folder import LatentFolder
 from megatron_pulse.data.split import same_files, uncompared, units_of
-from megatron_pulse.data.text.captions import CaptionedImages
 from megatron_pulse.errors import Faults, collecting
 
 OPTIONS = {

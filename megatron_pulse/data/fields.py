@@ -30,9 +30,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from megatron_pulse.data.captions import Encoded, Tokenizes
 from megatron_pulse.data.dataset import DataError, Derived, DiffusionDataset, FieldSpec, Framing
 from megatron_pulse.data.images.conditioning import CONDITIONING
-from megatron_pulse.data.text.encoded import Encoded, Tokenizes
 
 GUIDANCE = 3.5
 FRAMING = "framing"

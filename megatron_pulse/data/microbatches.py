@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from megatron_pulse.data.corrupt import readable
 from megatron_pulse.data.dataset import DataError, DiffusionDataset
-from megatron_pulse.data.sampler import Item, MicrobatchSampler
+from megatron_pulse.data.sampler import Item, MicrobatchSampler, readable
 from megatron_pulse.diffusion.noise import Stream, draw
 from megatron_pulse.diffusion.objectives import DiffusionProcess
 from megatron_pulse.encoders.autoencoder import posterior_noise, sampled

@@ -1,12 +1,16 @@
-"""Which samples each microbatch holds: shuffled, resumable, and the same for every layout."""
+"""Which samples each microbatch holds: shuffled, resumable, and the same for every layout.
+
+Another sample takes the place of one that cannot be read, the same on every rank.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from megatron_pulse.data.dataset import permutation
+from megatron_pulse.data.dataset import CorruptSample, DataError, DiffusionDataset, permutation
+from megatron_pulse.diffusion.noise import Stream, philox
 from megatron_pulse.errors import format_faults
 
 Item = tuple[int, int]
@@ -77,3 +81,33 @@ class MicrobatchSampler:
             positions = range(first, first + self.micro_batch_size)
             yield [self.item(p % self.period if self.period else p) for p in positions]
             start += self._stride
+
+
+TRIES = 64
+
+
+def readable[T](
+    dataset: DiffusionDataset, index: int, seed: int, read: Callable[[int], T]
+) -> tuple[int, T]:
+    """The first of ``index`` and what may replace it for which ``read`` does not raise
+    CorruptSample, and what it returned.
+
+    A function of (``seed``, ``index``) and the files: whoever asks, in whichever layout, gets the
+    same. Raises DataError if most of the data must be corrupt.
+    """
+    for candidate in _candidates(len(dataset), index, seed):
+        try:
+            return candidate, read(candidate)
+        except CorruptSample as error:
+            last = error
+    raise DataError(
+        last.what,
+        [*last.faults, f"nor could any of {TRIES} other samples be read in its place"],
+        last.remedy,
+    )
+
+
+def _candidates(size: int, index: int, seed: int) -> Iterator[int]:
+    yield index
+    for word in philox(seed, Stream.REPLACEMENT, index, 0).random_raw(TRIES):
+        yield int(word % size)

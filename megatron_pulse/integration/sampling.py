@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from megatron_pulse.backbone.chain import COMPUTE, Backbone
+from megatron_pulse.data.captions import WordEncoder
 from megatron_pulse.data.dataset import Framing
 from megatron_pulse.data.fields import SIZES, constants
 from megatron_pulse.data.images.conditioning import CONDITIONING
-from megatron_pulse.data.text.words import WordEncoder
 from megatron_pulse.diffusion.choice import FlowGrid, ProcessChoice, SamplingNoise
 from megatron_pulse.diffusion.chosen import chosen_process
 from megatron_pulse.diffusion.noise import diffusers_noises

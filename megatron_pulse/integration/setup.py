@@ -54,7 +54,7 @@ from megatron_pulse.planner.program.plan import Plan
 from megatron_pulse.planner.tune.plans.verify_figures import load_checked
 from megatron_pulse.tracing.from_module import check_weights, source_of
 from model_specs import allow, continue_model, is_cascade, is_module, misnamed
-from model_specs.derived.cascades import parts_of
+from model_specs.derived.names import parts_of
 
 
 def read_command_line() -> tuple[CommandLine, PulseOptions, PlanFile | None]:

@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.profile.flops import FlashAttention
+from megatron_pulse.profile.layer_records import NO_SPREAD, LayerTimes
 from megatron_pulse.profile.mean_over_shapes import over_shapes
 from megatron_pulse.profile.measurement.kernels import Kernels
 from megatron_pulse.profile.measurement.layer_call import (
@@ -42,7 +43,6 @@ from megatron_pulse.profile.measurement.tensor_parallel import (
     sharded_time,
 )
 from megatron_pulse.profile.profile import Profile, ProfileError, Source
-from megatron_pulse.profile.records.times import NO_SPREAD, LayerTimes
 from megatron_pulse.profile.roofline import Kernel, Roofline
 
 _ROUNDING = 1e-9

@@ -14,14 +14,14 @@ from typing import Any
 from megatron_pulse.errors import format_faults
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import FileError, read_json, write_with_checksum
-from megatron_pulse.profile.profile import Profile, ProfileError
-from megatron_pulse.profile.records.layers import (
+from megatron_pulse.profile.layer_records import (
+    LayerTimes,
     ProfiledConditioning,
     ProfiledLayer,
     ProfiledSkip,
     ShardSums,
 )
-from megatron_pulse.profile.records.times import LayerTimes
+from megatron_pulse.profile.profile import Profile, ProfileError
 
 _FORMAT = "megatron_pulse profile 1"
 _MOST_SUMS = 1000

@@ -16,9 +16,8 @@ from typing import Any
 from megatron_pulse.errors import format_faults
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import FileError, read_json
+from megatron_pulse.profile.layer_records import NO_SPREAD, LayerTimes, ProfiledLayer, ProfiledSkip
 from megatron_pulse.profile.profile import Profile, ProfileError, Source
-from megatron_pulse.profile.records.layers import ProfiledLayer, ProfiledSkip
-from megatron_pulse.profile.records.times import NO_SPREAD, LayerTimes
 from megatron_pulse.profile.roofline import ELEMENT_BYTES, Kernel, Roofline
 
 _TABLE_ELEMENT_BYTES = 2

@@ -8,8 +8,8 @@ from typing import Any
 
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.shapes import at_shape, shares_of
+from megatron_pulse.profile.layer_records import LayerTimes
 from megatron_pulse.profile.profile import Profile
-from megatron_pulse.profile.records.times import LayerTimes
 
 
 def over_shapes(backbone: Backbone, profile_of: Callable[[Backbone], Profile]) -> Profile:

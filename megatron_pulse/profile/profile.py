@@ -26,8 +26,14 @@ from megatron_pulse.backbone.activations import ActivationPolicies, ActivationPo
 from megatron_pulse.backbone.context import LOCAL, TRANSFORMER_IMPLS
 from megatron_pulse.backbone.costs import ChainCosts, SkipCost
 from megatron_pulse.errors import UserError, format_faults
-from megatron_pulse.profile.records.layers import ProfiledConditioning, ProfiledLayer, ProfiledSkip
-from megatron_pulse.profile.records.times import SPREAD, LayerTimes, between
+from megatron_pulse.profile.layer_records import (
+    SPREAD,
+    LayerTimes,
+    ProfiledConditioning,
+    ProfiledLayer,
+    ProfiledSkip,
+    between,
+)
 from megatron_pulse.profile.roofline import ELEMENT_BYTES
 
 _MOST = 1e15  # seconds, bytes and parameters; sums and products of such values do not overflow

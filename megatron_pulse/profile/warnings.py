@@ -6,8 +6,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_pulse.profile.layer_records import SPREAD
 from megatron_pulse.profile.profile import Profile, Source
-from megatron_pulse.profile.records.times import SPREAD
 from megatron_pulse.profile.roofline import FIGURES, PRESETS, known_device, peaks_name
 
 

@@ -46,8 +46,7 @@ from megatron_pulse.runtime.parameters.wgrad_queue import WeightGradStore
 from megatron_pulse.runtime.protocols import Carrier, Recorder, SliceFunction
 from megatron_pulse.runtime.rng_check import RngWatch
 from megatron_pulse.runtime.tensor_settings import META, Batch, RunSettings
-from megatron_pulse.runtime.watchdog.describe import of_operation
-from megatron_pulse.runtime.watchdog.progress import PROGRESS
+from megatron_pulse.runtime.watchdog.progress import PROGRESS, of_operation
 
 
 @dataclass

@@ -16,13 +16,13 @@ from megatron_pulse.backbone.activations import ActivationPolicies, ActivationPo
 from megatron_pulse.backbone.chain import COMPUTE, Backbone, Layer
 from megatron_pulse.backbone.check import BackboneError
 from megatron_pulse.backbone.context import LayerContext
+from megatron_pulse.backbone.dataflow import shared_inputs
 from megatron_pulse.backbone.result_check import TensorMeta, declared, result_mismatch
 from megatron_pulse.backbone.rng_state import generators_kept
 from megatron_pulse.backbone.shapes import tell_shape
-from megatron_pulse.backbone.shared import shared_inputs
 from megatron_pulse.planner.layout.crossing import SkipCarrier
 from megatron_pulse.planner.layout.routes import Routes, embedders_of
-from megatron_pulse.runtime.activations.input_check import SharedInputCheck
+from megatron_pulse.runtime.activations.inplace_check import SharedInputCheck
 from megatron_pulse.runtime.activations.offload import ActivationOffload
 from megatron_pulse.runtime.activations.recompute import RecomputedLayer
 from megatron_pulse.runtime.activations.selective_recompute import SelectiveRecompute

@@ -15,7 +15,7 @@ from megatron_pulse.backbone.chain import COMPUTE, DTYPE_BYTES, Backbone, Layer,
 from megatron_pulse.backbone.check import require_valid
 from megatron_pulse.backbone.context import LayerContext
 from megatron_pulse.tracing.chains import Chains
-from megatron_pulse.tracing.checks.lazy import lazy_modules
+from megatron_pulse.tracing.checks.module_state import lazy_modules
 from megatron_pulse.tracing.derived_layer import ChainSource, DerivedLayer, Sample
 from megatron_pulse.tracing.initial_weights.sources import (
     Weights,

@@ -20,7 +20,7 @@ from megatron.core.extensions.transformer_engine import (
     TERowParallelLinear,
 )
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.layers import RowParallelLinear
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import (
     CrossAttention,
     CrossAttentionSubmodules,
@@ -31,9 +31,9 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
 from model_specs.common.layers import tp_group
-from model_specs.common.linear import BiasColumnParallelLinear
 from model_specs.common.megatron_config import InitMethod
 
 Builder = Callable[..., Any]
@@ -308,3 +308,15 @@ def mlp(config: TransformerConfig, groups: ProcessGroupCollection | None) -> Any
         ffn_hidden_size=config.ffn_hidden_size,
         tp_group=tp_group(groups),
     )
+
+
+class BiasColumnParallelLinear(ColumnParallelLinear):
+    """ColumnParallelLinear that computes the bias gradient of a frozen weight; Megatron
+    drops it."""
+
+    def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        bias: Tensor | None = kwargs.get("bias")
+        if weight.requires_grad or bias is None or not bias.requires_grad:
+            return super()._forward_impl(input, weight, *args, **kwargs)
+        product: Tensor = super()._forward_impl(input, weight, *args, **{**kwargs, "bias": None})
+        return product + bias

@@ -1,11 +1,18 @@
-"""Classification of names with a colon: diffusers modules, user code, cascades."""
+"""Classification of names with a colon: diffusers modules, user code, cascades.
+
+  cascade:base=unet-mnist,upper=sd-v1.5        options base.sample_size=32, upper.train_batch=...
+
+Every part of a cascade is a named configuration of a family. An option begins with the name of its
+chain.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
+from model_specs.common.options import Value
 from model_specs.derived import diffusers_modules, own
-from model_specs.derived.cascades import is_cascade
 from model_specs.derived.code import allow as allow_code
 from model_specs.derived.family import DerivedFamily
 
@@ -59,3 +66,47 @@ def family_of(name: str) -> DerivedFamily:
     if fault := misnamed(name):
         raise ValueError(fault)
     return own.family_of(name) if is_code(name) else diffusers_modules.family_of(name)
+
+
+PREFIX = "cascade:"
+
+
+def is_cascade(name: str) -> bool:
+    """True if ``name`` is the name of a cascade."""
+    return name.startswith(PREFIX)
+
+
+def parts_of(name: str) -> dict[str, str]:
+    """Backbone names of a cascade by chain name.
+
+    Raises ValueError unless ``name`` has the form ``cascade:CHAIN=BACKBONE,CHAIN=BACKBONE``.
+    """
+    parts: dict[str, str] = {}
+    for text in name.removeprefix(PREFIX).split(","):
+        chain, equals, backbone = text.partition("=")
+        if not (chain and equals and backbone) or chain in parts or ":" in backbone:
+            why = "is there twice" if chain in parts else "is not CHAIN=BACKBONE"
+            if ":" in backbone:
+                why = "is of a module, which cannot be part of a cascade"
+            raise ValueError(
+                f"{name}: {text!r} {why}: write {PREFIX}base=NAME,upper=NAME, each NAME one of "
+                "'pulse backbones'"
+            )
+        parts[chain] = backbone
+    return parts
+
+
+def options_of(chain: str, options: Mapping[str, Value]) -> dict[str, Value]:
+    """Options of one chain, without the chain's prefix."""
+    start = f"{chain}."
+    return {key[len(start) :]: v for key, v in options.items() if key.startswith(start)}
+
+
+def require_known(name: str, options: Mapping[str, Value]) -> None:
+    """Raise ValueError for options whose prefix is no chain of ``name``."""
+    chains = parts_of(name)
+    if lost := [key for key in options if key.partition(".")[0] not in chains or "." not in key]:
+        raise ValueError(
+            f"{name}: options begin with their chain's name, as {next(iter(chains))}.{lost[0]}; "
+            f"these do not: {', '.join(lost)}"
+        )

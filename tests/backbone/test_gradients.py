@@ -8,7 +8,7 @@ import pytest
 
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.costs import weighted_costs
-from megatron_pulse.backbone.gradients import required_gradients
+from megatron_pulse.backbone.dataflow import required_gradients
 from megatron_pulse.planner.layout.placement import Partition, make_placement, sequential
 from megatron_pulse.planner.layout.routes import Payload
 from megatron_pulse.planner.partition.memory import kept_bytes

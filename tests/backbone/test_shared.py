@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_pulse.backbone.chain import Backbone, Layer, TensorSpec
-from megatron_pulse.backbone.shared import shared_inputs
+from megatron_pulse.backbone.dataflow import shared_inputs
 
 T = TensorSpec((4,))
 

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 
-from megatron_pulse.planner.cluster.link import Link
+from megatron_pulse.planner.cluster.cluster import Link
 from megatron_pulse.planner.layout.placement import fold, opposite, sequential
 from tests.benchmarks.cell import run_cell
 from tests.benchmarks.contestant import Contestant

@@ -19,7 +19,7 @@ from typing import Any
 from megatron_pulse.backbone.activations import ActivationPolicies
 from megatron_pulse.backbone.chain import Backbone, Layer, TensorSpec
 from megatron_pulse.backbone.costs import ChainCosts, SkipCost
-from megatron_pulse.planner.cluster.link import Link
+from megatron_pulse.planner.cluster.cluster import Link
 from megatron_pulse.profile.profile import Profile
 from megatron_pulse.profile.roofline import PRESETS, Roofline
 from megatron_pulse.runtime.measure.execution_modes import RUNNING

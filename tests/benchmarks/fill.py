@@ -41,7 +41,7 @@ from megatron_pulse.planner.bubble_fill.diffusionpipe import greedy
 from megatron_pulse.planner.bubble_fill.problem import FillProblem
 from megatron_pulse.planner.bubble_fill.search import FACTORS, fill
 from megatron_pulse.planner.bubble_fill.simulate import FilledSimulation
-from megatron_pulse.planner.cluster.link import Link
+from megatron_pulse.planner.cluster.cluster import Link
 from megatron_pulse.planner.layout.placement import Partition, fold
 from megatron_pulse.planner.partition.find import Goal, find_partition
 from megatron_pulse.planner.schedule.check.simulate import simulate

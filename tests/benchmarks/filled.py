@@ -40,8 +40,7 @@ from megatron_pulse.planner.bubble_fill.diffusionpipe import greedy
 from megatron_pulse.planner.bubble_fill.encoder_table import component_records, components_of
 from megatron_pulse.planner.bubble_fill.problem import FillProblem
 from megatron_pulse.planner.bubble_fill.simulate import FilledSimulation
-from megatron_pulse.planner.cluster.cluster import BandwidthScope, Cluster, ClusterLink
-from megatron_pulse.planner.cluster.link import Link
+from megatron_pulse.planner.cluster.cluster import BandwidthScope, Cluster, ClusterLink, Link
 from megatron_pulse.planner.layout.placement import sequential
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.planner.program.simulate import edges_of, simulate_step

@@ -25,7 +25,7 @@ from statistics import mean, median
 from typing import Any
 
 from megatron_pulse.files import replacing
-from megatron_pulse.planner.cluster.link import Link
+from megatron_pulse.planner.cluster.cluster import Link
 from megatron_pulse.planner.layout.placement import fold
 from megatron_pulse.planner.layout.routes import trace_routes
 from megatron_pulse.planner.partition.find import Goal, find_partition

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from megatron_pulse.checksum import HASH
+from megatron_pulse.files import HASH
 from megatron_pulse.planner.bubble_fill.encoder_table import (
     EncoderTable,
     component_records,

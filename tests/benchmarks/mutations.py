@@ -34,9 +34,9 @@ from typing import Any
 import yaml
 from tqdm import tqdm
 
-from megatron_pulse.checksum import HASH
 from megatron_pulse.cli.main import main
 from megatron_pulse.errors import format_list
+from megatron_pulse.files import HASH
 from tests.benchmarks.mutate import dump, mutate_bytes, mutate_cells, mutate_tree, tree
 from tests.benchmarks.mutation_files import make
 from tests.benchmarks.mutation_targets import TARGETS, obey_plan

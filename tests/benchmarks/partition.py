@@ -20,7 +20,7 @@ import time
 from dataclasses import asdict, dataclass
 
 from megatron_pulse.backbone.costs import ChainCosts, SkipCost
-from megatron_pulse.planner.cluster.link import Link
+from megatron_pulse.planner.cluster.cluster import Link
 from megatron_pulse.planner.layout.placement import Partition, fold
 from megatron_pulse.planner.partition.find import Goal, find_partition
 from megatron_pulse.planner.partition.volume import volume

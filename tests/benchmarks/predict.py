@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_pulse.planner.cluster.link import Link
+from megatron_pulse.planner.cluster.cluster import Link
 from megatron_pulse.planner.program.simulate import StageMessage, simulate_step
 from megatron_pulse.planner.schedule.registry import make_schedule
 from tests.benchmarks.contestant import Contestant, Engine

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from megatron_pulse.backbone.activations import ActivationPolicies
-from megatron_pulse.planner.cluster.link import Link
+from megatron_pulse.planner.cluster.cluster import Link
 from megatron_pulse.planner.partition.memory import bytes_per_parameter
 from megatron_pulse.planner.tune.fsdp.configs import FsdpConfigs
 from megatron_pulse.planner.tune.fsdp.layer_dp import ActivationRoom

@@ -13,7 +13,7 @@ from megatron_pulse.planner.bubble_fill.bubble_tasks import filled_schedule
 from megatron_pulse.planner.bubble_fill.components import Component, FrozenLayer
 from megatron_pulse.planner.bubble_fill.diffusionpipe import greedy
 from megatron_pulse.planner.bubble_fill.problem import FillProblem
-from megatron_pulse.planner.cluster.link import Link
+from megatron_pulse.planner.cluster.cluster import Link
 from megatron_pulse.planner.layout.placement import sequential
 from megatron_pulse.planner.schedule.registry import make_schedule
 from tests.benchmarks.contestant import Contestant, Encoders, Engine

@@ -13,13 +13,13 @@ from PIL import Image
 
 from megatron_pulse.cli.launcher_env import RankOfJob
 from megatron_pulse.cli.main import main
+from megatron_pulse.data.captions import WordEncoder
 from megatron_pulse.data.dataset import FieldSpec
 from megatron_pulse.data.images.digits import load_digits
 from megatron_pulse.data.images.emoji import FONT, PACKAGE
 from megatron_pulse.data.latents.folder import LatentFolder
 from megatron_pulse.data.latents.layout import LatentLayout, LatentType, sha256_of
 from megatron_pulse.data.latents.writer import LatentWriter
-from megatron_pulse.data.text.words import WordEncoder
 from megatron_pulse.encoders.autoencoder import Autoencoder, AutoencoderError
 from tests.data.captioned import captioned_digits
 from tests.ranks import run_ranks

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from megatron_pulse.cli.main import main
-from megatron_pulse.planner.cluster.link import Link
+from megatron_pulse.planner.cluster.cluster import Link
 from megatron_pulse.planner.layout.placement import Partition, fold, make_placement
 from megatron_pulse.planner.partition.evaluate import MemoryRule, evaluate
 from megatron_pulse.planner.partition.find import Goal, find_partition

@@ -14,8 +14,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from megatron_pulse.checksum import HASH
 from megatron_pulse.cli.main import main
+from megatron_pulse.files import HASH
 from megatron_pulse.planner.plan_file.plan_file import PlanFile, save_plan
 from megatron_pulse.planner.schedule.operations import OpType
 from megatron_pulse.planner.trace.trace import save_trace

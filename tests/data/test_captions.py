@@ -8,14 +8,12 @@ import torch
 from PIL import Image
 
 from megatron_pulse.data.build import open_dataset
+from megatron_pulse.data.captions import CaptionedImages, Encoded, WordEncoder, split_words
 from megatron_pulse.data.dataset import DataError, FieldSpec
 from megatron_pulse.data.fields import WantedFields
 from megatron_pulse.data.images.folder import ImageFolder
 from megatron_pulse.data.images.metadata import read_captions
 from megatron_pulse.data.microbatches import make_microbatch
-from megatron_pulse.data.text.captions import CaptionedImages
-from megatron_pulse.data.text.encoded import Encoded
-from megatron_pulse.data.text.words import WordEncoder, split_words
 from megatron_pulse.diffusion.objectives import DiffusionProcess, Objective
 
 FIELDS = {

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from megatron_pulse.data.captions import CaptionedImages
 from megatron_pulse.data.dataset import DataError
 from megatron_pulse.data.images.emoji import FONT, PACKAGE, render_emoji
-from megatron_pulse.data.text.captions import CaptionedImages
 
 needs_font = pytest.mark.skipif(not FONT.is_file(), reason=f"needs {FONT}: install {PACKAGE}")
 

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from megatron_pulse.data.build import open_buckets, open_dataset
+from megatron_pulse.data.captions import Encoded
 from megatron_pulse.data.dataset import ArrayDataset, DataError, DiffusionDataset, FieldSpec
 from megatron_pulse.data.fields import WantedFields, unencoded
 from megatron_pulse.data.latents.layout import LatentLayout
 from megatron_pulse.data.latents.writer import LatentWriter
 from megatron_pulse.data.microbatches import DiffusionLoader, Split, make_microbatch, noised_here
 from megatron_pulse.data.sampler import MicrobatchSampler
-from megatron_pulse.data.text.encoded import Encoded
 from megatron_pulse.diffusion.choice import Objective
 from megatron_pulse.diffusion.objectives import DiffusionProcess
 from megatron_pulse.encoders.autoencoder import Autoencoder

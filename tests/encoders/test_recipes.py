@@ -237,7 +237,7 @@ def test_pixart_s_captions_are_cleaned_where_diffusers_cleans_them(
 ) -> None:
     from diffusers.pipelines.pixart_alpha import pipeline_pixart_alpha as pixart_alpha
 
-    from megatron_pulse.encoders import cleaning
+    from megatron_pulse.encoders import tokens
 
     for package, stands_in in (
         ("BeautifulSoup", Soup),
@@ -247,8 +247,8 @@ def test_pixart_s_captions_are_cleaned_where_diffusers_cleans_them(
     for name in ("is_bs4_available", "is_ftfy_available"):
         for module in (pixart_alpha, diffusers.utils):
             monkeypatch.setattr(module, name, lambda: there)
-    cleaning._cleaner.cache_clear()
-    request.addfinalizer(cleaning._cleaner.cache_clear)
+    tokens._cleaner.cache_clear()
+    request.addfinalizer(tokens._cleaner.cache_clear)
     recipe, kinds, _, shapes = CASES["pixart"]
     folder = make_pipeline(tmp_path, *kinds)
     pipeline = diffusers.PixArtAlphaPipeline(

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_pulse.cli.main import main
-from megatron_pulse.disk_errors import why_full
+from megatron_pulse.errors import why_full
 from tests.integration.runs import BASE, TINY, pipeline, run, train
 from tests.integration.test_stopping import before_call
 from tests.ranks import RanksFailed, run_ranks, said_once
@@ -103,7 +103,7 @@ def test_no_room_for_what_a_command_writes(disk: Path, capsys: pytest.CaptureFix
 LIMITED = """
 import resource, sys
 from pathlib import Path
-from megatron_pulse.disk_errors import why_full
+from megatron_pulse.errors import why_full
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 try:
     Path(sys.argv[1]).write_bytes(bytes(2000))

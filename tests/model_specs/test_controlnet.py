@@ -6,7 +6,7 @@ import torch
 
 import model_specs
 from megatron_pulse.backbone.costs import weighted_costs
-from megatron_pulse.backbone.gradients import required_gradients
+from megatron_pulse.backbone.dataflow import required_gradients
 from megatron_pulse.backbone.published_weights import adopted, require_fit, to_published
 from megatron_pulse.planner.layout.placement import fold, sequential
 from megatron_pulse.planner.program.make import make_plan

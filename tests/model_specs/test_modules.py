@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from model_specs.common import attention
-from model_specs.common.linear import BiasColumnParallelLinear
+from model_specs.common.attention import BiasColumnParallelLinear
 from model_specs.common.megatron_config import transformer_config, uniform_init
 from tests.model_specs.chains import make_context
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from megatron_pulse.backbone.costs import ChainCosts, SkipCost
-from megatron_pulse.planner.cluster.link import Link
+from megatron_pulse.planner.cluster.cluster import Link
 from megatron_pulse.planner.layout.placement import Partition, Placement, fold, opposite
 from megatron_pulse.planner.partition.evaluate import MemoryRule, evaluate
 from megatron_pulse.planner.partition.find import Goal, PartitionError, find_partition

@@ -20,7 +20,7 @@ from megatron_pulse.planner.layout.placement import (
 from megatron_pulse.planner.schedule.check.simulate import Timeline, grid, simulate
 from megatron_pulse.planner.schedule.check.validate import peak_activations, validate
 from megatron_pulse.planner.schedule.classic.catalog import CLASSICS, SPLIT
-from megatron_pulse.planner.schedule.classic.chimera import chimera
+from megatron_pulse.planner.schedule.classic.compare import chimera
 from megatron_pulse.planner.schedule.classic.hanayo import hanayo
 from megatron_pulse.planner.schedule.classic.zero_bubble import dualpipe_v
 from megatron_pulse.planner.schedule.operations import Operation, Schedule

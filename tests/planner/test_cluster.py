@@ -14,12 +14,12 @@ from megatron_pulse.planner.cluster.cluster import (
     ClusterError,
     ClusterLink,
     DeviceFigures,
+    Link,
     cluster,
     cluster_presets,
     load_cluster,
     save_cluster,
 )
-from megatron_pulse.planner.cluster.link import Link
 
 INSIDE = ClusterLink("nvlink", 100, 2, BandwidthScope.DEVICE)
 BETWEEN = ClusterLink("ethernet", 10, 20, BandwidthScope.NODE)

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 from megatron_pulse.planner.schedule import jit
-from megatron_pulse.planner.schedule.jit import compiling
-from megatron_pulse.planner.schedule.search.ascending import RUN, stable_argsort
+from megatron_pulse.planner.schedule.jit import RUN, compiling, stable_argsort
 
 
 def test_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megatron_pulse.backbone.costs import weighted_costs
 from megatron_pulse.cli.main import main
-from megatron_pulse.planner.cluster.link import Link
+from megatron_pulse.planner.cluster.cluster import Link
 from megatron_pulse.planner.layout.crossing import crossings
 from megatron_pulse.planner.layout.layouts import (
     FOLD_EXACT,
@@ -32,8 +32,7 @@ from megatron_pulse.planner.layout.placement import (
     make_placement,
 )
 from megatron_pulse.planner.layout.routes import Payload, trace_routes
-from megatron_pulse.planner.partition.best_per_layout import best, best_of_each
-from megatron_pulse.planner.partition.find import Goal, PartitionError
+from megatron_pulse.planner.partition.find import Goal, PartitionError, best, best_of_each
 from megatron_pulse.planner.program.communication import messages_of
 from megatron_pulse.planner.program.make import make_plan
 from megatron_pulse.planner.schedule.check.simulate import simulate

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_pulse.backbone.costs import ChainCosts, SkipCost, weighted_costs
-from megatron_pulse.planner.cluster.link import Link
+from megatron_pulse.planner.cluster.cluster import Link
 from megatron_pulse.planner.layout.placement import (
     Partition,
     Placement,
@@ -21,9 +21,13 @@ from megatron_pulse.planner.layout.placement import (
     make_placement,
     sequential,
 )
-from megatron_pulse.planner.partition.default_placement import default_placement
 from megatron_pulse.planner.partition.evaluate import MemoryRule
-from megatron_pulse.planner.partition.find import Goal, PartitionError, find_partition
+from megatron_pulse.planner.partition.find import (
+    Goal,
+    PartitionError,
+    default_placement,
+    find_partition,
+)
 from megatron_pulse.planner.partition.legal_cuts import largest_fold
 from megatron_pulse.planner.partition.neighbourhood import FARTHEST, neighbours
 from tests.planner.chains import HUNYUAN_DIT, SD_UNET, SDXL_UNET, UVIT_L, UVIT_S, chain

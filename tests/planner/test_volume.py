@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from megatron_pulse.backbone.costs import ChainCosts, SkipCost, weighted_costs
-from megatron_pulse.planner.cluster.link import Link
+from megatron_pulse.planner.cluster.cluster import Link
 from megatron_pulse.planner.layout.placement import Partition, fold, interleaved, sequential
 from megatron_pulse.planner.partition.find import Goal, find_partition
 from megatron_pulse.planner.partition.volume import relayed, volume

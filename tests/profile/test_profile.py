@@ -16,14 +16,14 @@ from megatron_pulse.backbone.costs import SkipCost
 from megatron_pulse.planner.layout.placement import Partition, sequential
 from megatron_pulse.planner.schedule.problem import stage_problem
 from megatron_pulse.profile.files import from_record, load_profile, save_profile, to_record
-from megatron_pulse.profile.profile import Profile, ProfileError, Source
-from megatron_pulse.profile.records.layers import (
+from megatron_pulse.profile.layer_records import (
+    LayerTimes,
     ProfiledConditioning,
     ProfiledLayer,
     ProfiledSkip,
     ShardSums,
 )
-from megatron_pulse.profile.records.times import LayerTimes
+from megatron_pulse.profile.profile import Profile, ProfileError, Source
 from tests.reference import unsealed_record
 
 

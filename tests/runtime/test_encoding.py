@@ -15,7 +15,7 @@ from megatron_pulse.planner.bubble_fill.bubble_tasks import filled_schedule
 from megatron_pulse.planner.bubble_fill.components import Component, FrozenLayer
 from megatron_pulse.planner.bubble_fill.problem import FillProblem
 from megatron_pulse.planner.bubble_fill.search import fill
-from megatron_pulse.planner.cluster.link import Link
+from megatron_pulse.planner.cluster.cluster import Link
 from megatron_pulse.planner.schedule.operations import OpType, Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
 from megatron_pulse.runtime.encoding.encoding import Encoded, FrozenComponent

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_pulse.runtime.parameters.cpu_adam import HostAdam
+from megatron_pulse.runtime.parameters.adam import HostAdam
 
 HOW = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 STEPS = 3

@@ -215,7 +215,7 @@ def _others(spec: str, train: DiffusionDataset, verify: bool) -> Path | None:
 
 def _captions(train: DiffusionDataset) -> dict[str, Any]:
     """An example and the largest number of words, where images have captions."""
-    from megatron_pulse.data.text.words import split_words
+    from megatron_pulse.data.captions import split_words
 
     if not train.has_captions or not len(train):
         return {}

@@ -22,13 +22,13 @@ from megatron_pulse.cli.models.encoder_flags import (
     open_tokenizers,
 )
 from megatron_pulse.data.build import open_dataset
+from megatron_pulse.data.captions import Encoded, cut_short
 from megatron_pulse.data.dataset import FieldSpec
 from megatron_pulse.data.fields import FRAMING, FRAMING_SPEC, WantedFields, framing_field
 from megatron_pulse.data.images.conditioning import CONDITIONING
 from megatron_pulse.data.latents.layout import FILES, LatentLayout, LatentType
 from megatron_pulse.data.latents.writer import LatentWriter
 from megatron_pulse.data.split import name_hash
-from megatron_pulse.data.text.encoded import Encoded, cut_short
 from megatron_pulse.encoders.autoencoder import Autoencoder, posterior_noise, sampled
 from megatron_pulse.errors import UserError
 from megatron_pulse.flags import DTYPES

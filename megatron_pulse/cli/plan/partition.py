@@ -143,11 +143,10 @@ def run(args: argparse.Namespace) -> None:
     """Search, then print, write and draw."""
     require(_faults(args))
     from megatron_pulse.cli.plan.partition_report import PartitionReport, as_json, report
-    from megatron_pulse.planner.cluster.link import Link
+    from megatron_pulse.planner.cluster.cluster import Link
     from megatron_pulse.planner.draw.partition import draw_partition
     from megatron_pulse.planner.layout.layouts import default_layout, modes
-    from megatron_pulse.planner.partition.best_per_layout import best, best_of_each
-    from megatron_pulse.planner.partition.find import Goal
+    from megatron_pulse.planner.partition.find import Goal, best, best_of_each
     from megatron_pulse.profile.warnings import spread_caution
 
     profile = _load(args)

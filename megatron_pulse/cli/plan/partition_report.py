@@ -11,8 +11,7 @@ from megatron_pulse.backbone.layer_patterns import name_of
 from megatron_pulse.cli.output import first_and_last_layer, table
 from megatron_pulse.format import in_mb, in_ms
 from megatron_pulse.planner.layout.layouts import Layout
-from megatron_pulse.planner.partition.best_per_layout import BestPartition
-from megatron_pulse.planner.partition.find import PartitionError
+from megatron_pulse.planner.partition.find import BestPartition, PartitionError
 from megatron_pulse.profile.profile import Profile
 
 

@@ -11,7 +11,7 @@ from megatron_pulse.cli import html_page
 from megatron_pulse.cli.output import draw
 from megatron_pulse.cli.plan import plan_facts, plan_text
 from megatron_pulse.format import in_ms
-from megatron_pulse.planner.cluster.link import Link
+from megatron_pulse.planner.cluster.cluster import Link
 from megatron_pulse.planner.draw.lanes import sent
 from megatron_pulse.planner.draw.partition import draw_partition
 from megatron_pulse.planner.draw.schedule import Panel, draw_schedule

@@ -15,7 +15,7 @@ from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import read_json
 
 if TYPE_CHECKING:
-    from megatron_pulse.planner.cluster.link import Link
+    from megatron_pulse.planner.cluster.cluster import Link
     from megatron_pulse.planner.layout.placement import Placement
     from megatron_pulse.planner.schedule.problem import ScheduleProblem
     from megatron_pulse.profile.profile import Profile
@@ -82,7 +82,7 @@ def from_times(args: argparse.Namespace) -> ScheduleInput:
 
 def profile_link(args: argparse.Namespace) -> Link:
     """Link between two devices of a profile, from the flags or their defaults."""
-    from megatron_pulse.planner.cluster.link import Link
+    from megatron_pulse.planner.cluster.cluster import Link
 
     return Link(
         (5.0 if args.link_us is None else args.link_us) * 1e-6,
@@ -93,8 +93,7 @@ def profile_link(args: argparse.Namespace) -> Link:
 def from_profile(args: argparse.Namespace) -> ScheduleInput:
     """Stages of the best partition of ``--profile``, as 'pulse partition' finds it."""
     from megatron_pulse.planner.layout.layouts import default_layout, layout_of
-    from megatron_pulse.planner.partition.best_per_layout import best
-    from megatron_pulse.planner.partition.find import Goal
+    from megatron_pulse.planner.partition.find import Goal, best
     from megatron_pulse.planner.schedule.problem import boundary_s, stage_problem
     from megatron_pulse.profile.files import load_profile
     from megatron_pulse.profile.warnings import spread_caution

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from megatron_pulse.diffusion.ema import ExponentialMovingAverage
 from megatron_pulse.integration.checkpoint.lr_schedule import SCHEDULER
+from megatron_pulse.integration.megatron.compat import inner_optimizers
 from megatron_pulse.integration.megatron.model import unwrap
-from megatron_pulse.integration.megatron.optimizers import inner_optimizers
 from megatron_pulse.integration.megatron.stage import MegatronStage
 from megatron_pulse.runtime.parameters.main_params import MainParams, MainParamShard
 

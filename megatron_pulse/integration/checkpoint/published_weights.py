@@ -38,8 +38,7 @@ from megatron_pulse.integration.checkpoint.saved_run import SavedRun, load_weigh
 from megatron_pulse.integration.checkpoint.saving import patch_saving
 from megatron_pulse.integration.flags.pulse_options import add_pulse_arguments
 from megatron_pulse.integration.megatron.compat import patch_megatron
-from megatron_pulse.integration.megatron.sharded_state import like_parameters
-from megatron_pulse.integration.megatron.stage import MegatronStage
+from megatron_pulse.integration.megatron.stage import MegatronStage, like_parameters
 from megatron_pulse.planner.layout.placement import Partition, sequential
 from megatron_pulse.planner.layout.routes import trace_routes
 from megatron_pulse.profile.parameters import meta_weights

@@ -32,7 +32,7 @@ from megatron_pulse.integration.checkpoint.integrity.verify import damaged, requ
 from megatron_pulse.integration.flags.pulse_options import add_pulse_arguments
 from megatron_pulse.integration.megatron.stage import MegatronStage
 from model_specs import DTYPE, compare_models, continue_model, in_dtype, is_cascade, part_record
-from model_specs.derived.cascades import parts_of
+from model_specs.derived.names import parts_of
 
 _REFUSED = "Check the documentation of torch.load"
 """Part of torch's message about a pickle that it refuses."""

@@ -28,7 +28,7 @@ from megatron_pulse.flags import (
 )
 from megatron_pulse.planner.layout.embedder_choice import Policy
 from megatron_pulse.planner.layout.placement import PLACEMENTS, Placement, make_placement
-from megatron_pulse.planner.partition.default_placement import DefaultPlacement, default_placement
+from megatron_pulse.planner.partition.find import DefaultPlacement, default_placement
 from megatron_pulse.planner.schedule.registry import SCHEDULES
 from megatron_pulse.profile.roofline import PRESETS
 from megatron_pulse.runtime.watchdog.timeout import backstop_timeout_s

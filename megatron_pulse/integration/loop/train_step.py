@@ -12,8 +12,8 @@ from tqdm import tqdm
 from megatron_pulse.integration.flags.pulse_options import PulseOptions
 from megatron_pulse.integration.loop.diagnosis.nan_check import SUM_TOO_LARGE, SkippedSteps
 from megatron_pulse.integration.loop.grad_norm import NotFinite
+from megatron_pulse.integration.megatron.compat import inner_optimizers
 from megatron_pulse.integration.megatron.model import unwrap
-from megatron_pulse.integration.megatron.optimizers import inner_optimizers
 from megatron_pulse.runtime.failure_board import PulseError
 from megatron_pulse.runtime.watchdog.progress import PROGRESS
 

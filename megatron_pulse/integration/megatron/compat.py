@@ -269,7 +269,7 @@ def _use_host_optimizer() -> None:
     import megatron.core.optimizer.distrib_optimizer as distributed
 
     from megatron_pulse.integration.megatron.optimizer_offload import HostOptimizer
-    from megatron_pulse.runtime.parameters.cpu_adam import HostAdam
+    from megatron_pulse.runtime.parameters.adam import HostAdam
 
     optimizer.CPUAdam = HostAdam
     optimizer.HybridDeviceOptimizer = distributed.HybridDeviceOptimizer = HostOptimizer
@@ -361,3 +361,9 @@ def _copy_together() -> None:
     if clip_grads.multi_tensor_scale_impl is local_multi_tensor_scale:
         clip_grads.multi_tensor_scale_impl = scale
     optimizer._multi_tensor_copy_this_to_that = copy
+
+
+def inner_optimizers(optimizer: Any) -> list[Any]:
+    """Optimizers of a chain, without stubs of ranks that have nothing to optimize."""
+    chain = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [inner for inner in chain if not inner.is_stub_optimizer]

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
-from megatron_pulse.runtime.parameters.cpu_adam import begin
+from megatron_pulse.runtime.parameters.adam import begin
 
 _HOW = (
     "offload_fraction",

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron_pulse.backbone.activations import ActivationPolicies
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.costs import ChainCosts, SkipCost
-from megatron_pulse.backbone.gradients import required_gradients
+from megatron_pulse.backbone.dataflow import required_gradients
 from megatron_pulse.backbone.layer_patterns import matching_layers
 from megatron_pulse.errors import Faults, collecting, summarize
 from megatron_pulse.integration.flags.pulse_options import PulseOptions
@@ -23,7 +23,7 @@ from megatron_pulse.integration.planning.transformer_impl import (
     require_deferrable_wgrad,
     require_same_transformer_impl,
 )
-from megatron_pulse.planner.cluster.link import Link
+from megatron_pulse.planner.cluster.cluster import Link
 from megatron_pulse.planner.layout.embedder_choice import Policy, choose_embedders, provided
 from megatron_pulse.planner.layout.placement import Placement
 from megatron_pulse.planner.partition.evaluate import MemoryRule
@@ -31,8 +31,7 @@ from megatron_pulse.planner.partition.find import Goal, MemoryRules
 from megatron_pulse.planner.partition.memory import ParameterState, bytes_per_parameter, in_flight
 from megatron_pulse.planner.plan_file.compatibility import parameter_faults
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
-from megatron_pulse.planner.program.find_schedules import find_schedules
-from megatron_pulse.planner.program.make import make_plan
+from megatron_pulse.planner.program.make import find_schedules, make_plan
 from megatron_pulse.planner.program.plan import Plan, PlanError, is_file
 from megatron_pulse.planner.schedule.serialize import from_json, to_json
 from megatron_pulse.profile.analytic import analyse

@@ -12,7 +12,7 @@ from megatron_pulse.planner.bubble_fill.components import Component, Piece
 from megatron_pulse.planner.bubble_fill.problem import FillCertificate, FilledOrder, FillProblem
 from megatron_pulse.planner.bubble_fill.search import Filling
 from megatron_pulse.planner.bubble_fill.simulate import FilledSimulation
-from megatron_pulse.planner.cluster.link import Link
+from megatron_pulse.planner.cluster.cluster import Link
 from megatron_pulse.planner.schedule.check.simulate import simulate
 from megatron_pulse.planner.schedule.operations import (
     BubbleTask,

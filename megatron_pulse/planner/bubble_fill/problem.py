@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from megatron_pulse.errors import Faults
 from megatron_pulse.planner.bubble_fill.components import Component, Piece, levels
-from megatron_pulse.planner.cluster.link import Link
+from megatron_pulse.planner.cluster.cluster import Link
 from megatron_pulse.planner.schedule.check.simulate import Timeline, simulate
 from megatron_pulse.planner.schedule.operations import Operation, OpType, Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem

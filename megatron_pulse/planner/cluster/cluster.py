@@ -27,7 +27,6 @@ import yaml
 from megatron_pulse.errors import UserError, format_faults, unknown_name
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import FileError, read_yaml, write_with_checksum
-from megatron_pulse.planner.cluster.link import Link
 from megatron_pulse.planner.cluster.schema import cluster_faults
 from megatron_pulse.profile.roofline import PRESETS, Device, custom_device
 from megatron_pulse.yaml_subset import PlainDumper
@@ -369,3 +368,15 @@ def cluster(name_or_path: str | Path, nodes: int | None = None) -> Cluster:
 def _refuse(faults: list[str], where: str) -> None:
     if faults:
         raise ClusterError(format_faults(where, faults))
+
+
+@dataclass(frozen=True)
+class Link:
+    """A connection between pipeline devices, each way; the default costs nothing."""
+
+    latency_s: float = 0.0
+    bytes_per_s: float = float("inf")
+
+    def time_s(self, num_bytes: float) -> float:
+        """Seconds for one message."""
+        return self.latency_s + num_bytes / self.bytes_per_s if num_bytes else 0.0

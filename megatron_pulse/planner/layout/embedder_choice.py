@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_pulse.backbone.chain import Backbone
-from megatron_pulse.backbone.gradients import required_gradients
+from megatron_pulse.backbone.dataflow import required_gradients
 from megatron_pulse.planner.layout.placement import Partition
 
 Policy = Literal["auto", "send", "replicate"]

@@ -20,7 +20,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from megatron_pulse.backbone.chain import Backbone, TensorSpec
-from megatron_pulse.backbone.gradients import required_gradients
+from megatron_pulse.backbone.dataflow import required_gradients
 from megatron_pulse.planner.layout.crossing import SkipCarrier, skip_carrier
 from megatron_pulse.planner.layout.placement import Partition
 

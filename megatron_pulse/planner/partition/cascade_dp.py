@@ -20,7 +20,7 @@ from itertools import permutations
 import numpy as np
 
 from megatron_pulse.backbone.costs import ChainCosts
-from megatron_pulse.planner.cluster.link import Link
+from megatron_pulse.planner.cluster.cluster import Link
 from megatron_pulse.planner.layout.placement import Partition, Placement
 from megatron_pulse.planner.partition.evaluate import Evaluation, MemoryRule, evaluate
 from megatron_pulse.planner.partition.fold_dp import optimal_fold

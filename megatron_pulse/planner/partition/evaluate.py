@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_pulse.backbone.costs import ChainCosts
-from megatron_pulse.planner.cluster.link import Link
+from megatron_pulse.planner.cluster.cluster import Link
 from megatron_pulse.planner.layout.crossing import crossings
 from megatron_pulse.planner.layout.placement import Partition
 from megatron_pulse.planner.partition.memory import effective_parameters

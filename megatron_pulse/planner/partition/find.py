@@ -1,14 +1,23 @@
-"""Search for the best cuts of a chain into stages."""
+"""Search for the best cuts of a chain into stages, in one layout or in each; default placement."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from megatron_pulse.backbone.costs import ChainCosts
 from megatron_pulse.errors import UserError
-from megatron_pulse.planner.cluster.link import Link
-from megatron_pulse.planner.layout.placement import OPPOSITE, PLACEMENTS, Partition, Placement
+from megatron_pulse.planner.cluster.cluster import Link
+from megatron_pulse.planner.layout.crossing import SkipEnds
+from megatron_pulse.planner.layout.layouts import Layout, default_layout, modes
+from megatron_pulse.planner.layout.placement import (
+    OPPOSITE,
+    PLACEMENTS,
+    SEQUENTIAL,
+    Partition,
+    Placement,
+    PlacementKind,
+)
 from megatron_pulse.planner.partition.cascade_dp import CascadePartitioner
 from megatron_pulse.planner.partition.evaluate import Evaluation, MemoryRule, evaluate
 from megatron_pulse.planner.partition.fold_dp import optimal_fold
@@ -17,6 +26,7 @@ from megatron_pulse.planner.partition.linear_dp import optimal_row
 from megatron_pulse.planner.partition.multi_chunk.batched_cost import BatchedEvaluator
 from megatron_pulse.planner.partition.multi_chunk.search import WORK, SearchResult, search_cuts
 from megatron_pulse.planner.partition.pair_costs import PairCosts
+from megatron_pulse.planner.partition.volume import Volume, relayed, volume
 
 
 class PartitionError(UserError):
@@ -183,3 +193,73 @@ def _most_devices(costs: ChainCosts, placement: Placement, collocate: bool) -> s
         most = num_layers // placement.num_chunks
     text = f"largest legal P with {placement.num_chunks} stages per device: {most}"
     return text if most else f"{text} (a sequential placement has one stage per device)"
+
+
+@dataclass(frozen=True)
+class DefaultPlacement:
+    """A kind of placement, and the reason for it (``why``)."""
+
+    kind: PlacementKind
+    why: str
+
+
+def default_placement(
+    num_layers: int, skips: Sequence[SkipEnds], collocate: bool
+) -> DefaultPlacement:
+    """A fold if there are skips that it can collocate, else sequential.
+
+    With ``collocate`` both ends of every skip must be on one device, which is impossible for some
+    skips that cross.
+    """
+    kind = default_layout(bool(skips)).kind
+    if not skips:
+        return DefaultPlacement(kind, "no skips, which a fold is for")
+    count = f"{len(skips)} skip{'s' * (len(skips) > 1)}"
+    if not collocate:
+        return DefaultPlacement(kind, f"{count}, most of which a fold keeps on their devices")
+    if largest_fold(num_layers, skips) < 2:
+        return DefaultPlacement(SEQUENTIAL, f"{count}, which no fold keeps on their devices")
+    return DefaultPlacement(kind, f"{count}, both ends of each on one device")
+
+
+@dataclass(frozen=True)
+class BestPartition:
+    """Best partition for a layout; times and bytes count skips as that layout moves them."""
+
+    layout: Layout
+    partition: Partition
+    evaluation: Evaluation
+    volume: Volume
+
+
+def best(layout: Layout, costs: ChainCosts, num_devices: int, goal: Goal) -> BestPartition:
+    """Find the best partition for ``layout`` by ``goal``; the layout decides ``goal.collocate``.
+
+    Raises PartitionError.
+    """
+    goal = replace(goal, collocate=layout.collocates)
+    travelling = relayed(costs) if layout.relays else costs
+    partition = find_partition(travelling, layout.placement(num_devices), goal)
+    moved = volume(travelling, partition)
+    boundary = volume(costs, partition).boundary
+    moved = replace(moved, boundary=boundary, skip=moved.total - boundary)
+    return BestPartition(layout, partition, goal.evaluate(travelling, partition), moved)
+
+
+def best_of_each(
+    costs: ChainCosts, num_devices: int, goal: Goal, num_chunks: int
+) -> Mapping[Layout, BestPartition | PartitionError]:
+    """Best partition of every layout, or the error that says why there is none.
+
+    ``num_chunks`` is the number of stages per device in layouts with several. A layout that cannot
+    collocate skips is also tried with relayed skips.
+    """
+    outcomes: dict[Layout, BestPartition | PartitionError] = {}
+    for known in modes().values():
+        layout = known.with_chunks(num_chunks)
+        for tried in (layout,) if layout.kind.keeps_skips else (layout.relayed(), layout):
+            try:
+                outcomes[tried] = best(tried, costs, num_devices, goal)
+            except PartitionError as error:
+                outcomes[tried] = error
+    return outcomes

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_pulse.backbone.costs import ChainCosts, Floats, running_sum
-from megatron_pulse.planner.cluster.link import Link
+from megatron_pulse.planner.cluster.cluster import Link
 from megatron_pulse.planner.partition.evaluate import MemoryRule
 
 type Ints = NDArray[np.int64]

@@ -8,7 +8,7 @@ from itertools import zip_longest
 from typing import Any
 
 from megatron_pulse.backbone.chain import Backbone
-from megatron_pulse.backbone.gradients import required_gradients
+from megatron_pulse.backbone.dataflow import required_gradients
 from megatron_pulse.planner.cluster.cluster import Cluster, ClusterError, from_record
 from megatron_pulse.planner.layout.crossing import SkipCarrier
 from megatron_pulse.planner.layout.embedder_choice import EmbedderChoice

@@ -1,8 +1,9 @@
-"""Plans made from a backbone, its costs, and a placement."""
+"""Plans made from a backbone, its costs and a placement; schedules of a run within a time limit."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,10 @@ from megatron_pulse.planner.layout.placement import Partition, Placement
 from megatron_pulse.planner.partition.find import Goal, find_partition
 from megatron_pulse.planner.partition.memory import kept_bytes
 from megatron_pulse.planner.program.plan import Plan, PlanError, is_file, is_searched
+from megatron_pulse.planner.schedule.cache import cached
 from megatron_pulse.planner.schedule.operations import OpType, Schedule
 from megatron_pulse.planner.schedule.problem import (
+    Certificate,
     ScheduleProblem,
     boundary_s,
     equal_stages,
@@ -27,6 +30,7 @@ from megatron_pulse.planner.schedule.problem import (
 )
 from megatron_pulse.planner.schedule.registry import pick, splits
 from megatron_pulse.planner.schedule.serialize import from_csv
+from megatron_pulse.planner.schedule.solve import solve
 
 KEEP_ALL = ActivationPolicies()
 
@@ -178,3 +182,21 @@ def _read_schedule(path: Path, placement: Placement) -> Schedule:
         return from_csv(read_text(path, FileKind.SCHEDULE), placement, path.stem)
     except ValueError as error:
         raise PlanError(f"schedule {path}: {error}") from error
+
+
+def find_schedules(
+    plan: Plan, counts: Iterable[int], seconds: float = 10.0, solver: str = "auto"
+) -> tuple[Plan, tuple[Certificate, ...]]:
+    """Return ``plan`` with a schedule for each number of microbatches, and their certificates.
+
+    Classic schedules and schedules from files are left as they are. ``seconds`` limits each search.
+    Raises ValueError for an unavailable solver.
+    """
+    schedules, certificates = list(plan.schedules), []
+    known = {schedule.num_microbatches for schedule in schedules}
+    for count in sorted(set(counts) - known) if plan.is_synthesized else ():
+        found = cached(plan.problem_of(count), seconds, solver, solve)
+        name = pick(plan.schedule_name, plan.placement)
+        schedules.append(replace(found.schedule, name=name))
+        certificates.append(found.certificate)
+    return replace(plan, schedules=tuple(schedules)), tuple(certificates)

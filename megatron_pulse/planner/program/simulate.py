@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from megatron_pulse.backbone.costs import ChainCosts
-from megatron_pulse.planner.cluster.link import Link
+from megatron_pulse.planner.cluster.cluster import Link
 from megatron_pulse.planner.layout.crossing import Crossing, crossings
 from megatron_pulse.planner.layout.placement import Partition, Placement, fold
 from megatron_pulse.planner.program.simulate_kernel import CODES, RaggedTable, StepArrays, play_step

@@ -27,9 +27,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from megatron_pulse.checksum import add_checksum
 from megatron_pulse.file_kinds import FileKind
-from megatron_pulse.files import read_json
+from megatron_pulse.files import add_checksum, read_json
 from megatron_pulse.planner.schedule.bound.bounds import lower_bound
 from megatron_pulse.planner.schedule.check.simulate import simulate
 from megatron_pulse.planner.schedule.check.validate import faults_for

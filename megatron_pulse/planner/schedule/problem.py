@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from megatron_pulse.backbone.costs import ChainCosts
 from megatron_pulse.errors import Faults, format_faults, wrong_count, wrong_kinds
-from megatron_pulse.planner.cluster.link import Link
+from megatron_pulse.planner.cluster.cluster import Link
 from megatron_pulse.planner.layout.placement import Partition, Placement
 from megatron_pulse.planner.schedule.operations import OpType, Schedule
 

@@ -11,8 +11,8 @@ from megatron_pulse.planner.schedule.check.simulate import Timeline
 from megatron_pulse.planner.schedule.operations import Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
 from megatron_pulse.planner.trace.trace import StepTrace, Trace
+from megatron_pulse.profile.layer_records import LayerTimes
 from megatron_pulse.profile.profile import Profile, ProfileError
-from megatron_pulse.profile.records.times import LayerTimes
 
 
 def typical_step(trace: Trace) -> StepTrace:

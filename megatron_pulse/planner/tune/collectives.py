@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from megatron_pulse.planner.cluster.cluster import Cluster
-from megatron_pulse.profile.records.layers import ShardSums
+from megatron_pulse.profile.layer_records import ShardSums
 
 BUCKET_PARAMETERS = 40_000_000
 """Megatron's minimum bucket size, in gradient elements."""

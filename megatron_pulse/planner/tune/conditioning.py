@@ -19,8 +19,8 @@ from megatron_pulse.planner.layout.embedder_choice import (
     choose_embedders,
 )
 from megatron_pulse.planner.layout.placement import Partition
+from megatron_pulse.profile.layer_records import LayerTimes
 from megatron_pulse.profile.profile import Profile
-from megatron_pulse.profile.records.times import LayerTimes
 from megatron_pulse.profile.roofline import ELEMENT_BYTES
 
 

@@ -29,9 +29,8 @@ from megatron_pulse.planner.tune.collectives import (
 from megatron_pulse.planner.tune.config import Config, Recompute
 from megatron_pulse.planner.tune.memory.workspace import Workspace
 from megatron_pulse.planner.tune.rank_order import RankOrder
+from megatron_pulse.profile.layer_records import LayerTimes, ProfiledLayer
 from megatron_pulse.profile.profile import Profile
-from megatron_pulse.profile.records.layers import ProfiledLayer
-from megatron_pulse.profile.records.times import LayerTimes
 from megatron_pulse.profile.roofline import ELEMENT_BYTES
 
 MOST_KNOWN = 256

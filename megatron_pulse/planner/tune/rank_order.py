@@ -6,8 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megatron_pulse.planner.cluster.cluster import Cluster
-from megatron_pulse.planner.cluster.link import Link
+from megatron_pulse.planner.cluster.cluster import Cluster, Link
 
 
 @dataclass(frozen=True, eq=False)

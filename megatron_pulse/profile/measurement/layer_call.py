@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from megatron_pulse.backbone.chain import COMPUTE, Backbone, TensorSpec
-from megatron_pulse.backbone.gradients import required_gradients
+from megatron_pulse.backbone.dataflow import required_gradients
 from megatron_pulse.backbone.result_check import TensorMeta, declared, result_mismatch, tensor_meta
+from megatron_pulse.profile.layer_records import ProfiledConditioning, ProfiledLayer, ProfiledSkip
 from megatron_pulse.profile.measurement.tensor_parallel import ModuleSizes
-from megatron_pulse.profile.records.layers import ProfiledConditioning, ProfiledLayer, ProfiledSkip
 from megatron_pulse.profile.roofline import ELEMENT_BYTES
 
 type DeferWeightGradients = Callable[[Any], AbstractContextManager[Callable[[], None]]]

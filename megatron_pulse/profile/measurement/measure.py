@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,8 +15,9 @@ from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.check import require_valid
 from megatron_pulse.backbone.context import LOCAL, LayerContext
 from megatron_pulse.errors import format_faults
+from megatron_pulse.profile.layer_records import LayerTimes
 from megatron_pulse.profile.mean_over_shapes import over_shapes
-from megatron_pulse.profile.measurement.clock import RepetitionLimits
+from megatron_pulse.profile.measurement.clock import RepetitionLimits, median_and_spread, repeat
 from megatron_pulse.profile.measurement.layer import LayerMeasure, measure_layer, measurement_key
 from megatron_pulse.profile.measurement.layer_call import (
     ExecutionModes,
@@ -36,7 +37,6 @@ from megatron_pulse.profile.measurement.machine import (
 )
 from megatron_pulse.profile.measurement.memory import memory_columns
 from megatron_pulse.profile.measurement.module_check import naming_module_faults
-from megatron_pulse.profile.measurement.optimizer import optimizer_seconds
 from megatron_pulse.profile.measurement.tensor_parallel import (
     ModuleSizes,
     can_halve,
@@ -45,7 +45,6 @@ from megatron_pulse.profile.measurement.tensor_parallel import (
 )
 from megatron_pulse.profile.parameters import count_parameters
 from megatron_pulse.profile.profile import Profile, ProfileError, Source
-from megatron_pulse.profile.records.times import LayerTimes
 
 _DEFAULT_PATIENCE = RepetitionLimits()
 
@@ -269,3 +268,38 @@ def _versions(device: torch.device) -> dict[str, str]:
         versions["cuda"] = str(torch.version.cuda)
         versions["driver"] = driver()
     return versions
+
+
+def optimizer_seconds(
+    parameters: Iterable[torch.nn.Parameter], device: torch.device, patience: RepetitionLimits
+) -> float:
+    """Seconds of an optimizer step on fp32 main parameters of ``parameters``.
+
+    Includes training's Adam, gradient norm, clipping, zeroing, and rounding to the parameters.
+    """
+    from megatron.core.optimizer import USING_PYTORCH_OPTIMIZER, Adam
+
+    trained = [p for p in parameters if p.requires_grad]
+    if not trained:
+        return 0.0
+    masters = [torch.nn.Parameter(p.detach().float().clone()) for p in trained]
+    for master in masters:
+        master.grad = torch.full_like(master, 1e-3)
+    # Where Adam is torch's own, training uses its fused form on GPUs.
+    fused = {"fused": True} if USING_PYTORCH_OPTIMIZER and device.type == "cuda" else {}
+    adam = Adam(masters, lr=1e-9, **fused)
+    rounded = [(p, m) for p, m in zip(trained, masters, strict=True) if p.dtype != m.dtype]
+
+    def work(mark: Callable[[], None]) -> None:
+        mark()
+        torch.nn.utils.clip_grad_norm_(masters, 1e9)
+        adam.step()
+        with torch.no_grad():
+            for parameter, master in rounded:
+                parameter.copy_(master)
+        for master in masters:
+            assert master.grad is not None
+            master.grad.zero_()
+        mark()
+
+    return median_and_spread([row[0] for row in repeat(work, device, patience)])[0]

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_pulse.backbone.chain import Backbone
+from megatron_pulse.profile.layer_records import ShardSums
 from megatron_pulse.profile.measurement.layer_context import count_module_parameters
-from megatron_pulse.profile.records.layers import ShardSums
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import time
 import torch
 
 from megatron_pulse.runtime.activations.offload import Streams
-from megatron_pulse.runtime.parameters.cpu_adam import HostAdam
+from megatron_pulse.runtime.parameters.adam import HostAdam
 
 LARGE_BYTES, SMALL_BYTES = 1 << 26, 1 << 12
 """Sizes for measuring bandwidth and latency."""

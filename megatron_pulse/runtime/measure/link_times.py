@@ -12,8 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_pulse.planner.cluster.cluster import BandwidthScope
-from megatron_pulse.planner.cluster.link import Link
+from megatron_pulse.planner.cluster.cluster import BandwidthScope, Link
 
 _SECONDS_OF_A_SIZE = 0.1
 _FEWEST, _MOST = 5, 50

@@ -30,8 +30,7 @@ from megatron_pulse.runtime.p2p.channels import (
     on_device,
 )
 from megatron_pulse.runtime.p2p.comm_buffers import BufferPool
-from megatron_pulse.runtime.watchdog.describe import of_message
-from megatron_pulse.runtime.watchdog.progress import PROGRESS
+from megatron_pulse.runtime.watchdog.progress import PROGRESS, of_message
 
 CPU = torch.device("cpu")
 

@@ -1,7 +1,8 @@
 """Inputs and outputs of operations: tensors kept on their device, and messages to other devices.
 
 Each result goes to every consuming stage: into the tensor store for stages on this device, into a
-planned message for stages elsewhere.
+planned message for stages elsewhere. Each tensor in the store has one producer and one last
+consumer. After a step the store must be empty; remaining tensors are reported by name.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from megatron_pulse.planner.schedule.message import Message
 from megatron_pulse.planner.schedule.operations import Operation, OpType
 from megatron_pulse.runtime.failure_board import PulseError
 from megatron_pulse.runtime.p2p.links import Links
-from megatron_pulse.runtime.p2p.tensor_store import TensorStore
 from megatron_pulse.runtime.stage import summed
 
 type Tensors = dict[tuple[Payload, str], Tensor]
@@ -199,3 +199,41 @@ def _inputs(routes: Routes, stage: int) -> tuple[tuple[Payload, str, int, bool],
             for c in routes.conditioning_into(stage)
         ),
     )
+
+
+class LeakError(RuntimeError):
+    """Tensors remain in the store at the end of a step."""
+
+
+class TensorStore:
+    """Tensors keyed by consuming operation, payload and name."""
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[Operation, Payload, str], torch.Tensor] = {}
+
+    def put(self, consumer: Operation, payload: Payload, name: str, tensor: torch.Tensor) -> None:
+        """Store ``tensor`` for ``consumer``. Raises LeakError if the key exists."""
+        key = (consumer, payload, name)
+        if key in self._held:
+            raise LeakError(f"{payload.value} {name} for {consumer} was delivered twice")
+        self._held[key] = tensor
+
+    def take(self, consumer: Operation, payload: Payload, name: str) -> torch.Tensor:
+        """Remove and return the tensor."""
+        return self._held.pop((consumer, payload, name))
+
+    def clear(self) -> None:
+        """Drop all tensors after an error."""
+        self._held.clear()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes held now."""
+        return sum(t.numel() * t.element_size() for t in self._held.values())
+
+    def require_empty(self) -> None:
+        """Raise LeakError naming all tensors that were not taken."""
+        if self._held:
+            names = ", ".join(f"{p.value} {n} for {op}" for op, p, n in self._held)
+            self._held.clear()
+            raise LeakError(f"left in the tensor store after the step: {names}")

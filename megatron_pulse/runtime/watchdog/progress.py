@@ -1,6 +1,7 @@
-"""Progress of this process, written by the main thread and read by other threads.
+"""Progress of this process, written by the main thread and read by other threads, and its wording.
 
-Writing sets an attribute; text is formatted only when another thread asks.
+Writing sets an attribute; text (operation, message, peer rank) is formatted only when another
+thread asks.
 """
 
 from __future__ import annotations
@@ -9,12 +10,21 @@ import linecache
 import re
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
-from megatron_pulse.runtime.watchdog.describe import of_event
+from megatron_pulse.planner.program.device_program import (
+    CollectiveEvent,
+    Receive,
+    Release,
+    Run,
+    Send,
+    Wait,
+)
+from megatron_pulse.planner.schedule.message import Message
+from megatron_pulse.planner.schedule.operations import Operation, OpType
 
 _WAITS = re.compile(
     r"\b(wait|barrier|all_reduce|all_gather\w*|reduce_scatter\w*|broadcast\w*|gather\w*|isend|irecv"
@@ -125,3 +135,42 @@ def _calls(innermost: FrameType) -> list[str]:
 
 
 PROGRESS = Progress()
+
+
+def of_operation(op: Operation) -> str:
+    """Describe an operation, such as ``in F2:7 (stage 2, microbatch 7)``."""
+    if op.kind is OpType.FILLER:
+        return f"in {op} (filler {op.stage}, slice {op.microbatch})"
+    return f"in {op} (stage {op.stage}, microbatch {op.microbatch})"
+
+
+def of_message(doing: str, message: Message, device: int, ranks: Sequence[int]) -> str:
+    """Describe a message that ``device`` sends or receives, with the peer's device and rank."""
+    sending = message.source == device
+    peer = message.destination if sending else message.source
+    ends = f"{'to' if sending else 'from'} pipeline device {peer} (rank {ranks[peer]})"
+    op = message.producer if sending else message.consumer
+    doing = f"{doing} {'sending' if sending else 'receiving'}".strip()
+    if message.payload.is_carried:
+        return f"{doing} {message} {ends}"
+    return (
+        f"{doing} {message.payload.value} {message.name} "
+        f"({message.producer} to {message.consumer}; operation {op}, stage {op.stage}, "
+        f"microbatch {op.microbatch}) {ends}"
+    )
+
+
+def of_event(event: object, device: int, ranks: Sequence[int]) -> str:
+    """Describe an event of a device; ``ranks`` are the global ranks of the pipeline's devices."""
+    match event:
+        case Run(operation):
+            return of_operation(operation)
+        case Send(message) | Receive(message):
+            return of_message("starting", message, device, ranks)
+        case Wait(message):
+            return of_message("", message, device, ranks)
+        case Release():
+            return "letting go what was sent"
+        case CollectiveEvent(what):
+            return f"joining all devices of the pipeline for embedders: {what.value}"
+    return str(event)

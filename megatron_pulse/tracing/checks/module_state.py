@@ -1,4 +1,8 @@
-"""Python state that a module keeps between calls, which a trace of tensors does not record."""
+"""State of a module that a trace of tensors does not record.
+
+Python state kept between calls, and parameters without a shape before the first call
+(``nn.LazyLinear``).
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ from types import GeneratorType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 _DEEPEST, _MOST = 5, 1000
 """Limits on the depth of nested containers, and on inspected entries per container."""
@@ -113,3 +118,15 @@ def _within(where: str, value: Any, depth: int, seen: set[int]) -> Iterator[tupl
             }
         for place, each in entries.items():
             yield from _within(place, each, depth + 1, seen)
+
+
+def lazy_modules(module: nn.Module) -> Iterator[str]:
+    """A fault for each module with lazy parameters or buffers."""
+    for name, part in module.named_modules():
+        own = (*part._parameters.items(), *part._buffers.items())
+        if lazy := [each for each, tensor in own if is_lazy(tensor)]:
+            yield (
+                f"{name or 'it'} is a {type(part).__name__}, without shapes yet "
+                f"({', '.join(lazy)}): give its sizes where it is made, or, for "
+                "pulse.from_module, call the module once with an example first"
+            )

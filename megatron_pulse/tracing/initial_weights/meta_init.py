@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
-from megatron_pulse.tracing.checks.lazy import lazy_modules
+from megatron_pulse.tracing.checks.module_state import lazy_modules
 from megatron_pulse.tracing.checks.shared_memory import shared_memory
 from megatron_pulse.tracing.torch_export import DerivationError
 

@@ -6,7 +6,7 @@ import random
 
 from megatron_pulse.planner.bubble_fill.components import Component, FrozenLayer
 from megatron_pulse.planner.bubble_fill.problem import FillProblem
-from megatron_pulse.planner.cluster.link import Link
+from megatron_pulse.planner.cluster.cluster import Link
 from megatron_pulse.planner.layout.placement import fold, sequential
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
 from megatron_pulse.planner.schedule.registry import make_schedule

@@ -20,7 +20,7 @@ from megatron_pulse.planner.bubble_fill.knapsack import prefixes
 from megatron_pulse.planner.bubble_fill.problem import FilledOrder, FillProblem
 from megatron_pulse.planner.bubble_fill.search import FillError, fill
 from megatron_pulse.planner.bubble_fill.simulate import FilledSimulation
-from megatron_pulse.planner.cluster.link import Link
+from megatron_pulse.planner.cluster.cluster import Link
 from megatron_pulse.planner.layout.placement import fold, sequential
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
 from megatron_pulse.planner.schedule.registry import make_schedule

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 from megatron_pulse.backbone.costs import ChainCosts, SkipCost
-from megatron_pulse.planner.cluster.link import Link
+from megatron_pulse.planner.cluster.cluster import Link
 from megatron_pulse.planner.draw.partition import draw_partition
 from megatron_pulse.planner.layout.placement import (
     Partition,

@@ -12,9 +12,8 @@ from megatron_pulse.planner.cluster.cluster import (
 )
 from megatron_pulse.planner.tune.config import Choices, Config, Recompute, configs
 from megatron_pulse.planner.tune.evaluate import Evaluator
+from megatron_pulse.profile.layer_records import LayerTimes, ProfiledLayer, ProfiledSkip, ShardSums
 from megatron_pulse.profile.profile import Profile, Source
-from megatron_pulse.profile.records.layers import ProfiledLayer, ProfiledSkip, ShardSums
-from megatron_pulse.profile.records.times import LayerTimes
 
 
 def cluster(

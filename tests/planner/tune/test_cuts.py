@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_pulse.planner.cluster.link import Link
+from megatron_pulse.planner.cluster.cluster import Link
 from megatron_pulse.planner.layout.layouts import FOLD_EXACT, LOOP, ROW
 from megatron_pulse.planner.layout.placement import Partition
 from megatron_pulse.planner.partition.find import Goal, find_partition

@@ -17,7 +17,7 @@ from megatron_pulse.planner.tune.config import Choices, Config, Recompute, confi
 from megatron_pulse.planner.tune.estimate import OPTIMIZER_BYTES
 from megatron_pulse.planner.tune.evaluate import Evaluator
 from megatron_pulse.planner.tune.layer_costs import UnfitError
-from megatron_pulse.profile.records.layers import ProfiledConditioning, ShardSums
+from megatron_pulse.profile.layer_records import ProfiledConditioning, ShardSums
 from tests.planner.tune.problems import cluster, profile, random_evaluator
 
 CHAIN = profile(random.Random(0), 4, 1)

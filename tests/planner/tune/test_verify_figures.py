@@ -25,8 +25,8 @@ from megatron_pulse.planner.tune.evaluate import Evaluator
 from megatron_pulse.planner.tune.plans.to_plan import plan_of
 from megatron_pulse.planner.tune.plans.verify_figures import load_checked
 from megatron_pulse.planner.tune.tune import tune
+from megatron_pulse.profile.layer_records import ShardSums
 from megatron_pulse.profile.profile import Profile, Source
-from megatron_pulse.profile.records.layers import ShardSums
 from tests.planner.tune.problems import cluster
 from tests.plans import small_plan, small_profile
 from tests.reference import unsealed_record

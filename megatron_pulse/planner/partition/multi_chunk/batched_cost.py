@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_pulse.backbone.costs import ChainCosts, Floats, running_sum
-from megatron_pulse.planner.cluster.link import Link
+from megatron_pulse.planner.cluster.cluster import Link
 from megatron_pulse.planner.layout.placement import Placement
 from megatron_pulse.planner.partition.evaluate import MemoryRule
 from megatron_pulse.planner.partition.pair_costs import Ints

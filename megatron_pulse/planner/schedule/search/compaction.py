@@ -12,10 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_pulse.planner.schedule.jit import compiled, compiled_inner, zeros
-from megatron_pulse.planner.schedule.search.arrays import Arrays, arrays, mirrored
-from megatron_pulse.planner.schedule.search.ascending import stable_argsort
-from megatron_pulse.planner.schedule.search.jobshop import JobShop
+from megatron_pulse.planner.schedule.jit import compiled, compiled_inner, stable_argsort, zeros
+from megatron_pulse.planner.schedule.search.jobshop import Arrays, JobShop, arrays, mirrored
 
 
 def improve(shop: JobShop, start: Sequence[int], patience: int = 4) -> list[int]:

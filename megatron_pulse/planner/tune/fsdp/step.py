@@ -16,7 +16,7 @@ from enum import StrEnum
 from functools import lru_cache
 from itertools import repeat
 
-from megatron_pulse.planner.cluster.link import Link
+from megatron_pulse.planner.cluster.cluster import Link
 
 STATE_BYTES = 12
 """Bytes per parameter, divided over a group: fp32 main parameter and both moments of Adam."""

@@ -17,7 +17,7 @@ from megatron_pulse.planner.partition.memory import sent_alone
 from megatron_pulse.planner.schedule.operations import BACKWARDS, OpType, Schedule
 from megatron_pulse.planner.tune.memory.workspace import Workspace
 from megatron_pulse.planner.tune.stages import Stages
-from megatron_pulse.profile.records.times import LayerTimes
+from megatron_pulse.profile.layer_records import LayerTimes
 
 type _Of = tuple[OpType, int]
 """An operation of any microbatch: (type, stage)."""

@@ -19,7 +19,7 @@ import numpy as np
 
 from megatron_pulse.backbone.activations import ActivationPolicies
 from megatron_pulse.backbone.costs import ChainCosts
-from megatron_pulse.profile.records.times import LayerTimes
+from megatron_pulse.profile.layer_records import LayerTimes
 
 
 class OperationWorkspace(NamedTuple):

@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from megatron_pulse.backbone.activations import ActivationPolicies
 from megatron_pulse.backbone.costs import ChainCosts
-from megatron_pulse.planner.cluster.link import Link
+from megatron_pulse.planner.cluster.cluster import Link
 from megatron_pulse.planner.layout.crossing import crossings
 from megatron_pulse.planner.layout.placement import Partition, Placement, fold, sequential
 from megatron_pulse.planner.partition.evaluate import MemoryRule

@@ -19,8 +19,7 @@ from megatron_pulse.planner.bubble_fill.check import faults_of
 from megatron_pulse.planner.bubble_fill.encoder_table import components_of
 from megatron_pulse.planner.bubble_fill.problem import FillProblem
 from megatron_pulse.planner.bubble_fill.search import Filling, fill
-from megatron_pulse.planner.cluster.cluster import from_record
-from megatron_pulse.planner.cluster.link import Link
+from megatron_pulse.planner.cluster.cluster import Link, from_record
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.planner.schedule.check.simulate import simulate
 from megatron_pulse.planner.schedule.problem import Certificate

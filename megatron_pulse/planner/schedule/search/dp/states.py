@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_pulse.planner.schedule.jit import compiled, compiled_inner, zeros
-from megatron_pulse.planner.schedule.search.ascending import stable_argsort
+from megatron_pulse.planner.schedule.jit import compiled, compiled_inner, stable_argsort, zeros
 from megatron_pulse.planner.schedule.search.dp.chain import ChainArrays
 
 BLOCK = 20_000

@@ -1,0 +1,190 @@
+"""Captions of images as text fields: words without an encoder, or inputs of text encoders.
+
+Without an encoder every word is a fixed random vector: a stand-in for small experiments without a
+download. A backbone learns which picture a word goes with. It cannot tell from the states that two
+words are alike. For real text encode the captions with a real encoder (CLIP, T5) once, and write
+the states into a latent folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+import unicodedata
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_pulse.data.dataset import NO_FIELDS, DataError, Derived, DiffusionDataset, FieldSpec
+from megatron_pulse.data.images.folder import ImageFiles
+from megatron_pulse.data.images.metadata import TEXT, read_captions
+from megatron_pulse.encoders.recipe import is_text
+
+_END = ""
+"""Stands behind the last word, as the end token of CLIP and T5 does: no text is without token."""
+
+
+def split_words(text: str) -> list[str]:
+    """The words of ``text``, in lower case: runs of letters and digits of any script."""
+    return re.findall(r"[^\W_]+", unicodedata.normalize("NFC", text).lower())
+
+
+class WordEncoder:
+    """Encodes text as those of the asked ``fields`` that are text.
+
+    ``context* [L, d]``: word i is its own vector plus that of position i, each drawn from N(0, I)
+    by Philox from a BLAKE2b hash (of the word, of i) and scaled by 1/sqrt(2); an end token
+    follows, then zeros. Words beyond L - 1 are cut off. ``context*_mask [L]``: 1 at words and
+    end. ``pooled* [d]``: the sum of the words' vectors, end included, over the square root of
+    their number. Every element so has unit variance over words.
+    """
+
+    def __init__(self, fields: Mapping[str, FieldSpec]) -> None:
+        self.fields = {name: spec for name, spec in fields.items() if _encodes(name, spec)}
+
+    def __call__(self, text: str) -> dict[str, Tensor]:
+        """The tensor of every field; ``""`` gives the null conditioning, the end token alone."""
+        words = split_words(text)
+        return {name: _encode(name, spec, words) for name, spec in self.fields.items()}
+
+
+def _encodes(name: str, spec: FieldSpec) -> bool:
+    vector = name.startswith("pooled") or name.endswith("_mask")
+    return is_text(name) and len(spec.shape) == (1 if vector else 2)
+
+
+def _encode(name: str, spec: FieldSpec, words: list[str]) -> Tensor:
+    if name.startswith("pooled"):
+        vectors = [_vector("word", word, spec.shape[0]) for word in [*words, _END]]
+        pooled = np.sum(vectors, axis=0, dtype=np.float64) / math.sqrt(len(vectors))
+        return torch.from_numpy(pooled.astype(np.float32))
+    kept = [*words[: spec.shape[0] - 1], _END]
+    if name.endswith("_mask"):
+        return (torch.arange(spec.shape[0]) < len(kept)).to(spec.torch_dtype)
+    states = torch.zeros(spec.shape)
+    for i, word in enumerate(kept):
+        width = spec.shape[1]
+        state = _vector("word", word, width) + _vector("position", str(i), width)
+        states[i] = torch.from_numpy(state / np.float32(math.sqrt(2)))
+    return states
+
+
+@lru_cache(maxsize=100_000)
+def _vector(kind: str, text: str, width: int) -> np.ndarray:
+    digest = hashlib.blake2b(text.encode(), digest_size=16, person=kind.encode()).digest()
+    generator = np.random.Generator(np.random.Philox(key=np.frombuffer(digest, dtype="<u8")))
+    drawn: np.ndarray = generator.standard_normal(width, dtype=np.float32)
+    return drawn
+
+
+class CaptionedImages(ImageFiles):
+    """Images and captions below ``root`` (see ``images/metadata.py``), encoded by WordEncoder.
+
+    ``fields`` are what a backbone asks for: the dataset has those of them that are text. Dropped
+    samples get the encoding of the empty text. ``verify`` is that of ImageFiles, ``column`` the
+    captions' in lists, ``default`` that of images without one. Raises DataError with everything
+    that is wrong with them.
+    """
+
+    kind = "captions"
+
+    def __init__(
+        self,
+        root: str | Path,
+        image_size: int,
+        channels: int = 3,
+        fields: Mapping[str, FieldSpec] = NO_FIELDS,
+        verify: bool = False,
+        column: str = TEXT,
+        default: str = "",
+    ) -> None:
+        root = Path(root)
+        said = read_captions(root, column, default)
+        if not said.pairs:
+            raise DataError(
+                f"captioned images {root}",
+                ["there are no captions" if root.is_dir() else "it is not a folder"],
+                "Give a folder of images with a text beside each, or with metadata.jsonl, one "
+                '{"file_name": ..., "text": ...} a line, or with such a metadata.csv; '
+                "'pulse data emoji' makes one.",
+            )
+        files, captions = zip(*said.pairs, strict=True)
+        groups = [said.groups.get(path, "") for path in files]
+        super().__init__(
+            root, list(files), [0] * len(files), 1, image_size, channels, verify, captions, groups
+        )
+        self.cautions = said.cautions
+        self._encoder = WordEncoder(fields)
+        self.fields = self._encoder.fields
+
+    def conditioning(self, index: int) -> dict[str, Tensor]:
+        return self._encoder(self.captions[index])
+
+    def null_conditioning(self) -> dict[str, Tensor]:
+        return self._encoder("")
+
+
+class Encodes(Protocol):
+    """Encoder of one text, or of the empty text, to fields."""
+
+    def __call__(self, text: str) -> dict[str, Tensor]: ...
+
+    def null(self) -> dict[str, Tensor]:
+        """Fields of a dropped caption."""
+
+
+class Tokenizes(Encodes, Protocol):
+    """Tokenizer of one text to int64 ids and masks of the given shapes."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
+
+    @property
+    def known(self) -> Mapping[str, int]:
+        """Vocabulary sizes by the names of ids; ids are smaller."""
+
+    def made_by(self) -> Mapping[str, str]:
+        """Provenance of each field, for comparison."""
+
+    def excess(self, text: str) -> int:
+        """Number of tokens that are truncated from a text."""
+
+
+_LOOKED_AT = 1000
+
+
+def cut_short(source: DiffusionDataset, tokenize: Tokenizes) -> list[str]:
+    """Warning about truncated captions among the first 1,000; empty if all fit."""
+    count = min(len(source), _LOOKED_AT)
+    found = [i for i in range(count) if tokenize.excess(source.caption(i))]
+    if not found:
+        return []
+    return [
+        f"of the first {count} captions {len(found)} are longer than the text encoders read, and "
+        f"are cut off there; one is that of {source.describe(found[0])}"
+    ]
+
+
+class Encoded(Derived):
+    """Samples of ``source``, with ``fields`` that ``encode`` makes from their captions."""
+
+    def __init__(
+        self, source: DiffusionDataset, encode: Encodes, fields: Mapping[str, FieldSpec]
+    ) -> None:
+        super().__init__(source)
+        self.fields = {**source.fields, **fields}
+        self._encode = encode
+
+    def conditioning(self, index: int) -> dict[str, Tensor]:
+        caption = self.caption(index)
+        made = self._encode(caption) if caption else self._encode.null()
+        return {**self.source.conditioning(index), **made}
+
+    def null_conditioning(self) -> dict[str, Tensor]:
+        return {**self.source.null_conditioning(), **self._encode.null()}

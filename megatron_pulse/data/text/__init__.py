@@ -1,1 +1,0 @@
-"""Captions, and a small encoder of their words."""

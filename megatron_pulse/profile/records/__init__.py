@@ -1,1 +1,0 @@
-"""Records of a profile for layers and edges between them. Imports no torch."""
