@@ -200,9 +200,8 @@ class TextEncoders:
         for name in self.recipe.fields:
             places = sorted({part.place for row in self.recipe.fields[name] for part in row})
             of = "; ".join(
-                f"{folder_name('text_encoder', place)} {self.encoders[place]}, "
-                f"tokenizer {self.tokenizers.digests[place]}, "
-                f"{self.tokenizers.lengths[place]} tokens"
+                f"{folder_name('text_encoder', place)} {self.encoders[place]}, tokenizer "
+                f"{self.tokenizers.digests[place]}, {self.tokenizers.lengths[place]} tokens"
                 + (" masked" if place in self.recipe.masked else "")
                 + self.tokenizers.cleaning
                 for place in places

@@ -124,14 +124,12 @@ class LoopEncoders:
             if policy == "fill" and name not in filled:
                 faults.append(
                     f"--pulse-encoder-schedule {name}=fill: the plan has no idle time for it: "
-                    "give a plan "
-                    "that 'pulse tune --encoders COSTS.json' made, or encode in front"
+                    "give a plan that 'pulse tune --encoders COSTS.json' made, or encode in front"
                 )
             if policy == "before-step" and name in filled:
                 faults.append(
                     f"--pulse-encoder-schedule {name}=before-step: the plan encodes it in idle "
-                    "time: leave the "
-                    "flag out, or tune without it"
+                    "time: leave the flag out, or tune without it"
                 )
         for name, filler in filled.items():
             if name not in self.names:
@@ -216,16 +214,14 @@ def loop_encoders(options: PulseOptions, backbone: Backbone) -> LoopEncoders | N
         if makes and policies.get(name) == "store":
             what = "latents" if name == VAE else "text states"
             faults.append(
-                f"--pulse-encoder-schedule {name}=store: {options.data} has no {what}: write "
-                "them first with "
-                f"'pulse data write-latents --from {options.data} --encoders {folder} --backbone "
-                f"{options.backbone} --image-size PIXELS -o latents'"
+                f"--pulse-encoder-schedule {name}=store: {options.data} has no {what}: write them "
+                f"first with 'pulse data write-latents --from {options.data} --encoders {folder} "
+                f"--backbone {options.backbone} --image-size PIXELS -o latents'"
             )
         if not makes and policies.get(name) in ("fill", "before-step"):
             faults.append(
                 f"--pulse-encoder-schedule {name}={policies[name]}: {options.data} has its "
-                "results: leave "
-                "the flag out"
+                "results: leave the flag out"
             )
     channels = backbone.sample_spec.shape[0]
     with collecting(faults):

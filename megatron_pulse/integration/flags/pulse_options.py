@@ -164,8 +164,7 @@ class PulseOptions:
     plan: str | None = flag(
         "run a plan that 'pulse tune' wrote: backbone, degrees, batch, cuts and schedule are the "
         "plan's, and flags that say otherwise are refused; of a folder ('pulse tune "
-        "--world-sizes') the "
-        "one for as many ranks as there are",
+        "--world-sizes') the one for as many ranks as there are",
         metavar="FILE|DIR",
     )
     auto: bool = flag(

@@ -150,14 +150,12 @@ def _check_verifying(args: argparse.Namespace, options: PulseOptions) -> Iterato
     if args.tensor_model_parallel_size > 1:
         yield (
             "--pulse-sdc-check-interval cannot be used with --tensor-model-parallel-size: what "
-            "ranks add "
-            "up together may differ in its last bit elsewhere"
+            "ranks add up together may differ in its last bit elsewhere"
         )
     if args.distributed_backend == "nccl" and not args.deterministic_mode:
         yield (
             "--pulse-sdc-check-interval on GPUs needs --deterministic-mode: other kernels do not "
-            "give "
-            "the same bits twice"
+            "give the same bits twice"
         )
 
 

@@ -35,12 +35,9 @@ def require_deferrable_wgrad(args: argparse.Namespace, plan: Plan) -> None:
     raise PlanError(
         f"the schedule ({plan.schedule_name}) splits backwards, and weight gradients of "
         f"Transformer Engine's layers can wait from {OLDEST_TE_WITH_DEFERRED_WGRAD} on: install "
-        "that "
-        f"(pip install 'transformer-engine[pytorch]>={OLDEST_TE_WITH_DEFERRED_WGRAD}'), take a "
-        "schedule that "
-        "does not split (--pulse-schedule wave; 'pulse tune --no-split-backward'), or "
-        "--transformer-impl "
-        "local"
+        f"that (pip install 'transformer-engine[pytorch]>={OLDEST_TE_WITH_DEFERRED_WGRAD}'), take "
+        "a schedule that does not split (--pulse-schedule wave; 'pulse tune "
+        "--no-split-backward'), or --transformer-impl local"
     )
 
 

@@ -154,9 +154,8 @@ def of_message(doing: str, message: Message, device: int, ranks: Sequence[int]) 
     if message.payload.is_carried:
         return f"{doing} {message} {ends}"
     return (
-        f"{doing} {message.payload.value} {message.name} "
-        f"({message.producer} to {message.consumer}; operation {op}, stage {op.stage}, "
-        f"microbatch {op.microbatch}) {ends}"
+        f"{doing} {message.payload.value} {message.name} ({message.producer} to "
+        f"{message.consumer}; operation {op}, stage {op.stage}, microbatch {op.microbatch}) {ends}"
     )
 
 
