@@ -120,7 +120,7 @@ def test_pipeline_says_all_arguments_of_other_kinds() -> None:
     with pytest.raises(RuntimeError) as caught:
         pulse.Pipeline({}, None, 0, **given)  # type: ignore[arg-type]
     for part in (
-        "Pipeline (7 faults)", "plan must be of type Plan, as make_plan returns one, is {}",
+        "Pipeline (7 faults)", "plan must be of type Plan, as returned by make_plan, is {}",
         "loss must be a function of prediction and batch, is None", "dtype must be of type dtype",
         "micro_batch_size must be a whole number from 1 on, is 0", "seed must be of type int, is N",
         "group must be of type ProcessGroup, is 3", "context must be of type LayerContext, is 4",
@@ -247,19 +247,22 @@ def test_weights_go_from_one_layout_to_another() -> None:
     with pytest.raises(RuntimeError) as caught:
         second.load_state_dict(wrong)
     for part in (
-        "6 faults", "layers.0.bias is missing", "layers.1.x is nothing that its layer has",
+        "6 faults", "layers.0.bias is missing", "layers.1.x is no parameter or buffer of its layer",
         "y belongs to no layer", "layers.0.weight is (5,), not (2, 2)",
     ):  # fmt: skip
         assert part in str(caught.value), caught.value
     good, before = first.state_dict(), second.state_dict()
     for given, told in (
-        (None, "must map names to tensors, as full_state_dict returns them; this is NoneType"),
+        (None, "must map names to tensors, as returned by full_state_dict; this is NoneType"),
         ([1], "; this is list"),
         (torch.nn.Linear(2, 2), "; this is Linear"),
         ("a.pt", r"not name the file 'a.pt': load_state_dict\(torch.load\('a.pt'\)\)"),
         (Path("b/a.pt"), r"torch.load\('b/a.pt'\)"),
         ({**good, "layers.1.bias": 3}, "returns them: layers.1.bias must be a tensor, is int$"),
-        ({"model": good, 4: 5}, r"(?s)\(2 faults\).*model must be a tensor, is dict.*4 is no name"),
+        (
+            {"model": good, 4: 5},
+            r"(?s)\(2 faults\).*model must be a tensor, is dict.*key 4 must be a name, is int",
+        ),
     ):
         with pytest.raises(RuntimeError, match=told):
             second.load_state_dict(given)  # type: ignore[arg-type]
@@ -280,9 +283,13 @@ def _measured() -> list[float]:
     plan = pulse.make_plan(chain, found[0], pulse.fold(2))
     pipeline = pulse.Pipeline(plan, lambda y, batch: y.square().mean(), 2)
     batch, rank = {"noisy": torch.ones(2, 8)}, dist.get_rank()
-    with pytest.raises(RuntimeError, match="process 1 is to step 5 microb.*process 0 to step 4 mi"):
+    with pytest.raises(
+        RuntimeError, match="process 1 called step 5 microb.*process 0 called step 4 mi"
+    ):
         pipeline.step([batch] * (4 + rank))
-    with pytest.raises(RuntimeError, match="process 1 is to evaluate 4 mic.*process 0 to step 4 m"):
+    with pytest.raises(
+        RuntimeError, match="process 1 called evaluate 4 mic.*process 0 called step 4 m"
+    ):
         (pipeline.evaluate if rank else pipeline.step)([batch] * 4)
     return [loss.item() for loss in pipeline.step([batch] * 3)]
 

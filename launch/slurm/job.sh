@@ -168,7 +168,7 @@ pulse_requeue() {
         return
     fi
     # Printed first: Slurm may end this shell before the command returns.
-    echo "slurm: requeued; goes on from iteration ${saved:-0}."
+    echo "slurm: requeued; continues from iteration ${saved:-0}."
     if ! pulse_slurm scontrol requeue "$pulse_job"; then
         echo "slurm: not requeued after all: scontrol requeue $pulse_job, or submit it again with" \
             "the same --save." >&2

@@ -138,43 +138,47 @@ class ProcessChoice:
     """
 
     objective: str | None = flag(
-        "what the backbone predicts: noise, velocity, clean sample, or flow ({unsaid})",
+        "prediction target: noise, velocity, clean sample, or flow ({unsaid})",
         choices=[str(objective) for objective in Objective],
     )
     noise_schedule: str | None = flag(
-        "how noise grows with the timestep; flow has none (SD, U-ViT: scaled_linear, which is a "
-        "new process's; DiT, PixArt: linear)",
+        "noise schedule over the timesteps; flow has none (SD, U-ViT: scaled_linear, the default "
+        "of a new process; DiT, PixArt: linear)",
         choices=[str(kind) for kind in NoiseSchedule if kind != NoiseSchedule.TRAINED],
     )
     beta_start: float | None = flag(
-        "the first beta of linear and scaled_linear schedules (0.00085 scaled, 0.0001 linear if "
-        "new)",
+        "first beta of linear and scaled_linear schedules (new process: 0.00085 scaled, 0.0001 "
+        "linear)",
         metavar="BETA",
     )
     beta_end: float | None = flag(
-        "the last beta of linear and scaled_linear schedules (0.012 scaled, 0.02 linear if new)",
+        "last beta of linear and scaled_linear schedules (new process: 0.012 scaled, 0.02 linear)",
         metavar="BETA",
     )
     trained_betas: str | None = flag(
-        "a schedule as a JSON list with a beta per timestep", metavar="FILE"
+        "JSON file with a list of betas, one per timestep", metavar="FILE"
     )
     zero_terminal_snr: bool | None = flag(
         "rescale the betas so that the last timestep is pure noise (v and sample)"
     )
-    num_timesteps: int | None = flag("timesteps of the process (1000 if new)", metavar="N")
+    num_timesteps: int | None = flag("timesteps of the process (new process: 1000)", metavar="N")
     flow_shift: str | None = flag(
-        "shift of the flow's times towards noise, in training and in sampling: a number (SD3: 3), "
-        "or dynamic, by the size of the picture (Flux; dynamic:0.5,1.15,256,4096 gives base and "
-        "largest mu and their tokens); 1, no shift, if new",
+        "shift of flow times towards noise, in training and sampling: a number (SD3: 3), or "
+        "dynamic, by the size of the picture (Flux; dynamic:0.5,1.15,256,4096 gives base and "
+        "largest mu and their tokens) (new process: 1, no shift)",
         metavar="SHIFT",
         read=_shift_text,
     )
     timestep_density: str | None = flag(
-        "how the flow objective draws times in training, before the shift (logit_normal if new)",
+        "density of the flow's times in training, before the shift (new process: logit_normal)",
         choices=[str(density) for density in TimestepDensity],
     )
-    logit_mean: float | None = flag("of the logit-normal density (0 if new)", metavar="M")
-    logit_std: float | None = flag("of the logit-normal density (1 if new)", metavar="S")
+    logit_mean: float | None = flag(
+        "mean of the logit-normal density (new process: 0)", metavar="M"
+    )
+    logit_std: float | None = flag(
+        "standard deviation of the logit-normal density (new process: 1)", metavar="S"
+    )
 
     @property
     def said(self) -> dict[str, Any]:

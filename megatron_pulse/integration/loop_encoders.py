@@ -123,30 +123,31 @@ class LoopEncoders:
         for name, policy in self.policies.items():
             if policy == "fill" and name not in filled:
                 faults.append(
-                    f"--pulse-encoder-schedule {name}=fill: the plan has no idle time for it: "
-                    "give a plan that 'pulse tune --encoders COSTS.json' made, or encode in front"
+                    f"--pulse-encoder-schedule {name}=fill: the plan does not run it in pipeline "
+                    "bubbles. Give a plan of 'pulse tune --encoders COSTS.json', or use "
+                    "before-step"
                 )
             if policy == "before-step" and name in filled:
                 faults.append(
-                    f"--pulse-encoder-schedule {name}=before-step: the plan encodes it in idle "
-                    "time: leave the flag out, or tune without it"
+                    f"--pulse-encoder-schedule {name}=before-step: the plan runs it in pipeline "
+                    "bubbles. Leave the flag out, or tune without it"
                 )
         for name, filler in filled.items():
             if name not in self.names:
                 used = ", ".join(self.names) or "none"
                 faults.append(
-                    f"the plan encodes {name} in idle time, and this run does not encode by it "
-                    f"(it encodes by {used}): what it makes is in the data, or nothing reads it; "
-                    "take a plan that was tuned with a table without it"
+                    f"the plan runs {name} in pipeline bubbles, but this run does not use it (it "
+                    f"uses {used}): its results are in the data, or no layer reads them. Tune "
+                    "with an encoder table without it"
                 )
                 continue
             planned = max((end for _, end, *_ in filler.pieces), default=0)
             there = self._num_layers(name)
             if planned != there:
                 faults.append(
-                    f"the plan is of other encoders than {self.folder}: its {name} has {planned} "
-                    f"layers, this one {there}; tune again with a table of these ('pulse profile "
-                    f"--encoders {self.folder}')"
+                    f"the plan was made for other encoders than {self.folder}: its {name} has "
+                    f"{planned} layers, this one has {there}. Tune with a table of these encoders "
+                    f"('pulse profile --encoders {self.folder}')"
                 )
             for device in sorted({*self.readers(name, routes, backbone)} - {*filler.readers}):
                 faults.append(f"the plan does not send the results of {name} to device {device}")
@@ -181,14 +182,16 @@ class LoopEncoders:
         filled = {filler.name for filler in fillers}
         lines = [f"encoders of {self.folder}:"]
         for name, homes in self.homes(fillers, num_devices).items():
-            when = "in the idle time of the step before" if name in filled else "in front"
+            when = "in pipeline bubbles of the previous step" if name in filled else "in front"
             where = ", ".join(map(str, homes))
             lines.append(f"  {name}: {when}, on device{'s' * (len(homes) > 1)} {where}")
         if (autoencoder := self.autoencoder()) is not None and autoencoder.remark:
             lines.append(f"  {autoencoder.remark}")
         others = {path.name for path in self.folder.glob("text_encoder*") if path.is_dir()}
         if self.recipe is not None and (unread := sorted(others - set(self.names))):
-            lines.append(f"  {', '.join(unread)}: not used, the backbone reads none of it")
+            lines.append(
+                f"  {', '.join(unread)}: not used (the backbone does not read its results)"
+            )
         return "\n".join(lines)
 
 
@@ -214,14 +217,14 @@ def loop_encoders(options: PulseOptions, backbone: Backbone) -> LoopEncoders | N
         if makes and policies.get(name) == "store":
             what = "latents" if name == VAE else "text states"
             faults.append(
-                f"--pulse-encoder-schedule {name}=store: {options.data} has no {what}: write them "
-                f"first with 'pulse data write-latents --from {options.data} --encoders {folder} "
+                f"--pulse-encoder-schedule {name}=store: {options.data} has no {what}. Write them "
+                f"first: 'pulse data write-latents --from {options.data} --encoders {folder} "
                 f"--backbone {options.backbone} --image-size PIXELS -o latents'"
             )
         if not makes and policies.get(name) in ("fill", "before-step"):
             faults.append(
                 f"--pulse-encoder-schedule {name}={policies[name]}: {options.data} has its "
-                "results: leave the flag out"
+                "results. Leave the flag out"
             )
     channels = backbone.sample_spec.shape[0]
     with collecting(faults):
@@ -232,17 +235,16 @@ def loop_encoders(options: PulseOptions, backbone: Backbone) -> LoopEncoders | N
         whole = (
             ""
             if (folder / PIPELINE_INDEX).is_file()
-            else f", nor {PIPELINE_INDEX}: give a pipeline's folder"
+            else f", nor {PIPELINE_INDEX}. Give a diffusers pipeline folder"
         )
         faults.append(
             f"--pulse-encoders {folder}: {backbone.name} takes latents of {channels} channels and "
-            f"{options.data} has pictures, but there is no {VAE}/ that makes one of the other"
-            f"{whole}"
+            f"{options.data} has pictures, but the folder has no {VAE}/ to encode them{whole}"
         )
     if not texts and not autoencodes and not faults:
-        plan = " and take a plan tuned without --encoders" if options.plan else ""
+        plan = " and use a plan tuned without --encoders" if options.plan else ""
         faults.append(
-            f"--pulse-encoders {folder}: {options.data} has all that {backbone.name} reads: leave "
+            f"--pulse-encoders {folder}: {options.data} has all inputs of {backbone.name}. Leave "
             f"the flag out{plan}"
         )
     used = [*(there if texts else ()), *([VAE] if autoencodes else [])]
@@ -251,7 +253,7 @@ def loop_encoders(options: PulseOptions, backbone: Backbone) -> LoopEncoders | N
         made = Autoencoder(folder / VAE, weighs=False).latent_channels
         if made != channels:
             faults.append(
-                f"--pulse-encoders {folder}: {VAE}/ makes latents of {made} channels, "
+                f"--pulse-encoders {folder}: {VAE}/ makes latents of {made} channels, but "
                 f"{backbone.name} takes {channels}"
             )
     if faults:
@@ -290,8 +292,8 @@ def _policies(given: Sequence[str], names: Sequence[str]) -> tuple[dict[str, str
         name, _, policy = text.rpartition("=")
         if (before := said.setdefault(name, text)) != text:
             faults.append(
-                f"--pulse-encoder-schedule {before} and --pulse-encoder-schedule {text}: which "
-                "one counts?"
+                f"--pulse-encoder-schedule {before} and --pulse-encoder-schedule {text} "
+                "contradict each other: give one"
             )
         kinds = {"": names, TEXT: [n for n in names if n != VAE]}
         if name not in (*kinds, *names):

@@ -92,13 +92,13 @@ def main() -> None:
             lock = _connect(args, options, job, found)
         check_world(args, plan.digest())
         # One rank reads the encoders' files, since saved flags are the same on all.
-        with PROGRESS.during("reading the files of encoders", patient=True):
+        with PROGRESS.during("loading encoders", patient=True):
             args.pulse_encoded_by = broadcast_from_rank_0(lambda: data.encoded_by)
         if start is not None:
             with refusing(CheckpointError, where=f"{start.given}: "):
                 start = verified_start(start, args, holds=lock is not None)
             set_load_flags(args, start)
-        with PROGRESS.during("looking at the data", patient=True):
+        with PROGRESS.during("reading the data", patient=True):
             records = broadcast_from_rank_0(lambda: data.record(whole=True))
         args.pulse_data_record = to_saved(records)
         if start is not None and args.rank == 0:
@@ -106,7 +106,7 @@ def main() -> None:
             print(describe(start, begun), flush=True)
         elif args.rank == 0 and (weights := describe_weights(options.backbone or "")):
             print(weights, flush=True)
-        with PROGRESS.during("looking at pictures", patient=True), refusing(DataError):
+        with PROGRESS.during("reading picture headers", patient=True), refusing(DataError):
             looked_at = broadcast_from_rank_0(data.survey)
         for told in looked_at if args.rank == 0 else ():
             print(told, flush=True)
@@ -173,7 +173,12 @@ def _connect(
         local_rank, number = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
         if local_rank >= number:
             raise FlagError(
-                [f"local rank {local_rank} has no GPU: {number} are visible; start as many ranks"]
+                [
+                    (
+                        f"local rank {local_rank} has no GPU: {number} are visible. Start as many "
+                        "ranks per node as GPUs"
+                    )
+                ]
             )
         torch.cuda.set_device(local_rank)
         device_id = torch.device("cuda", local_rank)

@@ -79,13 +79,12 @@ class TrainedModel:
 
         Training on ``captions:`` data encodes words without a text encoder.
         """
-        data = self.arguments.pulse_data or "data that is not known here"
+        data = self.arguments.pulse_data or "unknown data"
         if data.startswith("captions:"):
             return ""
         return (
-            f"{self.folder} was not trained on captions but on {data}, so how its text states were "
-            "made is not known here: give the pipeline folder that made them, --encoders DIR, or "
-            "use --from-data"
+            f"{self.folder} was trained on {data} without captions, so its text encoders are "
+            "unknown. Give their pipeline folder (--encoders DIR), or use --from-data"
         )
 
     @property
@@ -169,7 +168,9 @@ def request_from_data(model: TrainedModel, indices: Sequence[int]) -> Request:
     cannot be read or has fewer samples.
     """
     if model.arguments.pulse_data is None:
-        raise ValueError(f"{model.folder} holds imported weights: name a data set with --data")
+        raise ValueError(
+            f"{model.folder} holds imported weights without data. Name a data set: --data"
+        )
     # A run with a plan takes its backbone from there, not from a flag.
     options = replace(pulse_options(model.arguments), backbone=model.backbone.record["name"])
     seed = model.arguments.seed
@@ -183,7 +184,7 @@ def request_from_data(model: TrainedModel, indices: Sequence[int]) -> Request:
     null = held_out.null_conditioning()
     if data.in_loop is not None and (texts := data.in_loop.texts(None)) is not None:
         if changed := changed_since(data.in_loop.folder, recorded_by(model.arguments)):
-            remedy = "Give the folder that has them as they were: --encoders DIR."
+            remedy = "Give the folder with the original encoders: --encoders DIR."
             raise ValueError(format_faults(f"encoders {data.in_loop.folder}", changed, remedy))
         rows = [row | texts.encode(row) for row in rows]
         null = null | texts.null()
@@ -215,8 +216,8 @@ def _request(model: TrainedModel, count: int, given: Fields, null: Fields) -> Re
         with_ = ["--prompt"] if lacking - {CONDITIONING} else []
         with_ += ["--control-image"] if CONDITIONING in lacking else []
         raise ValueError(
-            f"{model.backbone.name} also reads {', '.join(sorted(lacking))}: say what to draw "
-            f"with {' and '.join(with_)}, or with --from-data"
+            f"{model.backbone.name} also reads {', '.join(sorted(lacking))}. Give "
+            f"{' and '.join(with_)}, or --from-data"
         )
     if (no_class := model.backbone.null_label) is not None:
         null = {**null, "labels": torch.tensor(no_class)}
@@ -264,8 +265,9 @@ def load_model(
 
     if backbone.takes_prediction and getattr(args, "pulse_self_conditioning", None) is None:
         raise ValueError(
-            f"{saved.folder}: {backbone.name} takes twice the channels that it predicts, and was "
-            "not trained with --pulse-self-conditioning here: what the others are is not known"
+            f"{saved.folder}: {backbone.name} takes twice as many channels as it predicts, but "
+            "was not trained with --pulse-self-conditioning: the meaning of the other channels is "
+            "unknown"
         )
     changes = compare_models(saved.record, backbone.record).changed
     process = chosen_process(choice or ProcessChoice(), saved.process)

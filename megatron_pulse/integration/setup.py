@@ -68,8 +68,8 @@ def read_command_line() -> tuple[CommandLine, PulseOptions, PlanFile | None]:
     if not args.pulse_backbone and not args.pulse_plan and not args.pulse_auto:
         if not {"--pulse-backbone", "--pulse-module", "--pulse-plan"} & set(line.unread):
             faults.append(
-                "--pulse-backbone must name a backbone ('pulse backbones' lists them), "
-                "--pulse-module a module, or --pulse-plan a plan of one"
+                "--pulse-backbone must name a backbone ('pulse backbones' lists them), or give "
+                "--pulse-module or --pulse-plan"
             )
     if args.save is not None and args.save_interval is None:
         args.save_interval = 1000  # Megatron has no default and stops without one
@@ -88,7 +88,7 @@ def read_command_line() -> tuple[CommandLine, PulseOptions, PlanFile | None]:
             if "table" in given.backbone:
                 named, given = name_of(given.backbone), None
                 faults.append(
-                    f"--pulse-plan is of a table of layers ({named}), with nothing to run"
+                    f"--pulse-plan is of a table of layers ({named}) and has no model to run"
                 )
     if given is not None:
         contrary = list(contradictions(given, line, options))
@@ -107,11 +107,11 @@ def _name_module(args: argparse.Namespace) -> Iterator[str]:
     """Make ``--pulse-module`` the backbone; code named on the command line may run."""
     module = args.pulse_module
     if module and args.pulse_backbone:
-        yield "--pulse-backbone and --pulse-module each name the model: leave one out"
+        yield "--pulse-backbone and --pulse-module exclude each other: leave one out"
     elif module and not is_module(module):
         yield misnamed(module) or (
-            f"--pulse-module {module} is no module: write diffusers:FOLDER, diffusers:CLASS, "
-            "FILE.py:FACTORY or PACKAGE.MODULE:FACTORY; named backbones are --pulse-backbone's"
+            f"--pulse-module {module} is no module. Write diffusers:FOLDER, diffusers:CLASS, "
+            "FILE.py:FACTORY or PACKAGE.MODULE:FACTORY; backbones by name go to --pulse-backbone"
         )
     args.pulse_backbone = args.pulse_backbone or module
     if args.pulse_backbone:
@@ -140,11 +140,11 @@ def _lay_cascade(args: argparse.Namespace, line: CommandLine) -> Iterator[str]:
     }
     for flag, given in refused.items():
         if given:
-            yield f"{flag}: is not for a cascade; leave it out"
+            yield f"{flag} does not apply to a cascade: leave it out"
     if args.pipeline_model_parallel_size < 2:
         yield (
-            f"{name}: a cascade's chains fill each other's idle time in a pipeline: give "
-            "--pipeline-model-parallel-size 2 or more, or train one after the other"
+            f"{name}: the chains of a cascade fill each other's pipeline bubbles. Give "
+            "--pipeline-model-parallel-size 2 or more, or train the chains one after the other"
         )
 
 
@@ -158,7 +158,7 @@ def _check_auto(line: CommandLine, options: PulseOptions) -> Iterator[str]:
     except ValueError as error:
         yield str(error)
     if options.plan is not None:
-        yield "--pulse-auto makes a plan, --pulse-plan brings one: leave one out"
+        yield "--pulse-auto and --pulse-plan exclude each other: leave one out"
     if not args.pulse_backbone:
         yield "--pulse-auto needs --pulse-backbone or --pulse-module"
     elif options.plan is None:
@@ -168,11 +168,11 @@ def _check_auto(line: CommandLine, options: PulseOptions) -> Iterator[str]:
             yield str(error)
     yield from decided_by("--pulse-auto", line)
     if args.global_batch_size is None:
-        yield "--pulse-auto needs --global-batch-size, which it divides"
+        yield "--pulse-auto needs --global-batch-size"
     if backbone is not None:
         yield from _model_faults(backbone, options)
     if args.pulse_data is None:
-        yield "--pulse-auto needs --pulse-data, what to train on"
+        yield "--pulse-auto needs --pulse-data"
     elif backbone is None or backbone.parts or process is None:
         yield from check_dataset(args.pulse_data)
     else:
@@ -201,8 +201,8 @@ def _model_faults(backbone: Backbone, options: PulseOptions) -> Iterator[str]:
     if options.class_dropout and not can_drop(backbone):
         grown = "" if is_module(backbone.name) else ", or import with --null-class"
         yield (
-            f"--pulse-class-dropout {options.class_dropout:g}: {backbone.name} has no null "
-            f"class that a dropped sample could get: give 0{grown}"
+            f"--pulse-class-dropout {options.class_dropout:g}: {backbone.name} has no null class "
+            f"for dropped samples. Give 0{grown}"
         )
     faults: list[str] = []
     with collecting(faults):
@@ -292,9 +292,9 @@ def _undivided(backbone: Backbone, tensor_parallel: int) -> list[str]:
     if tensor_parallel == 1 or source_of(backbone) is None:
         return []
     return [
-        f"--tensor-model-parallel-size {tensor_parallel}: ranks do not share the tensors of a "
-        f"module ({backbone.name}); the families of 'pulse backbones' have tensor and sequence "
-        "parallelism: leave it out, or train one of those"
+        f"--tensor-model-parallel-size {tensor_parallel}: a module ({backbone.name}) has no "
+        "tensor parallelism; the families of 'pulse backbones' have tensor and sequence "
+        "parallelism. Leave it out, or train one of those"
     ]
 
 

@@ -189,7 +189,9 @@ def _stragglers(args: argparse.Namespace, options: PulseOptions, plan: Plan) -> 
 
 def _forward_step(*args: Any) -> None:
     """Raise, since the executor runs the stages itself; Megatron only demands the function."""
-    raise PulseError("Megatron called forward_step: its own schedule is running, not the plan's")
+    raise PulseError(
+        "Megatron called forward_step: its own schedule is running instead of the plan's"
+    )
 
 
 @contextmanager
@@ -222,8 +224,8 @@ def _divided(args: argparse.Namespace, plan: Plan) -> str:
     said = f"{args.world_size} rank(s): pipeline {pipeline} x data {data} x tensor {tensor}"
     if not args.optimizer_cpu_offload:
         return said
-    how = ["optimizer on the host"]
-    how += ["copies beside its work"] * args.overlap_cpu_optimizer_d2h_h2d
+    how = ["optimizer offload"]
+    how += ["copies overlap with its work"] * args.overlap_cpu_optimizer_d2h_h2d
     pinned = {"gradients": args.pin_cpu_grads, "weights": args.pin_cpu_params}
     if kept := [name for name, pin in pinned.items() if pin and torch.cuda.is_available()]:
         how.append(f"{' and '.join(kept)} in pinned memory")

@@ -87,7 +87,7 @@ def _naming_encoders(options: PulseOptions, wanted: WantedFields) -> Iterator[No
         lost = [name for name in wanted.made_by if any(f" {name} (" in f for f in error.faults)]
         if options.encoders is not None or not lost:
             raise
-        make = f"Encode captions in the loop (--pulse-encoders DIR makes {', '.join(lost)})"
+        make = f"Encode captions in the loop (--pulse-encoders DIR provides {', '.join(lost)})"
         raise DataError(error.what, error.faults, f"{make}. {error.remedy}") from error
 
 
@@ -154,7 +154,7 @@ class DiffusionData:
         found = surveys([self.train, self.validation])
         if not self._skip_corrupt:
             require_readable(found)
-        held = f"{len(self.train):,} samples to train on, {len(self.validation):,} held back"
+        held = f"{len(self.train):,} training samples, {len(self.validation):,} validation samples"
         return [f"{each.describe()}; {held}" for each in found]
 
     def count_corrupt(self) -> int:
@@ -171,8 +171,8 @@ class DiffusionData:
         if self.in_loop is None:
             names = ", ".join(filler.name for filler in filled)
             told = (
-                f"the plan encodes {names} in idle time: give --pulse-encoders DIR, or a plan "
-                "tuned without --encoders where the data have what they make"
+                f"the plan runs {names} in pipeline bubbles. Give --pulse-encoders DIR, or, if "
+                "the data has their results, a plan tuned without --encoders"
             )
             return [told] if names else []
         self.homes = self.in_loop.homes(filled, plan.placement.num_devices)
@@ -270,9 +270,9 @@ class DiffusionData:
         ]
         if few:
             print(
-                f"warning: {in_a_row} samples in a row are of one shape, and there are only "
-                f"{', '.join(few)}: each comes several times in a row; "
-                "--pulse-bucket-batch N mixes shapes within a step",
+                f"warning: {in_a_row} consecutive samples have one shape, but the data has only "
+                f"{', '.join(few)}, so samples repeat within a batch. Use --pulse-bucket-batch N "
+                "to mix shapes within a step",
                 flush=True,
             )
 
@@ -330,8 +330,8 @@ class DiffusionData:
                     self._corrupt.add(dataset.describe(index))
                 if tells and index not in named and len(named) < _MOST_NAMED:
                     named.add(index)
-                    more = "; more will not be named" if len(named) == _MOST_NAMED else ""
-                    print(f"corrupt, passed over: {dataset.describe(index)}{more}", flush=True)
+                    more = "; further ones are not listed" if len(named) == _MOST_NAMED else ""
+                    print(f"corrupt, skipped: {dataset.describe(index)}{more}", flush=True)
             yield batch
 
 
@@ -341,21 +341,20 @@ def _require_prediction(backbone: Backbone, self_conditioning: float | None) -> 
     A self-conditioned backbone takes twice the channels that it predicts.
     """
     taken, given = backbone.input_spec.shape, backbone.output_spec.shape
-    fault, remedy = f"it takes samples of {taken} and predicts {given}", ""
+    fault, remedy = f"it takes samples of {taken} but predicts {given}", ""
     if backbone.takes_prediction:
         if self_conditioning is not None:
             return
-        remedy = (
-            "Half of its channels are for its own prediction: give --pulse-self-conditioning P."
-        )
+        remedy = "Half of its channels are for self-conditioning: give --pulse-self-conditioning P."
     elif self_conditioning is not None:
         fault = f"--pulse-self-conditioning {self_conditioning:g}: {fault}"
         remedy = (
-            "Who conditions itself takes twice the channels that it predicts, as UNets, SD3, "
-            "PixArt and diffusers classes with --pulse-option in_channels=8 and out_channels=4."
+            "Self-conditioning needs twice as many input channels as predicted ones, e.g. UNets, "
+            "SD3, PixArt and diffusers classes with --pulse-option in_channels=8 and "
+            "out_channels=4."
         )
     elif given in (taken, (2 * taken[0], *taken[1:])):
         return
     else:
-        remedy = "A prediction has the sample's shape, or twice its channels (a learned sigma)."
+        remedy = "A prediction must have the sample's shape, or twice its channels (learned sigma)."
     raise DataError(f"backbone {backbone.name}", [fault], remedy)

@@ -163,7 +163,7 @@ class Executor:
                     for stage, make_context in self._no_sync.items():
                         self._syncing[stage].enter_context(make_context())
                 self._play(recorder)
-                PROGRESS.event = "waiting until all messages of the step have ended"
+                PROGRESS.event = "waiting for all messages of the step"
                 self._exchange.drain()
             self._exchange.require_empty()
         except BaseException as error:
@@ -447,9 +447,8 @@ def _loss(value: object, differentiated: bool) -> Tensor:
         raise ValueError(f"the loss must be one number, has the shape {tuple(value.shape)}")
     if differentiated and not value.requires_grad:
         raise ValueError(
-            "the loss has no gradient: it is computed of a detached prediction, of its numbers, or "
-            "within torch.no_grad(). Compute it of the prediction itself; evaluate() takes it as "
-            "it is"
+            "the loss has no gradient: it was computed from a detached prediction or within "
+            "torch.no_grad(). Compute it from the prediction itself, or call evaluate()"
         )
     return value
 

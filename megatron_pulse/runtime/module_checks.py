@@ -84,16 +84,16 @@ def _random(layer: str, module: nn.Module) -> Iterator[str]:
         if part.training and (what := _draws(part)):
             inside = f" ({name})" if name else ""
             yield (
-                f"{layer}: {type(part).__name__}{inside} draws {what}, which no other layout "
-                "repeats: leave it out, or give it a probability of 0"
+                f"{layer}: {type(part).__name__}{inside} draws {what}, which differ between "
+                "layouts. Remove it, or set its probability to 0"
             )
 
 
 def _trained(layer: str, module: nn.Module) -> Iterator[str]:
     if trained := [name for name, p in module.named_parameters() if p.requires_grad]:
         yield (
-            f"{layer}: it is declared with trained=False, but its parameter {trained[0]} asks for "
-            "a gradient: call requires_grad_(False) on what it builds"
+            f"{layer}: declared with trained=False, but its parameter {trained[0]} requires a "
+            "gradient. Call requires_grad_(False) on the module that it builds"
         )
 
 
@@ -121,6 +121,6 @@ def _shared(modules: Sequence[tuple[str, nn.Module]]) -> Iterator[str]:
                 continue
             told.add((before, layer))
             yield (
-                f"{layer}: its parameter {name} is also {before}'s {as_name}; each layer has its "
-                "own, for they may be on different processes: make a new one in each"
+                f"{layer}: its parameter {name} is also {before}'s {as_name}. Layers cannot share "
+                "parameters, since they may run in different processes. Make a new one in each"
             )

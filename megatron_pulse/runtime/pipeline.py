@@ -78,7 +78,7 @@ class Pipeline:
         if group is None and dist.is_initialized():
             group = dist.group.WORLD
         given: list[tuple[str, object, type, str]] = [
-            ("plan", plan, Plan, ", as make_plan returns one"),
+            ("plan", plan, Plan, ", as returned by make_plan"),
             ("seed", seed, int, ""),
             ("dtype", dtype, torch.dtype, ""),
         ]
@@ -94,7 +94,8 @@ class Pipeline:
         if num_processes != plan.placement.num_devices:
             raise PulseError(
                 f"the plan is for {plan.placement.num_devices} devices, the group has "
-                f"{num_processes} processes: start as many, or make a plan for these"
+                f"{num_processes} processes. Start as many processes as devices, or make a plan "
+                "for this group"
             )
         self.plan = plan
         self.rank = 0 if group is None else group.rank()
@@ -253,7 +254,7 @@ class Pipeline:
         here = {name for s in self.stages.values() for name, _ in s.named_layers()}
         mine = tuple(la.prefix for la in layers if la.name in here and not la.qualified)
         faults += [
-            f"{name} is nothing that its layer has"
+            f"{name} is no parameter or buffer of its layer"
             for name in state
             if name.startswith(mine) and name not in own
         ]
@@ -288,8 +289,8 @@ class Pipeline:
         """
         if not any(layer.trained for layer in self.plan.backbone.layers):
             raise PulseError(
-                f"no parameter of {self.plan.backbone.name} asks for a gradient: evaluate() runs "
-                "it without"
+                f"no parameter of {self.plan.backbone.name} requires a gradient. Use evaluate(), "
+                "which needs none"
             )
         self._require_fit(batches)
         executor = self.executor(len(batches))
@@ -361,7 +362,9 @@ class Pipeline:
             for fault in _misfits(self.plan.backbone, batch, self._settings)
         ]
         if faults or not batches:
-            raise PulseError(format_faults("batches", faults or ["a step needs at least one"]))
+            raise PulseError(
+                format_faults("batches", faults or [("a step needs at least one microbatch")])
+            )
 
     def _try_layers(self) -> None:
         """Run every layer once on zeros.
@@ -410,8 +413,8 @@ class Pipeline:
         except RuntimeError as error:
             first = self._board.first_failure(wait_s=0.5)
             raise PulseError(
-                f"{doing}, another process closed the connection (it died or failed)\n"
-                f"first failure in this job: {first or error}"
+                f"{doing}, another process closed the connection (it exited or failed)\nfirst "
+                f"failure in this job: {first or error}"
             ) from error
         return found
 
@@ -422,12 +425,12 @@ class Pipeline:
         own = f"{'evaluate' if forward_only else 'step'} {num_microbatches} microbatch(es)"
         first, *others = self._gathered(own, "comparing steps")
         if faults := [
-            f"process {i} is to {call}, process 0 to {first}"
+            f"process {i} called {call}, process 0 called {first}"
             for i, call in enumerate(others, start=1)
             if call != first
         ]:
             raise PulseError(
-                format_faults("all processes make the same call with the same batches", faults)
+                format_faults("make the same call with the same batches in all processes", faults)
             )
 
     def _require_one_plan(self, num_microbatches: int) -> None:
@@ -437,7 +440,8 @@ class Pipeline:
         if other := [i for i, digest in enumerate(digests) if digest != digests[0]]:
             raise PulseError(
                 f"processes {', '.join(map(str, other))} have another plan than process 0 for "
-                f"{num_microbatches} microbatches: measure and plan on one, and send the plan"
+                f"{num_microbatches} microbatches. Measure and plan in one process, and send the "
+                "plan"
             )
 
 
@@ -463,7 +467,7 @@ def _loss_faults(loss: object, chains: Collection[str] | None) -> Iterator[str]:
 
 def _require_weights(state: object) -> None:
     """Raise PulseError unless ``state`` maps names to tensors."""
-    what = "weights to load must map names to tensors, as full_state_dict returns them"
+    what = "weights to load must map names to tensors, as returned by full_state_dict"
     if isinstance(state, str | PathLike):
         path = str(state)
         raise PulseError(
@@ -473,7 +477,7 @@ def _require_weights(state: object) -> None:
     if not isinstance(state, Mapping):
         raise PulseError(f"{what}; this is {type(state).__name__}")
     faults = [
-        f"{name!r} is no name, but {type(name).__name__}"
+        f"key {name!r} must be a name, is {type(name).__name__}"
         if not isinstance(name, str)
         else f"{name} must be a tensor, is {type(value).__name__}"
         for name, value in state.items()

@@ -61,7 +61,7 @@ class Job:
                     self._reached = _reach(self.rank, limit_s)
                 except STORE_ERRORS as error:
                     if port_is_taken(error):
-                        self._unmet = ": another program has that port, give MASTER_PORT another"
+                        self._unmet = ": another program uses this port; set MASTER_PORT to another"
                     return None
                 self._meeting = dist.PrefixStore(_start(), self._reached)
         return FailureBoard(self._meeting, self.rank)
@@ -79,15 +79,15 @@ class Job:
         Raises PulseError if a rank fails before, or on timeout.
         """
         host, port = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0"))
-        where = f"{host}:{port}, where {'torchrun' if _is_the_agents() else 'rank 0'} is to listen"
+        where = f"{host}:{port}, where {'torchrun' if _is_the_agents() else 'rank 0'} should listen"
         if self.watch is not None and self.world_size > 1:
             self.watch.expect(where)
         waits_s = limit_s if self.watch is None else backstop_timeout_s(limit_s)
         board = self.board(waits_s)
         if board is None or self._meeting is None:
             raise PulseError(
-                f"rank {self.rank} does not reach the others at {where}, within {limit_s:g} s"
-                f"{self._unmet}"
+                f"rank {self.rank} cannot reach the other ranks at {where}, within {limit_s:g} "
+                f"s{self._unmet}"
             )
         if self._reached is not None:
             self._meeting = self._gather(self._reached, board, (host, port), limit_s)
@@ -122,7 +122,7 @@ class Job:
                 if own in meeting.get(_ROSTER).decode().split(","):
                     return meeting
             if failure := board.first_failure():
-                raise PulseError(f"stopped, because another rank did: {failure}")
+                raise PulseError(f"stopped, because another rank failed: {failure}")
             if time.monotonic() > deadline:
                 raise PulseError(self._who_is_missing(meeting, everybody, limit_s))
             time.sleep(0.02 + 1e-4 * self.world_size)  # one store serves all ranks

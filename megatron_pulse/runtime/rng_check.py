@@ -18,8 +18,8 @@ from megatron_pulse.tracing.checks.module_state import files_of
 from megatron_pulse.tracing.checks.untraced_effects import other_generators
 
 UNREPEATED = (
-    "which no other layout repeats: set its dropout to 0, or draw them where batches are made and "
-    "give them as a field of the batch (pulse.Layer has uses)"
+    "which differ between layouts. Set its dropout to 0, or draw the numbers with the batch and "
+    "pass them as a batch field (uses of pulse.Layer)"
 )
 """Reason for refusing draws, and the remedy."""
 _RESERVING = "transformer_engine."

@@ -225,8 +225,8 @@ class Stage(Nest):
         found = [] if (fault := drawing.fault()) is None else [fault]
         if first and (names := before ^ _trained(module)):
             found.append(
-                f"sets requires_grad of its parameter {min(names)} while it runs: what is trained "
-                "would depend on the layout; set it before a step"
+                f"sets requires_grad of its parameter {min(names)} in forward, so trained "
+                "parameters would depend on the layout. Set it before a step"
             )
         faults += [f"{spec.name} {what}" for what in found]
         if not found:
@@ -264,7 +264,7 @@ class Stage(Nest):
         """Check a layer's results and bring them into the memory layout of received messages."""
         fault = result_mismatch(results, expected)
         if fault is None and _ends_backward(module, inputs, results):
-            fault = "returns nothing that its gradients could come from: is it detached?"
+            fault = "has no output with a gradient: is its output detached?"
         if fault is not None:
             raise BackboneError(self._backbone_name, [f"{spec.name} {fault}"])
         count = len(spec.outputs)
@@ -289,7 +289,7 @@ class Stage(Nest):
         provided: Tensors = {}
         for spec in self._embedders:
             if self.replicas is None:
-                raise PulseError(f"stage {self.stage} was given no copy of {spec.name}")
+                raise PulseError(f"stage {self.stage} has no copy of {spec.name}")
             fields = {spec.own(name): conditioning[name] for name in spec.uses}
             module = self.replicas.module(spec.name)
             tell_shape(module, which)
@@ -299,9 +299,9 @@ class Stage(Nest):
             if (after := _buffers(module)) != before:
                 written = [name for name in after if after[name] != before.get(name)]
                 faults.append(
-                    f"{spec.name} writes into its buffer {', '.join(written)}, of which every "
-                    "device has a copy: send what it provides (--pulse-conditioning send), or "
-                    "write into none"
+                    f"{spec.name} modifies its buffer {', '.join(written)}, and every device has "
+                    "a copy of it. Send its results (--pulse-conditioning send), or leave buffers "
+                    "unchanged"
                 )
             if faults:
                 raise BackboneError(self._backbone_name, faults)

@@ -110,7 +110,7 @@ class StopSignals:
 
 def order(number: signal.Signals, is_orphan: bool) -> str:
     """Description of a signal."""
-    return number.name + ": the launcher has ended" * is_orphan
+    return number.name + ": the launcher has exited" * is_orphan
 
 
 def drop_unread_output() -> None:

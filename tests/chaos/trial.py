@@ -181,7 +181,9 @@ def _watch_end(trial: Trial, ranks: Ranks, outcome: Outcome, began: float) -> No
     if outcome.orphans:
         outcome.faults.append(f"{outcome.orphans} processes were left running")
     statuses, said = ranks.statuses(), ranks.said()
-    outcome.happened = any(statuses) or (kind == "told to end" and "told to stop (" in said)
+    outcome.happened = any(statuses) or (
+        kind == "told to end" and re.search(r"stop(ped| request) \(", said) is not None
+    )
     if kind in ENDS_WELL:
         outcome.happened = True
         if any(statuses):

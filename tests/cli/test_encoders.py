@@ -350,7 +350,7 @@ def test_control_images_that_cannot_be_followed(
     control = [*draw, "--load", str(controlled[1])]
     prompts = ["--prompt", "a", "--prompt", "b", "--prompt", "c"]
     cases = [
-        ([*control, *prompts], "also reads conditioning: say what to draw with --control-image"),
+        ([*control, *prompts], "also reads conditioning. Give --control-image"),
         ([*control, *prompts, "--control-image", a, "--control-image", b], "2 pictures for 3 rows"),
         ([*control, *prompts, "--control-image", str(tmp_path / "c.png")], "not an image"),
         ([*control, *prompts, "--control-image", str(tmp_path / "d.png")], "there is no such file"),

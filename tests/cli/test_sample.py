@@ -271,11 +271,11 @@ def test_texts_that_cannot_be_drawn(
 ) -> None:
     grid = ["-o", str(tmp_path / "grid.png")]
     assert sample(texts, *grid) == 2
-    assert "reads context: say what to draw with --prompt" in capsys.readouterr().err
+    assert "reads context. Give --prompt" in capsys.readouterr().err
     assert sample(texts, *grid, "--classes", "1") == 2
     assert "knows no classes" in capsys.readouterr().err
     assert sample(trained, *grid, "--prompt", "seven") == 2
-    assert "not trained on captions but on digits8" in capsys.readouterr().err
+    assert "trained on digits8 without captions" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
@@ -292,8 +292,8 @@ def test_damaged_weights(
     to = ["-o", str(out.with_suffix(".png"))] if command == "sample" else ["--to", str(out)]
     assert main([command, "--load", str(damaged), *to]) == 2
     err = capsys.readouterr().err
-    assert "iter_0000002 is damaged: __1_0.distcp: its content is not what was saved" in err
-    assert "no other step there is whole" in err and "Traceback" not in err
+    assert "iter_0000002 is damaged: __1_0.distcp: content differs from what was saved" in err
+    assert "no other step there is intact" in err and "Traceback" not in err
     assert list(tmp_path.iterdir()) == [damaged]
     assert main(["export", "--load", str(damaged), "--to", str(out), "--iteration", "-1"]) == 2
     assert "--iteration" in (err := capsys.readouterr().err) and "latest" not in err

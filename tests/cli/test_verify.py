@@ -81,4 +81,4 @@ def test_what_ranks_say_is_said(
     failing = ("/bin/sh", "-c", "echo no memory; exit 3")
     monkeypatch.setattr(launcher, "RANK", failing)
     save_plan(small_plan(pipeline=1), "plan.json")
-    refused(["verify", "plan.json", "--steps", "1"], "cannot make a step", "rank 0: no memory")
+    refused(["verify", "plan.json", "--steps", "1"], "cannot run a step", "rank 0: no memory")

@@ -36,7 +36,7 @@ BAD: dict[str, tuple[int, list[str], str]] = {
     "weights beyond memory": (
         1,
         ["--pulse-option", "embed_dim=4000000"],
-        "use more devices, or smaller sizes",
+        "Use more devices, or a smaller",
     ),
     "too many layers": (1, ["--pulse-option", "depth=2000"], "depth: 2000 is beyond 1,000"),
     "malformed option": (1, ["--pulse-option", "depth"], "KEY=VALUE"),
@@ -237,7 +237,7 @@ def test_a_plan_is_not_contradicted_by_defaults_that_are_given(
     assert faults == [
         "--pipeline-model-parallel-size 1, but --pulse-plan says 4: leave the flag out",
         "--pulse-placement fold, but --pulse-plan says sequential: leave the flag out",
-        *(f"--pulse-{flag} together with --pulse-plan, which decides that: leave one out"
+        *(f"--pulse-{flag} and --pulse-plan exclude each other (the plan decides it): leave one out"
           for flag in ("link-us 5.0", "memory-gb 3.0")),
     ]  # fmt: skip
     line = parse(["--pulse-backbone", "uvit-tiny", "--pulse-auto", "--pulse-memory-gb", "3"])
@@ -246,7 +246,7 @@ def test_a_plan_is_not_contradicted_by_defaults_that_are_given(
     made = small_plan("sequential", pipeline=4)
     assert list(contradictions(made, line, options, "--pulse-auto")) == []
     (fault,) = contradictions(replace(made, ema=False), line, options, "--pulse-auto")
-    assert "no memory for averages of the weights: give --pulse-ema-decay 0" in fault
+    assert "no memory for an EMA of the weights. Give --pulse-ema-decay 0" in fault
     options = replace(options, ema_decay=0.0)
     assert list(contradictions(replace(made, ema=False), line, options, "--pulse-auto")) == []
 
@@ -342,7 +342,7 @@ def plan_otherwise() -> None:
 def test_ranks_that_plan_differently() -> None:
     with pytest.raises(RanksFailed) as error:
         run_ranks(2, plan_otherwise)
-    assert said_once(error.value, "rank 1 plans otherwise than rank 0")
+    assert said_once(error.value, "rank 1 makes another plan than rank 0")
 
 
 def test_sequence_parallelism_needs_a_sequence() -> None:

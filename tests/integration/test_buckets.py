@@ -88,7 +88,7 @@ def test_another_order_of_shapes_in_mid_epoch_is_refused(
     again = [*BASE, *buckets.flags, "--load", str(buckets.checkpoints)]
     other = ["--global-batch-size", "16", "--micro-batch-size", "2"]
     (said,) = refuse(monkeypatch, 1, other, again)
-    assert "an order of 8 of one shape in a row, and this run would have 16" in said
+    assert "sample order has 8 consecutive samples of one shape, this run 16" in said
     assert said.endswith("give --pulse-bucket-batch 8")
     said = refuse(monkeypatch, 1, ["--pulse-bucket-batch", "3"], again)
     assert "--pulse-bucket-batch 3 is not a multiple of --micro-batch-size 2" in said

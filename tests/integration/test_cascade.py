@@ -91,8 +91,8 @@ def test_what_a_cascade_cannot_be_is_told_at_once() -> None:
         run(1, *flags, "--pulse-self-conditioning", "0.5", backbone="none")
     said = failed.value.outputs[0]
     for part in (
-        "--pulse-self-conditioning: is not for a cascade",
-        "give --pipeline-model-parallel-size 2 or more",
+        "--pulse-self-conditioning does not apply to a cascade",
+        "Give --pipeline-model-parallel-size 2 or more",
         "options begin with their chain's name, as base.depth; these do not: depth",
     ):
         assert part in said, said

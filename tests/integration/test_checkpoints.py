@@ -75,8 +75,8 @@ def _damaged_is_refused_by_all_ranks(folder: Path, flags: list[str]) -> None:
     with pytest.raises(RanksFailed) as refused:
         run(2, *flags, "--train-iters", "3", "--load", str(folder), "--ckpt-step", "2")
     for text in (
-        f"{file.parent} is damaged: __1_0.distcp: its content is not what was saved",
-        "step 1 there is whole: name it (--ckpt-step 1 beside --load",
+        f"{file.parent} is damaged: __1_0.distcp: content differs from what was saved",
+        "step 1 there is intact: name it (--ckpt-step 1 beside --load",
     ):
         assert said_once(refused.value, text)
     assert refused.value.exit_codes == [2, 2]

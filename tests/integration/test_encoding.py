@@ -229,7 +229,7 @@ def test_auto_fills_where_that_is_sooner(
     assert not auto_tune._other_encoders(plan, options, backbone)
     assert not auto_tune._other_encoders(filled, options, backbone)
     said = auto_tune._other_encoders(filled, replace(options, encoders=None), backbone)
-    assert said == "decides when text_encoder runs in the loop, and this run leaves nothing to it"
+    assert said == "was tuned for text_encoder in the loop, but this run leaves nothing to the plan"
     said = auto_tune._other_encoders(filled, replace(options, encoder_schedule=()), backbone)
     assert said.endswith("this run leaves text_encoder, vae to it")
 
@@ -261,8 +261,11 @@ def test_latents_ahead_and_text_in_the_loop(
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (["vae=store"], "has no latents: write them first with 'pulse data write-latents --from"),
-        (["fill"], "--pulse-encoder-schedule vae=fill: the plan has no idle time for it"),
+        (["vae=store"], "has no latents. Write them first: 'pulse data write-latents --from"),
+        (
+            ["fill"],
+            "--pulse-encoder-schedule vae=fill: the plan does not run it in pipeline bubbles",
+        ),
         (["text=before-step", "tex=fill"], "no encoder is called 'tex'; did you mean text?"),
         (
             ["vae=before-step", "text=before-step", "vae=fill"],
@@ -303,8 +306,8 @@ def test_a_plan_of_other_encoders_is_refused_before_anything_is_built(
     given = [str(folder) if word == str(deeper) else word for word in given]
     given[given.index(flags[at])] = f"latents:{out}"
     (fault,) = refuse(monkeypatch, 2, given, BASE)
-    assert "the plan encodes vae in idle time, and this run does not" in fault
-    assert "it encodes by text_encoder): what it makes is in the data" in fault
+    assert "the plan runs vae in pipeline bubbles, but this run does not" in fault
+    assert "it uses text_encoder): its results are in the data" in fault
 
 
 def test_folders_that_cannot_encode_are_refused_before_anything_is_built(
@@ -335,7 +338,7 @@ def test_folders_that_cannot_encode_are_refused_before_anything_is_built(
     at = given.index("--pulse-encoders")
     del given[at : at + 2]
     given = [word.replace("captions:", "folder:") for word in given]
-    assert "Encode captions in the loop (--pulse-encoders DIR makes context)" in faults()
+    assert "Encode captions in the loop (--pulse-encoders DIR provides context)" in faults()
 
 
 def test_what_is_stored_is_what_is_encoded(

@@ -64,7 +64,7 @@ def test_data_parallelism_and_other_parts_from_a_checkpoint(
     assert_equal_to_rounding(saved, alone(*STEPS, *HALF), 1e-6)
     longer = ["--global-batch-size", "8", "--train-iters", "3", "--load", str(tmp_path)]
     (fault,) = refuse(monkeypatch, 1, [*longer, *distributed[:1]])
-    assert "its optimizer's state is of training everything but embed.*, in_blocks.*" in fault
+    assert "its optimizer state is for training everything but embed.*, in_blocks.*" in fault
     assert "--no-load-optim" in fault
     kept, moved = (
         next(n for n in saved.weights if n.startswith(part))

@@ -69,7 +69,7 @@ def test_no_room_for_a_checkpoint(beside: list[str], disk: Path) -> None:
         run_ranks(2, train_until_full, "save", str(disk), *flags)
     for text in (
         f"the checkpoint of step 2 cannot be written: {disk}: No space left on device",
-        "of whole checkpoints the newest is of step 1; delete iter_0000002, make room",
+        "the newest complete checkpoint is step 1. Delete iter_0000002, free disk space",
     ):
         assert said_once(failed.value, text)
     assert "Traceback" not in "".join(failed.value.outputs)

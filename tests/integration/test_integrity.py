@@ -99,7 +99,7 @@ def test_any_damage_of_any_file(
                 require_intact(copy / STEP)
             said = str(error.value)
             assert said.startswith(f"{copy / STEP} is damaged"), (name, damage)
-            assert "step 3 there is whole" in said and "--ckpt-step 3" in said
+            assert "step 3 there is intact" in said and "--ckpt-step 3" in said
             assert name in said or (name, damage) == (METADATA, swap)
             shutil.rmtree(copy)
 
@@ -143,7 +143,7 @@ def test_hashes_of_earlier_checkpoints(copy: Path) -> None:
     assert "sha256" in (folder / METADATA).read_text() and len(hashes) == 2
     require_intact(folder)
     flip(folder / "__0_0.distcp")
-    with pytest.raises(CheckpointError, match="__0_0.distcp: its content is not what was saved"):
+    with pytest.raises(CheckpointError, match="__0_0.distcp: content differs from what was saved"):
         require_intact(folder)
 
 
@@ -155,12 +155,12 @@ def test_what_is_read_first_is_verified_first(copy: Path, monkeypatch: pytest.Mo
     asked = ["--load", str(copy), "--ckpt-step", "6"]
     (fault,) = refuse(monkeypatch, 1, ["--seed", "5", *asked])
     assert fault.startswith(f"--load: {copy / STEP} is damaged: __0_0.distcp: its content")
-    assert "step 3 there has its sizes" in fault
+    assert "step 3 there has correct file sizes" in fault
     saved, (passed,) = newest_readable(copy)
     assert saved.iteration == 3 and passed.step == 6 and "(__0_0.distcp: its" in passed.reason
     shutil.rmtree(copy / STEP)
     (copy / OTHER).rename(copy / STEP)
-    with pytest.raises(CheckpointError, match="holds step 3: it was moved there"):
+    with pytest.raises(CheckpointError, match="holds step 3: it was renamed"):
         read_saved_run(copy)
 
 
@@ -169,9 +169,9 @@ def test_saved_without_hashes(copy: Path, capsys: pytest.CaptureFixture[str]) ->
     unsealed(copy / OTHER)
     assert read_saved_run(copy, 3).iteration == 3
     require_intact(copy / OTHER)
-    assert capsys.readouterr().out.count("cannot be verified") == 1
+    assert capsys.readouterr().out.count("damage cannot be detected") == 1
     flip(copy / STEP / "__0_0.distcp")
-    with pytest.raises(CheckpointError, match="no other step there is whole"):
+    with pytest.raises(CheckpointError, match="no other step there is intact"):
         require_intact(copy / STEP)
     pipe(copy / OTHER / "__0_0.distcp")
     for read in (read_saved_run, lambda folder, step: require_intact(folder / OTHER)):
@@ -289,7 +289,7 @@ def test_no_code_is_run(copy: Path, tmp_path: Path) -> None:
     made = tmp_path / "made"
     unsealed(copy / STEP)
     (copy / STEP / ".metadata").write_bytes(pickle.dumps(Code(made)))
-    with pytest.raises(CheckpointError, match="mkdir, which no checkpoint needs"):
+    with pytest.raises(CheckpointError, match="mkdir, which is not allowed in a checkpoint"):
         read_saved_run(copy)
     patch_reading()
     dcp.save({"x": Code(made)}, checkpoint_id=str(tmp_path / "objects"), no_dist=True)

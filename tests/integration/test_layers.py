@@ -156,4 +156,4 @@ def test_gloo_is_not_asked_for_where_gpus_are_seen(monkeypatch: pytest.MonkeyPat
     assert not list(_check_processes(asked))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     (fault,) = _check_processes(asked)
-    assert "go over NCCL; leave it out" in fault
+    assert "so messages use NCCL. Leave it out" in fault

@@ -60,7 +60,7 @@ def test_what_is_no_lock_is_left_alone(tmp_path: Path, put: Callable[[Path], Non
     (tmp_path / "mine").write_text("mine")
     (tmp_path / "run").mkdir()
     put(tmp_path / "run" / LOCK)
-    with pytest.raises(FolderInUse, match="not the file by which runs lock a folder: remove it"):
+    with pytest.raises(FolderInUse, match="not a lock file of a run. Remove it"):
         FolderLock(tmp_path / "run", wait_s=0)
     assert (tmp_path / "mine").read_text() == "mine"
 

@@ -86,7 +86,7 @@ def test_the_log_of_twenty_steps_is_short_and_whole(tmp_path: Path) -> None:
     start = ["--pretrained-checkpoint", str(save), "--train-iters", "1", "--eval-iters", "0"]
     fold = ["--pipeline-model-parallel-size", "2"]
     tuned = "".join(run_ranks(2, fine_tuned, [*start, *fold]))
-    assert f"begins with the weights in {save}" in tuned and "successfully loaded" in tuned
+    assert f"starts with the weights in {save}" in tuned and "successfully loaded" in tuned
     for alarming in ("could not find", "will be ignored", "metadata", "version", "mismatch"):
         assert alarming not in tuned, tuned
 

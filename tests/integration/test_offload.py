@@ -32,7 +32,7 @@ def test_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for flag in ("--pulse-offload", "--pulse-recompute"):
         frozen = ["--pulse-freeze", "embed.*", "--pulse-freeze", "in_blocks.*"]
         (fault,) = refuse(monkeypatch, 1, [*frozen, flag, "in_blocks.*"])
-        assert f"{flag} in_blocks.*: what it matches keeps no activations" in fault
+        assert f"{flag} in_blocks.*: the matching layers keep no activations" in fault
     (fault,) = refuse(monkeypatch, 1, [*ALL, "--recompute-granularity", "full"])
     assert "--pulse-offload and --recompute-granularity full both match embed and" in fault
     several = refuse(monkeypatch, 1, ["--pulse-offload", "nix", "--pulse-recompute", "blok.*"])

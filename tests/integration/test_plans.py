@@ -211,7 +211,9 @@ def test_what_contradicts_a_plan_is_refused_all_at_once(tmp_path: Path) -> None:
     assert "--pulse-placement interleaved, but --pulse-plan says fold" in message
     for flag in ("partition soft", "link-gbs 1.0", "link-us 1.0", "memory-gb 1.0"):
         assert f"--pulse-{flag} together with --pulse-plan" in message
-    assert "--pulse-backbone uvit-s with these options is not what --pulse-plan is of" in message
+    assert (
+        "--pulse-backbone uvit-s with these options differs from the backbone of --pulse-plan"
+    ) in message
 
 
 def test_a_broken_plan_is_refused(tmp_path: Path) -> None:
@@ -243,7 +245,7 @@ def test_ranks_with_different_plans_are_refused(tmp_path: Path) -> None:
         make_plan(tmp_path / str(rank) / "plan.json", Config(2, 1, 1, 2, layout))
     with pytest.raises(RanksFailed) as error:
         run_ranks(2, differ, str(tmp_path))
-    assert said_once(error.value, "rank 1 plans otherwise than rank 0")
+    assert said_once(error.value, "rank 1 makes another plan than rank 0")
     assert said_once(error.value, "--pulse-plan FILE")
 
 
@@ -285,7 +287,7 @@ def test_auto_measures_tunes_and_runs(tmp_path: Path) -> None:
     assert len(run(2, *flags, "--train-iters", "4", backbone="none").losses) == 1
     assert (tmp_path / "plan.json").read_bytes() == written
     message = refused(1, *flags)
-    assert "is the plan of another job (uvit-tiny on 2 ranks)" in message
+    assert "was made for another job (uvit-tiny on 2 ranks)" in message
 
 
 def test_a_run_has_the_memory_format_of_its_plan_or_profile(

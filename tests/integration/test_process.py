@@ -203,7 +203,7 @@ def test_contradictions_are_refused(
 
 
 def test_a_new_process_needs_weights(prepare: Prepare) -> None:
-    with pytest.raises(FlagError, match="no weights to begin with"):
+    with pytest.raises(FlagError, match="has no initial weights"):
         prepare("--pulse-new-process")
 
 

@@ -71,7 +71,7 @@ def test_other_rate_batch_and_end(
     assert column(resumed, "weight_decay") == [0.5, 0.5]
     assert column(resumed, "betas") == [(0.9, 0.9)] * 2
     line = said(monkeypatch, *flags, "--load", str(folder))
-    assert f"goes on from iteration 6 of {folder}; from here on: " in line
+    assert f"continues from iteration 6 of {folder}; from here on: " in line
     for change in (
         "--train-iters 8 (was 6)",
         "--lr 0.0001 (was 0.001)",
@@ -138,9 +138,9 @@ def test_counted_from_another_step(saved: Path, monkeypatch: pytest.MonkeyPatch)
     assert column(resumed, "iteration") == [4, 5] and column(resumed, "samples") == [32, 40]
     assert column(resumed, "lr") == pytest.approx([cosine(4 / 6), cosine(5 / 6)])
     (fault,) = refuse(monkeypatch, 1, [*SEED, *flags, "--global-batch-size", "16"])
-    assert "must be 8 as it was" in fault
+    assert "must stay 8" in fault
     (fault,) = refuse(monkeypatch, 1, [*SEED, "--pretrained-checkpoint", *flags[1:]])
-    assert "counts on from a --load" in fault
+    assert "a run continued with --load" in fault
 
 
 def test_the_saved_schedule_where_it_is_asked_for(
@@ -205,7 +205,7 @@ def test_schedule_after_skipped_steps(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "--train-iters 9 (was 8)" in line and "--lr-" not in line
     by_samples = ["--train-samples", "99", *kept, "--load", str(save), "--no-load-optim"]
     (fault,) = refuse(monkeypatch, 1, [*fp16, *by_samples], GOOD[:-2])
-    assert "its schedule is of --train-iters" in fault and "leave that out" in fault
+    assert "its learning-rate schedule counts --train-iters" in fault and "leave that out" in fault
 
 
 def test_a_new_optimizer_goes_on_with_the_schedule(
@@ -223,9 +223,9 @@ def test_a_new_optimizer_goes_on_with_the_schedule(
     assert column(fresh, "lr") == pytest.approx([cosine(6 / 8), cosine(7 / 8)])
     further = [*SEED, *flags, "--train-iters", "9", "--save", str(bare)]
     (fault,) = refuse(monkeypatch, 1, further)
-    assert "without the state of its optimizer" in fault
+    assert "without optimizer state" in fault
     assert "--no-load-optim" in fault and f"--pretrained-checkpoint {bare}" in fault
-    assert "goes on from iteration 8" in said(monkeypatch, *further, "--no-load-optim")
+    assert "continues from iteration 8" in said(monkeypatch, *further, "--no-load-optim")
 
 
 def test_finished(saved: Path) -> None:
@@ -263,7 +263,7 @@ def test_folders_that_are_no_place_to_begin(
     """A finished run for another folder, published weights, a variable that is not set."""
     other = ["--save", str(tmp_path / "other"), "--train-iters", "6"]
     (fault,) = refuse(monkeypatch, 1, [*SEED, "--load", str(saved), *other])
-    assert "leaves no step for --save" in fault and "--pretrained-checkpoint" in fault
+    assert "leaves no steps for --save" in fault and "--pretrained-checkpoint" in fault
     published = tmp_path / "published"
     (published / "unet").mkdir(parents=True)
     (published / "unet/config.json").write_text("{}")
@@ -295,8 +295,11 @@ def test_save_refuses_a_run_whose_steps_are_not_told(
     )
     (fault,) = refuse(monkeypatch, 1, [*SEED, "--save", str(copy)])
     assert fault == refused()
-    assert f"--save {copy} holds a run that is damaged: iter_0000003, iter_0000006" in fault
-    assert f"without {LATEST} and any metadata.json; restore the files, or name another" in fault
+    assert f"--save {copy} holds a damaged run: iter_0000003, iter_0000006" in fault
+    assert (
+        f"without {LATEST} and any metadata.json; restore the files, or start a new run with "
+        "another"
+    ) in fault
     shutil.rmtree(first)
     assert "damaged: iter_0000006, without" in refused()
     last.rename(aside)
@@ -327,7 +330,7 @@ def test_auto_compares_with_what_a_run_begins_with_before_it_measures(
     )
     assert "with --optimizer adam" in refused("--load", str(saved), "--optimizer", "sgd")
     other = ["--save", str(tmp_path / "other")]
-    assert "leaves no step for --save" in refused("--load", str(saved), *other)
+    assert "leaves no steps for --save" in refused("--load", str(saved), *other)
     good = ["p.py", *GOOD, *SEED, "--pulse-auto", *weights]
     monkeypatch.setattr(sys, "argv", good)
     assert read_command_line()[0].faults == ()
@@ -348,12 +351,14 @@ def test_where_no_step_is_whole_all_are_named(copy: Path, monkeypatch: pytest.Mo
     assert f"--save: no checkpoint in {copy} is whole (2 faults):" in fault
     assert f"{last} is not a complete torch_dist checkpoint (it has no metadata.json)" in fault
     assert f"{first} is half-written" in fault
-    assert "restore the files, or name another --save" in fault and "--pretrained-ch" in fault
+    assert (
+        "restore the files, or start a new run with another --save"
+    ) in fault and "--pretrained-ch" in fault
     again = ["--load", str(copy), "--save", str(copy)]
     assert refused(*again) == fault.replace("--save: ", "--load: ", 1)
     (copy / LATEST).unlink()
-    assert "holds a run that is damaged: iter_0000003, iter" in refused("--load", str(copy))
-    assert "; to begin a run there" not in refused(*again)
+    assert "holds a damaged run: iter_0000003, iter" in refused("--load", str(copy))
+    assert ". To start a run there" not in refused(*again)
     for step, text in zip(steps, texts, strict=True):
         (step / "metadata.json").write_text(text)
         (step / "__0_0.distcp").unlink()
@@ -383,11 +388,11 @@ def test_a_named_folder_holds_something(
     (tmp_path / "empty").mkdir()
     assert "there is no latest_checkpointed_iteration.txt" in refused(tmp_path / "empty")
     missing = refused(copy, "--ckpt-step", "5")
-    assert "iter_0000005 is not a complete torch_dist checkpoint; complete are 3, 6" in missing
+    assert "iter_0000005 is not a complete torch_dist checkpoint; complete steps: 3, 6" in missing
     (copy / "iter_0000006" / "metadata.json").unlink()
     assert "iter_0000006 is not a complete" in refused(copy, "--ckpt-step", "6")
     (copy / "iter_0000003" / "common.pt").write_bytes(b"")
-    assert "common.pt: it was not saved with the others" in refused(copy, "--ckpt-step", "3")
+    assert "common.pt: not part of the saved checkpoint" in refused(copy, "--ckpt-step", "3")
 
 
 def test_contradictions(
@@ -398,22 +403,22 @@ def test_contradictions(
     for flags, reason in (
         (["--load", new, "--save", new], "give --save alone"),
         (["--load", there, "--pretrained-checkpoint", there], "give one"),
-        (["--load", there, "--finetune", "--save", there], "begin a new run over itself"),
-        (["--finetune"], "--finetune takes weights from a --load"),
+        (["--load", there, "--finetune", "--save", there], "overwrite itself with a new run"),
+        (["--finetune"], "--finetune needs --load"),
         (["--ckpt-step", "3"], "name a folder"),
-        (["--ckpt-step", "3", "--save", there], f"name the folder: --load {there}"),
-        (["--save", there, "--seed", "6"], "the run of --seed 5, not 6"),
+        (["--ckpt-step", "3", "--save", there], f"needs the folder of that step: --load {there}"),
+        (["--save", there, "--seed", "6"], "a run with --seed 5, not 6"),
         (["--save", there, "--use-distributed-optimizer"], "without --use-distributed-optimizer"),
         (["--load", str(sharded)], "with --use-distributed-optimizer: give that"),
         (["--save", there, "--optimizer", "sgd"], "with --optimizer adam: give that"),
-        (["--save", there, "--bf16"], "trained in fp32, and this is bf16"),
+        (["--save", there, "--bf16"], "trained in fp32, but this run is in bf16"),
     ):
         (fault,) = refuse(monkeypatch, 1, [*SEED, *flags])
         assert reason in fault
     other = tmp_path / "other"
     shutil.copytree(copy, other)
     (fault,) = refuse(monkeypatch, 1, [*SEED, "--load", there, "--save", str(other)])
-    assert f"--save {other} holds a run already" in fault and "leave --load out" in fault
+    assert f"--save {other} holds a run already" in fault and "Leave --load out" in fault
     latest = copy / "latest_checkpointed_iteration.txt"
     (copy / "iter_0000003").rename(copy / "release")
     latest.write_text("release")
@@ -433,7 +438,7 @@ def test_what_is_said_of_other_data_and_seeds(
     assert line.endswith("from here on: --train-iters 9 (was 6)")
     begun = ["--pretrained-checkpoint", str(saved), "--seed", "6", "--save", str(tmp_path / "x")]
     line = said(monkeypatch, *begun)
-    assert line == f"begins with the weights in {saved / 'iter_0000006'}"
+    assert line == f"starts with the weights in {saved / 'iter_0000006'}"
 
 
 def test_data_that_changed_are_said_and_moved_labels_refused(
@@ -454,7 +459,7 @@ def test_data_that_changed_are_said_and_moved_labels_refused(
     assert "(was 18 and 2), 1 added, 0 removed" in line
     (photos / "dog").rename(photos / "ant")
     (fault,) = refuse(monkeypatch, 1, [*SEED, *COSINE, *load])
-    assert "cat is class 1 (was 0). Call the class folders as they were called" in fault
+    assert "cat is class 1 (was 0). Restore the names of the class folders" in fault
     assert f"--pretrained-checkpoint {kept}" in fault
     line = said(monkeypatch, *batch, "--pretrained-checkpoint", str(kept), "--train-iters", "9")
     assert line.endswith("; from here on: labels: cat is class 1 (was 0)")
@@ -488,7 +493,7 @@ def test_averages_can_begin_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         expected = before.weights[name].lerp(after.weights[name], 0.85)
         torch.testing.assert_close(average, expected, rtol=1e-6, atol=1e-8)
     assert after.averages.keys() == after.weights.keys()
-    assert "averages of the weights, which begin with these" in said(monkeypatch, *more)
+    assert "EMA of the weights, starting with these weights" in said(monkeypatch, *more)
 
 
 def test_options_that_are_newer_than_the_checkpoint(
@@ -506,4 +511,4 @@ def test_options_that_are_newer_than_the_checkpoint(
         saved_run.dist_checkpointing, "load_common_state_dict", lambda folder: common
     )
     line = said(monkeypatch, "--load", str(saved), "--train-iters", "6")
-    assert line.startswith("goes on from iteration 6")
+    assert line.startswith("continues from iteration 6")

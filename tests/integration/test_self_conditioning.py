@@ -70,7 +70,7 @@ def test_weights_from_and_to_diffusers(tmp_path: Path, capsys: pytest.CaptureFix
     assert "none of its pipelines gives a model its own prediction" in capsys.readouterr().out
     draw = ["sample", "--load", str(ours), "--raw", "-o", str(tmp_path / "none.png")]
     assert main([*draw, "--classes", "0"]) == 2
-    assert "was not trained with --pulse-self-conditioning here" in capsys.readouterr().err
+    assert "was not trained with --pulse-self-conditioning" in capsys.readouterr().err
 
 
 def test_a_sequence_sends_predictions_and_a_plan_says_how_often(

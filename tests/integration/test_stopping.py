@@ -95,7 +95,7 @@ def told_in_start_up() -> None:
 def test_told_before_the_first_step_it_leaves_at_once_and_says_so() -> None:
     with pytest.raises(RanksFailed) as stopped:
         run_ranks(2, told_in_start_up)
-    assert said_once(stopped.value, "told to stop (SIGTERM) before the first step")
+    assert said_once(stopped.value, "stopped (SIGTERM) before the first step")
     assert stopped.value.exit_codes[1] == 128 + signal.SIGTERM
     assert "Traceback" not in "".join(stopped.value.outputs)
 

@@ -130,14 +130,14 @@ def test_what_a_run_would_go_on_from_stays(copy: Path, capsys: pytest.CaptureFix
     assert f"would be removed: {step_folder(6)}" in text  # it is no newest that is to stay
     flip(copy / step_folder(3) / "__0_0.distcp")
     status, text = said(capsys, "prune", copy, "--keep", "1", "--damaged")
-    assert status == 2 and "no step there is whole" in text and len(stored_in(copy)) == 2
+    assert status == 2 and "no step there is intact" in text and len(stored_in(copy)) == 2
 
 
 def test_a_moved_step_is_no_whole_one(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (copy / step_folder(6)).rename(copy / step_folder(7))
     (copy / LATEST).write_text("7")
     status, text = said(capsys, "verify", copy)
-    assert status == 1 and "step 7: " in text and "holds step 6: it was moved there" in text
+    assert status == 1 and "step 7: " in text and "holds step 6: it was renamed" in text
     assert said(capsys, "prune", copy, "--keep", "1")[0] == 0
     assert [one.step for one in stored_in(copy)] == [3, 7]
 

@@ -181,7 +181,7 @@ def test_layers_of_an_unknown_gpu_are_weighed_as_on_another(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA RTX A1000")
     device, said = run_plan._this_device()
-    assert device is PRESETS["A100-80GB"] and "no peaks of NVIDIA RTX A1000 are known" in said
+    assert device is PRESETS["A100-80GB"] and "peak rates of NVIDIA RTX A1000 are unknown" in said
     assert "--pulse-profile FILE" in said
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     assert run_plan._this_device() == (PRESETS["H200"], "")

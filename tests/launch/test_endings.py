@@ -93,9 +93,7 @@ def test_ctrl_c_in_start_up_and_in_training(tmp_path: Path) -> None:
         run.wait_until(lambda: importing(run), "two ranks", 120)
         run.process.send_signal(signal.SIGINT)
         assert run.ended() == 128 + signal.SIGINT
-        assert run.said() == (
-            "told to stop (SIGINT) before the first step: there was nothing to save\n"
-        )
+        assert run.said() == ("stopped (SIGINT) before the first step; nothing to save\n")
     (tmp_path / "trains.py").write_text(TRAINS)
     own = ["--nproc-per-node", "2", str(tmp_path / "trains.py")]
     with session([BIN / "pulse", "run", *own]) as run:
@@ -111,7 +109,7 @@ def test_torchrun_killed(tmp_path: Path) -> None:
         run.wait_for("iteration        4/")
         run.process.kill()
         assert run.ended() == -signal.SIGKILL
-        assert_stopped_at_the_last_step(run, tmp_path, "SIGTERM: the launcher has ended")
+        assert_stopped_at_the_last_step(run, tmp_path, "SIGTERM: the launcher has exited")
         assert "Broken pipe" not in run.said()
 
 
@@ -142,8 +140,8 @@ def test_a_stopped_rank_is_named_though_it_hosts_the_store(tmp_path: Path) -> No
         assert other.ended() == 1
         pid = host.process.pid
     said = other.said()
-    assert "nothing has moved for 15 s (--pulse-timeout-s); rank 0 (process " in said
-    assert f"(process {pid} on {platform.node()}): no answer" in said
+    assert "no progress for 15 s (--pulse-timeout-s); rank 0 (process " in said
+    assert f"(process {pid} on {platform.node()}): no response" in said
     assert re.search(r"rank 1: (step \d+|saving step \d+|between steps), in Megatron's \S+ ", said)
     assert "Traceback" not in said
     assert "this rank: " in (tmp_path / "failures" / "stacks1.txt").read_text()

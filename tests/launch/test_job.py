@@ -110,7 +110,7 @@ def test_a_busy_controller_does_not_end_a_chain(
     job = stand(tmp_path, fails, **environment)
     status, output = job.run(asked=True)
     assert (status, job.log) == (3, ["srun: asked", "requeue 5"]), output
-    assert said in output and "slurm: requeued; goes on from iteration 7." in output
+    assert said in output and "slurm: requeued; continues from iteration 7." in output
     assert "did not stop in time" not in output
 
 

@@ -200,5 +200,5 @@ def test_fillers_of_other_components_are_refused() -> None:
     with pytest.raises(PulseError) as said:
         encoding.fill(replace(schedule, fillers=(text, other)), raw(case, 0))
     assert "text has 5 layers, the plan's has 9" in str(said.value)
-    assert "text encodes 7 samples, a step of each pipeline 8" in str(said.value)
+    assert "text encodes 7 samples; a step of each pipeline has 8" in str(said.value)
     assert "'vae'" in str(said.value)

@@ -207,7 +207,7 @@ def test_a_silent_rank_is_a_timeout_that_names_it() -> None:
     with pytest.raises(RanksFailed) as failure:
         run_ranks(2, run_silent, 1)
     output = failure.value.outputs[0]
-    assert "no answer within 3 s" in output
+    assert "no response within 3 s" in output
     assert "pipeline device 1 (rank 1)" in output
     assert "stage" in output and "microbatch" in output
 

@@ -64,7 +64,7 @@ def test_a_channel_whose_other_end_does_not_come_is_named(links: Links) -> None:
     with pytest.raises(PulseError) as raised:
         links.connect(plan)  # type: ignore[arg-type]
     me = "pipeline device 0 (rank 0)"
-    assert str(raised.value).startswith(f"connecting {me} to {me}: no answer within 0.3 s")
+    assert str(raised.value).startswith(f"connecting {me} to {me}: no response within 0.3 s")
 
 
 def test_the_host_waits_as_long_as_something_ends(links: Links) -> None:
@@ -82,7 +82,7 @@ def test_what_does_not_end_is_named(links: Links) -> None:
         links.drain()
     assert str(raised.value).startswith(
         "sending boundary 0 (B1:2 to B0:2; operation B1:2, stage 1, microbatch 2) to pipeline "
-        "device 0 (rank 0): no answer within 2 s"
+        "device 0 (rank 0): no response within 2 s"
     )
 
 
@@ -187,5 +187,5 @@ def test_after_a_failed_step_no_message_takes_anothers_place(links: Links) -> No
     links.abandon()
     links.receive(GRADIENT, like)
     links.abandon()
-    with pytest.raises(PulseError, match="left messages under way: start anew"):
+    with pytest.raises(PulseError, match="failed with messages in flight: start a new process"):
         links.receive(GRADIENT, like)

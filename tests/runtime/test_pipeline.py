@@ -87,7 +87,7 @@ def test_functions_that_draw_are_refused(kind: str) -> None:
                 call(batches())
             (fault,) = caught.value.faults
             assert fault.startswith("layers.1 draws random numbers") and whose in fault
-            assert "set its dropout to 0" in fault and "(and of 2 more like it)" in fault
+            assert "Set its dropout to 0" in fault and "(and of 2 more like it)" in fault
 
 
 class _Noisy(torch.autograd.Function):

@@ -71,11 +71,11 @@ class _Adds(nn.Module):
 
 
 CASES = [
-    (_Norms, "layer layers.1 writes into its buffer norm.num_batches_tracked while it runs"),
-    (_Spectral, "writes into its buffer linear.parametrizations.weight.0._u"),
-    (_Averages, "layer layers.1 writes into its buffer mean while it runs"),
-    (_Normalizes, "layer layers.1 writes into its parameter linear.weight while it runs"),
-    (_Adds, "layer layers.1 writes into its input 0 while it runs"),
+    (_Norms, "layer layers.1 modifies its buffer norm.num_batches_tracked in place in forward"),
+    (_Spectral, "modifies its buffer linear.parametrizations.weight.0._u"),
+    (_Averages, "layer layers.1 modifies its buffer mean in place in forward"),
+    (_Normalizes, "layer layers.1 modifies its parameter linear.weight in place in forward"),
+    (_Adds, "layer layers.1 modifies its input 0 in place in forward"),
 ]
 
 

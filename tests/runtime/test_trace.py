@@ -82,7 +82,7 @@ def test_steps_that_do_not_come_are_told_of(tmp_path: Path) -> None:
         assert bool(tracer.missed) is missed
     tracer.close()
     assert not list(tmp_path.iterdir())
-    assert "of this run's 2 step(s), counted from 1, steps 3 to 8" in tracer.missed
+    assert "the run made 2 step(s); steps 3 to 8" in tracer.missed
 
 
 def compare_skewed(skew_s: float) -> tuple[SharedClock, SharedClock, SharedClock]:

@@ -36,8 +36,8 @@ GONE, SILENT = NoAnswer.GONE, NoAnswer.SILENT
 @pytest.mark.parametrize(
     "said, blamed, spared",
     [
-        ({0: WAITS, 1: SILENT, 2: WAITS}, ["rank 1 (process 101 on node0): no answer"], ["rank 0"]),
-        ({0: WAITS, 1: WORKS, 2: GONE}, ["rank 2 (process 102 on node1): ended"], ["rank 1:"]),
+        ({0: WAITS, 1: SILENT, 2: WAITS}, ["rank 1 (process 101 on node0): no resp"], ["rank 0"]),
+        ({0: WAITS, 1: WORKS, 2: GONE}, ["rank 2 (process 102 on node1): process"], ["rank 1:"]),
         ({0: WAITS, 1: WORKS}, ["rank 1: step 3, in F1:2 (stage 1, microbatch 2), for 21 s"], []),
         ({0: WAITS, 1: WAITS}, ["all ranks wait for each other"], ["rank"]),
         ({0: GONE, 1: WAITS, 2: SILENT}, ["rank 0 (", "rank 2 ("], ["rank 1"]),
@@ -202,7 +202,7 @@ def test_a_process_that_stands_still_is_ended_and_says_where(tmp_path: Path) -> 
         capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert run.returncode == 1 and run.stdout == "stands still\n" and time.monotonic() < began + 55
-    reason = "nothing has moved for 1 s (--pulse-timeout-s); rank 0: step 4, at "
+    reason = "no progress for 1 s (--pulse-timeout-s); rank 0: step 4, at "
     assert reason in run.stderr and "Traceback" not in run.stderr
     assert (tmp_path / "word").read_text().startswith(f"True {reason}")
     stacks = (tmp_path / "failures" / "stacks0.txt").read_text()

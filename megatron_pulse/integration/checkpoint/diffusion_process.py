@@ -42,14 +42,14 @@ def continued_process(
     different = process.differences(saved)
     if different and (continued or not new):
         door = (
-            "begin a new run with its weights: --pretrained-checkpoint, another --save, and "
+            "start a new run with its weights: --pretrained-checkpoint, another --save, and "
             "--pulse-new-process"
             if continued
-            else "add --pulse-new-process to train its weights to this one"
+            else "add --pulse-new-process to train its weights for this process"
         )
         raise ValueError(
             format_faults(
-                "it was trained as another diffusion process",
+                "it was trained with another diffusion process",
                 different,
                 f"Leave the flags out, or {door}",
             )

@@ -19,8 +19,8 @@ RELEASE = "release"
 HALF = "half-written"
 """State of a step without ``metadata.json``."""
 RESTORE = (
-    "restore the files, or name another --save to train anew (and --pretrained-checkpoint, where "
-    "there are weights to begin with)"
+    "restore the files, or start a new run with another --save (and --pretrained-checkpoint, if "
+    "there are initial weights)"
 )
 """Advice where no step of a run is whole."""
 _ITERATION = re.compile(r"[0-9]{1,18}")
@@ -42,7 +42,7 @@ class MovedError(DamagedError):
     """Folder of a step that holds another ``step``, perhaps undamaged."""
 
     def __init__(self, folder: Path, step: int) -> None:
-        super().__init__(f"{folder} holds step {step}: it was moved there")
+        super().__init__(f"{folder} holds step {step}: it was renamed")
         self.step = step
 
 
@@ -52,19 +52,18 @@ def checkpoint_folder(load: str | Path, iteration: int | None = None) -> Path:
     if not load.is_dir():
         raise CheckpointError(f"{load} holds no checkpoint: there is no such folder")
     complete = complete_checkpoints(load)
-    others = f"; complete are {', '.join(map(str, complete))}" if complete else ""
+    others = f"; complete steps: {', '.join(map(str, complete))}" if complete else ""
     latest = newest(load) if iteration is None else str(iteration)
     if latest is None and is_published(load):
         raise CheckpointError(
-            f"{load} holds published weights: 'pulse import --from {load} --to DIR' makes a "
-            "checkpoint of them"
+            f"{load} holds published weights: 'pulse import --from {load} --to DIR' converts them "
+            "to a checkpoint"
         )
     if latest is None and (lost := lost_run(load)):
-        raise CheckpointError(f"{load} holds a run that is damaged: {lost}; restore the files")
+        raise CheckpointError(f"{load} holds a damaged run: {lost}. Restore the files")
     if latest is None:
         raise CheckpointError(
-            f"{load} holds no checkpoint: there is no {LATEST}{others}; give the folder that "
-            "--save named"
+            f"{load} holds no checkpoint: there is no {LATEST}{others}. Give the folder of --save"
         )
     folder = load / (RELEASE if latest == RELEASE else step_folder(int(latest)))
     if not (folder / METADATA).exists():
@@ -72,7 +71,7 @@ def checkpoint_folder(load: str | Path, iteration: int | None = None) -> Path:
         if folder.is_dir():
             reason += f" (it has no {METADATA})"
         elif iteration is None:
-            reason = f"{load / LATEST} names {latest}, and there is no {folder}"
+            reason = f"{load / LATEST} names {latest}, but {folder} does not exist"
         raise DamagedError(reason + others, reason)
     return folder
 

@@ -94,9 +94,8 @@ def _unreadable(start: StartingPoint) -> Iterator[None]:
         yield
     except CheckpointingException as error:
         raise PulseError(
-            f"{start.given}: {start.saved.folder} is refused by --dist-ckpt-strictness (states of "
-            "random numbers are of one layout, and count where another reads it: raise_unexpected "
-            f"does without): {last_line(error)}"
+            f"{start.given}: {start.saved.folder} is refused by --dist-ckpt-strictness (RNG "
+            f"states belong to one layout; raise_unexpected ignores them): {last_line(error)}"
         ) from error
     except CheckpointException as error:
         raise PulseError(

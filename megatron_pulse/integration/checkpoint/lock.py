@@ -57,8 +57,8 @@ class FolderLock:
                 self._path.unlink(missing_ok=True)  # the old lock stays with the removed file
             elif time.monotonic() >= deadline:
                 raise FolderInUse(
-                    f"another run writes into {folder} ({_describe(held_by)}): wait until it ends, "
-                    "stop it, or name another --save"
+                    f"another run writes into {folder} ({_describe(held_by)}). Wait until it "
+                    "ends, stop it, or name another --save"
                 )
             else:
                 time.sleep(0.2)
@@ -149,7 +149,7 @@ def _open(path: Path) -> int:
 
 
 def _foreign(path: Path) -> str:
-    return f"{path} is not the file by which runs lock a folder: remove it, or name another --save"
+    return f"{path} is not a lock file of a run. Remove it, or name another --save"
 
 
 def _is_file(file: int, path: Path) -> bool:
@@ -195,4 +195,4 @@ def _read(file: int) -> dict[str, str]:
 
 def _describe(held_by: Mapping[str, str]) -> str:
     known = [f"{label} {held_by[key]}" for key, label in _LABELS.items() if key in held_by]
-    return ", ".join(known) or "it has not said which"
+    return ", ".join(known) or "unknown process"

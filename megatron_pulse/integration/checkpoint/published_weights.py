@@ -86,7 +86,7 @@ def load_whole(
     options make another model.
     """
     if averaged and not saved.has_averages:
-        raise CheckpointError(f"{saved.folder} holds no averaged weights: use --raw")
+        raise CheckpointError(f"{saved.folder} holds no EMA weights: use --raw")
     backbone = saved.load_backbone(options)
     require_intact(saved.folder)
     stage = whole_stage(backbone)
@@ -105,7 +105,7 @@ def export_weights(backbone: Backbone, stage: MegatronStage) -> tuple[Published,
 
 def _published(backbone: Backbone) -> Published:
     if (published := published_form(backbone)) is None:
-        raise CheckpointError(f"{backbone.name}: nobody publishes this family, so it has no format")
+        raise CheckpointError(f"{backbone.name}: this family has no published format")
     return published
 
 
@@ -177,8 +177,9 @@ def _require_fit(
         raise PublishedError(
             what,
             [
-                f"its sizes make a model of {4 * wanted:,} bytes in fp32 or more, the {len(there)} "
-                f"tensors there ({names}) have {4 * values:,}: sizes or weights are another model's"
+                f"its config describes at least {4 * wanted:,} bytes in fp32, but the "
+                f"{len(there)} tensors there ({names}) have {4 * values:,}: config and weights "
+                "are of different models"
             ],
         )
     require_fit(published, like, there, what)

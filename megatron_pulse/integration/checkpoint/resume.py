@@ -56,7 +56,7 @@ def process_of(start: StartingPoint | None, options: PulseOptions) -> DiffusionP
         if folder is not None and not options.new_process:
             return read_process(folder, options.process, "--pulse-")[0]
         if folder is None and options.new_process:
-            raise ValueError("--pulse-new-process: there are no weights to begin with")
+            raise ValueError("--pulse-new-process: the run has no initial weights")
         return chosen_process(options.process)
     try:
         return continued_process(
@@ -80,9 +80,9 @@ def describe(start: StartingPoint, wanted: NewRun) -> str:
     saved = start.saved
     changes = [change for find in _CHANGES for change in find(start, wanted)]
     what = (
-        f"goes on from iteration {saved.iteration} of {saved.folder.parent}"
+        f"continues from iteration {saved.iteration} of {saved.folder.parent}"
         if start.continued
-        else f"begins with the weights in {saved.folder}"
+        else f"starts with the weights in {saved.folder}"
     )
     return what + (f"; from here on: {', '.join(changes)}" if changes else "")
 
@@ -109,15 +109,15 @@ def has_averages_of(start: StartingPoint, record: Mapping[str, Any]) -> bool:
 def _newly_trained(start: StartingPoint, wanted: NewRun) -> Iterator[str]:
     theirs, ours = patterns_of(start.saved.record), patterns_of(wanted.record)
     if theirs != ours:
-        yield f"what is trained: {shown_patterns(ours)} (was {shown_patterns(theirs)})"
+        yield f"trained parameters: {shown_patterns(ours)} (was {shown_patterns(theirs)})"
 
 
 def _new_averages(start: StartingPoint, wanted: NewRun) -> Iterator[str]:
     if wanted.options.ema_decay and not has_averages_of(start, wanted.record):
-        yield "averages of the weights, which begin with these (--pulse-ema-decay 0 keeps none)"
+        yield "EMA of the weights, starting with these weights (--pulse-ema-decay 0 disables it)"
 
 
-_OR_NEW = "or --no-load-optim to go on with a new optimizer"
+_OR_NEW = "or --no-load-optim to continue with a new optimizer"
 
 
 def _no_optimizer(start: StartingPoint, wanted: NewRun) -> Iterator[str]:
@@ -127,23 +127,23 @@ def _no_optimizer(start: StartingPoint, wanted: NewRun) -> Iterator[str]:
         return
     if not saved.has_optimizer:
         yield (
-            "it was saved without the state of its optimizer: give --no-load-optim to go on with a "
-            f"new one, or begin a new run with --pretrained-checkpoint {saved.folder.parent}"
+            "it was saved without optimizer state. Give --no-load-optim to continue with a new "
+            f"optimizer, or start a new run with --pretrained-checkpoint {saved.folder.parent}"
         )
         return
     before = saved.arguments
     theirs, ours = patterns_of(saved.record), patterns_of(wanted.record)
     if theirs != ours:
         yield (
-            f"its optimizer's state is of training {shown_patterns(theirs)}, and this trains "
-            f"{shown_patterns(ours)}: give --pulse-train and --pulse-freeze as they were, {_OR_NEW}"
+            f"its optimizer state is for training {shown_patterns(theirs)}, but this run trains "
+            f"{shown_patterns(ours)}. Give the same --pulse-train and --pulse-freeze, {_OR_NEW}"
         )
     if before.optimizer != args.optimizer:
-        yield f"it was trained with --optimizer {before.optimizer}: give that, {_OR_NEW}"
+        yield f"it was trained with --optimizer {before.optimizer}. Give the same, {_OR_NEW}"
     if _precision(before) != _precision(args):
         yield (
-            f"it was trained in {_precision(before)}, and this is {_precision(args)}: train as it "
-            f"was, {_OR_NEW}"
+            f"it was trained in {_precision(before)}, but this run is in {_precision(args)}. Use "
+            f"the same precision, {_OR_NEW}"
         )
 
 
@@ -155,9 +155,9 @@ def _other_sharding(start: StartingPoint, wanted: NewRun) -> Iterator[str]:
     if before.use_distributed_optimizer != args.use_distributed_optimizer:
         name = flag_name("use_distributed_optimizer")
         yield (
-            f"it was trained with {name}: give that, {_OR_NEW}"
+            f"it was trained with {name}. Give it, {_OR_NEW}"
             if before.use_distributed_optimizer
-            else f"it was trained without {name}: leave that out, {_OR_NEW}"
+            else f"it was trained without {name}. Leave it out, {_OR_NEW}"
         )
 
 
@@ -167,11 +167,14 @@ def _other_count(start: StartingPoint, wanted: NewRun) -> Iterator[str]:
     if args.override_ckpt_iteration is None:
         return
     if not start.continued:
-        yield "--override-ckpt-iteration counts on from a --load, and here steps count from 0"
+        yield (
+            "--override-ckpt-iteration is for a run continued with --load; this run starts at "
+            "step 0"
+        )
     elif args.global_batch_size != before.global_batch_size:
         yield (
-            "--override-ckpt-iteration takes the samples before it from --global-batch-size, "
-            f"which must be {before.global_batch_size} as it was"
+            "--override-ckpt-iteration counts earlier samples by --global-batch-size, which must "
+            f"stay {before.global_batch_size}"
         )
 
 
@@ -183,8 +186,9 @@ def _other_unit(start: StartingPoint, wanted: NewRun) -> Iterator[str]:
     if (before.train_samples is None) != (args.train_samples is None):
         unit = "iters" if before.train_samples is None else "samples"
         yield (
-            f"its schedule is of --train-{unit}, which --use-checkpoint-opt_param-scheduler keeps: "
-            f"give --train-{unit}, or leave that out and say the schedule by flags"
+            f"its learning-rate schedule counts --train-{unit}, and "
+            f"--use-checkpoint-opt_param-scheduler keeps it. Give --train-{unit}, or leave "
+            "--use-checkpoint-opt_param-scheduler out and give the schedule by flags"
         )
 
 
@@ -197,8 +201,8 @@ def _other_buckets(start: StartingPoint, wanted: NewRun) -> Iterator[str]:
     was, now = (each.pulse_bucket_batch or each.global_batch_size for each in (before, args))
     if was != now:
         yield (
-            f"its samples come in an order of {was} of one shape in a row, and this run would have "
-            f"{now}, with some samples twice in an epoch: give --pulse-bucket-batch {was}"
+            f"its sample order has {was} consecutive samples of one shape, this run {now}, so "
+            f"some samples would come twice in an epoch. Give --pulse-bucket-batch {was}"
         )
 
 
@@ -217,9 +221,9 @@ def _moved_classes(start: StartingPoint, wanted: NewRun) -> Iterator[str]:
     for chain, before, now in _pairs(start, wanted) if start.continued else ():
         if moved := moved_classes(before, now):
             yield (
-                f"{chain}its classes have other labels in these data: {moved}. Call the class "
-                "folders as they were called (labels follow the names' order), or begin a new run "
-                f"with its weights by --pretrained-checkpoint {start.saved.folder.parent}"
+                f"{chain}its classes have other labels in these data: {moved}. Restore the names "
+                "of the class folders (labels follow the order of names), or start a new run with "
+                f"its weights: --pretrained-checkpoint {start.saved.folder.parent}"
             )
 
 
@@ -232,8 +236,8 @@ def _other_seed(start: StartingPoint, wanted: NewRun) -> Iterator[str]:
     before, now, folder = start.saved.arguments.seed, wanted.arguments.seed, start.saved.folder
     if not start.named and before != now:
         yield (
-            f"it holds the run of --seed {before}, not {now}: name another --save, or go on with "
-            f"other random numbers on purpose by --load {folder.parent}"
+            f"it holds a run with --seed {before}, not {now}. Name another --save, or continue "
+            f"with other random numbers on purpose: --load {folder.parent}"
         )
 
 
@@ -266,7 +270,7 @@ def _other_encoders(start: StartingPoint, wanted: NewRun) -> Iterator[str]:
     before = recorded_by(start.saved.arguments)
     for name, now in wanted.encoded_by.items():
         if (was := before.get(name, now)) != now:
-            yield f"what encodes: {name} {now} (was {was})"
+            yield f"encoders: {name} {now} (was {was})"
 
 
 def _other_data(start: StartingPoint, wanted: NewRun) -> Iterator[str]:

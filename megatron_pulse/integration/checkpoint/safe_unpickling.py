@@ -66,7 +66,9 @@ class _IndexUnpickler(pickle.Unpickler):
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or name in _KNOWN.get(module, ()):
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint needs")
+        raise pickle.UnpicklingError(
+            f"it names {module}.{name}, which is not allowed in a checkpoint"
+        )
 
 
 def load_index(file: IO[bytes]) -> Any:
@@ -78,7 +80,9 @@ def load_index(file: IO[bytes]) -> Any:
     except pickle.UnpicklingError:
         raise
     except Exception as error:  # of many kinds, for operations that do not fit each other
-        raise pickle.UnpicklingError(f"it is no index: {error or type(error).__name__}") from error
+        raise pickle.UnpicklingError(
+            f"it is not a checkpoint index: {error or type(error).__name__}"
+        ) from error
 
 
 def _require_operations(content: mmap.mmap) -> None:
@@ -101,9 +105,10 @@ def _require_operations(content: mmap.mmap) -> None:
             at = found.end()
         else:
             raise pickle.UnpicklingError(
-                f"it does what no checkpoint needs: {operation:#04x}, at byte {at:,}"
+                "it has a pickle operation that is not allowed in a checkpoint: "
+                f"{operation:#04x}, at byte {at:,}"
             )
-    raise pickle.UnpicklingError("it is cut off, or goes on after its end")
+    raise pickle.UnpicklingError("it is truncated, or has data after its end")
 
 
 def _load_bytes(self: DefaultLoadPlanner, read_item: ReadItem, value: io.BytesIO) -> None:
@@ -119,7 +124,7 @@ def _stored_part(self: Any, file: IO[bytes], place: Any) -> IO[bytes]:
     """Part of a ``.distcp`` file that holds an object or a tensor."""
     part = FilePart(file, place.offset, place.length)
     if not is_archive(part):
-        raise ValueError("what is stored is nothing that torch.save writes")
+        raise ValueError("its contents were not written by torch.save")
     require_stored(part)
     stored: IO[bytes] = _slice_file(self, file, place)
     return stored

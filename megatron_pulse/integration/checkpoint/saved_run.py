@@ -62,9 +62,9 @@ class SavedRun:
             return self
         if not cascade or chain is None:
             parts = ", ".join(parts_of(self.record["name"])) if cascade else ""
-            what = f"a cascade: name one with --chain ({parts})"
+            what = f"a cascade. Name one of its chains: --chain ({parts})"
             raise CheckpointError(
-                f"{self.folder} is of {what if cascade else 'no cascade: leave out --chain'}"
+                f"{self.folder} holds {what if cascade else 'no cascade: leave out --chain'}"
             )
         arguments = argparse.Namespace(**vars(self.arguments))
         try:
@@ -131,7 +131,7 @@ class SavedRun:
         if different := compare_models(theirs, backbone.record).different:
             raise CheckpointError(
                 format_faults(
-                    f"{self.folder} holds another model than these options make", different
+                    f"{self.folder} holds another model than these options describe", different
                 )
             )
         return backbone
@@ -213,7 +213,9 @@ def last_line(error: BaseException) -> str:
     if _REFUSED in str(error):
         named = re.search(r"GLOBAL (\S+) (?:was not|whose module)", str(error))
         what = (
-            f"names {named[1]}, which no checkpoint needs" if named else "is none of torch.save's"
+            f"names {named[1]}, which is not allowed in a checkpoint"
+            if named
+            else ("was not written by torch.save")
         )
         return f"a pickle in it {what}"
     return str(error).strip().rpartition("\n")[2] or type(error).__name__

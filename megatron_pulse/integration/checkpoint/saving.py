@@ -128,8 +128,12 @@ def _telling(what: str, iteration: int) -> Iterator[None]:
 
 def _what_is_left(folder: Path, iteration: int) -> str:
     half, latest = step_folder(iteration), folder / LATEST
-    newest = f"the newest is of step {latest.read_text()}" if latest.exists() else "there is none"
-    return f"of whole checkpoints {newest}; delete {half}, make room, and start again"
+    newest = (
+        (f"the newest complete checkpoint is step {latest.read_text()}")
+        if latest.exists()
+        else "there is no complete checkpoint"
+    )
+    return f"{newest}. Delete {half}, free disk space, and start again"
 
 
 class _Hashing:

@@ -65,37 +65,31 @@ def find_start(args: argparse.Namespace) -> StartingPoint | None:
     """
     for name in ("load", "save", "pretrained_checkpoint"):
         if getattr(args, name) == "":
-            raise CheckpointError(
-                f"{flag_name(name)} is empty: is a variable of the shell not set?"
-            )
+            raise CheckpointError(f"{flag_name(name)} is empty: is a shell variable unset?")
     if args.load is not None:
         return _named(args)
     if args.finetune:
-        raise CheckpointError("--finetune takes weights from a --load: name it")
+        raise CheckpointError("--finetune needs --load, the folder of the weights")
     if args.save is not None and _holds_a_run(Path(args.save)):
         if args.ckpt_step is not None and args.pretrained_checkpoint is None:
-            raise CheckpointError(
-                f"--ckpt-step: to go back to that step, name the folder: --load {args.save}"
-            )
+            raise CheckpointError(f"--ckpt-step needs the folder of that step: --load {args.save}")
         start = _start("--save", args.save, None, True, named=False)
         if not start.continued:
             raise CheckpointError(
-                f"--save {args.save} holds published weights and no run: name another --save, and "
-                f"begin with them by --pretrained-checkpoint {args.save}"
+                f"--save {args.save} holds published weights and no run. Name another --save, and "
+                f"start with these weights: --pretrained-checkpoint {args.save}"
             )
         return start
     if args.pretrained_checkpoint is not None:
         return _start("--pretrained-checkpoint", args.pretrained_checkpoint, args.ckpt_step, False)
     if args.ckpt_step is not None:
-        raise CheckpointError("--ckpt-step is for --load or --pretrained-checkpoint: name a folder")
+        raise CheckpointError("--ckpt-step needs --load or --pretrained-checkpoint")
     return None
 
 
 def _named(args: argparse.Namespace) -> StartingPoint:
     if args.pretrained_checkpoint is not None:
-        raise CheckpointError(
-            "--load and --pretrained-checkpoint both say where to begin: give one"
-        )
+        raise CheckpointError("--load and --pretrained-checkpoint exclude each other: give one")
     try:
         start = _start("--load", args.load, args.ckpt_step, not args.finetune)
     except CheckpointError as error:
@@ -104,17 +98,17 @@ def _named(args: argparse.Namespace) -> StartingPoint:
         if _holds_a_run(Path(args.save)):
             raise
         raise CheckpointError(
-            f"{error}; to begin a run there, and to continue it later, give --save alone"
+            f"{error}. To start a run there, and to continue it later, give --save alone"
         ) from error
     if args.save is not None and _holds_a_run(Path(args.save)):
         if Path(args.load).resolve() != Path(args.save).resolve():
             raise CheckpointError(
-                f"--save {args.save} holds a run already, which --load {args.load} would begin "
-                "anew: leave --load out to go on with it, or name another --save"
+                f"--save {args.save} already holds a run, which --load {args.load} would restart. "
+                "Leave --load out to continue it, or name another --save"
             )
         if not start.continued:
             raise CheckpointError(
-                f"--load {args.load} would begin a new run over itself: name another --save"
+                f"--load {args.load} would overwrite itself with a new run. Name another --save"
             )
     return start
 
@@ -168,11 +162,11 @@ def _holds_a_run(save: Path) -> bool:
     if os.path.lexists(save / LATEST) or complete_checkpoints(save):
         return True
     if lost := lost_run(save):
-        raise CheckpointError(f"--save {save} holds a run that is damaged: {lost}; {RESTORE}")
+        raise CheckpointError(f"--save {save} holds a damaged run: {lost}; {RESTORE}")
     if is_published(save):
         raise CheckpointError(
-            f"--save {save} holds published weights and no run: name another --save; 'pulse "
-            f"import --from {save} --to DIR' makes a checkpoint of them, to begin with by "
+            f"--save {save} holds published weights and no run. Name another --save, convert the "
+            f"weights ('pulse import --from {save} --to DIR'), and start with "
             "--pretrained-checkpoint DIR"
         )
     return False
@@ -210,7 +204,7 @@ def finished(start: StartingPoint | None, args: argparse.Namespace) -> str | Non
     reached, flag = done
     return (
         f"{start.saved.folder.parent} is finished: it holds {reached} of {flag}. Raise "
-        f"{flag.split()[0]} to go on, or name another --save for another run."
+        f"{flag.split()[0]} to continue, or name another --save for a new run."
     )
 
 
@@ -223,8 +217,8 @@ def no_step_elsewhere(start: StartingPoint | None, args: argparse.Namespace) -> 
         return []
     reached, flag = done
     return [
-        f"{start.given} holds {reached}, so {flag} leaves no step for --save {args.save}: raise "
-        f"{flag.split()[0]}, or begin anew with its weights by --pretrained-checkpoint {folder}"
+        f"{start.given} holds {reached}, so {flag} leaves no steps for --save {args.save}. Raise "
+        f"{flag.split()[0]}, or start a new run with its weights: --pretrained-checkpoint {folder}"
     ]
 
 
@@ -262,11 +256,11 @@ def lock_for_job(save: str | None, found: str | None) -> FolderLock | None:
         try:
             lock = FolderLock(Path(save))
             if (now := newest_named(save)) != found:
-                fault = f"another run has just saved {now} in {save}: start this one again"
+                fault = f"another run has just saved {now} in {save}. Start this run again"
         except FolderInUse as error:
             fault = str(error)
         except OSError as error:
-            fault = f"--save {save} cannot be written ({error.strerror}): name a folder that can be"
+            fault = f"--save {save} cannot be written ({error.strerror}). Name a writable folder"
     told: list[tuple[str | None, str | None]] = [(None, None)] * dist.get_world_size()
     dist.all_gather_object(told, (fault, found))
     if (fault := told[0][0]) is None:
@@ -274,7 +268,7 @@ def lock_for_job(save: str | None, found: str | None) -> FolderLock | None:
         if others:
             fault = (
                 f"--save {save}: rank {others[0]} finds {told[others[0]][1] or 'no'} checkpoint "
-                f"there, rank 0 {told[0][1] or 'none'}: it must be on storage that all ranks see"
+                f"there, rank 0 {told[0][1] or 'none'}. Use storage that all ranks share"
             )
     if fault is not None:
         if lock is not None:

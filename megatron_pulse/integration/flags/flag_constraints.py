@@ -112,7 +112,10 @@ def _check_constant_rate(line: CommandLine) -> Iterator[str]:
         ignored += ["--lr-decay-iters", "--lr-decay-samples"]
     for name in ignored:
         if name in line.given:
-            yield f"{name} was given without --lr-decay-style: the rate is constant by default"
+            yield (
+                f"{name} was given without --lr-decay-style: the learning rate is constant by "
+                "default"
+            )
 
 
 def _is_set(line: CommandLine, flag: str) -> bool:
@@ -138,12 +141,12 @@ def _check_loss_scale(line: CommandLine) -> Iterator[str]:
     args, first = line.args, line.args.initial_loss_scale
     if args.loss_scale is not None:
         for name in (name for name in _DYNAMIC_SCALE if name in line.given):
-            yield f"{name} was given with --loss-scale, which fixes the scale: give one of them"
+            yield f"{name} excludes --loss-scale, which fixes the loss scale: give one of them"
     elif args.fp16 and args.min_loss_scale > first:
         default = "" if "--initial-loss-scale" in line.given else "the default "
         yield (
             f"--min-loss-scale {args.min_loss_scale:g} is above {default}--initial-loss-scale "
-            f"{first:g}, where the scale begins: lower the one or raise the other"
+            f"{first:g}, the initial loss scale: lower the first or raise the second"
         )
 
 
@@ -157,16 +160,16 @@ def _check_optimizer(args: argparse.Namespace) -> Iterator[str]:
         )
     if args.optimizer == "sgd" and args.use_distributed_optimizer:
         yield (
-            "--optimizer sgd cannot be used with --use-distributed-optimizer, which shares the "
-            "state of adam: leave one out"
+            "--optimizer sgd cannot be used with --use-distributed-optimizer, which shards Adam's "
+            "state: leave one out"
         )
     if args.optimizer_cpu_offload and args.bf16 and args.log_params_norm:
         yield (
-            "--log-params-norm cannot be used with --optimizer-cpu-offload and --bf16: the norm is "
-            "of fp32 weights on the device, where there are none"
+            "--log-params-norm cannot be used with --optimizer-cpu-offload and --bf16: the norm "
+            "needs fp32 weights on the device, and these are on the host"
         )
     if args.ddp_num_buckets is not None and args.ddp_bucket_size is not None:
-        yield "--ddp-num-buckets and --ddp-bucket-size say the same: give one"
+        yield "--ddp-num-buckets and --ddp-bucket-size exclude each other: give one"
     if args.overlap_param_gather and args.save_params_interval is not None:
         yield (
             "--save-params-interval cannot be used with --overlap-param-gather, which leaves "
@@ -174,45 +177,45 @@ def _check_optimizer(args: argparse.Namespace) -> Iterator[str]:
         )
     if args.transformer_impl == "transformer_engine" and not torch.cuda.is_available():
         yield (
-            "--transformer-impl transformer_engine: its layers run on GPUs alone, and torch finds "
-            "none: leave the flag out"
+            "--transformer-impl transformer_engine: its layers need GPUs, and torch finds none. "
+            "Leave the flag out"
         )
     elif args.transformer_impl == "transformer_engine" and (
         importlib.util.find_spec("transformer_engine") is None
     ):
         yield (
-            "--transformer-impl transformer_engine: it is not installed; install it with: "
-            "pip install 'transformer-engine[pytorch]', or leave the flag out"
+            "--transformer-impl transformer_engine: Transformer Engine is not installed. Install "
+            "it (pip install 'transformer-engine[pytorch]'), or leave the flag out"
         )
 
 
 def _check_rate(args: argparse.Namespace) -> Iterator[str]:
     if args.train_iters is not None and args.train_samples is not None:
-        yield "--train-iters and --train-samples say the same: give one"
+        yield "--train-iters and --train-samples exclude each other: give one"
         return
     unit = "samples" if args.train_samples is not None else "iters"
     other = "iters" if unit == "samples" else "samples"
     for name in (f"lr_warmup_{other}", f"lr_decay_{other}", f"lr_wsd_decay_{other}"):
         if getattr(args, name):
-            yield f"{flag_name(name)} is not in the unit of --train-{unit}: use --{unit} throughout"
+            yield f"{flag_name(name)} has another unit than --train-{unit}: use {unit} in all flags"
     total = getattr(args, f"train_{unit}")
     decay = getattr(args, f"lr_decay_{unit}")
     decay = total if decay is None else decay
     warmup = getattr(args, f"lr_warmup_{unit}")
     if args.lr_warmup_fraction is not None and warmup:
-        yield f"--lr-warmup-fraction and --lr-warmup-{unit} say the same: give one"
+        yield f"--lr-warmup-fraction and --lr-warmup-{unit} exclude each other: give one"
     if decay is not None and decay < 1 and decay != total:
         yield f"--lr-decay-{unit} is {decay}; it must be 1 or more"
     elif decay is not None and warmup >= max(decay, 1) and not args.skip_train:
         yield (
-            f"--lr-warmup-{unit} {warmup} leaves nothing of the {decay} over which the rate "
-            f"changes: it must be below --lr-decay-{unit} (default --train-{unit})"
+            f"--lr-warmup-{unit} {warmup} must be below {decay}, the length of the learning-rate "
+            f"schedule: --lr-decay-{unit} (default --train-{unit})"
         )
     wsd = getattr(args, f"lr_wsd_decay_{unit}")
     if args.lr_decay_style == "WSD" and None not in (wsd, decay) and wsd > decay >= 1:
         yield (
-            f"--lr-wsd-decay-{unit} {wsd} is above the {decay} over which the rate changes: give "
-            f"--lr-decay-{unit} (default --train-{unit}) at most"
+            f"--lr-wsd-decay-{unit} {wsd} is above {decay}, the length of the learning-rate "
+            f"schedule: give at most --lr-decay-{unit} (default --train-{unit})"
         )
     if args.lr is not None and args.lr > 0:
         for name in ("min_lr", "lr_warmup_init"):
@@ -251,6 +254,6 @@ def _check_reading(args: argparse.Namespace) -> Iterator[str]:
     how = args.ckpt_fully_parallel_load_exchange_algo
     if args.ckpt_fully_parallel_load and how != "gather_object" and not torch.cuda.is_available():
         yield (
-            f"--ckpt-fully-parallel-load shares what is read by {how}, through GPUs, and torch "
-            "finds none: give --ckpt-fully-parallel-load-exchange-algo gather_object"
+            f"--ckpt-fully-parallel-load exchanges loaded tensors by {how}, which needs GPUs, and "
+            "torch finds none. Give --ckpt-fully-parallel-load-exchange-algo gather_object"
         )

@@ -45,7 +45,10 @@ class Parser(argparse.ArgumentParser):
     def __init__(self) -> None:
         super().__init__(
             usage="pulse run ... launch/pretrain_diffusion.py --pulse-backbone NAME [flags]",
-            description="Train a diffusion backbone: Megatron's flags that work here, and ours.",
+            description=(
+                "Train a diffusion backbone. Lists the supported flags of Megatron and the pulse "
+                "group."
+            ),
             allow_abbrev=False,
         )
         with _without_their_texts():
@@ -62,7 +65,9 @@ class Parser(argparse.ArgumentParser):
             else:
                 action.help = argparse.SUPPRESS
                 hidden += 1
-        self.epilog = f"'pulse flags' says why the other {hidden} flags of Megatron cannot be used."
+        self.epilog = (
+            f"'pulse flags' explains why the other {hidden} flags of Megatron are unsupported."
+        )
 
         self.faults: dict[str, str] = {}
         """Faults of unreadable values, by flag."""
@@ -137,7 +142,7 @@ def unknown_flags(parser: argparse.ArgumentParser, words: Sequence[str]) -> list
         if name == "--" or name in known or " " in name:
             continue
         near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.7)
-        meant = f"did you mean {near[0]}?" if near else "--help lists those that work"
+        meant = f"did you mean {near[0]}?" if near else "--help lists the supported flags"
         faults.append(f"there is no flag {name}: {meant}")
     return faults
 
@@ -163,7 +168,7 @@ def _without_values(
         name, equals, _ = word.partition("=")
         action = parser._option_string_actions.get(name)
         if action is not None and action.nargs == 0 and equals:
-            faults.append(f"{word} cannot be: {name} takes no value")
+            faults.append(f"{word} is invalid: {name} takes no value")
             word = name
         kept.append(word)
     return kept, faults
@@ -198,11 +203,11 @@ def _refuse(
         value = getattr(args, action.dest)
         if flag is None:
             faults.append(
-                f"{name} cannot be used: it is newer than the Megatron that was tested with this "
-                "package; leave it out"
+                f"{name} cannot be used: it is newer than the Megatron tested with this package. "
+                "Leave it out"
             )
         elif flag.standing is Support.MEANINGLESS:
-            faults.append(f"{name} means nothing here: {flag.note}; leave it out")
+            faults.append(f"{name} has no effect here: {flag.note}. Leave it out")
         elif flag.standing is Support.REFUSED and value != parser.get_default(action.dest):
             faults.append(f"{name}{_shown(action, value)} cannot be used: {flag.note}")
         elif flag.values and str(value) not in flag.values:

@@ -71,8 +71,8 @@ def contradictions(
     args = line.args
     if args.world_size != plan.world_size:
         yield (
-            f"{by} is for {plan.world_size} ranks (pipeline {plan.pipeline} x data "
-            f"{plan.data} x tensor {plan.tensor}), but {args.world_size} were started"
+            f"{by} is for {plan.world_size} ranks (pipeline {plan.pipeline} x data {plan.data} x "
+            f"tensor {plan.tensor}), but {args.world_size} ranks were started"
         )
     placement = plan.placement
     planned = {
@@ -84,11 +84,11 @@ def contradictions(
         flag, given = flag_name(name), getattr(args, name)
         if line.says(flag) and given != value:
             said = "has no such flag" if value is None else f"says {value}"
-            yield f"{flag} {given}, but {by} {said}: leave the flag out"
+            yield f"{flag} {given}, but {by} {said}. Leave the flag out"
     if options.ema_decay and not plan.ema:
         yield (
-            f"{by} has no memory for averages of the weights: give --pulse-ema-decay 0, or make it "
-            "without --no-ema"
+            f"{by} reserves no memory for an EMA of the weights. Give --pulse-ema-decay 0, or "
+            "make the plan without --no-ema"
         )
     if options.backbone or set(options.options) - {OPTION}:
         name = options.backbone or plan.backbone["name"]
@@ -104,14 +104,14 @@ def contradictions(
         if not same:
             flag = "--pulse-module" if is_module(name) else "--pulse-backbone"
             yield (
-                f"{flag} {name} with these options is not what {by} is of "
-                f"({plan.backbone['name']}): leave both flags out, or tune for this backbone"
+                f"{flag} {name} with these options differs from the backbone of {by} "
+                f"({plan.backbone['name']}). Leave both flags out, or tune for this backbone"
             )
     patterns = options.train, options.freeze
     if any(patterns) and patterns != patterns_of(plan.backbone):
         yield (
             f"--pulse-train and --pulse-freeze say {shown_patterns(patterns)}, but {by} says "
-            f"{shown_patterns(patterns_of(plan.backbone))}: leave the flags out"
+            f"{shown_patterns(patterns_of(plan.backbone))}. Leave the flags out"
         )
     yield from decided_by(by, line)
 
@@ -126,4 +126,4 @@ def decided_by(by: str, line: CommandLine) -> Iterator[str]:
         flag = flag_name(f"pulse_{name}")
         if line.says(flag):
             given = getattr(line.args, f"pulse_{name}")
-            yield f"{flag} {given} together with {by}, which decides that: leave one out"
+            yield f"{flag} {given} and {by} exclude each other (the plan decides it): leave one out"

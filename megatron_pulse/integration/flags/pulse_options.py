@@ -41,15 +41,17 @@ ENCODER_SCHEDULES = ("auto", "store", "fill", "before-step")
 class FlagMark(Enum):
     """Further property of a flag."""
 
-    PLAN = "a plan file decides it: given beside one it is refused"
-    AUTO = "what --pulse-auto goes by in making its plan"
-    STEPS = "it makes the steps to come others than those that a continued run would have made"
-    FOLDER = "a folder that is written to"
+    PLAN = "decided by a plan file: refused together with one"
+    AUTO = "input of the search of --pulse-auto"
+    STEPS = "changes the steps of a continued run"
+    FOLDER = "output folder"
 
 
 def _schedule_name(text: str) -> str:
     if text not in SCHEDULES and not text.endswith(".csv"):
-        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(SCHEDULES)}, nor a .csv")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is neither a schedule ({', '.join(SCHEDULES)}) nor a .csv file"
+        )
     return text
 
 
@@ -110,14 +112,13 @@ class PulseOptions:
     """Typed value of the ``--pulse-*`` flags; every field is a flag, and every flag a field."""
 
     backbone: str = flag(
-        "a named backbone such as uvit-s or sd-v1.5 ('pulse backbones' lists them), or several in "
-        "one pipeline, each with its own data: cascade:base=NAME,upper=NAME",
+        "backbone by name, e.g. uvit-s or sd-v1.5 ('pulse backbones' lists them), or a cascade of "
+        "backbones in one pipeline, each with its own data: cascade:base=NAME,upper=NAME",
         metavar="NAME",
     )
     module: str | None = flag(
-        "in place of --pulse-backbone: a torch module as it is, or a chain of your own: "
-        "diffusers:FOLDER, diffusers:CLASS, FILE.py:FACTORY or PACKAGE.MODULE:FACTORY "
-        "('pulse module --help' has more)",
+        "torch module, or chain of your own, in place of --pulse-backbone: diffusers:FOLDER, "
+        "diffusers:CLASS, FILE.py:FACTORY or PACKAGE.MODULE:FACTORY (see 'pulse module --help')",
         metavar="NAME",
     )
     options: Mapping[str, Any] = flag(
@@ -126,192 +127,194 @@ class PulseOptions:
         name="option",
     )
     train: tuple[str, ...] = flag(
-        "train the parameters whose names match, as down_blocks.0.* or *.bias, and freeze all "
-        "others (repeatable; default: train all)",
+        "train only the parameters whose names match, e.g. down_blocks.0.* or *.bias (repeatable; "
+        "default: all)",
         (),
         metavar="PATTERN",
     )
     freeze: tuple[str, ...] = flag(
-        "freeze the parameters whose names match (repeatable): they have no gradient and no "
-        "optimizer state, and layers before all that is trained no backward pass",
+        "freeze the parameters whose names match (repeatable). Frozen parameters have no gradient "
+        "and no optimizer state; layers before the first trainable one skip backward",
         (),
         metavar="PATTERN",
     )
     recompute: tuple[str, ...] = flag(
-        "layers whose activations the backward pass computes again instead of keeping them, by "
-        "their names, as blocks.* (repeatable; all of them: --recompute-granularity full)",
+        "full activation recomputation in the layers whose names match, e.g. blocks.* "
+        "(repeatable; for all layers: --recompute-granularity full)",
         (),
         metavar="PATTERN",
         marks=[FlagMark.PLAN],
     )
     recompute_selective: tuple[str, ...] = flag(
-        "layers of which the backward pass computes again what is cheap (norms, activation "
-        "functions, sums and products of elements) and keeps the rest, by their names, as blocks.* "
-        "(repeatable): a half of what they save, for some percent of their time (all of them: "
-        "--recompute-granularity selective)",
+        "selective activation recomputation in the layers whose names match, e.g. blocks.* "
+        "(repeatable): recompute cheap operations (norms, activation functions, elementwise sums "
+        "and products) and keep all other activations. Saves about half of the activation memory "
+        "for some percent of the time (for all layers: --recompute-granularity selective)",
         (),
         metavar="PATTERN",
         marks=[FlagMark.PLAN],
     )
     offload: tuple[str, ...] = flag(
-        "layers whose activations wait in pinned host memory from their forward to their backward, "
-        "by their names, as blocks.* (repeatable); copies are made beside computing. A plan says "
-        "that itself, and counts on it",
+        "activation offload in the layers whose names match, e.g. blocks.* (repeatable): keep "
+        "activations in pinned host memory between forward and backward. Copies overlap with "
+        "computation. A plan file has its own choice",
         (),
         metavar="PATTERN",
         marks=[FlagMark.PLAN],
     )
     plan: str | None = flag(
-        "run a plan that 'pulse tune' wrote: backbone, degrees, batch, cuts and schedule are the "
-        "plan's, and flags that say otherwise are refused; of a folder ('pulse tune "
-        "--world-sizes') the one for as many ranks as there are",
+        "run a plan that 'pulse tune' wrote. The plan sets backbone, parallel degrees, batch "
+        "sizes, partition and schedule; contradicting flags are refused. Of a folder ('pulse tune "
+        "--world-sizes'), use the plan for the number of ranks started",
         metavar="FILE|DIR",
     )
     auto: bool = flag(
-        "measure the job's links and devices, tune for --global-batch-size, and run the plan (kept "
-        "as plan.json under --save, and taken again when the job is started again); degrees and "
-        "microbatch size are searched unless they are given",
+        "measure the job's links and devices, tune for --global-batch-size, and run the plan. It "
+        "is stored as plan.json under --save and reused when the job restarts. Parallel degrees "
+        "and microbatch size are searched unless given",
         False,
     )
     placement: str | None = flag(
         "; ".join(f"{kind}: {kind.help}" for kind in PLACEMENTS.values())
-        + " (default: fold where the backbone has skips that it keeps on their devices, else "
-        "sequential; the log says which, and why)",
+        + " (default: fold if the backbone has skips to keep on one device, else sequential; the "
+        "log gives the choice and its reason)",
         choices=list(PLACEMENTS),
     )
     num_chunks: int | None = flag(
-        "stages on a device, where it hosts several (default 2; a fold of two waves has 4)",
+        "stages per device for placements with several (default 2; opposite has 4)",
         metavar="V",
         check=_num_chunks,
     )
     schedule: str = flag(
-        f"one of {', '.join(SCHEDULES)}, or a file with a row of operations for each device "
-        "(2F0,2B0 or F2:0,B2:0). auto: the wave under fold, 1F1B under sequential, interleaved "
-        "1F1B under interleaved. wave-split, zb-h1 (sequential), zb-v and dualpipe-v (fold) put "
-        "weight gradients off",
+        f"pipeline schedule: one of {', '.join(SCHEDULES)}, or a CSV file with one row of "
+        "operations per device (2F0,2B0 or F2:0,B2:0). auto: wave under fold, 1F1B under "
+        "sequential, interleaved 1F1B under interleaved. wave-split, zb-h1 (sequential), zb-v and "
+        "dualpipe-v (fold) split the backward and defer weight gradients",
         "auto",
         metavar="NAME|FILE.csv",
         read=_schedule_name,
         marks=[FlagMark.PLAN],
     )
     activation_cap: int | None = flag(
-        "at most N live stage activations per device (default: what 1F1B would hold)",
+        "at most N in-flight microbatches per device, summed over its stages (default: as in 1F1B)",
         metavar="N",
         within=FROM_ONE,
         marks=[FlagMark.PLAN],
     )
     conditioning: Policy = flag(
-        "embeddings of timesteps and captions: send them (and their gradients) once to each "
-        "device, replicate the layers that compute them, or for each whichever moves fewer bytes "
-        "in a step (auto, default); the plan says which",
+        "conditioning (timestep and caption embeddings): send it and its gradients once to each "
+        "device, replicate the layers that compute it, or auto: whichever moves fewer bytes per "
+        "step (default auto)",
         "auto",
     )
     profile: str | None = flag(
-        "costs of the layers, by which stages are cut: a file that 'pulse profile' wrote, or a "
-        f"device to work them out for ({', '.join(PRESETS)}; default: the GPU here)",
+        "layer costs for the partition: a file that 'pulse profile' wrote, or a device for "
+        f"analytic costs ({', '.join(PRESETS)}; default: the GPU of this machine)",
         metavar="FILE|DEVICE",
         marks=[FlagMark.PLAN],
     )
     partition: Literal["exact", "soft"] = flag(
-        "under fold: exact keeps both ends of every skip on one device (default); soft lets those "
-        "travel, directly, for which that is cheaper over the given links",
+        "under fold: exact collocates every skip (default); soft routes a skip directly between "
+        "two devices where that is cheaper over the given links",
         "exact",
         marks=[FlagMark.PLAN],
     )
     link_gbs: float = flag(
-        "bandwidth between pipeline devices, each way (default 12.5, 100 Gbit/s)",
+        "link bandwidth between pipeline devices, each direction (default 12.5, 100 Gbit/s)",
         12.5,
         metavar="GB/S",
         within=ABOVE_ZERO,
         marks=[FlagMark.PLAN],
     )
     link_us: float = flag(
-        "latency of a message between pipeline devices (default 5)",
+        "link latency of a message between pipeline devices (default 5)",
         5.0,
         metavar="US",
         within=FROM_ZERO,
         marks=[FlagMark.PLAN],
     )
     memory_gb: float | None = flag(
-        "what a device may hold of weights, gradients, optimizer and activations (default: 0.9 of "
-        "the GPU's memory; without a GPU there is no limit)",
+        "memory limit per device for weights, gradients, optimizer state and activations "
+        "(default: 0.9 of the GPU's memory; unlimited on a CPU)",
         metavar="GB",
         within=ABOVE_ZERO,
         marks=[FlagMark.PLAN, FlagMark.AUTO],
     )
     solver: str = flag(
-        "integer programming beside the constructive search for waves (default auto: the best "
-        "that is installed)",
+        "integer-programming solver beside the constructive search for wave schedules (default "
+        "auto: the best installed)",
         "auto",
         choices=["auto", "highs", "glpk", "cp-sat", "none"],
     )
     solver_seconds: float = flag(
-        "longest search for a schedule at the start, on rank 0; what was found is kept for later "
+        "time limit of the schedule search at startup, on rank 0; the result is cached for later "
         "runs (default 10)",
         10.0,
         metavar="SECONDS",
         within=ABOVE_ZERO,
     )
     timeout_s: float = flag(
-        "longest time for which nothing may move (messages, Megatron's collectives, saving, "
-        "loading, the start) before the run stops and says which rank stands still, and where each "
-        "other is; longer than the longest operation (default 600)",
+        "watchdog: stop the run after so long without progress (messages, Megatron's collectives, "
+        "checkpoints, startup), and report the hung rank and the position of all others. Must "
+        "exceed the longest operation (default 600)",
         600.0,
         metavar="SECONDS",
         within=FROM_ONE,
     )
     straggler_threshold: float = flag(
-        "warn of a rank whose operations take so many times longer than those of the median rank, "
-        "each beside the plan's times (with --pulse-plan or --pulse-profile) or its own first "
+        "warn of a straggler: a rank slower than the median rank by this factor. Each rank is "
+        "compared with the planned times (with --pulse-plan or --pulse-profile) or its own first "
         "steps (default 1.5; 0: never)",
         1.5,
         metavar="RATIO",
         within=NONE_OR_FROM_ONE,
     )
     sdc_check_interval: int = flag(
-        "every so many steps, another rank computes a layer again, bit for bit (default 0: never)",
+        "silent data corruption (SDC) check: every so many steps, another rank recomputes one "
+        "layer and compares the bits (default 0: never)",
         0,
         metavar="STEPS",
         within=FROM_ZERO,
     )
     max_skipped_steps: int = flag(
-        "with --fp16, end the run after so many steps in a row that overflow at the least loss "
-        "scale, or a fixed one, and say why (default 5)",
+        "with --fp16, stop after so many consecutive overflows at the minimum (or a fixed) loss "
+        "scale, and report the cause (default 5)",
         5,
         metavar="STEPS",
         within=FROM_ONE,
     )
     data: str | None = flag(
-        "what to train on: mnist, digits8, folder:PATH (images), captions:PATH (images with "
-        "texts), or latents:PATH (see 'pulse data'); of a cascade base=SPEC,upper=SPEC",
+        "training data: mnist, digits8, folder:PATH (images), captions:PATH (images with "
+        "captions), or latents:PATH (see 'pulse data'); for a cascade base=SPEC,upper=SPEC",
         metavar="SPEC",
         marks=[FlagMark.STEPS],
     )
     bucket_batch: int | None = flag(
-        "samples in a row that are of one shape, of data of several (default: the global batch)",
+        "consecutive samples of one shape, for data of several shapes (default: the global batch "
+        "size)",
         metavar="N",
         within=FROM_ONE,
         check=_bucket_batch,
     )
     encoders: str | None = flag(
-        "a diffusers pipeline folder whose vae/ and text_encoder*/ make latents and text states in "
-        "the loop, of the pictures and captions of --pulse-data; what latents:PATH has is not made "
-        "again; of a cascade for all chains, or base=DIR for those that need them",
+        "diffusers pipeline folder whose vae/ and text_encoder*/ encode the pictures and captions "
+        "of --pulse-data in the loop. Latents and text states stored in latents:PATH are read "
+        "instead. For a cascade: DIR for all chains, or base=DIR for single ones",
         metavar="DIR|hf:ID",
         marks=[FlagMark.STEPS],
     )
     encoder_schedule: tuple[str, ...] = flag(
-        "when an encoder runs: fill (in bubbles of the step before, where the plan has it), "
-        "before-step, store (not at all: the data must have it), or auto (default: store if the "
-        "data has it, fill if the plan does, else before-step); for one encoder as "
+        "when encoders run: fill (in pipeline bubbles of the previous step, as planned), "
+        "before-step, store (never: the data has the results), or auto (default: store if the "
+        "data has them, fill if the plan does, else before-step). For one encoder: "
         "vae=before-step, text=fill or text_encoder_2=before-step (repeatable)",
         (),
         metavar="[NAME=]SCHEDULE",
         check=_encode,
     )
     encoders_dtype: Literal["fp32", "bf16", "fp16"] | None = flag(
-        "of the encoders (default: the folder's for text and fp32 for the autoencoder; fp32 on a "
-        "CPU); with fp16 an autoencoder keeps fp32 unless its force_upcast is false",
+        "dtype of the encoders (default: the folder's for text, fp32 for the autoencoder; fp32 on "
+        "a CPU). With fp16, an autoencoder stays in fp32 unless its force_upcast is false",
         marks=[FlagMark.STEPS],
         check=_encoders_dtype,
     )
@@ -319,62 +322,63 @@ class PulseOptions:
         ProcessChoice, unsaid="default: as the checkpoint; flow if new"
     )
     new_process: bool = flag(
-        "train the weights of --pretrained-checkpoint (or --load --finetune) to another process, "
-        "which the flags above say; without it, flags that contradict the checkpoint are refused",
+        "train the weights of --pretrained-checkpoint (or --load --finetune) for another "
+        "diffusion process, given by the flags above. Without this flag, flags that contradict "
+        "the checkpoint are refused",
         False,
     )
     skip_corrupt: bool = flag(
-        "take another sample in the place of one whose image cannot be read, the same in every "
-        "layout; the log counts files",
+        "replace samples whose image cannot be read by others, the same in every layout; the log "
+        "counts these files",
         False,
         check=_skip_corrupt,
     )
     default_caption: str = flag(
-        "of pictures without a caption of their own (default: none)",
+        "caption of pictures that have none (default: no caption)",
         "",
         metavar="TEXT",
         marks=[FlagMark.STEPS],
         check=_default_caption,
     )
     class_dropout: float = flag(
-        "share of samples that lose label and conditioning, for classifier-free guidance (default "
-        "0.1)",
+        "probability of dropping a sample's label and conditioning, for classifier-free guidance "
+        "(default 0.1)",
         0.1,
         metavar="P",
         within=BELOW_ONE,
         marks=[FlagMark.STEPS],
     )
     self_conditioning: float | None = flag(
-        "share of the steps in which the backbone is given its own prediction behind the noisy "
-        "sample, of a forward pass before (elsewhere zeros): for those whose first layer takes "
-        "twice the channels that they predict (default: what the plan was made for, else none)",
+        "self-conditioning: probability of a step with a first forward pass whose prediction is "
+        "concatenated to the noisy sample (zeros in other steps). For backbones with twice as "
+        "many input channels as predicted ones (default: the plan's, else none)",
         metavar="P",
         within=SHARE,
         marks=[FlagMark.STEPS],
     )
     ema_decay: float = flag(
-        "decay of the exponential moving average of the weights, of which samples and exports are "
-        "unless they say --raw; lower in the first steps, 0 keeps none",
+        "decay of the EMA of the weights; lower in the first steps, 0 disables it. Samples and "
+        "exports use the EMA unless --raw is given (default 0.9999)",
         0.9999,
         metavar="D",
         within=BELOW_ONE,
         marks=[FlagMark.STEPS],
     )
-    no_progress: bool = flag("no progress bar (without a terminal there is none anyway)", False)
+    no_progress: bool = flag("disable the progress bar (shown on a terminal only)", False)
     verbose: bool = flag(
-        "all that Megatron says: every argument, bucket and phase (default: the arguments go to "
-        "arguments.txt under --save or --tensorboard-dir, the rest is left out)",
+        "print all output of Megatron: arguments, buckets and phases (default: arguments go to "
+        "arguments.txt under --save or --tensorboard-dir, the rest is dropped)",
         False,
     )
     trace: str | None = flag(
-        "write DIR/trace.json: when each operation of some steps ran on every device, what it "
-        "waited for, and what was sent; 'pulse compare' sets it beside the plan",
+        "write DIR/trace.json: operations, waits and messages of every device in some steps; "
+        "'pulse compare' compares them with the plan",
         metavar="DIR",
         marks=[FlagMark.FOLDER],
     )
     trace_steps: tuple[int, int] = flag(
-        "the steps to trace, counted from 1 in this run, also where it goes on with another "
-        "(default 3-5: after the warm-up)",
+        "steps to trace, counted from 1 at the start of this run, also in a continued run "
+        "(default 3-5)",
         (3, 5),
         metavar="FIRST-LAST",
         read=_steps,
@@ -392,8 +396,8 @@ class PulseOptions:
         if self.num_chunks is not None and not default.kind.allows(chunks):
             raise ValueError(
                 f"--pulse-num-chunks {chunks}: a device of {default.kind} hosts "
-                f"{default.kind.chunks} stage(s), and that is the default here ({default.why}): "
-                "leave it out, or give --pulse-placement"
+                f"{default.kind.chunks} stage(s), and it is the default placement here "
+                f"({default.why}). Leave it out, or give --pulse-placement"
             )
         return make_placement(default.kind.name, num_devices, chunks)
 

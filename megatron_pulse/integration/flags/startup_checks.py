@@ -77,8 +77,8 @@ def _check_sizes(args: argparse.Namespace) -> Iterator[str]:
         return
     if args.world_size % (pipeline * tensor):
         yield (
-            f"{args.world_size} ranks cannot be divided into pipeline {pipeline} x tensor {tensor}"
-            f": start a multiple of {pipeline * tensor} ranks"
+            f"{args.world_size} ranks cannot be divided into pipeline {pipeline} x tensor "
+            f"{tensor}. Start a multiple of {pipeline * tensor} ranks"
         )
         return
     replicas = args.world_size // (pipeline * tensor)
@@ -119,15 +119,15 @@ def _cores() -> int:
 def _check_processes(args: argparse.Namespace) -> Iterator[str]:
     if args.distributed_backend == "gloo" and torch.cuda.is_available():
         yield (
-            "--distributed-backend gloo: where GPUs are visible messages go over NCCL; leave it "
-            "out, or train on CPUs with CUDA_VISIBLE_DEVICES= (empty)"
+            "--distributed-backend gloo: GPUs are visible, so messages use NCCL. Leave it out, or "
+            "train on CPUs with CUDA_VISIBLE_DEVICES= (empty)"
         )
     if args.distributed_backend == "nccl" and not torch.cuda.is_available():
         yield "--distributed-backend nccl: torch finds no GPU here; leave it out"
     if args.num_workers is not None and args.num_workers > (most := _MOST_WORKERS * _cores()):
         yield (
-            f"--num-workers {args.num_workers}: each is a process on every rank, and this machine "
-            f"has {_cores()} cores; give {most} at most"
+            f"--num-workers {args.num_workers} per rank exceed the {_cores()} cores of this "
+            f"machine. Give at most {most}"
         )
 
 
@@ -146,16 +146,16 @@ def _check_verifying(args: argparse.Namespace, options: PulseOptions) -> Iterato
     if not options.sdc_check_interval:
         return
     if args.world_size == 1:
-        yield "--pulse-sdc-check-interval: there is no other rank to compute anything again"
+        yield "--pulse-sdc-check-interval needs a second rank for the recomputation"
     if args.tensor_model_parallel_size > 1:
         yield (
-            "--pulse-sdc-check-interval cannot be used with --tensor-model-parallel-size: what "
-            "ranks add up together may differ in its last bit elsewhere"
+            "--pulse-sdc-check-interval cannot be used with --tensor-model-parallel-size: sums "
+            "over ranks may differ in the last bit on other ranks"
         )
     if args.distributed_backend == "nccl" and not args.deterministic_mode:
         yield (
             "--pulse-sdc-check-interval on GPUs needs --deterministic-mode: other kernels do not "
-            "give the same bits twice"
+            "reproduce the same bits"
         )
 
 
@@ -164,7 +164,7 @@ def _check_plan_files(options: PulseOptions) -> Iterator[str]:
         yield f"--pulse-schedule {options.schedule}: there is no such file"
     profile = options.profile
     if profile is not None and profile not in PRESETS and not Path(profile).is_file():
-        yield f"--pulse-profile {profile}: neither a file nor one of {', '.join(PRESETS)}"
+        yield f"--pulse-profile {profile} is neither a file nor one of {', '.join(PRESETS)}"
 
 
 _FOLDERS = (
@@ -197,13 +197,14 @@ def check_world(args: argparse.Namespace, plan_digest: str) -> None:
         for name in sorted({**flags[0], **theirs}):
             if theirs.get(name) != flags[0].get(name):
                 faults.append(
-                    f"rank {rank} was started with {flag_name(name)} {theirs.get(name)}, "
-                    f"rank 0 with {flags[0].get(name)}: start every rank with the same flags"
+                    f"rank {rank} was started with {flag_name(name)} {theirs.get(name)}, rank 0 "
+                    f"with {flags[0].get(name)}. Start every rank with the same flags"
                 )
     if not faults:
         faults = [
-            f"rank {rank} plans otherwise than rank 0, though its flags are the same (another GPU "
-            "or torch version? another file of that name?): plan by one file, --pulse-plan FILE"
+            f"rank {rank} makes another plan than rank 0 with the same flags (another GPU or "
+            "torch version, or another file of the same name?). Use one plan file: --pulse-plan "
+            "FILE"
             for rank, (_, digest) in enumerate(gathered)
             if digest != gathered[0][1]
         ]

@@ -179,7 +179,7 @@ class PulseSchedule:
         """
         call, encoded = self._last, self._encoded
         if call is None:
-            raise PulseError("no step of training has been made")
+            raise PulseError("no training step has run")
         executor = self._executor(call)
         if encoded is not None:
             encoded = encoded.anew()
@@ -335,7 +335,7 @@ class PulseSchedule:
 
     def _settings_or_fail(self) -> RunSettings:
         if self._settings is None:
-            raise PulseError("no step has begun")
+            raise PulseError("no step has started")
         return self._settings
 
     def _share_losses(

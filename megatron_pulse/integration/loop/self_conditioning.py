@@ -34,6 +34,6 @@ class SelfConditioning:
         if last == first:
             where = f"stay on device {first}"
         return (
-            f"self-conditioning: {100 * self.share:g} % of the steps run forward once before, and "
+            f"self-conditioning: {100 * self.share:g} % of the steps run a first forward pass; "
             f"predictions {where}"
         )

@@ -89,9 +89,9 @@ def obey_signal_at_once(job: Job, number: signal.Signals) -> NoReturn:
         time.sleep(0.05)  # a killed launcher is gone only a moment after its ranks get the signal
         is_orphan = STOP.is_orphan
         told = order(number, is_orphan)
-        text = f"told to stop ({told}) before the first step: there was nothing to save"
+        text = f"stopped ({told}) before the first step; nothing to save"
         if STOP.is_deferring:
-            text = f"told to stop again ({told}): left in the middle of a step, without saving"
+            text = f"second stop request ({told}): stopped within a step, without saving"
         board = None if is_orphan and job.has_launcher else job.board()  # its store is gone too
         if board is None:
             if job.is_first_of_node:
@@ -170,7 +170,7 @@ def _in_short(error: BaseException, written: Sequence[str | None]) -> tuple[str,
     if (reason := why_full(error, written)) is not None:
         return reason, True
     if _LOST.search(text):
-        return f"another rank was gone, killed or failed ({text.partition('. ')[0]})", True
+        return f"another rank exited, was killed or failed ({text.partition('. ')[0]})", True
     return f"{type(error).__name__}: {text}", False
 
 

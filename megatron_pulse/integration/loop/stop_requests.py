@@ -62,7 +62,7 @@ def stopping_hooks(args: argparse.Namespace) -> dict[str, Callable[..., Any]]:
         told = agreed_stop_request()
         if told:
             if args.save:
-                _say(f"told to stop ({told}): saving step {iteration}")
+                _say(f"stop request ({told}): saving step {iteration}")
                 _save(*state)
         elif decide(*state, **kwargs):
             _leave()
@@ -72,7 +72,11 @@ def stopping_hooks(args: argparse.Namespace) -> dict[str, Callable[..., Any]]:
         _leave()
         _say(
             f"stopped ({told}) after step {iteration}: "
-            + (f"saved in {args.save}, from where the same command goes on" if args.save else _NOT)
+            + (
+                (f"saved in {args.save}; the same command continues from there")
+                if args.save
+                else _NOT
+            )
         )
         return True
 
@@ -92,7 +96,7 @@ def stopping_hooks(args: argparse.Namespace) -> dict[str, Callable[..., Any]]:
             evaluated = iteration
         except EvaluationStopped:
             reruns.set_mode(mode)
-            _say(f"told to stop: no evaluation at {prefix}")
+            _say(f"stop request: no evaluation at {prefix}")
 
     return {
         "checkpoint_and_decide_exit": decide_and_obey,
@@ -106,7 +110,7 @@ def _leave() -> None:
     STOP.is_leaving = True
 
 
-_NOT = "nothing was saved, since there is no --save"
+_NOT = "nothing was saved (no --save)"
 
 
 def _say(text: str) -> None:

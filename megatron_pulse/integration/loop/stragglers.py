@@ -61,7 +61,7 @@ class Stragglers:
         self._most = most
         self._planned = planned
         self._expected: Times = {}
-        self._source = "the plan says" if planned is not None else "they took at first"
+        self._source = "the planned time" if planned is not None else "the time of its first steps"
         self._gather = gather
         self._steps: list[StepTime] = []
         self._is_warm = False
@@ -89,9 +89,9 @@ class Stragglers:
         worst = max(own, key=lambda which: own[which] / self._expected[which])
         kind, stage = worst
         return (
-            f"warning: rank {self._rank} ({socket.gethostname()}) is slow: in {num_steps} steps "
-            f"its operations took {ratio:.2f} times what {self._source}, those of the median rank "
-            f"{statistics.median_low(ratios):.2f} times; most of all {NAMES[kind]} of stage "
+            f"warning: rank {self._rank} ({socket.gethostname()}) is a straggler: in {num_steps} "
+            f"steps its operations took {ratio:.2f} times {self._source}, those of the median "
+            f"rank {statistics.median_low(ratios):.2f} times. Slowest: {NAMES[kind]} of stage "
             f"{stage}, {own[worst] / self._expected[worst]:.2f} times"
         )
 

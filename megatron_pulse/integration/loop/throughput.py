@@ -80,7 +80,7 @@ class Throughput:
         yield f"peak {self.peak_gb:.3g} GB ({self.memory})"
         yield f"{timedelta(seconds=round(self.seconds_left))} left"
         if self.num_corrupt:
-            yield f"corrupt files passed over: {self.num_corrupt}"
+            yield f"corrupt files skipped: {self.num_corrupt}"
 
     def scalars(self) -> dict[str, float]:
         """Tags and values for TensorBoard and W&B."""
@@ -167,7 +167,7 @@ def describe_work(
         try:
             flops = model_flops(backbone)
         except Exception as error:  # a user's own layer may fail in any way on the meta device
-            print(f"no TFLOP/s in the log: operations cannot be counted ({error})", flush=True)
+            print(f"the log will have no TFLOP/s: FLOPs cannot be counted ({error})", flush=True)
     device = known_device(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
     peak = None if device is None else device.peak_flops.get(dtype)
     return ThroughputConstants(flops, peak, planned_idle, args.world_size, args.data_parallel_size)

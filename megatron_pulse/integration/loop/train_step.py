@@ -55,12 +55,12 @@ def wrap_train_step(
                     forward_step_func, data_iterator, model, optimizer, *rest, **kwargs
                 )
         except NotFinite as norm:
-            with PROGRESS.during(f"making step {done} again, whose gradients are not finite"):
+            with PROGRESS.during(f"repeating step {done} to locate its non-finite gradients"):
                 whose = find_not_finite(None) or SUM_TOO_LARGE
             raise PulseError(
-                f"the gradients of step {done} are not finite ({norm}), though its losses are: "
-                f"{whose}: lower --lr or --clip-grad, or check the backbone "
-                "(--no-check-for-nan-in-loss-and-grad goes on all the same)"
+                f"the gradients of step {done} are not finite ({norm}), although its losses are: "
+                f"{whose}. Lower --lr or --clip-grad, or check the backbone "
+                "(--no-check-for-nan-in-loss-and-grad continues regardless)"
             ) from None
         losses, skipped = result[0], result[1]
         if skips is not None:

@@ -67,8 +67,8 @@ def untrained_biases(name: str, module: nn.Module) -> Iterator[str]:
         if isinstance(part, TELinear) and not part.weight.requires_grad and _biases(part):
             where = f"{inside}." if inside else ""
             yield (
-                f"{name}: Transformer Engine has no gradient of {where}bias while {where}weight is "
-                "frozen: train or freeze both, or take --transformer-impl local"
+                f"{name}: Transformer Engine has no gradient of {where}bias while {where}weight "
+                "is frozen. Train or freeze both, or use --transformer-impl local"
             )
 
 

@@ -69,4 +69,7 @@ def _link_loaded(checkpoint: str, load: str) -> None:
     try:
         writer.run.use_artifact(artifact)
     except Exception as error:  # W&B's errors are of many kinds, and the run itself has all data
-        print(f"W&B does not show what this run goes on with: artifact {artifact}: {error}")
+        print(
+            f"W&B does not show the checkpoint that this run continues: artifact {artifact}: "
+            f"{error}"
+        )

@@ -75,12 +75,12 @@ def _kept(path: Path, args: argparse.Namespace, options: PulseOptions) -> PlanFi
     planned = load_recorded(in_given_format(plan.backbone, given))
     if plan.world_size != args.world_size or planned.record != backbone.record:
         raise ValueError(
-            f"--pulse-auto: {path} is the plan of another job ({plan.backbone['name']} on "
-            f"{plan.world_size} ranks): move it away, or use another --save"
+            f"--pulse-auto: {path} was made for another job ({plan.backbone['name']} on "
+            f"{plan.world_size} ranks). Move the file, or use another --save"
         )
     if fault := _other_encoders(plan, options, backbone):
-        raise ValueError(f"--pulse-auto: {path} {fault}: move it away, or use another --save")
-    print(f"plan: {path}, from an earlier start", flush=True)
+        raise ValueError(f"--pulse-auto: {path} {fault}. Move the file, or use another --save")
+    print(f"plan: {path}, reused from an earlier start", flush=True)
     return plan
 
 
@@ -91,7 +91,7 @@ def _other_encoders(plan: PlanFile, options: PulseOptions, backbone: Backbone) -
     if not tuned or tuned == decided:
         return ""
     here = ", ".join(decided) or "nothing"
-    return f"decides when {', '.join(tuned)} runs in the loop, and this run leaves {here} to it"
+    return f"was tuned for {', '.join(tuned)} in the loop, but this run leaves {here} to the plan"
 
 
 def _decided(loop: LoopEncoders | None) -> list[str]:
@@ -141,7 +141,7 @@ def _tune(
     plan = _filled(plan_of(best, evaluator, found), options, backbone)
     save_plan(plan, path)
     rate = plan.predicted["samples_per_s"]
-    print(f"plan: {best.config}; {rate:.4g} samples/s expected; in {path}", flush=True)
+    print(f"plan: {best.config}; {rate:.4g} samples/s expected; written to {path}", flush=True)
     if found.opponent is not None:
         print(f"{found.opponent.beside(best.throughput)} ({found.opponent.facts})", flush=True)
     return plan
@@ -176,8 +176,8 @@ def _choices(line: CommandLine) -> Choices:
     """Search space without the dimensions that flags fix; raises ValueError."""
     if line.args.recompute_granularity == "selective":
         raise ValueError(
-            "--recompute-granularity selective: with --pulse-auto the plan says of which layers "
-            "what is cheap is computed again; leave the flag out"
+            "--recompute-granularity selective: with --pulse-auto, the plan chooses the layers of "
+            "selective recomputation. Leave the flag out"
         )
     choices, args = Choices(), line.args
     pipeline, tensor, size = (

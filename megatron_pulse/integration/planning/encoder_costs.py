@@ -48,7 +48,7 @@ def encoder_costs(
     dtypes: dict[str, str] = {}
     found = list(_components(folder, name, backbone, dtype, roofline, wanted, dtypes))
     if wanted is not None and not found:
-        require(folder, [f"{backbone.name} reads nothing of {', '.join(sorted(wanted))}"])
+        require(folder, [f"{backbone.name} reads no results of {', '.join(sorted(wanted))}"])
     records = component_records(found)
     for record in records:
         record["readers"] = "ends" if record["name"] == VAE else "all"

@@ -129,9 +129,8 @@ def _require_memory(args: argparse.Namespace, plan: Plan, counts: Sequence[int])
     ]  # fmt: skip
     if max(held) > memory:
         raise PlanError(
-            f"the weights of device {held.index(max(held))} are {max(held):,} bytes in fp32, and "
-            f"the {place.type} has {memory:,}: use more devices, or smaller sizes of "
-            f"{plan.backbone.name}"
+            f"device {held.index(max(held))}: its weights take {max(held):,} bytes in fp32, but "
+            f"the {place.type} has {memory:,}. Use more devices, or a smaller {plan.backbone.name}"
         )
 
 
@@ -148,7 +147,7 @@ def share_schedules(plan: Plan, args: argparse.Namespace, options: PulseOptions)
 
     def find() -> list[Any]:
         seconds = options.solver_seconds
-        with PROGRESS.during("looking for a schedule", patient=True, grants_s=seconds):
+        with PROGRESS.during("searching for a schedule", patient=True, grants_s=seconds):
             solved, found = find_schedules(plan, counts, seconds, options.solver)
         for certificate in found:
             print(f"schedule: {certificate}", flush=True)
@@ -178,7 +177,7 @@ def _by_file(given: PlanFile, backbone: Backbone) -> Plan:
     names = [name for stage in given.stages for name in stage]
     if names != [layer.name for layer in backbone.layers]:
         raise ValueError(
-            f"--pulse-plan: the plan is of another backbone ({given.backbone['name']}, "
+            f"--pulse-plan: the plan was made for another backbone ({given.backbone['name']}, "
             f"{len(names)} layers) than {backbone.name} ({len(backbone.layers)} layers)"
         )
     name = "wave" if given.problem.weight_grad is None else "wave-split"
@@ -211,23 +210,24 @@ def _activations(
         case "full":
             if options.recompute:
                 faults.append(
-                    "--recompute-granularity full computes all layers' activations again, "
-                    f"{every} only some: give one of them"
+                    f"--recompute-granularity full recomputes all layers, {every} only some: give "
+                    "one of them"
                 )
             every = "--recompute-granularity full"
             found[every] = frozenset(range(len(backbone.layers)))
         case "selective":
             if options.recompute_selective:
                 faults.append(
-                    "--recompute-granularity selective computes again what is cheap of all layers, "
-                    f"{part} of some: give one of them"
+                    f"--recompute-granularity selective applies to all layers, {part} only to "
+                    "some: give one of them"
                 )
     names = [layer.name for layer in backbone.layers]
     for one, other in combinations((part, "--pulse-offload", every), 2):
         if both := sorted(found[one] & found[other]):
             more = f" and {len(both) - 1} more" * (len(both) > 1)
             faults.append(
-                f"{one} and {other} both match {names[both[0]]}{more}: a layer is in one of them"
+                f"{one} and {other} both match {names[both[0]]}{more}. Give each layer one "
+                "activation policy"
             )
     if faults:
         raise Faults(faults)
@@ -251,8 +251,8 @@ def _keeping(flag: str, patterns: Sequence[str], backbone: Backbone) -> frozense
     kept = frozenset(i for i in found if has_backward[i])
     if found and not kept:
         raise ValueError(
-            f"{flag} {patterns[0]}: what it matches keeps no activations, for that and all before "
-            "it are frozen; give other layers, or leave it out"
+            f"{flag} {patterns[0]}: the matching layers keep no activations, since they and all "
+            "earlier layers are frozen. Give other layers, or leave the flag out"
         )
     return kept
 
@@ -356,14 +356,15 @@ def _profile(
         if names != tuple(layer.name for layer in backbone.layers):
             kind = "module" if is_module(backbone.name) else "backbone"
             raise ValueError(
-                f"--pulse-profile {options.profile} is of another backbone "
-                f"({profile.backbone.get('name')}, {len(names)} layers): profile this one with "
+                f"--pulse-profile {options.profile} was measured for another backbone "
+                f"({profile.backbone.get('name')}, {len(names)} layers). Profile this one with "
                 f"'pulse profile --{kind} {backbone.name}' and the same options"
             )
         if (theirs := patterns_of(profile.backbone)) != patterns_of(backbone.record):
             raise ValueError(
-                f"--pulse-profile {options.profile} is of training {shown_patterns(theirs)}: "
-                "profile with the same patterns ('pulse profile --train P --freeze P')"
+                f"--pulse-profile {options.profile} was measured for training "
+                f"{shown_patterns(theirs)}. Profile with the same patterns ('pulse profile "
+                "--train P --freeze P')"
             )
         by = f"--pulse-profile {options.profile}"
         if args.rank == 0 and (said := format_caution(profile.backbone, backbone.record, by)):
@@ -387,9 +388,9 @@ def _this_device() -> tuple[Device, str]:
     if (known := known_device(name)) is not None:
         return known, ""
     return PRESETS[_LIKE_ANY], (
-        f"no peaks of {name} are known: layers are weighed as on {_LIKE_ANY}; measure them with "
-        "'pulse profile --backbone NAME -o FILE' and give --pulse-profile FILE, or name a device "
-        f"that is like it (--pulse-profile {', '.join(PRESETS)})"
+        f"peak rates of {name} are unknown: layer costs are those of {_LIKE_ANY}. Measure them "
+        "('pulse profile --backbone NAME -o FILE', then --pulse-profile FILE), or name a similar "
+        f"device (--pulse-profile {', '.join(PRESETS)})"
     )
 
 

@@ -22,8 +22,8 @@ def require_same_transformer_impl(args: argparse.Namespace, profile: Profile, gi
     theirs, ours = profile.transformer_impl, args.transformer_impl
     if profile.source is Source.MEASURED and theirs != ours:
         raise ProfileError(
-            f"{given} was measured with layers of {theirs}, and the run has those of {ours}: "
-            f"measure with 'pulse profile --transformer-impl {ours}', or run with "
+            f"{given} was measured with --transformer-impl {theirs}, but the run uses {ours}. "
+            f"Measure with 'pulse profile --transformer-impl {ours}', or run with "
             f"--transformer-impl {theirs}"
         )
 
@@ -33,11 +33,11 @@ def require_deferrable_wgrad(args: argparse.Namespace, plan: Plan) -> None:
     if can_split_backward(args) or not splits(plan.schedule_name):
         return
     raise PlanError(
-        f"the schedule ({plan.schedule_name}) splits backwards, and weight gradients of "
-        f"Transformer Engine's layers can wait from {OLDEST_TE_WITH_DEFERRED_WGRAD} on: install "
-        f"that (pip install 'transformer-engine[pytorch]>={OLDEST_TE_WITH_DEFERRED_WGRAD}'), take "
-        "a schedule that does not split (--pulse-schedule wave; 'pulse tune "
-        "--no-split-backward'), or --transformer-impl local"
+        f"the schedule ({plan.schedule_name}) splits the backward, and Transformer Engine defers "
+        f"weight gradients from version {OLDEST_TE_WITH_DEFERRED_WGRAD} on. Install it (pip "
+        f"install 'transformer-engine[pytorch]>={OLDEST_TE_WITH_DEFERRED_WGRAD}'), use a schedule "
+        "without split backward (--pulse-schedule wave; 'pulse tune --no-split-backward'), or "
+        "--transformer-impl local"
     )
 
 

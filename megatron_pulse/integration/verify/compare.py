@@ -33,7 +33,7 @@ def allowances(given: PlanFile, plan: Plan, dtype: torch.dtype) -> list[Allowanc
     if given.pipeline > 1 and plan.routes.replicated:
         found.append(
             Allowance(
-                "an embedder runs on every device: its gradients are summed over the pipeline in "
+                "embedders are replicated: their gradients are summed over the pipeline in "
                 "another order",
                 max(_SUMS, 0 if dtype == torch.float32 else eps),
                 tuple(sorted(plan.routes.replicated)),
@@ -43,8 +43,8 @@ def allowances(given: PlanFile, plan: Plan, dtype: torch.dtype) -> list[Allowanc
         wide = given.state.gradient_bytes(str(dtype).removeprefix("torch.")) == 4
         found.append(
             Allowance(
-                f"gradients are averaged over {given.data} replicas: microbatches are summed in "
-                "another order",
+                f"gradients are averaged over {given.data} replicas, so microbatches are summed "
+                "in another order",
                 _SUMS if wide else eps,
             )
         )

@@ -81,8 +81,8 @@ def _unfinished(job: VerifyJob, ranks: list[subprocess.Popen[bytes]]) -> str:
     late = [str(number) for number, rank in enumerate(ranks) if rank.poll() is None]
     return (
         f"the plan's ranks reached the time limit ({job.timeout_s:g} s, --timeout-s); still "
-        f"running: rank {', '.join(late)}. Give more time, or verify a smaller model of the same "
-        "layout (--option)"
+        f"running: rank {', '.join(late)}. Raise --timeout-s, or verify a smaller model with the "
+        "same layout (--option)"
     )
 
 
@@ -95,9 +95,9 @@ def _failures(folder: Path, ranks: list[subprocess.Popen[bytes]]) -> str:
         if path.exists():
             said = path.read_text()
         elif rank.returncode < 0:
-            said = f"ended by {signal.Signals(-rank.returncode).name}"
+            said = f"killed by {signal.Signals(-rank.returncode).name}"
         else:
             lines = (folder / f"log_{number}").read_text(errors="replace").strip().splitlines()
-            said = lines[-1] if lines else f"ended with status {rank.returncode}"
+            said = lines[-1] if lines else f"exited with status {rank.returncode}"
         faults.append(f"rank {number}: {said}")
-    return format_faults("the plan's layout cannot make a step", faults)
+    return format_faults("the plan's layout cannot run a step", faults)

@@ -135,13 +135,16 @@ def _result(layers: Sequence[LayerResult], first: Difference | None) -> str:
 
 def _cautions(given: PlanFile) -> Iterator[str]:
     if given.schedule.fillers:
-        yield "encoders in idle time: the schedule runs without them"
+        yield "encoders in pipeline bubbles: the schedule runs without them"
     if given.self_conditioning:
-        yield "the pass before a step that conditions itself"
+        yield "the first pass of a self-conditioning step"
     if given.distributed_optimizer:
-        yield "the distributed optimizer: gradients are all-reduced, weights moved by each rank"
+        yield (
+            "the distributed optimizer: gradients are all-reduced, and each rank updates all "
+            "weights"
+        )
     if given.optimizer_cpu_offload:
-        yield "the optimizer on the host: weights are moved on the device"
+        yield "optimizer offload: weights are updated on the device"
 
 
 class _Verifier:

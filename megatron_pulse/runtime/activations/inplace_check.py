@@ -50,9 +50,9 @@ def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
 def modified_inplace(layer: str) -> PulseError:
     """Error of a backward that reads a saved tensor modified in place."""
     return PulseError(
-        f"layer {layer}: something that an operation saved for the backward pass was written into "
-        "since, by this layer or the next (torch refuses that where nothing is computed again or "
-        "on the host, too): write x = x + 1 in the place of x += 1"
+        f"layer {layer}: a tensor saved for backward was modified in place after forward, by this "
+        "layer or the next (torch refuses that without recomputation or offload, too). Write x = "
+        "x + 1 instead of x += 1"
     )
 
 
@@ -96,6 +96,6 @@ class SharedInputCheck:
         told = zip(names, self._given, self._versions, strict=True)
         written = [name for name, tensor, version in told if tensor._version != version]
         return (
-            f"writes into {' and '.join(written)}, which a later layer may take too: what it finds "
-            "would depend on where the chain is cut (write x = x + 1 in the place of x += 1)"
+            f"modifies {' and '.join(written)} in place. A later layer may read the same tensor, "
+            "so results would depend on the partition. Write x = x + 1 instead of x += 1"
         )

@@ -57,9 +57,11 @@ class RecomputedLayer:
             self._running = False
         for each in self._watched:
             each.settle()
-        unlike = [f"writes into {what}" for what in self._written()]
+        unlike = [f"modifies {what} in place" for what in self._written()]
         if unlike:
-            raise self._refused(f"{' and '.join(unlike)} while it runs, and would do it again")
+            raise self._refused(
+                f"{' and '.join(unlike)} in forward, and would again in the recomputation"
+            )
         return results
 
     def compute(self) -> None:
@@ -67,7 +69,9 @@ class RecomputedLayer:
         if self._found is not None:
             return
         if since := list(self._written()):
-            raise self._refused(f"ran, and then somebody wrote into {' and '.join(since)}")
+            raise self._refused(
+                f"ran forward, and then an in-place write changed {' and '.join(since)}"
+            )
         found: dict[int, Tensor] = {}
 
         def keep(tensor: Tensor) -> int:
@@ -77,8 +81,8 @@ class RecomputedLayer:
             if self._saved[number] != (tensor.shape, tensor.dtype):
                 shape, dtype = self._saved[number]
                 raise self._refused(
-                    f"saved {tuple(tensor.shape)} {tensor.dtype} when it ran again, "
-                    f"{tuple(shape)} {dtype} before"
+                    f"saved {tuple(tensor.shape)} {tensor.dtype} in the recomputation, "
+                    f"{tuple(shape)} {dtype} in forward"
                 )
             found[number] = tensor.detach()
             if len(found) == len(self._saved):
@@ -97,7 +101,7 @@ class RecomputedLayer:
                 pass
         if len(found) < len(self._saved):
             raise self._refused(
-                f"saved {len(found)} tensors when it ran again, {len(self._saved)} before"
+                f"saved {len(found)} tensors in the recomputation, {len(self._saved)} in forward"
             )
         self._found = found
         self._before.clear()
@@ -122,19 +126,19 @@ class RecomputedLayer:
         self.compute()
         assert self._found is not None
         if number not in self._found:
-            raise self._refused("has a backward pass that takes what it saved twice")
+            raise self._refused("reads its saved tensors twice in backward")
         return self._found.pop(number)
 
     def _never(self, number: int) -> Tensor:
         raise self._asked()
 
     def _asked(self) -> PulseError:
-        return self._refused("asks for gradients while it runs")
+        return self._refused("computes gradients in forward")
 
     def _refused(self, why: str) -> PulseError:
         return PulseError(
-            f"layer {self._name} {why}: its activations cannot be computed again (leave it out of "
-            "--pulse-recompute, or make the plan with --no-recompute)"
+            f"layer {self._name} {why}: its activations cannot be recomputed. Exclude it from "
+            "--pulse-recompute, or make the plan with --no-recompute"
         )
 
 

@@ -243,19 +243,24 @@ class Encoding:
             component = self._component(filler.name)
             pieces = component.pieces
             if not filler.pieces:
-                yield f"{filler.name}: its slices do not say which layers and samples they are"
+                yield f"{filler.name}: its slices do not name their layers and samples"
                 continue
             if pieces is not None and (last := max(p[1] for p in filler.pieces)) != len(pieces):
                 yield f"{filler.name} has {len(pieces)} layers, the plan's has {last}"
             if (last := max(p[3] for p in filler.pieces)) != num_samples:
-                yield f"{filler.name} encodes {last} samples, a step of each pipeline {num_samples}"
+                yield (
+                    f"{filler.name} encodes {last} samples; a step of each pipeline has "
+                    f"{num_samples}"
+                )
             if any(need.filler != number for needs in filler.needs for need in needs):
-                yield f"{filler.name} waits for results of another component, which none here does"
+                yield (
+                    f"{filler.name} waits for results of another component; no component here does"
+                )
             own = schedule.order[self._number]
             if pieces is None and any(
                 op.kind is OpType.FILLER and op.stage == number for op in own
             ):
-                yield f"{filler.name} runs on device {self._number}, which does not have it"
+                yield f"{filler.name} runs on device {self._number}, which has no copy of it"
 
 
 def _measured(component: FrozenComponent, batch: Batch) -> _Sizes:

@@ -43,7 +43,9 @@ class PackedLayout:
         names = {name for name, _, _ in self.entries}
         for sample, views in zip(samples, self._views(buffer, len(samples)), strict=True):
             if other := {n for n in sample if not n.startswith("_")} - {*beside} ^ names:
-                raise ValueError(f"samples do not have the same states: {', '.join(sorted(other))}")
+                raise ValueError(
+                    f"samples differ in their encoder states: {', '.join(sorted(other))}"
+                )
             for name, view in views.items():
                 given = sample[name]
                 if given.shape != view.shape or given.dtype != view.dtype:

@@ -60,7 +60,9 @@ def fit_link(num_bytes: Sequence[int], seconds: Sequence[float]) -> Link:
     times = np.asarray(seconds[-4:], float) - latency_s
     per_byte = float(sizes @ times / (sizes @ sizes))
     if per_byte <= 0:
-        raise ValueError("larger messages took no longer; give a larger --max-mb")
+        raise ValueError(
+            "the largest messages took no longer than small ones; give a larger --max-mb"
+        )
     return Link(latency_s, 1 / per_byte)
 
 

@@ -130,7 +130,7 @@ class _Prober:
 
     def run(self, progress: Callable[[str], None]) -> ProbeResult | None:
         if self.world < 2:
-            raise PulseError("a link has two ends: start 2 ranks or more")
+            raise PulseError("links need two ends: start 2 ranks or more")
         nodes, each = self.layout()
         progress("devices")
         memory_gb, device = self.device(each)
@@ -196,7 +196,8 @@ class _Prober:
         each = self.world // len(order)
         if numbers != [rank // each for rank in range(self.world)]:
             raise PulseError(
-                f"ranks must fill one node after another, as many on each; their nodes: {numbers}"
+                "ranks must fill one node after another, with equal numbers on each; node of each "
+                f"rank: {numbers}"
             )
         return len(order), each
 

@@ -85,8 +85,8 @@ class Tracer:
             return ""
         first, last = self._steps[0], self._steps[-1]
         return (
-            f"{self._folder / FILE} was not written: of this run's {self._step} step(s), counted "
-            f"from 1, steps {first} to {last} were to be traced"
+            f"{self._folder / FILE} was not written: the run made {self._step} step(s); steps "
+            f"{first} to {last}, counted from 1, were to be traced"
         )
 
     def close(self) -> None:

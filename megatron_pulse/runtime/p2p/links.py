@@ -137,11 +137,11 @@ class Links:
             work = dist.all_gather(found, digest, self._group, async_op=True)
             work.wait(timedelta(seconds=limit_s))
         except RuntimeError as error:
-            self._fail("", "comparing the plans of all pipeline devices", error, limit_s)
+            self._fail("", "comparing the programs of all pipeline devices", error, limit_s)
         if others := [d for d, theirs in enumerate(found) if not torch.equal(theirs, found[0])]:
             raise PulseError(
-                f"pipeline devices {', '.join(map(str, others))} order a step's messages otherwise "
-                "than device 0: give all the same plan, profile and version"
+                f"pipeline devices {', '.join(map(str, others))} have another order of messages "
+                "than device 0. Give all ranks the same plan, profile and version"
             )
 
     def send(self, message: Message, tensor: torch.Tensor) -> None:
@@ -246,7 +246,7 @@ class Links:
         self._together(
             lambda: dist.reduce(tensor, target, group=self._group, async_op=True),
             tensor,
-            f"adding up {what} on pipeline device {device} (rank {target})",
+            f"summing {what} on pipeline device {device} (rank {target})",
         )
         if self._group.rank() != device:
             self.traffic.replica_bytes += tensor.nbytes
@@ -256,7 +256,7 @@ class Links:
         self._together(
             lambda: dist.all_reduce(tensor, group=self._group, async_op=True),
             tensor,
-            f"adding up {what}",
+            f"summing {what}",
         )
         self._finish()
 
@@ -270,7 +270,7 @@ class Links:
         start: Callable[[torch.Tensor], PendingTransfer],
     ) -> _Transfer:
         if self._broken:
-            raise PulseError("a step before has failed, and left messages under way: start anew")
+            raise PulseError("an earlier step failed with messages in flight: start a new process")
         try:
             work = start(tensor)
         except RuntimeError as error:
@@ -346,9 +346,9 @@ class Links:
         text = str(error)
         if "imed out" in text or "imeout" in text:
             of_all = " from every device" if isinstance(what, str) else ""
-            reason = f"no answer{of_all} within {limit_s or self._timeout_s:g} s"
+            reason = f"no response{of_all} within {limit_s or self._timeout_s:g} s"
         elif any(words in text for words in _CLOSED):
-            reason = f"{peer} closed the connection (it died or failed): {text[:200]}"
+            reason = f"{peer} closed the connection (process exited or failed): {text[:200]}"
         else:
             reason = f"{type(error).__name__}: {text[:200]}"
         # A failing peer reports before it exits, so its own text comes first.

@@ -157,7 +157,7 @@ class TensorRouter:
 
     def _links_or_fail(self) -> Links:
         if self._links is None:
-            raise PulseError("the plan sends messages, but this executor has no links")
+            raise PulseError("the program sends messages, but this executor has no links")
         return self._links
 
     def _hand_over(

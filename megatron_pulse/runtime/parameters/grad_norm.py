@@ -61,8 +61,8 @@ def require_finite(total: Tensor, norms: Tensor, names: Sequence[str]) -> None:
     values = zip(names, norms.tolist(), strict=True)
     at = [name for name, norm in values if not math.isfinite(norm)]
     raise PulseError(
-        f"the norm of all gradients is {value}: those of {', '.join(at) or 'all layers'} are not "
-        "finite; nothing was clipped (error_if_nonfinite=False scales them all the same)"
+        f"the norm of all gradients is {value}: gradients of {', '.join(at) or 'all layers'} are "
+        "not finite. Nothing was clipped (error_if_nonfinite=False clips regardless)"
     )
 
 

@@ -148,8 +148,8 @@ class _Interception(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _BACKWARDS:
             raise PulseError(
-                "a layer adds to gradients while it runs (backward), which a backward pass in two "
-                "parts cannot count: ask for them with torch.autograd.grad"
+                "a layer calls backward() in forward; a split backward cannot separate those "
+                "gradients. Use torch.autograd.grad"
             )
         if func not in _OPERATIONS:
             return func(*args, **kwargs)

@@ -158,8 +158,8 @@ def require_unmodified(weight: Tensor, version: int) -> None:
     """Raise PulseError if ``weight`` was modified in place, as torch does for saved tensors."""
     if weight._version != version:
         raise PulseError(
-            f"a weight of shape {tuple(weight.shape)} was written into after an operation used it "
-            "and before its backward pass (torch refuses that in whole backward passes, too): give "
+            f"a weight of shape {tuple(weight.shape)} was modified in place between forward and "
+            "backward of an operation (torch refuses that in whole backward passes, too). Give "
             "the operation a copy (weight.clone())"
         )
 

@@ -57,11 +57,10 @@ def diagnose(
     silent = [rank for rank, one in said.items() if one is NoAnswer.SILENT]
     there = {rank: one for rank, one in said.items() if isinstance(one, RankStatus)}
     working = [rank for rank, one in there.items() if not one.waits]
-    reasons = [f"{_ranks(gone, processes)}: ended without a word (killed?)"] if gone else []
+    reasons = [f"{_ranks(gone, processes)}: process exited unexpectedly (SIGKILL?)"] if gone else []
     if silent:
         reasons.append(
-            f"{_ranks(silent, processes)}: no answer (stopped, or its node or the link to it is "
-            "down)"
+            f"{_ranks(silent, processes)}: no response (process stopped, or node or link down)"
         )
     if not reasons and working:
         reasons = [
@@ -70,7 +69,7 @@ def diagnose(
         ]
     if not reasons:
         reasons = ["all ranks wait for each other"]
-    reason = f"nothing has moved for {limit_s:g} s (--pulse-timeout-s); {'; '.join(reasons)}"
+    reason = f"no progress for {limit_s:g} s (--pulse-timeout-s); {'; '.join(reasons)}"
     return Diagnosis(reason, tuple(_places(there)))
 
 
@@ -93,4 +92,4 @@ def _places(there: Mapping[int, RankStatus]) -> list[str]:
         lines.append(f"rank{'s' * (len(ranks) > 1)} {named}{more}: {words}, for {quiet_s:.0f} s")
     shown = lines[: 2 * _MOST_RANKS]
     left = len(lines) - len(shown)
-    return [*shown, *([f"and {left} more places (see the stacks)"] if left else [])]
+    return [*shown, *([f"and {left} more positions (see the stacks)"] if left else [])]

@@ -22,8 +22,8 @@ _ASKED_AT_ONCE = 64
 class NoAnswer(Enum):
     """Reason why a rank did not answer."""
 
-    GONE = "its process has ended"
-    SILENT = "it does not answer"
+    GONE = "process has exited"
+    SILENT = "no response"
 
 
 Answer = Mapping[str, Any]

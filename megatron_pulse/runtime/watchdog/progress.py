@@ -169,7 +169,7 @@ def of_event(event: object, device: int, ranks: Sequence[int]) -> str:
         case Wait(message):
             return of_message("", message, device, ranks)
         case Release():
-            return "letting go what was sent"
+            return "releasing sent buffers"
         case CollectiveEvent(what):
-            return f"joining all devices of the pipeline for embedders: {what.value}"
+            return f"pipeline all-reduce for embedders: {what.value}"
     return str(event)

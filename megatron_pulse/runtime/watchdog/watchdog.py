@@ -179,7 +179,7 @@ class Watchdog:
             return min(max(left_s, 1.0), self._limit_s)
         verdict = diagnose(said, self._processes, self._limit_s)
         if self._unmet and not self._others:
-            alone = f"rank {self._rank} has not met the others: {self._unmet}"
+            alone = f"rank {self._rank} has not reached the other ranks: {self._unmet}"
             verdict = replace(verdict, reason=verdict.reason.partition("; ")[0] + f"; {alone}")
         self._end_all(verdict)
         return self._limit_s

@@ -49,6 +49,6 @@ def test_its_split_steps_are_the_whole_ones_to_the_last_bit(found: dict[str, Any
 
 def test_a_bias_that_it_would_not_train_is_told(found: dict[str, Any]) -> None:
     assert found["untrained"] == [
-        "block.fc1: Transformer Engine has no gradient of bias while weight is frozen: train or "
-        "freeze both, or take --transformer-impl local"
+        "block.fc1: Transformer Engine has no gradient of bias while weight is frozen. Train or "
+        "freeze both, or use --transformer-impl local"
     ]

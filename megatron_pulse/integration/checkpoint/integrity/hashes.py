@@ -164,7 +164,7 @@ def read_hashes(folder: Path) -> dict[str, FileHash] | None:
         if not all(map(is_file_name, hashes)) or text != metadata_text(config, hashes):
             raise ValueError
     except (KeyError, TypeError, AttributeError, ValueError):
-        raise Faults([f"{METADATA}: its content is not what was saved"]) from None
+        raise Faults([f"{METADATA}: content differs from what was saved"]) from None
     return hashes
 
 
@@ -193,10 +193,10 @@ def find_size_faults(folder: Path, hashes: Mapping[str, FileHash] | None) -> Ite
     if hashes is None:
         for path in [folder / INDEX, folder / _LEGACY, *folder.glob("*.distcp")]:
             if os.path.lexists(path) and not path.is_file():
-                yield f"{path.name}: it is no regular file"
+                yield f"{path.name}: not a regular file"
         return
     if os.path.lexists(folder / _LEGACY):
-        yield f"{_LEGACY}: it was not saved with the others, and would be read"
+        yield f"{_LEGACY}: not part of the saved checkpoint, but would be read"
     for name, hashed in hashes.items():
         try:
             found = (folder / name).stat()
@@ -204,9 +204,9 @@ def find_size_faults(folder: Path, hashes: Mapping[str, FileHash] | None) -> Ite
             yield f"{name}: {error.strerror}"
             continue
         if not stat.S_ISREG(found.st_mode):
-            yield f"{name}: it is no regular file"
+            yield f"{name}: not a regular file"
         elif found.st_size != hashed.num_bytes:
-            yield f"{name}: it has {found.st_size:,} bytes, {hashed.num_bytes:,} were saved"
+            yield f"{name}: has {found.st_size:,} bytes, {hashed.num_bytes:,} were saved"
 
 
 def find_hash_faults(
@@ -220,7 +220,7 @@ def find_hash_faults(
             continue
         if hashed is None or _differs(folder, chunk, hashed):
             damaged.add(chunk.name)
-            yield f"{chunk.name}: its content is not what was saved"
+            yield f"{chunk.name}: content differs from what was saved"
 
 
 def _differs(folder: Path, chunk: Chunk, hashed: FileHash) -> bool:

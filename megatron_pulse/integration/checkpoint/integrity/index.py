@@ -37,7 +37,7 @@ def read_places(folder: Path, hashes: Mapping[str, FileHash] | None) -> Places:
         raise Faults([f"{INDEX}: {error}"]) from error
     places = index.storage_data if isinstance(index, Metadata) else None
     if not isinstance(places, dict):
-        raise Faults([f"{INDEX}: it does not say where anything is"])
+        raise Faults([f"{INDEX}: has no entries of tensor locations"])
     if faults := first_of(_faults(folder, hashes, places)):
         raise Faults(faults)
     return places
@@ -49,11 +49,11 @@ def _faults(
     sizes: dict[str, int | None] = {}
     for of, place in places.items():
         if not isinstance(of, MetadataIndex) or not isinstance(place, _StorageInfo):
-            yield f"{INDEX}: it has an entry that is no place"
+            yield f"{INDEX}: has an entry that is no tensor location"
             continue
         what, name = f"{INDEX}: {str(of.fqn)[:100]!r}", place.relative_path
         if not is_file_name(name):
-            yield f"{what} is in {str(name)[:100]!r}, which names no file of the folder"
+            yield f"{what} is in {str(name)[:100]!r}, which is no file name in the folder"
             continue
         if name not in sizes:
             sizes[name] = _size(folder / name, name, hashes)
@@ -64,7 +64,7 @@ def _faults(
         elif not _is_part(place.offset, place.length, size):
             yield (
                 f"{what} has {str(place.length)[:40]} bytes from {str(place.offset)[:40]} on, "
-                f"which are not in {name}, of {size:,} bytes"
+                f"outside of {name} with {size:,} bytes"
             )
         elif place.transform_descriptors:
             yield f"{what} is stored in another form than Megatron's"

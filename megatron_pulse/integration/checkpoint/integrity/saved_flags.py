@@ -18,8 +18,8 @@ _RECORD = record(
     name=TEXT,
     options=OBJECT,
     family=TEXT,
-    train=list_of(TEXT, "patterns of what is trained", least=0),
-    freeze=list_of(TEXT, "patterns of what is frozen", least=0),
+    train=list_of(TEXT, "patterns of trained parameters", least=0),
+    freeze=list_of(TEXT, "patterns of frozen parameters", least=0),
     kept=OBJECT,
 )
 _SAID = record("the flags of a run", pulse_record=_RECORD)
@@ -61,7 +61,7 @@ def find_flag_faults(args: argparse.Namespace) -> Iterator[str]:
         if hasattr(args, name) and type(getattr(args, name)) not in kinds
     }
     for name, allowed in wrong.items():
-        yield f"{name} is {repr(getattr(args, name))[:60]}; allowed is {allowed}"
+        yield f"{name} is {repr(getattr(args, name))[:60]}; allowed: {allowed}"
     if getattr(args, "pulse_data_record", None) is not None:
         yield from faults_of(_DATA, {"pulse_data_record": args.pulse_data_record})
     if not wrong:

@@ -29,7 +29,7 @@ from megatron_pulse.integration.checkpoint.safe_unpickling import patch_reading
 
 _COMMON = ShardedObject("common_state", None, (1,), (0,)).unique_key
 """Key of the object that holds the flags of the run."""
-UNHASHED = "it was saved without hashes"
+UNHASHED = "saved without hashes"
 """Verdict on a step without hashes, which may well be undamaged."""
 
 
@@ -50,8 +50,8 @@ def require_readable(folder: Path) -> None:
         )
         remedy = ""
         if sound is not None:
-            how = f"'pulse checkpoint verify {folder.parent}' reads it"
-            remedy = f"step {sound} there has its sizes ({how}): {_use(sound)}"
+            how = f"'pulse checkpoint verify {folder.parent}' verifies it"
+            remedy = f"step {sound} there has correct file sizes ({how}): {_use(sound)}"
         raise damaged(folder, faults, remedy)
 
 
@@ -72,9 +72,9 @@ def require_intact(folder: Path) -> None:
     if not (faults := find_damage(folder)):
         return
     whole = next((step for step, _, why in verified_other_steps(folder) if not why), None)
-    remedy = "no other step there is whole"
+    remedy = "no other step there is intact"
     if whole is not None:
-        remedy = f"step {whole} there is whole: {_use(whole)}"
+        remedy = f"step {whole} there is intact: {_use(whole)}"
     raise damaged(folder, faults, remedy)
 
 
@@ -87,8 +87,7 @@ def find_damage(folder: Path) -> list[str]:
     faults = _shared_faults(folder)
     if not faults and _rank() == 0 and read_hashes(folder) is None:
         print(
-            f"warning: {folder} was saved without hashes of its files, so whether they are "
-            "damaged cannot be verified",
+            f"warning: {folder} was saved without hashes of its files: damage cannot be detected",
             flush=True,
         )
     return faults

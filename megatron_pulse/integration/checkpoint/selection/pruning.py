@@ -55,7 +55,8 @@ def read_checkpoints_to_keep(
     folder = stored[0].folder.parent
     if newest_named(folder) is None and (folder / LATEST).exists():
         raise CheckpointError(
-            f"{folder / LATEST} is damaged: nothing is removed; name the newest there first"
+            f"{folder / LATEST} is damaged, so nothing was removed. Write the newest step into it "
+            "first"
         )
     known = {one.folder: one for one in stored}
     read: set[Path] = set()
@@ -76,8 +77,8 @@ def read_checkpoints_to_keep(
         has_readable = has_readable or one.refusal() is None
     if goes_on is None and steps:
         raise CheckpointError(
-            f"{folder}: nothing is removed, for no step there is whole: 'pulse checkpoint verify' "
-            "says what is damaged; remove by hand what you do not need"
+            f"{folder}: nothing was removed, since no step there is intact. 'pulse checkpoint "
+            "verify' lists the damage; remove checkpoints by hand"
         )
     staying: set[Path] = set()
     for one in newest_first:

@@ -88,7 +88,7 @@ def newest_readable(load: str | Path) -> tuple[SavedRun, tuple[SkippedCheckpoint
     tried = {step_folder(step) for step in (named, *complete) if step is not None}
     half = [folder for folder in step_folders(load) if folder.name not in tried]
     reasons = [one.reason for one in passed] + [f"{folder} is {HALF}" for folder in half]
-    raise DamagedError(format_faults(f"no checkpoint in {load} is whole", reasons, RESTORE))
+    raise DamagedError(format_faults(f"no checkpoint in {load} is intact", reasons, RESTORE))
 
 
 def newest_intact(
@@ -102,8 +102,8 @@ def newest_intact(
     chosen = all_gather_objects(str(saved.folder))
     if len(set(chosen)) > 1:
         raise CheckpointError(
-            f"ranks go on from different checkpoints ({', '.join(sorted(set(chosen)))}): the "
-            "folder must be on storage that all ranks see alike; start again"
+            f"ranks found different checkpoints ({', '.join(sorted(set(chosen)))}). Use storage "
+            "that all ranks share, and start again"
         )
     if not (faults := find_damage(saved.folder)):
         return saved, known
@@ -127,7 +127,7 @@ def newest_intact(
             if older.record == saved.record:
                 return older, tuple(passed)
             passed.append(SkippedCheckpoint(f"{folder} holds another backbone"))
-    raise damaged(saved.folder, faults, f"no other step there is whole: {RESTORE}")
+    raise damaged(saved.folder, faults, f"no other step there is intact: {RESTORE}")
 
 
 def describe_passed(passed: tuple[SkippedCheckpoint, ...], saved: SavedRun) -> list[str]:
@@ -135,10 +135,10 @@ def describe_passed(passed: tuple[SkippedCheckpoint, ...], saved: SavedRun) -> l
     lines = [f"warning: {one.reason}" for one in passed]
     first = saved.iteration + 1
     lost = max((one.lost for one in passed if one.lost is not None), default=0)
-    again = f"; steps {first} to {lost} are lost and trained again" if lost >= first else ""
+    again = f"; steps {first} to {lost} are lost and will be trained again" if lost >= first else ""
     return [
         *lines,
-        f"warning: going on from step {saved.iteration}, the newest that is whole{again}",
+        f"warning: continuing from step {saved.iteration}, the newest intact checkpoint{again}",
     ]
 
 
@@ -149,8 +149,8 @@ def describe_newer(saved: SavedRun) -> str:
     if not newer:
         return ""
     return (
-        f"warning: {folder / LATEST} names step {saved.iteration}, and step {newer[-1]} there is "
-        f"complete: unless you went back on purpose, stop, and go on with --load {folder} "
+        f"warning: {folder / LATEST} names step {saved.iteration}, but step {newer[-1]} there is "
+        f"complete. Unless you went back on purpose, stop, and continue with --load {folder} "
         f"--ckpt-step {newer[-1]}"
     )
 

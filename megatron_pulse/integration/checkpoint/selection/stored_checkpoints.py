@@ -123,7 +123,7 @@ def stored_in(folder: Path, is_held: bool = False) -> list[StoredCheckpoint]:
         begun = one.faults == (HALF,) and not is_held and is_being_saved(one)
         found.append(replace(one, is_begun=begun))
     if not found:
-        hint = "; give the folder that --save named" if (folder / METADATA).exists() else ""
+        hint = ". Give the folder of --save" if (folder / METADATA).exists() else ""
         raise CheckpointError(f"{folder} holds no checkpoint{hint}")
     return sorted(found, key=lambda one: (one.step is None, one.step or 0, one.folder.name))
 
@@ -134,7 +134,7 @@ def require_newest(folder: Path, stored: Sequence[StoredCheckpoint]) -> None:
     if latest is None:
         raise CheckpointError(f"{folder} has no {LATEST}")
     if not any(one.is_newest for one in stored):
-        raise CheckpointError(f"{folder / LATEST} names {latest}, which is not there")
+        raise CheckpointError(f"{folder / LATEST} names {latest}, which does not exist")
 
 
 def is_being_saved(one: StoredCheckpoint) -> bool:
@@ -151,7 +151,7 @@ def _look_at(path: Path, step: int | None, is_newest: bool) -> StoredCheckpoint:
     if path.name.endswith(REMOVED):
         faults = ("half removed",)
     elif DAMAGED in path.name:
-        faults = ("set aside, as damaged",)
+        faults = ("set aside (damaged)",)
     elif not (path / METADATA).exists():
         faults = (HALF,)
     else:

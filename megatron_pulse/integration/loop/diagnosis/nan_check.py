@@ -27,7 +27,7 @@ from megatron_pulse.runtime.failure_board import PulseError
 from megatron_pulse.runtime.watchdog.progress import PROGRESS
 
 SUM_TOO_LARGE = (
-    "each microbatch's alone are finite: their sum is too large, or a device is at fault"
+    "gradients of each single microbatch are finite: their sum overflows, or a device is faulty"
 )
 _MOST = 4
 _ROUNDING = 1e-6
@@ -96,8 +96,8 @@ class GradientCheck:
                 key, origin = (microbatch, of_replica), (stage, layer, rank)
                 first[key] = max(first.get(key, origin), origin, key=lambda one: one[0])
         return _listed(
-            f"those of microbatch {microbatch} in replica {of_replica} from layer {layer} backwards"
-            f" (rank {rank})"
+            f"non-finite from layer {layer} down in microbatch {microbatch}, replica {of_replica} "
+            f"(rank {rank})"
             for (microbatch, of_replica), (_, layer, rank) in sorted(first.items())
         )
 
@@ -130,25 +130,29 @@ class SkippedSteps:
         scale = _least_of_ranks(scales)
         self._count = self._count + 1 if scale <= self._least * (1 + _ROUNDING) else 0
         if self._count >= self._limit:
-            with PROGRESS.during(f"making step {step} again, whose gradients are not finite"):
+            with PROGRESS.during(f"repeating step {step} to locate its non-finite gradients"):
                 whose = self._find(min(scale, 1.0))
             raise PulseError(self._told(step, scale, whose))
 
     def _told(self, step: int, scale: float, whose: str) -> str:
         last = (
-            f"{self._count} step(s) in a row were skipped: the gradients of the last, step {step},"
+            f"{self._count} consecutive step(s) were skipped: the gradients of the last, step "
+            f"{step},"
         )
         if whose or scale <= 1:
             return (
-                f"{last} are not finite at loss scale {min(scale, 1.0):g} either, though its "
-                f"losses are: {whose or SUM_TOO_LARGE}: lower --lr, check the backbone, or use "
-                "--bf16 instead of --fp16 (--no-check-for-nan-in-loss-and-grad goes on all the "
-                "same)"
+                f"{last} are not finite at loss scale {min(scale, 1.0):g} either, although its "
+                f"losses are: {whose or SUM_TOO_LARGE}. Lower --lr, check the backbone, or use "
+                "--bf16 instead of --fp16 (--no-check-for-nan-in-loss-and-grad continues "
+                "regardless)"
             )
         which, remedy = (
-            ("fixed by --loss-scale", "lower --loss-scale, or leave it out and it is found")
+            (
+                "fixed by --loss-scale",
+                "lower --loss-scale, or leave it out for a dynamic loss scale",
+            )
             if self._fixed
-            else ("the least by --min-loss-scale", "lower --min-loss-scale")
+            else ("the minimum of --min-loss-scale", "lower --min-loss-scale")
         )
         return (
             f"{last} overflow at loss scale {scale:g}, {which}, and are finite at scale 1: {remedy}"

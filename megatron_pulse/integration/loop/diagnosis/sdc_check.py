@@ -165,15 +165,15 @@ class SdcCheck:
         again: LayerOutputs = _received(owner, group)
         first, second = dist.get_global_rank(group, owner), dist.get_rank()
         if not again.differs(mine):
-            then = f"what rank {second} has: rank {first} has computed wrongly"
+            then = f"the result of rank {second}: rank {first} computed wrongly"
         elif not again.differs(seen):
-            then = "the same as before: one of them computes wrongly"
+            then = "the same result as before: one of them computes wrongly"
         else:
-            then = f"something else again: rank {first} computes wrongly"
+            then = f"a third result: rank {first} computes wrongly"
         text = (
-            f"step {step}, microbatch {task.microbatch}: of layer {task.layer} rank {second} has "
-            f"other {what} than rank {first}, which, asked again, gets {then}; test both devices, "
-            "and go on from a checkpoint before"
+            f"step {step}, microbatch {task.microbatch}, layer {task.layer}: {what} of ranks "
+            f"{second} and {first} differ. Rank {first}, repeated, gets {then}. Test both "
+            "devices, and continue from an earlier checkpoint"
         )
         _send(text, owner, group)
         raise PulseError(text)
