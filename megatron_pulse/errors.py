@@ -68,7 +68,7 @@ def first_of(faults: Iterable[str]) -> list[str]:
     """First ``LOOKED_FOR`` faults, with a note if there are more."""
     found = list(islice(faults, LOOKED_FOR + 1))
     if len(found) > LOOKED_FOR:
-        found[LOOKED_FOR] = f"and more: no more than {LOOKED_FOR:,} are looked for at once"
+        found[LOOKED_FOR] = f"and more: the search stops after {LOOKED_FOR:,}"
     return found
 
 

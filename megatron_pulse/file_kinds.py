@@ -19,7 +19,7 @@ class FileKind(Enum):
     TRACE = "a trace"
     CLUSTER = "a cluster"
     ENCODERS = "a table of encoders"
-    TUNING = "what 'pulse tune --json' says"
+    TUNING = "the output of 'pulse tune --json'"
     SCHEDULE = "a schedule"
     LATENTS = "the meta.json of latents"
     CAPTIONS = "a list of captions"
@@ -54,7 +54,7 @@ _MAKERS = {
 }
 
 _USES = {
-    FileKind.PLAN: "'pulse show {path}' shows it, a run with --pulse-plan {path} obeys it",
+    FileKind.PLAN: "'pulse show {path}' shows it, a run with --pulse-plan {path} runs it",
     FileKind.VERIFICATION: "'pulse show PLAN --verified {path}' prints it",
     FileKind.PROFILE: "'pulse tune --profile {path} ... -o plan.json' makes a plan from it",
     FileKind.TABLE: "'pulse profile --from-table {path} ... -o profile.json' reads it",

@@ -141,7 +141,7 @@ def open_regular(path: str | Path) -> Iterator[BinaryIO]:
     # Opening a pipe without a writer would block for ever.
     with open(path, "rb", opener=lambda p, flags: os.open(p, flags | os.O_NONBLOCK)) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError("it is no regular file")
+            raise OSError("it is not a regular file")
         yield file
 
 
@@ -168,7 +168,7 @@ def _decoded(content: bytes, path: str | Path, kind: FileKind) -> str:
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise _unreadable(path, kind, f"it is no text in UTF-8 (byte {error.start})") from error
+        raise _unreadable(path, kind, f"it is not UTF-8 text (byte {error.start})") from error
 
 
 def read_json(path: str | Path, kind: FileKind, *, infinities: bool = False) -> dict[str, Any]:
@@ -194,7 +194,7 @@ def parse_json(text: str, *, infinities: bool = False, only: Collection[str] | N
     """
     # Each value but the first of a list or object follows a comma.
     if (most := text.count(",") + text.count("[") + text.count("{")) > MAX_VALUES:
-        raise ValueError(f"it has up to {most:,} values; no more than {MAX_VALUES:,} are read")
+        raise ValueError(f"it has up to {most:,} values; at most {MAX_VALUES:,} are read")
     repeated: Counter[str] = Counter()
 
     def record(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -209,8 +209,8 @@ def parse_json(text: str, *, infinities: bool = False, only: Collection[str] | N
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
     except ValueError as error:
-        raise ValueError(f"it is no JSON: {error}") from error
-    again = (f"the key {key[:60]!r} is there more than once" for key in repeated)
+        raise ValueError(f"it is not JSON: {error}") from error
+    again = (f"the key {key[:60]!r} occurs more than once" for key in repeated)
     if only is not None and isinstance(value, dict):
         _sound({key: part for key, part in value.items() if key in only}, again, infinities)
         return value
@@ -237,7 +237,7 @@ def read_yaml(path: str | Path, kind: FileKind) -> dict[str, Any]:
     except RecursionError:
         raise _unreadable(path, kind, _TOO_DEEP) from None
     except yaml.YAMLError as error:
-        raise _unreadable(path, kind, f"it is no plain YAML: {error}") from error
+        raise _unreadable(path, kind, f"it is not plain YAML: {error}") from error
     except ValueError as error:
         raise _unreadable(path, kind, *faults_in(error)) from error
     return _of_kind(path, kind, value, text)
@@ -338,8 +338,8 @@ def remove_checksum(text: str, record: Mapping[str, Any]) -> dict[str, Any]:
     rest = text.split("\n", 2 if text.startswith("{") else 1)[-1]
     if first != HASH or text != add_checksum("{" + rest if text.startswith("{") else rest):
         raise ValueError(
-            f"it is damaged, or was edited: its contents do not match its hash; restore it, or "
-            f"remove its line {HASH!r} to have it read as it is"
+            "it is damaged, or was edited: its contents do not match its hash. Restore it, or "
+            f"remove its line {HASH!r} to read it unchecked"
         )
     return {name: said for name, said in record.items() if name != HASH}
 

@@ -54,7 +54,7 @@ class Range:
             value = float(text)
         except ValueError:
             raise argparse.ArgumentTypeError(
-                f"{text!r} is no number; it must be {self.must}"
+                f"{text!r} is not a number; it must be {self.must}"
             ) from None
         if faults := self.faults("", value):
             raise argparse.ArgumentTypeError(faults[0].strip())
@@ -65,7 +65,7 @@ ABOVE_ZERO = Range(lambda value: value > 0, "above 0")
 FROM_ZERO = Range(lambda value: value >= 0, "0 or more")
 FROM_ONE = Range(lambda value: value >= 1, "1 or more")
 NONE_OR_FROM_ONE = Range(lambda value: value == 0 or value >= 1, "0, or 1 or more")
-PIXELS = Range(lambda value: 1 <= value <= 8192, "from 1 to 8,192 pixels of a side")
+PIXELS = Range(lambda value: 1 <= value <= 8192, "from 1 to 8,192 pixels per side")
 TO_4096 = Range(lambda value: 1 <= value <= 4096, "from 1 to 4,096")
 TO_MILLION = Range(lambda value: 1 <= value <= 1_000_000, "from 1 to 1,000,000")
 BELOW_ONE = Range(lambda value: 0 <= value < 1, "at least 0 and below 1")

@@ -38,7 +38,7 @@ def no_file(path: Path) -> str:
     if path.is_file():
         return ""
     if path.is_symlink() and not path.exists():
-        return f"{path.name} is a link to {os.readlink(path)}, where there is no file"
+        return f"{path.name} is a link to {os.readlink(path)}, which does not exist"
     if path.is_dir():
         return f"{path.name} is a folder, not a file"
     return f"{path.name} is {'no regular file' if path.exists() else 'missing'}"

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-NO_FOLDER = "the working folder is no longer there: change into another"
+NO_FOLDER = "the working folder was deleted. Change to another folder"
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 

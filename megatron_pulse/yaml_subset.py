@@ -21,7 +21,7 @@ class PlainLoader(yaml.SafeLoader):
     def compose_node(self, parent: Any, index: Any) -> Any:
         event = self.peek_event()
         if isinstance(event, yaml.AliasEvent) or event.tag is not None:
-            told = "aliases and tags are not read: write it out"
+            told = "aliases and tags are unsupported. Write the value out"
             raise yaml.MarkedYAMLError(None, None, told, event.start_mark)
         return super().compose_node(parent, index)
 
@@ -29,9 +29,9 @@ class PlainLoader(yaml.SafeLoader):
         seen: set[str] = set()
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode) or key.tag != "tag:yaml.org,2002:str":
-                raise yaml.MarkedYAMLError(None, None, "keys must be texts", key.start_mark)
+                raise yaml.MarkedYAMLError(None, None, "keys must be text", key.start_mark)
             if key.value in seen:
-                told = f"the key {key.value[:60]!r} is there more than once"
+                told = f"the key {key.value[:60]!r} occurs more than once"
                 raise yaml.MarkedYAMLError(None, None, told, key.start_mark)
             seen.add(key.value)
         return dict(super().construct_mapping(node, deep))

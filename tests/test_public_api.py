@@ -55,14 +55,14 @@ def test_faults_of_a_chain_are_listed() -> None:
     found = "\n".join(caught.value.faults)
     for part in (
         "use TensorSpec((2,))",
-        "layer 1 is a module (Linear), not what makes one",
-        "layer 2 must make a module when called, is None",
-        "layer 3 must make a module when called, is 3",
-        "skip 3 to 0: it must end at a layer after its source",
-        "skip 2 to 9: there are layers 0 to 4, no 9",
-        "skip 2 must be two layers' numbers, is (0, 1, 2)",
-        "skip 3 must be two layers' numbers, is 'ab'",
-        "skip 4 must be two layers' numbers, is (0.0, 1)",
+        "layer 1 is a module (Linear). Give its class",
+        "layer 2 must be a class or function that makes a module, is None",
+        "layer 3 must be a class or function that makes a module, is 3",
+        "skip 3 to 0: the destination must be after the source",
+        "skip 2 to 9: layers are 0 to 4, no 9",
+        "skip 2 must be two layer numbers, is (0, 1, 2)",
+        "skip 3 must be two layer numbers, is 'ab'",
+        "skip 4 must be two layer numbers, is (0.0, 1)",
         "skip 0 to 1 is there twice",
     ):
         assert part in found, found
@@ -216,7 +216,9 @@ def test_faults_of_losses_and_layers_are_said_where_they_are() -> None:
             _one_device(Linear, lambda y, batch, loss=loss: loss).step(batches)
     with pytest.raises(TypeError, match=r"layers.1: Linear.forward is called .* and 1 skip"):
         _one_device(Linear, skips=[(0, 1)])
-    with pytest.raises(TypeError, match="layers.0: its maker returned object, no torch module"):
+    with pytest.raises(
+        TypeError, match="layers.0: its class or function returned object instead of a torch module"
+    ):
         _one_device(object)
 
     class Failing(Linear):
@@ -258,7 +260,7 @@ def test_weights_go_from_one_layout_to_another() -> None:
         (torch.nn.Linear(2, 2), "; this is Linear"),
         ("a.pt", r"not name the file 'a.pt': load_state_dict\(torch.load\('a.pt'\)\)"),
         (Path("b/a.pt"), r"torch.load\('b/a.pt'\)"),
-        ({**good, "layers.1.bias": 3}, "returns them: layers.1.bias must be a tensor, is int$"),
+        ({**good, "layers.1.bias": 3}, "full_state_dict: layers.1.bias must be a tensor, is int$"),
         (
             {"model": good, 4: 5},
             r"(?s)\(2 faults\).*model must be a tensor, is dict.*key 4 must be a name, is int",

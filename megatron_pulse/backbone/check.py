@@ -22,7 +22,7 @@ class BackboneError(PicklableError, ValueError):
 
     def __init__(self, backbone: str, faults: list[str]) -> None:
         self.faults = faults
-        super().__init__(format_faults(f"backbone {backbone!r} is not sound", faults))
+        super().__init__(format_faults(f"backbone {backbone!r} is invalid", faults))
 
 
 def require_valid(backbone: Backbone) -> None:
@@ -74,7 +74,9 @@ def _forms(backbone: Backbone) -> Iterator[str]:
         if not isinstance(layer.name, str):
             yield f"{where}: its name must be text"
         if layer.build is not None and not callable(layer.build):  # planning needs no build
-            yield f"{where}: build must make the module when called, is {_kind(layer.build)}"
+            yield (
+                f"{where}: build must be a function that makes the module, is {_kind(layer.build)}"
+            )
         for side in ("inputs", "outputs"):
             specs = getattr(layer, side)
             if not isinstance(specs, tuple) or not all(isinstance(s, TensorSpec) for s in specs):
@@ -90,7 +92,7 @@ def _forms(backbone: Backbone) -> Iterator[str]:
         if not isinstance(beside, Mapping) or not all(
             type(n) is int for n in (*beside, *beside.values())
         ):
-            yield f"{where}: beside must map numbers of outputs to those of inputs"
+            yield f"{where}: beside must map output numbers to input numbers"
 
 
 def _spec_map(where: str, specs: object) -> Iterator[str]:
@@ -119,7 +121,7 @@ def _names(layers: tuple[Layer, ...]) -> Iterator[str]:
                 "underscores and single dots, as in 'down_blocks.0.resnets.0'"
             )
         if layer.name in first:
-            yield f"layer {i}: the name {layer.name!r} is already that of layer {first[layer.name]}"
+            yield f"layer {i}: layer {first[layer.name]} is already called {layer.name!r}"
         else:
             first[layer.name] = i
     first = {name: i for name, i in first.items() if not layers[i].qualified}
@@ -129,8 +131,8 @@ def _names(layers: tuple[Layer, ...]) -> Iterator[str]:
             outer = ".".join(parts[:cut])
             if outer in first:
                 yield (
-                    f"layer {i}: {name!r} lies inside layer {first[outer]} ({outer!r}), so their "
-                    "parameters could collide"
+                    f"layer {i}: {name!r} lies inside layer {first[outer]} ({outer!r}), so "
+                    "parameter names could collide"
                 )
 
 
@@ -209,7 +211,7 @@ def _beside(layers: tuple[Layer, ...]) -> Iterator[str]:
         for out, into in layer.beside.items():
             if not (0 <= out < len(layer.outputs) and 0 <= into < len(layer.inputs)):
                 yield (
-                    f"{where}: output {out} passes by as input {into}, but it has "
+                    f"{where}: output {out} passes by as input {into}, but the layer has "
                     f"{len(layer.outputs)} outputs and {len(layer.inputs)} inputs"
                 )
             elif layer.outputs[out] != layer.inputs[into]:
@@ -243,8 +245,8 @@ def _skips(layers: tuple[Layer, ...]) -> Iterator[str]:
         i = pushed[name]
         if j <= i:
             yield (
-                f"skip {name!r}: popped by {where[j]}, which does not come after {where[i]} that "
-                "pushes it"
+                f"skip {name!r}: popped by {where[j]}, which is not after {where[i]}, where it is "
+                "pushed"
             )
         index = layers[i].pushes[name]
         if 0 <= index < len(layers[i].outputs):
@@ -263,7 +265,7 @@ def _places(layers: tuple[Layer, ...]) -> list[str]:
 def _again(what: str, name: str, i: int, first: dict[str, int], where: list[str]) -> Iterator[str]:
     """Register layer ``i`` as the first with ``name``; yield a fault if another came before."""
     if name in first:
-        yield f"{what} by {where[first[name]]} and again by {where[i]}"
+        yield f"{what} by both {where[first[name]]} and {where[i]}"
     first.setdefault(name, i)
 
 
@@ -306,7 +308,7 @@ def _embedders(backbone: Backbone) -> Iterator[str]:
         if not layer.provides:
             yield f"{where}: provides nothing"
         if layer.inputs != layer.outputs or layer.pushes or layer.pops:
-            yield f"{where}: must hand its inputs on unchanged, without skips"
+            yield f"{where}: must return its inputs unchanged, and have no skips"
         if foreign := [name for name in layer.uses if name not in backbone.batch_fields]:
             yield f"{where}: uses {', '.join(foreign)}; an embedder reads only batch fields"
 
@@ -316,17 +318,17 @@ def _said(backbone: Backbone) -> Iterator[str]:
     classes, null, patch = backbone.num_classes, backbone.null_label, backbone.patch_size
     if "labels" in backbone.batch_fields and classes is None:
         yield (
-            "batch field 'labels': the backbone must say how many classes it tells apart: "
-            "Backbone or from_module(..., num_classes=N), and null_label=N if N means none of them"
+            "batch field 'labels': the number of classes is missing. Give Backbone or from_module "
+            "num_classes=N, and null_label=N if label N means no class"
         )
     if classes is not None and "labels" not in backbone.batch_fields:
         yield (
-            f"num_classes: is {classes}, but no batch field is called 'labels' (from_module has "
-            "fields={'its name': 'labels'})"
+            f"num_classes: is {classes}, but no batch field is called 'labels'. Rename the field: "
+            "from_module(..., fields={'its name': 'labels'})"
         )
     if null is not None and (classes is None or null < classes):
         count = f"one of the {classes} classes" if classes else "of no classes (num_classes)"
-        yield f"null_label: label {null} is {count}; it must stand for none of them"
+        yield f"null_label: label {null} is {count}; it must be outside the classes"
     shape = backbone.input_spec.shape if backbone.layers[0].inputs else ()
     if (
         isinstance(shape, tuple)

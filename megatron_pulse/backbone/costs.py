@@ -166,9 +166,13 @@ def weighted_costs(
     forward = _times(backbone, "weights", weights)
     backward = tuple(n * weight for n, weight in zip(gradients, forward, strict=True))
     if isinstance(weight_grads, SupportsFloat):
-        share = _times(backbone, "the share of weight gradients", [weight_grads] * num)[0]
+        share = _times(backbone, "weight gradients' share of backward time", [weight_grads] * num)[
+            0
+        ]
         if share > 1:
-            raise ValueError(f"weight_grads must be a share from 0 to 1, or times, is {share:g}")
+            raise ValueError(
+                f"weight_grads must be a share from 0 to 1, or a list of times, is {share:g}"
+            )
         apart = tuple(share * b * la.trained for b, la in zip(backward, layers, strict=True))
     else:
         apart = () if weight_grads is None else _times(backbone, "weight_grads", weight_grads)
@@ -179,7 +183,10 @@ def weighted_costs(
         if time > whole
     ]:
         raise ValueError(
-            format_faults("weight gradients must be parts of trained layers' backwards", faults)
+            format_faults(
+                "weight gradient times must not exceed the backward times of trainable layers",
+                faults,
+            )
         )
     none = (0,) * num
     return ChainCosts(

@@ -33,7 +33,7 @@ def result_mismatch(results: Any, expected: tuple[TensorMeta, ...]) -> str | Non
     None if equal.
     """
     if not isinstance(results, tuple) or not all(isinstance(t, Tensor) for t in results):
-        return f"returns no tuple of tensors but {type(results).__name__}"
+        return f"must return a tuple of tensors, returned {type(results).__name__}"
     found = tuple((tuple(tensor.shape), tensor.dtype) for tensor in results)
     if found == expected:
         return None

@@ -68,8 +68,8 @@ def shape_of(backbone: Backbone, batch: Mapping[str, Any]) -> int:
     if len(fitting) == 1:
         return fitting[0]
     sizes = {name: _shown(_without_batch(batch[name], s)) for name, s in fields.items()}
-    found = ", ".join(f"{name} {size}" for name, size in sizes.items()) or "no known field"
-    said = "is none that" if not fitting else "could be several that"
+    found = ", ".join(f"{name} {size}" for name, size in sizes.items()) or "no known batch field"
+    said = "matches no shape that" if not fitting else "matches several shapes that"
     taken = "; ".join(_differing(fields, which) for which in range(backbone.num_shapes))
     raise ShapeError(f"a microbatch of {found} {said} {backbone.name} takes: {taken}")
 
@@ -137,7 +137,7 @@ def shape_faults(backbone: Backbone) -> Iterator[str]:
         named = (*enumerate(layer.outputs), *layer.pops.items(), *layer.provides.items())
         specs += [(f"{layer.name}: {name}", spec) for name, spec in named]
     wrong = [
-        f"{where}: has {1 + len(spec.others)} shapes, the sample has {count}: say one for each"
+        f"{where}: has {1 + len(spec.others)} shapes, but the sample has {count}: give one for each"
         for where, spec in specs
         if 1 + len(spec.others) != count
     ]
@@ -148,8 +148,8 @@ def shape_faults(backbone: Backbone) -> Iterator[str]:
             key = tuple(spec.at(which).shape for spec in fields.values())
             if (same := seen.setdefault(key, which)) != which:
                 yield (
-                    f"shapes {same} and {which}: a batch could not say which it is of: sample and "
-                    "fields are of the same sizes"
+                    f"shapes {same} and {which}: samples and batch fields have equal sizes, so "
+                    "batches could not be told apart"
                 )
     if shares and (len(shares) != count or not all(0 < s < math.inf for s in shares)):
         yield f"shares: must be {count} numbers above 0, one for each shape, are {shares}"

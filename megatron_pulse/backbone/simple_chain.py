@@ -53,32 +53,32 @@ def _faults(layers: object, spec: object, skips: object) -> Iterator[str]:
     else:
         yield from spec_faults("spec", spec)
     if not isinstance(layers, Sequence) or isinstance(layers, str):
-        yield f"layers must be a list of what makes them, is of type {type(layers).__name__}"
+        yield f"layers must be a list of classes or functions, is of type {type(layers).__name__}"
         return
     for i, make in enumerate(layers):
         if hasattr(make, "named_parameters") and not isinstance(make, type):
             yield (
-                f"layer {i} is a module ({type(make).__name__}), not what makes one: give its "
-                "class, or a function that returns a new one each time"
+                f"layer {i} is a module ({type(make).__name__}). Give its class, or a function "
+                "that returns a new module each time"
             )
         elif not callable(make):
-            yield f"layer {i} must make a module when called, is {make!r:.60}"
+            yield f"layer {i} must be a class or function that makes a module, is {make!r:.60}"
     if not isinstance(skips, Sequence) or isinstance(skips, str):
         yield f"skips must be a list of (source, destination), is of type {type(skips).__name__}"
         return
     seen: set[tuple[int, int]] = set()
-    there = f"there are layers 0 to {len(layers) - 1}"
+    there = f"layers are 0 to {len(layers) - 1}"
     for i, skip in enumerate(skips):
         if not (isinstance(skip, tuple | list) and [type(end) for end in skip] == [int, int]):
-            yield f"skip {i} must be two layers' numbers, is {skip!r:.60}"
+            yield f"skip {i} must be two layer numbers, is {skip!r:.60}"
             continue
         source, destination = skip
         if missing := [end for end in skip if not 0 <= end < len(layers)]:
             yield f"skip {source} to {destination}: {there}, no {' or '.join(map(str, missing))}"
         elif destination <= source:
-            yield f"skip {source} to {destination}: it must end at a layer after its source"
+            yield f"skip {source} to {destination}: the destination must be after the source"
         if (source, destination) in seen:
-            yield f"skip {source} to {destination} is there twice"
+            yield f"skip {source} to {destination} is given twice"
         seen.add((source, destination))
 
 
@@ -89,15 +89,18 @@ def _builder(make: Callable[[], Any], name: str, num_skips: int) -> Callable[[An
         if shape != given[0].shape:
             found = type(result).__name__ if shape is None else f"a tensor of {tuple(shape)}"
             raise ValueError(
-                f"{name} returned {found}; given one of {tuple(given[0].shape)} it has to return "
-                "another: layers that differ in shapes are made of megatron_pulse.Layer"
+                f"{name} returned {found}; given one of {tuple(given[0].shape)} it must return "
+                "one of the same shape. For layers of different shapes, use megatron_pulse.Layer"
             )
         return (result,)
 
     def build(context: Any) -> Any:
         module = make()
         if not hasattr(module, "register_forward_hook"):
-            raise TypeError(f"{name}: its maker returned {type(module).__name__}, no torch module")
+            raise TypeError(
+                f"{name}: its class or function returned {type(module).__name__} instead of a "
+                "torch module"
+            )
         _require_call(name, module, num_skips)
         if (
             _as_plain not in module._forward_pre_hooks.values()
@@ -117,8 +120,8 @@ def _require_call(name: str, module: Any, num_skips: int) -> None:
         inspect.signature(module.forward).bind(*range(1 + num_skips))
     except TypeError as error:
         raise TypeError(
-            f"{name}: {type(module).__name__}.forward is called with the output before it and "
-            f"{num_skips} skip(s): {error}"
+            f"{name}: {type(module).__name__}.forward is called with the previous layer's output "
+            f"and {num_skips} skip(s): {error}"
         ) from None
     except ValueError:  # no Python function
         return

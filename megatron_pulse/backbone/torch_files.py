@@ -19,7 +19,7 @@ from megatron_pulse.files import open_regular
 
 _MAGIC = b"PK\3\4"
 _END, _LOCATOR, _LARGE_END = (struct.Struct(form) for form in ("<4s4H2LH", "<4sLQL", "<4sQ2H2L4Q"))
-_MODIFIED = "it is no archive as torch.save writes it"
+_MODIFIED = "it is not an archive of torch.save"
 
 Readable = IO[bytes] | io.RawIOBase
 
@@ -90,10 +90,10 @@ def require_stored(file: Readable) -> None:
     if packed:
         raise ValueError(
             f"{len(packed)} of its records are compressed ({packed[0][:60]!r}), which torch.save "
-            "never does: load it where you trust it, and save it again"
+            "never does. If you trust the file, load it with torch and save it again"
         )
     if sum(max(one.file_size, one.compress_size) for one in records) > size:
-        raise ValueError(f"{_MODIFIED}: its records lie over each other")
+        raise ValueError(f"{_MODIFIED}: its records overlap")
 
 
 def _directory(file: Readable, size: int) -> int:

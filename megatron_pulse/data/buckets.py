@@ -103,9 +103,12 @@ class BucketSampler(MicrobatchSampler):
             sum(sizes), consumed_samples, micro_batch_size, data_parallel_rank,
             data_parallel_size, seed, shuffle, period,
         )  # fmt: skip
-        whole = {"samples of one shape in a row": group_size, "consumed samples": consumed_samples}
+        whole = {
+            "consecutive samples of one shape": group_size,
+            "consumed samples": consumed_samples,
+        }
         faults = [
-            f"{count} {what} are no multiple of the microbatch size {micro_batch_size}"
+            f"{count} {what} are not a multiple of the microbatch size {micro_batch_size}"
             for what, count in whole.items()
             if count % micro_batch_size
         ]

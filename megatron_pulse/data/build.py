@@ -56,7 +56,7 @@ def open_dataset(
     that names several datasets, and with every input that the backbone cannot take or lacks.
     """
     if len(names := names_of(spec)) > 1:
-        raise DataError(spec, [f"it names {len(names)} datasets"], "Give each by itself.")
+        raise DataError(spec, [f"it names {len(names)} datasets"], "Give one at a time.")
     source = _open(spec, image_size, channels, wanted, verify, default_caption)
     ((train, validation),) = _split([(spec, source)], validation_fraction)
     return (train, validation) if wanted is None else _fitted(spec, train, validation, [wanted])[1:]
@@ -108,8 +108,8 @@ def open_buckets(
             if only is None and not name.startswith("latents:"):
                 raise DataError(
                     f"dataset {name}",
-                    [f"the backbone takes {len(wanted)} shapes, and images have none of their own"],
-                    "Write latents of each: pulse data write-latents.",
+                    [f"the backbone takes {len(wanted)} shapes, but images do not define a shape"],
+                    "Write latents of each shape: pulse data write-latents.",
                 )
             opened.append((name, _open(name, wanted=only, default_caption=default_caption)))
     for (name, _), halves in zip(opened, _split(opened), strict=True):
@@ -143,7 +143,7 @@ def data_of_chains(spec: str | None, chains: Sequence[str]) -> dict[str, str]:
     others = re.findall(r",([A-Za-z]\w*)=", ",".join(["", *found.values()]))
     if missing or others or parts[0] or len(parts) != 1 + 2 * len(found):
         form = ",".join(f"{chain}=DATA" for chain in chains)
-        fault = "it is not of that form"
+        fault = "it has another form"
         if missing or others:
             fault = f"no data for {', '.join(missing)}" if missing else f"no chain is {others[0]}"
         raise DataError(
@@ -271,15 +271,15 @@ def _split(
         if fraction and {units[i] for i in first} & {units[i] for i in second}:
             train.cautions = [
                 *train.cautions,
-                f"the {len(source)} samples of {spec} are of one picture or group: what is held "
-                "back is trained on too",
+                f"the {len(source)} samples of {spec} belong to one picture or group, so the "
+                "validation samples are also trained on",
             ]
-        for none, chosen in (("trained on", first), ("held back", second)):
+        for none, chosen in (("for training", first), ("for validation", second)):
             if fraction and not len(chosen):
                 train.cautions = [
                     *train.cautions,
-                    f"the {len(source)} samples of {spec} are on the sides that their pictures or "
-                    f"groups have in the data named before: none is {none}",
+                    f"the {len(source)} samples of {spec} follow the split of the same pictures "
+                    f"or groups in earlier data: no sample is left {none}",
                 ]
         found.append((train, validation))
     return found
@@ -319,7 +319,7 @@ def _size_faults(
         takes = "the backbone takes" if one.latent_shape is None else "the autoencoder takes"
         yield f"its images are {found}, {takes} {taken}"
     if one.num_classes is not None and train.num_classes > one.num_classes:
-        more = f"no option of this backbone changes that: leave {one.num_classes} class folders"
+        more = f"no option of this backbone changes that: keep {one.num_classes} class folders"
         if one.class_option:
             more = f"use --pulse-option {one.class_option}={train.num_classes}"
         yield f"it has {train.num_classes} classes, the backbone {one.num_classes}: {more}"

@@ -110,9 +110,9 @@ class CaptionedImages(ImageFiles):
             raise DataError(
                 f"captioned images {root}",
                 ["there are no captions" if root.is_dir() else "it is not a folder"],
-                "Give a folder of images with a text beside each, or with metadata.jsonl, one "
-                '{"file_name": ..., "text": ...} a line, or with such a metadata.csv; '
-                "'pulse data emoji' makes one.",
+                "Give a folder of images with one text file each, with metadata.jsonl (lines "
+                '{"file_name": ..., "text": ...}), or with such a metadata.csv. \'pulse data '
+                "emoji' makes an example.",
             )
         files, captions = zip(*said.pairs, strict=True)
         groups = [said.groups.get(path, "") for path in files]
@@ -166,8 +166,8 @@ def cut_short(source: DiffusionDataset, tokenize: Tokenizes) -> list[str]:
     if not found:
         return []
     return [
-        f"of the first {count} captions {len(found)} are longer than the text encoders read, and "
-        f"are cut off there; one is that of {source.describe(found[0])}"
+        f"of the first {count} captions {len(found)} exceed the length of the text encoders and "
+        f"are truncated, for example that of {source.describe(found[0])}"
     ]
 
 

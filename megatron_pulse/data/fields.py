@@ -97,7 +97,7 @@ def made_otherwise(made_by: Mapping[str, str], needed: Mapping[str, str]) -> lis
     CLIPTextModel ...)``.
     """
     return [
-        f"{name} was made by {made_by[name]}; needed is {text}"
+        f"{name} was made by {made_by[name]}, but the run needs {text}"
         for name, text in needed.items()
         if name in made_by and made_by[name] != text and not made_by[name].startswith(f"{text} (")
     ]
@@ -148,8 +148,8 @@ def constants(
     return found
 
 
-_NO_CAPTIONS = "no captions: write NAME.txt beside each picture, or metadata.csv"
-_NO_TEXTS = "no texts: write it anew with the encoders (pulse data write-latents --encoders DIR)"
+_NO_CAPTIONS = "no captions. Write NAME.txt beside each picture, or metadata.csv"
+_NO_TEXTS = "no texts. Rewrite the data with encoders (pulse data write-latents --encoders DIR)"
 
 
 class Fitted(Derived):
@@ -191,7 +191,7 @@ class Fitted(Derived):
     def conditioning(self, index: int) -> dict[str, Tensor]:
         given = self.source.conditioning(index) if self._taken else {}
         if faults := self._unknown_tokens(given):
-            remedy = "Write the folder anew, with these encoders."
+            remedy = "Rewrite the folder with these encoders."
             raise DataError(self.source.describe(index), faults, remedy)
         sizes = {}
         if self._framed:

@@ -265,12 +265,10 @@ def _made_by(workers: DataLoader[Any]) -> Iterator[Any]:
                 worker.join(_GRACE_S if not ended else 0)
                 if worker.exitcode is not None and worker.exitcode < 0:
                     name = signal.Signals(-worker.exitcode).name
-                    ended.append(f"process {worker.pid}, which makes them, was ended by {name}")
+                    ended.append(f"worker process {worker.pid} was killed by {name}")
             if not ended:
                 raise
-            remedy = (
-                "Is the machine's memory full? Fewer --num-workers take less of it, 0 the least."
-            )
+            remedy = "If host memory is full, use fewer --num-workers; 0 needs least."
             raise DataError("batches", ended, remedy) from error
 
 

@@ -129,10 +129,11 @@ def _changed_samples(before: Sequence[DataRecord], now: Sequence[DataRecord]) ->
     if was == are and [one.digest for one in before] == [one.digest for one in now]:
         return ""
     counts = (
-        f"samples: {are[0]:,} to train on, {are[1]:,} held back (was {was[0]:,} and {was[1]:,})"
+        f"samples: {are[0]:,} for training, {are[1]:,} for validation (was {was[0]:,} and "
+        f"{was[1]:,})"
     )
     if not all(one.samples for one in (*before, *now)):
-        return counts if was != are else f"{counts}, others or in another order"
+        return counts if was != are else f"{counts}, other samples or another order"
     trained_before = Counter(chain.from_iterable(one.train for one in before))
     held_back = Counter(chain.from_iterable(one.validation for one in now))
     old = trained_before + Counter(chain.from_iterable(one.validation for one in before))
@@ -143,7 +144,9 @@ def _changed_samples(before: Sequence[DataRecord], now: Sequence[DataRecord]) ->
     else:
         said = f"{added.total():,} added, {removed.total():,} removed"
     leaked = (trained_before & held_back).total()
-    return f"{counts}, {said}" + (f"; {leaked:,} held back were trained on" if leaked else "")
+    return f"{counts}, {said}" + (
+        (f"; {leaked:,} validation samples were trained on") if leaked else ""
+    )
 
 
 def _counts(records: Sequence[DataRecord]) -> tuple[int, int]:

@@ -50,10 +50,12 @@ class MicrobatchSampler:
             if value < least:
                 faults.append(f"{name} is {value}; it must be {least} or more")
         if not 0 <= data_parallel_rank < data_parallel_size:
-            faults.append(f"data_parallel_rank {data_parallel_rank} is not below its size")
+            faults.append(
+                f"data_parallel_rank {data_parallel_rank} is not below data_parallel_size"
+            )
         self._stride = micro_batch_size * data_parallel_size
         if period is not None and (period < 1 or period % max(self._stride, 1)):
-            faults.append(f"period {period} is no multiple of mbs * dp = {self._stride}")
+            faults.append(f"period {period} is not a multiple of mbs * dp = {self._stride}")
         if faults:
             raise ValueError(format_faults("microbatch sampler", faults))
         self.num_samples = num_samples
@@ -102,7 +104,7 @@ def readable[T](
             last = error
     raise DataError(
         last.what,
-        [*last.faults, f"nor could any of {TRIES} other samples be read in its place"],
+        [*last.faults, f"{TRIES} other samples tried in its place cannot be read either"],
         last.remedy,
     )
 

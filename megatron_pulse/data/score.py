@@ -39,9 +39,9 @@ class ScoreReport:
 
     def __str__(self) -> str:
         lines = [
-            f"{self.score:.1%} of {self.num_images} generated digits are the digit asked for",
+            f"{self.score:.1%} of {self.num_images} generated digits show the requested digit",
             f"(the classifier's accuracy on held-out real digits: {self.classifier_accuracy:.1%})",
-            "digit  asked  right  mostly taken for",
+            "digit  asked  right  most often read as",
         ]
         for digit, row in enumerate(self.confusion):
             wrong = sorted(((n, d) for d, n in enumerate(row) if n and d != digit), reverse=True)

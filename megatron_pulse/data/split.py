@@ -81,9 +81,9 @@ def uncompared(files: Sequence[Path]) -> str:
     if (count := len(set(files))) <= MOST_COMPARED:
         return ""
     return (
-        f"{count:,} pictures are too many to compare their contents (at most {MOST_COMPARED:,}): "
-        "what is held back may have copies under other names that are trained on. Remove copies, "
-        "or write latents ('pulse data write-latents'), which keep a hash of each picture"
+        f"{count:,} pictures are too many to compare contents (at most {MOST_COMPARED:,}): "
+        "validation pictures may have copies under other names in the training data. Remove "
+        "copies, or write latents ('pulse data write-latents'), which store a hash of each picture"
     )
 
 

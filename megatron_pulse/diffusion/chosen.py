@@ -66,5 +66,5 @@ def _read_betas(path: str) -> tuple[float, ...]:
             format_faults(f"{path} cannot be read as {FileKind.BETAS}", faults_in(error))
         ) from error
     if not isinstance(betas, list) or not all(type(beta) in (int, float) for beta in betas):
-        raise ValueError(f"{path} cannot be read as {FileKind.BETAS}: it is no list of numbers")
+        raise ValueError(f"{path} cannot be read as {FileKind.BETAS}: it is not a list of numbers")
     return tuple(float(beta) for beta in betas)

@@ -31,7 +31,7 @@ def read_scalars(directory: str | Path) -> dict[str, Curve]:
     directory = Path(directory)
     if not any(directory.glob("*tfevents*")):
         raise FileNotFoundError(
-            f"{directory} has no TensorBoard event files; train with --tensorboard-dir {directory}"
+            f"{directory} has no TensorBoard event files. Train with --tensorboard-dir {directory}"
         )
     events = EventAccumulator(str(directory), size_guidance={"scalars": 0})
     events.Reload()

@@ -92,19 +92,19 @@ def _folder(text: str, needs: Sequence[str]) -> Path:
     except HFValidationError as error:
         raise ValueError(f"{text}: write hf:OWNER/NAME[@REVISION]: {_line(error)}") from error
     except GatedRepoError as error:
-        reason = "access must be asked for on its page, and 'hf auth login' be called"
+        reason = "request access on its page, and run 'hf auth login'"
         raise ValueError(f"{text}: {reason}") from error
     except RevisionNotFoundError as error:
-        raise ValueError(f"{text}: the hub has no such revision of it") from error
+        raise ValueError(f"{text}: the hub has no such revision") from error
     except RepositoryNotFoundError as error:
-        reason = "the hub has no such model, or shows it to others only ('hf auth login')"
+        reason = "the hub has no such model, or it is private ('hf auth login')"
         raise ValueError(f"{text}: {reason}") from error
     except (LocalEntryNotFoundError, IncompleteSnapshotError, HfHubHTTPError, OSError) as error:
-        part = "not whole " if isinstance(error, IncompleteSnapshotError) else "not "
-        why = "the hub cannot be reached"
+        part = "only partly " if isinstance(error, IncompleteSnapshotError) else "not "
+        why = "the hub is unreachable"
         if several:
-            why = "ranks do not download: 'pulse run' does it for all before it starts them"
-        remedy = f"Where there is a network call '{by_hand}', and give DIR."
+            why = "ranks do not download; 'pulse run' downloads before it starts them"
+        remedy = f"On a machine with network, run '{by_hand}', and give DIR."
         raise ValueError(f"{text}: it is {part}in the cache, and {why}. {remedy}") from error
 
 

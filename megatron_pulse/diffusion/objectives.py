@@ -125,7 +125,11 @@ class DiffusionProcess:
         given = [name for name in _OF_BETAS if getattr(self, name) is not None]
         given += ["zero_terminal_snr"] * self.zero_terminal_snr
         if self.objective == Objective.FLOW:
-            return [f"{', '.join(given)}: flow has no noise schedule"] if given else []
+            return (
+                [f"{', '.join(given)}: not allowed, since flow has no noise schedule"]
+                if given
+                else []
+            )
         faults = []
         if self.schedule in _BETAS:
             start, end = self.beta_start, self.beta_end
@@ -137,17 +141,19 @@ class DiffusionProcess:
         elif self.beta_start is not None or self.beta_end is not None:
             faults.append(f"beta_start and beta_end: the schedule {self.schedule} has none")
         if (self.trained_betas is not None) != (self.schedule == NoiseSchedule.TRAINED):
-            faults.append("trained_betas and the schedule 'trained' need each other")
+            faults.append("trained_betas and schedule='trained' must be given together")
         elif self.trained_betas is not None:
             if len(self.trained_betas) != self.num_timesteps:
                 faults.append(
-                    f"there are {len(self.trained_betas)} trained_betas for "
-                    f"{self.num_timesteps} timesteps"
+                    f"{len(self.trained_betas)} trained_betas were given for {self.num_timesteps} "
+                    "timesteps"
                 )
             if not all(isinstance(b, float | int) and 0 < b < 1 for b in self.trained_betas):
                 faults.append("trained_betas must be numbers between 0 and 1")
         if self.zero_terminal_snr and self.objective == Objective.EPSILON:
-            faults.append("epsilon tells nothing at zero signal; use v with zero_terminal_snr")
+            faults.append(
+                "zero_terminal_snr excludes epsilon, which is undefined at zero signal; use v"
+            )
         return faults
 
     def _faults_of_flow(self) -> list[str]:
@@ -157,11 +163,9 @@ class DiffusionProcess:
                 for name, default in {**_OF_FLOW, **_OF_LOGIT_NORMAL}.items()
                 if getattr(self, name) != default
             ]
-            return (
-                [f"{', '.join(given)}: only flow has that, not {self.objective}"] if given else []
-            )
+            return [f"{', '.join(given)}: only for flow, not {self.objective}"] if given else []
         if self.density == TimestepDensity.UNIFORM and (self.logit_mean, self.logit_std) != (0, 1):
-            return ["logit_mean and logit_std: only the density logit_normal has them"]
+            return ["logit_mean and logit_std: only for the density logit_normal"]
         if isinstance(self.shift, DynamicShift):
             return self.shift.faults()
         if not 0 < self.shift < math.inf:

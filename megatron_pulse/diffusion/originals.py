@@ -34,8 +34,9 @@ def original_faults(path: Path, names: Iterable[str]) -> list[str]:
     for begins, kind in _LAYOUTS:
         if found := next((name for name in there if re.match(begins, name)), None):
             return [
-                f"{path.name} is an original single-file checkpoint ({found}), not in diffusers' "
-                f"layout: convert it once with diffusers.{kind}.from_single_file('{path}')"
-                ".save_pretrained(FOLDER), and give FOLDER"
+                f"{path.name} is an original single-file checkpoint ({found}), not a diffusers "
+                "folder. Convert it once with "
+                f"diffusers.{kind}.from_single_file('{path}').save_pretrained(FOLDER), and give "
+                "FOLDER"
             ]
     return []

@@ -88,7 +88,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     except FileError as error:
         raise _unread(folder / "config.json", error) from error
     if not isinstance(config.get("_class_name"), str):
-        raise PublishedError(f"{folder / 'config.json'}", ["it names no class (_class_name)"])
+        raise PublishedError(f"{folder / 'config.json'}", ["_class_name is missing"])
     return config
 
 
@@ -98,8 +98,8 @@ def _require_short_head(path: Path) -> None:
         num_bytes = int.from_bytes(file.read(8), "little")
     if num_bytes > _MAX_HEAD:
         raise ValueError(
-            f"its head has {num_bytes:,} bytes, no more than {_MAX_HEAD:,} are read: it is no file "
-            "of safetensors, or of no model"
+            f"its head has {num_bytes:,} bytes; at most {_MAX_HEAD:,} are read: not a safetensors "
+            "file of a model"
         )
 
 
@@ -176,7 +176,7 @@ class StoredTensors(Mapping[str, Tensor]):
         ``places``."""
         found = {name: path.name for name, path in self._files.items()}
         return [
-            f"{name} is in {found.get(name, 'no file')}, the index says "
+            f"{name} is in {found.get(name, 'no file')}, but the index says "
             f"{places.get(name, 'nothing of it')}"
             for name in sorted({*found, *places})
             if found.get(name) != places.get(name)
@@ -219,14 +219,14 @@ def read_index(path: Path) -> dict[str, str]:
     except FileError as error:
         raise _unread(path, error) from error
     if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
-        fault = "weight_map has to be an object that names the file of each tensor"
+        fault = "weight_map must be an object with the file of each tensor"
         raise PublishedError(f"{path}", [fault])
     names = sorted(set(places.values()))
     outside = [name for name in names if not is_file_name(name)]
     if outside:
         raise PublishedError(
             f"{path}",
-            [f"{repr(name)[:80]} is not the name of a file in {path.parent}" for name in outside],
+            [f"{repr(name)[:80]} is not a file name in {path.parent}" for name in outside],
         )
     return places
 
@@ -257,21 +257,21 @@ def _find_weights(folder: Path, variant: str | None, library: str) -> Path:
     if found:
         known = ", ".join(str(each or "none") for each in found)
         wanted = f"variant {variant!r}" if variant else "weights without a variant"
-        fault = f"there are no {wanted}; there are those with variant {known}: name one"
+        fault = f"there are no {wanted}, only variants {known}: name one"
         raise PublishedError(f"{folder} holds no such weights", [fault])
     stems = STEMS[library].items()
     named = [path for end, stem in stems for path in sorted(folder.glob(f"{stem}{end}*"))]
     if amiss := [fault for path in named if (fault := no_file(path))]:
-        raise PublishedError(f"{folder} holds no weights to read", amiss)
+        raise PublishedError(f"{folder} holds no readable weights", amiss)
     there = sorted(p.name for p in folder.glob("*") if p.suffix in (_SAFE, *_PICKLES))
     fault = ", and ".join(f"{stem}{end} is missing" for end, stem in stems)
-    fault += f" (there is: {', '.join(there) or 'nothing like them'})"
+    fault += f" (found: {', '.join(there) or 'no similar file'})"
     raise PublishedError(f"{folder} holds no such weights", [fault, *original_files(folder)])
 
 
 def _dtype_of(name: str) -> torch.dtype:
     if name not in _DTYPES:
-        raise ValueError(f"it holds tensors of {name}, which torch does not know")
+        raise ValueError(f"it holds tensors of {name}, a type unknown to torch")
     return _DTYPES[name]
 
 
@@ -286,14 +286,14 @@ def _load_state_dict(path: Path) -> dict[str, Tensor]:
         mapped = is_plain_archive(path)  # false for files written before torch 1.6
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
-        fault = "it is no state dict that torch.save wrote, or holds more than tensors"
+        fault = "it is not a state dict of torch.save, or holds more than tensors"
         raise ValueError(f"{fault}{_and(original_faults(path, names_in(path)))}") from error
     except EOFError as error:
-        raise ValueError("it is empty, or cut off") from error
+        raise ValueError("it is empty or truncated") from error
     except Exception as error:  # torch raises many kinds for a damaged file
         raise ValueError(str(error).splitlines()[0]) from error
     if not isinstance(state, dict) or not all(isinstance(t, Tensor) for t in state.values()):
-        fault = "it holds no state dict (names and tensors)"
+        fault = "it holds no state dict (tensors by name)"
         raise ValueError(f"{fault}{_and(original_faults(path, names_in(path)))}")
     return state
 

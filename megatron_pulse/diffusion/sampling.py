@@ -112,9 +112,9 @@ def sample(
         x = step(scheduler, predict(x, timestep), timestep, x, noises)
     if num := sum(not bool(one.isfinite().all()) for one in x):
         raise ValueError(
-            f"{num} of {count} samples are not finite after {num_steps} steps: look at the weights "
-            "(--raw takes those that are trained, not their average), at the training's "
-            "loss and at its gradients"
+            f"{num} of {count} samples are not finite after {num_steps} steps. Check the weights "
+            "(--raw uses the trained weights instead of their EMA), the training loss and the "
+            "gradients"
         )
     return x if clip is None else x.clamp(-clip, clip)
 
@@ -164,11 +164,11 @@ def _check(
     if not 1 <= num_steps <= process.num_timesteps:
         faults.append(f"num_steps is {num_steps}; use 1 to {process.num_timesteps}")
     if guidance_scale != 1 and not null:
-        faults.append("guidance needs null values, those that dropped conditioning had in training")
+        faults.append("guidance needs null values: the values of dropped conditioning in training")
     if not 0 <= eta <= 1 or (eta > 0 and process.objective == Objective.FLOW):
         faults.append(f"eta is {eta}; DDIM takes 0 to 1, flow's Euler steps only 0")
     if flow_grid != FlowGrid.EVEN and process.objective != Objective.FLOW:
-        faults.append(f"the grid {flow_grid} is of flow's times; {process.objective} has timesteps")
+        faults.append(f"the grid {flow_grid} is for flow; {process.objective} has timesteps")
     if isinstance(process.shift, DynamicShift):
         faults.append("a dynamic shift has no value before the picture's size is known")
     if faults:
@@ -198,6 +198,6 @@ def _scheduler(
     if int(ddim.timesteps.max()) >= process.num_timesteps:
         raise ValueError(
             f"sampling: {num_steps} steps with the scheduler's steps_offset of "
-            f"{settings['steps_offset']} pass the last timestep: use fewer"
+            f"{settings['steps_offset']} exceed the last timestep: use fewer"
         )
     return ddim

@@ -33,12 +33,15 @@ OF_BETAS = (
 )  # fmt: skip
 OF_FLOW = ("FlowMatchEulerDiscreteScheduler", "FlowMatchHeunDiscreteScheduler")
 _REFUSED = {
-    "EDM": "it preconditions with sigma_data (EDM), which is not epsilon, v, sample or flow",
-    "LCM": "the model is distilled to few steps, and no objective here continues that",
-    "TCD": "the model is distilled to few steps, and no objective here continues that",
-    "Wuerstchen": "Stable Cascade's process is not known here",
-    "CMStochastic": "consistency models' process is not known here",
-    "SCM": "the model is distilled to few steps, and no objective here continues that",
+    "EDM": (
+        "preconditioning with sigma_data (EDM) is unsupported; objectives are epsilon, v, sample "
+        "and flow"
+    ),
+    "LCM": "the model is distilled to few steps; no objective continues that",
+    "TCD": "the model is distilled to few steps; no objective continues that",
+    "Wuerstchen": "Stable Cascade's process is unsupported",
+    "CMStochastic": "consistency models' process is unsupported",
+    "SCM": "the model is distilled to few steps; no objective continues that",
 }
 _OLD_KEYS = {"tensor_format", "clip_sample", "skip_prk_steps", "set_alpha_to_one"}
 # Leftovers of another class, harmless only with these values.
@@ -118,7 +121,7 @@ def read_process(
     path = find_scheduler(place)
     faults: list[str] = []
     if path is None:
-        faults = ["there is no scheduler beside it that says how it was trained"]
+        faults = ["no scheduler config beside it gives its diffusion process"]
     else:
         try:
             said = read_json(path, FileKind.SCHEDULER, infinities=True)
@@ -131,7 +134,7 @@ def read_process(
     needed = _unsaid(choice, flags)
     if needed:
         raise PublishedError(
-            str(path or place), [*faults, f"say what it is, with {' and '.join(needed)}"]
+            str(path or place), [*faults, f"give the process: {' and '.join(needed)}"]
         )
     try:
         process = chosen_process(choice)
@@ -173,7 +176,7 @@ def _overruled(path: Path, config: Mapping[str, Any], process: DiffusionProcess)
     try:
         own = process_of_scheduler(config)
     except PublishedError as error:
-        return f"{path} by itself is refused: {'; '.join(error.faults)}"
+        return f"{path} alone is refused: {'; '.join(error.faults)}"
     return "" if own == process else f"by flags; {path} says {own.describe()}"
 
 
@@ -199,7 +202,7 @@ def process_of_scheduler(
     if name not in (*OF_BETAS, *OF_FLOW):
         reason = next((why for part, why in _REFUSED.items() if part in name), None)
         known = ", ".join((*OF_BETAS, *OF_FLOW))
-        reason = reason or f"it is not among those known here: {known}"
+        reason = reason or f"supported classes: {known}"
         raise PublishedError("scheduler", [f"its class is {name}: {reason}"])
     settings = settings_of(config)
     faults = _foreign_keys(config, choice)
@@ -259,12 +262,12 @@ def _foreign_keys(config: Mapping[str, Any], choice: ProcessChoice) -> list[str]
         if key.startswith("_") or value is None or key in defaults_of(name):
             continue
         if key not in known:
-            faults.append(f"{key} is {value!r}: that setting is not known here")
+            faults.append(f"{key} is {value!r}: unsupported setting")
         elif _NEUTRAL.get(key, value) != value:
             if key == "rescale_betas_zero_snr" and choice.zero_terminal_snr is not None:
                 continue
             hint = "; say --[no-]zero-terminal-snr" if key == "rescale_betas_zero_snr" else ""
-            faults.append(f"{key} is {value!r}, but {name} takes no such setting{hint}")
+            faults.append(f"{key} is {value!r}, but {name} has no such setting{hint}")
     return faults
 
 
@@ -276,10 +279,10 @@ def _faults_of_types(settings: Mapping[str, Any]) -> list[str]:
         if value is None and key in DYNAMIC:
             continue  # unused without a dynamic shift
         if isinstance(value, bool) or not isinstance(value, int | float):
-            faults.append(f"{key} is {value!r}, which is no number")
+            faults.append(f"{key} is {value!r}; it must be a number")
     count = settings["num_train_timesteps"]
     if isinstance(count, float) and not count.is_integer():
-        faults.append(f"num_train_timesteps is {count}, which is no whole number")
+        faults.append(f"num_train_timesteps is {count}; it must be a whole number")
     spacing = settings.get("timestep_spacing", SPACINGS[0])
     if spacing not in SPACINGS:
         faults.append(f"timestep_spacing is {spacing!r}; known: {', '.join(SPACINGS)}")
@@ -287,7 +290,7 @@ def _faults_of_types(settings: Mapping[str, Any]) -> list[str]:
     if betas is not None and not (
         isinstance(betas, list) and all(type(beta) in (int, float) for beta in betas)
     ):
-        faults.append("trained_betas is no list of numbers")
+        faults.append("trained_betas must be a list of numbers")
     return sorted(faults)
 
 
@@ -317,8 +320,8 @@ def _beta_values(
             values |= {key: settings[key] for key in ("beta_start", "beta_end")}
     elif choice.noise_schedule is None and choice.trained_betas is None:
         faults.append(
-            f"beta_schedule is {kind!r}; known: {', '.join(schedules)} (any other can be given "
-            "with --trained-betas)"
+            f"beta_schedule is {kind!r}; known: {', '.join(schedules)} (give any other with "
+            "--trained-betas)"
         )
     if choice.zero_terminal_snr is None:
         values["zero_terminal_snr"] = bool(settings.get("rescale_betas_zero_snr"))
@@ -339,7 +342,7 @@ def _flow_values(
         if not settings["use_flow_sigmas"]:
             faults.append("prediction_type is 'flow_prediction', but use_flow_sigmas is not set")
         if settings.get("use_dynamic_shifting") and choice.flow_shift is None:
-            faults.append("use_dynamic_shifting: its numbers are not here; say --flow-shift")
+            faults.append("use_dynamic_shifting: its numbers are missing; give --flow-shift")
     elif settings.get("use_dynamic_shifting"):
         values["shift"] = DynamicShift(
             **{ours: settings[theirs] for theirs, ours in DYNAMIC.items()}

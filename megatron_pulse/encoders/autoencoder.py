@@ -18,7 +18,7 @@ from megatron_pulse.encoders.pieces import run_pieces
 from megatron_pulse.encoders.tokens import digest_of
 from megatron_pulse.errors import UserError, format_faults
 
-_REMARK = "in fp16 it may overflow, says its config.json, where force_upcast is not false"
+_REMARK = "it may overflow in fp16 (its config.json does not set force_upcast to false)"
 
 
 class AutoencoderError(UserError):
@@ -49,14 +49,14 @@ class Autoencoder:
 
         if faults := files_amiss(Path(folder)):
             raise AutoencoderError(
-                format_faults(f"autoencoder {folder}", faults, "Fetch the folder anew.")
+                format_faults(f"autoencoder {folder}", faults, "Download the folder again.")
             )
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         try:
             config: Any = AutoencoderKL.load_config(str(folder), local_files_only=True)
             named = config.get("_class_name", AutoencoderKL.__name__)
             if named != AutoencoderKL.__name__:
-                raise UserError(f"its config.json is of {named}")
+                raise UserError(f"its config.json describes {named}")
             with torch.device("meta"), silently(diffusers.utils.logging):
                 model: Any = AutoencoderKL.from_config(config)
             tensors = stored(Path(folder), "diffusers", weighs)
@@ -144,11 +144,14 @@ class Autoencoder:
         """The fault of pixels that are not finite, and its likely cause."""
         fault = not_finite(f"the decoder of autoencoder {self.folder}", self.dtype)
         if self.dtype == torch.float16:
-            return f"{fault}: its config.json says force_upcast false. Decode in fp32 or bf16."
+            return (
+                f"{fault}, although its config.json sets force_upcast to false. Decode in fp32 "
+                "or bf16."
+            )
         largest = latents.abs().max().item()
         return (
-            f"{fault}, of latents up to {largest:.3g}: its weights are damaged, or the latents are "
-            "of another autoencoder. Give that of the training."
+            f"{fault}, of latents up to {largest:.3g}: its weights are damaged, or the latents "
+            "are from another autoencoder. Give the autoencoder of the training."
         )
 
 
@@ -183,9 +186,9 @@ def _normalization(folder: str | Path, config: Mapping[str, Any]) -> tuple[Tenso
                 faults.append(f"{name} must have a number for each of {channels} channels")
             by_channel[name] = values
     if len(by_channel) == 1:
-        faults.append(f"{next(iter(by_channel))} is given alone: both or neither have a meaning")
+        faults.append(f"{next(iter(by_channel))} is given alone: give both or neither")
     if by_channel and config.get("shift_factor"):
-        faults.append("latents_mean and shift_factor are both given: which one counts?")
+        faults.append("latents_mean and shift_factor exclude each other")
     scale = shift = torch.zeros(1)
     with suppress(TypeError, ValueError):  # a value that is no number leaves the scale 0
         shift = torch.tensor([float(config.get("shift_factor") or 0.0)])

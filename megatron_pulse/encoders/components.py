@@ -52,7 +52,7 @@ def autoencoder_faults(folder: Path) -> list[str]:
     if not (folder / PIPELINE_INDEX).is_file():
         return []
     amiss = [part.fault for part in components(folder) if part.name == VAE and part.fault]
-    return [f"{VAE}: {fault}, and {PIPELINE_INDEX} names it: fetch it anew" for fault in amiss]
+    return [f"{VAE}: {fault}, but {PIPELINE_INDEX} names it. Download it again" for fault in amiss]
 
 
 def weight_faults(folder: Path, names: Sequence[str]) -> list[str]:
@@ -65,7 +65,7 @@ def weight_faults(folder: Path, names: Sequence[str]) -> list[str]:
             continue
         if fault := _weighed(where, "", library).fault:
             told = fault if fault.startswith(name) else f"{name}: {fault}"
-            faults.append(f"{folder}: {told}; fetch the file anew")
+            faults.append(f"{folder}: {told}. Download the file again")
     return faults
 
 
@@ -76,7 +76,7 @@ def _components(folder: Path, index: dict[str, object]) -> Iterator[PipelineComp
         library, class_name = map(str, said)
         where = folder / name
         if not is_file_name(name):
-            fault = f"{repr(name)[:80]} is not the name of a folder in {folder}"
+            fault = f"{repr(name)[:80]} is not a folder name in {folder}"
             yield PipelineComponent(name, class_name, library, fault=fault)
         elif not where.is_dir():
             yield PipelineComponent(name, class_name, library, fault="there is no such folder")

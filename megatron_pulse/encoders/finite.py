@@ -14,7 +14,7 @@ CHECK = "Encode in fp32 or bf16 (--encoders-dtype, in training --pulse-encoders-
 def not_finite(name: str, dtype: torch.dtype) -> str:
     """Error text for an encoder with infinite or NaN outputs."""
     kind = str(dtype).removeprefix("torch.")
-    return f"{name}, in {kind}, gives numbers that are not finite"
+    return f"{name}, in {kind}, returns values that are not finite"
 
 
 def all_finite(states: Mapping[str, Tensor]) -> bool:

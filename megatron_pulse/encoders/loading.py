@@ -30,7 +30,7 @@ def files_amiss(folder: Path) -> list[str]:
     """
     if folder.is_file():
         told = original_faults(folder, names_in(folder))
-        return told or [f"{folder.name} is a file: give the folder of the component"]
+        return told or [f"{folder.name} is a file. Give the folder of the component"]
     faults: list[str] = []
     for path in sorted(path for path in folder.glob("*") if not path.is_dir()):
         if fault := no_file(path):
@@ -69,7 +69,7 @@ def require_all(missing: Collection[str]) -> None:
     The libraries would initialise them at random, differently in every process.
     """
     if missing:
-        raise UserError(f"its weights lack {_some(missing)}: fetch them anew")
+        raise UserError(f"its weights lack {_some(missing)}. Download them again")
 
 
 def stored(folder: Path, library: str, needed: bool) -> StoredTensors | None:
@@ -114,17 +114,17 @@ def require_layers(tensors: StoredTensors | None, model: nn.Module) -> None:
     wanted = {_inner(name): tuple(value.shape) for name, value in model.state_dict().items()}
     lacking, beyond = _like(wanted, there), _like(there, wanted)
     if lacking or beyond:
-        said = [f"lack {_some(lacking)} that its config.json asks for"] if lacking else []
-        said += (
-            [f"have {_some(beyond)} of layers that its config.json leaves out"] if beyond else []
+        said = [f"lack {_some(lacking)} of its config.json"] if lacking else []
+        said += [f"have {_some(beyond)} beyond the layers of its config.json"] if beyond else []
+        raise UserError(
+            f"its weights {' and '.join(said)}: config and weights are of different models"
         )
-        raise UserError(f"its weights {' and '.join(said)}: they are of two models")
     for name in sorted(wanted.keys() & there.keys()):
         if wanted[name] != there[name]:
             has, says = ("x".join(map(str, each)) for each in (there[name], wanted[name]))
             raise UserError(
-                f"{name} of its weights is {has}, its config.json says {says}: they are of two "
-                "models"
+                f"{name} of its weights is {has}, but its config.json says {says}: config and "
+                "weights are of different models"
             )
 
 

@@ -228,13 +228,13 @@ class TextEncoders:
             config = self.folder / where / "config.json"
             if not config.is_file():
                 if self.folder.is_dir():
-                    faults.append(f"{where}/config.json is missing: {kind.value} is needed there")
+                    faults.append(f"{where}/config.json is missing: expected {kind.value} there")
                 continue
             with collecting(faults):
                 names = read_json(config, FileKind.MODEL).get("architectures") or []
                 if kind.value not in names:
-                    has = ", ".join(map(str, names)) or "no class that its config.json names"
-                    faults.append(f"{where} is {has}, and {kind.value} is needed there")
+                    has = ", ".join(map(str, names)) or "no class (its config.json names none)"
+                    faults.append(f"{where} is {has}, but {kind.value} is expected there")
         return faults
 
     def _unknown_tokens(self) -> list[str]:
@@ -245,7 +245,7 @@ class TextEncoders:
             if made > known:
                 tokenizer = folder_name("tokenizer", place)
                 faults.append(
-                    f"{tokenizer} has {made} tokens, {folder_name('text_encoder', place)} knows "
+                    f"{tokenizer} has {made} tokens, but {folder_name('text_encoder', place)} has "
                     f"{known}"
                 )
         return faults
@@ -265,12 +265,12 @@ class TextEncoders:
             else:
                 lengths = [{shape[0] for shape in row} for row in shapes]
                 if any(len(row) > 1 for row in lengths):
-                    faults.append(f"the encoders of {name} have texts of different lengths")
+                    faults.append(f"the encoders of {name} use different text lengths")
                 width = max(sum(shape[1] for shape in row) for row in shapes)
                 made = (sum(max(row) for row in lengths), width)
             if made != self.shapes[name]:
                 faults.append(
-                    f"they make {name} {'x'.join(map(str, made))}, the backbone reads "
+                    f"they make {name} {'x'.join(map(str, made))}, but the backbone reads "
                     f"{'x'.join(map(str, self.shapes[name]))}"
                 )
         return faults

@@ -28,17 +28,14 @@ class EncodersError(UserError):
     """Error for a pipeline folder that cannot encode the requested fields."""
 
 
-_WHOLE = "Give the folder of the pipeline that the backbone is of, whole."
+_WHOLE = "Give the complete pipeline folder of the backbone."
 
 
 def misfits(recipe: TextRecipe) -> str:
     """Advice for encoders that make other fields than the backbone's."""
     option = recipe.length_option
     length = f"an option of the backbone ({option}=N)" if option else "no option of this backbone"
-    return (
-        "Give the folder of the pipeline that the backbone is of; the length of its texts is "
-        f"{length}."
-    )
+    return f"Give the pipeline folder of the backbone; its text length is {length}."
 
 
 def require(folder: Path, faults: Sequence[str], remedy: str = _WHOLE) -> None:
@@ -84,7 +81,9 @@ class Tokenizers:
                 )
                 faults += _no_vocabulary(where, tokenizer)
                 if tokenizer.pad_token is None:
-                    faults.append(f"{where.name} has no pad_token to make texts equally long with")
+                    faults.append(
+                        f"{where.name} has no pad_token, which fills texts to equal length"
+                    )
                 self._tokenizers[place] = tokenizer
             except Exception as error:  # transformers raises many types
                 faults.append(f"{where.name}: {describe_exception(error)}")
@@ -184,8 +183,8 @@ class Tokenizers:
                 lengths[fitted] = shapes[name][0] - others
                 if lengths[fitted] < 1:
                     faults.append(
-                        f"{name} of {shapes[name][0]} tokens has none left for "
-                        f"{folder_name('text_encoder', fitted)}: {others} are the others'"
+                        f"{name} of {shapes[name][0]} tokens leaves none for "
+                        f"{folder_name('text_encoder', fitted)}: other encoders use {others}"
                     )
         return dict(sorted(lengths.items()))
 
@@ -200,7 +199,7 @@ def _no_vocabulary(folder: Path, tokenizer: Any) -> list[str]:
     missing = [name for name in names.values() if not (folder / name).is_file()]
     if (folder / whole).is_file() or not missing:
         return []
-    return [f"{folder.name} knows no words: neither {whole} nor {' and '.join(missing)} is there"]
+    return [f"{folder.name} has no vocabulary: neither {whole} nor {' and '.join(missing)} exists"]
 
 
 def missing_tokenizers(folder: Path, recipe: TextRecipe) -> list[str]:
@@ -225,7 +224,7 @@ def changed_since(folder: Path, encoded_by: Mapping[str, str]) -> list[str]:
     ``encoded_by`` are the recorded digests by folder name.
     """
     return [
-        f"{name} is {now}, the model was trained with {was}"
+        f"{name} is {now}, but the model was trained with {was}"
         for name, was in sorted(encoded_by.items())
         if name != VAE and (now := digest_of(folder / name)) != was
     ]

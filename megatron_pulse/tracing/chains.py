@@ -55,8 +55,9 @@ class Chains:
                 raise DerivationError(
                     self._name,
                     [
-                        f"{what} take another way through it than of {self.size} (a loop, a branch "
-                        f"or a size in forward depends on the batch?): {fault}"
+                        f"{what} take another path through the module than microbatches of "
+                        f"{self.size} (a loop, branch or size in forward may depend on the "
+                        f"batch): {fault}"
                     ],
                 )
             self._found[at] = chain

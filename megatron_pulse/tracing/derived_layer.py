@@ -138,8 +138,8 @@ class DerivedLayer(Nest):
         value = values[name].detach()
         if has_no_memory(value):
             raise ValueError(
-                f"{name} is on the meta device, without values: such a chain is for planning; "
-                "to run it, give from_module a module that has its weights"
+                f"{name} is on the meta device, without values: such a chain is for planning "
+                "only. To run it, give from_module a module with weights"
             )
         dtype = torch.promote_types(weight.dtype, value.dtype)
         if dtype == value.dtype and self._source.weights.is_new:
@@ -201,7 +201,7 @@ class DerivedLayer(Nest):
         if wrong:
             raise ValueError(
                 f"{self._unit.name}: parameters are {wrong.pop()}, but the module was exported in "
-                f"{source.dtype}: give from_module a module of the run's dtype"
+                f"{source.dtype}. Give from_module a module with the run's dtype"
             )
         return size, device
 

@@ -84,7 +84,8 @@ def from_module(
     dtypes = dict.fromkeys(str(p.dtype)[6:] for p in module.parameters() if p.is_floating_point())
     if len(dtypes) > 1:
         faults.append(
-            f"its parameters are {' and '.join(dtypes)}, and a run has one dtype: call its .to(...)"
+            f"its parameters are {' and '.join(dtypes)}, but a run has one dtype. Call .to(...) "
+            "on it"
         )
     if faults:
         raise DerivationError(name, faults)
@@ -113,7 +114,7 @@ def from_module(
     }
     if len({"noisy", *field_of.values()}) != len(field_of) + 1:
         found = ", ".join(field_of.values())
-        raise DerivationError(name, [f"two inputs would be one field of a batch: noisy, {found}"])
+        raise DerivationError(name, [f"two inputs would be the same batch field: noisy, {found}"])
     times = [n for n, name in called.items() if name == read.timestep and timestep_scale != 1]
     scale_of = dict.fromkeys(times, timestep_scale)
     values = weights or from_module_itself(module)
@@ -168,7 +169,7 @@ def check_weights(backbone: Backbone) -> None:
 def _source(backbone: Backbone) -> ChainSource:
     source = source_of(backbone)
     if source is None:
-        raise ValueError(f"{backbone.name} is not derived of a module")
+        raise ValueError(f"{backbone.name} is not derived from a module")
     return source
 
 
@@ -256,7 +257,7 @@ def _sample_of(module: str, name: str, chain: UnitChain, probe: UnitChain, size:
             module,
             [
                 f"{chain.inputs.get(name, name)} is {list(a)} for {size} samples and {list(b)} "
-                f"for {size + 1}: no one dimension grows with them"
+                f"for {size + 1}: no single dimension grows with the samples"
             ],
         )
     return Sample(dim, a[dim] // size)
@@ -272,7 +273,7 @@ def _sample_there(module: str, name: str, sample: Sample, chain: UnitChain, size
             module,
             [
                 f"{chain.inputs.get(name, name)} is {list(shape)} for {size} samples: dimension "
-                f"{sample.dim} holds them not"
+                f"{sample.dim} is not the batch dimension"
             ],
         )
     return Sample(sample.dim, shape[sample.dim] // size)
@@ -282,7 +283,7 @@ def _spec(module: str, name: str, value: Any, sample: Sample, dtype: torch.dtype
     shape, kind = tuple(value.shape), str(value.dtype).removeprefix("torch.")
     if kind not in DTYPE_BYTES:
         raise DerivationError(
-            module, [f"{name} is {kind}, and a chain takes {', '.join(DTYPE_BYTES)}"]
+            module, [f"{name} is {kind}, but a chain takes {', '.join(DTYPE_BYTES)}"]
         )
     if sample.dim is not None:
         rows = (sample.rows,) if sample.rows > 1 else ()

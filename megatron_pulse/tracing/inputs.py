@@ -56,17 +56,21 @@ def read_inputs(
     faults = list(one_name(example))
     found = sample or next((n for n in _SAMPLES if n in tensors), None)
     if found not in tensors:
-        what = f"sample={sample!r} is none" if sample else "say which is the noisy sample, sample="
+        what = (
+            (f"sample={sample!r} is not one")
+            if sample
+            else "name the noisy sample with sample=, one"
+        )
         faults.append(f"{what} of its inputs:{table(leaves)}")
     times = timestep or next((n for n in _TIMESTEPS if n in leaves), None)
     if times is not None and (times not in tensors or not tensors[times].ndim):
         faults.append(
-            f"timestep {times!r} must be a tensor with a time for every sample:{table(leaves)}"
+            f"timestep {times!r} must be a tensor with one time per sample:{table(leaves)}"
         )
     if wrong := [n for n in constants if not any(n in names for names in within.values())]:
-        faults.append(f"constants {', '.join(wrong)}: none of its inputs:{table(leaves)}")
+        faults.append(f"constants {', '.join(wrong)}: not among its inputs:{table(leaves)}")
     if found in tensors and within[found] & set(constants):
-        faults.append(f"{found} is the noisy sample, and cannot be among constants")
+        faults.append(f"{found} is the noisy sample, which cannot be a constant")
     if faults or found is None:
         raise DerivationError(module, faults)
     rows = tensors[found].shape[0]
@@ -103,7 +107,7 @@ def read_others(
     Raises DerivationError listing the differences.
     """
     if isinstance(given, Mapping) or callable(given):
-        raise DerivationError(module, ["other_inputs must be a list, of inputs for each shape"])
+        raise DerivationError(module, ["other_inputs must be a list with the inputs of each shape"])
     others = [read_inputs(module, each, sample, timestep, constants) for each in given]
     here = leaves_of(first.make(first.size))
     faults = []
@@ -114,7 +118,7 @@ def read_others(
             changed = ", ".join(sorted(other.constants ^ first.constants))
             faults.append(
                 f"other_inputs[{i}]: {changed}: the same for every batch there or in inputs, but "
-                "not in both: say so, as constants=, or give functions of the microbatch size"
+                "not in both. Name it in constants=, or give functions of the microbatch size"
             )
     if faults:
         raise DerivationError(module, faults)

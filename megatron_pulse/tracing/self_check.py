@@ -50,23 +50,23 @@ def _tried(module: nn.Module, chains: Chains) -> list[str]:
             return []
         second = _called(module, given, chains.output)
     except Exception as error:  # a module may raise any exception
-        return [f"it cannot be called with its example: {describe_exception(error)}"]
+        return [f"the call with its example fails: {describe_exception(error)}"]
     exact = first.device.type == "cpu"
     if (apart := _apart(first, second)) > (0.0 if exact else _tolerance(first)):
         return [
-            f"two calls of it with the same inputs differ (by {apart:.0e} of the result): what "
-            "changes between calls (a count, a clock, random numbers, what was kept) would be a "
-            "constant of the chain"
+            f"two calls of it with the same inputs differ (by {apart:.0e} of the result): values "
+            "that change between calls (a counter, a clock, random numbers, a cache) would be "
+            "constants of the chain"
         ]
     own = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
     try:
         apart = _apart(second, _run(chains.first, own, given))
     except Exception as error:
-        return [f"its chain fails where it does not: {describe_exception(error)}"]
+        return [f"its chain fails, but the module does not: {describe_exception(error)}"]
     if apart > _tolerance(second):
         return [
-            f"its chain's result is another than its own (by {apart:.0e}) with the same inputs and "
-            "parameters: forward does what a trace of tensors does not hold"
+            f"its chain's result differs from its own (by {apart:.0e}) with the same inputs and "
+            "parameters: forward has effects that a trace does not record"
         ]
     return []
 

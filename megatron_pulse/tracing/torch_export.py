@@ -42,7 +42,7 @@ class DerivationError(PicklableError, ValueError):
 
     def __init__(self, module: str, faults: list[str]) -> None:
         self.faults = faults
-        super().__init__(format_faults(f"{module} cannot be run in a pipeline as it is", faults))
+        super().__init__(format_faults(f"{module} cannot run in a pipeline", faults))
 
 
 @dataclass(frozen=True)
@@ -238,14 +238,14 @@ def _reason(error: Exception, module: nn.Module, suspects: Sequence[str]) -> str
     if "found a fake tensor in the exported program constant" in said:
         where, said = (
             "",
-            "it made a tensor that no operation on its inputs gives: "
-            + (", ".join(suspects) or "it keeps one from call to call, in a cache?"),
+            "it uses a tensor that is not computed from its inputs: "
+            + (", ".join(suspects) or "does it keep one between calls, in a cache?"),
         )
     dtypes = {str(p.dtype).removeprefix("torch.") for p in module.parameters()}
     return (
         f"torch.export cannot follow it{where}: {said} (exported in "
-        f"{', '.join(sorted(dtypes)) or 'no dtype'}, which --dtype says, in training --bf16 and "
-        "--fp16, in 'pulse module' --option dtype=, and elsewhere the module itself)"
+        f"{', '.join(sorted(dtypes)) or 'no dtype'}; the dtype is set by --dtype, in training by "
+        "--bf16 and --fp16, in 'pulse module' by --option dtype=, else by the module itself)"
     )
 
 
@@ -258,8 +258,8 @@ def _result(graph: fx.Graph, output: int | None, name: str) -> fx.Node:
         raise DerivationError(
             name,
             [
-                f"it returns {len(results)} tensors ({found}), and a chain ends with one: say "
-                "which is the prediction, as output=0"
+                f"it returns {len(results)} tensors ({found}), but a chain returns one. Name the "
+                "prediction, e.g. output=0"
             ],
         )
     if output is not None and not 0 <= output < len(results):

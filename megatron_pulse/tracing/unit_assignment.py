@@ -70,7 +70,7 @@ class UnitAssignment:
         links = [n for n in facts.calls if n in self._tainted and n in self._trained]
         if exported.output not in links:
             raise DerivationError(
-                module, [f"what it returns does not depend on {sample} and on parameters"]
+                module, [f"its result does not depend on both {sample} and parameters"]
             )
         number = {node: i for i, node in enumerate(links)}
         end = len(links)

@@ -69,7 +69,7 @@ def unit_difference(first: UnitChain, other: UnitChain) -> str | None:
     """First difference between the units of two chains; None if equal."""
     for a, b in zip_longest(first.units, other.units):
         if a is None or b is None:
-            return f"{(a or b).name} is there in one only"
+            return f"{(a or b).name} occurs in only one"
         for what, value in a.signature.items():
             if b.signature[what] != value:
                 return f"{what} of {a.name}: {value}, and {b.signature[what]}"
@@ -128,7 +128,10 @@ def _units(placing: UnitAssignment, module: str) -> list[Unit]:
     ]
     weights = [tuple(exported.names[a] for a in own if a in exported.weights) for own in read]
     faults = [
-        f"{n.name}, at {place_of(n)}, is handed on, and is no tensor of a known size and dtype"
+        (
+            f"{n.name}, at {place_of(n)}, passes between layers, but is not a tensor of known size "
+            "and dtype"
+        )
         for n in (n for gives in given for n in gives)
         if not can_travel(n)
     ]
@@ -156,8 +159,8 @@ def _shared_faults(names: Sequence[str], weights: Sequence[Sequence[str]]) -> li
     """Faults for parameters of more than one unit."""
     holder: dict[str, int] = {}
     return [
-        f"the parameter {weight} is used by {names[first]} and by {names[k]}, which could be on "
-        "two devices"
+        f"the parameter {weight} is used by {names[first]} and by {names[k]}, which may be on "
+        "different devices"
         for k, own in enumerate(weights)
         for weight in own
         if (first := holder.setdefault(weight, k)) != k

@@ -45,7 +45,7 @@ def test_sound():
     ("backbone", "words"),
     [
         (Backbone("none", ()), ["chain is empty"]),
-        (changed(2, name="a"), ["layer 2", "'a'", "already that of layer 0"]),
+        (changed(2, name="a"), ["layer 2", "'a'", "layer 0 is already called"]),
         (changed(2, name=""), ["layer 2", "cannot prefix"]),
         (changed(2, name="b..1"), ["cannot prefix"]),
         (changed(2, name="b."), ["cannot prefix"]),
@@ -55,11 +55,11 @@ def test_sound():
         (changed(0, name="b.1.x"), ["'b.1.x' lies inside layer 2 ('b.1')"]),
         (changed(0, pushes={}), ["'s'", "popped by layer 3 (d) but never pushed"]),
         (changed(3, pops={}), ["'s'", "pushed by layer 0 (a) but never popped"]),
-        (changed(1, pushes={"s": 0}), ["'s'", "pushed by layer 0 (a) and again by layer 1 (b.0)"]),
-        (changed(2, pops={"s": X}), ["'s'", "popped by layer 2 (b.1) and again by layer 3 (d)"]),
+        (changed(1, pushes={"s": 0}), ["'s'", "pushed by both layer 0 (a) and layer 1 (b.0)"]),
+        (changed(2, pops={"s": X}), ["'s'", "popped by both layer 2 (b.1) and layer 3 (d)"]),
         (changed(0, pushes={"s": 1}), ["'s'", "pushes output 1, but has 1"]),
         (changed(0, beside={0: 1}), ["layer 0 (a)", "output 0 passes by as input 1", "1 inputs"]),
-        (changed(0, beside={"x": 0}), ["layer 0 (a)", "beside must map numbers of outputs"]),
+        (changed(0, beside={"x": 0}), ["layer 0 (a)", "beside must map output numbers"]),
         (changed(3, outputs=(Y,), beside={0: 0}), ["layer 3 (d)", "passes by as", "output 0 is"]),
         (changed(0, pushes={"s": -1}), ["'s'", "pushes output -1"]),
         (changed(3, pops={"s": Y}), ["'s'", "compute[b, 4, 8, 8]", "compute[b, 8, 4, 4]"]),
@@ -73,7 +73,7 @@ def test_sound():
         (changed(0, uses=("mask",)), ["'mask'", "used by layer 0 (a)", "neither a batch field"]),
         (changed(0, uses=("temb",)), ["'temb'", "before layer 1 (b.0) provides it"]),
         (changed(1, uses=("temb",)), ["'temb'", "used by layer 1 (b.0) before layer 1"]),
-        (changed(2, provides={"temb": X}), ["'temb'", "layer 1 (b.0) and again by layer 2 (b.1)"]),
+        (changed(2, provides={"temb": X}), ["'temb'", "both layer 1 (b.0) and layer 2 (b.1)"]),
         (changed(2, provides={"z": X}), ["'z'", "provided by layer 2 (b.1) but never used"]),
         (changed(0, provides={"context": X}), ["'context'", "also a batch field"]),
         (changed(0, inputs=(X, X)), ["layer 0 (a)", "exactly one, the noisy sample"]),
@@ -94,7 +94,7 @@ def test_one_fault(backbone, words):
 def test_a_skip_may_not_be_popped_before_it_is_pushed():
     backbone = Backbone("early", (layer("a", pops={"s": X}), layer("b", pushes={"s": 0})))
     assert check_backbone(backbone) == [
-        "skip 's': popped by layer 0 (a), which does not come after layer 1 (b) that pushes it"
+        "skip 's': popped by layer 0 (a), which is not after layer 1 (b), where it is pushed"
     ]
     same = Backbone("same", (layer("a", pops={"s": X}, pushes={"s": 0}),))
     assert len(check_backbone(same)) == 1
@@ -134,8 +134,8 @@ def embedder(**changes):
     [
         ({}, None),
         ({"provides": {}}, "provides nothing"),
-        ({"outputs": (TensorSpec((9,)),)}, "must hand its inputs on unchanged"),
-        ({"pushes": {"s": 0}}, "must hand its inputs on unchanged"),
+        ({"outputs": (TensorSpec((9,)),)}, "must return its inputs unchanged"),
+        ({"pushes": {"s": 0}}, "must return its inputs unchanged"),
         ({"uses": ("other",)}, "uses other; an embedder reads only batch fields"),
     ],
 )
@@ -166,7 +166,7 @@ LABELS = {**sound().batch_fields, "labels": TensorSpec((), dtype="int64")}
 @pytest.mark.parametrize(
     ("said", "words"),
     [
-        ({"batch_fields": LABELS}, ["'labels': the backbone must say how many classes"]),
+        ({"batch_fields": LABELS}, ["'labels': the number of classes is missing"]),
         ({"num_classes": 10}, ["num_classes: is 10, but no batch field is called 'labels'"]),
         ({"null_label": 3}, ["null_label: label 3 is of no classes"]),
         (

@@ -73,7 +73,7 @@ def test_several_datasets_are_looked_at_in_turn(
     assert main(["data", "check", *argv, "--default-caption", "any"]) == 0
     said = capsys.readouterr()
     assert "21 samples to train on, 2 held back" in said.out and "3 pictures" in said.out
-    assert "none is held back" in said.err
+    assert "no sample is left for validation" in said.err
     for kind in "ab":
         (tmp_path / f"{kind}/0.png").write_bytes(b"none")
     assert main(["data", "check", *argv]) == 2
@@ -168,7 +168,7 @@ def test_check_looks_at_every_file_once(tmp_path: Path, capsys: pytest.CaptureFi
     assert (
         f"{tmp_path}: 5 pictures, 2 cropped to the central square, 1 smaller than 8x8" in told.out
     )
-    assert "1 with transparency, which is left out, 1 cannot be read (all decoded)" in told.out
+    assert "1 with transparency, which is ignored, 1 cannot be read (all decoded)" in told.out
     assert "held back" in told.out and told.err.count("e.png: not an image") == 1
     (tmp_path / "e.png").write_bytes((tmp_path / "d.png").read_bytes())
     assert main([*argv, "--json"]) == 0
@@ -428,6 +428,6 @@ def test_latents_that_fp16_cannot_hold_are_refused(
     argv = ["data", "write-latents", "--from", "digits8", "--vae", str(tmp_path / "vae"), "-o"]
     assert main([*argv, str(tmp_path / "half")]) == 2
     said = capsys.readouterr().err
-    assert "sample 0" in said and "float16 ends at 65504" in said and "--dtype bf16" in said
+    assert "sample 0" in said and "the largest float16, 65504" in said and "--dtype bf16" in said
     assert main([*argv, str(tmp_path / "bf16"), "--dtype", "bf16"]) == 0
     assert LatentFolder(tmp_path / "bf16").image(0).isfinite().all()

@@ -56,7 +56,7 @@ def test_grid_and_report(trained: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert content["labels"] == [3, 3, 5, 5, 6, 6, 7, 7]
     assert content["score"]["num_images"] == 8
     assert content["process"] == "flow, shift 1, times logit_normal(0, 1), 1000 timesteps"
-    assert "generated digits are the digit asked for" in capsys.readouterr().out
+    assert "generated digits show the requested digit" in capsys.readouterr().out
 
 
 def test_pictures_of_their_own_size(

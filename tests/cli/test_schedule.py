@@ -265,7 +265,7 @@ CASES = {
     ),
     "not times": (
         "--times order.csv -p 2 -m 2",
-        ["order.csv cannot be read as a file of times: it is no JSON"],
+        ["order.csv cannot be read as a file of times: it is not JSON"],
     ),
     "a list": ("--times list.json -p 2 -m 2", ["expected an object"]),
     "stages": ("--times whole.json -p 3 -m 2", ["has 4 stages", "takes 6"]),

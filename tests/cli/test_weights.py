@@ -186,7 +186,7 @@ def test_the_process_must_be_known(folder, tmp_path, capsys):
         assert main(["import", *flags, *said]) == 2
         assert lacking in capsys.readouterr().err
     assert main(["import", *flags, *EPSILON, "--flow-shift", "3"]) == 2
-    assert "only flow has that" in capsys.readouterr().err
+    assert "only for flow" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["import", *flags, *EPSILON, "--flow-shift", "much"])
     assert "neither a number nor dynamic" in capsys.readouterr().err

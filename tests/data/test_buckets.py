@@ -55,7 +55,7 @@ def test_parts_are_mixed_within_an_epoch_and_validation_repeats():
     ]
     with pytest.raises(ValueError, match=r"3 consumed samples are no multiple.* size 2") as error:
         BucketSampler([4, 4], 3, 2, 0, 1, 1, group_size=5)
-    assert "5 samples of one shape in a row are no multiple" in str(error.value)
+    assert "5 consecutive samples of one shape are not a multiple" in str(error.value)
 
 
 def test_a_change_of_layout_in_mid_epoch_leaves_every_sample_once() -> None:

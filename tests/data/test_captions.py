@@ -187,7 +187,7 @@ def test_pictures_without_a_caption_are_counted_and_have_the_default(tmp_path):
     assert caution.endswith("they train unconditionally")
     train, _ = open_dataset(f"folder:{tmp_path}", 8, default_caption="a thing")
     assert Counter(train.source.captions) == {"a thing": 3, "one": 1, "five": 1, "six": 1}
-    assert train.cautions[0].endswith("their caption is 'a thing'")
+    assert train.cautions[0].endswith("caption 'a thing' is used")
 
 
 def test_the_default_caption_is_that_of_all_where_none_has_any(tmp_path):
@@ -254,7 +254,7 @@ def test_keys_that_nothing_reads_are_not_looked_at(tmp_path):
     with pytest.raises(DataError, match=r"all lines: text is missing; did you mean txt\? it has"):
         CaptionedImages(tmp_path, 8)
     (tmp_path / "metadata.jsonl").write_text('{"file_name": "a.png", "text": "x", "text": "y"}\n')
-    with pytest.raises(DataError, match="'text' is there more than once"):
+    with pytest.raises(DataError, match="'text' occurs more than once"):
         CaptionedImages(tmp_path, 8)
 
 
@@ -264,8 +264,8 @@ def test_listed_files_of_other_formats_are_left_aside(tmp_path):
     (tmp_path / "metadata.csv").write_text("file_name,text\na.png,x\nb.avif,y\n")
     data = CaptionedImages(tmp_path, 8)
     assert said_by(data) == [("a.png", "x")]
-    assert "1 picture (b.avif) in formats that are not read" in data.cautions[0]
-    assert "1 listed file (b.avif) of no format that is read" in data.cautions[1]
+    assert "1 picture (b.avif) in unsupported formats" in data.cautions[0]
+    assert "1 listed file (b.avif) of unsupported format" in data.cautions[1]
 
 
 @pytest.mark.parametrize(
@@ -288,7 +288,7 @@ def test_tables_have_commas_semicolons_or_tabs(table, caption, tmp_path):
         return
     with pytest.raises(DataError, match="metadata.csv: of .*text there must be one col") as caught:
         read_captions(tmp_path)
-    told = "; commas, semicolons or tabs are between columns; it has file_name|text"
+    told = "; columns are separated by commas, semicolons or tabs; it has file_name|text"
     assert (told in str(caught.value)) == ("|" in table)
 
 

@@ -92,7 +92,7 @@ def test_a_picture_of_no_sample_is_told(photos):
     beside = photos.with_name("photos.conditioning")
     (beside / "9z.png").write_bytes((beside / "0" / "2.png").read_bytes())
     (said,) = open_dataset(f"folder:{photos}", wanted=WANTED)[0].cautions
-    assert "1 picture (9z.png) that no sample has: left aside" in said
+    assert "1 picture (9z.png) without a sample: ignored" in said
 
 
 def test_info_says_what_a_controlnet_would_see(photos, capsys):

@@ -94,8 +94,10 @@ def test_pipes_are_no_images_and_are_not_waited_for(folder):
         os.mkfifo(folder / name)
     with pytest.raises(DataError) as error:
         ImageFolder(folder, 10, verify=True)
-    assert [fault.split(": ")[1] for fault in error.value.faults] == ["it is no regular file"] * 2
-    with pytest.raises(CorruptSample, match="cat/pipe.png: it is no regular file"):
+    assert [fault.split(": ")[1] for fault in error.value.faults] == [
+        "it is not a regular file"
+    ] * 2
+    with pytest.raises(CorruptSample, match="cat/pipe.png: it is not a regular file"):
         flat = ImageFolder(folder / "cat", 10)
         flat.image(flat.files.index(folder / "cat/pipe.png"))
 

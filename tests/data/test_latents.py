@@ -125,7 +125,7 @@ def test_posteriors_are_kept_and_sampled_at_each_reading(tmp_path):
     (tmp_path / "meta.json").write_text(json.dumps(content))
     with pytest.raises(DataError, match="shards.0.files.deviation is of no field"):
         LatentFolder(tmp_path)
-    with pytest.raises(DataError, match="deviation is not kept"):
+    with pytest.raises(DataError, match="deviation is not part of the layout"):
         LatentWriter(tmp_path / "b", layout()).add(*samples()[0], deviation=torch.ones(SHAPE))
 
 
@@ -228,7 +228,7 @@ def test_headers_must_fit_meta(tmp_path):
 
 def test_a_folder_of_the_old_format_is_refused(tmp_path):
     (tmp_path / "meta.json").write_text('{"format": 1, "layout": {"context_shape": [77, 768]}}')
-    with pytest.raises(DataError, match="format is 1, and this version of megatron_pulse reads 2"):
+    with pytest.raises(DataError, match="format is 1, but this version of megatron_pulse reads 2"):
         LatentFolder(tmp_path)
 
 
@@ -268,7 +268,7 @@ def test_null_values_must_fit_and_stay(tmp_path):
         LatentWriter(tmp_path, layout(), {"context": torch.zeros(3), "pooled": torch.zeros(2)})
     assert len(error.value.faults) == 2 and not list(tmp_path.iterdir())
     write(tmp_path, layout())
-    with pytest.raises(DataError, match="null value of context: there another one"):
+    with pytest.raises(DataError, match="null value of context: another one there"):
         LatentWriter(tmp_path, layout(), {"context": torch.zeros(2, 5)})
 
 
@@ -282,7 +282,7 @@ def test_names_that_no_field_can_have(name):
     ("dtype", "value", "words"),
     [
         (LatentType.FLOAT16, 65519.0, None),
-        (LatentType.FLOAT16, 65520.0, "float16 ends at 65504"),
+        (LatentType.FLOAT16, 65520.0, "the largest float16, 65504"),
         (LatentType.BFLOAT16, 65520.0, None),
         (LatentType.FLOAT32, float("nan"), "NaN or infinite"),
     ],
@@ -404,7 +404,9 @@ def test_what_stands_in_a_files_place_is_told(tmp_path):
     null, latent, context, label = error.value.faults
     assert null == "null-context.npy is a link to nothing.npy, where there is no file"
     assert latent == "latent-00000.npy is no regular file"
-    assert context.startswith("context-00000.npy is no .npy file: the magic string is not correct")
+    assert context.startswith(
+        "context-00000.npy is not a .npy file: the magic string is not correct"
+    )
     assert label == "label-00001.npy is a folder, not a file"
     for name in names:
         path = tmp_path / name

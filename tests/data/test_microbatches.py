@@ -187,7 +187,7 @@ def read_and_kill_a_worker():
 def test_a_worker_that_is_killed_is_named():
     ((killed, said),) = run_ranks(1, read_and_kill_a_worker)
     assert str(killed) in said and "kill" in said.lower()
-    assert "makes them, was ended by SIGKILL" in said or "DataLoader worker" in said
+    assert "was killed by SIGKILL" in said or "DataLoader worker" in said
 
 
 class Damaged(WithText):
@@ -232,6 +232,6 @@ def test_replacements_follow_the_seed_and_end():
     assert len(set(found)) > 8 and all(index % 3 for index in found)
     assert found == [readable(dataset, 6, seed, dataset.check)[0] for seed in range(40)]
     dataset.every = 1
-    with pytest.raises(DataError, match="sample .*\n.*nor could any of 64 other") as error:
+    with pytest.raises(DataError, match="sample .*\n.*64 other") as error:
         readable(dataset, 6, 0, dataset.check)
     assert not isinstance(error.value, CorruptSample)

@@ -197,8 +197,8 @@ def test_kinds_that_pillow_does_not_decode_are_not_called_damaged(tmp_path, kind
         content[place] = 64 if why == "BMP" else 12
         path.write_bytes(content)
     said = refused(tmp_path, path.name)
-    assert said.startswith(f"it is {why} of a kind that Pillow has no mode for (")
-    assert said.endswith("): write it anew with 8 bits a sample") and "damaged" not in said
+    assert said.startswith(f"it is a {why} file of a kind that Pillow cannot read (")
+    assert said.endswith("). Write it again with 8 bits per sample") and "damaged" not in said
 
 
 def test_grey_of_16_bits_is_not_cut_off_at_white(tmp_path):
@@ -238,11 +238,11 @@ def test_what_is_left_aside_is_told(tmp_path, capsys):
         told = capsys.readouterr()
         assert "warning: " in told.err and "4 for" not in told.out
         assert "5 texts (old.txt, p.txt, q.txt, ...) without a picture of that name" in told.err
-        assert "1 picture (old.avif) in formats that are not read" in told.err
-        assert "2 hidden files (._0.png, deep/.thumbs/1.png) with names of pictures" in told.err
-        assert "1 link (deep/link) to folders, below those of classes: not followed" in told.err
-        assert "1 file (video.mp4) that are no pictures by their names" in told.err
-        assert "1 table (captions.csv) that are not read: captions are in" in told.err
+        assert "1 picture (old.avif) in unsupported formats" in told.err
+        assert "2 hidden files (._0.png, deep/.thumbs/1.png) with picture names" in told.err
+        assert "1 link (deep/link) to folders below class folders: not followed" in told.err
+        assert "1 file (video.mp4) without a picture's suffix" in told.err
+        assert "1 table (captions.csv): ignored; captions are read from" in told.err
         assert "README" not in told.err
 
 
@@ -256,7 +256,7 @@ def test_a_link_to_nothing_is_named(tmp_path):
         ImageFolder(tmp_path, 8, channels=1).identity(1)
 
 
-READ = "PNG, JPEG, WEBP, GIF, BMP and TIFF are read"
+READ = "supported are PNG, JPEG, WEBP, GIF, BMP and TIFF"
 
 
 def refused(folder: Path, name: str = "a.png") -> str:
@@ -348,13 +348,13 @@ def test_large_pictures_are_refused_by_their_heads(tmp_path, name, content, size
     (tmp_path / name).write_bytes(content)
     said = refused(tmp_path, name)
     assert said.startswith(f"it has {size}")
-    assert said.endswith("and pictures have at most 89,478,485: scale it down")
+    assert said.endswith("at most 89,478,485 are read. Scale it down")
 
 
 def test_large_files_are_refused_before_they_are_read(tmp_path):
     (tmp_path / "a.webp").write_bytes(webp(b"VP8X\n\0\0\0" + bytes(10)))
     os.truncate(tmp_path / "a.webp", MAX_BYTES + 1)
-    assert refused(tmp_path, "a.webp").startswith("it has 715,827,881 bytes, and pictures have at")
+    assert refused(tmp_path, "a.webp").startswith("it has 715,827,881 bytes; at")
 
 
 @pytest.mark.parametrize(
@@ -369,7 +369,7 @@ def test_large_files_are_refused_before_they_are_read(tmp_path):
 )
 def test_damaged_heads_are_told_as_such(tmp_path, name, content):
     (tmp_path / "a.png").write_bytes(content)
-    assert refused(tmp_path).startswith(f"it begins as {name} does, and is damaged: ")
+    assert refused(tmp_path).startswith(f"it is a damaged {name} file: ")
 
 
 def test_odd_pictures_are_read_and_nothing_warns(tmp_path):

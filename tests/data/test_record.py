@@ -52,7 +52,7 @@ def test_pictures_that_are_added_removed_or_edited_are_counted(photos: Path) -> 
     for i in range(20, 40):
         picture(photos / "cat" / f"{i}.png", i)
     (added,) = changes(before, spec)
-    was = "samples: 36 to train on, 4 held back (was 18 and 2), 20 added, 0 removed"
+    was = "samples: 36 for training, 4 for validation (was 18 and 2), 20 added, 0 removed"
     assert added.startswith(was)
     for i in range(20, 40):
         (photos / "cat" / f"{i}.png").unlink()
@@ -72,10 +72,10 @@ def test_of_many_samples_counts_and_a_digest_are_kept(
     assert not before[0].samples and not changes(before, f"folder:{photos}")
     picture(photos / "cat" / "1.png", 255)
     (edited,) = changes(before, f"folder:{photos}")
-    assert edited.endswith("(was 18 and 2), others or in another order")
+    assert edited.endswith("(was 18 and 2), other samples or another order")
     picture(photos / "dog" / "x.png", 254)
     assert changes(before, f"folder:{photos}") == [
-        "samples: 19 to train on, 2 held back (was 18 and 2)"
+        "samples: 19 for training, 2 for validation (was 18 and 2)"
     ]
 
 

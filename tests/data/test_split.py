@@ -191,7 +191,7 @@ def test_one_picture_cannot_be_divided_and_is_said(tmp_path: Path) -> None:
     train, held_out = open_dataset(f"captions:{tmp_path}", 8)
     assert (len(train), len(held_out)) == (3, 1)
     (said,) = train.cautions
-    assert said.startswith(f"the 4 samples of captions:{tmp_path} are of one picture or group")
+    assert said.startswith(f"the 4 samples of captions:{tmp_path} belong to one picture or group")
 
 
 @pytest.mark.parametrize("hashed", [True, False])

@@ -65,7 +65,7 @@ def test_betas_of_a_file(tmp_path):
     assert described("--pulse-noise-schedule", "cosine", "--pulse-num-timesteps", "1000",
                      base=process) == "v, cosine betas, 1000 timesteps"  # fmt: skip
     for text, words in (
-        ("[0.1, true]", "no list of numbers"),
+        ("[0.1, true]", "not a list of numbers"),
         ("[0.1, 2.0]", "between 0 and 1"),
         ("[0.1, NaN]", "betas.json.*number nan"),
         ("{", "betas.json"),
@@ -83,8 +83,8 @@ def test_betas_of_a_file(tmp_path):
     [
         ("--pulse-noise-schedule cosine", "flow has no noise schedule"),
         ("--pulse-zero-terminal-snr", "flow has no noise schedule"),
-        ("--pulse-objective v --pulse-flow-shift 3", "only flow has that"),
-        ("--pulse-objective v --pulse-timestep-density logit_normal", "only flow has that"),
+        ("--pulse-objective v --pulse-flow-shift 3", "only for flow"),
+        ("--pulse-objective v --pulse-timestep-density logit_normal", "only for flow"),
         ("--pulse-objective epsilon --pulse-zero-terminal-snr", "zero signal"),
         ("--pulse-objective v --pulse-noise-schedule cosine --pulse-beta-end 0.1", "has none"),
         ("--pulse-objective v --pulse-beta-end 1.5", "0 < beta_start"),
@@ -93,7 +93,10 @@ def test_betas_of_a_file(tmp_path):
         ("--pulse-flow-shift inf", "must be positive"),
         ("--pulse-flow-shift dynamic:1,2,9,3", "no line"),
         ("--pulse-flow-shift dynamic:0,2,9,30,linear", "positive at both ends"),
-        ("--pulse-timestep-density uniform --pulse-logit-mean 1", "only the density logit_normal"),
+        (
+            "--pulse-timestep-density uniform --pulse-logit-mean 1",
+            "only for the density logit_normal",
+        ),
         ("--pulse-logit-std 0", "logit_std"),
         ("--pulse-num-timesteps 1", "num_timesteps"),
     ],

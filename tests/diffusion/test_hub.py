@@ -65,7 +65,7 @@ def test_what_is_not_there_is_refused_in_a_line_each(
     words = ["--vae", "hf:me/other", "--encoders", "hf:me/pipe@v2", "--from", "hf:a/b/c"]
     same, faults = with_local_folders(words)
     assert same == words
-    why = ["the hub cannot be reached", "ranks do not download: 'pulse run' does it"][ranks - 1]
+    why = ["the hub is unreachable", "ranks do not download; 'pulse run' downloads"][ranks - 1]
     first, second, third = faults
     assert first.startswith(f"hf:me/other: it is not in the cache, and {why}")
     assert first.endswith("call 'hf download me/other --local-dir DIR', and give DIR.")

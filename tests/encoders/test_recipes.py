@@ -278,7 +278,7 @@ def test_numbers_that_are_not_finite_name_the_encoder(tmp_path: Path) -> None:
     save_file({**tensors, name: tensors[name] * 1e8}, weights, {"format": "pt"})
     shapes = {"context": (LENGTH, 8)}
     assert TextEncoders(folder, texts.SD, shapes)(TEXT)["context"].isfinite().all()
-    said = "text_encoder, in float16, gives numbers that are not finite"
+    said = "text_encoder, in float16, returns values that are not finite"
     with pytest.raises(EncodersError, match=f"{said}(.|\n)*--pulse-encoders-dtype"):
         TextEncoders(folder, texts.SD, shapes, torch.float16)(TEXT)
     loop = LoopEncoders(folder, texts.SD, shapes, False, {}, torch.float16)
@@ -418,7 +418,7 @@ def test_a_pipeline_has_its_parts_in_its_own_folder(tmp_path: Path) -> None:
     own, *others = parts_of(folder)
     assert own.num_bytes and not own.fault
     assert [part.fault for part in others] == [
-        f"{name!r} is not the name of a folder in {folder}" for name in named
+        f"{name!r} is not a folder name in {folder}" for name in named
     ]
     assert not any(part.num_bytes for part in others)
 

@@ -48,7 +48,7 @@ def test_the_error_names_the_file_and_the_command_that_finds_all(flags: list[str
     with pytest.raises(RanksFailed) as failed:
         run_ranks(1, timed_run, flags)
     said = failed.value.outputs[0]
-    assert all(f"captions/{i}.png: it begins as PNG does" in said for i in CORRUPT)
+    assert all(f"captions/{i}.png: it is a damaged PNG file" in said for i in CORRUPT)
     assert re.search(r"captions/\d+\.png: ", said) and "Traceback" not in said
     assert re.search(
         r"pulse data info captions:\S+ --image-size 8 --channels 1 --verify' lists them all", said

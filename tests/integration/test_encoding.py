@@ -329,7 +329,7 @@ def test_folders_that_cannot_encode_are_refused_before_anything_is_built(
     said = faults()
     assert f"{spoilt}: text_encoder holds no such weights" in said
     assert f"{spoilt}: vae: " in said and "diffusion_pytorch_model.safetensors: " in said
-    assert said.count("; fetch the file anew") == 2
+    assert said.count(". Download the file again") == 2
     shutil.rmtree(spoilt / "vae")
     (spoilt / "text_encoder/model.safetensors").write_bytes(
         (folder / "text_encoder/model.safetensors").read_bytes()

@@ -132,9 +132,9 @@ def remembered(content: bytes) -> bytes:
         (lambda content: content[:-10], "it is truncated, or has data after its end"),
         (lambda content: b"\x80\x04\x95" + b"\xff" * 8 + b"N.", "it is truncated, or has data"),
         (lambda content: b"\x80\x04R.", "unpickling stack underflow"),
-        (lambda content: b"\x80\x04)}}b.", "it is no index"),
+        (lambda content: b"\x80\x04)}}b.", "it is not a checkpoint index"),
         (lambda content: b"\x80\x04N.", "has no entries of tensor locations"),
-        (lambda content: b"", "it is no index"),
+        (lambda content: b"", "it is not a checkpoint index"),
     ],
 )
 def test_an_index_takes_no_more_memory_than_its_file(

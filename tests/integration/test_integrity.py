@@ -154,10 +154,10 @@ def test_what_is_read_first_is_verified_first(copy: Path, monkeypatch: pytest.Mo
     )
     asked = ["--load", str(copy), "--ckpt-step", "6"]
     (fault,) = refuse(monkeypatch, 1, ["--seed", "5", *asked])
-    assert fault.startswith(f"--load: {copy / STEP} is damaged: __0_0.distcp: its content")
+    assert fault.startswith(f"--load: {copy / STEP} is damaged: __0_0.distcp: content")
     assert "step 3 there has correct file sizes" in fault
     saved, (passed,) = newest_readable(copy)
-    assert saved.iteration == 3 and passed.step == 6 and "(__0_0.distcp: its" in passed.reason
+    assert saved.iteration == 3 and passed.step == 6 and "(__0_0.distcp: content" in passed.reason
     shutil.rmtree(copy / STEP)
     (copy / OTHER).rename(copy / STEP)
     with pytest.raises(CheckpointError, match="holds step 3: it was renamed"):
@@ -175,7 +175,7 @@ def test_saved_without_hashes(copy: Path, capsys: pytest.CaptureFixture[str]) ->
         require_intact(copy / STEP)
     pipe(copy / OTHER / "__0_0.distcp")
     for read in (read_saved_run, lambda folder, step: require_intact(folder / OTHER)):
-        with pytest.raises(CheckpointError, match="__0_0.distcp: it is no regular file"):
+        with pytest.raises(CheckpointError, match="__0_0.distcp: not a regular file"):
             read(copy, 3)
 
 
@@ -195,7 +195,7 @@ def directory(path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
-        (pipe, "it is no regular file"),
+        (pipe, "it is not a regular file"),
         (directory, "Is a directory"),
         (digits, "does not name an iteration: '9999"),
         (wide_digit, "does not name an iteration: '\\uff16'"),

@@ -211,7 +211,10 @@ def test_code_of_ones_own_reads_text_in_bf16_and_its_weights_come_and_go_as_a_fi
     assert f"--pulse-module {name}" in capsys.readouterr().out
     source[2] = str(tmp_path / "other.safetensors")
     assert main([*source, "--to", str(tmp_path / "none")]) == 2
-    assert "the buffer table is not what the module computes" in capsys.readouterr().err
+    assert (
+        "the buffer table differs from the value that the module computes"
+        in capsys.readouterr().err
+    )
 
     latents = _write_latents(tmp_path / "latents")
     flags = [
@@ -268,7 +271,7 @@ def test_what_a_module_lacks_is_refused_with_the_way_out(
     (said_alone,) = refuse(
         monkeypatch, 1, ["--pulse-class-dropout", "0"], [*BASE, *begin[2:], *TWO]
     )
-    assert "no scheduler beside it" in said_alone and "--pulse-objective" in said_alone
+    assert "no scheduler config beside it" in said_alone and "--pulse-objective" in said_alone
     source = ["import", "--from", str(folder / "module"), "--to", str(tmp_path / "new"), *PROCESS]
     assert main([*source, "--null-class"]) == 2
     assert "--pulse-class-dropout 0" in capsys.readouterr().err

@@ -182,7 +182,7 @@ def test_taken_from_the_checkpoint(door: str, imported: Path, prepare: Prepare) 
         (["--pulse-beta-end", "0.03"], "beta_end is 0.018 there and 0.03 here"),
         (["--pulse-zero-terminal-snr"], "zero_terminal_snr is False there and True here"),
         (["--pulse-num-timesteps", "500"], "num_timesteps is 1000 there and 500 here"),
-        (["--pulse-flow-shift", "3"], "only flow has that"),
+        (["--pulse-flow-shift", "3"], "only for flow"),
     ],
 )
 def test_contradictions_are_refused(

@@ -285,7 +285,9 @@ def test_a_loss_without_a_gradient_is_refused() -> None:
     ]
     for loss in losses:
         pipeline = pipeline_of([lambda: nn.Linear(WIDTH, WIDTH)] * 2, 2, loss)
-        with pytest.raises(ValueError, match="the loss has no gradient: .* Compute it of the pred"):
+        with pytest.raises(
+            ValueError, match="the loss has no gradient: .* Compute it from the pred"
+        ):
             pipeline.step(batches())
         assert len(pipeline.evaluate(batches())) == 3
 
@@ -322,7 +324,10 @@ def test_a_derived_chain_takes_the_state_dict_of_its_module() -> None:
             pipeline.state_dict()[name].zero_()
     for wrong, told in (
         ({other: state[other] + 1}, f"{first} and {other} are one weight here"),
-        ({"table": state["table"] + 1}, "the buffer table is not what the module computes"),
+        (
+            {"table": state["table"] + 1},
+            "the buffer table differs from the value that the module computes",
+        ),
         ({"table": state["table"][:2]}, r"table is \(2,\), not \(8,\)"),
         ({"none": state["table"]}, "none belongs to no layer"),
     ):
@@ -384,7 +389,7 @@ def train_all() -> list[dict[str, Any]]:
 def test_processes_clip_save_and_say_the_same_as_one() -> None:
     alone = train()
     first, second = run_ranks(2, train_all)
-    assert alone["none"] == 0 and "those of blocks.5 are not finite" in alone["said"]
+    assert alone["none"] == 0 and "gradients of blocks.5 are not finite" in alone["said"]
     for process in (first[0], second[0]):
         for name in ("none", "losses", "norms", "again", "said"):
             assert process[name] == alone[name], name

@@ -106,7 +106,7 @@ def test_one_rank_is_told_to_start_more() -> None:
     with pytest.raises(RanksFailed) as failed:
         run_ranks(1, probe_here, [], 2**20, None)
     said = failed.value.outputs[0]
-    assert "a link has two ends: start 2 ranks or more" in said
+    assert "links need two ends: start 2 ranks or more" in said
     measured = re.search(r"alone: (\S+) DeviceFigures\(tflops=(\S+), bandwidth_gbs=(\S+)\)", said)
     assert measured and all(float(figure) > 0 for figure in measured.groups())
 

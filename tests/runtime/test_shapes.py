@@ -133,7 +133,9 @@ def _with_an_unknown_shape() -> str:
 def test_an_unknown_shape_is_told_by_all() -> None:
     """By a device that would receive it, too, and by one that waits for such a device."""
     for said in run_ranks(2, _with_an_unknown_shape, timeout_s=60.0):
-        assert "a microbatch of noisy 6x5x5, text 7x5 is none that several takes: noisy 6x" in said
+        assert (
+            "a microbatch of noisy 6x5x5, text 7x5 matches no shape that several takes: noisy 6x"
+        ) in said
 
 
 def test_a_batch_says_its_shape() -> None:
@@ -142,12 +144,12 @@ def test_a_batch_says_its_shape() -> None:
     assert [shape_of(chain, batch) for batch in batches] == [0, 1, 2]
     middle = {**batches[1], "noisy": batches[1]["noisy"].to("meta")}
     assert shape_of(chain, middle) == 1
-    with pytest.raises(ShapeError, match="could be several"):
+    with pytest.raises(ShapeError, match="matches several"):
         shape_of(chain, {"text": batches[0]["text"]})
     plan = pulse.make_plan(chain, pulse.weighted_costs(chain, [1.0] * 9), pulse.fold(1))
     pipeline = pulse.Pipeline(plan, lambda y, batch: y.square().mean(), 2, dtype=torch.float64)
     mixed = {**batches[0], "text": batches[2]["text"]}
-    with pytest.raises(PulseError, match="(?s)microbatch 1: a microbatch of .*text 7x5 is none"):
+    with pytest.raises(PulseError, match="(?s)microbatch 1: a microbatch of .*text 7x5 matches no"):
         pipeline.step([batches[0], mixed])
     assert len(pipeline.step(batches)) == len(pipeline.evaluate(batches)) == 3
 
@@ -159,7 +161,7 @@ def test_shapes_that_do_not_fit_are_told() -> None:
     ]  # fmt: skip
     assert IMAGE.numel_per_sample == 6 * 4 * 6
     short = replace(chain, batch_fields={"text": replace(TEXT, others=((3, 5),))})
-    with pytest.raises(BackboneError, match="text: has 2 shapes, the sample has 3"):
+    with pytest.raises(BackboneError, match="text: has 2 shapes, but the sample has 3"):
         pulse.Pipeline(
             pulse.make_plan(short, pulse.weighted_costs(short, [1.0] * 9), pulse.fold(1)),
             lambda y, batch: y.mean(), 2,
@@ -167,7 +169,7 @@ def test_shapes_that_do_not_fit_are_told() -> None:
     twice = pulse.TensorSpec((4,), others=((4,),))
     wrong = pulse.TensorSpec((4,), others=((0,), 7))  # type: ignore[arg-type]
     for spec, said in (
-        (twice, "shapes 0 and 1: a batch could not say which"),
+        (twice, "shapes 0 and 1: samples and batch fields have equal sizes"),
         (wrong, r"(?s)shape 1: the shape \(0,\) has a dim.*shape 2: the shape must be a tuple"),
     ):
         with pytest.raises(BackboneError, match=said):

@@ -49,8 +49,8 @@ class Colliding(nn.Sequential):
     "given, constants, said",
     [
         ({"c_y": 2, "c": {"y": 2}}, (), "c_y and c['y'] would both be called c_y"),
-        ({"c_y": 2, "c": {"z": 2}}, ("x",), "x is the noisy sample, and cannot be among constants"),
-        ({"c_y": 2, "c": {"z": 2}}, ("C",), "constants C: none of its inputs"),
+        ({"c_y": 2, "c": {"z": 2}}, ("x",), "x is the noisy sample, which cannot be a constant"),
+        ({"c_y": 2, "c": {"z": 2}}, ("C",), "constants C: not among its inputs"),
     ],
 )
 def test_names_that_do_not_tell_inputs_apart(

@@ -96,7 +96,7 @@ REFUSED = [
     (InPlace(counts=True), "writes to calls", line_of(InPlace, "add_(1)\n")),
     (nn.Sequential(nn.Linear(WIDTH, 3), nn.Dropout(0.1)), "dropout.default is random", "(1)"),
     (nn.Sequential(nn.Linear(WIDTH, 3), nn.BatchNorm1d(3)), "running statistics", "(1)"),
-    (Hidden(), "mul_.Tensor writes to what wrap_with", line_of(Hidden, "mul_(2)")),
+    (Hidden(), "mul_.Tensor writes to an input of wrap_with", line_of(Hidden, "mul_(2)")),
     (nn.Sequential(nn.ReLU()), "does not depend on", ""),
 ]
 
@@ -116,7 +116,9 @@ def test_lazy_modules_are_named() -> None:
         with pytest.raises(DerivationError) as caught:
             derive()
         first, second = caught.value.faults
-        assert first.startswith("1 is a LazyLinear, without shapes yet (weight, bias): give its si")
+        assert first.startswith(
+            "1 is a LazyLinear, whose shapes are not set yet (weight, bias): give its si"
+        )
         assert second.startswith("2 is a LazyBatchNorm1d") and "running_mean" in second
     module = make()
     module(x)
@@ -170,11 +172,11 @@ def test_inputs_of_unknown_names_are_shown() -> None:
         pulse.from_module(Dense(), given)
     assert "sample=" in str(caught.value) and "when" in str(caught.value)
     assert "float32[2, 3, 4, 4]" in str(caught.value)
-    with pytest.raises(DerivationError, match="'x' is none of its inputs"):
+    with pytest.raises(DerivationError, match="'x' is not one of its inputs"):
         pulse.from_module(Dense(), given, sample="x")
     with pytest.raises(DerivationError, match="'layers', not 'blocks' or 'pieces'"):
         pulse.from_module(Dense(), given, sample="image", granularity="layers")
-    with pytest.raises(DerivationError, match="a time for every sample"):
+    with pytest.raises(DerivationError, match="one time per sample"):
         one = {**given, "when": torch.tensor(3.0)}
         pulse.from_module(Dense(), one, sample="image", timestep="when")
 

@@ -208,7 +208,7 @@ def test_what_a_module_catches_of_the_recorder_is_raised_all_the_same(
                 patch.setattr(Tape, "add", broken)
                 nn.init.zeros_(self.linear.bias)
 
-    with pytest.raises(DerivationError, match="without memory for its weights: .*no more tape"):
+    with pytest.raises(DerivationError, match="on the meta device: .*no more tape"):
         from_scratch(Broken).parameters(SEED)
 
 
@@ -233,9 +233,9 @@ class Faulty(nn.Module):
 @pytest.mark.parametrize(
     ("kind", "words"),
     {
-        "unfilled": "the parameter table is made of torch.empty and never filled",
-        "numpy": "numpy's random numbers are drawn",
-        "python": "Python's random numbers are drawn",
+        "unfilled": "the parameter table is made by torch.empty and never filled",
+        "numpy": "numpy's random numbers do not follow",
+        "python": "Python's random numbers do not follow",
         "buffer": "the buffer noise is drawn at random",
         "computed": "the buffer sum is computed from parameters",
         "meta": "absent is left on the meta device, without values: do its files lack it",

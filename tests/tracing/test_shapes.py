@@ -73,5 +73,7 @@ def test_what_differs_between_shapes_is_told() -> None:
             pulse.from_module(Dense(), PICTURE, sample="image", other_inputs=[other])
     with pytest.raises(DerivationError, match="other_inputs must be a list"):
         pulse.from_module(Dense(), PICTURE, sample="image", other_inputs=WIDE)
-    with pytest.raises(ValueError, match="shapes 0 and 1: a batch could not say which"):
+    with pytest.raises(
+        ValueError, match="shapes 0 and 1: samples and batch fields have equal sizes"
+    ):
         pulse.from_module(Dense(), PICTURE, sample="image", other_inputs=[PICTURE])

@@ -37,19 +37,19 @@ def test_it_is_right(name: str) -> None:
         (strange.counted, "calls was 0 before the call and is 1 after it", ""),
         (strange.listed, "lists['calls'][0] was 0 before the call and is 1 after it", ""),
         (strange.counted_beside, "SEEN['calls'] was 0 before the call and is 1 after it", ""),
-        (strange.held, "last['x'] was not there before the call", ""),
-        (strange.cached, "first is made in forward and kept", ""),
+        (strange.held, "last['x'] is created by the call", ""),
+        (strange.cached, "first is created in forward and kept", ""),
         (strange.of_a_gradient, "torch.func's transforms (grad, vjp) in forward", ""),
-        (strange.drawn, "chance is another after the call", ""),
-        (strange.drawn_by_numpy, "generator is another after the call", ""),
-        (strange.numbered, "numbers is another after the call", ""),
-        (strange.shaken, "Python's random numbers are drawn", ""),
-        (strange.shaken_by_numpy, "numpy's random numbers are drawn", ""),
-        (strange.chosen, "no tensor of a known size", ""),
+        (strange.drawn, "chance is replaced by the call", ""),
+        (strange.drawn_by_numpy, "generator is replaced by the call", ""),
+        (strange.numbered, "numbers is replaced by the call", ""),
+        (strange.shaken, "Python draws random numbers", ""),
+        (strange.shaken_by_numpy, "numpy draws random numbers", ""),
+        (strange.chosen, "not a tensor of known size", ""),
         (strange.outside, "torch.export cannot follow it", ""),
         (strange.hooked_behind, "a tensor's gradient has a hook", "register_hook"),
         (strange.hooked_before, "a tensor's gradient has a hook", "register_prehook"),
-        (strange.packed, "change what a backward pass finds", "with"),
+        (strange.packed, "change saved tensors of backward", "with"),
         (strange.timed, "two calls of it with the same inputs differ", ""),
         (strange.of_math, "kernels of attention (sdpa_kernel)", "with"),
         (strange.doubled, "the default dtype is set in forward", "float64"),
@@ -93,7 +93,7 @@ def test_norms_that_each_call_changes_are_refused_and_taken_as_they_are() -> Non
     given = {"input": given[sample]}
     with pytest.raises(DerivationError) as caught:
         pulse.from_module(module, given, sample="input")
-    remedy = "call eval() on 1.parametrizations, which then leave it as it is"
+    remedy = "call eval() on 1.parametrizations, so that they leave it unchanged"
     for fault, name in zip(caught.value.faults, ("_u", "_v"), strict=True):
         assert fault.startswith(f"div.out writes to 1.parametrizations.weight.0.{name}, at ")
         assert fault.endswith(remedy)
@@ -146,7 +146,7 @@ def test_causes_are_listed_and_not_what_follows_from_them() -> None:
     with pytest.raises(DerivationError) as caught:
         pulse.from_module(module, given, sample="input")
     (fault,) = caught.value.faults
-    assert fault.startswith("batch_norm.default changes its running statistics, at ")
+    assert fault.startswith("batch_norm.default updates running statistics, at ")
     assert fault.endswith("(and of 1 more like it)")
     counting = Strange(strange.counting)
     counting.register_buffer("num_batches_tracked", torch.zeros(()))
@@ -157,7 +157,7 @@ def test_causes_are_listed_and_not_what_follows_from_them() -> None:
 def test_parameters_of_two_dtypes_are_refused() -> None:
     module, given, sample = unlike.rows(Flat())
     module.layers[3].half()
-    with pytest.raises(DerivationError, match="float32 and float16, and a run has one dtype"):
+    with pytest.raises(DerivationError, match="float32 and float16, but a run has one dtype"):
         pulse.from_module(module, given, sample=sample)
 
 

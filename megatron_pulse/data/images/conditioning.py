@@ -46,7 +46,7 @@ class Conditioned(Derived):
             if not found:
                 faults.append(f"there is no {at}")
             elif len(found) > 1:
-                faults.append(f"{' and '.join(map(str, found))} are both there: which one counts?")
+                faults.append(f"{' and '.join(map(str, found))} both exist. Remove one")
             files += found[:1]
         if not root.is_dir():
             faults = [f"there is no folder {root}"]
@@ -54,12 +54,12 @@ class Conditioned(Derived):
             raise DataError(
                 f"image folder {source.root}",
                 faults,
-                f"A ControlNet needs another picture for each, by the same name in {root}.",
+                f"A ControlNet needs a control picture of the same name for each, in {root}.",
             )
         used = set(files)
         self.cautions = [*source.cautions, *listing.left_aside()]
         if extra := [path for path in listing.pictures if path not in used]:
-            told = f"{root} has {some(root, extra, 'picture')} that no sample has: left aside"
+            told = f"{root} has {some(root, extra, 'picture')} without a sample: ignored"
             self.cautions.append(told)
         pairs = Counter(other for _, other in set(zip(source.files, files, strict=True)))
         if shared := [other for other, count in pairs.items() if count > 1]:
@@ -106,7 +106,7 @@ def control_picture(path: Path, spec: FieldSpec) -> Tensor:
         with opened(path) as file:
             return _as_seen(squared(decoded(file, channels), side))
     except UNREADABLE as error:
-        remedy = "Give a picture, such as those that training had in FOLDER.conditioning."
+        remedy = "Give a picture like those of FOLDER.conditioning in training."
         raise DataError(f"control image {path}", [str(error)], remedy) from error
 
 

@@ -143,9 +143,9 @@ class ImageFiles(DiffusionDataset):
         channels, size, _ = self.image_shape
         spec = shlex.quote(f"{self.kind}:{self.root}")
         return (
-            "Replace or remove this file; training passes over such with --pulse-skip-corrupt. "
-            f"'pulse data info {spec} --image-size {size} --channels {channels} --verify' "
-            "lists them all."
+            "Replace or remove this file, or train with --pulse-skip-corrupt to skip such files. "
+            f"'pulse data info {spec} --image-size {size} --channels {channels} --verify' lists "
+            "them all."
         )
 
     @contextmanager
@@ -226,7 +226,12 @@ def _scan(root: Path, pictures: Sequence[Path]) -> tuple[list[str], list[Path], 
     if flat and any(by_class.values()):
         raise DataError(
             what,
-            [f"{len(flat)} images beside {len(by_class)} class folders; their class is unclear"],
+            [
+                (
+                    f"{len(flat)} images beside {len(by_class)} class folders; the class of these "
+                    "images is unclear"
+                )
+            ],
             "Move the images into class folders, or the folders elsewhere.",
         )
     if flat:

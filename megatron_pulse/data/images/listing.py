@@ -92,27 +92,25 @@ class Listing:
         folders = {name.parent for name in names} | {path.parent for path in others}
         lone = [p for p in self.texts if p.with_suffix("") not in names and p.parent in folders]
         if lone:
-            yield f"{self._has(lone, 'text')} without a picture of that name: left aside"
+            yield f"{self._has(lone, 'text')} without a picture of that name: ignored"
         if others:
             yield (
-                f"{self._has(others, 'picture')} in formats that are not read: left aside; "
-                f"convert them to {', '.join(SUFFIXES)}"
+                f"{self._has(others, 'picture')} in unsupported formats: ignored. Convert them to "
+                f"{', '.join(SUFFIXES)}"
             )
         if self.hidden:
-            yield f"{self._has(self.hidden, 'hidden file')} with names of pictures: left aside"
+            yield f"{self._has(self.hidden, 'hidden file')} with picture names: ignored"
         if self.links:
-            yield (
-                f"{self._has(self.links, 'link')} to folders, below those of classes: not followed"
-            )
+            yield (f"{self._has(self.links, 'link')} to folders below class folders: not followed")
         known = {*pictures, *self.texts, *self.lists, *others}
         tables = [p for p in self.files if p not in known and p.suffix.lower() in _TABLES]
         if tables := [path for path in tables if path.name not in _ABOUT]:
             yield (
-                f"{self._has(tables, 'table')} that are not read: captions are in {METADATA}, in "
-                f"{TABLE}, or in NAME{TEXT_SUFFIX} beside each picture"
+                f"{self._has(tables, 'table')}: ignored; captions are read from {METADATA}, "
+                f"{TABLE}, or NAME{TEXT_SUFFIX} beside each picture"
             )
         if strange := [p for p in self.files if p not in known and not _is_note(p)]:
-            yield f"{self._has(strange, 'file')} that are no pictures by their names: left aside"
+            yield f"{self._has(strange, 'file')} without a picture's suffix: ignored"
 
     def _has(self, paths: Sequence[Path], what: str) -> str:
         return f"{self.root} has {some(self.root, paths, what)}"

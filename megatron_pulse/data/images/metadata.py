@@ -89,7 +89,9 @@ def read_captions(root: Path, column: str = TEXT, default: str = "") -> Captions
             named = said[picture]
             if group and groups.setdefault(picture, group) != group:
                 other = groups[picture]
-                faults.append(f"{at}: {name} is of {GROUP} {_short(group)}, and of {_short(other)}")
+                faults.append(
+                    f"{at}: {name} has two values of {GROUP}: {_short(group)} and {_short(other)}"
+                )
             if unfit := _unfit(says):
                 faults.append(f"{at}: the caption of {name} {unfit}")
             elif not says.strip():
@@ -123,9 +125,8 @@ def read_captions(root: Path, column: str = TEXT, default: str = "") -> Captions
         raise DataError(
             f"captioned images {root}",
             faults,
-            "Correct these: every picture has its caption in NAME.txt beside it, or in a list. "
-            f"Captions that are not called {TEXT} in a list are named behind the folder: "
-            f"captions:{root}#NAME.",
+            "Correct these. Captions are read from NAME.txt beside a picture, or from a list. For "
+            f"a caption column other than {TEXT}, give captions:{root}#NAME.",
         )
     if not listed and not beside and not default:
         return Captions([], pictures, list(listing.left_aside()))
@@ -145,13 +146,13 @@ def _left_by_lists(
 ) -> Iterator[str]:
     """Parts of the lists that are not read: files in other formats, keys that may be misspelt."""
     if aside:
-        yield f"{root}: {some(root, aside, 'listed file')} of no format that is read: left aside"
+        yield f"{root}: {some(root, aside, 'listed file')} of unsupported format: ignored"
     known = (FILE_NAME, column, GROUP)
     for key, count in unread.items():
         if near := get_close_matches(key.lower(), known, n=1, cutoff=_ALIKE):
             yield (
                 f"{root}: the key {key[:60]!r}, on {count} line{'s' * (count > 1)} of its lists "
-                f"without {near[0]!r}, is read by nothing: did you mean {near[0]!r}?"
+                f"without {near[0]!r}, is not used. Did you mean {near[0]!r}?"
             )
 
 
@@ -161,15 +162,16 @@ def _shared(root: Path, beside: Sequence[Path]) -> Iterator[str]:
     if several:
         names = " and ".join(str(path.relative_to(root)) for path in several[0])
         yield (
-            f"{root}: {len(several)} text{'s' * (len(several) > 1)} beside several pictures of one "
-            f"name: they share the caption ({names}{', ...' if len(several) > 1 else ''})"
+            f"{root}: {len(several)} text{'s' * (len(several) > 1)} beside several pictures of "
+            "the same name, which share the caption "
+            f"({names}{', ...' if len(several) > 1 else ''})"
         )
 
 
 def _uncaptioned(root: Path, bare: Collection[Path], default: str) -> Iterator[str]:
     """Number of pictures have no caption of their own, and what they have."""
     if bare:
-        kept = f"their caption is {_short(default)}" if default else "they train unconditionally"
+        kept = f"caption {_short(default)} is used" if default else "they train unconditionally"
         few = some(root, bare, "picture")
         yield f"{root}: {few} without a caption, or with an empty one: {kept}"
 
@@ -185,7 +187,7 @@ def _lists(listing: Listing, faults: list[str]) -> list[Path]:
         if found.setdefault(path.parent, path) != path:
             both = sorted((found[path.parent], path), key=lambda p: p.name != METADATA)
             names = " and ".join(str(p.relative_to(listing.root)) for p in both)
-            faults.append(f"{names} are both there: which one counts?")
+            faults.append(f"{names} both exist. Remove one")
             found[path.parent] = both[0]
     return sorted(found.values())
 
@@ -285,9 +287,9 @@ def _of_table(
                 did_you_mean(key, [name for name in head if name != FILE_NAME]) for key in missing
             )
             if len(head) == 1:
-                near = "commas, semicolons or tabs are between columns; "
+                near = "columns are separated by commas, semicolons or tabs; "
             faults.append(
-                f"{where}: of {' and '.join(missing)} there must be one column; {near}it has "
+                f"{where}: of {' and '.join(missing)} one column is required; {near}it has "
                 f"{_names(head)}"
             )
             return
@@ -298,7 +300,7 @@ def _of_table(
         for row in reader:
             number, first = first, reader.line_num + 1
             if row and len(row) != len(head):
-                faults.append(f"{where}, line {number}: {len(row)} cells below {len(head)} names")
+                faults.append(f"{where}, line {number}: {len(row)} cells for {len(head)} columns")
             elif row := form.cells(row):
                 yield number, row[at], row[says], "" if group is None else row[group].strip()
     except csv.Error as error:

@@ -50,7 +50,7 @@ _READERS: Mapping[str, type[ImageFile]] = {
     "BMP": BmpImageFile,
     "TIFF": TiffImageFile,
 }
-_READ = "PNG, JPEG, WEBP, GIF, BMP and TIFF are read"
+_READ = "supported are PNG, JPEG, WEBP, GIF, BMP and TIFF"
 _HEAD = 64
 _BEGINNINGS = {
     name: re.compile(pattern, re.DOTALL)
@@ -91,7 +91,7 @@ def opened(path: Path) -> Iterator[ImageFile]:
         name = _format_of(head)
         if (size := os.fstat(content.fileno()).st_size) > MAX_BYTES:
             raise ValueError(
-                f"it has {size:,} bytes, and pictures have at most {MAX_BYTES:,}: write it anew"
+                f"it has {size:,} bytes; at most {MAX_BYTES:,} are read. Write it again"
             )
         if name == "WEBP":  # its reader allocates memory for all pixels at once
             _require_small(*_webp_size(head))
@@ -104,14 +104,14 @@ def opened(path: Path) -> Iterator[ImageFile]:
                 raise
             if _UNSUPPORTED.match(str(error)):
                 raise ValueError(
-                    f"it is {name} of a kind that Pillow has no mode for ({error}): write it anew "
-                    "with 8 bits a sample"
+                    f"it is a {name} file of a kind that Pillow cannot read ({error}). Write it "
+                    "again with 8 bits per sample"
                 ) from error
-            raise ValueError(f"it begins as {name} does, and is damaged: {error}") from error
+            raise ValueError(f"it is a damaged {name} file: {error}") from error
         with file:
             _require_small(*file.size)
             if file.mode == "F" or (file.mode == "I" and name == "TIFF"):
-                raise ValueError("its samples have 32 bits: write it anew with 8 or 16")
+                raise ValueError("its samples have 32 bits. Write it again with 8 or 16")
             yield file
 
 
@@ -126,8 +126,8 @@ def load(file: ImageFile) -> None:
 def _require_small(width: int, height: int) -> None:
     if width * height > MAX_PIXELS:
         raise ValueError(
-            f"it has {width}x{height} pixels, {width * height:,}, and pictures have at most "
-            f"{MAX_PIXELS:,}: scale it down"
+            f"it has {width}x{height} pixels, {width * height:,}; at most {MAX_PIXELS:,} are "
+            "read. Scale it down"
         )
 
 
@@ -154,5 +154,5 @@ def _format_of(head: bytes) -> str:
         if beginning.match(head):
             if name in _READERS:
                 return name
-            raise ValueError(f"it is {name}, whatever its name says: {_READ}; convert it")
+            raise ValueError(f"it is a {name} file despite its name: {_READ}; convert it")
     raise ValueError(f"not an image: {_READ}")

@@ -38,7 +38,7 @@ class Survey:
             f"{self.num_pictures:,} pictures",
             f"{self.num_cropped:,} cropped to the central square",
             f"{self.num_enlarged:,} smaller than {width}x{height} and enlarged",
-            f"{self.num_with_alpha:,} with transparency, which is left out",
+            f"{self.num_with_alpha:,} with transparency, which is ignored",
         ]
         if self.unreadable:
             told.append(f"{len(self.unreadable):,} cannot be read")
@@ -82,7 +82,7 @@ def _survey(files: ImageFiles, whole: bool | None) -> Survey:
             return error
         return seen
 
-    what = "decoding pictures" if whole else "looking at pictures"
+    what = "decoding pictures" if whole else "reading picture headers"
     with ThreadPoolExecutor(1 if whole else NUM_READERS) as readers:
         for seen in tqdm(
             readers.map(look, first.values()), what, len(first), unit="file", delay=2, disable=None

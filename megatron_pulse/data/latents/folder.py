@@ -18,7 +18,7 @@ from megatron_pulse.data.latents.row_hashes import HASH_TYPE, header_hash, row_h
 from megatron_pulse.paths import no_file
 
 _INFINITE = "holds NaN or infinite values"
-_REMEDY = "Run the writer again to finish it, or delete the folder and write it anew."
+_REMEDY = "Run the writer again to finish the folder, or delete it and start over."
 
 
 class LatentFolder(DiffusionDataset):
@@ -40,7 +40,7 @@ class LatentFolder(DiffusionDataset):
             for fault in self._faults(file, shape, dtype, verify or file in read)
         ]
         if not meta.complete:
-            faults.append(f"the folder is not finished: {meta.count} samples so far")
+            faults.append(f"the folder is incomplete: {meta.count} samples so far")
         if not meta.count:
             faults.append("the folder has no samples")
         if not faults:
@@ -188,7 +188,7 @@ class LatentFolder(DiffusionDataset):
                 self._hashes[name, shard] = self._hash_table(told)[sorted(told.files).index(name)]
         row: np.ndarray = self._maps[name, shard][place]
         if told.hashes is not None and row_hash(row) != self._hashes[name, shard][1 + place]:
-            damage = f"its sample {place} is not what its hash in {told.hashes.name} is of"
+            damage = f"its sample {place} does not match its hash in {told.hashes.name}"
             raise DataError(
                 f"latents {self.root}", [f"{told.files[name].name} is damaged: {damage}"], _REMEDY
             )
@@ -218,7 +218,7 @@ class LatentFolder(DiffusionDataset):
             for name, hashes in zip(sorted(shard.files), self._hash_table(shard), strict=True):
                 file = shard.files[name].name
                 if header_hash(self.root / file) != hashes[0]:
-                    yield f"{file} is damaged: its header is not what its hash in {told.name} is of"
+                    yield f"{file} is damaged: its header does not match its hash in {told.name}"
 
     def _decoded(self, name: str, row: np.ndarray) -> Tensor:
         values = np.array(row)

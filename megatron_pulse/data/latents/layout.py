@@ -91,15 +91,15 @@ class LatentLayout:
     classes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        faults = [f"no field can be called {n!r}" for n in self.fields if n in RESERVED]
-        faults += [f"{n!r} is no identifier" for n in self.fields if not n.isidentifier()]
+        faults = [f"not allowed as a field name: {n!r}" for n in self.fields if n in RESERVED]
+        faults += [f"{n!r} is not an identifier" for n in self.fields if not n.isidentifier()]
         faults += [
             f"field {name} has dtype {spec.dtype!r}; it must be compute, float32 or int64"
             for name, spec in self.fields.items()
             if spec.dtype not in (COMPUTE, "float32", "int64")
         ]
         if faults:
-            raise DataError("latent layout", faults, "Name fields as backbones do.")
+            raise DataError("latent layout", faults, "Use the field names of the backbone.")
 
     @property
     def numbers(self) -> tuple[str, ...]:
@@ -220,7 +220,7 @@ class Meta:
         try:
             record = read_json(root / META, FileKind.LATENTS)
             if (form := record.get("format")) != FORMAT:
-                told = f"its format is {str(form)[:40]}, and this version of megatron_pulse reads"
+                told = f"its format is {str(form)[:40]}, but this version of megatron_pulse reads"
                 raise DataError(f"{META} of latents {root}", [f"{told} {FORMAT} only"], _REMEDY)
             if faults := meta_faults(record, FORMAT, list(LatentType)):
                 raise DataError(f"{META} of latents {root}", faults, _REMEDY)
@@ -240,7 +240,9 @@ def mapped(path: Path) -> np.ndarray:
     try:
         found: np.ndarray = np.lib.format.open_memmap(path, mode="r")
     except Exception as error:  # including errors of Python's parser, which reads the header
-        raise ValueError(f"{path.name} is no .npy file: {' '.join(str(error).split())}") from error
+        raise ValueError(
+            f"{path.name} is not a .npy file: {' '.join(str(error).split())}"
+        ) from error
     return found
 
 
@@ -274,8 +276,8 @@ def _shard(said: dict[str, Any]) -> Shard:
 
 
 _REMEDY = (
-    "Write the folder anew with megatron_pulse.data.latents.writer.LatentWriter, or with "
-    "'pulse data write-latents'."
+    "Rewrite the folder with megatron_pulse.data.latents.writer.LatentWriter, or with 'pulse data "
+    "write-latents'."
 )
 
 

@@ -131,7 +131,11 @@ class LatentWriter:
             faults.append("the folder is complete")
         given = {"latent": latent} | ({} if deviation is None else {"deviation": deviation})
         if layout.deviates != (deviation is not None):
-            faults.append("deviation is missing" if layout.deviates else "deviation is not kept")
+            faults.append(
+                "deviation is missing"
+                if layout.deviates
+                else ("deviation is not part of the layout")
+            )
         for name, value in given.items():
             if tuple(value.shape) != layout.shape:
                 faults.append(f"{name} has shape {tuple(value.shape)}, not {layout.shape}")
@@ -178,7 +182,7 @@ class LatentWriter:
             return
         there = Meta.load(self.root)
         if faults := self._differences(there):
-            remedy = "Resume with the same, or use a new folder."
+            remedy = "Resume with the same settings, or use a new folder."
             raise DataError(f"latents {self.root}", faults, remedy)
         self._meta, self._begun = there, True
 
@@ -222,7 +226,7 @@ class LatentWriter:
         if not old["classes"]:  # an earlier version wrote it, or they have no names
             new["classes"] = old["classes"]
         if new["pictures"] and not old["pictures"]:
-            return ["an earlier version wrote it, without hashes of the pictures' contents"]
+            return ["written by an earlier version, without hashes of the picture contents"]
         faults = []
         for key in (key for key in old if old[key] != new[key]):
             if key in ("fields", "made_by"):
@@ -238,7 +242,7 @@ class LatentWriter:
         if stored.keys() != self._nulls.keys():
             return [f"null values: there of {sorted(stored)}, now of {sorted(self._nulls)}"]
         return [
-            f"null value of {name}: there another one"
+            f"null value of {name}: another one there"
             for name, value in self._nulls.items()
             if not _holds(self.root / stored[name].name, value)
         ]
@@ -257,7 +261,7 @@ def _misfits(layout: LatentLayout, values: Mapping[str, Tensor]) -> list[str]:
     for name, value in values.items():
         spec = layout.fields.get(name)
         if spec is None:
-            faults.append(f"{name} is no field of the layout")
+            faults.append(f"{name} is not a field of the layout")
         elif tuple(value.shape) != spec.shape:
             faults.append(f"{name} has shape {tuple(value.shape)}, not {spec.shape}")
         elif value.is_floating_point() != spec.torch_dtype.is_floating_point:
@@ -275,8 +279,8 @@ def _overflows(layout: LatentLayout, values: Mapping[str, Tensor]) -> Iterator[s
             yield f"{name} holds NaN or infinite values"
         elif columns[name][1] == np.float16 and not value.half().isfinite().all():
             yield (
-                f"{name} has the value {value.abs().max().item():g}, and float16 ends at 65504: "
-                "store bfloat16 or float32 (--dtype bf16, --dtype fp32)"
+                f"{name} has the value {value.abs().max().item():g}, beyond the largest float16, "
+                "65504. Store bfloat16 or float32 (--dtype bf16, --dtype fp32)"
             )
 
 

@@ -26,8 +26,8 @@ def refusals(reading: GraphAnalysis, names: Mapping[fx.Node, str]) -> Iterator[s
     yield from _random(reading.calls)
     for node in norms:
         yield (
-            f"{operation(node)} changes its running statistics, at {place_of(node)}: call eval() "
-            "on it, or track none"
+            f"{operation(node)} updates running statistics, at {place_of(node)}. Call eval() on "
+            "the module, or set track_running_stats=False"
         )
     yield from _untraced(reading.calls)
 
@@ -52,13 +52,13 @@ _COUNT = ".num_batches_tracked"
 
 def _changes(writer: fx.Node, what: str) -> str:
     fault = (
-        f"{operation(writer)} writes to {what}, at {place_of(writer)}: a step must not change what "
-        "the module or its caller holds"
+        f"{operation(writer)} writes to {what}, at {place_of(writer)}. A forward pass must not "
+        "modify tensors of the module or its caller"
     )
     part, within, _ = what.rpartition(".parametrizations.")
     if not within:
         return fault
-    return f"{fault}; call eval() on {part}.parametrizations, which then leave it as it is"
+    return f"{fault}; call eval() on {part}.parametrizations, so that they leave it unchanged"
 
 
 def _written_by_regions(reading: GraphAnalysis, names: Mapping[fx.Node, str]) -> Iterator[str]:
@@ -72,8 +72,9 @@ def _written_by_regions(reading: GraphAnalysis, names: Mapping[fx.Node, str]) ->
                     yield from (_changes(writer, held[memory]) for writer in writers)
                 elif memory.op == "placeholder":
                     yield (
-                        f"{operation(writers[0])} writes to what {operation(node)} is given, at "
-                        f"{place_of(writers[0])}: not possible in a region of autocast or no_grad"
+                        f"{operation(writers[0])} writes to an input of {operation(node)}, at "
+                        f"{place_of(writers[0])}. This is unsupported in a region of autocast or "
+                        "no_grad"
                     )
             yield from _written_by_regions(inside, held)
 
@@ -87,13 +88,13 @@ def _untraced(nodes: list[fx.Node]) -> Iterator[str]:
     for node in nodes:
         if operation(node) in _BRANCHES:
             yield (
-                f"torch.{operation(node)}, at {place_of(node)}: what is computed depends on data; "
-                "write it as operations that are always done, as torch.where"
+                f"torch.{operation(node)}, at {place_of(node)}: the computation depends on data. "
+                "Use operations that always run, such as torch.where"
             )
         elif getattr(node.target, "__name__", "") == "_add_batch_dim":
             yield (
-                f"torch.vmap, at {place_of(node)}: its samples are not traced as a dimension of "
-                "tensors; write them as one"
+                f"torch.vmap, at {place_of(node)} is not traced. Write its samples as a tensor "
+                "dimension"
             )
 
 
@@ -123,7 +124,7 @@ def _random(nodes: list[fx.Node]) -> Iterator[str]:
             is_random = torch.Tag.nondeterministic_seeded in tags
         if is_random:
             yield (
-                f"{name} is random, at {place_of(node)}: results would depend on the layout; set "
+                f"{name} is random, at {place_of(node)}: results would depend on the layout. Set "
                 "dropout to 0, or call eval()"
             )
 

@@ -77,9 +77,9 @@ def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[str
         if "[" not in where and not (where in before and where in after):
             continue
         if where not in before:
-            yield f"{where} was not there before the call and is there after it: a chain has none"
+            yield f"{where} is created by the call: a chain would not have it"
         elif where not in after:
-            yield f"{where} was there before the call and is not after it: a chain would keep it"
+            yield f"{where} is deleted by the call: a chain would keep it"
         elif before[where] != after[where]:
             now = after[where]
             told = isinstance(now, bool | int | float | str)
@@ -87,7 +87,7 @@ def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[str
                 f"{where} was {before[where]} before the call and is {now} after it: a chain would "
                 "keep the first"
                 if told
-                else f"{where} is another after the call: a chain would keep the first"
+                else f"{where} is replaced by the call: a chain would keep the first"
             )
 
 
@@ -126,7 +126,7 @@ def lazy_modules(module: nn.Module) -> Iterator[str]:
         own = (*part._parameters.items(), *part._buffers.items())
         if lazy := [each for each, tensor in own if is_lazy(tensor)]:
             yield (
-                f"{name or 'it'} is a {type(part).__name__}, without shapes yet "
-                f"({', '.join(lazy)}): give its sizes where it is made, or, for "
-                "pulse.from_module, call the module once with an example first"
+                f"{name or 'it'} is a {type(part).__name__} whose shapes are not set yet "
+                f"({', '.join(lazy)}). Give its sizes in the constructor, or call the module once "
+                "with an example before pulse.from_module"
             )

@@ -32,7 +32,10 @@ def shared_memory(module: nn.Module, constants: Mapping[str, Any] | None = None)
         if is_functorch_wrapped_tensor(tensor):
             yield "torch.func's transforms (grad, vjp) in forward are not traced"
         elif isinstance(tensor, FakeTensor):
-            yield f"{name} is made in forward and kept: a trace has left it without values"
+            yield (
+                f"{name} is created in forward and kept in the module: after tracing it has no "
+                "values"
+            )
         elif tensor.layout is torch.strided and tensor.numel():
             found.setdefault(id(tensor), (name, tensor))
     trained = {id(p) for p in module.parameters() if p.requires_grad}
@@ -44,14 +47,14 @@ def shared_memory(module: nn.Module, constants: Mapping[str, Any] | None = None)
         for one, other in _overlapping(spans):
             if one.is_trained or other.is_trained:
                 yield (
-                    f"{one.name} and {other.name} share memory: in a chain each would be a tensor "
-                    f"of its own, of which training changes one; {_remedy(one.name, other.name)}"
+                    f"{one.name} and {other.name} share memory: in a chain they would be separate "
+                    f"tensors, and training would change only one; {_remedy(one.name, other.name)}"
                 )
 
 
 def _remedy(one: str, other: str) -> str:
     if f"{one}_orig" == other:
-        return "if that is spectral_norm, take the one in torch.nn.utils.parametrizations"
+        return "for spectral_norm, use torch.nn.utils.parametrizations"
     return "use one parameter in both places"
 
 

@@ -13,9 +13,9 @@ from torch.backends import ContextProp
 from megatron_pulse.tracing.checks.trace_hooks import caller, replaced
 
 _ATTENTION = "the kernels of attention (sdpa_kernel)"
-_CUDNN = "how convolutions are computed (torch.backends.cudnn)"
-_CPU = "how CPUs compute (torch.backends.mkldnn, .nnpack)"
-_SUMS = "how products are summed (torch.backends.cuda.matmul)"
+_CUDNN = "convolution settings (torch.backends.cudnn)"
+_CPU = "CPU kernels (torch.backends.mkldnn, .nnpack)"
+_SUMS = "accumulation of matrix products (torch.backends.cuda.matmul)"
 _GETTERS = {
     **{f"_get_{kind}_sdp_enabled": _ATTENTION for kind in ("flash", "mem_efficient", "math")},
     "_get_cudnn_sdp_enabled": _ATTENTION,
@@ -59,8 +59,8 @@ def changed_settings(faults: list[str]) -> Iterator[None]:
                 again = before[name] == outside[name] and value == of_export.get(name)
                 if value != outside[name] and not again and (value != before[name] or name == own):
                     faults.append(
-                        f"{_GETTERS.get(name, name)} is set in forward, at {place}: a graph holds "
-                        "no settings; set it around the whole training"
+                        f"{_GETTERS.get(name, name)} is set in forward, at {place}: a graph "
+                        "stores no settings. Set it around the whole training"
                     )
             return result
 

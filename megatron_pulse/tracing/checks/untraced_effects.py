@@ -56,8 +56,8 @@ def watched(module: nn.Module) -> Iterator[UntracedEffects]:
             pass  # torch's own recording of a branch, reported by refusals
         elif function is not BackwardHookFunction:  # hooks are reported above
             faults.append(
-                f"{function.__name__} is an autograd.Function, at {caller()}: its own backward is "
-                "not traced; write it as operations that autograd knows"
+                f"{function.__name__} is an autograd.Function, at {caller()}: its backward is not "
+                "traced. Use operations known to autograd"
             )
 
     def own_hook(_: Any) -> None:
@@ -66,7 +66,7 @@ def watched(module: nn.Module) -> Iterator[UntracedEffects]:
     def own_saving(hooks: saved_tensors_hooks) -> None:
         if type(hooks) is saved_tensors_hooks or not type(hooks).__module__.startswith("torch."):
             faults.append(
-                f"{type(hooks).__name__} at {caller()} change what a backward pass finds: they are "
+                f"{type(hooks).__name__} at {caller()} change saved tensors of backward: they are "
                 "not traced"
             )
 
@@ -103,7 +103,7 @@ def watched(module: nn.Module) -> Iterator[UntracedEffects]:
     finally:
         after.remove()
     faults += [
-        f"{name}'s random numbers are drawn in forward: a chain would always have the first"
+        f"{name} draws random numbers in forward: a chain would always repeat the first"
         for name, now in other_generators().items()
         if drawn.get(name, now) != now
     ]
@@ -160,7 +160,7 @@ def _hooks(module: nn.Module) -> Iterator[str]:
             yield f"{name or 'the module'} has hooks of its backward pass: they are not traced"
     for name, parameter in module.named_parameters():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-            yield f"the gradient of {name} has a hook, which its copy in a chain would not have"
+            yield f"the gradient of {name} has a hook, which its copy in a chain would lack"
 
 
 def other_generators() -> dict[str, Any]:

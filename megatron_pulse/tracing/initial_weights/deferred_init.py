@@ -74,7 +74,7 @@ def _record(make: Callable[[], nn.Module], seed: int) -> Mapping[str, Tensor]:
         except Exception as error:  # any operation that needs values may raise
             raise DerivationError(
                 "the module",
-                [f"it cannot be made without memory for its weights: {describe_exception(error)}"],
+                [f"it cannot be built on the meta device: {describe_exception(error)}"],
             ) from error
     parameters = {name: p.detach() for name, p in module.named_parameters()}
     faults = [
@@ -88,23 +88,24 @@ def _record(make: Callable[[], nn.Module], seed: int) -> Mapping[str, Tensor]:
     drawn = {name: tensor for name, tensor in parameters.items() if name not in given}
     places = {name: recorder.place(tensor) for name, tensor in drawn.items()}
     faults += [
-        f"{name}'s random numbers are drawn, which torch's seed does not determine: draw torch's"
+        f"{name}'s random numbers do not follow torch's seed. Use torch's generators"
         for name, state in other_generators().items()
         if others.get(name, state) != state
     ]
     for name, place in places.items():
         steps = recorder.tape.history(place.storage)
         if all(step.leaves_unfilled for step in steps):
-            faults.append(f"the parameter {name} is made of torch.empty and never filled")
+            faults.append(f"the parameter {name} is made by torch.empty and never filled")
     for name, buffer in module.named_buffers():
         steps = recorder.tape.history(recorder.place(buffer).storage)
         if recorder.has_no_memory(buffer):
             faults.append(
-                f"the buffer {name} is computed from parameters, and would not follow them"
+                f"the buffer {name} is computed from parameters, and would not follow their "
+                "training"
             )
         elif any(step.state is not None for step in steps):
             faults.append(
-                f"the buffer {name} is drawn at random, and buffers are in no checkpoint: make it "
+                f"the buffer {name} is drawn at random, but checkpoints have no buffers. Make it "
                 "a parameter with requires_grad=False"
             )
     if faults:

@@ -117,8 +117,9 @@ def altered(buffers: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> list[
         own, other = tensor.double(), found[name].double()
         if not torch.allclose(own, other, rtol=0, atol=_FAR * float(own.abs().max() or 1)):
             faults.append(
-                f"the buffer {name} is not what the module computes itself: buffers are constants "
-                "here, and in no checkpoint; a parameter with requires_grad=False would be"
+                f"the buffer {name} differs from the value that the module computes. Buffers are "
+                "constants here, and not in checkpoints. Make it a parameter with "
+                "requires_grad=False"
             )
     return faults
 
