@@ -96,7 +96,7 @@ def _find_families() -> tuple[dict[str, ModuleType], tuple[str, ...]]:
             for config in configs.values():
                 require_config(config)
         except Exception as error:  # user-defined families may raise anything
-            faults.append(f"{where} is no family: {describe_exception(error)}")
+            faults.append(f"{where} is not a family: {describe_exception(error)}")
             continue
         for name in configs:
             if name in found:
@@ -234,7 +234,7 @@ def in_dtype(
     if not is_module(name):
         return options
     if options.get(DTYPE, dtype) != dtype:
-        raise ValueError(f"{DTYPE}={options[DTYPE]}, but {by} is in {dtype}: leave it out")
+        raise ValueError(f"{DTYPE}={options[DTYPE]}, but {by} has dtype {dtype}. Leave it out")
     return {**options, DTYPE: dtype}
 
 
@@ -247,13 +247,13 @@ def load_recorded(record: Mapping[str, Any]) -> Backbone:
     """
     if "table" in record:
         raise ValueError(
-            f"the layers of {record['table']} are a table's, with nothing to run: to run a plan, "
-            "profile a backbone or a module of yours ('pulse profile --backbone' or '--module')"
+            f"the layers of {record['table']} come from a table and cannot run. For a plan that "
+            "runs, profile a backbone or module ('pulse profile --backbone' or '--module')"
         )
     backbone = load_backbone(record["name"], record["options"])
     family = backbone.record["family"]
     if (said := record.get("family", family)) != family:
-        raise ValueError(f"{record['name']} is of the family {family}, not {said!r}")
+        raise ValueError(f"{record['name']} belongs to the family {family}, not {said!r}")
     return trained_as(backbone, record)
 
 
@@ -386,7 +386,7 @@ def load_published(config: Mapping[str, Any]) -> Backbone:
     try:
         backbone = load_backbone(min(family.CONFIGS, key=distance), record)
     except (OptionError, BackboneError) as error:  # whose text names our config
-        what = f"the published configuration of a {wanted} has settings that cannot be"
+        what = f"the published configuration of a {wanted} has unsupported settings"
         raise ValueError(format_faults(what, error.faults)) from error
     form = published_form(backbone)
     if form is None or config["_class_name"] != form.class_name:
@@ -461,6 +461,6 @@ def text_recipe(name: str, backbone: Backbone) -> TextRecipe | None:
         if recipe.fields.keys() == read:
             return recipe
     raise UserError(
-        f"{name} reads {', '.join(sorted(read))}, and how a pipeline's encoders make these is not "
-        "known here: write them with megatron_pulse.data.latents.writer.LatentWriter"
+        f"{name} reads {', '.join(sorted(read))}, which no known encoders provide. Write them "
+        "with megatron_pulse.data.latents.writer.LatentWriter"
     )

@@ -69,9 +69,9 @@ class SdpaCoreAttention(torch.nn.Module):
         super().__init__()
         self.masked = attn_mask_type == AttnMaskType.padding and attention_type == "cross"
         if not self.masked and attn_mask_type != AttnMaskType.no_mask:
-            raise ValueError("SdpaCoreAttention has no masks but of cross-attention's keys")
+            raise ValueError("SdpaCoreAttention supports masks of cross-attention keys only")
         if config.attention_dropout:
-            raise ValueError("SdpaCoreAttention has no dropout")
+            raise ValueError("SdpaCoreAttention supports no dropout")
         self.softmax_scale = softmax_scale
 
     def forward(
@@ -86,12 +86,12 @@ class SdpaCoreAttention(torch.nn.Module):
     ) -> torch.Tensor:
         """Attention of every query position over all unmasked key positions."""
         if attention_bias is not None or packed_seq_params:
-            raise ValueError("SdpaCoreAttention takes no bias or packed sequences")
+            raise ValueError("SdpaCoreAttention supports no bias or packed sequences")
         if not self.masked and attention_mask is not None:
-            raise ValueError("SdpaCoreAttention takes no mask here")
+            raise ValueError("SdpaCoreAttention takes no mask in this layer")
         expected = (key.shape[1], 1, 1, key.shape[0])
         if self.masked and (attention_mask is None or attention_mask.shape != expected):
-            raise ValueError(f"SdpaCoreAttention needs a mask of its keys, {list(expected)}")
+            raise ValueError(f"SdpaCoreAttention needs a key mask of shape {list(expected)}")
         query, key, value = (t.permute(1, 2, 0, 3) for t in (query, key, value))
         context = F.scaled_dot_product_attention(
             query,

@@ -74,7 +74,7 @@ def transformer_config(
         if size % tensor_parallel
     ]
     if base.context_parallel_size != 1:
-        faults.append(f"context parallel size is {base.context_parallel_size}, only 1 is supported")
+        faults.append(f"context parallel size is {base.context_parallel_size}; only 1 is supported")
     if faults:
         raise Faults(faults)
     config = copy.copy(base)

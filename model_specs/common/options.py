@@ -27,7 +27,7 @@ _MOST, _MOST_LAYERS = 10_000_000, 1_000
 CHOICE, SETTLED_BY, REASON = "choice", "settled_by", "reason"
 """Metadata keys of a field, set by ``run_choice``, ``settled_by`` and ``fixed``."""
 
-RESPACED = "positions are computed at {0.sample_size}, spaced as for {0.base_size}"
+RESPACED = "positions are computed at {0.sample_size}, with the spacing of {0.base_size}"
 """Effect of another ``sample_size`` if positions span ``base_size``."""
 
 
@@ -80,7 +80,7 @@ def require_config(config: Any) -> None:
     for key, kind in typing.get_type_hints(type(config)).items():
         if kind not in _KINDS:
             known = ", ".join(sorted(map(_name_of, _KINDS)))
-            raise TypeError(f"{key} is of type {_name_of(kind)}, options are of {known}")
+            raise TypeError(f"{key} is of type {_name_of(kind)}; options must be of {known}")
 
 
 def _name_of(kind: Any) -> str:
@@ -141,7 +141,7 @@ def _size_fault(key: str, value: Value) -> str | None:
     most = _MOST_LAYERS if "layers" in key or "depth" in key else _MOST
     if all(isinstance(n, bool) or not isinstance(n, int) or abs(n) <= most for n in numbers):
         return None
-    return f"{key}: {flag_value(value)[:60]} is beyond {most:,}"
+    return f"{key}: {flag_value(value)[:60]} exceeds {most:,}"
 
 
 def _convert(value: Value, kind: Any) -> Value:

@@ -19,7 +19,7 @@ def require_settings(
     found by the caller.
     """
     faults = [
-        f"{key} is {config[key]!r}, only {value!r} is implemented"
+        f"{key} is {config[key]!r}; only {value!r} is implemented"
         for key, value in required.items()
         if key in config
         and (config[key] != value or isinstance(config[key], bool) != isinstance(value, bool))

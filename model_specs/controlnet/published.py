@@ -98,7 +98,9 @@ def joined(
     named = control.get("_class_name")
     if named != PUBLISHED_AS:
         remedy = "Give the folder of a ControlNetModel, or new."
-        raise ValueError(format_faults("what is to control the UNet", [f"it is a {named}"], remedy))
+        raise ValueError(
+            format_faults("the control input of the UNet", [f"it is a {named}"], remedy)
+        )
     rest = {key: value for key, value in control.items() if not key.startswith("_")}
     faults = [
         f"{key}: must be {value!r}, is {rest[key]!r}"
@@ -114,12 +116,12 @@ def joined(
     except ValueError as error:
         raise ValueError(f"of the ControlNet: {error}") from error
     faults += [
-        f"{key}: {value!r}, the UNet's is {getattr(ours, key)!r}"
+        f"{key}: {value!r}, but the UNet has {getattr(ours, key)!r}"
         for key, value in vars(theirs).items()
         if getattr(ours, key) != value
     ]
     if faults:
-        raise ValueError(format_faults("the ControlNet is not one for this UNet", faults))
+        raise ValueError(format_faults("the ControlNet does not fit this UNet", faults))
     return {**result, **own, "_class_name": PUBLISHED_AS}
 
 
@@ -130,8 +132,8 @@ def config_from_published(config: Mapping[str, Any]) -> ControlNetConfig:
     """
     if "up_block_types" not in config:
         raise ValueError(
-            "a ControlNetModel runs beside the UNet that it controls: give that UNet's folder, and "
-            "this one with --controlnet"
+            "a ControlNetModel runs beside the UNet that it controls. Give the folder of that "
+            "UNet, and this one with --controlnet"
         )
     rest = {key: value for key, value in config.items() if key not in {*_OWN, *_FIXED}}
     sizes = unet_from_published(rest)

@@ -51,7 +51,7 @@ def _labelled(config: Config) -> tuple[tuple[Input, ...], dict[str, Any]]:
     width = getattr(config, "projection_class_embeddings_input_dim", None)
     if kind in ("projection", "simple_projection") and width:
         return (Input("class_labels", (width,)),), {}
-    raise ValueError(f"class_embed_type {kind!r} has no declaration here")
+    raise ValueError(f"class_embed_type {kind!r} is unsupported")
 
 
 def _unet_2d(config: Config, size: Sizes) -> Declared:
@@ -64,7 +64,9 @@ def _unet_2d_condition(config: Config, size: Sizes) -> Declared:
     width = config.encoder_hid_dim or config.cross_attention_dim
     if not isinstance(width, int):
         if len(set(width)) > 1:
-            raise ValueError(f"cross_attention_dim {width}: one width for all is declared here")
+            raise ValueError(
+                f"cross_attention_dim {width}: only one width for all layers is supported"
+            )
         width = width[0]
     labels, said = _labelled(config)
     inputs: list[Input | SameInput] = [
@@ -80,7 +82,7 @@ def _unet_2d_condition(config: Config, size: Sizes) -> Declared:
             Input("added_cond_kwargs.time_ids", (6,), "float32", "time_ids"),
         ]
     elif config.addition_embed_type not in (None, "text"):
-        raise ValueError(f"addition_embed_type {config.addition_embed_type!r}: not declared here")
+        raise ValueError(f"addition_embed_type {config.addition_embed_type!r}: unsupported")
     return Declared("sample", "timestep", tuple(inputs), **said)
 
 

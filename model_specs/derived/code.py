@@ -37,13 +37,14 @@ def find(name: str) -> Any:
     """
     name = canonical(name)
     if name.startswith("hf:"):
-        raise ValueError(f"{name} is a folder on a hub and no code: write diffusers:{name}")
+        raise ValueError(f"{name} is a folder on a hub, not code. Write diffusers:{name}")
     given = _given(name)
     if given is None:
         others = f" (you named {', '.join(sorted(_allowed))})" if _allowed else ""
         raise ValueError(
-            f"{name} is code, which runs only where you name it, not where a file does{others}: "
-            f"look at it, and give --module {name} (in training --pulse-module {name})"
+            f"{name} is code. It runs only if named on the command line, not if named by a "
+            f"file{others}. Review it, and give --module {name} (in training --pulse-module "
+            f"{name})"
         )
     place, _, attribute = given.rpartition(":")
     try:
@@ -54,7 +55,7 @@ def find(name: str) -> Any:
         ) from error
     if not hasattr(module, attribute):
         there = ", ".join(n for n, v in vars(module).items() if callable(v) and n[0] != "_")
-        raise ValueError(f"{name}: {place} has no {attribute!r}; there are: {there}")
+        raise ValueError(f"{name}: {place} has no {attribute!r}; it has: {there}")
     return getattr(module, attribute)
 
 

@@ -54,7 +54,7 @@ def family_of(name: str) -> DerivedFamily:
         given = read_published(component)
         class_name = given["_class_name"]
     elif not target.isidentifier():
-        raise ValueError(f"{name}: there is no folder {target}, and no class is called that")
+        raise ValueError(f"{name}: neither a folder nor a class {target} exists")
     known = CLASSES.get(class_name)
     if known is None:
         raise ValueError(f"{name}: {_undeclared(class_name)}")
@@ -99,8 +99,8 @@ def read_published(component: Path) -> dict[str, Any]:
     unknown_name = [key for key in config if not key.startswith("_") and key not in known]
     if said := [key for key in unknown_name if key not in _AVERAGES | _settings(named)]:
         say_once(
-            f"warning: {component / 'config.json'}: {class_name} has no such settings, they are "
-            f"passed over: {', '.join(sorted(said))}"
+            f"warning: {component / 'config.json'}: unknown settings of {class_name} are ignored: "
+            f"{', '.join(sorted(said))}"
         )
     kept = {key: value for key, value in config.items() if key not in unknown_name}
     return {**kept, "_class_name": class_name}
@@ -161,7 +161,7 @@ def describe_weights(name: str) -> str:
     there = (
         "the folder has none" if Path(name.removeprefix(PREFIX)).is_dir() else "a class has none"
     )
-    return f"weights: from scratch, by --seed: {there}"
+    return f"weights: initialised by --seed: {there}"
 
 
 def split(class_name: str, config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -180,12 +180,12 @@ def _undeclared(class_name: str) -> str:
 
     kind = getattr(diffusers, class_name, None)
     if kind is None or not hasattr(kind, "forward"):
-        return unknown_name("class whose inputs are known", class_name, CLASSES)
+        return unknown_name("class with known inputs", class_name, CLASSES)
     taken = list(inspect.signature(kind.forward).parameters)[1:]
     return (
-        f"what a {class_name} is called with is not known here: make it by a function of your own "
-        "(FILE.py:FACTORY), which returns it with example tensors by name. It takes: "
-        f"{', '.join(taken)}. Known: {', '.join(sorted(CLASSES))}"
+        f"the inputs of a {class_name} are unknown. Write a function (FILE.py:FACTORY) that "
+        f"returns the module with example tensors by name. It takes: {', '.join(taken)}. Known: "
+        f"{', '.join(sorted(CLASSES))}"
     )
 
 
@@ -248,7 +248,7 @@ def _built(class_name: str, options: str) -> Backbone:
             module = build_without_memory(lambda: _make(class_name, settings))
     except Exception as error:  # a class may raise anything
         raise ValueError(
-            f"{class_name} cannot be made of this config: {describe_exception(error)}"
+            f"{class_name} cannot be built from this config: {describe_exception(error)}"
         ) from error
     module = declared.wrap(release_parameter_memory(module.train(), getattr(torch, dtype)))
     made = [each.make(dtype) for each in others]

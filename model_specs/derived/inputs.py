@@ -140,7 +140,7 @@ class Known:
             raise ValueError(f"buckets={buckets}: must be a list of {form}, as in 64x96,96x64")
         longest = max(map(len, every))
         if twice := [name for name in names[:longest] if chosen.get(name)]:
-            raise ValueError(f"buckets={buckets}: say {', '.join(twice)} there or alone, not both")
+            raise ValueError(f"buckets={buckets}: give {', '.join(twice)} there or alone, not both")
         return [{**chosen, **dict(zip(names, map(int, one), strict=False))} for one in every]
 
     def defaults(self, config: Mapping[str, Any]) -> Mapping[str, int]:

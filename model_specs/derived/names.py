@@ -32,8 +32,8 @@ def misnamed(name: str) -> str:
     place, colon, attribute = name.rpartition(":")
     if not colon:
         if name.endswith(".py"):
-            return f"{name} is a file: write {name}:FACTORY, the name of a function in it"
-        return f"{name} is a folder: write diffusers:{name}" if Path(name).is_dir() else ""
+            return f"{name} is a file. Write {name}:FACTORY, where FACTORY is a function in it"
+        return f"{name} is a folder. Write diffusers:{name}" if Path(name).is_dir() else ""
     kind, _, target = name.partition(":")
     prefix = diffusers_modules.PREFIX
     if kind.lower() == prefix[:-1] and not name.startswith(prefix):
@@ -42,7 +42,7 @@ def misnamed(name: str) -> str:
         return _misnamed_file(name, Path(target)) if Path(target).is_file() else ""
     if not place or not attribute:
         what = "function after" if place else "file or package before"
-        return f"{name} has no {what} the colon: write FILE.py:FACTORY or PACKAGE.MODULE:FACTORY"
+        return f"{name} has no {what} the colon. Write FILE.py:FACTORY or PACKAGE.MODULE:FACTORY"
     return ""
 
 
@@ -52,7 +52,7 @@ def _misnamed_file(name: str, file: Path) -> str:
 
     if faults := original_faults(file, names_in(file)):
         return f"{name}: {faults[0]}"
-    return f"{name} is a file: name its folder, {diffusers_modules.PREFIX}{file.parent}"
+    return f"{name} is a file. Give its folder, {diffusers_modules.PREFIX}{file.parent}"
 
 
 def allow(name: str) -> None:
@@ -85,11 +85,11 @@ def parts_of(name: str) -> dict[str, str]:
     for text in name.removeprefix(PREFIX).split(","):
         chain, equals, backbone = text.partition("=")
         if not (chain and equals and backbone) or chain in parts or ":" in backbone:
-            why = "is there twice" if chain in parts else "is not CHAIN=BACKBONE"
+            why = "is given twice" if chain in parts else "is not CHAIN=BACKBONE"
             if ":" in backbone:
-                why = "is of a module, which cannot be part of a cascade"
+                why = "is a module, which cannot be part of a cascade"
             raise ValueError(
-                f"{name}: {text!r} {why}: write {PREFIX}base=NAME,upper=NAME, each NAME one of "
+                f"{name}: {text!r} {why}. Write {PREFIX}base=NAME,upper=NAME, each NAME one of "
                 "'pulse backbones'"
             )
         parts[chain] = backbone
@@ -107,6 +107,6 @@ def require_known(name: str, options: Mapping[str, Value]) -> None:
     chains = parts_of(name)
     if lost := [key for key in options if key.partition(".")[0] not in chains or "." not in key]:
         raise ValueError(
-            f"{name}: options begin with their chain's name, as {next(iter(chains))}.{lost[0]}; "
-            f"these do not: {', '.join(lost)}"
+            f"{name}: options must begin with a chain name, e.g. {next(iter(chains))}.{lost[0]}; "
+            f"faulty: {', '.join(lost)}"
         )

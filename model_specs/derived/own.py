@@ -27,11 +27,11 @@ type Given = Mapping[str, Any] | Callable[[int], Mapping[str, Any]]
 WEIGHTS = "weights"
 """Option that identifies the parameters of a factory's module: a digest of names and shapes."""
 _HOW = """\
-a factory returns one of
-  a torch module of a class of diffusers whose inputs are known
-  (module, inputs), as pulse.from_module takes them: example tensors by name
-  (module, inputs, {"sample": NAME, "timestep": NAME, ...}): with its keywords
-  a chain by hand: megatron_pulse.Backbone"""
+a factory must return one of
+  a torch module of a diffusers class with known inputs
+  (module, inputs) for pulse.from_module: example tensors by name
+  (module, inputs, {"sample": NAME, "timestep": NAME, ...}): with keywords of from_module
+  a chain: megatron_pulse.Backbone"""
 
 
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -58,15 +58,18 @@ def _parameters(name: str, factory: Any) -> dict[str, Any]:
         if each.kind in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL):
             continue
         if each.default is inspect.Parameter.empty:
-            raise ValueError(f"{name}: {key} has no default: all that a factory takes is an option")
+            raise ValueError(
+                f"{name}: {key} has no default. Every argument of a factory is an option and "
+                "needs one"
+            )
         try:
             found[key] = json.loads(json.dumps(each.default))
         except TypeError:
             raise ValueError(
-                f"{name}: {key} is {each.default!r:.60}; options are numbers, texts and lists"
+                f"{name}: {key} is {each.default!r:.60}; options must be numbers, text or lists"
             ) from None
     if clash := {WEIGHTS, DTYPE} & found.keys():
-        raise ValueError(f"{name}: {', '.join(sorted(clash))} means something else here: rename it")
+        raise ValueError(f"{name}: {', '.join(sorted(clash))} is reserved. Rename it")
     return found
 
 
@@ -75,9 +78,7 @@ def _build(name: str, config: FamilyConfig) -> Backbone:
     recorded = values.pop(WEIGHTS)
     backbone, digest = _built(name, json.dumps(values))
     if recorded and recorded != digest:
-        raise ValueError(
-            f"{name} makes other parameters than what is recorded was made with: it has changed"
-        )
+        raise ValueError(f"{name} makes other parameters than recorded: the factory has changed")
     return dataclasses.replace(backbone, record={WEIGHTS: digest})
 
 
@@ -194,11 +195,11 @@ def _given_faults(module: torch.nn.Module, given: Any) -> Iterator[str]:
 
     A function of the microbatch size is called with size two.
     """
-    what = "inputs are"
+    what = "inputs must be"
     if callable(given):
-        what, given = "what its function of the microbatch size returns is", given(2)
+        what, given = "its function of the microbatch size must return", given(2)
     if not isinstance(given, Mapping):
-        yield f"{what} to be a dict of tensors by name, not of type {type(given).__name__}"
+        yield f"{what} a dict of tensors by name, not {type(given).__name__}"
         return
     taken = inspect.signature(module.forward).parameters.values()
     names = [each.name for each in taken if each.kind in _BY_NAME]
@@ -211,7 +212,7 @@ def _given_faults(module: torch.nn.Module, given: Any) -> Iterator[str]:
     for each in taken:
         needed = each.default is inspect.Parameter.empty and each.kind in _BY_NAME
         if needed and each.name not in given:
-            yield f"forward takes {each.name}, which is not among the inputs"
+            yield f"forward takes {each.name}, which is missing in the inputs"
 
 
 def _said_faults(said: Any) -> list[str]:
@@ -219,7 +220,7 @@ def _said_faults(said: Any) -> list[str]:
     from megatron_pulse.tracing.from_module import from_module
 
     if not isinstance(said, Mapping):
-        return [f"keywords are to be a dict, not of type {type(said).__name__}"]
+        return [f"keywords must be a dict, not {type(said).__name__}"]
     taken = inspect.signature(from_module).parameters.values()
     known = [each.name for each in taken if each.kind is inspect.Parameter.KEYWORD_ONLY]
     return [unknown_name("keyword of from_module", key, known) for key in said if key not in known]

@@ -37,7 +37,9 @@ def _flux(config: Config, size: Sizes) -> Declared:
     """Flux: one token for each 2 x 2 square of latents; positions are constants."""
     height, width = size.height // _SIDE, size.width // _SIDE
     if (height * _SIDE, width * _SIDE) != (size.height, size.width):
-        raise ValueError(f"{size.height} x {size.width} latents have no whole squares of {_SIDE}")
+        raise ValueError(
+            f"{size.height} x {size.width} latents do not divide into squares of {_SIDE}"
+        )
     # [b, C, h, 2, w, 2] <-> [b, h, w, C, 2, 2]
     packed = _packed(
         lambda x: (
@@ -122,7 +124,7 @@ def _mochi(config: Config, size: Sizes) -> Declared:
 def _ltx(config: Config, size: Sizes) -> Declared:
     """LTX-Video: one token for each latent position."""
     if (config.patch_size, config.patch_size_t) != (1, 1):
-        raise ValueError("patch_size and patch_size_t other than 1 are not declared here")
+        raise ValueError("patch_size and patch_size_t other than 1 are unsupported")
     packed = _packed(lambda x: x.flatten(2).mT, lambda x, shape: x.mT.unflatten(2, shape[2:]))
     inputs: tuple[Input | SameInput, ...] = (
         _video(config, size),

@@ -25,7 +25,7 @@ class FluxConfig:
     num_single_layers: int = 38
     num_attention_heads: int = 24
     attention_head_dim: int = 128
-    sample_size: int = run_choice(128, "tokens are at the places of {0.side} rows and columns")
+    sample_size: int = run_choice(128, "positions are those of {0.side} rows and columns")
     in_channels: int = 16
     joint_attention_dim: int = 4096
     pooled_projection_dim: int = 768

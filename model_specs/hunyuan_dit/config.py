@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from model_specs.common.limits import below, indivisible
 from model_specs.common.options import fixed, run_choice
 
-_LEARNED = "what takes the place of padding is learned for each token"
+_LEARNED = "the replacement of padding is learned for each token"
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class HunyuanDiTConfig:
     """
 
     sample_size: int = run_choice(
-        128, "rotary positions are computed at {0.sample_size}, spaced as for 64"
+        128, "rotary positions are computed at {0.sample_size}, with the spacing of 64"
     )
     patch_size: int = 2
     in_channels: int = 4

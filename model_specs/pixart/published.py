@@ -62,7 +62,7 @@ def config_from_published(config: Mapping[str, Any]) -> PixArtConfig:
         sizes["use_additional_conditions"] = sizes["sample_size"] == 128
     sizes["caption_length"] = 120 if sizes["use_additional_conditions"] else 300
     ours = PixArtConfig(**sizes)
-    unprojected = "caption_channels is None, only captions that are projected are implemented"
+    unprojected = "caption_channels is None; only projected captions are implemented"
     require_settings(
         {"cross_attention_dim": 1152, **config},
         {**_REQUIRED, "cross_attention_dim": ours.dim},

@@ -23,7 +23,9 @@ class SD3Config:
     num_attention_heads: int = 24
     attention_head_dim: int = 64
     sample_size: int = run_choice(
-        128, "positions are the middle {0.side} of the table's {0.pos_embed_max_size} a side"
+        128,
+        "positions are the central {0.side} of the {0.pos_embed_max_size} rows and columns "
+        "of the table",
     )
     patch_size: int = 2
     in_channels: int = 16
@@ -53,7 +55,7 @@ class SD3Config:
         found = unfit_for_patches(self)
         if self.side > self.pos_embed_max_size:
             found.append(
-                f"sample_size: {self.side} patches along a side are more than "
+                f"sample_size: {self.side} patches per side exceed "
                 f"pos_embed_max_size={self.pos_embed_max_size}"
             )
         if not set(self.dual_attention_layers) <= set(range(self.num_layers)):

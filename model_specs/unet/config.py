@@ -38,7 +38,7 @@ class UNetConfig:
     pooled_dim: int = 0
     num_time_ids: int = 6
     time_id_dim: int = 256
-    channels_last: bool = run_choice(False, "memory is laid out otherwise")
+    channels_last: bool = run_choice(False, "memory layout differs")
 
     @property
     def num_levels(self) -> int:

@@ -191,7 +191,9 @@ def config_from_published(config: Mapping[str, Any]) -> UNetConfig:
         if len(values) != levels or not all(isinstance(value, int) for value in values):
             faults.append(f"{key}: must be a number for each level, is {settings[key]!r}")
     if 0 in (depth := [d for d, a in zip(depths, [*attends[:-1], True], strict=False) if a]):
-        faults.append(f"transformer_layers_per_block: must not be 0 where it counts, is {depth}")
+        faults.append(
+            f"transformer_layers_per_block: must not be 0 in levels with attention, is {depth}"
+        )
     classes = settings["num_class_embeds"]
     null_class = bool(config.get(_NULL_CLASS))
     if classes is not None and (not isinstance(classes, int) or classes < 1 + null_class):
@@ -201,7 +203,7 @@ def config_from_published(config: Mapping[str, Any]) -> UNetConfig:
     added = _text_time(settings, faults)
     if faults:
         raise ValueError(
-            format_faults("UNet2DConditionModel has settings that differ", sorted(faults))
+            format_faults("UNet2DConditionModel has unsupported settings", sorted(faults))
         )
     return UNetConfig(
         **{key: settings[key] for key in (*_SAME, "use_linear_projection")},

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from model_specs.common.limits import below, indivisible
 from model_specs.common.options import fixed
 
-_LEARNED = "positions are learned, one for each token"
+_LEARNED = "positions are learned, one per token"
 
 
 @dataclass(frozen=True)

@@ -111,7 +111,7 @@ BROKEN: dict[str, tuple[Callable[[PlanFile], PlanFile], list[str]]] = {
     ),
     "family": (
         lambda p: change(p, backbone={**p.backbone, "family": "dit"}),
-        ["backbone: uvit-tiny is of the family uvit, not 'dit'"],
+        ["backbone: uvit-tiny belongs to the family uvit, not 'dit'"],
     ),
     "bad options": (lambda p: with_options(p, colour=1), ["backbone: ", "colour"]),
     "machines": (

@@ -277,7 +277,7 @@ def test_a_plan_for_a_table_of_layers_is_shown_and_not_run(
     assert main("show plan.json -o plan.html".split()) == 0
     assert "not run: layers is a table of layers" in capsys.readouterr().out
     assert main("check plan.json".split()) == 2
-    assert "the layers of layers are a table's, with nothing to run" in capsys.readouterr().err
+    assert "the layers of layers come from a table and cannot run" in capsys.readouterr().err
     made = json.loads((here / "plan.json").read_text())
     del made["backbone"]["table"], made["xxh3_128"]
     (here / "plan.json").write_text(json.dumps(made))

@@ -103,7 +103,7 @@ def test_what_cannot_be_imported(case, folder, tmp_path, refused):
             ["describes at least", "different models"],
         ),
         ({"layers_per_block": 200}, ["describes at least", "tensors there (conv_in"]),
-        ({"layers_per_block": 10**6}, ["1000000 is beyond 1,000"]),
+        ({"layers_per_block": 10**6}, ["1000000 exceeds 1,000"]),
         ({"sample_size": 8_000_000}, ["values for each sample"]),
     ],
 )

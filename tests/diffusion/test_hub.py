@@ -109,5 +109,5 @@ def test_the_environment_says_where_the_cache_is(tmp_path: Path) -> None:
 
 
 def test_a_module_is_no_id_of_the_hub() -> None:
-    with pytest.raises(ValueError, match="hf:a/b is a folder on a hub.*write diffusers:hf:a/b"):
+    with pytest.raises(ValueError, match="hf:a/b is a folder on a hub.*Write diffusers:hf:a/b"):
         find("hf:a/b")

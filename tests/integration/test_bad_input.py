@@ -38,7 +38,7 @@ BAD: dict[str, tuple[int, list[str], str]] = {
         ["--pulse-option", "embed_dim=4000000"],
         "Use more devices, or a smaller",
     ),
-    "too many layers": (1, ["--pulse-option", "depth=2000"], "depth: 2000 is beyond 1,000"),
+    "too many layers": (1, ["--pulse-option", "depth=2000"], "depth: 2000 exceeds 1,000"),
     "malformed option": (1, ["--pulse-option", "depth"], "KEY=VALUE"),
     "unknown data": (1, ["--pulse-data", "cifar"], "digits8"),
     "missing folder": (1, ["--pulse-data", "folder:/does/not/exist"], "/does/not/exist"),

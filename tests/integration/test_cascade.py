@@ -93,7 +93,7 @@ def test_what_a_cascade_cannot_be_is_told_at_once() -> None:
     for part in (
         "--pulse-self-conditioning does not apply to a cascade",
         "Give --pipeline-model-parallel-size 2 or more",
-        "options begin with their chain's name, as base.depth; these do not: depth",
+        "options must begin with a chain name, e.g. base.depth; faulty: depth",
     ):
         assert part in said, said
     with pytest.raises(RanksFailed) as failed:

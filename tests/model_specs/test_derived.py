@@ -138,7 +138,7 @@ def test_weights_are_those_of_the_folder_or_of_the_class_s_own_initialisation(
     module = diffusers.UNet2DModel.from_config(dict(settings.config))
     assert not unlike(model_specs.load_backbone(NAME, UNET), 4, module)
     module.save_config(tmp_path)
-    scratch = "weights: from scratch, by --seed: the folder has none"
+    scratch = "weights: initialised by --seed: the folder has none"
     assert model_specs.describe_weights(f"diffusers:{tmp_path}") == scratch
     torch.manual_seed(5)
     other = diffusers.UNet2DModel.from_config(dict(settings.config))
@@ -164,7 +164,7 @@ def test_what_does_not_fit_a_folder_is_said_before_anything_is_read(
     def shown() -> tuple[int, str]:
         return main(["module", f"diffusers:{tmp_path}"]), capsys.readouterr().err
 
-    passed_over = "has no such settings, they are passed over: attention, num_train_steps\n"
+    passed_over = "are ignored: attention, num_train_steps\n"
     code, said = shown()
     assert code == 0 and said.endswith(passed_over)
     tensors = load_file(weights)
@@ -283,7 +283,7 @@ def test_code_runs_only_where_it_is_named(own: str, capsys: pytest.CaptureFixtur
     assert list(backbone.batch_fields) == ["timesteps"]
     assert model_specs.load_recorded(backbone.record).record == backbone.record
     changed = {**backbone.record["options"], "width": 8}
-    with pytest.raises(ValueError, match="it has changed"):
+    with pytest.raises(ValueError, match="the factory has changed"):
         model_specs.load_backbone(name, changed)
     wider = model_specs.load_backbone(name, {"width": "8"})
     different = model_specs.compare_models(backbone.record, wider.record).different
@@ -352,7 +352,7 @@ def test_names_are_found_from_here(
     for name in ("mine.py:build", f"{own}:build"):
         assert model_specs.load_recorded({**record, "name": name}).record["name"] == name
     for name in ("other.py:build", "mine.py:alone"):
-        with pytest.raises(ValueError, match="is code, which runs only where you name it"):
+        with pytest.raises(ValueError, match="is code. It runs only if named on the command line"):
             model_specs.load_recorded({**record, "name": name})
     Path("config.json").touch()
     for name, said in (
@@ -361,7 +361,7 @@ def test_names_are_found_from_here(
         (":build", "no file or package before the colon"),
         ("other.py:", "no function after the colon"),
         ("Diffusers:UNet2DModel", "write diffusers:UNet2DModel"),
-        ("diffusers:config.json", "name its folder, diffusers:."),
+        ("diffusers:config.json", "Give its folder, diffusers:."),
     ):
         assert main(["module", name]) == 2
         assert said in capsys.readouterr().err

@@ -48,12 +48,12 @@ def test_attention_takes_no_mask_but_of_the_keys_of_another_sequence(one_rank):
 
     config = transformer_config(make_context().config, **SIZES, init_method=uniform_init)
     for mask_type, kind in ((AttnMaskType.causal, "cross"), (AttnMaskType.padding, "self")):
-        with pytest.raises(ValueError, match="no masks but of cross-attention's keys"):
+        with pytest.raises(ValueError, match="masks of cross-attention keys only"):
             attention.SdpaCoreAttention(config, 1, mask_type, kind)
     core = attention.SdpaCoreAttention(config, 1, AttnMaskType.no_mask, "cross")
     query, key = torch.randn(5, 2, 3, 16), torch.randn(7, 2, 3, 16)
     assert core(query, key, key, None).shape == (5, 2, 48)
-    with pytest.raises(ValueError, match="takes no mask here"):
+    with pytest.raises(ValueError, match="takes no mask in this layer"):
         core(query, key, key, torch.zeros(2, 1, 1, 7, dtype=torch.bool))
     core = attention.SdpaCoreAttention(config, 1, AttnMaskType.padding, "cross")
     for mask in (None, torch.zeros(2, 1, 5, 7, dtype=torch.bool)):

@@ -157,9 +157,13 @@ def test_a_file_that_is_no_family_takes_none_of_the_others_away(
     assert [line.split()[0] for line in said.out.splitlines()] == [
         "backbone", "own-sound", "uvit-tiny"
     ]  # fmt: skip
-    assert "model_specs/broken.py is no family: SyntaxError" in said.err
-    assert "model_specs/odd.py is no family: TypeError: width is of type dict, options" in said.err
-    with pytest.raises(ValueError, match=r"called 'broken';[\s\S]*broken\.py is no family: Syntax"):
+    assert "model_specs/broken.py is not a family: SyntaxError" in said.err
+    assert (
+        "model_specs/odd.py is not a family: TypeError: width is of type dict; options" in said.err
+    )
+    with pytest.raises(
+        ValueError, match=r"called 'broken';[\s\S]*broken\.py is not a family: Syntax"
+    ):
         model_specs.load_backbone("broken")
 
 
@@ -223,4 +227,4 @@ def test_a_family_may_be_a_folder(family: Path, capsys: pytest.CaptureFixture[st
     assert main(["backbones", "grown-tiny"]) == 2  # its layers are no modules
     assert "Traceback" not in capsys.readouterr().err
     (fault,) = [f for f in model_specs.unusable_families() if "torn" in f]
-    assert "model_specs/torn is no family: ModuleNotFoundError" in fault
+    assert "model_specs/torn is not a family: ModuleNotFoundError" in fault

@@ -111,7 +111,7 @@ def test_what_is_learned_for_each_token_is_refused():
     (fault,) = compare_models(
         there, load_backbone("uvit-tiny", {"image_size": 16}).record
     ).different
-    assert fault == "image_size 8 there, 16 here (positions are learned, one for each token)"
+    assert fault == "image_size 8 there, 16 here (positions are learned, one per token)"
     there = load_backbone("hunyuan-tiny").record
     (fault,) = compare_models(
         there, load_backbone("hunyuan-tiny", {"text_len": 9}).record
@@ -126,12 +126,14 @@ def test_every_difference_is_told_and_says_what_it_does():
     assert compared.different == ("layers_per_block 2 there, 1 here", "num_classes 0 there, 3 here")
     assert compared.changed == (
         "sample_size 16 there, 32 here: convolutions and attention take any size",
-        "channels_last false there, true here: memory is laid out otherwise",
+        "channels_last false there, true here: memory layout differs",
     )
     dit = load_backbone("dit-tiny").record
     here = continue_model(dit, "dit-tiny", {"sample_size": 16})
     (text,) = compare_models(dit, here.record).changed
-    assert text == ("sample_size 8 there, 16 here: positions are computed at 16, spaced as for 8")
+    assert text == (
+        "sample_size 8 there, 16 here: positions are computed at 16, with the spacing of 8"
+    )
     assert compare_models(dit, there).different == ("family dit there, unet here",)
 
 

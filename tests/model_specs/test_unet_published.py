@@ -82,7 +82,7 @@ def test_the_refiner_of_sdxl_has_five_time_ids():
         ({"sample_size": [64, 32]}, ["sample_size: must be one number, is [64, 32]"]),
         ({"layers_per_block": [1, 2, 2, 2]}, ["layers_per_block: must be one number"]),
         ({"transformer_layers_per_block": [[1, 2], 1, 1, 1]}, ["transformer_layers_per_block: mu"]),
-        ({"transformer_layers_per_block": [1, 0, 1, 1]}, ["must not be 0 where it counts"]),
+        ({"transformer_layers_per_block": [1, 0, 1, 1]}, ["must not be 0 in levels with"]),
         ({"attention_head_dim": [8, 8]}, ["attention_head_dim: must be a number for each level"]),
         ({"up_block_types": ["CrossAttnUpBlock2D"] * 4}, ["up_block_types: must be ['UpBlock2D'"]),
         ({"down_block_types": ["AttnDownBlock2D"] * 4}, ["down_block_types: must be ['CrossAttn"]),
