@@ -121,7 +121,7 @@ def test_all_faults_at_once():
     with pytest.raises(BackboneError) as error:
         require_valid(backbone)
     assert all(fault in str(error.value) for fault in faults)
-    assert "'bad' is not sound (9 faults)" in str(error.value)
+    assert "'bad' is invalid (9 faults)" in str(error.value)
 
 
 def embedder(**changes):

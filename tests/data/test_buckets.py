@@ -53,7 +53,9 @@ def test_parts_are_mixed_within_an_epoch_and_validation_repeats():
     assert [[i for i, _ in items] for items in again[:4]] == [
         [i for i, _ in items] for items in again[4:]
     ]
-    with pytest.raises(ValueError, match=r"3 consumed samples are no multiple.* size 2") as error:
+    with pytest.raises(
+        ValueError, match=r"3 consumed samples are not a multiple.* size 2"
+    ) as error:
         BucketSampler([4, 4], 3, 2, 0, 1, 1, group_size=5)
     assert "5 consecutive samples of one shape are not a multiple" in str(error.value)
 

@@ -249,7 +249,7 @@ def test_keys_that_nothing_reads_are_not_looked_at(tmp_path):
     data = CaptionedImages(tmp_path, 8)
     assert data.captions == ["x", "x"]
     (caution,) = data.cautions
-    assert "the key 'gruop', on 2 lines" in caution and "did you mean 'group'?" in caution
+    assert "the key 'gruop', on 2 lines" in caution and "Did you mean 'group'?" in caution
     (tmp_path / "metadata.jsonl").write_text('{"file_name": "a.png", "txt": "x"}\n' * 2)
     with pytest.raises(DataError, match=r"all lines: text is missing; did you mean txt\? it has"):
         CaptionedImages(tmp_path, 8)
@@ -286,7 +286,7 @@ def test_tables_have_commas_semicolons_or_tabs(table, caption, tmp_path):
     if caption is not None:
         assert read_captions(tmp_path).pairs == [(tmp_path / "a.png", caption)]
         return
-    with pytest.raises(DataError, match="metadata.csv: of .*text there must be one col") as caught:
+    with pytest.raises(DataError, match="metadata.csv: .*text must each be one col") as caught:
         read_captions(tmp_path)
     told = "; columns are separated by commas, semicolons or tabs; it has file_name|text"
     assert (told in str(caught.value)) == ("|" in table)
@@ -307,7 +307,7 @@ def test_faults_of_captions_are_listed_at_once(tmp_path):
         CaptionedImages(tmp_path, 8)
     faults = error.value.faults
     for words in (
-        "sub/metadata.jsonl and sub/metadata.csv are both there",
+        "sub/metadata.jsonl and sub/metadata.csv both exist",
         "metadata.csv, line 3: there is no file no.png",
         "metadata.csv, line 6: 3 cells below 2 names",
         "metadata.csv, line 8: there is no file no\0.png",

@@ -57,7 +57,7 @@ def test_what_is_missing_is_listed(photos):
         open_dataset(f"folder:{photos}", wanted=WANTED)
     assert len(error.value.faults) == 2
     assert "there is no" in error.value.faults[0] and "2.png" in error.value.faults[0]
-    assert "both there" in error.value.faults[1]
+    assert "both exist" in error.value.faults[1]
     beside.rename(photos.with_name("elsewhere"))
     with pytest.raises(DataError, match=r"there is no folder .*photos\.conditioning"):
         open_dataset(f"folder:{photos}", wanted=WANTED)

@@ -84,7 +84,7 @@ def test_all_that_does_not_fit_is_listed_at_once():
     assert len(faults) == 5 and not any("--pulse-option" in fault for fault in faults)
     for part in (
         "1x8x8",
-        "leave 4 class folders",
+        "keep 4 class folders",
         "context (4x3",
         "pooled (2 ",
         "timesteps_r (scalar ",

@@ -96,8 +96,8 @@ def test_what_made_the_latents_must_be_what_is_needed(tmp_path):
     with pytest.raises(DataError) as error:
         opened(context="text_encoder penultimate", latent="AutoencoderKL 2")
     assert error.value.faults == [
-        f"context was made by {made['context']}; needed is text_encoder penultimate",
-        "latent was made by AutoencoderKL 1; needed is AutoencoderKL 2",
+        f"context was made by {made['context']}, but the run needs text_encoder penultimate",
+        "latent was made by AutoencoderKL 1, but the run needs AutoencoderKL 2",
     ]
     with pytest.raises(DataError, match="CLIPTextModel 1.*CLIPTextModel 2"):
         opened(context="text_encoder last (CLIPTextModel 2)")
@@ -154,7 +154,7 @@ def test_an_interrupted_writer_goes_on_after_the_last_whole_shard(tmp_path, stop
 def test_an_incomplete_folder_is_refused(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         write(tmp_path, layout(), stop=6)
-    with pytest.raises(DataError, match="not finished: 4 samples"):
+    with pytest.raises(DataError, match="incomplete: 4 samples"):
         LatentFolder(tmp_path)
 
 
@@ -402,7 +402,7 @@ def test_what_stands_in_a_files_place_is_told(tmp_path):
     with pytest.raises(DataError) as error:
         LatentFolder(tmp_path)
     null, latent, context, label = error.value.faults
-    assert null == "null-context.npy is a link to nothing.npy, where there is no file"
+    assert null == "null-context.npy is a link to nothing.npy, which does not exist"
     assert latent == "latent-00000.npy is no regular file"
     assert context.startswith(
         "context-00000.npy is not a .npy file: the magic string is not correct"

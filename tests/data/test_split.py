@@ -163,10 +163,10 @@ def test_a_folder_of_copies_keeps_their_sides(photos: Path, tmp_path: Path, side
             seen.append({Path(half.describe(index)).read_bytes() for index in indices})
         assert len(train) + len(held_out) == 22 and not seen[0] & seen[1]
         if spec.endswith(str(other)):
-            none = "held back" if side == "trained on" else "trained on"
+            left = "validation" if side == "trained on" else "training"
             assert [len(part) for part in (train.parts[1], held_out.parts[1])].count(0) == 1
             assert len(told) == 1 and told[0].startswith(f"the 2 samples of folder:{other} ")
-            assert told[0].endswith(f"none is {none}")
+            assert told[0].endswith(f"no sample is left for {left}")
 
 
 def test_too_many_pictures_to_compare_are_said(

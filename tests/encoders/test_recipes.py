@@ -366,7 +366,7 @@ def test_files_that_no_library_should_be_given_are_refused(tmp_path: Path) -> No
     for words in (
         "tokenizer: merges.txt is no regular file",
         "tokenizer: zero.txt is no regular file",
-        "text_encoder: more.json is a link to nothing.json, where there is no file",
+        "text_encoder: more.json is a link to nothing.json, which does not exist",
         "text_encoder: model.safetensors.index.json: '../../elsewhere.safetensors' is not the name",
     ):
         assert str(error.value).count(words) == 1, words

@@ -254,7 +254,10 @@ def test_latents_ahead_and_text_in_the_loop(
     content["layout"]["made_by"] |= {"latent": "another", "text_encoder_ids": "others"}
     meta.write_text(json.dumps(content))
     faults = refuse(monkeypatch, 1, given, [*TINY["unet"], *BASE])
-    for words in ("latent was made by another; needed is Auto", "ids was made by others; needed"):
+    for words in (
+        "latent was made by another, but the run needs Auto",
+        "ids was made by others, but the run needs",
+    ):
         assert sum(words in fault for fault in faults) == 1, faults
 
 

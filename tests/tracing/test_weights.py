@@ -147,7 +147,7 @@ def test_only_files_are_opened(tmp_path: Path) -> None:
         read_folder(tmp_path)
     assert set(caught.value.faults) == {
         "pipe is no regular file",
-        "nowhere is a link to nowhere, where there is no file",
+        "nowhere is a link to nowhere, which does not exist",
         "folder is a folder, not a file",
         "gone is missing",
     }

@@ -289,7 +289,7 @@ def _of_table(
             if len(head) == 1:
                 near = "columns are separated by commas, semicolons or tabs; "
             faults.append(
-                f"{where}: of {' and '.join(missing)} one column is required; {near}it has "
+                f"{where}: {' and '.join(missing)} must each be one column; {near}it has "
                 f"{_names(head)}"
             )
             return

@@ -154,5 +154,5 @@ def _format_of(head: bytes) -> str:
         if beginning.match(head):
             if name in _READERS:
                 return name
-            raise ValueError(f"it is a {name} file despite its name: {_READ}; convert it")
+            raise ValueError(f"it holds {name} despite its name: {_READ}; convert it")
     raise ValueError(f"not an image: {_READ}")
