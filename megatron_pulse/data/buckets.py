@@ -1,4 +1,4 @@
-"""Samples of several shapes: which of them make a microbatch, all of whose samples have one."""
+"""Microbatches from samples of several shapes; all samples of a microbatch have one shape."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from megatron_pulse.errors import format_faults
 
 
 class Buckets(DiffusionDataset):
-    """The samples of ``parts``, each of a shape of its own, one after the other.
+    """Concatenation of ``parts``, each with a sample shape of its own.
 
-    What differs between parts is that of the first.
+    Properties that differ between parts are those of the first part.
     """
 
     def __init__(self, parts: Sequence[DiffusionDataset]) -> None:
@@ -74,16 +74,17 @@ class Buckets(DiffusionDataset):
 
 
 class BucketSampler(MicrobatchSampler):
-    """Microbatches whose samples are all of one part of ``Buckets``, of ``sizes`` samples each.
+    """Sampler of microbatches whose samples are all of one part of ``Buckets``.
 
-    Group g of the run is its positions ``g * u ... (g + 1) * u``, all of one part, with u the
-    ``group_size``. In an epoch e part k has the groups floor(e * n_k / u) to
-    floor((e + 1) * n_k / u) of its own stream of samples. The stream goes through all n_k, shuffled
-    anew, again and again: no sample is dropped, and parts are seen as often as they have samples.
-    The groups of an epoch are shuffled. The sample at a position is a function of (seed, position,
-    group size): microbatch size and data-parallel degree only cut groups.
-    Raises ValueError also where the microbatch size divides the group size or the consumed samples
-    not.
+    ``sizes`` are the sample counts of the parts. Group g of the run has the positions ``g * u ...
+    (g + 1) * u``, all of one part, with u the ``group_size``. In an epoch e, part k has the groups
+    floor(e * n_k / u) to floor((e + 1) * n_k / u) of its own stream. The stream repeats all n_k
+    samples, shuffled anew each time. No sample is dropped, and the frequency of a part is
+    proportional to its samples. The groups of an epoch are shuffled. The sample at a position is a
+    function of (seed, position, group size); microbatch size and data-parallel degree only cut
+    groups.
+
+    Raises ValueError if the microbatch size does not divide the group size or the consumed samples.
     """
 
     def __init__(
@@ -134,11 +135,11 @@ class BucketSampler(MicrobatchSampler):
         return self._orders[part][1]
 
     def _begins(self, epoch: int) -> list[int]:
-        """How many groups each part has had before an epoch."""
+        """Number of groups of each part before an epoch."""
         return [epoch * size // self.group_size for size in self.sizes]
 
     def _group(self, group: int) -> tuple[int, int]:
-        """The part of a group of the run, and which of its own it is."""
+        """Part of a group of the run, and the group's number within the part."""
         epoch = group * self.group_size // self.num_samples
         while sum(self._begins(epoch + 1)) <= group:
             epoch += 1

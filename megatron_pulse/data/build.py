@@ -52,8 +52,8 @@ def open_dataset(
 
     ``wanted`` are the backbone's inputs: images are resized to their shape, and the datasets have
     exactly their fields. ``channels`` is for image folders, ``default_caption`` for images without
-    a caption. Raises DataError for an unknown ``spec``, listing the options, for one
-    that names several datasets, and with every input that the backbone cannot take or lacks.
+    a caption. Raises DataError, listing the options, if ``spec`` is unknown or names several
+    datasets. Also raises DataError with all inputs that the backbone cannot take or lacks.
     """
     if len(names := names_of(spec)) > 1:
         raise DataError(spec, [f"it names {len(names)} datasets"], "Give one at a time.")
@@ -69,9 +69,11 @@ def open_parts(
     verify: Callable[[str], bool] = lambda name: False,
     default_caption: str = "",
 ) -> list[tuple[str, DiffusionDataset, DiffusionDataset]]:
-    """(name, training, validation) of each dataset that ``spec`` names, divided as a run divides
-    them; ``verify`` says of which all files are read. Raises DataError as ``open_dataset`` does,
-    of all that are named."""
+    """(name, training, validation) of each dataset that ``spec`` names, split as in a run.
+
+    ``verify`` selects the datasets whose files are all read. Raises DataError as ``open_dataset``
+    does, for all datasets together.
+    """
     names = names_of(spec)
     faults, opened = list[str](), list[tuple[str, DiffusionDataset]]()
     for name in names:

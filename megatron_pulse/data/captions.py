@@ -31,18 +31,18 @@ _END = ""
 
 
 def split_words(text: str) -> list[str]:
-    """The words of ``text``, in lower case: runs of letters and digits of any script."""
+    """Words of ``text`` in lower case: runs of letters and digits of any script."""
     return re.findall(r"[^\W_]+", unicodedata.normalize("NFC", text).lower())
 
 
 class WordEncoder:
-    """Encodes text as those of the asked ``fields`` that are text.
+    """Encodes text to those of the requested ``fields`` that are text.
 
-    ``context* [L, d]``: word i is its own vector plus that of position i, each drawn from N(0, I)
-    by Philox from a BLAKE2b hash (of the word, of i) and scaled by 1/sqrt(2); an end token
-    follows, then zeros. Words beyond L - 1 are cut off. ``context*_mask [L]``: 1 at words and
-    end. ``pooled* [d]``: the sum of the words' vectors, end included, over the square root of
-    their number. Every element so has unit variance over words.
+    ``context* [L, d]``: sum of a word vector and a position vector per word. Each is drawn from
+    N(0, I) by Philox from a BLAKE2b hash (of the word, of the position) and scaled by 1/sqrt(2). An
+    end token follows, then zeros. Words beyond L - 1 are truncated. ``context*_mask [L]``: 1 at
+    words and end. ``pooled* [d]``: sum of the word vectors, end included, over the square root of
+    their number. Every element has unit variance over words.
     """
 
     def __init__(self, fields: Mapping[str, FieldSpec]) -> None:
@@ -86,10 +86,9 @@ def _vector(kind: str, text: str, width: int) -> np.ndarray:
 class CaptionedImages(ImageFiles):
     """Images and captions below ``root`` (see ``images/metadata.py``), encoded by WordEncoder.
 
-    ``fields`` are what a backbone asks for: the dataset has those of them that are text. Dropped
-    samples get the encoding of the empty text. ``verify`` is that of ImageFiles, ``column`` the
-    captions' in lists, ``default`` that of images without one. Raises DataError with everything
-    that is wrong with them.
+    ``fields`` are a backbone's inputs; the dataset has those that are text. Dropped samples get the
+    encoding of the empty text. ``verify`` is that of ImageFiles, ``column`` the caption column of
+    lists, ``default`` the caption of images without one. Raises DataError with every fault.
     """
 
     kind = "captions"

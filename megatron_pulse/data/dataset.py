@@ -164,9 +164,11 @@ class DiffusionDataset(ABC):
         return 0
 
     def fingerprints(self, indices: Sequence[int]) -> Sequence[int]:
-        """A hash of each of these samples: of its files (size, beginning and end) and caption, or
-        of all that is stored of it; empty where there are no files. Files that cannot be read are
-        no fault here."""
+        """Hash of each of these samples: of its files (size, beginning and end) and caption, or of
+        all stored values.
+
+        Empty if samples have no files. Unreadable files are no fault here.
+        """
         return ()
 
     def group(self, index: int) -> str:
@@ -210,7 +212,7 @@ class DiffusionDataset(ABC):
         return height, width
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """One sample: ``image``, ``label`` and ``index`` (int64 scalars), and its ``fields``."""
+        """Sample with ``image``, ``label`` and ``index`` (int64 scalars), and its ``fields``."""
         if not 0 <= index < len(self):
             raise IndexError(index)
         return {

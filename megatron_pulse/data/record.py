@@ -1,4 +1,4 @@
-"""Record of what a run trains on, by which a run that goes on sees that its data changed."""
+"""Record of a run's data, by which a continued run detects that its data changed."""
 
 from __future__ import annotations
 
@@ -42,10 +42,15 @@ SCHEMA = table_of(
 
 @dataclass(frozen=True)
 class DataRecord:
-    """Counts of one dataset's samples, ``classes`` by label, a ``digest`` of the samples in their
-    order, and a hash of each in ``samples`` (those of training first).
+    """Record of one dataset.
 
-    The last two are empty where samples are no files, and ``samples`` where there are many.
+    - ``num_train``, ``num_validation``: sample counts.
+
+    - ``classes``: class names by label.
+
+    - ``digest``: hash of the samples in their order; empty if samples have no files.
+
+    - ``samples``: hash of each sample, training first; empty for many samples or without files.
     """
 
     num_train: int
@@ -61,15 +66,18 @@ class DataRecord:
 
     @property
     def validation(self) -> list[str]:
-        """Hashes of those held back."""
+        """Hashes of the validation samples."""
         return _split(self.samples)[self.num_train :]
 
 
 def record_of(
     train: DiffusionDataset, validation: DiffusionDataset, labelled: bool, whole: bool
 ) -> DataRecord:
-    """The record of one dataset. Classes count where samples are ``labelled``; unless ``whole`` no
-    file is read, and the digest is missing."""
+    """Record of one dataset.
+
+    Classes are recorded if samples are ``labelled``. Unless ``whole``, no file is read, and the
+    digest is missing.
+    """
     sides = (train, validation)
     classes = tuple(train.class_names) if labelled else ()
     hashes: list[int] = []
@@ -96,7 +104,7 @@ def to_saved(records: Mapping[str, Sequence[DataRecord]]) -> dict[str, list[dict
 
 
 def recorded_data(arguments: argparse.Namespace) -> Mapping[str, Sequence[DataRecord]]:
-    """The records of a saved run's data by chain; nothing if it did not say."""
+    """Records of a saved run's data by chain; empty if it recorded none."""
     saved = getattr(arguments, "pulse_data_record", None) or {}
     return {
         name: [DataRecord(**one | {"classes": tuple(one["classes"])}) for one in each]
@@ -105,7 +113,7 @@ def recorded_data(arguments: argparse.Namespace) -> Mapping[str, Sequence[DataRe
 
 
 def moved_classes(before: Sequence[DataRecord], now: Sequence[DataRecord]) -> str:
-    """The classes whose names stand for other labels than before; empty where there are none."""
+    """Classes whose names have other labels than before; empty if there are none."""
     old, new = _labels(before), _labels(now)
     moved = [name for name in new if name in old and new[name] != old[name]]
     told = [f"{name} is class {new[name]} (was {old[name]})" for name in moved[:_NAMED]]
@@ -114,7 +122,7 @@ def moved_classes(before: Sequence[DataRecord], now: Sequence[DataRecord]) -> st
 
 
 def describe_changes(before: Sequence[DataRecord], now: Sequence[DataRecord]) -> list[str]:
-    """Every difference of the data since before, in words."""
+    """Descriptions of all differences between two states of the data."""
     found = []
     old, new = _labels(before), _labels(now)
     if old != new and not moved_classes(before, now):
@@ -154,7 +162,7 @@ def _counts(records: Sequence[DataRecord]) -> tuple[int, int]:
 
 
 def _labels(records: Sequence[DataRecord]) -> dict[str, int]:
-    """Labels by the names of classes, in their order."""
+    """Labels by class name, in order."""
     return {name: label for one in records for label, name in enumerate(one.classes)}
 
 

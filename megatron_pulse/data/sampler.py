@@ -1,6 +1,6 @@
-"""Which samples each microbatch holds: shuffled, resumable, and the same for every layout.
+"""Assignment of samples to microbatches: shuffled, resumable, and the same for every layout.
 
-Another sample takes the place of one that cannot be read, the same on every rank.
+A sample that cannot be read is replaced by another, the same on every rank.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ Item = tuple[int, int]
 
 
 class MicrobatchSampler:
-    """Yields the microbatches of one data-parallel rank without end, each a list of ``Item``.
+    """Endless microbatches of one data-parallel rank, each a list of ``Item``.
 
     Position p of the run is sample ``permutation_e[p % n]`` of epoch ``e = p // n``. Microbatch m
-    of rank r holds the positions ``consumed + m * mbs * dp + r * mbs ...`` (Megatron's layout), so
-    a global batch is a slice of positions, whatever the data-parallel and microbatch sizes; at an
-    epoch's end it runs on into the next, and no sample is dropped.
+    of rank r holds the positions ``consumed + m * mbs * dp + r * mbs ...`` (Megatron's layout). A
+    global batch is thus a slice of positions, for any data-parallel and microbatch sizes. It may
+    continue into the next epoch, and no sample is dropped.
 
-    ``period`` makes positions start again after that many (a multiple of mbs * dp), so that every
-    evaluation sees the same samples although its iterator goes on.
+    With ``period`` (a multiple of mbs * dp) positions restart after that many, so that every
+    evaluation sees the same samples although its iterator continues.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class MicrobatchSampler:
         self._cached: tuple[int, np.ndarray] | None = None
 
     def item(self, position: int) -> Item:
-        """The sample at a global position."""
+        """Sample at a global position."""
         epoch, place = divmod(position, self.num_samples)
         if not self.shuffle:
             return place, position
@@ -91,11 +91,11 @@ TRIES = 64
 def readable[T](
     dataset: DiffusionDataset, index: int, seed: int, read: Callable[[int], T]
 ) -> tuple[int, T]:
-    """The first of ``index`` and what may replace it for which ``read`` does not raise
-    CorruptSample, and what it returned.
+    """First readable sample among ``index`` and its replacements, and the result of ``read``.
 
-    A function of (``seed``, ``index``) and the files: whoever asks, in whichever layout, gets the
-    same. Raises DataError if most of the data must be corrupt.
+    A sample is readable if ``read`` does not raise CorruptSample. The choice is a function of
+    (``seed``, ``index``) and the files, so it is the same in every layout. Raises DataError after
+    ``TRIES`` corrupt replacements.
     """
     for candidate in _candidates(len(dataset), index, seed):
         try:

@@ -1,4 +1,4 @@
-"""Are generated digits the digits that were asked for? A classifier of real ones decides."""
+"""Score of generated digits by a classifier of real digits."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from megatron_pulse.data.images.digits import open_digits
 
 @dataclass(frozen=True)
 class ScoreReport:
-    """How generated digits fared; shares in [0, 1].
+    """Scores of generated digits; shares in [0, 1].
 
-    ``score`` is the share classified as the digit asked for, ``classifier_accuracy`` the
-    classifier's own on real held-out digits, ``confusion[i][j]`` the number of digits asked as i
-    and classified as j.
+    - ``score``: share classified as the requested digit.
+
+    - ``classifier_accuracy``: the classifier's accuracy on real validation digits.
+
+    - ``confusion[i][j]``: number of digits requested as i and classified as j.
     """
 
     score: float
@@ -28,7 +30,7 @@ class ScoreReport:
 
     @property
     def per_class(self) -> tuple[float | None, ...]:
-        """The score of each digit; None where none was asked for."""
+        """Score of each digit; None if it was not requested."""
         return tuple(
             row[digit] / sum(row) if sum(row) else None for digit, row in enumerate(self.confusion)
         )
@@ -53,8 +55,8 @@ class ScoreReport:
 def digit_score(images: Tensor, labels: Tensor, source: str = "mnist") -> ScoreReport:
     """Classify ``images [n, 1, s, s]`` in [-1, 1] made for ``labels [n]``.
 
-    The classifier (a support vector machine with an RBF kernel) is fitted at resolution s to the
-    training split of ``source`` and judged on its validation split.
+    The classifier is a support vector machine with an RBF kernel. It is fitted at resolution s to
+    the training split of ``source``, and evaluated on the validation split.
     """
     if images.dim() != 4 or images.shape[1] != 1 or images.shape[2] != images.shape[3]:
         raise ValueError(f"digit_score takes images [n, 1, s, s], got {tuple(images.shape)}")

@@ -1,4 +1,4 @@
-"""Samples that belong together: none of a unit is held back while another is trained on."""
+"""Units of samples that stay together in the split into training and validation."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ _END_BYTES = 4096
 
 
 def units_of(ties: Sequence[Sequence[Hashable]]) -> list[int]:
-    """The unit of each sample, numbered from 0: samples with a tie in common are of one unit, and
-    so are those that others connect."""
+    """Unit number of each sample, from 0.
+
+    Samples with a common tie are in one unit, also if connected through other samples.
+    """
     parent = list(range(len(ties)))
 
     def root(sample: int) -> int:
@@ -37,7 +39,7 @@ def units_of(ties: Sequence[Sequence[Hashable]]) -> list[int]:
 
 
 def content_hash(*paths: Path) -> int:
-    """A hash of the bytes of files (XXH3, 63 bits); raises OSError."""
+    """Hash of the bytes of files (XXH3, 63 bits); raises OSError."""
     whole = xxhash.xxh3_64()
     for path in paths:
         with open_regular(path) as file:
@@ -47,7 +49,7 @@ def content_hash(*paths: Path) -> int:
 
 
 def ends_hash(path: Path) -> int:
-    """A hash of a file's size, beginning and end (XXH3, 63 bits); 0 where it cannot be read."""
+    """Hash of a file's size, beginning and end (XXH3, 63 bits); 0 if unreadable."""
     try:
         size, ends = os.stat(path).st_size, _ends(path)
     except OSError:  # told where it is read
@@ -56,15 +58,15 @@ def ends_hash(path: Path) -> int:
 
 
 def name_hash(name: str) -> int:
-    """A hash of a text (XXH3, 63 bits)."""
+    """Hash of a text (XXH3, 63 bits)."""
     return int(xxhash.xxh3_64_intdigest(name.encode())) >> 1
 
 
 def same_files(files: Sequence[Path]) -> list[Hashable]:
-    """A key for each file, equal for those of equal bytes.
+    """Key of each file, equal for files with equal bytes.
 
-    Whole files are read only where size, beginning and end are equal. Of more than 100,000 files,
-    and of those that cannot be read, the key is the path.
+    Whole files are read only if size, beginning and end are equal. The key is the path for more
+    than 100,000 files, and for unreadable ones.
     """
     unique = list(dict.fromkeys(files))
     keys: dict[Path, Hashable] = {path: path for path in unique}
@@ -77,7 +79,7 @@ def same_files(files: Sequence[Path]) -> list[Hashable]:
 
 
 def uncompared(files: Sequence[Path]) -> str:
-    """Caution that these are too many for ``same_files`` to compare; else empty."""
+    """Caution that these files are too many for ``same_files`` to compare; else empty."""
     if (count := len(set(files))) <= MOST_COMPARED:
         return ""
     return (
@@ -88,7 +90,7 @@ def uncompared(files: Sequence[Path]) -> str:
 
 
 def _alike(paths: Sequence[Path], key: Callable[[Path], Hashable]) -> Iterator[list[Path]]:
-    """Those whose key is equal, where there are several."""
+    """Groups of at least two paths with equal keys."""
     found = defaultdict[Hashable, list[Path]](list)
     for path in paths:
         with suppress(OSError):  # told where it is read

@@ -1,7 +1,7 @@
-"""Another picture beside each sample, which a control branch sees (edges, depths, poses).
+"""Control picture beside each sample, the input of a control branch (edges, depths, poses).
 
-In training that of ``photos/a/b.png`` is ``photos.conditioning/a/b.png``; where there is none, the
-one picture of that name with another suffix.
+In training, the control picture of ``photos/a/b.png`` is ``photos.conditioning/a/b.png``, or else
+the only picture of that name with another suffix.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ CONDITIONING = "conditioning"
 
 
 def others_of(root: Path) -> Path:
-    """The folder with the other pictures of those in ``root``."""
+    """Folder with the control pictures of those in ``root``."""
     return root.with_name(f"{root.name}.{CONDITIONING}")
 
 
 class Conditioned(Derived):
-    """``source`` and the field ``conditioning``: the other picture, float32 in [0, 1], its central
-    square resized to the field's ``spec`` (c, side, side), as diffusers' ControlNets take it.
+    """``source`` with the field ``conditioning``: the control picture, float32 in [0, 1].
 
-    ``verify`` is that of ImageFiles. Raises DataError with every picture that has no other.
+    Its central square is resized to the field's ``spec`` (c, side, side), as in diffusers'
+    ControlNets. ``verify`` is that of ImageFiles. Raises DataError listing all pictures without a
+    control picture.
     """
 
     def __init__(self, source: ImageFiles, spec: FieldSpec, verify: bool = False) -> None:
@@ -97,9 +98,9 @@ class Conditioned(Derived):
 
 
 def control_picture(path: Path, spec: FieldSpec) -> Tensor:
-    """What a control branch sees of one file in sampling: as in training, of the field's ``spec``.
+    """Control input of one file in sampling, as in training, for the field's ``spec``.
 
-    Raises DataError for what is no picture.
+    Raises DataError if the file is no picture.
     """
     channels, side, _ = spec.shape
     try:
@@ -111,5 +112,5 @@ def control_picture(path: Path, spec: FieldSpec) -> Tensor:
 
 
 def _as_seen(picture: Tensor) -> Tensor:
-    """From [-1, 1] to [0, 1]: the bits of pixels over 255, as diffusers' pipelines have them."""
+    """Convert from [-1, 1] to [0, 1]: the bits of pixels over 255, as in diffusers' pipelines."""
     return ((picture + 1) * 127.5).round() / 255

@@ -43,8 +43,10 @@ def _digits8() -> tuple[np.ndarray, np.ndarray]:
 
 
 def _rows(package: str, file: str) -> tuple[np.ndarray, np.ndarray]:
-    """Pixels and labels of a table inside ``package``, which is not imported: scikit-learn alone
-    takes a second, pandas and SciPy with it."""
+    """Pixels and labels of a table inside ``package``.
+
+    The package is not imported: scikit-learn alone takes a second, and loads pandas and SciPy.
+    """
     spec = importlib.util.find_spec(package)
     places = [] if spec is None else spec.submodule_search_locations or []
     found = [path for place in places if (path := Path(place) / file).is_file()]
@@ -67,7 +69,7 @@ def open_digits(
 
 
 def all_digits(source: str, image_size: int | None = None) -> ArrayDataset:
-    """Those of ``open_digits``, in one."""
+    """Training and validation digits of ``open_digits`` as one dataset."""
     return ArrayDataset(*load_digits(source, image_size), num_classes=10)
 
 

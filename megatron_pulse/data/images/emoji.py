@@ -33,9 +33,9 @@ def render_emoji(
 ) -> int:
     """Write emoji over white as ``image_size`` PNG files, captioned by their Unicode names.
 
-    ``folder`` (new or empty) gets the pictures and ``metadata.jsonl``, all or nothing. Only single
-    code points that have a name and a picture in ``font`` are taken, the first ``limit`` of them.
-    Returns how many. Raises DataError if the folder is in use or the font cannot be read.
+    ``folder`` (new or empty) gets the pictures and ``metadata.jsonl``, all or nothing. The emoji
+    are the first ``limit`` single code points with a name and a picture in ``font``. Returns their
+    number. Raises DataError if the folder is in use or the font cannot be read.
     """
     folder = Path(folder)
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
@@ -74,7 +74,7 @@ def _open(font: Path) -> ImageFont.FreeTypeFont:
 def _pictures(
     face: ImageFont.FreeTypeFont, limit: int | None, progress: bool
 ) -> Iterator[tuple[str, Image.Image]]:
-    """Every character that has a name and a picture, with it."""
+    """Characters with a name and a picture, and the pictures."""
     empty = {_picture(face, character).tobytes() for character in (" ", _NO_CHARACTER)}
     count = 0
     with tqdm(

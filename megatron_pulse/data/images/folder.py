@@ -30,12 +30,12 @@ NUM_READERS = 8
 
 
 class ImageFiles(DiffusionDataset):
-    """Images by their ``files``, each with its class in ``labels`` and perhaps its caption.
+    """Images by their ``files``, each with a class in ``labels`` and possibly a caption.
 
-    Images are cropped to their central square, resized (bicubic, antialiased) to ``image_size``
-    and scaled to [-1, 1]. ``verify`` decodes every file at once and lists all that cannot be read;
-    otherwise a bad file raises CorruptSample with its name when it is reached, and one that storage
-    does not give DataError.
+    Images are cropped to their central square, resized (bicubic, antialiased) to ``image_size`` and
+    scaled to [-1, 1]. ``verify`` decodes every file at once and lists all unreadable ones.
+    Otherwise a bad file raises CorruptSample with its name when it is read. A file that storage
+    does not deliver raises DataError.
     """
 
     frames = True
@@ -125,7 +125,7 @@ class ImageFiles(DiffusionDataset):
         return self.files
 
     def _decoded(self, index: int) -> Image.Image:
-        """The whole image; raises DataError with the file's name and what to do."""
+        """Decode the whole image; raises DataError with the file's name and the remedy."""
         with self.opened(index) as file:
             image = decoded(file, self.image_shape[0])
         self._sound[index] = 1
@@ -133,7 +133,7 @@ class ImageFiles(DiffusionDataset):
 
     @contextmanager
     def opened(self, index: int) -> Iterator[ImageFile]:
-        """The file, of which only the beginning was read; what is wrong with it is a DataError."""
+        """Open the file and read only its beginning; faults become DataErrors."""
         with self._told(index), opened(self.files[index]) as file:
             yield file
 
@@ -150,7 +150,7 @@ class ImageFiles(DiffusionDataset):
 
     @contextmanager
     def _told(self, index: int) -> Iterator[None]:
-        """What is wrong with a file becomes a DataError."""
+        """Turn errors of a file into DataErrors."""
         try:
             yield
         except UNREADABLE as error:
@@ -161,7 +161,7 @@ class ImageFiles(DiffusionDataset):
             raise kind(f"image folder {self.root}", [fault], self.remedy) from error
 
     def _verified(self) -> Iterator[str]:
-        """A fault for every file that cannot be read."""
+        """Fault for every file that cannot be read."""
         everything = range(len(self))
         for index in tqdm(everything, "verifying", unit="file", delay=2, disable=None):
             try:
@@ -173,8 +173,8 @@ class ImageFiles(DiffusionDataset):
 class ImageFolder(ImageFiles):
     """``root/CLASS/**/*.png`` (classes numbered in order of name), or images in ``root`` alone.
 
-    Where captions are beside the images (see ``metadata.py``), images beside folders are no fault,
-    and of one class. Those without a caption have that of ``default``.
+    If captions are beside the images (see ``metadata.py``), images beside folders are allowed and
+    form one class. Images without a caption have the caption ``default``.
     """
 
     def __init__(
@@ -203,8 +203,9 @@ class ImageFolder(ImageFiles):
 
 
 def _classes(root: Path, files: Sequence[Path]) -> tuple[list[str], list[int]]:
-    """The folders in ``root`` and in which each file is; no names, and one class, if some are in
-    none."""
+    """Class folders in ``root`` and the class of each file; one class without a name if some files
+    are in no folder.
+    """
     if not all(root in file.parents and file.parent != root for file in files):
         return [], [0] * len(files)
     of = [file.relative_to(root).parts[0] for file in files]

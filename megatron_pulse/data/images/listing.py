@@ -1,4 +1,4 @@
-"""The files of a folder of images: pictures, texts and lists, and what is left aside."""
+"""Files of an image folder: pictures, texts, lists, and ignored files."""
 
 from __future__ import annotations
 
@@ -24,8 +24,12 @@ _NAMED = 3
 
 @dataclass(frozen=True)
 class Listing:
-    """All files below ``root`` that are not hidden, sorted folder by folder; the hidden ones that
-    are called as pictures; and links to folders that are not entered."""
+    """Files below ``root``, sorted by folder.
+
+    - ``hidden``: hidden files with names of pictures.
+
+    - ``links``: links to folders that are not followed.
+    """
 
     root: Path
     files: Sequence[Path]
@@ -34,8 +38,11 @@ class Listing:
 
     @classmethod
     def of(cls, root: Path) -> Listing:
-        """Those of a folder. Links to folders count in ``root`` itself, where classes may be such.
-        Hidden folders are not entered. Raises OSError for others that cannot be read."""
+        """List a folder.
+
+        Links to folders are followed in ``root`` only, since classes may be links. Hidden folders
+        are not entered. Raises OSError for other folders that cannot be read.
+        """
         found, hidden, links = list[Path](), list[Path](), list[Path]()
 
         def add(path: Path) -> None:
@@ -70,7 +77,7 @@ class Listing:
 
     @property
     def pictures(self) -> list[Path]:
-        """Files that are called as pictures that are read here."""
+        """Files with the suffix of a supported picture format."""
         return [path for path in self.files if is_picture(path)]
 
     @property
@@ -84,7 +91,7 @@ class Listing:
         return [path for path in self.files if path.name in (METADATA, TABLE)]
 
     def left_aside(self) -> Iterator[str]:
-        """Files that are not read, and why: their number, and the names of some."""
+        """Lines on ignored files: reason, number, and some names."""
         pictures = self.pictures
         names = {path.with_suffix("") for path in pictures}
         others = [path for path in self.files if path.suffix.lower() in _UNREAD]
@@ -117,7 +124,7 @@ class Listing:
 
 
 def is_picture(path: Path) -> bool:
-    """True if a file is called as pictures are that are read here."""
+    """True if the file's suffix is that of a supported picture format."""
     return path.suffix.lower() in SUFFIXES
 
 
@@ -129,7 +136,7 @@ def some(root: Path, paths: Collection[Path], what: str) -> str:
 
 
 def by_stem(paths: Sequence[Path]) -> dict[Path, list[Path]]:
-    """The paths of each name without its suffix."""
+    """Paths by name without suffix."""
     found = defaultdict[Path, list[Path]](list)
     for path in paths:
         found[path.with_suffix("")].append(path)
@@ -137,5 +144,5 @@ def by_stem(paths: Sequence[Path]) -> dict[Path, list[Path]]:
 
 
 def _is_note(path: Path) -> bool:
-    """True if a file is about the folder: a README, a licence, a script; or a table."""
+    """True if a file describes the folder: a README, a licence, a script, or a table."""
     return path.suffix.lower() in ("", ".md", ".rst", ".py", ".sh", *_TABLES)

@@ -48,9 +48,16 @@ Row = tuple[int, str, str, str]
 
 @dataclass(frozen=True)
 class Captions:
-    """Every (picture, caption), the ``groups`` of the pictures that are in one, and ``cautions``:
-    which files and keys are left aside, and which pictures have no caption of their own.
-    ``pictures`` are all in the folder, captioned or not."""
+    """Captions of an image folder.
+
+    - ``pairs``: (picture, caption).
+
+    - ``pictures``: all pictures in the folder.
+
+    - ``cautions``: ignored files and keys, and pictures without a caption.
+
+    - ``groups``: groups of those pictures that have one.
+    """
 
     pairs: Sequence[tuple[Path, str]]
     pictures: Sequence[Path]
@@ -59,12 +66,12 @@ class Captions:
 
 
 def read_captions(root: Path, column: str = TEXT, default: str = "") -> Captions:
-    """Those below ``root``: pictures that are listed, in that order, then those with a text beside
-    them, then those without a caption, which have ``default``. None where there are neither lists
-    nor texts, nor a default.
+    """Captions below ``root``.
 
-    ``column`` is the captions' in the lists. Raises DataError with everything that is wrong:
-    lines, pictures that are missing or have contrary captions or groups.
+    Listed pictures come first, in list order, then pictures with a text file, then those without a
+    caption, which get ``default``. There are none without lists, texts and default. ``column`` is
+    the caption column of lists. Raises DataError with every fault: bad lines, missing pictures,
+    contradicting captions or groups.
     """
     faults: list[str] = []
     listing = Listing.of(root)
@@ -144,7 +151,7 @@ def read_captions(root: Path, column: str = TEXT, default: str = "") -> Captions
 def _left_by_lists(
     root: Path, aside: Collection[Path], unread: Counter[str], column: str
 ) -> Iterator[str]:
-    """Parts of the lists that are not read: files in other formats, keys that may be misspelt."""
+    """Cautions on ignored parts of lists: files of other formats, keys that may be misspelt."""
     if aside:
         yield f"{root}: {some(root, aside, 'listed file')} of unsupported format: ignored"
     known = (FILE_NAME, column, GROUP)
@@ -157,7 +164,7 @@ def _left_by_lists(
 
 
 def _shared(root: Path, beside: Sequence[Path]) -> Iterator[str]:
-    """Cautions of texts beside several pictures of their name."""
+    """Cautions on texts that several pictures of the same name share."""
     several = [same for same in by_stem(beside).values() if len(same) > 1]
     if several:
         names = " and ".join(str(path.relative_to(root)) for path in several[0])
@@ -169,7 +176,7 @@ def _shared(root: Path, beside: Sequence[Path]) -> Iterator[str]:
 
 
 def _uncaptioned(root: Path, bare: Collection[Path], default: str) -> Iterator[str]:
-    """Number of pictures have no caption of their own, and what they have."""
+    """Caution on pictures without a caption."""
     if bare:
         kept = f"caption {_short(default)} is used" if default else "they train unconditionally"
         few = some(root, bare, "picture")
@@ -181,7 +188,7 @@ def _short(text: str) -> str:
 
 
 def _lists(listing: Listing, faults: list[str]) -> list[Path]:
-    """The lists of captions; one for each folder."""
+    """Lists of captions, one per folder."""
     found: dict[Path, Path] = {}
     for path in listing.lists:
         if found.setdefault(path.parent, path) != path:
@@ -197,7 +204,7 @@ def _rows(
 ) -> Iterator[Row]:
     """Rows of a list; unusable lines are faults.
 
-    Keys that nothing reads are counted where a key that is read is missing.
+    Unknown keys are counted if a required key is missing.
     """
     try:
         lines, of = read_lines(path, FileKind.CAPTIONS), _of_lines
@@ -250,8 +257,7 @@ def _count_unread(there: Collection[str], known: Collection[str], unread: Counte
 
 @dataclass(frozen=True)
 class _Form:
-    """Dialect of a table: ``apart`` separates its cells, which may have ``blanks`` around
-    them that are none of theirs."""
+    """Dialect of a table: ``apart`` separates cells; ``blanks`` around cells are stripped."""
 
     apart: str = ","
     blanks: bool = False
@@ -270,7 +276,7 @@ class _Form:
         return cls()
 
     def cells(self, row: list[str]) -> list[str]:
-        """Those of a row, without what is not theirs."""
+        """Cells of a row, without surrounding blanks."""
         return [cell.strip() for cell in row] if self.blanks else row
 
 
@@ -312,7 +318,7 @@ def _names(keys: Sequence[str]) -> str:
 
 
 def _read(path: Path, faults: list[str]) -> str | None:
-    """The text beside a picture; None if it is a fault."""
+    """Text beside a picture; None if it is a fault."""
     try:
         text = read_text(path, FileKind.CAPTION).strip()
     except FileError as error:

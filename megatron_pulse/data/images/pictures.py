@@ -1,4 +1,4 @@
-"""One picture file: upright, in sRGB, in the channels asked for, as a square of pixels."""
+"""Decoding of one picture file: upright, in sRGB, with the requested channels, as a square."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _NOTES = (b"eXIf", b"iTXt", b"tEXt", b"zTXt")
 
 
 def upright_size(file: ImageFile) -> tuple[int, int]:
-    """(width, height) of what ``decoded`` makes of an opened file."""
+    """(width, height) of the result of ``decoded`` for an opened file."""
     if isinstance(file, PngImageFile) and _has_notes_behind(file):
         load(file)
     width, height = file.size
@@ -46,10 +46,10 @@ def upright_size(file: ImageFile) -> tuple[int, int]:
 
 
 def decoded(file: ImageFile, channels: int) -> Image.Image:
-    """The whole picture of an opened file, grey (1 channel) or RGB (3), as its camera was held.
+    """Decode an opened file to an upright picture, grey (1 channel) or RGB (3).
 
     Colours of another profile are converted to sRGB, as ``PIL.ImageCms.profileToProfile`` does. Of
-    12 or 16 bits the upper 8 count; transparency is left out, as diffusers' own trainers do.
+    12 or 16 bits the upper 8 are used. Transparency is ignored, as in diffusers' own trainers.
     """
     load(file)  # also what stands behind the pixels
     turn = _UPRIGHT.get(_orientation(file))
@@ -65,7 +65,7 @@ def decoded(file: ImageFile, channels: int) -> Image.Image:
 
 
 def _grey_scale(file: ImageFile) -> tuple[int, bool]:
-    """Bits of a grey sample wider than 8, and whether its 0 is white (TIFF 6.0, section 4)."""
+    """Bits of a grey sample beyond 8, and whether 0 is white (TIFF 6.0, section 4)."""
     if not isinstance(file, TiffImageFile):
         return 16, False
     bits = file.tag_v2.get(BITSPERSAMPLE, (16,))[0]
@@ -73,12 +73,12 @@ def _grey_scale(file: ImageFile) -> tuple[int, bool]:
 
 
 def has_alpha(file: ImageFile) -> bool:
-    """True if a picture has transparency, which is left out."""
+    """True if a picture has transparency, which is ignored."""
     return file.has_transparency_data
 
 
 def squared(image: Image.Image, size: int) -> Tensor:
-    """Its central square, resized (bicubic, antialiased): float32 [c, size, size] in [-1, 1]."""
+    """Central square, resized (bicubic, antialiased): float32 [c, size, size] in [-1, 1]."""
     left, top, side = central_square(*image.size)
     box = (left, top, left + side, top + side)
     pixels = np.asarray(image.resize((size, size), Image.Resampling.BICUBIC, box=box))
@@ -87,13 +87,13 @@ def squared(image: Image.Image, size: int) -> Tensor:
 
 
 def central_square(width: int, height: int) -> tuple[int, int, int]:
-    """Left, top and side of the square in the middle."""
+    """Left, top and side of the central square."""
     side = min(width, height)
     return (width - side) // 2, (height - side) // 2, side
 
 
 def _in_srgb(image: Image.Image, profile: object) -> Image.Image:
-    """``image`` by its profile; as it is where there is none, or none for its kind of pixels."""
+    """Convert ``image`` by its profile; unchanged without a profile for its kind of pixels."""
     if not isinstance(profile, bytes):
         profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("LAB")).tobytes()
         return image if image.mode != "LAB" else _in_srgb(image, profile)
@@ -107,7 +107,7 @@ def _in_srgb(image: Image.Image, profile: object) -> Image.Image:
 
 @lru_cache(maxsize=16)
 def _to_srgb(profile: bytes, mode: str) -> ImageCms.ImageCmsTransform | None:
-    """What converts pixels of a mode; None where the profile is of other pixels, or sRGB."""
+    """Transform of a mode's pixels to sRGB; None if the profile is for other pixels, or is sRGB."""
     opened = ImageCms.ImageCmsProfile(io.BytesIO(profile))
     if opened.profile.xcolor_space.strip() != _SPACES[mode]:
         return None
@@ -123,7 +123,7 @@ def _changes_nothing(transform: ImageCms.ImageCmsTransform) -> bool:
 
 
 def _has_notes_behind(file: PngImageFile) -> bool:
-    """True if a PNG has notes behind its pixels, by the heads of its chunks."""
+    """True if a PNG has metadata after its pixels, judged by the heads of its chunks."""
     content, seen = file.fp, False
     assert content is not None
     place = content.tell()
@@ -141,7 +141,7 @@ def _has_notes_behind(file: PngImageFile) -> bool:
 
 
 def _orientation(file: ImageFile) -> int:
-    """EXIF's or XMP's, of what was read of the file; 1, upright, where nothing (legible) says."""
+    """EXIF or XMP orientation in the bytes read so far; 1 (upright) if none is legible."""
     try:  # the file's own method would read all of a PNG
         found = Image.Image.getexif(file).get(ExifTags.Base.Orientation, 1)
     except Exception:  # Pillow raises many kinds for damaged notes beside sound pixels

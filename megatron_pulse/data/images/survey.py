@@ -1,4 +1,4 @@
-"""Survey of the files of an image folder: readable, how large, how they are cut."""
+"""Survey of an image folder: readability, sizes and cropping of its files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ only the heads are read."""
 
 @dataclass
 class Survey:
-    """The pictures of one folder. ``unreadable`` has a fault for each that cannot be read."""
+    """Counts of the pictures of one folder; ``unreadable`` has a fault for each unreadable file."""
 
     files: ImageFiles
     num_pictures: int = 0
@@ -32,7 +32,7 @@ class Survey:
     unreadable: list[str] = field(default_factory=list)
 
     def describe(self) -> str:
-        """One line: how many there are, and what becomes of them."""
+        """Line with the number of pictures and their treatment."""
         _, height, width = self.files.image_shape
         told = [
             f"{self.num_pictures:,} pictures",
@@ -47,16 +47,17 @@ class Survey:
 
 
 def surveys(data: Sequence[DiffusionDataset], whole: bool | None = None) -> list[Survey]:
-    """Of every image folder that ``data`` are made of; each file is looked at once.
+    """Surveys of all image folders in ``data``; each file is read once.
 
-    ``whole`` decodes every picture (None: where all have ``MOST_DECODED`` bytes at most).
+    ``whole`` decodes every picture (None: only if all together have at most ``MOST_DECODED``
+    bytes).
     """
     sources = dict.fromkeys(source for one in data for source in one.sources)
     return [_survey(one, whole) for one in sources if isinstance(one, ImageFiles)]
 
 
 def require_readable(found: Sequence[Survey]) -> None:
-    """Raise DataError with every picture that cannot be read."""
+    """Raise DataError listing all pictures that cannot be read."""
     faults = [fault for each in found for fault in each.unreadable]
     if faults:
         first = next(each for each in found if each.unreadable)
@@ -98,7 +99,7 @@ def _survey(files: ImageFiles, whole: bool | None) -> Survey:
 
 
 def _num_bytes(paths: Sequence[Path]) -> int:
-    """Of files, until there are too many to be decoded."""
+    """Total size of files, counted up to the limit of decoding."""
     total = 0
     for path in paths:
         total += os.stat(path).st_size if os.path.exists(path) else 0

@@ -123,7 +123,9 @@ class LatentFolder(DiffusionDataset):
         return [every[index] for index in indices]
 
     def _sample_hashes(self, number: int) -> list[int]:
-        """Those of all that a shard holds of each sample; of a shard without hashes, of latents."""
+        """Hashes of everything that a shard holds of each sample; of latents only if the shard has
+        no hashes.
+        """
         shard = self._shards[number]
         if shard.hashes is None:
             return self._latent_hashes(number)

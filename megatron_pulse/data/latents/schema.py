@@ -1,4 +1,4 @@
-"""What the ``meta.json`` of a folder of latents may say."""
+"""Schema of the ``meta.json`` of a folder of latents."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _FIELD = record("a field: shape, dtype", shape=list_of(_SIZE, "sizes", least=0),
 
 
 def meta_faults(content: dict[str, Any], form: int, dtypes: list[str]) -> list[str]:
-    """Every fault of the file's content, of that version; ``dtypes`` are those of latents."""
+    """Every fault of the file's content, for its version; ``dtypes`` are those of latents."""
     faults = faults_of(_schema(form, dtypes), content)
     return faults or list(_misfits(content))
 
@@ -69,7 +69,7 @@ def _schema(form: int, dtypes: list[str]) -> dict[str, Any]:
 
 
 def _misfits(content: dict[str, Any]) -> Iterator[str]:
-    """Files that lie elsewhere, and fields without one."""
+    """Faults of files outside the folder, and of fields without a file."""
     layout = content["layout"]
     fields = set(layout["fields"])
     optional = {"deviates": "deviation", "pictures": "picture", "groups": "group"}
