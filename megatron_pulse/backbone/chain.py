@@ -37,11 +37,11 @@ class TensorSpec:
     sequence: bool = False
     others: tuple[tuple[int, ...], ...] = ()
 
-    def at(self, which: int) -> TensorSpec:
-        """Spec in microbatches of the chain's shape ``which`` alone; 0 is the first."""
-        if not which and not self.others:
+    def at(self, shape_index: int) -> TensorSpec:
+        """Spec in microbatches of the chain's shape ``shape_index`` alone; 0 is the first."""
+        if not shape_index and not self.others:
             return self
-        return replace(self, shape=(self.shape, *self.others)[which], others=())
+        return replace(self, shape=(self.shape, *self.others)[shape_index], others=())
 
     def full_shape(self, micro_batch_size: int) -> tuple[int, ...]:
         """Shape including the batch dimension."""

@@ -181,8 +181,8 @@ def spec_faults(where: str, spec: TensorSpec) -> Iterator[str]:
     if any(d < 1 for d in spec.shape):
         yield f"{where}: the shape {spec.shape} has a dimension below 1"
     elif spec.others:
-        for which in range(1, 1 + len(spec.others)):
-            yield from spec_faults(f"{where}, shape {which}", spec.at(which))
+        for shape_index in range(1, 1 + len(spec.others)):
+            yield from spec_faults(f"{where}, shape {shape_index}", spec.at(shape_index))
     elif spec.numel_per_sample > _MOST_VALUES:
         yield (
             f"{where}: the shape {spec.shape} has {spec.numel_per_sample:,} values for "

@@ -21,11 +21,11 @@ def tensor_meta(spec: TensorSpec, micro_batch_size: int, compute: torch.dtype) -
 
 
 def declared(
-    layer: Layer, micro_batch_size: int, compute: torch.dtype, which: int = 0
+    layer: Layer, micro_batch_size: int, compute: torch.dtype, shape_index: int = 0
 ) -> tuple[TensorMeta, ...]:
-    """Shapes and dtypes of boundary outputs and provided tensors, for shape index ``which``."""
+    """Shapes and dtypes of boundary outputs and provided tensors, for one of the shapes."""
     specs = (*layer.outputs, *layer.provides.values())
-    return tuple(tensor_meta(spec.at(which), micro_batch_size, compute) for spec in specs)
+    return tuple(tensor_meta(spec.at(shape_index), micro_batch_size, compute) for spec in specs)
 
 
 def result_mismatch(results: Any, expected: tuple[TensorMeta, ...]) -> str | None:

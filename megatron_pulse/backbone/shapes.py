@@ -61,16 +61,18 @@ def shape_of(backbone: Backbone, batch: Mapping[str, Any]) -> int:
         return 0
     fields = {name: spec for name, spec in fields_of(backbone).items() if name in batch}
     fitting = [
-        which
-        for which in range(backbone.num_shapes)
-        if all(_without_batch(batch[name], s) == s.at(which).shape for name, s in fields.items())
+        shape_index
+        for shape_index in range(backbone.num_shapes)
+        if all(
+            _without_batch(batch[name], s) == s.at(shape_index).shape for name, s in fields.items()
+        )
     ]
     if len(fitting) == 1:
         return fitting[0]
     sizes = {name: _shown(_without_batch(batch[name], s)) for name, s in fields.items()}
     found = ", ".join(f"{name} {size}" for name, size in sizes.items()) or "no known batch field"
     said = "matches no shape that" if not fitting else "matches several shapes that"
-    taken = "; ".join(_differing(fields, which) for which in range(backbone.num_shapes))
+    taken = "; ".join(_differing(fields, shape_index) for shape_index in range(backbone.num_shapes))
     raise ShapeError(f"a microbatch of {found} {said} {backbone.name} takes: {taken}")
 
 
@@ -83,41 +85,41 @@ def _shown(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape)) or "one number"
 
 
-def _differing(fields: Mapping[str, TensorSpec], which: int) -> str:
+def _differing(fields: Mapping[str, TensorSpec], shape_index: int) -> str:
     """Text with the shapes of those fields that have several."""
     some = {name: spec for name, spec in fields.items() if len({spec.shape, *spec.others}) > 1}
-    return ", ".join(f"{name} {_shown(spec.at(which).shape)}" for name, spec in some.items())
+    return ", ".join(f"{name} {_shown(spec.at(shape_index).shape)}" for name, spec in some.items())
 
 
-def at_shape(backbone: Backbone, which: int) -> Backbone:
-    """Chain for microbatches of the shape ``which`` alone."""
+def at_shape(backbone: Backbone, shape_index: int) -> Backbone:
+    """Chain for microbatches of the shape ``shape_index`` alone."""
     if backbone.num_shapes == 1:
         return backbone
     layers = tuple(
         replace(
             layer,
-            build=functools.partial(_build_at, layer.build, which),
-            inputs=tuple(spec.at(which) for spec in layer.inputs),
-            outputs=tuple(spec.at(which) for spec in layer.outputs),
-            pops={name: spec.at(which) for name, spec in layer.pops.items()},
-            provides={name: spec.at(which) for name, spec in layer.provides.items()},
+            build=functools.partial(_build_at, layer.build, shape_index),
+            inputs=tuple(spec.at(shape_index) for spec in layer.inputs),
+            outputs=tuple(spec.at(shape_index) for spec in layer.outputs),
+            pops={name: spec.at(shape_index) for name, spec in layer.pops.items()},
+            provides={name: spec.at(shape_index) for name, spec in layer.provides.items()},
         )
         for layer in backbone.layers
     )
-    fields = {name: spec.at(which) for name, spec in backbone.batch_fields.items()}
+    fields = {name: spec.at(shape_index) for name, spec in backbone.batch_fields.items()}
     return replace(backbone, layers=layers, batch_fields=fields, shares=())
 
 
-def _build_at(build: Callable[[Any], Any], which: int, context: Any) -> Any:
+def _build_at(build: Callable[[Any], Any], shape_index: int, context: Any) -> Any:
     module = build(context)
-    tell_shape(module, which)
+    tell_shape(module, shape_index)
     return module
 
 
-def tell_shape(module: Any, which: int) -> None:
+def tell_shape(module: Any, shape_index: int) -> None:
     """Set the module's ``chain_shape`` for its next call, if the attribute exists."""
     if hasattr(module, "chain_shape"):
-        module.chain_shape = which
+        module.chain_shape = shape_index
 
 
 def shares_of(backbone: Backbone) -> tuple[float, ...]:
@@ -144,12 +146,12 @@ def shape_faults(backbone: Backbone) -> Iterator[str]:
     yield from wrong
     if not wrong:
         fields, seen = fields_of(backbone), dict[tuple[tuple[int, ...], ...], int]()
-        for which in range(count):
-            key = tuple(spec.at(which).shape for spec in fields.values())
-            if (same := seen.setdefault(key, which)) != which:
+        for shape_index in range(count):
+            key = tuple(spec.at(shape_index).shape for spec in fields.values())
+            if (same := seen.setdefault(key, shape_index)) != shape_index:
                 yield (
-                    f"shapes {same} and {which}: samples and batch fields have equal sizes, so "
-                    "batches could not be told apart"
+                    f"shapes {same} and {shape_index}: samples and batch fields have equal sizes, "
+                    "so batches could not be told apart"
                 )
     if shares and (len(shares) != count or not all(0 < s < math.inf for s in shares)):
         yield f"shares: must be {count} numbers above 0, one for each shape, are {shares}"

@@ -182,7 +182,9 @@ class LoopEncoders:
         filled = {filler.name for filler in fillers}
         lines = [f"encoders of {self.folder}:"]
         for name, homes in self.homes(fillers, num_devices).items():
-            when = "in pipeline bubbles of the previous step" if name in filled else "before the step"
+            when = (
+                "in pipeline bubbles of the previous step" if name in filled else "before the step"
+            )
             where = ", ".join(map(str, homes))
             lines.append(f"  {name}: {when}, on device{'s' * (len(homes) > 1)} {where}")
         if (autoencoder := self.autoencoder()) is not None and autoencoder.remark:

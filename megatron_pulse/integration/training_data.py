@@ -101,7 +101,7 @@ class DiffusionData:
     def __init__(
         self, options: PulseOptions, backbone: Backbone, process: DiffusionProcess, seed: int
     ) -> None:
-        chains = [at_shape(backbone, which) for which in range(backbone.num_shapes)]
+        chains = [at_shape(backbone, shape_index) for shape_index in range(backbone.num_shapes)]
         num_tokens = [chain.image_tokens for chain in chains]
         self.process = process.for_tokens(num_tokens[0])
         self.description = " or ".join(dict.fromkeys(map(process.describe, num_tokens)))
@@ -131,7 +131,7 @@ class DiffusionData:
             self.train, self.validation, shapes = open_buckets(
                 options.data, wanted, options.default_caption
             )
-        self._processes = [process.for_tokens(num_tokens[which]) for which in shapes]
+        self._processes = [process.for_tokens(num_tokens[shape_index]) for shape_index in shapes]
         self.held_out, _ = max(
             zip(self.validation.parts, shapes, strict=True),
             key=lambda each: (len(each[0]) > 0, each[1] == 0),

@@ -56,9 +56,9 @@ class _Saved:
     inputs: Tensors
     edges: dict[tuple[Payload, str], GradientEdge | None] = field(default_factory=dict)
     loss: Tensor | None = None
-    later: WeightGradStore | None = None
-    again: list[RecomputedLayer] = field(default_factory=list)
-    away: ActivationOffload | None = None
+    wgrad_store: WeightGradStore | None = None
+    recomputed: list[RecomputedLayer] = field(default_factory=list)
+    offload: ActivationOffload | None = None
 
 
 class Executor:
@@ -110,7 +110,7 @@ class Executor:
         self._computed = {edge.name: edge.spec for edge in backbone.conditioning}
         self._exchange = TensorRouter(routes, device, links)
         self._saved: dict[tuple[int, int], _Saved] = {}
-        self._later: dict[tuple[int, int], WeightGradStore] = {}
+        self._wgrad_stores: dict[tuple[int, int], WeightGradStore] = {}
         self._is_split = OpType.INPUT_GRAD in schedule.kinds
         self._batches: dict[int, Batch] = {}
         self._copied: dict[int, dict[str, Tensor]] = {}
@@ -226,7 +226,7 @@ class Executor:
     def _give_up(self, error: BaseException) -> None:
         self._exchange.clear()
         self._saved.clear()
-        self._later.clear()
+        self._wgrad_stores.clear()
         self._batches.clear()
         self._copied.clear()
         if isinstance(error, PulseError):
@@ -244,12 +244,12 @@ class Executor:
             case OpType.WEIGHT_GRAD:
                 self._weight_gradient(operation)
             case OpType.RECOMPUTE:
-                for layer in self._saved[operation.stage, operation.microbatch].again:
+                for layer in self._saved[operation.stage, operation.microbatch].recomputed:
                     layer.compute()
             case OpType.OFFLOAD:
-                self._away(operation).let_go()
+                self._offload_of(operation).finish_offload()
             case OpType.RELOAD:
-                self._away(operation).fetch()
+                self._offload_of(operation).start_load()
             case OpType.FILLER:
                 with torch.no_grad():
                     self._fillers[operation.stage](operation.microbatch)
@@ -286,8 +286,10 @@ class Executor:
         """
         if message.payload.is_carried:
             return self._carried.like(message)
-        which = self._shape(message.consumer.microbatch) if self._backbone.num_shapes > 1 else 0
-        return self._settings.make_empty(message_spec(self._routes, message).at(which), META)
+        shape_index = (
+            self._shape(message.consumer.microbatch) if self._backbone.num_shapes > 1 else 0
+        )
+        return self._settings.make_empty(message_spec(self._routes, message).at(shape_index), META)
 
     def _cast(self, tensor: Tensor, spec: TensorSpec) -> Tensor:
         # Copies to a GPU do not block the host if loaders pin their batches.
@@ -303,7 +305,7 @@ class Executor:
 
     def _forward(self, op: Operation) -> None:
         stage = op.stage
-        which = self._shape(op.microbatch)
+        shape_index = self._shape(op.microbatch)
         batch = self._batches[op.microbatch]
         taken = self._exchange.take_inputs(op)
         saved = _Saved({key: tensor for key, tensor in taken.items() if tensor.requires_grad})
@@ -320,14 +322,20 @@ class Executor:
             for name in self._fields[stage]
         }
         if self._is_split and self._training:
-            saved.later = WeightGradStore()
+            saved.wgrad_store = WeightGradStore()
         if (stage, op.microbatch) in self._schedule.offloaded and self._training:
             here = [*boundary, *skips.values(), *given.values(), *conditioning.values()]
-            saved.away = ActivationOffload(
+            saved.offload = ActivationOffload(
                 self._weights[stage] | storages(here), self._copy_streams()
             )
         outputs, skips, provided = self._stages[stage](
-            boundary, skips, {**given, **conditioning}, saved.later, which, saved.again, saved.away
+            boundary,
+            skips,
+            {**given, **conditioning},
+            saved.wgrad_store,
+            shape_index,
+            saved.recomputed,
+            saved.offload,
         )
         results = [(Payload.SKIP, name, tensor) for name, tensor in skips.items()]
         results += [(Payload.CONDITIONING, name, tensor) for name, tensor in provided.items()]
@@ -353,16 +361,16 @@ class Executor:
             if payload is Payload.CONDITIONING:
                 tensor = self._cast(tensor, self._computed[name])
             self._exchange.deliver(op, payload, name, tensor.detach())
-        if saved.away is not None:
-            saved.away.leave()
-            self.offload_bytes += saved.away.num_bytes
+        if saved.offload is not None:
+            saved.offload.start_offload()
+            self.offload_bytes += saved.offload.num_bytes
         if self._training:
             self._saved[stage, op.microbatch] = saved
 
-    def _away(self, op: Operation) -> ActivationOffload:
-        away = self._saved[op.stage, op.microbatch].away
-        assert away is not None  # created in forward
-        return away
+    def _offload_of(self, op: Operation) -> ActivationOffload:
+        offload = self._saved[op.stage, op.microbatch].offload
+        assert offload is not None  # created in forward
+        return offload
 
     def _copy_streams(self) -> Streams | None:
         """Streams for activation offload; None on a CPU."""
@@ -373,7 +381,7 @@ class Executor:
     def _backward(self, op: Operation) -> None:
         stage = op.stage
         saved = self._saved.pop((stage, op.microbatch))
-        saved.again.clear()
+        saved.recomputed.clear()
         if self._ends_accumulation(op) and op.kind is OpType.BACKWARD:
             self._syncing[stage].close()  # the last microbatch's gradients may be reduced
         if saved.loss is not None:
@@ -382,12 +390,12 @@ class Executor:
             torch.autograd.backward(scale(loss) if scale is not None else loss)
         else:
             self._backward_from_edges(op, saved)
-        if saved.away is not None:
-            saved.away.close()
+        if saved.offload is not None:
+            saved.offload.close()
         gradients = {key: _gradient(leaf) for key, leaf in saved.inputs.items()}
         self._exchange.deliver_gradients(op, gradients)
-        if saved.later is not None:
-            self._later[stage, op.microbatch] = saved.later
+        if saved.wgrad_store is not None:
+            self._wgrad_stores[stage, op.microbatch] = saved.wgrad_store
 
     def _backward_from_edges(self, op: Operation, saved: _Saved) -> None:
         edges, gradients = [], []
@@ -403,13 +411,13 @@ class Executor:
         return self._reduces and op.microbatch + 1 == self._schedule.num_microbatches
 
     def _weight_gradient(self, op: Operation) -> None:
-        later = self._later.pop((op.stage, op.microbatch))
+        wgrad_store = self._wgrad_stores.pop((op.stage, op.microbatch))
         if self._ends_accumulation(op) and op.stage in self._no_sync:
             # From here on arriving gradients may be reduced. Gradients of the input-gradient pass
             # are complete; adding zeros announces them.
             self._syncing[op.stage].close()
-            self._announce(op.stage, later.parameters)
-        later.compute()
+            self._announce(op.stage, wgrad_store.parameters)
+        wgrad_store.compute()
 
     def _announce(self, stage: int, awaited: set[nn.Parameter]) -> None:
         """Announce to Megatron that a stage's gradients are complete, except those ``awaited``."""

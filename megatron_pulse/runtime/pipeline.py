@@ -222,7 +222,7 @@ class Pipeline:
 
     def _told[T](self, value: T, process: int, what: str) -> T:
         """Broadcast ``value`` from ``process`` to all."""
-        return value if self.links is None else self.links.tell(value, process, what)
+        return value if self.links is None else self.links.broadcast_object(value, process, what)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Load the weights of this process's layers from a whole model's state.
@@ -375,10 +375,10 @@ class Pipeline:
         fault: Exception | None = None
         found: dict[int, list[str]] = {}
         try:
-            for which in range(self.plan.backbone.num_shapes):
+            for shape_index in range(self.plan.backbone.num_shapes):
                 for number, stage in self.stages.items():
                     try:
-                        _run_on_zeros(self.plan, stage, self._settings, which)
+                        _run_on_zeros(self.plan, stage, self._settings, shape_index)
                     except BackboneError as error:
                         found.setdefault(number, error.faults)
                     except Exception as error:
@@ -487,14 +487,14 @@ def _require_weights(state: object) -> None:
         raise PulseError(format_faults(what, faults))
 
 
-def _run_on_zeros(plan: Plan, stage: Stage, settings: RunSettings, which: int) -> None:
-    """Run a stage's forward on zeros of shape ``which``; its buffers and attributes are
+def _run_on_zeros(plan: Plan, stage: Stage, settings: RunSettings, shape_index: int) -> None:
+    """Run a stage's forward on zeros of shape ``shape_index``; its buffers and attributes are
     restored.
     """
     routes, index = plan.routes, stage.stage
 
     def zeros(spec: TensorSpec) -> Tensor:
-        return settings.make_empty(spec.at(which)).zero_()
+        return settings.make_empty(spec.at(shape_index)).zero_()
 
     fields = batch_fields_of(plan.backbone, routes, index)
     taken = {name: zeros(plan.backbone.batch_fields[name]) for name in fields}
@@ -507,7 +507,7 @@ def _run_on_zeros(plan: Plan, stage: Stage, settings: RunSettings, which: int) -
         attributes_kept(module for _, module in stage.named_layers()),
         torch.no_grad(),
     ):
-        stage(tuple(map(zeros, routes.boundaries[index])), skips, taken, which=which)
+        stage(tuple(map(zeros, routes.boundaries[index])), skips, taken, shape_index=shape_index)
 
 
 def _misfits(backbone: Backbone, batch: object, settings: RunSettings) -> Iterator[str]:
@@ -522,13 +522,13 @@ def _misfits(backbone: Backbone, batch: object, settings: RunSettings) -> Iterat
         what = "is missing" if value is None else f"must be a tensor, is {type(value).__name__}"
         yield f"{name} {what}"
     try:
-        which = shape_of(backbone, present)
+        shape_index = shape_of(backbone, present)
     except ShapeError as error:
         if len(present) == len(wanted):
             yield str(error)
         return
     for name, value in present.items():
-        spec = wanted[name].at(which)
+        spec = wanted[name].at(shape_index)
         if tuple(value.shape) != (shape := spec.full_shape(settings.micro_batch_size)):
             yield f"{name} is {tuple(value.shape)}, not {shape}"
         elif name in samples and value.dtype != settings.dtype_of(spec):
@@ -554,10 +554,10 @@ def replicate(
     context: LayerContext | None,
     links: Links,
     settings: RunSettings,
-    before_reading: Callable[[nn.Module], None] = lambda master: None,
+    before_reading: Callable[[nn.Module], None] = lambda module: None,
 ) -> Replicas:
     """Give the ``stages`` of ``device`` their copies of the replicated embedders."""
-    masters = {
+    owned = {
         name: module
         for stage in stages.values()
         for name, module in stage.named_layers()
@@ -568,7 +568,7 @@ def replicate(
         plan.routes,
         device,
         context,
-        masters,
+        owned,
         links,
         settings.dtype,
         settings.device,

@@ -193,7 +193,7 @@ def _reach(rank: int, limit_s: float) -> dist.Store:
     return dist.TCPStore(host, port, None, hosts, timeout=limit, wait_for_workers=False)
 
 
-def leave_word(text: str, is_first: bool) -> None:
+def report_to_torchrun(text: str, is_first: bool) -> None:
     """Write ``text`` to torchrun's error file as the reason of this rank's failure."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is None:

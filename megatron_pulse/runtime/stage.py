@@ -130,10 +130,10 @@ class Stage(Nest):
         inputs: tuple[Tensor, ...],
         skips: Tensors,
         conditioning: Tensors,
-        later: WeightGradStore | None = None,
-        which: int = 0,
-        again: list[RecomputedLayer] | None = None,
-        away: ActivationOffload | None = None,
+        wgrad_store: WeightGradStore | None = None,
+        shape_index: int = 0,
+        recomputed: list[RecomputedLayer] | None = None,
+        offload: ActivationOffload | None = None,
     ) -> tuple[tuple[Tensor, ...], Tensors, Tensors]:
         """Run the stage's layers on one microbatch.
 
@@ -141,17 +141,17 @@ class Stage(Nest):
         - ``skips``: skips popped here and pushed in another stage.
         - ``conditioning``: conditioning used here and computed elsewhere, in fp64 if a layer
           computed it.
-        - ``later``: queue for weight gradients that can be deferred.
-        - ``which``: index of the microbatch's shape among the chain's shapes.
-        - ``again``: list to which recomputed layers are appended.
-        - ``away``: recorder of tensors that offloaded layers save.
+        - ``wgrad_store``: queue for weight gradients that can be deferred.
+        - ``shape_index``: index of the microbatch's shape among the chain's shapes.
+        - ``recomputed``: list to which recomputed layers are appended.
+        - ``offload``: recorder of tensors that offloaded layers save.
 
         Returns the boundary tensors, the outgoing skips, and the outgoing conditioning (fp64).
         """
         inputs, carried = self._fan_out(inputs, self._boundary_skips)
         skips = {**skips, **carried}
-        conditioning = {**conditioning, **self._embed(conditioning, which)}
-        expected = self._kinds(inputs, skips, which)
+        conditioning = {**conditioning, **self._embed(conditioning, shape_index)}
+        expected = self._kinds(inputs, skips, shape_index)
         policies = (
             self.policies
             if torch.is_grad_enabled()
@@ -170,23 +170,25 @@ class Stage(Nest):
             untouched = SharedInputCheck(spec, shared, inputs, popped, used)
             if policy is ActivationPolicy.RECOMPUTE:
                 given = inputs, popped, used
-                call = functools.partial(_run, spec.name, module, None, which, *given)
+                call = functools.partial(_run, spec.name, module, None, shape_index, *given)
                 state = functools.partial(_state, module, *given)
                 layer = RecomputedLayer(spec.name, call, state)
-                with self._watching(spec, module, which, faults):
+                with self._watching(spec, module, shape_index, faults):
                     results = layer.forward()
-                if again is not None:
-                    again.append(layer)
+                if recomputed is not None:
+                    recomputed.append(layer)
             else:
                 saving: AbstractContextManager[Any] = nullcontext()
-                if away is not None and policy is ActivationPolicy.OFFLOAD:
-                    saving = away.saving(spec.name)
+                if offload is not None and policy is ActivationPolicy.OFFLOAD:
+                    saving = offload.saving(spec.name)
                 elif policy is ActivationPolicy.SELECTIVE:
                     saving = SelectiveRecompute(
                         spec.name, module.parameters(), module.buffers()
                     ).saving()
-                with saving, self._watching(spec, module, which, faults):
-                    results = _run(spec.name, module, later, which, inputs, popped, used)
+                with saving, self._watching(spec, module, shape_index, faults):
+                    results = _run(
+                        spec.name, module, wgrad_store, shape_index, inputs, popped, used
+                    )
             if fault := untouched.fault():
                 raise BackboneError(self._backbone_name, [f"{spec.name} {fault}"])
             results = self._returned(spec, module, inputs, results, kinds)
@@ -209,13 +211,13 @@ class Stage(Nest):
 
     @contextmanager
     def _watching(
-        self, spec: Layer, module: nn.Module, which: int, faults: list[str]
+        self, spec: Layer, module: nn.Module, shape_index: int, faults: list[str]
     ) -> Iterator[None]:
         """Add to ``faults`` a layer's random draws, and parameters that it freezes or unfreezes.
 
         The full check is repeated until the layer has run in its mode without a fault.
         """
-        key = spec.name, module.training, torch.is_grad_enabled(), which
+        key = spec.name, module.training, torch.is_grad_enabled(), shape_index
         first = key not in self._known
         if first and reserves_numbers(module):
             self._reserving.add(spec.name)
@@ -233,7 +235,7 @@ class Stage(Nest):
             self._known.add(key)
 
     def _kinds(
-        self, inputs: tuple[Tensor, ...], skips: Tensors, which: int
+        self, inputs: tuple[Tensor, ...], skips: Tensors, shape_index: int
     ) -> list[tuple[TensorMeta, ...]]:
         """Expected shapes and dtypes of each layer's results, for these boundary
         tensors and skips.
@@ -248,7 +250,7 @@ class Stage(Nest):
             for tensor, spec in (*zip(inputs, specs, strict=True), *popped)
             if spec.batch_dim is not None
         )
-        key = next(sizes, 1), dtype, which
+        key = next(sizes, 1), dtype, shape_index
         if key not in self._declared:
             self._declared[key] = [declared(spec, *key) for spec in self._specs]
         return self._declared[key]
@@ -284,7 +286,7 @@ class Stage(Nest):
                 found.update(zip(names, others, strict=True))
         return tuple(onward), found
 
-    def _embed(self, conditioning: Tensors, which: int) -> Tensors:
+    def _embed(self, conditioning: Tensors, shape_index: int) -> Tensors:
         """Conditioning computed by the replicated embedders for this stage, in fp64."""
         provided: Tensors = {}
         for spec in self._embedders:
@@ -292,9 +294,9 @@ class Stage(Nest):
                 raise PulseError(f"stage {self.stage} has no copy of {spec.name}")
             fields = {spec.own(name): conditioning[name] for name in spec.uses}
             module = self.replicas.module(spec.name)
-            tell_shape(module, which)
+            tell_shape(module, shape_index)
             before, faults = _buffers(module), list[str]()
-            with self._watching(spec, module, which, faults):
+            with self._watching(spec, module, shape_index, faults):
                 results = module((), {}, fields)
             if (after := _buffers(module)) != before:
                 written = [name for name in after if after[name] != before.get(name)]
@@ -334,12 +336,12 @@ def summed(tensor: Tensor) -> Tensor:
 
 
 def _run(
-    name: str, module: nn.Module, later: WeightGradStore | None, which: int, *given: Any
+    name: str, module: nn.Module, wgrad_store: WeightGradStore | None, shape_index: int, *given: Any
 ) -> Any:
     """Run a layer; a recomputation uses a microbatch of the same shape."""
-    tell_shape(module, which)
+    tell_shape(module, shape_index)
     try:
-        with deferring(later, getattr(module, "undivided", ())):
+        with deferring(wgrad_store, getattr(module, "undivided", ())):
             return module(*given)
     except Exception as error:
         error.add_note(f"layer {name}")

@@ -25,7 +25,7 @@ class StopSignals:
     """Signals received by this process; one instance per process, created in its main thread."""
 
     def __init__(self) -> None:
-        self.told: signal.Signals | None = None
+        self.received: signal.Signals | None = None
         self._parent: int | None = None
         self.is_leaving = False
         """True once all ranks have agreed to end; missing ranks have then not failed."""
@@ -40,7 +40,7 @@ class StopSignals:
         """True if the kernel sent SIGTERM because the parent process ended
         (``end_with_parent``).
         """
-        if self._parent is None or self.told is not signal.SIGTERM:
+        if self._parent is None or self.received is not signal.SIGTERM:
             return False
         return parent_has_ended(self._parent)
 
@@ -70,9 +70,9 @@ class StopSignals:
         """
         with self._lock:
             self._leave, self.is_deferring = leave, False
-            told = self.told
-        if told is not None:
-            leave(told)
+            received = self.received
+        if received is not None:
+            leave(received)
 
     def defer(self) -> None:
         """Only record signals from now on; a second Ctrl-C still takes effect at once."""
@@ -82,18 +82,18 @@ class StopSignals:
         while True:
             # The reader of this process's output may end at the same signal (Ctrl-C in a pipe, a
             # closed terminal). Later output must not raise.
-            waiting_s = None if self.told is None else 0.02
+            waiting_s = None if self.received is None else 0.02
             if select.select([reader], [], [], waiting_s)[0]:
                 for number in os.read(reader, 64):
                     self._receive(signal.Signals(number))
-            elif self.told is not None:
+            elif self.received is not None:
                 drop_unread_output()
 
     def _receive(self, number: signal.Signals) -> None:
         with self._lock:
-            again = self.told is signal.SIGINT and not self.is_leaving
-            if self.told is None:
-                self.told = number
+            again = self.received is signal.SIGINT and not self.is_leaving
+            if self.received is None:
+                self.received = number
             leave = self._leave if again or not self.is_deferring else None
         drop_unread_output()
         if leave is not None:

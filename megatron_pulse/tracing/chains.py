@@ -50,8 +50,10 @@ class Chains:
         if at not in self._found:
             chain = self.alone(lambda: self._derive(*at))
             if self._found and (fault := unit_difference(self.first, chain)):
-                which, size = at
-                what = f"microbatches of {size}" + (f" of shape {which}" if which else "")
+                shape_index, size = at
+                what = f"microbatches of {size}" + (
+                    f" of shape {shape_index}" if shape_index else ""
+                )
                 raise DerivationError(
                     self._name,
                     [
@@ -63,13 +65,13 @@ class Chains:
             self._found[at] = chain
         return self._found[at]
 
-    def _derive(self, which: int, size: int) -> UnitChain:
+    def _derive(self, shape_index: int, size: int) -> UnitChain:
         try:
-            return self._derived(which, size, with_lines=False)
+            return self._derived(shape_index, size, with_lines=False)
         except DerivationError as error:
             if UNKNOWN not in str(error):
                 raise
-        return self._derived(which, size, with_lines=True)
+        return self._derived(shape_index, size, with_lines=True)
 
     def example(self) -> Mapping[str, Any]:
         """Example inputs of the first chain."""
@@ -90,8 +92,8 @@ class Chains:
         with ThreadPoolExecutor(1) as thread, without_collecting():
             return thread.submit(called).result()
 
-    def _derived(self, which: int, size: int, with_lines: bool) -> UnitChain:
-        inputs = self._inputs[which]
+    def _derived(self, shape_index: int, size: int, with_lines: bool) -> UnitChain:
+        inputs = self._inputs[shape_index]
         given = inputs.make(size)
         exported = export(self.module, given, inputs.constants, self.output, with_lines)
         like = self.first.decided if self._found else None

@@ -182,14 +182,14 @@ def splitting(number: int = 20, repetitions: int = 50) -> list[Splitting]:
     def microseconds(calls: list[Callable[[Tensor], Tensor]], given: Tensor, split: bool) -> float:
         began = time.process_time()
         for _ in range(repetitions):
-            later = WeightGradStore() if split else None
+            wgrad_store = WeightGradStore() if split else None
             result = given
-            with deferring(later):
+            with deferring(wgrad_store):
                 for call in calls:
                     result = call(result)
             torch.autograd.backward(result, torch.ones_like(result))
-            if later is not None:
-                later.compute()
+            if wgrad_store is not None:
+                wgrad_store.compute()
         return 1e6 * (time.process_time() - began) / repetitions / number
 
     found = []

@@ -219,10 +219,10 @@ def in_layouts(
 
 def read_back(found: Found, state: Mapping[str, Tensor], expected: Run) -> Found:
     """What was exported beside what was trained."""
-    wrong = [name for name, weight in expected.masters.items() if name not in state
+    wrong = [name for name, weight in expected.main_params.items() if name not in state
              or not torch.equal(state[name], weight)]  # fmt: skip
     found.faults += [f"{name} is not what was trained" for name in wrong]
-    found.say(f"exported and read back: {len(expected.masters)} tensors")
+    found.say(f"exported and read back: {len(expected.main_params)} tensors")
     return found
 
 
@@ -246,7 +246,7 @@ def of_data(name: str, place: Path) -> Found:
             steps = ["--global-batch-size", str(batch), "--train-iters", "3"]
             alone = run(1, *flags, *chosen, *steps, backbone="none")
             both = run(2, *flags, *chosen, *steps, *more, "--overlap-grad-reduce", backbone="none")
-            of_weights, of_moves = apart(both.masters, alone.masters, before)
+            of_weights, of_moves = apart(both.main_params, alone.main_params, before)
             found.say(
                 f"{optimizer}, {batch // 2} microbatches: weights {of_weights:.1e} apart, moves "
                 f"{of_moves:.1e}, of their norms"

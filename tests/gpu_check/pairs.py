@@ -75,7 +75,7 @@ def ahead() -> list[dict[str, Any]]:
         message = Message(*ends, Payload.BOUNDARY, "0", source=0, destination=1)
         if rank == 0:
             links.send(message, torch.full((size,), i, dtype=torch.uint8, device=device))
-            return links.let_go([message])
+            return links.complete_sends([message])
         links.receive(message, like)
         return links.wait(message)
 

@@ -72,7 +72,7 @@ class Run:
     validation: list[float]
     steps: list[dict[str, Any]]
     weights: dict[str, Any]
-    masters: dict[str, Any]
+    main_params: dict[str, Any]
     averages: dict[str, Any]
     executed: Executed
 
@@ -125,16 +125,16 @@ def train(argv: list[str], kill: Kill | None = None) -> dict[str, Any]:
     except SystemExit as end:  # --exit-interval and the like
         if end.code not in (None, 0):
             raise
-    parts: dict[str, Any] = {"weights": [], "masters": [], "averages": []}
+    parts: dict[str, Any] = {"weights": [], "main_params": [], "averages": []}
     for chunk in seen.pop("model", ()):
         stage = unwrap(chunk)
-        shares = stage.masters.shares
+        shares = stage.main_params.shares
         averages = stage.ema.state if stage.ema is not None else {}
         for name, p in stage.named_parameters():
             parts["weights"].append((name, p.shape, 0, p.detach().float()))
             if name in shares:
                 first = shares[name].first or 0
-                parts["masters"].append((name, p.shape, first, shares[name].values))
+                parts["main_params"].append((name, p.shape, first, shares[name].values))
                 if name in averages:
                     parts["averages"].append((name, p.shape, first, averages[name]))
     return {**seen, **parts}
@@ -236,9 +236,9 @@ def run(
     executed.operations = set().union(*(each["executed"].operations for each in results))
     executed.offload_bytes = sum(each["executed"].offload_bytes for each in results)
     executed.selective = sum(each["executed"].selective for each in results)
-    weights, masters, averages = (
+    weights, main_params, averages = (
         _whole([part for result in results for part in result[kind]])
-        for kind in ("weights", "masters", "averages")
+        for kind in ("weights", "main_params", "averages")
     )
     return Run(
         last["losses"],
@@ -246,7 +246,7 @@ def run(
         last["validation"],
         last["steps"],
         weights,
-        masters,
+        main_params,
         averages,
         executed,
     )
@@ -269,7 +269,7 @@ def assert_same(got: Run, expected: Run) -> None:
     assert got.losses == expected.losses
     assert got.grad_norms == expected.grad_norms
     assert got.validation == expected.validation
-    for kind in ("weights", "masters", "averages"):
+    for kind in ("weights", "main_params", "averages"):
         mine, theirs = getattr(got, kind), getattr(expected, kind)
         assert mine.keys() == theirs.keys()
         different = [name for name in mine if not torch.equal(mine[name], theirs[name])]

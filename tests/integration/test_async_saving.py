@@ -60,7 +60,7 @@ def write_late(act: Callable[[int], None] = lambda step: None) -> None:
             stream.flush()
             with made:
                 saved = steps
-                last = STOP.told is not None or saved == get_args().train_iters
+                last = STOP.received is not None or saved == get_args().train_iters
                 made.wait_for(lambda: last or steps > saved, 60)
             act(steps)
         return write(transforms, stream, *rest, **kwargs)

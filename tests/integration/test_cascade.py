@@ -35,7 +35,7 @@ def require_each(got: Run, alone_of: Mapping[str, Run]) -> None:
     for chain, expected in alone_of.items():
         assert [found[chain] for found in got.losses] == expected.losses
         assert [found[chain] for found in got.validation] == expected.validation
-        for kind in ("weights", "masters", "averages"):
+        for kind in ("weights", "main_params", "averages"):
             mine = getattr(got, kind)
             for name, value in getattr(expected, kind).items():
                 assert torch.equal(mine[f"{chain}.{name}"], value), (chain, kind, name)
@@ -80,8 +80,8 @@ def test_a_cascade_goes_on_elsewhere_and_its_chains_are_models(tmp_path: Path) -
     ]
     (saved,) = run_ranks(1, _chains_of, str(tmp_path))
     for chain, one in expected.items():
-        for name, value in one.masters.items():
-            assert torch.equal(got.masters[f"{chain}.{name}"], value), (chain, name)
+        for name, value in one.main_params.items():
+            assert torch.equal(got.main_params[f"{chain}.{name}"], value), (chain, name)
             assert torch.equal(saved[f"{chain}.{name}"], value), (chain, name)
 
 

@@ -44,7 +44,7 @@ def test_half_precision_split_backwards_and_what_is_saved(tmp_path: Path) -> Non
     got = run(2, *STEPS, "--bf16", *HALF, *flags)
     assert_same(got, alone(*STEPS, "--bf16", *HALF))
     kept = [name for name in got.weights if is_kept(name)]
-    assert all(torch.equal(got.masters[name], got.weights[name]) for name in kept)
+    assert all(torch.equal(got.main_params[name], got.weights[name]) for name in kept)
     longer = ["--global-batch-size", "8", "--train-iters", "3", "--load", str(tmp_path)]
     other = run(1, *longer, "--bf16", "--no-load-optim")
     assert not all(torch.equal(other.weights[name], got.weights[name]) for name in kept)

@@ -43,7 +43,7 @@ def test_bit_identical(backbone: str, dtype: list[str], flags: list[str]) -> Non
     """Losses, weights, fp32 weights and averages of two pipeline ranks."""
     one = [*HOST, *dtype, *STEPS]
     expected = alone(*one, backbone=backbone)
-    assert expected.masters and expected.averages
+    assert expected.main_params and expected.averages
     assert_same(run(2, *one, *pipeline(2, *flags), backbone=backbone), expected)
 
 
@@ -105,9 +105,9 @@ def test_checkpoints_go_from_the_device_to_the_host_and_back(tmp_path: Path, to_
     whole = run(1, *first, *steps, "4")
     got = _go_on(1, tmp_path, *then)
     assert got.losses == pytest.approx(whole.losses[2:], rel=1e-6)
-    for name, master in got.masters.items():
-        torch.testing.assert_close(master, whole.masters[name], rtol=1e-4, atol=5e-5)
-        assert not torch.equal(master, saved.masters[name]), name
+    for name, master in got.main_params.items():
+        torch.testing.assert_close(master, whole.main_params[name], rtol=1e-4, atol=5e-5)
+        assert not torch.equal(master, saved.main_params[name]), name
 
 
 @pytest.mark.parametrize("host", [HOST, HOST[:1]], ids=["host", "device"])
@@ -119,8 +119,8 @@ def test_a_checkpoint_before_the_first_step_that_counts(tmp_path: Path, host: li
     assert saved.grad_norms == [None, None]
     resumed = _go_on(1, tmp_path, *host, *FP16)
     assert len(resumed.losses) == 2
-    for name, master in saved.masters.items():
-        assert (resumed.masters[name] - master).abs().max() < 1e-2, name
+    for name, master in saved.main_params.items():
+        assert (resumed.main_params[name] - master).abs().max() < 1e-2, name
 
 
 def test_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -230,8 +230,8 @@ def test_code_of_ones_own_reads_text_in_bf16_and_its_weights_come_and_go_as_a_fi
     sharded = ["--use-distributed-optimizer", "--overlap-grad-reduce"]
     halves = run(2, *flags, *sharded, backbone="none")
     assert_same(run(2, *flags, *sharded, "--overlap-param-gather", backbone="none"), halves)
-    for key, master in expected.masters.items():
-        torch.testing.assert_close(halves.masters[key], master, rtol=1e-6, atol=5e-5)
+    for key, master in expected.main_params.items():
+        torch.testing.assert_close(halves.main_params[key], master, rtol=1e-6, atol=5e-5)
 
     load = ["--load", save[1], "--module", name]
     to = str(tmp_path / "out.safetensors")
@@ -247,7 +247,7 @@ def test_code_of_ones_own_reads_text_in_bf16_and_its_weights_come_and_go_as_a_fi
     module = found["build"]()[0]
     module.load_state_dict(exported)
     assert torch.equal(exported["table"], module.table)
-    assert all(torch.equal(exported[key], master) for key, master in expected.masters.items())
+    assert all(torch.equal(exported[key], master) for key, master in expected.main_params.items())
 
     from megatron_pulse.integration.sampling import load_model, request_from_data, sample_images
 

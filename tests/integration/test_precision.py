@@ -117,7 +117,7 @@ def test_weights_start_as_they_are_drawn_and_resume_to_the_bit(tmp_path: Path) -
     saving = ["--save", str(tmp_path), "--save-interval", "2"]
     shared = train(4, *pipeline(2, "--bf16", *SHARED, *saving))
     start = train(1, "--lr", "1e-12", steps=1)
-    for name, master in shared.masters.items():
+    for name, master in shared.main_params.items():
         assert (master - start.weights[name]).abs().max() < 1.01 * STEPS * LR, name
         assert torch.equal(shared.weights[name], master.bfloat16().float()), name
     resumed = train(2, "--bf16", *SHARED, "--load", str(tmp_path), "--ckpt-step", "2")
@@ -137,5 +137,5 @@ def test_skipped_steps_leave_averages_alone(shared: list[str], tmp_path: Path) -
     assert len(further.losses) == 1
     start = train(1, "--lr", "1e-12", steps=1)
     for name, average in still.averages.items():
-        assert torch.equal(average, still.masters[name]), name
+        assert torch.equal(average, still.main_params[name]), name
         assert (average - start.weights[name]).abs().max() < 1e-9, name

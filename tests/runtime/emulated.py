@@ -76,17 +76,17 @@ class EmulatedStage(nn.Module):
         inputs: tuple[Tensor, ...],
         skips: Mapping[str, Tensor],
         conditioning: Mapping[str, Tensor],
-        later: WeightGradStore | None = None,
-        which: int = 0,
-        again: list[RecomputedLayer] | None = None,
-        away: ActivationOffload | None = None,
+        wgrad_store: WeightGradStore | None = None,
+        shape_index: int = 0,
+        recomputed: list[RecomputedLayer] | None = None,
+        offload: ActivationOffload | None = None,
     ) -> tuple[tuple[Tensor, ...], dict[str, Tensor], dict[str, Tensor]]:
         """See Stage.forward."""
         crossing = (*inputs, *skips.values(), *(conditioning[name] for name in self._taken))
         redone = EmulatedAgain(self.recompute_s)
-        results = list(_Emulated.apply(self, later, redone, self.weight, *crossing))
-        if again is not None:
-            again.append(redone)
+        results = list(_Emulated.apply(self, wgrad_store, redone, self.weight, *crossing))
+        if recomputed is not None:
+            recomputed.append(redone)
         outputs = tuple(results.pop(0) for _ in self._outputs)
         skips_out = {name: results.pop(0) for name in self._skips}
         return outputs, skips_out, {name: results.pop(0) for name in self._provides}
@@ -114,13 +114,13 @@ class _Emulated(torch.autograd.Function):
     def forward(
         ctx: Any,
         stage: EmulatedStage,
-        later: WeightGradStore | None,
-        again: EmulatedAgain,
+        wgrad_store: WeightGradStore | None,
+        recomputed: EmulatedAgain,
         weight: Tensor,
         *crossing: Tensor,
     ) -> tuple[Tensor, ...]:
         deadline = time.perf_counter() + stage.forward_s
-        ctx.stage, ctx.later, ctx.again = stage, later, again
+        ctx.stage, ctx.wgrad_store, ctx.recomputed = stage, wgrad_store, recomputed
         ctx.like = [(t.shape, t.dtype, t.device) for t in crossing]
         ctx.set_materialize_grads(False)
         results = stage.make_results()
@@ -130,7 +130,7 @@ class _Emulated(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         began, stage = time.perf_counter(), ctx.stage
-        backward_s = stage.backward_s - (stage.recompute_s - ctx.again.left_s)
+        backward_s = stage.backward_s - (stage.recompute_s - ctx.recomputed.left_s)
         weight: nn.Parameter = stage.weight
         found = [
             torch.zeros(shape, dtype=dtype, device=device) if wanted else None
@@ -138,13 +138,13 @@ class _Emulated(torch.autograd.Function):
                 ctx.like, ctx.needs_input_grad[4:], strict=True
             )
         ]
-        if ctx.later is not None:
+        if ctx.wgrad_store is not None:
 
             def weight_gradient() -> tuple[Tensor, ...]:
                 sleep_until(time.perf_counter() + stage.weight_grad_s)
                 return (torch.zeros_like(weight),)
 
-            ctx.later.add((weight,), weight_gradient)
+            ctx.wgrad_store.add((weight,), weight_gradient)
             sleep_until(began + backward_s)
             return (None, None, None, None, *found)
         sleep_until(began + backward_s + stage.weight_grad_s)

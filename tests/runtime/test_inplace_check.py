@@ -61,12 +61,12 @@ def _allowed(x: Tensor, w: Tensor) -> Tensor:
     return F.relu(made, inplace=True) + x
 
 
-def _later(x: Tensor, w: Tensor) -> Tensor:
+def _wgrad_store(x: Tensor, w: Tensor) -> Tensor:
     """Written into by who comes after the layer: see ``after``."""
     return torch.tanh(x @ w)
 
 
-FUNCTIONS = [_result, _input, _view, _small, _together, _allowed, _later]
+FUNCTIONS = [_result, _input, _view, _small, _together, _allowed, _wgrad_store]
 
 
 def gradient(function: Function, how: str) -> Tensor:
@@ -82,12 +82,12 @@ def gradient(function: Function, how: str) -> Tensor:
         saving = SelectiveRecompute("it", [w]).saving() if how == "selective" else nullcontext()
         with away.saving("it") if how.startswith("away") else saving:
             y = function(x, w)
-    if function is _later:
+    if function is _wgrad_store:
         y.mul_(2)
     if how == "away":
-        away.leave()
-        away.let_go()
-        away.fetch()
+        away.start_offload()
+        away.finish_offload()
+        away.start_load()
     (found,) = torch.autograd.grad(y.square().sum(), x)
     return found
 
@@ -99,7 +99,7 @@ def test_it_is_refused_where_torch_refuses_it(function: Function, how: str) -> N
         expected = gradient(function, "plain")
     except RuntimeError as error:
         assert "modified by an inplace operation" in str(error)
-        if function is _later and how == "again":  # computed anew, and never written into
+        if function is _wgrad_store and how == "again":  # computed anew, and never written into
             expected = 4 * gradient(lambda x, w: torch.tanh(x @ w), "plain")
             assert torch.allclose(gradient(function, how), expected)
             return
@@ -116,10 +116,10 @@ def test_what_is_watched_is_not_held_and_settles() -> None:
     assert not watched.is_written and storage.nbytes() == 4000
     tensor.detach()[3] = 1
     assert watched.is_written and tensor[3] == 1
-    later = InplaceWatch(tensor)
-    later.settle()
+    wgrad_store = InplaceWatch(tensor)
+    wgrad_store.settle()
     tensor.add_(1)
-    assert not later.is_written
+    assert not wgrad_store.is_written
 
 
 class _Careless(nn.Module):

@@ -171,7 +171,7 @@ def test_messages_of_streams_go_through_memory_that_is_kept(links: Links) -> Non
         with torch.no_grad():
             tensor.mul_(-1)
         arrived.append(links.wait(message))
-        links.let_go([message])
+        links.complete_sends([message])
     links.drain()
     assert [a.unique().tolist() for a in arrived] == [[float(i)] for i in range(5)]
     assert not any(a.requires_grad for a in arrived)

@@ -41,12 +41,12 @@ def gradients(fetched: bool | None) -> tuple[list[Tensor], ActivationOffload | N
         away = ActivationOffload(storages([x, *layer.parameters()]))
         with away.saving("the layer"):
             y = layer(x)
-        away.leave()
+        away.start_offload()
         assert any(made() is not None for made in layer.made)  # on its way
-        away.let_go()
+        away.finish_offload()
         gone = [made() is None for made in layer.made]
         if fetched:
-            away.fetch()
+            away.start_load()
     y.square().sum().backward()
     return [g for g in (x.grad, *(p.grad for p in layer.parameters())) if g is not None], away, gone
 
@@ -65,8 +65,8 @@ def test_what_others_hold_stays() -> None:
     away = ActivationOffload(storages([x]))
     with away.saving("the layer"):
         y = (x * x).sum() + (small * small).sum()
-    away.leave()
-    away.let_go()
+    away.start_offload()
+    away.finish_offload()
     assert away.num_bytes == 0
     y.backward()
     assert torch.equal(x.grad, 2 * x)
@@ -77,8 +77,8 @@ def test_taken_twice_is_brought_twice() -> None:
     away = ActivationOffload(frozenset())
     with away.saving("the layer"):
         y = x.exp()
-    away.leave()
-    away.let_go()
+    away.start_offload()
+    away.finish_offload()
     (first,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
     (second,) = torch.autograd.grad(y.sum(), x)
     assert torch.equal(first, second) and torch.equal(first, y)
@@ -106,8 +106,8 @@ def test_conjugated_and_negated_views_are_so_again() -> None:
         with away.saving("the layer") if away is not None else nullcontext():
             y = layer(x)
         if away is not None:
-            away.leave()
-            away.let_go()
+            away.start_offload()
+            away.finish_offload()
         (gradient,) = torch.autograd.grad(y.sum(), layer.turned)
         found.append(gradient)
     assert away is not None and away.num_bytes > 0

@@ -75,7 +75,7 @@ def several() -> pulse.Backbone:
 
 def batches_of(case: Case, step: int) -> list[dict[str, Tensor]]:
     """All shapes in turn."""
-    chains = [at_shape(several(), which) for which in range(3)]
+    chains = [at_shape(several(), shape_index) for shape_index in range(3)]
     return [make_batch(chains[(step + m) % 3], case, step, m) for m in range(case.num_microbatches)]
 
 
@@ -156,7 +156,7 @@ def test_a_batch_says_its_shape() -> None:
 
 def test_shapes_that_do_not_fit_are_told() -> None:
     chain = several()
-    assert [at_shape(chain, which).input_spec.shape for which in range(3)] == [
+    assert [at_shape(chain, shape_index).input_spec.shape for shape_index in range(3)] == [
         (6, 4, 6), (6, 6, 4), (6, 2, 8)
     ]  # fmt: skip
     assert IMAGE.numel_per_sample == 6 * 4 * 6

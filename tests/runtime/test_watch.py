@@ -21,7 +21,7 @@ from megatron_pulse.planner.layout.routes import Payload
 from megatron_pulse.planner.program.device_program import Run, Wait
 from megatron_pulse.planner.schedule.message import Message
 from megatron_pulse.planner.schedule.operations import Operation, OpType
-from megatron_pulse.runtime.watchdog.diagnosis import RankStatus, diagnose, moving_for
+from megatron_pulse.runtime.watchdog.diagnosis import RankStatus, diagnose, seconds_until_diagnosis
 from megatron_pulse.runtime.watchdog.peer_status import Listener, NoAnswer, ask
 from megatron_pulse.runtime.watchdog.progress import Position, Progress
 from megatron_pulse.runtime.watchdog.timeout import call_with_timeout
@@ -46,32 +46,33 @@ GONE, SILENT = NoAnswer.GONE, NoAnswer.SILENT
 def test_who_keeps_the_others_waiting(
     said: dict[int, RankStatus | NoAnswer], blamed: list[str], spared: list[str]
 ) -> None:
-    verdict = diagnose(said, PROCESSES, LIMIT_S)
-    blame = verdict.reason.partition("; ")[2]
+    diagnosis = diagnose(said, PROCESSES, LIMIT_S)
+    blame = diagnosis.reason.partition("; ")[2]
     assert all(text in blame for text in blamed)
     assert not any(text in blame.replace("all ranks wait", "all wait") for text in spared)
     for rank, one in said.items():
         assert isinstance(one, NoAnswer) or any(
-            str(rank) in line.partition(":")[0] and one.words in line for line in verdict.places
+            str(rank) in line.partition(":")[0] and one.position in line
+            for line in diagnosis.positions
         )
 
 
 @given(st.lists(st.floats(0, 40), min_size=1, max_size=8))
 def test_nobody_is_judged_while_somebody_moves(quiet: list[float]) -> None:
     said: dict[int, RankStatus | NoAnswer] = {
-        rank: RankStatus("", quiet_s, True) for rank, quiet_s in enumerate(quiet)
+        rank: RankStatus("", stalled_s, True) for rank, stalled_s in enumerate(quiet)
     }
-    left_s = moving_for(said, LIMIT_S)
-    assert (left_s is None) == all(quiet_s >= 0.9 * LIMIT_S for quiet_s in quiet)
+    left_s = seconds_until_diagnosis(said, LIMIT_S)
+    assert (left_s is None) == all(stalled_s >= 0.9 * LIMIT_S for stalled_s in quiet)
     assert left_s is None or left_s == LIMIT_S - min(quiet)
-    assert moving_for({**said, 99: SILENT}, LIMIT_S) is None
+    assert seconds_until_diagnosis({**said, 99: SILENT}, LIMIT_S) is None
 
 
 def test_thousands_of_ranks_take_a_few_lines() -> None:
     said: dict[int, RankStatus | NoAnswer] = {rank: WAITS for rank in range(4096)}
     said[77] = SILENT
-    verdict = diagnose(said, {}, LIMIT_S)
-    assert verdict.places == (
+    diagnosis = diagnose(said, {}, LIMIT_S)
+    assert diagnosis.positions == (
         "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 4087 more: step 3, receiving boundary 0, for 20 s",
     )
 
@@ -125,7 +126,7 @@ def seen_while(main: Callable[[], object], place: Progress) -> list[tuple[int, P
         def look(found: Any = found, ended: Any = ended) -> None:
             for _ in range(2):
                 time.sleep(0.1)
-                seen = place.signature(), place.look()
+                seen = place.signature(), place.position()
                 if not ended.is_set():
                     found.append(seen)
 
@@ -143,7 +144,7 @@ def test_where_the_main_thread_is() -> None:
     place = Progress()
     (first, sight), (second, _) = seen_while(lambda: time.sleep(0.5), place)
     assert first == second and not sight.waits
-    assert sight.words.startswith("starting, at ") and "time.sleep(0.5)" in sight.words
+    assert sight.text.startswith("starting, at ") and "time.sleep(0.5)" in sight.text
     with place.during("saving step 7", patient=True):
         waiting: queue.Queue[int] = queue.Queue()
 
@@ -152,7 +153,7 @@ def test_where_the_main_thread_is() -> None:
             waiting.get()
 
         (third, sight), _ = seen_while(wait, place)
-        assert third != first and sight.words.startswith("saving step 7, at ")
+        assert third != first and sight.text.startswith("saving step 7, at ")
         place.device, place.ranks = 1, (4, 6)
         message = Message(
             Operation(OpType.FORWARD, 0, 2),
@@ -163,12 +164,12 @@ def test_where_the_main_thread_is() -> None:
             1,
         )
         place.event = Wait(message)
-        assert place.look().words == (
+        assert place.position().text == (
             "saving step 7, receiving boundary 0 (F0:2 to F1:2; operation F1:2, stage 1, "
             "microbatch 2) from pipeline device 0 (rank 4)"
         )
         place.event = Run(Operation(OpType.BACKWARD, 3, 1))
-        assert place.look().words == "saving step 7, in B3:1 (stage 3, microbatch 1)"
+        assert place.position().text == "saving step 7, in B3:1 (stage 3, microbatch 1)"
     assert place.phase.name == "starting"
 
 

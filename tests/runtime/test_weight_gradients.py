@@ -231,21 +231,21 @@ def train(way: Way, dtype: torch.dtype, split: bool) -> tuple[dict[str, Tensor],
         parameters[name].requires_grad_(False)
     found: dict[str, Tensor] = {}
     waiting: set[str] = set()
-    laters = [WeightGradStore() if split else None for _ in range(3)]
-    for m, later in enumerate(laters):
+    wgrad_stores = [WeightGradStore() if split else None for _ in range(3)]
+    for m, wgrad_store in enumerate(wgrad_stores):
         leaf = draw(*way.given).requires_grad_()
-        with deferring(later):
+        with deferring(wgrad_store):
             result = way.call(way.view(leaf.cos()), dict(parameters))
         before = {name: p.grad for name, p in parameters.items()}
         result.backward(draw(*result.shape).to(result.dtype))
         found |= {f"result {m}": result.detach(), f"input {m}": leaf.grad}
-        if later is not None:
-            waiting |= {name for name, p in parameters.items() if p in later.parameters}
+        if wgrad_store is not None:
+            waiting |= {name for name, p in parameters.items() if p in wgrad_store.parameters}
             assert all(parameters[name].grad is before[name] for name in waiting), "did not wait"
-    for later in laters:
-        if later is not None:
-            later.compute()
-            assert not later.parameters
+    for wgrad_store in wgrad_stores:
+        if wgrad_store is not None:
+            wgrad_store.compute()
+            assert not wgrad_store.parameters
     return found | {name: p.grad for name, p in parameters.items()}, waiting
 
 
@@ -279,11 +279,11 @@ def test_a_gradient_becomes_the_parameters_own_and_few_are_held_at_a_time() -> N
 
         return gradient
 
-    later = WeightGradStore()
+    wgrad_store = WeightGradStore()
     for number, parameter in enumerate(parameters):
-        later.add((parameter,), gradients(number))
+        wgrad_store.add((parameter,), gradients(number))
     with torch.no_grad():
-        later.compute()
+        wgrad_store.compute()
     assert [p.grad.data_ptr() for p in parameters if p.grad is not None] == made
 
 
@@ -296,15 +296,15 @@ def test_no_operation_is_computed_twice(name: str) -> None:
     parameters = {k: nn.Parameter(torch.randn(shape)) for k, shape in way.parameters.items()}
     given = torch.randn(way.given, requires_grad=True)
 
-    def count(later: WeightGradStore | None) -> tuple[int, int, int]:
+    def count(wgrad_store: WeightGradStore | None) -> tuple[int, int, int]:
         counters = [FlopCounterMode(display=False) for _ in range(3)]
-        with counters[0], deferring(later):
+        with counters[0], deferring(wgrad_store):
             result = way.call(given, dict(parameters)).square().sum()
         with counters[1]:
             result.backward()
         with counters[2]:
-            if later is not None:
-                later.compute()
+            if wgrad_store is not None:
+                wgrad_store.compute()
         forward, backward, after = (counter.get_total_flops() for counter in counters)
         return forward, backward, after
 
@@ -318,30 +318,30 @@ def test_no_operation_is_computed_twice(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name, way in WAYS.items() if way.waiting])
 def test_what_waits_leads_neither_to_the_stage_s_input_nor_to_its_gradient(name: str) -> None:
     """A message brought the one, and another takes the other: they are let go before."""
-    way, later = WAYS[name], WeightGradStore()
+    way, wgrad_store = WAYS[name], WeightGradStore()
     parameters = {k: nn.Parameter(torch.randn(shape)) for k, shape in way.parameters.items()}
     leaf = torch.randn(way.given, requires_grad=True)
-    with megatron_waits(), deferring(later):
+    with megatron_waits(), deferring(wgrad_store):
         result = way.call(way.view(leaf.tanh()), dict(parameters))
     result.sum().backward()
-    assert later.parameters and leaf.grad is not None
+    assert wgrad_store.parameters and leaf.grad is not None
     held = [weakref.ref(leaf.untyped_storage()), weakref.ref(leaf.grad.untyped_storage())]
     del leaf, result
     assert all(storage() is None for storage in held)
-    later.compute()
+    wgrad_store.compute()
 
 
 @pytest.mark.parametrize("name", ["linear", "megatron", "conv2d"])
 def test_a_checkpoint_around_holds_no_input(name: str) -> None:
     """What waits is taken from the recomputation; until then nothing is kept."""
-    way, later = WAYS[name], WeightGradStore()
+    way, wgrad_store = WAYS[name], WeightGradStore()
     parameters = {k: nn.Parameter(torch.randn(shape)) for k, shape in way.parameters.items()}
     storages: list[weakref.ref[torch.UntypedStorage]] = []
 
     def layer(given: Tensor) -> Tensor:
         inner = given.tanh()
         storages.append(weakref.ref(inner.untyped_storage()))
-        with deferring(later):
+        with deferring(wgrad_store):
             return way.call(inner, dict(parameters))
 
     leaf = torch.randn(way.given, requires_grad=True)
@@ -350,20 +350,20 @@ def test_a_checkpoint_around_holds_no_input(name: str) -> None:
     assert len(storages) == 1 and storages[0]() is None
     result.sum().backward()
     assert len(storages) == 2 and storages[1]() is not None
-    later.compute()
+    wgrad_store.compute()
     assert storages[1]() is None
     assert all(p.grad is not None for p in parameters.values())
 
 
 def test_a_weight_that_is_first_used_under_autocast_does_not_wait_in_other_uses() -> None:
-    later, weight = WeightGradStore(), nn.Parameter(torch.randn(4, 4))
+    wgrad_store, weight = WeightGradStore(), nn.Parameter(torch.randn(4, 4))
     given = torch.randn(2, 4, requires_grad=True)
-    with deferring(later):
+    with deferring(wgrad_store):
         with torch.autocast("cpu", torch.bfloat16):
             first = F.linear(given, weight)
         second = F.linear(given, weight)
     (first.float() + second).sum().backward()
-    assert not later.parameters
+    assert not wgrad_store.parameters
 
 
 class _Energy(nn.Module):
@@ -385,13 +385,13 @@ def test_gradients_that_a_layer_asks_for_while_it_runs_are_not_its_weights() -> 
     found = []
     for split in (False, True):
         torch.manual_seed(0)
-        layer, later = _Energy(), WeightGradStore()
+        layer, wgrad_store = _Energy(), WeightGradStore()
         x = torch.randn(3, WIDTH, requires_grad=True)
-        with deferring(later if split else None):
+        with deferring(wgrad_store if split else None):
             y = layer(x)
         y.square().sum().backward()
-        assert (layer.linear.weight in later.parameters) == split
-        later.compute()
+        assert (layer.linear.weight in wgrad_store.parameters) == split
+        wgrad_store.compute()
         found.append([x.grad, layer.linear.weight.grad, layer.linear.bias.grad])
     for whole, parts in zip(*found, strict=True):
         assert whole is not None and parts is not None and torch.equal(whole, parts)
@@ -419,14 +419,18 @@ def test_gradients_that_a_backward_asks_for_are_not_its_weights(before: bool) ->
     found = []
     for split in (False, True):
         torch.manual_seed(0)
-        own, other, later = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), WeightGradStore()
+        own, other, wgrad_store = (
+            nn.Linear(WIDTH, WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+            WeightGradStore(),
+        )
         x = torch.randn(3, WIDTH, requires_grad=True)
-        with deferring(later if split else None):
+        with deferring(wgrad_store if split else None):
             y = _Unrolled.apply(other(x) if before else x, lambda z, own=own: own(z).tanh())
             y = y if before else other(y)
         y.square().sum().backward()
-        assert later.parameters == (set(other.parameters()) if split else set())
-        later.compute()
+        assert wgrad_store.parameters == (set(other.parameters()) if split else set())
+        wgrad_store.compute()
         assert own.weight.grad is None and own.bias.grad is None
         found.append([x.grad, other.weight.grad, other.bias.grad])
     for whole, parts in zip(*found, strict=True):
@@ -437,13 +441,15 @@ def test_gradients_that_a_backward_asks_for_are_not_its_weights(before: bool) ->
 def test_a_weight_that_is_written_into_before_its_backward_is_refused(name: str) -> None:
     """As torch does where the backward is whole."""
     way = WAYS[name]
-    for later in (None, WeightGradStore()):
+    for wgrad_store in (None, WeightGradStore()):
         parameters = {k: nn.Parameter(torch.randn(shape)) for k, shape in way.parameters.items()}
-        with megatron_waits(), deferring(later):
+        with megatron_waits(), deferring(wgrad_store):
             result = way.call(torch.randn(way.given, requires_grad=True), dict(parameters))
         with torch.no_grad():
             parameters["w"].mul_(0.5)
-        with pytest.raises(RuntimeError if later is None else PulseError, match="inplace|in place"):
+        with pytest.raises(
+            RuntimeError if wgrad_store is None else PulseError, match="inplace|in place"
+        ):
             result.sum().backward()
 
 

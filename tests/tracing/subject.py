@@ -61,10 +61,10 @@ class Subject:
             self._batch(1000 * step + m, (step + m) % count) for m in range(case.num_microbatches)
         ]
 
-    def _batch(self, seed: int, which: int) -> dict[str, Tensor]:
+    def _batch(self, seed: int, shape_index: int) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(seed)
         batch = {}
-        for leaf, value in leaves_of(self._examples[which]).items():
+        for leaf, value in leaves_of(self._examples[shape_index]).items():
             if (field := self._field_of.get(leaf)) is None:
                 continue
             if field == "timesteps" and value.is_floating_point():
@@ -74,8 +74,8 @@ class Subject:
             else:
                 places = torch.randint(0, value.numel(), value.shape, generator=generator)
                 drawn = value.flatten()[places]
-            batch[field] = drawn.reshape(self._specs[field].at(which).full_shape(2))
-        target = self.chain.output_spec.at(which).full_shape(2)
+            batch[field] = drawn.reshape(self._specs[field].at(shape_index).full_shape(2))
+        target = self.chain.output_spec.at(shape_index).full_shape(2)
         return {**batch, "target": torch.randn(target, generator=generator)}
 
     def eager_losses(self, case: Case) -> list[float]:

@@ -28,7 +28,7 @@ def test_a_chain_of_several_shapes_is_planned_as_their_mean() -> None:
     assert chain.input_spec == pulse.TensorSpec((3, 4, 4), others=((3, 8, 8),))
     source = source_of(chain)
     assert source is not None and source.chains[1, 2].state["enter.weight"] is module.enter.weight
-    alone = [at_shape(chain, which) for which in (0, 1)]
+    alone = [at_shape(chain, shape_index) for shape_index in (0, 1)]
     sizes = [part.input_spec.numel_per_sample for part in (*alone, chain)]
     assert sizes == [48, 192, 192]
     layer = alone[1].layers[0].build(None)

@@ -33,7 +33,7 @@ def with_main_params(get_optimizer: Callable[..., Any], ema_decay: float) -> Cal
         group = _group(optimizer)
         for chunk in model:
             stage = unwrap(chunk)
-            stage.masters = _masters_of(stage, found, group)
+            stage.main_params = _main_params_of(stage, found, group)
             if ema_decay:
                 begin_ema(stage, ema_decay)
         optimizer.reload_model_params = lambda state_dict=None: None
@@ -47,8 +47,8 @@ def begin_ema(stage: MegatronStage, decay: float) -> None:
 
     Frozen weights have no EMA, since it would equal them.
     """
-    assert stage.masters is not None
-    values, names = stage.masters.values(), stage.trained_names
+    assert stage.main_params is not None
+    values, names = stage.main_params.values(), stage.trained_names
     stage.ema = ExponentialMovingAverage(
         ((name, values[name]) for name in names if name in values), decay
     )
@@ -83,7 +83,7 @@ def with_fp32_weights(generate_state_dict: Callable[..., Any]) -> Callable[..., 
     return generate
 
 
-def _masters_of(
+def _main_params_of(
     stage: MegatronStage, found: dict[nn.Parameter, MainParamShard], group: Any
 ) -> MainParams:
     shapes, shares = {}, {}
@@ -96,9 +96,9 @@ def _masters_of(
     drawn, stage.drawn = stage.drawn, {}
     for name in drawn.keys() - shapes.keys():  # constants, which no optimizer changes
         shapes[name], shares[name] = drawn[name].shape, MainParamShard(drawn[name])
-    masters = MainParams(shapes, shares, group)
-    masters.load(drawn)
-    return masters
+    main_params = MainParams(shapes, shares, group)
+    main_params.load(drawn)
+    return main_params
 
 
 def _shares(optimizer: Any) -> Iterator[tuple[nn.Parameter, MainParamShard]]:
@@ -113,8 +113,8 @@ def _shares(optimizer: Any) -> Iterator[tuple[nn.Parameter, MainParamShard]]:
                 yield parameter, MainParamShard(master.detach(), span.start)
         elif isinstance(inner, Float16OptimizerWithFloat16Params):
             groups = zip(inner.float16_groups, inner.fp32_from_float16_groups, strict=True)
-            for parameters, masters in groups:
-                for parameter, master in zip(parameters, masters, strict=True):
+            for parameters, main_params in groups:
+                for parameter, master in zip(parameters, main_params, strict=True):
                     yield parameter, MainParamShard(master.detach())
 
 

@@ -67,9 +67,9 @@ def process_of(start: StartingPoint | None, options: PulseOptions) -> DiffusionP
 
 
 def faults_of(start: StartingPoint, wanted: NewRun, planned: bool = True) -> list[str]:
-    """Every reason why ``wanted`` cannot begin with ``start``; the same for every way in.
+    """Every reason why ``wanted`` cannot begin with ``start``; the same for all ways to start.
 
-    Before it is ``planned`` only those that no plan decides.
+    Before the run is ``planned``, only reasons that no plan decides.
     """
     finds = [*_FAULTS, *_PLAN_FAULTS] if planned else _FAULTS
     return [f"{start.given}: {fault}" for find in finds for fault in find(start, wanted)]
@@ -232,7 +232,7 @@ def _precision(args: argparse.Namespace) -> str:
 
 
 def _other_seed(start: StartingPoint, wanted: NewRun) -> Iterator[str]:
-    """--save alone goes on with the same run, and the seed is what tells two of a kind apart."""
+    """Fault if the seed differs: --save alone continues the same run, which the seed identifies."""
     before, now, folder = start.saved.arguments.seed, wanted.arguments.seed, start.saved.folder
     if not start.named and before != now:
         yield (

@@ -22,7 +22,7 @@ from megatron_pulse.errors import UserError, why_full
 from megatron_pulse.integration.flags.pulse_options import PulseOptions
 from megatron_pulse.integration.flags.startup_checks import FlagError
 from megatron_pulse.runtime.failure_board import PulseError
-from megatron_pulse.runtime.rendezvous import Job, leave_word
+from megatron_pulse.runtime.rendezvous import Job, report_to_torchrun
 from megatron_pulse.runtime.stop_signals import STOP, end_process, order
 from megatron_pulse.runtime.watchdog.watchdog import Watchdog
 
@@ -53,7 +53,7 @@ def start_watchdog(job: Job, args: argparse.Namespace, options: PulseOptions) ->
     if not 0 < options.timeout_s < math.inf:
         return None
     stacks = None if args.save is None else Path(args.save) / FAILURES / f"stacks{job.rank}.txt"
-    watch = Watchdog(job.rank, options.timeout_s, stacks, leave_word)
+    watch = Watchdog(job.rank, options.timeout_s, stacks, report_to_torchrun)
     watch.start()
     return watch
 
@@ -88,21 +88,21 @@ def obey_signal_at_once(job: Job, number: signal.Signals) -> NoReturn:
     def say() -> None:
         time.sleep(0.05)  # a killed launcher is gone only a moment after its ranks get the signal
         is_orphan = STOP.is_orphan
-        told = order(number, is_orphan)
-        text = f"stopped ({told}) before the first step; nothing to save"
+        request = order(number, is_orphan)
+        text = f"stopped ({request}) before the first step; nothing to save"
         if STOP.is_deferring:
-            text = f"second stop request ({told}): stopped within a step, without saving"
+            text = f"second stop request ({request}): stopped within a step, without saving"
         board = None if is_orphan and job.has_launcher else job.board()  # its store is gone too
         if board is None:
             if job.is_first_of_node:
                 print(text, file=sys.stderr, flush=True)
         elif (failure := board.first_failure()) is not None:
-            leave_word(failure, is_first=False)  # torchrun ends us: another rank failed
+            report_to_torchrun(failure, is_first=False)  # torchrun ends us: another rank failed
             return
         else:
             job.say_once(text)
             board.report(text)
-        leave_word(text, is_first=True)
+        report_to_torchrun(text, is_first=True)
 
     speaker = threading.Thread(target=say, daemon=True)
     speaker.start()
@@ -119,8 +119,8 @@ def fail(error: BaseException, job: Job, args: argparse.Namespace | None) -> NoR
         end_process(0)  # the loss of another rank, or of its store, is no failure while all leave
     if isinstance(error, SystemExit):
         _refuse(str(error), job, 2 if isinstance(error, UsageError | FlagError) else 1)
-    if STOP.told is not None and not STOP.is_deferring:
-        obey_signal_at_once(job, STOP.told)
+    if STOP.received is not None and not STOP.is_deferring:
+        obey_signal_at_once(job, STOP.received)
     _fail(error, job, args)
 
 
@@ -130,7 +130,7 @@ def _refuse(text: str, job: Job, status: int) -> NoReturn:
     if (board := job.board()) is not None:
         board.report(text.partition("\n")[0])
     head, *faults = text.splitlines()
-    leave_word(head + (faults[0] if faults else "") + " (said above)", is_first=True)
+    report_to_torchrun(head + (faults[0] if faults else "") + " (said above)", is_first=True)
     job.part(1.0)
     end_process(status)
 
@@ -154,7 +154,7 @@ def _fail(error: BaseException, job: Job, args: argparse.Namespace | None) -> No
         if is_kept:
             said.append(f"tracebacks of all ranks: {save}/{FAILURES}\n")
         print("".join(said), end="", file=sys.stderr, flush=True)
-    leave_word(first, is_first)
+    report_to_torchrun(first, is_first)
     if missing:
         time.sleep(_SEEN_S)
     if 0 not in missing:  # else the store is lost with rank 0

@@ -23,9 +23,9 @@ class EvaluationStopped(Exception):
 def agreed_stop_request() -> str:
     """Stop request that any rank received, in words; empty if none (collective)."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    told = torch.tensor([STOP.told or 0, STOP.is_orphan], dtype=torch.int32, device=device)
-    dist.all_reduce(told, op=dist.ReduceOp.MAX)
-    number, is_orphan = told.tolist()
+    request = torch.tensor([STOP.received or 0, STOP.is_orphan], dtype=torch.int32, device=device)
+    dist.all_reduce(request, op=dist.ReduceOp.MAX)
+    number, is_orphan = request.tolist()
     return order(signal.Signals(number), bool(is_orphan)) if number else ""
 
 
@@ -59,19 +59,19 @@ def stopping_hooks(args: argparse.Namespace) -> dict[str, Callable[..., Any]]:
 
     def decide_and_obey(*state: Any, **kwargs: Any) -> bool:
         iteration = state[3]
-        told = agreed_stop_request()
-        if told:
+        request = agreed_stop_request()
+        if request:
             if args.save:
-                _say(f"stop request ({told}): saving step {iteration}")
+                _say(f"stop request ({request}): saving step {iteration}")
                 _save(*state)
         elif decide(*state, **kwargs):
             _leave()
             return True
-        elif not (told := _told_while_saving(args, iteration)):
+        elif not (request := _requested_while_saving(args, iteration)):
             return False
         _leave()
         _say(
-            f"stopped ({told}) after step {iteration}: "
+            f"stopped ({request}) after step {iteration}: "
             + (
                 (f"saved in {args.save}; the same command continues from there")
                 if args.save
@@ -82,7 +82,7 @@ def stopping_hooks(args: argparse.Namespace) -> dict[str, Callable[..., Any]]:
 
     evaluated: int | None = None
 
-    def evaluate_unless_told(
+    def evaluate_unless_stopping(
         prefix: str, forward_step: Any, data: Any, model: Any, iteration: int, *rest: Any, **kw: Any
     ) -> None:
         nonlocal evaluated
@@ -100,7 +100,7 @@ def stopping_hooks(args: argparse.Namespace) -> dict[str, Callable[..., Any]]:
 
     return {
         "checkpoint_and_decide_exit": decide_and_obey,
-        "evaluate_and_print_results": evaluate_unless_told,
+        "evaluate_and_print_results": evaluate_unless_stopping,
     }
 
 
@@ -126,6 +126,6 @@ def _save(
     )
 
 
-def _told_while_saving(args: argparse.Namespace, iteration: int) -> str:
+def _requested_while_saving(args: argparse.Namespace, iteration: int) -> str:
     """Stop request that came while this step was saved, so that it is not saved a second time."""
     return agreed_stop_request() if args.save and iteration % args.save_interval == 0 else ""

@@ -68,9 +68,11 @@ def wrap_train_step(
         if options.ema_decay and not skipped:
             for chunk in model:
                 stage = unwrap(chunk)
-                if stage.ema is not None and stage.masters is not None:
-                    masters = stage.masters.values()
-                    stage.ema.update(((name, masters[name]) for name in stage.ema.state), done - 1)
+                if stage.ema is not None and stage.main_params is not None:
+                    main_params = stage.main_params.values()
+                    stage.ema.update(
+                        ((name, main_params[name]) for name in stage.ema.state), done - 1
+                    )
         if shows_progress:
             if bar is None:
                 bar = tqdm(total=args.train_iters, initial=done - 1, unit="step", desc="training")

@@ -44,12 +44,12 @@ def defer_wgrad() -> None:
 
     @functools.wraps(fused, updated=())
     def product(*args: Any, **kwargs: Any) -> Tensor:
-        if (later := current_wgrad_store()) is None:
+        if (wgrad_store := current_wgrad_store()) is None:
             return fused(*args, **kwargs)
         given = {**defaults, **dict(zip(parameters, args, strict=False)), **kwargs}
         tokens, weight, bias = given["input"], given["weight"], given["bias"]
         does_more = given["gradient_accumulation_fusion"] or given["gtp_remat_size"] > 1
-        if does_more or not later.takes(tokens, weight):
+        if does_more or not wgrad_store.defers(tokens, weight):
             return fused(*args, **kwargs)
         if given["sequence_parallel"]:
             tokens = gather_from_sequence_parallel_region(
@@ -57,10 +57,12 @@ def defer_wgrad() -> None:
             )
         elif given["allreduce_dgrad"]:
             tokens = copy_to_tensor_model_parallel_region(tokens, group=given["tp_group"])
-        result = deferred_linear(_FUSED, tokens, weight, bias, later)
+        result = deferred_linear(_FUSED, tokens, weight, bias, wgrad_store)
         if result is not None:
             return result
-        return deferred_call(_FusedSplit(weight, bias, given["tp_group"]), tokens, bias, later)
+        return deferred_call(
+            _FusedSplit(weight, bias, given["tp_group"]), tokens, bias, wgrad_store
+        )
 
     product.waits = True  # type: ignore[attr-defined]
     product.warned = True  # type: ignore[attr-defined]

@@ -32,8 +32,9 @@ from megatron_pulse.runtime.stage import Stage, Tensors
 class MegatronStage(Stage, MegatronModule):
     """``Stage`` that is one of Megatron's modules.
 
-    ``masters``, if set, are the main (fp32) parameters from which the parameters are rounded, and
-    ``ema`` averages them. ``drawn`` holds the initial weights until main parameters take them.
+    - ``main_params``: fp32 parameters from which the stage's parameters are rounded, if any.
+    - ``ema``: average of the main parameters.
+    - ``drawn``: initial weights, until the main parameters take them.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class MegatronStage(Stage, MegatronModule):
         activations: ActivationPolicies | None = None,
     ) -> None:
         self.drawn: Tensors = {}
-        self.masters: MainParams | None = None
+        self.main_params: MainParams | None = None
         self.ema: ExponentialMovingAverage | None = None
         # Megatron's training loop reads these attributes of every model chunk.
         self.pg_collection = pg_collection
@@ -84,8 +85,8 @@ class MegatronStage(Stage, MegatronModule):
         state = sharded_module_state(self, prefix, metadata)
         if self.ema is not None:
             averages = self.ema.state
-            if self.masters is not None:
-                averages = self.masters.gather(averages, self.trained_names)
+            if self.main_params is not None:
+                averages = self.main_params.gather(averages, self.trained_names)
             state.update(like_parameters(state, prefix, averages, "ema."))
         return state
 
@@ -94,14 +95,16 @@ class MegatronStage(Stage, MegatronModule):
 
         Collective over the ranks that shard main parameters.
         """
-        if self.masters is not None:
+        if self.main_params is not None:
             rounded = [
                 name
                 for name, value in self.state_dict().items()
-                if name in self.masters.shapes and value.dtype != torch.float32
+                if name in self.main_params.shapes and value.dtype != torch.float32
             ]
             state.update(
-                like_parameters(state, "", self.masters.gather(self.masters.values(), rounded))
+                like_parameters(
+                    state, "", self.main_params.gather(self.main_params.values(), rounded)
+                )
             )
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
@@ -111,9 +114,11 @@ class MegatronStage(Stage, MegatronModule):
             averages = {
                 k.removeprefix("ema."): v for k, v in state_dict.items() if k.startswith("ema.")
             }
-            self.ema.load_state(averages if self.masters is None else self.masters.parts(averages))
-        if self.masters is not None:
-            self.masters.load(own)
+            self.ema.load_state(
+                averages if self.main_params is None else self.main_params.parts(averages)
+            )
+        if self.main_params is not None:
+            self.main_params.load(own)
         return super().load_state_dict(own, strict=strict, assign=assign)
 
 

@@ -45,10 +45,10 @@ def defer_te_wgrad() -> None:
 
     @functools.wraps(forward)
     def waiting(self: Any, x: Tensor) -> Any:
-        later = current_wgrad_store()
-        if later is None or not later.takes(x, self.weight):
+        queue = current_wgrad_store()
+        if queue is None or not queue.defers(x, self.weight):
             return forward(self, x)
-        own, self.wgrad_store = self.wgrad_store, _Store(later, (self.weight, *_biases(self)))
+        own, self.wgrad_store = self.wgrad_store, _Store(queue, (self.weight, *_biases(self)))
         try:
             return forward(self, x)
         finally:
@@ -85,8 +85,8 @@ def _biases(layer: Any) -> tuple[nn.Parameter, ...]:
 class _Store:
     """Weight-gradient store of one call of a linear, with the interface of its node."""
 
-    def __init__(self, later: WeightGradStore, parameters: tuple[nn.Parameter, ...]) -> None:
-        self._later = later
+    def __init__(self, queue: WeightGradStore, parameters: tuple[nn.Parameter, ...]) -> None:
+        self._queue = queue
         self._parameters = parameters
 
     def delay_wgrad_compute(self) -> bool:
@@ -101,4 +101,4 @@ class _Store:
             found = zip(parameters, product(*factors), strict=False)
             return tuple(gradient.to(parameter.dtype) for parameter, gradient in found)
 
-        self._later.add(parameters, gradients)
+        self._queue.add(parameters, gradients)

@@ -160,10 +160,10 @@ def write_batches(job: VerifyJob, given: PlanFile, backbone: Backbone, data: str
 def _random(backbone: Backbone, size: int, job: VerifyJob, number: int) -> dict[str, Tensor]:
     """Microbatch of random numbers; several shapes alternate."""
     generator = torch.Generator().manual_seed(layer_seed(job.seed, f"microbatch {number}"))
-    which = number % backbone.num_shapes
+    shape_index = number % backbone.num_shapes
 
     def made(name: str, spec: TensorSpec) -> Tensor:
-        shape = spec.at(which).full_shape(size)
+        shape = spec.at(shape_index).full_shape(size)
         if name == "timesteps":
             return torch.rand(shape, generator=generator) * 1000
         kind = torch.float32 if spec.dtype == COMPUTE else getattr(torch, spec.dtype)

@@ -221,7 +221,7 @@ class Reference:
         fields |= {n: t for (_, kind, n, _), t in taken.items() if kind is Payload.CONDITIONING}
         self._number = number
         outputs, pushed, provided = module(
-            boundary, skips, fields, which=shape_of(self._backbone, batch)
+            boundary, skips, fields, shape_index=shape_of(self._backbone, batch)
         )
         self._number = None
         given: dict[_Key, Tensor] = {}

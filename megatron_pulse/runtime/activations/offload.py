@@ -88,13 +88,13 @@ class ActivationOffload:
 
     ::
 
-        F  forward        each saved storage is recorded once
-           leave()        copies to pinned memory begin
-        O  let_go()       copies have ended: device memory is free for later operations
-              ...             other microbatches
-        L  fetch()        copies back begin
-        B  backward       takes views of the returned storages: same bits, same strides
-           close()        no copy is in flight
+        F  forward           each saved storage is recorded once
+           start_offload()   copies to pinned memory begin
+        O  finish_offload()  copies have ended: device memory is free for later operations
+              ...            other microbatches
+        L  start_load()      copies back begin
+        B  backward          takes views of the returned storages: same bits, same strides
+           close()           no copy is in flight
 
     The host never waits for a copy. The compute stream waits instead, so memory is freed and reused
     in stream order. On a CPU copies are synchronous. Small storages stay on the device. So do the
@@ -116,7 +116,7 @@ class ActivationOffload:
         within: AbstractContextManager[Any] = saved_tensors_hooks(note, self._take)
         return within
 
-    def leave(self) -> None:
+    def start_offload(self) -> None:
         """Start the copy-out of all recorded storages."""
         self._left = True
         self._numbers.clear()
@@ -132,13 +132,13 @@ class ActivationOffload:
                 moved.host.copy_(source, non_blocking=True)
         self._last = None if stream is None else stream.record_event()
 
-    def let_go(self) -> None:
+    def finish_offload(self) -> None:
         """Free the device memory of all offloaded storages, in stream order."""
         self._wait(self._last)
         for moved in self._moved:
             moved.here = None
 
-    def fetch(self) -> None:
+    def start_load(self) -> None:
         """Start the copy-in of offloaded storages that backward still needs."""
         for moved in self._moved:
             if moved.here is None and moved.left:

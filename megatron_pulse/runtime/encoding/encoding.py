@@ -140,7 +140,7 @@ class Encoding:
                 sizes = _measured(component, batches[0])
             if self._links is not None:
                 what = f"the sizes of {component.name}"
-                sizes = self._links.tell(sizes, component.homes[0], what)
+                sizes = self._links.broadcast_object(sizes, component.homes[0], what)
             assert sizes is not None
             self._sizes[component.name] = sizes
 

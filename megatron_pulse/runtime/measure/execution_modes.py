@@ -23,9 +23,9 @@ def leaving_weights(module: Any) -> Iterator[Callable[[], None]]:
     Yields a function that computes and accumulates the deferred gradients; call it after backward.
     Megatron's linear layers defer if ``defer_wgrad`` was called.
     """
-    later = WeightGradStore()
-    with deferring(later, getattr(module, "undivided", ())):
-        yield later.compute
+    wgrad_store = WeightGradStore()
+    with deferring(wgrad_store, getattr(module, "undivided", ())):
+        yield wgrad_store.compute
 
 
 @contextmanager

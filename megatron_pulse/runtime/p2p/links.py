@@ -176,7 +176,7 @@ class Links:
         self._slots.give(transfer.tensor)
         return tensor
 
-    def let_go(self, messages: Iterable[Message]) -> None:
+    def complete_sends(self, messages: Iterable[Message]) -> None:
         """Release sends that the plan proves complete, so their wait returns at once."""
         for message in messages:
             if (transfer := self._sends.pop(message, None)) is not None:
@@ -187,14 +187,14 @@ class Links:
     def release(self, messages: Iterable[Message]) -> None:
         """Release sends that are complete by the plan's times, on streams only.
 
-        Without streams the host continues, and ``let_go`` releases them once the plan proves
-        completion.
+        Without streams the host continues, and ``complete_sends`` releases them once
+        the plan proves completion.
         """
-        self.let_go(message for message in messages if self._channel(message).on_stream)
+        self.complete_sends(message for message in messages if self._channel(message).on_stream)
 
     def drain(self) -> None:
         """Wait within the time limit for all transfers in flight."""
-        self.let_go(list(self._sends))
+        self.complete_sends(list(self._sends))
         for message in list(self._receives):
             self.wait(message)
         self._finish()
@@ -224,7 +224,7 @@ class Links:
         if self._group.rank() == device:
             self.traffic.replica_bytes += tensor.nbytes * (self._group.size() - 1)
 
-    def tell[T](self, value: T, device: int, what: str) -> T:
+    def broadcast_object[T](self, value: T, device: int, what: str) -> T:
         """Broadcast a small picklable ``value`` from ``device``; the host waits."""
         content = pickle.dumps(value) if self._group.rank() == device else b""
         where = self._place

@@ -126,7 +126,7 @@ class TensorRouter:
         """Wait for a message, then release sends that are complete by the plan."""
         links = self._links_or_fail()
         tensor = links.wait(wait.message)
-        links.let_go(wait.sent)
+        links.complete_sends(wait.sent)
         return tensor
 
     def release(self, sent: Sequence[Message]) -> None:

@@ -24,7 +24,7 @@ from megatron_pulse.runtime.p2p.links import Links
 class Replicas:
     """This device's copies of the embedders that ``routes`` replicates.
 
-    ``masters`` maps embedders owned by this device to their modules. ``before_reading`` is called
+    ``owned`` maps embedders owned by this device to their modules. ``before_reading`` is called
     with such a module before its parameters are read, since Megatron may still be gathering them.
     """
 
@@ -34,14 +34,14 @@ class Replicas:
         routes: Routes,
         device: int,
         context: LayerContext | None,
-        masters: Mapping[str, nn.Module],
+        owned: Mapping[str, nn.Module],
         links: Links,
         dtype: torch.dtype,
         torch_device: torch.device,
-        before_reading: Callable[[nn.Module], None] = lambda master: None,
+        before_reading: Callable[[nn.Module], None] = lambda module: None,
     ) -> None:
         self._links = links
-        self._masters = masters
+        self._owned = owned
         self._before_reading = before_reading
         self._has_buffers = False  # the owners' buffers, which may be random
         self._copies: dict[str, _Copy] = {}
@@ -49,7 +49,7 @@ class Replicas:
         for i, layer in enumerate(backbone.layers):
             if layer.name in routes.replicated:
                 owner = placement.device_of_stage[routes.partition.stage_of_layer(i)]
-                if (owner == device) != (layer.name in masters):
+                if (owner == device) != (layer.name in owned):
                     raise ValueError(f"device {owner} owns {layer.name}, not device {device}")
                 module = _empty(layer, context, torch_device).to(torch_device, dtype)
                 self._copies[layer.name] = _Copy(module, owner)
@@ -67,13 +67,13 @@ class Replicas:
         for name, copy in self._copies.items():
             parameters = copy.parameters
             if not self._has_buffers and (buffers := dict(copy.module.named_buffers())):
-                own = self._masters[name] if name in self._masters else copy.module
+                own = self._owned[name] if name in self._owned else copy.module
                 found = {at: buffer.cpu() for at, buffer in own.named_buffers()}
-                found = self._links.tell(found, copy.owner, f"the buffers of {name}")
+                found = self._links.broadcast_object(found, copy.owner, f"the buffers of {name}")
                 _fill(buffers, found)
-            if name in self._masters:
-                self._before_reading(self._masters[name])
-                parameters = list(self._masters[name].parameters())
+            if name in self._owned:
+                self._before_reading(self._owned[name])
+                parameters = list(self._owned[name].parameters())
             if not parameters:
                 continue
             values = _flat([parameter.detach() for parameter in parameters])
@@ -95,8 +95,8 @@ class Replicas:
                 continue
             gradients = _flat(copy.gradients)
             self._links.reduce(gradients, copy.owner, f"the gradients of {name}")
-            if name in self._masters:
-                parameters = _trained(self._masters[name])
+            if name in self._owned:
+                parameters = _trained(self._owned[name])
                 _backward(parameters, _split(gradients, parameters))
             copy.clear()
 

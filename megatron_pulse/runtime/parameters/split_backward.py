@@ -1,8 +1,8 @@
 """Split backward: input gradients (B) in the backward pass, weight gradients (W) in a queue.
 
-Within ``deferring(later)``, linear maps and convolutions of torch and Megatron compute only their
-input gradients in backward. Their weight gradients go to ``later``. These gradients are not
-deferred:
+Within ``deferring(wgrad_store)``, linear maps and convolutions of torch and Megatron compute only
+their input gradients in backward. Their weight gradients go to ``wgrad_store``. These gradients are
+not deferred:
 
 - small ones, of norms and embeddings;
 - weights of layers whose input needs no gradient, and computed weights;
@@ -42,27 +42,29 @@ _BACKWARDS = frozenset({Tensor.backward, torch.autograd.backward})
 _OPERANDS = ("input", "weight", "bias")
 """First arguments of each operation; the last is optional."""
 
-_later: ContextVar[WeightGradStore | None] = ContextVar("later", default=None)
+_wgrad_store: ContextVar[WeightGradStore | None] = ContextVar("wgrad_store", default=None)
 
 
 @contextmanager
-def deferring(later: WeightGradStore | None, but: Iterable[nn.Parameter] = ()) -> Iterator[None]:
-    """Defer weight gradients to ``later``, except those of ``but``; None changes nothing."""
-    if later is None:
+def deferring(
+    wgrad_store: WeightGradStore | None, but: Iterable[nn.Parameter] = ()
+) -> Iterator[None]:
+    """Defer weight gradients to ``wgrad_store``, except those of ``but``; None changes nothing."""
+    if wgrad_store is None:
         yield
         return
-    later.keep(but)
-    token = _later.set(later)
+    wgrad_store.keep(but)
+    token = _wgrad_store.set(wgrad_store)
     try:
-        with later.entered(), _Interception(later):
+        with wgrad_store.entered(), _Interception(wgrad_store):
             yield
     finally:
-        _later.reset(token)
+        _wgrad_store.reset(token)
 
 
 def current_wgrad_store() -> WeightGradStore | None:
     """Weight-gradient queue of the enclosing ``deferring``; None outside."""
-    return _later.get()
+    return _wgrad_store.get()
 
 
 class SplitCall(ABC):
@@ -96,13 +98,13 @@ class SplitCall(ABC):
 
 
 def deferred_call(
-    split: SplitCall, given: Tensor, bias: Tensor | None, later: WeightGradStore
+    split: SplitCall, given: Tensor, bias: Tensor | None, wgrad_store: WeightGradStore
 ) -> Tensor:
-    """Run ``split`` and defer its weight gradients to ``later``."""
+    """Run ``split`` and defer its weight gradients to ``wgrad_store``."""
     # Without a differentiable input the graph would end here.
     anchor = None if given.requires_grad else torch.empty(0, requires_grad=True)
     computed = bias if split.bias_is_computed else None
-    result: Tensor = _Node.apply(split, later, given, computed, anchor)
+    result: Tensor = _Node.apply(split, wgrad_store, given, computed, anchor)
     return result
 
 
@@ -113,12 +115,12 @@ class _Node(torch.autograd.Function):
     def forward(
         ctx: Any,
         split: SplitCall,
-        later: WeightGradStore,
+        wgrad_store: WeightGradStore,
         given: Tensor,
         bias: Tensor | None,
         anchor: Any,
     ) -> Tensor:
-        ctx.split, ctx.later, ctx.version = split, later, split.weight._version
+        ctx.split, ctx.wgrad_store, ctx.version = split, wgrad_store, split.weight._version
         ctx.set_materialize_grads(False)
         result, saved = split.run(given, bias)
         ctx.save_for_backward(*saved)
@@ -131,16 +133,16 @@ class _Node(torch.autograd.Function):
         split, saved = ctx.split, detached(ctx.saved_tensors)
         if ctx.needs_input_grad[2]:
             require_unmodified(split.weight, ctx.version)
-        ctx.later.add(split.parameters, lambda: split.weight_gradients(saved, gradient))
+        ctx.wgrad_store.add(split.parameters, lambda: split.weight_gradients(saved, gradient))
         return (None, None, *split.input_gradients(saved, gradient), None)
 
 
 class _Interception(TorchFunctionMode):
     """Splits torch's linear maps and convolutions."""
 
-    def __init__(self, later: WeightGradStore) -> None:
+    def __init__(self, wgrad_store: WeightGradStore) -> None:
         super().__init__()
-        self._later = later
+        self._wgrad_store = wgrad_store
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -156,13 +158,13 @@ class _Interception(TorchFunctionMode):
         rest = dict(kwargs)
         named = [rest.pop(name, None) for name in _OPERANDS[len(args) :]]
         given, weight, bias = (*args[:3], *named)
-        if not self._later.takes(given, weight):
+        if not self._wgrad_store.defers(given, weight):
             return func(*args, **kwargs)
         more = args[3:]  # keeping all of args would keep the input alive
         if func is F.linear:
-            result = deferred_linear(TORCH, given, weight, bias, self._later)
+            result = deferred_linear(TORCH, given, weight, bias, self._wgrad_store)
         else:
-            result = deferred_convolution(func, given, weight, bias, more, rest, self._later)
+            result = deferred_convolution(func, given, weight, bias, more, rest, self._wgrad_store)
         if result is not None:
             return result
 
@@ -170,7 +172,7 @@ class _Interception(TorchFunctionMode):
             result: Tensor = func(given, weight, bias, *more, **rest)
             return result
 
-        return deferred_call(_TorchSplit(operation, weight, bias), given, bias, self._later)
+        return deferred_call(_TorchSplit(operation, weight, bias), given, bias, self._wgrad_store)
 
 
 class _TorchSplit(SplitCall):

@@ -45,9 +45,9 @@ def deferred_convolution(
     bias: Tensor | None,
     more: tuple[Any, ...],
     named: Mapping[str, Any],
-    later: WeightGradStore,
+    wgrad_store: WeightGradStore,
 ) -> Tensor | None:
-    """Run a convolution and defer its weight and bias gradients to ``later``.
+    """Run a convolution and defer its weight and bias gradients to ``wgrad_store``.
 
     ``function`` is one of ``CONVOLUTIONS``, called with ``more`` and ``named`` after its operands.
     Returns None where deferral is not supported: an input without gradient, a computed bias, an
@@ -76,7 +76,7 @@ def deferred_convolution(
     def result(given: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return function(given, weight, bias, *more, **named)
 
-    convolved: Tensor = _Convolution.apply(given, (_Call(result, how), weight, bias), later)
+    convolved: Tensor = _Convolution.apply(given, (_Call(result, how), weight, bias), wgrad_store)
     return convolved
 
 
@@ -90,10 +90,10 @@ class _Convolution(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, given: Tensor, held: tuple[_Call, nn.Parameter, Any], later: WeightGradStore
+        ctx: Any, given: Tensor, held: tuple[_Call, nn.Parameter, Any], wgrad_store: WeightGradStore
     ) -> Tensor:
         call, weight, bias = ctx.held = held
-        ctx.later, ctx.version = later, weight._version
+        ctx.wgrad_store, ctx.version = wgrad_store, weight._version
         ctx.save_for_backward(given)
         return call.result(given, weight, bias)
 
@@ -114,5 +114,5 @@ class _Convolution(torch.autograd.Function):
             _, of_weight, of_bias = gradients(False, True, waits)
             return (of_weight, of_bias) if waits else (of_weight,)
 
-        ctx.later.add((weight, bias) if waits else (weight,), weight_gradients)
+        ctx.wgrad_store.add((weight, bias) if waits else (weight,), weight_gradients)
         return gradients(True, False, False)[0], None, None

@@ -32,9 +32,9 @@ def deferred_linear(
     given: Tensor,
     weight: nn.Parameter,
     bias: Tensor | None,
-    later: WeightGradStore,
+    wgrad_store: WeightGradStore,
 ) -> Tensor | None:
-    """Run a linear map and defer its weight and bias gradients to ``later``.
+    """Run a linear map and defer its weight and bias gradients to ``wgrad_store``.
 
     Returns None where a whole backward pass would use other operands or strides than input rows
     times weight.
@@ -50,7 +50,7 @@ def deferred_linear(
         and (bias is None or (isinstance(bias, nn.Parameter) and bias.dtype == weight.dtype))
     ):
         return None
-    result: Tensor = _Linear.apply(given, (kind, weight, bias), later)
+    result: Tensor = _Linear.apply(given, (kind, weight, bias), wgrad_store)
     # A view where torch returns a view: gradients of in-place writes accumulate the same way.
     return result.view(*given.shape[:-1], -1) if result.dim() < given.dim() else result
 
@@ -63,10 +63,13 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, given: Tensor, held: tuple[LinearMap, nn.Parameter, Any], later: WeightGradStore
+        ctx: Any,
+        given: Tensor,
+        held: tuple[LinearMap, nn.Parameter, Any],
+        wgrad_store: WeightGradStore,
     ) -> Tensor:
         kind, weight, bias = ctx.held = held
-        ctx.later, ctx.version = later, weight._version
+        ctx.wgrad_store, ctx.version = wgrad_store, weight._version
         ctx.save_for_backward(given)
         result = kind.result(given, weight, bias)
         return result.flatten(0, -2).detach() if result._is_view() else result
@@ -84,7 +87,7 @@ class _Linear(torch.autograd.Function):
             of_weight = rows.t().mm(given.view(-1, weight.shape[1]))
             return (of_weight, rows.sum(0)) if waits else (of_weight,)
 
-        ctx.later.add((weight, bias) if waits else (weight,), weight_gradients)
+        ctx.wgrad_store.add((weight, bias) if waits else (weight,), weight_gradients)
         return kind.back(gradient, weight), None, None
 
 

@@ -28,7 +28,7 @@ class WeightGradStore:
         self._inside = False
         self._pass: int | None = None
 
-    def takes(self, given: Tensor, weight: Tensor) -> bool:
+    def defers(self, given: Tensor, weight: Tensor) -> bool:
         """True if the gradient of ``weight`` in a product with ``given`` is deferred.
 
         The input's gradient must continue the graph. Later uses of a weight follow its first use.

@@ -49,9 +49,9 @@ class Phase:
 
 @dataclass(frozen=True)
 class Position:
-    """Position of the main thread in words; ``waits`` is true if it waits for others there."""
+    """Position of the main thread; ``waits`` is true if it waits for others there."""
 
-    words: str
+    text: str
     waits: bool
 
 
@@ -100,7 +100,7 @@ class Progress:
             frame = frame.f_back
         return hash(tuple(places))
 
-    def look(self) -> Position:
+    def position(self) -> Position:
         """Position of the main thread; source lines are read from disk if possible."""
         doing = [self.phase.name]
         event, frame = self.event, self._frame()

@@ -7,7 +7,7 @@ seconds::
 
     main thread     F0:0 | wait for rank 1 .........................................
     watchdog                  . . . . . . limit: "where are you?" to all    "end" to all
-    rank 1           (stopped)                     no answer in 3 s
+    rank 1           (stopped)                     no response in 3 s
     rank 2          wait for rank 0 ..............: "waiting for ..."       ends too
 """
 
@@ -28,7 +28,12 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from megatron_pulse.runtime.stop_signals import STOP, end_process
-from megatron_pulse.runtime.watchdog.diagnosis import Diagnosis, RankStatus, diagnose, moving_for
+from megatron_pulse.runtime.watchdog.diagnosis import (
+    Diagnosis,
+    RankStatus,
+    diagnose,
+    seconds_until_diagnosis,
+)
 from megatron_pulse.runtime.watchdog.peer_status import (
     Address,
     Answer,
@@ -51,16 +56,16 @@ _COMPUTES, _WRITES = 0.5, 1e5
 
 A waiting process stays below them, although gloo's threads poll a hundred times a second.
 """
-_MOST_WORDS = 2000
+_MAX_POSITION_LENGTH = 2000
 """Maximum number of characters of a rank's position."""
 _SECRET, _ADDRESS = "megatron_pulse/watch/secret", "megatron_pulse/watch"
 
 
 class Watchdog:
-    """Watch the main thread of this rank, which may stand still for ``limit_s`` seconds.
+    """Watch the main thread of this rank, which may make no progress for ``limit_s`` seconds.
 
     - ``stacks``: file for the stacks of all threads; None writes none.
-    - ``word``: called with the failure, and whether this rank found it, when the process ends.
+    - ``on_failure``: called at the end with the failure, and whether this rank found it.
     - ``meet``: call to announce the other ranks; until then only this rank is known.
     """
 
@@ -69,18 +74,18 @@ class Watchdog:
         rank: int,
         limit_s: float,
         stacks: Path | None = None,
-        word: Callable[[str, bool], None] = lambda text, is_first: None,
-        place: Progress = PROGRESS,
+        on_failure: Callable[[str, bool], None] = lambda text, is_first: None,
+        progress: Progress = PROGRESS,
     ) -> None:
         self._rank = rank
         self._limit_s = limit_s
         self._stacks = stacks
-        self._word = word
-        self._place = place
+        self._on_failure = on_failure
+        self._progress = progress
         self._tick_s = min(1.0, limit_s / 20)
-        # If all ranks stand still, the lowest rank queries first.
+        # If no rank makes progress, the lowest rank queries first.
         self._asks_after_s = limit_s + min(0.25 * rank, 2.0)
-        self._quiet_s = self._computed_s = 0.0
+        self._unmoved_s = self._computed_s = 0.0
         self._moved = 0
         self._listener: Listener | None = None
         self._secret = self._unmet = ""
@@ -114,10 +119,10 @@ class Watchdog:
         assert self._listener is not None
         self._secret = self._listener.secret = store.get(_SECRET).decode()
         others = [rank for rank in range(world_size) if rank != self._rank]
-        for rank, told in zip(
+        for rank, entry in zip(
             others, store.multi_get([f"{_ADDRESS}/{rank}" for rank in others]), strict=True
         ):
-            host, port, process = told.decode().split(" ", 2)
+            host, port, process = entry.decode().split(" ", 2)
             self._others[rank] = host or master[0], int(port)
             self._processes[rank] = process
 
@@ -126,38 +131,39 @@ class Watchdog:
         self._stopped.set()
 
     def missing(self) -> dict[int, str]:
-        """Describe the other ranks whose processes ended or do not answer."""
-        said = ask(self._others, self._secret, {"ask": self._rank}, ANSWER_S)
+        """Describe the other ranks whose processes exited or do not respond."""
+        answers = ask(self._others, self._secret, {"ask": self._rank}, ANSWER_S)
         return {
             rank: f"rank {rank} ({self._processes[rank]}): {one.value}"
-            for rank, one in said.items()
+            for rank, one in answers.items()
             if isinstance(one, NoAnswer)
         }
 
     def _watch(self) -> None:
-        signature, looked, asks_at_s = self._place.signature(), time.monotonic(), self._asks_after_s
+        signature, asks_at_s = self._progress.signature(), self._asks_after_s
+        looked = time.monotonic()
         while not self._stopped.wait(self._tick_s):
             # Time during which this process was stopped, or the node slept, does not count.
             now = time.monotonic()
             passed_s, looked = min(now - looked, 2 * self._tick_s), now
             works = self._works(passed_s)
-            if signature != (signature := self._place.signature()):
-                self._quiet_s, asks_at_s = 0.0, self._asks_after_s
+            if signature != (signature := self._progress.signature()):
+                self._unmoved_s, asks_at_s = 0.0, self._asks_after_s
             elif works:
-                self._quiet_s += passed_s / _PATIENCE
+                self._unmoved_s += passed_s / _PATIENCE
             else:
-                self._quiet_s += passed_s
-            if self._still_s >= asks_at_s:
-                asks_at_s = self._still_s + self._inquire()
+                self._unmoved_s += passed_s
+            if self._stalled_s >= asks_at_s:
+                asks_at_s = self._stalled_s + self._query_ranks()
 
     @property
-    def _still_s(self) -> float:
+    def _stalled_s(self) -> float:
         """Seconds without progress, less those granted to the current phase."""
-        return max(0.0, self._quiet_s - self._place.phase.grants_s)
+        return max(0.0, self._unmoved_s - self._progress.phase.grants_s)
 
     def _works(self, passed_s: float) -> bool:
         """True if this process computes or does I/O in a patient phase."""
-        if not self._place.phase.is_patient:
+        if not self._progress.phase.is_patient:
             return False
         before_s, self._computed_s = self._computed_s, time.process_time() - time.thread_time()
         before, self._moved = self._moved, _moved_bytes()
@@ -166,30 +172,33 @@ class Watchdog:
             or self._moved - before > _WRITES * passed_s
         )
 
-    def _inquire(self) -> float:
+    def _query_ranks(self) -> float:
         """Query all ranks; end the job, or return the seconds until the next query."""
         if time.monotonic() - self._asked_by_lower < 3 * ANSWER_S:
             return 2 * ANSWER_S  # a lower rank is already querying
         asked = ask(self._others, self._secret, {"ask": self._rank}, ANSWER_S)
-        said = {self._rank: self._said()} | {
-            rank: one if isinstance(one, NoAnswer) else _said(one) for rank, one in asked.items()
+        statuses = {self._rank: self._status()} | {
+            rank: one if isinstance(one, NoAnswer) else _status_of(one)
+            for rank, one in asked.items()
         }
-        said = dict(sorted(said.items()))
-        if (left_s := moving_for(said, self._limit_s)) is not None:
+        statuses = dict(sorted(statuses.items()))
+        if (left_s := seconds_until_diagnosis(statuses, self._limit_s)) is not None:
             return min(max(left_s, 1.0), self._limit_s)
-        verdict = diagnose(said, self._processes, self._limit_s)
+        diagnosis = diagnose(statuses, self._processes, self._limit_s)
         if self._unmet and not self._others:
             alone = f"rank {self._rank} has not reached the other ranks: {self._unmet}"
-            verdict = replace(verdict, reason=verdict.reason.partition("; ")[0] + f"; {alone}")
-        self._end_all(verdict)
+            diagnosis = replace(
+                diagnosis, reason=diagnosis.reason.partition("; ")[0] + f"; {alone}"
+            )
+        self._end_all(diagnosis)
         return self._limit_s
 
-    def _end_all(self, verdict: Diagnosis) -> None:
+    def _end_all(self, diagnosis: Diagnosis) -> None:
         if not self._ending.acquire(blocking=False):
             return
         lines = [
-            *verdict.places,
-            f"rank {self._rank} stops; first failure in this job: {verdict.reason}",
+            *diagnosis.positions,
+            f"rank {self._rank} stops; first failure in this job: {diagnosis.reason}",
         ]
         if self._stacks is not None:
             lines.append(f"stacks of all ranks: {self._stacks.parent}")
@@ -197,13 +206,13 @@ class Watchdog:
             call_with_timeout(
                 _TAKES_S, lambda: print("\n".join(lines), file=sys.stderr, flush=True)
             )
-        question = {"end": verdict.reason, "from": self._rank}
+        question = {"end": diagnosis.reason, "from": self._rank}
         call_with_timeout(_TAKES_S, lambda: ask(self._others, self._secret, question, ANSWER_S))
-        self._leave(verdict.reason, is_first=True)
+        self._leave(diagnosis.reason, is_first=True)
 
     def _leave(self, reason: str, is_first: bool) -> None:
         call_with_timeout(_TAKES_S, lambda: self._keep_stacks(reason))
-        call_with_timeout(_TAKES_S, lambda: self._word(reason, is_first))
+        call_with_timeout(_TAKES_S, lambda: self._on_failure(reason, is_first))
         status = 0 if STOP.is_leaving else 1
         start_and_leave(
             lambda: _exit_later(status)
@@ -215,29 +224,31 @@ class Watchdog:
             return
         self._stacks.parent.mkdir(parents=True, exist_ok=True)
         with self._stacks.open("w") as file:
-            print(f"{reason}\nthis rank: {self._place.look().words}\n", file=file, flush=True)
+            print(f"{reason}\nthis rank: {self._progress.position().text}\n", file=file, flush=True)
             faulthandler.dump_traceback(file, all_threads=True)
 
-    def _said(self) -> RankStatus:
-        sight = self._place.look()
-        return RankStatus(sight.words[:_MOST_WORDS], self._still_s, sight.waits)
+    def _status(self) -> RankStatus:
+        position = self._progress.position()
+        return RankStatus(position.text[:_MAX_POSITION_LENGTH], self._stalled_s, position.waits)
 
     def _answer(self, question: Answer) -> Answer:
         if "end" in question:
             if self._ending.acquire(blocking=False):
                 start_and_leave(lambda: self._leave(str(question["end"]), is_first=False))
             return {}
-        if question.get("ask", self._rank) < self._rank and self._still_s >= self._limit_s / 2:
+        if question.get("ask", self._rank) < self._rank and self._stalled_s >= self._limit_s / 2:
             self._asked_by_lower = time.monotonic()
-        said = call_with_timeout(
-            ANSWER_S / 2, self._said, RankStatus(self._place.phase.name, self._still_s, True)
+        status = call_with_timeout(
+            ANSWER_S / 2, self._status, RankStatus(self._progress.phase.name, self._stalled_s, True)
         )
-        return {"words": said.words, "quiet_s": said.quiet_s, "waits": said.waits}
+        return {"position": status.position, "stalled_s": status.stalled_s, "waits": status.waits}
 
 
-def _said(answer: Answer) -> RankStatus:
+def _status_of(answer: Answer) -> RankStatus:
     return RankStatus(
-        str(answer.get("words", "")), float(answer.get("quiet_s", 0.0)), bool(answer.get("waits"))
+        str(answer.get("position", "")),
+        float(answer.get("stalled_s", 0.0)),
+        bool(answer.get("waits")),
     )
 
 
