@@ -64,7 +64,7 @@ def test_only_wanted_gradients_travel() -> None:
 
 
 def test_stages_without_a_backward_do_not_run_ahead_without_bound() -> None:
-    """What they hand on waits at its taker, and counts."""
+    """Their outputs wait at the consumer, and count as memory."""
     backbone = chain(6, 7)
     costs = dataclasses.replace(
         weighted_costs(backbone, [1.0] * 10), saved_bytes=(0,) * 6 + (7,) * 4

@@ -1,4 +1,4 @@
-"""What backbones ask for, against what data have."""
+"""Fields that backbones need against fields that data has."""
 
 import numpy as np
 import pytest

@@ -56,7 +56,7 @@ def test_pictures_are_seen_as_the_camera_was_held(tmp_path, suffix, orientation)
 
 
 def opened_by_pillow(path: Path) -> np.ndarray:
-    """What Pillow's own functions make of a file: upright, and in sRGB."""
+    """Picture decoded by Pillow's own functions: upright, and in sRGB."""
     with Image.open(path) as file:
         image = ImageOps.exif_transpose(file)
     if profile := file.info.get("icc_profile"):
@@ -153,7 +153,7 @@ def test_modes_of_pictures_are_pillows(tmp_path):
 def grey_tiff(
     path: Path, bits: int, white_is_zero: bool, rows: list[list[int]], order: str = "<"
 ) -> None:
-    """One uncompressed strip of grey samples, in bytes of this order, by the format's tables."""
+    """TIFF file of one uncompressed strip of grey samples with this byte order."""
     values = [value for row in rows for value in row]
     packed = "".join(f"{value:0{bits}b}" for value in values)
     data = int(packed, 2).to_bytes(len(packed) // 8, "big")
@@ -260,8 +260,7 @@ READ = "supported are PNG, JPEG, WEBP, GIF, BMP and TIFF"
 
 
 def refused(folder: Path, name: str = "a.png") -> str:
-    """What is wrong with the file, as training says it, and as sampling says it of a control
-    image; nothing warns."""
+    """Fault of the file, the same in training and as a control image; nothing warns."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(CorruptSample) as error:
@@ -317,8 +316,9 @@ def chunk(name: bytes, content: bytes) -> bytes:
 
 
 def png(width: int, height: int, *chunks: bytes, pixels: np.ndarray | None = None) -> bytes:
-    """One of 8 bits, which says that it is so large, with more chunks before the pixels: grey ones
-    that are given, or black."""
+    """PNG file with 8 bits per sample whose header declares this size, with extra chunks before the
+    given (or black) pixels.
+    """
     colour = 2 if pixels is None else 0
     head = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, colour, 0, 0, 0))
     rows = bytes(16 * 49)

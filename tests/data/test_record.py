@@ -1,4 +1,4 @@
-"""What a run records of its data, and how a later one's are told to be others."""
+"""Record of a run's data, and detection of changed data in a continued run."""
 
 from __future__ import annotations
 

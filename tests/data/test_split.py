@@ -1,4 +1,4 @@
-"""What is held back for validation has nothing in common with what is trained on."""
+"""Validation data has nothing in common with training data."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def photos(tmp_path: Path) -> Path:
 
 
 def kinds(data: DiffusionDataset) -> set[object]:
-    """What may be on one side only: brightness of each picture, by groups from 10 on."""
+    """Properties that stay on one side: brightness of each picture, by groups from 10 on."""
     seen = {round((float(data.image(i).mean()) + 1) * 12.75) for i in range(len(data))}
     return {value if value < 10 else f"group {value % 5}" for value in seen}
 

@@ -1,4 +1,4 @@
-"""What flags say of a process: a new one, or changes of one that is there."""
+"""Diffusion-process flags: a new process, or changes of an existing one."""
 
 import argparse
 import json
@@ -12,7 +12,7 @@ from megatron_pulse.flags import add_flags, read_flags
 
 
 def choice(*flags):
-    """What training's flags say."""
+    """Choice given by training flags."""
     parser = argparse.ArgumentParser()
     add_flags(ProcessChoice, parser, "pulse-", unsaid="new")
     return read_flags(ProcessChoice, parser.parse_args(list(flags)), "pulse-")

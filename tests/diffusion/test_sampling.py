@@ -170,7 +170,7 @@ def timesteps_of(process, num_steps):
 
 
 def test_grids_of_published_pipelines():
-    """What only sampling needs is taken from the scheduler; with zero SNR the grid ends at T."""
+    """Sampling-only settings come from the scheduler; with zero SNR the grid ends at T."""
     sd = process_of_scheduler(PUBLISHED["sd-v1.5"])
     assert timesteps_of(sd, 50) == [981 - 20 * i for i in range(50)]
     zero = process_of_scheduler(PUBLISHED["sdxl-zero-snr"])

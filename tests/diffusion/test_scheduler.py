@@ -311,7 +311,7 @@ def test_solvers_of_flow():
 
 
 def test_diffusers_passes_over_our_own_key(caplog):
-    """It begins with an underscore; any other that a class does not take is warned of."""
+    """The key begins with an underscore; diffusers warns of any other unknown key."""
     process = DiffusionProcess(Objective.FLOW, shift=2.0)
     config = scheduler_of_process(process, False)
     assert config["_megatron_pulse"]["density"] == "uniform"

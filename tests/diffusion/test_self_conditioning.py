@@ -1,4 +1,4 @@
-"""What a backbone that conditions itself is given, and when."""
+"""Inputs of a self-conditioned backbone."""
 
 import pytest
 import torch

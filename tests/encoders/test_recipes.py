@@ -34,7 +34,7 @@ SHORT = " a Red bird"
 
 
 def components(folder: Path, count: int) -> dict[str, Any]:
-    """What diffusers' pipelines are made of."""
+    """Components of diffusers' pipelines."""
     found = {}
     for place in range(1, count + 1):
         where = folder / folder_name("text_encoder", place)

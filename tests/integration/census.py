@@ -1,4 +1,4 @@
-"""What a training step really asks of torch.distributed: every call, counted."""
+"""Census of the torch.distributed calls of a training step."""
 
 from __future__ import annotations
 

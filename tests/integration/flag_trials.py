@@ -257,7 +257,7 @@ def run_trial(trial: Trial) -> tuple[Outcome, list[str]]:
 
 
 def baseline() -> Outcome:
-    """What a run without flags of a trial computes, at any layout."""
+    """Result of a run without a trial's flags, at any layout."""
     return _run(Trial(""), [])
 
 
@@ -286,7 +286,7 @@ def _faults(trial: Trial, outcome: Outcome, folder: Path) -> Iterator[str]:
 
 
 def compare(trial: Trial, outcome: Outcome, expected: Outcome) -> list[str]:
-    """What is wrong with the losses of a trial."""
+    """Faults of the losses of a trial."""
     if trial.losses is Losses.ANY:
         return []
     pairs = list(zip(outcome.losses, expected.losses, strict=False))

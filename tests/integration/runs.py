@@ -60,11 +60,12 @@ class Executed:
 
 @dataclass
 class Run:
-    """What a run computed: exact losses, gradient norms, validation losses, final weights (as
-    the parameters are and as the optimizer has them) and their averages.
+    """Results of a run.
 
-    ``steps`` are what each step found: iteration, samples before it, and the optimizer's settings.
-    ``executed`` is what was really run.
+    Losses, gradient norms and validation losses are exact. ``weights`` and ``main_params`` are the
+    final parameters and the optimizer's copies, ``averages`` their EMA. ``steps`` holds iteration,
+    samples before it and optimizer settings of each step. ``executed`` records the executed
+    operations.
     """
 
     losses: list[float]
@@ -86,7 +87,7 @@ class Kill:
 
 
 def train(argv: list[str], kill: Kill | None = None) -> dict[str, Any]:
-    """One rank's part of a run; records what ``Run`` holds."""
+    """Run one rank; records the fields of ``Run``."""
     import torch
 
     torch.use_deterministic_algorithms(True)
@@ -277,7 +278,9 @@ def assert_same(got: Run, expected: Run) -> None:
 
 
 def assert_equal_to_rounding(got: Run, expected: Run, tolerance: float = 1e-6) -> None:
-    """What is promised where sums are associated in another order, as with replicated embedders."""
+    """Assert equality up to rounding, for runs that sum in another order, as with replicated
+    embedders.
+    """
     import pytest
     import torch
 

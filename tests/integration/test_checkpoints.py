@@ -67,7 +67,7 @@ def test_killed_in_mid_step_resumes_with_the_same_curve(tmp_path: Path) -> None:
 
 
 def _damaged_is_refused_by_all_ranks(folder: Path, flags: list[str]) -> None:
-    """One bit that only one rank reads; what is whole is named where a step was asked for."""
+    """One flipped bit that only one rank reads; an intact step is named if a step was requested."""
     file = folder / "iter_0000002" / "__1_0.distcp"
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1

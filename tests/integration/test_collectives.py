@@ -48,7 +48,7 @@ TENSOR = ["--tensor-model-parallel-size", "2"]
 
 
 def issued(num_ranks: int, flags: list[str], count: int) -> list[Counter[Call]]:
-    """What every rank calls in a step of ``count`` microbatches on one pipeline."""
+    """Calls of every rank in a step of ``count`` microbatches on one pipeline."""
     batch = ["--global-batch-size", str(count)]
     return run_ranks(num_ranks, census, [*BASE, *flags, *batch])
 

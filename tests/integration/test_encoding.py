@@ -1,4 +1,4 @@
-"""Encoders in the loop: in front of steps and in their idle time, the same run in every layout."""
+"""Encoders in the loop, before steps and in pipeline bubbles: the same run in every layout."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def costs(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(flags: list[str]) -> Run:
-    """One process that encodes in front."""
+    """Run of one process that encodes before each step."""
     return run(1, *flags, backbone="unet")
 
 
@@ -112,7 +112,7 @@ def test_in_idle_time(
 def test_chains_of_a_cascade_encode_as_they_do_alone(
     folder: Path, flags: list[str], expected: Run, tmp_path: Path
 ) -> None:
-    """One of two; prompts are drawn with its encoders."""
+    """Cascade of two chains; prompts are drawn with the encoders of one."""
 
     def options(chain: str, *given: str) -> list[str]:
         return [word for g in given if "=" in g for word in ("--pulse-option", f"{chain}.{g}")]
@@ -194,7 +194,7 @@ def test_goes_on_in_the_middle(
 
 
 def describe_start(flags: list[str], folder: Path) -> str:
-    """What the run of these flags says that it begins with."""
+    """Line on the start of the run with these flags."""
     from megatron_pulse.integration.checkpoint.resume import NewRun, describe
     from megatron_pulse.integration.setup import prepare, read_command_line
 
@@ -291,7 +291,7 @@ def test_policies_that_cannot_be(
 def test_a_plan_of_other_encoders_is_refused_before_anything_is_built(
     flags: list[str], folder: Path, costs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One with a layer more had been refused by a rank in its first step."""
+    """An encoder with one more layer would otherwise fail on a rank in its first step."""
     plan = make_plan(tmp_path / "plan.json", Config(2, 1, 1, 2, ROW), "sd-tiny", OPTIONS, costs)
     deeper = tmp_path / "deeper"
     shutil.copytree(folder, deeper)

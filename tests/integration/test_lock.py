@@ -1,4 +1,4 @@
-"""One run at a time in a folder, and no lock of a run that is dead."""
+"""Lock of a folder: one run at a time, and no lock of a dead run remains."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run says: short by default, nothing of it lost that a flag asks for."""
+"""Output of a run: short by default, complete on request."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def said(argv: list[str]) -> tuple[str, str, set[str]]:
 
 
 def logs(*runs: list[str]) -> list[tuple[str, str, set[str]]]:
-    """What each run said, one after the other in fresh processes."""
+    """Output of each run, in order, from fresh processes."""
     return [run_ranks(1, said, argv)[0] for argv in runs]
 
 

@@ -59,7 +59,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def exported(checkpoint: Path, *flags: str) -> dict[str, torch.Tensor]:
-    """What ``pulse export`` makes of a checkpoint."""
+    """Export of a checkpoint by ``pulse export``."""
     target = checkpoint / f"exported{''.join(flags)}.safetensors"
     assert main(["export", "--load", str(checkpoint), "--to", str(target), *flags]) == 0
     return read_state_dict(target)
@@ -67,7 +67,7 @@ def exported(checkpoint: Path, *flags: str) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def reference(published: Path) -> dict[str, dict[str, torch.Tensor]]:
-    """What fine-tuning in fp32 changes, raw and averaged."""
+    """Changes of weights by fine-tuning in fp32, raw and averaged."""
     save = published / "fp32"
     train(1, "--load", str(published / "imported"), "--save", str(save))
     return updates(save, published)

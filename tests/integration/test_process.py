@@ -73,7 +73,7 @@ def pulse(capsys: pytest.CaptureFixture[str], *argv: str | Path) -> str:
 def test_through_import_training_sampling_and_export(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One process all the way, and the importing of what was exported finds it again."""
+    """The process stays the same throughout, and an import of the export recovers it."""
     source = write_pipeline(tmp_path, name)
     imported, trained = tmp_path / "imported", tmp_path / "trained"
     said = pulse(capsys, "import", *source, "--to", imported)

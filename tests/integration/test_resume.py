@@ -1,4 +1,4 @@
-"""What a run begins with (--save alone, --load, --pretrained-checkpoint), and other flags then."""
+"""Starting points of a run (--save alone, --load, --pretrained-checkpoint), with changed flags."""
 
 from __future__ import annotations
 
@@ -244,7 +244,7 @@ def test_finished(saved: Path) -> None:
 
 
 def said_at_end(saved: Path, ends: list[str]) -> list[str]:
-    """What the training of ``saved`` says with each of these flags."""
+    """Output of continuing ``saved`` with each of these flags."""
     from megatron_pulse.integration import pretrain
 
     said = []
@@ -277,7 +277,7 @@ def test_folders_that_are_no_place_to_begin(
 def test_save_refuses_a_run_whose_steps_are_not_told(
     copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was trained over from step 1; what a first save that was killed leaves is written anew."""
+    """The run had restarted from step 1; remains of a killed first save are overwritten."""
     latest = copy / LATEST
     latest.unlink()
     first, last = steps = [copy / "iter_0000003", copy / "iter_0000006"]

@@ -1,4 +1,4 @@
-"""What is cheap computed again: whole runs, the same numbers as one process."""
+"""Selective recomputation: whole runs with the same numbers as one process."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def test_a_fold_goes_on_in_the_middle_and_is_sampled(
 
 
 def test_weights_from_and_to_diffusers(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """It has such modules, and nothing that says what their other channels are."""
+    """Diffusers has such modules, but no setting for the meaning of the extra channels."""
     from diffusers import UNet2DConditionModel
 
     theirs, ours, back = (tmp_path / name for name in ("theirs", "ours", "back"))

@@ -197,7 +197,7 @@ def test_names_of_ones_own_are_left_alone(copy: Path, capsys: pytest.CaptureFixt
 
 
 def test_a_run_and_pruning_have_one_rule(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What is newer than the one that is named the newest, and damaged, is gone on from too."""
+    """Both also continue from damaged checkpoints newer than the named one."""
     shutil.copytree(copy / step_folder(3), copy / step_folder(2))
     saved = read_saved_run(copy, 3)
     (copy / LATEST).write_text("3")

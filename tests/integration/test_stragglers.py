@@ -1,5 +1,6 @@
-"""What is wrong with a step is named: slow ranks, losses and gradients that are no numbers, bits
-that another rank does not get."""
+"""Diagnosis of faulty steps: stragglers, non-finite losses and gradients, and silent data
+corruption.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run says of its speed: consistent figures, in the log and in TensorBoard."""
+"""Throughput report of a run: consistent figures in the log and in TensorBoard."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ NUM_STEPS = 5
 
 
 def timed_run(argv: list[str]) -> tuple[str, list[float]]:
-    """What one rank said, and how long its steps took by a clock of ours."""
+    """Output of one rank, and its step times by a separate clock."""
     import megatron.training.training as training
 
     original, seconds = training.train_step, []
@@ -153,7 +153,7 @@ def test_the_meter_counts_operations_and_not_waiting() -> None:
 
 @pytest.mark.parametrize("name", ["uvit-tiny", "sd-tiny", "dit-tiny", "flux-tiny"])
 def test_a_models_operations_are_three_forwards(name: str) -> None:
-    """Whatever attention computes again; gradients of inputs that nobody wants are few."""
+    """Attention's recomputation is not counted; unneeded input gradients are few."""
     forward = sum(layer.forward for layer in count_flops(load_backbone(name), flash=False))
     assert model_flops(load_backbone(name)) == pytest.approx(3 * forward, rel=0.02)
 

@@ -1,4 +1,4 @@
-"""What the README says to type first: the examples of launch/ as users do, and the tour."""
+"""First commands of the README: the examples of launch/ as users run them, and the tour."""
 
 from __future__ import annotations
 

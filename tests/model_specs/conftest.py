@@ -1,4 +1,4 @@
-"""One process that is a whole model-parallel world."""
+"""Single process that forms a whole model-parallel world."""
 
 import pytest
 import torch

@@ -185,7 +185,7 @@ def test_what_does_not_fit_a_folder_is_said_before_anything_is_read(
 
 
 def unlike(backbone: Backbone, seed: int, module: torch.nn.Module) -> list[str]:
-    """What does not begin as in ``module`` in a run of ``seed``."""
+    """Tensors that start differently from ``module`` in a run of ``seed``."""
     whole = Partition(sequential(1), (0, len(backbone.layers)))
     stage = Stage(backbone, trace_routes(backbone, whole), 0, seed)
     wanted = module.state_dict()

@@ -1,4 +1,4 @@
-"""What is no weight is refused in every family, all names at once."""
+"""Faulty weight files are refused in every family, with all names at once."""
 
 import pytest
 import torch

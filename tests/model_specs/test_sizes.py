@@ -94,7 +94,7 @@ def with_class(published):
 @pytest.mark.parametrize(("case", "least"), [("dit up", 0.05), ("pixart down", 0.05)])
 @torch.no_grad()
 def test_positions_built_for_the_other_size_are_another_function(case, least, one_rank):
-    """What compare_models would have to refuse if the spacing were not taken from the model."""
+    """compare_models would have to refuse the sizes if the spacing were not the model's."""
     name, native, chosen = CASES[case]
     there, alone = load_backbone(name, native), load_backbone(name, {**native, **chosen})
     here = continue_model(there.record, name, {**native, **chosen})

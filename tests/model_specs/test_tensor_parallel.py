@@ -61,7 +61,7 @@ def perturb_alike(parameters, tensor_parallel):
 
 
 def steps(tensor_parallel, ways):
-    """What ``step`` says of every case in each of these ways, one after the other."""
+    """Results of ``step`` for every case in each of these ways, in order."""
     from megatron.core import parallel_state
 
     torch.distributed.init_process_group("gloo")
@@ -117,14 +117,14 @@ def step(tensor_parallel, sequence_parallel, name, options):
 
 @pytest.fixture(scope="module")
 def one_rank():
-    """What one rank computes of every case."""
+    """Results of one rank for every case."""
     (found,) = run_ranks(1, steps, 1, [False])
     return found
 
 
 @pytest.fixture(scope="module")
 def two_ranks():
-    """What each of two ranks computes, without and with sequence parallelism."""
+    """Results of each of two ranks, without and with sequence parallelism."""
     return run_ranks(2, steps, 2, [False, True])
 
 

@@ -30,7 +30,7 @@ class Twin:
         self.module = module.to(dtype).train(self._class_name != "DiTTransformer2DModel")
 
     def given(self, image: Tensor, fields: Fields) -> dict[str, Any]:
-        """What the module is called with for a microbatch of our chain."""
+        """Arguments of the module for a microbatch of our chain."""
         return _GIVEN[self._class_name](self.module.config, image, fields)
 
     def derive(self, image: Tensor, fields: Fields) -> Backbone:
@@ -129,7 +129,7 @@ def _sd3(config: Any, image: Tensor, fields: Fields) -> dict[str, Any]:
 
 
 def _flux(config: Any, image: Tensor, fields: Fields) -> dict[str, Any]:
-    """What ``FluxPipeline`` does before the transformer."""
+    """Preparation by ``FluxPipeline`` before the transformer."""
     b, c, h, w = image.shape
     make_ids = diffusers.FluxPipeline._prepare_latent_image_ids
     ids = make_ids(b, h // 2, w // 2, image.device, image.dtype)

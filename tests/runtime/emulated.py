@@ -92,7 +92,7 @@ class EmulatedStage(nn.Module):
         return outputs, skips_out, {name: results.pop(0) for name in self._provides}
 
     def make_results(self) -> tuple[Tensor, ...]:
-        """What the forward returns, one after the other."""
+        """Results of the forward, in order."""
         made = [self._settings.make_empty(s) for s in (*self._outputs, *self._skips.values())]
         return (*made, *(self._settings.make_empty(s).double() for s in self._provides.values()))
 

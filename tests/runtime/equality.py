@@ -36,13 +36,12 @@ SEED = 7
 
 @dataclass
 class Case:
-    """One way to run a backbone; ``dtype`` is torch's name, ``train`` and ``freeze`` are patterns
-    of parameters' names, ``device`` is torch's. Every ``recompute``-th layer computes its
-    activations again (0: none); of the others every ``offload``-th has them on the host meanwhile,
-    and of those that are left every ``selective``-th computes again what is cheap, whatever its
-    size.
+    """Configuration of a run of a backbone.
 
-    A name of a ``schedule``, ``cuts`` and ``replicated`` are for several devices.
+    ``dtype`` and ``device`` are torch's names, ``train`` and ``freeze`` patterns of parameter
+    names. Every ``recompute``-th layer is recomputed (0: none). Of the others, every ``offload``-th
+    is offloaded, and of the rest every ``selective``-th is recomputed selectively, for tensors of
+    any size. ``schedule`` by name, ``cuts`` and ``replicated`` are for several devices.
     """
 
     placement: str
@@ -113,7 +112,7 @@ def join_pipeline(backend: str = "gloo") -> tuple[Any, dist.ProcessGroup | None]
 
 
 def make_batch(backbone: Backbone, case: Case, step: int, microbatch: int) -> dict[str, Tensor]:
-    """What a microbatch holds: latents, their target and every field that the backbone reads."""
+    """Microbatch: latents, their target and every field that the backbone reads."""
     generator = torch.Generator().manual_seed(1000 * step + microbatch)
     num = case.micro_batch_size
     ends = {"noisy": backbone.input_spec, "target": backbone.output_spec}
@@ -245,7 +244,7 @@ def train(
 
 @contextmanager
 def counting_made() -> Iterator[list[object]]:
-    """What is taken within, and was left out as it is cheap."""
+    """Count selectively recomputed tensors that backward reads within the context."""
     taken, take = list[object](), selective_recompute._View.take
 
     def told(view: selective_recompute._View) -> Tensor:
@@ -320,7 +319,7 @@ def _stages_of(schedule: Schedule, partition: Partition, has: Callable[[int], bo
 
 
 def merge(outcomes: list[Outcome]) -> Outcome:
-    """One outcome of all ranks."""
+    """Merge the outcomes of all ranks."""
     merged = Outcome()
     for outcome in outcomes:
         merged.losses = merged.losses or outcome.losses

@@ -104,7 +104,7 @@ class _Sent:
         return count == 1
 
     def read(self) -> torch.Tensor:
-        """What is sent."""
+        """Value being sent."""
         tensor = torch.empty(0, dtype=self._dtype)
         return tensor.set_(self._storage, self._offset, self._size, self._strides)
 

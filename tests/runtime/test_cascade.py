@@ -26,7 +26,7 @@ CASES = [
 
 
 def joined(families: tuple[str, ...]) -> pulse.Backbone:
-    """One backbone of several; that of the second is "chain1"."""
+    """Cascade of several backbones; the second chain is "chain1"."""
     return pulse.cascade({f"chain{i}": tiny.backbone(f) for i, f in enumerate(families)})
 
 
@@ -45,7 +45,7 @@ def run_cascades(cases: list[tuple[tuple[str, ...], Case]]) -> list[Outcome]:
 
 
 def of_chain(tensors: dict[str, Tensor], chain: str) -> dict[str, Tensor]:
-    """Those of one chain, by their names in it."""
+    """Entries of one chain, by their names in it."""
     return {n.removeprefix(f"{chain}."): t for n, t in tensors.items() if n.startswith(f"{chain}.")}
 
 

@@ -70,7 +70,7 @@ def components(number: int, homes: dict[str, tuple[int, ...]]) -> list[FrozenCom
 
 
 def raw(case: Case, step: int) -> list[dict[str, Tensor]]:
-    """What a step encodes."""
+    """Input of a step that encodes."""
     generator = torch.Generator().manual_seed(step)
     size = case.micro_batch_size
     return [

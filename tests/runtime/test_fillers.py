@@ -31,7 +31,7 @@ SLICE_S = 0.002
 
 @dataclass
 class Filled:
-    """One rank's part of a run with fillers, and what its workloads saw, in order."""
+    """Result of one rank of a run with fillers, with its workloads' inputs in order."""
 
     outcome: Outcome
     slices: list[tuple[int, int]]

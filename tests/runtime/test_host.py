@@ -1,7 +1,7 @@
-"""What the host does in a step: on a GPU it must never wait for the stream, nor for a copy.
+"""Host work in a step: on a GPU the host must never wait for the stream or for a copy.
 
-Steps run on torch's meta device, which computes nothing: whatever asks for a value there raises,
-and what goes from the host to the device is seen.
+Steps run on torch's meta device, which computes nothing. Reading a value there raises, and every
+copy from the host to the device is recorded.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ STEPS = 3
 
 
 def _moved(pieces: list[Tensor], gradients: list[list[Tensor]]) -> Tensor:
-    """What ``STEPS`` steps make of the pieces, joined."""
+    """Pieces after ``STEPS`` steps, joined."""
     parameters = [torch.nn.Parameter(piece.clone()) for piece in pieces]
     adam = HostAdam(parameters, **HOW)
     for step in gradients:

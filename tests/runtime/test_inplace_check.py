@@ -1,4 +1,6 @@
-"""What was saved and then written into is refused wherever torch refuses it, however it is kept."""
+"""In-place writes to saved tensors are refused wherever torch refuses them, under every activation
+policy.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ def _together(x: Tensor, w: Tensor) -> Tensor:
 
 
 def _allowed(x: Tensor, w: Tensor) -> Tensor:
-    """What is written into was not saved, or what it saved is what was written."""
+    """Function whose in-place write is allowed: the tensor was not saved, or was saved after the
+    write.
+    """
     made = (x @ w).add_(1)
     return F.relu(made, inplace=True) + x
 

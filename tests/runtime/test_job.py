@@ -12,7 +12,7 @@ from tests.ranks import free_port, run_ranks
 
 
 def _meet(port: int, restarts: tuple[int, int], word: str, limit_s: float) -> str:
-    """What the other rank says, or why it did not; nodes have seen so many ``restarts``."""
+    """Result of the rendezvous, or the reason of its failure, after so many ``restarts``."""
     os.environ |= {
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",

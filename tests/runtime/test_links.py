@@ -102,7 +102,7 @@ def test_a_transfer_that_failed_has_ended_too(links: Links, error: str, said: st
 
 
 def test_another_ranks_failure_ends_the_wait(links: Links) -> None:
-    """It is looked for about once a second, and not at every look at the work."""
+    """The failure board is read about once a second, not at every poll of the transfer."""
     links._timeout_s = 30.0
     asked: list[float] = []
     first_failure = links._board.first_failure
@@ -181,7 +181,7 @@ def test_messages_of_streams_go_through_memory_that_is_kept(links: Links) -> Non
 
 
 def test_after_a_failed_step_no_message_takes_anothers_place(links: Links) -> None:
-    """What was under way still is, on a stream."""
+    """Messages in flight on a stream stay in flight."""
     links._channels[0, 0] = Passing()  # type: ignore[assignment]
     like = torch.empty(3, device="meta")
     links.abandon()

@@ -1,4 +1,4 @@
-"""What a chain's modules may be, and that it computes the same however it is cut."""
+"""Modules that a chain accepts, and equal results for every partition."""
 
 from __future__ import annotations
 

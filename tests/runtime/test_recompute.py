@@ -80,7 +80,7 @@ CASES = [
 
 
 def train(kind: type[nn.Module], recompute: tuple[int, ...]) -> None:
-    """One step of three layers, the second of this kind."""
+    """Run one step of three layers, the second of this kind."""
     chain = pulse.chain([_Plain, kind, _Plain], pulse.TensorSpec((WIDTH,)))
     costs = pulse.weighted_costs(chain, [1.0] * 3)
     plan = pulse.make_plan(

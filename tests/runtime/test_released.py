@@ -1,4 +1,4 @@
-"""What the double of NCCL does with memory that was sent: links that let go too early are seen."""
+"""Emulation of NCCL's use of sent memory: links that release buffers too early are detected."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_memory_that_is_let_go_before_it_was_sent_shows(monkeypatch: pytest.Monk
 
 
 def _send_three() -> list[list[float]]:
-    """What rank 0's memory holds in the end, and what rank 1 has received."""
+    """Final memory of rank 0, and the messages that rank 1 received."""
     dist.init_process_group("gloo")
     group, rank = dist.group.WORLD, dist.get_rank()
     assert group is not None

@@ -42,7 +42,7 @@ def chain() -> Backbone:
 
 
 def estimate(prediction: Tensor, batch: Any) -> Tensor:
-    """What the first layer is to see."""
+    """Expected input of the first layer."""
     return batch["noisy"][:, :2] - 2 * prediction
 
 

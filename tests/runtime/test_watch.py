@@ -118,7 +118,7 @@ def test_what_blocks_is_left_behind() -> None:
 
 
 def seen_while(main: Callable[[], object], place: Progress) -> list[tuple[int, Position]]:
-    """What another thread sees, twice, of the main thread in ``main``; again where it was late."""
+    """Two observations of the main thread in ``main`` by another thread, repeated if late."""
     for _ in range(20):
         found: list[tuple[int, Position]] = []
         ended = threading.Event()

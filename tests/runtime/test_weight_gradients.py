@@ -333,7 +333,7 @@ def test_what_waits_leads_neither_to_the_stage_s_input_nor_to_its_gradient(name:
 
 @pytest.mark.parametrize("name", ["linear", "megatron", "conv2d"])
 def test_a_checkpoint_around_holds_no_input(name: str) -> None:
-    """What waits is taken from the recomputation; until then nothing is kept."""
+    """Deferred work uses the recomputed tensors; nothing is kept before."""
     way, wgrad_store = WAYS[name], WeightGradStore()
     parameters = {k: nn.Parameter(torch.randn(shape)) for k, shape in way.parameters.items()}
     storages: list[weakref.ref[torch.UntypedStorage]] = []

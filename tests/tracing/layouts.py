@@ -65,7 +65,7 @@ def all_layouts(dtypes: Sequence[str], num_ranks: int, folds: bool) -> list[Layo
 
 @dataclass
 class Trained:
-    """What became of one layout on all its ranks."""
+    """Result of one layout on all its ranks."""
 
     layout: Layout
     outcome: Outcome

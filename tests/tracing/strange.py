@@ -224,7 +224,7 @@ class Slotted(nn.Sequential):
 
     @dataclass(slots=True)
     class Result:
-        """What torch does not know."""
+        """Output class unknown to torch."""
 
         sample: Tensor
 

@@ -86,7 +86,7 @@ def test_settings_that_are_so_outside_are_taken() -> None:
 
 
 def test_norms_that_each_call_changes_are_refused_and_taken_as_they_are() -> None:
-    """What they keep is named, though a region without gradients writes to it."""
+    """The modified buffers are named, although the write happens in a region without gradients."""
     module, given, sample = unlike.rows(
         nn.Sequential(nn.Linear(WIDTH, WIDTH), spectral_norm(nn.Linear(WIDTH, 3)))
     )

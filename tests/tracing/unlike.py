@@ -64,7 +64,7 @@ class Flat(nn.Module):
 
 
 class Scan(nn.Module):
-    """One block again and again."""
+    """Repeated use of one block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class Pick(nn.Module):
 
 
 class Picked(nn.Module):
-    """Some of those."""
+    """Module with a data-dependent selection."""
 
     def __init__(self) -> None:
         super().__init__()

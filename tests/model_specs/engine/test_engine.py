@@ -17,7 +17,7 @@ SOURCES = Path(sys.prefix) / "transformer-engine"
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    """What another process found, in which they can be imported."""
+    """Results of another process in which Transformer Engine can be imported."""
     if not SOURCES.is_dir():
         pytest.skip("its sources are not there: tests/run.sh fetches them")
     command = [sys.executable, "-m", "tests.model_specs.engine", str(SOURCES)]

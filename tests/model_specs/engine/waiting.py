@@ -166,7 +166,7 @@ def steps(device: str = "cpu") -> dict[str, list[str]]:
 
 
 def untrained() -> list[str]:
-    """What is said of a bias that is trained without its weight, and has no gradient then."""
+    """Error for a bias that is trained without its weight, and would have no gradient."""
     way = Way(frozen="weight")
     found, _ = trained(way, torch.float32, "cpu")
     assert "bias" not in found, "Transformer Engine trains it now"
