@@ -197,7 +197,7 @@ def _continued(
 
 
 def _model_faults(backbone: Backbone, options: PulseOptions) -> Iterator[str]:
-    """Why ``backbone`` cannot be trained so, however it is planned."""
+    """Faults that prevent training ``backbone`` with these flags, under any plan."""
     if options.class_dropout and not can_drop(backbone):
         grown = "" if is_module(backbone.name) else ", or import with --null-class"
         yield (

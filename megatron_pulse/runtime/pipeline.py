@@ -446,8 +446,10 @@ class Pipeline:
 
 
 def _loss_faults(loss: object, chains: Collection[str] | None) -> Iterator[str]:
-    """Why this is no loss of a backbone of these chains (empty: one that is no cascade; None: they
-    are not known)."""
+    """Faults of ``loss`` for a backbone of these chains.
+
+    ``chains`` is empty if the backbone is no cascade, and None if unknown.
+    """
     if not isinstance(loss, Mapping):
         if not callable(loss):
             yield (

@@ -1,4 +1,4 @@
-"""Which gradients a chain computes where only a part of it is trained."""
+"""Gradients that a partly frozen chain computes."""
 
 from __future__ import annotations
 

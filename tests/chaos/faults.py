@@ -1,7 +1,7 @@
-"""What happens to runs, from outside (signals, links, files) and from inside (code, disks, clocks).
+"""Faults of runs, from outside (signals, links, files) and from inside (code, disks, clocks).
 
-What a fault does inside a rank is an instance of a ``Sabotage``: it is sent there before the run
-begins. What it does from outside is a function that is called at a random moment.
+A fault inside a rank is an instance of ``Sabotage``, sent to the rank before the run begins. A
+fault from outside is a function that is called at a random moment.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ WORDS = "the chaos test raised this"
 
 @dataclass(frozen=True)
 class Sabotage:
-    """What happens inside ``rank`` of a run: ``kind``, at the ``count``-th chance.
+    """Fault inside ``rank`` of a run: ``kind``, at the ``count``-th opportunity.
 
-    ``nodes`` are the nodes that ranks run on where links are disturbed.
+    ``nodes`` are the nodes of the ranks if links are disturbed.
     """
 
     kind: str

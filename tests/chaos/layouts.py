@@ -1,4 +1,4 @@
-"""What is disturbed: small runs of a few seconds, and what they compute undisturbed."""
+"""Runs to disturb: small ones of a few seconds, and their undisturbed results."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SHAPES = {
 
 @dataclass(frozen=True)
 class Layout:
-    """How a run is laid out over its ranks."""
+    """Layout of a run over its ranks."""
 
     family: str
     pipeline: int
@@ -37,7 +37,7 @@ class Layout:
 
     @property
     def num_ranks(self) -> int:
-        """How many processes it takes."""
+        """Number of processes."""
         return self.pipeline * self.data
 
     def flags(self, save: Path) -> list[str]:
@@ -78,9 +78,9 @@ def draw_other(rng: random.Random, layout: Layout) -> Layout:
 
 @dataclass
 class Undisturbed:
-    """What layouts compute when nothing happens; each that computes otherwise is run once.
+    """Results of layouts without faults; each layout with other results runs once.
 
-    With one replica every layout computes what one process does, to the last bit.
+    With one replica, every layout computes the bits of one process.
     """
 
     folder: Path

@@ -1,4 +1,4 @@
-"""What a run leaves: processes, words, numbers."""
+"""Traces of a run: processes, output, numbers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Ranks:
         self.began = time.monotonic()
 
     def said(self, rank: int | None = None) -> str:
-        """What a rank has said until now; all of them."""
+        """Output of a rank until now; of all ranks without a number."""
         ranks = range(len(self.processes)) if rank is None else [rank]
         logs = [self._folder / f"log.{r}" for r in ranks]
         return "".join(log.read_text(errors="replace") for log in logs if log.exists())
@@ -54,7 +54,7 @@ class Ranks:
         return [r for r, process in enumerate(self.processes) if process.is_alive()]
 
     def wait(self, until: Callable[[], bool], limit_s: float) -> bool:
-        """Whether it came to ``until`` within the limit, and before all ranks ended."""
+        """True if the run reached ``until`` within the limit, before all ranks exited."""
         deadline = time.monotonic() + limit_s
         while not until():
             if time.monotonic() > deadline or not self.running():

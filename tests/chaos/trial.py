@@ -58,7 +58,7 @@ class Trial:
 
 @dataclass
 class Outcome:
-    """What became of a trial; sound if there are no ``faults``."""
+    """Outcome of a trial; sound if there are no ``faults``."""
 
     number: int
     kind: str
@@ -203,7 +203,7 @@ def _watch_end(trial: Trial, ranks: Ranks, outcome: Outcome, began: float) -> No
 
 
 def _blame(said: str) -> str:
-    """What was said of the first failure, without who said it."""
+    """Text on the first failure, without the rank that reports it."""
     return "\n".join(
         re.sub(r"^rank \d+: ", "", line.partition("first failure in this job: ")[2])
         for line in said.splitlines()

@@ -75,7 +75,7 @@ def kinds(data: DiffusionDataset) -> set[object]:
 
 
 def test_pictures_and_groups_are_on_one_side(photos: Path, tmp_path: Path) -> None:
-    """Of lists of captions, and of the latents that are written of them."""
+    """Samples of caption lists, and of latents written from them."""
     out = tmp_path / "latents"
     argv = ["data", "write-latents", "--from", f"captions:{photos}", "--image-size", "8"]
     assert main([*argv, "--text-states", "2x4", "-o", str(out)]) == 0
@@ -113,7 +113,7 @@ def test_copies_in_classes_are_on_one_side(photos: Path) -> None:
 
 
 def test_copies_in_another_folder_are_on_one_side(photos: Path, tmp_path: Path) -> None:
-    """Of two folders named at once; the names say nothing."""
+    """Two folders are named at once; file names give no hint."""
     other = tmp_path / "copies"
     other.mkdir()
     for i in range(20):
@@ -196,7 +196,7 @@ def test_one_picture_cannot_be_divided_and_is_said(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("hashed", [True, False])
 def test_equal_latents_of_earlier_versions_are_on_one_side(tmp_path: Path, hashed: bool) -> None:
-    """Whose folders say nothing of pictures."""
+    """Folders of earlier versions have no picture hashes."""
     with LatentWriter(tmp_path, LatentLayout((1, 2, 2), 1, LatentType.FLOAT32, shard_size=7)) as to:
         for i in range(30):
             to.add(torch.full((1, 2, 2), float(i % 10)), 0)

@@ -36,7 +36,7 @@ def scheduler_of(config):
 
 
 def signal_and_noise(process):
-    """How much of x_0 and of the noise is in x_t, at every timestep, in fp64."""
+    """Shares of x_0 and of the noise in x_t at every timestep, in fp64."""
     steps = torch.arange(process.num_timesteps, dtype=torch.float32)
     one, zero = torch.ones(len(steps), 1, 1, 1), torch.zeros(len(steps), 1, 1, 1)
     parts = process.noised(one, zero, steps)[0], process.noised(zero, one, steps)[0]

@@ -23,7 +23,7 @@ SAMPLES = ["--global-batch-size", "8"]
 
 
 class Losses(Enum):
-    """How the losses of a trial are to those of a run without its flags."""
+    """Relation of the losses of a trial to those of a run without its flags."""
 
     SAME = "same"
     OTHER = "other"

@@ -47,8 +47,9 @@ STEPS = ["--global-batch-size", "8", "--train-iters", "2"]
 
 @dataclass
 class Executed:
-    """How rank 0 ran: the kinds of its operations, its stages' placement, and what was said of
-    embedders and recomputation; so many bytes of activations went to the host."""
+    """Execution on rank 0: kinds of operations, placement of stages, texts on embedders and
+    recomputation, and bytes of offloaded activations.
+    """
 
     operations: set[str]
     placement: str

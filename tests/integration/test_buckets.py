@@ -98,7 +98,7 @@ def test_another_order_of_shapes_in_mid_epoch_is_refused(
 def test_samples_are_of_the_first_shape(
     buckets: Buckets, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Which is said; an option may put another first."""
+    """The command reports it; an option may put another shape first."""
     command = ["sample", "--load", str(buckets.checkpoints), "-o", str(tmp_path / "a.png")]
     command += ["--module", MODULE[1], "--option", "buckets=8x4,4x8"]
     assert main([*command, "--steps", "1", "--per-class", "1"]) == 0

@@ -54,7 +54,7 @@ def test_captions_on_a_fold(tmp_path: Path) -> None:
 
 
 def test_a_learned_sigma_is_not_trained() -> None:
-    """Of DiT's last layer, which begins at zero, only the rows that predict the mean move."""
+    """DiT's last layer begins at zero; only the rows that predict the mean change."""
     options = {"sample_size": 8, "in_channels": 1, "out_channels": 2}
     flags = [
         flag for key, value in options.items() for flag in ("--pulse-option", f"{key}={value}")

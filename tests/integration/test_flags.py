@@ -36,7 +36,7 @@ def of_megatron() -> dict[str, tuple[str, argparse.Action]]:
 
 
 def refused(monkeypatch: pytest.MonkeyPatch, *flags: str) -> list[str]:
-    """Why a run with these flags does not start."""
+    """Error of a run with these flags."""
     from megatron_pulse.integration.setup import prepare, read_command_line
 
     monkeypatch.setenv("WORLD_SIZE", "1")

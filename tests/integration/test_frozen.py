@@ -22,7 +22,7 @@ HALF = ["--pulse-freeze", "embed.*", "--pulse-freeze", "in_blocks.*"]
 
 
 def is_kept(name: str) -> bool:
-    """Whether ``HALF`` freezes it."""
+    """True if ``HALF`` freezes the parameter."""
     return name.startswith(("embed.", "in_blocks."))
 
 

@@ -57,7 +57,7 @@ def test_bit_identical_however_replicas_share_the_state() -> None:
 
 @pytest.mark.parametrize("dtype", [[], BF16])
 def test_as_on_the_device_to_rounding(dtype: list[str]) -> None:
-    """Whose Adam rounds otherwise, and does the same."""
+    """Adam on the host rounds differently, but computes the same."""
     assert_equal_to_rounding(alone(*HOST, *dtype, *STEPS), alone(*dtype, *STEPS))
 
 
@@ -112,7 +112,7 @@ def test_checkpoints_go_from_the_device_to_the_host_and_back(tmp_path: Path, to_
 
 @pytest.mark.parametrize("host", [HOST, HOST[:1]], ids=["host", "device"])
 def test_a_checkpoint_before_the_first_step_that_counts(tmp_path: Path, host: list[str]) -> None:
-    """Where the loss scale has all overflow there is no state yet."""
+    """If all steps overflow at the loss scale, there is no optimizer state yet."""
     scale = ["--fp16", "--initial-loss-scale", str(2.0**60), "--hysteresis", "1"]
     steps = ["--global-batch-size", "8", "--train-iters"]
     saved = run(2, *host, *scale, *steps, "2", "--save", str(tmp_path))

@@ -49,8 +49,7 @@ def replaced(folder: Path, which: Callable[[Any], bool], **values: Any) -> None:
 
 
 def reason(folder: Path, sealing: Callable[[Path], None] = seal) -> str:
-    """Why the checkpoint in ``folder`` is refused: one that is read, and one whose flags are known,
-    alike."""
+    """Error for the checkpoint in ``folder``, the same with and without known flags."""
     sealing(folder)
     with pytest.raises(CheckpointError) as error:
         read_saved_run(folder.parent, 6)

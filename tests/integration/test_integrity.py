@@ -105,7 +105,7 @@ def test_any_damage_of_any_file(
 
 
 def test_shares_cover_everything(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of several ranks each reads its own chunks; together they find damage anywhere."""
+    """Each of several ranks reads its own chunks; together they find damage anywhere."""
     monkeypatch.setattr(integrity, "CHUNK_BYTES", 4096)
     folder = copy / STEP
     hashes = {name: integrity._hash_file(folder / name) for name in (".metadata", "__0_0.distcp")}
@@ -204,7 +204,7 @@ def directory(path: Path) -> None:
 def test_the_name_of_the_newest(
     damage: Callable[[Path], None], reason: str, copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where it is damaged, a run goes on from its last step, and writes it anew."""
+    """If the name is damaged, a run continues from its last step and rewrites it."""
     damage(copy / LATEST)
     (fault,) = refuse(monkeypatch, 1, ["--seed", "5", "--pretrained-checkpoint", str(copy)])
     assert LATEST in fault and reason in fault and "\n" not in fault

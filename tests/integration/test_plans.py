@@ -93,7 +93,7 @@ def make_plan(
 
 
 def short_of_memory(evaluator: Evaluator, config: Config) -> Evaluator:
-    """Of devices that have just too little memory for what the config would keep."""
+    """Cluster of devices with slightly too little memory for what the config would keep."""
     free = evaluator.evaluate(replace(config, recompute=Recompute.NEVER, max_in_flight=False))
     for percent in range(99, 50, -1):
         gb = percent / 100 * max(free.memory_bytes) / 1e9

@@ -156,7 +156,7 @@ def test_what_is_being_saved_is_not_damaged(
 
 
 def _locked(folder: Path) -> bool:
-    """Whether another process is refused."""
+    """True if another process is refused."""
     return run_ranks(1, main, ["checkpoint", "prune", str(folder), "--keep", "1"]) == [2]
 
 

@@ -119,7 +119,7 @@ def test_a_device_that_becomes_slow() -> None:
 
 
 def spoil(flags: list[str]) -> Any:
-    """Of replica 1 the third loss is not a number."""
+    """Make the third loss of replica 1 NaN."""
     import os
 
     from megatron_pulse.runtime import executor
@@ -145,8 +145,7 @@ def test_a_loss_that_is_no_number_is_named() -> None:
 
 
 def spoil_gradients(flags: list[str], call: int) -> Any:
-    """Of rank 1 the gradient of a layer's result is not a number, wherever that result is what the
-    ``call``-th forward has made."""
+    """Make a gradient on rank 1 NaN: that of a layer's result in the ``call``-th forward."""
     import os
 
     import megatron.training.training as training
@@ -232,7 +231,7 @@ def test_a_loss_scale_that_no_step_bears_is_told_from_broken_gradients(
 
 
 def verified(flags: list[str]) -> int:
-    """How often this rank computed something again."""
+    """Number of recomputations by this rank."""
     from megatron_pulse.integration.loop.diagnosis.sdc_check import SdcCheck
 
     times, computed = 0, SdcCheck._computed
@@ -255,7 +254,7 @@ def test_what_is_sound_is_verified() -> None:
 
 
 def corrupt(flags: list[str], what: str) -> Any:
-    """Of a rank a bit is wrong once: in what a layer makes, or in a gradient of what it took."""
+    """Flip one bit on one rank, once: in a layer's result, or in the gradient of its input."""
     import os
 
     import megatron.training.training as training

@@ -19,7 +19,7 @@ from tests.integration.runs import STEPS, alone, assert_same, pipeline, run
     ids=["inside", "past the end"],
 )
 def test_a_run_with_a_trace(tmp_path: Path, wanted: str, traced: list[int], replicas: int) -> None:
-    """Of two pipelines the first is traced."""
+    """The first of two pipelines is traced."""
     flags = [*STEPS, *pipeline(2, "--pulse-schedule", "zb-v")]
     trace_flags = ["--pulse-trace", str(tmp_path / "deep"), "--pulse-trace-steps", wanted]
     got = run(2 * replicas, *flags, *trace_flags)

@@ -71,7 +71,7 @@ class SlurmError(AssertionError):
 
 
 def why_no_slurm() -> str | None:
-    """Why no cluster can be started here; None where it can."""
+    """Reason why no cluster can be started; None if it can."""
     missing = [name for name in _PROGRAMS if shutil.which(name, path=_PATH) is None]
     if missing:
         return f"{', '.join(missing)} not found: apt-get install slurm-wlm munge"

@@ -36,8 +36,7 @@ def saved(folder: Path) -> int:
 
 
 def importing(run: Session) -> bool:
-    """Whether two ranks catch SIGTERM, the last of the signals that they come to catch before their
-    long imports."""
+    """True if two ranks catch SIGTERM, the last signal caught before their long imports."""
     own = Path(f"/proc/{run.process.pid}/cmdline").read_bytes()
     num_catching = 0
     for pid in run.children():

@@ -405,7 +405,7 @@ def test_commands_take_a_module(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_microbatches_of_a_class_may_be_of_several_sizes() -> None:
-    """Of the first the options say nothing else; Flux packs latents of each by itself."""
+    """The options name only the further sizes; Flux packs the latents of each."""
     small = {"block_out_channels": [32], "layers_per_block": 1, "add_attention": False,
              "down_block_types": ["DownBlock2D"], "up_block_types": ["UpBlock2D"]}  # fmt: skip
     chain = model_specs.load_backbone("diffusers:UNet2DModel", {**small, "buckets": "8x12,16x4"})

@@ -21,7 +21,7 @@ _TIMED = {"test_emulated", "test_probe", "test_trace"}
 
 @pytest.fixture(autouse=True)
 def _channels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of all tests some have a worker for each channel, some one for all, some late ones."""
+    """Vary the workers among tests: one per channel, one for all channels, or late ones."""
     if request.path.stem in _TIMED:
         if os.environ.get(VARIABLE) == LATE:
             monkeypatch.delenv(VARIABLE)

@@ -138,7 +138,7 @@ def mean_squared_error(prediction: Tensor, batch: Any) -> Tensor:
 
 
 def plan_of(backbone: Backbone, case: Case, num_devices: int) -> Plan:
-    """How ``case`` is laid over that many devices."""
+    """Plan of ``case`` for that many devices."""
     placement = make_placement(case.placement, num_devices, case.num_chunks)
     costs = weighted_costs(backbone, [1.0] * len(backbone.layers))
     given = (case.schedule,) if isinstance(case.schedule, Schedule) else ()

@@ -79,7 +79,7 @@ class _Transfer:
 
 @dataclass
 class _Waits:
-    """How many waits of this device have begun."""
+    """Counter of waits that this device has begun."""
 
     began: int = 0
 
@@ -99,7 +99,7 @@ class _Sent:
 
     @property
     def is_free(self) -> bool:
-        """Whether nobody else holds it, so that nobody else ever will."""
+        """True if nobody else holds the memory, so that nobody else ever will."""
         count: int = torch._C._storage_Use_Count(self._storage._cdata)
         return count == 1
 

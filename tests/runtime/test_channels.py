@@ -25,7 +25,7 @@ LONG, SHORT = timedelta(seconds=60), timedelta(seconds=0.4)
 
 
 def _play(events: list[Event], limit: timedelta) -> bool:
-    """Whether this rank came to the end; what it received must be what was sent."""
+    """True if this rank finished; received messages must equal the sent ones."""
     group, rank = dist.group.WORLD, dist.get_rank()
     assert group is not None
     forget_workers()
@@ -68,7 +68,7 @@ def _play_all(cases: list[tuple[Programs, bool]]) -> list[bool]:
 
 
 def test_what_the_check_refuses_hangs_on_the_double() -> None:
-    """Where a device's messages share one worker."""
+    """Messages of a device share one worker."""
     schedule, rng = wave(fold(RANKS), 3), random.Random(5)
     good = programs(schedule, compiled(schedule, 1))
     cases: dict[bool, list[tuple[Programs, bool]]] = {True: [(good, True)], False: []}

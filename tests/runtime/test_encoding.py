@@ -125,7 +125,7 @@ def filled(case: Case, num_devices: int, seed: int) -> Schedule:
 
 @dataclass
 class Seen:
-    """Of one device: results in front and filled, of several steps, and how much travelled."""
+    """Record of one device: results before steps and in bubbles, and bytes sent."""
 
     front: list[list[Encoded]]
     filled: list[list[Encoded]]

@@ -78,7 +78,7 @@ def loss(prediction: Tensor, batch: Any) -> Tensor:
 
 
 def audited(config: Any, family: str) -> tuple[Counter[str], list[str], int]:
-    """Of one step: its copies, what was made from values, and the number of its fields."""
+    """Audit of one step: copies, tensors made from values, and number of fields."""
     chain, case = backbone(family), Case("sequential", 1, dtype="bfloat16", recompute=True)
     schedule = split(plan_of(chain, case, 1).step(case.num_microbatches).schedule, 0)
     pipeline = Pipeline(

@@ -74,7 +74,7 @@ FUNCTIONS = [_result, _input, _view, _small, _together, _allowed, _wgrad_store]
 
 
 def gradient(function: Function, how: str) -> Tensor:
-    """Of ``x``; raises where a backward is refused."""
+    """Gradient of ``x``; raises if a backward is refused."""
     torch.manual_seed(0)
     x, w = torch.randn(SIDE, SIDE, requires_grad=True), torch.randn(SIDE, SIDE) / SIDE
     away = ActivationOffload(set())

@@ -44,7 +44,7 @@ class StreamWork:
 
 @pytest.fixture
 def links() -> Iterator[Links]:
-    """Of one process, which takes its group's waits to order streams."""
+    """Links of one process that treats its group's waits as ordering streams."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     assert dist.group.WORLD is not None
     made = Links(dist.group.WORLD, default_board(), timeout_s=2.0)

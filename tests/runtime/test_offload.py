@@ -30,8 +30,11 @@ class _Layer(nn.Module):
 
 
 def gradients(fetched: bool | None) -> tuple[list[Tensor], ActivationOffload | None, list[bool]]:
-    """Of a layer's input and weights; its saved tensors away unless ``fetched`` is None, and then
-    whether storages it made were let go."""
+    """Gradients of a layer's input and weights.
+
+    Unless ``fetched`` is None, saved tensors are offloaded, and the second result tells whether
+    their storages were freed.
+    """
     torch.manual_seed(0)
     layer, x = _Layer(), torch.randn(16, 8, 64, requires_grad=True)
     away, gone = None, []

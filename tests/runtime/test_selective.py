@@ -1,4 +1,4 @@
-"""Of what is saved the cheap is left out, and made again with the same bits."""
+"""Cheap saved tensors are dropped, and recomputed with the same bits."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
 def gradients(
     run: Callable[[Tensor, nn.ParameterList], Tensor], selective: bool, seed: int = 0
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Of an input and of weights that ``run`` uses; and what was kept."""
+    """Gradients of an input and of weights used by ``run``, and the kept tensors."""
     torch.manual_seed(seed)
     weights = nn.ParameterList(torch.randn(SIZE, SIZE) / 8 for _ in range(4))
     x = torch.randn(32, SIZE, requires_grad=True)
@@ -177,7 +177,7 @@ def test_small_and_constant_tensors_stay() -> None:
 
 
 def test_what_is_written_into_since_is_said() -> None:
-    """Whether it was saved, is made of, or is a weight."""
+    """The written tensor was saved, is an operand of a saved one, or is a weight."""
     for write in range(4):
         layer, (x, y) = (
             SelectiveRecompute("it", [w := torch.randn(SIZE, SIZE, requires_grad=True)]),

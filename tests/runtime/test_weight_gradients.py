@@ -80,7 +80,7 @@ def thrice(given: Tensor, p: dict[str, Tensor]) -> Tensor:
 
 
 def changed_after_uses(given: Tensor, p: dict[str, Tensor]) -> Tensor:
-    """Where torch's result is a view, a sum of three gradients is associated otherwise."""
+    """If torch's result is a view, a sum of three gradients is associated differently."""
     result = linear(given, p)
     double, more = result * 2, result + given
     result.sigmoid_()
@@ -367,7 +367,7 @@ def test_a_weight_that_is_first_used_under_autocast_does_not_wait_in_other_uses(
 
 
 class _Energy(nn.Module):
-    """Of which the gradient is a part of what it returns."""
+    """Layer whose result includes a gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -398,7 +398,7 @@ def test_gradients_that_a_layer_asks_for_while_it_runs_are_not_its_weights() -> 
 
 
 class _Unrolled(torch.autograd.Function):
-    """Whose backward asks for gradients of what ran in its forward, as implicit layers do."""
+    """Layer whose backward computes gradients of its own forward, as implicit layers do."""
 
     @staticmethod
     def forward(ctx: Any, given: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
@@ -415,7 +415,7 @@ class _Unrolled(torch.autograd.Function):
 
 @pytest.mark.parametrize("before", [False, True])
 def test_gradients_that_a_backward_asks_for_are_not_its_weights(before: bool) -> None:
-    """Whether a weight waits of what ran before, or after."""
+    """Deferred weights ran before or after."""
     found = []
     for split in (False, True):
         torch.manual_seed(0)

@@ -50,5 +50,5 @@ def chain_equal_to(
 
 
 def skips_of(chain: UnitChain) -> int:
-    """How many skips a chain has."""
+    """Number of skips of a chain."""
     return sum(len(unit.pops) for unit in chain.units)

@@ -79,7 +79,7 @@ class Subject:
         return {**batch, "target": torch.randn(target, generator=generator)}
 
     def eager_losses(self, case: Case) -> list[float]:
-        """Of the module itself, trained as a chain is: a step of AdamW after all microbatches."""
+        """Losses of the module itself, trained like a chain: one AdamW step per global batch."""
         leave_zero(self.module)
         optimizer = torch.optim.AdamW(self.module.parameters(), lr=1e-2, foreach=False)
         losses = []

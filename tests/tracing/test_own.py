@@ -25,7 +25,7 @@ from tests.tracing.own import WIDTH, Block, Dense, Hidden, InPlace, Regions, Two
 
 
 def line_of(module: type, code: str) -> str:
-    """How a fault names the line of ``module`` that holds ``code``."""
+    """Text by which a fault names the line of ``module`` with ``code``."""
     lines, first = inspect.getsourcelines(module)
     number = next(i for i, line in enumerate(lines) if code in line)
     return f"{inspect.getsourcefile(module)}:{first + number}"
@@ -146,7 +146,7 @@ class Rescaled(nn.Module):
 
 
 def test_division_by_one_is_no_operation() -> None:
-    """Where it changes the dtype it is one."""
+    """It is an operation if it changes the dtype."""
     given = {"x": torch.randn(2, WIDTH), "count": torch.tensor([[3], [5]])}
     for factor, divisions in ((1.0, 2), (2.0, 3)):
         (unit,) = chain_equal_to(Rescaled(factor), given, "x").units

@@ -1,4 +1,4 @@
-"""Where the first values of a derived chain come from."""
+"""Sources of the initial values of a derived chain."""
 
 from __future__ import annotations
 

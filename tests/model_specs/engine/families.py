@@ -12,7 +12,7 @@ from tests.runtime.tiny import FAMILIES, backbone
 
 
 def parameters(family: str, transformer_impl: str) -> dict[str, Any]:
-    """Of a small backbone's layers, by name."""
+    """Parameters of a small backbone's layers, by name."""
     context = make_context(torch.bfloat16, transformer_impl=transformer_impl)
     return {
         f"{layer.name}.{name}": (
@@ -33,7 +33,7 @@ def linears(family: str) -> list[str]:
 
 
 def compared() -> dict[str, dict[str, Any]]:
-    """Of each family its parameters with local layers and with Transformer Engine's."""
+    """Parameters of each family with local layers and with Transformer Engine's."""
     return {
         family: {
             "local": parameters(family, "local"),

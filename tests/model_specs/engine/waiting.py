@@ -126,7 +126,9 @@ def trained(
 
 
 def layers(device: str = "cpu") -> dict[str, dict[str, Any]]:
-    """Of each way: whose gradients waited, and what differs in a bit from a whole backward pass."""
+    """Differences in bits from a whole backward pass for each way, and the parameters with deferred
+    gradients.
+    """
     defer_wgrad()
     found: dict[str, dict[str, Any]] = {}
     for name, way in WAYS.items():
@@ -143,8 +145,9 @@ def layers(device: str = "cpu") -> dict[str, dict[str, Any]]:
 
 
 def steps(device: str = "cpu") -> dict[str, list[str]]:
-    """Of steps with weight gradients up to three operations late: what differs in a bit from whole
-    backward passes of the same layers."""
+    """Differences in bits between steps with weight gradients up to three operations late and whole
+    backward passes.
+    """
     defer_wgrad()
     config = make_context(torch.bfloat16, transformer_impl=TRANSFORMER_ENGINE).config
     found: dict[str, list[str]] = {}
