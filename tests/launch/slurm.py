@@ -227,10 +227,10 @@ _MUNGE_FILES = (
 
 
 def _watchdog(folder: Path) -> subprocess.Popen[bytes]:
-    """A process that ends the cluster when this one dies without doing so (a signal, a crash).
+    """Process that ends the cluster if this one dies without doing so (a signal, a crash).
 
-    It waits for the end of a pipe that only this process holds, in a session of its own: what
-    ends this process's group (Ctrl-C, ``timeout``) does not end it.
+    It runs in a session of its own and waits for the end of a pipe that only this process holds.
+    Signals to this process's group (Ctrl-C, ``timeout``) do not end it.
     """
     command = f"from tests.launch.slurm import _end_of; _end_of({str(folder)!r})"
     return subprocess.Popen(

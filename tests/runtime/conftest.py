@@ -1,7 +1,7 @@
-"""Ranks of these tests exchange messages as NCCL would (``nccl_double``); others' on plain gloo.
+"""Ranks of these tests exchange messages as NCCL would (``nccl_double``); others use plain gloo.
 
-Where the environment names a mode all of them have that one, and gloo where it is empty; those that
-measure times have no late one:
+An environment variable selects one mode for all tests, or gloo if empty. Tests that measure times
+never use late workers::
 
     PULSE_TESTS_CHANNELS=late .venv/bin/python -m pytest tests/runtime
 """

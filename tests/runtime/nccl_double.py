@@ -1,18 +1,18 @@
-"""A double of NCCL's channels over gloo: what would hang, or read too early, there does so here.
+"""Emulation of NCCL's channels over gloo, which hangs or reads too early where NCCL would.
 
-Each channel has a group of two ranks and at each end a worker, which does what was issued in that
-order, one after the other: a send begins when the other end's receive has, is read from the very
-tensor then, and not before; a buffer holds NaN until its message is there. With ``ONE`` a device
-has a single worker for all of its channels, as where all kernels share one hardware queue; with
-``LATE`` a send is read late, when the device waits for a message or 20 ms later.
+Each channel has a group of two ranks and a worker at each end. A worker executes calls in the order
+of their issue. A send begins after the other end's receive, and reads the tensor at that time. A
+buffer holds NaN until its message arrives. With ``ONE``, a device has a single worker for all
+channels, as if all kernels shared one hardware queue. With ``LATE``, a send reads its tensor late:
+when the device waits for a message, or after 20 ms.
 
-What is sent is not kept for its own sake: memory that nobody holds any more but the double is
-filled with NaN, as an allocator gives it to the next who asks. Let go before it was sent, it is
-sent so. Views, saved tensors of a graph and skips that alias a stage's output hold it as well.
+The emulation does not keep sent memory alive. Memory that only it holds is filled with NaN, since
+an allocator could hand it out. A tensor released before it was sent therefore sends NaN. Views,
+saved tensors of a graph, and skips that alias a stage's output also hold memory.
 
-A worker begins with what was issued while the device computes or waits; a wait holds up the
-device, as it holds up a stream. What is issued after it would on a GPU wait for the same event, so
-what hangs here hangs there.
+A worker starts issued calls while the device computes or waits. A wait blocks the device as it
+would block a stream. Later calls would wait for the same event on a GPU, so a hang here is a hang
+there.
 """
 
 from __future__ import annotations

@@ -58,9 +58,12 @@ def run_cases(cases: list[tuple[str, Case]]) -> list[Outcome]:
 
 
 def _all_cases(num_devices: int) -> list[tuple[str, Case]]:
-    """Every chain under every placement, fewer and more microbatches than devices, without skips
-    more; one chain also as many, under GPipe, and with a second step, which finds what the first
-    has left."""
+    """Every chain under every placement, with fewer and more microbatches than devices; without
+    skips, more only.
+
+    One chain also runs with as many microbatches as devices, under GPipe, and with a second step
+    after the first.
+    """
     cases: list[tuple[str, Case]] = []
     fewer, more = num_devices - 1, num_devices + 1
     for chain in CHAIN:

@@ -159,8 +159,9 @@ class Passing:
 
 
 def test_messages_of_streams_go_through_memory_that_is_kept(links: Links) -> None:
-    """As many buffers as are under way at one time, for any number of messages; what is sent is
-    what the tensor is when it is sent, and what arrives is nobody else's."""
+    """The number of buffers is that of messages in flight, for any number of messages. A message
+    has the tensor's values at the time of sending, and received memory is not shared.
+    """
     channel = links._channels[0, 0] = Passing()  # type: ignore[assignment]
     arrived = []
     for i in range(5):
