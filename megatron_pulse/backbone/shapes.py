@@ -112,11 +112,11 @@ def at_shape(backbone: Backbone, shape_index: int) -> Backbone:
 
 def _build_at(build: Callable[[Any], Any], shape_index: int, context: Any) -> Any:
     module = build(context)
-    tell_shape(module, shape_index)
+    set_shape_index(module, shape_index)
     return module
 
 
-def tell_shape(module: Any, shape_index: int) -> None:
+def set_shape_index(module: Any, shape_index: int) -> None:
     """Set the module's ``chain_shape`` for its next call, if the attribute exists."""
     if hasattr(module, "chain_shape"):
         module.chain_shape = shape_index

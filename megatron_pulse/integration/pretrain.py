@@ -66,7 +66,7 @@ def main() -> None:
     threading.excepthook = ignore_full_disk_in_thread
     set_cuda_connections(_tensor_parallel(sys.argv))
     STOP.listen()
-    STOP.leave_at_once(partial(obey_signal_at_once, job))
+    STOP.exit_on_signal(partial(obey_signal_at_once, job))
     try:
         with print_parser_output_once(job):
             line, options, given = read_command_line()

@@ -19,7 +19,7 @@ from megatron_pulse.backbone.context import LayerContext
 from megatron_pulse.backbone.dataflow import shared_inputs
 from megatron_pulse.backbone.result_check import TensorMeta, declared, result_mismatch
 from megatron_pulse.backbone.rng_state import generators_kept
-from megatron_pulse.backbone.shapes import tell_shape
+from megatron_pulse.backbone.shapes import set_shape_index
 from megatron_pulse.planner.layout.crossing import SkipCarrier
 from megatron_pulse.planner.layout.routes import Routes, embedders_of
 from megatron_pulse.runtime.activations.inplace_check import SharedInputCheck
@@ -294,7 +294,7 @@ class Stage(Nest):
                 raise PulseError(f"stage {self.stage} has no copy of {spec.name}")
             fields = {spec.own(name): conditioning[name] for name in spec.uses}
             module = self.replicas.module(spec.name)
-            tell_shape(module, shape_index)
+            set_shape_index(module, shape_index)
             before, faults = _buffers(module), list[str]()
             with self._watching(spec, module, shape_index, faults):
                 results = module((), {}, fields)
@@ -339,7 +339,7 @@ def _run(
     name: str, module: nn.Module, wgrad_store: WeightGradStore | None, shape_index: int, *given: Any
 ) -> Any:
     """Run a layer; a recomputation uses a microbatch of the same shape."""
-    tell_shape(module, shape_index)
+    set_shape_index(module, shape_index)
     try:
         with deferring(wgrad_store, getattr(module, "undivided", ())):
             return module(*given)

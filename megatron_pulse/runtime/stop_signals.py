@@ -63,7 +63,7 @@ class StopSignals:
         if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda *_: None)
 
-    def leave_at_once(self, leave: Callable[[signal.Signals], None]) -> None:
+    def exit_on_signal(self, leave: Callable[[signal.Signals], None]) -> None:
         """Call ``leave`` on a signal, including one received before, until ``defer``.
 
         ``leave`` runs in another thread and must end the process.

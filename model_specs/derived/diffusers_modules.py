@@ -16,7 +16,7 @@ from megatron_pulse.errors import describe_exception, unknown_name
 from model_specs.common.options import FamilyConfig
 from model_specs.derived.classes import CLASSES
 from model_specs.derived.family import DTYPE, DTYPES, DerivedFamily, options_class
-from model_specs.derived.saying import say_once, slowly
+from model_specs.derived.messages import report_if_slow, say_once
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -209,7 +209,7 @@ def _build(class_name: str, folder: Path | None, config: FamilyConfig) -> Backbo
     from megatron_pulse.diffusion.published import holds_weights, read_folder
     from megatron_pulse.tracing.from_module import module_of, with_weights
     from megatron_pulse.tracing.initial_weights.deferred_init import from_scratch
-    from megatron_pulse.tracing.initial_weights.sources import from_stored, when_asked
+    from megatron_pulse.tracing.initial_weights.sources import from_stored, on_first_use
 
     backbone = _built(class_name, json.dumps(vars(config)))
     if folder is None or not holds_weights(folder):
@@ -217,7 +217,7 @@ def _build(class_name: str, folder: Path | None, config: FamilyConfig) -> Backbo
         return with_weights(backbone, from_scratch(lambda: _make(class_name, settings)))
     module = module_of(backbone)
     return with_weights(
-        backbone, when_asked(lambda: from_stored(read_folder(folder), module, str(folder)))
+        backbone, on_first_use(lambda: from_stored(read_folder(folder), module, str(folder)))
     )
 
 
@@ -244,7 +244,7 @@ def _built(class_name: str, options: str) -> Backbone:
     sizes = known.sizes_of(settings, values, values.get(BUCKETS, ""))
     try:
         declared, *others = (known.declared(settings, size) for size in sizes)
-        with slowly(f"making {class_name}"):
+        with report_if_slow(f"making {class_name}"):
             module = build_without_memory(lambda: _make(class_name, settings))
     except Exception as error:  # a class may raise anything
         raise ValueError(
@@ -252,7 +252,7 @@ def _built(class_name: str, options: str) -> Backbone:
         ) from error
     module = declared.wrap(release_parameter_memory(module.train(), getattr(torch, dtype)))
     made = [each.make(dtype) for each in others]
-    with slowly(f"deriving {class_name}"):
+    with report_if_slow(f"deriving {class_name}"):
         return from_module(module, declared.make(dtype), other_inputs=made, **declared.keywords())
 
 

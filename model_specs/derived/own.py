@@ -17,7 +17,7 @@ from model_specs.common.options import FamilyConfig
 from model_specs.derived.code import canonical, find
 from model_specs.derived.family import DTYPE, DTYPES, DerivedFamily, options_class
 from model_specs.derived.inputs import cast
-from model_specs.derived.saying import say, slowly
+from model_specs.derived.messages import report_if_slow, say
 
 if TYPE_CHECKING:
     import torch
@@ -122,7 +122,7 @@ def _built(name: str, options: str) -> tuple[Backbone, str]:
     if isinstance(factory, Backbone):
         return factory, ""
     try:
-        with slowly(f"making {name}"):
+        with report_if_slow(f"making {name}"):
             made = build_without_memory(lambda: factory(**values))
     except Exception as error:  # user code may raise anything
         raise ValueError(f"{name} failed: {describe_exception(error)}") from error
@@ -174,7 +174,7 @@ def _derived(
         raise ValueError(
             f"{name} returned {_kind(made)} without its inputs (it takes {taken}); {_HOW}"
         )
-    with slowly(f"deriving {name}"):
+    with report_if_slow(f"deriving {name}"):
         said = {"weights": from_scratch(make), **said}
         backbone = from_module(release_parameter_memory(module, kind), inputs, **said)
     if rest and is_small(module):

@@ -58,7 +58,7 @@ class Conditioned(Derived):
                 f"A ControlNet needs a control picture of the same name for each, in {root}.",
             )
         used = set(files)
-        self.cautions = [*source.cautions, *listing.left_aside()]
+        self.cautions = [*source.cautions, *listing.ignored_files()]
         if extra := [path for path in listing.pictures if path not in used]:
             told = f"{root} has {some(root, extra, 'picture')} without a sample: ignored"
             self.cautions.append(told)

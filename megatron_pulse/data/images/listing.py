@@ -90,7 +90,7 @@ class Listing:
         """Lists of captions."""
         return [path for path in self.files if path.name in (METADATA, TABLE)]
 
-    def left_aside(self) -> Iterator[str]:
+    def ignored_files(self) -> Iterator[str]:
         """Lines on ignored files: reason, number, and some names."""
         pictures = self.pictures
         names = {path.with_suffix("") for path in pictures}

@@ -136,11 +136,11 @@ def read_captions(root: Path, column: str = TEXT, default: str = "") -> Captions
             f"a caption column other than {TEXT}, give captions:{root}#NAME.",
         )
     if not listed and not beside and not default:
-        return Captions([], pictures, list(listing.left_aside()))
+        return Captions([], pictures, list(listing.ignored_files()))
     bare |= dict.fromkeys(without)
     cautions = [
-        *listing.left_aside(),
-        *_left_by_lists(root, aside, unread, column),
+        *listing.ignored_files(),
+        *_ignored_by_lists(root, aside, unread, column),
         *_shared(root, [picture for picture, _ in beside]),
         *_uncaptioned(root, bare, default),
     ]
@@ -148,7 +148,7 @@ def read_captions(root: Path, column: str = TEXT, default: str = "") -> Captions
     return Captions(pairs, pictures, cautions, groups)
 
 
-def _left_by_lists(
+def _ignored_by_lists(
     root: Path, aside: Collection[Path], unread: Counter[str], column: str
 ) -> Iterator[str]:
     """Cautions on ignored parts of lists: files of other formats, keys that may be misspelt."""

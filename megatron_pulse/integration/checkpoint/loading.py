@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_pulse.integration.checkpoint.lr_schedule import SCHEDULER, schedule_position
 from megatron_pulse.integration.checkpoint.main_params import begin_ema
-from megatron_pulse.integration.checkpoint.resume import has_averages_of
+from megatron_pulse.integration.checkpoint.resume import has_ema_of
 from megatron_pulse.integration.checkpoint.saved_run import last_line, read_common
 from megatron_pulse.integration.checkpoint.starting_point import (
     StartingPoint,
@@ -64,7 +64,7 @@ def wrap_load_checkpoint(
             for group in optimizer.param_groups
         ]
         stages = [unwrap(chunk) for chunk in model]
-        averages_begin = args.pulse_ema_decay and not has_averages_of(start, args.pulse_record)
+        averages_begin = args.pulse_ema_decay and not has_ema_of(start, args.pulse_record)
         if averages_begin:
             for stage in stages:
                 stage.ema = None
@@ -125,13 +125,13 @@ def _generators_that_fit() -> Iterator[None]:
     set_state, foreign = torch.cuda.set_rng_state, False
     size, begun = torch.cuda.get_rng_state().numel(), tracker.get_states()
 
-    def set_what_fits(state: torch.Tensor, *device: Any, **kwargs: Any) -> None:
+    def set_if_same_size(state: torch.Tensor, *device: Any, **kwargs: Any) -> None:
         nonlocal foreign
         foreign = state.numel() != size
         if not foreign:
             set_state(state, *device, **kwargs)
 
-    torch.cuda.set_rng_state = set_what_fits
+    torch.cuda.set_rng_state = set_if_same_size
     try:
         yield
     finally:

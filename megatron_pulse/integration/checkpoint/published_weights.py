@@ -85,7 +85,7 @@ def load_whole(
     Raises CheckpointError if the weights are damaged or unreadable, if there is no EMA, or if the
     options make another model.
     """
-    if averaged and not saved.has_averages:
+    if averaged and not saved.has_ema:
         raise CheckpointError(f"{saved.folder} holds no EMA weights: use --raw")
     backbone = saved.load_backbone(options)
     require_intact(saved.folder)

@@ -101,9 +101,9 @@ def _other_sizes(start: StartingPoint, wanted: NewRun) -> Iterator[str]:
     yield from compare_models(start.saved.record, wanted.record).changed
 
 
-def has_averages_of(start: StartingPoint, record: Mapping[str, Any]) -> bool:
+def has_ema_of(start: StartingPoint, record: Mapping[str, Any]) -> bool:
     """True if it holds an EMA of all weights that a run of this record trains."""
-    return start.saved.has_averages and patterns_of(start.saved.record) == patterns_of(record)
+    return start.saved.has_ema and patterns_of(start.saved.record) == patterns_of(record)
 
 
 def _newly_trained(start: StartingPoint, wanted: NewRun) -> Iterator[str]:
@@ -112,8 +112,8 @@ def _newly_trained(start: StartingPoint, wanted: NewRun) -> Iterator[str]:
         yield f"trained parameters: {shown_patterns(ours)} (was {shown_patterns(theirs)})"
 
 
-def _new_averages(start: StartingPoint, wanted: NewRun) -> Iterator[str]:
-    if wanted.options.ema_decay and not has_averages_of(start, wanted.record):
+def _new_ema(start: StartingPoint, wanted: NewRun) -> Iterator[str]:
+    if wanted.options.ema_decay and not has_ema_of(start, wanted.record):
         yield "EMA of the weights, starting with these weights (--pulse-ema-decay 0 disables it)"
 
 
@@ -312,5 +312,5 @@ _CHANGES: tuple[_Comparison, ...] = (
     _other_flags,
     _other_encoders,
     _other_data,
-    _new_averages,
+    _new_ema,
 )

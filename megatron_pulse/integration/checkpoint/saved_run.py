@@ -109,7 +109,7 @@ class SavedRun:
         return saved_process(self.arguments)
 
     @property
-    def has_averages(self) -> bool:
+    def has_ema(self) -> bool:
         """True if the checkpoint holds an EMA of the weights."""
         return bool(self.arguments.pulse_ema_decay)
 

@@ -24,7 +24,7 @@ class EncodedBatches:
         self._results: list[Encoded] = []
         self._filled: frozenset[str] = frozenset()
 
-    def anew(self) -> EncodedBatches:
+    def without_results(self) -> EncodedBatches:
         """New instance that has encoded nothing yet."""
         return EncodedBatches(self._encoders, self.encoding)
 
@@ -74,9 +74,9 @@ class EncodedChains:
     def __init__(self, parts: Mapping[str, EncodedBatches]) -> None:
         self._parts = parts
 
-    def anew(self) -> EncodedChains:
+    def without_results(self) -> EncodedChains:
         """New instance that has encoded nothing yet."""
-        return EncodedChains({chain: part.anew() for chain, part in self._parts.items()})
+        return EncodedChains({chain: part.without_results() for chain, part in self._parts.items()})
 
     def begin(
         self, batches: Iterator[Batch], schedule: Schedule, *, training: bool

@@ -15,7 +15,7 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import Tensor, nn
 
 from megatron_pulse.backbone.context import LayerContext
-from megatron_pulse.backbone.layer_patterns import tell_layers
+from megatron_pulse.backbone.layer_patterns import format_layers
 from megatron_pulse.integration.loop.diagnosis.nan_check import GradientCheck, losses_not_finite
 from megatron_pulse.integration.loop.diagnosis.sdc_check import SdcCheck
 from megatron_pulse.integration.loop.encoded_batches import EncodedBatches, EncodedChains, taken
@@ -137,10 +137,10 @@ class PulseSchedule:
                 run = {
                     "micro_batch_size": str(micro_batch_size),
                     "dtype": str(settings.dtype).removeprefix("torch."),
-                    "recompute": tell_layers(
+                    "recompute": format_layers(
                         self._plan.activations.recompute, len(self._plan.backbone.layers)
                     ),
-                    "selective": tell_layers(
+                    "selective": format_layers(
                         self._plan.activations.selective, len(self._plan.backbone.layers)
                     ),
                 }
@@ -182,7 +182,7 @@ class PulseSchedule:
             raise PulseError("no training step has run")
         executor = self._executor(call)
         if encoded is not None:
-            encoded = encoded.anew()
+            encoded = encoded.without_results()
         own = self._plan.placement.stages_of_device(call.groups.pp.rank())
         check = GradientCheck(dict(zip(own, call.chunks, strict=True)))
         settings = self._settings_or_fail()

@@ -46,7 +46,7 @@ def changed_settings(faults: list[str]) -> Iterator[None]:
     outside, of_export = _now(), dict[str, object]()
 
     def telling(setter: Callable[..., Any]) -> Callable[..., Any]:
-        def set_and_tell(*args: Any, **kwargs: Any) -> Any:
+        def checked_setter(*args: Any, **kwargs: Any) -> Any:
             before = _now()
             result = setter(*args, **kwargs)
             of = getattr(args[0], "setter", setter) if args else setter  # a ContextProp's
@@ -64,7 +64,7 @@ def changed_settings(faults: list[str]) -> Iterator[None]:
                     )
             return result
 
-        return set_and_tell
+        return checked_setter
 
     with ExitStack() as patches:
         for name in _SETTERS:

@@ -33,7 +33,7 @@ class Weights:
     check: Callable[[], object] = lambda: None
 
 
-def when_asked(make: Callable[[], Weights]) -> Weights:
+def on_first_use(make: Callable[[], Weights]) -> Weights:
     """Weights that ``make`` returns, called on first use."""
     made = functools.cache(make)
     return Weights(lambda seed: made().parameters(seed), lambda: made().buffers(), check=made)

@@ -23,7 +23,7 @@ def say_once(line: str) -> None:
 
 
 @contextmanager
-def slowly(what: str, after_s: float = 4.0) -> Iterator[None]:
+def report_if_slow(what: str, after_s: float = 4.0) -> Iterator[None]:
     """Print that ``what`` is in progress if the block takes longer than ``after_s`` seconds."""
     timer = Timer(after_s, say, [f"{what} ..."])
     timer.daemon = True
