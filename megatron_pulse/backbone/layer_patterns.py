@@ -28,7 +28,7 @@ def matching_layers(names: Sequence[str], patterns: Collection[str]) -> frozense
     return found
 
 
-def format_layers(layers: Collection[int], count: int) -> str:
+def tell_layers(layers: Collection[int], count: int) -> str:
     """Short text for ``layers`` of ``count``: ``none``, ``all``, ``0-3, 7``."""
     if len(layers) in (0, count):
         return "all" if layers else "none"

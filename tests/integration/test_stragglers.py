@@ -188,15 +188,15 @@ def test_gradients_that_are_no_numbers_are_named(
     scale 1, where the scale that skips it is the least."""
     with pytest.raises(RanksFailed) as failed:
         run_ranks(2, spoil_gradients, [*FLAGS, *layout, "--train-iters", "3"], call)
-    found = "the gradients of step 2 are not finite (nan), though"
+    found = "the gradients of step 2 are not finite (nan), although"
     if "--fp16" in layout:
         found = (
             "1 consecutive step(s) were skipped: the gradients of the last, step 2, are not "
-            "finite at loss scale 1 either, though"
+            "finite at loss scale 1 either, although"
         )
     text = (
-        f"{found} its losses are: non-finite from layer mid_block.mlp down in microbatch 1, "
-        f"replica {replica} (rank 1). Lower --lr"
+        f"{found} its losses are finite: those of microbatch 1 in replica {replica} are not "
+        "finite from layer mid_block.mlp down (rank 1). Lower --lr"
     )
     assert text in str(failed.value), str(failed.value)
     assert "Traceback" not in str(failed.value)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_pulse.backbone.activations import ActivationPolicy
-from megatron_pulse.backbone.layer_patterns import format_layers, name_of
+from megatron_pulse.backbone.layer_patterns import name_of, tell_layers
 from megatron_pulse.cli.output import first_and_last_layer, name_value_lines, table
 from megatron_pulse.cli.plan.plan_facts import (
     bubble_task_lines,
@@ -45,7 +45,7 @@ def batch(plan: PlanFile) -> str:
     parts += ["optimizer on the host"] * plan.optimizer_cpu_offload
     for policy, layers in plan.activations.sets():
         if layers:
-            parts.append(f"activations: {policy} {format_layers(layers, len(plan.profile.layers))}")
+            parts.append(f"activations: {policy} {tell_layers(layers, len(plan.profile.layers))}")
     return ", ".join(parts)
 
 

@@ -58,8 +58,8 @@ def wrap_train_step(
             with PROGRESS.during(f"repeating step {done} to locate its non-finite gradients"):
                 whose = find_not_finite(None) or SUM_TOO_LARGE
             raise PulseError(
-                f"the gradients of step {done} are not finite ({norm}), although its losses are: "
-                f"{whose}. Lower --lr or --clip-grad, or check the backbone "
+                f"the gradients of step {done} are not finite ({norm}), although its losses are "
+                f"finite: {whose}. Lower --lr or --clip-grad, or check the backbone "
                 "(--no-check-for-nan-in-loss-and-grad continues regardless)"
             ) from None
         losses, skipped = result[0], result[1]

@@ -27,7 +27,7 @@ from megatron_pulse.runtime.failure_board import PulseError
 from megatron_pulse.runtime.watchdog.progress import PROGRESS
 
 SUM_TOO_LARGE = (
-    "gradients of each single microbatch are finite: their sum overflows, or a device is faulty"
+    "each microbatch's own gradients are finite, so their sum overflows, or a device is faulty"
 )
 _MOST = 4
 _ROUNDING = 1e-6
@@ -96,8 +96,8 @@ class GradientCheck:
                 key, origin = (microbatch, of_replica), (stage, layer, rank)
                 first[key] = max(first.get(key, origin), origin, key=lambda one: one[0])
         return _listed(
-            f"non-finite from layer {layer} down in microbatch {microbatch}, replica {of_replica} "
-            f"(rank {rank})"
+            f"those of microbatch {microbatch} in replica {of_replica} are not finite from layer "
+            f"{layer} down (rank {rank})"
             for (microbatch, of_replica), (_, layer, rank) in sorted(first.items())
         )
 
@@ -142,8 +142,8 @@ class SkippedSteps:
         if whose or scale <= 1:
             return (
                 f"{last} are not finite at loss scale {min(scale, 1.0):g} either, although its "
-                f"losses are: {whose or SUM_TOO_LARGE}. Lower --lr, check the backbone, or use "
-                "--bf16 instead of --fp16 (--no-check-for-nan-in-loss-and-grad continues "
+                f"losses are finite: {whose or SUM_TOO_LARGE}. Lower --lr, check the backbone, or "
+                "use --bf16 instead of --fp16 (--no-check-for-nan-in-loss-and-grad continues "
                 "regardless)"
             )
         which, remedy = (
