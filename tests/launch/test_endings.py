@@ -80,10 +80,10 @@ from megatron_pulse.runtime.stop_signals import STOP
 STOP.listen()
 STOP.defer()
 print("trains\\n", end="", flush=True)
-while STOP.told is None:
+while STOP.received is None:
     time.sleep(0.02)
 time.sleep(1)
-print(f"saved ({STOP.told.name})\\n", end="", flush=True)
+print(f"saved ({STOP.received.name})\\n", end="", flush=True)
 """
 
 
