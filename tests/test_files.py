@@ -92,8 +92,8 @@ def test_places_that_are_no_files(tmp_path: Path) -> None:
     for path, reason in (
         (tmp_path, "Is a directory"),
         (tmp_path / "none", "No such file"),
-        (tmp_path / "pipe", "no regular file"),
-        (Path("/dev/zero"), "no regular file"),
+        (tmp_path / "pipe", "not a regular file"),
+        (Path("/dev/zero"), "not a regular file"),
         (tmp_path / ("n" * 300), "File name too long"),
         (tmp_path / "a\0b", "null byte"),
     ):

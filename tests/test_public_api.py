@@ -63,7 +63,7 @@ def test_faults_of_a_chain_are_listed() -> None:
         "skip 2 must be two layer numbers, is (0, 1, 2)",
         "skip 3 must be two layer numbers, is 'ab'",
         "skip 4 must be two layer numbers, is (0.0, 1)",
-        "skip 0 to 1 is there twice",
+        "skip 0 to 1 is given twice",
     ):
         assert part in found, found
     assert len(caught.value.faults) == 10
@@ -154,7 +154,7 @@ def test_what_a_program_plans_with_is_at_the_door() -> None:
     assert pulse.lower_bound(problem) <= found.certificate.makespan
     rule = pulse.MemoryRule(1e9, 16.0, (1.0,) * 4)
     assert rule.weighed(costs) == (0.0,) * 4
-    with pytest.raises(ValueError, match=r"(?s)parts of trained .*layers.0: 3 of 2.*layers.3: 9"):
+    with pytest.raises(ValueError, match=r"(?s)must not exceed .*layers.0: 3 of 2.*layers.3: 9"):
         pulse.weighted_costs(chain, [1] * 4, [3, 1, 1, 9])
     for share in (1.5, -1, math.nan):
         with pytest.raises(ValueError, match="weight"):

@@ -91,10 +91,8 @@ class DynamicShift:
             return [f"a dynamic shift takes four numbers, not {numbers}"]
         if not 0 < self.base_tokens < self.max_tokens:
             return [
-                (
-                    f"a dynamic shift from {self.base_tokens} to {self.max_tokens} tokens do not "
-                    "define a line"
-                )
+                f"a dynamic shift from {self.base_tokens} to {self.max_tokens} tokens: the second "
+                "number must be larger"
             ]
         if self.kind == TimeShift.LINEAR and min(self.base_shift, self.max_shift) <= 0:
             return ["a linear dynamic shift must be positive at both ends"]

@@ -257,7 +257,7 @@ def _find_weights(folder: Path, variant: str | None, library: str) -> Path:
     if found:
         known = ", ".join(str(each or "none") for each in found)
         wanted = f"variant {variant!r}" if variant else "weights without a variant"
-        fault = f"there are no {wanted}, only variants {known}: name one"
+        fault = f"no {wanted}; it has variants {known}: name one"
         raise PublishedError(f"{folder} holds no such weights", [fault])
     stems = STEMS[library].items()
     named = [path for end, stem in stems for path in sorted(folder.glob(f"{stem}{end}*"))]

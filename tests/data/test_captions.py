@@ -309,7 +309,7 @@ def test_faults_of_captions_are_listed_at_once(tmp_path):
     for words in (
         "sub/metadata.jsonl and sub/metadata.csv both exist",
         "metadata.csv, line 3: there is no file no.png",
-        "metadata.csv, line 6: 3 cells below 2 names",
+        "metadata.csv, line 6: 3 cells for 2 columns",
         "metadata.csv, line 8: there is no file no\0.png",
         "metadata.csv, line 9: the caption of c.png has the character '\\x1b'",
         "a.txt says 'another', and metadata.csv, line 2 'one'",

@@ -91,7 +91,7 @@ def test_betas_of_a_file(tmp_path):
         ("--pulse-objective v --pulse-beta-end nan", "0 < beta_start"),
         ("--pulse-flow-shift -1", "must be positive"),
         ("--pulse-flow-shift inf", "must be positive"),
-        ("--pulse-flow-shift dynamic:1,2,9,3", "no line"),
+        ("--pulse-flow-shift dynamic:1,2,9,3", "must be larger"),
         ("--pulse-flow-shift dynamic:0,2,9,30,linear", "positive at both ends"),
         (
             "--pulse-timestep-density uniform --pulse-logit-mean 1",

@@ -68,7 +68,7 @@ def test_what_is_not_there_is_refused_in_a_line_each(
     why = ["the hub is unreachable", "ranks do not download; 'pulse run' downloads"][ranks - 1]
     first, second, third = faults
     assert first.startswith(f"hf:me/other: it is not in the cache, and {why}")
-    assert first.endswith("call 'hf download me/other --local-dir DIR', and give DIR.")
+    assert first.endswith("run 'hf download me/other --local-dir DIR', and give DIR.")
     assert second.startswith("hf:me/pipe@v2: ") and "me/pipe --revision v2 --local" in second
     assert third.startswith("hf:a/b/c: write hf:OWNER/NAME[@REVISION]: ")
     assert not any("\n" in fault for fault in faults)

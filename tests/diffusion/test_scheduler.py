@@ -178,7 +178,10 @@ def test_pixels_are_clipped_by_a_new_scheduler():
             ["continuous"],
         ),
         ({"_class_name": "DDPMScheduler", "prediction_type": "noise"}, ["'noise'"]),
-        ({"_class_name": "DDPMScheduler", "beta_end": "x", "trained_betas": 3}, ["'x'", "no list"]),
+        (
+            {"_class_name": "DDPMScheduler", "beta_end": "x", "trained_betas": 3},
+            ["'x'", "must be a list"],
+        ),
         ({"_class_name": "DDPMScheduler", "num_train_timesteps": 10.5}, ["whole"]),
         ({"_class_name": "DDIMScheduler", "sigma_data": 0.5}, ["sigma_data"]),
         (

@@ -103,7 +103,10 @@ def test_an_autoencoder_runs_in_fp16_only_where_it_may(tmp_path: Path) -> None:
             ours.encode(pixels)
         weights["decoder.conv_out.weight"] *= 3e38
         save_file(weights, path, {"format": "pt"})
-        for asked, why in ((torch.float16, "says force_upcast false"), (torch.float32, "damaged")):
+        for asked, why in (
+            (torch.float16, "sets force_upcast to false"),
+            (torch.float32, "damaged"),
+        ):
             decoder = rf"the decoder of autoencoder {folder}, in {asked}".replace("torch.", "")
             with pytest.raises(AutoencoderError, match=f"{decoder}, gives .* not finite.*{why}"):
                 Autoencoder(folder, asked).decode(torch.randn(1, 4, 8, 8))

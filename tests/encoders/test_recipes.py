@@ -298,7 +298,7 @@ def test_what_the_folder_lacks_is_said_at_once(tmp_path: Path) -> None:
     with pytest.raises(EncodersError) as caught:
         TextEncoders(folder, texts.SDXL, shapes)
     for words in (
-        "text_encoder is T5EncoderModel, and CLIPTextModel is needed",
+        "text_encoder is T5EncoderModel, but CLIPTextModel is expected",
         "text_encoder_2/config.json is missing",
         "tokenizer_2 is missing",
     ):
@@ -367,7 +367,8 @@ def test_files_that_no_library_should_be_given_are_refused(tmp_path: Path) -> No
         "tokenizer: merges.txt is no regular file",
         "tokenizer: zero.txt is no regular file",
         "text_encoder: more.json is a link to nothing.json, which does not exist",
-        "text_encoder: model.safetensors.index.json: '../../elsewhere.safetensors' is not the name",
+        "text_encoder: model.safetensors.index.json: "
+        "'../../elsewhere.safetensors' is not a file name",
     ):
         assert str(error.value).count(words) == 1, words
     (tmp_path / "vae").mkdir()
@@ -406,7 +407,7 @@ def test_tokens_beyond_those_of_the_encoder_are_refused(tmp_path: Path) -> None:
     said = json.loads(path.read_text())
     said["model"]["vocab"]["bird"] = 1000
     path.write_text(json.dumps(said))
-    with pytest.raises(EncodersError, match="tokenizer has 1001 tokens, text_encoder knows 15"):
+    with pytest.raises(EncodersError, match="tokenizer has 1001 tokens, but text_encoder has 15"):
         opened(folder)
 
 

@@ -309,7 +309,7 @@ def test_what_a_factory_may_return(
     for name, reason in (
         ("alone", "returned Net without its inputs"),
         ("needs", "width has no default"),
-        ("nothing", "has no 'nothing'; there are: "),
+        ("nothing", "has no 'nothing'; it has: "),
         (
             "unnamed",
             r"mine.py:\d+\): inputs are to be a dict .* not of type tuple",
@@ -356,7 +356,7 @@ def test_names_are_found_from_here(
             model_specs.load_recorded({**record, "name": name})
     Path("config.json").touch()
     for name, said in (
-        ("other.py", "write other.py:FACTORY"),
+        ("other.py", "Write other.py:FACTORY"),
         ("..", "write diffusers:.."),
         (":build", "no file or package before the colon"),
         ("other.py:", "no function after the colon"),
@@ -418,7 +418,7 @@ def test_microbatches_of_a_class_may_be_of_several_sizes() -> None:
     for options, said in (
         ({"buckets": "8x,4x4"}, "must be a list of HEIGHTxWIDTH, as in 64x96,96x64"),
         ({"buckets": "8x8x8"}, "must be a list of HEIGHTxWIDTH"),
-        ({"buckets": "8x8,4x4", "width": 8}, "say width there or alone, not both"),
+        ({"buckets": "8x8,4x4", "width": 8}, "give width there or alone, not both"),
         ({"height": 0, "width": -8}, r"(?s)2 faults.*height is 0.*width is -8: must be 1 or more"),
         ({"sample_size": 0}, "^sample_size is 0: must be a whole number up to 16384, or two$"),
         ({"sample_size": [8, "x"]}, r"^sample_size is \[8, 'x'\]: must be a whole number"),

@@ -76,7 +76,7 @@ def test_configurations_that_are_published():
     expected = model_specs.load_backbone("dit-xl-2", {"sample_size": 64})
     assert backbone.record["options"] == expected.record["options"]
     assert model_specs.load_published({**folder, "out_channels": None}).output_spec.shape[0] == 4
-    with pytest.raises(ValueError, match=r"(?s)2 faults.*dropout is 0.1.*norm_eps is 1e-06, only"):
+    with pytest.raises(ValueError, match=r"(?s)2 faults.*dropout is 0.1.*norm_eps is 1e-06; only"):
         model_specs.load_published({**folder, "dropout": 0.1, "norm_eps": 1e-6})
 
 

@@ -139,7 +139,7 @@ def test_configurations_that_are_published():
     assert model_specs.load_published(folder).record["name"] == "flux-dev"
     schnell = model_specs.load_published({**folder, "guidance_embeds": False})
     assert schnell.record["name"] == "flux-schnell"
-    message = r"(?s)2 faults.*patch_size is 2, only 1.*out_channels is 64, only 384"
+    message = r"(?s)2 faults.*patch_size is 2; only 1.*out_channels is 64; only 384"
     with pytest.raises(ValueError, match=message):
         faulty = {**folder, "patch_size": 2, "in_channels": 384, "out_channels": 64}
         model_specs.load_published(faulty)

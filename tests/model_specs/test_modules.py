@@ -57,7 +57,7 @@ def test_attention_takes_no_mask_but_of_the_keys_of_another_sequence(one_rank):
         core(query, key, key, torch.zeros(2, 1, 1, 7, dtype=torch.bool))
     core = attention.SdpaCoreAttention(config, 1, AttnMaskType.padding, "cross")
     for mask in (None, torch.zeros(2, 1, 5, 7, dtype=torch.bool)):
-        with pytest.raises(ValueError, match=r"needs a mask of its keys, \[2, 1, 1, 7\]"):
+        with pytest.raises(ValueError, match=r"needs a key mask of shape \[2, 1, 1, 7\]"):
             core(query, key, key, mask)
 
 

@@ -68,7 +68,7 @@ def build(kind, context):
 
 # Kind, what the error must say of it; the last line that is named is that of the family's file.
 CHAIN = {
-    "chain": ["layer 1: the name 'a' is already", "tensor 0 is compute[b, 1, 8, 8]",
+    "chain": ["layer 1: layer 0 is already called 'a'", "tensor 0 is compute[b, 1, 8, 8]",
               "skip 's': layer 0 (a) pushes output 3", "conditioning 'x': used by layer 1"],
     "form": ["layer 0 (a): inputs must be a tuple of TensorSpec, is of type TensorSpec",
              "layer 1 (b): uses must be a tuple of names, is the text 't'"],

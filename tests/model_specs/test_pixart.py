@@ -111,7 +111,7 @@ def test_configurations_that_are_published():
         model_specs.load_published({**folder, **wrong})
     for fault in (
         "attention_type is 'gated'",
-        "cross_attention_dim is 768, only 1152",
+        "cross_attention_dim is 768; only 1152",
         "projected",
     ):
         assert fault in str(caught.value)

@@ -66,7 +66,7 @@ def test_the_scale_of_positions_stays_as_it_is_written(scale):
         ({"_class_name": "HunyuanDiT2DModel", "num_layers": 7, "hidden_size": 1408},
          ["HunyuanDiT2DModel", "num_layers: must be divisible by 2, is 7"]),
         ({"_class_name": "DiTTransformer2DModel", "dropout": False, "attention_bias": 1},
-         ["dropout is False, only 0.0", "attention_bias is 1, only True"]),
+         ["dropout is False; only 0.0", "attention_bias is 1; only True"]),
     ],
 )  # fmt: skip
 def test_refusals_name_the_file_s_model(settings, words):

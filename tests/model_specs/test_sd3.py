@@ -133,7 +133,7 @@ def test_configurations_that_are_published():
     medium["dual_attention_layers"] = list(range(13))
     assert model_specs.load_published(medium).record["name"] == "sd3.5-medium"
     assert model_specs.load_published({**folder, "out_channels": None}).output_spec.shape[0] == 16
-    message = r"(?s)2 faults.*caption_projection_dim is 1152, only 1536.*only 'rms_norm'"
+    message = r"(?s)2 faults.*caption_projection_dim is 1152; only 1536.*only 'rms_norm'"
     with pytest.raises(ValueError, match=message):
         faulty = {**folder, "caption_projection_dim": 1152, "qk_norm": "layer_norm"}
         model_specs.load_published(faulty)

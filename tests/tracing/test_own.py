@@ -117,7 +117,7 @@ def test_lazy_modules_are_named() -> None:
             derive()
         first, second = caught.value.faults
         assert first.startswith(
-            "1 is a LazyLinear, whose shapes are not set yet (weight, bias): give its si"
+            "1 is a LazyLinear whose shapes are not set yet (weight, bias). Give its si"
         )
         assert second.startswith("2 is a LazyBatchNorm1d") and "running_mean" in second
     module = make()

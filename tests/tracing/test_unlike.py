@@ -55,14 +55,14 @@ def test_it_is_right(name: str) -> None:
         (strange.doubled, "the default dtype is set in forward", "float64"),
         (
             strange.without_cudnn,
-            "are computed (torch.backends.cudnn) is set in forward",
+            "the use of cuDNN (torch.backends.cudnn) is set in forward",
             "with torch",
         ),
         (strange.benched, "(torch.backends.cudnn) is set in forward", "benchmark = True"),
         (strange.rounded, "the precision of fp32 (allow_tf32, set_float", '"medium"'),
         (strange.mapped, "torch.vmap, at", ""),
         (strange.branched, "torch.cond, at", ""),
-        (strange.normed_in_a_region, "call eval() on it", ""),
+        (strange.normed_in_a_region, "Call eval() on the module", ""),
         (strange.by_data, "write .detach()", "x.data"),
     ],
 )
@@ -100,9 +100,7 @@ def test_norms_that_each_call_changes_are_refused_and_taken_as_they_are() -> Non
     module[1].parametrizations.eval()
     chain_equal_to(module, given, "input")
     old = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.utils.spectral_norm(nn.Linear(WIDTH, 3)))
-    with pytest.raises(
-        DerivationError, match=r"take the one in torch\.nn\.utils\.parametrizations"
-    ):
+    with pytest.raises(DerivationError, match=r"use torch\.nn\.utils\.parametrizations"):
         pulse.from_module(old, given, sample="input")
 
 
@@ -129,7 +127,7 @@ def test_hooks_of_gradients_are_refused_all_at_once() -> None:
         pulse.from_module(module, given, sample=sample)
     assert caught.value.faults == [
         "layers.2 has hooks of its backward pass: they are not traced (and of 1 more like it)",
-        "the gradient of layers.3.weight has a hook, which its copy in a chain would not have",
+        "the gradient of layers.3.weight has a hook, which its copy in a chain would lack",
     ]
 
 
@@ -174,5 +172,7 @@ class Named(nn.Module):
 
 def test_a_module_that_raises_on_its_example_is_refused() -> None:
     given = {"x": torch.zeros(2, WIDTH), "words": torch.tensor([1, 4])}
-    with pytest.raises(DerivationError, match=r"called with its example: IndexError: index out"):
+    with pytest.raises(
+        DerivationError, match=r"call with its example fails: IndexError: index out"
+    ):
         pulse.from_module(Named(), given, sample="x")

@@ -111,7 +111,7 @@ def test_a_variant_in_another_precision_is_read_by_name_or_when_it_is_the_only_o
         read_folder(tmp_path, "fp16").kind_of("caption_projection.linear_1.bias")[1]
         == torch.float16
     )
-    with pytest.raises(PublishedError, match="no variant 'ema'.* variant none, fp16: name one"):
+    with pytest.raises(PublishedError, match="no variant 'ema'.* variants none, fp16: name one"):
         read_folder(tmp_path, "ema")
     index = tmp_path / f"{FILE}.index.fp16.json"
     index.rename(tmp_path / "diffusion_pytorch_model.fp16.safetensors.index.json")

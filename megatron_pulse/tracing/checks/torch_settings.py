@@ -12,10 +12,10 @@ from torch.backends import ContextProp
 
 from megatron_pulse.tracing.checks.trace_hooks import caller, replaced
 
-_ATTENTION = "the kernels of attention (sdpa_kernel)"
-_CUDNN = "convolution settings (torch.backends.cudnn)"
-_CPU = "CPU kernels (torch.backends.mkldnn, .nnpack)"
-_SUMS = "accumulation of matrix products (torch.backends.cuda.matmul)"
+_ATTENTION = "the choice of attention kernels (sdpa_kernel)"
+_CUDNN = "the use of cuDNN (torch.backends.cudnn)"
+_CPU = "the choice of CPU kernels (torch.backends.mkldnn, .nnpack)"
+_SUMS = "the accumulation of matrix products (torch.backends.cuda.matmul)"
 _GETTERS = {
     **{f"_get_{kind}_sdp_enabled": _ATTENTION for kind in ("flash", "mem_efficient", "math")},
     "_get_cudnn_sdp_enabled": _ATTENTION,
