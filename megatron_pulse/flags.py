@@ -4,9 +4,9 @@
     class Options:
         seconds: float = flag("longest search (default 10)", 10.0, metavar="S", within=ABOVE_ZERO)
         solver: Literal["highs", "none"] = flag("who searches", "highs")
-        again: bool = flag("search anew")
+        refresh: bool = flag("repeat the search")
 
-    add_flags(Options, parser, "pulse-")      # --pulse-seconds S, --pulse-solver, --pulse-again
+    add_flags(Options, parser, "pulse-")      # --pulse-seconds S, --pulse-solver, --pulse-refresh
     options = read_flags(Options, parser.parse_args(), "pulse-")
     faults = flag_faults(options, "pulse-")   # "--pulse-seconds is -1; it must be ..."
 

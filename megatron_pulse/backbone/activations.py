@@ -14,17 +14,18 @@ from megatron_pulse.errors import did_you_mean
 
 
 class ActivationPolicy(StrEnum):
-    """Fate of what a layer saves in its forward pass, until its backward pass has used it."""
+    """Treatment of the tensors that a layer saves in forward for its backward."""
 
     KEEP = "keep"
-    """It stays in device memory."""
+    """Saved tensors stay in device memory."""
     RECOMPUTE = "recompute"
-    """Only the layer's inputs stay; the rest is computed again for the backward pass."""
+    """Only the layer's inputs stay; saved tensors are recomputed for backward."""
     OFFLOAD = "offload"
-    """It may wait in host memory and is copied back before the backward pass."""
+    """Saved tensors may be copied to host memory, and come back before backward."""
     SELECTIVE = "selective"
-    """Cheap operations are computed again. Results of expensive ones, above all products of
-    matrices, stay (Megatron's selective recomputation)."""
+    """Cheap operations are recomputed. Results of expensive ones, above all matrix products, stay
+    (Megatron's selective recomputation).
+    """
 
 
 @dataclass(frozen=True)

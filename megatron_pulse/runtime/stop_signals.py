@@ -114,7 +114,7 @@ def order(number: signal.Signals, is_orphan: bool) -> str:
 
 
 def drop_unread_output() -> None:
-    """Redirect stdout and stderr to the null device where nobody can read them."""
+    """Redirect stdout and stderr to the null device if nobody can read them."""
     streams = select.poll()
     for stream in (1, 2):
         streams.register(stream, 0)

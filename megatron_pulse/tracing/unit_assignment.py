@@ -180,7 +180,7 @@ class UnitAssignment:
     def _parted(self, found: dict[fx.Node, set[int]], shared: set[fx.Node]) -> set[fx.Node]:
         """Operations on one weight that would get several homes; embedders compute them.
 
-        An example is a block's embedding computed again for the head (DiT).
+        An example is a block's embedding recomputed for the head (DiT).
         """
         parted: set[fx.Node] = set()
         for weight in self.exported.weights:

@@ -1,13 +1,12 @@
 """Metadata of image files: texts beside them, and lists of captions.
 
-``a.txt`` is the caption of ``a.png`` in the same folder. ``metadata.jsonl`` (a line of JSON for
-each) and ``metadata.csv`` have a ``file_name``, relative to their own folder, and a column of
-captions, as Hugging Face's ``imagefolder`` has them. A table may have semicolons or tabs between
-its columns, and blanks around its names, which all cells then lose. Lists may lie in subfolders,
-and name no file outside of the folder that is read. A picture that is listed several times, with
-other captions, is as many samples. A ``group`` there names pictures of which none is held back for
-validation while another is trained on. Other keys are not looked at. A picture without a caption
-has ``default``.
+``a.txt`` is the caption of ``a.png`` in the same folder. ``metadata.jsonl`` (one line of JSON per
+picture) and ``metadata.csv`` have a ``file_name``, relative to their own folder, and a caption
+column, like Hugging Face's ``imagefolder``. Tables may use semicolons or tabs. If names have
+surrounding blanks, all cells are stripped. Lists may lie in subfolders, but may not name files
+outside of the folder that is read. A picture that is listed several times with different captions
+counts as several samples. Pictures of one ``group`` stay together in the split into training and
+validation. Other keys are ignored. A picture without a caption gets ``default``.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class StartingPoint:
     """Saved run that a run begins with.
 
     ``given`` is the flag that asked for it, such as ``--load runs/a``, for messages. A
-    ``continued`` run goes on with iteration, optimizer, schedule, random states and place in the
+    ``continued`` run continues with iteration, optimizer, schedule, random states and place in the
     data. Any other start takes the weights and their EMA only, and steps count from 0.
 
     ``named`` is false if --save alone found the run; then only the same run may continue.
@@ -59,7 +59,7 @@ class StartingPoint:
 def find_start(args: argparse.Namespace) -> StartingPoint | None:
     """Saved run that ``--load``, ``--pretrained-checkpoint`` or ``--save`` asks for, if any.
 
-    A run continues from the newest checkpoint in ``--save`` by itself. ``--pretrained-checkpoint``
+    A run with ``--save`` continues from the newest checkpoint there. ``--pretrained-checkpoint``
     counts until there is one. Raises CheckpointError if a named folder holds nothing, or if flags
     contradict each other.
     """

@@ -71,7 +71,7 @@ def plan_run(
 ) -> Plan:
     """Make the plan that the flags ask for, or take ``given``; raises ValueError (PlanError, ...).
 
-    Every rank makes the plan by itself. Only a schedule that needs a search is left to
+    Every rank makes the plan independently. Only a schedule that needs a search is left to
     ``share_schedules``. ``check_world`` compares the plans of all ranks.
     """
     if given is None:
