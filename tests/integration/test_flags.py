@@ -59,7 +59,7 @@ def test_the_table_holds_the_flags_of_the_installed_megatron() -> None:
 
 
 def test_what_is_needed_are_flags_that_work() -> None:
-    table, text = load_table(), FILE.with_name("together.txt").read_text()
+    table, text = load_table(), FILE.with_name("constraints.txt").read_text()
     named = re.findall(r"--[\w-]+", text)
     assert len(named) > 100
     assert [name for name in named if table[name].standing is not Support.WORKS] == []

@@ -1,4 +1,4 @@
 """Megatron's flags: supported, refused, or meaningless here (``megatron.txt``).
 
-``together.txt`` has the constraints between the supported ones, and their ranges of numbers.
+``constraints.txt`` has the constraints between the supported ones, and their ranges of numbers.
 """

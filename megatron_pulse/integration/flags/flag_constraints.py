@@ -23,7 +23,7 @@ from megatron_pulse.integration.flags.parse import CommandLine
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 """Environment variable with CUDA's number of hardware queues."""
 
-_FILE = Path(__file__).with_name("together.txt")
+_FILE = Path(__file__).with_name("constraints.txt")
 _RANGES = {each.must: each for each in (FROM_ONE, FROM_ZERO, BELOW_ONE, ABOVE_ZERO)}
 
 
@@ -84,7 +84,7 @@ def _line_of(error: BaseException) -> str:
 
 @functools.cache
 def _section(name: str) -> list[tuple[str, str]]:
-    """Lines of section ``[name]`` in ``together.txt``, as (before, after) the colon."""
+    """Lines of section ``[name]`` in ``constraints.txt``, as (before, after) the colon."""
     _, _, rest = _FILE.read_text(encoding="utf-8").partition(f"[{name}]\n")
     return [
         (a, b) for a, _, b in (row.partition(": ") for row in rest.split("\n\n")[0].splitlines())
