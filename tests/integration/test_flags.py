@@ -131,11 +131,11 @@ def some_values(action: argparse.Action) -> list[str]:
 @pytest.mark.parametrize(
     ("flags", "fault"),
     [
-        (["--num-layers", "12"], "--num-layers means nothing here"),
-        (["--num-layers=12"], "--num-layers means nothing here"),
+        (["--num-layers", "12"], "--num-layers has no effect here"),
+        (["--num-layers=12"], "--num-layers has no effect here"),
         (["--disable-mamba-mem-eff-path"], "--disable-mamba-mem-eff-path means nothing"),
-        (["--no-rl-partial-rollouts"], "--no-rl-partial-rollouts means nothing here"),
-        (["--seq-length", "64"], "--seq-length means nothing here"),
+        (["--no-rl-partial-rollouts"], "--no-rl-partial-rollouts has no effect here"),
+        (["--seq-length", "64"], "--seq-length has no effect here"),
         (["--yaml-cfg", "/does/not/exist.yaml"], "--yaml-cfg /does/not/exist.yaml cannot be used"),
         (["--enable-msc"], "--enable-msc cannot be used"),
         (["--optimizer", "muon"], "--optimizer muon cannot be used, only adam or sgd"),
@@ -176,7 +176,7 @@ def some_values(action: argparse.Action) -> list[str]:
         (["--profile", "--use-pytorch-profiler"], "was given without --tensorboard-dir"),
         (["--log-interval", "0"], "--log-interval is 0; it must be 1 or more"),
         (["--sequence-parallel"], "without --tensor-model-parallel-size 2 or more"),
-        (["--no-overlap-p2p-communication"], "the plan decides when messages travel"),
+        (["--no-overlap-p2p-communication"], "the plan decides the order of messages"),
     ],
 )
 def test_refused_before_the_start(

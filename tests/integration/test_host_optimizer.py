@@ -131,4 +131,4 @@ def test_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     (fault,) = refuse(monkeypatch, 1, [*HOST, *BF16, "--log-params-norm"])
     assert "--log-params-norm cannot be used with --optimizer-cpu-offload" in fault
     (fault,) = refuse(monkeypatch, 1, [*HOST, "--optimizer-offload-fraction", "0.5"])
-    assert "all of the optimizer's state goes to the host" in fault
+    assert "moves all of the optimizer state to the host" in fault
