@@ -133,7 +133,7 @@ def some_values(action: argparse.Action) -> list[str]:
     [
         (["--num-layers", "12"], "--num-layers has no effect here"),
         (["--num-layers=12"], "--num-layers has no effect here"),
-        (["--disable-mamba-mem-eff-path"], "--disable-mamba-mem-eff-path means nothing"),
+        (["--disable-mamba-mem-eff-path"], "--disable-mamba-mem-eff-path has no effect"),
         (["--no-rl-partial-rollouts"], "--no-rl-partial-rollouts has no effect here"),
         (["--seq-length", "64"], "--seq-length has no effect here"),
         (["--yaml-cfg", "/does/not/exist.yaml"], "--yaml-cfg /does/not/exist.yaml cannot be used"),
@@ -143,7 +143,7 @@ def some_values(action: argparse.Action) -> list[str]:
         (["--optimizer", "sgd", "--use-distributed-optimizer"], "--optimizer sgd cannot be used"),
         (["--transformer-impl", "transformer_engine"], "its layers need GPUs"),
         (["--distributed-backend", "nccl"], "torch finds no GPU here; leave it out"),
-        (["--num-workers", "1000000"], "cores; give"),
+        (["--num-workers", "1000000"], "cores of this machine. Give"),
         (
             ["--ckpt-fully-parallel-load"],
             "load-exchange-algo gather_object",
