@@ -35,13 +35,13 @@ def test_every_layout_passes_over_the_same(flags: list[str]) -> None:
     first, last = (said for said, _ in run_ranks(2, timed_run, [*skip, *pipeline(2)]))
     losses = [re.findall(r" loss: ([\d.E+-]+) \|", said) for said in (alone, last)]
     assert len(losses[0]) == 4 and losses[0] == losses[1]
-    named = [re.findall(r"corrupt, passed over: .*/(\d+)\.png", said) for said in (alone, first)]
+    named = [re.findall(r"corrupt, skipped: .*/(\d+)\.png", said) for said in (alone, first)]
     assert named[0] == named[1] and named[0]
     assert {int(i) for i in named[0]} <= set(CORRUPT) and len(set(named[0])) == len(named[0])
-    counts = [re.findall(r"corrupt files passed over: (\d+)", said) for said in (alone, last)]
+    counts = [re.findall(r"corrupt files skipped: (\d+)", said) for said in (alone, last)]
     assert counts[0] == counts[1] and int(counts[0][-1]) == len(named[0])
     assert "12 pictures, 0 cropped" in alone and "4 cannot be read (all decoded)" in alone
-    assert "; 11 samples to train on, 1 held back" in alone
+    assert "; 11 training samples, 1 validation samples" in alone
 
 
 def test_the_error_names_the_file_and_the_command_that_finds_all(flags: list[str]) -> None:

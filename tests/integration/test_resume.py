@@ -455,7 +455,7 @@ def test_data_that_changed_are_said_and_moved_labels_refused(
     assert said(monkeypatch, *load).endswith("from here on: --train-iters 9 (was 1)")
     Image.new("L", (8, 8), 255).save(photos / "dog" / "new.png")
     line = said(monkeypatch, *load)
-    assert "; from here on: --train-iters 9 (was 1), samples: 19 to train on, 2 held back" in line
+    assert "; from here on: --train-iters 9 (was 1), samples: 19 for training, 2 for validation" in line
     assert "(was 18 and 2), 1 added, 0 removed" in line
     (photos / "dog").rename(photos / "ant")
     (fault,) = refuse(monkeypatch, 1, [*SEED, *COSINE, *load])

@@ -50,7 +50,7 @@ def test_quickstart(tmp_path: Path) -> None:
     folder = tmp_path / "digits"
     few = {"PULSE_TRAIN_ITERS": "6", "PULSE_RANKS": "2", "PULSE_RUN_DIR": str(folder)}
     said = said_by(["bash", "launch/quickstart.sh"], **few)
-    assert re.search(r"^[\d.]+% of 100 generated digits are the digit asked for$", said, re.M)
+    assert re.search(r"^[\d.]+% of 100 generated digits show the requested digit$", said, re.M)
     assert f"Loss curve: {folder}/loss.png\nDigits:     {folder}/digits.png" in said
     picture(folder / "loss.png")
     wide, high = picture(folder / "digits.png").size

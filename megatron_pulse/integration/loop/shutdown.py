@@ -130,7 +130,7 @@ def _refuse(text: str, job: Job, status: int) -> NoReturn:
     if (board := job.board()) is not None:
         board.report(text.partition("\n")[0])
     head, *faults = text.splitlines()
-    report_to_torchrun(head + (faults[0] if faults else "") + " (said above)", is_first=True)
+    report_to_torchrun(head + (faults[0] if faults else "") + " (listed above)", is_first=True)
     job.part(1.0)
     end_process(status)
 
