@@ -283,7 +283,7 @@ def test_interrupted_writing_goes_on(
         patch.setattr(LatentWriter, "add", failing_add)
         assert main([*argv, str(resumed)]) == 130
     assert main(["data", "info", f"latents:{resumed}"]) == 2
-    assert "not finished: 1000 samples" in capsys.readouterr().err
+    assert "incomplete: 1000 samples" in capsys.readouterr().err
     assert main([*argv, str(resumed)]) == 0
     assert "resuming after 1000 of 1797" in capsys.readouterr().out
     for file in whole.iterdir():
@@ -313,7 +313,7 @@ def test_ranks_write_what_one_writes(
     assert as_rank(1, 3, to) == 0
     assert "rank 1 has written its share; 547 of 1797 samples" in capsys.readouterr().out
     assert main(["data", "info", f"latents:{apart}"]) == 2
-    assert "not finished: 547 samples" in capsys.readouterr().err
+    assert "incomplete: 547 samples" in capsys.readouterr().err
     told = apart / "shard-00004.json"
     told.write_text(told.read_text()[:40])  # as of a rank that was killed, or another folder's
     other = unsealed_record(apart / "shard-00007.json")
@@ -414,7 +414,7 @@ def test_contradictory_normalizations_are_refused(tmp_path: Path) -> None:
     make_vae(tmp_path, shift_factor=0.5, latents_mean=[1.0, 2.0, 3.0])
     with pytest.raises(AutoencoderError) as caught:
         Autoencoder(tmp_path)
-    for words in ("each of 2 channels", "latents_mean is given alone", "both given"):
+    for words in ("each of 2 channels", "latents_mean is given alone", "exclude each other"):
         assert words in str(caught.value)
     make_vae(tmp_path / "vae", scaling_factor=None)
     with pytest.raises(AutoencoderError, match="scaling_factor.*must be finite numbers"):

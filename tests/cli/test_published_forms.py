@@ -175,7 +175,7 @@ def test_averages_are_read_as_the_model_that_they_are_of(
     assert main(["export", "--load", f"{tmp_path}/checkpoint", "--to", f"{tmp_path}/out"]) == 0
     written = json.loads((tmp_path / "out/config.json").read_text())
     assert not seven.keys() & written.keys()
-    assert "no such settings" not in capsys.readouterr().err
+    assert "unknown settings" not in capsys.readouterr().err
     module = model_specs.load_backbone(f"diffusers:{tmp_path / 'unet_ema'}")
     assert not seven.keys() & module.kept.keys()
 

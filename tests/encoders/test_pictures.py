@@ -108,6 +108,6 @@ def test_an_autoencoder_runs_in_fp16_only_where_it_may(tmp_path: Path) -> None:
             (torch.float32, "damaged"),
         ):
             decoder = rf"the decoder of autoencoder {folder}, in {asked}".replace("torch.", "")
-            with pytest.raises(AutoencoderError, match=f"{decoder}, gives .* not finite.*{why}"):
+            with pytest.raises(AutoencoderError, match=f"{decoder}, returns .* not finite.*{why}"):
                 Autoencoder(folder, asked).decode(torch.randn(1, 4, 8, 8))
     assert Autoencoder(tmp_path / "True", torch.bfloat16).dtype == torch.bfloat16

@@ -89,7 +89,7 @@ def test_another_order_of_shapes_in_mid_epoch_is_refused(
     other = ["--global-batch-size", "16", "--micro-batch-size", "2"]
     (said,) = refuse(monkeypatch, 1, other, again)
     assert "sample order has 8 consecutive samples of one shape, this run 16" in said
-    assert said.endswith("give --pulse-bucket-batch 8")
+    assert said.endswith("Give --pulse-bucket-batch 8")
     said = refuse(monkeypatch, 1, ["--pulse-bucket-batch", "3"], again)
     assert "--pulse-bucket-batch 3 is not a multiple of --micro-batch-size 2" in said
     assert "--pulse-bucket-batch 3 does not divide --global-batch-size 8" in said

@@ -61,7 +61,9 @@ def _chains_of(folder: str) -> dict[str, torch.Tensor]:
         assert (one.num_train, one.num_validation) == (1617, 180)
         _, stage = load_whole(saved, averaged=False)
         found |= {f"{chain}.{name}": value for name, value in weights_of(stage).items()}
-    with pytest.raises(CheckpointError, match=r"a cascade: name one with --chain \(base, upper\)"):
+    with pytest.raises(
+        CheckpointError, match=r"a cascade. Name one of its chains: --chain \(base, upper\)"
+    ):
         read_saved_run(folder).of_chain(None)
     with pytest.raises(CheckpointError, match="has no chain 'other': base, upper"):
         read_saved_run(folder).of_chain("other")

@@ -163,7 +163,9 @@ def test_goes_on_in_the_middle(
     other = make_pipeline(tmp_path / "other", ("clip", 16, 15))
     assert sample("c.png", "--encoders", str(other), "--vae", str(folder / "vae")) == 2
     said = capsys.readouterr().err
-    assert re.search(r"other: text_encoder is (sha256:\w+), the model was .* sha256:(?!\1)", said)
+    assert re.search(
+        r"other: text_encoder is (sha256:\w+), but the model was .* sha256:(?!\1)", said
+    )
     moved = folder.rename(tmp_path / "moved")
     try:
         assert sample("c.png") == 2 and "give its new place" in capsys.readouterr().err
@@ -299,7 +301,7 @@ def test_a_plan_of_other_encoders_is_refused_before_anything_is_built(
     given = [str(deeper) if word == str(folder) else word for word in flags]
     given = [*given[len(STEPS + READS) :], "--pulse-plan", str(plan), *STEPS[2:]]
     (fault,) = refuse(monkeypatch, 2, given, BASE)
-    assert re.search(r"text_encoder has (\d) layers, this one (?!\1)\d; tune again", fault)
+    assert re.search(r"text_encoder has (\d) layers, this one has (?!\1)\d. Tune with", fault)
 
     at, out = flags.index("--pulse-data") + 1, tmp_path / "latents"
     options = [f"--option={name}={value}" for name, value in OPTIONS.items()]

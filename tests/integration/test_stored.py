@@ -86,7 +86,7 @@ def test_imported_weights_and_the_newest_s_name(
     """Weights without a step whose hashes cannot be read had been passed over as set aside."""
     (copy / LATEST).write_text("7")
     status, text = said(capsys, "verify", copy)
-    assert status and "step 6: whole" in text and f"{LATEST} names 7, which is not there" in text
+    assert status and "step 6: whole" in text and f"{LATEST} names 7, which does not exist" in text
     (copy / step_folder(6)).rename(copy / RELEASE)
     (copy / LATEST).write_text(RELEASE)
     assert said(capsys, "verify", copy)[0] == 0
@@ -115,7 +115,7 @@ def test_what_goes(steps: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert there() == ["iter_0000002", "iter_0000006"]  # the newest, and what a run begins with
     (steps / LATEST).write_text("x")
     status, text = said(capsys, "prune", steps, "--keep", "1")
-    assert status == 2 and "nothing is removed" in text and len(there()) == 2
+    assert status == 2 and "nothing was removed" in text and len(there()) == 2
 
 
 def test_what_a_run_would_go_on_from_stays(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:

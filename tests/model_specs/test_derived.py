@@ -312,7 +312,7 @@ def test_what_a_factory_may_return(
         ("nothing", "has no 'nothing'; it has: "),
         (
             "unnamed",
-            r"mine.py:\d+\): inputs are to be a dict .* not of type tuple",
+            r"mine.py:\d+\): inputs must be a dict .* not tuple",
         ),
         ("misspelt", r"mine.py:\d+\) \(3 faults\)"),
         ("misspelt", r"no input 'y'; it takes: x, when\n.*forward takes x, which is not among"),

@@ -51,7 +51,7 @@ def test_it_is_right(name: str) -> None:
         (strange.hooked_before, "a tensor's gradient has a hook", "register_prehook"),
         (strange.packed, "change saved tensors of backward", "with"),
         (strange.timed, "two calls of it with the same inputs differ", ""),
-        (strange.of_math, "kernels of attention (sdpa_kernel)", "with"),
+        (strange.of_math, "the choice of attention kernels (sdpa_kernel)", "with"),
         (strange.doubled, "the default dtype is set in forward", "float64"),
         (
             strange.without_cudnn,
