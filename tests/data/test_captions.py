@@ -286,7 +286,7 @@ def test_tables_have_commas_semicolons_or_tabs(table, caption, tmp_path):
     if caption is not None:
         assert read_captions(tmp_path).pairs == [(tmp_path / "a.png", caption)]
         return
-    with pytest.raises(DataError, match="metadata.csv: .*text must each be one col") as caught:
+    with pytest.raises(DataError, match="metadata.csv: expected one column named .*text") as caught:
         read_captions(tmp_path)
     told = "; columns are separated by commas, semicolons or tabs; it has file_name|text"
     assert (told in str(caught.value)) == ("|" in table)
@@ -321,7 +321,7 @@ def test_faults_of_captions_are_listed_at_once(tmp_path):
     with pytest.raises(DataError, match="metadata.csv, line 4: unexpected end of data"):
         CaptionedImages(tmp_path, 8)
     (tmp_path / "sub/metadata.jsonl").unlink()
-    with pytest.raises(DataError, match=r"there must be one column; did you mean texts\? it has"):
+    with pytest.raises(DataError, match=r"one column named text; did you mean texts\? it has"):
         CaptionedImages(tmp_path, 8)
 
 

@@ -304,7 +304,7 @@ def test_what_the_folder_lacks_is_said_at_once(tmp_path: Path) -> None:
     ):
         assert words in str(caught.value)
     wide = make_pipeline(tmp_path / "wide", "clip", ("projected", 16, 10))
-    with pytest.raises(EncodersError, match=r"make context 9x24, the backbone reads 9x20"):
+    with pytest.raises(EncodersError, match=r"make context 9x24, but the backbone reads 9x20"):
         TextEncoders(wide, texts.SDXL, shapes)
 
 

@@ -357,7 +357,7 @@ def test_names_are_found_from_here(
     Path("config.json").touch()
     for name, said in (
         ("other.py", "Write other.py:FACTORY"),
-        ("..", "write diffusers:.."),
+        ("..", "Write diffusers:.."),
         (":build", "no file or package before the colon"),
         ("other.py:", "no function after the colon"),
         ("Diffusers:UNet2DModel", "write diffusers:UNet2DModel"),

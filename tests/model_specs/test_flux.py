@@ -143,7 +143,7 @@ def test_configurations_that_are_published():
     with pytest.raises(ValueError, match=message):
         faulty = {**folder, "patch_size": 2, "in_channels": 384, "out_channels": 64}
         model_specs.load_published(faulty)
-    with pytest.raises(ValueError, match="in_channels is 63, only 'a multiple of 4'"):
+    with pytest.raises(ValueError, match="in_channels is 63; only 'a multiple of 4'"):
         model_specs.load_published({**folder, "in_channels": 63})
 
 

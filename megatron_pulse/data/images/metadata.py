@@ -294,7 +294,7 @@ def _of_table(
             if len(head) == 1:
                 near = "columns are separated by commas, semicolons or tabs; "
             faults.append(
-                f"{where}: {' and '.join(missing)} must each be one column; {near}it has "
+                f"{where}: expected one column named {' and one named '.join(missing)}; {near}it has "
                 f"{_names(head)}"
             )
             return
