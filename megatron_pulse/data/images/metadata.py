@@ -294,8 +294,8 @@ def _of_table(
             if len(head) == 1:
                 near = "columns are separated by commas, semicolons or tabs; "
             faults.append(
-                f"{where}: expected one column named {' and one named '.join(missing)}; {near}it has "
-                f"{_names(head)}"
+                f"{where}: expected one column named {' and one named '.join(missing)}; {near}it "
+                f"has {_names(head)}"
             )
             return
         at, says = head.index(FILE_NAME), head.index(column)
