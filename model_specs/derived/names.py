@@ -37,7 +37,7 @@ def misnamed(name: str) -> str:
     kind, _, target = name.partition(":")
     prefix = diffusers_modules.PREFIX
     if kind.lower() == prefix[:-1] and not name.startswith(prefix):
-        return f"{name}: write {prefix}{target}"
+        return f"{name}: did you mean {prefix}{target}?"
     if name.startswith(prefix):
         return _misnamed_file(name, Path(target)) if Path(target).is_file() else ""
     if not place or not attribute:

@@ -205,7 +205,7 @@ SEVERAL: dict[str, tuple[list[str], list[str]]] = {
         ],
         [
             *(
-                f"--pulse-{flag} together with --pulse-auto"
+                f"--pulse-{flag} and --pulse-auto exclude each other"
                 for flag in ("placement fold", "num-chunks 4", "schedule auto", "link-gbs 12.5")
             ),
             "'mnistt'",
@@ -237,8 +237,8 @@ def test_a_plan_is_not_contradicted_by_defaults_that_are_given(
     decided = ["--pulse-link-us", "5", "--pulse-memory-gb", "3"]
     faults = refuse(monkeypatch, 8, [*agreed, *otherwise, *decided], plan)
     assert faults == [
-        "--pipeline-model-parallel-size 1, but --pulse-plan says 4: leave the flag out",
-        "--pulse-placement fold, but --pulse-plan says sequential: leave the flag out",
+        "--pipeline-model-parallel-size 1, but --pulse-plan says 4. Leave the flag out",
+        "--pulse-placement fold, but --pulse-plan says sequential. Leave the flag out",
         *(f"--pulse-{flag} and --pulse-plan exclude each other (the plan decides it): leave one out"
           for flag in ("link-us 5.0", "memory-gb 3.0")),
     ]  # fmt: skip

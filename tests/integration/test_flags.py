@@ -240,7 +240,7 @@ def test_help_shows_what_works() -> None:
     assert "--pulse-plan" in text and "--clip-grad" in text
     assert "--num-layers" not in text and "--muon-momentum" not in text
     assert len(text.splitlines()) < 650
-    assert re.search(r"'pulse\s+flags'\s+says\s+why\s+the\s+other\s+\d+\s+flags", text)
+    assert re.search(r"'pulse\s+flags'\s+explains\s+why\s+the\s+other\s+\d+\s+flags", text)
 
 
 def test_the_command_lists_flags(capsys: pytest.CaptureFixture[str]) -> None:

@@ -206,11 +206,11 @@ def test_what_contradicts_a_plan_is_refused_all_at_once(tmp_path: Path) -> None:
         "--pulse-memory-gb", "1",
     )  # fmt: skip
     assert "is for 2 ranks (pipeline 2 x data 1 x tensor 1), but 1 were started" in message
-    assert "--micro-batch-size 4, but --pulse-plan says 2: leave the flag out" in message
-    assert "--pulse-schedule gpipe together with --pulse-plan" in message
+    assert "--micro-batch-size 4, but --pulse-plan says 2. Leave the flag out" in message
+    assert "--pulse-schedule gpipe and --pulse-plan exclude each other" in message
     assert "--pulse-placement interleaved, but --pulse-plan says fold" in message
     for flag in ("partition soft", "link-gbs 1.0", "link-us 1.0", "memory-gb 1.0"):
-        assert f"--pulse-{flag} together with --pulse-plan" in message
+        assert f"--pulse-{flag} and --pulse-plan exclude each other" in message
     assert (
         "--pulse-backbone uvit-s with these options differs from the backbone of --pulse-plan"
     ) in message

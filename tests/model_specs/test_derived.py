@@ -360,7 +360,7 @@ def test_names_are_found_from_here(
         ("..", "Write diffusers:.."),
         (":build", "no file or package before the colon"),
         ("other.py:", "no function after the colon"),
-        ("Diffusers:UNet2DModel", "write diffusers:UNet2DModel"),
+        ("Diffusers:UNet2DModel", "did you mean diffusers:UNet2DModel?"),
         ("diffusers:config.json", "Give its folder, diffusers:."),
     ):
         assert main(["module", name]) == 2

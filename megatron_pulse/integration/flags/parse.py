@@ -45,10 +45,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self) -> None:
         super().__init__(
             usage="pulse run ... launch/pretrain_diffusion.py --pulse-backbone NAME [flags]",
-            description=(
-                "Train a diffusion backbone. Lists the supported flags of Megatron and the pulse "
-                "group."
-            ),
+            description=("Train a diffusion backbone. Unlisted flags of Megatron are unsupported."),
             allow_abbrev=False,
         )
         with _without_their_texts():

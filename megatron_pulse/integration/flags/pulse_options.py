@@ -148,8 +148,8 @@ class PulseOptions:
     recompute_selective: tuple[str, ...] = flag(
         "selective activation recomputation in the layers whose names match, e.g. blocks.* "
         "(repeatable): recompute cheap operations (norms, activation functions, elementwise sums "
-        "and products) and keep all other activations. Saves about half of the activation memory "
-        "for some percent of the time (for all layers: --recompute-granularity selective)",
+        "and products). Saves about half of the activation memory for some percent of the time "
+        "(for all layers: --recompute-granularity selective)",
         (),
         metavar="PATTERN",
         marks=[FlagMark.PLAN],
@@ -164,8 +164,8 @@ class PulseOptions:
     )
     plan: str | None = flag(
         "run a plan that 'pulse tune' wrote. The plan sets backbone, parallel degrees, batch "
-        "sizes, partition and schedule; contradicting flags are refused. Of a folder ('pulse tune "
-        "--world-sizes'), use the plan for the number of ranks started",
+        "sizes, partition and schedule; contradicting flags are refused. From a folder ('pulse "
+        "tune --world-sizes'), use the plan for this number of ranks",
         metavar="FILE|DIR",
     )
     auto: bool = flag(
@@ -176,8 +176,7 @@ class PulseOptions:
     )
     placement: str | None = flag(
         "; ".join(f"{kind}: {kind.help}" for kind in PLACEMENTS.values())
-        + " (default: fold if the backbone has skips to keep on one device, else sequential; the "
-        "log gives the choice and its reason)",
+        + " (default: fold if the backbone has skips to keep on one device, else sequential)",
         choices=list(PLACEMENTS),
     )
     num_chunks: int | None = flag(
@@ -241,8 +240,7 @@ class PulseOptions:
         marks=[FlagMark.PLAN, FlagMark.AUTO],
     )
     solver: str = flag(
-        "integer-programming solver beside the constructive search for wave schedules (default "
-        "auto: the best installed)",
+        "integer-programming solver for wave schedules (default auto: the best installed)",
         "auto",
         choices=["auto", "highs", "glpk", "cp-sat", "none"],
     )
@@ -254,17 +252,16 @@ class PulseOptions:
         within=ABOVE_ZERO,
     )
     timeout_s: float = flag(
-        "watchdog: stop the run after so long without progress (messages, Megatron's collectives, "
-        "checkpoints, startup), and report the hung rank and the position of all others. Must "
-        "exceed the longest operation (default 600)",
+        "watchdog: stop the run after so long without progress, and report the hung rank and all "
+        "positions. Must exceed the longest operation (default 600)",
         600.0,
         metavar="SECONDS",
         within=FROM_ONE,
     )
     straggler_threshold: float = flag(
-        "warn of a straggler: a rank slower than the median rank by this factor. Each rank is "
-        "compared with the planned times (with --pulse-plan or --pulse-profile) or its own first "
-        "steps (default 1.5; 0: never)",
+        "warn of a straggler: a rank slower than the median rank by this factor, relative to "
+        "planned times (--pulse-plan, --pulse-profile) or its own first steps (default 1.5; 0: "
+        "never)",
         1.5,
         metavar="RATIO",
         within=NONE_OR_FROM_ONE,
@@ -323,13 +320,11 @@ class PulseOptions:
     )
     new_process: bool = flag(
         "train the weights of --pretrained-checkpoint (or --load --finetune) for another "
-        "diffusion process, given by the flags above. Without this flag, flags that contradict "
-        "the checkpoint are refused",
+        "diffusion process, given by the flags above; otherwise contradicting flags are refused",
         False,
     )
     skip_corrupt: bool = flag(
-        "replace samples whose image cannot be read by others, the same in every layout; the log "
-        "counts these files",
+        "replace unreadable images by other samples, the same in every layout; the log counts them",
         False,
         check=_skip_corrupt,
     )
@@ -350,8 +345,8 @@ class PulseOptions:
     )
     self_conditioning: float | None = flag(
         "self-conditioning: probability of a step with a first forward pass whose prediction is "
-        "concatenated to the noisy sample (zeros in other steps). For backbones with twice as "
-        "many input channels as predicted ones (default: the plan's, else none)",
+        "concatenated to the noisy sample (else zeros). For backbones with twice as many input as "
+        "output channels (default: the plan's, else none)",
         metavar="P",
         within=SHARE,
         marks=[FlagMark.STEPS],
@@ -366,8 +361,8 @@ class PulseOptions:
     )
     no_progress: bool = flag("disable the progress bar (shown on a terminal only)", False)
     verbose: bool = flag(
-        "print all output of Megatron: arguments, buckets and phases (default: arguments go to "
-        "arguments.txt under --save or --tensorboard-dir, the rest is dropped)",
+        "print all output of Megatron (default: arguments go to arguments.txt under --save or "
+        "--tensorboard-dir, the rest is dropped)",
         False,
     )
     trace: str | None = flag(
@@ -377,8 +372,7 @@ class PulseOptions:
         marks=[FlagMark.FOLDER],
     )
     trace_steps: tuple[int, int] = flag(
-        "steps to trace, counted from 1 at the start of this run, also in a continued run "
-        "(default 3-5)",
+        "steps to trace, counted from 1 in each run (default 3-5)",
         (3, 5),
         metavar="FIRST-LAST",
         read=_steps,
