@@ -104,7 +104,7 @@ class Ranks:
                     for name, _, first, values in result[kind]
                 }
             )
-            for kind in ("weights", "masters")
+            for kind in ("weights", "main_params")
         }
         return Found(losses, tensors)
 

@@ -89,7 +89,7 @@ class Bench:
         words = [*TINY[backbone], *BASE, *flags]
         self.ranks(number, "tests.gpu_check.recorded", folder, *words, **environment)
         results = [pickle.loads((folder / f"rank{r}").read_bytes()) for r in range(number)]
-        kinds = ("weights", "masters", "averages")
+        kinds = ("weights", "main_params", "averages")
         wholes = [_whole([part for found in results for part in found[kind]]) for kind in kinds]
         last = results[-1]
         self.last_seen = results

@@ -146,7 +146,7 @@ def _elements(bench: Bench, held: str) -> list[int]:
 def data_parallel(bench: Bench) -> Figures:
     """Two replicas with the distributed optimizer."""
     flags = ("--use-distributed-optimizer", "--overlap-grad-reduce")
-    return _beside_one(bench, 1e-5, "masters", *flags)
+    return _beside_one(bench, 1e-5, "main_params", *flags)
 
 
 def tensor_parallel(bench: Bench) -> Figures:
