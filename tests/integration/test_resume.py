@@ -304,7 +304,7 @@ def test_save_refuses_a_run_whose_steps_are_not_told(
         "another"
     ) in fault
     shutil.rmtree(first)
-    assert "damaged: iter_0000006, without" in refused()
+    assert "damaged run: iter_0000006, without" in refused()
     last.rename(aside)
     assert "damaged: iter_0000006.damaged, without" in refused()
     aside.rename(last)
@@ -351,7 +351,7 @@ def test_where_no_step_is_whole_all_are_named(copy: Path, monkeypatch: pytest.Mo
     for step in steps:
         (step / "metadata.json").unlink()
     fault = refused("--save", str(copy))
-    assert f"--save: no checkpoint in {copy} is whole (2 faults):" in fault
+    assert f"--save: no checkpoint in {copy} is intact (2 faults):" in fault
     assert f"{last} is not a complete torch_dist checkpoint (it has no metadata.json)" in fault
     assert f"{first} is half-written" in fault
     assert (
@@ -413,7 +413,7 @@ def test_contradictions(
         (["--save", there, "--seed", "6"], "a run with --seed 5, not 6"),
         (["--save", there, "--use-distributed-optimizer"], "without --use-distributed-optimizer"),
         (["--load", str(sharded)], "with --use-distributed-optimizer. Give it"),
-        (["--save", there, "--optimizer", "sgd"], "with --optimizer adam: give that"),
+        (["--save", there, "--optimizer", "sgd"], "with --optimizer adam. Give the same"),
         (["--save", there, "--bf16"], "trained in fp32, but this run is in bf16"),
     ):
         (fault,) = refuse(monkeypatch, 1, [*SEED, *flags])
