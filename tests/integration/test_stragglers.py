@@ -294,6 +294,6 @@ def test_a_bit_that_another_rank_does_not_get_is_named(what: str) -> None:
         run_ranks(2, corrupt, flags, what)
     said = str(failed.value)
     assert "step 2, microbatch 1, layer in_blocks.1.mlp: " in said, said
-    assert f"{what} of ranks 0 and 1 differ" in said
+    assert f"mlp: {what}" in said and " of ranks 0 and 1 differ. " in said
     assert "Rank 1, repeated, gets the result of rank 0: rank 1 computed" in said
     assert "Traceback" not in said

@@ -61,7 +61,7 @@ def find_flag_faults(args: argparse.Namespace) -> Iterator[str]:
         if hasattr(args, name) and type(getattr(args, name)) not in kinds
     }
     for name, allowed in wrong.items():
-        yield f"{name} is {repr(getattr(args, name))[:60]}; allowed: {allowed}"
+        yield f"{name} is {repr(getattr(args, name))[:60]}; allowed is {allowed}"
     if getattr(args, "pulse_data_record", None) is not None:
         yield from faults_of(_DATA, {"pulse_data_record": args.pulse_data_record})
     if not wrong:
