@@ -16,6 +16,7 @@ import pytest
 
 from megatron_pulse.cli.main import main
 from megatron_pulse.cli.plan.tuning.interruptible_clock import InterruptibleClock
+from megatron_pulse.cli.plan.tuning.tune_summary import PREDICTION_ERROR
 from megatron_pulse.planner.cluster.cluster import save_cluster
 from megatron_pulse.planner.tune.plans.verify_figures import load_checked
 from megatron_pulse.profile.files import save_profile
@@ -39,6 +40,18 @@ def test_best_in_table_json_and_plan(here: Path, capsys: pytest.CaptureFixture[s
     text = capsys.readouterr().out
     record = json.loads((here / "t.json").read_text())
     outcomes = record["outcomes"]
+    answer, listed = text.split("\n\n", 1)[0].splitlines(), text.split("\n\n")[1]
+    if record["fsdp_baseline"]["samples_per_s"] > 1.005 * outcomes[0]["samples_per_s"]:
+        assert answer.pop(0).startswith("use FSDP2 (torch's fully_shard): 1.")
+    names = [line.split()[0] for line in answer]
+    assert names == ["plan", "predicted", "compared", "certainty", "train"]
+    assert f"P={outcomes[0]['pipeline']} D={outcomes[0]['data']}" in answer[0]
+    assert f"{outcomes[0]['samples_per_s']:.4g} samples/s, " in answer[1]
+    assert " of 16 usable GB on the fullest device" in answer[1]
+    assert " x FSDP2 (" in answer[2] and "data parallelism" in answer[2]
+    assert answer[3].endswith(PREDICTION_ERROR)
+    assert "pulse run --nproc-per-node 4 " in answer[4] and "--pulse-plan plan.json" in answer[4]
+    assert listed.split()[:3] == ["P", "D", "T"]
     assert 1 <= len(outcomes) <= 4
     assert [o["step_s"] for o in outcomes] == sorted(o["step_s"] for o in outcomes)
     best = outcomes[0]
@@ -85,7 +98,7 @@ def test_waiting_for_links_is_beside_what_is_proved(
 ) -> None:
     """A schedule is the shortest where messages do not wait for each other; here they do."""
     save_cluster(cluster(2, 2, inter_gbs=0.3), "slow.yaml")
-    asked = f"{ASKED} {FAST} --pipeline 4 --micro-batch-size 2 --json t.json -o plan.json"
+    asked = f"{ASKED} {FAST} --pipeline 4 --micro-batch-size 2 --explain --json t.json"
     assert main(asked.replace("c.yaml", "slow.yaml").split()) == 0
     text, record = capsys.readouterr().out, json.loads((here / "t.json").read_text())
     sure, best = record["certainty"]["schedule"], record["outcomes"][0]
@@ -126,7 +139,7 @@ def test_an_interrupted_search_says_what_it_found(
     threading.Thread(target=interrupt_when_something_is_found, daemon=True).start()
     began = time.monotonic()
     asked = ASKED.replace("16", "256")
-    assert main(f"{asked} --solver none --seconds 3000 -o plan.json".split()) == 0
+    assert main(f"{asked} --solver none --seconds 3000 --explain -o plan.json".split()) == 0
     took = time.monotonic() - began
     said = capsys.readouterr()
     assert "stopping with what was found so far" in said.err and took < 100
@@ -168,8 +181,15 @@ def test_only_what_is_asked_for(here: Path, capsys: pytest.CaptureFixture[str]) 
 
 def test_what_no_config_can_have_is_named(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(f"{ASKED} {FAST} --pipeline 2,7 --micro-batch-size 1,5".split()) == 0
-    err = capsys.readouterr().err
-    assert "warning: --pipeline 7; --micro-batch-size 5: left out, for " in err
+    said = capsys.readouterr()
+    assert "warning: --pipeline 7; --micro-batch-size 5: left out, for " in said.err
+    assert "train  " in said.out and "(after -o plan.json)" in said.out
+    assert "what became of" not in said.out and "in torch:" not in said.out
+
+
+def test_prediction_error_is_that_of_the_benchmarks() -> None:
+    page = Path(__file__).parents[1] / "benchmarks/README.md"
+    assert f"| predicted against measured steps | {PREDICTION_ERROR} |" in page.read_text()
 
 
 def test_all_faults_at_once(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

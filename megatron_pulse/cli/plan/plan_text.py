@@ -115,7 +115,7 @@ def command(plan: PlanFile, path: Path) -> str:
         f"pulse run {several}--nproc-per-node {per_node} launch/pretrain_diffusion.py --pulse-plan "
         f"{shlex.quote(str(path))} {_data(plan)} --train-iters 1000 --lr 1e-4 "
         + f"{NO_AVERAGES} " * (not plan.ema)
-        + f"--save runs/{name_of(plan.backbone)}"
+        + f"--save {shlex.quote(f'runs/{name_of(plan.backbone)}')}"
     )
 
 

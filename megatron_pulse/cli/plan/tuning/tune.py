@@ -182,7 +182,8 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 def run(args: argparse.Namespace) -> None:
     """Search, then print and write."""
     require(_faults(args))
-    from megatron_pulse.cli.plan.tuning.tune_report import as_json, encoding, report
+    from megatron_pulse.cli.plan.tuning.tune_report import as_json, encoding, explanation, listing
+    from megatron_pulse.cli.plan.tuning.tune_summary import summary
     from megatron_pulse.planner.bubble_fill.encoder_table import EncoderTable, read_table
     from megatron_pulse.planner.cluster.cluster import cluster
     from megatron_pulse.planner.plan_file.plan_file import save_plan
@@ -234,12 +235,11 @@ def run(args: argparse.Namespace) -> None:
     found = run_search(args, evaluator, choices)
     if any(outcome.stages.activations.recomputes for outcome in found.outcomes):
         warn(whole_caution(profile))
-    lines = report(found, evaluator, args.explain, flags_not_applied_to_fsdp(args))
-    fewer = None if found.stopped else scale_down(evaluator, found.outcomes[0], choices)
-    if fewer is not None:
-        lines.append(fewer.beside(found.outcomes[0].throughput))
+    best = found.outcomes[0]
+    fewer = None if found.stopped else scale_down(evaluator, best, choices)
+    plan, rate = plan_of(best, evaluator, found), best.throughput
+    lines = ["", *listing(found, evaluator)]
     made: dict[str, Any] | None = None
-    encoded: EncodedPlan | None = None
     if args.encoders is not None:
         plans = [
             plan_of(outcome, evaluator, found)
@@ -247,11 +247,14 @@ def run(args: argparse.Namespace) -> None:
             if not outcome.extrapolated
         ]
         encoded = best_encoded(plans, encoders.components, min(args.seconds, _FILL_S))
+        plan, rate, made = encoded.plan, encoded.samples_per_s, encoded.figures()
         lines += ["", *encoding(encoded)]
-        made = encoded.figures()
+    lines = [*summary(plan, rate, found, evaluator, fewer, args.output), *lines]
+    if args.explain:
+        lines += ["", *explanation(found, evaluator, flags_not_applied_to_fsdp(args))]
+        lines += [] if fewer is None else [fewer.beside(best.throughput)]
     if args.output is not None:
-        plain = plan_of(found.outcomes[0], evaluator, found)
-        save_plan(encoded.plan if encoded else plain, args.output)
+        save_plan(plan, args.output)
         lines.append(f"plan written to {args.output}")
     print_result(args, lines, partial(as_json, found, evaluator, made, fewer))
 

@@ -31,48 +31,46 @@ _NOTABLE_S = 2.0
 _STARRED = f"* of {CORE} P microbatches, continued at the rate of their last half: not exact"
 
 
-def report(
-    found: Tuning, evaluator: Evaluator, explained: bool, bound: Collection[str] = ()
-) -> list[str]:
-    """Lines of the table, the fate of all other configs, and reasons if ``explained``.
+def listing(found: Tuning, evaluator: Evaluator) -> list[str]:
+    """Table of the best configs, with its notes."""
+    rows = [_COLUMNS, *(_row(i, o) for i, o in enumerate(found.outcomes, start=1))]
+    return [
+        *table(rows, left=[_COLUMNS.index(name) for name in ("layout", "schedule", "inside")]),
+        *[_STARRED] * any(outcome.extrapolated for outcome in found.outcomes),
+        *_beyond(found, evaluator.profile),
+        *_conditioned(evaluator),
+    ]
+
+
+def explanation(found: Tuning, evaluator: Evaluator, bound: Collection[str] = ()) -> list[str]:
+    """Lines on what was searched, how certain the best is, FSDP2, other configs, and reasons.
 
     ``bound`` are the flags given that restrict plans but not the FSDP2 baseline.
     """
     profile, cluster = evaluator.profile, evaluator.cluster
-    name = name_of(profile.backbone)
-    rows = [_COLUMNS, *(_row(i, o) for i, o in enumerate(found.outcomes, start=1))]
     lines = [
-        f"{name}, {profile.dtype}, {profile.source} on {profile.device}; {cluster.num_devices} "
-        f"devices of {cluster.name}, {evaluator.global_batch_size} samples a step",
-        *_conditioned(evaluator),
-        "",
-        *table(rows, left=[_COLUMNS.index(name) for name in ("layout", "schedule", "inside")]),
-        *[_STARRED] * any(outcome.extrapolated for outcome in found.outcomes),
-        *_beyond(found, profile),
-        "",
+        f"{name_of(profile.backbone)}, {profile.dtype}, {profile.source} on {profile.device}; "
+        f"{cluster.num_devices} devices of {cluster.name}, {evaluator.global_batch_size} samples a "
+        "step",
         f"{found.num_configs:,} configs, {found.num_simulated:,} simulated, in "
-        f"{found.seconds:.1f} s{_ready(found)}; how sure the best is",
+        f"{found.seconds:.1f} s{_ready(found)}; certainty of the best:",
         *(f"  {line}" for line in certainty(found)),
-        *_beside(found, evaluator, explained, bound),
+        *_beside(found, evaluator, bound),
+        f"what became of the {found.num_configs:,} configs:",
     ]
-    rest = []
     for reason, count in found.refused.most_common():
         if count:
             example = found.examples.get(reason)
-            rest.append(f"  {count:7,d}  {reason}")
-            if explained and example:
-                rest.append(f"           for example {example}")
+            lines.append(f"  {count:7,d}  {reason}")
+            lines += [f"           for example {example}"] * bool(example)
     if found.num_left:
-        rest.append(f"  {found.num_left:7,d}  not looked at any further when the search ended")
+        lines.append(f"  {found.num_left:7,d}  untried when the search ended")
     whole = found.num_configs - sum(found.refused.values()) - found.num_left
-    rest.append(
+    lines.append(
         f"  {whole:7,d}  simulated with cuts of their own and the best known ones (of those above "
         "some with known cuts)"
     )
-    lines += [f"what became of the {found.num_configs:,} configs:", *rest]
-    if explained:
-        lines += ["", *explain(found)]
-    return lines
+    return [*lines, "", *explain(found)]
 
 
 def _beyond(found: Tuning, profile: Profile) -> list[str]:
@@ -94,9 +92,7 @@ def _conditioned(evaluator: Evaluator) -> list[str]:
     )
 
 
-def _beside(
-    found: Tuning, evaluator: Evaluator, explained: bool, bound: Collection[str]
-) -> list[str]:
+def _beside(found: Tuning, evaluator: Evaluator, bound: Collection[str]) -> list[str]:
     """Comparison with FSDP2, or the reason why there is none."""
     if (other := found.opponent) is None:
         ended = "was not predicted: the search was stopped before" if found.stopped else ""
@@ -111,13 +107,12 @@ def _beside(
             f"  but {found.num_left:,} configs were left when the search ended, and might be "
             "faster than that: let it search longer first (--seconds)"
         )
-    if explained:
-        lines.append(
-            "  the fastest of its ways that fit, with ideal collectives at the links' bandwidth, "
-            "which slow no computing, and no buffers but for what is gathered and reduced"
-        )
-        lines.append(f"  in torch: {other.in_torch}")
-        lines += [f"  {what}: {', '.join(names)}" for what, names in other.layers.items() if names]
+    lines += [
+        "  fastest of its configs that fit; ideal collectives at the links' bandwidth overlap with "
+        "computation; buffers are counted only for what is gathered and reduced",
+        f"  in torch: {other.in_torch}",
+        *(f"  {what}: {', '.join(names)}" for what, names in other.layers.items() if names),
+    ]
     return lines
 
 
