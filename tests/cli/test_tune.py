@@ -17,7 +17,7 @@ import pytest
 from megatron_pulse.cli.main import main
 from megatron_pulse.cli.plan.tuning.interruptible_clock import InterruptibleClock
 from megatron_pulse.cli.plan.tuning.tune_summary import PREDICTION_ERROR
-from megatron_pulse.planner.cluster.cluster import save_cluster
+from megatron_pulse.planner.cluster.cluster import Cluster, save_cluster
 from megatron_pulse.planner.tune.plans.verify_figures import load_checked
 from megatron_pulse.profile.files import save_profile
 from tests.planner.tune.problems import cluster, profile
@@ -185,6 +185,22 @@ def test_what_no_config_can_have_is_named(here: Path, capsys: pytest.CaptureFixt
     assert "warning: --pipeline 7; --micro-batch-size 5: left out, for " in said.err
     assert "train  " in said.out and "(after -o plan.json)" in said.out
     assert "what became of" not in said.out and "in torch:" not in said.out
+
+
+@pytest.mark.parametrize(
+    ("where", "said"),
+    [
+        (cluster(2, 2, inter_gbs=0.02), r"use 2 devices: \d.* times as fast as all 4 together \("),
+        (cluster(memory_gb=2.0), r"\ncompared .*; data parallelism does not fit\n"),
+    ],
+)
+def test_answer_names_what_is_faster_and_what_does_not_fit(
+    here: Path, capsys: pytest.CaptureFixture[str], where: Cluster, said: str
+) -> None:
+    save_cluster(where, "c.yaml")
+    assert main(f"{ASKED} --seconds 1 --solver none --top 1".split()) == 0
+    text = capsys.readouterr().out
+    assert re.search(said, text) and text.startswith("use ")
 
 
 def test_prediction_error_is_that_of_the_benchmarks() -> None:
