@@ -18,6 +18,7 @@ from megatron_pulse.cli.launcher_env import ranks_of
 from megatron_pulse.cli.output import add_json, json_faults, print_result
 from megatron_pulse.errors import UserError
 from megatron_pulse.flags import ABOVE_ZERO
+from megatron_pulse.progress import Progress
 
 if TYPE_CHECKING:
     import torch
@@ -92,13 +93,11 @@ def run(args: argparse.Namespace) -> None:
     max_bytes = int(args.max_mb * 2**20)
     settings = ProbeSettings(args.name, device, max_bytes, args.timeout_s, args.device)
     with as_user_error(PulseError), _joined(ranks, backend, args.timeout_s):
-        from tqdm import tqdm
-
-        with tqdm(total=6, delay=2, leave=False, disable=ranks["RANK"] != "0" or None) as bar:
+        with Progress("probing", 6, "measurements", silent=ranks["RANK"] != "0") as line:
 
             def progress(what: str) -> None:
-                bar.set_description(what, refresh=False)
-                bar.update()
+                line.what = what
+                line.advance()
 
             probed = probe(settings, progress)
     if probed is not None:

@@ -28,6 +28,7 @@ from megatron_pulse.cli.models.encoder_flags import pipeline_folder_faults
 from megatron_pulse.cli.output import overwrite_faults, table
 from megatron_pulse.errors import unknown_name
 from megatron_pulse.flags import ABOVE_ZERO, FROM_ONE, TO_4096, TO_MILLION, flag_name
+from megatron_pulse.progress import Progress
 
 if TYPE_CHECKING:
     from megatron_pulse.backbone.costs import ChainCosts
@@ -360,9 +361,10 @@ def _from_backbone(args: argparse.Namespace, sizes: list[int]) -> Profile:
     patience = RepetitionLimits() if limit_s is None else RepetitionLimits(limit_s=limit_s)
     threads = (args.threads or rank_threads()) if device == "cpu" else None
     given, implementation = options_of(args), args.transformer_impl
-    backbone, times = measured_format(
-        trained_backbone(args, dtype), given, sizes[-1], device, dtype, threads, implementation
-    )
+    with Progress("choosing the memory format"):
+        backbone, times = measured_format(
+            trained_backbone(args, dtype), given, sizes[-1], device, dtype, threads, implementation
+        )
     profile = measure(
         backbone,
         sizes,

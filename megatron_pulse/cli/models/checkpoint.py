@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_pulse.cli.errors import add_parser, as_user_error, require
 from megatron_pulse.cli.import_megatron import prepare_megatron
 from megatron_pulse.cli.output import add_json, json_faults, print_result, table
+from megatron_pulse.progress import Progress
 
 if TYPE_CHECKING:
     from megatron_pulse.integration.checkpoint.selection.stored_checkpoints import StoredCheckpoint
@@ -184,14 +184,9 @@ def _verify(args: argparse.Namespace, stored: Sequence[StoredCheckpoint]) -> Non
 
 @contextmanager
 def _reading(num_bytes: int) -> Iterator[Callable[[int], object]]:
-    """Progress bar of reading ``num_bytes`` bytes; yields its update function."""
-    from tqdm import tqdm
-
-    with tqdm(
-        total=num_bytes, unit="B", unit_scale=True, desc="verifying", delay=2,
-        disable=not sys.stderr.isatty(),
-    ) as bar:  # fmt: skip
-        yield bar.update
+    """Progress line of reading ``num_bytes`` bytes; yields the function that counts them."""
+    with Progress("verifying", num_bytes / 1e6, "MB") as line:
+        yield lambda num_bytes: line.advance(num_bytes / 1e6)
 
 
 def _prune(args: argparse.Namespace) -> None:

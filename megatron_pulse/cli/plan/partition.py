@@ -21,6 +21,7 @@ from megatron_pulse.cli.errors import (
 from megatron_pulse.cli.output import add_json, json_faults, overwrite_faults, print_result, write
 from megatron_pulse.errors import unknown_name
 from megatron_pulse.flags import ABOVE_ZERO, FROM_ZERO, TO_4096, TO_MILLION, flag_name
+from megatron_pulse.progress import Progress
 
 if TYPE_CHECKING:
     from megatron_pulse.planner.layout.placement import Placement
@@ -180,8 +181,10 @@ def run(args: argparse.Namespace) -> None:
     if placement.num_stages <= len(costs.names):
         rules(placement)  # makes the schedule, which is not part of the search
     begin = time.perf_counter()
-    found = best(layout, costs, args.num_devices, goal)
-    seconds = time.perf_counter() - begin
+    with Progress("searching cuts"):
+        found = best(layout, costs, args.num_devices, goal)
+        seconds = time.perf_counter() - begin
+        others = best_of_each(costs, args.num_devices, goal, chunks) if args.compare else {}
     result = PartitionReport(
         profile,
         size,
@@ -191,7 +194,7 @@ def run(args: argparse.Namespace) -> None:
         limit_bytes,
         found,
         seconds,
-        best_of_each(costs, args.num_devices, goal, chunks) if args.compare else {},
+        others,
     )
     lines = report(result)
     if args.draw is not None:

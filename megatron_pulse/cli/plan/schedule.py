@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,6 +28,7 @@ from megatron_pulse.cli.output import (
 )
 from megatron_pulse.errors import UserError
 from megatron_pulse.flags import ABOVE_ZERO, FROM_ZERO, TO_4096, TO_MILLION
+from megatron_pulse.progress import Progress
 
 if TYPE_CHECKING:
     from megatron_pulse.cli.plan.schedule_input import ScheduleInput
@@ -224,7 +222,10 @@ def _filled(
     given = read_table(args.encoders)
     if given.origin is not None and task.profile is not None:
         warn(*given.origin.cautions(task.profile))
-    with as_user_error(ValueError, FillError):
+    with (
+        as_user_error(ValueError, FillError),
+        Progress("filling bubbles", args.seconds, "s", timed=True),
+    ):
         link = profile_link(args)
         to_fill = FillProblem(
             problem,
@@ -247,7 +248,7 @@ def _answer(args: argparse.Namespace, task: ScheduleInput) -> tuple[ScheduleProb
         return _named(args, task)
     problem = task.split if args.split else task.whole
     assert problem is not None
-    with as_user_error(ValueError), _waiting(args.seconds):
+    with as_user_error(ValueError), Progress("searching a schedule", args.seconds, "s", timed=True):
         if args.no_cache:
             return problem, solve(problem, args.seconds, args.solver)
         return problem, cached(problem, args.seconds, args.solver, solve)
@@ -311,28 +312,6 @@ def _evaluated(
     proved = length <= least * (1 + 1e-9)
     found = Certificate(length, least, proved, f"none: {schedule.name} as it is", 0.0)
     return problem, Synthesis(schedule, found)
-
-
-@contextmanager
-def _waiting(seconds: float) -> Iterator[None]:
-    """Progress bar over the search's time limit, after 2 seconds."""
-    from tqdm import tqdm
-
-    done = threading.Event()
-    bar = tqdm(total=round(seconds), desc="searching", unit="s", delay=2, leave=False, disable=None)
-
-    def tick() -> None:
-        while not done.wait(1.0):
-            bar.update(1 if bar.n < bar.total else 0)
-
-    ticking = threading.Thread(target=tick, daemon=True)
-    ticking.start()
-    try:
-        yield
-    finally:
-        done.set()
-        ticking.join()
-        bar.close()
 
 
 def _cap(text: str) -> float:

@@ -27,6 +27,7 @@ from megatron_pulse.cli.errors import (
 from megatron_pulse.cli.output import add_json, json_faults, overwrite_faults, print_result
 from megatron_pulse.errors import UserError
 from megatron_pulse.flags import ABOVE_ZERO, FROM_ONE, FROM_ZERO
+from megatron_pulse.progress import Progress as Line
 
 if TYPE_CHECKING:
     from megatron_pulse.integration.verify.verify import Progress, Settings
@@ -226,7 +227,9 @@ def _other(args: argparse.Namespace, planned: str, why: str) -> str:
 @contextmanager
 def _progress() -> Iterator[Progress]:
     """Progress line on a terminal."""
-    from tqdm import tqdm
+    with Line("verifying", 0, "tasks") as line:
 
-    with tqdm(bar_format="{desc}{elapsed}", delay=2, leave=False, disable=None) as bar:
-        yield lambda what, done, count: bar.set_description_str(f"{what}: {done} of {count}, ")
+        def show(what: str, done: int, count: int) -> None:
+            line.what, line.done, line.total = what, done, count
+
+        yield show

@@ -35,6 +35,7 @@ from megatron_pulse.cli.plan.tuning.tune_input import (
 )
 from megatron_pulse.errors import unknown_name
 from megatron_pulse.flags import ABOVE_ZERO, SHARE, TO_MILLION
+from megatron_pulse.progress import Progress
 
 if TYPE_CHECKING:
     from megatron_pulse.planner.plan_file.plan_file import PlanFile
@@ -246,7 +247,9 @@ def run(args: argparse.Namespace) -> None:
             for outcome in found.outcomes[:_FILLED]
             if not outcome.extrapolated
         ]
-        encoded = best_encoded(plans, encoders.components, min(args.seconds, _FILL_S))
+        seconds = min(args.seconds, _FILL_S)
+        with Progress("filling bubbles", seconds, "s", timed=True):
+            encoded = best_encoded(plans, encoders.components, seconds)
         plan, rate, made = encoded.plan, encoded.samples_per_s, encoded.figures()
         lines += ["", *encoding(encoded)]
     lines = [*summary(plan, rate, found, evaluator, fewer, args.output), *lines]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from megatron_pulse.cli.backbone_flags import trained_backbone
 from megatron_pulse.cli.errors import require
+from megatron_pulse.progress import Progress
 
 if TYPE_CHECKING:
     from megatron_pulse.backbone.chain import Backbone
@@ -174,27 +175,24 @@ def numbers(text: str | None) -> tuple[int, ...] | None:
 
 
 def run_search(args: argparse.Namespace, evaluator: Evaluator, choices: Choices) -> Tuning:
-    """Search for the best configs with whole schedules, with a progress bar of the time allowed.
+    """Search for the best configs with whole schedules, with a progress line of the time allowed.
 
     Ctrl-C ends the search if there is a result. A first one without a result, or a second one, ends
     the command.
     """
-    from tqdm import tqdm
-
     from megatron_pulse.cli.errors import warn
     from megatron_pulse.cli.plan.tuning.interruptible_clock import InterruptibleClock
     from megatron_pulse.planner.tune.search.budget import LATE
     from megatron_pulse.planner.tune.tune import tune
 
-    total, until = round(args.seconds), InterruptibleClock(args.seconds)
-    with until, tqdm(total=total, unit="s", delay=2, leave=False, disable=None) as bar:
+    until = InterruptibleClock(args.seconds)
+    with until, Progress("tuning", args.seconds, "s") as line:
 
         def progress(what: str, now: Tuning) -> None:
-            bar.set_description(what, refresh=False)
-            bar.update(min(round(now.seconds), total) - bar.n)
+            line.what, line.done = what, min(now.seconds, args.seconds)
             if now.outcomes:
-                until.found = True
-                bar.set_postfix_str(f"{now.outcomes[0].throughput:.4g} samples/s", refresh=False)
+                until.found, best = True, now.outcomes[0]
+                line.note = f"best {best.throughput:.4g} samples/s, {best.config}"
 
         of = evaluator, choices, args.seconds, None, args.solver, args.top
         found = tune(*of, progress, until.clock, until.stopped)
