@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> None:
     lines = []
     for group in groups:
         if chosen := [_row(flag) for flag in flags if flag.group == group]:
-            lines += ["", group, *(f"  {line}" for line in table(chosen, left=(0, 1, 2)))]
+            lines += ["", group, *table(chosen, left=(0, 1, 2), titles=False, indent=2)]
     counts = Counter(flag.standing for flag in flags)
     lines += ["", ", ".join(f"{counts[standing]} {standing}" for standing in Support)]
     print_result(args, lines, lambda: [asdict(flag) for flag in flags])

@@ -190,17 +190,14 @@ def _comparison(others: Mapping[Layout, BestPartition | PartitionError]) -> list
     known = [row for row in rows if "infeasible" not in row]
     least = {key: min(row[key] for row in known) for _, key, _ in columns} if known else {}
     cells: list[tuple[str, ...]] = [("layout", *(f"{title} " for title, _, _ in columns))]
-    for row in rows:
-        if "infeasible" in row:
-            cells.append((row["layout"], row["infeasible"]))
-            continue
+    for row in known:
         stars = (
             f"{row[key] * scale:.3f}{'*' if row[key] == least[key] else ' '}"
             for _, key, scale in columns
         )
         cells.append((row["layout"], *stars))
-    lines = table(cells, left=(0,))
     return [
-        *lines,
+        *table(cells, left=(0,)),
+        *(f"{row['layout']}: {row['infeasible']}" for row in rows if "infeasible" in row),
         "* smallest. Bytes of a microbatch, forward and gradients; each layout at its best",
     ]
