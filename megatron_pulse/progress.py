@@ -1,4 +1,4 @@
-"""Progress line of long work on standard error, drawn by rich on a terminal.
+"""ProgressLine line of long work on standard error, drawn by rich on a terminal.
 
 Nothing is drawn in a pipe, or before work has taken ``DELAY_S`` seconds; rich is imported only
 then.
@@ -24,7 +24,7 @@ _live: Live | None = None
 """The line that is drawn; there is one at a time."""
 
 
-class Progress:
+class ProgressLine:
     """Line with what is being done, how far, the time taken and left, and a note.
 
     ``total`` is in ``unit``; without it only the time is shown. Attributes may be set at any time.
@@ -133,7 +133,7 @@ def track[T](
     """Iterate over ``items`` with a progress line."""
     if total is None and isinstance(items, Sized):
         total = len(items)
-    with Progress(what, total, unit, silent=silent) as line:
+    with ProgressLine(what, total, unit, silent=silent) as line:
         for item in items:
             yield item
             line.advance()

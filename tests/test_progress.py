@@ -1,4 +1,4 @@
-"""Progress lines, on a terminal and in a pipe."""
+"""ProgressLine lines, on a terminal and in a pipe."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 
 from megatron_pulse import progress
 from megatron_pulse.cli.main import main
-from megatron_pulse.progress import Progress, track, write_above
+from megatron_pulse.progress import ProgressLine, track, write_above
 
 
 class Terminal:
@@ -51,7 +51,7 @@ def standard_error_on_a_terminal() -> Iterator[Terminal]:
 
 def test_line_says_what_how_far_and_the_best() -> None:
     with standard_error_on_a_terminal() as terminal:
-        with Progress("tuning", 28, "s", delay_s=0.0) as line:
+        with ProgressLine("tuning", 28, "s", delay_s=0.0) as line:
             line.note = "best 71.4 samples/s"
             line.advance(7)
             said = terminal.read_until("best 71.4 samples/s")

@@ -38,19 +38,20 @@ _EPILOG = """\
 Training is started with 'pulse run' and launch/pretrain_diffusion.py. A first tour:
 
   bash launch/quickstart.sh                            train on digits, then all of the below
-  pulse backbones                                      what can be trained, and how far it folds
+  pulse backbones                                      named backbones and how far they fold
   pulse module diffusers:UNet2DModel                   any torch module as a chain
-  pulse profile --backbone uvit-tiny -o profile.json   what each layer costs on this machine
-  pulse partition --profile profile.json -p 2          where to cut it for two devices
-  pulse schedule --profile profile.json -p 2 -m 8      in which order they then work
-  pulse check plan.json                                whether what 'pulse tune' found can run
-  pulse verify plan.json                               whether its gradients are one process's
-  pulse show plan.json -o plan.html                    what it does: timeline, memory, messages
-  pulse compare plan.json runs/trace                   and what a run of it did
-  pulse flags optimizer                                which of Megatron's flags work in training
-  pulse data info mnist                                what a dataset holds
+  pulse profile --backbone uvit-tiny -o profile.json   costs of each layer on this machine
+  pulse partition --profile profile.json -p 2          cuts for two devices
+  pulse schedule --profile profile.json -p 2 -m 8      schedule of 8 microbatches on them
+  pulse tune --profile profile.json --cluster cpu --global-batch-size 64 -o plan.json
+  pulse check plan.json                                can the plan run?
+  pulse verify plan.json                               gradients beside one process's
+  pulse show plan.json -o plan.html                    timeline, memory, messages
+  pulse compare plan.json runs/trace                   a run beside its plan
+  pulse flags optimizer                                which of Megatron's flags work
+  pulse data info mnist                                size and classes of a dataset
   pulse curve --tensorboard-dir runs/quickstart/tensorboard -o loss.png
-  pulse checkpoint list runs/quickstart/checkpoints    what was saved, and whether it is whole
+  pulse checkpoint list runs/quickstart/checkpoints    saved steps, and whether they are whole
   pulse sample --load runs/quickstart/checkpoints -o digits.png --score mnist
 
 'pulse COMMAND --help' explains a command and shows examples.

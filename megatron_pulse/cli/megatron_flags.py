@@ -12,9 +12,8 @@ from megatron_pulse.errors import UserError, unknown_name
 from megatron_pulse.integration.flags.megatron_flags import Flag, Support, load_table
 
 _DESCRIPTION = """\
-Of Megatron's flags, those that work do here what is said; those that are refused cannot be used;
-those that are meaningless are for other models. A run that is given one of the last two does not
-start. Our own flags are in launch/pretrain_diffusion.py --help.
+A flag of Megatron works as described, is refused, or is meaningless (for other models). A run
+with one of the last two does not start. Our own flags are in launch/pretrain_diffusion.py --help.
 
 examples:
   pulse flags                                 all, by Megatron's groups

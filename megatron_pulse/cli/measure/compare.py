@@ -21,17 +21,17 @@ if TYPE_CHECKING:
     from megatron_pulse.cli.measure.compare_report import PlanComparison
 
 _DESCRIPTION = """\
-A run with --pulse-plan PLAN --pulse-trace DIR writes DIR/trace.json: when each operation of some
-steps ran on the devices of the first pipeline. This sets it beside what the plan predicts, and says
-in words where they differ most: for every kind of operation and stage its duration (median), for
-every device how long it computes and waits, the makespan, the bubble, and the bytes sent. A plan
-whose figures are not what its costs come to (see 'pulse check') is refused.
+A run with --pulse-plan PLAN --pulse-trace DIR writes DIR/trace.json, with the times of the
+operations of some steps on the first pipeline. This command compares them with the plan: the median
+duration of every operation type and stage, compute and waiting time of every device, makespan,
+bubble, and bytes sent. It says in words where they differ most. A plan that fails 'pulse check' is
+refused.
 
--o draws both timelines on one time axis (.svg), or with the tables (.html), or as events for
-ui.perfetto.dev (.json); of the traced steps that of median length.
+-o draws both timelines of the step of median length (.svg), with the tables (.html), or as events
+for ui.perfetto.dev (.json).
 
---profile with --write-profile writes a profile whose layers take as long as the stages that hold
-them were measured to, so that the next plan is made from what this machine does.
+--profile with --write-profile scales the profile's layers to the measured times of their stages,
+for the next plan.
 
 examples:
   pulse compare plan.json runs/trace/trace.json

@@ -178,9 +178,8 @@ def words(compared: PlanComparison) -> list[str]:
 
 def _in_words(row: OperationTimes) -> str:
     return (
-        f"{NAMES[row.kind]}s of stage {row.stage} took "
-        f"{_amount(row.measured_s - row.predicted_s)} each, "
-        f"{in_ms(abs(row.total_difference_s), 3)} in a step "
+        f"{NAMES[row.kind]}s of stage {row.stage} took {_amount(row.measured_s - row.predicted_s)} "
+        f"each, {in_ms(abs(row.total_difference_s), 3)} in a step "
         f"({_off(row.predicted_s, row.measured_s)})"
     )
 

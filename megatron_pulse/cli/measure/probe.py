@@ -18,7 +18,7 @@ from megatron_pulse.cli.launcher_env import ranks_of
 from megatron_pulse.cli.output import add_json, json_faults, print_result
 from megatron_pulse.errors import UserError
 from megatron_pulse.flags import ABOVE_ZERO
-from megatron_pulse.progress import Progress
+from megatron_pulse.progress import ProgressLine
 
 if TYPE_CHECKING:
     import torch
@@ -26,11 +26,10 @@ if TYPE_CHECKING:
     from megatron_pulse.runtime.measure.probe import ProbeResult
 
 _DESCRIPTION = """\
-Measures, between the ranks that it is started on, what planning needs to know of a cluster: latency
-and bandwidth inside a node and between nodes, whether the devices of a node share them, how near
-all-reduces come to that, how fast GPUs copy to the memory of their node and back, and the memory
-and speed of the devices. Takes some ten seconds; start it as training is started, on a machine that
-does nothing else. Ranks are told apart by their host names, which are not written to the file.
+Measures what planning needs, between the ranks on which it is started: latency and bandwidth inside
+a node and between nodes, contention of the devices of a node, efficiency of all-reduce, bandwidth
+between GPU and host memory, memory and speed of the devices. It takes some ten seconds. Start it as
+training is started, on idle machines. Host names tell nodes apart and are not written.
 
 examples:
   torchrun --nproc-per-node 2 -m megatron_pulse.cli probe -o cluster.yaml
@@ -93,7 +92,7 @@ def run(args: argparse.Namespace) -> None:
     max_bytes = int(args.max_mb * 2**20)
     settings = ProbeSettings(args.name, device, max_bytes, args.timeout_s, args.device)
     with as_user_error(PulseError), _joined(ranks, backend, args.timeout_s):
-        with Progress("probing", 6, "measurements", silent=ranks["RANK"] != "0") as line:
+        with ProgressLine("probing", 6, "measurements", silent=ranks["RANK"] != "0") as line:
 
             def progress(what: str) -> None:
                 line.what = what

@@ -28,7 +28,7 @@ from megatron_pulse.cli.models.encoder_flags import pipeline_folder_faults
 from megatron_pulse.cli.output import overwrite_faults, table
 from megatron_pulse.errors import unknown_name
 from megatron_pulse.flags import ABOVE_ZERO, FROM_ONE, TO_4096, TO_MILLION, flag_name
-from megatron_pulse.progress import Progress
+from megatron_pulse.progress import ProgressLine
 
 if TYPE_CHECKING:
     from megatron_pulse.backbone.costs import ChainCosts
@@ -36,22 +36,18 @@ if TYPE_CHECKING:
     from megatron_pulse.profile.roofline import Roofline
 
 _DESCRIPTION = """\
-Planning balances devices by these costs. There are three ways to them:
+Planning balances devices by these costs. They come from
 
-  measured   every layer runs alone on this machine's GPU or CPU, forward and backward; on a CPU
-             with as many threads as a rank will have (--threads); forward and backward a second
-             time as with split backwards, whose weight gradients wait: the three parts of that
-             take longer than the whole; a third time where what is cheap is computed again
-             (--pulse-recompute-selective). Profiles of before that do not say it are read as if
-             they took as long. Convolutions are tried in both memory formats, unless
-             --option channels_last=true or false says which; the profile is of the faster, and
-             runs that are planned by it have that one
-  analytic   operations and bytes of every layer on a device that is not at hand, named by
-             --preset or given in figures; ratios are good, seconds are estimates
-  table      the same, from a table of layers that others have published
+  measured   each layer runs alone on this machine's GPU or CPU: forward and backward, whole, split
+             into input and weight gradient, and with selective recomputation. On a CPU it has the
+             threads of a rank (--threads). Convolutions run in the faster memory format, unless
+             --option channels_last=true or false sets it; planned runs use the same
+  analytic   operations and bytes of each layer on a device named by --preset or given in figures;
+             ratios are good, seconds are estimates
+  table      the same, from a published table of layers
 
-Costs at other microbatch sizes are read off between the profiled ones, so give the smallest
-and the largest that you may train with.
+Costs at other microbatch sizes are interpolated: give the smallest and the largest that you may
+train with.
 
 examples:
   pulse profile --backbone uvit-tiny -o profile.json
@@ -62,9 +58,8 @@ examples:
   pulse profile --from-table sdxl_1024_fine.json --preset V100-32GB -o profile.json
   pulse profile --backbone sd-v1.5 --encoders sd-v1.5 -o encoders.json
 
-With --encoders it is not the backbone's layers but those of the pipeline's text encoders and
-autoencoder that make what the backbone reads: their forwards, one sample at a time, for
-'pulse tune --encoders'.
+With --encoders the forwards of the pipeline's text encoders and autoencoder are profiled instead,
+one sample at a time, for 'pulse tune --encoders'.
 """
 _FIGURES = ("peak_tflops", "bandwidth_gbs", "memory_gb")
 
@@ -361,7 +356,7 @@ def _from_backbone(args: argparse.Namespace, sizes: list[int]) -> Profile:
     patience = RepetitionLimits() if limit_s is None else RepetitionLimits(limit_s=limit_s)
     threads = (args.threads or rank_threads()) if device == "cpu" else None
     given, implementation = options_of(args), args.transformer_impl
-    with Progress("choosing the memory format"):
+    with ProgressLine("choosing the memory format"):
         backbone, times = measured_format(
             trained_backbone(args, dtype), given, sizes[-1], device, dtype, threads, implementation
         )

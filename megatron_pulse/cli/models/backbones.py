@@ -12,9 +12,8 @@ from megatron_pulse.cli.output import add_json, print_result, table
 from megatron_pulse.progress import track
 
 _DESCRIPTION = """\
-The largest P is the most pipeline devices over which a backbone folds with both ends of
-every skip on one device; beyond it, use --pulse-placement sequential or interleaved.
-The input is one sample: channels x height x width.
+The largest P is the most devices of a fold with all skips collocated. With more, use
+--pulse-placement sequential or interleaved. The input is one sample: channels x height x width.
 
 examples:
   pulse backbones

@@ -12,23 +12,22 @@ from typing import TYPE_CHECKING, Any
 from megatron_pulse.cli.errors import add_parser, as_user_error, require
 from megatron_pulse.cli.import_megatron import prepare_megatron
 from megatron_pulse.cli.output import add_json, json_faults, print_result, table
-from megatron_pulse.progress import Progress
+from megatron_pulse.progress import ProgressLine
 
 if TYPE_CHECKING:
     from megatron_pulse.integration.checkpoint.selection.stored_checkpoints import StoredCheckpoint
 
 _DESCRIPTION = """\
-Looks after the checkpoints in a folder that training was given as --save.
+The folder is what training was given as --save.
 
-'list' shows each step with its size and age, and whether its files have the sizes that were saved.
-'verify' reads every byte and compares it with the hashes that were saved with it; it ends with
-status 1 if anything is damaged, or moved to another step's name; what a run that is alive has begun
-to save is not. A run that finds its newest checkpoint damaged goes on from the newest whole one by
-itself, and sets the damaged one aside.
-'prune' removes old steps: all but the --keep newest, those divisible by --every, and the one that a
-run would go on from. What stays is read first, and what is damaged does not count. With --damaged
-also what is half-written, found to be damaged, or set aside. It refuses a folder that a run writes
-into, and leaves alone what bears a name of your own (iter_0000100.keep).
+'list' shows size and age of each step, and whether its files have the sizes that were saved.
+'verify' reads every byte and compares hashes. It ends with status 1 if anything is damaged, or
+moved to another step's name. A step that a live run is saving is no fault. A run that finds its
+newest checkpoint damaged resumes from the newest whole one and renames the damaged one.
+'prune' removes all steps but the --keep newest, those divisible by --every, and the one that a run
+would resume from. What stays is read first; damaged steps do not count. --damaged also removes
+damaged, half-written and renamed ones. A folder that a run writes into is refused. Names of your
+own (iter_0000100.keep) are left alone.
 
 examples:
   pulse checkpoint list runs/a
@@ -185,7 +184,7 @@ def _verify(args: argparse.Namespace, stored: Sequence[StoredCheckpoint]) -> Non
 @contextmanager
 def _reading(num_bytes: int) -> Iterator[Callable[[int], object]]:
     """Progress line of reading ``num_bytes`` bytes; yields the function that counts them."""
-    with Progress("verifying", num_bytes / 1e6, "MB") as line:
+    with ProgressLine("verifying", num_bytes / 1e6, "MB") as line:
         yield lambda num_bytes: line.advance(num_bytes / 1e6)
 
 

@@ -41,10 +41,9 @@ examples:
   pulse data emoji --to runs/emoji/images
 """
 _CHECK = f"""\
-Pictures are decoded, with a progress bar on a terminal, and counted: how many are cropped, enlarged
-or have transparency, and which cannot be read. Rows of latents are compared with their hashes. The
-exit status is 2 where anything cannot be read. A run looks at the heads of all pictures when it
-starts, and decodes those of small folders.
+Decodes all pictures and counts those that are cropped, enlarged, transparent or unreadable.
+Compares rows of latents with their hashes. The exit status is 2 if anything cannot be read. A run
+reads the headers of all pictures when it starts, and decodes those of small folders.
 
 {_SPECS}{_SEVERAL}
 

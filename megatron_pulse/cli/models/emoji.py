@@ -10,9 +10,9 @@ from megatron_pulse.cli.errors import add_parser, as_user_error, check_folder, r
 from megatron_pulse.flags import FROM_ONE, PIXELS
 
 _DESCRIPTION = """\
-Renders every emoji of a colour font that has a Unicode name as a PNG file over white, with that
-name ("grinning face") as its caption in metadata.jsonl. The folder appears whole or not at all.
-Train on it with --pulse-data captions:FOLDER.
+Renders every emoji of a colour font as a PNG file over white. Its Unicode name ("grinning face") is
+its caption in metadata.jsonl. The folder appears whole or not at all. Train on it with
+--pulse-data captions:FOLDER.
 
 The default font is Debian's and Ubuntu's: apt-get install fonts-noto-color-emoji
 

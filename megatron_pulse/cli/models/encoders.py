@@ -23,10 +23,9 @@ if TYPE_CHECKING:
 
 _DESCRIPTION = """\
 Lists the components of a diffusers pipeline folder without reading weights, and what a backbone
-reads of each: which states of text encoders make which of its fields, and how the autoencoder's
-latents are scaled. The backbone is the folder's own, or the one that is named; then it is checked,
-too, that the encoders make what it reads. 'pulse data write-latents --encoders DIR' and training
-with --pulse-encoders DIR use such a folder.
+reads of each: the text states of its fields, and the scaling of the autoencoder's latents. The
+backbone is the folder's own, or a named one, which is then checked against the encoders. 'pulse
+data write-latents --encoders DIR' and training with --pulse-encoders DIR use such a folder.
 
 examples:
   pulse data encoders sd-v1.5

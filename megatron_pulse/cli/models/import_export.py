@@ -31,17 +31,16 @@ if TYPE_CHECKING:
     from megatron_pulse.backbone.chain import Backbone
 
 _IMPORT = """\
-Reads a diffusers folder (a whole pipeline's, or that of its unet or transformer) and writes a
-checkpoint that training takes with --pretrained-checkpoint DIR, at any parallel layout, with a new
-optimizer; its moving average starts at the same weights. A single file (.pth, .safetensors) is read
-as the state dict that U-ViT publishes, with --backbone, or that of a --module of your own.
-A UNet with classes keeps all of them and gets no null class unless --null-class is given.
-Every tensor must be there with its shape; what is wrong is listed, and nothing is written.
-With --controlnet the UNet is locked, and a ControlNet beside it is what training trains and
-exporting writes: that of a diffusers folder, or a new one, which begins as the UNet's encoder.
-In place of a folder hf:ID[@revision] is one of the hub, downloaded to huggingface_hub's cache.
-The diffusion process is that of the pipeline's scheduler (scheduler/scheduler_config.json); where
-there is none, or it is one that is not known here, flags must say what it is.
+Reads a diffusers folder (a pipeline, or its unet or transformer) and writes a checkpoint for
+--pretrained-checkpoint DIR, for any layout, with a new optimizer. The EMA starts at the same
+weights. A single file (.pth, .safetensors) is the state dict of U-ViT (--backbone) or of a module
+of your own (--module). A UNet with classes gets no null class unless --null-class is given. Every
+tensor must be there with its shape; faults are listed, and nothing is written.
+With --controlnet the UNet is frozen. Training trains and exporting writes a ControlNet: that of a
+diffusers folder, or a new one, which begins as the UNet's encoder.
+hf:ID[@revision] in place of a folder is downloaded to huggingface_hub's cache.
+The diffusion process is that of scheduler/scheduler_config.json. If it is missing or unknown, flags
+must give it.
 
 examples:
   pulse import --from stable-diffusion-v1-5 --to checkpoints/sd15
@@ -55,11 +54,11 @@ examples:
 """
 
 _EXPORT = """\
-Writes the moving average of a checkpoint's weights (or, with --raw, the weights) in the format
-that the model is published in: a folder that diffusers' from_pretrained loads, or for U-ViT and a
-module of your own a file (.pth or .safetensors) with their names. What importing read, exporting
-writes again bit for bit. The diffusion process is written as the configuration of a diffusers
-scheduler, into the folder scheduler in it, or beside a file as NAME.scheduler_config.json.
+Writes the EMA of a checkpoint's weights (with --raw: the weights) in the published format of the
+model: a folder for diffusers' from_pretrained, or for U-ViT and a module of your own a file (.pth
+or .safetensors) with its names. Imported weights are exported bit for bit. The diffusion process
+is written as a diffusers scheduler's configuration, into the folder scheduler, or beside a file
+as NAME.scheduler_config.json.
 
 examples:
   pulse export --load checkpoints/sd15 --to exported/unet

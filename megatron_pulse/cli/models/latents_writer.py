@@ -31,7 +31,7 @@ from megatron_pulse.encoders.autoencoder import Autoencoder, posterior_noise, sa
 from megatron_pulse.errors import UserError
 from megatron_pulse.flags import DTYPES
 from megatron_pulse.profile.measurement.machine import compute_as_a_rank
-from megatron_pulse.progress import Progress
+from megatron_pulse.progress import ProgressLine
 from model_specs import load_backbone, with_texts_of
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ def _encoded(
 def _encode_edited_anew(writer: LatentWriter, dataset: DiffusionDataset, place: RankOfJob) -> None:
     """Let shards be written anew whose pictures were edited since."""
     total = writer.count() // place.num_ranks
-    with Progress("comparing pictures", total, "files") as line:
+    with ProgressLine("comparing pictures", total, "files") as line:
 
         def picture(index: int) -> int:
             line.advance()
@@ -234,7 +234,7 @@ class _Ranks:
     def __init__(self, writer: LatentWriter, total: int, place: RankOfJob) -> None:
         self._writer, self._looked = writer, time.monotonic()
         done, is_silent = writer.count(), bool(place.rank)
-        self.line = Progress("encoding", total, "images", done, silent=is_silent, log_s=_LOG_S)
+        self.line = ProgressLine("encoding", total, "images", done, silent=is_silent, log_s=_LOG_S)
 
     def look_aside(self) -> None:
         """Count what other ranks have done, now and then."""

@@ -64,20 +64,23 @@ if TYPE_CHECKING:
     from megatron_pulse.integration.sampling import Request, TrainedModel
 
 _DESCRIPTION = """\
-Runs on one process (a GPU if there is one), whatever the layout of the run that wrote the
-checkpoint, with its averaged weights unless --raw. -o FILE.png is a sheet with one row per class,
-prompt, or sample of the data; -o DIR a picture of its own size for each (of a video for each
-frame), which --json lists; -o FILE.safetensors the samples undecoded. --prompt with
---encoders DIR takes the text encoders and the autoencoder of a diffusers pipeline folder, for
-imported models and those trained on latents of the same encoders (others are refused); of what was
-trained with --pulse-encoders it is that folder. Without one --prompt needs a model that was trained
-on the words of --pulse-data captions:PATH. --from-data takes the text states of validation samples.
-A ControlNet follows --control-image, of which it sees the central square, as in training.
-Noise is drawn in float32 on the CPU, for each sample of --seed and its number alone. --noise
-diffusers draws what a pipeline in float32 draws with torch.Generator().manual_seed(SEED) for a
-batch of all samples: with DDIM or FlowMatchEulerDiscreteScheduler, the same --steps, --guidance and
-encoders the picture is the pipeline's (SD3's and Wan's with --flow-grid scheduler).
---score asks a classifier that was fitted to real digits whether each image is the digit asked for.
+Runs in one process (on a GPU if there is one), for checkpoints of any layout, with EMA weights
+unless --raw. The output is
+
+  -o FILE.png           a sheet with one row per class, prompt, or sample of the data
+  -o DIR                a file for each picture or video frame, which --json lists
+  -o FILE.safetensors   the samples undecoded
+
+--prompt takes the text encoders and autoencoder of --encoders, a diffusers pipeline folder
+(default: that of the training's --pulse-encoders). Encoders other than those of the training are
+refused. Without any, the model must have been trained on the words of --pulse-data captions:PATH.
+--from-data takes the text states of validation samples. A ControlNet sees the central square of
+--control-image, as in training.
+
+Noise is drawn in float32 on the CPU and depends on --seed and the number of the sample alone. With
+--noise diffusers it is that of torch.Generator().manual_seed(SEED) for the whole batch: DDIM and
+FlowMatchEulerDiscreteScheduler with the same --steps, --guidance and encoders then give the
+pipeline's picture (SD3 and Wan with --flow-grid scheduler).
 
 examples:
   pulse sample --load runs/quickstart/checkpoints -o digits.png --score mnist

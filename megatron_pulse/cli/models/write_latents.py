@@ -30,22 +30,19 @@ from megatron_pulse.errors import UserError, collecting
 from megatron_pulse.flags import DTYPES, PIXELS, TO_MILLION
 
 _DESCRIPTION = """\
-Without --vae the pixels themselves are the latents; with it they are those of a diffusers
-AutoencoderKL, shifted and scaled as its configuration says: mean and deviation of its posterior,
-of which training draws another sample at every reading, as diffusers' own trainers do (--posterior
-sample or mean keep half the bytes). Files are written in whole shards: an interrupted command goes
-on where it stopped when it is given again, and encodes anew what holds pictures that were edited
-since. Started on several ranks, by torchrun or srun, each
-encodes every so many-th shard, and the folder is the same in the end, byte for byte. What the type
-on disk cannot hold is refused; sizes and crops of image files are kept for models that are told
-them. Train on the result with --pulse-data latents:DIR.
+Without --vae the latents are the pixels. With it they are mean and deviation of the posterior of a
+diffusers AutoencoderKL, shifted and scaled by its configuration; training draws a new sample at
+every reading, as diffusers' trainers do. --posterior sample or mean keeps half the bytes.
 
-Captions become text states in one of two ways. --encoders DIR --backbone NAME takes the text
-encoders and the autoencoder of a diffusers pipeline folder; what the backbone reads decides which
-encoders and which of their states are written, and what stands for a dropped caption; with
---store-text tokens only token ids are, for training that encodes them itself. meta.json says what
-made each field. --text-states LxD makes them of random word vectors, as training on
-captions:PATH does. Nothing is downloaded.
+Files are written in whole shards. The same command again resumes, and encodes shards anew whose
+pictures were edited. Ranks of torchrun or srun share the shards; the folder is equal byte for byte.
+Values that the type on disk cannot hold are refused. Sizes and crops of pictures are kept for
+models that read them. Train on the result with --pulse-data latents:DIR.
+
+Captions become text states. --encoders DIR --backbone NAME takes text encoders and autoencoder of a
+diffusers pipeline folder, and writes the states that the backbone reads, also for a dropped
+caption. --store-text tokens writes token ids, for training that encodes them. --text-states LxD
+makes states of random word vectors, as training on captions:PATH does. Nothing is downloaded.
 
 {specs}
 examples:

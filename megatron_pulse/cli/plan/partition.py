@@ -21,7 +21,7 @@ from megatron_pulse.cli.errors import (
 from megatron_pulse.cli.output import add_json, json_faults, overwrite_faults, print_result, write
 from megatron_pulse.errors import unknown_name
 from megatron_pulse.flags import ABOVE_ZERO, FROM_ZERO, TO_4096, TO_MILLION, flag_name
-from megatron_pulse.progress import Progress
+from megatron_pulse.progress import ProgressLine
 
 if TYPE_CHECKING:
     from megatron_pulse.planner.layout.placement import Placement
@@ -30,17 +30,16 @@ if TYPE_CHECKING:
     from megatron_pulse.profile.profile import Profile
 
 _DESCRIPTION = """\
-Cuts the chain of layers into stages so that the busiest device is done soonest: its forward and
-backward time with all that it sends and receives (--objective load), or by the measure of the
-PULSE paper, the largest stage (--objective stage). Modes:
+Cuts the chain of layers into stages so that the load of the busiest device is least. The load is
+forward, backward and messages (--objective load), or the largest stage, as in the PULSE paper
+(--objective stage). Modes:
 
 {modes}
 
-Memory counts parameters, gradients and Adam's state as Megatron keeps them (bfloat16: 18 bytes a
-parameter, which are 2 + 4 for it and its fp32 gradient, 4 for the fp32 copy and 8 for both
-moments; float16: 20; float32: 16; --distributed-optimizer divides copy and moments among
-replicas), and the activations of as many microbatches as the schedule has in flight. It does not
-count what a kernel needs while it runs, nor the CUDA context: leave a tenth by --memory-gb.
+Memory counts the in-flight activations and Megatron's state of a parameter: bfloat16 18 bytes
+(parameter 2, fp32 gradient 4, main parameter 4, Adam 8), float16 20, float32 16.
+--distributed-optimizer divides main parameter and Adam among replicas. Workspace of kernels and the
+CUDA context are not counted: leave a tenth by --memory-gb.
 
 examples:
   pulse partition --profile profile.json -p 4
@@ -181,7 +180,7 @@ def run(args: argparse.Namespace) -> None:
     if placement.num_stages <= len(costs.names):
         rules(placement)  # makes the schedule, which is not part of the search
     begin = time.perf_counter()
-    with Progress("searching cuts"):
+    with ProgressLine("searching cuts"):
         found = best(layout, costs, args.num_devices, goal)
         seconds = time.perf_counter() - begin
         others = best_of_each(costs, args.num_devices, goal, chunks) if args.compare else {}

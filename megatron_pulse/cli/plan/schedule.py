@@ -28,7 +28,7 @@ from megatron_pulse.cli.output import (
 )
 from megatron_pulse.errors import UserError
 from megatron_pulse.flags import ABOVE_ZERO, FROM_ZERO, TO_4096, TO_MILLION
-from megatron_pulse.progress import Progress
+from megatron_pulse.progress import ProgressLine
 
 if TYPE_CHECKING:
     from megatron_pulse.cli.plan.schedule_input import ScheduleInput
@@ -37,33 +37,35 @@ if TYPE_CHECKING:
     from megatron_pulse.planner.schedule.problem import ScheduleProblem, Synthesis
 
 _DESCRIPTION = """\
-Finds the order in which devices run forwards and backwards of M microbatches so that the step is
-short, for the times of these stages and links and under a cap on memory. What it says of the result
-holds: the makespan is simulated, the lower bound is one below which no schedule can be, and
-'proved' means that both meet, or that a solver has shown that nothing is shorter.
+Finds a short schedule of the forwards and backwards of M microbatches, for given stage and link
+times and a memory cap. The makespan is simulated. No schedule is shorter than the lower bound.
+'optimal' means that both are equal, or that a solver proved it.
 
 The stages are those of 'pulse partition' for a profile, or come with a file of times:
 
   {"forward": [1, 1, 1, 1], "input_grad": [1, 1, 1, 1], "weight_grad": [1, 1, 1, 1],
    "link": [0.1, 0, 0.1], "activation": [1, 1, 1, 1]}
 
-one value for each stage, in any unit ("backward" for what is not split; "link", one for all or one
-for each boundary, and "activation" may be left out). On P devices a fold of W waves has 2 P W
-stages. Where activations are not kept whole, also lists of: "recompute_s", time of a backward (or
-input gradient) that recomputes and may run earlier, and "recompute_bytes", memory held from then
-on; "wgrad_bytes", memory held from input to weight gradient; "offload_bytes", share of an
-activation that may be offloaded, and "offload_s", the time of its copy each way.
+with one value per stage, in any unit. "backward" replaces the two gradients without --split. "link"
+(one for all, or one per boundary) and "activation" are optional. A fold of W waves has 2 P W
+stages. Further optional lists:
 
-Memory is counted in live stage activations: a forward takes its stage's, the backward (with
---split: the weight gradient) gives it back. The cap is by default one of every stage, as 1F1B has.
+  recompute_s       time of the recomputation R, which may run ahead of the backward
+  recompute_bytes   memory held from R on
+  wgrad_bytes       memory held from input gradient to weight gradient
+  offload_bytes     share of an activation that may be offloaded
+  offload_s         time of its copy, each way
 
---compare lays the same chain out for the classic schedules: neighbouring stages as one on each
-device for GPipe, 1F1B and ZB-H1, the same stages in turn for interleaved, the fold for ZB-V,
-DualPipe-V and Hanayo, and twice the model, once in each direction, for Chimera.
+Memory counts live stage activations: from the forward to the backward (with --split: to the weight
+gradient). The default cap is that of 1F1B, one of every stage.
 
-What was solved is kept in $PULSE_CACHE_DIR, or else in megatron_pulse below $XDG_CACHE_HOME or
-~/.cache, and taken up again for the same ratios of times, to 1 %, if the search had as much time as
-is offered now or nothing can be shorter; it is always checked and timed anew.
+--compare runs classic schedules on the same chain: GPipe, 1F1B and ZB-H1 with neighbouring stages
+merged, interleaved, ZB-V, DualPipe-V and Hanayo on the fold, and Chimera with two copies of the
+model.
+
+Results are cached in $PULSE_CACHE_DIR (default: megatron_pulse in $XDG_CACHE_HOME or ~/.cache) for
+equal ratios of times, to 1 %. A cached schedule is used if it is optimal or its search had as much
+time. It is checked and timed anew.
 
 examples:
   pulse schedule --profile profile.json -p 4 -m 16 --compare
@@ -224,7 +226,7 @@ def _filled(
         warn(*given.origin.cautions(task.profile))
     with (
         as_user_error(ValueError, FillError),
-        Progress("filling bubbles", args.seconds, "s", timed=True),
+        ProgressLine("filling bubbles", args.seconds, "s", timed=True),
     ):
         link = profile_link(args)
         to_fill = FillProblem(
@@ -248,7 +250,10 @@ def _answer(args: argparse.Namespace, task: ScheduleInput) -> tuple[ScheduleProb
         return _named(args, task)
     problem = task.split if args.split else task.whole
     assert problem is not None
-    with as_user_error(ValueError), Progress("searching a schedule", args.seconds, "s", timed=True):
+    with (
+        as_user_error(ValueError),
+        ProgressLine("searching a schedule", args.seconds, "s", timed=True),
+    ):
         if args.no_cache:
             return problem, solve(problem, args.seconds, args.solver)
         return problem, cached(problem, args.seconds, args.solver, solve)

@@ -13,7 +13,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from megatron_pulse.data.dataset import DataError
 from megatron_pulse.data.images.listing import METADATA
-from megatron_pulse.progress import Progress
+from megatron_pulse.progress import ProgressLine
 
 FONT = Path("/usr/share/fonts/truetype/noto/NotoColorEmoji.ttf")
 PACKAGE = "fonts-noto-color-emoji"
@@ -77,7 +77,9 @@ def _pictures(
     """Every character that has a name and a picture, with it."""
     empty = {_picture(face, character).tobytes() for character in (" ", _NO_CHARACTER)}
     count = 0
-    with Progress("rendering emoji", len(_CANDIDATES), "characters", silent=not progress) as line:
+    with ProgressLine(
+        "rendering emoji", len(_CANDIDATES), "characters", silent=not progress
+    ) as line:
         for line.done, character in enumerate(map(chr, _CANDIDATES)):
             if unicodedata.category(character) in _NEVER or not unicodedata.name(character, ""):
                 continue

@@ -12,7 +12,7 @@ from megatron_pulse.integration.loop.diagnosis.nan_check import SUM_TOO_LARGE, S
 from megatron_pulse.integration.loop.grad_norm import NotFinite
 from megatron_pulse.integration.megatron.model import unwrap
 from megatron_pulse.integration.megatron.optimizers import inner_optimizers
-from megatron_pulse.progress import Progress
+from megatron_pulse.progress import ProgressLine
 from megatron_pulse.runtime.failure_board import PulseError
 from megatron_pulse.runtime.watchdog.progress import PROGRESS
 
@@ -31,7 +31,7 @@ def wrap_train_step(
     lowered raise it as well.
     """
     skips = SkippedSteps(args, options.max_skipped_steps, find_not_finite) if checks else None
-    line: Progress | None = None
+    line: ProgressLine | None = None
     is_last = args.rank == args.world_size - 1
     shows_progress = not options.no_progress and is_last and sys.stderr.isatty()
 
@@ -72,7 +72,7 @@ def wrap_train_step(
                     stage.ema.update(((name, masters[name]) for name in stage.ema.state), done - 1)
         if shows_progress:
             if line is None:
-                line = Progress("training", args.train_iters, "steps", done - 1, delay_s=0.0)
+                line = ProgressLine("training", args.train_iters, "steps", done - 1, delay_s=0.0)
                 line.__enter__()
             if "loss" in losses:
                 line.note = f"loss {losses['loss'].item():.4f}"

@@ -35,7 +35,7 @@ from megatron_pulse.planner.schedule.problem import (
 )
 from megatron_pulse.planner.schedule.registry import WAVES, make_schedule, pick, splits
 from megatron_pulse.planner.schedule.search.synthesize import synthesize
-from megatron_pulse.progress import Progress
+from megatron_pulse.progress import ProgressLine
 
 
 class PlanError(ValueError):
@@ -233,7 +233,7 @@ def _searched(problem: ScheduleProblem) -> Schedule:
     On a terminal the first process reports its progress after two seconds.
     """
     what = f"searching a schedule of {problem.num_microbatches} microbatches"
-    with Progress(what, silent=os.environ.get("RANK", "0") != "0"):
+    with ProgressLine(what, silent=os.environ.get("RANK", "0") != "0"):
         return synthesize(problem, seconds=math.inf).schedule
 
 

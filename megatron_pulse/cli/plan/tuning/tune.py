@@ -35,35 +35,37 @@ from megatron_pulse.cli.plan.tuning.tune_input import (
 )
 from megatron_pulse.errors import unknown_name
 from megatron_pulse.flags import ABOVE_ZERO, SHARE, TO_MILLION
-from megatron_pulse.progress import Progress
+from megatron_pulse.progress import ProgressLine
 
 if TYPE_CHECKING:
     from megatron_pulse.planner.plan_file.plan_file import PlanFile
     from megatron_pulse.planner.tune.plans.encoder_policies import EncodedPlan
 
 _DESCRIPTION = """\
-Decides together what otherwise takes a week of trying: pipeline, data and tensor degree, microbatch
-size, where stages are (one device, sequential, interleaved, fold with all skips at home, fold whose
-skips may travel, two waves), the schedule and how much memory it may use, recomputation, split
-backwards, the distributed optimizer, and which ranks share a node.
+Searches all of this together: pipeline, data and tensor degree, microbatch size, layout (one
+device, sequential, interleaved, fold exact, fold soft, two waves), schedule, activation policies,
+split backward, distributed optimizer, and rank order.
 
-Every config's time is that of its own schedule, simulated with these links, with the reduction of
-gradients and the optimizer on top; its memory is that schedule's real peak and what Megatron keeps
-for a parameter. Nothing is run. Times are as good as the profile: without --profile they are
-estimated from the device's peaks, and ratios are better than seconds.
+The time of a config is that of its own schedule, simulated with the links of the cluster, gradient
+reduction and optimizer. Its memory is the peak of that schedule and Megatron's state of each
+parameter. Nothing is run. Times are as good as the profile: without --profile they are estimated
+from the peaks of the device, and ratios are better than seconds.
 
-The search first simulates a config of every degree and layout that is not far from the best by its
-estimate, then the most promising, until nothing that is left can be better, or for --seconds, whole
-schedules from a solver for the best three among them; the profile (up to a minute), and compiling
-once on a machine, come before that. On a busy machine give it more seconds. It says what is
-proved of the best config: of its schedule, and among all configs; and what torch's FSDP2 would come
-to at its best, with ideal collectives, so that you can take that where it is faster.
+The answer comes first: plan, samples/s, memory, FSDP2 and data parallelism beside it, certainty,
+and the command that trains. FSDP2 is predicted at its best, with ideal collectives. What is faster
+than the plan stands in the first line. The best configs follow; --explain shows all else.
 
-  samples/s    of the whole cluster          b, M    samples of a microbatch, microbatches of a step
-  bubble       of the pipeline's time, what the mean device waits
-  GB           on the fullest device         MB      sent for one sample, by pipelines and replicas
-  gap          how far the schedule may be from the shortest, at most (a search's own bound), if
-               no message waits for another on a shared link
+The search takes --seconds. Profiling (up to a minute) and compiling (once per machine) come before.
+On a busy machine give it more seconds.
+
+  P, D, T      pipeline, data and tensor degree
+  b, M         samples of a microbatch, microbatches of a step
+  inside       what neighbouring ranks share a node for: pipeline or replicas
+  samples/s    of the whole cluster
+  bubble       idle share of the pipeline's time, mean of the devices
+  GB           memory of the fullest device
+  MB           sent per sample, by pipelines and by replicas
+  gap          distance of the schedule from its lower bound, without contention on links
 
 examples:
   pulse tune --backbone hunyuan-dit-3b --cluster pulse-910a --global-batch-size 512 -o plan.json
@@ -248,7 +250,7 @@ def run(args: argparse.Namespace) -> None:
             if not outcome.extrapolated
         ]
         seconds = min(args.seconds, _FILL_S)
-        with Progress("filling bubbles", seconds, "s", timed=True):
+        with ProgressLine("filling bubbles", seconds, "s", timed=True):
             encoded = best_encoded(plans, encoders.components, seconds)
         plan, rate, made = encoded.plan, encoded.samples_per_s, encoded.figures()
         lines += ["", *encoding(encoded)]

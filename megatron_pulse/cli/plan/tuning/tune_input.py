@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from megatron_pulse.cli.backbone_flags import trained_backbone
 from megatron_pulse.cli.errors import require
-from megatron_pulse.progress import Progress
+from megatron_pulse.progress import ProgressLine
 
 if TYPE_CHECKING:
     from megatron_pulse.backbone.chain import Backbone
@@ -186,7 +186,7 @@ def run_search(args: argparse.Namespace, evaluator: Evaluator, choices: Choices)
     from megatron_pulse.planner.tune.tune import tune
 
     until = InterruptibleClock(args.seconds)
-    with until, Progress("tuning", args.seconds, "s") as line:
+    with until, ProgressLine("tuning", args.seconds, "s") as line:
 
         def progress(what: str, now: Tuning) -> None:
             line.what, line.done = what, min(now.seconds, args.seconds)
