@@ -64,17 +64,18 @@ _ELSEWHERE = {
         f"training is '{_TRAIN} --pulse-backbone NAME ...' ('{_TRAIN} --help' has its flags)"
     ),
     ("fine-tune", "finetune", "resume"): (
-        f"training goes on, or begins with other weights, by '{_TRAIN}' with --save DIR or "
+        f"training resumes, or begins with other weights, by '{_TRAIN}' with --save DIR or "
         "--pretrained-checkpoint DIR ('pulse import' makes one of published weights)"
     ),
     ("generate", "infer", "inference", "predict"): "samples are drawn by 'pulse sample'",
-    ("convert", "load", "save"): ("weights come by 'pulse import' and go by 'pulse export'"),
+    ("convert", "load", "save"): (
+        "weights are read by 'pulse import' and written by 'pulse export'"
+    ),
     ("prove", "certify", "compare-gradients"): "'pulse verify' compares a plan's gradients",
     ("eval", "evaluate", "score", "validate", "test"): (
-        "'pulse sample --score' scores samples, and a training evaluates itself every "
-        "--eval-interval steps"
+        "'pulse sample --score' scores samples, and training evaluates every --eval-interval steps"
     ),
-    ("plan", "auto", "search"): "plans are made by 'pulse tune' and looked at by 'pulse show'",
+    ("plan", "auto", "search"): "plans are made by 'pulse tune' and shown by 'pulse show'",
     ("visualize", "draw", "plot"): "'pulse show' draws plans, 'pulse curve' losses",
 }
 """Guessed names of commands, with the command that does the same here."""
@@ -96,7 +97,7 @@ def make_parser() -> argparse.ArgumentParser:
     """Make the parser of all commands; each sets ``run``, which takes the parsed arguments."""
     parser = _Parser(
         prog="pulse",
-        description="Companion of launch/pretrain_diffusion.py: backbones, costs, data, samples.",
+        description="Plan and run pipeline-parallel training of diffusion backbones.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -184,7 +185,7 @@ def _unwritten(error: Exception, args: argparse.Namespace) -> str | None:
     Pending output is then discarded.
     """
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-        return f"{str(error.filename)[:40]}... is too long a name; give a shorter one"
+        return f"{str(error.filename)[:40]}...: the name is too long; give a shorter one"
     full = why_full(error, [value for value in vars(args).values() if isinstance(value, Path)])
     if full is not None and (reason := _unprinted()):
         _drop_output()

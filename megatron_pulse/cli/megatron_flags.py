@@ -26,9 +26,15 @@ examples:
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``flags``."""
     parser = add_parser(commands, "flags", "list Megatron's flags", _DESCRIPTION, run)
-    parser.add_argument("word", metavar="WORD", nargs="?", default="", help="only with this word")
+    parser.add_argument(
+        "word",
+        metavar="WORD",
+        nargs="?",
+        default="",
+        help="only flags with this word in name or description",
+    )
     parser.add_argument("--standing", choices=list(Support), help="only these")
-    parser.add_argument("--group", metavar="NAME", help="only of this group of Megatron's")
+    parser.add_argument("--group", metavar="NAME", help="only this group of Megatron's")
     add_json(parser, to_file=False)
 
 
@@ -46,7 +52,7 @@ def run(args: argparse.Namespace) -> None:
         and args.word.lower() in f"{flag.name} {flag.note}".lower()
     ]
     if not flags:
-        raise UserError("no flag is like that: 'pulse flags' lists all")
+        raise UserError("no flag matches: 'pulse flags' lists all")
     lines = []
     for group in groups:
         if chosen := [_row(flag) for flag in flags if flag.group == group]:

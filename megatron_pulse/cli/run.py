@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> None:
         args.print_help()
         return
     if not args.command_line:
-        raise UserError("what to run? pulse run --nproc-per-node 2 launch/pretrain_diffusion.py")
+        raise UserError("no script: pulse run --nproc-per-node 2 launch/pretrain_diffusion.py ...")
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "86400")
     import torch.distributed.elastic.multiprocessing.api as processes
     from torch.distributed import run as torchrun
@@ -71,9 +71,7 @@ def run(args: argparse.Namespace) -> None:
     except ChildFailedError as error:
         for rank, failure in error.failures.items():
             if failure.exitcode < 0:  # the rank could not print anything
-                print(
-                    f"pulse run: rank {rank} was ended by {failure.signal_name()}", file=sys.stderr
-                )
+                print(f"pulse run: rank {rank} exited on {failure.signal_name()}", file=sys.stderr)
         sys.exit(1)
     except processes.SignalException as told:
         sys.exit(128 + told.sigval)
@@ -84,7 +82,7 @@ def run(args: argparse.Namespace) -> None:
                 f"another program has port {line.master_port}: give --master-port another, or on "
                 "one node leave it out"
             )
-        raise UserError(f"the ranks cannot be started: {reason}") from error
+        raise UserError(f"ranks cannot be started: {reason}") from error
 
 
 def _read(words: list[str]) -> argparse.Namespace:

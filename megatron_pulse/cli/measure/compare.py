@@ -43,13 +43,13 @@ examples:
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``compare``."""
-    parser = add_parser(commands, "compare", "set a run beside its plan", _DESCRIPTION, run)
+    parser = add_parser(commands, "compare", "compare a run with its plan", _DESCRIPTION, run)
     add = parser.add_argument
     add("plan", type=Path, metavar="PLAN", help="what 'pulse tune' wrote")
     add("trace", type=Path, metavar="TRACE", help="trace.json of the run, or its folder")
     add("-o", "--output", type=Path, metavar="FILE", help=".svg, .html or .json, see above")
     add_json(parser)
-    add("--profile", type=Path, metavar="JSON", help="what the plan was made from")
+    add("--profile", type=Path, metavar="JSON", help="profile that the plan was made from")
     add(
         "--write-profile",
         type=Path,
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> None:
         measured = measured_problem(compared.plan.problem, compared.trace)
         scaled = rescale(profile, compared.plan, measured)
         save_profile(scaled, args.write_profile)
-        wrote.append(f"profile with the measured times written to {args.write_profile}")
+        wrote.append(f"profile with measured times written to {args.write_profile}")
     if args.output is not None:
         wrote.append(write_drawing(compared, args.output))
     print_result(args, [*report(compared), *wrote], partial(as_json, compared))
@@ -104,7 +104,7 @@ def _faults(args: argparse.Namespace) -> list[str]:
         if path is not None and not path.exists():
             faults.append(no_such_file(what, path, kind))
     if (args.profile is None) != (args.write_profile is None):
-        faults.append("--profile and --write-profile come together")
+        faults.append("--profile and --write-profile: give both")
     faults += check_file(args.write_profile, "--write-profile", ".json")
     faults += check_file(args.output, "-o", *DRAWINGS) + json_faults(args)
     written = {"-o": args.output, "--write-profile": args.write_profile, "--json": args.json}

@@ -98,7 +98,7 @@ def _heading(compared: PlanComparison) -> list[str]:
     return [
         compared.plan.heading,
         f"measured in step(s) {steps} of one pipeline, on {machine}; medians; clocks of devices "
-        f"compared to {1e6 * trace.clock_accuracy_s:.3g} us ({trace.clock})",
+        f"synchronised to {1e6 * trace.clock_accuracy_s:.3g} us ({trace.clock})",
     ]
 
 
@@ -171,7 +171,8 @@ def words(compared: PlanComparison) -> list[str]:
         more = sent_extra > 0
         lines.append(
             f"{in_mb(abs(sent_extra))} {'more' if more else 'less'} were sent than predicted"
-            + "; conditioning, replicated embedders and what encoders make are not predicted" * more
+            + "; conditioning, replicated embedders and results of encoders are not "
+            "predicted" * more
         )
     return lines
 

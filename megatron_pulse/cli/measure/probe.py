@@ -49,7 +49,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add(
         "--device",
         metavar="NAME",
-        help="what to write as the device: a preset of 'pulse profile', or a profile's .json file "
+        help="device of the cluster file: a preset of 'pulse profile', or a profile's .json file "
         "(default: the preset of this name, else measured by a matrix product and a copy)",
     )
     add("--backend", choices=("gloo", "nccl"), help="default: nccl where there is a GPU")
@@ -59,7 +59,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         type=float,
         default=60.0,
         metavar="S",
-        help="the longest that one rank waits for another (default 60)",
+        help="longest wait of one rank for another (default 60)",
     )
     add_json(parser)
 
@@ -116,8 +116,8 @@ def job_of(environment: Mapping[str, str]) -> dict[str, str]:
     missing = [name for name in names if name not in found]
     if missing:
         raise UserError(
-            f"this is no job of several ranks ({', '.join(missing)} not set); start it with: "
-            "torchrun --nproc-per-node 2 -m megatron_pulse.cli probe -o cluster.yaml"
+            f"no job of several ranks ({', '.join(missing)} not set); start it with: torchrun "
+            "--nproc-per-node 2 -m megatron_pulse.cli probe -o cluster.yaml"
         )
     return found
 
@@ -192,7 +192,7 @@ def _comment(probed: ProbeResult, device: torch.device) -> str:
                 f"once {stream.at_once_gbs:.3g} GB/s."
             )
         elif name == "intra_node" or cluster.nodes > 1:
-            lines.append(f"{name}: too few ranks to see who shares it.")
+            lines.append(f"{name}: too few ranks to measure contention.")
     if cluster.devices_per_node == 1:
         lines.append("One rank on each node: intra_node is a copy of inter_node.")
     return "\n".join(lines)
@@ -203,9 +203,9 @@ def _faults(args: argparse.Namespace, ranks: Mapping[str, str]) -> list[str]:
 
     faults = []
     if int(ranks["WORLD_SIZE"]) < 2:
-        faults.append("a link has two ends: start 2 ranks or more")
+        faults.append("a link needs two ranks: start 2 or more")
     if args.output is None and args.json is None:
-        faults.append("give -o cluster.yaml, or --json to print what was measured")
+        faults.append("give -o cluster.yaml, or --json to print the measurements")
     faults += check_file(args.output, "-o", ".yaml") + json_faults(args)
     if not args.name:
         faults.append("--name is empty")

@@ -70,7 +70,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     from megatron_pulse.profile.roofline import ELEMENT_BYTES, PRESETS
 
     parser = add_parser(
-        commands, "profile", "find what each layer costs on a device", _DESCRIPTION, run
+        commands, "profile", "measure or estimate the costs of each layer", _DESCRIPTION, run
     )
     add = parser.add_argument
     add_layers_flags(parser, "--from-table", "a table of layers, as JSON")
@@ -78,23 +78,23 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--micro-batch-size",
         default="1,2,4",
         metavar="N[,N...]",
-        help="the sizes to profile (default 1,2,4)",
+        help="microbatch sizes to profile (default 1,2,4)",
     )
     add(
         "--device",
         choices=["cuda", "cpu", "analytic"],
-        help="default: analytic with --preset or figures, else cuda where there is one, else cpu",
+        help="default: analytic with --preset or figures, else cuda if there is one, else cpu",
     )
     add(
         "--encoders",
         type=Path,
         metavar="DIR",
-        help="a diffusers pipeline folder: profile its encoders, as the backbone reads them",
+        help="profile the encoders of this diffusers pipeline folder, as the backbone reads them",
     )
     add(
         "--components",
         metavar="NAME[,NAME...]",
-        help="of --encoders: these alone, as their folders are called (default: all that is read)",
+        help="only these of --encoders, by folder name (default: all that are read)",
     )
     add("--preset", metavar="NAME", help=f"a device for analytic costs: {', '.join(PRESETS)}")
     add("--peak-tflops", type=float, metavar="X", help="peak of a device without a preset")
@@ -104,42 +104,42 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--efficiency",
         type=float,
         metavar="X",
-        help="analytic: the part of peak that matrix products reach (default 0.5)",
+        help="analytic: share of the peak that matrix products reach (default 0.5)",
     )
     add(
         "--dtype",
         choices=list(ELEMENT_BYTES),
-        help="of parameters and activations (default: bfloat16 on GPUs that have it, float16 on "
-        "others, float32 on a CPU)",
+        help="of parameters and activations (default: bfloat16 on GPUs that have it, else float16; "
+        "float32 on a CPU)",
     )
     add(
         "--transformer-impl",
         choices=TRANSFORMER_IMPLS,
         default=LOCAL,
-        help="measured: layers as the run will have them (default local)",
+        help="measured: implementation of layers in the run (default local)",
     )
     add(
         "--recompute",
         action="store_true",
-        help="plans shall recompute activations: a backward then includes a forward",
+        help="for plans that recompute activations: a backward includes a forward",
     )
     add(
         "--once-per-kind",
         action="store_true",
-        help="measure layers once that run the same operators on the same shapes",
+        help="measure layers of equal operators and shapes once",
     )
     add(
         "--seconds-per-layer",
         type=float,
         metavar="S",
-        help="measured: the most to spend on a layer at one size (default 10)",
+        help="measured: most seconds for a layer at one size (default 10)",
     )
     add(
         "--threads",
         type=int,
         metavar="N",
-        help="measured on a CPU: with as many threads as a rank will have (default: "
-        "OMP_NUM_THREADS, or 1, as pulse run has it)",
+        help="measured on a CPU: threads of a rank (default: OMP_NUM_THREADS, or 1, as in 'pulse "
+        "run')",
     )
     add("--top", type=int, default=12, metavar="N", help="layers to list (default 12)")
     add("-o", "--output", type=Path, required=True, metavar="JSON", help="the profile to write")
@@ -232,7 +232,7 @@ def _selective(costs: ChainCosts, part: ChainCosts) -> list[str]:
     if kept >= saved:
         return []
     return [
-        f"with --recompute-granularity selective {kept / 1e6:,.1f} MB of these are kept, and a "
+        f"with --recompute-granularity selective {kept / 1e6:,.1f} MB of these are kept, and the "
         f"backward takes {1e3 * more_s:.2f} ms longer"
     ]
 
@@ -250,7 +250,7 @@ def _encoder_faults(args: argparse.Namespace) -> list[str]:
         if not (args.encoders / name).is_dir():
             faults.append(f"--components: {args.encoders} has no folder {name[:60]!r}")
     if args.from_table:
-        faults.append("--encoders: name the --backbone or --module that reads what they make")
+        faults.append("--encoders: name the --backbone or --module that reads their results")
     if args.recompute or args.once_per_kind or args.transformer_impl != "local":
         faults.append(
             "--recompute, --once-per-kind and --transformer-impl are for a backbone's layers"
@@ -292,16 +292,18 @@ def _device_faults(args: argparse.Namespace) -> list[str]:
         faults.append(f"a device in figures needs all of {flags}")
     faults += range_faults(ABOVE_ZERO, args, *_FIGURES, "efficiency", "seconds_per_layer")
     if args.efficiency is not None and args.efficiency > 1:
-        faults.append(f"--efficiency is {args.efficiency}; it is a part of the peak, at most 1")
+        faults.append(f"--efficiency is {args.efficiency}; it is a share of the peak, at most 1")
     if args.from_table and args.device not in (None, "analytic"):
-        faults.append(f"--device {args.device} runs layers, and a table has none to run")
+        faults.append(f"--device {args.device} measures layers, and a table has none to run")
     if analytic:
         if not (args.preset or given):
             faults.append(f"name a device: --preset ({', '.join(PRESETS)}) or {flags}")
         if args.once_per_kind or args.seconds_per_layer is not None or args.threads is not None:
-            faults.append("--once-per-kind, --seconds-per-layer and --threads are for measuring")
+            faults.append(
+                "--once-per-kind, --seconds-per-layer and --threads: only for measured profiles"
+            )
         if args.transformer_impl != "local":
-            faults.append(f"--transformer-impl {args.transformer_impl} is for measuring")
+            faults.append(f"--transformer-impl {args.transformer_impl}: only for measured profiles")
     else:
         if args.preset or given:
             faults.append(f"--preset and {flags} are for --device analytic, or for a table")

@@ -43,21 +43,21 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         commands, "checkpoint", "list, verify and prune a run's checkpoints", _DESCRIPTION, run
     )
     parser.add_argument("action", choices=["list", "verify", "prune"], help="what to do")
-    parser.add_argument("folder", type=Path, metavar="DIR", help="what --save named")
-    parser.add_argument("--step", type=int, nargs="+", metavar="N", help="verify these steps alone")
-    parser.add_argument("--keep", type=int, metavar="N", help="prune: keep so many of the newest")
+    parser.add_argument("folder", type=Path, metavar="DIR", help="folder given as --save")
+    parser.add_argument("--step", type=int, nargs="+", metavar="N", help="verify: only these steps")
+    parser.add_argument("--keep", type=int, metavar="N", help="prune: keep the N newest")
     parser.add_argument(
-        "--every", type=int, metavar="K", help="prune: keep also the steps divisible by K"
+        "--every", type=int, metavar="K", help="prune: also keep steps divisible by K"
     )
     parser.add_argument(
         "--damaged",
         action="store_true",
-        help="prune: remove also what is half-written, set aside, or found to be damaged",
+        help="prune: also remove damaged, half-written and renamed steps",
     )
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="prune: say what would be removed, and remove nothing",
+        help="prune: only list what would be removed",
     )
     add_json(parser)
 
@@ -91,15 +91,15 @@ def _faults(args: argparse.Namespace) -> list[str]:
     faults = []
     if args.action == "prune":
         if args.keep is None:
-            faults.append("prune needs --keep: how many of the newest steps stay")
+            faults.append("prune needs --keep, the number of newest steps that stay")
         elif args.keep < 1:
             faults.append(f"--keep {args.keep} must be at least 1")
         if args.every is not None and args.every < 1:
             faults.append(f"--every {args.every} must be at least 1")
     elif said := [flag for flag, is_given in given.items() if is_given]:
-        faults.append(f"{', '.join(said)}: only 'prune' takes that")
+        faults.append(f"{', '.join(said)}: only for 'prune'")
     if args.step is not None and args.action != "verify":
-        faults.append("--step: only 'verify' takes that")
+        faults.append("--step: only for 'verify'")
     return faults
 
 
@@ -205,7 +205,7 @@ def _prune(args: argparse.Namespace) -> None:
     lines.append(f"{len(gone)} {verb}, {freed}; {left} {'would stay' if args.dry_run else 'stay'}")
     spared = [one for one in known if one.faults and one not in chosen]
     if others := [one for one in spared if not one.is_moved and not args.damaged]:
-        lines.append(f"{len(others)} damaged or half-written stay: --damaged removes them too")
+        lines.append(f"{len(others)} damaged or half-written stay; --damaged removes them too")
     lines += [f"stays: {one.faults[0]}" for one in spared if one.is_moved]
     record = {"removed": [_record(one) for one in gone], "dry_run": args.dry_run}
     print_result(args, lines, lambda: record)

@@ -30,7 +30,7 @@ def add_emoji(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     add = parser.add_argument
     add("--to", type=Path, required=True, metavar="FOLDER", help="a new or empty folder")
     add("--size", type=int, default=32, metavar="N", help="pixels of a side (default 32)")
-    add("--limit", type=int, metavar="N", help="only the first N, by code point")
+    add("--limit", type=int, metavar="N", help="only the first N by code point")
     add("--font", type=Path, metavar="FILE", help="another font with bitmaps of 109 pixels")
 
 

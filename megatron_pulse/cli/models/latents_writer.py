@@ -76,7 +76,7 @@ def write_latents(
     if args.encoders is not None and not dataset.has_captions:
         require([f"--encoders: {args.source} has no captions; give only --vae"])
     if dataset.has_captions and args.encoders is None and text_states is None and not place.rank:
-        print(f"the captions of {args.source} are left out: --encoders would write their states")
+        print(f"captions of {args.source} are left out: --encoders writes their states")
     autoencoder = _open_autoencoder(args, dataset)
     shape = dataset.image_shape
     if autoencoder is not None:
@@ -117,8 +117,8 @@ def write_latents(
     if not writer.complete:
         print(
             f"rank {place.rank} has written its share; {writer.count()} of {len(dataset)} samples "
-            f"are in {args.output}, the others are other ranks': should one be stopped, give the "
-            "command again"
+            f"are in {args.output}, the rest is with other ranks: if one stops, give the command "
+            "again"
         )
         return
     print(
@@ -137,9 +137,8 @@ def _encoded(
         if takes[0] != shape[0] and autoencoder_folder(args) is None:
             require(
                 [
-                    f"--backbone {args.backbone} takes latents of {takes[0]} channels, and nothing "
-                    f"makes them of pictures of {shape[0]}: {args.encoders} has no autoencoder, "
-                    "give one as --vae"
+                    f"--backbone {args.backbone} takes latents of {takes[0]} channels, pictures "
+                    f"have {shape[0]}, and {args.encoders} has no autoencoder: give one as --vae"
                 ]
             )
         sizes = " ".join(f"--option {name}=N" for name in size_options(backbone.record))

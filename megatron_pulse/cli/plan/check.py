@@ -44,18 +44,20 @@ examples:
 
 
 _REMEDY = (
-    "make the plan anew with 'pulse tune', or take back what was edited: costs, decisions and "
-    "figures of a plan belong together (by hand it is chosen without a plan which layers compute "
-    "again, or wait on the host: --pulse-recompute, --pulse-recompute-selective, --pulse-offload)"
+    "make the plan anew with 'pulse tune', or undo the edit: costs, decisions and figures of a "
+    "plan belong together (--pulse-recompute, --pulse-recompute-selective and --pulse-offload set "
+    "activation policies without a plan)"
 )
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``check``."""
-    parser = add_parser(commands, "check", "say whether a plan can run", _DESCRIPTION, run)
+    parser = add_parser(commands, "check", "check that a plan can run", _DESCRIPTION, run)
     parser.add_argument("plan", type=Path, metavar="PLAN", help="what 'pulse tune' wrote")
     add_code_flag(parser, "the plan")
-    parser.add_argument("--count", action="store_true", help="count parameters too: takes seconds")
+    parser.add_argument(
+        "--count", action="store_true", help="also count parameters (takes seconds)"
+    )
     add_json(parser, to_file=False)
 
 
@@ -90,7 +92,7 @@ def run(args: argparse.Namespace) -> None:
             "",
             *name_value_lines(list(fine.items())),
             "",
-            f"it can run: --pulse-plan {args.plan}" + f" {NO_AVERAGES}" * (not plan.ema),
+            f"can run: --pulse-plan {args.plan}" + f" {NO_AVERAGES}" * (not plan.ema),
         ]
     if lines or args.json:
         print_result(args, lines, lambda: _verdict(args.plan, faults, fine))
@@ -104,8 +106,8 @@ def _verdict(path: Path, faults: list[str], fine: dict[str, str]) -> dict[str, A
 
 def _form(path: Path) -> str:
     if HASH in read_text(path, FileKind.PLAN)[: 2 * len(HASH)]:
-        return "as it should be"
-    return f"as it should be, but without its line {HASH!r}: not all edits show, nor all damage"
+        return "ok"
+    return f"ok, but without its line {HASH!r}: some edits and damage are not seen"
 
 
 def _schedule(plan: PlanFile) -> str:
@@ -119,9 +121,9 @@ def _schedule(plan: PlanFile) -> str:
 def _figures(plan: PlanFile) -> str:
     known = plan.provenance["schedule"]
     return (
-        f"as worked out from the costs of {len(plan.profile.layers)} layers; the schedule takes "
-        f"{in_ms(known['makespan'])}, no schedule less than "
-        f"{in_ms(known['lower_bound'])}, without waiting for shared links"
+        f"follow from the costs of {len(plan.profile.layers)} layers; makespan "
+        f"{in_ms(known['makespan'])}, lower bound {in_ms(known['lower_bound'])}, without link "
+        "contention"
     )
 
 

@@ -63,7 +63,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     what.add_argument("--from-table", type=Path, metavar="FILE", help="a table of layers, as JSON")
     add("--preset", metavar="NAME", help=f"the table's device: {', '.join(PRESETS)}")
     add("-p", "--num-devices", type=int, required=True, metavar="P", help="pipeline devices")
-    add("--mode", choices=modes(), help="default: soft if there are skips, else sequential")
+    add("--mode", choices=modes(), help="default: soft with skips, else sequential")
     add(
         "--num-chunks",
         type=int,
@@ -83,15 +83,15 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         type=float,
         default=1.0,
         metavar="L",
-        help="weight of sending in the measure of a stage (default 1)",
+        help="weight of messages in --objective stage (default 1)",
     )
     add(
         "--slack",
         type=float,
         default=0.0,
         metavar="X",
-        help="a measure may be larger than its best by this share where a later one gains: 0.05 is "
-        "the smallest stage, then the fewest bytes, among loads within 5 %% (default 0)",
+        help="share by which an objective may exceed its best if a later one gains: with 0.05, the "
+        "smallest stage, then the fewest bytes, among loads within 5 %% (default 0)",
     )
     add(
         "--bandwidth-gbs",
@@ -112,29 +112,29 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--memory-gb",
         type=float,
         metavar="G",
-        help="what a device may hold (default: its memory, if the profile knows it)",
+        help="memory of a device (default: the profile's)",
     )
-    limit.add_argument("--no-memory", action="store_true", help="devices may hold any amount")
+    limit.add_argument("--no-memory", action="store_true", help="no memory limit")
     add(
         "--microbatches",
         type=int,
         metavar="M",
-        help="in a step, for the activations in flight (default 2 P, where they reach their most)",
+        help="microbatches of a step, for in-flight activations (default 2 P, where they peak)",
     )
     add(
         "--bytes-per-parameter",
         type=float,
         metavar="X",
-        help="with gradient and optimizer (default: as said above)",
+        help="with gradient and optimizer (default: as above)",
     )
     add("--data-parallel", type=int, default=1, metavar="D", help="replicas (default 1)")
     add("--distributed-optimizer", action="store_true", help="as Megatron's flag of this name")
     add(
         "--recompute",
         action="store_true",
-        help="recompute activations, also if the profile does not say so",
+        help="recompute activations, whatever the profile says",
     )
-    add("--compare", action="store_true", help="compare the layouts of stages and skips")
+    add("--compare", action="store_true", help="compare layouts")
     add_json(parser)
     add("--draw", type=Path, metavar="SVG", help="draw the partition")
 

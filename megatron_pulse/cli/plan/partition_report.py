@@ -165,9 +165,9 @@ def _totals(result: PartitionReport) -> list[str]:
     rate = f"{result.micro_batch_size / largest:.4g}" if largest else "any number of"
     limit = "no limit" if result.limit_bytes is None else f"of {result.limit_bytes / 1e9:.4g} GB"
     return [
-        f"balance {found.balance:.3f} (largest computing time over the mean); largest load "
+        f"balance {found.balance:.3f} (largest compute time over the mean); largest load "
         f"{1e3 * largest:.3f} ms",
-        f"at most {rate} samples/s on each pipeline, if no device ever waits",
+        f"at most {rate} samples/s on each pipeline, without bubbles",
         f"a microbatch moves {moved.total / 1e6:.2f} MB, forward and gradients: boundaries "
         f"{moved.boundary / 1e6:.2f}, skips {moved.skip / 1e6:.2f}; the hottest device "
         f"{moved.hottest / 1e6:.2f}",

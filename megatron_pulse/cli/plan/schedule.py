@@ -85,19 +85,23 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     from megatron_pulse.planner.schedule.ilp.solvers import Solver
 
     parser = add_parser(
-        commands, "schedule", "order the work of a pipeline's devices", _DESCRIPTION, simulate
+        commands,
+        "schedule",
+        "schedule the operations of a pipeline's devices",
+        _DESCRIPTION,
+        simulate,
     )
     add = parser.add_argument
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--profile", type=Path, metavar="JSON", help="what 'pulse profile' wrote")
-    what.add_argument("--times", type=Path, metavar="JSON", help="times of stages, see above")
+    what.add_argument("--times", type=Path, metavar="JSON", help="stage times, see above")
     add("-p", "--num-devices", type=int, required=True, metavar="P", help="pipeline devices")
     add("-m", "--microbatches", type=int, required=True, metavar="M", help="in a step")
     add(
         "--placement",
         choices=PLACEMENTS,
-        help="default: sequential for a profile without skips, or times of one stage for each "
-        "device; else fold",
+        help="default: sequential for a profile without skips or times of one stage per device; "
+        "else fold",
     )
     add(
         "--waves",
@@ -117,7 +121,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--cap",
         type=_cap,
         metavar="A",
-        help="live stage activations on a device, or 'none' (default: as said above)",
+        help="most live stage activations of a device, or 'none' (default: as 1F1B)",
     )
     add(
         "--link-gbs",
@@ -135,25 +139,25 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--solver",
         choices=("auto", *map(str, Solver)),
         default="auto",
-        help="exact solver after the construction (default auto: what is installed and fits)",
+        help="exact solver after the constructive search (default auto: the one that is installed "
+        "and fits)",
     )
-    add("--seconds", type=float, metavar="S", help=f"to search (default {_SECONDS:g})")
+    add("--seconds", type=float, metavar="S", help=f"seconds of search (default {_SECONDS:g})")
     own = parser.add_mutually_exclusive_group()
     own.add_argument(
         "--name",
         choices=("auto", *CLASSICS),
         default="auto",
-        help="a classic schedule; default auto: synthesize",
+        help="a classic schedule (default auto: synthesize one)",
     )
     own.add_argument(
         "--schedule",
         type=Path,
         metavar="CSV",
-        help="your own: a row for each "
-        "device, cells like 2F0 (stage 2, forward, microbatch 0; B, or I and W; R computes again, "
-        "by O activations are on the host, L begins to bring them back)",
+        help="a schedule of your own: a row per device, cells as 2F0 (stage 2, forward, microbatch "
+        "0; B, or I and W; R recompute, O offload, L load)",
     )
-    add("--compare", action="store_true", help="beside the classic schedules")
+    add("--compare", action="store_true", help="compare with classic schedules")
     add(
         "--draw",
         type=Path,
@@ -164,17 +168,17 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--csv",
         type=Path,
         metavar="CSV",
-        help="write the order, as --schedule and --pulse-schedule read it",
+        help="write the order for --schedule and --pulse-schedule",
     )
     add(
         "--encoders",
         type=Path,
         metavar="JSON",
-        help="with a profile: frozen components to run for the next batch in idle time (form: "
+        help="with a profile: frozen encoders that run in bubbles for the next batch (form: "
         "megatron_pulse/planner/bubble_fill/README.md)",
     )
     add_json(parser)
-    add("--no-cache", action="store_true", help="search anew, and keep nothing")
+    add("--no-cache", action="store_true", help="neither read nor write the cache")
 
 
 def simulate(args: argparse.Namespace) -> None:
@@ -333,7 +337,7 @@ def _faults(args: argparse.Namespace) -> list[str]:
     )
     if args.encoders is not None:
         if args.times is not None:
-            faults.append("--encoders is for --profile: of times nothing says how many samples")
+            faults.append("--encoders is for --profile: --times has no number of samples")
         if args.csv is not None:
             faults.append("--csv holds no encoders: write a plan with 'pulse tune --encoders'")
     if args.times is not None:
@@ -352,14 +356,14 @@ def _faults(args: argparse.Namespace) -> list[str]:
         faults.append(f"--cap is {args.cap:g}; it must be above 0")
     if args.name != "auto" or args.schedule is not None:
         if args.split:
-            faults.append("--split is for what is synthesized; a given schedule splits or does not")
+            faults.append("--split is for synthesized schedules; a given one splits or does not")
         searching = {
             "--solver": args.solver != "auto",
             "--no-cache": args.no_cache,
             "--seconds": args.seconds is not None and args.encoders is None,
         }
         faults += [
-            f"{flag} is for what is synthesized; a given schedule is taken as it is"
+            f"{flag} is for synthesized schedules; a given one is taken as it is"
             for flag, given in searching.items()
             if given
         ]

@@ -51,9 +51,14 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add = parser.add_argument
     add("plan", type=Path, metavar="PLAN", help="what 'pulse tune' wrote")
     add("-o", "--output", type=Path, metavar="FILE", help=".svg, .html or .json, see above")
-    add("--grid", action="store_true", help="print the grid, however wide")
-    add("--verified", type=Path, metavar="JSON", help="a certificate (default: that beside PLAN)")
-    add("--layers", action="store_true", help="list all layers, and what they keep")
+    add("--grid", action="store_true", help="print the grid at any width")
+    add(
+        "--verified",
+        type=Path,
+        metavar="JSON",
+        help="certificate of 'pulse verify' (default: the one beside PLAN)",
+    )
+    add("--layers", action="store_true", help="list all layers with their activations")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -96,7 +101,7 @@ def _certificate(args: argparse.Namespace, plan: PlanFile) -> list[str]:
         return []
     anew = f"verify it anew: pulse verify {args.plan}"
     if found.plan != digest_of(plan):
-        return ["", f"verified: not valid: {path} is of a plan that runs otherwise; {anew}"]
+        return ["", f"verified: not valid: {path} is of a plan that runs differently; {anew}"]
     first, *rest = found.lines()
     since = [f"  made with {said}; {anew}" for said in other_versions(found)]
     return ["", f"verified ({path}): {first}", *rest, *since]

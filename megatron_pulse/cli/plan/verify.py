@@ -68,15 +68,15 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser = add_parser(
         commands,
         "verify",
-        "prove a plan's gradients against one process",
+        "compare a plan's gradients with one process's",
         _DESCRIPTION,
         run,
     )
     add = parser.add_argument
     add("plan", type=Path, metavar="PLAN", help="what 'pulse tune' wrote")
     what = parser.add_mutually_exclusive_group()
-    add_backbone_flags(what, "the plan's, to be sure that it is of this one")
-    add_option_flag(parser, "one of its options (default: the plan's)")
+    add_backbone_flags(what, "require a plan of this backbone")
+    add_option_flag(parser, "override an option (default: the plan's)")
     add("--data", metavar="DATA", help="as --pulse-data takes it (default: random numbers)")
     add("--steps", type=int, default=2, metavar="N", help="steps to make (default 2)")
     add("--seed", type=int, default=0, metavar="N", help="of weights and batches (default 0)")
@@ -94,19 +94,19 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--conditioning",
         choices=["auto", "send", "replicate"],
         default="auto",
-        help="what embedders give, as --pulse-conditioning has it in the run (default auto)",
+        help="as --pulse-conditioning of the run (default auto)",
     )
     add(
         "--by-stages",
         action="store_true",
-        help="one process holds one stage at a time, for a model that does not fit a device",
+        help="hold one stage at a time, for a model that does not fit a device",
     )
     add(
         "--timeout-s",
         type=float,
         default=600.0,
         metavar="S",
-        help="end after this long, with an error (default 600)",
+        help="time limit in seconds (default 600)",
     )
     add(
         "-o",
@@ -150,7 +150,7 @@ def run(args: argparse.Namespace) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     cores = len(os.sched_getaffinity(0))
     if settings.device == "cpu" and given.world_size > 2 * cores:
-        warn(f"{given.world_size} ranks on {cores} processor cores take their turns")
+        warn(f"{given.world_size} ranks share {cores} processor cores")
     with as_user_error(ValueError, OSError), _progress() as progress:
         found = verify(args.plan, settings, progress)
     save_verification(found, output)
@@ -172,8 +172,8 @@ def _settings(args: argparse.Namespace, given: PlanFile) -> Settings:
     device = args.device or ("cuda" if count >= given.world_size else "cpu")
     if device == "cuda" and count < given.world_size:
         raise UserError(
-            f"--device cuda: the plan is for {given.world_size} ranks, and torch finds {count} "
-            "GPU(s) here; give --device cpu, or run it where there are as many"
+            f"--device cuda: the plan has {given.world_size} ranks, and torch finds {count} "
+            "GPU(s); give --device cpu, or use a machine with as many"
         )
     return Settings(
         name,

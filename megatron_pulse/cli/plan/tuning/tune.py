@@ -86,100 +86,114 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     from megatron_pulse.planner.schedule.ilp.solvers import Solver
     from megatron_pulse.profile.roofline import ELEMENT_BYTES
 
-    parser = add_parser(
-        commands, "tune", "find the best way to train on a cluster", _DESCRIPTION, run
-    )
+    parser = add_parser(commands, "tune", "find the fastest plan for a cluster", _DESCRIPTION, run)
     add = parser.add_argument
     add_layers_flags(parser, "--profile", "what 'pulse profile' wrote")
     add(
         "--cluster",
         required=True,
         metavar="NAME|FILE",
-        help="one of 'pulse clusters' or a file; NAME:4 or FILE:4 is with 4 nodes",
+        help="one of 'pulse clusters' or a file; NAME:4 or FILE:4 has 4 nodes",
     )
-    add("--global-batch-size", type=int, required=True, metavar="B", help="samples of a step")
+    add(
+        "--global-batch-size",
+        type=int,
+        required=True,
+        metavar="B",
+        help="global batch size in samples",
+    )
     add(
         "--dtype",
         choices=list(ELEMENT_BYTES),
-        help="without a profile (default: bfloat16 if the device has it, else float16)",
+        help="dtype without a profile (default: bfloat16 if the device has it, else float16)",
     )
     add("--pipeline", metavar="P[,P...]", help="pipeline degrees to try (default: all)")
     add("--tensor", metavar="T[,T...]", help="tensor degrees to try (default 1,2,4,8)")
-    add("--micro-batch-size", metavar="N[,N...]", help="to try (default: all powers of two)")
+    add(
+        "--micro-batch-size",
+        metavar="N[,N...]",
+        help="microbatch sizes to try (default: all powers of two)",
+    )
     add(
         "--layouts",
         metavar="NAME[,NAME...]",
-        help=f"to try (default: all): {', '.join(LAYOUTS)}; fold stands for all folds",
+        help=f"layouts to try (default: all): {', '.join(LAYOUTS)}; fold stands for all folds",
     )
     again = parser.add_mutually_exclusive_group()
-    again.add_argument("--recompute", action="store_true", help="recompute all layers' activations")
+    again.add_argument(
+        "--recompute", action="store_true", help="recompute the activations of all layers"
+    )
     again.add_argument(
         "--no-recompute",
         action="store_true",
-        help="never do (default: of as few layers as needed, all or what is cheap of them)",
+        help="recompute nothing (default: as few layers as needed, fully or selectively)",
     )
     add(
         "--no-offload",
         action="store_true",
-        help="have no activations wait on the host (default: where the cluster has a link to it, "
-        "and that is faster)",
+        help="offload no activations (default: offload if the cluster has a host link and it is "
+        "faster)",
     )
-    add("--no-split-backward", action="store_true", help="never put off weight gradients")
+    add("--no-split-backward", action="store_true", help="no split backward")
     add(
         "--no-ema",
         action="store_true",
-        help="keep no averages of the weights, 4 bytes a parameter: for --pulse-ema-decay 0",
+        help="keep no EMA, 4 bytes a parameter: for --pulse-ema-decay 0",
     )
     add(
         "--grad-reduce-in-bf16",
         action="store_true",
-        help="sum gradients in bfloat16, as Megatron's flag: 2 bytes a parameter less, and less to "
-        "reduce; a run of the plan does so",
+        help="reduce gradients in bfloat16, as Megatron's flag: 2 bytes a parameter less, and less "
+        "to send",
     )
     add(
         "--optimizer-cpu-offload",
         action="store_true",
-        help="keep fp32 weights and Adam's state in the nodes' memory, where the processors move "
-        "them, as Megatron's flag: a device has 6 bytes of a bfloat16 parameter, a step takes "
-        "longer; a run of the plan does so",
+        help="keep main parameters and Adam in host memory, as Megatron's flag: 6 bytes of a "
+        "bfloat16 parameter stay on the device, and a step takes longer",
     )
     add(
         "--seconds",
         type=float,
         default=28.0,
         metavar="S",
-        help="of this process's time to decide, at most (default 28), which is up to four times as "
-        "long on a busy machine; Ctrl-C ends them with what was found so far",
+        help="processor time of the search (default 28); on a busy machine up to four times as "
+        "long; Ctrl-C ends it with the best so far",
     )
     add(
         "--solver",
         choices=("auto", *map(str, Solver)),
         default="auto",
-        help="for whole schedules (default auto)",
+        help="solver of whole schedules (default auto)",
     )
     add(
         "--encoders",
         type=Path,
         metavar="JSON",
-        help="frozen components to run for the next batch where devices would idle: their layers' "
-        "costs (form: megatron_pulse/planner/bubble_fill/README.md)",
+        help="costs of frozen encoders that run in bubbles for the next batch (form: "
+        "megatron_pulse/planner/bubble_fill/README.md)",
     )
     add(
         "--self-conditioning",
         type=float,
         metavar="P",
-        help="share of the steps that run all forwards once before, as --pulse-self-conditioning",
+        help="share of steps with self-conditioning, as --pulse-self-conditioning",
     )
     add(
         "--world-sizes",
         metavar="N[,N...]",
-        help="a plan for each of these numbers of the cluster's devices, into the folder of -o: "
-        "--pulse-plan DIR takes the one for the ranks that are there",
+        help="elastic plans for these numbers of devices, into the folder of -o; --pulse-plan DIR "
+        "takes the one for the ranks that are there",
     )
     add("--top", type=int, default=10, metavar="N", help="configs to list (default 10)")
-    add("--explain", action="store_true", help="why the best is the best, and examples of refusals")
+    add(
+        "--explain",
+        action="store_true",
+        help="also show the search, refused configs, FSDP2's "
+        "settings, and why the best is the best",
+    )
     add_json(parser)
-    add("-o", "--output", type=Path, metavar="JSON", help="write the best as a plan to run")
+    add("-o", "--output", type=Path, metavar="JSON", help="write the best plan")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -310,12 +324,9 @@ def _faults(args: argparse.Namespace) -> list[str]:
             if args.encoders is not None
         ]
         if args.output is None or args.output.suffix:
-            faults.append("--world-sizes writes a plan for each into a folder: give -o DIR")
+            faults.append("--world-sizes writes a folder of plans: give -o DIR")
     if args.no_offload and args.optimizer_cpu_offload:
-        faults.append(
-            "--no-offload and --optimizer-cpu-offload: one leaves the nodes' memory alone, the "
-            "other has the optimizer there: give one"
-        )
+        faults.append("--no-offload and --optimizer-cpu-offload exclude each other: give one")
     faults += range_faults(ABOVE_ZERO, args, "seconds")
     faults += range_faults(SHARE, args, "self_conditioning")
     faults += layers_faults(args, profile=args.profile)

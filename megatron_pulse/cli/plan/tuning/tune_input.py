@@ -85,15 +85,15 @@ def no_cascade(profile: Profile) -> list[str]:
     if len(profile.at(profile.micro_batch_sizes[0]).starts) == 1:
         return []
     return [
-        f"{profile.backbone['name']}: cascades are not searched for; 'pulse partition' and 'pulse "
-        "schedule' lay one over P devices, and it trains with --pipeline-model-parallel-size P"
+        f"{profile.backbone['name']}: cascades are not tuned; use 'pulse partition' and 'pulse "
+        "schedule', and train with --pipeline-model-parallel-size P"
     ]
 
 
 def no_half_gradients(args: argparse.Namespace, profile: Profile) -> list[str]:
     if not args.grad_reduce_in_bf16 or profile.dtype == "bfloat16":
         return []
-    return [f"--grad-reduce-in-bf16: for bfloat16, and the profile is of {profile.dtype}"]
+    return [f"--grad-reduce-in-bf16 is for bfloat16, and the profile is of {profile.dtype}"]
 
 
 def no_prediction_taken(args: argparse.Namespace, profile: Profile) -> list[str]:
@@ -105,8 +105,8 @@ def no_prediction_taken(args: argparse.Namespace, profile: Profile) -> list[str]
     takes, predicts = backbone.input_spec.shape[0], backbone.output_spec.shape[0]
     of = "a profile with" if args.profile is not None else "give"
     return [
-        f"--self-conditioning: {backbone.name} takes {takes} channels and predicts {predicts}; who "
-        f"conditions itself takes twice as many as it predicts ({of} --option in_channels=8)"
+        f"--self-conditioning: {backbone.name} takes {takes} channels and predicts {predicts}; it "
+        f"must take twice as many as it predicts ({of} --option in_channels=8)"
     ]
 
 
@@ -159,8 +159,8 @@ def unused_caution(args: argparse.Namespace, evaluator: Evaluator, choices: Choi
         return ""
     said = (f"--{name.replace('_', '-')} {', '.join(map(str, missing[name]))}" for name in missing)
     return (
-        f"{'; '.join(said)}: left out, for {evaluator.cluster.num_devices} devices and a batch of "
-        f"{args.global_batch_size} allow none with it beside the other choices"
+        f"{'; '.join(said)}: left out, no config of {evaluator.cluster.num_devices} devices and a "
+        f"batch of {args.global_batch_size} has it with the other choices"
     )
 
 
@@ -198,8 +198,8 @@ def run_search(args: argparse.Namespace, evaluator: Evaluator, choices: Choices)
         found = tune(*of, progress, until.clock, until.stopped)
     if until.is_late:
         warn(
-            f"this process had less than 1/{LATE:g} of a core: the wall's clock ended the search, "
-            "and another run may find another answer. Give more --seconds"
+            f"this process had less than 1/{LATE:g} of a core: the wall clock ended the search, "
+            "and another run may find another plan. Give more --seconds"
         )
     if until.took_s is not None:
         found.seconds = until.took_s - found.ready_s

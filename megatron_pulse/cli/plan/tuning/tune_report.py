@@ -28,7 +28,7 @@ _COLUMNS = (
 
 _NOTABLE_S = 2.0
 
-_STARRED = f"* of {CORE} P microbatches, continued at the rate of their last half: not exact"
+_STARRED = f"* extrapolated from {CORE} P microbatches"
 
 
 def listing(found: Tuning, evaluator: Evaluator) -> list[str]:
@@ -56,7 +56,7 @@ def explanation(found: Tuning, evaluator: Evaluator, bound: Collection[str] = ()
         f"{found.seconds:.1f} s{_ready(found)}; certainty of the best:",
         *(f"  {line}" for line in certainty(found)),
         *_beside(found, evaluator, bound),
-        f"what became of the {found.num_configs:,} configs:",
+        f"outcome of the {found.num_configs:,} configs:",
     ]
     for reason, count in found.refused.most_common():
         if count:
@@ -67,8 +67,8 @@ def explanation(found: Tuning, evaluator: Evaluator, bound: Collection[str] = ()
         lines.append(f"  {found.num_left:7,d}  untried when the search ended")
     whole = found.num_configs - sum(found.refused.values()) - found.num_left
     lines.append(
-        f"  {whole:7,d}  simulated with cuts of their own and the best known ones (of those above "
-        "some with known cuts)"
+        f"  {whole:7,d}  simulated with their own cuts and the best known ones (some of those "
+        "above only with known cuts)"
     )
     return [*lines, "", *explain(found)]
 
@@ -87,25 +87,22 @@ def _beyond(found: Tuning, profile: Profile) -> list[str]:
 def _conditioned(evaluator: Evaluator) -> list[str]:
     """Note on self-conditioning: a step time is the mean with and without extra forwards."""
     share = 100 * evaluator.self_conditioning
-    return [f"self-conditioning: {share:g} % of the steps run all forwards once before"] * (
-        share > 0
-    )
+    return [f"self-conditioning: {share:g} % of the steps run all forwards twice"] * (share > 0)
 
 
 def _beside(found: Tuning, evaluator: Evaluator, bound: Collection[str]) -> list[str]:
     """Comparison with FSDP2, or the reason why there is none."""
     if (other := found.opponent) is None:
-        ended = "was not predicted: the search was stopped before" if found.stopped else ""
+        ended = "was not predicted: the search was interrupted" if found.stopped else ""
         why = evaluator.not_sharded or ended or "does not fit"
         return [f"FSDP2 (torch's fully_shard) {why}"] * (evaluator.cluster.num_devices > 1)
     best = found.outcomes[0]
     lines = [f"{other.beside(best.throughput)} ({other.facts})"]
     if bound:
-        lines.append(f"  which {', '.join(bound)} does not bind: that is of plans alone")
+        lines.append(f"  not restricted by {', '.join(bound)}, which is for plans")
     if found.num_left and found.bound_s < other.step_s < best.step_s:
         lines.append(
-            f"  but {found.num_left:,} configs were left when the search ended, and might be "
-            "faster than that: let it search longer first (--seconds)"
+            f"  but {found.num_left:,} untried configs might be faster: give more --seconds first"
         )
     lines += [
         "  fastest of its configs that fit; ideal collectives at the links' bandwidth overlap with "
@@ -161,7 +158,7 @@ def as_json(
 
 def _ready(found: Tuning) -> str:
     """Time spent before the search on compiled code, if notable."""
-    took = f" (and {found.ready_s:.0f} s before for compiled code, the longest at its first use)"
+    took = f" (after {found.ready_s:.0f} s of compiling, longest at the first use)"
     return took if found.ready_s > _NOTABLE_S else ""
 
 
@@ -222,13 +219,13 @@ def _row(rank: int, outcome: Outcome) -> tuple[str, ...]:
         word
         for word, used in (
             ("split", config.split),
-            ("max_in_flight", config.max_in_flight),
+            ("max in-flight", config.max_in_flight),
             (
                 f"recompute {_some(outcome.stages.activations.recompute, outcome)}",
                 bool(outcome.stages.activations.recompute),
             ),
             (
-                f"recompute cheap of {_some(outcome.stages.activations.selective, outcome)}",
+                f"selective {_some(outcome.stages.activations.selective, outcome)}",
                 bool(outcome.stages.activations.selective),
             ),
             (

@@ -103,7 +103,7 @@ def _compared(found: Tuning, evaluator: Evaluator) -> str:
 
     if other is not None:
         told = [beside(other.name.split(" (")[0], other.throughput)]
-    elif why := evaluator.not_sharded or "was not predicted: stopped before" * found.stopped:
+    elif why := evaluator.not_sharded or "was not predicted: interrupted" * found.stopped:
         told = [f"FSDP2 {why}"]
     else:
         told = ["FSDP2 does not fit"]
@@ -112,7 +112,7 @@ def _compared(found: Tuning, evaluator: Evaluator) -> str:
     elif evaluator.global_batch_size % num_devices:
         told.append(f"data parallelism needs a batch that {num_devices} devices divide")
     elif found.stopped:
-        told.append("data parallelism was not predicted: stopped before")
+        told.append("data parallelism was not predicted: interrupted")
     elif (alone := data_parallel(evaluator)) is None:
         told.append("data parallelism does not fit")
     else:
