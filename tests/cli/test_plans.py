@@ -301,7 +301,7 @@ FLAGS = {
             "4 faults",
             "TRACE none.json: there is no such file",
             "--profile none2.json: there is no such file",
-            "--profile and --write-profile come together",
+            "--profile and --write-profile: give both",
             "must end in .svg",
         ],
     ),

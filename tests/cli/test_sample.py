@@ -191,7 +191,7 @@ def test_guidance_is_none_by_default_where_no_null_class_was_trained(
     assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
     guidance, line, warned = drawn(tmp_path, "c.png", "--guidance", "3")
     assert guidance == 3 and "not guided" not in line
-    assert "away from one that it does not know; --guidance 1 samples without" in warned
+    assert "starts from an untrained one; --guidance 1 samples without" in warned
     assert drawn(trained, "d.png")[0] == 2
     with pytest.raises(SystemExit):
         drawn(tmp_path, "e.png", "--eta", "1.5")
@@ -273,7 +273,7 @@ def test_texts_that_cannot_be_drawn(
     assert sample(texts, *grid) == 2
     assert "reads context: say what to draw with --prompt" in capsys.readouterr().err
     assert sample(texts, *grid, "--classes", "1") == 2
-    assert "knows no classes" in capsys.readouterr().err
+    assert "has no classes" in capsys.readouterr().err
     assert sample(trained, *grid, "--prompt", "seven") == 2
     assert "not trained on captions but on digits8" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

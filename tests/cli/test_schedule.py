@@ -182,7 +182,7 @@ def test_activations_that_are_not_kept_whole(
         json.dumps(row | {"offload_bytes": [0.8] * 4, "wgrad_bytes": [1] * 4})
     )
     assert main("schedule --times away.json -p 4 -m 12 --placement sequential".split()) == 2
-    assert "'wgrad_bytes' is from input to weight gradient" in capsys.readouterr().err
+    assert "'wgrad_bytes' needs a split backward" in capsys.readouterr().err
     (here / "away.json").write_text(json.dumps(row | {"offload_bytes": [0.8] * 4}))
     assert main("schedule --times away.json -p 4 -m 12 --placement sequential".split()) == 2
     assert "given without offload_s" in capsys.readouterr().err
@@ -243,10 +243,10 @@ CASES = {
             "--link-us is -1",
             "--link-us is for --profile",
             "--seconds is nan; it must be finite, 0 or more",
-            "--solver is for what is synthesized",
-            "--no-cache is for what is synthesized",
-            "--seconds is for what is synthesized",
-            "--split is for what is synthesized",
+            "--solver is for synthesized schedules",
+            "--no-cache is for synthesized schedules",
+            "--seconds is for synthesized schedules",
+            "--split is for synthesized schedules",
             "must end in .svg, .html or .json",
             "must end in .csv",
             "must end in .json",

@@ -73,7 +73,7 @@ UNSOUND = {
         lambda f, t: sharded(f, t, resnet_time_scale_shift="shift", dual_cross_attention=True),
         ["resnet_time_scale_shift", "dual_cross_attention"],
     ),
-    "file": (lambda f, t: f / "unet" / "config.json", ["say with --backbone"]),
+    "file": (lambda f, t: f / "unet" / "config.json", ["name its --backbone"]),
     "shard": (lost_shard, ["00002-of", "is missing"]),
     "index of other names": (
         lambda f, t: sharded(f, t, lambda m: m.update({"conv_in.b": m.pop("conv_in.bias")})),

@@ -58,7 +58,7 @@ def _page(plan: PlanFile, replayed: Replay, path: Path, timeline: str) -> str:
         "<h2>Layers</h2>"
         + html_page.table(plan_text.LAYER_COLUMNS, plan_text.layers(plan), left=(1, 9)),
         "<h2>Messages of a step of one pipeline</h2>" + _messages(plan, replayed),
-        "<h2>Made from</h2>" + html_page.listed(plan_facts.provenance(plan)),
+        "<h2>Origin</h2>" + html_page.listed(plan_facts.provenance(plan)),
         f"<h2>Run it</h2><pre>{html.escape(plan_text.command(plan, path))}</pre>",
         html_page.lines([f"equivalent flags: {plan_text.flags(plan)}"]),
     ]
