@@ -35,7 +35,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_best_in_table_json_and_plan(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tune_answers_first_and_writes_json_and_plan(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(f"{ASKED} {FAST} --top 4 --explain --json t.json -o plan.json".split()) == 0
     text = capsys.readouterr().out
     record = json.loads((here / "t.json").read_text())
@@ -57,7 +59,7 @@ def test_best_in_table_json_and_plan(here: Path, capsys: pytest.CaptureFixture[s
     best = outcomes[0]
     assert best["pipeline"] * best["data"] * best["tensor"] == 4
     assert best["num_microbatches"] * best["data"] * best["micro_batch_size"] == 16
-    assert f"{best['samples_per_s']:.4g}" in text and "outcome of the the " in text
+    assert f"{best['samples_per_s']:.4g}" in text and "outcome of the " in text
     for part in (
         "  schedule: ",
         "simulated configs: the fastest",
@@ -93,9 +95,7 @@ def test_best_in_table_json_and_plan(here: Path, capsys: pytest.CaptureFixture[s
     assert ["selectively recomputed" in row for row in rows] == ways
 
 
-def test_waiting_for_links_is_beside_what_is_proved(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_certainty_names_link_contention(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A schedule is the shortest where messages do not wait for each other; here they do."""
     save_cluster(cluster(2, 2, inter_gbs=0.3), "slow.yaml")
     asked = f"{ASKED} {FAST} --pipeline 4 --micro-batch-size 2 --explain --json t.json"
@@ -108,7 +108,7 @@ def test_waiting_for_links_is_beside_what_is_proved(
 
 
 @pytest.mark.parametrize(("size", "said"), [("16", True), ("2", False)])
-def test_sizes_beyond_the_profile_s_are_named(
+def test_extrapolated_microbatch_sizes_are_noted(
     here: Path, capsys: pytest.CaptureFixture[str], size: str, said: bool
 ) -> None:
     asked = f"{ASKED} {FAST} --pipeline 2,4 --micro-batch-size {size}"
@@ -129,7 +129,7 @@ def interrupt_when_something_is_found() -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_an_interrupted_search_says_what_it_found(
+def test_interrupted_search_reports_its_best(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = signal.getsignal(signal.SIGINT)
@@ -149,7 +149,7 @@ def test_an_interrupted_search_says_what_it_found(
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_a_second_interrupt_and_one_before_anything_is_found_end_all() -> None:
+def test_second_or_early_interrupt_ends_the_command() -> None:
     until = InterruptibleClock(10.0)
     with until:
         with pytest.raises(KeyboardInterrupt):
@@ -161,7 +161,7 @@ def test_a_second_interrupt_and_one_before_anything_is_found_end_all() -> None:
             signal.raise_signal(signal.SIGINT)
 
 
-def test_only_what_is_asked_for(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_choices_restrict_the_search(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = [
         "--layouts",
         "fold exact,sequential",
@@ -179,10 +179,10 @@ def test_only_what_is_asked_for(here: Path, capsys: pytest.CaptureFixture[str]) 
         assert not outcome["activations"] and not outcome["split"]
 
 
-def test_what_no_config_can_have_is_named(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unused_choices_are_warned_of(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(f"{ASKED} {FAST} --pipeline 2,7 --micro-batch-size 1,5".split()) == 0
     said = capsys.readouterr()
-    assert "warning: --pipeline 7; --micro-batch-size 5: left out, for " in said.err
+    assert "warning: --pipeline 7; --micro-batch-size 5: left out, no config of " in said.err
     assert "train  " in said.out and "(after -o plan.json)" in said.out
     assert "outcome of the" not in said.out and "in torch:" not in said.out
 
@@ -208,7 +208,7 @@ def test_prediction_error_is_that_of_the_benchmarks() -> None:
     assert f"| predicted against measured steps | {PREDICTION_ERROR} |" in page.read_text()
 
 
-def test_all_faults_at_once(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tune_lists_all_faults_at_once(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--layouts", "flod,sequential", "--pipeline", "2,x", "--seconds", "0", "--top", "0"]
     flags += ["--no-offload", "--optimizer-cpu-offload"]
     asked = f"{ASKED} --option a=1 --dtype float16 -o plan.txt".replace("p.json", "none.json")
@@ -251,7 +251,9 @@ def test_all_faults_at_once(here: Path, capsys: pytest.CaptureFixture[str]) -> N
         ("--micro-batch-size 3", "no microbatch size of 3 divides what a replica has of a global"),
     ],
 )
-def test_refuses(here: Path, capsys: pytest.CaptureFixture[str], flags: str, said: str) -> None:
+def test_tune_refuses_impossible_choices(
+    here: Path, capsys: pytest.CaptureFixture[str], flags: str, said: str
+) -> None:
     more = (
         ["--layouts", "one device", "--pipeline", "2,4"] if flags == "--layouts" else flags.split()
     )
@@ -259,7 +261,7 @@ def test_refuses(here: Path, capsys: pytest.CaptureFixture[str], flags: str, sai
     assert said in capsys.readouterr().err
 
 
-def test_what_cannot_be_is_refused_before_anything_is_measured(
+def test_impossible_choices_are_refused_before_profiling(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Layers are counted for seconds, and need torch."""
@@ -272,7 +274,7 @@ def test_what_cannot_be_is_refused_before_anything_is_measured(
     assert time.process_time() - began < 2 and not (here / "plans").exists()
 
 
-def test_an_optimizer_on_the_host_is_predicted_and_planned(
+def test_optimizer_offload_is_predicted_and_planned(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = f"{ASKED} {FAST} --optimizer-cpu-offload -o plan.json"
@@ -285,7 +287,7 @@ def test_an_optimizer_on_the_host_is_predicted_and_planned(
     assert "of host memory per device" in capsys.readouterr().out
 
 
-def test_an_unknown_device_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_device_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_profile(replace(profile(random.Random(0), 12, 5), device="NVIDIA L40S"), "p.json")
     save_cluster(replace(cluster(), device="p.json"), "c.yaml")
     assert main(f"{ASKED} {FAST} -o plan.json".split()) == 2
@@ -293,7 +295,7 @@ def test_an_unknown_device_is_refused(here: Path, capsys: pytest.CaptureFixture[
     assert not (here / "plan.json").exists()
 
 
-def test_nothing_fits(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tune_advises_where_nothing_fits(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_cluster(cluster(1, 4, memory_gb=0.8), "c.yaml")
     asked = f"{ASKED} --seconds 60 --solver none --no-recompute --tensor 1 -o plan.json"
     assert main(asked.split()) == 2
@@ -304,7 +306,7 @@ def test_nothing_fits(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert not (here / "plan.json").exists()
 
 
-def test_a_plan_for_a_table_of_layers_is_shown_and_not_run(
+def test_plan_of_a_layer_table_is_shown_and_not_run(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole = profile(random.Random(0), 12, 5)

@@ -203,7 +203,7 @@ def _faults(args: argparse.Namespace, ranks: Mapping[str, str]) -> list[str]:
 
     faults = []
     if int(ranks["WORLD_SIZE"]) < 2:
-        faults.append("a link needs two ranks: start 2 or more")
+        faults.append("a link has two ends: start 2 ranks or more")
     if args.output is None and args.json is None:
         faults.append("give -o cluster.yaml, or --json to print the measurements")
     faults += check_file(args.output, "-o", ".yaml") + json_faults(args)

@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> None:
             "",
             *name_value_lines(list(fine.items())),
             "",
-            f"can run: --pulse-plan {args.plan}" + f" {NO_AVERAGES}" * (not plan.ema),
+            f"it can run: --pulse-plan {args.plan}" + f" {NO_AVERAGES}" * (not plan.ema),
         ]
     if lines or args.json:
         print_result(args, lines, lambda: _verdict(args.plan, faults, fine))

@@ -199,7 +199,7 @@ def test_tune_fills(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     idle = ["--layouts", "sequential", "--no-split-backward", "--micro-batch-size", "2"]
     assert main(["tune", *given, *batch, *limits, *idle]) == 0
     out = capsys.readouterr().out
-    assert "in front" in out and "X0        text: " in out
+    assert "unfilled  " in out and "X0        text: " in out
     assert main(["schedule", *given[:4], "-p", "2", "-m", "4", "--seconds", "1", "--no-cache"]) == 0
     out = capsys.readouterr().out
     assert "in bubbles, for the next step" in out and "X1        pooled: " in out

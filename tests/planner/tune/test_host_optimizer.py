@@ -57,7 +57,7 @@ def plan() -> PlanFile:
 
 def test_a_plan_says_it(plan: PlanFile, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = shown(plan, tmp_path, capsys)
-    assert "optimizer on the host" in said and " --optimizer-cpu-offload" in said
+    assert "optimizer offload" in said and " --optimizer-cpu-offload" in said
     outer, inner = (len(plan.stages[s]) + len(plan.stages[3 - s]) for s in (0, 1))
     most = 22 / 2 * max(outer, inner) * 20_000_000  # of each device of the fold
     assert f"at most {most / 1e9:.3g} GB of host memory per device" in said
