@@ -63,7 +63,7 @@ CASES = {
          *"--threads 100000 --micro-batch-size 1,9999999".split()],
         ["--threads is 100,000; it must be", "--micro-batch-size is 9,999,999; it must be"],
     ),
-    "nameless export": (["export", "--load", ".", "--to", ""], ["--to .: name a new file or folder"]),
+    "nameless export": (["export", "--load", ".", "--to", ""], ["--to .: name a new file"]),
     "endless schedule": (
         ["schedule", "--profile", "p.json", "-p", "2", "-m", "20000"],
         ["--microbatches is 20,000; it must be from 1 to 4,096"],

@@ -69,7 +69,8 @@ def _faster(found: Tuning, evaluator: Evaluator, fewer: ScaleDown | None) -> lis
 
 def _train(plan: PlanFile, path: Path | None) -> str:
     told = command(plan, path or Path("plan.json"))
-    return told if path is not None else f"{told}  (after -o plan.json)"
+    is_written = path is not None or "table" in plan.backbone
+    return told if is_written else f"{told}  (after -o plan.json)"
 
 
 def _plan(plan: PlanFile) -> str:
