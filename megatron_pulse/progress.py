@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.live import Live
     from rich.table import Table
 
-DELAY_S = 2.0
+DELAY_S, CALM_S = 2.0, 0.5
 
 _live: Live | None = None
 """The line that is drawn; there is one at a time."""
@@ -28,8 +28,9 @@ class ProgressLine:
     """Line with what is being done, how far, the time taken and left, and a note.
 
     ``total`` is in ``unit``; without it only the time is shown. Attributes may be set at any time.
-    If ``timed``, the seconds that passed are what is done. A ``silent`` one draws nothing. In a
-    pipe a plain line is printed every ``log_s``, if given.
+    If ``timed``, the seconds that passed are what is done. A ``silent`` one draws nothing. A
+    ``calm`` one is drawn by ``advance`` alone, so that no thread disturbs what is timed. In a pipe
+    a plain line is printed every ``log_s``, if given.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class ProgressLine:
         done: float = 0,
         silent: bool = False,
         timed: bool = False,
+        calm: bool = False,
         log_s: float | None = None,
         delay_s: float | None = None,
     ) -> None:
@@ -49,11 +51,13 @@ class ProgressLine:
         self._first, self._began, self._timed = done, time.monotonic(), timed
         self._said = self._began
         self._live: Live | None = None
-        delay_s = DELAY_S if delay_s is None else delay_s
-        self._timer = threading.Timer(delay_s, self._draw) if is_terminal and not silent else None
+        self._delay_s = DELAY_S if delay_s is None else delay_s
+        self._calm, self._draws = calm, is_terminal and not silent
+        self._timer: threading.Timer | None = None
 
     def __enter__(self) -> Self:
-        if self._timer is not None:
+        if self._draws and not self._calm:
+            self._timer = threading.Timer(self._delay_s, self._draw)
             self._timer.daemon = True
             self._timer.start()
         return self
@@ -79,6 +83,12 @@ class ProgressLine:
         if self._log_s is not None and now - self._said >= self._log_s:
             self._said = now
             print(self, file=sys.stderr, flush=True)
+        if self._draws and self._calm and now - self._began >= self._delay_s:
+            if self._live is None:
+                self._draw()
+            elif now - self._said >= CALM_S:
+                self._said = now
+                self._live.refresh()
 
     def __str__(self) -> str:
         """The line as plain text, with the mean rate."""
@@ -104,7 +114,11 @@ class ProgressLine:
             return
         console, line = Console(stderr=True), self._line
         _live = self._live = Live(
-            console=console, transient=True, redirect_stdout=False, get_renderable=line
+            console=console,
+            transient=True,
+            redirect_stdout=False,
+            get_renderable=line,
+            auto_refresh=not self._calm,
         )
         _live.start()
         console.show_cursor()  # it stays where it is if the process is killed
@@ -128,12 +142,17 @@ class ProgressLine:
 
 
 def track[T](
-    items: Iterable[T], what: str, unit: str = "", total: int | None = None, silent: bool = False
+    items: Iterable[T],
+    what: str,
+    unit: str = "",
+    total: int | None = None,
+    silent: bool = False,
+    calm: bool = False,
 ) -> Iterator[T]:
     """Iterate over ``items`` with a progress line."""
     if total is None and isinstance(items, Sized):
         total = len(items)
-    with ProgressLine(what, total, unit, silent=silent) as line:
+    with ProgressLine(what, total, unit, silent=silent, calm=calm) as line:
         for item in items:
             yield item
             line.advance()

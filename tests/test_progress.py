@@ -13,7 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 
+import megatron_pulse as pulse
 from megatron_pulse import progress
 from megatron_pulse.cli.main import main
 from megatron_pulse.progress import ProgressLine, track, write_above
@@ -64,6 +66,17 @@ def test_line_says_what_how_far_and_the_best() -> None:
         terminal.read_until("\x1b[2K")  # the line is gone
 
 
+def test_calm_line_is_drawn_as_work_advances() -> None:
+    with standard_error_on_a_terminal() as terminal:
+        with ProgressLine("training", 3, "steps", calm=True, delay_s=0.0) as line:
+            terminal.read_nothing()
+            line.advance()
+            line.advance()
+            progress._live.refresh()  # type: ignore[union-attr]
+            terminal.read_until("2 of 3 steps")
+        assert progress._live is None
+
+
 def test_a_search_shows_its_progress(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -75,6 +88,15 @@ def test_a_search_shows_its_progress(
         assert main(asked.split()) == 0
         terminal.read_until("searching a schedule")
     assert "\x1b" not in capsys.readouterr().out
+
+
+def test_search_of_a_step_shows_its_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "DELAY_S", 0.0)
+    chain = pulse.chain([torch.nn.Identity] * 4, pulse.TensorSpec((2,)), [(0, 3)])
+    plan = pulse.make_plan(chain, pulse.weighted_costs(chain, [1.0] * 4), pulse.fold(2))
+    with standard_error_on_a_terminal() as terminal:
+        plan.step(3)
+        terminal.read_until("searching a schedule of 3 microbatches")
 
 
 def test_nothing_is_drawn_in_a_pipe_or_when_silent(

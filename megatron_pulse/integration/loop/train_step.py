@@ -72,8 +72,8 @@ def wrap_train_step(
                     stage.ema.update(((name, masters[name]) for name in stage.ema.state), done - 1)
         if shows_progress:
             if line is None:
-                line = ProgressLine("training", args.train_iters, "steps", done - 1, delay_s=0.0)
-                line.__enter__()
+                count = args.train_iters
+                line = ProgressLine("training", count, "steps", done - 1, calm=True, delay_s=0.0)
             if "loss" in losses:
                 line.note = f"loss {losses['loss'].item():.4f}"
             line.advance()

@@ -107,7 +107,8 @@ def measure(
     adams: dict[str, float] = {}
     optimizer_s: list[float] = []
     halved_s: dict[int, list[float]] = {size: [] for size in micro_batch_sizes}
-    layers = track(range(len(backbone.layers)), "measuring", "layers", silent=not progress)
+    everything, silent = range(len(backbone.layers)), not progress
+    layers = track(everything, "measuring", "layers", silent=silent, calm=True)
     checked = naming_module_faults(backbone, dtype)
     with computing_with(threads), checked, some_process_group():
         used_threads = num_threads(place)
