@@ -54,17 +54,17 @@ def summary(
 def _faster(found: Tuning, evaluator: Evaluator, fewer: ScaleDown | None) -> list[str]:
     """Line on what trains faster than the best plan: FSDP2, or a part of the devices."""
     rate, other = found.outcomes[0].throughput, found.opponent
-    rates = {}
+    faster: list[tuple[float, str]] = []
     if other is not None and other.throughput > (1 + ALIKE) * rate:
-        what = f"use {other.name}: {{}} times as fast as the best plan ({other.facts})"
-        rates[what] = other.throughput
+        times = _times(other.throughput / rate)
+        said = f"use {other.name}: {times} times as fast as the best plan ({other.facts})"
+        faster.append((other.throughput, said))
     if fewer is not None:
         part = "one device" if fewer.num_devices == 1 else f"{fewer.num_devices} devices"
-        every = evaluator.cluster.num_devices
-        what = f"use {part}: {{}} times as fast as all {every} together ({fewer.outcome.config})"
-        rates[what] = fewer.outcome.throughput
-    fastest = sorted(rates, key=lambda what: -rates[what])[:1]
-    return [what.format(_times(rates[what] / rate)) for what in fastest]
+        times, every = _times(fewer.outcome.throughput / rate), evaluator.cluster.num_devices
+        said = f"use {part}: {times} times as fast as all {every} together ({fewer.outcome.config})"
+        faster.append((fewer.outcome.throughput, said))
+    return [said for _, said in sorted(faster)[-1:]]
 
 
 def _train(plan: PlanFile, path: Path | None) -> str:
