@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 import megatron_pulse as pulse
 from megatron_pulse.backbone.check import BackboneError
-from megatron_pulse.planner.schedule.search.synthesize import synthesize
 from megatron_pulse.profile.measurement.clock import RepetitionLimits
 from tests.ranks import RanksFailed, run_ranks
 
@@ -161,21 +160,6 @@ def test_what_a_program_plans_with_is_at_the_door() -> None:
             pulse.weighted_costs(chain, [1] * 4, share)
     with pytest.raises(ValueError, match="need 4 weight_grads, one per layer; got 1"):
         pulse.weighted_costs(chain, [1] * 4, [1])
-
-
-def test_a_search_says_what_it_is_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bar, which is drawn once that takes long, goes on whenever the search asks."""
-    updates: list[object] = []
-
-    def asking(problem: Any, seconds: float, beside: Callable[..., bool]) -> Any:
-        assert not any(beside(None, 0.0) for _ in range(3))
-        return synthesize(problem, seconds, effort=0)
-
-    monkeypatch.setattr("tqdm.tqdm.update", lambda bar: updates.append(bar))
-    monkeypatch.setattr("megatron_pulse.planner.program.plan.synthesize", asking)
-    chain = pulse.chain([Linear] * 4, pulse.TensorSpec((2,)), [(0, 3)])
-    pulse.make_plan(chain, pulse.weighted_costs(chain, [1.0] * 4), pulse.fold(2)).step(5)
-    assert len(updates) == 3
 
 
 def _one_device(

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from megatron_pulse.backbone.chain import Backbone
 
 _MODULE = (
-    "a torch module as it is, or a chain of your own: diffusers:FOLDER, diffusers:CLASS, "
-    "FILE.py:FACTORY or PACKAGE.MODULE:FACTORY"
+    "a torch module, or a chain of your own: diffusers:FOLDER, diffusers:CLASS, FILE.py:FACTORY or "
+    "PACKAGE.MODULE:FACTORY"
 )
 
 
@@ -41,8 +41,8 @@ def add_layers_flags(parser: argparse.ArgumentParser, file_flag: str, meaning: s
     what.add_argument(file_flag, type=Path, metavar="FILE", help=meaning)
     add_option_flag(parser, "override one of the backbone's options")
     for flag, does in (
-        ("--train", "train the parameters whose names match, as *.bias, freeze all others"),
-        ("--freeze", "freeze the parameters whose names match, as down_blocks.0.*"),
+        ("--train", "train matching parameters, as *.bias, and freeze all others"),
+        ("--freeze", "freeze matching parameters, as down_blocks.0.*"),
     ):
         parser.add_argument(
             flag, action="append", default=[], metavar="PATTERN", help=f"{does} (repeatable)"
@@ -65,7 +65,7 @@ def add_code_flag(parser: Any, what: str) -> None:
         "--module",
         metavar="NAME",
         type=_named_module,
-        help=f"the code of your own that {what} names, if it does: it runs only if you name it too",
+        help=f"code of your own that {what} names: it runs only if you name it here",
     )
 
 

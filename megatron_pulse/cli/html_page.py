@@ -41,8 +41,7 @@ def page(title: str, *parts: str) -> str:
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{text}</title>'
         f"<style>\n{_STYLE}</style></head><body>\n<h1>{text}</h1>\n"
         + "\n".join(map(printable, parts))
-        + "\n"
-        "</body></html>\n"
+        + "\n</body></html>\n"
     )
 
 

@@ -37,19 +37,20 @@ _EPILOG = """\
 Training is started with 'pulse run' and launch/pretrain_diffusion.py. A first tour:
 
   bash launch/quickstart.sh                            train on digits, then all of the below
-  pulse backbones                                      what can be trained, and how far it folds
+  pulse backbones                                      named backbones and how far they fold
   pulse module diffusers:UNet2DModel                   any torch module as a chain
-  pulse profile --backbone uvit-tiny -o profile.json   what each layer costs on this machine
-  pulse partition --profile profile.json -p 2          where to cut it for two devices
-  pulse schedule --profile profile.json -p 2 -m 8      in which order they then work
-  pulse check plan.json                                whether what 'pulse tune' found can run
-  pulse verify plan.json                               whether its gradients are one process's
-  pulse show plan.json -o plan.html                    what it does: timeline, memory, messages
-  pulse compare plan.json runs/trace                   and what a run of it did
-  pulse flags optimizer                                which of Megatron's flags work in training
-  pulse data info mnist                                what a dataset holds
+  pulse profile --backbone uvit-tiny -o profile.json   costs of each layer on this machine
+  pulse partition --profile profile.json -p 2          cuts for two devices
+  pulse schedule --profile profile.json -p 2 -m 8      schedule of 8 microbatches on them
+  pulse tune --profile profile.json --cluster cpu --global-batch-size 64 -o plan.json
+  pulse check plan.json                                can the plan run?
+  pulse verify plan.json                               gradients beside one process's
+  pulse show plan.json -o plan.html                    timeline, memory, messages
+  pulse compare plan.json runs/trace                   a run beside its plan
+  pulse flags optimizer                                which of Megatron's flags work
+  pulse data info mnist                                size and classes of a dataset
   pulse curve --tensorboard-dir runs/quickstart/tensorboard -o loss.png
-  pulse checkpoint list runs/quickstart/checkpoints    what was saved, and whether it is whole
+  pulse checkpoint list runs/quickstart/checkpoints    saved steps, and whether they are whole
   pulse sample --load runs/quickstart/checkpoints -o digits.png --score mnist
 
 'pulse COMMAND --help' explains a command and shows examples.
@@ -62,17 +63,18 @@ _ELSEWHERE = {
         f"training is '{_TRAIN} --pulse-backbone NAME ...' ('{_TRAIN} --help' has its flags)"
     ),
     ("fine-tune", "finetune", "resume"): (
-        f"training goes on, or begins with other weights, by '{_TRAIN}' with --save DIR or "
+        f"training resumes, or begins with other weights, by '{_TRAIN}' with --save DIR or "
         "--pretrained-checkpoint DIR ('pulse import' makes one of published weights)"
     ),
     ("generate", "infer", "inference", "predict"): "samples are drawn by 'pulse sample'",
-    ("convert", "load", "save"): ("weights come by 'pulse import' and go by 'pulse export'"),
+    ("convert", "load", "save"): (
+        "weights are read by 'pulse import' and written by 'pulse export'"
+    ),
     ("prove", "certify", "compare-gradients"): "'pulse verify' compares a plan's gradients",
     ("eval", "evaluate", "score", "validate", "test"): (
-        "'pulse sample --score' scores samples, and a training evaluates itself every "
-        "--eval-interval steps"
+        "'pulse sample --score' scores samples, and training evaluates every --eval-interval steps"
     ),
-    ("plan", "auto", "search"): "plans are made by 'pulse tune' and looked at by 'pulse show'",
+    ("plan", "auto", "search"): "plans are made by 'pulse tune' and shown by 'pulse show'",
     ("visualize", "draw", "plot"): "'pulse show' draws plans, 'pulse curve' losses",
 }
 """Guessed names of commands, with the command that does the same here."""
@@ -94,7 +96,7 @@ def make_parser() -> argparse.ArgumentParser:
     """Make the parser of all commands; each sets ``run``, which takes the parsed arguments."""
     parser = _Parser(
         prog="pulse",
-        description="Companion of launch/pretrain_diffusion.py: backbones, costs, data, samples.",
+        description="Plan and run pipeline-parallel training of diffusion backbones.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -182,7 +184,7 @@ def _unwritten(error: Exception, args: argparse.Namespace) -> str | None:
     Pending output is then discarded.
     """
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-        return f"{str(error.filename)[:40]}... is too long a name; give a shorter one"
+        return f"{str(error.filename)[:40]}...: the name is too long; give a shorter one"
     full = why_full(error, [value for value in vars(args).values() if isinstance(value, Path)])
     if full is not None and (reason := _unprinted()):
         _drop_output()

@@ -12,9 +12,8 @@ from megatron_pulse.errors import UserError, unknown_name
 from megatron_pulse.integration.flags.megatron_flags import Flag, Support, load_table
 
 _DESCRIPTION = """\
-Of Megatron's flags, those that work do here what is said; those that are refused cannot be used;
-those that are meaningless are for other models. A run that is given one of the last two does not
-start. Our own flags are in launch/pretrain_diffusion.py --help.
+A flag of Megatron works as described, is refused, or is meaningless (for other models). A run
+with one of the last two does not start. Our own flags are in launch/pretrain_diffusion.py --help.
 
 examples:
   pulse flags                                 all, by Megatron's groups
@@ -27,9 +26,15 @@ examples:
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``flags``."""
     parser = add_parser(commands, "flags", "list Megatron's flags", _DESCRIPTION, run)
-    parser.add_argument("word", metavar="WORD", nargs="?", default="", help="only with this word")
+    parser.add_argument(
+        "word",
+        metavar="WORD",
+        nargs="?",
+        default="",
+        help="only flags with this word in name or description",
+    )
     parser.add_argument("--standing", choices=list(Support), help="only these")
-    parser.add_argument("--group", metavar="NAME", help="only of this group of Megatron's")
+    parser.add_argument("--group", metavar="NAME", help="only this group of Megatron's")
     add_json(parser, to_file=False)
 
 
@@ -47,11 +52,11 @@ def run(args: argparse.Namespace) -> None:
         and args.word.lower() in f"{flag.name} {flag.note}".lower()
     ]
     if not flags:
-        raise UserError("no flag is like that: 'pulse flags' lists all")
+        raise UserError("no flag matches: 'pulse flags' lists all")
     lines = []
     for group in groups:
         if chosen := [_row(flag) for flag in flags if flag.group == group]:
-            lines += ["", group, *(f"  {line}" for line in table(chosen, left=(0, 1, 2)))]
+            lines += ["", group, *table(chosen, left=(0, 1, 2), titles=False, indent=2)]
     counts = Counter(flag.standing for flag in flags)
     lines += ["", ", ".join(f"{counts[standing]} {standing}" for standing in Support)]
     print_result(args, lines, lambda: [asdict(flag) for flag in flags])

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megatron_pulse.cli.errors import check_file
 from megatron_pulse.files import replacing
@@ -15,27 +16,41 @@ DRAWINGS = (".svg", ".html", ".json")
 """Suffixes of a picture, a self-contained page, and events for ui.perfetto.dev."""
 
 _PRINT = Path("-")
+_WIDEST = 1_000_000
 
 
-def table(rows: Sequence[Sequence[str]], left: Sequence[int] = ()) -> list[str]:
-    """Format a table with aligned columns; the first row has the titles.
+def table(
+    rows: Sequence[Sequence[str]], left: Sequence[int] = (), titles: bool = True, indent: int = 0
+) -> list[str]:
+    """Lines of a table for standard output; with ``titles`` the first row has them.
 
-    Columns ``left`` are flush left, others right. Negative columns count from the end. A row with
-    fewer cells ends early, and its last cell does not widen the column.
+    Columns ``left`` are flush left, others right. Negative columns count from the end. On a
+    terminal titles are bold, and columns that are flush left fold to its width.
     """
-    num = len(rows[0])
-    flush = {column % num for column in left}
-    full = [row for row in rows if len(row) == num]
-    widths = [max(len(row[k]) for row in full) for k in range(num)]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.ljust(widths[k]) if k in flush or k == len(row) - 1 < num - 1
-            else cell.rjust(widths[k])
-            for k, cell in enumerate(row)
-        ]  # fmt: skip
-        lines.append("  ".join(cells).rstrip())
-    return lines
+    from rich.cells import cell_len
+    from rich.console import Console
+    from rich.measure import Measurement
+    from rich.padding import Padding
+    from rich.table import Table
+    from rich.text import Text
+
+    grid = Table.grid(padding=(0, 2), pad_edge=False)
+    flush = {column % len(rows[0]) for column in left}
+    for column, cells in enumerate(zip(*rows, strict=True)):
+        is_text = column in flush
+        justify: Literal["left", "right"] = "left" if is_text else "right"
+        least = max(map(cell_len, " ".join(cells).split()), default=0)
+        grid.add_column(justify=justify, no_wrap=not is_text, min_width=least)
+    for number, row in enumerate(rows):
+        grid.add_row(*map(Text, row), style="bold" if titles and not number else "")
+    padded = Padding(grid, (0, 0, 0, indent), expand=False)
+    console = Console(force_terminal=sys.stdout.isatty())
+    own = console.width if console.is_terminal else _WIDEST
+    needs = Measurement.get(console, console.options.update(width=_WIDEST), padded)
+    console.width = max(needs.minimum, min(own, needs.maximum))
+    with console.capture() as text:
+        console.print(padded)
+    return [line.rstrip() for line in text.get().splitlines()]
 
 
 def first_and_last_layer(layers: Sequence[int], names: Sequence[str]) -> str:

@@ -17,15 +17,14 @@ from megatron_pulse.processes import port_is_taken
 from megatron_pulse.profile.warnings import rank_threads, said_threads
 
 _DESCRIPTION = """\
-Starts ranks as torchrun does, with torchrun's flags, and ends better: what a rank said stays the
-last word (torchrun adds some 35 lines of its own), and ranks that were told to stop have the time
-to save (torchrun kills them after 30 s, and is gone before them at the third signal).
-The status is 0, 1 where a rank failed, or 128 and the number of the signal.
-On a CPU a rank computes with one thread, at any number of ranks (torchrun leaves a single rank all
-cores): the last bits of what is computed may depend on that. --threads N, before the script, or
-OMP_NUM_THREADS says otherwise.
-On one node its ranks meet at a port of their own, so that several runs may share a machine, unless
---master-port or another way to meet is given.
+Starts ranks as torchrun does, with torchrun's flags. Errors of ranks come last, without
+torchrun's 35 lines. Ranks that are told to stop have the time to save; torchrun kills them after
+30 s.
+The exit status is 0, 1 if a rank failed, or 128 plus the number of the signal.
+On a CPU a rank has one thread, since the last bits of results depend on that; --threads N, before
+the script, or OMP_NUM_THREADS changes it.
+Ranks of one node use a free port unless --master-port or a rendezvous is given, so that several
+runs can share a machine.
 
 examples:
   pulse run --nproc-per-node 4 launch/pretrain_diffusion.py --pulse-backbone uvit-s ...
@@ -53,7 +52,7 @@ def run(args: argparse.Namespace) -> None:
         args.print_help()
         return
     if not args.command_line:
-        raise UserError("what to run? pulse run --nproc-per-node 2 launch/pretrain_diffusion.py")
+        raise UserError("no script: pulse run --nproc-per-node 2 launch/pretrain_diffusion.py ...")
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "86400")
     import torch.distributed.elastic.multiprocessing.api as processes
     from torch.distributed import run as torchrun
@@ -72,9 +71,7 @@ def run(args: argparse.Namespace) -> None:
     except ChildFailedError as error:
         for rank, failure in error.failures.items():
             if failure.exitcode < 0:  # the rank could not print anything
-                print(
-                    f"pulse run: rank {rank} was ended by {failure.signal_name()}", file=sys.stderr
-                )
+                print(f"pulse run: rank {rank} exited on {failure.signal_name()}", file=sys.stderr)
         sys.exit(1)
     except processes.SignalException as told:
         sys.exit(128 + told.sigval)
@@ -85,7 +82,7 @@ def run(args: argparse.Namespace) -> None:
                 f"another program has port {line.master_port}: give --master-port another, or on "
                 "one node leave it out"
             )
-        raise UserError(f"the ranks cannot be started: {reason}") from error
+        raise UserError(f"ranks cannot be started: {reason}") from error
 
 
 def _read(words: list[str]) -> argparse.Namespace:

@@ -20,7 +20,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from tqdm import tqdm
 
 from megatron_pulse.backbone.published_weights import Published, PublishedError
 from megatron_pulse.backbone.torch_files import is_plain_archive
@@ -29,6 +28,7 @@ from megatron_pulse.diffusion.scheduler import SCHEDULER_FILE, file_beside
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import FileError, read_json, replacing, replacing_folder
 from megatron_pulse.paths import is_file_name, no_file
+from megatron_pulse.progress import track
 
 _STEM = "diffusion_pytorch_model"
 _SAFE, _TORCH = ".safetensors", ".bin"
@@ -377,7 +377,7 @@ def write_folder(
             (beside / "scheduler").mkdir()
             _write_json(beside / "scheduler" / SCHEDULER_FILE, scheduler)
         files = plan.filename_to_tensors.items()
-        for name, keys in tqdm(files, desc="writing", unit="file", delay=2, disable=None):
+        for name, keys in track(files, "writing", "files"):
             save_file(_own({key: tensors[key] for key in keys}), beside / name, {"format": "pt"})
         if plan.is_sharded:
             index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}

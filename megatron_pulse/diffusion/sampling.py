@@ -9,7 +9,6 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from megatron_pulse.diffusion.choice import DynamicShift, FlowGrid, Objective
 from megatron_pulse.diffusion.noise import sample_noises
@@ -21,6 +20,7 @@ from megatron_pulse.diffusion.scheduler_export import (
 )
 from megatron_pulse.diffusion.self_conditioning import beside
 from megatron_pulse.errors import format_faults
+from megatron_pulse.progress import track
 
 Fields = Mapping[str, Tensor]
 ModelFunction = Callable[[Tensor, Tensor, Fields], Tensor]
@@ -108,7 +108,7 @@ def sample(
         conditional, unconditional = mean.chunk(2)
         return unconditional + guidance_scale * (conditional - unconditional)
 
-    for timestep in tqdm(scheduler.timesteps, desc="sampling", disable=not progress, leave=False):
+    for timestep in track(scheduler.timesteps, "sampling", "steps", silent=not progress):
         x = step(scheduler, predict(x, timestep), timestep, x, noises)
     if num := sum(not bool(one.isfinite().all()) for one in x):
         raise ValueError(

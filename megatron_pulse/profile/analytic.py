@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.profile.flops import FlashAttention
@@ -44,6 +43,7 @@ from megatron_pulse.profile.measurement.tensor_parallel import (
 )
 from megatron_pulse.profile.profile import Profile, ProfileError, Source
 from megatron_pulse.profile.roofline import Kernel, Roofline
+from megatron_pulse.progress import track
 
 _ROUNDING = 1e-9
 """Fraction of a layer's time below which a difference is rounding: equal kernels, other
@@ -91,9 +91,7 @@ def analyse(
     context, halved = meta_context(roofline.dtype), meta_context(roofline.dtype, tensor=2)
     counted: dict[str, tuple[ModuleSizes, list[LayerWork], float]] = {}
     kinds = [layer_kind(backbone, i) for i in range(len(backbone.layers))]
-    layers = tqdm(
-        kinds, "counting", unit="layer", delay=2, leave=False, disable=not progress or None
-    )
+    layers = track(kinds, "counting", "layers", silent=not progress)
     named = naming_module_faults(backbone, roofline.dtype)
     with named, some_process_group(), torch.device("meta"):
         for i, kind in enumerate(layers):

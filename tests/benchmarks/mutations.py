@@ -32,11 +32,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from tqdm import tqdm
 
 from megatron_pulse.cli.main import main
 from megatron_pulse.errors import format_list
 from megatron_pulse.files import HASH
+from megatron_pulse.progress import track
 from tests.benchmarks.mutate import dump, mutate_bytes, mutate_cells, mutate_tree, tree
 from tests.benchmarks.mutation_files import make
 from tests.benchmarks.mutation_targets import TARGETS, obey_plan
@@ -280,7 +280,7 @@ def run(
         make(sound, any(TARGETS[name].heavy for name in names))
         if faults := list(sound_cases(sound, names)):
             raise ValueError("sound files:" + format_list(faults))
-        numbers = tqdm(cases, "mutating", unit="case", disable=not progress, mininterval=5)
+        numbers = track(cases, "mutating", "cases", silent=not progress)
         one = run_flip if flips else run_case
         return [one(number, seed, sound, names) for number in numbers]
 

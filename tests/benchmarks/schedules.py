@@ -31,8 +31,6 @@ from itertools import product
 from pathlib import Path
 from statistics import mean
 
-from tqdm import tqdm
-
 from megatron_pulse.planner.layout.placement import fold
 from megatron_pulse.planner.schedule.check.simulate import simulate
 from megatron_pulse.planner.schedule.check.validate import faults_for
@@ -41,6 +39,7 @@ from megatron_pulse.planner.schedule.problem import ScheduleProblem
 from megatron_pulse.planner.schedule.search.jobshop import job_shop
 from megatron_pulse.planner.schedule.search.synthesize import classics
 from megatron_pulse.planner.schedule.solve import solve
+from megatron_pulse.progress import track
 
 PROFILES = ("equal", "random", "unet", "bal")
 SHAPES = ((2, 4), (2, 8), (2, 16), (4, 8), (4, 16), (4, 32), (8, 16), (8, 64), (16, 32), (16, 128))
@@ -243,7 +242,7 @@ def main() -> None:
         measure, seconds=options.seconds, solver=options.solver, reference=options.reference
     )
     with ProcessPoolExecutor(options.jobs) as pool:
-        results = list(tqdm(pool.map(job, cases), total=len(cases), smoothing=0))
+        results = list(track(pool.map(job, cases), "scheduling", "problems", len(cases)))
     print(f"{platform.processor() or platform.machine()}, Python {platform.python_version()}")
     print(f"{len(results)} problems; gap to the lower bound in %, mean / largest (design's)\n")
     print(table(results, "all profiles"), end="\n\n")

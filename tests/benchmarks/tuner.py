@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -26,8 +27,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
-
-from tqdm import tqdm
 
 from megatron_pulse.cli.import_megatron import prepare_megatron
 from megatron_pulse.planner.cluster.cluster import (
@@ -44,6 +43,7 @@ from megatron_pulse.planner.tune.search.budget import Clock
 from megatron_pulse.planner.tune.search.result import Tuning
 from megatron_pulse.profile.profile import Profile
 from megatron_pulse.profile.roofline import Roofline
+from megatron_pulse.progress import track, write_above
 from tests.benchmarks.decide import decide
 
 MODELS = ("uvit-h", "sdxl", "sd-v2-4.6b", "hunyuan-dit-3b", "flux-dev")
@@ -231,9 +231,9 @@ def main() -> None:
     print(HEAD)
     with ProcessPoolExecutor(args.jobs) as pool:
         jobs = [pool.submit(measure, c, args.seconds, args.reference, args.wall) for c in todo]
-        for job in tqdm(jobs, smoothing=0):
+        for job in track(jobs, "tuning", "cells"):
             results.append(job.result())
-            tqdm.write(row(results[-1]))
+            write_above(sys.stdout, row(results[-1]) + "\n")
     losses = [100 * r.loss for r in results]
     above = sum(loss > 1 for loss in losses)
     print(f"\n{len(results)} cells; loss of {max(losses):.1f} % at most, above 1 % in {above}")

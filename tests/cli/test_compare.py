@@ -86,7 +86,7 @@ def test_compare_finds_what_differs(
 
 
 @pytest.mark.parametrize(("split", "recompute"), [(False, False), (True, False), (False, True)])
-def test_a_profile_learns_from_a_run(
+def test_compare_writes_a_measured_profile(
     split: bool, recompute: bool, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Stages of the written profile take what was measured, at all of its sizes."""
@@ -139,9 +139,7 @@ def test_compare_refuses_another_run(here: Path, capsys: pytest.CaptureFixture[s
     assert not (here / "o.svg").exists()
 
 
-def test_a_plan_with_other_figures_than_its_costs_come_to_is_not_compared(
-    here: Path, refused: Refused
-) -> None:
+def test_compare_refuses_a_plan_with_wrong_figures(here: Path, refused: Refused) -> None:
     plan = small_plan()
     save_trace(trace_of(plan, [plan.simulate_step().timeline]), "trace.json")
     record = unsealed_record(here / "plan.json")
@@ -152,7 +150,7 @@ def test_a_plan_with_other_figures_than_its_costs_come_to_is_not_compared(
     refused(argv.split(), "2 faults", "times.forward.1 is", "predicted.bubble is 0; from the costs")
 
 
-def test_waiting_is_drawn(here: Path) -> None:
+def test_compare_draws_waiting(here: Path) -> None:
     plan = small_plan()
     trace = trace_of(plan, [plan.simulate_step().timeline])
     made, taken = (Operation(OpType.FORWARD, stage, 0) for stage in (0, 1))

@@ -26,7 +26,7 @@ from tests.ranks import run_ranks
 from tests.reference import unsealed_record
 
 
-def test_backbones(capsys: pytest.CaptureFixture[str]) -> None:
+def test_backbones_prints_sizes_and_folds(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["backbones", "uvit-s", "sd-v1.5"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["backbone", "uvit-s", "sd-v1.5"]
@@ -36,14 +36,14 @@ def test_backbones(capsys: pytest.CaptureFixture[str]) -> None:
     assert 44e6 < row["num_parameters"] < 45e6, "Table 1 of the U-ViT paper"
 
 
-def test_all_backbones_by_default(capsys: pytest.CaptureFixture[str]) -> None:
+def test_backbones_lists_all_by_default(capsys: pytest.CaptureFixture[str]) -> None:
     from model_specs import available
 
     assert main(["backbones", "--json"]) == 0
     assert {row["name"] for row in json.loads(capsys.readouterr().out)} == set(available())
 
 
-def test_info(capsys: pytest.CaptureFixture[str]) -> None:
+def test_info_counts_samples_and_classes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data", "info", "digits8", "--image-size", "16", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["num_training"] + report["num_validation"] == 1797
@@ -53,9 +53,7 @@ def test_info(capsys: pytest.CaptureFixture[str]) -> None:
     assert "1x8x8" in capsys.readouterr().out
 
 
-def test_several_datasets_are_looked_at_in_turn(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_info_takes_several_datasets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """And divided as a run divides them."""
     for i in range(20):
         Image.new("RGB", (8, 8), (10 * i, 0, 0)).save(_in(tmp_path / "a") / f"{i}.png")
@@ -94,7 +92,7 @@ def _in(folder: Path) -> Path:
     return folder
 
 
-def test_info_of_captions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_info_describes_captions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["data", "info", captioned_digits(tmp_path), "--image-size", "8"]
     assert main([*argv, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
@@ -103,7 +101,7 @@ def test_info_of_captions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "such as 'a dark digit zero'; the longest has 4 words" in capsys.readouterr().out
 
 
-def test_captions_as_latents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_write_latents_keeps_captions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "latents"
     argv = ["data", "write-latents", "--from", captioned_digits(tmp_path), "--image-size", "8"]
     argv += ["--channels", "1", "--text-states", "5x6", "--dtype", "fp32", "-o", str(folder)]
@@ -143,7 +141,9 @@ def test_captions_as_latents(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.skipif(not FONT.is_file(), reason=f"needs {FONT}: install {PACKAGE}")
-def test_emoji(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_emoji_renders_pictures_with_captions(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / "new" / "emoji"
     argv = ["data", "emoji", "--to", str(folder), "--size", "16", "--limit", "20"]
     assert main(argv) == 0
@@ -153,7 +153,7 @@ def test_emoji(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "not empty" in capsys.readouterr().err
 
 
-def test_check_looks_at_every_file_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_reads_every_file_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """And says what becomes of pictures: listed twice, small, of another shape, transparent."""
     rng = np.random.default_rng(0)
     shapes = {"a": (9, 9, 3), "b": (20, 16, 3), "c": (6, 9, 4), "d": (8, 8, 3)}
@@ -234,7 +234,7 @@ def test_verify_reads_the_rows_of_latents(
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
-def test_pixels_as_latents(
+def test_write_latents_of_pixels(
     dtype: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -265,7 +265,7 @@ def test_pixels_as_latents(
     assert "dtype" in capsys.readouterr().err
 
 
-def test_interrupted_writing_goes_on(
+def test_write_latents_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     argv = ["data", "write-latents", "--from", "digits8", "--shard-size", "500", "-o"]
@@ -298,7 +298,7 @@ def as_rank(rank: int, num_ranks: int, argv: list[str]) -> int:
         return main(argv)
 
 
-def test_ranks_write_what_one_writes(
+def test_write_latents_on_ranks_equals_one_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from megatron_pulse.cli.models import latents_writer
@@ -337,7 +337,7 @@ def test_ranks_write_what_one_writes(
     assert not capsys.readouterr().err, "rank 0 says it"
 
 
-def test_places_of_torchrun_and_srun() -> None:
+def test_rank_of_job_reads_torchrun_and_srun() -> None:
     assert RankOfJob.of({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}) == RankOfJob(5, 8, 1)
     script = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0"}
     assert RankOfJob.of(script) == RankOfJob.of({}) == RankOfJob()
@@ -356,7 +356,7 @@ def make_vae(folder: Path, **settings: Any) -> Any:
     return vae
 
 
-def test_vae(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_write_latents_with_a_vae(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     vae = make_vae(
         tmp_path / "vae", in_channels=1, out_channels=1, block_out_channels=(8, 8),
         down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
@@ -410,7 +410,7 @@ def test_latents_are_normalized_as_pipelines_do(
     torch.testing.assert_close(ours.decode(wanted), decoded, rtol=1e-3, atol=1e-3)
 
 
-def test_contradictory_normalizations_are_refused(tmp_path: Path) -> None:
+def test_vae_with_contradictory_normalizations_is_refused(tmp_path: Path) -> None:
     make_vae(tmp_path, shift_factor=0.5, latents_mean=[1.0, 2.0, 3.0])
     with pytest.raises(AutoencoderError) as caught:
         Autoencoder(tmp_path)

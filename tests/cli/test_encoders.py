@@ -46,7 +46,7 @@ def write(folder: Path, source: str, out: Path, *more: str) -> int:
     ])  # fmt: skip
 
 
-def test_captions_as_the_backbone_reads_them(
+def test_write_latents_encodes_captions_for_the_backbone(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source, out = captioned_digits(tmp_path, 5), tmp_path / "latents"
@@ -86,7 +86,7 @@ def test_captions_as_the_backbone_reads_them(
     assert {file.name: file.read_bytes() for file in out.iterdir()} == whole
 
 
-def test_stored_or_made_in_the_step_is_the_same(
+def test_stored_states_equal_states_of_the_step(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Latents and states, token ids alone, and nothing ahead: the same microbatch, to the bit."""
@@ -129,10 +129,10 @@ def test_stored_or_made_in_the_step_is_the_same(
     argv = ["--from", "digits8", "-o", str(tmp_path / "c"), "--posterior", "mean"]
     assert main(["data", "write-latents", *argv, "--store-text", "tokens"]) == 2
     said = capsys.readouterr().err
-    assert "--posterior is of an autoencoder" in said and "--store-text is for --enc" in said
+    assert "--posterior needs an autoencoder" in said and "--store-text is for --enc" in said
 
 
-def test_what_a_folder_holds(
+def test_encoders_lists_a_folder(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["data", "encoders", str(folder)]) == 0
@@ -167,14 +167,14 @@ def test_what_a_folder_holds(
     make_vae(tmp_path / "vae")
     assert main(["data", "encoders", str(tmp_path)]) == 0
     assert "latents of 2 channels, 1 times smaller" in capsys.readouterr().out
-    assert "there is no such folder" in said and "what reads them is not known" in said
+    assert "there is no such folder" in said and "the backbone that reads them is not known" in said
     assert main(["data", "encoders", str(tmp_path / "no"), "--option", "a=b"]) == 2
     assert "--option is for --backbone" in capsys.readouterr().err
     assert main(["data", "encoders", str(tmp_path / "no")]) == 2
     assert "model_index.json" in capsys.readouterr().err
 
 
-def test_what_does_not_fit_is_said_before_anything_is_written(
+def test_write_latents_refuses_misfits_before_writing(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source, out = captioned_digits(tmp_path, 3), tmp_path / "latents"
@@ -199,7 +199,7 @@ def test_what_does_not_fit_is_said_before_anything_is_written(
     del index["vae"]
     (half / "model_index.json").write_text(json.dumps(index))
     assert write(half, source, out) == 2
-    assert "has no autoencoder, give one as --vae" in capsys.readouterr().err
+    assert "has no autoencoder: give one as --vae" in capsys.readouterr().err
     bare = tmp_path / "bare"
     bare.mkdir()
     for name in ("0.png", "1.png"):

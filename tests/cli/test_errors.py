@@ -63,7 +63,7 @@ CASES = {
          *"--threads 100000 --micro-batch-size 1,9999999".split()],
         ["--threads is 100,000; it must be", "--micro-batch-size is 9,999,999; it must be"],
     ),
-    "nameless export": (["export", "--load", ".", "--to", ""], ["--to . is no name"]),
+    "nameless export": (["export", "--load", ".", "--to", ""], ["--to .: name a new file"]),
     "endless schedule": (
         ["schedule", "--profile", "p.json", "-p", "2", "-m", "20000"],
         ["--microbatches is 20,000; it must be from 1 to 4,096"],
@@ -78,7 +78,7 @@ CASES = {
     ),
     "states of no captions": (
         ["data", "write-latents", "--from", "mnist", "-o", "b", "--text-states", "12"],
-        ["--text-states is for captions", "write length and width as 12x64"],
+        ["--text-states is for data with captions", "write length and width as 12x64"],
     ),
     "missing captions": (
         ["data", "info", "captions:nowhere", "--image-size", "8"],
@@ -120,14 +120,14 @@ def test_bad_input_is_refused(case: str, refused: Refused) -> None:
     refused(argv, *expected)
 
 
-def test_empty_checkpoint_folder(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_empty_checkpoint_folder_is_named(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "run").mkdir()
     assert main(SAMPLE) == 2
     assert "holds no checkpoint" in capsys.readouterr().err
     assert not (here / "grid.png").exists()
 
 
-def test_unwritable_outputs(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unwritable_outputs_are_named(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A file in the place of the output's folder; permissions do not bind root."""
     (here / "file").touch()
     for argv in (
@@ -153,7 +153,7 @@ def test_unwritable_outputs(here: Path, capsys: pytest.CaptureFixture[str]) -> N
         ("", "there are: backbones"),
     ],
 )
-def test_guessed_commands_are_shown_the_way(
+def test_guessed_commands_name_the_right_one(
     name: str, instead: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([name, "--lr", "1e-3"]) == 2
@@ -180,7 +180,7 @@ def test_guessed_commands_are_shown_the_way(
         ),
     ],
 )
-def test_unknown_flags_are_told_by_their_command(
+def test_unknown_flags_are_errors_of_their_command(
     words: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -190,7 +190,7 @@ def test_unknown_flags_are_told_by_their_command(
     assert said in err and f"usage: pulse {words.split()[0]}" in err
 
 
-def test_a_group_of_flags_is_suggested(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_group_of_flags_suggests_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["flags", "--group", "trainin"]) == 2
     assert "no group is called 'trainin'; did you mean training" in capsys.readouterr().err
 
@@ -221,14 +221,14 @@ def test_output_that_cannot_be_written_is_named(
     )  # fmt: skip
 
 
-def test_a_working_folder_that_is_gone(here: Path) -> None:
+def test_missing_working_folder_is_named(here: Path) -> None:
     line = f"rmdir {here}; exec {sys.executable} -m megatron_pulse.cli clusters"
     ended = subprocess.run(["sh", "-c", line], capture_output=True, text=True, cwd=here)
     assert ended.returncode == 2 and ended.stdout == ""
     assert ended.stderr == f"pulse: error: {NO_FOLDER}\n"
 
 
-def test_ranks_that_cannot_be_started(tmp_path: Path) -> None:
+def test_run_names_why_ranks_cannot_be_started(tmp_path: Path) -> None:
     """Ranks of a run without a port start beside one that has torchrun's."""
     script = tmp_path / "mine.py"
     script.write_text("import os\nassert os.environ['MASTER_PORT'] != '29500'\n")
@@ -254,14 +254,14 @@ assert [*map(main, {calls})] == [2, 2, 0, 2]
     assert ended.returncode == 0, ended.stderr
     assert ended.stderr == (
         f"{said}no.py: there is no such script\n"
-        f"{said}the ranks cannot be started: their number must be 1 or more\n"
-        f"{said}the ranks cannot be started: another program has port 29500: give --master-port "
+        f"{said}ranks cannot be started: their number must be 1 or more\n"
+        f"{said}ranks cannot be started: another program has port 29500: give --master-port "
         "another, or on one node leave it out\n"
     )
 
 
 @pytest.mark.parametrize("command", ["sample", "write-latents"])
-def test_a_pipelines_folder_is_no_autoencoder(
+def test_vae_refuses_a_pipeline_folder(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its autoencoder is named, and its encoders where it is whole; a part is no pipeline."""
@@ -283,4 +283,4 @@ def test_a_pipelines_folder_is_no_autoencoder(
     (folder / "model_index.json").write_text("{}")
     assert f"{advice}, or all its encoders, --encoders {folder}" in refused()
     part = refused("--encoders", str(folder / "vae"))
-    assert f"vae is a part of a pipeline's folder: --encoders {folder}" in part
+    assert f"vae is a part of a pipeline's folder: give --encoders {folder}" in part

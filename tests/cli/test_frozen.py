@@ -18,7 +18,7 @@ MODEL = ["--backbone", "uvit-tiny", "--option", "depth=8"]
 HALF = ["--freeze", "embed.*", "--freeze", "in_blocks.*"]
 
 
-def test_from_a_profile_to_a_plan_that_is_checked(
+def test_frozen_layers_from_profile_to_checked_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -68,7 +68,7 @@ def test_from_a_profile_to_a_plan_that_is_checked(
     assert "the plan's backbone freezes nothing" in capsys.readouterr().err
 
 
-def test_patterns_are_refused_with_what_is_meant(capsys: pytest.CaptureFixture[str]) -> None:
+def test_frozen_patterns_without_match_suggest_names(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["profile", *MODEL, "--preset", "V100-32GB", "--freeze", "in_block.0.*"]
     assert main([*asked, "--train", "hed.weight", "-o", "p.json"]) == 2
     error = capsys.readouterr().err

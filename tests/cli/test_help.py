@@ -43,7 +43,7 @@ HELP = {name: parser.format_help() for name, parser in parsers(make_parser())}
 
 
 @pytest.mark.parametrize("name", [name for name, text in HELP.items() if "\nexample" in text])
-def test_examples_in_help_are_taken(name: str) -> None:
+def test_help_examples_parse(name: str) -> None:
     text = HELP[name].split("\nexample", 1)[1].split("\n\n")[0].split("positional arguments")[0]
     found = commands(text)
     assert found, f"{name} --help has no example"
@@ -59,13 +59,13 @@ def test_help_is_printed(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith(f"usage: {name} ")
 
 
-def test_the_first_tour_in_help_is_taken() -> None:
+def test_help_tour_parses() -> None:
     found = commands(HELP["pulse"])
     assert len(found) >= 9
     for words in found:
         make_parser().parse_args(words)
 
 
-def test_every_command_has_an_example() -> None:
+def test_help_of_every_command_has_an_example() -> None:
     leaves = [n for n in HELP if not any(other.startswith(f"{n} ") for other in HELP)]
     assert [n for n in leaves if "\nexample" not in HELP[n]] == []

@@ -86,7 +86,7 @@ def partition_of(record: dict[str, Any]) -> Partition:
 
 @pytest.mark.parametrize("mode", ["exact", "soft", "sequential", "interleaved"])
 @pytest.mark.parametrize("objective", ["load", "stage"])
-def test_json_agrees_with_the_planner(
+def test_partition_json_agrees_with_the_planner(
     mode: str, objective: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     argv = f"--profile p.json -p 3 --mode {mode} --objective {objective} --lambda 0.5 --json -"
@@ -108,7 +108,7 @@ def test_json_agrees_with_the_planner(
         assert moved.skip == 0
 
 
-def test_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+def test_partition_defaults(capsys: pytest.CaptureFixture[str]) -> None:
     """Folded and soft with skips, sequential without; the best by load."""
     record = as_json("--profile p.json -p 4 --json", capsys)
     assert record["layout"] == "fold soft" and record["memory_limit_bytes"] == 32e9
@@ -120,7 +120,7 @@ def test_defaults(capsys: pytest.CaptureFixture[str]) -> None:
     assert as_json("--profile p.json -p 1 --json", capsys)["device_of_stage"] == [0]
 
 
-def test_comparison(capsys: pytest.CaptureFixture[str]) -> None:
+def test_partition_compares_layouts(capsys: pytest.CaptureFixture[str]) -> None:
     record = as_json("--profile p.json -p 3 --compare --json -", capsys)
     rows = {row["layout"]: row for row in record["comparison"]}
     assert list(rows) == [
@@ -146,7 +146,7 @@ def test_comparison(capsys: pytest.CaptureFixture[str]) -> None:
     assert soft["largest_load_s"] == record["objective_value"]
 
 
-def test_tables_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+def test_partition_prints_tables(capsys: pytest.CaptureFixture[str]) -> None:
     assert main("partition --profile p.json -p 2 --micro-batch-size 8 --compare".split()) == 0
     out = capsys.readouterr().out
     for text in (
@@ -164,7 +164,7 @@ def test_tables_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(devices) == 2
 
 
-def test_memory_binds(capsys: pytest.CaptureFixture[str]) -> None:
+def test_partition_obeys_a_memory_limit(capsys: pytest.CaptureFixture[str]) -> None:
     free = as_json("--profile p.json -p 2 --no-memory --json", capsys)
     assert free["memory_limit_bytes"] is None
     most = max(free["memory_bytes"])
@@ -175,7 +175,7 @@ def test_memory_binds(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no legal cut over 2 devices fits into their memory" in capsys.readouterr().err
 
 
-def test_less_memory(capsys: pytest.CaptureFixture[str]) -> None:
+def test_partition_options_reduce_memory(capsys: pytest.CaptureFixture[str]) -> None:
     """Sharding, recomputation and fewer microbatches each take less."""
     common = "--profile p.json -p 2 --mode exact --no-memory --json"
     most = as_json(common, capsys)
@@ -191,7 +191,7 @@ def test_less_memory(capsys: pytest.CaptureFixture[str]) -> None:
     assert sum(as_json(f"{common} --recompute", capsys)["compute_s"]) > sum(most["compute_s"])
 
 
-def test_an_infeasible_way_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+def test_partition_compare_explains_infeasible_layouts(capsys: pytest.CaptureFixture[str]) -> None:
     """Sixteen layers are enough for nine devices in a row, but not folded."""
     argv = "--profile p.json -p 9 --mode sequential --compare"
     record = as_json(f"{argv} --json", capsys)
@@ -199,10 +199,10 @@ def test_an_infeasible_way_says_why(capsys: pytest.CaptureFixture[str]) -> None:
     assert "16 layers are too few for 18 stages" in rows["fold exact"]["infeasible"]
     assert "total" not in rows["fold soft"] and rows["sequential relay"]["total"] > 0
     assert main(["partition", *argv.split()]) == 0
-    assert re.search("fold exact +16 layers are too few", capsys.readouterr().out)
+    assert re.search("fold exact: 16 layers are too few", capsys.readouterr().out)
 
 
-def test_files(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_partition_writes_json_and_drawing(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = "partition --profile p.json -p 4 --json new/out.json --draw new/out.svg"
     assert main(argv.split()) == 0
     out = capsys.readouterr().out
@@ -256,7 +256,7 @@ CASES = {
         ["p.json: this is a profile, not a layer table"],
     ),
     "a folder": ("--profile . -p 2", ["--profile . is a folder; name a file in it"]),
-    "a long name": (f"--profile {'x' * 300}.json -p 2", ["xx... is too long a name; give"]),
+    "a long name": (f"--profile {'x' * 300}.json -p 2", ["xx...: the name is too long; give"]),
     "no profile": ("--profile t.json -p 2", ["t.json: this is a layer table, not a profile"]),
     "too many devices": ("--profile p.json -p 9", ["16 layers are too few for 18 stages"]),
     "exact": (
@@ -267,6 +267,6 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_bad_input_is_refused(case: str, refused: Refused) -> None:
+def test_partition_refuses_bad_input(case: str, refused: Refused) -> None:
     argv, expected = CASES[case]
     refused(["partition", *argv.split()], *expected)

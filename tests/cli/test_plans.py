@@ -39,7 +39,7 @@ def as_json(argv: str, capsys: pytest.CaptureFixture[str]) -> Any:
     ("kind", "split", "pipeline"),
     [("fold", True, 2), ("fold", False, 4), ("sequential", False, 3), ("sequential", False, 1)],
 )
-def test_check_says_what_it_looked_at(
+def test_check_reports_each_check(
     kind: str, split: bool, pipeline: int, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan = small_plan(kind, split, pipeline)
@@ -65,7 +65,7 @@ def test_check_says_what_it_looked_at(
     assert "it can run: --pulse-plan a.json" in out and all(text in out for text in checked)
 
 
-def test_check_says_that_a_plan_has_no_hash(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_reports_a_missing_checksum(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = here / "a.json"
     save_plan(small_plan("fold", True, 2), path)
     path.write_text("".join(line for line in path.open() if HASH not in line))
@@ -185,9 +185,7 @@ def test_check_lists_faults_of_form(here: Path, capsys: pytest.CaptureFixture[st
         assert "bad.json cannot be read as a plan" in capsys.readouterr().err
 
 
-def test_check_counts_parameters_where_it_is_told_to(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_check_counts_parameters_on_request(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_plan(small_plan(), "a.json")
     save_plan(with_other_parameters(small_plan()), "b.json")
     held = sum(layer.parameters for layer in small_profile().layers)
@@ -202,7 +200,7 @@ def test_check_counts_parameters_where_it_is_told_to(
     assert said in capsys.readouterr().err
 
 
-def test_show_tells_people(capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_prints_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", "plan.json"]) == 0
     out = capsys.readouterr().out
     plan = small_plan()
@@ -262,7 +260,7 @@ def test_show_draws_operations_and_messages(here: Path, capsys: pytest.CaptureFi
     ]
 
 
-def test_report_is_one_page(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_writes_one_html_page(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main("show plan.json -o o.html".split()) == 0
     page = (here / "o.html").read_text()
     assert "src=" not in page and "href=" not in page
@@ -301,7 +299,7 @@ FLAGS = {
             "4 faults",
             "TRACE none.json: there is no such file",
             "--profile none2.json: there is no such file",
-            "--profile and --write-profile come together",
+            "--profile and --write-profile: give both",
             "must end in .svg",
         ],
     ),
@@ -341,14 +339,14 @@ FLAGS = {
 
 
 @pytest.mark.parametrize("case", FLAGS)
-def test_bad_flags_are_refused(case: str, refused: Refused) -> None:
+def test_plan_commands_refuse_bad_flags(case: str, refused: Refused) -> None:
     plan = small_plan()
     save_trace(trace_of(plan, [plan.simulate_step().timeline]), "trace.json")
     argv, expected = FLAGS[case]
     refused(argv.split(), *expected)
 
 
-def test_another_chains_profile_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_refuses_a_profile_of_another_chain(capsys: pytest.CaptureFixture[str]) -> None:
     profile = small_profile()
     first, *rest = profile.layers
     renamed = replace(profile, layers=(replace(first, name="other"), *rest))
@@ -360,7 +358,7 @@ def test_another_chains_profile_is_refused(capsys: pytest.CaptureFixture[str]) -
     assert "is of other layers than uvit-tiny" in capsys.readouterr().err
 
 
-def test_needs_no_torch(here: Path) -> None:
+def test_plan_commands_need_no_torch(here: Path) -> None:
     plan = small_plan()
     save_trace(trace_of(plan, [plan.simulate_step().timeline]), "trace.json")
     code = (
@@ -377,7 +375,7 @@ def test_needs_no_torch(here: Path) -> None:
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
 
 
-def test_the_command_of_a_plan_can_be_pasted() -> None:
+def test_show_quotes_its_command_for_the_shell() -> None:
     from megatron_pulse.cli.plan.plan_text import command
     from megatron_pulse.integration.flags.parse import parse
 

@@ -23,7 +23,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_two_ranks_write_one_file(here: Path) -> None:
+def test_probe_on_two_ranks_writes_one_file(here: Path) -> None:
     files = ["-o", str(here / "c.yaml"), "--json", str(here / "c.json")]
     argv = ["probe", *files, "--device", "H100", "--max-mb", "1", "--backend", "gloo"]
     assert run_ranks(2, main, argv) == [0, 0]
@@ -37,12 +37,12 @@ def test_two_ranks_write_one_file(here: Path) -> None:
     assert sorted(path.name for path in here.iterdir()) == ["c.json", "c.yaml"]
 
 
-def test_outside_a_job(capsys: pytest.CaptureFixture[str]) -> None:
+def test_probe_outside_a_job_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["probe", "-o", "c.yaml"]) == 2
     assert "start it with: torchrun --nproc-per-node 2" in capsys.readouterr().err
 
 
-def test_a_lonely_rank_with_wrong_flags(
+def test_probe_on_one_rank_is_refused_with_all_faults(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], here: Path
 ) -> None:
     job = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "h"}
@@ -56,7 +56,7 @@ def test_a_lonely_rank_with_wrong_flags(
     assert "--timeout-s is nan" in message and not list(here.iterdir())
 
 
-def test_jobs_of_torchrun_and_srun() -> None:
+def test_probe_reads_jobs_of_torchrun_and_srun() -> None:
     torchrun = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a"}
     torchrun |= {"MASTER_PORT": "29500"}
     assert job_of({**torchrun, "SLURM_PROCID": "0", "HOME": "/"}) == torchrun

@@ -43,7 +43,9 @@ def sample(trained: Path, *more: str) -> int:
     return main(["sample", "--load", str(trained / "checkpoints"), "--steps", "2", *more])
 
 
-def test_grid_and_report(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sample_writes_sheet_and_report(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     grid, report = tmp_path / "new" / "grid.png", tmp_path / "report.json"
     assert sample(
         trained, "-o", str(grid), "--classes", "3,5-7", "--per-class", "2",
@@ -59,7 +61,7 @@ def test_grid_and_report(trained: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert "generated digits show the requested digit" in capsys.readouterr().out
 
 
-def test_pictures_of_their_own_size(
+def test_sample_writes_a_folder_of_pictures(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, flags = tmp_path / "new" / "digits", ["--classes", "3,5", "--per-class", "2", "--raw"]
@@ -87,7 +89,7 @@ def test_pictures_of_their_own_size(
     assert "must end in .png (a sheet), .safetensors" in said and "below 2^64" in said
 
 
-def test_frames_of_videos(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sample_writes_frames_of_videos(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of a class of diffusers, from data; what is no picture is refused before it is sampled."""
     module, _ = wan()
     module.save_pretrained(tmp_path / "wan")
@@ -126,7 +128,7 @@ def test_frames_of_videos(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert sheet.height > 2 * 56
 
 
-def test_samples_that_are_no_pictures() -> None:
+def test_sample_writes_tensors() -> None:
     assert (
         not SampleDecoder((3, 8, 8), None).faults()
         and not SampleDecoder((3, 9, 8, 8), None).faults()
@@ -136,7 +138,7 @@ def test_samples_that_are_no_pictures() -> None:
         assert "which is no picture and no video: write them with -o FILE.safetensors" in said
 
 
-def test_same_seed_same_picture(trained: Path, tmp_path: Path) -> None:
+def test_sample_is_determined_by_the_seed(trained: Path, tmp_path: Path) -> None:
     def picture(name: str, *more: str) -> bytes:
         path = tmp_path / name
         assert sample(trained, "-o", str(path), "--classes", "1", "--per-class", "2", *more) == 0
@@ -148,7 +150,9 @@ def test_same_seed_same_picture(trained: Path, tmp_path: Path) -> None:
     assert picture("d.png", "--raw", "--iteration", "2") != first
 
 
-def test_another_process(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sample_with_another_process(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """What flags say is drawn with and reported; what does not go together is refused."""
     report = tmp_path / "report.json"
     pictures = set()
@@ -191,14 +195,14 @@ def test_guidance_is_none_by_default_where_no_null_class_was_trained(
     assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
     guidance, line, warned = drawn(tmp_path, "c.png", "--guidance", "3")
     assert guidance == 3 and "not guided" not in line
-    assert "away from one that it does not know; --guidance 1 samples without" in warned
+    assert "starts from an untrained one; --guidance 1 samples without" in warned
     assert drawn(trained, "d.png")[0] == 2
     with pytest.raises(SystemExit):
         drawn(tmp_path, "e.png", "--eta", "1.5")
     assert "argument --eta: is 1.5; it must be from 0 to 1" in capsys.readouterr().err
 
 
-def test_what_the_checkpoint_cannot_do(
+def test_sample_refuses_what_the_checkpoint_lacks(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     grid = tmp_path / "grid.png"
@@ -231,7 +235,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_prompts(texts: Path, tmp_path: Path) -> None:
+def test_sample_draws_prompts(texts: Path, tmp_path: Path) -> None:
     def picture(name: str, *more: str) -> bytes:
         flags = ["-o", str(tmp_path / name), "--per-class", "2", "--raw", *more]
         assert sample(texts, *flags) == 0
@@ -248,7 +252,7 @@ def test_prompts(texts: Path, tmp_path: Path) -> None:
     assert picture("d.png", "--prompt", "digit seven", "--prompt", "a dark thing") != first
 
 
-def test_conditioning_of_the_data(
+def test_sample_takes_conditioning_of_the_data(
     texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     grid = tmp_path / "grid.png"
@@ -266,21 +270,21 @@ def test_conditioning_of_the_data(
     assert "reads context (6x16 float32), the data has none" in capsys.readouterr().err
 
 
-def test_texts_that_cannot_be_drawn(
+def test_sample_refuses_texts_it_cannot_encode(
     texts: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     grid = ["-o", str(tmp_path / "grid.png")]
     assert sample(texts, *grid) == 2
     assert "reads context. Give --prompt" in capsys.readouterr().err
     assert sample(texts, *grid, "--classes", "1") == 2
-    assert "knows no classes" in capsys.readouterr().err
+    assert "has no classes" in capsys.readouterr().err
     assert sample(trained, *grid, "--prompt", "seven") == 2
     assert "trained on digits8 without captions" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("command", ["sample", "export"])
-def test_damaged_weights(
+def test_sample_refuses_damaged_weights(
     command: str, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Damage that leaves all sizes as they are, in a file that is read for weights alone."""
@@ -299,7 +303,9 @@ def test_damaged_weights(
     assert "--iteration" in (err := capsys.readouterr().err) and "latest" not in err
 
 
-def test_curve(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_curve_draws_losses(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     picture = tmp_path / "loss.png"
     argv = ["curve", "--tensorboard-dir", str(trained / "tb"), "-o", str(picture), "--json"]
     assert main(argv) == 0

@@ -63,7 +63,7 @@ def whole_problem(cap: float = 4.0) -> ScheduleProblem:
     return ScheduleProblem(fold(2), 5, *times, cap=(cap,) * 2)
 
 
-def test_json_is_what_the_planner_says(capsys: pytest.CaptureFixture[str]) -> None:
+def test_schedule_json_agrees_with_the_planner(capsys: pytest.CaptureFixture[str]) -> None:
     record = as_json(f"--times whole.json -p 2 -m 5 --cap 3 {FAST}", capsys)
     assert set(record) == KEYS
     problem = whole_problem(cap=3.0)
@@ -78,7 +78,7 @@ def test_json_is_what_the_planner_says(capsys: pytest.CaptureFixture[str]) -> No
     assert free["makespan"] <= record["makespan"]
 
 
-def test_golden_comparison(capsys: pytest.CaptureFixture[str]) -> None:
+def test_schedule_compare_is_golden(capsys: pytest.CaptureFixture[str]) -> None:
     """planner/schedule/README.md, Known optima: makespans and peaks at P = 4, M = 8."""
     record = as_json(f"--times equal.json -p 4 -m 8 --split --compare {FAST}", capsys)
     rows = {row["schedule"]: row for row in record["comparison"]}
@@ -97,7 +97,7 @@ def test_golden_comparison(capsys: pytest.CaptureFixture[str]) -> None:
     assert (record["makespan"], max(record["peak"]), record["proved"]) == (51, 8, True)
 
 
-def test_comparison_merges_neighbours(capsys: pytest.CaptureFixture[str]) -> None:
+def test_schedule_compare_merges_neighbouring_stages(capsys: pytest.CaptureFixture[str]) -> None:
     """Uneven stages: 1F1B on pairs of neighbours, with the link that is left between them."""
     argv = f"--times whole.json -p 2 -m 5 --compare {FAST}"
     rows = {row["schedule"]: row for row in as_json(argv, capsys)["comparison"]}
@@ -113,7 +113,7 @@ def test_comparison_merges_neighbours(capsys: pytest.CaptureFixture[str]) -> Non
     assert rows["chimera"]["placement"] == "bidirectional"
 
 
-def test_tables_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+def test_schedule_prints_tables(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(f"schedule --times equal.json -p 4 -m 2 --compare {FAST}".split()) == 0
     out = capsys.readouterr().out
     for text in ("fold of 8 stages on P = 4, M = 2", "makespan 28", "lower bound", "bubble"):
@@ -123,7 +123,7 @@ def test_tables_for_people(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("split", [False, True])
-def test_profile(split: bool, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_schedule_of_a_profile(split: bool, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = "--split" if split else ""
     record = as_json(f"--profile p.json -p 2 -m 4 {flags} {FAST}", capsys)
     kinds = {text[0] for row in record["order"] for text in row}
@@ -138,7 +138,7 @@ def test_profile(split: bool, here: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "small-u: " in out and " ms" in out and "samples/s" in out
 
 
-def test_by_name_and_own(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_schedule_by_name_and_by_file(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A written order is read back and comes to the same; a named one is the table's row."""
     argv = f"schedule --times whole.json -p 2 -m 5 {FAST} --csv new/o.csv --json o.json"
     assert main(argv.split()) == 0
@@ -156,9 +156,7 @@ def test_by_name_and_own(here: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert folded["makespan"] == simulate(problem, gpipe(problem.placement, 5)).makespan
 
 
-def test_activations_that_are_not_kept_whole(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_schedule_recomputes_and_offloads(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In a row with room for 2.6 of 4 activations: with less to hold, on the host, or again."""
     row = {"forward": [1] * 4, "backward": [2] * 4}
     more: dict[str, dict[str, Any]] = {
@@ -182,13 +180,13 @@ def test_activations_that_are_not_kept_whole(
         json.dumps(row | {"offload_bytes": [0.8] * 4, "wgrad_bytes": [1] * 4})
     )
     assert main("schedule --times away.json -p 4 -m 12 --placement sequential".split()) == 2
-    assert "'wgrad_bytes' is from input to weight gradient" in capsys.readouterr().err
+    assert "'wgrad_bytes' needs a split backward" in capsys.readouterr().err
     (here / "away.json").write_text(json.dumps(row | {"offload_bytes": [0.8] * 4}))
     assert main("schedule --times away.json -p 4 -m 12 --placement sequential".split()) == 2
     assert "given without offload_s" in capsys.readouterr().err
 
 
-def test_cache(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_schedule_cache_is_used_and_skipped(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = f"--times whole.json -p 2 -m 5 {FAST}"
     first = as_json(argv, capsys)
     second = as_json(argv, capsys)
@@ -200,7 +198,7 @@ def test_cache(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert not as_json(argv, capsys)["solver"].startswith("cache")
 
 
-def test_drawings(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_schedule_draws_svg_html_and_trace(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for suffix in ("svg", "html", "json"):
         argv = f"schedule --times whole.json -p 2 -m 5 --compare {FAST} --draw d/o.{suffix}"
         assert main(argv.split()) == 0
@@ -243,10 +241,10 @@ CASES = {
             "--link-us is -1",
             "--link-us is for --profile",
             "--seconds is nan; it must be finite, 0 or more",
-            "--solver is for what is synthesized",
-            "--no-cache is for what is synthesized",
-            "--seconds is for what is synthesized",
-            "--split is for what is synthesized",
+            "--solver is for synthesized schedules",
+            "--no-cache is for synthesized schedules",
+            "--seconds is for synthesized schedules",
+            "--split is for synthesized schedules",
             "must end in .svg, .html or .json",
             "must end in .csv",
             "must end in .json",
@@ -305,7 +303,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_bad_input_is_refused(case: str, here: Path, refused: Refused) -> None:
+def test_schedule_refuses_bad_input(case: str, here: Path, refused: Refused) -> None:
     (here / "bad.json").write_text(json.dumps(BAD_TIMES))
     (here / "list.json").write_text("[1, 2]")
     order = to_csv(gpipe(fold(2), 5))
@@ -318,7 +316,7 @@ def test_bad_input_is_refused(case: str, here: Path, refused: Refused) -> None:
     refused(["schedule", *argv.split()], *expected)
 
 
-def test_long_stages_are_not_drawn_unit_by_unit(
+def test_grid_of_long_stages_has_orders_only(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whole numbers of microseconds: a column for each would be millions, also for --json."""

@@ -16,7 +16,8 @@ import pytest
 
 from megatron_pulse.cli.main import main
 from megatron_pulse.cli.plan.tuning.interruptible_clock import InterruptibleClock
-from megatron_pulse.planner.cluster.cluster import save_cluster
+from megatron_pulse.cli.plan.tuning.tune_summary import PREDICTION_ERROR
+from megatron_pulse.planner.cluster.cluster import Cluster, save_cluster
 from megatron_pulse.planner.tune.plans.verify_figures import load_checked
 from megatron_pulse.profile.files import save_profile
 from tests.planner.tune.problems import cluster, profile
@@ -34,20 +35,34 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_best_in_table_json_and_plan(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tune_answers_first_and_writes_json_and_plan(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(f"{ASKED} {FAST} --top 4 --explain --json t.json -o plan.json".split()) == 0
     text = capsys.readouterr().out
     record = json.loads((here / "t.json").read_text())
     outcomes = record["outcomes"]
+    answer, listed = text.split("\n\n", 1)[0].splitlines(), text.split("\n\n")[1]
+    if record["fsdp_baseline"]["samples_per_s"] > 1.005 * outcomes[0]["samples_per_s"]:
+        assert answer.pop(0).startswith("use FSDP2 (torch's fully_shard): 1.")
+    names = [line.split()[0] for line in answer]
+    assert names == ["plan", "predicted", "compared", "certainty", "train"]
+    assert f"P={outcomes[0]['pipeline']} D={outcomes[0]['data']}" in answer[0]
+    assert f"{outcomes[0]['samples_per_s']:.4g} samples/s, " in answer[1]
+    assert " of 16 usable GB on the fullest device" in answer[1]
+    assert " x FSDP2 (" in answer[2] and "data parallelism" in answer[2]
+    assert answer[3].endswith(PREDICTION_ERROR)
+    assert "pulse run --nproc-per-node 4 " in answer[4] and "--pulse-plan plan.json" in answer[4]
+    assert listed.split()[:3] == ["P", "D", "T"]
     assert 1 <= len(outcomes) <= 4
     assert [o["step_s"] for o in outcomes] == sorted(o["step_s"] for o in outcomes)
     best = outcomes[0]
     assert best["pipeline"] * best["data"] * best["tensor"] == 4
     assert best["num_microbatches"] * best["data"] * best["micro_batch_size"] == 16
-    assert f"{best['samples_per_s']:.4g}" in text and "what became of the " in text
+    assert f"{best['samples_per_s']:.4g}" in text and "outcome of the " in text
     for part in (
-        "its schedule: ",
-        "simulated configs: the soonest",
+        "  schedule: ",
+        "simulated configs: the fastest",
         f"all {record['num_configs']:,} ",
     ):
         assert part in text
@@ -61,7 +76,7 @@ def test_best_in_table_json_and_plan(here: Path, capsys: pytest.CaptureFixture[s
     assert f"FSDP2 (torch's fully_shard) is predicted at {other['samples_per_s']:.4g}" in text
     said = "more" if other["samples_per_s"] > best["samples_per_s"] else "less"
     assert f" % {said} than this plan" in text and "ideal collectives" in text
-    assert "why P=" in text and "the mean device computes" in text
+    assert "why P=" in text and "mean device computes" in text
     plan = load_checked(here / "plan.json")
     assert (plan.pipeline, plan.data, plan.tensor) == (
         best["pipeline"], best["data"], best["tensor"]
@@ -77,25 +92,23 @@ def test_best_in_table_json_and_plan(here: Path, capsys: pytest.CaptureFixture[s
     assert f"  search    {search['configs']:,} configs, " in shown
     rows = [row for row in shown.splitlines() if re.match(r" +\d+  layer\d+ ", row)]
     ways = [number in plan.activations.selective for number in range(12)]
-    assert ["recomputed where cheap" in row for row in rows] == ways
+    assert ["selectively recomputed" in row for row in rows] == ways
 
 
-def test_waiting_for_links_is_beside_what_is_proved(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_certainty_names_link_contention(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A schedule is the shortest where messages do not wait for each other; here they do."""
     save_cluster(cluster(2, 2, inter_gbs=0.3), "slow.yaml")
-    asked = f"{ASKED} {FAST} --pipeline 4 --micro-batch-size 2 --json t.json -o plan.json"
+    asked = f"{ASKED} {FAST} --pipeline 4 --micro-batch-size 2 --explain --json t.json"
     assert main(asked.replace("c.yaml", "slow.yaml").split()) == 0
     text, record = capsys.readouterr().out, json.loads((here / "t.json").read_text())
     sure, best = record["certainty"]["schedule"], record["outcomes"][0]
     assert not sure["extrapolated"] and sure["waiting_s"] > 0.01 * best["pipeline_s"]
     longer = best["pipeline_s"] / (best["pipeline_s"] - sure["waiting_s"]) - 1
-    assert f"if no message waits for another; that some do makes it {longer:.1%} longer" in text
+    assert f"without link contention, which adds {longer:.1%}" in text
 
 
 @pytest.mark.parametrize(("size", "said"), [("16", True), ("2", False)])
-def test_sizes_beyond_the_profile_s_are_named(
+def test_extrapolated_microbatch_sizes_are_noted(
     here: Path, capsys: pytest.CaptureFixture[str], size: str, said: bool
 ) -> None:
     asked = f"{ASKED} {FAST} --pipeline 2,4 --micro-batch-size {size}"
@@ -116,7 +129,7 @@ def interrupt_when_something_is_found() -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_an_interrupted_search_says_what_it_found(
+def test_interrupted_search_reports_its_best(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = signal.getsignal(signal.SIGINT)
@@ -126,17 +139,17 @@ def test_an_interrupted_search_says_what_it_found(
     threading.Thread(target=interrupt_when_something_is_found, daemon=True).start()
     began = time.monotonic()
     asked = ASKED.replace("16", "256")
-    assert main(f"{asked} --solver none --seconds 3000 -o plan.json".split()) == 0
+    assert main(f"{asked} --solver none --seconds 3000 --explain -o plan.json".split()) == 0
     took = time.monotonic() - began
     said = capsys.readouterr()
-    assert "stopping with what was found so far" in said.err and took < 100
+    assert "stopping with the best so far" in said.err and took < 100
     seconds = re.search(r"simulated, in ([\d.]+) s", said.out)
     assert seconds and float(seconds[1]) <= took
     load_checked(here / "plan.json")
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_a_second_interrupt_and_one_before_anything_is_found_end_all() -> None:
+def test_second_or_early_interrupt_ends_the_command() -> None:
     until = InterruptibleClock(10.0)
     with until:
         with pytest.raises(KeyboardInterrupt):
@@ -148,7 +161,7 @@ def test_a_second_interrupt_and_one_before_anything_is_found_end_all() -> None:
             signal.raise_signal(signal.SIGINT)
 
 
-def test_only_what_is_asked_for(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_choices_restrict_the_search(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = [
         "--layouts",
         "fold exact,sequential",
@@ -166,13 +179,36 @@ def test_only_what_is_asked_for(here: Path, capsys: pytest.CaptureFixture[str]) 
         assert not outcome["activations"] and not outcome["split"]
 
 
-def test_what_no_config_can_have_is_named(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unused_choices_are_warned_of(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(f"{ASKED} {FAST} --pipeline 2,7 --micro-batch-size 1,5".split()) == 0
-    err = capsys.readouterr().err
-    assert "warning: --pipeline 7; --micro-batch-size 5: left out, for " in err
+    said = capsys.readouterr()
+    assert "warning: --pipeline 7; --micro-batch-size 5: left out, no config of " in said.err
+    assert "train  " in said.out and "(after -o plan.json)" in said.out
+    assert "outcome of the" not in said.out and "in torch:" not in said.out
 
 
-def test_all_faults_at_once(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("where", "said"),
+    [
+        (cluster(2, 2, inter_gbs=0.02), r"use 2 devices: \d.* times as fast as all 4 together \("),
+        (cluster(memory_gb=2.0), r"\ncompared .*; data parallelism does not fit\n"),
+    ],
+)
+def test_answer_names_what_is_faster_and_what_does_not_fit(
+    here: Path, capsys: pytest.CaptureFixture[str], where: Cluster, said: str
+) -> None:
+    save_cluster(where, "c.yaml")
+    assert main(f"{ASKED} --seconds 1 --solver none --top 1".split()) == 0
+    text = capsys.readouterr().out
+    assert re.search(said, text) and text.startswith("use ")
+
+
+def test_prediction_error_is_that_of_the_benchmarks() -> None:
+    page = Path(__file__).parents[1] / "benchmarks/README.md"
+    assert f"| predicted against measured steps | {PREDICTION_ERROR} |" in page.read_text()
+
+
+def test_tune_lists_all_faults_at_once(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--layouts", "flod,sequential", "--pipeline", "2,x", "--seconds", "0", "--top", "0"]
     flags += ["--no-offload", "--optimizer-cpu-offload"]
     asked = f"{ASKED} --option a=1 --dtype float16 -o plan.txt".replace("p.json", "none.json")
@@ -182,7 +218,7 @@ def test_all_faults_at_once(here: Path, capsys: pytest.CaptureFixture[str]) -> N
     for part in (
         "10 faults",
         "none.yaml",
-        "--no-offload and --optimizer-cpu-offload: one leaves",
+        "--no-offload and --optimizer-cpu-offload exclude",
         "--layouts: no layout is called 'flod'; ",
         "--pipeline 2,x",
         "--seconds is 0",
@@ -215,7 +251,9 @@ def test_all_faults_at_once(here: Path, capsys: pytest.CaptureFixture[str]) -> N
         ("--micro-batch-size 3", "no microbatch size of 3 divides what a replica has of a global"),
     ],
 )
-def test_refuses(here: Path, capsys: pytest.CaptureFixture[str], flags: str, said: str) -> None:
+def test_tune_refuses_impossible_choices(
+    here: Path, capsys: pytest.CaptureFixture[str], flags: str, said: str
+) -> None:
     more = (
         ["--layouts", "one device", "--pipeline", "2,4"] if flags == "--layouts" else flags.split()
     )
@@ -223,7 +261,7 @@ def test_refuses(here: Path, capsys: pytest.CaptureFixture[str], flags: str, sai
     assert said in capsys.readouterr().err
 
 
-def test_what_cannot_be_is_refused_before_anything_is_measured(
+def test_impossible_choices_are_refused_before_profiling(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Layers are counted for seconds, and need torch."""
@@ -236,7 +274,7 @@ def test_what_cannot_be_is_refused_before_anything_is_measured(
     assert time.process_time() - began < 2 and not (here / "plans").exists()
 
 
-def test_an_optimizer_on_the_host_is_predicted_and_planned(
+def test_optimizer_offload_is_predicted_and_planned(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = f"{ASKED} {FAST} --optimizer-cpu-offload -o plan.json"
@@ -246,10 +284,10 @@ def test_an_optimizer_on_the_host_is_predicted_and_planned(
     assert main(asked.split()) == 0
     assert load_checked(here / "plan.json").optimizer_cpu_offload
     assert main(["show", "plan.json"]) == 0
-    assert "of its node's memory for a device's share" in capsys.readouterr().out
+    assert "of host memory per device" in capsys.readouterr().out
 
 
-def test_an_unknown_device_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_device_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_profile(replace(profile(random.Random(0), 12, 5), device="NVIDIA L40S"), "p.json")
     save_cluster(replace(cluster(), device="p.json"), "c.yaml")
     assert main(f"{ASKED} {FAST} -o plan.json".split()) == 2
@@ -257,7 +295,7 @@ def test_an_unknown_device_is_refused(here: Path, capsys: pytest.CaptureFixture[
     assert not (here / "plan.json").exists()
 
 
-def test_nothing_fits(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tune_advises_where_nothing_fits(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_cluster(cluster(1, 4, memory_gb=0.8), "c.yaml")
     asked = f"{ASKED} --seconds 60 --solver none --no-recompute --tensor 1 -o plan.json"
     assert main(asked.split()) == 2
@@ -268,7 +306,7 @@ def test_nothing_fits(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert not (here / "plan.json").exists()
 
 
-def test_a_plan_for_a_table_of_layers_is_shown_and_not_run(
+def test_plan_of_a_layer_table_is_shown_and_not_run(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole = profile(random.Random(0), 12, 5)

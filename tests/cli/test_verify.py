@@ -15,7 +15,7 @@ from tests.cli.conftest import Refused
 from tests.plans import small_plan
 
 
-def test_a_module_of_ones_own_is_verified_and_shown(
+def test_verify_of_a_module_is_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prepare_profiling()
@@ -50,7 +50,7 @@ def test_a_module_of_ones_own_is_verified_and_shown(
     assert "equal to the bit" not in said
 
 
-def test_what_cannot_be_verified_is_refused(planned: Path, refused: Refused) -> None:
+def test_verify_refuses_bad_input(planned: Path, refused: Refused) -> None:
     refused(
         ["verify", "plan.json", "--backbone", "uvit-s"], "is a plan of uvit-tiny, not of uvit-s"
     )
@@ -72,7 +72,7 @@ def test_what_cannot_be_verified_is_refused(planned: Path, refused: Refused) -> 
     refused(["verify", "plan.json", "--timeout-s", "0.01"], "reached the time limit (0.01 s")
 
 
-def test_what_ranks_say_is_said(
+def test_verify_prints_errors_of_ranks(
     planned: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ranks that cannot begin end the command, with their last line."""

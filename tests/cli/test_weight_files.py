@@ -44,7 +44,7 @@ def no_weights(tensors):
                       "conv_out.weight holds NaN or infinite values"]),
     ],
 )  # fmt: skip
-def test_every_wrong_tensor_is_named(change, words, folder, tmp_path, refused):
+def test_import_names_every_wrong_tensor(change, words, folder, tmp_path, refused):
     refused(importing(damaged(folder, tmp_path, change), tmp_path, *EPSILON), *words)
 
 
@@ -73,7 +73,7 @@ UNSOUND = {
         lambda f, t: sharded(f, t, resnet_time_scale_shift="shift", dual_cross_attention=True),
         ["resnet_time_scale_shift", "dual_cross_attention"],
     ),
-    "file": (lambda f, t: f / "unet" / "config.json", ["say with --backbone"]),
+    "file": (lambda f, t: f / "unet" / "config.json", ["name its --backbone"]),
     "shard": (lost_shard, ["00002-of", "is missing"]),
     "index of other names": (
         lambda f, t: sharded(f, t, lambda m: m.update({"conv_in.b": m.pop("conv_in.bias")})),
@@ -88,7 +88,7 @@ UNSOUND = {
 
 
 @pytest.mark.parametrize("case", UNSOUND)
-def test_what_cannot_be_imported(case, folder, tmp_path, refused):
+def test_import_refuses_other_files(case, folder, tmp_path, refused):
     make, words = UNSOUND[case]
     source = make(folder, tmp_path / "unet")
     refused(importing(source, tmp_path, *([] if source.is_file() else EPSILON)), *words)
@@ -119,7 +119,7 @@ def test_sizes_of_another_model_are_refused_before_anything_is_built(
     assert time.process_time() - begin < 60  # to build one takes minutes
 
 
-def test_what_torch_did_not_write_is_no_state_dict(tmp_path):
+def test_import_refuses_files_that_torch_did_not_write(tmp_path):
     from megatron_pulse.diffusion.published import read_state_dict
 
     (tmp_path / "model.pth").write_text("{}")

@@ -32,7 +32,7 @@ def checkpoint(folder, tmp_path_factory):
     return target
 
 
-def test_there_and_back_bit_for_bit(folder, checkpoint, tmp_path):
+def test_import_and_export_are_bit_for_bit(folder, checkpoint, tmp_path):
     from diffusers import UNet2DConditionModel
 
     args = read_saved_run(checkpoint).arguments
@@ -54,7 +54,7 @@ def test_there_and_back_bit_for_bit(folder, checkpoint, tmp_path):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)  # memory is aligned anew
 
 
-def test_half_precision(checkpoint, tmp_path, folder):
+def test_export_in_half_precision(checkpoint, tmp_path, folder):
     from diffusers import UNet2DConditionModel
 
     flags = ["--dtype", "bfloat16", "--to", str(tmp_path / "half")]
@@ -66,7 +66,7 @@ def test_half_precision(checkpoint, tmp_path, folder):
 
 
 @pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
-def test_uvit_files(suffix, tmp_path):
+def test_import_and_export_uvit_files(suffix, tmp_path):
     """A state dict with U-ViT's published names becomes a checkpoint and the same file again."""
     from megatron_pulse.backbone.published_weights import to_published
     from megatron_pulse.diffusion.published import read_state_dict, write_state_dict
@@ -164,14 +164,14 @@ def test_null_classes_are_for_models_with_classes(folder, tmp_path, refused):
     refused(importing(folder, tmp_path, "--null-class"), "has no classes")
 
 
-def test_targets_are_never_overwritten(folder, checkpoint, tmp_path, refused):
+def test_import_and_export_never_overwrite(folder, checkpoint, tmp_path, refused):
     (tmp_path / "mine").write_text("mine")
     for target in (tmp_path, tmp_path / "mine"):
         for words in (["import", "--from", str(folder)], ["export", "--load", str(checkpoint)]):
             refused([*words, "--to", str(target)], "name a new one")
 
 
-def test_the_process_must_be_known(folder, tmp_path, capsys):
+def test_import_needs_the_diffusion_process(folder, tmp_path, capsys):
     flags = ["--from", str(folder / "unet"), "--to", str(tmp_path / "checkpoint")]
     assert main(["import", *flags]) == 0  # the scheduler lies beside it
     said = capsys.readouterr().out
@@ -209,7 +209,7 @@ def test_links_of_the_hub_s_cache_are_followed(folder, tmp_path):
     assert main(["import", *flags, *EPSILON]) == 0
 
 
-def test_memory_of_an_import(tmp_path):
+def test_import_memory_is_bounded(tmp_path):
     """The weights in fp32 once and one published tensor, whatever else is kept of them."""
     options = ["--option", "embed_dim=768", "--option", "depth=6", "--option", "num_heads=8"]
     flags = ["--from", str(tmp_path / "half.safetensors"), "--backbone", "uvit-tiny", *options]

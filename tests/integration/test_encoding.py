@@ -188,7 +188,7 @@ def test_goes_on_in_the_middle(
     weights = vae / "diffusion_pytorch_model.safetensors"
     save_file({name: 2 * value for name, value in load_file(weights).items()}, weights)
     assert sample("d.png", "--vae", str(vae)) == 0
-    assert "right only where both share their latents" in capsys.readouterr().err
+    assert "wrong unless both share their latents" in capsys.readouterr().err
     config = vae / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"scaling_factor": 0.25}))
     assert sample("e.png", "--vae", str(vae)) == 2

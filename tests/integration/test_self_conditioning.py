@@ -67,7 +67,7 @@ def test_weights_from_and_to_diffusers(tmp_path: Path, capsys: pytest.CaptureFix
     given = ["import", "--from", str(theirs), "--to", str(ours), *EPSILON]
     assert main(given) == 0
     assert main(["export", "--load", str(ours), "--raw", "--to", str(back)]) == 0
-    assert "none of its pipelines gives a model its own prediction" in capsys.readouterr().out
+    assert "its pipelines do not feed predictions back" in capsys.readouterr().out
     draw = ["sample", "--load", str(ours), "--raw", "-o", str(tmp_path / "none.png")]
     assert main([*draw, "--classes", "0"]) == 2
     assert "was not trained with --pulse-self-conditioning" in capsys.readouterr().err

@@ -216,8 +216,8 @@ def test_a_run_and_pruning_have_one_rule(copy: Path, capsys: pytest.CaptureFixtu
     [
         (["prune"], ["needs --keep"]),
         (["prune", "--keep", "0", "--every", "0"], ["--keep 0", "--every 0"]),
-        (["list", "--keep", "3", "--dry-run"], ["--keep, --dry-run: only 'prune'"]),
-        (["prune", "--keep", "1", "--step", "3"], ["--step: only 'verify'"]),
+        (["list", "--keep", "3", "--dry-run"], ["--keep, --dry-run: only for 'prune'"]),
+        (["prune", "--keep", "1", "--step", "3"], ["--step: only for 'verify'"]),
         (["verify", "--step", "3", "5"], ["--step 5: "]),
     ],
 )

@@ -119,7 +119,7 @@ def test_a_rank_killed_after_a_save(tmp_path: Path) -> None:
         assert run.ended() == 1
         said = run.said()
         assert said.count("rank 0 stops; first failure in this job: rank 0: ") == 1
-        assert said.count("pulse run: rank 1 was ended by SIGKILL") == 1
+        assert said.count("pulse run: rank 1 exited on SIGKILL") == 1
         assert "Traceback" not in said
         assert saved(tmp_path) >= 3
 

@@ -76,7 +76,7 @@ CASES = {
             "give either --preset or",
             "needs all of",
             "--peak-tflops is 0; it must be above 0",
-            "are for measuring",
+            "only for measured profiles",
             "--top is 0",
             "must end in .json",
         ],

@@ -21,17 +21,17 @@ if TYPE_CHECKING:
     from megatron_pulse.cli.measure.compare_report import PlanComparison
 
 _DESCRIPTION = """\
-A run with --pulse-plan PLAN --pulse-trace DIR writes DIR/trace.json: when each operation of some
-steps ran on the devices of the first pipeline. This sets it beside what the plan predicts, and says
-in words where they differ most: for every kind of operation and stage its duration (median), for
-every device how long it computes and waits, the makespan, the bubble, and the bytes sent. A plan
-whose figures are not what its costs come to (see 'pulse check') is refused.
+A run with --pulse-plan PLAN --pulse-trace DIR writes DIR/trace.json, with the times of the
+operations of some steps on the first pipeline. This command compares them with the plan: the median
+duration of every operation type and stage, compute and waiting time of every device, makespan,
+bubble, and bytes sent. It says in words where they differ most. A plan that fails 'pulse check' is
+refused.
 
--o draws both timelines on one time axis (.svg), or with the tables (.html), or as events for
-ui.perfetto.dev (.json); of the traced steps that of median length.
+-o draws both timelines of the step of median length (.svg), with the tables (.html), or as events
+for ui.perfetto.dev (.json).
 
---profile with --write-profile writes a profile whose layers take as long as the stages that hold
-them were measured to, so that the next plan is made from what this machine does.
+--profile with --write-profile scales the profile's layers to the measured times of their stages,
+for the next plan.
 
 examples:
   pulse compare plan.json runs/trace/trace.json
@@ -43,13 +43,13 @@ examples:
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``compare``."""
-    parser = add_parser(commands, "compare", "set a run beside its plan", _DESCRIPTION, run)
+    parser = add_parser(commands, "compare", "compare a run with its plan", _DESCRIPTION, run)
     add = parser.add_argument
     add("plan", type=Path, metavar="PLAN", help="what 'pulse tune' wrote")
     add("trace", type=Path, metavar="TRACE", help="trace.json of the run, or its folder")
     add("-o", "--output", type=Path, metavar="FILE", help=".svg, .html or .json, see above")
     add_json(parser)
-    add("--profile", type=Path, metavar="JSON", help="what the plan was made from")
+    add("--profile", type=Path, metavar="JSON", help="profile that the plan was made from")
     add(
         "--write-profile",
         type=Path,
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> None:
         measured = measured_problem(compared.plan.problem, compared.trace)
         scaled = rescale(profile, compared.plan, measured)
         save_profile(scaled, args.write_profile)
-        wrote.append(f"profile with the measured times written to {args.write_profile}")
+        wrote.append(f"profile with measured times written to {args.write_profile}")
     if args.output is not None:
         wrote.append(write_drawing(compared, args.output))
     print_result(args, [*report(compared), *wrote], partial(as_json, compared))
@@ -104,7 +104,7 @@ def _faults(args: argparse.Namespace) -> list[str]:
         if path is not None and not path.exists():
             faults.append(no_such_file(what, path, kind))
     if (args.profile is None) != (args.write_profile is None):
-        faults.append("--profile and --write-profile come together")
+        faults.append("--profile and --write-profile: give both")
     faults += check_file(args.write_profile, "--write-profile", ".json")
     faults += check_file(args.output, "-o", *DRAWINGS) + json_faults(args)
     written = {"-o": args.output, "--write-profile": args.write_profile, "--json": args.json}

@@ -98,7 +98,7 @@ def _heading(compared: PlanComparison) -> list[str]:
     return [
         compared.plan.heading,
         f"measured in step(s) {steps} of one pipeline, on {machine}; medians; clocks of devices "
-        f"compared to {1e6 * trace.clock_accuracy_s:.3g} us ({trace.clock})",
+        f"synchronised to {1e6 * trace.clock_accuracy_s:.3g} us ({trace.clock})",
     ]
 
 
@@ -171,16 +171,16 @@ def words(compared: PlanComparison) -> list[str]:
         more = sent_extra > 0
         lines.append(
             f"{in_mb(abs(sent_extra))} {'more' if more else 'less'} were sent than predicted"
-            + "; conditioning, replicated embedders and what encoders make are not predicted" * more
+            + "; conditioning, replicated embedders and results of encoders are not "
+            "predicted" * more
         )
     return lines
 
 
 def _in_words(row: OperationTimes) -> str:
     return (
-        f"{NAMES[row.kind]}s of stage {row.stage} took "
-        f"{_amount(row.measured_s - row.predicted_s)} each, "
-        f"{in_ms(abs(row.total_difference_s), 3)} in a step "
+        f"{NAMES[row.kind]}s of stage {row.stage} took {_amount(row.measured_s - row.predicted_s)} "
+        f"each, {in_ms(abs(row.total_difference_s), 3)} in a step "
         f"({_off(row.predicted_s, row.measured_s)})"
     )
 

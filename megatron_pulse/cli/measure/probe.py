@@ -18,6 +18,7 @@ from megatron_pulse.cli.launcher_env import ranks_of
 from megatron_pulse.cli.output import add_json, json_faults, print_result
 from megatron_pulse.errors import UserError
 from megatron_pulse.flags import ABOVE_ZERO
+from megatron_pulse.progress import ProgressLine
 
 if TYPE_CHECKING:
     import torch
@@ -25,11 +26,10 @@ if TYPE_CHECKING:
     from megatron_pulse.runtime.measure.probe import ProbeResult
 
 _DESCRIPTION = """\
-Measures, between the ranks that it is started on, what planning needs to know of a cluster: latency
-and bandwidth inside a node and between nodes, whether the devices of a node share them, how near
-all-reduces come to that, how fast GPUs copy to the memory of their node and back, and the memory
-and speed of the devices. Takes some ten seconds; start it as training is started, on a machine that
-does nothing else. Ranks are told apart by their host names, which are not written to the file.
+Measures what planning needs, between the ranks on which it is started: latency and bandwidth inside
+a node and between nodes, contention of the devices of a node, efficiency of all-reduce, bandwidth
+between GPU and host memory, memory and speed of the devices. It takes some ten seconds. Start it as
+training is started, on idle machines. Host names tell nodes apart and are not written.
 
 examples:
   torchrun --nproc-per-node 2 -m megatron_pulse.cli probe -o cluster.yaml
@@ -49,7 +49,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add(
         "--device",
         metavar="NAME",
-        help="what to write as the device: a preset of 'pulse profile', or a profile's .json file "
+        help="device of the cluster file: a preset of 'pulse profile', or a profile's .json file "
         "(default: the preset of this name, else measured by a matrix product and a copy)",
     )
     add("--backend", choices=("gloo", "nccl"), help="default: nccl where there is a GPU")
@@ -59,7 +59,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         type=float,
         default=60.0,
         metavar="S",
-        help="the longest that one rank waits for another (default 60)",
+        help="longest wait of one rank for another (default 60)",
     )
     add_json(parser)
 
@@ -92,13 +92,11 @@ def run(args: argparse.Namespace) -> None:
     max_bytes = int(args.max_mb * 2**20)
     settings = ProbeSettings(args.name, device, max_bytes, args.timeout_s, args.device)
     with as_user_error(PulseError), _joined(ranks, backend, args.timeout_s):
-        from tqdm import tqdm
-
-        with tqdm(total=6, delay=2, leave=False, disable=ranks["RANK"] != "0" or None) as bar:
+        with ProgressLine("probing", 6, "measurements", silent=ranks["RANK"] != "0") as line:
 
             def progress(what: str) -> None:
-                bar.set_description(what, refresh=False)
-                bar.update()
+                line.what = what
+                line.advance()
 
             probed = probe(settings, progress)
     if probed is not None:
@@ -118,8 +116,8 @@ def job_of(environment: Mapping[str, str]) -> dict[str, str]:
     missing = [name for name in names if name not in found]
     if missing:
         raise UserError(
-            f"this is no job of several ranks ({', '.join(missing)} not set); start it with: "
-            "torchrun --nproc-per-node 2 -m megatron_pulse.cli probe -o cluster.yaml"
+            f"no job of several ranks ({', '.join(missing)} not set); start it with: torchrun "
+            "--nproc-per-node 2 -m megatron_pulse.cli probe -o cluster.yaml"
         )
     return found
 
@@ -194,7 +192,7 @@ def _comment(probed: ProbeResult, device: torch.device) -> str:
                 f"once {stream.at_once_gbs:.3g} GB/s."
             )
         elif name == "intra_node" or cluster.nodes > 1:
-            lines.append(f"{name}: too few ranks to see who shares it.")
+            lines.append(f"{name}: too few ranks to measure contention.")
     if cluster.devices_per_node == 1:
         lines.append("One rank on each node: intra_node is a copy of inter_node.")
     return "\n".join(lines)
@@ -207,7 +205,7 @@ def _faults(args: argparse.Namespace, ranks: Mapping[str, str]) -> list[str]:
     if int(ranks["WORLD_SIZE"]) < 2:
         faults.append("a link has two ends: start 2 ranks or more")
     if args.output is None and args.json is None:
-        faults.append("give -o cluster.yaml, or --json to print what was measured")
+        faults.append("give -o cluster.yaml, or --json to print the measurements")
     faults += check_file(args.output, "-o", ".yaml") + json_faults(args)
     if not args.name:
         faults.append("--name is empty")

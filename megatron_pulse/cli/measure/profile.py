@@ -28,6 +28,7 @@ from megatron_pulse.cli.models.encoder_flags import pipeline_folder_faults
 from megatron_pulse.cli.output import overwrite_faults, table
 from megatron_pulse.errors import unknown_name
 from megatron_pulse.flags import ABOVE_ZERO, FROM_ONE, TO_4096, TO_MILLION, flag_name
+from megatron_pulse.progress import ProgressLine
 
 if TYPE_CHECKING:
     from megatron_pulse.backbone.costs import ChainCosts
@@ -35,22 +36,18 @@ if TYPE_CHECKING:
     from megatron_pulse.profile.roofline import Roofline
 
 _DESCRIPTION = """\
-Planning balances devices by these costs. There are three ways to them:
+Planning balances devices by these costs. They come from
 
-  measured   every layer runs alone on this machine's GPU or CPU, forward and backward; on a CPU
-             with as many threads as a rank will have (--threads); forward and backward a second
-             time as with split backwards, whose weight gradients wait: the three parts of that
-             take longer than the whole; a third time where what is cheap is computed again
-             (--pulse-recompute-selective). Profiles of before that do not say it are read as if
-             they took as long. Convolutions are tried in both memory formats, unless
-             --option channels_last=true or false says which; the profile is of the faster, and
-             runs that are planned by it have that one
-  analytic   operations and bytes of every layer on a device that is not at hand, named by
-             --preset or given in figures; ratios are good, seconds are estimates
-  table      the same, from a table of layers that others have published
+  measured   each layer runs alone on this machine's GPU or CPU: forward and backward, whole, split
+             into input and weight gradient, and with selective recomputation. On a CPU it has the
+             threads of a rank (--threads). Convolutions run in the faster memory format, unless
+             --option channels_last=true or false sets it; planned runs use the same
+  analytic   operations and bytes of each layer on a device named by --preset or given in figures;
+             ratios are good, seconds are estimates
+  table      the same, from a published table of layers
 
-Costs at other microbatch sizes are read off between the profiled ones, so give the smallest
-and the largest that you may train with.
+Costs at other microbatch sizes are interpolated: give the smallest and the largest that you may
+train with.
 
 examples:
   pulse profile --backbone uvit-tiny -o profile.json
@@ -61,9 +58,8 @@ examples:
   pulse profile --from-table sdxl_1024_fine.json --preset V100-32GB -o profile.json
   pulse profile --backbone sd-v1.5 --encoders sd-v1.5 -o encoders.json
 
-With --encoders it is not the backbone's layers but those of the pipeline's text encoders and
-autoencoder that make what the backbone reads: their forwards, one sample at a time, for
-'pulse tune --encoders'.
+With --encoders the forwards of the pipeline's text encoders and autoencoder are profiled instead,
+one sample at a time, for 'pulse tune --encoders'.
 """
 _FIGURES = ("peak_tflops", "bandwidth_gbs", "memory_gb")
 
@@ -74,7 +70,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     from megatron_pulse.profile.roofline import ELEMENT_BYTES, PRESETS
 
     parser = add_parser(
-        commands, "profile", "find what each layer costs on a device", _DESCRIPTION, run
+        commands, "profile", "measure or estimate the costs of each layer", _DESCRIPTION, run
     )
     add = parser.add_argument
     add_layers_flags(parser, "--from-table", "a table of layers, as JSON")
@@ -82,23 +78,23 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--micro-batch-size",
         default="1,2,4",
         metavar="N[,N...]",
-        help="the sizes to profile (default 1,2,4)",
+        help="microbatch sizes to profile (default 1,2,4)",
     )
     add(
         "--device",
         choices=["cuda", "cpu", "analytic"],
-        help="default: analytic with --preset or figures, else cuda where there is one, else cpu",
+        help="default: analytic with --preset or figures, else cuda if there is one, else cpu",
     )
     add(
         "--encoders",
         type=Path,
         metavar="DIR",
-        help="a diffusers pipeline folder: profile its encoders, as the backbone reads them",
+        help="profile the encoders of this diffusers pipeline folder, as the backbone reads them",
     )
     add(
         "--components",
         metavar="NAME[,NAME...]",
-        help="of --encoders: these alone, as their folders are called (default: all that is read)",
+        help="only these of --encoders, by folder name (default: all that are read)",
     )
     add("--preset", metavar="NAME", help=f"a device for analytic costs: {', '.join(PRESETS)}")
     add("--peak-tflops", type=float, metavar="X", help="peak of a device without a preset")
@@ -108,42 +104,42 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--efficiency",
         type=float,
         metavar="X",
-        help="analytic: the part of peak that matrix products reach (default 0.5)",
+        help="analytic: share of the peak that matrix products reach (default 0.5)",
     )
     add(
         "--dtype",
         choices=list(ELEMENT_BYTES),
-        help="of parameters and activations (default: bfloat16 on GPUs that have it, float16 on "
-        "others, float32 on a CPU)",
+        help="of parameters and activations (default: bfloat16 on GPUs that have it, else float16; "
+        "float32 on a CPU)",
     )
     add(
         "--transformer-impl",
         choices=TRANSFORMER_IMPLS,
         default=LOCAL,
-        help="measured: layers as the run will have them (default local)",
+        help="measured: implementation of layers in the run (default local)",
     )
     add(
         "--recompute",
         action="store_true",
-        help="plans shall recompute activations: a backward then includes a forward",
+        help="for plans that recompute activations: a backward includes a forward",
     )
     add(
         "--once-per-kind",
         action="store_true",
-        help="measure layers once that run the same operators on the same shapes",
+        help="measure layers of equal operators and shapes once",
     )
     add(
         "--seconds-per-layer",
         type=float,
         metavar="S",
-        help="measured: the most to spend on a layer at one size (default 10)",
+        help="measured: most seconds for a layer at one size (default 10)",
     )
     add(
         "--threads",
         type=int,
         metavar="N",
-        help="measured on a CPU: with as many threads as a rank will have (default: "
-        "OMP_NUM_THREADS, or 1, as pulse run has it)",
+        help="measured on a CPU: threads of a rank (default: OMP_NUM_THREADS, or 1, as in 'pulse "
+        "run')",
     )
     add("--top", type=int, default=12, metavar="N", help="layers to list (default 12)")
     add("-o", "--output", type=Path, required=True, metavar="JSON", help="the profile to write")
@@ -236,7 +232,7 @@ def _selective(costs: ChainCosts, part: ChainCosts) -> list[str]:
     if kept >= saved:
         return []
     return [
-        f"with --recompute-granularity selective {kept / 1e6:,.1f} MB of these are kept, and a "
+        f"with --recompute-granularity selective {kept / 1e6:,.1f} MB of these are kept, and the "
         f"backward takes {1e3 * more_s:.2f} ms longer"
     ]
 
@@ -254,7 +250,7 @@ def _encoder_faults(args: argparse.Namespace) -> list[str]:
         if not (args.encoders / name).is_dir():
             faults.append(f"--components: {args.encoders} has no folder {name[:60]!r}")
     if args.from_table:
-        faults.append("--encoders: name the --backbone or --module that reads what they make")
+        faults.append("--encoders: name the --backbone or --module that reads their results")
     if args.recompute or args.once_per_kind or args.transformer_impl != "local":
         faults.append(
             "--recompute, --once-per-kind and --transformer-impl are for a backbone's layers"
@@ -296,16 +292,18 @@ def _device_faults(args: argparse.Namespace) -> list[str]:
         faults.append(f"a device in figures needs all of {flags}")
     faults += range_faults(ABOVE_ZERO, args, *_FIGURES, "efficiency", "seconds_per_layer")
     if args.efficiency is not None and args.efficiency > 1:
-        faults.append(f"--efficiency is {args.efficiency}; it is a part of the peak, at most 1")
+        faults.append(f"--efficiency is {args.efficiency}; it is a share of the peak, at most 1")
     if args.from_table and args.device not in (None, "analytic"):
-        faults.append(f"--device {args.device} runs layers, and a table has none to run")
+        faults.append(f"--device {args.device} measures layers, and a table has none to run")
     if analytic:
         if not (args.preset or given):
             faults.append(f"name a device: --preset ({', '.join(PRESETS)}) or {flags}")
         if args.once_per_kind or args.seconds_per_layer is not None or args.threads is not None:
-            faults.append("--once-per-kind, --seconds-per-layer and --threads are for measuring")
+            faults.append(
+                "--once-per-kind, --seconds-per-layer and --threads: only for measured profiles"
+            )
         if args.transformer_impl != "local":
-            faults.append(f"--transformer-impl {args.transformer_impl} is for measuring")
+            faults.append(f"--transformer-impl {args.transformer_impl}: only for measured profiles")
     else:
         if args.preset or given:
             faults.append(f"--preset and {flags} are for --device analytic, or for a table")
@@ -360,9 +358,10 @@ def _from_backbone(args: argparse.Namespace, sizes: list[int]) -> Profile:
     patience = RepetitionLimits() if limit_s is None else RepetitionLimits(limit_s=limit_s)
     threads = (args.threads or rank_threads()) if device == "cpu" else None
     given, implementation = options_of(args), args.transformer_impl
-    backbone, times = measured_format(
-        trained_backbone(args, dtype), given, sizes[-1], device, dtype, threads, implementation
-    )
+    with ProgressLine("choosing the memory format"):
+        backbone, times = measured_format(
+            trained_backbone(args, dtype), given, sizes[-1], device, dtype, threads, implementation
+        )
     profile = measure(
         backbone,
         sizes,

@@ -9,11 +9,11 @@ from dataclasses import asdict, dataclass
 from megatron_pulse.cli.errors import add_parser, as_user_error, require
 from megatron_pulse.cli.import_megatron import prepare_megatron
 from megatron_pulse.cli.output import add_json, print_result, table
+from megatron_pulse.progress import track
 
 _DESCRIPTION = """\
-The largest P is the most pipeline devices over which a backbone folds with both ends of
-every skip on one device; beyond it, use --pulse-placement sequential or interleaved.
-The input is one sample: channels x height x width.
+The largest P is the most devices of a fold with all skips collocated. With more, use
+--pulse-placement sequential or interleaved. The input is one sample: channels x height x width.
 
 examples:
   pulse backbones
@@ -51,9 +51,7 @@ def run(args: argparse.Namespace) -> None:
     for fault in unusable_families():
         print(fault, file=sys.stderr)
     prepare_megatron()
-    from tqdm import tqdm
-
-    rows = [_row(name) for name in tqdm(names, desc="counting", delay=2, leave=False, disable=None)]
+    rows = [_row(name) for name in track(names, "counting", "backbones")]
     cells = [
         (
             row.name,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -13,22 +12,22 @@ from typing import TYPE_CHECKING, Any
 from megatron_pulse.cli.errors import add_parser, as_user_error, require
 from megatron_pulse.cli.import_megatron import prepare_megatron
 from megatron_pulse.cli.output import add_json, json_faults, print_result, table
+from megatron_pulse.progress import ProgressLine
 
 if TYPE_CHECKING:
     from megatron_pulse.integration.checkpoint.selection.stored_checkpoints import StoredCheckpoint
 
 _DESCRIPTION = """\
-Looks after the checkpoints in a folder that training was given as --save.
+The folder is what training was given as --save.
 
-'list' shows each step with its size and age, and whether its files have the sizes that were saved.
-'verify' reads every byte and compares it with the hashes that were saved with it; it ends with
-status 1 if anything is damaged, or moved to another step's name; what a run that is alive has begun
-to save is not. A run that finds its newest checkpoint damaged goes on from the newest whole one by
-itself, and sets the damaged one aside.
-'prune' removes old steps: all but the --keep newest, those divisible by --every, and the one that a
-run would go on from. What stays is read first, and what is damaged does not count. With --damaged
-also what is half-written, found to be damaged, or set aside. It refuses a folder that a run writes
-into, and leaves alone what bears a name of your own (iter_0000100.keep).
+'list' shows size and age of each step, and whether its files have the sizes that were saved.
+'verify' reads every byte and compares hashes. It ends with status 1 if anything is damaged, or
+moved to another step's name. A step that a live run is saving is no fault. A run that finds its
+newest checkpoint damaged resumes from the newest whole one and renames the damaged one.
+'prune' removes all steps but the --keep newest, those divisible by --every, and the one that a run
+would resume from. What stays is read first; damaged steps do not count. --damaged also removes
+damaged, half-written and renamed ones. A folder that a run writes into is refused. Names of your
+own (iter_0000100.keep) are left alone.
 
 examples:
   pulse checkpoint list runs/a
@@ -44,21 +43,21 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         commands, "checkpoint", "list, verify and prune a run's checkpoints", _DESCRIPTION, run
     )
     parser.add_argument("action", choices=["list", "verify", "prune"], help="what to do")
-    parser.add_argument("folder", type=Path, metavar="DIR", help="what --save named")
-    parser.add_argument("--step", type=int, nargs="+", metavar="N", help="verify these steps alone")
-    parser.add_argument("--keep", type=int, metavar="N", help="prune: keep so many of the newest")
+    parser.add_argument("folder", type=Path, metavar="DIR", help="folder given as --save")
+    parser.add_argument("--step", type=int, nargs="+", metavar="N", help="verify: only these steps")
+    parser.add_argument("--keep", type=int, metavar="N", help="prune: keep the N newest")
     parser.add_argument(
-        "--every", type=int, metavar="K", help="prune: keep also the steps divisible by K"
+        "--every", type=int, metavar="K", help="prune: also keep steps divisible by K"
     )
     parser.add_argument(
         "--damaged",
         action="store_true",
-        help="prune: remove also what is half-written, set aside, or found to be damaged",
+        help="prune: also remove damaged, half-written and renamed steps",
     )
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="prune: say what would be removed, and remove nothing",
+        help="prune: only list what would be removed",
     )
     add_json(parser)
 
@@ -92,15 +91,15 @@ def _faults(args: argparse.Namespace) -> list[str]:
     faults = []
     if args.action == "prune":
         if args.keep is None:
-            faults.append("prune needs --keep: how many of the newest steps stay")
+            faults.append("prune needs --keep, the number of newest steps that stay")
         elif args.keep < 1:
             faults.append(f"--keep {args.keep} must be at least 1")
         if args.every is not None and args.every < 1:
             faults.append(f"--every {args.every} must be at least 1")
     elif said := [flag for flag, is_given in given.items() if is_given]:
-        faults.append(f"{', '.join(said)}: only 'prune' takes that")
+        faults.append(f"{', '.join(said)}: only for 'prune'")
     if args.step is not None and args.action != "verify":
-        faults.append("--step: only 'verify' takes that")
+        faults.append("--step: only for 'verify'")
     return faults
 
 
@@ -184,14 +183,9 @@ def _verify(args: argparse.Namespace, stored: Sequence[StoredCheckpoint]) -> Non
 
 @contextmanager
 def _reading(num_bytes: int) -> Iterator[Callable[[int], object]]:
-    """Progress bar of reading ``num_bytes`` bytes; yields its update function."""
-    from tqdm import tqdm
-
-    with tqdm(
-        total=num_bytes, unit="B", unit_scale=True, desc="verifying", delay=2,
-        disable=not sys.stderr.isatty(),
-    ) as bar:  # fmt: skip
-        yield bar.update
+    """Progress line of reading ``num_bytes`` bytes; yields the function that counts them."""
+    with ProgressLine("verifying", num_bytes / 1e6, "MB") as line:
+        yield lambda num_bytes: line.advance(num_bytes / 1e6)
 
 
 def _prune(args: argparse.Namespace) -> None:
@@ -211,7 +205,7 @@ def _prune(args: argparse.Namespace) -> None:
     lines.append(f"{len(gone)} {verb}, {freed}; {left} {'would stay' if args.dry_run else 'stay'}")
     spared = [one for one in known if one.faults and one not in chosen]
     if others := [one for one in spared if not one.is_moved and not args.damaged]:
-        lines.append(f"{len(others)} damaged or half-written stay: --damaged removes them too")
+        lines.append(f"{len(others)} damaged or half-written stay; --damaged removes them too")
     lines += [f"stays: {one.faults[0]}" for one in spared if one.is_moved]
     record = {"removed": [_record(one) for one in gone], "dry_run": args.dry_run}
     print_result(args, lines, lambda: record)

@@ -41,10 +41,9 @@ examples:
   pulse data emoji --to runs/emoji/images
 """
 _CHECK = f"""\
-Pictures are decoded, with a progress bar on a terminal, and counted: how many are cropped, enlarged
-or have transparency, and which cannot be read. Rows of latents are compared with their hashes. The
-exit status is 2 where anything cannot be read. A run looks at the heads of all pictures when it
-starts, and decodes those of small folders.
+Decodes all pictures and counts those that are cropped, enlarged, transparent or unreadable.
+Compares rows of latents with their hashes. The exit status is 2 if anything cannot be read. A run
+reads the headers of all pictures when it starts, and decodes those of small folders.
 
 {_SPECS}{_SEVERAL}
 
@@ -64,10 +63,12 @@ examples:
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``data`` and its commands."""
     parser = add_parser(
-        commands, "data", "look at datasets, write latents, make emoji", _DESCRIPTION
+        commands, "data", "inspect datasets, write latents, make emoji", _DESCRIPTION
     )
     parts = parser.add_subparsers(metavar="COMMAND", required=True)
-    info = add_parser(parts, "data info", "say what a dataset holds", _INFO, run_info)
+    info = add_parser(
+        parts, "data info", "show size, classes and captions of a dataset", _INFO, run_info
+    )
     info.add_argument("spec", metavar="SPEC", help="a dataset, as above")
     info.add_argument("--image-size", type=int, metavar="N", help="resize images to NxN")
     info.add_argument("--channels", type=int, choices=[1, 3], default=3, help="of a folder (3)")
@@ -77,7 +78,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         help="read every image file, or compare every latent file with its SHA-256",
     )
     add_json(info, to_file=False)
-    check = add_parser(parts, "data check", "look at every file of a dataset", _CHECK, run_check)
+    check = add_parser(parts, "data check", "read every file of a dataset", _CHECK, run_check)
     check.add_argument("spec", metavar="SPEC", help="a dataset, as above")
     check.add_argument("--image-size", type=int, metavar="N", help="resize images to NxN")
     check.add_argument("--channels", type=int, choices=[1, 3], default=3, help="of a folder (3)")

@@ -10,9 +10,9 @@ from megatron_pulse.cli.errors import add_parser, as_user_error, check_folder, r
 from megatron_pulse.flags import FROM_ONE, PIXELS
 
 _DESCRIPTION = """\
-Renders every emoji of a colour font that has a Unicode name as a PNG file over white, with that
-name ("grinning face") as its caption in metadata.jsonl. The folder appears whole or not at all.
-Train on it with --pulse-data captions:FOLDER.
+Renders every emoji of a colour font as a PNG file over white. Its Unicode name ("grinning face") is
+its caption in metadata.jsonl. The folder appears whole or not at all. Train on it with
+--pulse-data captions:FOLDER.
 
 The default font is Debian's and Ubuntu's: apt-get install fonts-noto-color-emoji
 
@@ -30,7 +30,7 @@ def add_emoji(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     add = parser.add_argument
     add("--to", type=Path, required=True, metavar="FOLDER", help="a new or empty folder")
     add("--size", type=int, default=32, metavar="N", help="pixels of a side (default 32)")
-    add("--limit", type=int, metavar="N", help="only the first N, by code point")
+    add("--limit", type=int, metavar="N", help="only the first N by code point")
     add("--font", type=Path, metavar="FILE", help="another font with bitmaps of 109 pixels")
 
 

@@ -70,7 +70,8 @@ def pipeline_folder_faults(encoders: Path) -> list[str]:
     index = "model_index.json"
     if not (encoders / index).is_file() and (encoders.parent / index).is_file():
         return [
-            f"--encoders {encoders} is a part of a pipeline's folder: --encoders {encoders.parent}"
+            f"--encoders {encoders} is a part of a pipeline's folder: give --encoders "
+            f"{encoders.parent}"
         ]
     if not (encoders / index).is_file():
         return [f"--encoders {encoders} holds no model_index.json of a diffusers pipeline"]
@@ -203,7 +204,7 @@ def other_autoencoder(autoencoder: Autoencoder, trained: argparse.Namespace) -> 
         raise UserError(format_faults(f"the autoencoder {where}", [fault], remedy))
     return (
         f"the autoencoder {where} is {here}, the model's latents are of {there}: pictures are "
-        "right only where both share their latents"
+        "wrong unless both share their latents"
     )
 
 

@@ -23,10 +23,9 @@ if TYPE_CHECKING:
 
 _DESCRIPTION = """\
 Lists the components of a diffusers pipeline folder without reading weights, and what a backbone
-reads of each: which states of text encoders make which of its fields, and how the autoencoder's
-latents are scaled. The backbone is the folder's own, or the one that is named; then it is checked,
-too, that the encoders make what it reads. 'pulse data write-latents --encoders DIR' and training
-with --pulse-encoders DIR use such a folder.
+reads of each: the text states of its fields, and the scaling of the autoencoder's latents. The
+backbone is the folder's own, or a named one, which is then checked against the encoders. 'pulse
+data write-latents --encoders DIR' and training with --pulse-encoders DIR use such a folder.
 
 examples:
   pulse data encoders sd-v1.5
@@ -38,11 +37,12 @@ _TITLES = ("component", "class", "parameters", "GB", "types", "read as")
 def add_encoders(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``encoders``."""
     parser = add_parser(
-        commands, "data encoders", "say what a pipeline folder encodes with", _DESCRIPTION, run
+        commands, "data encoders", "list the encoders of a pipeline folder", _DESCRIPTION, run
     )
     parser.add_argument("folder", type=Path, metavar="DIR", help="a diffusers pipeline folder")
     add_backbone_flags(
-        parser.add_mutually_exclusive_group(), "what reads the results (default: the folder's own)"
+        parser.add_mutually_exclusive_group(),
+        "backbone that reads the results (default: the folder's own)",
     )
     add_option_flag(parser, "override one of its options")
     add_json(parser, to_file=False)
@@ -100,7 +100,7 @@ def _reader(args: argparse.Namespace) -> tuple[Backbone | None, TextRecipe | Non
         recipe = text_recipe(backbone.name, backbone)
     except ValueError as error:
         reason = str(error).splitlines()[0]
-        return None, None, f"what reads them is not known: {reason}; name a --backbone"
+        return None, None, f"the backbone that reads them is not known: {reason}; name a --backbone"
     return backbone, recipe, f"read by the folder's own {config['_class_name']}"
 
 

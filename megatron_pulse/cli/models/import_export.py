@@ -31,17 +31,16 @@ if TYPE_CHECKING:
     from megatron_pulse.backbone.chain import Backbone
 
 _IMPORT = """\
-Reads a diffusers folder (a whole pipeline's, or that of its unet or transformer) and writes a
-checkpoint that training takes with --pretrained-checkpoint DIR, at any parallel layout, with a new
-optimizer; its moving average starts at the same weights. A single file (.pth, .safetensors) is read
-as the state dict that U-ViT publishes, with --backbone, or that of a --module of your own.
-A UNet with classes keeps all of them and gets no null class unless --null-class is given.
-Every tensor must be there with its shape; what is wrong is listed, and nothing is written.
-With --controlnet the UNet is locked, and a ControlNet beside it is what training trains and
-exporting writes: that of a diffusers folder, or a new one, which begins as the UNet's encoder.
-In place of a folder hf:ID[@revision] is one of the hub, downloaded to huggingface_hub's cache.
-The diffusion process is that of the pipeline's scheduler (scheduler/scheduler_config.json); where
-there is none, or it is one that is not known here, flags must say what it is.
+Reads a diffusers folder (a pipeline, or its unet or transformer) and writes a checkpoint for
+--pretrained-checkpoint DIR, for any layout, with a new optimizer. The EMA starts at the same
+weights. A single file (.pth, .safetensors) is the state dict of U-ViT (--backbone) or of a module
+of your own (--module). A UNet with classes gets no null class unless --null-class is given. Every
+tensor must be there with its shape; faults are listed, and nothing is written.
+With --controlnet the UNet is frozen. Training trains and exporting writes a ControlNet: that of a
+diffusers folder, or a new one, which begins as the UNet's encoder.
+hf:ID[@revision] in place of a folder is downloaded to huggingface_hub's cache.
+The diffusion process is that of scheduler/scheduler_config.json. If it is missing or unknown, flags
+must give it.
 
 examples:
   pulse import --from stable-diffusion-v1-5 --to checkpoints/sd15
@@ -55,11 +54,11 @@ examples:
 """
 
 _EXPORT = """\
-Writes the moving average of a checkpoint's weights (or, with --raw, the weights) in the format
-that the model is published in: a folder that diffusers' from_pretrained loads, or for U-ViT and a
-module of your own a file (.pth or .safetensors) with their names. What importing read, exporting
-writes again bit for bit. The diffusion process is written as the configuration of a diffusers
-scheduler, into the folder scheduler in it, or beside a file as NAME.scheduler_config.json.
+Writes the EMA of a checkpoint's weights (with --raw: the weights) in the published format of the
+model: a folder for diffusers' from_pretrained, or for U-ViT and a module of your own a file (.pth
+or .safetensors) with its names. Imported weights are exported bit for bit. The diffusion process
+is written as a diffusers scheduler's configuration, into the folder scheduler, or beside a file
+as NAME.scheduler_config.json.
 
 examples:
   pulse export --load checkpoints/sd15 --to exported/unet
@@ -79,36 +78,54 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     add = parser.add_argument
     add(
-        "--from", dest="source", type=Path, required=True, metavar="PATH|hf:ID", help="what to read"
+        "--from",
+        dest="source",
+        type=Path,
+        required=True,
+        metavar="PATH|hf:ID",
+        help="folder or file to read",
     )
-    add("--to", type=Path, required=True, metavar="DIR", help="for --pretrained-checkpoint; new")
+    add(
+        "--to",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="new folder, for --pretrained-checkpoint",
+    )
     what = parser.add_mutually_exclusive_group()
     add_backbone_flags(what, "for a single file: the backbone that it holds")
     add_option_flag(parser, "with --backbone or --module: override one of its options")
     process = parser.add_argument_group(
-        "diffusion process", "What the pipeline's scheduler does not say, or says otherwise."
+        "diffusion process",
+        "Settings that the pipeline's scheduler lacks, or that replace its own.",
     )
-    add_flags(ProcessChoice, process, unsaid="default: as the scheduler says")
+    add_flags(ProcessChoice, process, unsaid="default: the scheduler's")
     add(
         "--null-class",
         action="store_true",
-        help="of a UNet with classes: add one, of zeros, for classifier-free guidance to learn",
+        help="add a null class of zeros to a UNet with classes, for classifier-free guidance",
     )
     add(
         "--controlnet",
         metavar="DIR|hf:ID|new",
-        help="lock the UNet and train a ControlNet: of a diffusers folder, or a new one",
+        help="freeze the UNet and train a ControlNet: of a diffusers folder, or a new one",
     )
 
     parser = add_parser(
-        commands, "export", "write weights as they are published", _EXPORT, run_export
+        commands,
+        "export",
+        "write a checkpoint's weights in their published format",
+        _EXPORT,
+        run_export,
     )
     add = parser.add_argument
-    add("--load", type=Path, required=True, metavar="DIR", help="what training had as --save")
-    add("--to", type=Path, required=True, metavar="PATH", help="the folder or file to write; new")
+    add(
+        "--load", type=Path, required=True, metavar="DIR", help="folder given as --save in training"
+    )
+    add("--to", type=Path, required=True, metavar="PATH", help="new folder or file to write")
     add("--iteration", type=int, metavar="N", help="a checkpoint other than the latest")
-    add("--raw", action="store_true", help="the weights as trained, not their moving average")
-    add("--chain", metavar="NAME", help="of a cascade: which of its backbones")
+    add("--raw", action="store_true", help="weights as trained, not their EMA")
+    add("--chain", metavar="NAME", help="backbone of a cascade")
     add_code_flag(parser, "the checkpoint")
     add(
         "--dtype",
@@ -172,14 +189,14 @@ def run_export(args: argparse.Namespace) -> None:
         write_state_dict(args.to, tensors, scheduler)
     if backbone.takes_prediction:
         print(
-            "diffusers loads it, but none of its pipelines gives a model its own prediction: the "
-            "channels behind the sample's are the x_0 that was estimated in the step before"
+            "diffusers loads it, but its pipelines do not feed predictions back: the channels "
+            "behind the sample's are the x_0 estimated in the step before"
         )
     size, spaced = backbone.input_spec.shape[-1], published.config.get("sample_size")
     if spaced not in (None, size):
         print(
-            f"trained at {size}; config.json's sample_size {spaced} is what its positions are "
-            "spaced for, so ask pipelines for the size that you want"
+            f"trained at {size}; sample_size {spaced} in config.json is the spacing of its "
+            "positions, so ask pipelines for the size that you want"
         )
     count = sum(tensor.numel() for tensor in tensors.values())
     print(
@@ -214,8 +231,8 @@ def _with_null_class(
     table, record = "class_embedding.weight", backbone.record
     if is_module(backbone.name):
         raise UserError(
-            f"--null-class: {backbone.name} has the classes that its config.json says; train it "
-            "with --pulse-class-dropout 0"
+            f"--null-class: {backbone.name} has the classes of its config.json; train it with "
+            "--pulse-class-dropout 0"
         )
     if table not in tensors or backbone.null_label is not None:
         raise UserError(f"--null-class: {backbone.name} has no classes, or a null class already")
@@ -239,9 +256,9 @@ def _open_file(args: argparse.Namespace) -> tuple[Backbone, Mapping[str, Tensor]
 
 def _check_new(path: Path) -> list[str]:
     if not path.name:
-        return [f"--to {path} is no name: name a new file or folder"]
+        return [f"--to {path}: name a new file or folder"]
     if path.is_dir() and any(path.iterdir()):
-        return [f"--to {path} is a folder with something in it: name a new one"]
+        return [f"--to {path} is not empty: name a new folder"]
     if path.is_file():
         return [f"--to {path} exists: name a new one"]
     return check_folder(path.parent, "--to")
@@ -261,9 +278,7 @@ def _check_source(args: argparse.Namespace) -> list[str]:
         if faults_of_file := _original(args):
             return faults_of_file
         if args.backbone is None:
-            faults.append(
-                f"--from {args.source} is a file: say with --backbone or --module what it holds"
-            )
+            faults.append(f"--from {args.source} is a file: name its --backbone or --module")
         elif not faults:
             faults += backbone_faults(args)
         for flag in ("null_class", "controlnet"):
@@ -273,7 +288,8 @@ def _check_source(args: argparse.Namespace) -> list[str]:
         faults.append(f"--from {args.source}: there is no such file or folder")
     elif args.backbone is not None or args.option:
         faults.append(
-            "--backbone, --module and --option are for single files; config.json says what it is"
+            "--backbone, --module and --option are for single files; a folder's config.json names "
+            "its model"
         )
     if args.controlnet is not None:
         if args.null_class:

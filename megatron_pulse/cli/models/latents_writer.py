@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from tqdm import tqdm
 
 from megatron_pulse.backbone.layer_patterns import size_options
 from megatron_pulse.cli.backbone_flags import options_of
@@ -33,6 +31,7 @@ from megatron_pulse.encoders.autoencoder import Autoencoder, posterior_noise, sa
 from megatron_pulse.errors import UserError
 from megatron_pulse.flags import DTYPES
 from megatron_pulse.profile.measurement.machine import compute_as_a_rank
+from megatron_pulse.progress import ProgressLine
 from model_specs import load_backbone, with_texts_of
 
 if TYPE_CHECKING:
@@ -77,7 +76,7 @@ def write_latents(
     if args.encoders is not None and not dataset.has_captions:
         require([f"--encoders: {args.source} has no captions; give only --vae"])
     if dataset.has_captions and args.encoders is None and text_states is None and not place.rank:
-        print(f"the captions of {args.source} are left out: --encoders would write their states")
+        print(f"captions of {args.source} are left out: --encoders writes their states")
     autoencoder = _open_autoencoder(args, dataset)
     shape = dataset.image_shape
     if autoencoder is not None:
@@ -118,8 +117,8 @@ def write_latents(
     if not writer.complete:
         print(
             f"rank {place.rank} has written its share; {writer.count()} of {len(dataset)} samples "
-            f"are in {args.output}, the others are other ranks': should one be stopped, give the "
-            "command again"
+            f"are in {args.output}, the rest is with other ranks: if one stops, give the command "
+            "again"
         )
         return
     print(
@@ -138,9 +137,8 @@ def _encoded(
         if takes[0] != shape[0] and autoencoder_folder(args) is None:
             require(
                 [
-                    f"--backbone {args.backbone} takes latents of {takes[0]} channels, and nothing "
-                    f"makes them of pictures of {shape[0]}: {args.encoders} has no autoencoder, "
-                    "give one as --vae"
+                    f"--backbone {args.backbone} takes latents of {takes[0]} channels, pictures "
+                    f"have {shape[0]}, and {args.encoders} has no autoencoder: give one as --vae"
                 ]
             )
         sizes = " ".join(f"--option {name}=N" for name in size_options(backbone.record))
@@ -171,10 +169,10 @@ def _encoded(
 def _encode_edited_anew(writer: LatentWriter, dataset: DiffusionDataset, place: RankOfJob) -> None:
     """Let shards be written anew whose pictures were edited since."""
     total = writer.count() // place.num_ranks
-    with tqdm(total=total, desc="comparing pictures", unit="file", delay=2, disable=None) as bar:
+    with ProgressLine("comparing pictures", total, "files") as line:
 
         def picture(index: int) -> int:
-            bar.update()
+            line.advance()
             return dataset.identity(index)
 
         changed = writer.changed(picture, place.rank, place.num_ranks)
@@ -197,8 +195,8 @@ def _write(
     args: argparse.Namespace,
     place: RankOfJob,
 ) -> None:
-    progress = _Progress(writer, len(dataset), place)
-    with writer, progress.bar:
+    progress = _Ranks(writer, len(dataset), place)
+    with writer, progress.line:
         for number in writer.share(place.rank, place.num_ranks):
             todo = writer.begin(number)
             for first in range(todo.start, todo.stop, args.batch_size):
@@ -224,47 +222,24 @@ def _write(
                         dataset.identity(i),
                         name_hash(group) if group else 0,
                     )
-                progress.add(len(indices))
+                progress.line.advance(len(indices))
             if place.num_ranks > 1:
                 progress.look_aside()
 
 
-class _Progress:
-    """What rank 0 shows of all ranks: a bar on a terminal, a line now and then in a log."""
+class _Ranks:
+    """Progress of all ranks, as rank 0 shows it."""
 
     def __init__(self, writer: LatentWriter, total: int, place: RankOfJob) -> None:
-        self._writer, self._total = writer, total
-        self._first = self._done = writer.count()
-        self._logs = not place.rank and not sys.stderr.isatty()
-        self._began = self._looked = self._said = time.monotonic()
-        self.bar = tqdm(
-            total=total,
-            initial=self._first,
-            unit="image",
-            desc="encoding",
-            disable=bool(place.rank) or self._logs,
-        )
-
-    def add(self, count: int) -> None:
-        """So many more are done."""
-        self._done += count
-        self.bar.update(count)
-        now = time.monotonic()
-        if self._logs and now - self._said >= _LOG_S:
-            self._said, new = now, self._done - self._first
-            rate = new / max(now - self._began, 1e-9)
-            left = tqdm.format_interval((self._total - self._done) / rate) if rate else "?"
-            print(
-                f"encoding: {self._done} of {self._total} images, {rate:.3g} a second, {left} left",
-                file=sys.stderr,
-                flush=True,
-            )
+        self._writer, self._looked = writer, time.monotonic()
+        done, is_silent = writer.count(), bool(place.rank)
+        self.line = ProgressLine("encoding", total, "images", done, silent=is_silent, log_s=_LOG_S)
 
     def look_aside(self) -> None:
         """Count what other ranks have done, now and then."""
         if time.monotonic() - self._looked >= _ASIDE_S:
             self._looked = time.monotonic()
-            self.add(self._writer.count() - self._done)
+            self.line.advance(self._writer.count() - self.line.done)
 
 
 def _wanted(

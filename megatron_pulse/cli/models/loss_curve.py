@@ -9,8 +9,8 @@ from megatron_pulse.cli.errors import add_parser, as_user_error, check_file, req
 from megatron_pulse.cli.output import add_json, json_faults, print_result
 
 _DESCRIPTION = """\
-Reads the TensorBoard files that training wrote under --tensorboard-dir. The values lie beside
-the picture as JSON (loss.png and loss.json); --json prints them too.
+Reads the TensorBoard files of a run. The values are written beside the picture as JSON (loss.png
+and loss.json); --json prints them too.
 
 example:
   pulse curve --tensorboard-dir runs/quickstart/tensorboard -o loss.png

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from megatron_pulse.backbone.chain import Backbone, TensorSpec
 
 _DESCRIPTION = """\
-Exports the module with torch.export, without memory for its weights, and shows what it was taken
-for: which of its inputs are the noisy sample, the times and fields of the batch, what is the same
-for every batch, and its links, skips and embedders. NAME is what --module and --pulse-module take:
+Traces the module with torch.export, without memory for its weights, and shows its inputs (noisy
+sample, timesteps, fields of the batch, constants), layers, skips and embedders. NAME is what
+--module and --pulse-module take:
 
   diffusers:FOLDER        the class and the sizes that the folder's config.json says
   diffusers:CLASS         the class with its defaults; --option says other sizes
@@ -39,7 +39,7 @@ for every batch, and its links, skips and embedders. NAME is what --module and -
                                                         other sizes that a microbatch may have)
                             backbone                    a chain by hand (megatron_pulse.Backbone)
 
-What cannot be run in a pipeline is told with the line of the model.
+What a pipeline cannot run is named with its line of the model.
 
 examples:
   pulse module diffusers:UNet2DModel --option sample_size=32

@@ -64,20 +64,23 @@ if TYPE_CHECKING:
     from megatron_pulse.integration.sampling import Request, TrainedModel
 
 _DESCRIPTION = """\
-Runs on one process (a GPU if there is one), whatever the layout of the run that wrote the
-checkpoint, with its averaged weights unless --raw. -o FILE.png is a sheet with one row per class,
-prompt, or sample of the data; -o DIR a picture of its own size for each (of a video for each
-frame), which --json lists; -o FILE.safetensors the samples undecoded. --prompt with
---encoders DIR takes the text encoders and the autoencoder of a diffusers pipeline folder, for
-imported models and those trained on latents of the same encoders (others are refused); of what was
-trained with --pulse-encoders it is that folder. Without one --prompt needs a model that was trained
-on the words of --pulse-data captions:PATH. --from-data takes the text states of validation samples.
-A ControlNet follows --control-image, of which it sees the central square, as in training.
-Noise is drawn in float32 on the CPU, for each sample of --seed and its number alone. --noise
-diffusers draws what a pipeline in float32 draws with torch.Generator().manual_seed(SEED) for a
-batch of all samples: with DDIM or FlowMatchEulerDiscreteScheduler, the same --steps, --guidance and
-encoders the picture is the pipeline's (SD3's and Wan's with --flow-grid scheduler).
---score asks a classifier that was fitted to real digits whether each image is the digit asked for.
+Runs in one process (on a GPU if there is one), for checkpoints of any layout, with EMA weights
+unless --raw. The output is
+
+  -o FILE.png           a sheet with one row per class, prompt, or sample of the data
+  -o DIR                a file for each picture or video frame, which --json lists
+  -o FILE.safetensors   the samples undecoded
+
+--prompt takes the text encoders and autoencoder of --encoders, a diffusers pipeline folder
+(default: that of the training's --pulse-encoders). Encoders other than those of the training are
+refused. Without any, the model must have been trained on the words of --pulse-data captions:PATH.
+--from-data takes the text states of validation samples. A ControlNet sees the central square of
+--control-image, as in training.
+
+Noise is drawn in float32 on the CPU and depends on --seed and the number of the sample alone. With
+--noise diffusers it is that of torch.Generator().manual_seed(SEED) for the whole batch: DDIM and
+FlowMatchEulerDiscreteScheduler with the same --steps, --guidance and encoders then give the
+pipeline's picture (SD3 and Wan with --flow-grid scheduler).
 
 examples:
   pulse sample --load runs/quickstart/checkpoints -o digits.png --score mnist
@@ -102,46 +105,46 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     """Add ``sample``."""
     parser = add_parser(commands, "sample", "draw samples from a checkpoint", _DESCRIPTION, run)
     add = parser.add_argument
-    add("--load", type=Path, required=True, metavar="DIR", help="what training had as --save")
+    add(
+        "--load", type=Path, required=True, metavar="DIR", help="folder given as --save in training"
+    )
     add(
         "-o",
         "--output",
         type=Path,
         required=True,
         metavar="PATH",
-        help="what to write: FILE.png (a sheet), DIR (a file for each picture) or FILE.safetensors",
+        help="FILE.png (a sheet), DIR (a file for each picture) or FILE.safetensors",
     )
     what = parser.add_mutually_exclusive_group()
     what.add_argument(
         "--classes", help="such as 0-9 or 3,5 (default: the first ten, or all if fewer)"
     )
-    what.add_argument(
-        "--prompt", action="append", metavar="TEXT", help="draw this text (repeatable)"
-    )
+    what.add_argument("--prompt", action="append", metavar="TEXT", help="text to draw (repeatable)")
     what.add_argument(
         "--from-data",
         type=int,
         metavar="N",
         help="draw with the conditioning of the first N validation samples of the training data",
     )
-    add("--negative-prompt", metavar="TEXT", help="of --prompt: what to be guided away from")
+    add("--negative-prompt", metavar="TEXT", help="text to be guided away from, with --prompt")
     add(
         "--control-image",
         type=Path,
         action="append",
         default=[],
         metavar="FILE",
-        help="of a ControlNet: the picture to follow, for all rows, or one for each (repeatable)",
+        help="picture that a ControlNet follows, for all rows, or one for each (repeatable)",
     )
     add_encoder_flags(parser)
-    add("--data", metavar="SPEC", help="for --from-data: other data than that of the training")
+    add("--data", metavar="SPEC", help="dataset of --from-data (default: that of the training)")
     add("--per-class", type=int, default=8, metavar="N", help="images in each row (default 8)")
     add("--steps", type=int, default=50, metavar="N", help="sampler steps (default 50)")
     add(
         "--guidance",
         type=float,
         metavar="W",
-        help="classifier-free guidance; 1 is none (default 2, and 1 of what was trained with "
+        help="classifier-free guidance; 1 is none (default 2; 1 after training with "
         "--pulse-class-dropout 0, unless there is a --negative-prompt)",
     )
     add(
@@ -149,7 +152,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         type=FROM_ZERO_TO_ONE.read,
         default=0.0,
         metavar="E",
-        help="DDIM's share of fresh noise in each step, 0 to 1; not of flow (default 0)",
+        help="DDIM's share of fresh noise in each step, 0 to 1; not for flow (default 0)",
     )
     add("--seed", type=int, default=0, help="of the starting noise (default 0)")
     add(
@@ -162,12 +165,12 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--flow-grid",
         choices=[str(kind) for kind in FlowGrid],
         default=str(FlowGrid.EVEN),
-        help="flow's times before the shift: N equal steps from 1, as pipelines of Flux, or the "
-        "scheduler's own, as those of SD3 and Wan (default even)",
+        help="times of flow before the shift: N equal steps from 1, as Flux, or the scheduler's "
+        "own, as SD3 and Wan (default even)",
     )
     add("--iteration", type=int, metavar="N", help="a checkpoint other than the latest")
-    add("--raw", action="store_true", help="the weights as trained, not their moving average")
-    add("--chain", metavar="NAME", help="of a cascade: which of its backbones")
+    add("--raw", action="store_true", help="weights as trained, not their EMA")
+    add("--chain", metavar="NAME", help="backbone of a cascade")
     add_option_flag(parser, "draw at another size or text length: sample_size=64")
     add_code_flag(parser, "the checkpoint")
     add(
@@ -179,13 +182,13 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add(
         "--score",
         choices=["mnist", "digits8"],
-        help="share of images that a classifier of these real digits takes for the digit asked",
+        help="share of images that a classifier of these real digits takes for the digit asked for",
     )
     add_json(parser)
     process = parser.add_argument_group(
-        "diffusion process", "Another process than that of the checkpoint, to see what it does."
+        "diffusion process", "Replaces the process of the checkpoint."
     )
-    add_flags(ProcessChoice, process, without=OF_TRAINING, unsaid="default: as the checkpoint")
+    add_flags(ProcessChoice, process, without=OF_TRAINING, unsaid="default: the checkpoint's")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -213,8 +216,8 @@ def run(args: argparse.Namespace) -> None:
     if (shapes := model.backbone.num_shapes) > 1:
         shape = "x".join(map(str, model.backbone.sample_spec.shape))
         print(
-            f"samples are {shape}, the first of its {shapes} shapes; of a diffusers class, "
-            "--option buckets=HEIGHTxWIDTH draws at another size",
+            f"samples are {shape}, the first of its {shapes} shapes; for a diffusers class, "
+            "--option buckets=HEIGHTxWIDTH draws another size",
             file=sys.stderr,
         )
     guidance, unguided = _guidance(args, model)
@@ -295,8 +298,8 @@ def _guidance(args: argparse.Namespace, model: TrainedModel) -> tuple[float, str
     if args.guidance is None:
         return 1.0, f"; not guided: it was {trained} (--guidance W guides)"
     warn(
-        f"{model.folder} was {trained}: guidance goes away from one that it does not know; "
-        "--guidance 1 samples without"
+        f"{model.folder} was {trained}: guidance starts from an untrained one; --guidance 1 "
+        "samples without"
     )
     return given, ""
 
@@ -310,14 +313,14 @@ def _check(args: argparse.Namespace) -> list[str]:
     faults += range_faults(FROM_ZERO, args, "iteration", "guidance")
     faults += range_faults(_SEED, args, "seed")
     if args.vae is not None and output_of(args.output) is Output.TENSORS:
-        faults.append("--vae decodes samples, and -o FILE.safetensors takes them as they are")
+        faults.append("--vae decodes samples, and -o FILE.safetensors writes them undecoded")
     faults += encoder_faults(args)
     if args.encoders is not None and not args.prompt and args.from_data is None:
-        faults.append("--encoders is for --prompt, or --from-data of data that it encodes")
+        faults.append("--encoders is for --prompt, or for --from-data that it encodes")
     if args.negative_prompt is not None and not args.prompt:
         faults.append("--negative-prompt is for --prompt")
     elif args.negative_prompt is not None and args.guidance == 1:
-        faults.append("--negative-prompt is for guidance, and --guidance 1 is none")
+        faults.append("--negative-prompt needs guidance, and --guidance 1 is none")
     if args.control_image and args.from_data is not None:
         faults.append("--control-image is for --prompt or --classes: --from-data has its own")
     faults += [
@@ -378,7 +381,7 @@ def _asked(
         for text in dict.fromkeys([*args.prompt, *filter(None, [negative])]):
             if over := encoders.tokenizers.excess(text):
                 named = shorten(text, 60, placeholder=" ...")
-                warn(f"{named!r} is {over} tokens too long: its end does not count")
+                warn(f"{named!r} is {over} tokens too long: its end is cut off")
         return "prompts", rows, encoded
     if args.negative_prompt is not None:
         raise UserError("--negative-prompt needs text encoders: give --encoders DIR")
@@ -414,7 +417,7 @@ def _check_model(
             f"{process.objective}: leave it out"
         )
     if args.classes is not None and count is None:
-        faults.append(f"{model.backbone.name} knows no classes: leave --classes out")
+        faults.append(f"{model.backbone.name} has no classes: leave --classes out")
     if args.classes is not None and count is not None and any(row >= count for row in rows):
         beyond = [row for row in rows if row >= count]
         shown = ", ".join(map(str, beyond[:5])) + (", ..." if len(beyond) > 5 else "")
@@ -426,7 +429,7 @@ def _check_model(
     if args.score and (drawing.shape[0] != 1 or drawing.autoencoder is not None):
         faults.append("--score needs a model of grey digits (1 channel, no --vae)")
     if args.score and (kind != "labels" or any(row > 9 for row in rows)):
-        faults.append("--score knows the classes 0-9 only")
+        faults.append("--score is for the classes 0-9")
     return faults
 
 

@@ -30,22 +30,19 @@ from megatron_pulse.errors import UserError, collecting
 from megatron_pulse.flags import DTYPES, PIXELS, TO_MILLION
 
 _DESCRIPTION = """\
-Without --vae the pixels themselves are the latents; with it they are those of a diffusers
-AutoencoderKL, shifted and scaled as its configuration says: mean and deviation of its posterior,
-of which training draws another sample at every reading, as diffusers' own trainers do (--posterior
-sample or mean keep half the bytes). Files are written in whole shards: an interrupted command goes
-on where it stopped when it is given again, and encodes anew what holds pictures that were edited
-since. Started on several ranks, by torchrun or srun, each
-encodes every so many-th shard, and the folder is the same in the end, byte for byte. What the type
-on disk cannot hold is refused; sizes and crops of image files are kept for models that are told
-them. Train on the result with --pulse-data latents:DIR.
+Without --vae the latents are the pixels. With it they are mean and deviation of the posterior of a
+diffusers AutoencoderKL, shifted and scaled by its configuration; training draws a new sample at
+every reading, as diffusers' trainers do. --posterior sample or mean keeps half the bytes.
 
-Captions become text states in one of two ways. --encoders DIR --backbone NAME takes the text
-encoders and the autoencoder of a diffusers pipeline folder; what the backbone reads decides which
-encoders and which of their states are written, and what stands for a dropped caption; with
---store-text tokens only token ids are, for training that encodes them itself. meta.json says what
-made each field. --text-states LxD makes them of random word vectors, as training on
-captions:PATH does. Nothing is downloaded.
+Files are written in whole shards. The same command again resumes, and encodes shards anew whose
+pictures were edited. Ranks of torchrun or srun share the shards; the folder is equal byte for byte.
+Values that the type on disk cannot hold are refused. Sizes and crops of pictures are kept for
+models that read them. Train on the result with --pulse-data latents:DIR.
+
+Captions become text states. --encoders DIR --backbone NAME takes text encoders and autoencoder of a
+diffusers pipeline folder, and writes the states that the backbone reads, also for a dropped
+caption. --store-text tokens writes token ids, for training that encodes them. --text-states LxD
+makes states of random word vectors, as training on captions:PATH does. Nothing is downloaded.
 
 {specs}
 examples:
@@ -72,7 +69,7 @@ def add_write_latents(
         run,
     )
     add = parser.add_argument
-    add("--from", dest="source", required=True, metavar="SPEC", help="the dataset to encode")
+    add("--from", dest="source", required=True, metavar="SPEC", help="dataset to encode")
     add("-o", "--output", type=Path, required=True, metavar="DIR", help="the folder to write")
     add("--image-size", type=int, metavar="N", help="resize images to NxN before encoding")
     add("--channels", type=int, choices=[1, 3], default=3, help="of a folder's images (3)")
@@ -80,24 +77,25 @@ def add_write_latents(
     add("--vae", type=Path, metavar="DIR|hf:ID", help="a diffusers AutoencoderKL folder")
     add_encoder_flags(parser)
     add_backbone_flags(
-        parser.add_mutually_exclusive_group(), "of --encoders: the backbone that will read them"
+        parser.add_mutually_exclusive_group(), "backbone that will read the results of --encoders"
     )
     add_option_flag(parser, "override one of the backbone's options")
     add(
         "--posterior",
         choices=["distribution", "sample", "mean"],
-        help="of --vae: keep its mean and deviation (distribution, default), a sample, or the mean",
+        help="what of --vae to keep: mean and deviation (distribution, default), a sample, or the "
+        "mean",
     )
     add(
         "--store-text",
         choices=["states", "tokens"],
-        help="of --encoders: their states (default), or token ids, some thousandth of the bytes",
+        help="store states of --encoders (default), or token ids, some thousandth of the bytes",
     )
-    add("--text-states", metavar="LxD", help="of captions: length and width of their states")
+    add("--text-states", metavar="LxD", help="length and width of captions' states")
     add_default_caption(parser)
     add("--batch-size", type=int, default=16, metavar="N", help="images per encoding (16)")
     add("--shard-size", type=int, default=1024, metavar="N", help="samples per file (1024)")
-    add("--verify", action="store_true", help="read every image once before beginning")
+    add("--verify", action="store_true", help="read every image before encoding")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -120,8 +118,7 @@ def _check(args: argparse.Namespace) -> list[str]:
     captions = args.source.startswith("captions:")
     if captions and args.text_states is None and args.encoders is None:
         faults.append(
-            f"--from {args.source}: give --encoders and --backbone, or --text-states, or the "
-            "captions would be lost"
+            f"--from {args.source} has captions: give --encoders and --backbone, or --text-states"
         )
     faults += encoder_faults(args) + caption_faults(args, args.source)
     if args.encoders is not None and args.vae is None:
@@ -133,25 +130,25 @@ def _check(args: argparse.Namespace) -> list[str]:
                 for fault in autoencoder_faults(args.encoders)
             ]
     if args.posterior is not None and autoencoder_folder(args) is None:
-        faults.append("--posterior is of an autoencoder: give --vae, or --encoders with one")
+        faults.append("--posterior needs an autoencoder: give --vae, or --encoders with one")
     if args.store_text is not None and args.encoders is None:
         faults.append("--store-text is for --encoders")
     if args.encoders is None:
         if args.backbone is not None or args.option:
             faults.append("--backbone, --module and --option are for --encoders")
     elif args.backbone is None:
-        faults.append("--encoders: name what will read the states: --backbone or --module")
+        faults.append("--encoders: name the --backbone or --module that will read the states")
     else:
         faults += backbone_faults(args)
         if not args.source.startswith(("captions:", "folder:")):
-            faults.append("--encoders is for images with captions; of other data give only --vae")
+            faults.append("--encoders is for images with captions; for other data give only --vae")
         if args.text_states is not None:
-            faults.append("--text-states makes states without --encoders: leave one of them out")
+            faults.append("--text-states and --encoders: give one")
     if captions and args.image_size is None:
         faults.append(f"--from {args.source}: give --image-size")
     if args.text_states is not None:
         if not captions:
-            faults.append("--text-states is for captions:PATH, the only data that has texts")
+            faults.append("--text-states is for data with captions (captions:PATH)")
         with collecting(faults):
             _text_states(args.text_states)
     faults += vae_faults(args.vae)

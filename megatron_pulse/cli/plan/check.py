@@ -19,23 +19,20 @@ if TYPE_CHECKING:
     from megatron_pulse.planner.plan_file.plan_file import PlanFile
 
 _DESCRIPTION = """\
-Looks at everything that a run with --pulse-plan would stumble over, and lists all faults at once:
+Checks what a run with --pulse-plan needs, and lists all faults at once:
 
-  form       the file has every field, and each is what it may be
-  schedule   every operation is there once, on its device, and nothing waits in a circle
-  backbone   the stages hold the layers of the backbone's chain, each once and in order, and
-             between them is as much as the plan counts; with --count, layers are built, without
-             weights, to see whether they have as many parameters (as when a run starts)
-  skips      both ends of each are on one device, or it has a route of its own
-  messages   compiled for every device, and no order of NCCL calls can block
-  figures    times, messages, memory and what is predicted are what the layers' costs come to,
-             the schedule simulated, and they are costs of this backbone, in the memory format of
-             its convolutions too; no bound is above it
-  memory     activations at their peak keep within what each device has for them, and all that a
-             device holds within its memory
-  ranks      the machines have as many
+  form       every field is there and has an allowed value
+  schedule   every operation is there once, on its device; there is no deadlock
+  backbone   the stages hold every layer of the chain once and in order; boundaries have the bytes
+             that the plan counts; with --count, layers have its numbers of parameters
+  skips      collocated, or with a route of their own
+  messages   compiled for every device; no order of NCCL calls can block
+  figures    times, messages, memory and predictions follow from the layer costs of this backbone
+             and the simulated schedule; no lower bound is above it
+  memory     activations and all state fit each device
+  ranks      the cluster has as many
 
-Needs no GPU, no other rank, and no torch but for --count. The exit status is 0 for a plan that can
+Needs no GPU and no other rank; only --count needs torch. The exit status is 0 for a plan that can
 run, else 2.
 
 examples:
@@ -46,18 +43,20 @@ examples:
 
 
 _REMEDY = (
-    "make the plan anew with 'pulse tune', or take back what was edited: costs, decisions and "
-    "figures of a plan belong together (by hand it is chosen without a plan which layers compute "
-    "again, or wait on the host: --pulse-recompute, --pulse-recompute-selective, --pulse-offload)"
+    "make the plan anew with 'pulse tune', or undo the edit: costs, decisions and figures of a "
+    "plan belong together (--pulse-recompute, --pulse-recompute-selective and --pulse-offload set "
+    "activation policies without a plan)"
 )
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``check``."""
-    parser = add_parser(commands, "check", "say whether a plan can run", _DESCRIPTION, run)
+    parser = add_parser(commands, "check", "check that a plan can run", _DESCRIPTION, run)
     parser.add_argument("plan", type=Path, metavar="PLAN", help="what 'pulse tune' wrote")
     add_code_flag(parser, "the plan")
-    parser.add_argument("--count", action="store_true", help="count parameters too: takes seconds")
+    parser.add_argument(
+        "--count", action="store_true", help="also count parameters (takes seconds)"
+    )
     add_json(parser, to_file=False)
 
 
@@ -106,8 +105,8 @@ def _verdict(path: Path, faults: list[str], fine: dict[str, str]) -> dict[str, A
 
 def _form(path: Path) -> str:
     if HASH in read_text(path, FileKind.PLAN)[: 2 * len(HASH)]:
-        return "as it should be"
-    return f"as it should be, but without its line {HASH!r}: not all edits show, nor all damage"
+        return "ok"
+    return f"ok, but without its line {HASH!r}: some edits and damage are not seen"
 
 
 def _schedule(plan: PlanFile) -> str:
@@ -121,9 +120,9 @@ def _schedule(plan: PlanFile) -> str:
 def _figures(plan: PlanFile) -> str:
     known = plan.provenance["schedule"]
     return (
-        f"as worked out from the costs of {len(plan.profile.layers)} layers; the schedule takes "
-        f"{in_ms(known['makespan'])}, no schedule less than "
-        f"{in_ms(known['lower_bound'])}, without waiting for shared links"
+        f"follow from the costs of {len(plan.profile.layers)} layers; makespan "
+        f"{in_ms(known['makespan'])}, lower bound {in_ms(known['lower_bound'])}, without link "
+        "contention"
     )
 
 

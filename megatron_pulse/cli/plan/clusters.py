@@ -12,15 +12,14 @@ if TYPE_CHECKING:
     from megatron_pulse.planner.cluster.cluster import Cluster
 
 _DESCRIPTION = """\
-Lists the clusters that plans can be made for by name, or prints one as YAML. Keep what it prints,
-change it, and give the file wherever a cluster is named; 'pulse probe' measures one instead.
-NAME:4 is NAME with 4 nodes.
+Lists the named clusters, or prints one as YAML. Edit that file and give it wherever a cluster is
+named. 'pulse probe' measures one instead. NAME:4 is NAME with 4 nodes.
 
 examples:
   pulse clusters
   pulse clusters dgx-a100:4
   pulse clusters dgx-h100 > ours.yaml
-  pulse clusters ours.yaml                             check a file: says everything that is wrong
+  pulse clusters ours.yaml                             check a file: lists every fault
 """
 
 

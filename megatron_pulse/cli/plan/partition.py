@@ -21,6 +21,7 @@ from megatron_pulse.cli.errors import (
 from megatron_pulse.cli.output import add_json, json_faults, overwrite_faults, print_result, write
 from megatron_pulse.errors import unknown_name
 from megatron_pulse.flags import ABOVE_ZERO, FROM_ZERO, TO_4096, TO_MILLION, flag_name
+from megatron_pulse.progress import ProgressLine
 
 if TYPE_CHECKING:
     from megatron_pulse.planner.layout.placement import Placement
@@ -29,17 +30,16 @@ if TYPE_CHECKING:
     from megatron_pulse.profile.profile import Profile
 
 _DESCRIPTION = """\
-Cuts the chain of layers into stages so that the busiest device is done soonest: its forward and
-backward time with all that it sends and receives (--objective load), or by the measure of the
-PULSE paper, the largest stage (--objective stage). Modes:
+Cuts the chain of layers into stages so that the load of the busiest device is least. The load is
+forward, backward and messages (--objective load), or the largest stage, as in the PULSE paper
+(--objective stage). Modes:
 
 {modes}
 
-Memory counts parameters, gradients and Adam's state as Megatron keeps them (bfloat16: 18 bytes a
-parameter, which are 2 + 4 for it and its fp32 gradient, 4 for the fp32 copy and 8 for both
-moments; float16: 20; float32: 16; --distributed-optimizer divides copy and moments among
-replicas), and the activations of as many microbatches as the schedule has in flight. It does not
-count what a kernel needs while it runs, nor the CUDA context: leave a tenth by --memory-gb.
+Memory counts the in-flight activations and Megatron's state of a parameter: bfloat16 18 bytes
+(parameter 2, fp32 gradient 4, main parameter 4, Adam 8), float16 20, float32 16.
+--distributed-optimizer divides main parameter and Adam among replicas. Workspace of kernels and the
+CUDA context are not counted: leave a tenth by --memory-gb.
 
 examples:
   pulse partition --profile profile.json -p 4
@@ -63,7 +63,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     what.add_argument("--from-table", type=Path, metavar="FILE", help="a table of layers, as JSON")
     add("--preset", metavar="NAME", help=f"the table's device: {', '.join(PRESETS)}")
     add("-p", "--num-devices", type=int, required=True, metavar="P", help="pipeline devices")
-    add("--mode", choices=modes(), help="default: soft if there are skips, else sequential")
+    add("--mode", choices=modes(), help="default: soft with skips, else sequential")
     add(
         "--num-chunks",
         type=int,
@@ -83,15 +83,15 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         type=float,
         default=1.0,
         metavar="L",
-        help="weight of sending in the measure of a stage (default 1)",
+        help="weight of messages in --objective stage (default 1)",
     )
     add(
         "--slack",
         type=float,
         default=0.0,
         metavar="X",
-        help="a measure may be larger than its best by this share where a later one gains: 0.05 is "
-        "the smallest stage, then the fewest bytes, among loads within 5 %% (default 0)",
+        help="share by which an objective may exceed its best if a later one gains: with 0.05, the "
+        "smallest stage, then the fewest bytes, among loads within 5 %% (default 0)",
     )
     add(
         "--bandwidth-gbs",
@@ -112,29 +112,29 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--memory-gb",
         type=float,
         metavar="G",
-        help="what a device may hold (default: its memory, if the profile knows it)",
+        help="memory of a device (default: the profile's)",
     )
-    limit.add_argument("--no-memory", action="store_true", help="devices may hold any amount")
+    limit.add_argument("--no-memory", action="store_true", help="no memory limit")
     add(
         "--microbatches",
         type=int,
         metavar="M",
-        help="in a step, for the activations in flight (default 2 P, where they reach their most)",
+        help="microbatches of a step, for in-flight activations (default 2 P, where they peak)",
     )
     add(
         "--bytes-per-parameter",
         type=float,
         metavar="X",
-        help="with gradient and optimizer (default: as said above)",
+        help="with gradient and optimizer (default: as above)",
     )
     add("--data-parallel", type=int, default=1, metavar="D", help="replicas (default 1)")
     add("--distributed-optimizer", action="store_true", help="as Megatron's flag of this name")
     add(
         "--recompute",
         action="store_true",
-        help="recompute activations, also if the profile does not say so",
+        help="recompute activations, whatever the profile says",
     )
-    add("--compare", action="store_true", help="compare the layouts of stages and skips")
+    add("--compare", action="store_true", help="compare layouts")
     add_json(parser)
     add("--draw", type=Path, metavar="SVG", help="draw the partition")
 
@@ -179,8 +179,10 @@ def run(args: argparse.Namespace) -> None:
     if placement.num_stages <= len(costs.names):
         rules(placement)  # makes the schedule, which is not part of the search
     begin = time.perf_counter()
-    found = best(layout, costs, args.num_devices, goal)
-    seconds = time.perf_counter() - begin
+    with ProgressLine("searching cuts"):
+        found = best(layout, costs, args.num_devices, goal)
+        seconds = time.perf_counter() - begin
+        others = best_of_each(costs, args.num_devices, goal, chunks) if args.compare else {}
     result = PartitionReport(
         profile,
         size,
@@ -190,7 +192,7 @@ def run(args: argparse.Namespace) -> None:
         limit_bytes,
         found,
         seconds,
-        best_of_each(costs, args.num_devices, goal, chunks) if args.compare else {},
+        others,
     )
     lines = report(result)
     if args.draw is not None:

@@ -164,9 +164,9 @@ def _totals(result: PartitionReport) -> list[str]:
     rate = f"{result.micro_batch_size / largest:.4g}" if largest else "any number of"
     limit = "no limit" if result.limit_bytes is None else f"of {result.limit_bytes / 1e9:.4g} GB"
     return [
-        f"balance {found.balance:.3f} (largest computing time over the mean); largest load "
+        f"balance {found.balance:.3f} (largest compute time over the mean); largest load "
         f"{1e3 * largest:.3f} ms",
-        f"at most {rate} samples/s on each pipeline, if no device ever waits",
+        f"at most {rate} samples/s on each pipeline, without bubbles",
         f"a microbatch moves {moved.total / 1e6:.2f} MB, forward and gradients: boundaries "
         f"{moved.boundary / 1e6:.2f}, skips {moved.skip / 1e6:.2f}; the hottest device "
         f"{moved.hottest / 1e6:.2f}",
@@ -189,17 +189,14 @@ def _comparison(others: Mapping[Layout, BestPartition | PartitionError]) -> list
     known = [row for row in rows if "infeasible" not in row]
     least = {key: min(row[key] for row in known) for _, key, _ in columns} if known else {}
     cells: list[tuple[str, ...]] = [("layout", *(f"{title} " for title, _, _ in columns))]
-    for row in rows:
-        if "infeasible" in row:
-            cells.append((row["layout"], row["infeasible"]))
-            continue
+    for row in known:
         stars = (
             f"{row[key] * scale:.3f}{'*' if row[key] == least[key] else ' '}"
             for _, key, scale in columns
         )
         cells.append((row["layout"], *stars))
-    lines = table(cells, left=(0,))
     return [
-        *lines,
+        *table(cells, left=(0,)),
+        *(f"{row['layout']}: {row['infeasible']}" for row in rows if "infeasible" in row),
         "* smallest. Bytes of a microbatch, forward and gradients; each layout at its best",
     ]

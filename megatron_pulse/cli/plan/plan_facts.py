@@ -20,7 +20,7 @@ def predicted(plan: PlanFile) -> list[tuple[str, str]]:
         own = [
             (
                 "before",
-                f"all forwards in {100 * plan.self_conditioning:g} % of the steps, for "
+                f"all forwards once more in {100 * plan.self_conditioning:g} % of the steps, for "
                 f"self-conditioning: {in_ms(p['self_conditioning_s'])} in the mean",
             )
         ]
@@ -28,7 +28,7 @@ def predicted(plan: PlanFile) -> list[tuple[str, str]]:
         ("step", f"{in_ms(p['step_s'])}, {p['samples_per_s']:.4g} samples/s"),
         (
             "of that",
-            f"pipeline {in_ms(p['pipeline_s'])}, gradients' reduction that nothing hides "
+            f"pipeline {in_ms(p['pipeline_s'])}, exposed gradient reduction "
             f"{in_ms(p['exposed_reduction_s'], 3)}, optimizer {in_ms(p['optimizer_s'], 3)}",
         ),
         *own,
@@ -38,7 +38,7 @@ def predicted(plan: PlanFile) -> list[tuple[str, str]]:
         (
             "sent",
             f"{in_mb(p['pipeline_bytes_per_sample'])} a sample in the pipeline, "
-            f"{in_mb(p['data_bytes_per_sample'])} for the gradients' reduction",
+            f"{in_mb(p['data_bytes_per_sample'])} for gradient reduction",
         ),
     ]
 
@@ -58,7 +58,7 @@ def _for_optimizer(plan: PlanFile) -> list[tuple[str, str]]:
     return [
         (
             "optimizer",
-            f"at most {num_bytes / 1e9:.3g} GB of its node's memory for a device's share, "
+            f"at most {num_bytes / 1e9:.3g} GB of host memory per device, "
             f"{per_node * num_bytes / 1e9:.3g} GB for the {per_node} of a node",
         )
     ]
@@ -68,12 +68,16 @@ def filling_facts(found: FilledSchedule) -> list[tuple[str, str]]:
     """Makespan with bubble filling, compared with encoding before the step, and its sensitivity."""
     made, front = found.certificate, found.before_step_s
     spread = (
-        f"{over - 1:.1%} above the bound at {factor:g} of their times"
+        f"{over - 1:.1%} above the bound at {factor:g} of the encoders' times"
         for factor, over in made.spread.items()
     )
     return [
         ("filled", str(made)),
-        ("in front", f"{front:.4g} s: filling is {front / made.makespan:.3f} times as fast"),
+        (
+            "unfilled",
+            f"{front:.4g} s with all before the step: filling is {front / made.makespan:.3f} times "
+            "as fast",
+        ),
         ("spread", ", ".join(spread)),
     ]
 
@@ -86,12 +90,17 @@ def encoder_schedule_table(plan: PlanFile) -> list[str]:
     def number_ranges(seconds: float | None) -> str:
         return "-" if seconds is None else f"{1e3 * seconds:.4g}"
 
-    rows = [("", "encoder", "runs", "ms filled", "ms in front", "ms stored", "MB a sample stored")]
+    rows = [
+        ("", "encoder", "runs", "ms filled", "ms before step", "ms stored", "stored MB a sample")
+    ]
     for one in plan.policies:
-        when = "in idle time" if one["policy"] == "fill" else "in front"
+        when = "in bubbles" if one["policy"] == "fill" else "before step"
         steps = (number_ranges(one[name]) for name in ("fill_s", "before_step_s", "stored_s"))
         rows.append(("", one["name"], when, *steps, f"{one['stored_bytes'] / 1e6:.4g}"))
-    return [*table(rows, left=(1, 2)), "  (a pipeline's step, the other encoders as is soonest)"]
+    return [
+        *table(rows, left=(1, 2)),
+        "  (step of a pipeline, with the other encoders at their best)",
+    ]
 
 
 def bubble_task_lines(schedule: Schedule) -> list[tuple[str, str]]:
@@ -103,7 +112,7 @@ def bubble_task_lines(schedule: Schedule) -> list[tuple[str, str]]:
         rows.append(
             (
                 f"X{number}",
-                f"{filler.name}: {len(filler.slice_seconds)} pieces on device "
+                f"{filler.name}: {len(filler.slice_seconds)} slices on device "
                 f"{number_ranges(list(devices))}, {in_ms(sum(filler.slice_seconds))}",
             )
         )
@@ -132,9 +141,8 @@ def offload_lines(plan: PlanFile) -> list[tuple[str, str]]:
         rows.append(
             (
                 f"device {device}",
-                f"those of {len(left)} of {may} forwards that may leave: {num_bytes / 1e9:.3g} GB "
-                f"in a step, {most / 1e9:.3g} GB of pinned memory at most, {in_ms(seconds, 3)} "
-                "each way, beside computing",
+                f"{len(left)} of {may} activations: {num_bytes / 1e9:.3g} GB a step, at most "
+                f"{most / 1e9:.3g} GB pinned, {in_ms(seconds, 3)} each way, beside computation",
             )
         )
     return rows
@@ -144,15 +152,15 @@ def provenance(plan: PlanFile) -> list[tuple[str, str]]:
     """Names and values on the plan's origin."""
     p = plan.provenance
     made, cluster = p["schedule"], p["cluster"]
-    known = "proved: none is shorter" if made["proved"] else f"gap {100 * made['gap']:.2f} %"
+    known = "optimal" if made["proved"] else f"gap {100 * made['gap']:.2f} %"
     size = [str(cluster[key]) for key in ("nodes", "devices_per_node") if key in cluster]
     return [
         ("profile", f"{p['profile']} (sha256 {p['profile_sha256'][:12]})"),
         ("cluster", f"{cluster.get('name', 'unknown')} ({' x '.join(size)} devices)"),
         (
             "schedule",
-            f"{made['solver']}: {in_ms(made['makespan'])} without waiting for shared links, "
-            f"lower bound {in_ms(made['lower_bound'])} ({known})",
+            f"{made['solver']}: {in_ms(made['makespan'])} without link contention, lower bound "
+            f"{in_ms(made['lower_bound'])} ({known})",
         ),
         *_searched(plan),
         ("versions", ", ".join(f"{name} {value}" for name, value in p["versions"].items())),
@@ -166,8 +174,8 @@ def _searched(plan: PlanFile) -> list[tuple[str, str]]:
     bound_s, step_s = search["lower_bound_s"], plan.predicted["step_s"]
     found = f"{search['configs']:,} configs, {search['simulated']:,} simulated"
     if not search["left"]:
-        return [("search", f"{found}, none left; not all of their cuts")]
-    least = f"{search['left']:,} left, of which none takes less than {in_ms(bound_s)}"
+        return [("search", f"{found}, none untried; not all of their cuts")]
+    least = f"{search['left']:,} untried, none below {in_ms(bound_s)}"
     return [("search", f"{found}, {least} ({max(0, 1 - bound_s / step_s):.1%} less)")]
 
 

@@ -58,9 +58,9 @@ def _page(plan: PlanFile, replayed: Replay, path: Path, timeline: str) -> str:
         "<h2>Layers</h2>"
         + html_page.table(plan_text.LAYER_COLUMNS, plan_text.layers(plan), left=(1, 9)),
         "<h2>Messages of a step of one pipeline</h2>" + _messages(plan, replayed),
-        "<h2>Made from</h2>" + html_page.listed(plan_facts.provenance(plan)),
+        "<h2>Origin</h2>" + html_page.listed(plan_facts.provenance(plan)),
         f"<h2>Run it</h2><pre>{html.escape(plan_text.command(plan, path))}</pre>",
-        html_page.lines([f"which is {plan_text.flags(plan)}"]),
+        html_page.lines([f"equivalent flags: {plan_text.flags(plan)}"]),
     ]
     return html_page.page(plan.heading, *parts)
 
@@ -102,11 +102,11 @@ def _memory(plan: PlanFile) -> str:
     looks = "; ".join(
         key.format(look, text)
         for look, text in (
-            ("solid", "weights, gradients, optimizer, what operations need while they run"),
+            ("solid", "weights, gradients, optimizer, workspace"),
             ("hatched", "activations"),
         )
     )
-    names = ("", "", "in all", "held", "activations", "fullest while")
+    names = ("", "", "in all", "held", "activations", "peak in")
     head = f"<tr>{''.join(f'<th>{name}</th>' for name in names)}</tr>"
     return f'<div class="wide"><table>{head}{"".join(rows)}</table></div><p>{looks}; {note}</p>'
 
@@ -132,11 +132,11 @@ def _messages(plan: PlanFile, replayed: Replay) -> str:
         for name in ("pipeline_bytes_per_sample", "data_bytes_per_sample")
     )
     total = (
-        f"{sent:.4g} GB in a step, by all ranks, in pipelines; for the reduction of gradients "
-        f"{reduced:.4g} GB"
+        f"{sent:.4g} GB a step in pipelines, over all ranks; {reduced:.4g} GB for gradient "
+        "reduction"
     )
     if not rows:
-        return html_page.lines(["none: a pipeline is one device", total])
+        return html_page.lines(["none: one device per pipeline", total])
     return html_page.table(
         ("devices", "messages", "sending", "of the step"), rows
     ) + html_page.lines([total])

@@ -42,7 +42,7 @@ def batch(plan: PlanFile) -> str:
         parts.append(f"convolutions {laid}")
     for name in ("sequence_parallel", "distributed_optimizer"):
         parts += [name.replace("_", " ")] * getattr(plan, name)
-    parts += ["optimizer on the host"] * plan.optimizer_cpu_offload
+    parts += ["optimizer offload"] * plan.optimizer_cpu_offload
     for policy, layers in plan.activations.sets():
         if layers:
             parts.append(f"activations: {policy} {tell_layers(layers, len(plan.profile.layers))}")
@@ -51,7 +51,7 @@ def batch(plan: PlanFile) -> str:
 
 LAYER_COLUMNS = (
     *("layer", "", "device", "stage", "forward ms", "backward ms"),
-    *("saves MB", "keeps MB", "waits MB", "what is saved is"),
+    *("saves MB", "keeps MB", "to W MB", "activations"),
 )
 
 
@@ -90,8 +90,8 @@ def layers(plan: PlanFile) -> list[tuple[str, ...]]:
 DONE = {
     ActivationPolicy.KEEP: "kept",
     ActivationPolicy.RECOMPUTE: "recomputed",
-    ActivationPolicy.OFFLOAD: "offloaded where there is no room",
-    ActivationPolicy.SELECTIVE: "recomputed where cheap",
+    ActivationPolicy.OFFLOAD: "offloaded as needed",
+    ActivationPolicy.SELECTIVE: "selectively recomputed",
 }
 
 
@@ -99,7 +99,7 @@ def _becomes(plan: PlanFile, layer: int, is_less: bool) -> str:
     """Treatment of the activations that a layer saves; ``is_less`` if not all are kept."""
     policy = plan.activations.of(layer)
     if policy is ActivationPolicy.SELECTIVE and not is_less:
-        return "kept: nothing of it is cheap"
+        return "kept: nothing cheap to recompute"
     return DONE[policy]
 
 
@@ -115,7 +115,7 @@ def command(plan: PlanFile, path: Path) -> str:
         f"pulse run {several}--nproc-per-node {per_node} launch/pretrain_diffusion.py --pulse-plan "
         f"{shlex.quote(str(path))} {_data(plan)} --train-iters 1000 --lr 1e-4 "
         + f"{NO_AVERAGES} " * (not plan.ema)
-        + f"--save runs/{name_of(plan.backbone)}"
+        + f"--save {shlex.quote(f'runs/{name_of(plan.backbone)}')}"
     )
 
 
@@ -176,7 +176,7 @@ NO_AVERAGES = "--pulse-ema-decay 0"
 """Flag of a run whose plan has no memory for an EMA of the weights."""
 
 DEVICE_COLUMNS = (
-    *("device", "ranks", "busy", "idle", "sends", "activations", "memory", "fullest while"),
+    *("device", "ranks", "busy", "idle", "sends", "activations", "memory", "peak in"),
     "stages",
 )
 
@@ -200,7 +200,7 @@ def devices(plan: PlanFile, replayed: Replay) -> list[tuple[str, ...]]:
                 in_ms(replayed.sending_s[device], 3),
                 f"{peaks[device] / 1e9:.3g} GB",
                 f"{plan.predicted['memory_bytes'][device] / 1e9:.3g} GB",
-                "the optimizer works" if device in stepping else "it computes",
+                "optimizer" if device in stepping else "compute",
                 "; ".join(held),
             )
         )
@@ -225,16 +225,16 @@ def describe(
     if plan.schedule.fillers:
         lines += [
             "",
-            "in idle time, for the next step",
+            "in bubbles, for the next step",
             *name_value_lines(bubble_task_lines(plan.schedule)),
         ]
     if away := offload_lines(plan):
-        lines += ["", "activations on the host, from O to L", *name_value_lines(away)]
+        lines += ["", "activation offload, from O to L", *name_value_lines(away)]
     if picture := small_grid(replayed.timeline, None if wide else GRID_WIDTH):
         lines += ["", *picture]
-    lines += ["", "made from"]
+    lines += ["", "origin"]
     lines += name_value_lines(provenance(plan))
-    return [*lines, "", "run it:", f"  {command(plan, path)}", f"which is {flags(plan)}"]
+    return [*lines, "", "run it:", f"  {command(plan, path)}", f"equivalent flags: {flags(plan)}"]
 
 
 def small_grid(timeline: Timeline, width: int | None) -> list[str]:

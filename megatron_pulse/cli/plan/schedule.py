@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,6 +28,7 @@ from megatron_pulse.cli.output import (
 )
 from megatron_pulse.errors import UserError
 from megatron_pulse.flags import ABOVE_ZERO, FROM_ZERO, TO_4096, TO_MILLION
+from megatron_pulse.progress import ProgressLine
 
 if TYPE_CHECKING:
     from megatron_pulse.cli.plan.schedule_input import ScheduleInput
@@ -39,33 +37,35 @@ if TYPE_CHECKING:
     from megatron_pulse.planner.schedule.problem import ScheduleProblem, Synthesis
 
 _DESCRIPTION = """\
-Finds the order in which devices run forwards and backwards of M microbatches so that the step is
-short, for the times of these stages and links and under a cap on memory. What it says of the result
-holds: the makespan is simulated, the lower bound is one below which no schedule can be, and
-'proved' means that both meet, or that a solver has shown that nothing is shorter.
+Finds a short schedule of the forwards and backwards of M microbatches, for given stage and link
+times and a memory cap. The makespan is simulated. No schedule is shorter than the lower bound.
+'optimal' means that both are equal, or that a solver proved it.
 
 The stages are those of 'pulse partition' for a profile, or come with a file of times:
 
   {"forward": [1, 1, 1, 1], "input_grad": [1, 1, 1, 1], "weight_grad": [1, 1, 1, 1],
    "link": [0.1, 0, 0.1], "activation": [1, 1, 1, 1]}
 
-one value for each stage, in any unit ("backward" for what is not split; "link", one for all or one
-for each boundary, and "activation" may be left out). On P devices a fold of W waves has 2 P W
-stages. Where activations are not kept whole, also lists of: "recompute_s", time of a backward (or
-input gradient) that recomputes and may run earlier, and "recompute_bytes", memory held from then
-on; "wgrad_bytes", memory held from input to weight gradient; "offload_bytes", share of an
-activation that may be offloaded, and "offload_s", the time of its copy each way.
+with one value per stage, in any unit. "backward" replaces the two gradients without --split. "link"
+(one for all, or one per boundary) and "activation" are optional. A fold of W waves has 2 P W
+stages. Further optional lists:
 
-Memory is counted in live stage activations: a forward takes its stage's, the backward (with
---split: the weight gradient) gives it back. The cap is by default one of every stage, as 1F1B has.
+  recompute_s       time of the recomputation R, which may run ahead of the backward
+  recompute_bytes   memory held from R on
+  wgrad_bytes       memory held from input gradient to weight gradient
+  offload_bytes     share of an activation that may be offloaded
+  offload_s         time of its copy, each way
 
---compare lays the same chain out for the classic schedules: neighbouring stages as one on each
-device for GPipe, 1F1B and ZB-H1, the same stages in turn for interleaved, the fold for ZB-V,
-DualPipe-V and Hanayo, and twice the model, once in each direction, for Chimera.
+Memory counts live stage activations: from the forward to the backward (with --split: to the weight
+gradient). The default cap is that of 1F1B, one of every stage.
 
-What was solved is kept in $PULSE_CACHE_DIR, or else in megatron_pulse below $XDG_CACHE_HOME or
-~/.cache, and taken up again for the same ratios of times, to 1 %, if the search had as much time as
-is offered now or nothing can be shorter; it is always checked and timed anew.
+--compare runs classic schedules on the same chain: GPipe, 1F1B and ZB-H1 with neighbouring stages
+merged, interleaved, ZB-V, DualPipe-V and Hanayo on the fold, and Chimera with two copies of the
+model.
+
+Results are cached in $PULSE_CACHE_DIR (default: megatron_pulse in $XDG_CACHE_HOME or ~/.cache) for
+equal ratios of times, to 1 %. A cached schedule is used if it is optimal or its search had as much
+time. It is checked and timed anew.
 
 examples:
   pulse schedule --profile profile.json -p 4 -m 16 --compare
@@ -85,19 +85,23 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     from megatron_pulse.planner.schedule.ilp.solvers import Solver
 
     parser = add_parser(
-        commands, "schedule", "order the work of a pipeline's devices", _DESCRIPTION, simulate
+        commands,
+        "schedule",
+        "schedule the operations of a pipeline's devices",
+        _DESCRIPTION,
+        simulate,
     )
     add = parser.add_argument
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--profile", type=Path, metavar="JSON", help="what 'pulse profile' wrote")
-    what.add_argument("--times", type=Path, metavar="JSON", help="times of stages, see above")
+    what.add_argument("--times", type=Path, metavar="JSON", help="stage times, see above")
     add("-p", "--num-devices", type=int, required=True, metavar="P", help="pipeline devices")
     add("-m", "--microbatches", type=int, required=True, metavar="M", help="in a step")
     add(
         "--placement",
         choices=PLACEMENTS,
-        help="default: sequential for a profile without skips, or times of one stage for each "
-        "device; else fold",
+        help="default: sequential for a profile without skips or times of one stage per device; "
+        "else fold",
     )
     add(
         "--waves",
@@ -117,7 +121,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--cap",
         type=_cap,
         metavar="A",
-        help="live stage activations on a device, or 'none' (default: as said above)",
+        help="most live stage activations of a device, or 'none' (default: as 1F1B)",
     )
     add(
         "--link-gbs",
@@ -135,25 +139,25 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--solver",
         choices=("auto", *map(str, Solver)),
         default="auto",
-        help="exact solver after the construction (default auto: what is installed and fits)",
+        help="exact solver after the constructive search (default auto: the one that is installed "
+        "and fits)",
     )
-    add("--seconds", type=float, metavar="S", help=f"to search (default {_SECONDS:g})")
+    add("--seconds", type=float, metavar="S", help=f"seconds of search (default {_SECONDS:g})")
     own = parser.add_mutually_exclusive_group()
     own.add_argument(
         "--name",
         choices=("auto", *CLASSICS),
         default="auto",
-        help="a classic schedule; default auto: synthesize",
+        help="a classic schedule (default auto: synthesize one)",
     )
     own.add_argument(
         "--schedule",
         type=Path,
         metavar="CSV",
-        help="your own: a row for each "
-        "device, cells like 2F0 (stage 2, forward, microbatch 0; B, or I and W; R computes again, "
-        "by O activations are on the host, L begins to bring them back)",
+        help="a schedule of your own: a row per device, cells as 2F0 (stage 2, forward, microbatch "
+        "0; B, or I and W; R recompute, O offload, L load)",
     )
-    add("--compare", action="store_true", help="beside the classic schedules")
+    add("--compare", action="store_true", help="compare with classic schedules")
     add(
         "--draw",
         type=Path,
@@ -164,17 +168,17 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--csv",
         type=Path,
         metavar="CSV",
-        help="write the order, as --schedule and --pulse-schedule read it",
+        help="write the order for --schedule and --pulse-schedule",
     )
     add(
         "--encoders",
         type=Path,
         metavar="JSON",
-        help="with a profile: frozen components to run for the next batch in idle time (form: "
+        help="with a profile: frozen encoders that run in bubbles for the next batch (form: "
         "megatron_pulse/planner/bubble_fill/README.md)",
     )
     add_json(parser)
-    add("--no-cache", action="store_true", help="search anew, and keep nothing")
+    add("--no-cache", action="store_true", help="neither read nor write the cache")
 
 
 def simulate(args: argparse.Namespace) -> None:
@@ -224,7 +228,10 @@ def _filled(
     given = read_table(args.encoders)
     if given.origin is not None and task.profile is not None:
         warn(*given.origin.cautions(task.profile))
-    with as_user_error(ValueError, FillError):
+    with (
+        as_user_error(ValueError, FillError),
+        ProgressLine("filling bubbles", args.seconds, "s", timed=True),
+    ):
         link = profile_link(args)
         to_fill = FillProblem(
             problem,
@@ -247,7 +254,10 @@ def _answer(args: argparse.Namespace, task: ScheduleInput) -> tuple[ScheduleProb
         return _named(args, task)
     problem = task.split if args.split else task.whole
     assert problem is not None
-    with as_user_error(ValueError), _waiting(args.seconds):
+    with (
+        as_user_error(ValueError),
+        ProgressLine("searching a schedule", args.seconds, "s", timed=True),
+    ):
         if args.no_cache:
             return problem, solve(problem, args.seconds, args.solver)
         return problem, cached(problem, args.seconds, args.solver, solve)
@@ -313,28 +323,6 @@ def _evaluated(
     return problem, Synthesis(schedule, found)
 
 
-@contextmanager
-def _waiting(seconds: float) -> Iterator[None]:
-    """Progress bar over the search's time limit, after 2 seconds."""
-    from tqdm import tqdm
-
-    done = threading.Event()
-    bar = tqdm(total=round(seconds), desc="searching", unit="s", delay=2, leave=False, disable=None)
-
-    def tick() -> None:
-        while not done.wait(1.0):
-            bar.update(1 if bar.n < bar.total else 0)
-
-    ticking = threading.Thread(target=tick, daemon=True)
-    ticking.start()
-    try:
-        yield
-    finally:
-        done.set()
-        ticking.join()
-        bar.close()
-
-
 def _cap(text: str) -> float:
     return math.inf if text == "none" else float(text)
 
@@ -349,7 +337,7 @@ def _faults(args: argparse.Namespace) -> list[str]:
     )
     if args.encoders is not None:
         if args.times is not None:
-            faults.append("--encoders is for --profile: of times nothing says how many samples")
+            faults.append("--encoders is for --profile: --times has no number of samples")
         if args.csv is not None:
             faults.append("--csv holds no encoders: write a plan with 'pulse tune --encoders'")
     if args.times is not None:
@@ -368,14 +356,14 @@ def _faults(args: argparse.Namespace) -> list[str]:
         faults.append(f"--cap is {args.cap:g}; it must be above 0")
     if args.name != "auto" or args.schedule is not None:
         if args.split:
-            faults.append("--split is for what is synthesized; a given schedule splits or does not")
+            faults.append("--split is for synthesized schedules; a given one splits or does not")
         searching = {
             "--solver": args.solver != "auto",
             "--no-cache": args.no_cache,
             "--seconds": args.seconds is not None and args.encoders is None,
         }
         faults += [
-            f"{flag} is for what is synthesized; a given schedule is taken as it is"
+            f"{flag} is for synthesized schedules; a given one is taken as it is"
             for flag, given in searching.items()
             if given
         ]

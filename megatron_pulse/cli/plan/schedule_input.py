@@ -163,7 +163,7 @@ def _times_faults(record: dict[str, Any]) -> list[str]:
     elif ("input_grad" in record) != ("weight_grad" in record):
         faults.append("'input_grad' and 'weight_grad' come together")
     if "wgrad_bytes" in record and "weight_grad" not in record:
-        faults.append("'wgrad_bytes' is from input to weight gradient: give 'weight_grad'")
+        faults.append("'wgrad_bytes' needs a split backward: give 'weight_grad'")
     lists = {name: record[name] for name in KEYS if name in record}
     if isinstance(lists.get("link"), int | float) and not isinstance(lists["link"], bool):
         lists["link"] = [lists["link"]]

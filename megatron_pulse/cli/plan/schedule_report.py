@@ -104,7 +104,7 @@ def report(result: ScheduleReport) -> list[str]:
     lines += table(rows, left=(-1,))
     if result.filled is not None:
         facts = [*filling_facts(result.filled), *bubble_task_lines(result.found.schedule)]
-        lines += ["", "in idle time, for the next step", *name_value_lines(facts)]
+        lines += ["", "in bubbles, for the next step", *name_value_lines(facts)]
     if picture := _grid(result):
         lines += ["", *picture]
     if result.others:
@@ -114,7 +114,7 @@ def report(result: ScheduleReport) -> list[str]:
 
 def _figures(result: ScheduleReport) -> list[str]:
     made = result.found.certificate
-    known = "proved: none is shorter" if made.proved else f"gap {100 * made.gap:.2f} %, not proved"
+    known = "optimal" if made.proved else f"gap {100 * made.gap:.2f} %"
     lines = [
         f"makespan {result.time(made.makespan)}, lower bound {result.time(made.lower_bound)} "
         f"({known}); {made.solver}, {made.seconds:.3g} s",
@@ -164,7 +164,7 @@ def _rows(result: ScheduleReport) -> list[tuple[str, ...]]:
 
 
 _NOTE = (
-    "the same chain for all: neighbouring stages as one where a schedule has fewer; peak in live "
+    "same chain for all, with neighbouring stages merged if a schedule has fewer; peak is live "
     "stage activations of the fullest device; bidirectional holds all weights twice"
 )
 

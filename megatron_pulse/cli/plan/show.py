@@ -13,29 +13,29 @@ if TYPE_CHECKING:
     from megatron_pulse.planner.plan_file.plan_file import PlanFile
 
 _DESCRIPTION = """\
-Tells what a plan does: degrees and rank order, what each device holds and how long it works, idles
-and sends, what is predicted of a step, where all of that is from, and how to run it. A small
-schedule is also printed as a grid, a row for each device (--grid: a large one too): F2:0 is the
-forward of stage 2 on microbatch 0, B its backward, or I and W its input and weight gradient; R, in
-time that would be idle, computes activations again for the backward that comes; at O they have left
-for the node's memory, at L they begin to come back; '-' goes on, '.' is idle. --layers lists of
-each layer, and of each stage the sum, how long it computes as the plan has it (embedders that run
-on every device with the first layer that needs them), what it would save of a microbatch for its
-backward, what of that it keeps until then and, with split backwards, until the weight gradient, and
-whether the rest is computed again or on the host.
+Shows degrees and rank order, the stages, load and memory of each device, the predicted step, the
+origin of the plan, and the command that runs it.
 
-A certificate of 'pulse verify' beside the plan, or named by --verified, is printed too, with what
-has changed since it was made: it is valid for a plan that runs alike, and no other.
+A small schedule is printed as a grid with a row per device (--grid: a large one too). F2:0 is the
+forward of stage 2 on microbatch 0; B its backward, or I and W its input and weight gradient; R
+recomputation in a bubble; O the end of an offload, L the begin of its load; '-' goes on, '.' is
+idle.
+
+--layers lists each layer and the sum of each stage: times, bytes that it saves for its backward,
+bytes that it keeps until then, bytes that wait for the weight gradient, and its activation policy.
+Replicated embedders count with the first layer that needs them.
+
+A certificate of 'pulse verify' beside the plan, or named by --verified, is printed too. It is valid
+only for a plan that runs alike; changes since are listed.
 
 -o writes, by its ending,
 
-  .svg    the timeline of a step: forwards light, backwards dark, weight gradients hatched; below
-          each device what it sends; stages on the way back striped. Reads without colour.
-  .html   a report that needs no other file: that timeline, predicted figures, memory, messages,
-          provenance, the command, and a picture of the partition
+  .svg    timeline of a step: forwards light, backwards dark, weight gradients hatched, messages
+          below each device, stages on the way back striped
+  .html   self-contained report: timeline, predictions, memory, messages, origin, command, partition
   .json   events for ui.perfetto.dev
 
-Times are of one pipeline, with messages taking their turns on links.
+Times are of one pipeline, with contention on its links.
 
 examples:
   pulse show plan.json
@@ -51,9 +51,14 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add = parser.add_argument
     add("plan", type=Path, metavar="PLAN", help="what 'pulse tune' wrote")
     add("-o", "--output", type=Path, metavar="FILE", help=".svg, .html or .json, see above")
-    add("--grid", action="store_true", help="print the grid, however wide")
-    add("--verified", type=Path, metavar="JSON", help="a certificate (default: that beside PLAN)")
-    add("--layers", action="store_true", help="list all layers, and what they keep")
+    add("--grid", action="store_true", help="print the grid at any width")
+    add(
+        "--verified",
+        type=Path,
+        metavar="JSON",
+        help="certificate of 'pulse verify' (default: the one beside PLAN)",
+    )
+    add("--layers", action="store_true", help="list all layers with their activations")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -96,7 +101,7 @@ def _certificate(args: argparse.Namespace, plan: PlanFile) -> list[str]:
         return []
     anew = f"verify it anew: pulse verify {args.plan}"
     if found.plan != digest_of(plan):
-        return ["", f"verified: not valid: {path} is of a plan that runs otherwise; {anew}"]
+        return ["", f"verified: not valid: {path} is of a plan that runs differently; {anew}"]
     first, *rest = found.lines()
     since = [f"  made with {said}; {anew}" for said in other_versions(found)]
     return ["", f"verified ({path}): {first}", *rest, *since]

@@ -27,37 +27,33 @@ from megatron_pulse.cli.errors import (
 from megatron_pulse.cli.output import add_json, json_faults, overwrite_faults, print_result
 from megatron_pulse.errors import UserError
 from megatron_pulse.flags import ABOVE_ZERO, FROM_ONE, FROM_ZERO
+from megatron_pulse.progress import ProgressLine
 
 if TYPE_CHECKING:
     from megatron_pulse.integration.verify.verify import Progress, Settings
     from megatron_pulse.planner.plan_file.plan_file import PlanFile
 
 _DESCRIPTION = """\
-Makes two steps of the plan in its own layout, with as many ranks as it has, and the same two in one
-process, and compares, number by number,
+Runs two steps of the plan on all its ranks, and the same two steps in one process. Compares
 
-  the output of every layer for every microbatch, and the loss of every microbatch
-  the gradient of every parameter, summed over microbatches and replicas, before it is clipped
-  every weight, on every replica, after the optimizer's step
+  the output of every layer and the loss, for every microbatch
+  the gradient of every parameter, summed over microbatches and replicas, before clipping
+  every weight, on every replica, after the optimizer
 
-The layout is what a training runs: the plan's schedule and messages, Megatron's data and tensor
-parallelism. The one process is a plain loop over layers and microbatches that shares none of these.
-Pipelines are equal to the bit. Replicated embedders, replicas and tensor-parallel ranks sum in
-another order: the answer lists them, with the bound that holds for each. A difference beyond that
-is located: the layer where it begins (the last of the chain that differs, for gradients go
-backwards), the first microbatch, and by how much, absolute, relative to the layer's largest
-gradient, and in units in the last place (ulp).
+The ranks use the plan's schedule and messages, and Megatron's data and tensor parallelism. The one
+process is a plain loop over layers and microbatches. Pipelines are equal to the bit. Replicated
+embedders, replicas and tensor-parallel ranks sum in another order; they are listed with their
+bounds. A larger difference is located: the layer where it begins, the first microbatch, and its
+size, absolute, relative to the layer's largest gradient, and in units in the last place (ulp).
 
-Sizes, dtype, seed of weights and options are the plan's. A module's plan names it by --module, for
-its code runs only if you name it. Ranks run on this machine's GPUs where there are enough (NCCL),
-else on its processors (gloo). Small random numbers are added to all weights, for what begins at
-zero would hide gradients. Batches are random numbers, or with --data the first of a training.
-A model that does not fit one device is verified with --by-stages: the one process then holds one
-stage at a time, and computes boundaries again.
+Ranks run on this machine's GPUs (NCCL) if there are enough, else on its CPU cores (gloo). Small
+random numbers are added to all weights: zeros would hide gradients. Batches are random, or with
+--data the first of a training. --module is needed for the plan of a module: its code runs only if
+you name it. With --by-stages the one process holds one stage at a time and recomputes boundaries,
+for models that do not fit one device.
 
-The certificate goes beside the plan (PLAN.verified.json); 'pulse show PLAN' prints it, and says so
-where the plan has changed since. The exit status is 0 where all is equal, 1 where something
-differs, 2 for an error.
+The certificate is written beside the plan (PLAN.verified.json), and 'pulse show PLAN' prints it.
+The exit status is 0 if all is equal, 1 if something differs, 2 for an error.
 
 examples:
   pulse verify plan.json
@@ -72,15 +68,15 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser = add_parser(
         commands,
         "verify",
-        "prove a plan's gradients against one process",
+        "compare a plan's gradients with one process's",
         _DESCRIPTION,
         run,
     )
     add = parser.add_argument
     add("plan", type=Path, metavar="PLAN", help="what 'pulse tune' wrote")
     what = parser.add_mutually_exclusive_group()
-    add_backbone_flags(what, "the plan's, to be sure that it is of this one")
-    add_option_flag(parser, "one of its options (default: the plan's)")
+    add_backbone_flags(what, "require a plan of this backbone")
+    add_option_flag(parser, "override an option (default: the plan's)")
     add("--data", metavar="DATA", help="as --pulse-data takes it (default: random numbers)")
     add("--steps", type=int, default=2, metavar="N", help="steps to make (default 2)")
     add("--seed", type=int, default=0, metavar="N", help="of weights and batches (default 0)")
@@ -98,19 +94,19 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--conditioning",
         choices=["auto", "send", "replicate"],
         default="auto",
-        help="what embedders give, as --pulse-conditioning has it in the run (default auto)",
+        help="as --pulse-conditioning of the run (default auto)",
     )
     add(
         "--by-stages",
         action="store_true",
-        help="one process holds one stage at a time, for a model that does not fit a device",
+        help="hold one stage at a time, for a model that does not fit a device",
     )
     add(
         "--timeout-s",
         type=float,
         default=600.0,
         metavar="S",
-        help="end after this long, with an error (default 600)",
+        help="time limit in seconds (default 600)",
     )
     add(
         "-o",
@@ -154,7 +150,7 @@ def run(args: argparse.Namespace) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     cores = len(os.sched_getaffinity(0))
     if settings.device == "cpu" and given.world_size > 2 * cores:
-        warn(f"{given.world_size} ranks on {cores} processor cores take their turns")
+        warn(f"{given.world_size} ranks share {cores} processor cores")
     with as_user_error(ValueError, OSError), _progress() as progress:
         found = verify(args.plan, settings, progress)
     save_verification(found, output)
@@ -176,8 +172,8 @@ def _settings(args: argparse.Namespace, given: PlanFile) -> Settings:
     device = args.device or ("cuda" if count >= given.world_size else "cpu")
     if device == "cuda" and count < given.world_size:
         raise UserError(
-            f"--device cuda: the plan is for {given.world_size} ranks, and torch finds {count} "
-            "GPU(s) here; give --device cpu, or run it where there are as many"
+            f"--device cuda: the plan has {given.world_size} ranks, and torch finds {count} "
+            "GPU(s); give --device cpu, or use a machine with as many"
         )
     return Settings(
         name,
@@ -226,7 +222,9 @@ def _other(args: argparse.Namespace, planned: str, why: str) -> str:
 @contextmanager
 def _progress() -> Iterator[Progress]:
     """Progress line on a terminal."""
-    from tqdm import tqdm
+    with ProgressLine("verifying", 0, "tasks") as line:
 
-    with tqdm(bar_format="{desc}{elapsed}", delay=2, leave=False, disable=None) as bar:
-        yield lambda what, done, count: bar.set_description_str(f"{what}: {done} of {count}, ")
+        def show(what: str, done: int, count: int) -> None:
+            line.what, line.done, line.total = what, done, count
+
+        yield show

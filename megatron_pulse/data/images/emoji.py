@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
-from tqdm import tqdm
 
 from megatron_pulse.data.dataset import DataError
 from megatron_pulse.data.images.listing import METADATA
+from megatron_pulse.progress import ProgressLine
 
 FONT = Path("/usr/share/fonts/truetype/noto/NotoColorEmoji.ttf")
 PACKAGE = "fonts-noto-color-emoji"
@@ -77,10 +77,10 @@ def _pictures(
     """Characters with a name and a picture, and the pictures."""
     empty = {_picture(face, character).tobytes() for character in (" ", _NO_CHARACTER)}
     count = 0
-    with tqdm(
-        _CANDIDATES, desc="rendering emoji", disable=not progress or None, leave=False
-    ) as bar:
-        for character in map(chr, bar):
+    with ProgressLine(
+        "rendering emoji", len(_CANDIDATES), "characters", silent=not progress
+    ) as line:
+        for line.done, character in enumerate(map(chr, _CANDIDATES)):
             if unicodedata.category(character) in _NEVER or not unicodedata.name(character, ""):
                 continue
             left, top, right, bottom = face.getbbox(character)
@@ -91,7 +91,7 @@ def _pictures(
                 continue
             yield character, picture
             count += 1
-            bar.set_postfix(found=count, refresh=False)
+            line.note = f"{count} found"
             if count == limit:
                 return
 

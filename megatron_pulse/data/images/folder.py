@@ -12,7 +12,6 @@ from pathlib import Path
 from PIL import Image
 from PIL.ImageFile import ImageFile
 from torch import Tensor
-from tqdm import tqdm
 
 from megatron_pulse.data.dataset import CorruptSample, DataError, DiffusionDataset, Framing
 from megatron_pulse.data.images.metadata import TEXT, read_captions
@@ -24,6 +23,7 @@ from megatron_pulse.data.images.pictures import (
     upright_size,
 )
 from megatron_pulse.data.split import content_hash, ends_hash, name_hash, same_files
+from megatron_pulse.progress import track
 
 NUM_READERS = 8
 """Threads that read heads of files, each of which waits for storage most of the time."""
@@ -162,8 +162,7 @@ class ImageFiles(DiffusionDataset):
 
     def _verified(self) -> Iterator[str]:
         """Fault for every file that cannot be read."""
-        everything = range(len(self))
-        for index in tqdm(everything, "verifying", unit="file", delay=2, disable=None):
+        for index in track(range(len(self)), "verifying", "files"):
             try:
                 self.check(index)
             except DataError as error:

@@ -8,11 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tqdm import tqdm
-
 from megatron_pulse.data.dataset import DataError, DiffusionDataset
 from megatron_pulse.data.images.folder import NUM_READERS, ImageFiles
 from megatron_pulse.data.images.pictures import has_alpha, upright_size
+from megatron_pulse.progress import track
 
 MOST_DECODED = 32 << 20
 """Bytes of files: so many are decoded at the start of a run, which takes some seconds. Of more,
@@ -85,9 +84,7 @@ def _survey(files: ImageFiles, whole: bool | None) -> Survey:
 
     what = "decoding pictures" if whole else "reading picture headers"
     with ThreadPoolExecutor(1 if whole else NUM_READERS) as readers:
-        for seen in tqdm(
-            readers.map(look, first.values()), what, len(first), unit="file", delay=2, disable=None
-        ):
+        for seen in track(readers.map(look, first.values()), what, "files", len(first)):
             if isinstance(seen, DataError):
                 found.unreadable += seen.faults
                 continue

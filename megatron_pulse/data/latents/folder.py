@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from megatron_pulse.data.dataset import DataError, DiffusionDataset, Framing
 from megatron_pulse.data.fields import FRAMING, FRAMING_SPEC, default_null
 from megatron_pulse.data.latents.layout import Meta, Shard, ShardFile, mapped, sha256_of
 from megatron_pulse.data.latents.row_hashes import HASH_TYPE, header_hash, row_hash
 from megatron_pulse.paths import no_file
+from megatron_pulse.progress import track
 
 _INFINITE = "holds NaN or infinite values"
 _REMEDY = "Run the writer again to finish the folder, or delete it and start over."
@@ -163,8 +163,7 @@ class LatentFolder(DiffusionDataset):
 
     def _row_faults(self) -> Iterator[str]:
         """Faults of each row of each file."""
-        everything = range(len(self))
-        for index in tqdm(everything, "verifying", unit="sample", delay=2, disable=None):
+        for index in track(range(len(self)), "verifying", "samples"):
             for name in self.layout.columns():
                 try:
                     if name == "label":

@@ -21,9 +21,9 @@ from typing import Any, TextIO
 import megatron.training.arguments as arguments
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from megatron.training.log_handler import CustomHandler
-from tqdm import tqdm
 
 from megatron_pulse.files import replacing
+from megatron_pulse.progress import write_above
 
 ARGUMENTS = "arguments.txt"
 
@@ -86,8 +86,7 @@ class LineFilter(io.TextIOBase):
             if not any(noise.match(line) for noise in self._noise)
         ]
         if kept:
-            with tqdm.external_write_mode(file=self._stream):
-                self._stream.write("\n".join(kept) + "\n")
+            write_above(self._stream, "\n".join(kept) + "\n")
         return len(text)
 
     def flush(self) -> None:

@@ -7,13 +7,12 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from tqdm import tqdm
-
 from megatron_pulse.integration.flags.pulse_options import PulseOptions
 from megatron_pulse.integration.loop.diagnosis.nan_check import SUM_TOO_LARGE, SkippedSteps
 from megatron_pulse.integration.loop.grad_norm import NotFinite
 from megatron_pulse.integration.megatron.compat import inner_optimizers
 from megatron_pulse.integration.megatron.model import unwrap
+from megatron_pulse.progress import ProgressLine
 from megatron_pulse.runtime.failure_board import PulseError
 from megatron_pulse.runtime.watchdog.progress import PROGRESS
 
@@ -32,7 +31,7 @@ def wrap_train_step(
     lowered raise it as well.
     """
     skips = SkippedSteps(args, options.max_skipped_steps, find_not_finite) if checks else None
-    bar: tqdm[Any] | None = None
+    line: ProgressLine | None = None
     is_last = args.rank == args.world_size - 1
     shows_progress = not options.no_progress and is_last and sys.stderr.isatty()
 
@@ -44,7 +43,7 @@ def wrap_train_step(
         *rest: Any,
         **kwargs: Any,
     ) -> Any:
-        nonlocal bar
+        nonlocal line
         PROGRESS.settle("between steps")
         done = args.curr_iteration + 1
         # Keep the tensors without reading them; a change of the scale replaces them by others.
@@ -74,13 +73,14 @@ def wrap_train_step(
                         ((name, main_params[name]) for name in stage.ema.state), done - 1
                     )
         if shows_progress:
-            if bar is None:
-                bar = tqdm(total=args.train_iters, initial=done - 1, unit="step", desc="training")
+            if line is None:
+                count = args.train_iters
+                line = ProgressLine("training", count, "steps", done - 1, calm=True, delay_s=0.0)
             if "loss" in losses:
-                bar.set_postfix(loss=f"{losses['loss'].item():.4f}", refresh=False)
-            bar.update()
+                line.note = f"loss {losses['loss'].item():.4f}"
+            line.advance()
             if done == args.train_iters:
-                bar.close()
+                line.__exit__()
         return result
 
     return step

@@ -35,6 +35,7 @@ from megatron_pulse.planner.schedule.problem import (
 )
 from megatron_pulse.planner.schedule.registry import WAVES, make_schedule, pick, splits
 from megatron_pulse.planner.schedule.search.synthesize import synthesize
+from megatron_pulse.progress import ProgressLine
 
 
 class PlanError(ValueError):
@@ -231,17 +232,9 @@ def _searched(problem: ScheduleProblem) -> Schedule:
 
     On a terminal the first process reports its progress after two seconds.
     """
-    from tqdm import tqdm
-
-    silent = True if os.environ.get("RANK", "0") != "0" else None
-    what = f"looking for a schedule of {problem.num_microbatches} microbatches: {{elapsed}}"
-    with tqdm(bar_format=what, delay=2, leave=False, disable=silent) as bar:
-
-        def progress(best: Schedule, bound: float) -> bool:
-            bar.update()
-            return False
-
-        return synthesize(problem, seconds=math.inf, beside=progress).schedule
+    what = f"searching a schedule of {problem.num_microbatches} microbatches"
+    with ProgressLine(what, silent=os.environ.get("RANK", "0") != "0"):
+        return synthesize(problem, seconds=math.inf).schedule
 
 
 def _counts_on(plan: Plan) -> bool:

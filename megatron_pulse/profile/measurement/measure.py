@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.check import require_valid
@@ -45,6 +44,7 @@ from megatron_pulse.profile.measurement.tensor_parallel import (
 )
 from megatron_pulse.profile.parameters import count_parameters
 from megatron_pulse.profile.profile import Profile, ProfileError, Source
+from megatron_pulse.progress import track
 
 _DEFAULT_PATIENCE = RepetitionLimits()
 
@@ -106,13 +106,8 @@ def measure(
     adams: dict[str, float] = {}
     optimizer_s: list[float] = []
     halved_s: dict[int, list[float]] = {size: [] for size in micro_batch_sizes}
-    layers = tqdm(
-        range(len(backbone.layers)),
-        "measuring",
-        unit="layer",
-        delay=2,
-        disable=not progress or None,
-    )
+    everything, silent = range(len(backbone.layers)), not progress
+    layers = track(everything, "measuring", "layers", silent=silent, calm=True)
     checked = naming_module_faults(backbone, dtype)
     with computing_with(threads), checked, some_process_group():
         used_threads = num_threads(place)

@@ -164,7 +164,7 @@ def killed_rank(bench: Bench) -> Figures:
         "--train-iters", "1000", "--pulse-timeout-s", "20",
         status=1, PULSE_CHECK_KILL="1", CUBLAS_WORKSPACE_CONFIG=":4096:8",
     )  # fmt: skip
-    assert "pulse run: rank 1 was ended by SIGKILL" in said, "the launcher does not name rank 1"
+    assert "pulse run: rank 1 exited on SIGKILL" in said, "the launcher does not name rank 1"
     first = [line for line in said.splitlines() if "first failure in this job: " in line]
     assert first and "rank 1" in first[0], f"rank 0 does not name rank 1: {first}"
     return {"said": first[0].strip()}

@@ -84,7 +84,7 @@ def test_show_and_check_name_encoders(
     assert main(["show", str(file), "-o", str(tmp_path / "plan.svg")]) == 0
     out = capsys.readouterr().out
     assert (
-        "in idle time, for the next step" in out
+        "in bubbles, for the next step" in out
         and "X0        text: " in out
         and "X1        pooled: " in out
     )
@@ -199,10 +199,10 @@ def test_tune_fills(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     idle = ["--layouts", "sequential", "--no-split-backward", "--micro-batch-size", "2"]
     assert main(["tune", *given, *batch, *limits, *idle]) == 0
     out = capsys.readouterr().out
-    assert "in front" in out and "X0        text: " in out
+    assert "unfilled  " in out and "X0        text: " in out
     assert main(["schedule", *given[:4], "-p", "2", "-m", "4", "--seconds", "1", "--no-cache"]) == 0
     out = capsys.readouterr().out
-    assert "in idle time, for the next step" in out and "X1        pooled: " in out
+    assert "in bubbles, for the next step" in out and "X1        pooled: " in out
     origin = EncoderOrigin("another", {}, "A100-80GB", "analytic", 0)
     other = EncoderTable(json.loads(json.dumps(component_records(components(plan)))), origin)
     (tmp_path / "encoders.json").write_text(json.dumps(other.record()))
@@ -258,7 +258,7 @@ def test_each_encoder_runs_where_a_step_is_shortest(
     assert load_checked(file).policies == found.plan.policies
     assert main(["show", str(file)]) == 0
     out = capsys.readouterr().out
-    assert "in idle time" in out and "in front" in out and "MB a sample stored" in out
+    assert "in bubbles" in out and "before step" in out and "stored MB a sample" in out
     record = unsealed_record(file)
     record["policies"][0]["policy"] = "before-step"
     file.write_text(json.dumps(record))

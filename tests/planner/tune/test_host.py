@@ -47,8 +47,8 @@ def test_a_plan_says_what_waits_on_the_host(
     assert faults_for(plan.problem, plan.schedule) == []
     said = shown(plan, tmp_path, capsys)
     assert "activations: offload " in said
-    assert "forwards that may leave: " in said and "ms each way, beside computing" in said
-    assert "GB of pinned memory at most" in said
+    assert " GB a step, at most " in said and "ms each way, beside computation" in said
+    assert "GB pinned" in said
     usable = evaluator().cluster.usable_bytes
     assert max(plan.predicted["memory_bytes"]) <= usable
     without = evaluator().evaluate(replace(CONFIG, recompute=Recompute.NEVER))

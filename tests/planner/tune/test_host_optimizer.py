@@ -57,10 +57,10 @@ def plan() -> PlanFile:
 
 def test_a_plan_says_it(plan: PlanFile, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = shown(plan, tmp_path, capsys)
-    assert "optimizer on the host" in said and " --optimizer-cpu-offload" in said
+    assert "optimizer offload" in said and " --optimizer-cpu-offload" in said
     outer, inner = (len(plan.stages[s]) + len(plan.stages[3 - s]) for s in (0, 1))
     most = 22 / 2 * max(outer, inner) * 20_000_000  # of each device of the fold
-    assert f"at most {most / 1e9:.3g} GB of its node's memory" in said
+    assert f"at most {most / 1e9:.3g} GB of host memory per device" in said
 
 
 def test_tensor_parallelism_divides_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -72,7 +72,7 @@ def test_tensor_parallelism_divides_it(tmp_path: Path, capsys: pytest.CaptureFix
     most = max(outcome.stages.per_device(outcome.stages.trained))
     assert most % (20_000_000 * 5 // 8) == 0
     said = shown(plan_of(outcome, of), tmp_path, capsys)
-    assert f"at most {22 * most / 1e9:.3g} GB of its node's memory" in said
+    assert f"at most {22 * most / 1e9:.3g} GB of host memory per device" in said
 
 
 EDITS: dict[str, Edit] = {

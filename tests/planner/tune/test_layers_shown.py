@@ -71,8 +71,8 @@ def test_of_plans_that_do_not_keep_all(split: bool, recompute: Recompute) -> Non
     adds_up(plan)
     text = "\n".join(row[-1] for row in layers(plan))
     for chosen, words in (
-        (plan.activations.selective, "recomputed where cheap"),
-        (plan.activations.offload, "offloaded where there is no room"),
+        (plan.activations.selective, "selectively recomputed"),
+        (plan.activations.offload, "offloaded as needed"),
         (plan.activations.recompute, "recomputed"),
     ):
         assert not chosen or words in text

@@ -52,8 +52,8 @@ class InterruptibleClock:
 
     def _interrupted(self, number: int, frame: object) -> None:
         if not self.found:
-            warn("nothing was found yet that fits")
+            warn("nothing that fits was found yet")
         if self.stopped() or not self.found:
             raise KeyboardInterrupt
         self._interrupted_at = self._own()
-        warn("stopping with what was found so far; Ctrl-C again ends without")
+        warn("stopping with the best so far; Ctrl-C again ends without")

@@ -35,34 +35,37 @@ from megatron_pulse.cli.plan.tuning.tune_input import (
 )
 from megatron_pulse.errors import unknown_name
 from megatron_pulse.flags import ABOVE_ZERO, SHARE, TO_MILLION
+from megatron_pulse.progress import ProgressLine
 
 if TYPE_CHECKING:
     from megatron_pulse.planner.plan_file.plan_file import PlanFile
     from megatron_pulse.planner.tune.plans.encoder_policies import EncodedPlan
 
 _DESCRIPTION = """\
-Decides together what otherwise takes a week of trying: pipeline, data and tensor degree, microbatch
-size, where stages are (one device, sequential, interleaved, fold with all skips at home, fold whose
-skips may travel, two waves), the schedule and how much memory it may use, recomputation, split
-backwards, the distributed optimizer, and which ranks share a node.
+Searches all of this together: pipeline, data and tensor degree, microbatch size, layout (one
+device, sequential, interleaved, fold exact, fold soft, two waves), schedule, activation policies,
+split backward, distributed optimizer, and rank order.
 
-Every config's time is that of its own schedule, simulated with these links, with the reduction of
-gradients and the optimizer on top; its memory is that schedule's real peak and what Megatron keeps
-for a parameter. Nothing is run. Times are as good as the profile: without --profile they are
-estimated from the device's peaks, and ratios are better than seconds.
+The time of a config is that of its own schedule, simulated with the links of the cluster, gradient
+reduction and optimizer. Its memory is the peak of that schedule and Megatron's state of each
+parameter. Nothing is run. Times are as good as the profile: without --profile they are estimated
+from the peaks of the device, and ratios are better than seconds.
 
-The search first simulates a config of every degree and layout that is not far from the best by its
-estimate, then the most promising, until nothing that is left can be better, or for --seconds, whole
-schedules from a solver for the best three among them; the profile (up to a minute), and compiling
-once on a machine, come before that. On a busy machine give it more seconds. It says what is
-proved of the best config: of its schedule, and among all configs; and what torch's FSDP2 would come
-to at its best, with ideal collectives, so that you can take that where it is faster.
+The answer comes first: plan, samples/s, memory, FSDP2 and data parallelism beside it, certainty,
+and the command that trains. FSDP2 is predicted at its best, with ideal collectives. What is faster
+than the plan stands in the first line. The best configs follow; --explain shows all else.
 
-  samples/s    of the whole cluster          b, M    samples of a microbatch, microbatches of a step
-  bubble       of the pipeline's time, what the mean device waits
-  GB           on the fullest device         MB      sent for one sample, by pipelines and replicas
-  gap          how far the schedule may be from the shortest, at most (a search's own bound), if
-               no message waits for another on a shared link
+The search takes --seconds. Profiling (up to a minute) and compiling (once per machine) come before.
+On a busy machine give it more seconds.
+
+  P, D, T      pipeline, data and tensor degree
+  b, M         samples of a microbatch, microbatches of a step
+  inside       what neighbouring ranks share a node for: pipeline or replicas
+  samples/s    of the whole cluster
+  bubble       idle share of the pipeline's time, mean of the devices
+  GB           memory of the fullest device
+  MB           sent per sample, by pipelines and by replicas
+  gap          distance of the schedule from its lower bound, without contention on links
 
 examples:
   pulse tune --backbone hunyuan-dit-3b --cluster pulse-910a --global-batch-size 512 -o plan.json
@@ -83,106 +86,121 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     from megatron_pulse.planner.schedule.ilp.solvers import Solver
     from megatron_pulse.profile.roofline import ELEMENT_BYTES
 
-    parser = add_parser(
-        commands, "tune", "find the best way to train on a cluster", _DESCRIPTION, run
-    )
+    parser = add_parser(commands, "tune", "find the fastest plan for a cluster", _DESCRIPTION, run)
     add = parser.add_argument
     add_layers_flags(parser, "--profile", "what 'pulse profile' wrote")
     add(
         "--cluster",
         required=True,
         metavar="NAME|FILE",
-        help="one of 'pulse clusters' or a file; NAME:4 or FILE:4 is with 4 nodes",
+        help="one of 'pulse clusters' or a file; NAME:4 or FILE:4 has 4 nodes",
     )
-    add("--global-batch-size", type=int, required=True, metavar="B", help="samples of a step")
+    add(
+        "--global-batch-size",
+        type=int,
+        required=True,
+        metavar="B",
+        help="global batch size in samples",
+    )
     add(
         "--dtype",
         choices=list(ELEMENT_BYTES),
-        help="without a profile (default: bfloat16 if the device has it, else float16)",
+        help="dtype without a profile (default: bfloat16 if the device has it, else float16)",
     )
     add("--pipeline", metavar="P[,P...]", help="pipeline degrees to try (default: all)")
     add("--tensor", metavar="T[,T...]", help="tensor degrees to try (default 1,2,4,8)")
-    add("--micro-batch-size", metavar="N[,N...]", help="to try (default: all powers of two)")
+    add(
+        "--micro-batch-size",
+        metavar="N[,N...]",
+        help="microbatch sizes to try (default: all powers of two)",
+    )
     add(
         "--layouts",
         metavar="NAME[,NAME...]",
-        help=f"to try (default: all): {', '.join(LAYOUTS)}; fold stands for all folds",
+        help=f"layouts to try (default: all): {', '.join(LAYOUTS)}; fold stands for all folds",
     )
     again = parser.add_mutually_exclusive_group()
-    again.add_argument("--recompute", action="store_true", help="recompute all layers' activations")
+    again.add_argument(
+        "--recompute", action="store_true", help="recompute the activations of all layers"
+    )
     again.add_argument(
         "--no-recompute",
         action="store_true",
-        help="never do (default: of as few layers as needed, all or what is cheap of them)",
+        help="recompute nothing (default: as few layers as needed, fully or selectively)",
     )
     add(
         "--no-offload",
         action="store_true",
-        help="have no activations wait on the host (default: where the cluster has a link to it, "
-        "and that is faster)",
+        help="offload no activations (default: offload if the cluster has a host link and it is "
+        "faster)",
     )
-    add("--no-split-backward", action="store_true", help="never put off weight gradients")
+    add("--no-split-backward", action="store_true", help="no split backward")
     add(
         "--no-ema",
         action="store_true",
-        help="keep no averages of the weights, 4 bytes a parameter: for --pulse-ema-decay 0",
+        help="keep no EMA, 4 bytes a parameter: for --pulse-ema-decay 0",
     )
     add(
         "--grad-reduce-in-bf16",
         action="store_true",
-        help="sum gradients in bfloat16, as Megatron's flag: 2 bytes a parameter less, and less to "
-        "reduce; a run of the plan does so",
+        help="reduce gradients in bfloat16, as Megatron's flag: 2 bytes a parameter less, and less "
+        "to send",
     )
     add(
         "--optimizer-cpu-offload",
         action="store_true",
-        help="keep fp32 weights and Adam's state in the nodes' memory, where the processors move "
-        "them, as Megatron's flag: a device has 6 bytes of a bfloat16 parameter, a step takes "
-        "longer; a run of the plan does so",
+        help="keep main parameters and Adam in host memory, as Megatron's flag: 6 bytes of a "
+        "bfloat16 parameter stay on the device, and a step takes longer",
     )
     add(
         "--seconds",
         type=float,
         default=28.0,
         metavar="S",
-        help="of this process's time to decide, at most (default 28), which is up to four times as "
-        "long on a busy machine; Ctrl-C ends them with what was found so far",
+        help="processor time of the search (default 28); on a busy machine up to four times as "
+        "long; Ctrl-C ends it with the best so far",
     )
     add(
         "--solver",
         choices=("auto", *map(str, Solver)),
         default="auto",
-        help="for whole schedules (default auto)",
+        help="solver of whole schedules (default auto)",
     )
     add(
         "--encoders",
         type=Path,
         metavar="JSON",
-        help="frozen components to run for the next batch where devices would idle: their layers' "
-        "costs (form: megatron_pulse/planner/bubble_fill/README.md)",
+        help="costs of frozen encoders that run in bubbles for the next batch (form: "
+        "megatron_pulse/planner/bubble_fill/README.md)",
     )
     add(
         "--self-conditioning",
         type=float,
         metavar="P",
-        help="share of the steps that run all forwards once before, as --pulse-self-conditioning",
+        help="share of steps with self-conditioning, as --pulse-self-conditioning",
     )
     add(
         "--world-sizes",
         metavar="N[,N...]",
-        help="a plan for each of these numbers of the cluster's devices, into the folder of -o: "
-        "--pulse-plan DIR takes the one for the ranks that are there",
+        help="elastic plans for these numbers of devices, into the folder of -o; --pulse-plan DIR "
+        "takes the one for the ranks that are there",
     )
     add("--top", type=int, default=10, metavar="N", help="configs to list (default 10)")
-    add("--explain", action="store_true", help="why the best is the best, and examples of refusals")
+    add(
+        "--explain",
+        action="store_true",
+        help="also show the search, refused configs, FSDP2's "
+        "settings, and why the best is the best",
+    )
     add_json(parser)
-    add("-o", "--output", type=Path, metavar="JSON", help="write the best as a plan to run")
+    add("-o", "--output", type=Path, metavar="JSON", help="write the best plan")
 
 
 def run(args: argparse.Namespace) -> None:
     """Search, then print and write."""
     require(_faults(args))
-    from megatron_pulse.cli.plan.tuning.tune_report import as_json, encoding, report
+    from megatron_pulse.cli.plan.tuning.tune_report import as_json, encoding, explanation, listing
+    from megatron_pulse.cli.plan.tuning.tune_summary import summary
     from megatron_pulse.planner.bubble_fill.encoder_table import EncoderTable, read_table
     from megatron_pulse.planner.cluster.cluster import cluster
     from megatron_pulse.planner.plan_file.plan_file import save_plan
@@ -234,24 +252,28 @@ def run(args: argparse.Namespace) -> None:
     found = run_search(args, evaluator, choices)
     if any(outcome.stages.activations.recomputes for outcome in found.outcomes):
         warn(whole_caution(profile))
-    lines = report(found, evaluator, args.explain, flags_not_applied_to_fsdp(args))
-    fewer = None if found.stopped else scale_down(evaluator, found.outcomes[0], choices)
-    if fewer is not None:
-        lines.append(fewer.beside(found.outcomes[0].throughput))
+    best = found.outcomes[0]
+    fewer = None if found.stopped else scale_down(evaluator, best, choices)
+    plan, rate = plan_of(best, evaluator, found), best.throughput
+    lines = ["", *listing(found, evaluator)]
     made: dict[str, Any] | None = None
-    encoded: EncodedPlan | None = None
     if args.encoders is not None:
         plans = [
             plan_of(outcome, evaluator, found)
             for outcome in found.outcomes[:_FILLED]
             if not outcome.extrapolated
         ]
-        encoded = best_encoded(plans, encoders.components, min(args.seconds, _FILL_S))
+        seconds = min(args.seconds, _FILL_S)
+        with ProgressLine("filling bubbles", seconds, "s", timed=True):
+            encoded = best_encoded(plans, encoders.components, seconds)
+        plan, rate, made = encoded.plan, encoded.samples_per_s, encoded.figures()
         lines += ["", *encoding(encoded)]
-        made = encoded.figures()
+    lines = [*summary(plan, rate, found, evaluator, fewer, args.output), *lines]
+    if args.explain:
+        lines += ["", *explanation(found, evaluator, flags_not_applied_to_fsdp(args))]
+        lines += [] if fewer is None else [fewer.beside(best.throughput)]
     if args.output is not None:
-        plain = plan_of(found.outcomes[0], evaluator, found)
-        save_plan(encoded.plan if encoded else plain, args.output)
+        save_plan(plan, args.output)
         lines.append(f"plan written to {args.output}")
     print_result(args, lines, partial(as_json, found, evaluator, made, fewer))
 
@@ -302,12 +324,9 @@ def _faults(args: argparse.Namespace) -> list[str]:
             if args.encoders is not None
         ]
         if args.output is None or args.output.suffix:
-            faults.append("--world-sizes writes a plan for each into a folder: give -o DIR")
+            faults.append("--world-sizes writes a folder of plans: give -o DIR")
     if args.no_offload and args.optimizer_cpu_offload:
-        faults.append(
-            "--no-offload and --optimizer-cpu-offload: one leaves the nodes' memory alone, the "
-            "other has the optimizer there: give one"
-        )
+        faults.append("--no-offload and --optimizer-cpu-offload exclude each other: give one")
     faults += range_faults(ABOVE_ZERO, args, "seconds")
     faults += range_faults(SHARE, args, "self_conditioning")
     faults += layers_faults(args, profile=args.profile)

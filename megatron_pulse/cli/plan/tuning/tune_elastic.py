@@ -59,7 +59,9 @@ def tune_worlds(args: argparse.Namespace, profile: Profile, parts: Mapping[int, 
             found = run_search(args, evaluator, choices)
         except UntunableError as error:
             beside = (
-                f" (with the kind of optimizer of {next(iter(records))} devices)" if records else ""
+                f" (with the distributed optimizer as for {next(iter(records))} devices)"
+                if records
+                else ""
             )
             faults.append(f"--world-sizes {world}: {error}{beside}")
             continue
@@ -85,7 +87,6 @@ def _faster_with_fewer(best_of: Mapping[int, Outcome], seconds: float) -> list[s
         return []
     more = best_of[fastest].throughput / best_of[most].throughput - 1
     return [
-        f"{fastest} devices are predicted to train this batch {more:.1%} faster than {most}, by "
-        f"what was found in {seconds:g} s for each: give more --seconds, leave the others to "
-        "something else, or take a larger batch"
+        f"{fastest} devices are predicted to train this batch {more:.1%} faster than {most}, after "
+        f"{seconds:g} s of search each: give more --seconds, use fewer devices, or a larger batch"
     ]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from megatron_pulse.cli.backbone_flags import trained_backbone
 from megatron_pulse.cli.errors import require
+from megatron_pulse.progress import ProgressLine
 
 if TYPE_CHECKING:
     from megatron_pulse.backbone.chain import Backbone
@@ -84,15 +85,15 @@ def no_cascade(profile: Profile) -> list[str]:
     if len(profile.at(profile.micro_batch_sizes[0]).starts) == 1:
         return []
     return [
-        f"{profile.backbone['name']}: cascades are not searched for; 'pulse partition' and 'pulse "
-        "schedule' lay one over P devices, and it trains with --pipeline-model-parallel-size P"
+        f"{profile.backbone['name']}: cascades are not tuned; use 'pulse partition' and 'pulse "
+        "schedule', and train with --pipeline-model-parallel-size P"
     ]
 
 
 def no_half_gradients(args: argparse.Namespace, profile: Profile) -> list[str]:
     if not args.grad_reduce_in_bf16 or profile.dtype == "bfloat16":
         return []
-    return [f"--grad-reduce-in-bf16: for bfloat16, and the profile is of {profile.dtype}"]
+    return [f"--grad-reduce-in-bf16 is for bfloat16, and the profile is of {profile.dtype}"]
 
 
 def no_prediction_taken(args: argparse.Namespace, profile: Profile) -> list[str]:
@@ -104,8 +105,8 @@ def no_prediction_taken(args: argparse.Namespace, profile: Profile) -> list[str]
     takes, predicts = backbone.input_spec.shape[0], backbone.output_spec.shape[0]
     of = "a profile with" if args.profile is not None else "give"
     return [
-        f"--self-conditioning: {backbone.name} takes {takes} channels and predicts {predicts}; who "
-        f"conditions itself takes twice as many as it predicts ({of} --option in_channels=8)"
+        f"--self-conditioning: {backbone.name} takes {takes} channels and predicts {predicts}; it "
+        f"must take twice as many as it predicts ({of} --option in_channels=8)"
     ]
 
 
@@ -158,8 +159,8 @@ def unused_caution(args: argparse.Namespace, evaluator: Evaluator, choices: Choi
         return ""
     said = (f"--{name.replace('_', '-')} {', '.join(map(str, missing[name]))}" for name in missing)
     return (
-        f"{'; '.join(said)}: left out, for {evaluator.cluster.num_devices} devices and a batch of "
-        f"{args.global_batch_size} allow none with it beside the other choices"
+        f"{'; '.join(said)}: left out, no config of {evaluator.cluster.num_devices} devices and a "
+        f"batch of {args.global_batch_size} has it with the other choices"
     )
 
 
@@ -174,34 +175,31 @@ def numbers(text: str | None) -> tuple[int, ...] | None:
 
 
 def run_search(args: argparse.Namespace, evaluator: Evaluator, choices: Choices) -> Tuning:
-    """Search for the best configs with whole schedules, with a progress bar of the time allowed.
+    """Search for the best configs with whole schedules, with a progress line of the time allowed.
 
     Ctrl-C ends the search if there is a result. A first one without a result, or a second one, ends
     the command.
     """
-    from tqdm import tqdm
-
     from megatron_pulse.cli.errors import warn
     from megatron_pulse.cli.plan.tuning.interruptible_clock import InterruptibleClock
     from megatron_pulse.planner.tune.search.budget import LATE
     from megatron_pulse.planner.tune.tune import tune
 
-    total, until = round(args.seconds), InterruptibleClock(args.seconds)
-    with until, tqdm(total=total, unit="s", delay=2, leave=False, disable=None) as bar:
+    until = InterruptibleClock(args.seconds)
+    with until, ProgressLine("tuning", args.seconds, "s") as line:
 
         def progress(what: str, now: Tuning) -> None:
-            bar.set_description(what, refresh=False)
-            bar.update(min(round(now.seconds), total) - bar.n)
+            line.what, line.done = what, min(now.seconds, args.seconds)
             if now.outcomes:
-                until.found = True
-                bar.set_postfix_str(f"{now.outcomes[0].throughput:.4g} samples/s", refresh=False)
+                until.found, best = True, now.outcomes[0]
+                line.note = f"best {best.throughput:.4g} samples/s, {best.config}"
 
         of = evaluator, choices, args.seconds, None, args.solver, args.top
         found = tune(*of, progress, until.clock, until.stopped)
     if until.is_late:
         warn(
-            f"this process had less than 1/{LATE:g} of a core: the wall's clock ended the search, "
-            "and another run may find another answer. Give more --seconds"
+            f"this process had less than 1/{LATE:g} of a core: the wall clock ended the search, "
+            "and another run may find another plan. Give more --seconds"
         )
     if until.took_s is not None:
         found.seconds = until.took_s - found.ready_s

@@ -28,51 +28,49 @@ _COLUMNS = (
 
 _NOTABLE_S = 2.0
 
-_STARRED = f"* of {CORE} P microbatches, continued at the rate of their last half: not exact"
+_STARRED = f"* extrapolated from {CORE} P microbatches"
 
 
-def report(
-    found: Tuning, evaluator: Evaluator, explained: bool, bound: Collection[str] = ()
-) -> list[str]:
-    """Lines of the table, the fate of all other configs, and reasons if ``explained``.
+def listing(found: Tuning, evaluator: Evaluator) -> list[str]:
+    """Table of the best configs, with its notes."""
+    rows = [_COLUMNS, *(_row(i, o) for i, o in enumerate(found.outcomes, start=1))]
+    return [
+        *table(rows, left=[_COLUMNS.index(name) for name in ("layout", "schedule", "inside")]),
+        *[_STARRED] * any(outcome.extrapolated for outcome in found.outcomes),
+        *_beyond(found, evaluator.profile),
+        *_conditioned(evaluator),
+    ]
+
+
+def explanation(found: Tuning, evaluator: Evaluator, bound: Collection[str] = ()) -> list[str]:
+    """Lines on what was searched, how certain the best is, FSDP2, other configs, and reasons.
 
     ``bound`` are the flags given that restrict plans but not the FSDP2 baseline.
     """
     profile, cluster = evaluator.profile, evaluator.cluster
-    name = name_of(profile.backbone)
-    rows = [_COLUMNS, *(_row(i, o) for i, o in enumerate(found.outcomes, start=1))]
     lines = [
-        f"{name}, {profile.dtype}, {profile.source} on {profile.device}; {cluster.num_devices} "
-        f"devices of {cluster.name}, {evaluator.global_batch_size} samples a step",
-        *_conditioned(evaluator),
-        "",
-        *table(rows, left=[_COLUMNS.index(name) for name in ("layout", "schedule", "inside")]),
-        *[_STARRED] * any(outcome.extrapolated for outcome in found.outcomes),
-        *_beyond(found, profile),
-        "",
+        f"{name_of(profile.backbone)}, {profile.dtype}, {profile.source} on {profile.device}; "
+        f"{cluster.num_devices} devices of {cluster.name}, {evaluator.global_batch_size} samples a "
+        "step",
         f"{found.num_configs:,} configs, {found.num_simulated:,} simulated, in "
-        f"{found.seconds:.1f} s{_ready(found)}; how sure the best is",
+        f"{found.seconds:.1f} s{_ready(found)}; certainty of the best:",
         *(f"  {line}" for line in certainty(found)),
-        *_beside(found, evaluator, explained, bound),
+        *_beside(found, evaluator, bound),
+        f"outcome of the {found.num_configs:,} configs:",
     ]
-    rest = []
     for reason, count in found.refused.most_common():
         if count:
             example = found.examples.get(reason)
-            rest.append(f"  {count:7,d}  {reason}")
-            if explained and example:
-                rest.append(f"           for example {example}")
+            lines.append(f"  {count:7,d}  {reason}")
+            lines += [f"           for example {example}"] * bool(example)
     if found.num_left:
-        rest.append(f"  {found.num_left:7,d}  not looked at any further when the search ended")
+        lines.append(f"  {found.num_left:7,d}  untried when the search ended")
     whole = found.num_configs - sum(found.refused.values()) - found.num_left
-    rest.append(
-        f"  {whole:7,d}  simulated with cuts of their own and the best known ones (of those above "
-        "some with known cuts)"
+    lines.append(
+        f"  {whole:7,d}  simulated with their own cuts and the best known ones (some of those "
+        "above only with known cuts)"
     )
-    lines += [f"what became of the {found.num_configs:,} configs:", *rest]
-    if explained:
-        lines += ["", *explain(found)]
-    return lines
+    return [*lines, "", *explain(found)]
 
 
 def _beyond(found: Tuning, profile: Profile) -> list[str]:
@@ -89,35 +87,29 @@ def _beyond(found: Tuning, profile: Profile) -> list[str]:
 def _conditioned(evaluator: Evaluator) -> list[str]:
     """Note on self-conditioning: a step time is the mean with and without extra forwards."""
     share = 100 * evaluator.self_conditioning
-    return [f"self-conditioning: {share:g} % of the steps run all forwards once before"] * (
-        share > 0
-    )
+    return [f"self-conditioning: {share:g} % of the steps run all forwards twice"] * (share > 0)
 
 
-def _beside(
-    found: Tuning, evaluator: Evaluator, explained: bool, bound: Collection[str]
-) -> list[str]:
+def _beside(found: Tuning, evaluator: Evaluator, bound: Collection[str]) -> list[str]:
     """Comparison with FSDP2, or the reason why there is none."""
     if (other := found.opponent) is None:
-        ended = "was not predicted: the search was stopped before" if found.stopped else ""
+        ended = "was not predicted: the search was interrupted" if found.stopped else ""
         why = evaluator.not_sharded or ended or "does not fit"
         return [f"FSDP2 (torch's fully_shard) {why}"] * (evaluator.cluster.num_devices > 1)
     best = found.outcomes[0]
     lines = [f"{other.beside(best.throughput)} ({other.facts})"]
     if bound:
-        lines.append(f"  which {', '.join(bound)} does not bind: that is of plans alone")
+        lines.append(f"  not restricted by {', '.join(bound)}, which is for plans")
     if found.num_left and found.bound_s < other.step_s < best.step_s:
         lines.append(
-            f"  but {found.num_left:,} configs were left when the search ended, and might be "
-            "faster than that: let it search longer first (--seconds)"
+            f"  but {found.num_left:,} untried configs might be faster: give more --seconds first"
         )
-    if explained:
-        lines.append(
-            "  the fastest of its ways that fit, with ideal collectives at the links' bandwidth, "
-            "which slow no computing, and no buffers but for what is gathered and reduced"
-        )
-        lines.append(f"  in torch: {other.in_torch}")
-        lines += [f"  {what}: {', '.join(names)}" for what, names in other.layers.items() if names]
+    lines += [
+        "  fastest of its configs that fit; ideal collectives at the links' bandwidth overlap with "
+        "computation; buffers are counted only for what is gathered and reduced",
+        f"  in torch: {other.in_torch}",
+        *(f"  {what}: {', '.join(names)}" for what, names in other.layers.items() if names),
+    ]
     return lines
 
 
@@ -166,7 +158,7 @@ def as_json(
 
 def _ready(found: Tuning) -> str:
     """Time spent before the search on compiled code, if notable."""
-    took = f" (and {found.ready_s:.0f} s before for compiled code, the longest at its first use)"
+    took = f" (after {found.ready_s:.0f} s of compiling, longest at the first use)"
     return took if found.ready_s > _NOTABLE_S else ""
 
 
@@ -227,13 +219,13 @@ def _row(rank: int, outcome: Outcome) -> tuple[str, ...]:
         word
         for word, used in (
             ("split", config.split),
-            ("max_in_flight", config.max_in_flight),
+            ("max in-flight", config.max_in_flight),
             (
                 f"recompute {_some(outcome.stages.activations.recompute, outcome)}",
                 bool(outcome.stages.activations.recompute),
             ),
             (
-                f"recompute cheap of {_some(outcome.stages.activations.selective, outcome)}",
+                f"selective {_some(outcome.stages.activations.selective, outcome)}",
                 bool(outcome.stages.activations.selective),
             ),
             (
