@@ -217,7 +217,7 @@ class Profile:
                 for layer, taken in zip(self.layers, boundary, strict=True)
             ),
             skips=tuple(
-                SkipCost(s.source, s.destination, micro_batch_size * s.num_bytes, s.wants)
+                SkipCost(s.source, s.destination, micro_batch_size * s.num_bytes, s.needs_grad)
                 for s in self.skips
             ),
             weight_grad_s=tuple(
@@ -229,7 +229,7 @@ class Profile:
                 for (_, inputs, weight), more in zip(split_s, more_split_s, strict=True)
             ),
             trained=tuple(layer.trained_parameters for layer in self.layers),
-            wants=tuple(layer.wants for layer in self.layers),
+            needs_grad=tuple(layer.needs_grad for layer in self.layers),
             recompute_s=tuple(
                 runs * layer.forward_s for layer, runs in zip(times, again, strict=True)
             ),
@@ -251,10 +251,10 @@ class Profile:
     @property
     def has_backward(self) -> tuple[bool, ...]:
         """True for each layer that computes a gradient, of parameters or of inputs."""
-        given = {skip.destination for skip in self.skips if skip.wants}
-        given.update(*(edge.consumers for edge in self.conditioning if edge.wants))
+        given = {skip.destination for skip in self.skips if skip.needs_grad}
+        given.update(*(edge.consumers for edge in self.conditioning if edge.needs_grad))
         return tuple(
-            layer.wants or layer.trained_parameters > 0 or i in given
+            layer.needs_grad or layer.trained_parameters > 0 or i in given
             for i, layer in enumerate(self.layers)
         )
 
@@ -303,7 +303,7 @@ class Profile:
             for i, layer_times in enumerate(times):
                 back_s = layer_times.input_grad_s + layer_times.weight_grad_s
                 if back_s > 0 and i not in computing:
-                    yield f"times[{size}][{i}] has a backward, and nothing there wants a gradient"
+                    yield f"times[{size}][{i}] has a backward, and nothing there needs a gradient"
                 part, saved = layer_times.selective_bytes, layer_times.saved_bytes
                 if part > max(0, saved):
                     yield f"times[{size}][{i}].selective_bytes is {part:,}, of {saved:,} saved"

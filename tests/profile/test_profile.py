@@ -127,6 +127,26 @@ def test_profiles_of_before_sums_had_bytes_are_read_as_sums_of_boundaries(tmp_pa
     assert load_profile(tmp_path / "p.json") == make(layers=layers)
 
 
+def test_profile_reads_former_keys() -> None:
+    skip = dataclasses.replace(make().skips[0], needs_grad=False)
+    layers = (make().layers[0], dataclasses.replace(make().layers[1], needs_grad=False))
+    new = make(layers=(*layers, make().layers[2]), skips=(skip, *make().skips[1:]))
+    waits = tuple(
+        dataclasses.replace(one, recompute_bytes=1, wgrad_bytes=1) for one in new.times[2]
+    )
+    new = dataclasses.replace(new, times={2: waits})
+    record = json.loads(json.dumps(to_record(new)))
+    for one in (*record["layers"], *record["skips"], *record["conditioning"]):
+        one["wants"] = one.pop("needs_grad")
+    for one in record["times"]["2"]:
+        one["again_bytes"] = one.pop("recompute_bytes")
+        one["waiting_bytes"] = one.pop("wgrad_bytes")
+    assert from_record(record, "here") == new
+    record["skips"][0]["needs_grad"] = True
+    with pytest.raises(ProfileError, match=r"skips\[0\].wants is unknown"):
+        from_record(record, "here")
+
+
 def test_split_backwards_take_what_was_measured_of_them(tmp_path: Path) -> None:
     """In a step's problem, and where none was measured (as in profiles of before) as whole ones."""
     old, three = make(), sequential(3)

@@ -97,14 +97,14 @@ def encoder_schedule_table(plan: PlanFile) -> list[str]:
 def bubble_task_lines(schedule: Schedule) -> list[tuple[str, str]]:
     """Names of the bubble tasks, with devices and number of slices of their components."""
     rows = []
-    for number, filler in enumerate(schedule.fillers):
+    for number, task in enumerate(schedule.bubble_tasks):
         every = range(schedule.placement.num_devices)
-        devices = every if filler.devices is None else filler.devices
+        devices = every if task.devices is None else task.devices
         rows.append(
             (
                 f"X{number}",
-                f"{filler.name}: {len(filler.slice_seconds)} pieces on device "
-                f"{number_ranges(list(devices))}, {in_ms(sum(filler.slice_seconds))}",
+                f"{task.name}: {len(task.slice_seconds)} pieces on device "
+                f"{number_ranges(list(devices))}, {in_ms(sum(task.slice_seconds))}",
             )
         )
     return rows

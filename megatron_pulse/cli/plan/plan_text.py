@@ -222,7 +222,7 @@ def describe(
         lines += ["", *table([LAYER_COLUMNS, *layers(plan)], left=(1, -1))]
     if plan.policies is not None:
         lines += ["", "encoders", *encoder_schedule_table(plan)]
-    if plan.schedule.fillers:
+    if plan.schedule.bubble_tasks:
         lines += [
             "",
             "in idle time, for the next step",

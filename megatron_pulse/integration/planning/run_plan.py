@@ -418,7 +418,9 @@ def _costs(
         split_backward_s=tuple(t / parts for t in costs.split_backward_s),
         saved_bytes=tuple(b // parts if args.sequence_parallel else b for b in costs.saved_bytes),
         boundary_bytes=tuple(0 if layer.begins else size * layer.boundary_bytes for layer in chain),
-        skips=tuple(SkipCost(s.source, s.destination, size * s.num_bytes, s.wants) for s in skips),
+        skips=tuple(
+            SkipCost(s.source, s.destination, size * s.num_bytes, s.needs_grad) for s in skips
+        ),
     )
 
 

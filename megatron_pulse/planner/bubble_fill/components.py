@@ -66,7 +66,7 @@ class Component:
     """Frozen part of a model: a text encoder, an autoencoder, a locked backbone.
 
     It depends on the results of the components named in ``after``. ``result_bytes`` per sample go
-    to each device in ``readers`` before the next step. ``devices`` may host it (None: any).
+    to each device in ``consumers`` before the next step. ``devices`` may host it (None: any).
     ``counts`` are the sample counts allowed for a slice (None: any); results may depend on the
     count to the last bit. Raises Faults.
     """
@@ -75,7 +75,7 @@ class Component:
     layers: tuple[FrozenLayer, ...]
     after: tuple[str, ...] = ()
     result_bytes: float = 0.0
-    readers: tuple[int, ...] = ()
+    consumers: tuple[int, ...] = ()
     devices: tuple[int, ...] | None = None
     counts: tuple[int, ...] | None = None
 
@@ -120,7 +120,7 @@ class Component:
         return list(itertools.pairwise(edges))
 
 
-class Piece(NamedTuple):
+class Slice(NamedTuple):
     """Slice of a component: layers ``layers[0]`` to ``layers[1]``, exclusive, on a range of
     samples."""
 

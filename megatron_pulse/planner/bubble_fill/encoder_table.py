@@ -6,17 +6,17 @@
      "made": {"backbone": "sd-v2", "options": {"sample_size": 64, ...}, "device": "A100-80GB",
               "source": "analytic", "threads": 0, "dtypes": {"text": "float16"}},
      "components": [
-       {"name": "text", "after": [], "result_bytes": 157696, "readers": "all",
+       {"name": "text", "after": [], "result_bytes": 157696, "consumers": "all",
         "devices": null, "counts": null,
         "layers": [{"name": "layers.0", "seconds": {"1": 0.0004, "4": 0.0011},
                     "parameter_bytes": 25190400, "activation_bytes": 946176,
                     "output_bytes": 157696}, ...]}, ...]}
 
 ``seconds`` are keyed by the number of samples that run at once. ``parameter_bytes`` are those of a
-layer; all other bytes are per sample. ``readers`` are devices, or "all", or "ends" (the devices of
-the first and the last stage). ``devices`` may host the component. ``counts`` are the sample counts
-that it may run at once (null: any). ``made`` names the backbone, device and dtypes of the costs; it
-may be left out.
+layer; all other bytes are per sample. ``consumers`` are devices, or "all", or "ends" (the devices
+of the first and the last stage). ``devices`` may host the component. ``counts`` are the sample
+counts that it may run at once (null: any). ``made`` names the backbone, device and dtypes of the
+costs; it may be left out.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ from megatron_pulse.schema import (
     one_of,
     record,
     table_of,
+    with_current_keys,
 )
 
 FORMAT = "megatron_pulse encoders 1"
@@ -74,12 +75,12 @@ _LAYER = record(
 )
 COMPONENTS = list_of(
     record(
-        "a component: name, layers, after, result_bytes, readers, devices, counts",
+        "a component: name, layers, after, result_bytes, consumers, devices, counts",
         name=TEXT,
         layers=list_of(_LAYER, "a list of layers"),
         after=list_of(TEXT, "names of components", least=0),
         result_bytes=_BYTES,
-        readers={
+        consumers={
             "anyOf": [{"enum": ["all", "ends"]}, list_of(NATURAL, "devices", least=0)],
             "description": '"all", "ends", or a list of devices',
         },
@@ -89,6 +90,8 @@ COMPONENTS = list_of(
     "a list of components",
 )
 """Schema of components in a file or plan."""
+_FORMER_KEYS = {"readers": "consumers"}
+"""Keys of components in older files, with today's names."""
 _MADE = record(
     "of what the costs are: backbone, options, device, source, threads, dtypes",
     backbone=TEXT,
@@ -180,6 +183,8 @@ def read_table(path: str | Path) -> EncoderTable:
     Raises TableError, and FileError for a file that cannot be read (see ``files.read_json``).
     """
     content = read_json(path, FileKind.ENCODERS)
+    if isinstance(components := content.get("components"), list):
+        content["components"] = [with_current_keys(one, _FORMER_KEYS) for one in components]
     faults = faults_of(SCHEMA, content)
     if not faults:
         try:
@@ -200,7 +205,7 @@ def components_of(
 ) -> tuple[Component, ...]:
     """Components of records.
 
-    ``placement`` resolves ``readers`` such as "ends" (None: the consumers do not matter). Raises
+    ``placement`` resolves ``consumers`` such as "ends" (None: the consumers do not matter). Raises
     Faults.
     """
     faults: list[str] = []
@@ -234,7 +239,7 @@ def component_records(components: Sequence[Component]) -> list[dict[str, Any]]:
             ],
             "after": list(c.after),
             "result_bytes": c.result_bytes,
-            "readers": list(c.readers),
+            "consumers": list(c.consumers),
             "devices": None if c.devices is None else list(c.devices),
             "counts": None if c.counts is None else list(c.counts),
         }
@@ -248,10 +253,10 @@ def _device(name: str) -> str:
 
 
 def _component(one: Mapping[str, Any], placement: Placement | None) -> Component:
-    readers = one["readers"]
-    if isinstance(readers, str):
+    consumers = one["consumers"]
+    if isinstance(consumers, str):
         homes = placement.device_of_stage if placement else (0,)
-        readers = range(max(homes) + 1) if readers == "all" else {homes[0], homes[-1]}
+        consumers = range(max(homes) + 1) if consumers == "all" else {homes[0], homes[-1]}
     return Component(
         one["name"],
         tuple(
@@ -266,7 +271,7 @@ def _component(one: Mapping[str, Any], placement: Placement | None) -> Component
         ),
         tuple(one["after"]),
         one["result_bytes"],
-        tuple(sorted(readers)),
+        tuple(sorted(consumers)),
         None if one["devices"] is None else tuple(one["devices"]),
         None if one["counts"] is None else tuple(one["counts"]),
     )

@@ -197,10 +197,10 @@ class _FillSearch:
         best = self._fewer_hosts(best)
         bound, made = self.bound, best.timeline.makespan
         filled = best.step.filled
-        work = sum(p.time_s(self.problem.components) for _, p in filled.pieces)
+        work = sum(p.time_s(self.problem.components) for _, p in filled.slices)
         without = self.problem.timeline.makespan
         spilled = sum(max(0.0, best.timeline.end[p] - max(without, best.timeline.start[p]))
-                      for _, p in filled.pieces)  # fmt: skip
+                      for _, p in filled.slices)  # fmt: skip
         certificate = FillCertificate(
             made,
             bound,
@@ -290,7 +290,7 @@ class _FillSearch:
         over = makespan / self.bound
         spread = {f: step.run(f).makespan / bound for f, bound in self.bounds.items()}
         fragile = max(0.0, max(spread.values(), default=0.0) - max(over, 1 + ALLOWED))
-        moved = sum(lag for needs in step.needs.values() for _, lag in needs)
+        moved = sum(lag for deps in step.deps.values() for _, lag in deps)
         moved /= self.problem.num_devices * makespan
         moving = MOST_MOVED * -math.expm1(-MOVED * moved / MOST_MOVED)
         cost = over + FRAGILE * fragile + moving

@@ -175,7 +175,7 @@ def in_transit_bytes(
         received = crossing.num_bytes * (1 + min(num_microbatches, stages / chunks))
         held[ends[1]] += received
         held[ends[0]] += 0 if crossing.skip else crossing.num_bytes
-        if crossing.wants:
+        if crossing.needs_grad:
             held[ends[0]] += received
             held[ends[1]] += crossing.num_bytes
     return tuple(held)

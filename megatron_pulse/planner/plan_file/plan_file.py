@@ -200,7 +200,7 @@ def to_record(plan: PlanFile) -> dict[str, Any]:
                     "forward": problem.forward,
                     "backward": problem.backward,
                     "weight_grad": problem.weight_grad,
-                    "edges": [astuple(edge)[: 3 if edge.wants else 4] for edge in plan.edges],
+                    "edges": [astuple(edge)[: 3 if edge.needs_grad else 4] for edge in plan.edges],
                     "saved_bytes": problem.activation,
                     "cap_bytes": problem.cap,
                 }
@@ -251,7 +251,8 @@ def _from_record(record: dict[str, Any]) -> tuple[PlanFile | None, list[str]]:
     if unknown := list(name_faults(record["activations"], names)):
         return None, [*faults, *unknown, *(f"schedule: {fault}" for fault in validate(schedule))]
     edges = tuple(
-        StageMessage(int(a), int(b), float(s), *wants) for a, b, s, *wants in times["edges"]
+        StageMessage(int(a), int(b), float(s), *needs_grad)
+        for a, b, s, *needs_grad in times["edges"]
     )
     placement = make_placement(record["placement"], record["pipeline"], record["num_chunks"])
     faults += edge_faults(placement, edges)

@@ -65,10 +65,10 @@ _EDGE = {
 }
 
 _FIGURE = number("a number, 0 or more", minimum=-1e-9)  # rounded differences
-_PIECE = "[first layer, layer after the last, first sample, sample after the last]"
-_NEED = "[filler, slice, seconds] that a slice waits for"
-_FILLER = record(
-    "a filler: name, slice_seconds, devices, pieces, needs, readers",
+_SLICE = "[first layer, layer after the last, first sample, sample after the last]"
+_DEP = "[bubble task, slice, seconds] that a slice waits for"
+_BUBBLE_TASK = record(
+    "a bubble task: name, slice_seconds, devices, slices, deps, consumers",
     ["name", "slice_seconds", "devices"],
     name=TEXT,
     slice_seconds=list_of(_TIME, "seconds of each slice"),
@@ -76,31 +76,31 @@ _FILLER = record(
         "anyOf": [{"type": "null"}, list_of(NATURAL, "devices")],
         "description": "a list of devices, or null",
     },
-    pieces={
+    slices={
         "type": "array",
-        "items": {**list_of(NATURAL, _PIECE, least=4), "maxItems": 4},
-        "description": f"a list of {_PIECE} for each slice",
+        "items": {**list_of(NATURAL, _SLICE, least=4), "maxItems": 4},
+        "description": f"a list of {_SLICE} for each slice",
     },
-    needs={
+    deps={
         "type": "array",
         "items": {
             "type": "array",
             "items": {
                 "type": "array",
                 "prefixItems": [
-                    {**NATURAL, "description": _NEED},
-                    {**NATURAL, "description": _NEED},
-                    number(_NEED, minimum=0, maximum=_MOST_S),
+                    {**NATURAL, "description": _DEP},
+                    {**NATURAL, "description": _DEP},
+                    number(_DEP, minimum=0, maximum=_MOST_S),
                 ],
                 "minItems": 3,
                 "maxItems": 3,
-                "description": _NEED,
+                "description": _DEP,
             },
-            "description": f"a list of {_NEED}",
+            "description": f"a list of {_DEP}",
         },
-        "description": f"a list for each slice of {_NEED}",
+        "description": f"a list for each slice of {_DEP}",
     },
-    readers=list_of(NATURAL, "devices that read the results", least=0),
+    consumers=list_of(NATURAL, "devices that consume the results", least=0),
 )
 _STEP_S: dict[str, Any] = {
     "anyOf": [{"type": "null"}, _TIME],
@@ -172,7 +172,7 @@ _PARTS: dict[str, Any] = dict(
         device_of_stage=list_of(NATURAL, "the device of each stage"),
         num_microbatches=COUNT,
         order=list_of(list_of(OPERATION, "a device's operations"), "a list for each device"),
-        fillers=list_of(_FILLER, "a list of fillers", least=0),
+        bubble_tasks=list_of(_BUBBLE_TASK, "a list of bubble tasks", least=0),
     ),
     times=record(
         "the times that the schedule was made for",

@@ -58,7 +58,9 @@ def messages_of(routes: Routes, operation: Operation) -> tuple[Message, ...]:
         given = [(delivery, delivery.destination) for delivery in routes.given_by(stage)]
     else:
         given = [
-            (delivery, delivery.source) for delivery in routes.given_to(stage) if delivery.wants
+            (delivery, delivery.source)
+            for delivery in routes.given_to(stage)
+            if delivery.needs_grad
         ]
     home = routes.partition.placement.device_of_stage
     return tuple(
@@ -81,18 +83,18 @@ def messages_of_slices(schedule: Schedule) -> Iterator[Message]:
     """Messages of bubble tasks: states for slices on other devices, results for the next step."""
     home = {op: d for d, line in enumerate(schedule.order) for op in line}
     for operation, device in home.items():
-        if operation.kind is not OpType.FILLER:
+        if operation.kind is not OpType.BUBBLE_TASK:
             continue
-        filler = schedule.fillers[operation.stage]
-        if not filler.pieces:
+        task = schedule.bubble_tasks[operation.stage]
+        if not task.slices:
             continue
         for source, _ in schedule.slices_before(operation):
             if home[source] != device:
                 yield Message(source, operation, Payload.ENCODED, "", home[source], device)
-        if filler.finishes(operation.microbatch):
-            for reader in filler.readers:
-                if reader != device:
-                    yield Message(operation, STEP_END, Payload.ENCODED, "", device, reader)
+        if task.finishes(operation.microbatch):
+            for consumer in task.consumers:
+                if consumer != device:
+                    yield Message(operation, STEP_END, Payload.ENCODED, "", device, consumer)
 
 
 def messages_of_predictions(schedule: Schedule) -> Iterator[Message]:

@@ -63,7 +63,7 @@ def conditioning(
             edge.source,
             edge.consumers,
             edge.num_bytes,
-            edge.wants * (edge.num_bytes // size * GRADIENT_BYTES),
+            edge.needs_grad * (edge.num_bytes // size * GRADIENT_BYTES),
             profile.layers[edge.source].name if edge.embedder else "",
         )
         for edge in profile.conditioning

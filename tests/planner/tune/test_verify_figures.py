@@ -137,9 +137,9 @@ def later(record: Record) -> None:
     record["times"]["cap_bytes"] = [1e9, 1e9]
 
 
-def filler(record: Record) -> None:
-    """Work in the schedule that was not there."""
-    record["schedule"]["fillers"] = [{"name": "x", "slice_seconds": [3.0], "devices": None}]
+def added_bubble_task(record: Record) -> None:
+    """A bubble task that the plan did not have."""
+    record["schedule"]["bubble_tasks"] = [{"name": "x", "slice_seconds": [3.0], "devices": None}]
     record["schedule"]["order"][0].insert(1, "X0:0")
 
 
@@ -323,7 +323,7 @@ EDITS: dict[str, tuple[Edit, str]] = {
     "fewer microbatches": (put("schedule", "num_microbatches", to=2), "the schedule has 2 micro"),
     "operation lost": (lambda r: r["schedule"]["order"][0].pop(), "is missing on device 0"),
     "another order": (later, "provenance.schedule.makespan is"),
-    "a filler": (filler, "provenance.schedule.makespan is"),
+    "a bubble task": (added_bubble_task, "provenance.schedule.makespan is"),
 }  # fmt: skip
 
 

@@ -50,7 +50,7 @@ def dependency(operation: Operation, placement: Placement) -> Operation | None:
     (``Schedule.slices_before``).
     """
     kind, stage, microbatch = operation.kind, operation.stage, operation.microbatch
-    if kind is OpType.FILLER:
+    if kind is OpType.BUBBLE_TASK:
         return None
     if kind is OpType.WEIGHT_GRAD:
         return Operation(OpType.INPUT_GRAD, stage, microbatch)
@@ -139,8 +139,8 @@ def duration_of(problem: ScheduleProblem, schedule: Schedule) -> Callable[[Opera
 
     def duration(operation: Operation) -> float:
         kind, stage, microbatch = operation
-        if kind is OpType.FILLER:
-            return schedule.fillers[stage].slice_seconds[microbatch]
+        if kind is OpType.BUBBLE_TASK:
+            return schedule.bubble_tasks[stage].slice_seconds[microbatch]
         seconds = problem.duration(kind, stage)
         if apart and kind in BACKWARDS and (stage, microbatch) in apart:
             seconds -= problem.duration(OpType.RECOMPUTE, stage)
@@ -199,7 +199,7 @@ def _play_all(
     """Starts and ends with the dependencies of chain, slices and copies; raises DeadlockError."""
 
     def first(operation: Operation) -> Iterator[tuple[Operation, float]]:
-        if operation.kind is OpType.FILLER:
+        if operation.kind is OpType.BUBBLE_TASK:
             for source, seconds in schedule.slices_before(operation):
                 yield source, slice_lag(seconds)
         else:

@@ -86,7 +86,9 @@ def _told(held: float) -> str:
 def faults_for(problem: ScheduleProblem, schedule: Schedule) -> list[str]:
     """Return all faults of ``schedule`` as a solution of ``problem``; empty if it is one."""
     faults = []
-    numbers = {op.microbatch for o in schedule.order for op in o if op.kind is not OpType.FILLER}
+    numbers = {
+        op.microbatch for o in schedule.order for op in o if op.kind is not OpType.BUBBLE_TASK
+    }
     beyond = max(numbers, default=0) >= problem.num_microbatches
     if beyond and len(numbers) < schedule.num_microbatches:  # reported below
         schedule = replace(schedule, num_microbatches=problem.num_microbatches)
@@ -214,7 +216,7 @@ def _set_faults(schedule: Schedule) -> Iterator[str]:
     for device, order in enumerate(schedule.order):
         for operation in order:
             seen[operation] += 1
-            if operation.kind is OpType.FILLER:
+            if operation.kind is OpType.BUBBLE_TASK:
                 yield from _slice_faults(schedule, device, operation)
             elif not 0 <= operation.stage < placement.num_stages:
                 yield f"{operation} on device {device}: there is no stage {operation.stage}"
@@ -236,13 +238,13 @@ def _set_faults(schedule: Schedule) -> Iterator[str]:
                 if Operation(kind, stage, m) not in seen:
                     home = placement.device_of_stage[stage]
                     yield f"{Operation(kind, stage, m)} is missing on device {home}"
-    for index, filler in enumerate(schedule.fillers):
-        for number in range(len(filler.slice_seconds)):
-            if Operation(OpType.FILLER, index, number) not in seen:
-                operation = Operation(OpType.FILLER, index, number)
-                yield f"{operation} of filler {filler.name!r} is missing"
-        for number in range(len(filler.slice_seconds)):
-            operation = Operation(OpType.FILLER, index, number)
+    for index, task in enumerate(schedule.bubble_tasks):
+        for number in range(len(task.slice_seconds)):
+            if Operation(OpType.BUBBLE_TASK, index, number) not in seen:
+                operation = Operation(OpType.BUBBLE_TASK, index, number)
+                yield f"{operation} of bubble task {task.name!r} is missing"
+        for number in range(len(task.slice_seconds)):
+            operation = Operation(OpType.BUBBLE_TASK, index, number)
             for source, _ in schedule.slices_before(operation):
                 if source not in seen:
                     yield f"{operation} waits for {source}, which is not in the schedule"
@@ -250,19 +252,19 @@ def _set_faults(schedule: Schedule) -> Iterator[str]:
 
 def _slice_faults(schedule: Schedule, device: int, operation: Operation) -> Iterator[str]:
     """Unknown bubble tasks and slices, and slices on a device that is not allowed."""
-    if not 0 <= operation.stage < len(schedule.fillers):
-        yield f"{operation} on device {device}: there is no filler {operation.stage}"
+    if not 0 <= operation.stage < len(schedule.bubble_tasks):
+        yield f"{operation} on device {device}: there is no bubble task {operation.stage}"
         return
-    filler = schedule.fillers[operation.stage]
-    if not 0 <= operation.microbatch < len(filler.slice_seconds):
+    task = schedule.bubble_tasks[operation.stage]
+    if not 0 <= operation.microbatch < len(task.slice_seconds):
         yield (
-            f"{operation} on device {device}: filler {filler.name!r} has "
-            f"{len(filler.slice_seconds)} slices"
+            f"{operation} on device {device}: bubble task {task.name!r} has "
+            f"{len(task.slice_seconds)} slices"
         )
-    if not filler.may_run_on(device):
+    if not task.may_run_on(device):
         yield (
-            f"{operation} is on device {device}; filler {filler.name!r} may run on "
-            f"{', '.join(map(str, filler.devices or ()))}"
+            f"{operation} is on device {device}; bubble task {task.name!r} may run on "
+            f"{', '.join(map(str, task.devices or ()))}"
         )
 
 
@@ -273,7 +275,7 @@ def _order_faults(schedule: Schedule) -> Iterator[str]:
         position = {operation: i for i, operation in reversed(list(enumerate(order)))}
         last: dict[tuple[OpType, int], Operation] = {}
         for i, operation in enumerate(order):
-            if operation.kind is OpType.FILLER:
+            if operation.kind is OpType.BUBBLE_TASK:
                 continue
             if operation.kind in BACKWARDS:
                 for kind in (OpType.RECOMPUTE, OpType.RELOAD):

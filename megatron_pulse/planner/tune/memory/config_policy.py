@@ -314,4 +314,4 @@ def round_trips(edges: Iterable[StageMessage]) -> Iterator[tuple[int, float]]:
     one."""
     for edge in edges:
         if edge.destination == edge.source + 1:
-            yield edge.source, (1 + edge.wants) * edge.seconds
+            yield edge.source, (1 + edge.needs_grad) * edge.seconds

@@ -109,7 +109,7 @@ class EncodedPlan:
                 "lower_bound_s": made.lower_bound,
                 "after_flush": made.spill_share,
                 "spread": {str(factor): over for factor, over in made.spread.items()},
-                "homes": {f.name: list(f.devices or ()) for f in self.plan.schedule.fillers},
+                "homes": {f.name: list(f.devices or ()) for f in self.plan.schedule.bubble_tasks},
             }
         return found
 
