@@ -86,7 +86,7 @@ def trained_as(backbone: Backbone, record: Mapping[str, Any]) -> Backbone:
     return choose_trained(backbone, *patterns) if any(patterns) else backbone
 
 
-def shown_patterns(patterns: tuple[Sequence[str], Sequence[str]]) -> str:
+def describe_patterns(patterns: tuple[Sequence[str], Sequence[str]]) -> str:
     """Short text of the patterns."""
     train, freeze = patterns
     return (", ".join(train) or "everything") + (f" but {', '.join(freeze)}" if freeze else "")

@@ -11,7 +11,7 @@ from megatron_pulse.profile.profile import Profile, Source
 from megatron_pulse.profile.roofline import FIGURES, PRESETS, known_device, peaks_name
 
 
-def said_threads() -> int | None:
+def configured_threads() -> int | None:
     """Number of threads set by OMP_NUM_THREADS; None if not set."""
     first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     return int(first) if first.isascii() and first.isdigit() and int(first) > 0 else None
@@ -19,7 +19,7 @@ def said_threads() -> int | None:
 
 def rank_threads() -> int:
     """Number of threads of a rank on a CPU: OMP_NUM_THREADS, or one."""
-    return said_threads() or 1
+    return configured_threads() or 1
 
 
 def spread_caution(profile: Profile, micro_batch_size: int | None = None) -> str:

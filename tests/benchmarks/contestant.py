@@ -78,7 +78,7 @@ class Contestant:
     def peak_memory(self, schedule: Schedule) -> tuple[float, ...]:
         """The most bytes of activations on each device, by this schedule."""
         waiting = self.wgrad_bytes or None
-        return peak_activations(schedule, self.saved_bytes, waiting=waiting)
+        return peak_activations(schedule, self.saved_bytes, wgrad_bytes=waiting)
 
 
 @dataclass(frozen=True)

@@ -123,7 +123,7 @@ def offload_lines(plan: PlanFile) -> list[tuple[str, str]]:
         stages = problem.placement.stages_of_device(device)
         may = sum(problem.offload_bytes[s] > 0 for s in stages) * plan.num_microbatches
         num_bytes = sum(problem.offload_bytes[op.stage] for op in left)
-        seconds = sum(problem.copying_of(op.stage) for op in left)
+        seconds = sum(problem.offload_s_of(op.stage) for op in left)
         leaving, held, most = {(op.stage, op.microbatch) for op in left}, 0.0, 0.0
         for op in order:
             if (op.stage, op.microbatch) in leaving:

@@ -53,9 +53,9 @@ from megatron_pulse.profile.roofline import (
 )
 from megatron_pulse.profile.trainable import (
     TrainedError,
+    describe_patterns,
     none_trained,
     patterns_of,
-    shown_patterns,
     trained_as,
 )
 from megatron_pulse.runtime.measure.execution_modes import RUNNING
@@ -362,7 +362,7 @@ def _profile(
             )
         if (theirs := patterns_of(profile.backbone)) != patterns_of(backbone.record):
             raise ValueError(
-                f"--pulse-profile {options.profile} is of training {shown_patterns(theirs)}: "
+                f"--pulse-profile {options.profile} is of training {describe_patterns(theirs)}: "
                 "profile with the same patterns ('pulse profile --train P --freeze P')"
             )
         by = f"--pulse-profile {options.profile}"

@@ -120,8 +120,8 @@ def kept_bytes(costs: ChainCosts, partition: Partition) -> tuple[float, ...]:
     )
     given = (*(costs.boundary_bytes[cut] for cut in partition.cuts[1:-1]), 0)
     return tuple(
-        float(kept if seconds else max(kept, waiting))
-        for kept, seconds, waiting in zip(saved, backward, given, strict=True)
+        float(kept if seconds else max(kept, wgrad_bytes))
+        for kept, seconds, wgrad_bytes in zip(saved, backward, given, strict=True)
     )
 
 

@@ -24,13 +24,19 @@ from megatron_pulse.flags import flag_value
 from megatron_pulse.planner.layout.layouts import layout_name
 from megatron_pulse.planner.layout.placement import Partition, Placement, make_placement
 from megatron_pulse.planner.partition.memory import ParameterState
-from megatron_pulse.planner.plan_file.schema import FORMAT, MOVED, REDONE, WAITING, plan_faults
+from megatron_pulse.planner.plan_file.schema import (
+    FORMAT,
+    OFFLOAD_KEYS,
+    RECOMPUTE_KEYS,
+    WGRAD_KEY,
+    plan_faults,
+)
 from megatron_pulse.planner.plan_file.validators import (
     edge_faults,
     shape_faults,
     sum_faults,
 )
-from megatron_pulse.planner.program.simulate import Replay, StageMessage, lags, simulate_step
+from megatron_pulse.planner.program.simulate import SimulatedStep, StageMessage, lags, simulate_step
 from megatron_pulse.planner.schedule.check.validate import faults_for, validate
 from megatron_pulse.planner.schedule.operations import Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
@@ -141,7 +147,7 @@ class PlanFile:
         """Names of all layers, in chain order."""
         return [name for stage in self.stages for name in stage]
 
-    def simulate_step(self) -> Replay:
+    def simulate_step(self) -> SimulatedStep:
         """Predicted step of one pipeline."""
         return simulate_step(self.problem, self.schedule, self.edges)
 
@@ -206,12 +212,14 @@ def to_record(plan: PlanFile) -> dict[str, Any]:
                 }
                 if problem.recompute_s is not None:
                     again = problem.recompute_bytes or (0.0,) * problem.placement.num_stages
-                    record["times"] |= dict(zip(REDONE, (problem.recompute_s, again), strict=True))
+                    record["times"] |= dict(
+                        zip(RECOMPUTE_KEYS, (problem.recompute_s, again), strict=True)
+                    )
                 if problem.wgrad_bytes is not None:
-                    record["times"][WAITING] = problem.wgrad_bytes
+                    record["times"][WGRAD_KEY] = problem.wgrad_bytes
                 if problem.offload_bytes is not None:
                     moved = problem.offload_bytes, problem.offload_s
-                    record["times"] |= dict(zip(MOVED, moved, strict=True))
+                    record["times"] |= dict(zip(OFFLOAD_KEYS, moved, strict=True))
             case "edges":
                 pass
             case "encoders" | "before_step" | "policies" as name:
@@ -270,7 +278,10 @@ def _from_record(record: dict[str, Any]) -> tuple[PlanFile | None, list[str]]:
             lags(edges, placement.num_stages),
             tuple(times["saved_bytes"]),
             tuple(times["cap_bytes"]),
-            *(tuple(times[name]) if name in times else None for name in (*REDONE, WAITING, *MOVED)),
+            *(
+                tuple(times[name]) if name in times else None
+                for name in (*RECOMPUTE_KEYS, WGRAD_KEY, *OFFLOAD_KEYS)
+            ),
         )
     except (ValueError, OverflowError) as error:
         faults += [f"times: {error}", *(f"schedule: {fault}" for fault in validate(schedule))]

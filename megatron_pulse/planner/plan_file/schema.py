@@ -38,16 +38,16 @@ _PARTS_S = list_of(
 _BYTES = list_of(
     number(f"a number from 0 to {_MOST_BYTES:g}: bytes", minimum=0, maximum=_MOST_BYTES), "bytes"
 )
-REDONE = ("recompute_s", "recompute_bytes")
+RECOMPUTE_KEYS = ("recompute_s", "recompute_bytes")
 """Columns for recomputation, in the order of the problem's fields.
 
 Per stage: seconds of recomputation in the backward, and bytes that recomputed activations take.
 """
 
-WAITING = "wgrad_bytes"
+WGRAD_KEY = "wgrad_bytes"
 """Column for deferred weight gradients: bytes per stage in the weight-gradient queue."""
 
-MOVED = ("offload_bytes", "offload_s")
+OFFLOAD_KEYS = ("offload_bytes", "offload_s")
 """Columns for activation offload: bytes per stage, and seconds of one copy."""
 
 _MESSAGE = "[stage, stage, seconds], with false behind where no gradient comes back"
@@ -183,8 +183,8 @@ _PARTS: dict[str, Any] = dict(
         edges={"type": "array", "items": _EDGE, "description": "a list of messages"},
         saved_bytes=_BYTES,
         cap_bytes=_BYTES,
-        **dict(zip((*REDONE, WAITING), (_PARTS_S, _BYTES, _BYTES), strict=True)),
-        **dict(zip(MOVED, (_BYTES, _PARTS_S), strict=True)),
+        **dict(zip((*RECOMPUTE_KEYS, WGRAD_KEY), (_PARTS_S, _BYTES, _BYTES), strict=True)),
+        **dict(zip(OFFLOAD_KEYS, (_BYTES, _PARTS_S), strict=True)),
     ),
     predicted=_at_least(
         "what the tuner expects", **dict.fromkeys(_PREDICTED, _FIGURE), memory_bytes=_BYTES

@@ -9,11 +9,19 @@ from typing import Any
 
 from megatron_pulse.backbone.activations import ActivationPolicy
 from megatron_pulse.planner.layout.placement import PLACEMENTS, Placement
-from megatron_pulse.planner.plan_file.schema import MOVED, REDONE, WAITING
+from megatron_pulse.planner.plan_file.schema import OFFLOAD_KEYS, RECOMPUTE_KEYS, WGRAD_KEY
 from megatron_pulse.planner.program.simulate import StageMessage
 
 _ROUNDING = 1e-6
-_COLUMNS = ("forward", "backward", "weight_grad", "saved_bytes", *REDONE, WAITING, *MOVED)
+_COLUMNS = (
+    "forward",
+    "backward",
+    "weight_grad",
+    "saved_bytes",
+    *RECOMPUTE_KEYS,
+    WGRAD_KEY,
+    *OFFLOAD_KEYS,
+)
 
 
 def sum_faults(record: Mapping[str, Any]) -> Iterator[str]:
@@ -51,11 +59,11 @@ def sum_faults(record: Mapping[str, Any]) -> Iterator[str]:
     for name, count in names.items():
         if count > 1:
             yield f"stages: layer {name!r} is there {count} times"
-    given = [name in record["times"] for name in MOVED] + [
+    given = [name in record["times"] for name in OFFLOAD_KEYS] + [
         ActivationPolicy.OFFLOAD in record["activations"].values()
     ]
     if any(given) and not all(given):
-        names_of = ", ".join(f"times.{name}" for name in MOVED)
+        names_of = ", ".join(f"times.{name}" for name in OFFLOAD_KEYS)
         yield (f"activations (offload), {names_of}: all of them or none, some are missing")
 
 

@@ -59,7 +59,7 @@ class Transfer:
 
 
 @dataclass(frozen=True, eq=False)
-class Replay:
+class SimulatedStep:
     """Timeline of operations, seconds that each device sends, and all transfers."""
 
     timeline: Timeline
@@ -130,7 +130,7 @@ def link_bound(problem: ScheduleProblem, edges: Sequence[StageMessage]) -> float
 
 def simulate_step(
     problem: ScheduleProblem, schedule: Schedule, edges: Sequence[StageMessage]
-) -> Replay:
+) -> SimulatedStep:
     """Simulate a valid ``schedule`` with the durations of ``problem`` and the messages of
     ``edges``.
 
@@ -154,7 +154,7 @@ def simulate_step(
     bubble = tuple(makespan - b for b in busy)
     end_of = dict(zip(player.every, ends, strict=True))
     timeline = Timeline(schedule, starts, end_of, makespan, busy, bubble)
-    return Replay(timeline, tuple(sending_s.tolist()), tuple(each.tolist() for each in sent))
+    return SimulatedStep(timeline, tuple(sending_s.tolist()), tuple(each.tolist() for each in sent))
 
 
 class StepSimulator:
@@ -215,7 +215,7 @@ class StepSimulator:
             received,
             returned,
             self._waits,
-            np.array([problem.copying_of(s) for s in range(stages)]),
+            np.array([problem.offload_s_of(s) for s in range(stages)]),
         )
         return play_step(step), duration
 

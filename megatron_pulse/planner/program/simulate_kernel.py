@@ -47,8 +47,8 @@ class StepArrays(NamedTuple):
     ``forward[s]`` are the stages that a forward of s sends to, with seconds per message;
     ``back[s]`` are those of a backward. ``linked[s, t]`` is true if s sends to t. ``received`` and
     ``returned`` count the messages that a forward and a backward of a stage wait for. ``deps`` are
-    the dependencies of bubble tasks' slices, with lags in seconds. ``copying[s]`` is the offload or
-    reload time of stage s in seconds.
+    the dependencies of bubble tasks' slices, with lags in seconds. ``offload_s[s]`` is the offload
+    or reload time of stage s in seconds.
     """
 
     first: Any
@@ -66,7 +66,7 @@ class StepArrays(NamedTuple):
     received: Any
     returned: Any
     deps: RaggedTable
-    copying: Any
+    offload_s: Any
 
 
 class _Channels(NamedTuple):
@@ -127,10 +127,10 @@ def play_step(step: StepArrays) -> Any:
             position[here] += 1
             woken[0], awake = here, 1
             if kind[done] == _RELOAD:
-                coming[here] = max(coming[here], now) + step.copying[own]
+                coming[here] = max(coming[here], now) + step.offload_s[own]
                 copied[done] = coming[here]
             elif kind[done] == _FORWARD and copy[done] >= 0:
-                leaving[here] = max(leaving[here], now) + step.copying[own]
+                leaving[here] = max(leaving[here], now) + step.offload_s[own]
                 copied[copy[done]] = leaving[here]
             elif kind[done] == _BUBBLE_TASK:
                 for other in range(devices):

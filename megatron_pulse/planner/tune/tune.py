@@ -72,7 +72,7 @@ def tune(
         raise UntunableError(oom_advice(evaluator, choices, candidates, rest, found))
     progress("what FSDP2 would come to", found)
     searched = clock()
-    found.opponent = evaluator.fsdp_baseline()
+    found.fsdp_baseline = evaluator.fsdp_baseline()
     progress("whole schedules", found)
     finish(evaluator, found, max(0.0, finish_s - (clock() - searched)), solver, clock=clock)
     if not found.outcomes:

@@ -86,7 +86,7 @@ def test_what_is_against_it_may_do_the_same() -> None:
     """FSDP2 with as much memory for each device."""
     least = [of.fsdp_baseline() for of in (evaluator(memory_gb=3.5), evaluator(None, 3.5))]
     with_part, whole = (found.step_s for found in least if found is not None)
-    assert least[0] is not None and least[0].fitted.again.selective
+    assert least[0] is not None and least[0].fitted.activations.selective
     assert with_part < whole
 
 

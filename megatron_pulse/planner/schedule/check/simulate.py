@@ -122,7 +122,7 @@ def play[T](
     return start, end, stuck
 
 
-def waiting(
+def blocked_devices(
     schedule: Schedule, needs: Callable[[Operation], Iterable[Operation]]
 ) -> list[BlockedDevice]:
     """Devices that wait for ever; ``needs(op)`` are the operations whose results ``op`` takes."""
@@ -168,7 +168,7 @@ def simulate(problem: ScheduleProblem, schedule: Schedule) -> Timeline:
 
     def lasts(item: Operation | OffloadCopy) -> float:
         if isinstance(item, OffloadCopy):
-            return problem.copying_of(item.operation.stage)
+            return problem.offload_s_of(item.operation.stage)
         return duration(item)
 
     start, end = _play_all(schedule, lasts, lag, lambda seconds: seconds)
@@ -223,7 +223,7 @@ def _play_all(
     start = {op: t for op, t in started.items() if isinstance(op, Operation)}
     end = {op: t for op, t in ended.items() if isinstance(op, Operation)}
     if stuck:
-        lines = "\n".join(f"  {stays}" for stays in waiting(schedule, needs))
+        lines = "\n".join(f"  {stays}" for stays in blocked_devices(schedule, needs))
         raise DeadlockError(f"{schedule.name}: deadlock:\n{lines}\n{grid(schedule)}")
     return start, end
 

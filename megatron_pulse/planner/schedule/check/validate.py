@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from megatron_pulse.planner.layout.placement import Partition
-from megatron_pulse.planner.schedule.check.simulate import dependency, grid, waiting
+from megatron_pulse.planner.schedule.check.simulate import blocked_devices, dependency, grid
 from megatron_pulse.planner.schedule.message import STEP_END, Message
 from megatron_pulse.planner.schedule.operations import BACKWARDS, Operation, OpType, Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
@@ -20,7 +20,7 @@ def validate(
     cap: float | Sequence[float] | None = None,
     activation: Sequence[float] | None = None,
     recomputed: Sequence[float] | None = None,
-    waiting: Sequence[float] | None = None,
+    wgrad_bytes: Sequence[float] | None = None,
     offloaded: Sequence[float] | None = None,
 ) -> list[str]:
     """Return all faults of ``schedule``; empty if it can run.
@@ -39,9 +39,9 @@ def validate(
 
     A live activation counts as ``activation`` of its stage (default 1). ``recomputed`` (default 0)
     is added from its R to its backward, and ``offloaded`` (default 0) is taken off while it is on
-    the host. After a split backward's input gradient it counts as ``waiting`` (default: the same).
-    A schedule without any backward is an evaluation: only forwards are expected, and no activation
-    is kept.
+    the host. After a split backward's input gradient it counts as ``wgrad_bytes`` (default: the
+    same). A schedule without any backward is an evaluation: only forwards are expected, and no
+    activation is kept.
     """
     known = [] if messages is None else list(messages)
     faults = [
@@ -53,7 +53,7 @@ def validate(
     ]
     faults.extend(_deadlock_faults(schedule, known))
     if cap is not None:
-        faults.extend(cap_faults(schedule, cap, activation, recomputed, waiting, offloaded))
+        faults.extend(cap_faults(schedule, cap, activation, recomputed, wgrad_bytes, offloaded))
     return faults
 
 
@@ -62,13 +62,13 @@ def cap_faults(
     cap: float | Sequence[float],
     activation: Sequence[float] | None = None,
     recomputed: Sequence[float] | None = None,
-    waiting: Sequence[float] | None = None,
+    wgrad_bytes: Sequence[float] | None = None,
     offloaded: Sequence[float] | None = None,
 ) -> list[str]:
     """Devices that hold more live activations than their cap (see ``validate``)."""
     if len(schedule.kinds) == 1:
         return []
-    peaks = peak_activations(schedule, activation, recomputed, waiting, offloaded)
+    peaks = peak_activations(schedule, activation, recomputed, wgrad_bytes, offloaded)
     caps = cap if isinstance(cap, Sequence) else (cap,) * len(peaks)
     return [
         f"device {d} holds {_told(peak)} at its peak; the cap is {_told(limit).split()[0]}"
@@ -127,13 +127,13 @@ def peak_activations(
     schedule: Schedule,
     activation: Sequence[float] | None = None,
     recomputed: Sequence[float] | None = None,
-    waiting: Sequence[float] | None = None,
+    wgrad_bytes: Sequence[float] | None = None,
     offloaded: Sequence[float] | None = None,
 ) -> tuple[float, ...]:
     """Peak of live stage activations per device; an activation lives from its F to its B or W.
 
-    ``activation`` is the size by stage (default 1). ``waiting`` is its size from I to W (default:
-    the same). ``recomputed`` is the additional size from its R to its B or I (default 0).
+    ``activation`` is the size by stage (default 1). ``wgrad_bytes`` is its size from I to W
+    (default: the same). ``recomputed`` is the additional size from its R to its B or I (default 0).
     ``offloaded`` is the part that is absent from its O to its L (default 0).
     """
     weights = None if activation is None else dict(enumerate(activation))
@@ -153,8 +153,8 @@ def peak_activations(
                 out = 0.0 if offloaded is None else offloaded[operation.stage]
                 live[key] += out if operation.kind is OpType.RELOAD else -out
             rest = None
-            if operation.kind is OpType.INPUT_GRAD and waiting is not None and key in live:
-                rest = waiting[operation.stage]
+            if operation.kind is OpType.INPUT_GRAD and wgrad_bytes is not None and key in live:
+                rest = wgrad_bytes[operation.stage]
                 live[key] = max(live[key], rest)
             if operation.kind in (
                 OpType.FORWARD,
@@ -351,7 +351,7 @@ def _deadlock_faults(schedule: Schedule, messages: list[Message]) -> Iterator[st
         required |= {source for source, _ in schedule.slices_before(operation)}
         return sorted(required & present)
 
-    stuck = waiting(schedule, needs)
+    stuck = blocked_devices(schedule, needs)
     if stuck:
         waits = "; ".join(map(str, stuck))
         yield f"deadlock: {waits}\n{grid(schedule)}"

@@ -93,7 +93,7 @@ class FeasiblePartitioner:
                 stages = self.planner.cut(config, with_room)
                 fitting += [stages] * self.stages.fits(stages, config.split)
                 if config.recompute.as_needed:
-                    fitting += self._with_less_beside(config, goal, free, share)
+                    fitting += self._with_least_workspace(config, goal, free, share)
                 break
             why = with_room
         if not fitting:
@@ -105,14 +105,14 @@ class FeasiblePartitioner:
                 )
                 fitting += [least] * self.stages.fits(least, config.split)
         if config.recompute.as_needed:
-            fitting += self._as_if_all_again(config)
+            fitting += self._as_if_all_recomputed(config)
         roomier = [] if fitting else self._roomier(config, goal, free)
         if not (fitting or roomier):
             return UnfitError(Unfit.ACTIVATIONS, f"{config}: {why}")
         fitting = self._moved(config, goal, fitting or roomier)
         return min(fitting, key=partial(self._period_s, config, goal))
 
-    def _as_if_all_again(self, config: Config) -> list[Stages]:
+    def _as_if_all_recomputed(self, config: Config) -> list[Stages]:
         """Best partitions of full (and selective) recomputation, with recomputation as needed.
 
         Their loads are even, and the recomputation needed then takes about as long on all devices.
@@ -178,7 +178,7 @@ class FeasiblePartitioner:
 
         return [moved(each) for each in sorted(fitting, key=partial(self._period_s, config, goal))]
 
-    def _with_less_beside(
+    def _with_least_workspace(
         self, config: Config, goal: Goal, free: Stages, share: float
     ) -> list[Stages]:
         """Partition found with the smallest working memory of any device counted for all, if it
