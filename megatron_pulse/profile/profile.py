@@ -280,7 +280,7 @@ class Profile:
         first: dict[str, int] = {}
         for i, layer in enumerate(self.layers):
             if first.setdefault(layer.name, i) != i:
-                yield f"layers {first[layer.name]} and {i} are both called {layer.name!r}"
+                yield f"layers {first[layer.name]} and {i} are both named {layer.name!r}"
             counts = ("parameters", "boundary_bytes", "sharded_parameters", "optimizer_s")
             yield from _beyond(f"layers[{i}]", layer, counts)
             if not 0 <= layer.sharded_time <= 1:
@@ -303,7 +303,7 @@ class Profile:
             for i, layer_times in enumerate(times):
                 back_s = layer_times.input_grad_s + layer_times.weight_grad_s
                 if back_s > 0 and i not in computing:
-                    yield f"times[{size}][{i}] has a backward, and nothing there needs a gradient"
+                    yield f"times[{size}][{i}] has a backward, but nothing there needs a gradient"
                 part, saved = layer_times.selective_bytes, layer_times.saved_bytes
                 if part > max(0, saved):
                     yield f"times[{size}][{i}].selective_bytes is {part:,}, of {saved:,} saved"

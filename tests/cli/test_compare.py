@@ -149,7 +149,12 @@ def test_a_plan_with_other_figures_than_its_costs_come_to_is_not_compared(
     record["predicted"]["bubble"] = 0.0
     (here / "plan.json").write_text(json.dumps(record))
     argv = "compare plan.json trace.json -o both.svg --profile profile.json --write-profile n.json"
-    refused(argv.split(), "2 faults", "times.forward.1 is", "predicted.bubble is 0; from the costs")
+    refused(
+        argv.split(),
+        "2 faults",
+        "times.forward.1 is",
+        "predicted.bubble is 0; recomputed from profile",
+    )
 
 
 def test_waiting_is_drawn(here: Path) -> None:

@@ -185,7 +185,7 @@ def test_a_plan_with_costs_of_another_memory_format_is_told(
     path.write_text(json.dumps(record))
     assert main(["check", str(path)]) == 2
     assert (
-        "backbone.options.channels_last is True; from the costs in the plan it is False"
+        "backbone.options.channels_last is True; recomputed from profile it is False"
         in capsys.readouterr().err
     )
 

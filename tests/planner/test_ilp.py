@@ -359,7 +359,7 @@ def test_a_schedule_says_that_the_wall_clock_ended_its_solver(
     late = attempt(SOON, HIGHS, 0.0, synthesize(SOON, effort=1).schedule, 1.0)
     monkeypatch.setattr(BackgroundSolver, "wait", lambda self: replace(late, late=True))
     found = solve(SOON, 1, "highs").certificate
-    assert found.solver.endswith("highs cut off by the wall clock")
+    assert found.solver.endswith("highs stopped at the time limit")
 
 
 @pytest.mark.parametrize("solver", ["highs", "glpk", "cp-sat", "none"])

@@ -110,12 +110,12 @@ def test_what_cannot_be_is_refused(order: tuple[str, ...], fault: str) -> None:
     )
     assert fault in faults_for(TWO, schedule)
     assert faults_for(TWO.within_backwards, schedule) == [
-        "the schedule has recomputation of its own (R), the problem has none"
+        "the schedule has separate recomputation (R), the problem has none"
     ]
 
 
 def test_times_that_cannot_be_are_refused() -> None:
-    with pytest.raises(ValueError, match="recompute_s: must be less than each backward"):
+    with pytest.raises(ValueError, match="recompute_s: must be less than the backward"):
         replace(TWO, recompute_s=(4.0, 0.0))
     with pytest.raises(ValueError, match="recompute_s: need 2 values, got 1"):
         replace(TWO, recompute_s=(1.0,))

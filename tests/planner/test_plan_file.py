@@ -123,7 +123,7 @@ FORM: dict[str, Callable[[Record], None]] = {
 
 SENSE: dict[str, Callable[[Record], None]] = {
     "num_chunks: 3; a device of fold hosts 2, 4, ... stage(s)": put("num_chunks", value=3),
-    "sequence_parallel: it needs tensor parallelism": put("sequence_parallel", value=True),
+    "sequence_parallel: requires tensor parallelism": put("sequence_parallel", value=True),
     "layer 'embed' is there 2 times": lambda r: r["stages"][1].append("embed"),
     "times.forward: 3 values for 4 stages": lambda r: r["times"]["forward"].pop(),
     "times.saved_bytes: 5 values for 4 stages": lambda r: r["times"]["saved_bytes"].append(1),

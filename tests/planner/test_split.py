@@ -210,7 +210,7 @@ def test_what_waits_as_it_is_and_whole_backwards_are_as_without() -> None:
     whole = replace(problem, weight_grad=None, wgrad_bytes=(2.0,) * 4)
     plain = replace(whole, wgrad_bytes=None)
     assert synthesize(whole, math.inf, 6).schedule == synthesize(plain, math.inf, 6).schedule
-    with pytest.raises(ValueError, match="counting what weight gradients wait with"):
+    with pytest.raises(ValueError, match="counting the bytes in the weight-gradient queue"):
         replace(problem, wgrad_bytes=(2.0,) * 4)
 
 

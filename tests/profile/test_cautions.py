@@ -64,7 +64,7 @@ def test_threads_of_ranks(setting: str | None, count: int, monkeypatch: pytest.M
         monkeypatch.setenv("OMP_NUM_THREADS", setting)
     assert rank_threads() == count
     assert thread_caution(count, count) == thread_caution(0, 1) == thread_caution(2, 0) == ""
-    assert "with 2 thread(s), ranks compute with 1" in thread_caution(2, 1)
+    assert "with 2 thread(s), ranks run with 1" in thread_caution(2, 1)
 
 
 def test_costs_of_another_device_than_the_cluster() -> None:

@@ -201,7 +201,7 @@ def test_every_fault_of_a_value_is_listed() -> None:
     faults = (
         "dtype is 'float8'",
         "layers[0].shard_sums: bytes must be from 0",
-        "layers 0 and 1 are both called 'a'",
+        "layers 0 and 1 are both named 'a'",
         "layers[1].parameters is -1",
         "times[2] is of 1 layers, but there are 2",
         "the microbatch size 0 must be",

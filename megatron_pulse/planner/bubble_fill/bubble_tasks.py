@@ -132,7 +132,7 @@ def filled_of(schedule: Schedule, components: Sequence[Component]) -> FilledOrde
         if task.name not in names:
             faults.append(unknown_name("component", task.name, names))
         elif not task.slices:
-            faults.append(f"bubble task {task.name!r} does not say what its slices are")
+            faults.append(f"bubble task {task.name!r} has no slices of layers and samples")
     if faults:
         raise Faults(faults)
 

@@ -156,7 +156,7 @@ def _set_faults(problem: FillProblem, filled: FilledOrder) -> Iterator[str]:
             yield f"component {component.name!r}: {left} of (layer, sample) are missing"
     for device, (line, order) in enumerate(zip(filled.order, problem.schedule.order, strict=True)):
         if tuple(item for item in line if not isinstance(item, Slice)) != order:
-            yield f"device {device}: the operations are not those of the schedule, in its order"
+            yield f"device {device}: operations differ from the schedule, or are in another order"
 
 
 def _put_off(problem: FillProblem, filled: FilledOrder, timeline: FilledTimeline) -> Iterator[str]:
@@ -171,4 +171,4 @@ def _put_off(problem: FillProblem, filled: FilledOrder, timeline: FilledTimeline
         ]
         if late:
             by = timeline.start[late[0]] - problem.timeline.start[late[0]]
-            yield f"device {device}: slices put off {late[0]} by {by:g} s"
+            yield f"device {device}: slices delay {late[0]} by {by:g} s"

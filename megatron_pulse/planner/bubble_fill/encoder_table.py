@@ -93,7 +93,7 @@ COMPONENTS = list_of(
 _FORMER_KEYS = {"readers": "consumers"}
 """Keys of components in older files, with today's names."""
 _MADE = record(
-    "of what the costs are: backbone, options, device, source, threads, dtypes",
+    "origin of the costs: backbone, options, device, source, threads, dtypes",
     backbone=TEXT,
     options=OBJECT,
     device=TEXT,
@@ -133,31 +133,33 @@ class EncoderOrigin:
         others = [n for n, v in options.items() if n in self.options and self.options[n] != v]
         if reader is not None and self.backbone != reader:
             found.append(
-                f"costs of encoders are of what {self.backbone} reads, those of layers {reader}'s: "
-                "a run of the plan needs these encoders, and texts and pictures of these sizes"
+                f"encoder costs are for backbone {self.backbone}, layer costs for {reader}. A run "
+                "of the plan needs these encoders, and texts and images of these sizes"
             )
         elif others:
-            said = (f"{n} {self.options[n]} and not {options[n]}" for n in others)
+            said = (f"{n} {self.options[n]} instead of {options[n]}" for n in others)
             found.append(
-                f"costs of encoders are of {self.backbone} with {', '.join(said)}: texts and "
-                "pictures may be of other sizes"
+                f"encoder costs are for {self.backbone} with {', '.join(said)}: texts and "
+                "images may have other sizes"
             )
         if dtypes := sorted({*self.dtypes.values()} - {profile.dtype}):
             found.append(
-                f"costs of encoders are of {' and '.join(dtypes)}, those of layers of "
-                f"{profile.dtype}: they hold where a run has --pulse-encoders-dtype so"
+                f"encoder costs are in {' and '.join(dtypes)}, layer costs in {profile.dtype}. "
+                "Give the run the same --pulse-encoders-dtype"
             )
         if _device(self.device) != _device(profile.device):
             found.append(
-                f"costs of encoders are {self.device}'s, those of layers {profile.device}'s: their "
-                "times do not hold together"
+                f"encoder costs are of {self.device}, layer costs of {profile.device}: their times "
+                "cannot be combined"
             )
         if 0 != self.threads != profile.threads != 0:
             found.append(
-                f"costs of encoders were measured with {self.threads} thread(s), those of layers "
-                f"with {profile.threads}: their times do not hold together"
+                f"encoder costs were measured with {self.threads} thread(s), layer costs with "
+                f"{profile.threads}: their times cannot be combined"
             )
-        return [f"{text}; profile both alike (pulse profile --encoders)" for text in found]
+        return [
+            f"{text}; profile both in the same way (pulse profile --encoders)" for text in found
+        ]
 
 
 @dataclass(frozen=True)

@@ -101,7 +101,7 @@ class FillProblem:
 
     def _faults(self) -> Iterator[str]:
         if self.num_samples < 1:
-            yield f"{self.num_samples} samples: there must be one or more"
+            yield f"{self.num_samples} samples: there must be at least one"
         if not self.components:
             yield "there are no components"
         if self.schedule.bubble_tasks or any(
@@ -179,7 +179,7 @@ class FillCertificate:
     def __str__(self) -> str:
         longer = self.makespan / self.without - 1
         return (
-            f"{self.makespan:.4g} s ({longer:+.1%} on the step without encoders, at most "
-            f"{self.gap:.1%} above the shortest), {self.spill_share:.0%} after the flush, by "
+            f"{self.makespan:.4g} s ({longer:+.1%} over the step without encoders, at most "
+            f"{self.gap:.1%} above the lower bound), {self.spill_share:.0%} after the flush, by "
             f"{self.solver} in {self.seconds:.1f} s"
         )

@@ -122,7 +122,7 @@ def possible_hosts(problem: FillProblem) -> tuple[frozenset[int], ...]:
     if problem.free_bytes is not None:
         room = [free - problem.results_on(device) for device, free in enumerate(problem.free_bytes)]
     faults = [
-        f"device {device} lacks {-left:.3g} bytes for the results that it reads"
+        f"device {device} lacks {-left:.3g} bytes for the results that it consumes"
         for device, left in enumerate(room)
         if left < 0
     ]
@@ -207,7 +207,7 @@ class _FillSearch:
             without,
             spilled / work,
             best.spread,
-            f"{self.tried} drafts" + (", cut off by the clock" if self.late else ""),
+            f"{self.tried} drafts" + (", stopped at the time limit" if self.late else ""),
             time.monotonic() - self.began,
         )
         log.info("filled: %s", certificate)
@@ -285,7 +285,7 @@ class _FillSearch:
                 return None
         makespan = timeline.makespan
         if max(sent_bytes(step)) > makespan * self.problem.link.bytes_per_s:
-            self.faults.append("links are too slow for what components send")
+            self.faults.append("links are too slow for the messages of the components")
             return None
         over = makespan / self.bound
         spread = {f: step.run(f).makespan / bound for f, bound in self.bounds.items()}

@@ -85,7 +85,7 @@ class FilledSimulation:
         start, end, stuck = play(self.filled.order, self.before, duration)
         if stuck:
             said = "; ".join(f"device {d} waits at {item}" for d, item in stuck)
-            raise ValueError(f"the filled step waits for ever: {said}")
+            raise ValueError(f"the filled step deadlocks: {said}")
         results = results_at(self, end)
         return FilledTimeline(start, end, results, max(results, max(end.values())))
 

@@ -13,8 +13,8 @@ NAMES = {
     OpType.INPUT_GRAD: "input gradient",
     OpType.WEIGHT_GRAD: "weight gradient",
     OpType.RECOMPUTE: "recomputation",
-    OpType.OFFLOAD: "activations are on the host",
-    OpType.RELOAD: "activations come back",
+    OpType.OFFLOAD: "offload complete",
+    OpType.RELOAD: "reload begins",
     OpType.BUBBLE_TASK: "bubble task",
 }
 """Names for people."""

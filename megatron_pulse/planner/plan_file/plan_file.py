@@ -187,7 +187,7 @@ def _other_version(path: str | Path, record: Mapping[str, Any]) -> str:
     for key, value in (options if isinstance(options, dict) else {}).items():
         model += f" --option {key}={flag_value(value)}"
     return (
-        f"{path} is {str(form)[:40]!r}, and only {FORMAT!r} can be checked and run: make it anew "
+        f"{path} is {str(form)[:40]!r}, only {FORMAT!r} can be checked and run. Make it anew "
         f"with 'pulse tune {model} --cluster CLUSTER --global-batch-size "
         f"{record.get('global_batch_size', 'N')} -o {path}' (or --profile for --backbone)"
     )

@@ -50,7 +50,7 @@ WGRAD_KEY = "wgrad_bytes"
 OFFLOAD_KEYS = ("offload_bytes", "offload_s")
 """Columns for activation offload: bytes per stage, and seconds of one copy."""
 
-_MESSAGE = "[stage, stage, seconds], with false behind where no gradient comes back"
+_MESSAGE = "[stage, stage, seconds], followed by false if no gradient returns"
 _EDGE = {
     "type": "array",
     "prefixItems": [
@@ -66,7 +66,7 @@ _EDGE = {
 
 _FIGURE = number("a number, 0 or more", minimum=-1e-9)  # rounded differences
 _SLICE = "[first layer, layer after the last, first sample, sample after the last]"
-_DEP = "[bubble task, slice, seconds] that a slice waits for"
+_DEP = "[bubble task, slice, lag in seconds]"
 _BUBBLE_TASK = record(
     "a bubble task: name, slice_seconds, devices, slices, deps, consumers",
     ["name", "slice_seconds", "devices"],
@@ -107,7 +107,7 @@ _STEP_S: dict[str, Any] = {
     "description": "seconds of a pipeline's step, or null",
 }
 _POLICY = record(
-    "what was decided of an encoder: name, policy, fill_s, before_step_s, stored_s, stored_bytes",
+    "policy of an encoder: name, policy, fill_s, before_step_s, stored_s, stored_bytes",
     name=TEXT,
     policy=one_of(["fill", "before-step"]),
     fill_s=_STEP_S,
@@ -141,8 +141,8 @@ _PARTS: dict[str, Any] = dict(
         name=TEXT,
         family=TEXT,
         options=OBJECT,
-        train=list_of(TEXT, "patterns of what is trained"),
-        freeze=list_of(TEXT, "patterns of what is frozen"),
+        train=list_of(TEXT, "patterns of trained parameters"),
+        freeze=list_of(TEXT, "patterns of frozen parameters"),
         table=TEXT,
     ),
     dtype=one_of(list(ELEMENT_BYTES)),
@@ -175,7 +175,7 @@ _PARTS: dict[str, Any] = dict(
         bubble_tasks=list_of(_BUBBLE_TASK, "a list of bubble tasks", least=0),
     ),
     times=record(
-        "the times that the schedule was made for",
+        "times and sizes that the schedule was planned for",
         ["forward", "backward", "weight_grad", "edges", "saved_bytes", "cap_bytes"],
         forward=_SECONDS,
         backward=_SECONDS,
@@ -186,17 +186,15 @@ _PARTS: dict[str, Any] = dict(
         **dict(zip((*RECOMPUTE_KEYS, WGRAD_KEY), (_PARTS_S, _BYTES, _BYTES), strict=True)),
         **dict(zip(OFFLOAD_KEYS, (_BYTES, _PARTS_S), strict=True)),
     ),
-    predicted=_at_least(
-        "what the tuner expects", **dict.fromkeys(_PREDICTED, _FIGURE), memory_bytes=_BYTES
-    ),
+    predicted=_at_least("predictions", **dict.fromkeys(_PREDICTED, _FIGURE), memory_bytes=_BYTES),
     provenance=_at_least(
-        "where the plan is from",
+        "provenance",
         "search",
         profile_sha256=TEXT,
         profile=TEXT,
         cluster=OBJECT,
         schedule=_at_least(
-            "how good the schedule is",
+            "certificate of the schedule",
             makespan=_TIME,
             lower_bound=_TIME,
             gap=_FIGURE,
@@ -205,14 +203,14 @@ _PARTS: dict[str, Any] = dict(
         ),
         versions=OBJECT,
         search=_at_least(
-            "how sure the search is",
+            "certainty of the search",
             configs=COUNT,
             simulated=COUNT,
             left=NATURAL,
             lower_bound_s=_FIGURE,
         ),
     ),
-    profile={**OBJECT, "description": "what each layer costs, as 'pulse profile' writes it"},
+    profile={**OBJECT, "description": "costs of each layer, as 'pulse profile' writes them"},
 )
 SCHEMA = record(
     "a plan as 'pulse tune' writes it",
@@ -220,7 +218,7 @@ SCHEMA = record(
     **_PARTS,
     encoders=COMPONENTS,
     before_step=COMPONENTS,
-    policies=list_of(_POLICY, "what was decided of each encoder"),
+    policies=list_of(_POLICY, "policies of encoders"),
     optimizer_cpu_offload=FLAG,
     self_conditioning=number("a number above 0, at most 1", exclusiveMinimum=0, maximum=1),
 )

@@ -50,11 +50,11 @@ def sum_faults(record: Mapping[str, Any]) -> Iterator[str]:
             f"{known['makespan']:g}"
         )
     if record["sequence_parallel"] and record["tensor"] == 1:
-        yield "sequence_parallel: it needs tensor parallelism, and tensor is 1"
+        yield "sequence_parallel: requires tensor parallelism, tensor is 1"
     if record["grad_reduce_in_bf16"] and record["dtype"] != "bfloat16":
-        yield f"grad_reduce_in_bf16: sums of gradients in bfloat16, and dtype is {record['dtype']}"
+        yield f"grad_reduce_in_bf16: requires dtype bfloat16, dtype is {record['dtype']}"
     if record.get("optimizer_cpu_offload") and not record["distributed_optimizer"]:
-        yield "optimizer_cpu_offload: it is a distributed one, and distributed_optimizer is false"
+        yield "optimizer_cpu_offload: requires distributed_optimizer, which is false"
     names = Counter(name for stage in record["stages"] for name in stage)
     for name, count in names.items():
         if count > 1:

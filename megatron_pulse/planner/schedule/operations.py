@@ -117,12 +117,12 @@ class BubbleTask:
         if not all(math.isfinite(time) and time > 0 for time in self.slice_seconds):
             faults.append("the times of its slices must be finite and positive")
         if self.devices is not None and not self.devices:
-            faults.append("there is no device that it may run on")
+            faults.append("devices is empty: no device may run it")
         for name in ("slices", "deps"):
             if (count := len(getattr(self, name))) not in (0, len(self.slice_seconds)):
-                faults.append(f"{name} are of {count} slices, there are {len(self.slice_seconds)}")
+                faults.append(f"{name} has {count} entries for {len(self.slice_seconds)} slices")
         if not all(0 <= dep.lag < math.inf for deps in self.deps for dep in deps):
-            faults.append("the lags of its needs must be finite and not negative")
+            faults.append("the lags of its deps must be finite and not negative")
         if faults:
             raise ValueError(format_faults(f"bubble task {self.name!r}", faults))
 

@@ -253,21 +253,21 @@ class ScheduleProblem:
                     f"{name}: values must be finite and {'positive' if least else '>= 0'}"
                 )
         if self.recompute_bytes is not None and self.recompute_s is None:
-            faults.append("recompute_bytes: given without recompute_s, the time that it takes")
+            faults.append("recompute_bytes: given without recompute_s, the recomputation time")
         if self.offload_s is not None and self.offload_bytes is None:
-            faults.append("offload_s: given without offload_bytes, what is copied in it")
+            faults.append("offload_s: given without offload_bytes, the bytes copied")
         if self.offload_bytes is not None:
             if self.offload_s is None:
                 faults.append("offload_bytes: given without offload_s, the time of the copy")
             own = map(self.activation_of, range(stages))
             if not faults and any(o > a for o, a in zip(self.offload_bytes, own, strict=True)):
-                faults.append(
-                    "offload_bytes: must not be more than each activation, of which it is a part"
-                )
+                faults.append("offload_bytes: must not exceed the activation of its stage")
         if not faults and self.recompute_s is not None:
             pairs = zip(self.backward, self.recompute_s, strict=True)
             if any(again > backward - LEAST_S for backward, again in pairs):
-                faults.append("recompute_s: must be less than each backward, of which it is a part")
+                faults.append(
+                    "recompute_s: must be less than the backward of its stage, which includes it"
+                )
         links = self.link if isinstance(self.link, tuple) else (self.link,) * (stages - 1)
         if len(links) != stages - 1:
             faults.append(f"link: need one value, or {stages - 1}, got {len(links)}")
@@ -285,7 +285,7 @@ class ScheduleProblem:
                 if held > cap * (1 + 1e-9):
                     faults.append(
                         f"device {device} holds {held:g} for one microbatch, its cap is {cap:g}"
-                        + " (counting what weight gradients wait with, where that is more)"
+                        + " (counting the bytes in the weight-gradient queue where they are more)"
                         * (not self.wgrad_holds_all)
                     )
         return faults
@@ -405,7 +405,7 @@ class Certificate:
     seconds: float
 
     def __str__(self) -> str:
-        known = "proved" if self.proved else f"at most {self.gap:.1%} above the shortest"
+        known = "proved" if self.proved else f"at most {self.gap:.1%} above the lower bound"
         return f"{self.makespan:.4g} ({known}), by {self.solver} in {self.seconds:.1f} s"
 
     @property

@@ -65,7 +65,7 @@ def solve(problem: ScheduleProblem, seconds: float = 10.0, solver: str = "auto")
             added = beside.wait()
         found, notes = _with(problem, found, chosen, added)
         if beside.late or (added is not None and added.late):
-            cut_off = f"{found.certificate.solver}, {chosen} cut off by the wall clock"
+            cut_off = f"{found.certificate.solver}, {chosen} stopped at the time limit"
             found = replace(found, certificate=replace(found.certificate, solver=cut_off))
     made = replace(found.certificate, seconds=time.monotonic() - began)
     log.info(
@@ -75,7 +75,7 @@ def solve(problem: ScheduleProblem, seconds: float = 10.0, solver: str = "auto")
         ", proved" if made.proved else "",
         made.solver,
         made.seconds,
-        "; ".join(notes) or "no other way was needed",
+        "; ".join(notes) or "no solver was needed",
     )
     return replace(found, certificate=made)
 

@@ -71,7 +71,7 @@ def rescale(profile: Profile, plan: PlanFile, measured: ScheduleProblem) -> Prof
         if backward <= 0:
             raise ProfileError(
                 f"stage {stage}: its backward took {in_ms(measured.backward[stage], 3)}, no "
-                f"longer than the forward that it computes again ({in_ms(again_s, 3)})"
+                f"longer than the forward that it recomputes ({in_ms(again_s, 3)})"
             )
         if measured.weight_grad is None:
             first = later = _ratio(backward, inputs + weights)

@@ -110,7 +110,7 @@ def test_a_clock_ends_what_a_busy_machine_cannot_do(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(search, "LATE_S", 0.05)
     found = fill(problem, 0.01)
     assert faults_of(problem, found.filled) == []
-    assert found.certificate.solver.endswith("drafts, cut off by the clock")
+    assert found.certificate.solver.endswith("drafts, stopped at the time limit")
 
 
 def test_memory_decides_where_parameters_live() -> None:
@@ -171,13 +171,15 @@ def test_every_fault_is_told() -> None:
     assert "there is no such component" in changed(slice_._replace(component=2))[0]
     first = found.order[0][0]
     others = (found.order[0][::-1], *found.order[1:])
-    assert "operations are not those" in faults_of(problem, FilledOrder(others))[0], first
+    assert "operations differ from the schedule" in faults_of(problem, FilledOrder(others))[0], (
+        first
+    )
     late = [list(order) for order in problem.schedule.order]
     late[3].insert(2, Slice(0, (0, 12), (0, 4)))
     late[0].append(Slice(1, (0, 11), (0, 2)))
     late[0].append(Slice(1, (0, 11), (2, 4)))
     faults = faults_of(problem, FilledOrder(tuple(map(tuple, late))))
-    assert any("device 3: slices put off F3:1" in fault for fault in faults), faults
+    assert any("device 3: slices delay F3:1" in fault for fault in faults), faults
 
 
 def test_components_wait_for_each_other() -> None:

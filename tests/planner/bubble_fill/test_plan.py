@@ -114,14 +114,14 @@ def circle(record: Record) -> None:
 
 EDITS: dict[str, tuple[Callable[[Record], object], str]] = {
     "twice": (slice_twice, "X0:0 is in the schedule 2 times"),
-    "dearer": (dearer, "slices put off"),
+    "dearer": (dearer, "slices delay"),
     "quicker": (
         lambda r: r["encoders"][1]["layers"][0]["seconds"].update({"1": 1e-9, "8": 8e-9}),
         "slice_seconds does not follow from the costs in encoders",
     ),
     "samples": (samples_lost, "run more than once"),
     "circle": (circle, "deadlock"),
-    "no encoders": (lambda r: r.pop("encoders"), "bubble task 'text' is of no component"),
+    "no encoders": (lambda r: r.pop("encoders"), "bubble task 'text' belongs to no component"),
     "another name": (
         lambda r: r["schedule"]["bubble_tasks"][1].update(name="x"), "no component is called 'x'"
     ),
@@ -214,7 +214,10 @@ def test_tune_fills(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert read_table(tmp_path / "encoders.json") == other
     assert main(["schedule", *given[:4], "-p", "2", "-m", "4", "--seconds", "1"]) == 0
     said = capsys.readouterr().err
-    assert "are of what another reads" in said and "costs of encoders are A100-80GB's" in said
+    assert (
+        "encoder costs are for backbone another" in said
+        and "encoder costs are of A100-80GB" in said
+    )
     csv = str(tmp_path / "x.csv")
     assert main(["schedule", *given[:4], "-p", "2", "-m", "4", "--csv", csv]) == 2
     assert not (tmp_path / "x.csv").exists()
@@ -267,7 +270,7 @@ def test_each_encoder_runs_where_a_step_is_shortest(
     record = unsealed_record(file)
     record["policies"][0]["policy"] = "before-step"
     file.write_text(json.dumps(record))
-    with pytest.raises(PlanFileError, match="the plan does"):
+    with pytest.raises(PlanFileError, match="but the plan has"):
         load_checked(file)
 
 

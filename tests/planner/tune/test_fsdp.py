@@ -203,9 +203,9 @@ def test_says_who_is_ahead_and_nothing_where_nothing_can_be_said() -> None:
     found = fsdp_baseline(layers, where, 16)
     assert found is not None
     rate = found.throughput
-    assert found.beside(rate / 1.1).endswith("10 % more than this plan: use it here")
-    assert found.beside(rate / 0.9).endswith("10 % less than this plan")
-    assert found.beside(rate * 1.001).endswith("as much as this plan")
+    assert found.beside(rate / 1.1).endswith("10 % faster than this plan: use FSDP2 here")
+    assert found.beside(rate / 0.9).endswith("10 % slower than this plan")
+    assert found.beside(rate * 1.001).endswith("as fast as this plan")
     assert fsdp_baseline(layers, where, 15) is None  # four devices do not divide it
     assert fsdp_baseline(layers, cluster(devices_per_node=1), 16) is None
     assert fsdp_baseline(layers, cluster(memory_gb=0.5), 16) is None

@@ -108,9 +108,9 @@ def faults_for(problem: ScheduleProblem, schedule: Schedule) -> list[str]:
     if faults:
         return faults
     if schedule.recomputed_apart and problem.recompute_s is None:
-        return ["the schedule has recomputation of its own (R), the problem has none"]
+        return ["the schedule has separate recomputation (R), the problem has none"]
     if schedule.offloaded and problem.offload_bytes is None:
-        return ["the schedule has activations that wait on the host (O), the problem has none"]
+        return ["the schedule offloads activations (O), the problem has no offload"]
     return validate(schedule, None, None, problem.cap, *_held(problem))
 
 
@@ -319,7 +319,7 @@ def _message_faults(schedule: Schedule, messages: list[Message]) -> Iterator[str
     where = {op: d for d, order in enumerate(schedule.order) for op in order}
     for message in messages:
         if message.source == message.destination:
-            yield f"{message}: both ends are on one device, nothing needs to travel"
+            yield f"{message}: both ends are on one device, so no message is needed"
         if not 0 <= message.destination < len(schedule.order):
             yield f"{message}: there is no device {message.destination}"
         for role, operation, device in (

@@ -83,11 +83,11 @@ class FsdpBaseline:
         """Sentence that compares the baseline with a plan of ``throughput`` samples/s."""
         gain = self.throughput / throughput - 1
         if abs(gain) < ALIKE:
-            said = "as much as this plan"
+            said = "as fast as this plan"
         elif gain > 0:
-            said = f"{_percent(gain)} more than this plan: use it here"
+            said = f"{_percent(gain)} faster than this plan: use FSDP2 here"
         else:
-            said = f"{_percent(-gain)} less than this plan"
+            said = f"{_percent(-gain)} slower than this plan"
         return f"{self.name} is predicted at {self.throughput:.4g} samples/s, {said}"
 
     @property

@@ -86,7 +86,7 @@ class FeasiblePartitioner:
         fitting = [free] * self.stages.fits(free, config.split)
         if fitting and not (free.activations.recomputes and config.recompute.as_needed):
             return free
-        why: object = "no cuts that were found leave room for a microbatch on every device"
+        why: object = "no partition found has room for a microbatch on every device"
         for share in SHARES:
             with_room = self._with_room(config, goal, free, share)
             if isinstance(with_room, Partition):
@@ -210,7 +210,7 @@ class FeasiblePartitioner:
         if config.recompute.as_needed:
             levels = self.planner.levels(config)
         low, high = 0, len(levels) - 1
-        found: Partition | PartitionError = PartitionError("no cuts leave room for activations")
+        found: Partition | PartitionError = PartitionError("no partition has room for activations")
         while low <= high:
             middle = (low + high) // 2
             costs = self.costs.chain(config, levels[middle])

@@ -97,7 +97,7 @@ def filling_faults(plan: PlanFile) -> list[str]:
         return faults
     if plan.encoders is None:
         return [
-            f"schedule: bubble task {task.name!r} is of no component: encoders are missing"
+            f"schedule: bubble task {task.name!r} belongs to no component. Add it to encoders"
             for task in plan.schedule.bubble_tasks
             if task.slices
         ]
@@ -130,11 +130,11 @@ def policy_faults(plan: PlanFile) -> list[str]:
         return [f"before_step: {fault}" for fault in error.faults]
     done = {one["name"]: "fill" for one in plan.encoders or ()}
     if both := [one["name"] for one in plan.before_step or () if one["name"] in done]:
-        return [f"before_step: {name} is in idle time too" for name in both]
+        return [f"before_step: {name} is also in encoders (bubbles)" for name in both]
     done |= {one["name"]: "before-step" for one in plan.before_step or ()}
     said = {one["name"]: one["policy"] for one in plan.policies or ()}
     if plan.policies is not None and said != done:
-        return [f"policies are {said}, the plan does {done}"]
+        return [f"policies are {said}, but the plan has {done}"]
     return []
 
 

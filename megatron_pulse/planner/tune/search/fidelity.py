@@ -132,7 +132,7 @@ class Steps:
         With recomputation as needed, raises UnfitError if nothing would be recomputed.
         """
         config, evaluator, kind = candidate.config, self.evaluator, candidate.kind
-        nothing = UnfitError(Unfit.SAME, f"{config}: no activations need to be computed again")
+        nothing = UnfitError(Unfit.SAME, f"{config}: no activations need recomputation")
         if as_needed := config.recompute.as_needed:
             free = self.found_by(evaluator.partitioner.unconstrained_partition, config)
             if recomputes_nothing(config, evaluator.cut(config, free)):

@@ -169,8 +169,8 @@ def test_says_what_would_fit() -> None:
     found = search(small, candidates)
     assert not found.outcomes and sum(found.refused.values()) == len(candidates)
     text = oom_advice(small, choices, candidates)
-    assert "the least that any config was found to need is about" in text
-    need = float(text.split("to need is about ")[1].split(" GB")[0])
+    assert "the smallest config found needs about" in text
+    need = float(text.split("config found needs about ")[1].split(" GB")[0])
     enough = Evaluator(chain, cluster(2, 2, memory_gb=1.01 * need), 8)
     assert search(enough, candidates).outcomes
     less = Evaluator(chain, cluster(2, 2, memory_gb=0.97 * need), 8)
