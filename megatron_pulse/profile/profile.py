@@ -299,7 +299,7 @@ class Profile:
             if not 1 <= size <= _MOST_SAMPLES:
                 yield f"times: the microbatch size {size} must be from 1 to {_MOST_SAMPLES:,}"
             if len(times) != len(self.layers):
-                yield f"times[{size}] is of {len(times)} layers, but there are {len(self.layers)}"
+                yield f"times[{size}] has {len(times)} layers, expected {len(self.layers)}"
             for i, layer_times in enumerate(times):
                 back_s = layer_times.input_grad_s + layer_times.weight_grad_s
                 if back_s > 0 and i not in computing:

@@ -357,7 +357,7 @@ def test_another_chains_profile_is_refused(capsys: pytest.CaptureFixture[str]) -
     save_trace(trace_of(plan, [plan.simulate_step().timeline]), "trace.json")
     argv = "compare plan.json trace.json --profile other.json --write-profile new.json"
     assert main(argv.split()) == 2
-    assert "is of other layers than uvit-tiny" in capsys.readouterr().err
+    assert "has other layers than uvit-tiny" in capsys.readouterr().err
 
 
 def test_needs_no_torch(here: Path) -> None:

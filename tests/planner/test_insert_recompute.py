@@ -125,7 +125,7 @@ def test_times_that_cannot_be_are_refused() -> None:
 
 @pytest.mark.parametrize("known", [True, False])
 def test_a_files_own_recomputation_is_counted_once(known: bool, tmp_path: Path) -> None:
-    """Of known time it is an operation that long; else a part of its backward, and takes none."""
+    """R takes its known time; with unknown time it is part of the backward."""
     backbone = toy_backbone(2, [])
     num = len(backbone.layers)
     costs = weighted_costs(backbone, [1.0] * num)

@@ -211,7 +211,7 @@ def test_it_is_searched_for_with_room_to_travel() -> None:
 
 
 def test_never_longer_than_where_all_is_kept() -> None:
-    """What is away all the time in searches may leave no room for what is not."""
+    """Searches that ignore offloaded activations may leave no room for the others."""
     row = ScheduleProblem(
         sequential(4), 8, *((1.0,) * 4,) * 3, activation=(1.0,) * 4, cap=(2.0,) * 4
     )

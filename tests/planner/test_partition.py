@@ -318,7 +318,7 @@ def test_moved_cuts_are_all_that_are_near(sizes: list[int]) -> None:
         return {k: b - a for k, (a, b) in enumerate(zip(cuts, moved, strict=True)) if b != a}
 
     def is_one(steps: dict[int, int]) -> bool:
-        """Whether one cut is moved, or it and its mirror."""
+        """True if one cut is moved, or a cut and its mirror."""
         mirrored = all(steps.get(num_stages - k) == -step for k, step in steps.items())
         return len(steps) == 1 or (len(steps) == 2 and mirrored)
 

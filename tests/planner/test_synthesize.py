@@ -162,7 +162,7 @@ def test_a_cap_of_thirds_counts_exactly() -> None:
 
 
 def test_rules_for_many_microbatches_are_ranked_with_few() -> None:
-    """Of list schedules of 64 microbatches by all rules the first is among the shortest tenth."""
+    """The first rule's list schedule of 64 microbatches is among the shortest tenth."""
     problem = Case("bal", 4, 64, split=False, cap=1.5, link=0.0).problem()
     shop, few, more = (
         job_shop(dataclasses.replace(problem, num_microbatches=count)) for count in (64, 8, 12)

@@ -1,4 +1,4 @@
-"""What makes predictions from a profile doubtful is measured, kept and said."""
+"""Warnings about predictions from a profile."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_what_a_trace_is_not_of_is_named(
     plan = small_plan()
     assert mismatches(plan, traced()) == [] == cost_cautions(plan, traced())
     (fault,) = mismatches(plan, traced(dtype="bfloat16"))
-    assert fault == "the trace is of a run with dtype bfloat16, the plan has float32"
+    assert fault == "the traced run has dtype bfloat16, the plan has float32"
     faults = mismatches(plan, traced(micro_batch_size="8", recompute="all"))
     assert ["micro_batch_size 8" in faults[0], "recompute all" in faults[1]] == [True, True]
     first, second, *rest = plan.stages

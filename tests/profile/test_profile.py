@@ -203,7 +203,7 @@ def test_every_fault_of_a_value_is_listed() -> None:
         "layers[0].shard_sums: bytes must be from 0",
         "layers 0 and 1 are both named 'a'",
         "layers[1].parameters is -1",
-        "times[2] is of 1 layers, but there are 2",
+        "times[2] has 1 layers, expected 2",
         "the microbatch size 0 must be",
         "times[0][1].forward_s is nan",
         "times[0][1].saved_bytes is -1",

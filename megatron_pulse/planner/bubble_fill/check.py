@@ -116,7 +116,7 @@ def _left_bytes(problem: FillProblem, source: Slice, slice_: Slice) -> float:
 
 def _set_faults(problem: FillProblem, filled: FilledOrder) -> Iterator[str]:
     if len(filled.order) != problem.num_devices:
-        yield f"there are orders for {len(filled.order)} devices of {problem.num_devices}"
+        yield f"order has {len(filled.order)} devices instead of {problem.num_devices}"
         return
     ran: dict[int, Counter[tuple[int, int]]] = defaultdict(Counter)
     for device, slice_ in filled.slices:

@@ -61,9 +61,8 @@ def bytes_per_parameter(
 
     An EMA takes 4 more, divided too. Optimizer offload moves all that is divided to the host
     (``host_bytes_per_parameter``). Workspace memory of the optimizer is ``optimizer_step_bytes``.
-    Source:
-    Megatron-Core's guide to the distributed optimizer, whose figures include both. Raises KeyError
-    for other dtypes.
+    Source: Megatron-Core's guide to the distributed optimizer, whose figures include both. Raises
+    KeyError for other dtypes.
     """
     replicas = data_parallel if distributed_optimizer else 1
     kept = ELEMENT_BYTES[dtype] + state.gradient_bytes(dtype)

@@ -60,11 +60,9 @@ class PlanFile:
     ``tune.plans.verify_figures``).
 
     ``encoders`` are the frozen components (in the form of ``bubble_fill.encoder_table``) that the
-    schedule's
-    bubble tasks run. ``before_step`` are those that run before the step. ``policies`` are the
-    decision
-    for each of them, with its reason (see ``plans.encoder_policies``). ``self_conditioning`` is the
-    share of steps with an additional forward-only pass.
+    schedule's bubble tasks run. ``before_step`` are those that run before the step. ``policies``
+    are the decision for each of them, with its reason (see ``plans.encoder_policies``).
+    ``self_conditioning`` is the share of steps with an additional forward-only pass.
 
     ``recompute``, ``selective`` and ``offload`` are layers under full recomputation, selective
     recomputation and activation offload. ``ema`` (EMA), ``grad_reduce_in_bf16`` (bf16 gradient

@@ -58,7 +58,7 @@ def sum_faults(record: Mapping[str, Any]) -> Iterator[str]:
     names = Counter(name for stage in record["stages"] for name in stage)
     for name, count in names.items():
         if count > 1:
-            yield f"stages: layer {name!r} is there {count} times"
+            yield f"stages: layer {name!r} occurs {count} times"
     given = [name in record["times"] for name in OFFLOAD_KEYS] + [
         ActivationPolicy.OFFLOAD in record["activations"].values()
     ]

@@ -4,10 +4,9 @@ Every device compiles the same plan. Both ends of a message therefore know when 
 shapes never travel. From one device to another there is a *channel*, which is first in, first out.
 All messages of a step have one total order: the order of their production times in the plan's
 simulation. Messages with slack let messages without slack go first (``MessageTimes.turns``).
-Messages
-that one operation produces go in the order in which their consumers run. Every device issues its
-sends and receives in that order. NCCL requires such an order of concurrent communicators, and gloo
-accepts it.
+Messages that one operation produces go in the order in which their consumers run. Every device
+issues its sends and receives in that order. NCCL requires such an order of concurrent
+communicators, and gloo accepts it.
 
 ``layout/routes`` lists the deliveries between stages; a delivery to another device is a message.
 Where backwards are split, input gradients I take the place of B; weight gradients W send nothing.

@@ -32,13 +32,10 @@ class ScheduleProblem:
     weight gradient an activation takes ``wgrad_bytes`` (default: unchanged).
 
     ``recompute_s`` is the part of ``backward`` for recomputation, which depends on no other stage.
-    A
-    schedule may run the recomputation as a separate operation R. Then ``recompute_bytes`` (default
-    0) is
-    taken from R until the backward's end. ``offload_bytes`` is the part of an activation that may
-    be on
-    the host (O, L), and ``offload_s`` the time of its copy each way. A device copies one microbatch
-    at a time in each direction.
+    A schedule may run the recomputation as a separate operation R. Then ``recompute_bytes``
+    (default 0) is taken from R until the backward's end. ``offload_bytes`` is the part of an
+    activation that may be on the host (O, L), and ``offload_s`` the time of its copy each way. A
+    device copies one microbatch at a time in each direction.
 
     Raises ValueError with every fault.
     """

@@ -115,7 +115,9 @@ def from_json(value: str | Mapping[str, Any]) -> Schedule:
         raise ValueError(f"not a schedule: {error!r}") from None
     _require_few(order, count)
     if max(home, default=0) >= len(order):
-        raise ValueError(f"stages are on devices 0 to {max(home)}, but orders are of {len(order)}")
+        raise ValueError(
+            f"stages are on devices 0 to {max(home)}, but order has {len(order)} devices"
+        )
     placement = next((p for p in _known(home) if p.kind.name == kind), None)
     if placement is None:
         raise ValueError(f"no {kind} placement has its stages on devices {home}")
@@ -223,8 +225,8 @@ def _require_ascending(order: Sequence[Sequence[Operation]]) -> None:
         len(found) > 1 and all(a > b for a, b in pairwise(found)) for found in microbatches.values()
     ):
         raise ValueError(
-            "backwards of every stage run from the last microbatch to the first, as those of "
-            "torch's looped BFS; gradients here are added up in the order of the microbatches: "
+            "backwards of every stage run from the last microbatch to the first, as in "
+            "torch's looped BFS. Here gradients are accumulated in the order of the microbatches: "
             "write the backwards in that order"
         )
 

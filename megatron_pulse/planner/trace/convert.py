@@ -43,10 +43,10 @@ def rescale(profile: Profile, plan: PlanFile, measured: ScheduleProblem) -> Prof
     faults = []
     names = [name for stage in plan.stages for name in stage]
     if names != [layer.name for layer in profile.layers]:
-        faults.append(f"the profile is of other layers than {plan.backbone['name']} in the plan")
+        faults.append(f"the profile has other layers than {plan.backbone['name']} in the plan")
     if plan.tensor > 1:
         faults.append(
-            f"the run divided layers over {plan.tensor} ranks, but a profile is of whole layers: "
+            f"the run divided layers over {plan.tensor} ranks, but a profile has whole layers: "
             "trace a run with tensor 1"
         )
     if faults:

@@ -45,9 +45,8 @@ class Config:
     """Degrees, microbatch size in samples, and execution options of one configuration.
 
     ``split`` defers weight gradients (split backward). ``max_in_flight`` lets a schedule hold as
-    many
-    in-flight microbatches as fit, not only as many as 1F1B. With ``pp_before_dp`` neighbours in
-    the pipeline are neighbours in a node (Megatron's tp-pp-dp order). Otherwise replicas are
+    many in-flight microbatches as fit, not only as many as 1F1B. With ``pp_before_dp`` neighbours
+    in the pipeline are neighbours in a node (Megatron's tp-pp-dp order). Otherwise replicas are
     (tp-dp-pp, its default).
     """
 

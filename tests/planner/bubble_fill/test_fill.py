@@ -266,20 +266,20 @@ def test_components_that_cannot_be() -> None:
         Component("x", ())
     with pytest.raises(Faults, match="times must be finite and positive"):
         Component("x", (FrozenLayer("a", {1: math.nan}),))
-    with pytest.raises(Faults, match="wait for each other in a circle: a, b"):
+    with pytest.raises(Faults, match="depend on each other in a cycle: a, b"):
         one_f_one_b((replace(TEXT, name="a", after=("b",)), replace(TEXT, name="b", after=("a",))))
     with pytest.raises(Faults) as caught:
         one_f_one_b((replace(TEXT, consumers=(7,)), replace(TEXT, after=("image",))), 0)
     assert [fault.partition(":")[0] for fault in caught.value.faults] == [
         "0 samples",
-        "the component 'text' is there twice",
+        "component 'text' is defined twice",
         "component 'text'",
         "component 'text' names device 7 of 4",
     ]
 
 
 def test_states_do_not_travel_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of steps of about the same time the one that moves less is found."""
+    """Among steps of similar time the search prefers the one that sends less."""
     problem = one_f_one_b((TEXT, IMAGE), link=Link(0.0, 6.0))
 
     def found(weight: float) -> tuple[float, float]:

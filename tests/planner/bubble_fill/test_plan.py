@@ -241,8 +241,8 @@ def encoded(plan: PlanFile, *given: Component, **fixed: str) -> EncodedPlan:
 def test_each_encoder_runs_where_a_step_is_shortest(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Small layers fit into idle time; one layer that is longer than any of it does not, and is
-    shared out in front, where after the flush devices wait for it."""
+    """Small layers fit into bubbles. One layer longer than every bubble runs before the step,
+    divided over the devices."""
     plan = small_plan(split=True)
     idle, samples = sum(plan.simulate_step().timeline.bubble), plan.num_samples
     text = steady("text", 12, 0.4 * idle / samples / 12)
@@ -286,7 +286,7 @@ def test_policies_that_are_given_are_obeyed() -> None:
 
 
 def test_who_takes_results_is_not_in_idle_time_alone() -> None:
-    """Of components that wait for each other, and of many, not every set is tried."""
+    """Sets of dependent components, or of many, are not all tried."""
     text, pooled = components(small_plan())
     assert {frozenset(), frozenset({"text"}), frozenset({"text", "pooled"})} == {
         *encoder_policies._sets([text, pooled])

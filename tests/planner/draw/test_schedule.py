@@ -93,7 +93,7 @@ def test_every_operation_is_drawn_once_at_its_time(name: str) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_links_go_from_end_to_arrival(name: str) -> None:
-    """As many as there are messages, none before it is sent, each as long as the link."""
+    """One mark per message, from its send on, as long as the link time."""
     problem, timeline = case(name, CASES[name])
     svg = parse(draw_schedule(problem, timeline, "t"))
     placement = problem.placement
@@ -148,7 +148,7 @@ def test_looks_differ_without_colour() -> None:
 
 
 def stretched(timeline: Timeline, factor: float) -> Timeline:
-    """As a slower machine would be measured."""
+    """Timeline stretched as on a slower machine."""
     return Timeline(
         timeline.schedule,
         {op: factor * t for op, t in timeline.start.items()},

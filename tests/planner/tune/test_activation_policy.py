@@ -1,4 +1,4 @@
-"""What is computed again is as little as will do: against all subsets, and all cuts of them."""
+"""Activation policies are minimal: compared with all subsets, and with all their cuts."""
 
 from __future__ import annotations
 
@@ -158,8 +158,8 @@ def least_load(evaluator: Evaluator, config: Config) -> float | None:
 
 
 def beside_the_best(evaluator: Evaluator, config: Config) -> tuple[Stages, float]:
-    """The config's own stages, which have room for what is in flight, and by what share their
-    busiest device has more to do than it has to."""
+    """The config's stages with room for the in-flight microbatches, and the excess load of the
+    busiest device."""
     best = least_load(evaluator, config)
     assert best is not None
     stages = evaluator.feasible.best(config)
@@ -230,7 +230,7 @@ def test_what_is_kept_computed_again_and_on_the_host_is_about_the_best_of_all() 
 
 
 def test_three_ways_are_about_the_best_of_all() -> None:
-    """Of one device's layers, where bytes on the host are any part of what is computed again."""
+    """Layers of one device, with any part of the recomputed bytes offloaded."""
     over = []
     for seed in range(300):
         rng = random.Random(seed)
@@ -281,7 +281,7 @@ def enough(
     beside: float,
     part: Sequence[LayerSavings] = (),
 ) -> bool:
-    """Whether these spare what is needed, and what they need themselves."""
+    """True if these layers free the needed bytes, and those that they use themselves."""
     most = max([beside, *(e.transient for e in again), *(e.selective_transient for e in part)])
     spared = sum(each.num_bytes for each in again) + sum(each.offload_bytes for each in host)
     spared += sum(each.selective_bytes for each in part)

@@ -1,4 +1,4 @@
-"""FSDP2 and HSDP at their best on a cluster: against all ways, and against hand arithmetic."""
+"""FSDP2 baseline: compared with all configurations, and with hand arithmetic."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SIZES = (1, 2, 4, 8, 16)
 
 
 def soonest_of_all(chain_: Profile, where: Cluster, samples: int) -> float | None:
-    """Seconds of the fastest of all ways, each of them played."""
+    """Seconds of the fastest of all configurations, each simulated."""
     each = samples // where.num_devices
     sizes = [size for size in SIZES if each % size == 0]
     ways = FsdpConfigs(chain_, where.num_devices, samples, where.usable_bytes, sizes)
@@ -73,7 +73,7 @@ def soonest_of_all_choices(layers: Profile, where: Cluster, samples: int) -> flo
 
 
 def test_fsdp_baseline_recompute_is_optimal() -> None:
-    """Of four layers; it is refused where none fits, and nowhere else."""
+    """Four layers; refused only if no choice fits."""
     num_recomputed = 0
     for seed in range(20):
         rng = random.Random(seed)
@@ -91,7 +91,7 @@ def test_fsdp_baseline_recompute_is_optimal() -> None:
 
 @pytest.mark.parametrize("seed", range(30))
 def test_cheapest_recompute_is_optimal(seed: int) -> None:
-    """Where room falls and rises from layer to layer, and neighbours share."""
+    """Room varies from layer to layer, and neighbours share bytes."""
     rng = random.Random(seed)
     layers, rooms = list[list[LayerPolicy]](), list[ActivationRoom]()
     left = 0.0

@@ -1,4 +1,4 @@
-"""The optimizer in the nodes' memory: its time and bytes by hand, its plans, and the way to it."""
+"""Optimizer offload: time and bytes by hand, plans, and the required host link."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_fsdp2_keeps_its_optimizer_on_the_device() -> None:
 
 
 def test_it_is_advised_where_nothing_fits_and_it_would() -> None:
-    """With one device for a model there is nothing to divide."""
+    """One device: nothing can be sharded."""
     choices = Choices(pipeline=(1,), tensor=(1,))
     of = evaluator(ParameterState(), memory_gb=0.7)
     small = of.on(replace(of.cluster, devices_per_node=1, memory_gb=3.2))

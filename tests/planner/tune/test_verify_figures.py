@@ -57,7 +57,7 @@ def sharded() -> Profile:
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Record:
-    """What the tuner wrote for two nodes of four devices: all three degrees are 2."""
+    """Plan of the tuner for two nodes of four devices: all three degrees are 2."""
     machines = Cluster(
         "two nodes",
         2,
@@ -229,9 +229,9 @@ EDITS: dict[str, tuple[Edit, str]] = {
     "forward": (times(0.5, "times", "forward", 0), "times.forward.0 is"),
     "backward": (times(0.9, "times", "backward", 3), "times.backward.3 is"),
     "weight gradient": (times(2, "times", "weight_grad", 1), "times.weight_grad.1 is"),
-    "whole backwards": (put("times", "weight_grad", to=None), "the schedule is of FIW"),
+    "whole backwards": (put("times", "weight_grad", to=None), "the schedule has operations FIW"),
     "message": (put("times", "edges", 0, 2, to=0), "times.edges.0.2 is 0; recomputed from"),
-    "no message": (lambda r: r["times"]["edges"].pop(), "times.edges has 1 values; recomputed from"),
+    "no message": (lambda r: r["times"]["edges"].pop(), "times.edges has 1 values; recomputed"),
     "another message": (lambda r: r["times"]["edges"].append([0, 2, 1e-3]), "profile it has 2"),
     "kept": (times(0.5, "times", "saved_bytes", 0), "times.saved_bytes.0 is"),
     "room": (times(3, "times", "cap_bytes", 1), "times.cap_bytes.1 is"),
@@ -328,7 +328,7 @@ EDITS: dict[str, tuple[Edit, str]] = {
 
 
 def refusal(record: Record, folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    """What ``pulse check`` says against it; empty where it can run."""
+    """Error text of ``pulse check``; empty if the plan can run."""
     file = folder / "plan.json"
     file.write_text(json.dumps(record))
     code = main(["check", str(file)])
@@ -413,7 +413,7 @@ def test_what_the_tuner_makes_comes_to_the_same(
 
 
 def test_a_plan_s_caution_is_of_what_was_measured(tmp_path: Path) -> None:
-    """Not of sizes between or beyond."""
+    """Only measured sizes are named."""
     whole = small_profile()
     noisy = {
         size: tuple(replace(x, forward_spread_s=x.whole_s) for x in layers)

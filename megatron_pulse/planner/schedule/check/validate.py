@@ -104,7 +104,7 @@ def faults_for(problem: ScheduleProblem, schedule: Schedule) -> list[str]:
         )
     if schedule.kinds != problem.kinds:
         kinds = ["".join(kind.value for kind in kinds) for kinds in (schedule.kinds, problem.kinds)]
-        faults.append(f"the schedule is of {kinds[0]}, the problem of {kinds[1]}")
+        faults.append(f"the schedule has operations {kinds[0]}, the problem {kinds[1]}")
     if faults:
         return faults
     if schedule.recomputed_apart and problem.recompute_s is None:

@@ -1,8 +1,8 @@
 """Solver process that runs beside the constructive search, with lower priority.
 
 ``python -m megatron_pulse.planner.schedule.ilp.background FOLDER`` reads the arguments of
-``attempt``
-from the folder, and writes the result there. Both are pickles of the same version of the code.
+``attempt`` from the folder, and writes the result there. Both are pickles of the same version of
+the code.
 """
 
 from __future__ import annotations

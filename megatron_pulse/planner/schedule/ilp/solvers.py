@@ -121,8 +121,8 @@ def choose(name: str = "auto") -> Solver:
     installable = ", ".join(f"{s} (pip install {p})" for s, p in PACKAGE.items())
     fault = "not installed" if name in list(Solver) else "unknown"
     raise ValueError(
-        f"solver {name!r} is {fault}; here are: {', '.join(there)}; there could be: {installable}; "
-        "or ask for 'auto'"
+        f"solver {name!r} is {fault}. Available: {', '.join(there)}, auto. Installable: "
+        f"{installable}"
     )
 
 

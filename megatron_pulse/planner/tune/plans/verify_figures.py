@@ -171,7 +171,7 @@ def _differences(said: Any, again: Any, where: str) -> Iterator[str]:
     if isinstance(again, Mapping) and isinstance(said, Mapping):
         if where.startswith("backbone"):
             for name in said.keys() - again.keys():
-                yield f"{where}.{name}: profile is of a backbone without it"
+                yield f"{where}.{name}: not in profile's backbone"
         for name, value in again.items():
             at = f"{where}.{name}" if where else name
             if name not in said and where.startswith(("backbone", "times")):

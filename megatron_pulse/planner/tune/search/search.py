@@ -1,8 +1,7 @@
 """Branch and bound over all configs, the most promising first, with an answer at any moment.
 
 1. Warm start (``warm_start``): all configs without a pipeline, and the best of every degree and
-layout,
-   are simulated, fewest stages first. Their results correct the other estimates.
+   layout, are simulated, fewest stages first. Their results correct the other estimates.
 2. Configurations that simulate far slower than estimated try other partitions first.
 3. The candidate with the least expected time advances to its next fidelity level (``steps``).
    Simulations of equal ranks calibrate the estimates.

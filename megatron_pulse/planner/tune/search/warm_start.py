@@ -31,9 +31,8 @@ class WarmStart:
         """Candidates of one degree and layout after the warm start.
 
         The most promising is simulated, with the opposite ``split``, the opposite
-        ``max_in_flight``, and
-        the better of half and twice the microbatch size. If none fits, smaller microbatches follow.
-        The estimates of the others are corrected, per rank order.
+        ``max_in_flight``, and the better of half and twice the microbatch size. If none fits,
+        smaller microbatches follow. The estimates of the others are corrected, per rank order.
         """
         if not candidates:
             return []

@@ -1,4 +1,4 @@
-"""What differs little from good configs, and what may be hoped of schedules that are searched."""
+"""Neighbours of good configs, and the expected gain of schedule searches."""
 
 from __future__ import annotations
 
