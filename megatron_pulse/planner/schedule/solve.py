@@ -7,8 +7,8 @@ beside it              what a solver can add (``ilp.attempt``), in a process of 
 =====================  ==========================================================================
 
 So a solver that finds nothing takes nothing where there is a second core, and little elsewhere.
-Time is of the processor, of each for itself, and whoever is slower is waited for: the answer does
-not depend on what else the machine does, unless it says that the wall clock ended a solver.
+Time is processor time of each process, and the faster process waits for the slower. The answer
+therefore does not depend on the machine's load, unless the wall clock ended a solver (reported).
 Theory: README.md beside this.
 """
 

@@ -175,7 +175,7 @@ def test_a_table_that_cannot_be_used(tmp_path: Path) -> None:
     assert read_table(file).components == table["components"]
     table["components"][1]["after"] = ["pooled"]
     file.write_text(json.dumps(table))
-    with pytest.raises(TableError, match="wait for each other in a circle: pooled"):
+    with pytest.raises(TableError, match="depend on each other in a cycle: pooled"):
         read_table(file)
     table["components"][0]["layers"][0]["seconds"] = {"0": 1}
     table["components"][1]["consumers"] = "some"
