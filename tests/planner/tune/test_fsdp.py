@@ -36,8 +36,8 @@ def soonest_of_all(chain_: Profile, where: Cluster, samples: int) -> float | Non
     """Seconds of the fastest of all configurations, each simulated."""
     each = samples // where.num_devices
     sizes = [size for size in SIZES if each % size == 0]
-    ways = FsdpConfigs(chain_, where.num_devices, samples, where.usable_bytes, sizes)
-    fitted = map(ways.fit, chain.from_iterable(map(ways.ways, groups(where))))
+    configs = FsdpConfigs(chain_, where.num_devices, samples, where.usable_bytes, sizes)
+    fitted = map(configs.fit, chain.from_iterable(map(configs.configs, groups(where))))
     trained = sum(layer.trained_parameters for layer in chain_.layers)
     return min(
         (
