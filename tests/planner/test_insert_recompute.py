@@ -145,7 +145,7 @@ def test_a_files_own_recomputation_is_counted_once(known: bool, tmp_path: Path) 
     spent = sum(timeline.end[op] - timeline.start[op] for op in (first, last))
     assert spent == pytest.approx(problem.backward[0])
     assert 0 < plan.idle_share(1) < 1
-    with pytest.raises(PlanError, match="computes activations of stage 0 again"):
+    with pytest.raises(PlanError, match="recomputes activations of stage 0"):
         make_plan(backbone, costs, sequential(2), str(path)).step(1)
 
 

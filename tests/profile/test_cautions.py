@@ -72,7 +72,7 @@ def test_costs_of_another_device_than_the_cluster() -> None:
     assert device_caution(profile, "V100-32GB") == ""
     assert device_caution(replace(profile, device="a CPU"), "V100-32GB") == ""
     for device in ("H100", DeviceFigures(0.05, 16)):
-        assert "costs are V100-32GB's" in device_caution(profile, device)
+        assert "costs are of V100-32GB" in device_caution(profile, device)
     measured = replace(profile, device="Tesla V100-SXM2-32GB", source=Source.MEASURED)
     for device in ("V100-32GB", "measured.json", DeviceFigures(0.05, 16)):
         assert device_caution(measured, device) == ""  # figures may be what was measured there
@@ -81,8 +81,8 @@ def test_costs_of_another_device_than_the_cluster() -> None:
     assert "devices are 70 TFLOP/s, 320 GB/s" in device_caution(other, figures)
     same = replace(profile, device=custom_device(70.0, 320.0, 16.0).name)
     assert device_caution(same, figures) == ""
-    assert "costs are Tesla V100-SXM2-32GB's" in device_caution(measured, "H100")
-    assert "costs are a CPU's" in device_caution(replace(measured, device="a CPU"), "V100-32GB")
+    assert "costs are of Tesla V100-SXM2-32GB" in device_caution(measured, "H100")
+    assert "costs are of a CPU" in device_caution(replace(measured, device="a CPU"), "V100-32GB")
 
 
 def test_profiles_of_before_there_were_threads_are_read(tmp_path: Path) -> None:

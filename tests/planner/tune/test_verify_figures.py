@@ -309,7 +309,7 @@ EDITS: dict[str, tuple[Edit, str]] = {
     "deeper backbone": (put("backbone", "options", "depth", to=10), "uvit-tiny has"),
     "another backbone": (put("backbone", "name", to="uvit-s"), "backbone.name is 'uvit-s'"),
     "option left out": (
-        lambda r: r["backbone"]["options"].pop("embed_dim"), "backbone.options.embed_dim is left"
+        lambda r: r["backbone"]["options"].pop("embed_dim"), "backbone.options.embed_dim is missing"
     ),
     "what waits left out": (lambda r: r["times"].pop("wgrad_bytes"), "times.wgrad_bytes is"),
     "conditioning": (
