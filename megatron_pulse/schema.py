@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
 
@@ -109,3 +109,16 @@ def _lines(error: ValidationError) -> Iterator[str]:
         shown = repr(error.instance)
         shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
         yield f"{where or 'the file'} is {shown}; allowed is {error.schema['description']}"
+
+
+def with_current_keys(record: Any, former: Mapping[str, str]) -> Any:
+    """``record`` of an older file with today's names for its keys; ``former`` maps old to new.
+
+    A record with both names of a value keeps both: the old one is then unknown.
+    """
+    if not isinstance(record, dict):
+        return record
+    return {
+        key if former.get(key, key) in record else former.get(key, key): value
+        for key, value in record.items()
+    }

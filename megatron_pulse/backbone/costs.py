@@ -23,14 +23,14 @@ type Floats = NDArray[np.float64]
 class SkipCost:
     """Skip edge from layer ``source`` to layer ``destination``, by index in the chain.
 
-    ``num_bytes`` is the size for one microbatch. With ``wants``, a gradient of this size is sent
-    back.
+    ``num_bytes`` is the size for one microbatch. With ``needs_grad``, a gradient of this size is
+    sent back.
     """
 
     source: int
     destination: int
     num_bytes: int
-    wants: bool = True
+    needs_grad: bool = True
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class ChainCosts:
     - ``split_forward_s``, ``split_backward_s`` (optional: as unsplit): times of both passes with
       split backward.
     - ``trained`` (optional: all): number of parameters with a gradient.
-    - ``wants[i]`` (optional: true): the tensors before layer i need a gradient.
+    - ``needs_grad[i]`` (optional: true): the tensors before layer i need a gradient.
     - ``recompute_s`` (optional: none): part of the backward time spent on recomputation.
     - ``recompute_bytes``: bytes recomputed, in addition to saved ones.
     - ``wgrad_bytes`` (optional: as saved): bytes held between input gradient and weight gradient.
@@ -62,7 +62,7 @@ class ChainCosts:
     skips: tuple[SkipCost, ...] = ()
     weight_grad_s: tuple[float, ...] = ()
     trained: tuple[int, ...] = ()
-    wants: tuple[bool, ...] = ()
+    needs_grad: tuple[bool, ...] = ()
     split_forward_s: tuple[float, ...] = ()
     split_backward_s: tuple[float, ...] = ()
     recompute_s: tuple[float, ...] = ()
@@ -79,7 +79,7 @@ class ChainCosts:
         lengths |= {
             len(column)
             for column in (
-                *(self.weight_grad_s, self.trained, self.wants, *of_split),
+                *(self.weight_grad_s, self.trained, self.needs_grad, *of_split),
                 *(self.recompute_s, self.recompute_bytes, self.shared_bytes, self.wgrad_bytes),
             )
             if column
@@ -134,9 +134,9 @@ class ChainCosts:
         """Forward plus backward time of each layer."""
         return tuple(f + b for f, b in zip(self.forward_s, self.backward_s, strict=True))
 
-    def wants_gradient(self, layer: int) -> bool:
+    def boundary_needs_grad(self, layer: int) -> bool:
         """True if the gradient of the input of ``layer`` is sent back."""
-        return self.wants[layer] if self.wants else True
+        return self.needs_grad[layer] if self.needs_grad else True
 
 
 def running_sum(values: Sequence[float]) -> Floats:
@@ -204,7 +204,7 @@ def weighted_costs(
             for s in backbone.skips
         ),
         weight_grad_s=apart,
-        wants=tuple(map(any, wanted.boundaries)),
+        needs_grad=tuple(map(any, wanted.boundaries)),
         starts=backbone.starts,
     )
 

@@ -47,7 +47,7 @@ def required_gradients(backbone: Backbone) -> RequiredGradients:
             entering = (False,) * len(layer.inputs)
         boundaries.append(entering)
         passing = set(layer.beside.values())
-        taken = any(wants for k, wants in enumerate(entering) if k not in passing)
+        taken = any(needs_grad for k, needs_grad in enumerate(entering) if k not in passing)
         within = taken and not layer.embedder
         within |= any(skips[name] for name in layer.pops)
         within |= any(conditioning.get(name, False) for name in layer.uses)

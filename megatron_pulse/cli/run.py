@@ -14,7 +14,7 @@ from megatron_pulse.cli.errors import add_parser, range_faults, require
 from megatron_pulse.errors import UserError
 from megatron_pulse.flags import TO_4096
 from megatron_pulse.processes import port_is_taken
-from megatron_pulse.profile.warnings import rank_threads, said_threads
+from megatron_pulse.profile.warnings import configured_threads, rank_threads
 
 _DESCRIPTION = """\
 Starts ranks as torchrun does, with torchrun's flags. Errors of ranks come last, without
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> None:
     logging.disable(logging.ERROR)  # the launcher's; ranks print their own errors
     processes._terminate_process_handler = _Orders()
     line = _read(args.command_line)
-    if line.threads is not None or said_threads() is None:
+    if line.threads is not None or configured_threads() is None:
         os.environ["OMP_NUM_THREADS"] = str(line.threads or rank_threads())
     is_file = not (line.no_python or line.module or line.run_path)
     if is_file and not Path(line.training_script).is_file():

@@ -109,16 +109,18 @@ class LoopEncoders:
             None if autoencoder is None else (autoencoder.in_channels, autoencoder.factor),
         )
 
-    def homes(self, fillers: Sequence[BubbleTask], num_devices: int) -> dict[str, tuple[int, ...]]:
+    def homes(
+        self, bubble_tasks: Sequence[BubbleTask], num_devices: int
+    ) -> dict[str, tuple[int, ...]]:
         """Devices that hold each component: those of its bubble task, or all."""
-        filled = {filler.name: filler.devices for filler in fillers}
+        filled = {task.name: task.devices for task in bubble_tasks}
         return {name: filled.get(name) or tuple(range(num_devices)) for name in self.names}
 
     def filling_faults(
-        self, fillers: Sequence[BubbleTask], routes: Routes, backbone: Backbone
+        self, bubble_tasks: Sequence[BubbleTask], routes: Routes, backbone: Backbone
     ) -> list[str]:
         """Mismatches between the plan's bubble tasks and the encoders of this run."""
-        filled = {filler.name: filler for filler in fillers}
+        filled = {task.name: task for task in bubble_tasks}
         faults = []
         for name, policy in self.policies.items():
             if policy == "fill" and name not in filled:
@@ -132,7 +134,7 @@ class LoopEncoders:
                     f"--pulse-encoder-schedule {name}=before-step: the plan runs it in pipeline "
                     "bubbles. Leave the flag out, or tune without it"
                 )
-        for name, filler in filled.items():
+        for name, task in filled.items():
             if name not in self.names:
                 used = ", ".join(self.names) or "none"
                 faults.append(
@@ -141,7 +143,7 @@ class LoopEncoders:
                     "with an encoder table without it"
                 )
                 continue
-            planned = max((end for _, end, *_ in filler.pieces), default=0)
+            planned = max((end for _, end, *_ in task.slices), default=0)
             there = self._num_layers(name)
             if planned != there:
                 faults.append(
@@ -149,7 +151,7 @@ class LoopEncoders:
                     f"{planned} layers, this one has {there}. Tune with a table of these encoders "
                     f"('pulse profile --encoders {self.folder}')"
                 )
-            for device in sorted({*self.readers(name, routes, backbone)} - {*filler.readers}):
+            for device in sorted({*self.consumers(name, routes, backbone)} - {*task.consumers}):
                 faults.append(f"the plan does not send the results of {name} to device {device}")
         return faults
 
@@ -161,7 +163,7 @@ class LoopEncoders:
         found = (e for place, e in encoders.items() if folder_name("text_encoder", place) == name)
         return len(next(found).pieces)
 
-    def readers(self, name: str, routes: Routes, backbone: Backbone) -> tuple[int, ...]:
+    def consumers(self, name: str, routes: Routes, backbone: Backbone) -> tuple[int, ...]:
         """Devices that read a component's results."""
         home = routes.partition.placement.device_of_stage
         if name == VAE:
@@ -177,11 +179,11 @@ class LoopEncoders:
             sorted({home[s] for s in stages if of_it & batch_fields_of(backbone, routes, s)})
         )
 
-    def describe(self, fillers: Sequence[BubbleTask], num_devices: int) -> str:
+    def describe(self, bubble_tasks: Sequence[BubbleTask], num_devices: int) -> str:
         """Text that tells when and where each encoder runs."""
-        filled = {filler.name for filler in fillers}
+        filled = {task.name for task in bubble_tasks}
         lines = [f"encoders of {self.folder}:"]
-        for name, homes in self.homes(fillers, num_devices).items():
+        for name, homes in self.homes(bubble_tasks, num_devices).items():
             when = (
                 "in pipeline bubbles of the previous step" if name in filled else "before the step"
             )

@@ -125,8 +125,8 @@ def train(
             default = options.default_placement(plan.backbone)
             print(f"  {default.kind} by default (--pulse-placement): {default.why}")
         print(f"  {_divided(args, plan)}")
-        fillers = plan.step(num_microbatches(args)).schedule.fillers
-        for said in data.describe_encoders(fillers, plan.placement.num_devices):
+        bubble_tasks = plan.step(num_microbatches(args)).schedule.bubble_tasks
+        for said in data.describe_encoders(bubble_tasks, plan.placement.num_devices):
             print(said)
         if own is not None:
             print(own.describe(plan.placement))

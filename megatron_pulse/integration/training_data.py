@@ -167,9 +167,9 @@ class DiffusionData:
 
     def place_encoders(self, plan: Plan, given: PlanFile | None) -> list[str]:
         """Assign the encoders in the loop to the devices of the plan; return the faults."""
-        filled = () if given is None else given.schedule.fillers
+        filled = () if given is None else given.schedule.bubble_tasks
         if self.in_loop is None:
-            names = ", ".join(filler.name for filler in filled)
+            names = ", ".join(task.name for task in filled)
             told = (
                 f"the plan runs {names} in pipeline bubbles. Give --pulse-encoders DIR, or, if "
                 "the data has their results, a plan tuned without --encoders"
@@ -178,9 +178,9 @@ class DiffusionData:
         self.homes = self.in_loop.homes(filled, plan.placement.num_devices)
         return self.in_loop.filling_faults(filled, plan.routes, plan.backbone)
 
-    def describe_encoders(self, fillers: Sequence[BubbleTask], num_devices: int) -> list[str]:
+    def describe_encoders(self, bubble_tasks: Sequence[BubbleTask], num_devices: int) -> list[str]:
         """Lines on when and where each encoder in the loop runs."""
-        return [] if self.in_loop is None else [self.in_loop.describe(fillers, num_devices)]
+        return [] if self.in_loop is None else [self.in_loop.describe(bubble_tasks, num_devices)]
 
     @property
     def encoded_by(self) -> dict[str, str]:

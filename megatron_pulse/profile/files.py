@@ -22,16 +22,17 @@ from megatron_pulse.profile.layer_records import (
     ShardSums,
 )
 from megatron_pulse.profile.profile import Profile, ProfileError
+from megatron_pulse.schema import with_current_keys
 
 _FORMAT = "megatron_pulse profile 1"
 _MOST_SUMS = 1000
 """Maximum sums over tensor-parallel ranks per layer, in older profiles."""
 _OLDER: Mapping[type, set[str]] = {
     Profile: {"threads", "transformer_impl"},
-    ProfiledLayer: {"optimizer_s", "sharded_time", "frozen_parameters", "wants", "begins"},
+    ProfiledLayer: {"optimizer_s", "sharded_time", "frozen_parameters", "needs_grad", "begins"},
     ShardSums: {"repeated_rows"},
-    ProfiledSkip: {"wants"},
-    ProfiledConditioning: {"wants"},
+    ProfiledSkip: {"needs_grad"},
+    ProfiledConditioning: {"needs_grad"},
     LayerTimes: {
         *("split_forward_s", "split_input_grad_s", "split_weight_grad_s"),
         *("recompute_bytes", "passed_bytes", "forward_bytes", "wgrad_bytes"),
@@ -42,8 +43,13 @@ _OLDER: Mapping[type, set[str]] = {
 """Fields that older profiles lack. A field of one record in a list is required in all."""
 _KINDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
 
-_FORMER_NAMES = {"recompute_bytes": "recompute_bytes", "wgrad_bytes": "wgrad_bytes"}
-"""Names in profiles of before, and those of today."""
+_FORMER_NAMES: Mapping[type, Mapping[str, str]] = {
+    ProfiledLayer: {"wants": "needs_grad"},
+    ProfiledSkip: {"wants": "needs_grad"},
+    ProfiledConditioning: {"wants": "needs_grad"},
+    LayerTimes: {"again_bytes": "recompute_bytes", "waiting_bytes": "wgrad_bytes"},
+}
+"""Keys of older profiles with today's names, by record."""
 
 
 def save_profile(profile: Profile, path: str | Path) -> None:
@@ -73,8 +79,6 @@ def from_record(record: Mapping[str, Any], where: str | Path) -> Profile:
         raise ProfileError(f"{where} is not a profile: its 'format' is not {_FORMAT!r}")
     faults: list[str] = []
     rest = {name: value for name, value in record.items() if name != "format"}
-    if isinstance(rest.get("times"), dict):
-        rest["times"] = {size: _renamed(layers) for size, layers in rest["times"].items()}
     profile = _read(Profile, rest, "", faults)
     if not faults:
         try:
@@ -82,18 +86,6 @@ def from_record(record: Mapping[str, Any], where: str | Path) -> Profile:
         except ProfileError as error:
             raise ProfileError(f"{where}: {error}") from error
     raise ProfileError(format_faults(f"{where} is not a sound profile", faults))
-
-
-def _renamed(layers: Any) -> Any:
-    """The layers of an older profile with today's names of their values."""
-    if not isinstance(layers, list):
-        return layers
-    return [
-        {_FORMER_NAMES.get(name, name): value for name, value in layer.items()}
-        if isinstance(layer, dict)
-        else layer
-        for layer in layers
-    ]
 
 
 def _read(
@@ -110,8 +102,9 @@ def _read(
     if origin is tuple:
         if isinstance(value, list):
             each = arguments[0]
-            said = set().union(*(v.keys() for v in value if isinstance(v, dict)))
-            return tuple(_read(each, v, f"{where}[{i}]", faults, said) for i, v in enumerate(value))
+            items = [with_current_keys(item, _FORMER_NAMES.get(each, {})) for item in value]
+            said = set().union(*(item.keys() for item in items if isinstance(item, dict)))
+            return tuple(_read(each, v, f"{where}[{i}]", faults, said) for i, v in enumerate(items))
         faults.append(f"{where}: expected a list, got {_short(value)}")
     elif origin is Mapping:
         if isinstance(value, dict):

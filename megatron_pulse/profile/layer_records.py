@@ -34,7 +34,8 @@ class ProfiledLayer:
     - ``shard_sums``: tensors summed over tensor-parallel ranks.
     - ``optimizer_s``: seconds of Adam (0: not measured).
     - ``frozen_parameters``: number of parameters that are not trained.
-    - ``wants``: the gradient of inputs is sent back. Skips and conditioning have the same field.
+    - ``needs_grad``: the gradient of inputs is sent back. Skips and conditioning have the same
+      field.
     - ``begins``: the layer begins a further chain of a cascade, and takes nothing from the previous
       layer.
     """
@@ -47,7 +48,7 @@ class ProfiledLayer:
     optimizer_s: float = 0.0
     sharded_time: float = 1.0
     frozen_parameters: int = 0
-    wants: bool = True
+    needs_grad: bool = True
     begins: bool = False
 
     @property
@@ -73,7 +74,7 @@ class ProfiledSkip:
     source: int
     destination: int
     num_bytes: int
-    wants: bool = True
+    needs_grad: bool = True
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class ProfiledConditioning:
     consumers: tuple[int, ...]
     num_bytes: int
     embedder: bool
-    wants: bool = True
+    needs_grad: bool = True
 
 
 SPREAD = 0.3

@@ -48,7 +48,7 @@ def format_caution(record: Mapping[str, Any], run: Mapping[str, Any], by: str) -
     if not theirs or not ours or theirs == ours:
         return ""
     return (
-        f"{by} is of {theirs} convolutions, the run's are {ours}: their times are others; leave "
-        f"out --pulse-option {OPTION}, or profile with --option "
+        f"{by} has {theirs} convolutions, the run {ours}: times will differ. Leave out "
+        f"--pulse-option {OPTION}, or profile with --option "
         f"{OPTION}={str(ours == 'channels_last').lower()}"
     )

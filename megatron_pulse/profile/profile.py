@@ -217,7 +217,7 @@ class Profile:
                 for layer, taken in zip(self.layers, boundary, strict=True)
             ),
             skips=tuple(
-                SkipCost(s.source, s.destination, micro_batch_size * s.num_bytes, s.wants)
+                SkipCost(s.source, s.destination, micro_batch_size * s.num_bytes, s.needs_grad)
                 for s in self.skips
             ),
             weight_grad_s=tuple(
@@ -229,7 +229,7 @@ class Profile:
                 for (_, inputs, weight), more in zip(split_s, more_split_s, strict=True)
             ),
             trained=tuple(layer.trained_parameters for layer in self.layers),
-            wants=tuple(layer.wants for layer in self.layers),
+            needs_grad=tuple(layer.needs_grad for layer in self.layers),
             recompute_s=tuple(
                 runs * layer.forward_s for layer, runs in zip(times, again, strict=True)
             ),
@@ -251,10 +251,10 @@ class Profile:
     @property
     def has_backward(self) -> tuple[bool, ...]:
         """True for each layer that computes a gradient, of parameters or of inputs."""
-        given = {skip.destination for skip in self.skips if skip.wants}
-        given.update(*(edge.consumers for edge in self.conditioning if edge.wants))
+        given = {skip.destination for skip in self.skips if skip.needs_grad}
+        given.update(*(edge.consumers for edge in self.conditioning if edge.needs_grad))
         return tuple(
-            layer.wants or layer.trained_parameters > 0 or i in given
+            layer.needs_grad or layer.trained_parameters > 0 or i in given
             for i, layer in enumerate(self.layers)
         )
 
@@ -280,7 +280,7 @@ class Profile:
         first: dict[str, int] = {}
         for i, layer in enumerate(self.layers):
             if first.setdefault(layer.name, i) != i:
-                yield f"layers {first[layer.name]} and {i} are both called {layer.name!r}"
+                yield f"layers {first[layer.name]} and {i} are both named {layer.name!r}"
             counts = ("parameters", "boundary_bytes", "sharded_parameters", "optimizer_s")
             yield from _beyond(f"layers[{i}]", layer, counts)
             if not 0 <= layer.sharded_time <= 1:
@@ -299,11 +299,11 @@ class Profile:
             if not 1 <= size <= _MOST_SAMPLES:
                 yield f"times: the microbatch size {size} must be from 1 to {_MOST_SAMPLES:,}"
             if len(times) != len(self.layers):
-                yield f"times[{size}] is of {len(times)} layers, but there are {len(self.layers)}"
+                yield f"times[{size}] has {len(times)} layers, expected {len(self.layers)}"
             for i, layer_times in enumerate(times):
                 back_s = layer_times.input_grad_s + layer_times.weight_grad_s
                 if back_s > 0 and i not in computing:
-                    yield f"times[{size}][{i}] has a backward, and nothing there wants a gradient"
+                    yield f"times[{size}][{i}] has a backward, but nothing there needs a gradient"
                 part, saved = layer_times.selective_bytes, layer_times.saved_bytes
                 if part > max(0, saved):
                     yield f"times[{size}][{i}].selective_bytes is {part:,}, of {saved:,} saved"

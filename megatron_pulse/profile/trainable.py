@@ -58,16 +58,16 @@ def none_trained(backbone: Backbone) -> str:
         return ""
     count = sum(len(own) for _, own in _parameters(backbone))
     return format_faults(
-        _what(backbone), [f"{_none_left(count)}: its module froze them by requires_grad"]
+        _what(backbone), [f"{_none_left(count)}: its module set requires_grad = False"]
     )
 
 
 def _what(backbone: Backbone) -> str:
-    return f"what to train of {backbone.name}"
+    return f"trained parameters of {backbone.name}"
 
 
 def _none_left(count: int) -> str:
-    return f"of its {count} parameters none is left to train"
+    return f"none of its {count} parameters is trained"
 
 
 def patterns_of(record: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -86,7 +86,7 @@ def trained_as(backbone: Backbone, record: Mapping[str, Any]) -> Backbone:
     return choose_trained(backbone, *patterns) if any(patterns) else backbone
 
 
-def shown_patterns(patterns: tuple[Sequence[str], Sequence[str]]) -> str:
+def describe_patterns(patterns: tuple[Sequence[str], Sequence[str]]) -> str:
     """Short text of the patterns."""
     train, freeze = patterns
     return (", ".join(train) or "everything") + (f" but {', '.join(freeze)}" if freeze else "")

@@ -11,7 +11,7 @@ from megatron_pulse.profile.profile import Profile, Source
 from megatron_pulse.profile.roofline import FIGURES, PRESETS, known_device, peaks_name
 
 
-def said_threads() -> int | None:
+def configured_threads() -> int | None:
     """Number of threads set by OMP_NUM_THREADS; None if not set."""
     first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     return int(first) if first.isascii() and first.isdigit() and int(first) > 0 else None
@@ -19,7 +19,7 @@ def said_threads() -> int | None:
 
 def rank_threads() -> int:
     """Number of threads of a rank on a CPU: OMP_NUM_THREADS, or one."""
-    return said_threads() or 1
+    return configured_threads() or 1
 
 
 def spread_caution(profile: Profile, micro_batch_size: int | None = None) -> str:
@@ -39,8 +39,8 @@ def spread_caution(profile: Profile, micro_batch_size: int | None = None) -> str
     count = len(sizes) * len(profile.layers)
     return (
         f"{len(found)} of {count} measurements, {part / whole:.0%} of the time, spread over more "
-        f"than {SPREAD:.0%} (most: {layer} at microbatch size {size}, {spread:.0%}): something "
-        "else ran meanwhile; measure again on an idle machine"
+        f"than {SPREAD:.0%} (most: {layer} at microbatch size {size}, {spread:.0%}). Another "
+        "process ran at the same time; measure again on an idle machine"
     )
 
 
@@ -49,8 +49,8 @@ def thread_caution(measured: int, run: int) -> str:
     if not measured or not run or measured == run:
         return ""
     return (
-        f"costs were measured with {measured} thread(s), ranks compute with {run}: their times are "
-        f"others; profile with --threads {run}, or start ranks by pulse run --threads {measured}"
+        f"costs were measured with {measured} thread(s), ranks run with {run}: times will differ. "
+        f"Profile with --threads {run}, or start ranks with pulse run --threads {measured}"
     )
 
 
@@ -73,8 +73,8 @@ def device_caution(profile: Profile, device: object) -> str:
     if not differs:
         return ""
     return (
-        f"costs are {profile.device}'s and the cluster's devices are {theirs}: times do not hold "
-        "there; give --backbone instead of --profile, or a profile of that device"
+        f"costs are of {profile.device}, the cluster's devices are {theirs}: times will differ. "
+        "Give --backbone instead of --profile, or a profile of that device"
     )
 
 
@@ -85,8 +85,8 @@ def whole_caution(profile: Profile) -> str:
     if profile.selects:
         return ""
     return (
-        "costs do not say what of a layer is cheap to compute again: layers are computed again "
-        "whole; profile anew, and less has to be"
+        "the profile has no costs of selective recomputation: layers are recomputed in full. "
+        "Profile again to use selective recomputation"
     )
 
 

@@ -64,8 +64,8 @@ class _Saved:
 class Executor:
     """Executes one device's part of ``schedule``.
 
-    - ``program``: events from ``compile_program``. Bubble task X0:3 runs slice 3 of ``fillers[0]``
-      without gradients.
+    - ``program``: events from ``compile_program``. Bubble task X0:3 runs slice 3 of
+      ``bubble_tasks[0]`` without gradients.
     - ``stages``: (wrapped) module of each stage number.
     - ``no_sync``: contexts in which a stage accumulates gradients without reducing them.
     - ``replicas``: the replicated embedders, if any.
@@ -87,10 +87,10 @@ class Executor:
         board: FailureBoard | None = None,
         no_sync: Mapping[int, Callable[[], AbstractContextManager[object]]] | None = None,
         replicas: Replicas | None = None,
-        fillers: Sequence[SliceFunction] = (),
+        bubble_tasks: Sequence[SliceFunction] = (),
         carrier: Carrier | None = None,
     ) -> None:
-        _require_fillers(program, len(fillers))
+        _require_bubble_tasks(program, len(bubble_tasks))
         _require_carrier(program, carrier)
         _require_replicas(program, replicas)
         self._backbone = backbone
@@ -102,7 +102,7 @@ class Executor:
         self._board = board
         self._no_sync = no_sync or {}
         self._replicas = replicas
-        self._fillers = tuple(fillers)
+        self._bubble_tasks = tuple(bubble_tasks)
         self._carrier = carrier
         self._own = routes.partition.placement.stages_of_device(device)
         self._fields = {s: batch_fields_of(backbone, routes, s) for s in self._own}
@@ -250,9 +250,9 @@ class Executor:
                 self._offload_of(operation).finish_offload()
             case OpType.RELOAD:
                 self._offload_of(operation).start_load()
-            case OpType.FILLER:
+            case OpType.BUBBLE_TASK:
                 with torch.no_grad():
-                    self._fillers[operation.stage](operation.microbatch)
+                    self._bubble_tasks[operation.stage](operation.microbatch)
             case _:
                 drawing = RngWatch()
                 self._backward(operation)
@@ -354,7 +354,7 @@ class Executor:
         if not self._unread[op.microbatch]:
             del self._batches[op.microbatch], self._copied[op.microbatch]
         for payload, name, tensor in results:
-            if self._training and self._exchange.wants(stage, payload, name):
+            if self._training and self._exchange.needs_grad(stage, payload, name):
                 saved.edges[payload, name] = (
                     get_gradient_edge(tensor) if tensor.requires_grad else None
                 )
@@ -467,7 +467,8 @@ def _require_carrier(program: Sequence[Event], carrier: Carrier | None) -> None:
         event.message.payload.is_carried for event in program if isinstance(event, Send | Receive)
     ):
         raise PulseError(
-            "the program sends results of fillers' slices, or predictions, but no carrier has them"
+            "the program sends results of bubble tasks' slices, or predictions, but no carrier has "
+            "them"
         )
 
 
@@ -477,16 +478,16 @@ def _require_replicas(program: Sequence[Event], replicas: Replicas | None) -> No
         raise PulseError("the plan replicates embedders, but this executor has no copies of them")
 
 
-def _require_fillers(program: Sequence[Event], count: int) -> None:
+def _require_bubble_tasks(program: Sequence[Event], count: int) -> None:
     """Raise PulseError if ``program`` runs a bubble task numbered ``count`` or higher."""
     named = {
         event.operation.stage
         for event in program
-        if isinstance(event, Run) and event.operation.kind is OpType.FILLER
+        if isinstance(event, Run) and event.operation.kind is OpType.BUBBLE_TASK
     }
     if missing := sorted(n for n in named if n >= count):
         raise PulseError(
-            f"the schedule runs filler {', '.join(map(str, missing))}, but {count} "
+            f"the schedule runs bubble task {', '.join(map(str, missing))}, but {count} "
             f"workload{'s were' if count != 1 else ' was'} given: give one for each, or use a "
-            "schedule without fillers"
+            "schedule without bubble tasks"
         )

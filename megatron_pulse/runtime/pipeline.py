@@ -55,7 +55,7 @@ class Pipeline:
       name, called with the chain's own fields.
     - ``seed``: a layer's initial weights depend only on the seed and the layer's name.
     - ``context``: argument of layer factories, required by those of ``model_specs``.
-    - ``fillers``: callables of the plan's bubble tasks.
+    - ``bubble_tasks``: callables of the plan's bubble tasks.
 
     Construction is collective. Raises PulseError for arguments of other kinds, if the plan is for
     another number of processes, or if another process cannot build its layers.
@@ -72,7 +72,7 @@ class Pipeline:
         device: str | torch.device = "cpu",
         group: dist.ProcessGroup | None = None,
         context: LayerContext | None = None,
-        fillers: Sequence[SliceFunction] = (),
+        bubble_tasks: Sequence[SliceFunction] = (),
         timeout_s: float = 600.0,
     ) -> None:
         if group is None and dist.is_initialized():
@@ -128,7 +128,7 @@ class Pipeline:
             self._replicas = replicate(
                 plan, self.rank, self.stages, context, self.links, self._settings
             )
-        self._fillers = tuple(fillers)
+        self._bubble_tasks = tuple(bubble_tasks)
         self._encoding: Encoding | None = None
         self._executors: dict[tuple[int, bool], Executor] = {}
         self._tried = False
@@ -346,7 +346,7 @@ class Pipeline:
                 self.links,
                 self._board,
                 replicas=self._replicas,
-                fillers=self._fillers
+                bubble_tasks=self._bubble_tasks
                 if self._encoding is None
                 else self._encoding.workloads(step.schedule),
                 carrier=self._encoding,

@@ -89,7 +89,7 @@ def test_patterns_choose_and_are_refused_all_at_once() -> None:
         choose_trained(whole, train=["blocks.9.*"], freeze=["hed.linear.weight"])
     assert "'blocks.9.*'" in str(caught.value)
     assert "did you mean head.linear.weight" in str(caught.value)
-    with pytest.raises(TrainedError, match="of its 40 parameters none is left to train"):
+    with pytest.raises(TrainedError, match="none of its 40 parameters is trained"):
         choose_trained(whole, freeze=["*"])
 
 

@@ -41,15 +41,15 @@ REPLICAS = (Engine.DATA_PARALLEL, Engine.FSDP2, Engine.HSDP)
 class Contestant:
     """A way to run a step, planned for one backbone and one bandwidth; all of it is emulated.
 
-    ``packed`` are the fp32 elements of the one tensor that enters each stage (not ours);
-    ``layers`` of a data-parallel run are (forward seconds, backward seconds, gradient elements).
-    ``saved_bytes`` are what each stage keeps of a microbatch, ``wgrad_bytes`` what of it stays
-    from input gradient to weight gradient (none: all), ``state_bytes`` parameters, gradients and
-    optimizer of each device, all of the real backbone. ``exchange`` sends shapes before
-    tensors where they differ, else all are as large as the largest (Megatron interleaved).
-    ``sharding`` is how FSDP2 and HSDP run their units, which are their ``layers``. ``way`` says in
-    words how it runs where that was chosen, and ``micro_batch_size`` its microbatches' samples (0:
-    as the backbone's). ``encoders`` run too, those that are no fillers of the schedule in front of
+    ``packed`` are the fp32 elements of the one tensor that enters each stage (not ours); ``layers``
+    of a data-parallel run are (forward seconds, backward seconds, gradient elements).
+    ``saved_bytes`` are what each stage keeps of a microbatch, ``wgrad_bytes`` what of it stays from
+    input gradient to weight gradient (none: all), ``state_bytes`` parameters, gradients and
+    optimizer of each device, all of the real backbone. ``exchange`` sends shapes before tensors
+    where they differ, else all are as large as the largest (Megatron interleaved). ``sharding`` is
+    how FSDP2 and HSDP run their units, which are their ``layers``. ``way`` says in words how it
+    runs where that was chosen, and ``micro_batch_size`` its microbatches' samples (0: as the
+    backbone's). ``encoders`` run too, those that are no bubble tasks of the schedule in front of
     the step; ``backbone`` is run in the place of the others' (ours, relaying skips, or of other
     microbatches).
     """
@@ -78,7 +78,7 @@ class Contestant:
     def peak_memory(self, schedule: Schedule) -> tuple[float, ...]:
         """The most bytes of activations on each device, by this schedule."""
         waiting = self.wgrad_bytes or None
-        return peak_activations(schedule, self.saved_bytes, waiting=waiting)
+        return peak_activations(schedule, self.saved_bytes, wgrad_bytes=waiting)
 
 
 @dataclass(frozen=True)

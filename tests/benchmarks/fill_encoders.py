@@ -54,7 +54,7 @@ def transformer(
     width: int,
     hidden: int,
     tokens: int,
-    readers: Sequence[int],
+    consumers: Sequence[int],
     gated: bool = False,
     attention: int | None = None,
     vocabulary: int = 49408,
@@ -92,10 +92,10 @@ def transformer(
     ]
     last = _layer("final norm", lambda n: [_pointwise(n * kept)], width, 2 * kept, kept)
     read = HALF * (kept if result is None else result)
-    return Component(name, (embedding, *blocks, last), (), read, tuple(readers))
+    return Component(name, (embedding, *blocks, last), (), read, tuple(consumers))
 
 
-def autoencoder(pixels: int, channels: int, readers: Sequence[int]) -> Component:
+def autoencoder(pixels: int, channels: int, consumers: Sequence[int]) -> Component:
     """The encoder of AutoencoderKL on pictures of ``pixels`` x ``pixels``."""
     widths = (128, 256, 512, 512)
     layers: list[FrozenLayer] = []
@@ -156,34 +156,34 @@ def autoencoder(pixels: int, channels: int, readers: Sequence[int]) -> Component
     )
     resnet("mid.resnets.1", size, inner, inner)
     single("conv_out", size, inner, 2 * channels, norm=True)
-    return Component("vae", tuple(layers), (), HALF * channels * rows, tuple(readers))
+    return Component("vae", tuple(layers), (), HALF * channels * rows, tuple(consumers))
 
 
-def clip_l(readers: Sequence[int], result: int | None = None) -> Component:
+def clip_l(consumers: Sequence[int], result: int | None = None) -> Component:
     """Of SD 1, SDXL, SD3 and Flux."""
-    return transformer("clip-l", 12, 768, 3072, 77, readers, result=result)
+    return transformer("clip-l", 12, 768, 3072, 77, consumers, result=result)
 
 
-def open_clip_h(readers: Sequence[int]) -> Component:
+def open_clip_h(consumers: Sequence[int]) -> Component:
     """Of SD 2."""
-    return transformer("open-clip-h", 23, 1024, 4096, 77, readers)
+    return transformer("open-clip-h", 23, 1024, 4096, 77, consumers)
 
 
-def open_clip_big_g(readers: Sequence[int]) -> Component:
+def open_clip_big_g(consumers: Sequence[int]) -> Component:
     """Of SDXL and SD3."""
-    return transformer("open-clip-big-g", 32, 1280, 5120, 77, readers)
+    return transformer("open-clip-big-g", 32, 1280, 5120, 77, consumers)
 
 
-def t5_xxl(tokens: int, readers: Sequence[int]) -> Component:
+def t5_xxl(tokens: int, consumers: Sequence[int]) -> Component:
     """Of SD3, PixArt and Flux."""
-    return transformer("t5-xxl", 24, 4096, 10240, tokens, readers, gated=True, vocabulary=32128)
+    return transformer("t5-xxl", 24, 4096, 10240, tokens, consumers, gated=True, vocabulary=32128)
 
 
-def mt5_xl(readers: Sequence[int]) -> Component:
+def mt5_xl(consumers: Sequence[int]) -> Component:
     """Of Hunyuan-DiT."""
-    return transformer("mt5-xl", 24, 2048, 5120, 256, readers, gated=True, vocabulary=250112)
+    return transformer("mt5-xl", 24, 2048, 5120, 256, consumers, gated=True, vocabulary=250112)
 
 
-def bert(readers: Sequence[int]) -> Component:
+def bert(consumers: Sequence[int]) -> Component:
     """Of Hunyuan-DiT."""
-    return transformer("bert", 24, 1024, 4096, 77, readers, vocabulary=47020)
+    return transformer("bert", 24, 1024, 4096, 77, consumers, vocabulary=47020)

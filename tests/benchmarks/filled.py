@@ -125,7 +125,7 @@ def records_of(model: fill.Model, factor: float = 1.0) -> list[dict[str, Any]]:
     made = [replace(c, layers=tuple(map(alone, c.layers))) for c in model.components()]
     records = component_records(made)
     for record in records:
-        record["readers"] = "ends" if record["name"] == "vae" else "all"
+        record["consumers"] = "ends" if record["name"] == "vae" else "all"
     return records
 
 
@@ -257,9 +257,9 @@ def _knowing(
     chosen: EncodedPlan, records: Sequence[Mapping[str, Any]], seconds: float
 ) -> EncodedPlan:
     """The same order of the step, filled with encoders of these times, of the same policies."""
-    from megatron_pulse.planner.bubble_fill.bubble_tasks import unfilled
+    from megatron_pulse.planner.bubble_fill.bubble_tasks import without_bubble_tasks
 
-    plan = replace(chosen.plan, schedule=unfilled(chosen.plan.schedule))
+    plan = replace(chosen.plan, schedule=without_bubble_tasks(chosen.plan.schedule))
     fixed = {choice.name: choice.policy for choice in chosen.choices}
     return encode_plan(plan, records, seconds, fixed)
 

@@ -77,7 +77,7 @@ def check_plan(folder: Path) -> list[str]:
     kinds = "FIW" if said["times"]["weight_grad"] else "FB"
     count = said["schedule"]["num_microbatches"]
     wanted = {f"{k}{s}:{m}" for k in kinds for s in range(len(stages)) for m in range(count)}
-    extra = {f"X{i}:{j}" for i, f in enumerate(said["schedule"]["fillers"])
+    extra = {f"X{i}:{j}" for i, f in enumerate(said["schedule"]["bubble_tasks"])
              for j in range(len(f["slice_seconds"]))}  # fmt: skip
     home = said["schedule"]["device_of_stage"]
     facts = {

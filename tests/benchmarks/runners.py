@@ -69,7 +69,7 @@ def ours(contestant: Contestant, backbone: Any) -> Runner:
     if contestant.encoders is not None:
         from tests.benchmarks.sleeping_encoders import Encoded
 
-        encoded = Encoded(contestant.encoders, rank, links, schedule.fillers)
+        encoded = Encoded(contestant.encoders, rank, links, schedule.bubble_tasks)
     executor = Executor(
         backbone,
         routes,
@@ -79,7 +79,7 @@ def ours(contestant: Contestant, backbone: Any) -> Runner:
         {s: EmulatedStage(backbone, routes, s, problem, settings) for s in own},
         links,
         board,
-        fillers=() if encoded is None else encoded.encoding.workloads(schedule),
+        bubble_tasks=() if encoded is None else encoded.encoding.workloads(schedule),
         carrier=None if encoded is None else encoded.encoding,
     )
     samples = fields_of(backbone)  # there are no other fields

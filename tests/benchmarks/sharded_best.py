@@ -114,10 +114,10 @@ class DataParallel:
             )
 
     def _sharded(self, group: int, engine: Engine) -> Iterator[Contestant | Refused]:
-        for choice in self.ways.ways(group):
+        for choice in self.ways.configs(group):
             fitted = self.ways.fit(choice)
             way, needs = fitted.sharding, fitted.needs_bytes
-            said = f"{self._way(choice.micro_batch_size, fitted.again)}, {way}"
+            said = f"{self._way(choice.micro_batch_size, fitted.activations)}, {way}"
             said += f", groups of {group}" * (engine is Engine.HSDP)
             if needs > self.usable:
                 yield Refused(str(engine), engine, said, needs)

@@ -44,22 +44,26 @@ class Pace:
 
 
 class Encoded:
-    """The encoders of a contestant on one rank; those that are no ``fillers`` are in front.
+    """The encoders of a contestant on one rank; those that are no ``bubble_tasks`` are in front.
 
     ``ran`` counts the layers that ran in this step by component, layer and sample, ``results`` are
     those of its end.
     """
 
     def __init__(
-        self, encoders: Encoders, rank: int, links: Links | None, fillers: Sequence[BubbleTask] = ()
+        self,
+        encoders: Encoders,
+        rank: int,
+        links: Links | None,
+        bubble_tasks: Sequence[BubbleTask] = (),
     ) -> None:
         self.ran: Counter[tuple[str, int, int]] = Counter()
         self.results: list[Results] = []
         self._rank, self._encoders, self._pace = rank, encoders, Pace()
         every = tuple(range(dist.get_world_size())) if links is not None else (rank,)
-        homes = {f.name: f.devices or every for f in fillers}
+        homes = {f.name: f.devices or every for f in bubble_tasks}
         self._front = [c.name for c in encoders.components if c.name not in homes]
-        self._are_filled = bool(fillers)
+        self._are_filled = bool(bubble_tasks)
         found = [self._frozen(c, homes.get(c.name, every)) for c in encoders.components]
         self.encoding = Encoding(found, torch.device("cpu"), rank, links)
         self.batches: list[Batch] = [{"index": torch.arange(encoders.num_samples)}]
@@ -68,7 +72,7 @@ class Encoded:
             self.batches = [{"index": torch.arange(rank, encoders.num_samples, world)}]
 
     def begin(self, schedule: Schedule | None = None) -> None:
-        """What is in front of a step, then the step's fillers."""
+        """What is in front of a step, then the step's bubble tasks."""
         self.ran.clear()
         self.results = []
         if self._front:

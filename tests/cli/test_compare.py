@@ -147,7 +147,12 @@ def test_compare_refuses_a_plan_with_wrong_figures(here: Path, refused: Refused)
     record["predicted"]["bubble"] = 0.0
     (here / "plan.json").write_text(json.dumps(record))
     argv = "compare plan.json trace.json -o both.svg --profile profile.json --write-profile n.json"
-    refused(argv.split(), "2 faults", "times.forward.1 is", "predicted.bubble is 0; from the costs")
+    refused(
+        argv.split(),
+        "2 faults",
+        "times.forward.1 is",
+        "predicted.bubble is 0; recomputed from profile",
+    )
 
 
 def test_compare_draws_waiting(here: Path) -> None:

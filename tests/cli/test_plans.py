@@ -355,7 +355,7 @@ def test_compare_refuses_a_profile_of_another_chain(capsys: pytest.CaptureFixtur
     save_trace(trace_of(plan, [plan.simulate_step().timeline]), "trace.json")
     argv = "compare plan.json trace.json --profile other.json --write-profile new.json"
     assert main(argv.split()) == 2
-    assert "is of other layers than uvit-tiny" in capsys.readouterr().err
+    assert "has other layers than uvit-tiny" in capsys.readouterr().err
 
 
 def test_plan_commands_need_no_torch(here: Path) -> None:

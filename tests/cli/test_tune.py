@@ -61,7 +61,7 @@ def test_tune_answers_first_and_writes_json_and_plan(
     assert best["num_microbatches"] * best["data"] * best["micro_batch_size"] == 16
     assert f"{best['samples_per_s']:.4g}" in text and "outcome of the " in text
     for part in (
-        "  schedule: ",
+        "schedule: ",
         "simulated configs: the fastest",
         f"all {record['num_configs']:,} ",
     ):
@@ -74,9 +74,9 @@ def test_tune_answers_first_and_writes_json_and_plan(
     other = record["fsdp_baseline"]
     assert other["num_microbatches"] * other["micro_batch_size"] * 4 == 16
     assert f"FSDP2 (torch's fully_shard) is predicted at {other['samples_per_s']:.4g}" in text
-    said = "more" if other["samples_per_s"] > best["samples_per_s"] else "less"
+    said = "faster" if other["samples_per_s"] > best["samples_per_s"] else "slower"
     assert f" % {said} than this plan" in text and "ideal collectives" in text
-    assert "why P=" in text and "mean device computes" in text
+    assert "why P=" in text and "on the mean device: compute " in text
     plan = load_checked(here / "plan.json")
     assert (plan.pipeline, plan.data, plan.tensor) == (
         best["pipeline"], best["data"], best["tensor"]
@@ -104,7 +104,7 @@ def test_certainty_names_link_contention(here: Path, capsys: pytest.CaptureFixtu
     sure, best = record["certainty"]["schedule"], record["outcomes"][0]
     assert not sure["extrapolated"] and sure["waiting_s"] > 0.01 * best["pipeline_s"]
     longer = best["pipeline_s"] / (best["pipeline_s"] - sure["waiting_s"]) - 1
-    assert f"without link contention, which adds {longer:.1%}" in text
+    assert f"link contention makes the step {longer:.1%} longer" in text
 
 
 @pytest.mark.parametrize(("size", "said"), [("16", True), ("2", False)])
@@ -239,16 +239,16 @@ def test_tune_lists_all_faults_at_once(here: Path, capsys: pytest.CaptureFixture
         ("--cluster dgx-a100:x", "behind the colon goes a number of nodes"),
         (
             "--tensor 3",
-            "no tensor degree of 3 divides both 4 devices and the 4 of a node: 1, 2, 4 do",
+            "3: none divides both the 4 devices and the 4 of a node. Possible: 1, 2, 4",
         ),
-        ("--pipeline 3", "no pipeline degree of 3 divides 4 devices with a tensor degree of 1, 2"),
-        ("--pipeline 4 --tensor 2", "with a tensor degree of 2: 1, 2 do"),
-        ("--layouts", "no layout of one device for a pipeline degree of 2, 4"),
+        ("--pipeline 3", "pipeline degree 3: none divides 4 devices with tensor degree 1, 2"),
+        ("--pipeline 4 --tensor 2", "with tensor degree 2. Possible: 1, 2"),
+        ("--layouts", "layouts one device: none is possible with pipeline degree 2, 4"),
         (
             "--global-batch-size 15 --tensor 1 --pipeline 2",
-            "15 is no multiple of 2, the numbers of replicas",
+            "global batch size 15: not a multiple of any possible number of replicas (2)",
         ),
-        ("--micro-batch-size 3", "no microbatch size of 3 divides what a replica has of a global"),
+        ("--micro-batch-size 3", "microbatch size 3: none divides a replica's samples"),
     ],
 )
 def test_tune_refuses_impossible_choices(
@@ -268,9 +268,9 @@ def test_impossible_choices_are_refused_before_profiling(
     asked = "tune --backbone uvit-2.7b --cluster dgx-a100 --global-batch-size 16 --pipeline 3"
     began = time.process_time()
     assert main(asked.split()) == 2
-    assert "no pipeline degree of 3 divides 8 devices" in capsys.readouterr().err
+    assert "pipeline degree 3: none divides 8 devices" in capsys.readouterr().err
     assert main(f"{asked} --world-sizes 4,8 -o plans".split()) == 2
-    assert "no pipeline degree of 3 divides 8 devices" in capsys.readouterr().err
+    assert "pipeline degree 3: none divides 8 devices" in capsys.readouterr().err
     assert time.process_time() - began < 2 and not (here / "plans").exists()
 
 
@@ -279,7 +279,7 @@ def test_optimizer_offload_is_predicted_and_planned(
 ) -> None:
     asked = f"{ASKED} {FAST} --optimizer-cpu-offload -o plan.json"
     assert main(asked.split()) == 2
-    assert "write links.host into its file" in capsys.readouterr().err
+    assert "Write links.host into its file" in capsys.readouterr().err
     save_cluster(cluster(host_gbs=12.0), "c.yaml")
     assert main(asked.split()) == 0
     assert load_checked(here / "plan.json").optimizer_cpu_offload
@@ -291,7 +291,7 @@ def test_unknown_device_is_refused(here: Path, capsys: pytest.CaptureFixture[str
     save_profile(replace(profile(random.Random(0), 12, 5), device="NVIDIA L40S"), "p.json")
     save_cluster(replace(cluster(), device="p.json"), "c.yaml")
     assert main(f"{ASKED} {FAST} -o plan.json".split()) == 2
-    assert "devices (NVIDIA L40S) reaches is not known" in capsys.readouterr().err
+    assert "its devices (NVIDIA L40S) is unknown" in capsys.readouterr().err
     assert not (here / "plan.json").exists()
 
 
@@ -300,9 +300,9 @@ def test_tune_advises_where_nothing_fits(here: Path, capsys: pytest.CaptureFixtu
     asked = f"{ASKED} --seconds 60 --solver none --no-recompute --tensor 1 -o plan.json"
     assert main(asked.split()) == 2
     error = capsys.readouterr().err
-    assert "nothing fits: each device has 0.8 GB to use; the least that any config" in error
-    assert "recomputation were tried, and none fits; more nodes were not" in error.splitlines()[-2]
-    assert "(FSDP2, HSDP) fit" in error.splitlines()[-1]
+    assert "nothing fits: each device has 0.8 GB; the smallest config found needs about" in error
+    assert "recomputation do not fit either; more nodes were not tried" in error.splitlines()[-2]
+    assert "(FSDP2, HSDP) does not fit either" in error.splitlines()[-1]
     assert not (here / "plan.json").exists()
 
 

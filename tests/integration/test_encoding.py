@@ -100,8 +100,8 @@ def test_in_idle_time(
     config: Config, flags: list[str], costs: Path, expected: Run, tmp_path: Path
 ) -> None:
     plan = make_plan(tmp_path / "plan.json", config, "sd-tiny", OPTIONS, costs)
-    fillers = json.loads(plan.read_text())["schedule"]["fillers"]
-    assert [filler["name"] for filler in fillers] == ["text_encoder", "vae"]
+    bubble_tasks = json.loads(plan.read_text())["schedule"]["bubble_tasks"]
+    assert [task["name"] for task in bubble_tasks] == ["text_encoder", "vae"]
     given = flags[len(STEPS + READS) :]
     obeyed = ["--pulse-plan", str(plan), *STEPS[2:]]
     got = run(config.pipeline, *given, *obeyed, backbone="none")
@@ -225,7 +225,7 @@ def test_auto_fills_where_that_is_sooner(
         "sd-tiny", data=data, encoders=str(folder), encoder_schedule=("vae=before-step",)
     )
     filled = auto_tune._filled(plan, options, backbone)
-    assert [filler.name for filler in filled.schedule.fillers] == ["text_encoder"]
+    assert [task.name for task in filled.schedule.bubble_tasks] == ["text_encoder"]
     stored = replace(options, encoder_schedule=("before-step",))
     assert auto_tune._filled(plan, stored, backbone) is plan
     assert not auto_tune._other_encoders(plan, options, backbone)

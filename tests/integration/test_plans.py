@@ -171,7 +171,7 @@ def test_auto_has_the_memory_format_of_the_plan_that_it_left(
         assert formats == {laid == "channels_last"}
         caution = format_caution(plan.backbone, chain.record, "the plan")
         assert bool(caution) == (laid == "contiguous")
-    assert caution.startswith("the plan is of channels_last convolutions, the run's are contiguous")
+    assert caution.startswith("the plan has channels_last convolutions, the run contiguous")
     assert "--option channels_last=false" in caution
 
 
@@ -185,7 +185,7 @@ def test_a_plan_with_costs_of_another_memory_format_is_told(
     path.write_text(json.dumps(record))
     assert main(["check", str(path)]) == 2
     assert (
-        "backbone.options.channels_last is True; from the costs in the plan it is False"
+        "backbone.options.channels_last is True; recomputed from profile it is False"
         in capsys.readouterr().err
     )
 
@@ -321,4 +321,4 @@ def test_a_run_has_the_memory_format_of_its_plan_or_profile(
     assert not is_channels_last(*plan, *other)
     assert is_channels_last(*flags) and "warning" not in capsys.readouterr().out
     assert not is_channels_last(*flags, *other)
-    assert "is of channels_last convolutions, the run's are contiguous" in capsys.readouterr().out
+    assert "has channels_last convolutions, the run contiguous" in capsys.readouterr().out

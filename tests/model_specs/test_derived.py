@@ -369,7 +369,7 @@ def test_names_are_found_from_here(
 
 def test_what_is_all_frozen_cannot_be_trained(own: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["module", f"{own}:frozen"]) == 0
-    said = "of its 4 parameters none is left to train"
+    said = "none of its 4 parameters is trained"
     assert said in capsys.readouterr().err
     options = PulseOptions(backbone=f"{own}:frozen")
     with pytest.raises(TrainedError, match=said):

@@ -1,4 +1,4 @@
-"""When a step's events happen by the rules of channels, or what hangs: a machine of its own.
+"""Independent simulator of channels: times of a step's events, or the deadlock.
 
 Nothing of it is the check's or the replay's: a program's events are played with times.
 """
@@ -24,7 +24,7 @@ from megatron_pulse.planner.schedule.operations import Operation, OpType
 
 
 class Rule(Enum):
-    """What a message waits for besides its two ends."""
+    """Condition of a message beyond its two ends."""
 
     FREE = "nothing: it travels when it is made"
     LINK = "the message before it to the same device"
@@ -43,7 +43,7 @@ class Step:
 
 
 def without_releases(program: Sequence[Event]) -> list[Event]:
-    """As a host plays it that does not wait for what it has sent."""
+    """Simulation without waits for sent messages."""
     return [event for event in program if not isinstance(event, Release)]
 
 
@@ -92,7 +92,7 @@ def play(
         return end if rule is Rule.ONE else (message.source, message.destination, sends)
 
     def behind(message: Message, sends: bool) -> float | None:
-        """When the way is free for a message at one of its ends; None: nobody knows yet."""
+        """Time from which the channel is free at one end of a message; None if unknown yet."""
         other = None if rule is Rule.FREE else before[message, sends]
         return 0.0 if other is None else step.arrival.get(other)
 

@@ -25,7 +25,7 @@ def wave(
     link: float = 0.0,
     effort: int | None = None,
 ) -> Schedule:
-    """What is synthesized, as it is for a plan; equal stages where no times are given."""
+    """Synthesized schedule, as in a plan; equal stages if no times are given."""
     base = equal_stages(placement, num_microbatches, weight_grad is not None, cap)
     problem = replace(
         base,

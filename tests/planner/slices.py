@@ -1,6 +1,6 @@
-"""Fillers of slices that wait for nothing, where a schedule leaves devices idle.
+"""Bubble tasks of independent slices, placed in a schedule's bubbles.
 
-P = 2, M = 2, 1F1B, forward = 1, backward = 2; a filler of slices of 1, 2 and 1:
+P = 2, M = 2, 1F1B, forward = 1, backward = 2; a bubble task of slices of 1, 2 and 1:
 
 ======== ==== ==== ==== ==== ==== ==== ==== ==== ====
 device 0 F0:0 F0:1 X0:1 -    B0:0 -    X0:2 B0:1 -
@@ -20,28 +20,32 @@ from megatron_pulse.planner.schedule.operations import BubbleTask, Operation, Op
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
 
 
-def fill(problem: ScheduleProblem, schedule: Schedule, fillers: Sequence[BubbleTask]) -> Schedule:
-    """``schedule`` with every slice of ``fillers``; with ``problem``'s times no stage is put off.
+def fill(
+    problem: ScheduleProblem, schedule: Schedule, bubble_tasks: Sequence[BubbleTask]
+) -> Schedule:
+    """``schedule`` with every slice of ``bubble_tasks``; with ``problem``'s times no stage is put
+    off.
 
-    Slices of fillers with the fewest devices come first, then the longest; each goes into the
+    Slices of bubble tasks with the fewest devices come first, then the longest; each goes into the
     shortest idle gap that takes it whole, or else to the end of the device that is done first. So
     all but the last per cents of the idle time can be filled while slices are short beside gaps.
-    Raises ValueError for a schedule that has fillers, and fillers whose devices there are not.
+    Raises ValueError for a schedule that has bubble tasks, and bubble tasks whose devices there are
+    not.
     """
-    if schedule.fillers:
-        raise ValueError(f"the schedule {schedule.name} has fillers already")
+    if schedule.bubble_tasks:
+        raise ValueError(f"the schedule {schedule.name} has bubble tasks already")
     num_devices = schedule.placement.num_devices
-    homes = [[d for d in range(num_devices) if filler.may_run_on(d)] for filler in fillers]
-    if lost := [repr(f.name) for f, home in zip(fillers, homes, strict=True) if not home]:
-        raise ValueError(f"none of the {num_devices} devices may run filler {', '.join(lost)}")
+    homes = [[d for d in range(num_devices) if task.may_run_on(d)] for task in bubble_tasks]
+    if lost := [repr(f.name) for f, home in zip(bubble_tasks, homes, strict=True) if not home]:
+        raise ValueError(f"none of the {num_devices} devices may run bubble task {', '.join(lost)}")
     timeline = simulate(problem, schedule)
     slack = 1e-12 * timeline.makespan
     gaps, done = _gaps(timeline)
     placed: dict[tuple[int, int], list[Operation]] = defaultdict(list)
     slices = [
-        (seconds, Operation(OpType.FILLER, index, number))
-        for index, filler in enumerate(fillers)
-        for number, seconds in enumerate(filler.slice_seconds)
+        (seconds, Operation(OpType.BUBBLE_TASK, index, number))
+        for index, task in enumerate(bubble_tasks)
+        for number, seconds in enumerate(task.slice_seconds)
     ]
     for seconds, slice_ in sorted(slices, key=lambda item: (len(homes[item[1].stage]), -item[0])):
         fitting = [
@@ -67,7 +71,7 @@ def fill(problem: ScheduleProblem, schedule: Schedule, fillers: Sequence[BubbleT
         )
         for device, mine in enumerate(schedule.order)
     )
-    return replace(schedule, order=order, fillers=tuple(fillers))
+    return replace(schedule, order=order, bubble_tasks=tuple(bubble_tasks))
 
 
 def _gaps(timeline: Timeline) -> tuple[list[list[tuple[float, int]]], list[float]]:

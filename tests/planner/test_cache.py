@@ -98,7 +98,7 @@ def test_more_time_searches_again_and_keeps_the_better(monkeypatch: pytest.Monke
 
 def test_a_proof_needs_no_more_time_but_only_for_the_very_problem() -> None:
     def prove(problem: ScheduleProblem, seconds: float, solver: str) -> Synthesis:
-        """As an exact solver: the bound of this problem is raised to its makespan."""
+        """Raise the lower bound of the problem to its makespan, like an exact solver."""
         found = synthesize(problem, effort=4)
         length = found.certificate.makespan
         return Synthesis(found.schedule, Certificate(length, length, True, "exact", 1.0))

@@ -43,8 +43,7 @@ def unit(_: Operation | Message) -> float:
 @settings(max_examples=60, derandomize=True)
 @given(schedules(), st.integers(0, 10**6))
 def test_what_the_check_refuses_hangs_and_nothing_else(schedule: Schedule, seed: int) -> None:
-    """Where each device moves one message at a time. What passes ends on channels of their own
-    too."""
+    """Devices move one message at a time. Accepted programs also end on separate channels."""
     good = programs(schedule, compiled(schedule, seed))
     for number in range(4):
         mixed = shuffled(random.Random(seed + number), good)

@@ -53,8 +53,7 @@ and the makespan then, in half stages."""
 
 @given(st.integers(0, 10**9))
 def test_what_can_run_is_what_validates(seed: int) -> None:
-    """Of classics on their placements and others', and with some operations swapped, gone, twice,
-    or elsewhere."""
+    """Classic schedules on all placements, with operations swapped, missing, doubled or moved."""
     chance = random.Random(seed)
     placement = chance.choice([sequential, interleaved, fold])(chance.randint(1, 4))
     count, name = chance.randint(1, 6), chance.choice(list(CLASSICS))
@@ -189,8 +188,8 @@ def test_large_and_uneven(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize(("p", "k", "b"), product((2, 3, 4, 8), (1, 2, 3), (0.5, 1.0, 2.0)))
 def test_clock_schedules_idle_as_their_formula_says(p: int, k: int, b: float) -> None:
-    """Of pairs of a forward and a backward, Chimera idles for P/2-1 and waves for P-1 small ones;
-    where they differ, at every group's end for the difference."""
+    """Chimera idles for P/2-1 pairs of forward and backward, waves for P-1 small pairs.
+    Unequal pairs add their difference at every group's end."""
     idle = 1 + b + (2 * k - 1) * abs(b - 1)
     for w in (1, 2):
         num = 2 * p * w

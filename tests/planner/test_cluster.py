@@ -105,7 +105,7 @@ def test_presets_are_what_they_say() -> None:
 def test_the_number_of_nodes_may_be_given() -> None:
     assert cluster("dgx-a100:4") == cluster("dgx-a100", nodes=4)
     assert cluster("dgx-a100:4").num_devices == 32
-    with pytest.raises(ClusterError, match="links.inter_node is missing, and there are 2 nodes"):
+    with pytest.raises(ClusterError, match="links.inter_node is missing; 2 nodes require it"):
         cluster("cpu:2")
     with pytest.raises(ClusterError, match="nodes is 0; allowed is a whole number, 1 or more"):
         cluster("dgx-h100", nodes=0)

@@ -1,4 +1,4 @@
-"""Who compiles first lets the others wait, but not for ever; and a sort of our own."""
+"""Compilation lock between processes, with a time limit; merge sort in compiled code."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _order(keys: Any) -> Any:
 
 
 def test_equal_keys_stay_in_their_order() -> None:
-    """Of lengths around the runs that are sorted first and their doubles."""
+    """Lengths around the sorted runs and their doubles."""
     random = np.random.default_rng(0)
     for count in (0, 1, 2, RUN - 1, RUN, RUN + 1, 2 * RUN + 1, 5 * RUN + 3, 1000):
         for keys in (random.integers(0, 1 + count // 3, count), random.random(count)):
@@ -110,5 +110,5 @@ assert before
 
 
 def test_nothing_is_compiled_while_a_search_counts_its_seconds() -> None:
-    """What the first simulation would compile for a second is what others are taken to need."""
+    """Compilation must not count as work of the first simulation."""
     subprocess.run([sys.executable, "-c", ALL_READY], check=True, timeout=240)

@@ -57,7 +57,7 @@ def swept(
     ],
 )
 def test_optima_under_tight_caps(p: int, m: int, cap: float, split: bool, best: float) -> None:
-    """Of equal stages; whole backwards are proved, split ones are what CP-SAT finds."""
+    """Equal stages: whole backwards are proved optimal, split ones equal CP-SAT's result."""
     problem = equal(fold(p), m, cap, split)
     found = synthesize(problem, math.inf)
     assert faults_for(problem, found.schedule) == []

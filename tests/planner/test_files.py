@@ -17,22 +17,22 @@ from tests.planner.strategies import equal, schedules
 
 
 def filled() -> Schedule:
-    """Two fillers, one of them at home on one device only."""
+    """Two bubble tasks, one of them at home on one device only."""
     problem = equal(sequential(3), 4)
-    fillers = [BubbleTask("text", (0.5, 1.5, 0.25)), BubbleTask("image", (1.0, 9.0), (2,))]
-    return fill(problem, make_schedule("1f1b", sequential(3), 4), fillers)
+    bubble_tasks = [BubbleTask("text", (0.5, 1.5, 0.25)), BubbleTask("image", (1.0, 9.0), (2,))]
+    return fill(problem, make_schedule("1f1b", sequential(3), 4), bubble_tasks)
 
 
-def test_fillers_round_trip() -> None:
+def test_bubble_tasks_round_trip() -> None:
     schedule = filled()
     assert from_json(json.dumps(to_json(schedule))) == schedule
-    assert from_csv(to_csv(schedule), name="1f1b", fillers=schedule.fillers) == schedule
+    assert from_csv(to_csv(schedule), name="1f1b", bubble_tasks=schedule.bubble_tasks) == schedule
     assert "1X1" in to_csv(schedule)
 
 
-def test_a_csv_alone_does_not_tell_its_fillers() -> None:
+def test_csv_does_not_hold_bubble_tasks() -> None:
     faults = validate(from_csv(to_csv(filled())))
-    assert len(faults) == 5 and all("there is no filler" in fault for fault in faults)
+    assert len(faults) == 5 and all("there is no bubble task" in fault for fault in faults)
 
 
 def test_only_stages_show_the_placement() -> None:
@@ -89,14 +89,16 @@ def test_wrong_csv(text: str, reason: str) -> None:
 
 def test_wrong_json() -> None:
     good = to_json(make_schedule("1f1b", sequential(2), 2))
-    for key in good.keys() - {"fillers"}:
+    for key in good.keys() - {"bubble_tasks"}:
         with pytest.raises(ValueError, match=key):
             from_json({k: v for k, v in good.items() if k != key})
     with pytest.raises(ValueError, match="no fold placement has its stages on devices"):
         from_json({**good, "placement": "fold"})
     with pytest.raises(ValueError, match="not an operation: 'G0:0'"):
         from_json({**good, "order": [["G0:0"]]})
-    with pytest.raises(ValueError, match="filler 'text': it has no slices"):
-        from_json({**good, "fillers": [{"name": "text", "slice_seconds": [], "devices": None}]})
+    with pytest.raises(ValueError, match="bubble task 'text': it has no slices"):
+        from_json(
+            {**good, "bubble_tasks": [{"name": "text", "slice_seconds": [], "devices": None}]}
+        )
     with pytest.raises(ValueError):
         from_json("[")

@@ -107,7 +107,7 @@ def test_stages_on_a_device(kind: str, allowed: set[int], text: str) -> None:
 
 
 def test_one_row_is_all_that_a_placement_needs(further: Layout) -> None:
-    """It is cut, scheduled, checked, timed, compiled, written, read, tuned and compared."""
+    """A new row is cut, scheduled, checked, simulated, compiled, saved, tuned and compared."""
     num_layers, skips = SDXL_UNET
     backbone = chain(num_layers, skips)
     costs = weighted_costs(backbone, [1.0 + i % 3 for i in range(num_layers)])

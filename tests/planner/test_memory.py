@@ -67,7 +67,7 @@ def test_what_is_in_flight_is_possible(placement: Placement) -> None:
 
 @pytest.mark.parametrize("num_devices", [4, 8])
 def test_a_fold_has_room_for_the_schedule_that_runs(num_devices: int) -> None:
-    """With as many activations as are counted, the wave loses less than an eighth of its time."""
+    """Within the counted activations the wave loses less than an eighth of its time."""
     placement, count = fold(num_devices), 2 * num_devices
     held = in_flight(placement, count)
     room = tuple(

@@ -56,7 +56,7 @@ def compiled(
 
 
 def routes_of(schedule: Schedule, seed: int) -> Routes:
-    """Of random chains with skips and conditioning, cut anywhere for ``schedule``."""
+    """Routes of random chains with skips and conditioning, cut anywhere for ``schedule``."""
     rng, count = random.Random(seed), len(schedule.placement.starts)
     stages = schedule.placement.num_stages // count
     parts = [some_chain(rng, stages) for _ in range(count)]
@@ -79,7 +79,7 @@ def some_chain(rng: random.Random, num_stages: int) -> Backbone:
 
 
 def programs(schedule: Schedule, plan: CommunicationPlan, replicated: bool = False) -> Programs:
-    """What each device does; with ``replicated`` embedders."""
+    """Program of each device, with ``replicated`` embedders."""
     devices = range(len(schedule.order))
     return [list(compile_program(schedule, plan, d, replicated)) for d in devices]
 
@@ -213,8 +213,8 @@ def test_receives_are_posted_before_what_runs_when_their_messages_are_made(
 def test_messages_with_time_to_spare_let_those_without_go_first(
     schedule: Schedule, seed: int, rate: float
 ) -> None:
-    """None is issued before it is made, nor when it is needed; what a device sends goes in the
-    order in which it is made, and arrives in time."""
+    """No message is issued before its producer ran, or after its deadline. A device sends in the
+    order of production."""
     problem = equal_stages(
         schedule.placement, schedule.num_microbatches, OpType.WEIGHT_GRAD in schedule.kinds
     )
@@ -234,7 +234,7 @@ def test_messages_with_time_to_spare_let_those_without_go_first(
 
 
 def test_a_forward_with_time_to_spare_has_a_later_turn_and_a_gradient_without_has_not() -> None:
-    """Of two devices, of which the first is ahead with forwards."""
+    """Two devices; the first is ahead with forwards."""
     schedule = make_schedule("1f1b", sequential(2), 4)
     problem = equal_stages(schedule.placement, 4, False)
     routes = trace_routes(chain(2), Partition(schedule.placement, (0, 1, 2)))
@@ -272,8 +272,8 @@ def test_sends_are_let_go_where_something_after_their_use_has_arrived(
 @settings(max_examples=50, derandomize=True)
 @given(schedules(), st.integers(0, 10**6))
 def test_on_a_stream_what_was_sent_is_let_go_soon(schedule: Schedule, seed: int) -> None:
-    """Once, after it was sent, and before the second operation that begins when by the plan it has
-    arrived, whatever its end proves."""
+    """The buffer is released once: after the send, and before the second operation that starts
+    after its planned arrival."""
     plan = compiled(schedule, seed)
     arrival, start = plan.moments.arrival, plan.moments.start
     for mine in programs(schedule, plan):
@@ -294,7 +294,7 @@ def test_on_a_stream_what_was_sent_is_let_go_soon(schedule: Schedule, seed: int)
 
 
 def test_waiting_for_what_was_sent_needs_its_receive() -> None:
-    """What comes after it must not be what the other end needs to post that."""
+    """The events after the wait must not be required for that receive."""
     sound: Programs = [
         [Run(A.producer), Send(A), Release((A,)), Run(B.producer), Send(B)],
         [Receive(A), Receive(B), Wait(A), Wait(B)],

@@ -41,7 +41,7 @@ def offloading(draw: st.DrawFn) -> ScheduleProblem:
     stages, devices = problem.placement.num_stages, problem.placement.num_devices
     own = tuple(draw(st.floats(0.5, 2.0)) for _ in range(stages))
     part = [draw(st.sampled_from([0.0, 0.5, 0.9, 1.0])) for _ in range(stages)]
-    copying = tuple(draw(st.sampled_from([0.0, 0.2, 1.0, 5.0])) for _ in range(stages))
+    offload_s = tuple(draw(st.sampled_from([0.0, 0.2, 1.0, 5.0])) for _ in range(stages))
     waiting = None
     if problem.weight_grad is not None and draw(st.booleans()):
         waiting = tuple(draw(st.floats(0.0, 1.0)) * a for a in own)
@@ -56,7 +56,7 @@ def offloading(draw: st.DrawFn) -> ScheduleProblem:
         problem,
         activation=own,
         offload_bytes=tuple(p * a for p, a in zip(part, own, strict=True)),
-        offload_s=copying,
+        offload_s=offload_s,
         wgrad_bytes=waiting,
         cap=room,
         recompute_s=again,
@@ -120,8 +120,8 @@ def test_devices_wait_for_copies_that_queue_up() -> None:
     schedule = order("F0:0 O0:0 F0:1 O0:1 L0:0 F0:2 B0:0 L0:1 B0:1 B0:2")
     assert faults_for(replace(ONE, cap=(3.0,)), schedule) == []
 
-    def begins(copying: float, text: str) -> tuple[float, ...]:
-        start = simulate(replace(ONE, offload_s=(copying,)), schedule).start
+    def begins(offload_s: float, text: str) -> tuple[float, ...]:
+        start = simulate(replace(ONE, offload_s=(offload_s,)), schedule).start
         return tuple(start[Operation.parse(each)] for each in text.split())
 
     assert begins(1.5, "O0:0 F0:1 O0:1 L0:0 F0:2") == (3.5, 3.5, 7.0, 7.0, 7.0)
@@ -162,11 +162,11 @@ def test_a_schedule_that_moves_needs_a_problem_that_does() -> None:
     schedule = order("F0:0 O0:0 F0:1 F0:2 B0:2 B0:1 L0:0 B0:0")
     plain = replace(ONE, cap=(9.0,), offload_bytes=None, offload_s=None)
     assert faults_for(plain, schedule) == [
-        "the schedule has activations that wait on the host (O), the problem has none"
+        "the schedule offloads activations (O), the problem has no offload"
     ]
     with pytest.raises(ValueError, match="given without offload_s"):
         replace(ONE, offload_s=None)
-    with pytest.raises(ValueError, match="must not be more"):
+    with pytest.raises(ValueError, match="must not exceed"):
         replace(ONE, offload_bytes=(1.25,))
 
 
@@ -211,13 +211,13 @@ def test_it_is_searched_for_with_room_to_travel() -> None:
 
 
 def test_never_longer_than_where_all_is_kept() -> None:
-    """What is away all the time in searches may leave no room for what is not."""
+    """Searches that ignore offloaded activations may leave no room for the others."""
     row = ScheduleProblem(
         sequential(4), 8, *((1.0,) * 4,) * 3, activation=(1.0,) * 4, cap=(2.0,) * 4
     )
     two = ScheduleProblem(fold(2), 6, (1.0,) * 4, (2.0,) * 4, activation=(1.0,) * 4, cap=(2.0,) * 2)
-    for plain, away, copying in ((row, (0.5,) * 4, 0.3), (two, (0.0, 0.0, 0.0, 0.25), 0.0)):
-        moving = replace(plain, offload_bytes=away, offload_s=(copying,) * 4)
+    for plain, away, offload_s in ((row, (0.5,) * 4, 0.3), (two, (0.0, 0.0, 0.0, 0.25), 0.0)):
+        moving = replace(plain, offload_bytes=away, offload_s=(offload_s,) * 4)
         kept, found = (synthesize(each, effort=4).certificate.makespan for each in (plain, moving))
         assert found <= kept * (1 + 1e-9)
 
@@ -247,12 +247,12 @@ def test_a_fast_link_makes_room_and_a_slow_one_costs_time() -> None:
     tight = replace(plain, cap=(2.6,) * 4)
     without = synthesize(tight, effort=20).certificate.makespan
 
-    def moving(copying: float) -> ScheduleProblem:
-        return replace(tight, offload_bytes=(0.8,) * 4, offload_s=(copying,) * 4)
+    def moving(offload_s: float) -> ScheduleProblem:
+        return replace(tight, offload_bytes=(0.8,) * 4, offload_s=(offload_s,) * 4)
 
     made = {
-        copying: synthesize(moving(copying), effort=20).certificate.makespan
-        for copying in (0.0, 0.5, 20.0)
+        offload_s: synthesize(moving(offload_s), effort=20).certificate.makespan
+        for offload_s in (0.0, 0.5, 20.0)
     }
     assert without > 1.2 * best
     assert made[0.0] == made[0.5] == best
@@ -285,5 +285,5 @@ def test_a_file_with_copies_out_of_place_is_no_plan(
     plan = make_plan(backbone, costs, placement, str(tmp_path / "own.csv"), activations=moved)
     assert plan.step(2).schedule.offloaded == {(0, 0)}
     without = make_plan(backbone, costs, placement, str(tmp_path / "own.csv"))
-    with pytest.raises(PlanError, match="of which no layer's do"):
+    with pytest.raises(PlanError, match="no layer there is offloaded"):
         without.step(2)

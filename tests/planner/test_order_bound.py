@@ -55,7 +55,7 @@ def devices(draw: st.DrawFn) -> tuple[DeviceClasses, float]:
 
 
 def every_makespan(classes: DeviceClasses, cap: float) -> Iterator[float]:
-    """Of every order that keeps what waits for what, and the cap."""
+    """Makespans of all orders within dependencies and cap."""
     num, count = classes.head.shape
 
     def orders(counts: tuple[int, ...], now: float, reached: float) -> Iterator[float]:

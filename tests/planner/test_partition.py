@@ -244,9 +244,9 @@ def test_crossing_skips_that_fit_no_fold_say_so_and_travel_when_allowed() -> Non
     ("edges", "collocate", "kind", "why"),
     [
         ([], True, "sequential", "no skips"),
-        ([(0, 5), (1, 4)], True, "fold", "2 skips, both ends of each on one device"),
-        ([(0, 3), (2, 5)], True, "sequential", "2 skips, which no fold keeps"),
-        ([(0, 3), (2, 5)], False, "fold", "2 skips, most of which"),
+        ([(0, 5), (1, 4)], True, "fold", "2 skips, all collocated"),
+        ([(0, 3), (2, 5)], True, "sequential", "2 skips, which no fold can collocate"),
+        ([(0, 3), (2, 5)], False, "fold", "2 skips, most of them"),
     ],
 )
 def test_default_placement_folds_what_a_fold_keeps_at_home(
@@ -263,9 +263,11 @@ def test_memory_that_does_not_suffice_says_what_would() -> None:
     def within(limit: float) -> Goal:
         return Goal(memory=lambda p: MemoryRule(limit, 1, (0,) * p.num_stages))
 
-    with pytest.raises(PartitionError, match=r"3.5 GB; with 5(\.\d+)? GB .*, or with P = 4"):
+    with pytest.raises(
+        PartitionError, match=r"3.5 GB per device; with 5(\.\d+)? GB .*, or with P = 4"
+    ):
         find_partition(costs, sequential(2), within(3.5e9))
-    with pytest.raises(PartitionError, match="no larger P would do"):
+    with pytest.raises(PartitionError, match="no larger P fits"):
         find_partition(costs, sequential(2), within(0.5e9))
     found = find_partition(costs, sequential(4), within(3.5e9))
     assert max(within(3.5e9).evaluate(costs, found).memory_bytes) == 3e9
@@ -316,7 +318,7 @@ def test_moved_cuts_are_all_that_are_near(sizes: list[int]) -> None:
         return {k: b - a for k, (a, b) in enumerate(zip(cuts, moved, strict=True)) if b != a}
 
     def is_one(steps: dict[int, int]) -> bool:
-        """Whether one cut is moved, or it and its mirror."""
+        """True if one cut is moved, or a cut and its mirror."""
         mirrored = all(steps.get(num_stages - k) == -step for k, step in steps.items())
         return len(steps) == 1 or (len(steps) == 2 and mirrored)
 

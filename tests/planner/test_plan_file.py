@@ -123,8 +123,8 @@ FORM: dict[str, Callable[[Record], None]] = {
 
 SENSE: dict[str, Callable[[Record], None]] = {
     "num_chunks: 3; a device of fold hosts 2, 4, ... stage(s)": put("num_chunks", value=3),
-    "sequence_parallel: it needs tensor parallelism": put("sequence_parallel", value=True),
-    "layer 'embed' is there 2 times": lambda r: r["stages"][1].append("embed"),
+    "sequence_parallel: requires tensor parallelism": put("sequence_parallel", value=True),
+    "layer 'embed' occurs 2 times": lambda r: r["stages"][1].append("embed"),
     "times.forward: 3 values for 4 stages": lambda r: r["times"]["forward"].pop(),
     "times.saved_bytes: 5 values for 4 stages": lambda r: r["times"]["saved_bytes"].append(1),
     "times.cap_bytes: 1 values for 2 device(s)": lambda r: r["times"]["cap_bytes"].pop(),
@@ -177,7 +177,7 @@ def test_all_faults_are_listed_at_once(
 
 
 def paths(value: Any, path: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
-    """Where a value can be changed."""
+    """Paths of all values that can be changed."""
     inner: list[tuple[str | int, Any]] = []
     if isinstance(value, dict):
         inner = list(value.items())

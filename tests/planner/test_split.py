@@ -64,7 +64,7 @@ def test_an_activation_lives_until_its_weight_gradient() -> None:
     assert peak_activations(eager, [1.5, 4.0]) == (3, 4)
     waits = two(TWO[0], "F1:0 I1:0 F1:1 W1:0 I1:1 W1:1")
     assert peak_activations(waits, [1.5, 4.0]) == (3, 8)
-    assert peak_activations(waits, [1.5, 4.0], waiting=[1.0, 3.0]) == (3, 7)
+    assert peak_activations(waits, [1.5, 4.0], wgrad_bytes=[1.0, 3.0]) == (3, 7)
     assert validate(eager, cap=[3, 4], activation=[1.5, 4.0]) == []
     assert validate(eager, cap=[3, 3.5], activation=[1.5, 4.0]) == [
         "device 1 holds 4 live stage activations at its peak; the cap is 3.5"
@@ -210,7 +210,7 @@ def test_what_waits_as_it_is_and_whole_backwards_are_as_without() -> None:
     whole = replace(problem, weight_grad=None, wgrad_bytes=(2.0,) * 4)
     plain = replace(whole, wgrad_bytes=None)
     assert synthesize(whole, math.inf, 6).schedule == synthesize(plain, math.inf, 6).schedule
-    with pytest.raises(ValueError, match="counting what weight gradients wait with"):
+    with pytest.raises(ValueError, match="counting the bytes in the weight-gradient queue"):
         replace(problem, wgrad_bytes=(2.0,) * 4)
 
 

@@ -162,7 +162,7 @@ def test_a_cap_of_thirds_counts_exactly() -> None:
 
 
 def test_rules_for_many_microbatches_are_ranked_with_few() -> None:
-    """Of list schedules of 64 microbatches by all rules the first is among the shortest tenth."""
+    """The first rule's list schedule of 64 microbatches is among the shortest tenth."""
     problem = Case("bal", 4, 64, split=False, cap=1.5, link=0.0).problem()
     shop, few, more = (
         job_shop(dataclasses.replace(problem, num_microbatches=count)) for count in (64, 8, 12)
@@ -188,7 +188,7 @@ def test_problems_that_cannot_be() -> None:
 def test_answers_to_other_problems_are_faults() -> None:
     problem = equal(fold(2), 4)
     schedule = synthesize(problem, effort=1).schedule
-    assert "of FB, the problem of FIW" in faults_for(equal(fold(2), 4, split=True), schedule)[0]
+    assert "FB, the problem FIW" in faults_for(equal(fold(2), 4, split=True), schedule)[0]
     assert "4 microbatches, the problem 5" in faults_for(equal(fold(2), 5), schedule)[0]
     assert "is for placement (0, 1, 1, 0)" in faults_for(equal(interleaved(2), 4), schedule)[0]
     assert "holds 8" in faults_for(equal(fold(2), 4, cap=4), CLASSICS["gpipe"](fold(2), 4))[0]

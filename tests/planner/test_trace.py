@@ -40,7 +40,7 @@ def timeline(slower: float = 1.0, split: bool = False) -> Timeline:
 
 
 def trace_of(timelines: list[Timeline]) -> Trace:
-    """What a run that took exactly these times would have recorded."""
+    """Trace of a run with exactly these times."""
     schedule = timelines[0].schedule
     backbone = toy_backbone(3, nested(3, 1))
     routes = trace_routes(backbone, Partition(PLACEMENT, tuple(range(5))))
@@ -122,7 +122,7 @@ def test_a_perfect_prediction() -> None:
 
 
 def test_a_slow_stage_is_found() -> None:
-    """Of three steps one is an outlier, which medians leave out."""
+    """One of three steps is an outlier, which medians ignore."""
     slow = timeline(1.5)
     found = compare(timeline(), trace_of([slow, timeline(30.0), slow]))
     worst = found.differing_most(1)[0]

@@ -1,4 +1,4 @@
-"""What travels, against the measured tables and the paper's figures."""
+"""Communication volume, against measured tables and the paper's figures."""
 
 from __future__ import annotations
 

@@ -89,5 +89,5 @@ def test_a_run_has_what_is_recorded_unless_it_says_otherwise() -> None:
     assert format_caution(record, record, "p.json") == ""
     assert format_caution(backbone("dit").record, record, "p.json") == ""
     assert format_caution(record, other, "p.json").startswith(
-        "p.json is of channels_last convolutions, the run's are contiguous"
+        "p.json has channels_last convolutions, the run contiguous"
     )

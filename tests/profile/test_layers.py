@@ -1,4 +1,4 @@
-"""What layers cost, measured on this CPU and worked out: memory exactly, times in their signs."""
+"""Layer costs, measured on this CPU and analytic: exact memory, plausible times."""
 
 from __future__ import annotations
 

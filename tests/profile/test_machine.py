@@ -1,4 +1,4 @@
-"""What is done to the machine that is measured and trained on."""
+"""Settings of the measuring machine."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from tests.ranks import run_ranks
 
 
 def page_faults() -> list[int]:
-    """Of taking 48 MiB and letting them go, eight times; beyond 32 MiB glibc would ask the kernel
-    for zeroed pages every time.
+    """Page faults of allocating and freeing 48 MiB eight times.
+
+    Beyond 32 MiB glibc would ask the kernel for zeroed pages every time.
 
     Each time 64 KiB less: an aligned tensor takes a hole of some bytes more than it has, and a
     hole of its own size is whole again only if nothing small was put behind it.

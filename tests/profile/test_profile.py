@@ -127,6 +127,26 @@ def test_profiles_of_before_sums_had_bytes_are_read_as_sums_of_boundaries(tmp_pa
     assert load_profile(tmp_path / "p.json") == make(layers=layers)
 
 
+def test_profile_reads_former_keys() -> None:
+    skip = dataclasses.replace(make().skips[0], needs_grad=False)
+    layers = (make().layers[0], dataclasses.replace(make().layers[1], needs_grad=False))
+    new = make(layers=(*layers, make().layers[2]), skips=(skip, *make().skips[1:]))
+    waits = tuple(
+        dataclasses.replace(one, recompute_bytes=1, wgrad_bytes=1) for one in new.times[2]
+    )
+    new = dataclasses.replace(new, times={2: waits})
+    record = json.loads(json.dumps(to_record(new)))
+    for one in (*record["layers"], *record["skips"], *record["conditioning"]):
+        one["wants"] = one.pop("needs_grad")
+    for one in record["times"]["2"]:
+        one["again_bytes"] = one.pop("recompute_bytes")
+        one["waiting_bytes"] = one.pop("wgrad_bytes")
+    assert from_record(record, "here") == new
+    record["skips"][0]["needs_grad"] = True
+    with pytest.raises(ProfileError, match=r"skips\[0\].wants is unknown"):
+        from_record(record, "here")
+
+
 def test_split_backwards_take_what_was_measured_of_them(tmp_path: Path) -> None:
     """In a step's problem, and where none was measured (as in profiles of before) as whole ones."""
     old, three = make(), sequential(3)
@@ -181,9 +201,9 @@ def test_every_fault_of_a_value_is_listed() -> None:
     faults = (
         "dtype is 'float8'",
         "layers[0].shard_sums: bytes must be from 0",
-        "layers 0 and 1 are both called 'a'",
+        "layers 0 and 1 are both named 'a'",
         "layers[1].parameters is -1",
-        "times[2] is of 1 layers, but there are 2",
+        "times[2] has 1 layers, expected 2",
         "the microbatch size 0 must be",
         "times[0][1].forward_s is nan",
         "times[0][1].saved_bytes is -1",

@@ -151,9 +151,9 @@ class _Emulated(torch.autograd.Function):
         return (None, None, None, torch.zeros_like(weight), *found)
 
 
-def emulated_filler(filler: BubbleTask) -> SliceFunction:
-    """A workload whose slices take ``filler``'s seconds."""
-    return lambda number: sleep_until(time.perf_counter() + filler.slice_seconds[number])
+def emulated_bubble_task(task: BubbleTask) -> SliceFunction:
+    """A workload whose slices take ``task``'s seconds."""
+    return lambda number: sleep_until(time.perf_counter() + task.slice_seconds[number])
 
 
 def run_emulated(
@@ -189,7 +189,7 @@ def run_emulated(
         {s: EmulatedStage(backbone, routes, s, problem, settings) for s in own},
         links,
         board,
-        fillers=[emulated_filler(filler) for filler in schedule.fillers],
+        bubble_tasks=[emulated_bubble_task(task) for task in schedule.bubble_tasks],
     )
     size = group.size() if group is not None else 1
     traced = TracedRun("emulated", backbone.record, schedule, {"size": size, "pipeline": size})

@@ -165,7 +165,7 @@ def make_pipeline(
     config: Any,
     group: dist.ProcessGroup | None,
     timeout_s: float = 60.0,
-    fillers: Sequence[SliceFunction] = (),
+    bubble_tasks: Sequence[SliceFunction] = (),
 ) -> Pipeline:
     """This rank's part of a case; ``group`` is the pipeline (None: alone)."""
     pipeline = Pipeline(
@@ -178,7 +178,7 @@ def make_pipeline(
         group=group,
         context=None if config is None else LayerContext(config),
         timeout_s=timeout_s,
-        fillers=fillers,
+        bubble_tasks=bubble_tasks,
     )
     leave_zero(pipeline, pipeline.plan.backbone.parts)
     return pipeline
@@ -204,7 +204,7 @@ def train(
     case: Case,
     config: Any,
     group: dist.ProcessGroup | None,
-    fillers: Sequence[SliceFunction] = (),
+    bubble_tasks: Sequence[SliceFunction] = (),
     batches_of: Callable[[int], list[dict[str, Tensor]]] | None = None,
 ) -> Outcome:
     """A few steps of AdamW on this rank's stages; ``batches_of`` gives a step's microbatches."""
@@ -213,7 +213,7 @@ def train(
     if case.offload:
         offload.LEAST_BYTES = 1
     selective_recompute.LEAST_BYTES = 1 if case.selective else selective_recompute.LEAST_BYTES
-    pipeline = make_pipeline(backbone, case, config, group, fillers=fillers)
+    pipeline = make_pipeline(backbone, case, config, group, bubble_tasks=bubble_tasks)
     parameters = dict(pipeline.named_parameters())
     optimizer = torch.optim.AdamW(parameters.values(), lr=1e-2, foreach=False)
     outcome = Outcome()

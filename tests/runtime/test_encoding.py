@@ -114,7 +114,7 @@ def filled(case: Case, num_devices: int, seed: int) -> Schedule:
             name,
             tuple(FrozenLayer(f"{i}", {1: times[name]}) for i in range(count)),
             result_bytes=1.0,
-            readers=tuple(range(num_devices)) if name == "text" else (0,),
+            consumers=tuple(range(num_devices)) if name == "text" else (0,),
         )
         for name, count in NUM_LAYERS.items()
     )
@@ -137,7 +137,7 @@ def encode(case: Case, schedule: Schedule) -> Seen:
     config, group = join_pipeline()
     backbone = toy_backbone(9, nested(9, 4))
     pipeline = make_pipeline(backbone, replace(case, schedule=schedule), config, group)
-    homes = {f.name: tuple(f.devices or ()) for f in schedule.fillers}
+    homes = {f.name: tuple(f.devices or ()) for f in schedule.bubble_tasks}
     encoding = pipeline.encode_with(components(pipeline.rank, homes))
     seen = Seen([], [], 0, 0)
     for step in range(case.steps):
@@ -178,27 +178,27 @@ def test_filled_and_in_front_are_the_same(num_devices: int, case: Case) -> None:
     schedule = filled(case, num_devices, num_devices)
     ranks = run_ranks(num_devices, encode, case, schedule)
     for rank, seen in enumerate(ranks):
-        readers = {f.name for f in schedule.fillers if rank in f.readers}
+        consumers = {f.name for f in schedule.bubble_tasks if rank in f.consumers}
         for step in range(case.steps):
             same(seen.front[step], wanted(case, step), {*NUM_LAYERS})
-            same(seen.filled[step], wanted(case, step), readers)
+            same(seen.filled[step], wanted(case, step), consumers)
     if num_devices > 1:
         assert sum(seen.encoded_bytes for seen in ranks) > 0
         assert ranks[0].moved, "no component went on on another device"
 
 
-def test_fillers_of_other_components_are_refused() -> None:
+def test_encoding_refuses_bubble_tasks_of_other_components() -> None:
     from megatron_pulse.runtime.encoding.encoding import Encoding
 
     case = Case("fold", 4, "wave")
     schedule = filled(case, 2, 2)
     text = replace(
-        schedule.fillers[0], pieces=tuple((0, 9, 0, 7) for _ in schedule.fillers[0].needs)
+        schedule.bubble_tasks[0], slices=tuple((0, 9, 0, 7) for _ in schedule.bubble_tasks[0].deps)
     )
-    other = replace(schedule.fillers[1], name="vae")
+    other = replace(schedule.bubble_tasks[1], name="vae")
     encoding = Encoding(components(0, {"text": (0, 1)}), torch.device("cpu"))
     with pytest.raises(PulseError) as said:
-        encoding.fill(replace(schedule, fillers=(text, other)), raw(case, 0))
+        encoding.fill(replace(schedule, bubble_tasks=(text, other)), raw(case, 0))
     assert "text has 5 layers, the plan's has 9" in str(said.value)
     assert "text encodes 7 samples; a step of each pipeline has 8" in str(said.value)
     assert "'vae'" in str(said.value)

@@ -16,7 +16,7 @@ from megatron_pulse.planner.draw.schedule import Panel, draw_schedule
 from megatron_pulse.planner.draw.style import NAMES
 from megatron_pulse.planner.draw.trace_events import trace_events
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
-from megatron_pulse.planner.program.simulate import Replay
+from megatron_pulse.planner.program.simulate import SimulatedStep
 from megatron_pulse.planner.trace.compare import Comparison, OperationTimes
 from megatron_pulse.planner.trace.convert import timeline_of, typical_step
 from megatron_pulse.planner.trace.trace import Trace
@@ -28,7 +28,7 @@ class PlanComparison:
 
     plan: PlanFile
     trace: Trace
-    replayed: Replay
+    replayed: SimulatedStep
     found: Comparison
 
     @cached_property

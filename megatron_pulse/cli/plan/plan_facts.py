@@ -106,14 +106,14 @@ def encoder_schedule_table(plan: PlanFile) -> list[str]:
 def bubble_task_lines(schedule: Schedule) -> list[tuple[str, str]]:
     """Names of the bubble tasks, with devices and number of slices of their components."""
     rows = []
-    for number, filler in enumerate(schedule.fillers):
+    for number, task in enumerate(schedule.bubble_tasks):
         every = range(schedule.placement.num_devices)
-        devices = every if filler.devices is None else filler.devices
+        devices = every if task.devices is None else task.devices
         rows.append(
             (
                 f"X{number}",
-                f"{filler.name}: {len(filler.slice_seconds)} slices on device "
-                f"{number_ranges(list(devices))}, {in_ms(sum(filler.slice_seconds))}",
+                f"{task.name}: {len(task.slice_seconds)} slices on device "
+                f"{number_ranges(list(devices))}, {in_ms(sum(task.slice_seconds))}",
             )
         )
     return rows
@@ -132,7 +132,7 @@ def offload_lines(plan: PlanFile) -> list[tuple[str, str]]:
         stages = problem.placement.stages_of_device(device)
         may = sum(problem.offload_bytes[s] > 0 for s in stages) * plan.num_microbatches
         num_bytes = sum(problem.offload_bytes[op.stage] for op in left)
-        seconds = sum(problem.copying_of(op.stage) for op in left)
+        seconds = sum(problem.offload_s_of(op.stage) for op in left)
         leaving, held, most = {(op.stage, op.microbatch) for op in left}, 0.0, 0.0
         for op in order:
             if (op.stage, op.microbatch) in leaving:

@@ -18,12 +18,12 @@ from megatron_pulse.planner.draw.schedule import Panel, draw_schedule
 from megatron_pulse.planner.draw.trace_events import trace_events
 from megatron_pulse.planner.partition.evaluate import evaluate
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
-from megatron_pulse.planner.program.simulate import Replay
+from megatron_pulse.planner.program.simulate import SimulatedStep
 from megatron_pulse.planner.schedule.check.validate import peak_memory
 from megatron_pulse.planner.tune.plans.verify_figures import fullest_stepping
 
 
-def write_page(plan: PlanFile, replayed: Replay, path: Path, at: Path) -> str:
+def write_page(plan: PlanFile, replayed: SimulatedStep, path: Path, at: Path) -> str:
     """Write a picture, a page or a trace of the plan of file ``path``, by the suffix of ``at``."""
     problem = plan.problem
     panels = [Panel("predicted", replayed.timeline, sent(replayed.transfers))]
@@ -43,7 +43,7 @@ def write_page(plan: PlanFile, replayed: Replay, path: Path, at: Path) -> str:
     )
 
 
-def _page(plan: PlanFile, replayed: Replay, path: Path, timeline: str) -> str:
+def _page(plan: PlanFile, replayed: SimulatedStep, path: Path, timeline: str) -> str:
     parts = [
         html_page.lines([plan_text.batch(plan)]),
         "<h2>Predicted</h2>"
@@ -111,7 +111,7 @@ def _memory(plan: PlanFile) -> str:
     return f'<div class="wide"><table>{head}{"".join(rows)}</table></div><p>{looks}; {note}</p>'
 
 
-def _messages(plan: PlanFile, replayed: Replay) -> str:
+def _messages(plan: PlanFile, replayed: SimulatedStep) -> str:
     """Table of messages by sender and receiver: number and time."""
     found: dict[tuple[int, int], list[float]] = {}
     for transfer in replayed.transfers:

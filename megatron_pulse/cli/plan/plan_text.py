@@ -20,7 +20,7 @@ from megatron_pulse.cli.plan.plan_facts import (
 from megatron_pulse.encoders.recipe import VAE
 from megatron_pulse.format import in_ms
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
-from megatron_pulse.planner.program.simulate import Replay
+from megatron_pulse.planner.program.simulate import SimulatedStep
 from megatron_pulse.planner.schedule.check.simulate import Timeline, grid
 from megatron_pulse.planner.schedule.check.validate import peak_memory
 from megatron_pulse.planner.tune.plans.verify_figures import fullest_stepping, layer_costs
@@ -181,7 +181,7 @@ DEVICE_COLUMNS = (
 )
 
 
-def devices(plan: PlanFile, replayed: Replay) -> list[tuple[str, ...]]:
+def devices(plan: PlanFile, replayed: SimulatedStep) -> list[tuple[str, ...]]:
     """Rows of ``DEVICE_COLUMNS`` for each device, with its stages and their layers."""
     line, partition = replayed.timeline, plan.partition
     names = [name for stage in plan.stages for name in stage]
@@ -208,7 +208,7 @@ def devices(plan: PlanFile, replayed: Replay) -> list[tuple[str, ...]]:
 
 
 def describe(
-    plan: PlanFile, replayed: Replay, path: Path, wide: bool, by_layer: bool = False
+    plan: PlanFile, replayed: SimulatedStep, path: Path, wide: bool, by_layer: bool = False
 ) -> list[str]:
     """Text of the plan, with the grid if small or ``wide``, and with all layers on request."""
     lines = [plan.heading, batch(plan)]
@@ -222,7 +222,7 @@ def describe(
         lines += ["", *table([LAYER_COLUMNS, *layers(plan)], left=(1, -1))]
     if plan.policies is not None:
         lines += ["", "encoders", *encoder_schedule_table(plan)]
-    if plan.schedule.fillers:
+    if plan.schedule.bubble_tasks:
         lines += [
             "",
             "in bubbles, for the next step",

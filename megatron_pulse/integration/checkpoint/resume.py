@@ -24,7 +24,7 @@ from megatron_pulse.integration.checkpoint.diffusion_process import continued_pr
 from megatron_pulse.integration.checkpoint.lr_schedule import LENGTHS, SHAPE, given_schedule
 from megatron_pulse.integration.checkpoint.starting_point import StartingPoint
 from megatron_pulse.integration.flags.pulse_options import FlagMark, PulseOptions, pulse_flags
-from megatron_pulse.profile.trainable import patterns_of, shown_patterns
+from megatron_pulse.profile.trainable import describe_patterns, patterns_of
 from model_specs import compare_models, weights_folder
 
 
@@ -109,7 +109,7 @@ def has_ema_of(start: StartingPoint, record: Mapping[str, Any]) -> bool:
 def _newly_trained(start: StartingPoint, wanted: NewRun) -> Iterator[str]:
     theirs, ours = patterns_of(start.saved.record), patterns_of(wanted.record)
     if theirs != ours:
-        yield f"trained parameters: {shown_patterns(ours)} (was {shown_patterns(theirs)})"
+        yield f"trained parameters: {describe_patterns(ours)} (was {describe_patterns(theirs)})"
 
 
 def _new_ema(start: StartingPoint, wanted: NewRun) -> Iterator[str]:
@@ -135,8 +135,8 @@ def _no_optimizer(start: StartingPoint, wanted: NewRun) -> Iterator[str]:
     theirs, ours = patterns_of(saved.record), patterns_of(wanted.record)
     if theirs != ours:
         yield (
-            f"its optimizer state is for training {shown_patterns(theirs)}, but this run trains "
-            f"{shown_patterns(ours)}. Give the same --pulse-train and --pulse-freeze, {_OR_NEW}"
+            f"its optimizer state is for training {describe_patterns(theirs)}, but this run trains "
+            f"{describe_patterns(ours)}. Give the same --pulse-train and --pulse-freeze, {_OR_NEW}"
         )
     if before.optimizer != args.optimizer:
         yield f"it was trained with --optimizer {before.optimizer}. Give the same, {_OR_NEW}"

@@ -12,7 +12,7 @@ from megatron_pulse.integration.flags.parse import CommandLine
 from megatron_pulse.integration.flags.pulse_options import FlagMark, PulseOptions
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.profile.memory_format import OPTION, in_format_of, in_given_format
-from megatron_pulse.profile.trainable import identity, patterns_of, shown_patterns
+from megatron_pulse.profile.trainable import describe_patterns, identity, patterns_of
 from model_specs import in_dtype, is_module, load_backbone, load_recorded
 
 
@@ -110,8 +110,8 @@ def contradictions(
     patterns = options.train, options.freeze
     if any(patterns) and patterns != patterns_of(plan.backbone):
         yield (
-            f"--pulse-train and --pulse-freeze say {shown_patterns(patterns)}, but {by} says "
-            f"{shown_patterns(patterns_of(plan.backbone))}. Leave the flags out"
+            f"--pulse-train and --pulse-freeze say {describe_patterns(patterns)}, but {by} says "
+            f"{describe_patterns(patterns_of(plan.backbone))}. Leave the flags out"
         )
     yield from decided_by(by, line)
 

@@ -73,12 +73,12 @@ class CascadeData:
         """Assign the encoders of every chain to all devices; return the faults."""
         return [fault for part in self.parts.values() for fault in part.place_encoders(plan, given)]
 
-    def describe_encoders(self, fillers: Sequence[BubbleTask], num_devices: int) -> list[str]:
+    def describe_encoders(self, bubble_tasks: Sequence[BubbleTask], num_devices: int) -> list[str]:
         """Lines on when and where each encoder in the loop runs."""
         return [
             f"{chain}: {said}"
             for chain, part in self.parts.items()
-            for said in part.describe_encoders(fillers, num_devices)
+            for said in part.describe_encoders(bubble_tasks, num_devices)
         ]
 
     @property

@@ -35,7 +35,7 @@ class EncodedBatches:
         count = schedule.num_microbatches
         if not training:
             return iter(self._in_front(taken(batches, count), []))
-        self._filled = frozenset(filler.name for filler in schedule.fillers)
+        self._filled = frozenset(task.name for task in schedule.bubble_tasks)
         now = self._next if self._next is not None else taken(batches, count)
         ready = self._in_front(now, self._results if self._next is not None else [])
         self._next = None

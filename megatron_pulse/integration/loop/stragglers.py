@@ -31,7 +31,7 @@ def planned_times(plan: Plan, num_microbatches: int, device: int) -> Times:
     duration = duration_of(plan.problem_of(num_microbatches), schedule)
     times: defaultdict[tuple[OpType, int], float] = defaultdict(float)
     for op in schedule.order[device]:
-        if op.kind is not OpType.FILLER:
+        if op.kind is not OpType.BUBBLE_TASK:
             times[op.kind, op.stage] += duration(op)
     return dict(times)
 

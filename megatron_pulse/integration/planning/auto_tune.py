@@ -142,8 +142,11 @@ def _tune(
     save_plan(plan, path)
     rate = plan.predicted["samples_per_s"]
     print(f"plan: {best.config}; {rate:.4g} samples/s expected; written to {path}", flush=True)
-    if found.opponent is not None:
-        print(f"{found.opponent.beside(best.throughput)} ({found.opponent.facts})", flush=True)
+    if found.fsdp_baseline is not None:
+        print(
+            f"{found.fsdp_baseline.beside(best.throughput)} ({found.fsdp_baseline.facts})",
+            flush=True,
+        )
     return plan
 
 

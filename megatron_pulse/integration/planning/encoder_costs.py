@@ -51,7 +51,7 @@ def encoder_costs(
         require(folder, [f"{backbone.name} reads no results of {', '.join(sorted(wanted))}"])
     records = component_records(found)
     for record in records:
-        record["readers"] = "ends" if record["name"] == VAE else "all"
+        record["consumers"] = "ends" if record["name"] == VAE else "all"
     here = _device(weighs=True)
     origin = EncoderOrigin(
         backbone.record["name"],

@@ -53,9 +53,9 @@ from megatron_pulse.profile.roofline import (
 )
 from megatron_pulse.profile.trainable import (
     TrainedError,
+    describe_patterns,
     none_trained,
     patterns_of,
-    shown_patterns,
     trained_as,
 )
 from megatron_pulse.runtime.measure.execution_modes import RUNNING
@@ -363,7 +363,7 @@ def _profile(
         if (theirs := patterns_of(profile.backbone)) != patterns_of(backbone.record):
             raise ValueError(
                 f"--pulse-profile {options.profile} was measured for training "
-                f"{shown_patterns(theirs)}. Profile with the same patterns ('pulse profile "
+                f"{describe_patterns(theirs)}. Profile with the same patterns ('pulse profile "
                 "--train P --freeze P')"
             )
         by = f"--pulse-profile {options.profile}"
@@ -419,7 +419,9 @@ def _costs(
         split_backward_s=tuple(t / parts for t in costs.split_backward_s),
         saved_bytes=tuple(b // parts if args.sequence_parallel else b for b in costs.saved_bytes),
         boundary_bytes=tuple(0 if layer.begins else size * layer.boundary_bytes for layer in chain),
-        skips=tuple(SkipCost(s.source, s.destination, size * s.num_bytes, s.wants) for s in skips),
+        skips=tuple(
+            SkipCost(s.source, s.destination, size * s.num_bytes, s.needs_grad) for s in skips
+        ),
     )
 
 

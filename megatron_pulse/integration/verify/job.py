@@ -23,10 +23,10 @@ from megatron_pulse.diffusion.objectives import predicted_mean
 from megatron_pulse.integration.flags.pulse_options import PulseOptions
 from megatron_pulse.integration.planning.run_plan import plan_of_file
 from megatron_pulse.integration.training_data import DiffusionData
+from megatron_pulse.planner.bubble_fill.bubble_tasks import without_bubble_tasks
 from megatron_pulse.planner.layout.embedder_choice import Policy
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.planner.program.plan import Plan
-from megatron_pulse.planner.schedule.operations import OpType, Schedule
 from megatron_pulse.planner.tune.plans.verify_figures import load_checked
 from megatron_pulse.profile.trainable import patterns_of, trained_as
 from megatron_pulse.runtime.stage import layer_seed
@@ -128,13 +128,7 @@ def read_plan_of(job: VerifyJob) -> tuple[PlanFile, Backbone]:
 def planned(job: VerifyJob, given: PlanFile, backbone: Backbone) -> Plan:
     """Plan as it is verified, without the encoders among its bubble tasks."""
     plan = plan_of_file(given, backbone, job.conditioning)
-    return replace(plan, schedules=tuple(map(without_fillers, plan.schedules)))
-
-
-def without_fillers(schedule: Schedule) -> Schedule:
-    """``schedule`` with the backbone's operations only."""
-    order = tuple(tuple(op for op in ops if op.kind is not OpType.FILLER) for ops in schedule.order)
-    return replace(schedule, order=order, fillers=())
+    return replace(plan, schedules=tuple(map(without_bubble_tasks, plan.schedules)))
 
 
 def write_batches(job: VerifyJob, given: PlanFile, backbone: Backbone, data: str | None) -> None:

@@ -206,10 +206,10 @@ class Reference:
         for to in routes.given_to(stage):
             if to.payload is not Payload.CONDITIONING:
                 key: _Key = (to.source, to.payload, to.name, number)
-                taken[key] = self._leaf(self._kept[key], to.wants)
+                taken[key] = self._leaf(self._kept[key], to.needs_grad)
         for edge in routes.conditioning_into(stage):
             key = edge.source_stage, Payload.CONDITIONING, edge.name, number
-            taken[key] = self._leaf(summed(self._kept[key]), edge.wants)
+            taken[key] = self._leaf(summed(self._kept[key]), edge.needs_grad)
         fields = {
             name: self._cast(batch[name], self._backbone.batch_fields[name])
             for name in batch_fields_of(self._backbone, routes, stage)
@@ -259,9 +259,9 @@ class Reference:
             self._gradients[key] = gradient.cpu() + (0 if before is None else before)
         self._progress()
 
-    def _leaf(self, tensor: Tensor, wants: bool) -> Tensor:
+    def _leaf(self, tensor: Tensor, needs_grad: bool) -> Tensor:
         tensor = tensor.to(self._device).detach()
-        return tensor.requires_grad_(wants and torch.is_grad_enabled())
+        return tensor.requires_grad_(needs_grad and torch.is_grad_enabled())
 
     def _cast(self, tensor: Tensor, spec: TensorSpec) -> Tensor:
         compute = self._job.torch_dtype

@@ -134,7 +134,7 @@ def _result(layers: Sequence[LayerResult], first: Difference | None) -> str:
 
 
 def _cautions(given: PlanFile) -> Iterator[str]:
-    if given.schedule.fillers:
+    if given.schedule.bubble_tasks:
         yield "encoders in pipeline bubbles: the schedule runs without them"
     if given.self_conditioning:
         yield "the first pass of a self-conditioning step"

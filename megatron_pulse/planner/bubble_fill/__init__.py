@@ -1,1 +1,1 @@
-"""Bubble filling: run frozen components in the idle time of a schedule. See README.md."""
+"""Bubble filling: run frozen components in the bubbles of a schedule. See README.md."""

@@ -73,7 +73,7 @@ def _by_precedence(problem: FillProblem, factor: float) -> float:
         end
         + (
             problem.result_lag_s(i, 1)
-            if any(not problem.components[i].may_run_on(d) for d in problem.components[i].readers)
+            if any(not problem.components[i].may_run_on(d) for d in problem.components[i].consumers)
             else 0.0
         )
         for i, end in ends.items()

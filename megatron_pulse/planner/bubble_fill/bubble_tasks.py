@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_pulse.errors import Faults, unknown_name
-from megatron_pulse.planner.bubble_fill.components import Component, Piece
+from megatron_pulse.planner.bubble_fill.components import Component, Slice
 from megatron_pulse.planner.bubble_fill.problem import FillCertificate, FilledOrder, FillProblem
 from megatron_pulse.planner.bubble_fill.search import Filling
 from megatron_pulse.planner.bubble_fill.simulate import FilledSimulation
@@ -31,35 +31,35 @@ def filled_schedule(problem: FillProblem, filled: FilledOrder) -> Schedule:
     """
     step = FilledSimulation(problem, filled)
     start = step.run().start
-    pieces: dict[int, list[Piece]] = defaultdict(list)
-    for _, piece in sorted(filled.pieces, key=lambda pair: (start[pair[1]], pair[0])):
-        pieces[piece.component].append(piece)
+    slices: dict[int, list[Slice]] = defaultdict(list)
+    for _, slice_ in sorted(filled.slices, key=lambda pair: (start[pair[1]], pair[0])):
+        slices[slice_.component].append(slice_)
     named = {
-        piece: Operation(OpType.FILLER, c, number)
-        for c, mine in pieces.items()
-        for number, piece in enumerate(mine)
+        slice_: Operation(OpType.BUBBLE_TASK, c, number)
+        for c, mine in slices.items()
+        for number, slice_ in enumerate(mine)
     }
-    fillers = []
+    bubble_tasks = []
     for c, component in enumerate(problem.components):
-        needs = []
-        for piece in pieces[c]:
-            of = [(named[s], lag) for s, lag in step.needs[piece] if isinstance(s, Piece)]
-            needs.append(tuple(SliceDependency(op.stage, op.microbatch, lag) for op, lag in of))
-        fillers.append(
+        deps = []
+        for slice_ in slices[c]:
+            of = [(named[s], lag) for s, lag in step.deps[slice_] if isinstance(s, Slice)]
+            deps.append(tuple(SliceDependency(op.stage, op.microbatch, lag) for op, lag in of))
+        bubble_tasks.append(
             BubbleTask(
                 component.name,
-                tuple(piece.time_s(problem.components) for piece in pieces[c]),
+                tuple(slice_.time_s(problem.components) for slice_ in slices[c]),
                 filled.homes[c],
-                tuple((*piece.layers, *piece.samples) for piece in pieces[c]),
-                tuple(needs),
-                component.readers,
+                tuple((*slice_.layers, *slice_.samples) for slice_ in slices[c]),
+                tuple(deps),
+                component.consumers,
             )
         )
     order = tuple(
-        tuple(named[item] if isinstance(item, Piece) else item for item in line)
+        tuple(named[item] if isinstance(item, Slice) else item for item in line)
         for line in filled.order
     )
-    return replace(problem.schedule, order=order, fillers=tuple(fillers))
+    return replace(problem.schedule, order=order, bubble_tasks=tuple(bubble_tasks))
 
 
 @dataclass(frozen=True)
@@ -113,12 +113,12 @@ def before_step_s(
     )
 
 
-def unfilled(schedule: Schedule) -> Schedule:
+def without_bubble_tasks(schedule: Schedule) -> Schedule:
     """Schedule without bubble tasks."""
     order = tuple(
-        tuple(op for op in line if op.kind is not OpType.FILLER) for line in schedule.order
+        tuple(op for op in line if op.kind is not OpType.BUBBLE_TASK) for line in schedule.order
     )
-    return replace(schedule, order=order, fillers=())
+    return replace(schedule, order=order, bubble_tasks=())
 
 
 def filled_of(schedule: Schedule, components: Sequence[Component]) -> FilledOrder:
@@ -128,19 +128,19 @@ def filled_of(schedule: Schedule, components: Sequence[Component]) -> FilledOrde
     """
     names = [component.name for component in components]
     faults = []
-    for filler in schedule.fillers:
-        if filler.name not in names:
-            faults.append(unknown_name("component", filler.name, names))
-        elif not filler.pieces:
-            faults.append(f"filler {filler.name!r} does not say what its slices are")
+    for task in schedule.bubble_tasks:
+        if task.name not in names:
+            faults.append(unknown_name("component", task.name, names))
+        elif not task.slices:
+            faults.append(f"bubble task {task.name!r} has no slices of layers and samples")
     if faults:
         raise Faults(faults)
 
-    def item(op: Operation) -> Operation | Piece:
-        if op.kind is not OpType.FILLER:
+    def item(op: Operation) -> Operation | Slice:
+        if op.kind is not OpType.BUBBLE_TASK:
             return op
-        filler = schedule.fillers[op.stage]
-        first, last, one, end = filler.pieces[op.microbatch]
-        return Piece(names.index(filler.name), (first, last), (one, end))
+        task = schedule.bubble_tasks[op.stage]
+        first, last, one, end = task.slices[op.microbatch]
+        return Slice(names.index(task.name), (first, last), (one, end))
 
     return FilledOrder(tuple(tuple(map(item, line)) for line in schedule.order))

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 from megatron_pulse.planner.bubble_fill.bound import fits
-from megatron_pulse.planner.bubble_fill.components import Piece
+from megatron_pulse.planner.bubble_fill.components import Slice
 from megatron_pulse.planner.bubble_fill.problem import FilledOrder, FillProblem
 from megatron_pulse.planner.bubble_fill.simulate import FilledSimulation, FilledTimeline
 from megatron_pulse.planner.schedule.operations import Operation
@@ -61,19 +61,19 @@ def peak_bytes(step: FilledSimulation, timeline: FilledTimeline) -> tuple[float,
         if num_bytes and end > start:
             changes[device] += [(start, 1, num_bytes), (end, 0, -num_bytes)]
 
-    for piece, device in step.home.items():
-        mine = components[piece.component].layers[slice(*piece.layers)]
-        layers[device] |= {(piece.component, layer) for layer in range(*piece.layers)}
-        most = max(layer.activation_bytes for layer in mine) * piece.num_samples
-        holds(device, timeline.start[piece], timeline.end[piece], most)
-        for source, _ in step.needs[piece]:
-            assert isinstance(source, Piece)
+    for slice_, device in step.home.items():
+        mine = components[slice_.component].layers[slice(*slice_.layers)]
+        layers[device] |= {(slice_.component, layer) for layer in range(*slice_.layers)}
+        most = max(layer.activation_bytes for layer in mine) * slice_.num_samples
+        holds(device, timeline.start[slice_], timeline.end[slice_], most)
+        for source, _ in step.deps[slice_]:
+            assert isinstance(source, Slice)
             for where in {device, step.home[source]}:
                 holds(
                     where,
                     timeline.end[source],
-                    timeline.start[piece],
-                    _left_bytes(problem, source, piece),
+                    timeline.start[slice_],
+                    _left_bytes(problem, source, slice_),
                 )
     peaks = []
     for device in range(problem.num_devices):
@@ -91,56 +91,59 @@ def sent_bytes(step: FilledSimulation) -> tuple[float, ...]:
     consumers."""
     problem = step.problem
     sent = [0.0] * problem.num_devices
-    for piece, device in step.home.items():
-        component = problem.components[piece.component]
-        for source, _ in step.needs[piece]:
-            assert isinstance(source, Piece)
+    for slice_, device in step.home.items():
+        component = problem.components[slice_.component]
+        for source, _ in step.deps[slice_]:
+            assert isinstance(source, Slice)
             if step.home[source] != device:
-                sent[step.home[source]] += _left_bytes(problem, source, piece)
-        if piece.layers[1] == len(component.layers):
-            away = len({*component.readers} - {device})
-            sent[device] += away * component.result_bytes * piece.num_samples
+                sent[step.home[source]] += _left_bytes(problem, source, slice_)
+        if slice_.layers[1] == len(component.layers):
+            away = len({*component.consumers} - {device})
+            sent[device] += away * component.result_bytes * slice_.num_samples
     return tuple(sent)
 
 
-def _left_bytes(problem: FillProblem, source: Piece, piece: Piece) -> float:
-    start, end = max(source.samples[0], piece.samples[0]), min(source.samples[1], piece.samples[1])
+def _left_bytes(problem: FillProblem, source: Slice, slice_: Slice) -> float:
+    start, end = (
+        max(source.samples[0], slice_.samples[0]),
+        min(source.samples[1], slice_.samples[1]),
+    )
     component = problem.components[source.component]
-    if source.component != piece.component:
+    if source.component != slice_.component:
         return component.result_bytes * (end - start)
     return component.layers[source.layers[1] - 1].output_bytes * (end - start)
 
 
 def _set_faults(problem: FillProblem, filled: FilledOrder) -> Iterator[str]:
     if len(filled.order) != problem.num_devices:
-        yield f"there are orders for {len(filled.order)} devices of {problem.num_devices}"
+        yield f"order has {len(filled.order)} devices instead of {problem.num_devices}"
         return
     ran: dict[int, Counter[tuple[int, int]]] = defaultdict(Counter)
-    for device, piece in filled.pieces:
-        if not 0 <= piece.component < len(problem.components):
-            yield f"{piece}: there is no such component"
+    for device, slice_ in filled.slices:
+        if not 0 <= slice_.component < len(problem.components):
+            yield f"{slice_}: there is no such component"
             continue
-        component = problem.components[piece.component]
+        component = problem.components[slice_.component]
         for what, (first, last), most in (
-            ("layers", piece.layers, len(component.layers)),
-            ("samples", piece.samples, problem.num_samples),
+            ("layers", slice_.layers, len(component.layers)),
+            ("samples", slice_.samples, problem.num_samples),
         ):
             if not 0 <= first < last <= most:
-                yield f"{piece}: there are {what} 0 to {most - 1}"
+                yield f"{slice_}: there are {what} 0 to {most - 1}"
                 break
         else:
-            ran[piece.component].update(
+            ran[slice_.component].update(
                 (layer, sample)
-                for layer in range(*piece.layers)
-                for sample in range(*piece.samples)
+                for layer in range(*slice_.layers)
+                for sample in range(*slice_.samples)
             )
         if not component.may_run_on(device):
-            yield f"{piece}: device {device} may not host {component.name!r}"
-        if component.counts and piece.num_samples not in component.counts:
+            yield f"{slice_}: device {device} may not host {component.name!r}"
+        if component.counts and slice_.num_samples not in component.counts:
             last = problem.num_samples % max(component.counts)
-            if piece.num_samples != last:
+            if slice_.num_samples != last:
                 yield (
-                    f"{piece}: {component.name!r} takes {', '.join(map(str, component.counts))} "
+                    f"{slice_}: {component.name!r} takes {', '.join(map(str, component.counts))} "
                     f"samples at once"
                 )
     for i, component in enumerate(problem.components):
@@ -152,8 +155,8 @@ def _set_faults(problem: FillProblem, filled: FilledOrder) -> Iterator[str]:
             left = every - len(ran[i])
             yield f"component {component.name!r}: {left} of (layer, sample) are missing"
     for device, (line, order) in enumerate(zip(filled.order, problem.schedule.order, strict=True)):
-        if tuple(item for item in line if not isinstance(item, Piece)) != order:
-            yield f"device {device}: the operations are not those of the schedule, in its order"
+        if tuple(item for item in line if not isinstance(item, Slice)) != order:
+            yield f"device {device}: operations differ from the schedule, or are in another order"
 
 
 def _put_off(problem: FillProblem, filled: FilledOrder, timeline: FilledTimeline) -> Iterator[str]:
@@ -163,9 +166,9 @@ def _put_off(problem: FillProblem, filled: FilledOrder, timeline: FilledTimeline
         late: list[Operation] = [
             item
             for item in line
-            if not isinstance(item, Piece)
+            if not isinstance(item, Slice)
             and timeline.start[item] > problem.timeline.start[item] + slack
         ]
         if late:
             by = timeline.start[late[0]] - problem.timeline.start[late[0]]
-            yield f"device {device}: pieces put off {late[0]} by {by:g} s"
+            yield f"device {device}: slices delay {late[0]} by {by:g} s"

@@ -52,7 +52,7 @@ class FrozenLayer:
         """Faults in the layer's figures."""
         wrong = []
         if not self.seconds or min(self.seconds) < 1:
-            wrong.append("its times must be of 1 sample or more")
+            wrong.append("its times need sample counts of at least 1")
         if not all(math.isfinite(s) and s > 0 for s in self.seconds.values()):
             wrong.append("its times must be finite and positive")
         for name in ("parameter_bytes", "activation_bytes", "output_bytes"):
@@ -66,7 +66,7 @@ class Component:
     """Frozen part of a model: a text encoder, an autoencoder, a locked backbone.
 
     It depends on the results of the components named in ``after``. ``result_bytes`` per sample go
-    to each device in ``readers`` before the next step. ``devices`` may host it (None: any).
+    to each device in ``consumers`` before the next step. ``devices`` may host it (None: any).
     ``counts`` are the sample counts allowed for a slice (None: any); results may depend on the
     count to the last bit. Raises Faults.
     """
@@ -75,7 +75,7 @@ class Component:
     layers: tuple[FrozenLayer, ...]
     after: tuple[str, ...] = ()
     result_bytes: float = 0.0
-    readers: tuple[int, ...] = ()
+    consumers: tuple[int, ...] = ()
     devices: tuple[int, ...] | None = None
     counts: tuple[int, ...] | None = None
 
@@ -88,7 +88,7 @@ class Component:
         if not self.layers:
             faults.append("it has no layers")
         if self.devices is not None and not self.devices:
-            faults.append("there is no device that may host it")
+            faults.append("devices is empty: no device may host it")
         if not 0 <= self.result_bytes < math.inf:
             faults.append(f"result_bytes must be finite and not negative, is {self.result_bytes:g}")
         if self.counts is not None and (not self.counts or min(self.counts) < 1):
@@ -120,7 +120,7 @@ class Component:
         return list(itertools.pairwise(edges))
 
 
-class Piece(NamedTuple):
+class Slice(NamedTuple):
     """Slice of a component: layers ``layers[0]`` to ``layers[1]``, exclusive, on a range of
     samples."""
 
@@ -152,7 +152,7 @@ def levels(components: Sequence[Component]) -> list[int]:
     Raises Faults for unknown names and cycles.
     """
     names = [component.name for component in components]
-    faults = [f"the component {n!r} is there twice" for n in sorted({*names}) if names.count(n) > 1]
+    faults = [f"component {n!r} is defined twice" for n in sorted({*names}) if names.count(n) > 1]
     faults += [
         f"component {c.name!r}: {unknown_name('component', name, names)}"
         for c in components
@@ -167,5 +167,5 @@ def levels(components: Sequence[Component]) -> list[int]:
             level[c.name] = max([level[c.name], *(level[name] + 1 for name in c.after)])
     if any(value >= len(components) for value in level.values()):
         circle = [name for name in names if level[name] >= len(components)]
-        raise Faults([f"components wait for each other in a circle: {', '.join(circle)}"])
+        raise Faults([f"components depend on each other in a cycle: {', '.join(circle)}"])
     return [level[name] for name in names]

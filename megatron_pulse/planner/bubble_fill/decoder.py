@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_pulse.planner.bubble_fill.components import Piece
+from megatron_pulse.planner.bubble_fill.components import Slice
 from megatron_pulse.planner.bubble_fill.knapsack import prefixes
 from megatron_pulse.planner.bubble_fill.problem import Bubble, FilledOrder, FillProblem, merged
 from megatron_pulse.planner.bubble_fill.simulate import FilledSimulation
@@ -55,7 +55,7 @@ class SampleJob:
     samples: tuple[int, int]
     seconds: list[float]
     priority: float
-    needs: list[SampleJob]
+    deps: list[SampleJob]
     held: float
     device: int = -1
     done: int = 0
@@ -98,10 +98,10 @@ class Decoder:
     def fill(self, draft: Draft) -> FilledOrder:
         """Filled step of a draft. Memory is not checked."""
         jobs = self._jobs(draft)
-        pieces: dict[tuple[int, int], list[Piece]] = defaultdict(list)
+        slices: dict[tuple[int, int], list[Slice]] = defaultdict(list)
         room = self._room(draft)
         for gap, margin, seed in zip(self.closed, draft.margin, draft.shuffle, strict=True):
-            line = pieces[gap.device, gap.position]
+            line = slices[gap.device, gap.position]
             mixed = jobs
             if seed == FURTHEST:
                 mixed = sorted(jobs, key=lambda job: -job.done / len(job.seconds))
@@ -114,22 +114,22 @@ class Decoder:
             for job in jobs
             if not job.is_done
         ]
-        starts = self._starts(pieces, min(draft.margin, default=0.0))
+        starts = self._starts(slices, min(draft.margin, default=0.0))
         if draft.tail:
             lines = list_schedule(self.problem, rest, draft.homes, starts, draft.moving, draft.tail)
         else:
             lines = wrap_around(self.problem, rest, draft.homes, starts, draft.moving)
         for device, line in enumerate(lines):
-            pieces[device, len(self.problem.schedule.order[device])] += line
-        return merged(self.problem, pieces)
+            slices[device, len(self.problem.schedule.order[device])] += line
+        return merged(self.problem, slices)
 
     def _starts(
-        self, pieces: Mapping[tuple[int, int], Sequence[Piece]], least_margin: float
+        self, slices: Mapping[tuple[int, int], Sequence[Slice]], least_margin: float
     ) -> list[float]:
         """Time at which each device has finished all before its open-ended bubble."""
         if least_margin >= 0:
             return [gaps[-1].start for gaps in self.problem.gaps]
-        step = FilledSimulation(self.problem, merged(self.problem, pieces))
+        step = FilledSimulation(self.problem, merged(self.problem, slices))
         self.simulated += sum(map(len, step.filled.order))
         end = step.run().end
         return [end[line[-1]] if line else 0.0 for line in step.filled.order]
@@ -200,7 +200,7 @@ class Decoder:
         jobs: list[SampleJob],
         room: list[float],
         draft: Draft,
-        line: list[Piece],
+        line: list[Slice],
         local: bool,
     ) -> None:
         now, device = gap.start, gap.device
@@ -244,7 +244,7 @@ class Decoder:
             lag = problem.lag_s(job.component, job.done - 1, job.num_samples) if away else 0.0
             return job.ready + lag
         ready = 0.0
-        for other in job.needs:
+        for other in job.deps:
             if not other.is_done:
                 return math.inf
             lag = problem.result_lag_s(other.component, other.num_samples)
@@ -283,10 +283,10 @@ class Decoder:
         return found
 
 
-def _put(line: list[Piece], job: SampleJob, count: int) -> None:
+def _put(line: list[Slice], job: SampleJob, count: int) -> None:
     """Append a slice, or extend the last one if it belongs to the same job."""
     layers = job.done, job.done + count
     if line and line[-1][0] == job.component and line[-1].samples == job.samples:
         line[-1] = line[-1]._replace(layers=(line[-1].layers[0], layers[1]))
     else:
-        line.append(Piece(job.component, layers, job.samples))
+        line.append(Slice(job.component, layers, job.samples))

@@ -14,7 +14,7 @@ import math
 from collections import defaultdict
 from dataclasses import dataclass
 
-from megatron_pulse.planner.bubble_fill.components import Component, Piece
+from megatron_pulse.planner.bubble_fill.components import Component, Slice
 from megatron_pulse.planner.bubble_fill.problem import FilledOrder, FillProblem, merged
 
 
@@ -46,13 +46,13 @@ class _Progress:
                 most = each
         return min(left, most * devices)
 
-    def run(self, devices: list[int], samples: int) -> list[tuple[int, Piece]]:
+    def run(self, devices: list[int], samples: int) -> list[tuple[int, Slice]]:
         """Slices of ``samples`` of the layer, divided over devices."""
         each, found = math.ceil(samples / len(devices)), []
         end = self.samples + samples
         for device, first in zip(devices, range(self.samples, end, each), strict=False):
             block = first, min(first + each, end)
-            found.append((device, Piece(self.number, (self.layer, self.layer + 1), block)))
+            found.append((device, Slice(self.number, (self.layer, self.layer + 1), block)))
         self.samples = end
         if self.samples == self.num_samples:
             self.layer, self.samples = self.layer + 1, 0
@@ -61,7 +61,7 @@ class _Progress:
 
 def greedy(problem: FillProblem) -> FilledOrder:
     """Filled step of the paper's algorithm."""
-    pieces: dict[tuple[int, int], list[Piece]] = defaultdict(list)
+    slices: dict[tuple[int, int], list[Slice]] = defaultdict(list)
     progress = [
         _Progress(component, number, problem.num_samples)
         for number, component in enumerate(problem.components)
@@ -72,21 +72,21 @@ def greedy(problem: FillProblem) -> FilledOrder:
         for one in _ready(problem, progress):
             while not one.is_done and one.seconds(len(devices)) <= left:
                 left -= one.seconds(len(devices))
-                for device, piece in one.run(devices, one.num_samples - one.samples):
-                    pieces[device, positions[device]].append(piece)
+                for device, slice_ in one.run(devices, one.num_samples - one.samples):
+                    slices[device, positions[device]].append(slice_)
         for one in _ready(problem, progress):
             if count := one.fitting(len(devices), left):
-                for device, piece in one.run(devices, count):
-                    pieces[device, positions[device]].append(piece)
+                for device, slice_ in one.run(devices, count):
+                    slices[device, positions[device]].append(slice_)
                 break
     every = list(range(problem.num_devices))
     while waiting := _ready(problem, progress):
         for one in waiting:
             while not one.is_done:
-                for device, piece in one.run(every, one.num_samples - one.samples):
+                for device, slice_ in one.run(every, one.num_samples - one.samples):
                     position = len(problem.schedule.order[device])
-                    pieces[device, position].append(piece)
-    return merged(problem, pieces)
+                    slices[device, position].append(slice_)
+    return merged(problem, slices)
 
 
 def _ready(problem: FillProblem, progress: list[_Progress]) -> list[_Progress]:

@@ -6,17 +6,17 @@
      "made": {"backbone": "sd-v2", "options": {"sample_size": 64, ...}, "device": "A100-80GB",
               "source": "analytic", "threads": 0, "dtypes": {"text": "float16"}},
      "components": [
-       {"name": "text", "after": [], "result_bytes": 157696, "readers": "all",
+       {"name": "text", "after": [], "result_bytes": 157696, "consumers": "all",
         "devices": null, "counts": null,
         "layers": [{"name": "layers.0", "seconds": {"1": 0.0004, "4": 0.0011},
                     "parameter_bytes": 25190400, "activation_bytes": 946176,
                     "output_bytes": 157696}, ...]}, ...]}
 
 ``seconds`` are keyed by the number of samples that run at once. ``parameter_bytes`` are those of a
-layer; all other bytes are per sample. ``readers`` are devices, or "all", or "ends" (the devices of
-the first and the last stage). ``devices`` may host the component. ``counts`` are the sample counts
-that it may run at once (null: any). ``made`` names the backbone, device and dtypes of the costs; it
-may be left out.
+layer; all other bytes are per sample. ``consumers`` are devices, or "all", or "ends" (the devices
+of the first and the last stage). ``devices`` may host the component. ``counts`` are the sample
+counts that it may run at once (null: any). ``made`` names the backbone, device and dtypes of the
+costs; it may be left out.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ from megatron_pulse.schema import (
     one_of,
     record,
     table_of,
+    with_current_keys,
 )
 
 FORMAT = "megatron_pulse encoders 1"
@@ -74,12 +75,12 @@ _LAYER = record(
 )
 COMPONENTS = list_of(
     record(
-        "a component: name, layers, after, result_bytes, readers, devices, counts",
+        "a component: name, layers, after, result_bytes, consumers, devices, counts",
         name=TEXT,
         layers=list_of(_LAYER, "a list of layers"),
         after=list_of(TEXT, "names of components", least=0),
         result_bytes=_BYTES,
-        readers={
+        consumers={
             "anyOf": [{"enum": ["all", "ends"]}, list_of(NATURAL, "devices", least=0)],
             "description": '"all", "ends", or a list of devices',
         },
@@ -89,8 +90,10 @@ COMPONENTS = list_of(
     "a list of components",
 )
 """Schema of components in a file or plan."""
+_FORMER_KEYS = {"readers": "consumers"}
+"""Keys of components in older files, with today's names."""
 _MADE = record(
-    "of what the costs are: backbone, options, device, source, threads, dtypes",
+    "origin of the costs: backbone, options, device, source, threads, dtypes",
     backbone=TEXT,
     options=OBJECT,
     device=TEXT,
@@ -130,31 +133,33 @@ class EncoderOrigin:
         others = [n for n, v in options.items() if n in self.options and self.options[n] != v]
         if reader is not None and self.backbone != reader:
             found.append(
-                f"costs of encoders are of what {self.backbone} reads, those of layers {reader}'s: "
-                "a run of the plan needs these encoders, and texts and pictures of these sizes"
+                f"encoder costs are for backbone {self.backbone}, layer costs for {reader}. A run "
+                "of the plan needs these encoders, and texts and images of these sizes"
             )
         elif others:
-            said = (f"{n} {self.options[n]} and not {options[n]}" for n in others)
+            said = (f"{n} {self.options[n]} instead of {options[n]}" for n in others)
             found.append(
-                f"costs of encoders are of {self.backbone} with {', '.join(said)}: texts and "
-                "pictures may be of other sizes"
+                f"encoder costs are for {self.backbone} with {', '.join(said)}: texts and "
+                "images may have other sizes"
             )
         if dtypes := sorted({*self.dtypes.values()} - {profile.dtype}):
             found.append(
-                f"costs of encoders are of {' and '.join(dtypes)}, those of layers of "
-                f"{profile.dtype}: they hold where a run has --pulse-encoders-dtype so"
+                f"encoder costs are in {' and '.join(dtypes)}, layer costs in {profile.dtype}. "
+                "Give the run the same --pulse-encoders-dtype"
             )
         if _device(self.device) != _device(profile.device):
             found.append(
-                f"costs of encoders are {self.device}'s, those of layers {profile.device}'s: their "
-                "times do not hold together"
+                f"encoder costs are of {self.device}, layer costs of {profile.device}: their times "
+                "cannot be combined"
             )
         if 0 != self.threads != profile.threads != 0:
             found.append(
-                f"costs of encoders were measured with {self.threads} thread(s), those of layers "
-                f"with {profile.threads}: their times do not hold together"
+                f"encoder costs were measured with {self.threads} thread(s), layer costs with "
+                f"{profile.threads}: their times cannot be combined"
             )
-        return [f"{text}; profile both alike (pulse profile --encoders)" for text in found]
+        return [
+            f"{text}; profile both in the same way (pulse profile --encoders)" for text in found
+        ]
 
 
 @dataclass(frozen=True)
@@ -180,6 +185,8 @@ def read_table(path: str | Path) -> EncoderTable:
     Raises TableError, and FileError for a file that cannot be read (see ``files.read_json``).
     """
     content = read_json(path, FileKind.ENCODERS)
+    if isinstance(components := content.get("components"), list):
+        content["components"] = [with_current_keys(one, _FORMER_KEYS) for one in components]
     faults = faults_of(SCHEMA, content)
     if not faults:
         try:
@@ -200,7 +207,7 @@ def components_of(
 ) -> tuple[Component, ...]:
     """Components of records.
 
-    ``placement`` resolves ``readers`` such as "ends" (None: the consumers do not matter). Raises
+    ``placement`` resolves ``consumers`` such as "ends" (None: the consumers do not matter). Raises
     Faults.
     """
     faults: list[str] = []
@@ -234,7 +241,7 @@ def component_records(components: Sequence[Component]) -> list[dict[str, Any]]:
             ],
             "after": list(c.after),
             "result_bytes": c.result_bytes,
-            "readers": list(c.readers),
+            "consumers": list(c.consumers),
             "devices": None if c.devices is None else list(c.devices),
             "counts": None if c.counts is None else list(c.counts),
         }
@@ -248,10 +255,10 @@ def _device(name: str) -> str:
 
 
 def _component(one: Mapping[str, Any], placement: Placement | None) -> Component:
-    readers = one["readers"]
-    if isinstance(readers, str):
+    consumers = one["consumers"]
+    if isinstance(consumers, str):
         homes = placement.device_of_stage if placement else (0,)
-        readers = range(max(homes) + 1) if readers == "all" else {homes[0], homes[-1]}
+        consumers = range(max(homes) + 1) if consumers == "all" else {homes[0], homes[-1]}
     return Component(
         one["name"],
         tuple(
@@ -266,7 +273,7 @@ def _component(one: Mapping[str, Any], placement: Placement | None) -> Component
         ),
         tuple(one["after"]),
         one["result_bytes"],
-        tuple(sorted(readers)),
+        tuple(sorted(consumers)),
         None if one["devices"] is None else tuple(one["devices"]),
         None if one["counts"] is None else tuple(one["counts"]),
     )

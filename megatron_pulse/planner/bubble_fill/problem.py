@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from megatron_pulse.errors import Faults
-from megatron_pulse.planner.bubble_fill.components import Component, Piece, levels
+from megatron_pulse.planner.bubble_fill.components import Component, Slice, levels
 from megatron_pulse.planner.cluster.cluster import Link
 from megatron_pulse.planner.schedule.check.simulate import Timeline, simulate
 from megatron_pulse.planner.schedule.operations import Operation, OpType, Schedule
@@ -87,7 +87,7 @@ class FillProblem:
     def results_on(self, device: int) -> float:
         """Bytes of one batch's results that ``device`` holds for the step after."""
         return sum(
-            c.result_bytes * self.num_samples for c in self.components if device in c.readers
+            c.result_bytes * self.num_samples for c in self.components if device in c.consumers
         )
 
     def lag_s(self, component: int, layer: int, num_samples: int) -> float:
@@ -101,20 +101,20 @@ class FillProblem:
 
     def _faults(self) -> Iterator[str]:
         if self.num_samples < 1:
-            yield f"{self.num_samples} samples: there must be one or more"
+            yield f"{self.num_samples} samples: there must be at least one"
         if not self.components:
             yield "there are no components"
-        if self.schedule.fillers or any(
-            op.kind is OpType.FILLER for order in self.schedule.order for op in order
+        if self.schedule.bubble_tasks or any(
+            op.kind is OpType.BUBBLE_TASK for order in self.schedule.order for op in order
         ):
-            yield f"the schedule {self.schedule.name} has fillers already"
+            yield f"the schedule {self.schedule.name} has bubble tasks already"
         try:
             levels(self.components)
         except Faults as error:
             yield from error.faults
         known = range(self.num_devices)
         for c in self.components:
-            if strange := sorted({*c.readers, *(c.devices or ())} - {*known}):
+            if strange := sorted({*c.consumers, *(c.devices or ())} - {*known}):
                 yield (
                     f"component {c.name!r} names device {', '.join(map(str, strange))} of "
                     f"{self.num_devices}"
@@ -127,29 +127,29 @@ class FillProblem:
 class FilledOrder:
     """Filled step. ``order[d]`` lists the schedule operations and slices of device d in order."""
 
-    order: tuple[tuple[Operation | Piece, ...], ...]
+    order: tuple[tuple[Operation | Slice, ...], ...]
 
     @property
-    def pieces(self) -> list[tuple[int, Piece]]:
+    def slices(self) -> list[tuple[int, Slice]]:
         """Every slice with its device."""
-        return [(d, p) for d, line in enumerate(self.order) for p in line if isinstance(p, Piece)]
+        return [(d, p) for d, line in enumerate(self.order) for p in line if isinstance(p, Slice)]
 
     @property
     def homes(self) -> dict[int, tuple[int, ...]]:
         """Devices that host layers of each component."""
         found: dict[int, set[int]] = {}
-        for device, piece in self.pieces:
-            found.setdefault(piece.component, set()).add(device)
+        for device, slice_ in self.slices:
+            found.setdefault(slice_.component, set()).add(device)
         return {component: tuple(sorted(devices)) for component, devices in sorted(found.items())}
 
 
-def merged(problem: FillProblem, pieces: Mapping[tuple[int, int], Sequence[Piece]]) -> FilledOrder:
-    """Filled step with ``pieces[d, i]`` before operation i of device d, or at its end."""
-    lines: list[tuple[Operation | Piece, ...]] = []
+def merged(problem: FillProblem, slices: Mapping[tuple[int, int], Sequence[Slice]]) -> FilledOrder:
+    """Filled step with ``slices[d, i]`` before operation i of device d, or at its end."""
+    lines: list[tuple[Operation | Slice, ...]] = []
     for device, order in enumerate(problem.schedule.order):
-        line: list[Operation | Piece] = []
+        line: list[Operation | Slice] = []
         for position in range(len(order) + 1):
-            line += pieces.get((device, position), ())
+            line += slices.get((device, position), ())
             line += order[position : position + 1]
         lines.append(tuple(line))
     return FilledOrder(tuple(lines))
@@ -179,7 +179,7 @@ class FillCertificate:
     def __str__(self) -> str:
         longer = self.makespan / self.without - 1
         return (
-            f"{self.makespan:.4g} s ({longer:+.1%} on the step without encoders, at most "
-            f"{self.gap:.1%} above the shortest), {self.spill_share:.0%} after the flush, by "
+            f"{self.makespan:.4g} s ({longer:+.1%} over the step without encoders, at most "
+            f"{self.gap:.1%} above the lower bound), {self.spill_share:.0%} after the flush, by "
             f"{self.solver} in {self.seconds:.1f} s"
         )

@@ -122,7 +122,7 @@ def possible_hosts(problem: FillProblem) -> tuple[frozenset[int], ...]:
     if problem.free_bytes is not None:
         room = [free - problem.results_on(device) for device, free in enumerate(problem.free_bytes)]
     faults = [
-        f"device {device} lacks {-left:.3g} bytes for the results that it reads"
+        f"device {device} lacks {-left:.3g} bytes for the results that it consumes"
         for device, left in enumerate(room)
         if left < 0
     ]
@@ -197,17 +197,17 @@ class _FillSearch:
         best = self._fewer_hosts(best)
         bound, made = self.bound, best.timeline.makespan
         filled = best.step.filled
-        work = sum(p.time_s(self.problem.components) for _, p in filled.pieces)
+        work = sum(p.time_s(self.problem.components) for _, p in filled.slices)
         without = self.problem.timeline.makespan
         spilled = sum(max(0.0, best.timeline.end[p] - max(without, best.timeline.start[p]))
-                      for _, p in filled.pieces)  # fmt: skip
+                      for _, p in filled.slices)  # fmt: skip
         certificate = FillCertificate(
             made,
             bound,
             without,
             spilled / work,
             best.spread,
-            f"{self.tried} drafts" + (", cut off by the clock" if self.late else ""),
+            f"{self.tried} drafts" + (", stopped at the time limit" if self.late else ""),
             time.monotonic() - self.began,
         )
         log.info("filled: %s", certificate)
@@ -285,12 +285,12 @@ class _FillSearch:
                 return None
         makespan = timeline.makespan
         if max(sent_bytes(step)) > makespan * self.problem.link.bytes_per_s:
-            self.faults.append("links are too slow for what components send")
+            self.faults.append("links are too slow for the messages of the components")
             return None
         over = makespan / self.bound
         spread = {f: step.run(f).makespan / bound for f, bound in self.bounds.items()}
         fragile = max(0.0, max(spread.values(), default=0.0) - max(over, 1 + ALLOWED))
-        moved = sum(lag for needs in step.needs.values() for _, lag in needs)
+        moved = sum(lag for deps in step.deps.values() for _, lag in deps)
         moved /= self.problem.num_devices * makespan
         moving = MOST_MOVED * -math.expm1(-MOVED * moved / MOST_MOVED)
         cost = over + FRAGILE * fragile + moving

@@ -6,12 +6,12 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from megatron_pulse.planner.bubble_fill.components import Piece
+from megatron_pulse.planner.bubble_fill.components import Slice
 from megatron_pulse.planner.bubble_fill.problem import FilledOrder, FillProblem
 from megatron_pulse.planner.schedule.check.simulate import dependency, duration_of, play
 from megatron_pulse.planner.schedule.operations import Operation
 
-type Item = Operation | Piece
+type Item = Operation | Slice
 
 
 @dataclass(frozen=True)
@@ -30,24 +30,24 @@ class FilledSimulation:
 
     def __init__(self, problem: FillProblem, filled: FilledOrder) -> None:
         self.problem, self.filled = problem, filled
-        home = {piece: device for device, piece in filled.pieces}
-        owner: dict[tuple[int, int, int], Piece] = {}
-        for piece in home:
-            for layer in range(*piece.layers):
-                for sample in range(*piece.samples):
-                    owner[piece.component, layer, sample] = piece
-        self.needs: dict[Item, list[tuple[Item, float]]] = {}
-        for piece, device in home.items():
-            first = piece.layers[0]
+        home = {slice_: device for device, slice_ in filled.slices}
+        owner: dict[tuple[int, int, int], Slice] = {}
+        for slice_ in home:
+            for layer in range(*slice_.layers):
+                for sample in range(*slice_.samples):
+                    owner[slice_.component, layer, sample] = slice_
+        self.deps: dict[Item, list[tuple[Item, float]]] = {}
+        for slice_, device in home.items():
+            first = slice_.layers[0]
             sources = (
-                [(piece.component, first - 1)]
+                [(slice_.component, first - 1)]
                 if first
-                else [(c, len(problem.components[c].layers) - 1) for c in problem.before[piece[0]]]
+                else [(c, len(problem.components[c].layers) - 1) for c in problem.before[slice_[0]]]
             )
             found: dict[Item, float] = {}
             for component, layer in sources:
-                shared: dict[Piece, int] = defaultdict(int)
-                for sample in range(*piece.samples):
+                shared: dict[Slice, int] = defaultdict(int)
+                for sample in range(*slice_.samples):
                     shared[owner[component, layer, sample]] += 1
                 for source, count in shared.items():
                     away = home[source] != device
@@ -56,14 +56,14 @@ class FilledSimulation:
                     else:
                         lag = problem.result_lag_s(component, count)
                     found[source] = lag if away else 0.0
-            self.needs[piece] = list(found.items())
+            self.deps[slice_] = list(found.items())
         self.home = home
-        self._seconds = {piece: piece.time_s(problem.components) for piece in home}
+        self._seconds = {slice_: slice_.time_s(problem.components) for slice_ in home}
 
     def before(self, item: Item) -> Iterator[tuple[Item, float]]:
         """Predecessors of ``item``, each with the lag from its end to the start of ``item``."""
-        if isinstance(item, Piece):
-            yield from self.needs[item]
+        if isinstance(item, Slice):
+            yield from self.deps[item]
         else:
             step = self.problem.step
             required = dependency(item, step.placement)
@@ -80,12 +80,12 @@ class FilledSimulation:
         own = duration_of(self.problem.step, self.problem.schedule)
 
         def duration(item: Item) -> float:
-            return factor * self._seconds[item] if isinstance(item, Piece) else own(item)
+            return factor * self._seconds[item] if isinstance(item, Slice) else own(item)
 
         start, end, stuck = play(self.filled.order, self.before, duration)
         if stuck:
             said = "; ".join(f"device {d} waits at {item}" for d, item in stuck)
-            raise ValueError(f"the filled step waits for ever: {said}")
+            raise ValueError(f"the filled step deadlocks: {said}")
         results = results_at(self, end)
         return FilledTimeline(start, end, results, max(results, max(end.values())))
 
@@ -94,12 +94,12 @@ def results_at(step: FilledSimulation, end: Mapping[Item, float]) -> float:
     """Time at which every result has reached its consumers, from the ends of slices."""
     there = 0.0
     free = [0.0] * step.problem.num_devices
-    for piece, device in sorted(step.home.items(), key=lambda item: end[item[0]]):
-        component = step.problem.components[piece.component]
-        if piece.layers[1] < len(component.layers):
+    for slice_, device in sorted(step.home.items(), key=lambda item: end[item[0]]):
+        component = step.problem.components[slice_.component]
+        if slice_.layers[1] < len(component.layers):
             continue
-        for _ in {*component.readers} - {device}:
-            lag = step.problem.result_lag_s(piece.component, piece.num_samples)
-            free[device] = max(free[device], end[piece]) + lag
-        there = max(there, free[device], end[piece])
+        for _ in {*component.consumers} - {device}:
+            lag = step.problem.result_lag_s(slice_.component, slice_.num_samples)
+            free[device] = max(free[device], end[slice_]) + lag
+        there = max(there, free[device], end[slice_])
     return there

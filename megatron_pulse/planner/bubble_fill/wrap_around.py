@@ -13,7 +13,7 @@ import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from megatron_pulse.planner.bubble_fill.components import Piece
+from megatron_pulse.planner.bubble_fill.components import Slice
 from megatron_pulse.planner.bubble_fill.problem import FillProblem
 
 STEPS = 24
@@ -37,14 +37,14 @@ class RemainingJob:
     def __post_init__(self) -> None:
         object.__setattr__(self, "left", sum(self.seconds[self.done :]))
 
-    def piece(self, first: int, last: int) -> Piece:
+    def slice_of(self, first: int, last: int) -> Slice:
         """Slice of its layers ``first`` to ``last``, exclusive."""
-        return Piece(self.component, (first, last), self.samples)
+        return Slice(self.component, (first, last), self.samples)
 
     @property
-    def whole(self) -> Piece:
+    def whole(self) -> Slice:
         """Slice of all its layers."""
-        return self.piece(self.done, len(self.seconds))
+        return self.slice_of(self.done, len(self.seconds))
 
 
 def wrap_around(
@@ -53,7 +53,7 @@ def wrap_around(
     homes: Sequence[frozenset[int]],
     starts: Sequence[float],
     moving: bool = True,
-) -> list[list[Piece]]:
+) -> list[list[Slice]]:
     """Slices of each device after its last operation, so that the last slice ends earliest.
 
     Device d is free from ``starts[d]`` on. Without ``moving`` a job stays on one device. Raises
@@ -90,11 +90,11 @@ def _spread_until(
     moving: bool,
     starts: Sequence[float],
     end: float,
-) -> list[list[Piece]] | None:
+) -> list[list[Slice]] | None:
     """Slices that end by ``end``; None if this rule finds none."""
     order = sorted(range(len(starts)), key=starts.__getitem__)
     free = [end - start for start in starts]
-    lines: list[list[tuple[int, Piece]]] = [[] for _ in starts]
+    lines: list[list[tuple[int, Slice]]] = [[] for _ in starts]
     waited = {b for r in rest for b in problem.before[r.component]}
     pool: list[RemainingJob] = []
     # Longest first; jobs already on a device come before the pool.
@@ -107,8 +107,8 @@ def _spread_until(
     if min(free) < 0:
         return None
     pool.sort(key=lambda r: (len(homes[r.component]), -r.left))
-    first: list[Piece | None] = [None] * len(starts)
-    last: list[Piece | None] = [None] * len(starts)
+    first: list[Slice | None] = [None] * len(starts)
+    last: list[Slice | None] = [None] * len(starts)
     for at, device in enumerate(order):
         left = []
         for r in pool:
@@ -134,7 +134,10 @@ def _spread_until(
                     found = (*split, other)
         if found is not None:
             ran, r, layer, other = found
-            last[device], first[other] = r.piece(layer, len(r.seconds)), r.piece(r.done, layer)
+            last[device], first[other] = (
+                r.slice_of(layer, len(r.seconds)),
+                r.slice_of(r.done, layer),
+            )
             free[device] -= ran
             free[other] -= r.left - ran
             pool.remove(r)
@@ -143,7 +146,7 @@ def _spread_until(
     return [
         [
             *([head] if (head := first[d]) else []),
-            *(piece for _, piece in sorted(lines[d], key=lambda item: item[0])),
+            *(slice_ for _, slice_ in sorted(lines[d], key=lambda item: item[0])),
             *([tail] if (tail := last[d]) else []),
         ]
         for d in range(len(starts))
@@ -190,7 +193,7 @@ def list_schedule(
     starts: Sequence[float],
     moving: bool,
     seeds: Sequence[int],
-) -> list[list[Piece]]:
+) -> list[list[Slice]]:
     """Slices of each device from ``starts[d]`` on, by a randomised list schedule.
 
     Each choice has a seed of its own, so that one can change alone; seeds repeat cyclically. The
@@ -199,7 +202,7 @@ def list_schedule(
     """
     each = itertools.cycle(seeds)
     free = [*starts]
-    lines: list[list[Piece]] = [[] for _ in free]
+    lines: list[list[Slice]] = [[] for _ in free]
     done = {id(r): r.done for r in rest}
     at = {id(r): (r.device, r.ready) for r in rest}
     left = list(rest)
@@ -233,7 +236,7 @@ def list_schedule(
         first, last = done[id(r)], len(r.seconds)
         if last - first > 1 and chance.random() < 0.4:
             last = chance.randint(first + 1, last)
-        lines[device].append(r.piece(first, last))
+        lines[device].append(r.slice_of(first, last))
         done[id(r)] = last
         free[device] = start + sum(r.seconds[first:last])
         at[id(r)] = device, free[device]

@@ -140,9 +140,9 @@ class Cluster:
         if self.usable_memory < 1:
             return ""
         return (
-            f"{self.name} leaves nothing of a device's {self.memory_gb:g} GB to what no plan "
-            "counts (CUDA, NCCL, fragments): write 'usable_memory: 0.9' into its file, or what a "
-            "run of yours left free"
+            f"{self.name} lets plans use all {self.memory_gb:g} GB of a device. CUDA, NCCL and "
+            "fragmentation need memory too: write 'usable_memory: 0.9' into its file, or the share "
+            "that your runs can use"
         )
 
     @property

@@ -71,18 +71,18 @@ SCHEMA: dict[str, Any] = {
         ),
         device=_DEVICE,
         links=record(
-            "a record with intra_node, for several nodes inter_node and, where activations may "
-            "wait in the nodes' memory, or Adam work there, host",
+            "a record with intra_node, inter_node (for several nodes) and host (for activation "
+            "and optimizer offload)",
             ["intra_node"],
             intra_node=_LINK,
             inter_node=_LINK,
             host=_LINK,
         ),
-        all_reduce_efficiency=_above_0("the part of the bandwidth that collectives reach"),
-        reduce_scatter_efficiency=_above_0("the part that reduce-scatters reach"),
-        all_gather_efficiency=_above_0("the part that all-gathers reach"),
-        collective_latency=_above_0("the part of the latency that a collective's ring has"),
-        small_collectives=_above_0("times as fast as large ones that small collectives are"),
+        all_reduce_efficiency=_above_0("share of the bandwidth that collectives reach"),
+        reduce_scatter_efficiency=_above_0("share that reduce-scatters reach"),
+        all_gather_efficiency=_above_0("share that all-gathers reach"),
+        collective_latency=_above_0("share of the latency that applies to a collective's ring"),
+        small_collectives=_above_0("speed of small collectives relative to large ones"),
         host_memory_gbs=_above_0("GB/s that Adam reads and writes in a node's memory"),
         operation_us=number(
             "a number from 0 to 1e9: microseconds that the runtime adds to an operation",
@@ -99,10 +99,10 @@ def cluster_faults(content: Any) -> list[str]:
     if isinstance(content, dict) and isinstance(content.get("links"), dict):
         nodes = content.get("nodes")
         if type(nodes) is int and nodes > 1 and "inter_node" not in content["links"]:
-            faults.append(f"links.inter_node is missing, and there are {nodes} nodes")
+            faults.append(f"links.inter_node is missing; {nodes} nodes require it")
     if not faults and content["nodes"] * content["devices_per_node"] > MOST_DEVICES:
         faults.append(
-            f"{content['nodes']} nodes of {content['devices_per_node']} are more than "
-            f"{MOST_DEVICES:,} devices, the most that is planned for"
+            f"{content['nodes']} nodes of {content['devices_per_node']} are more than the "
+            f"maximum of {MOST_DEVICES:,} devices"
         )
     return faults

@@ -108,7 +108,7 @@ def copied(problem: ScheduleProblem, timeline: Timeline) -> tuple[Mark, ...]:
                 continue
             device = problem.placement.device_of_stage[op.stage]
             start = max(timeline.end[begun_by], free.get((device, leaves), 0.0))
-            end = start + problem.copying_of(op.stage)
+            end = start + problem.offload_s_of(op.stage)
             free[device, leaves] = end
             look, words = (MarkStyle.TO_HOST, "to the host") if leaves else (MarkStyle.BACK, "back")
             what = f"activations of stage {op.stage}, microbatch {op.microbatch}, {words}"

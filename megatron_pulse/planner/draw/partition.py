@@ -91,7 +91,7 @@ class _Drawing:
             self._add("line", x1=_LEFT, y1=middle, x2=end, y2=middle, stroke=_FAINT)
 
     def _handovers(self) -> None:
-        """Lines where the chain goes on in another row."""
+        """Lines where the chain continues in another row."""
         placed, cuts = self.partition.placement.device_of_stage, self.partition.cuts
         for stage, (one, other) in enumerate(itertools.pairwise(placed), start=1):
             if one == other:
@@ -209,7 +209,7 @@ class _Drawing:
         loads, compute = self.found.load_s, self.found.compute_s
         largest = max(loads) or 1.0
         mean = sum(compute) / len(compute)
-        self._text(begin, _TOP - 6, "load: computing and sending", size=11, fill="#555555")
+        self._text(begin, _TOP - 6, "load: compute and send", size=11, fill="#555555")
         for device, (load, part) in enumerate(zip(loads, compute, strict=True)):
             top, full = self._bar_top(device), room * load / largest
             width = room * part / largest
@@ -220,7 +220,7 @@ class _Drawing:
             self._text(begin + room + 8, top + _BAR / 2 + 4, in_ms(load, 3), size=12)
             x = begin + room * mean / largest
             mark = self._add("line", x1=x, y1=top - 5, x2=x, y2=top + _BAR, stroke=_INK)
-            self._hint(mark, f"mean computing time {in_ms(mean, 3)}")
+            self._hint(mark, f"mean compute time {in_ms(mean, 3)}")
             share = f"computes {part / mean:.2f} of the mean" if mean else ""
             self._text(begin, top + _BAR + 12, share, size=10, fill="#666666")
 
@@ -233,13 +233,13 @@ class _Drawing:
         travelling = sum(self._travels(s.source, s.destination) for s in self.costs.skips)
         at_home = len(self.costs.skips) - travelling
         for offset, style, text in (
-            (270, _HOME, f"skip that stays on its device ({at_home})"),
-            (520, _TRAVEL, f"skip that travels ({travelling})"),
+            (270, _HOME, f"collocated skip ({at_home})"),
+            (520, _TRAVEL, f"routed skip ({travelling})"),
         ):
             self._add("path", d=f"M{x + offset} {y + 5}q18 -16 36 0", **style)
             self._text(x + offset + 44, y + 4, text, size=11)
         self._add("line", x1=x + 720, y1=y, x2=x + 756, y2=y, **_CHAIN_LINE)
-        self._text(x + 764, y + 4, "the chain goes on", size=11)
+        self._text(x + 764, y + 4, "the chain continues", size=11)
 
     def _add(self, tag: str, **attributes: str | float) -> ElementTree.Element:
         written = {

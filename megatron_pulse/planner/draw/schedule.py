@@ -167,8 +167,8 @@ class _Drawing:
         return _LEFT + self.chart * time / self.span
 
     def _fill(self, device: int, operation: Operation) -> str:
-        filler = operation.kind is OpType.FILLER
-        chunk = 0 if filler else self.chunk[device, operation.stage][0]
+        is_task = operation.kind is OpType.BUBBLE_TASK
+        chunk = 0 if is_task else self.chunk[device, operation.stage][0]
         return f"url(#{operation.kind.value}{chunk})"
 
     def _definitions(self) -> None:
@@ -180,7 +180,7 @@ class _Drawing:
         ElementTree.SubElement(arrow, "path", d="M0 .5L6 3L0 5.5z", fill=LINK)
         most = max(count for _, count in self.chunk.values())
         for kind in self.kinds:
-            for chunk in range(1 if kind is OpType.FILLER else most):
+            for chunk in range(1 if kind is OpType.BUBBLE_TASK else most):
                 definitions.append(tile(kind, chunk, most, self.bar))
         define(definitions, self.looks)
 
@@ -260,10 +260,10 @@ class _Drawing:
             class_="op",
         )
         what = f"stage {operation.stage}, microbatch {operation.microbatch}"
-        if operation.kind is OpType.FILLER:
-            fillers = timeline.schedule.fillers
-            known = operation.stage < len(fillers)
-            name = fillers[operation.stage].name if known else str(operation.stage)
+        if operation.kind is OpType.BUBBLE_TASK:
+            bubble_tasks = timeline.schedule.bubble_tasks
+            known = operation.stage < len(bubble_tasks)
+            name = bubble_tasks[operation.stage].name if known else str(operation.stage)
             what = f"{name}, slice {operation.microbatch}"
         ElementTree.SubElement(
             bar, "title"
@@ -327,7 +327,7 @@ class _Drawing:
         x, y = _LEFT, self.height - 30 - _LANES * bool(self.looks)
         most = max(count for _, count in self.chunk.values())
         for kind in self.kinds:
-            chunks = 1 if kind is OpType.FILLER else most
+            chunks = 1 if kind is OpType.BUBBLE_TASK else most
             wide = 26.0 if chunks > 1 else 34.0
             for chunk in range(chunks):
                 moved = f"translate({x:g} {y:g})"

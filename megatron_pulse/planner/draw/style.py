@@ -13,16 +13,16 @@ NAMES = {
     OpType.INPUT_GRAD: "input gradient",
     OpType.WEIGHT_GRAD: "weight gradient",
     OpType.RECOMPUTE: "recomputation",
-    OpType.OFFLOAD: "activations are on the host",
-    OpType.RELOAD: "activations come back",
-    OpType.FILLER: "filler",
+    OpType.OFFLOAD: "offload complete",
+    OpType.RELOAD: "reload begins",
+    OpType.BUBBLE_TASK: "bubble task",
 }
 """Names for people."""
 
 MARKS = {
     OpType.WEIGHT_GRAD: (6, "M-1 1L1 -1M0 6L6 0M5 7L7 5", "#7a6420"),
     OpType.RECOMPUTE: (6, "M0 0L6 6M-1 5L1 7M5 -1L7 1", "#5d7d99"),
-    OpType.FILLER: (4, "M1 1h1v1h-1z", "#666666"),
+    OpType.BUBBLE_TASK: (4, "M1 1h1v1h-1z", "#666666"),
 }
 """Hatching and dots: size of a square, path in the square, and colour."""
 
@@ -34,7 +34,7 @@ _SHADES = {  # first and last stage of a device
     OpType.RECOMPUTE: ((0xE6, 0xEF, 0xF7), (0xC2, 0xD6, 0xE8)),
     OpType.OFFLOAD: ((0xDD, 0xEB, 0xDD), (0xBB, 0xD6, 0xBB)),
     OpType.RELOAD: ((0xDD, 0xEB, 0xDD), (0xBB, 0xD6, 0xBB)),
-    OpType.FILLER: ((0xEE, 0xEE, 0xEE), (0xDD, 0xDD, 0xDD)),
+    OpType.BUBBLE_TASK: ((0xEE, 0xEE, 0xEE), (0xDD, 0xDD, 0xDD)),
 }
 _STRIPE = 4
 

@@ -56,7 +56,7 @@ class Crossing(NamedTuple):
     """Tensor that a forward of stage ``source`` sends to stage ``destination`` on another device.
 
     ``skip`` tells a skip from a boundary. A ``merged`` skip is the boundary tensor itself and is
-    not sent again. A gradient travels back if ``wants``.
+    not sent again. A gradient travels back if ``needs_grad``.
     """
 
     source: int
@@ -64,12 +64,12 @@ class Crossing(NamedTuple):
     num_bytes: int
     skip: bool = False
     merged: bool = False
-    wants: bool = True
+    needs_grad: bool = True
 
     @property
     def times(self) -> int:
         """Number of transfers: one forward, and one back if a gradient is wanted."""
-        return 1 + self.wants
+        return 1 + self.needs_grad
 
 
 def crossings(costs: ChainCosts, partition: Partition) -> Iterator[Crossing]:
@@ -82,10 +82,10 @@ def crossings(costs: ChainCosts, partition: Partition) -> Iterator[Crossing]:
         before = befores[stage]
         if before is not None and home[before] != home[stage]:
             cut = partition.cuts[stage]
-            wants = costs.wants_gradient(cut)
-            yield Crossing(before, stage, costs.boundary_bytes[cut], wants=wants)
+            needs_grad = costs.boundary_needs_grad(cut)
+            yield Crossing(before, stage, costs.boundary_bytes[cut], needs_grad=needs_grad)
     for skip in costs.skips:
         source, destination, carrier = skip_carrier(skip, partition)
         if home[source] != home[destination]:
             merged = carrier is SkipCarrier.BOUNDARY
-            yield Crossing(source, destination, skip.num_bytes, True, merged, skip.wants)
+            yield Crossing(source, destination, skip.num_bytes, True, merged, skip.needs_grad)

@@ -199,7 +199,7 @@ SEQUENTIAL = PlacementKind(
 )
 INTERLEAVED = PlacementKind(
     "interleaved",
-    "several stages on each device, in turn",
+    "several stages on each device, round-robin",
     _in_turn,
     least_chunks=2,
     chunk_step=1,

@@ -48,22 +48,22 @@ class Payload(StrEnum):
 class Delivery(NamedTuple):
     """A tensor that a forward of stage ``source`` gives to stage ``destination``.
 
-    The gradient travels back if ``wants``. ``name`` is the name of the skip or conditioning, or the
-    index of the boundary tensor.
+    The gradient travels back if ``needs_grad``. ``name`` is the name of the skip or conditioning,
+    or the index of the boundary tensor.
     """
 
     payload: Payload
     name: str
     source: int
     destination: int
-    wants: bool = True
+    needs_grad: bool = True
 
 
 @dataclass(frozen=True)
 class SkipRoute:
     """One skip between stages; ``output_index`` is its index among its layer's outputs.
 
-    ``wants``, here and in ``ConditioningRoute``, is true if a gradient is required.
+    ``needs_grad``, here and in ``ConditioningRoute``, is true if a gradient is required.
     """
 
     name: str
@@ -72,7 +72,7 @@ class SkipRoute:
     destination_stage: int
     output_index: int
     carrier: SkipCarrier
-    wants: bool = True
+    needs_grad: bool = True
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class ConditioningRoute:
     spec: TensorSpec
     source_stage: int
     consumer_stages: tuple[int, ...]
-    wants: bool = True
+    needs_grad: bool = True
 
     def first_stage_on(self, partition: Partition, device: int) -> int | None:
         """First stage on ``device`` that uses the conditioning; None if none does."""
@@ -100,8 +100,8 @@ class Routes:
     """``boundaries[s]`` are the tensors that enter stage s."""
     skips: tuple[SkipRoute, ...]
     conditioning: tuple[ConditioningRoute, ...]
-    wants: tuple[tuple[bool, ...], ...]
-    """``wants[s][k]`` is true if ``boundaries[s][k]`` requires a gradient."""
+    needs_grad: tuple[tuple[bool, ...], ...]
+    """``needs_grad[s][k]`` is true if ``boundaries[s][k]`` requires a gradient."""
     replicated: frozenset[str] = frozenset()
     """Names of embedder layers that run on every device; their conditioning never travels."""
 
@@ -113,7 +113,7 @@ class Routes:
         """
         placement = self.partition.placement
         found = [
-            Delivery(Payload.BOUNDARY, str(index), before, stage, self.wants[stage][index])
+            Delivery(Payload.BOUNDARY, str(index), before, stage, self.needs_grad[stage][index])
             for stage in range(len(self.boundaries))
             if (before := placement.before[stage]) is not None
             for index in range(len(self.boundaries[stage]))
@@ -121,13 +121,13 @@ class Routes:
         for skip in self.skips:
             if skip.carrier in (SkipCarrier.LOCAL, SkipCarrier.DIRECT):
                 ends = skip.source_stage, skip.destination_stage
-                found.append(Delivery(Payload.SKIP, skip.name, *ends, skip.wants))
+                found.append(Delivery(Payload.SKIP, skip.name, *ends, skip.needs_grad))
         for edge in self.conditioning:
             for device in range(placement.num_devices):
                 first = edge.first_stage_on(self.partition, device)
                 if first is not None:
                     ends = edge.source_stage, first
-                    found.append(Delivery(Payload.CONDITIONING, edge.name, *ends, edge.wants))
+                    found.append(Delivery(Payload.CONDITIONING, edge.name, *ends, edge.needs_grad))
         return tuple(found)
 
     def given_by(self, stage: int) -> tuple[Delivery, ...]:
@@ -182,16 +182,18 @@ def trace_routes(
     skips = []
     for skip in backbone.skips:
         source, destination, carrier = skip_carrier(skip, partition)
-        index, wants = skip.output_index, wanted.skips[skip.name]
-        skips.append(SkipRoute(skip.name, skip.spec, source, destination, index, carrier, wants))
+        index, needs_grad = skip.output_index, wanted.skips[skip.name]
+        skips.append(
+            SkipRoute(skip.name, skip.spec, source, destination, index, carrier, needs_grad)
+        )
     conditioning = []
     for edge in backbone.conditioning:
         if backbone.layers[edge.source].name in replicated:
             continue
         source = partition.stage_of_layer(edge.source)
         stages = {partition.stage_of_layer(j) for j in edge.consumers} - {source}
-        users, wants = tuple(sorted(stages)), wanted.conditioning[edge.name]
-        conditioning.append(ConditioningRoute(edge.name, edge.spec, source, users, wants))
+        users, needs_grad = tuple(sorted(stages)), wanted.conditioning[edge.name]
+        conditioning.append(ConditioningRoute(edge.name, edge.spec, source, users, needs_grad))
     firsts = partition.cuts[:-1]
     return Routes(
         partition,
@@ -217,11 +219,11 @@ def embedders_of(backbone: Backbone, routes: Routes, stage: int) -> tuple[int, .
 
 def batch_fields_of(backbone: Backbone, routes: Routes, stage: int) -> frozenset[str]:
     """Batch fields that ``stage`` reads, for its layers and for replicated embedders."""
-    readers = [
+    consumers = [
         i
         for i in routes.partition.layers_of_stage(stage)
         if backbone.layers[i].name not in routes.replicated
     ]
-    readers += embedders_of(backbone, routes, stage)
-    read = {name for i in readers for name in backbone.layers[i].uses}
+    consumers += embedders_of(backbone, routes, stage)
+    read = {name for i in consumers for name in backbone.layers[i].uses}
     return frozenset(read & backbone.batch_fields.keys())

@@ -113,7 +113,7 @@ def find_partition(
         )
     found = _search(costs, placement, goal, work)
     if found.cuts is None:
-        none = "no cut is" if found.proved else "among the cuts looked at none is"
+        none = "no cut is" if found.proved else "none of the cuts examined is"
         why = _why_not(costs, placement, goal, work, found.proved) if explain else ""
         raise PartitionError(why or f"{none} legal and fits")
     return Partition(placement, found.cuts)
@@ -147,7 +147,7 @@ def _why_not(costs: ChainCosts, placement: Placement, goal: Goal, work: int, pro
 
     free = _search(costs, placement, replace(goal, order=("load",), memory=None), work)
     if free.cuts is None:
-        none = "no cut" if free.proved else "none of the cuts looked at"
+        none = "no cut" if free.proved else "none of the cuts examined"
         return (
             f"{none} into {placement.num_stages} stages on {placement.num_devices} devices keeps "
             f"both ends of each of the {len(costs.skips)} skips on one device; "
@@ -163,16 +163,16 @@ def _why_not(costs: ChainCosts, placement: Placement, goal: Goal, work: int, pro
         middle = (low + high) / 2
         enough = fits(placement, _with_limit(goal, middle))
         low, high = (low, middle) if enough else (middle, high)
-    none = "no legal cut" if proved else "none of the legal cuts looked at"
+    none = "no legal cut" if proved else "none of the legal cuts examined"
     text = (
-        f"{none} over {placement.num_devices} devices fits into their memory of "
-        f"{rule.limit_bytes / 1e9:.3g} GB; with {high / 1e9:.3g} GB there would be one"
+        f"{none} over {placement.num_devices} devices fits into "
+        f"{rule.limit_bytes / 1e9:.3g} GB per device; with {high / 1e9:.3g} GB one would fit"
     )
     most = len(costs.names) // placement.num_chunks
     for num_devices in range(placement.num_devices + 1, most + 1):
         if fits(placement.over(num_devices), goal):
             return f"{text}, or with P = {num_devices}"
-    return f"{text}; no larger P would do"
+    return f"{text}; no larger P fits"
 
 
 def _with_limit(goal: Goal, limit_bytes: float) -> Goal:
@@ -213,13 +213,13 @@ def default_placement(
     """
     kind = default_layout(bool(skips)).kind
     if not skips:
-        return DefaultPlacement(kind, "no skips, which a fold is for")
+        return DefaultPlacement(kind, "no skips: a fold has no benefit")
     count = f"{len(skips)} skip{'s' * (len(skips) > 1)}"
     if not collocate:
-        return DefaultPlacement(kind, f"{count}, most of which a fold keeps on their devices")
+        return DefaultPlacement(kind, f"{count}, most of them collocated by a fold")
     if largest_fold(num_layers, skips) < 2:
-        return DefaultPlacement(SEQUENTIAL, f"{count}, which no fold keeps on their devices")
-    return DefaultPlacement(kind, f"{count}, both ends of each on one device")
+        return DefaultPlacement(SEQUENTIAL, f"{count}, which no fold can collocate")
+    return DefaultPlacement(kind, f"{count}, all collocated")
 
 
 @dataclass(frozen=True)

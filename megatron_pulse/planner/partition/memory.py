@@ -61,9 +61,8 @@ def bytes_per_parameter(
 
     An EMA takes 4 more, divided too. Optimizer offload moves all that is divided to the host
     (``host_bytes_per_parameter``). Workspace memory of the optimizer is ``optimizer_step_bytes``.
-    Source:
-    Megatron-Core's guide to the distributed optimizer, whose figures include both. Raises KeyError
-    for other dtypes.
+    Source: Megatron-Core's guide to the distributed optimizer, whose figures include both. Raises
+    KeyError for other dtypes.
     """
     replicas = data_parallel if distributed_optimizer else 1
     kept = ELEMENT_BYTES[dtype] + state.gradient_bytes(dtype)
@@ -120,8 +119,8 @@ def kept_bytes(costs: ChainCosts, partition: Partition) -> tuple[float, ...]:
     )
     given = (*(costs.boundary_bytes[cut] for cut in partition.cuts[1:-1]), 0)
     return tuple(
-        float(kept if seconds else max(kept, waiting))
-        for kept, seconds, waiting in zip(saved, backward, given, strict=True)
+        float(kept if seconds else max(kept, wgrad_bytes))
+        for kept, seconds, wgrad_bytes in zip(saved, backward, given, strict=True)
     )
 
 
@@ -175,7 +174,7 @@ def in_transit_bytes(
         received = crossing.num_bytes * (1 + min(num_microbatches, stages / chunks))
         held[ends[1]] += received
         held[ends[0]] += 0 if crossing.skip else crossing.num_bytes
-        if crossing.wants:
+        if crossing.needs_grad:
             held[ends[0]] += received
             held[ends[1]] += crossing.num_bytes
     return tuple(held)

@@ -183,14 +183,15 @@ def _gradient_faults(given: PlanFile, backbone: Backbone) -> Iterator[str]:
     wanted, profile = required_gradients(backbone), given.profile
     taken = enumerate(zip(profile.layers, wanted.boundaries, strict=False))
     left_out = [
-        *(f"layers.{i}.wants" for i, (layer, wants) in taken if any(wants) and not layer.wants),
-        *(f"skips.{i}.wants" for i, skip in enumerate(profile.skips)
-          if not skip.wants and wanted.skips.get(skip.name)),
-        *(f"conditioning.{i}.wants" for i, edge in enumerate(profile.conditioning)
-          if not edge.wants and wanted.conditioning.get(edge.name)),
+        *(f"layers.{i}.needs_grad" for i, (layer, needed) in taken
+          if any(needed) and not layer.needs_grad),
+        *(f"skips.{i}.needs_grad" for i, skip in enumerate(profile.skips)
+          if not skip.needs_grad and wanted.skips.get(skip.name)),
+        *(f"conditioning.{i}.needs_grad" for i, edge in enumerate(profile.conditioning)
+          if not edge.needs_grad and wanted.conditioning.get(edge.name)),
     ]  # fmt: skip
     for name in left_out:
-        yield f"profile.{name} is false; {backbone.name}, trained as the plan says, computes it"
+        yield f"profile.{name} is false; {backbone.name}, trained as the plan says, needs it"
     frozen = [i for i, layer in enumerate(profile.layers) if layer.frozen_parameters]
     freezes = any(patterns_of(backbone.record)) or not all(la.trained for la in backbone.layers)
     if frozen and backbone.record and not freezes:

@@ -15,19 +15,20 @@ _DEGREES = ("pipeline", "data", "tensor")
 
 
 def world_file(folder: Path, world_size: int) -> Path:
-    """Path to which ``pulse tune --worlds`` writes the plan for ``world_size`` ranks."""
+    """Path to which ``pulse tune --world-sizes`` writes the plan for ``world_size`` ranks."""
     return folder / f"world-{world_size}.json"
 
 
-def distributed_optimizer_of_folder(folder: Path, worlds: Collection[int]) -> bool | None:
-    """True if the folder's plans for other sizes than ``worlds`` use the distributed optimizer.
+def distributed_optimizer_of_folder(folder: Path, world_sizes: Collection[int]) -> bool | None:
+    """True if the folder's plans for other sizes than ``world_sizes`` use the distributed
+    optimizer.
 
     Returns None if there are no such plans. Raises PlanFileError if only some use it, because a run
     cannot go on from one kind to the other.
     """
     kinds: dict[bool, str] = {}
     faults: list[str] = []
-    mine = {world_file(folder, world) for world in worlds}
+    mine = {world_file(folder, world) for world in world_sizes}
     for file in sorted(set(folder.glob("world-*.json")) - mine):
         with collecting(faults, (FileError, KeyError)):
             kinds[bool(read_json(file, FileKind.PLAN)["distributed_optimizer"])] = file.name

@@ -24,13 +24,19 @@ from megatron_pulse.flags import flag_value
 from megatron_pulse.planner.layout.layouts import layout_name
 from megatron_pulse.planner.layout.placement import Partition, Placement, make_placement
 from megatron_pulse.planner.partition.memory import ParameterState
-from megatron_pulse.planner.plan_file.schema import FORMAT, MOVED, REDONE, WAITING, plan_faults
+from megatron_pulse.planner.plan_file.schema import (
+    FORMAT,
+    OFFLOAD_KEYS,
+    RECOMPUTE_KEYS,
+    WGRAD_KEY,
+    plan_faults,
+)
 from megatron_pulse.planner.plan_file.validators import (
     edge_faults,
     shape_faults,
     sum_faults,
 )
-from megatron_pulse.planner.program.simulate import Replay, StageMessage, lags, simulate_step
+from megatron_pulse.planner.program.simulate import SimulatedStep, StageMessage, lags, simulate_step
 from megatron_pulse.planner.schedule.check.validate import faults_for, validate
 from megatron_pulse.planner.schedule.operations import Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
@@ -54,11 +60,9 @@ class PlanFile:
     ``tune.plans.verify_figures``).
 
     ``encoders`` are the frozen components (in the form of ``bubble_fill.encoder_table``) that the
-    schedule's
-    bubble tasks run. ``before_step`` are those that run before the step. ``policies`` are the
-    decision
-    for each of them, with its reason (see ``plans.encoder_policies``). ``self_conditioning`` is the
-    share of steps with an additional forward-only pass.
+    schedule's bubble tasks run. ``before_step`` are those that run before the step. ``policies``
+    are the decision for each of them, with its reason (see ``plans.encoder_policies``).
+    ``self_conditioning`` is the share of steps with an additional forward-only pass.
 
     ``recompute``, ``selective`` and ``offload`` are layers under full recomputation, selective
     recomputation and activation offload. ``ema`` (EMA), ``grad_reduce_in_bf16`` (bf16 gradient
@@ -141,7 +145,7 @@ class PlanFile:
         """Names of all layers, in chain order."""
         return [name for stage in self.stages for name in stage]
 
-    def simulate_step(self) -> Replay:
+    def simulate_step(self) -> SimulatedStep:
         """Predicted step of one pipeline."""
         return simulate_step(self.problem, self.schedule, self.edges)
 
@@ -181,7 +185,7 @@ def _other_version(path: str | Path, record: Mapping[str, Any]) -> str:
     for key, value in (options if isinstance(options, dict) else {}).items():
         model += f" --option {key}={flag_value(value)}"
     return (
-        f"{path} is {str(form)[:40]!r}, and only {FORMAT!r} can be checked and run: make it anew "
+        f"{path} is {str(form)[:40]!r}, only {FORMAT!r} can be checked and run. Make it anew "
         f"with 'pulse tune {model} --cluster CLUSTER --global-batch-size "
         f"{record.get('global_batch_size', 'N')} -o {path}' (or --profile for --backbone)"
     )
@@ -200,18 +204,20 @@ def to_record(plan: PlanFile) -> dict[str, Any]:
                     "forward": problem.forward,
                     "backward": problem.backward,
                     "weight_grad": problem.weight_grad,
-                    "edges": [astuple(edge)[: 3 if edge.wants else 4] for edge in plan.edges],
+                    "edges": [astuple(edge)[: 3 if edge.needs_grad else 4] for edge in plan.edges],
                     "saved_bytes": problem.activation,
                     "cap_bytes": problem.cap,
                 }
                 if problem.recompute_s is not None:
                     again = problem.recompute_bytes or (0.0,) * problem.placement.num_stages
-                    record["times"] |= dict(zip(REDONE, (problem.recompute_s, again), strict=True))
+                    record["times"] |= dict(
+                        zip(RECOMPUTE_KEYS, (problem.recompute_s, again), strict=True)
+                    )
                 if problem.wgrad_bytes is not None:
-                    record["times"][WAITING] = problem.wgrad_bytes
+                    record["times"][WGRAD_KEY] = problem.wgrad_bytes
                 if problem.offload_bytes is not None:
                     moved = problem.offload_bytes, problem.offload_s
-                    record["times"] |= dict(zip(MOVED, moved, strict=True))
+                    record["times"] |= dict(zip(OFFLOAD_KEYS, moved, strict=True))
             case "edges":
                 pass
             case "encoders" | "before_step" | "policies" as name:
@@ -251,7 +257,8 @@ def _from_record(record: dict[str, Any]) -> tuple[PlanFile | None, list[str]]:
     if unknown := list(name_faults(record["activations"], names)):
         return None, [*faults, *unknown, *(f"schedule: {fault}" for fault in validate(schedule))]
     edges = tuple(
-        StageMessage(int(a), int(b), float(s), *wants) for a, b, s, *wants in times["edges"]
+        StageMessage(int(a), int(b), float(s), *needs_grad)
+        for a, b, s, *needs_grad in times["edges"]
     )
     placement = make_placement(record["placement"], record["pipeline"], record["num_chunks"])
     faults += edge_faults(placement, edges)
@@ -269,7 +276,10 @@ def _from_record(record: dict[str, Any]) -> tuple[PlanFile | None, list[str]]:
             lags(edges, placement.num_stages),
             tuple(times["saved_bytes"]),
             tuple(times["cap_bytes"]),
-            *(tuple(times[name]) if name in times else None for name in (*REDONE, WAITING, *MOVED)),
+            *(
+                tuple(times[name]) if name in times else None
+                for name in (*RECOMPUTE_KEYS, WGRAD_KEY, *OFFLOAD_KEYS)
+            ),
         )
     except (ValueError, OverflowError) as error:
         faults += [f"times: {error}", *(f"schedule: {fault}" for fault in validate(schedule))]

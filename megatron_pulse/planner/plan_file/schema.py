@@ -38,19 +38,19 @@ _PARTS_S = list_of(
 _BYTES = list_of(
     number(f"a number from 0 to {_MOST_BYTES:g}: bytes", minimum=0, maximum=_MOST_BYTES), "bytes"
 )
-REDONE = ("recompute_s", "recompute_bytes")
+RECOMPUTE_KEYS = ("recompute_s", "recompute_bytes")
 """Columns for recomputation, in the order of the problem's fields.
 
 Per stage: seconds of recomputation in the backward, and bytes that recomputed activations take.
 """
 
-WAITING = "wgrad_bytes"
+WGRAD_KEY = "wgrad_bytes"
 """Column for deferred weight gradients: bytes per stage in the weight-gradient queue."""
 
-MOVED = ("offload_bytes", "offload_s")
+OFFLOAD_KEYS = ("offload_bytes", "offload_s")
 """Columns for activation offload: bytes per stage, and seconds of one copy."""
 
-_MESSAGE = "[stage, stage, seconds], with false behind where no gradient comes back"
+_MESSAGE = "[stage, stage, seconds], followed by false if no gradient returns"
 _EDGE = {
     "type": "array",
     "prefixItems": [
@@ -65,10 +65,10 @@ _EDGE = {
 }
 
 _FIGURE = number("a number, 0 or more", minimum=-1e-9)  # rounded differences
-_PIECE = "[first layer, layer after the last, first sample, sample after the last]"
-_NEED = "[filler, slice, seconds] that a slice waits for"
-_FILLER = record(
-    "a filler: name, slice_seconds, devices, pieces, needs, readers",
+_SLICE = "[first layer, layer after the last, first sample, sample after the last]"
+_DEP = "[bubble task, slice, lag in seconds]"
+_BUBBLE_TASK = record(
+    "a bubble task: name, slice_seconds, devices, slices, deps, consumers",
     ["name", "slice_seconds", "devices"],
     name=TEXT,
     slice_seconds=list_of(_TIME, "seconds of each slice"),
@@ -76,38 +76,38 @@ _FILLER = record(
         "anyOf": [{"type": "null"}, list_of(NATURAL, "devices")],
         "description": "a list of devices, or null",
     },
-    pieces={
+    slices={
         "type": "array",
-        "items": {**list_of(NATURAL, _PIECE, least=4), "maxItems": 4},
-        "description": f"a list of {_PIECE} for each slice",
+        "items": {**list_of(NATURAL, _SLICE, least=4), "maxItems": 4},
+        "description": f"a list of {_SLICE} for each slice",
     },
-    needs={
+    deps={
         "type": "array",
         "items": {
             "type": "array",
             "items": {
                 "type": "array",
                 "prefixItems": [
-                    {**NATURAL, "description": _NEED},
-                    {**NATURAL, "description": _NEED},
-                    number(_NEED, minimum=0, maximum=_MOST_S),
+                    {**NATURAL, "description": _DEP},
+                    {**NATURAL, "description": _DEP},
+                    number(_DEP, minimum=0, maximum=_MOST_S),
                 ],
                 "minItems": 3,
                 "maxItems": 3,
-                "description": _NEED,
+                "description": _DEP,
             },
-            "description": f"a list of {_NEED}",
+            "description": f"a list of {_DEP}",
         },
-        "description": f"a list for each slice of {_NEED}",
+        "description": f"a list for each slice of {_DEP}",
     },
-    readers=list_of(NATURAL, "devices that read the results", least=0),
+    consumers=list_of(NATURAL, "devices that consume the results", least=0),
 )
 _STEP_S: dict[str, Any] = {
     "anyOf": [{"type": "null"}, _TIME],
     "description": "seconds of a pipeline's step, or null",
 }
 _POLICY = record(
-    "what was decided of an encoder: name, policy, fill_s, before_step_s, stored_s, stored_bytes",
+    "policy of an encoder: name, policy, fill_s, before_step_s, stored_s, stored_bytes",
     name=TEXT,
     policy=one_of(["fill", "before-step"]),
     fill_s=_STEP_S,
@@ -141,8 +141,8 @@ _PARTS: dict[str, Any] = dict(
         name=TEXT,
         family=TEXT,
         options=OBJECT,
-        train=list_of(TEXT, "patterns of what is trained"),
-        freeze=list_of(TEXT, "patterns of what is frozen"),
+        train=list_of(TEXT, "patterns of trained parameters"),
+        freeze=list_of(TEXT, "patterns of frozen parameters"),
         table=TEXT,
     ),
     dtype=one_of(list(ELEMENT_BYTES)),
@@ -172,10 +172,10 @@ _PARTS: dict[str, Any] = dict(
         device_of_stage=list_of(NATURAL, "the device of each stage"),
         num_microbatches=COUNT,
         order=list_of(list_of(OPERATION, "a device's operations"), "a list for each device"),
-        fillers=list_of(_FILLER, "a list of fillers", least=0),
+        bubble_tasks=list_of(_BUBBLE_TASK, "a list of bubble tasks", least=0),
     ),
     times=record(
-        "the times that the schedule was made for",
+        "times and sizes that the schedule was planned for",
         ["forward", "backward", "weight_grad", "edges", "saved_bytes", "cap_bytes"],
         forward=_SECONDS,
         backward=_SECONDS,
@@ -183,20 +183,18 @@ _PARTS: dict[str, Any] = dict(
         edges={"type": "array", "items": _EDGE, "description": "a list of messages"},
         saved_bytes=_BYTES,
         cap_bytes=_BYTES,
-        **dict(zip((*REDONE, WAITING), (_PARTS_S, _BYTES, _BYTES), strict=True)),
-        **dict(zip(MOVED, (_BYTES, _PARTS_S), strict=True)),
+        **dict(zip((*RECOMPUTE_KEYS, WGRAD_KEY), (_PARTS_S, _BYTES, _BYTES), strict=True)),
+        **dict(zip(OFFLOAD_KEYS, (_BYTES, _PARTS_S), strict=True)),
     ),
-    predicted=_at_least(
-        "what the tuner expects", **dict.fromkeys(_PREDICTED, _FIGURE), memory_bytes=_BYTES
-    ),
+    predicted=_at_least("predictions", **dict.fromkeys(_PREDICTED, _FIGURE), memory_bytes=_BYTES),
     provenance=_at_least(
-        "where the plan is from",
+        "provenance",
         "search",
         profile_sha256=TEXT,
         profile=TEXT,
         cluster=OBJECT,
         schedule=_at_least(
-            "how good the schedule is",
+            "certificate of the schedule",
             makespan=_TIME,
             lower_bound=_TIME,
             gap=_FIGURE,
@@ -205,14 +203,14 @@ _PARTS: dict[str, Any] = dict(
         ),
         versions=OBJECT,
         search=_at_least(
-            "how sure the search is",
+            "certainty of the search",
             configs=COUNT,
             simulated=COUNT,
             left=NATURAL,
             lower_bound_s=_FIGURE,
         ),
     ),
-    profile={**OBJECT, "description": "what each layer costs, as 'pulse profile' writes it"},
+    profile={**OBJECT, "description": "costs of each layer, as 'pulse profile' writes them"},
 )
 SCHEMA = record(
     "a plan as 'pulse tune' writes it",
@@ -220,7 +218,7 @@ SCHEMA = record(
     **_PARTS,
     encoders=COMPONENTS,
     before_step=COMPONENTS,
-    policies=list_of(_POLICY, "what was decided of each encoder"),
+    policies=list_of(_POLICY, "policies of encoders"),
     optimizer_cpu_offload=FLAG,
     self_conditioning=number("a number above 0, at most 1", exclusiveMinimum=0, maximum=1),
 )

@@ -9,11 +9,19 @@ from typing import Any
 
 from megatron_pulse.backbone.activations import ActivationPolicy
 from megatron_pulse.planner.layout.placement import PLACEMENTS, Placement
-from megatron_pulse.planner.plan_file.schema import MOVED, REDONE, WAITING
+from megatron_pulse.planner.plan_file.schema import OFFLOAD_KEYS, RECOMPUTE_KEYS, WGRAD_KEY
 from megatron_pulse.planner.program.simulate import StageMessage
 
 _ROUNDING = 1e-6
-_COLUMNS = ("forward", "backward", "weight_grad", "saved_bytes", *REDONE, WAITING, *MOVED)
+_COLUMNS = (
+    "forward",
+    "backward",
+    "weight_grad",
+    "saved_bytes",
+    *RECOMPUTE_KEYS,
+    WGRAD_KEY,
+    *OFFLOAD_KEYS,
+)
 
 
 def sum_faults(record: Mapping[str, Any]) -> Iterator[str]:
@@ -42,20 +50,20 @@ def sum_faults(record: Mapping[str, Any]) -> Iterator[str]:
             f"{known['makespan']:g}"
         )
     if record["sequence_parallel"] and record["tensor"] == 1:
-        yield "sequence_parallel: it needs tensor parallelism, and tensor is 1"
+        yield "sequence_parallel: requires tensor parallelism, tensor is 1"
     if record["grad_reduce_in_bf16"] and record["dtype"] != "bfloat16":
-        yield f"grad_reduce_in_bf16: sums of gradients in bfloat16, and dtype is {record['dtype']}"
+        yield f"grad_reduce_in_bf16: requires dtype bfloat16, dtype is {record['dtype']}"
     if record.get("optimizer_cpu_offload") and not record["distributed_optimizer"]:
-        yield "optimizer_cpu_offload: it is a distributed one, and distributed_optimizer is false"
+        yield "optimizer_cpu_offload: requires distributed_optimizer, which is false"
     names = Counter(name for stage in record["stages"] for name in stage)
     for name, count in names.items():
         if count > 1:
-            yield f"stages: layer {name!r} is there {count} times"
-    given = [name in record["times"] for name in MOVED] + [
+            yield f"stages: layer {name!r} occurs {count} times"
+    given = [name in record["times"] for name in OFFLOAD_KEYS] + [
         ActivationPolicy.OFFLOAD in record["activations"].values()
     ]
     if any(given) and not all(given):
-        names_of = ", ".join(f"times.{name}" for name in MOVED)
+        names_of = ", ".join(f"times.{name}" for name in OFFLOAD_KEYS)
         yield (f"activations (offload), {names_of}: all of them or none, some are missing")
 
 

@@ -4,10 +4,9 @@ Every device compiles the same plan. Both ends of a message therefore know when 
 shapes never travel. From one device to another there is a *channel*, which is first in, first out.
 All messages of a step have one total order: the order of their production times in the plan's
 simulation. Messages with slack let messages without slack go first (``MessageTimes.turns``).
-Messages
-that one operation produces go in the order in which their consumers run. Every device issues its
-sends and receives in that order. NCCL requires such an order of concurrent communicators, and gloo
-accepts it.
+Messages that one operation produces go in the order in which their consumers run. Every device
+issues its sends and receives in that order. NCCL requires such an order of concurrent
+communicators, and gloo accepts it.
 
 ``layout/routes`` lists the deliveries between stages; a delivery to another device is a message.
 Where backwards are split, input gradients I take the place of B; weight gradients W send nothing.
@@ -58,7 +57,9 @@ def messages_of(routes: Routes, operation: Operation) -> tuple[Message, ...]:
         given = [(delivery, delivery.destination) for delivery in routes.given_by(stage)]
     else:
         given = [
-            (delivery, delivery.source) for delivery in routes.given_to(stage) if delivery.wants
+            (delivery, delivery.source)
+            for delivery in routes.given_to(stage)
+            if delivery.needs_grad
         ]
     home = routes.partition.placement.device_of_stage
     return tuple(
@@ -81,18 +82,18 @@ def messages_of_slices(schedule: Schedule) -> Iterator[Message]:
     """Messages of bubble tasks: states for slices on other devices, results for the next step."""
     home = {op: d for d, line in enumerate(schedule.order) for op in line}
     for operation, device in home.items():
-        if operation.kind is not OpType.FILLER:
+        if operation.kind is not OpType.BUBBLE_TASK:
             continue
-        filler = schedule.fillers[operation.stage]
-        if not filler.pieces:
+        task = schedule.bubble_tasks[operation.stage]
+        if not task.slices:
             continue
         for source, _ in schedule.slices_before(operation):
             if home[source] != device:
                 yield Message(source, operation, Payload.ENCODED, "", home[source], device)
-        if filler.finishes(operation.microbatch):
-            for reader in filler.readers:
-                if reader != device:
-                    yield Message(operation, STEP_END, Payload.ENCODED, "", device, reader)
+        if task.finishes(operation.microbatch):
+            for consumer in task.consumers:
+                if consumer != device:
+                    yield Message(operation, STEP_END, Payload.ENCODED, "", device, consumer)
 
 
 def messages_of_predictions(schedule: Schedule) -> Iterator[Message]:

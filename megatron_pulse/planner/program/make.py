@@ -103,7 +103,7 @@ def _require_costs_of(backbone: Backbone, costs: ChainCosts) -> None:
         pairs = zip(costs.names, names, strict=True)
         i, (named, name) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
         fault = f"layer {i} called {named!r}, its layer {i} is {name!r}"
-    raise PlanError(f"the costs are not those of {backbone.name}: they are of {fault}")
+    raise PlanError(f"costs do not match {backbone.name}: they have {fault}")
 
 
 def _problem(

@@ -186,7 +186,7 @@ def moments(
         if isinstance(item, Travel):
             return item.seconds
         if isinstance(item, OffloadCopy):
-            return problem.copying_of(item.operation.stage)
+            return problem.offload_s_of(item.operation.stage)
         return duration(item)
 
     start, end = _played(schedule, lasts, travels)

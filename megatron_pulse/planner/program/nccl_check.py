@@ -45,11 +45,10 @@ type Channel = tuple[int, int]
 def check_events(events: Sequence[Sequence[Event]], connected: bool = True) -> list[str]:
     """Return the faults of programs; ``events[d]`` are the events of device d, in order.
 
-    ``Send`` and ``Receive`` do not block; ``Wait``, ``Release`` and ``CollectiveEvent`` do;
-    ``Run`` takes
-    no time. Two rules beside NCCL's: a send is issued only after its producer ran, and an operation
-    runs only after the device waited for its messages. Unless peers are ``connected``, channels
-    connect at their first use.
+    ``Send`` and ``Receive`` do not block; ``Wait``, ``Release`` and ``CollectiveEvent`` do; ``Run``
+    takes no time. Two rules beside NCCL's: a send is issued only after its producer ran, and an
+    operation runs only after the device waited for its messages. Unless peers are ``connected``,
+    channels connect at their first use.
     """
     machine = _Machine(events, connected)
     return [*_causality_faults(events), *_channel_faults(events), *machine.check()]

@@ -83,7 +83,7 @@ class Plan:
         if len(cuts) != num_stages + 1:
             raise PlanError(f"cuts {cuts} make {len(cuts) - 1} stages, the placement {num_stages}")
         if faults := list(self.activations.faults(num_layers)):
-            raise PlanError(format_faults("the plan is not sound", faults))
+            raise PlanError(format_faults("the plan is invalid", faults))
         starts = tuple(cuts[stage] for stage in self.placement.starts)
         if starts != self.backbone.starts:
             raise PlanError(
@@ -184,7 +184,9 @@ class Plan:
                     f"({with_plural(len(names), 'layer')})"
                 )
         if without := required_gradients(backbone).layers.count(False):
-            lines.append(f"  {without} layers have no backward pass: nothing up to them is trained")
+            lines.append(
+                f"  {without} layers have no backward pass: no parameter up to them is trained"
+            )
         for policy, layers in self.activations.sets():
             if layers:
                 lines.append(f"  activations: {policy} {tell_layers(layers, len(backbone.layers))}")
@@ -252,8 +254,8 @@ def _compile_step(
     )
     if kept := sorted({s for s, _ in schedule.offloaded} - offloading):
         raise PlanError(
-            f"{schedule.name} has activations of stage {', '.join(map(str, kept))} wait on the "
-            "host (O), of which no layer's do: give layers of it as offloaded, or leave O and L out"
+            f"{schedule.name} offloads activations of stage {', '.join(map(str, kept))} (O), but "
+            "no layer there is offloaded. Offload layers of the stage, or remove O and L"
         )
     if offloading and not forward_only and not schedule.offloaded and not _counts_on(plan):
         schedule = offload_all(schedule, offloading)
@@ -261,15 +263,15 @@ def _compile_step(
         {s for s, _ in schedule.recomputed_apart} - plan.stages_of(plan.activations.recompute)
     ):
         raise PlanError(
-            f"{schedule.name} computes activations of stage {', '.join(map(str, kept))} again (R), "
-            "which keeps them: give layers of it as recomputed, or leave R out"
+            f"{schedule.name} recomputes activations of stage {', '.join(map(str, kept))} (R), but "
+            "no layer there is recomputed. Recompute layers of the stage, or remove R"
         )
     if forward_only:
         schedule = schedule.forward_only()
     elif not any(op.kind in BACKWARDS for order in schedule.order for op in order):
-        raise PlanError(f"{schedule.name} has no backward: it is for an evaluation, not for a step")
+        raise PlanError(f"{schedule.name} has no backward: it can only evaluate, not train")
     if faults := validate(schedule, plan.partition):
-        raise PlanError(format_faults("this plan would not run", faults))
+        raise PlanError(format_faults("the plan cannot run", faults))
     problem = plan.problem_of(num_microbatches)
     communication = compile_communication(plan.routes, schedule, problem, predicts)
     replicated = bool(plan.routes.replicated)
@@ -282,5 +284,5 @@ def _compile_step(
         *check_events(programs),
     ]
     if faults:
-        raise PlanError(format_faults("this plan would not run", faults))
+        raise PlanError(format_faults("the plan cannot run", faults))
     return StepPlan(schedule, communication, programs)

@@ -38,13 +38,13 @@ from megatron_pulse.planner.schedule.problem import ScheduleProblem
 class StageMessage:
     """Message of a forward of stage ``source`` to stage ``destination`` on another device.
 
-    The gradient travels back if ``wants``. Each message takes ``seconds``.
+    The gradient travels back if ``needs_grad``. Each message takes ``seconds``.
     """
 
     source: int
     destination: int
     seconds: float
-    wants: bool = True
+    needs_grad: bool = True
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Transfer:
 
 
 @dataclass(frozen=True, eq=False)
-class Replay:
+class SimulatedStep:
     """Timeline of operations, seconds that each device sends, and all transfers."""
 
     timeline: Timeline
@@ -97,7 +97,7 @@ def edges_along(
             c.source,
             c.destination,
             link(home[c.source], home[c.destination]).time_s(c.num_bytes),
-            c.wants,
+            c.needs_grad,
         )
         for c in crossed
         if c.num_bytes and not c.merged
@@ -111,7 +111,7 @@ def lags(edges: Sequence[StageMessage], num_stages: int) -> tuple[float, ...]:
     """
     known: defaultdict[tuple[int, int], float] = defaultdict(float)
     for edge in edges:
-        if edge.wants:
+        if edge.needs_grad:
             known[edge.source, edge.destination] += edge.seconds
     return tuple(known[s, s + 1] for s in range(num_stages - 1))
 
@@ -122,7 +122,7 @@ def link_bound(problem: ScheduleProblem, edges: Sequence[StageMessage]) -> float
     sends, receives = ([0.0] * problem.placement.num_devices for _ in range(2))
     for edge in edges:
         there, back = home[edge.source], home[edge.destination]
-        for source, destination in ((there, back), (back, there))[: 1 + edge.wants]:
+        for source, destination in ((there, back), (back, there))[: 1 + edge.needs_grad]:
             sends[source] += edge.seconds
             receives[destination] += edge.seconds
     return problem.num_microbatches * max(*sends, *receives)
@@ -130,7 +130,7 @@ def link_bound(problem: ScheduleProblem, edges: Sequence[StageMessage]) -> float
 
 def simulate_step(
     problem: ScheduleProblem, schedule: Schedule, edges: Sequence[StageMessage]
-) -> Replay:
+) -> SimulatedStep:
     """Simulate a valid ``schedule`` with the durations of ``problem`` and the messages of
     ``edges``.
 
@@ -154,7 +154,7 @@ def simulate_step(
     bubble = tuple(makespan - b for b in busy)
     end_of = dict(zip(player.every, ends, strict=True))
     timeline = Timeline(schedule, starts, end_of, makespan, busy, bubble)
-    return Replay(timeline, tuple(sending_s.tolist()), tuple(each.tolist() for each in sent))
+    return SimulatedStep(timeline, tuple(sending_s.tolist()), tuple(each.tolist() for each in sent))
 
 
 class StepSimulator:
@@ -176,7 +176,7 @@ class StepSimulator:
         self.number = np.full((len(CODES), stages, shape[1]), -1)
         self.number[kind, stage, microbatch] = np.arange(len(every))
         waits: list[list[tuple[int, float]]] = [[] for _ in every]
-        if schedule.fillers:
+        if schedule.bubble_tasks:
             index = {op: i for i, op in enumerate(every)}
             for i, op in enumerate(every):
                 waits[i] = [(index[source], lag) for source, lag in schedule.slices_before(op)]
@@ -195,7 +195,7 @@ class StepSimulator:
             forward[edge.source].append((edge.destination, edge.seconds))
             linked[edge.source, edge.destination] = True
             received[edge.destination] += 1
-            if edge.wants:
+            if edge.needs_grad:
                 linked[edge.destination, edge.source] = True
                 back[edge.destination].append((edge.source, edge.seconds))
                 returned[edge.source] += 1
@@ -215,7 +215,7 @@ class StepSimulator:
             received,
             returned,
             self._waits,
-            np.array([problem.copying_of(s) for s in range(stages)]),
+            np.array([problem.offload_s_of(s) for s in range(stages)]),
         )
         return play_step(step), duration
 
@@ -223,14 +223,14 @@ class StepSimulator:
         schedule, num = self.schedule, problem.placement.num_stages
         duration, apart = duration_of(problem, schedule), schedule.recomputed_apart
         usual = np.zeros((len(CODES), num))
-        for used in self._kinds - {OpType.FILLER}:
+        for used in self._kinds - {OpType.BUBBLE_TASK}:
             usual[CODES[used], :] = [problem.duration(used, s) for s in range(num)]
         seconds = np.zeros(len(self.every))
-        known = self.kind != CODES[OpType.FILLER]
+        known = self.kind != CODES[OpType.BUBBLE_TASK]
         seconds[known] = usual[self.kind[known], self.stage[known]]
-        if apart or schedule.fillers:
+        if apart or schedule.bubble_tasks:
             for i, op in enumerate(self.every):
-                if op.kind is OpType.FILLER or (apart and op.kind in BACKWARDS):
+                if op.kind is OpType.BUBBLE_TASK or (apart and op.kind in BACKWARDS):
                     seconds[i] = duration(op)
         return seconds
 

@@ -17,8 +17,8 @@ CODES = {kind: code for code, kind in enumerate(OpType)}
 _FORWARD, _BACKWARD, _INPUT_GRAD, _WEIGHT_GRAD = (
     CODES[kind] for kind in (OpType.FORWARD, OpType.BACKWARD, OpType.INPUT_GRAD, OpType.WEIGHT_GRAD)
 )
-_RECOMPUTE, _OFFLOAD, _RELOAD, _FILLER = (
-    CODES[kind] for kind in (OpType.RECOMPUTE, OpType.OFFLOAD, OpType.RELOAD, OpType.FILLER)
+_RECOMPUTE, _OFFLOAD, _RELOAD, _BUBBLE_TASK = (
+    CODES[kind] for kind in (OpType.RECOMPUTE, OpType.OFFLOAD, OpType.RELOAD, OpType.BUBBLE_TASK)
 )
 
 
@@ -46,9 +46,9 @@ class StepArrays(NamedTuple):
     of each stage; ``before`` and ``after`` are its neighbours in the chain (-1: none).
     ``forward[s]`` are the stages that a forward of s sends to, with seconds per message;
     ``back[s]`` are those of a backward. ``linked[s, t]`` is true if s sends to t. ``received`` and
-    ``returned`` count the messages that a forward and a backward of a stage wait for. ``needs`` are
-    the dependencies of bubble tasks' slices, with lags in seconds. ``copying[s]`` is the offload or
-    reload time of stage s in seconds.
+    ``returned`` count the messages that a forward and a backward of a stage wait for. ``deps`` are
+    the dependencies of bubble tasks' slices, with lags in seconds. ``offload_s[s]`` is the offload
+    or reload time of stage s in seconds.
     """
 
     first: Any
@@ -65,8 +65,8 @@ class StepArrays(NamedTuple):
     linked: Any
     received: Any
     returned: Any
-    needs: RaggedTable
-    copying: Any
+    deps: RaggedTable
+    offload_s: Any
 
 
 class _Channels(NamedTuple):
@@ -127,12 +127,12 @@ def play_step(step: StepArrays) -> Any:
             position[here] += 1
             woken[0], awake = here, 1
             if kind[done] == _RELOAD:
-                coming[here] = max(coming[here], now) + step.copying[own]
+                coming[here] = max(coming[here], now) + step.offload_s[own]
                 copied[done] = coming[here]
             elif kind[done] == _FORWARD and copy[done] >= 0:
-                leaving[here] = max(leaving[here], now) + step.copying[own]
+                leaving[here] = max(leaving[here], now) + step.offload_s[own]
                 copied[copy[done]] = leaving[here]
-            elif kind[done] == _FILLER:
+            elif kind[done] == _BUBBLE_TASK:
                 for other in range(devices):
                     woken[awake] = other
                     awake += 1
@@ -180,8 +180,8 @@ def play_step(step: StepArrays) -> Any:
             if computing[d] or i == first[d + 1] or awaited[i] > 0:
                 continue
             ready = 0.0
-            if kind[i] == _FILLER:
-                ready = _sliced(step.needs, end, i)
+            if kind[i] == _BUBBLE_TASK:
+                ready = _sliced(step.deps, end, i)
             elif kind[i] == _OFFLOAD:
                 ready = copied[i]
             elif kind[i] != _FORWARD and copy[i] >= 0:
@@ -237,7 +237,7 @@ def _passes(kind: int) -> bool:
 def _needed(step: StepArrays, i: int) -> tuple[int, int]:
     """Stage whose result operation ``i`` takes, and the operation that produces it (-1: none)."""
     kind, stage, m = step.kind[i], step.stage[i], step.microbatch[i]
-    if kind == _FILLER:
+    if kind == _BUBBLE_TASK:
         return -1, -1
     if kind == _WEIGHT_GRAD:
         return stage, step.number[_INPUT_GRAD, stage, m]
@@ -252,14 +252,14 @@ def _needed(step: StepArrays, i: int) -> tuple[int, int]:
 
 
 @compiled_inner
-def _sliced(needs: RaggedTable, end: Any, i: int) -> float:
+def _sliced(deps: RaggedTable, end: Any, i: int) -> float:
     """Time at which the dependencies of a bubble task's slice are met; infinite if one has not
     ended."""
     ready = 0.0
-    for k in range(needs.first[i], needs.first[i + 1]):
-        if np.isnan(end[needs.number[k]]):
+    for k in range(deps.first[i], deps.first[i + 1]):
+        if np.isnan(end[deps.number[k]]):
             return np.inf
-        ready = max(ready, end[needs.number[k]] + needs.seconds[k])
+        ready = max(ready, end[deps.number[k]] + deps.seconds[k])
     return ready
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from megatron_pulse.planner.layout.routes import Payload
 from megatron_pulse.planner.schedule.operations import Operation, OpType
 
-STEP_END = Operation(OpType.FILLER, 999_999_999, 0)
+STEP_END = Operation(OpType.BUBBLE_TASK, 999_999_999, 0)
 """Consumer of messages that are read in the next step; there is no such operation."""
 
 

@@ -31,7 +31,7 @@ class OpType(StrEnum):
     RECOMPUTE = "R"
     OFFLOAD = "O"
     RELOAD = "L"
-    FILLER = "X"
+    BUBBLE_TASK = "X"
 
     __hash__ = str.__hash__  # millions of calls in a search; an Enum's own is slow
 
@@ -49,7 +49,7 @@ class OpType(StrEnum):
     @property
     def is_optional(self) -> bool:
         """True if a step is complete without the operation."""
-        return self in (OpType.RECOMPUTE, OpType.OFFLOAD, OpType.RELOAD, OpType.FILLER)
+        return self in (OpType.RECOMPUTE, OpType.OFFLOAD, OpType.RELOAD, OpType.BUBBLE_TASK)
 
     @property
     def copies(self) -> bool:
@@ -84,10 +84,10 @@ class Operation(NamedTuple):
 
 
 class SliceDependency(NamedTuple):
-    """Dependency on slice ``number`` of bubble task ``filler``, whose result arrives ``lag``
+    """Dependency on slice ``number`` of bubble task ``task``, whose result arrives ``lag``
     later."""
 
-    filler: int
+    task: int
     number: int
     lag: float
 
@@ -97,18 +97,18 @@ class BubbleTask:
     """Bubble task: work in slices that nothing in the step depends on, except other slices.
 
     ``slice_seconds[i]`` is the duration of slice i, in the unit of the stages' durations. A slice
-    runs on one of ``devices`` (None: any), after its dependencies ``needs[i]`` (empty: no
-    dependencies). ``pieces[i]`` is the slice's part of a frozen component: first layer, layer after
+    runs on one of ``devices`` (None: any), after its dependencies ``deps[i]`` (empty: no
+    dependencies). ``slices[i]`` is the slice's part of a frozen component: first layer, layer after
     the last, first sample, sample after the last (empty: unknown). The results of the last layers
-    go to ``readers`` before the next step. Raises ValueError with every fault.
+    go to ``consumers`` before the next step. Raises ValueError with every fault.
     """
 
     name: str
     slice_seconds: tuple[float, ...]
     devices: tuple[int, ...] | None = None
-    pieces: tuple[tuple[int, int, int, int], ...] = ()
-    needs: tuple[tuple[SliceDependency, ...], ...] = ()
-    readers: tuple[int, ...] = ()
+    slices: tuple[tuple[int, int, int, int], ...] = ()
+    deps: tuple[tuple[SliceDependency, ...], ...] = ()
+    consumers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         faults = []
@@ -117,18 +117,18 @@ class BubbleTask:
         if not all(math.isfinite(time) and time > 0 for time in self.slice_seconds):
             faults.append("the times of its slices must be finite and positive")
         if self.devices is not None and not self.devices:
-            faults.append("there is no device that it may run on")
-        for name in ("pieces", "needs"):
+            faults.append("devices is empty: no device may run it")
+        for name in ("slices", "deps"):
             if (count := len(getattr(self, name))) not in (0, len(self.slice_seconds)):
-                faults.append(f"{name} are of {count} slices, there are {len(self.slice_seconds)}")
-        if not all(0 <= need.lag < math.inf for needs in self.needs for need in needs):
-            faults.append("the lags of its needs must be finite and not negative")
+                faults.append(f"{name} has {count} entries for {len(self.slice_seconds)} slices")
+        if not all(0 <= dep.lag < math.inf for deps in self.deps for dep in deps):
+            faults.append("the lags of its deps must be finite and not negative")
         if faults:
-            raise ValueError(format_faults(f"filler {self.name!r}", faults))
+            raise ValueError(format_faults(f"bubble task {self.name!r}", faults))
 
     def finishes(self, number: int) -> bool:
         """True if slice ``number`` contains the last of the component's layers."""
-        return self.pieces[number][1] == max(last for _, last, _, _ in self.pieces)
+        return self.slices[number][1] == max(last for _, last, _, _ in self.slices)
 
     def may_run_on(self, device: int) -> bool:
         """True if the task may run on ``device``."""
@@ -139,23 +139,23 @@ class BubbleTask:
 class Schedule:
     """Order of every device's operations: ``order[d]`` is the order of device ``d``.
 
-    Every operation of every microbatch is in it once. ``X2:7`` is slice 7 of ``fillers[2]``; every
-    slice of every bubble task is there once.
+    Every operation of every microbatch is in it once. ``X2:7`` is slice 7 of ``bubble_tasks[2]``;
+    every slice of every bubble task is there once.
     """
 
     name: str
     placement: Placement
     num_microbatches: int
     order: tuple[tuple[Operation, ...], ...]
-    fillers: tuple[BubbleTask, ...] = ()
+    bubble_tasks: tuple[BubbleTask, ...] = ()
 
     def slices_before(self, operation: Operation) -> Iterator[tuple[Operation, float]]:
         """Slices that a slice depends on, with the lags after their ends."""
-        if operation.kind is OpType.FILLER and operation.stage < len(self.fillers):
-            needs = self.fillers[operation.stage].needs
-            if operation.microbatch < len(needs):
-                for need in needs[operation.microbatch]:
-                    yield Operation(OpType.FILLER, need.filler, need.number), need.lag
+        if operation.kind is OpType.BUBBLE_TASK and operation.stage < len(self.bubble_tasks):
+            deps = self.bubble_tasks[operation.stage].deps
+            if operation.microbatch < len(deps):
+                for dep in deps[operation.microbatch]:
+                    yield Operation(OpType.BUBBLE_TASK, dep.task, dep.number), dep.lag
 
     @cached_property
     def recomputed_apart(self) -> frozenset[tuple[int, int]]:

@@ -32,13 +32,10 @@ class ScheduleProblem:
     weight gradient an activation takes ``wgrad_bytes`` (default: unchanged).
 
     ``recompute_s`` is the part of ``backward`` for recomputation, which depends on no other stage.
-    A
-    schedule may run the recomputation as a separate operation R. Then ``recompute_bytes`` (default
-    0) is
-    taken from R until the backward's end. ``offload_bytes`` is the part of an activation that may
-    be on
-    the host (O, L), and ``offload_s`` the time of its copy each way. A device copies one microbatch
-    at a time in each direction.
+    A schedule may run the recomputation as a separate operation R. Then ``recompute_bytes``
+    (default 0) is taken from R until the backward's end. ``offload_bytes`` is the part of an
+    activation that may be on the host (O, L), and ``offload_s`` the time of its copy each way. A
+    device copies one microbatch at a time in each direction.
 
     Raises ValueError with every fault.
     """
@@ -108,14 +105,14 @@ class ScheduleProblem:
         return replace(self.within_backwards, backward=backward)
 
     @property
-    def holding_all(self) -> ScheduleProblem:
+    def holding_peaks(self) -> ScheduleProblem:
         """The same problem with each activation at its largest size throughout.
 
         Its schedules are valid here too.
         """
-        if self.waits_alike:
+        if self.wgrad_holds_all:
             return replace(self, wgrad_bytes=None)
-        most = tuple(map(self.most_of, range(self.placement.num_stages)))
+        most = tuple(map(self.peak_bytes_of, range(self.placement.num_stages)))
         return replace(self, activation=most, wgrad_bytes=None)
 
     @property
@@ -126,26 +123,26 @@ class ScheduleProblem:
         """
         if self.offload_bytes is None:
             return self
-        activation = tuple(map(min, self._elsewhere, self._kept_waiting))
+        activation = tuple(map(min, self._without_offloaded, self._wgrad_bytes))
         return replace(
             self, activation=activation, wgrad_bytes=None, offload_bytes=None, offload_s=None
         )
 
-    def with_all_elsewhere(self, parts: Sequence[float]) -> ScheduleProblem:
+    def with_all_offloaded(self, parts: Sequence[float]) -> ScheduleProblem:
         """The same problem with all offload activations absent, and without copies.
 
         Activations keep their rest throughout, or the stage's part in ``parts`` of their
         weight-gradient queue bytes if that is more.
         """
-        activation = self._elsewhere
+        activation = self._without_offloaded
         if self.weight_grad is not None:
-            least = (part * num for part, num in zip(parts, self._kept_waiting, strict=True))
+            least = (part * num for part, num in zip(parts, self._wgrad_bytes, strict=True))
             activation = list(map(max, activation, least))
         given = tuple(activation)
         return replace(self, activation=given, wgrad_bytes=None, offload_bytes=None, offload_s=None)
 
     @property
-    def _elsewhere(self) -> list[float]:
+    def _without_offloaded(self) -> list[float]:
         """Activation sizes without their offloaded part."""
         own = list(map(self.activation_of, range(self.placement.num_stages)))
         return (
@@ -155,12 +152,12 @@ class ScheduleProblem:
         )
 
     @property
-    def _kept_waiting(self) -> list[float]:
+    def _wgrad_bytes(self) -> list[float]:
         """Activation sizes between input and weight gradient."""
         own = map(self.activation_of, range(self.placement.num_stages))
         return list(own if self.wgrad_bytes is None else self.wgrad_bytes)
 
-    def copying_of(self, stage: int) -> float:
+    def offload_s_of(self, stage: int) -> float:
         """Time of one offload copy, one way; 0 if unknown."""
         return 0.0 if self.offload_s is None else self.offload_s[stage]
 
@@ -211,18 +208,18 @@ class ScheduleProblem:
         }
         return changes.get(kind, 0.0)
 
-    def waiting_of(self, stage: int) -> float:
+    def wgrad_bytes_of(self, stage: int) -> float:
         """Activation memory of ``stage`` between input and weight gradient."""
         if self.wgrad_bytes is None or self.weight_grad is None:
             return self.activation_of(stage)
         return self.wgrad_bytes[stage]
 
-    def most_of(self, stage: int) -> float:
+    def peak_bytes_of(self, stage: int) -> float:
         """Largest activation memory of ``stage``, from forward to weight gradient."""
-        return max(self.activation_of(stage), self.waiting_of(stage))
+        return max(self.activation_of(stage), self.wgrad_bytes_of(stage))
 
     @property
-    def waits_alike(self) -> bool:
+    def wgrad_holds_all(self) -> bool:
         """True if activations keep their size until their weight gradients."""
         if self.wgrad_bytes is None or self.weight_grad is None:
             return True
@@ -253,21 +250,21 @@ class ScheduleProblem:
                     f"{name}: values must be finite and {'positive' if least else '>= 0'}"
                 )
         if self.recompute_bytes is not None and self.recompute_s is None:
-            faults.append("recompute_bytes: given without recompute_s, the time that it takes")
+            faults.append("recompute_bytes: given without recompute_s, the recomputation time")
         if self.offload_s is not None and self.offload_bytes is None:
-            faults.append("offload_s: given without offload_bytes, what is copied in it")
+            faults.append("offload_s: given without offload_bytes, the bytes copied")
         if self.offload_bytes is not None:
             if self.offload_s is None:
                 faults.append("offload_bytes: given without offload_s, the time of the copy")
             own = map(self.activation_of, range(stages))
             if not faults and any(o > a for o, a in zip(self.offload_bytes, own, strict=True)):
-                faults.append(
-                    "offload_bytes: must not be more than each activation, of which it is a part"
-                )
+                faults.append("offload_bytes: must not exceed the activation of its stage")
         if not faults and self.recompute_s is not None:
             pairs = zip(self.backward, self.recompute_s, strict=True)
             if any(again > backward - LEAST_S for backward, again in pairs):
-                faults.append("recompute_s: must be less than each backward, of which it is a part")
+                faults.append(
+                    "recompute_s: must be less than the backward of its stage, which includes it"
+                )
         links = self.link if isinstance(self.link, tuple) else (self.link,) * (stages - 1)
         if len(links) != stages - 1:
             faults.append(f"link: need one value, or {stages - 1}, got {len(links)}")
@@ -281,12 +278,12 @@ class ScheduleProblem:
             )
         if not faults and self.cap is not None:
             for device, cap in enumerate(self.cap):
-                held = sum(map(self.most_of, self.placement.stages_of_device(device)))
+                held = sum(map(self.peak_bytes_of, self.placement.stages_of_device(device)))
                 if held > cap * (1 + 1e-9):
                     faults.append(
                         f"device {device} holds {held:g} for one microbatch, its cap is {cap:g}"
-                        + " (counting what weight gradients wait with, where that is more)"
-                        * (not self.waits_alike)
+                        + " (counting the bytes in the weight-gradient queue where they are more)"
+                        * (not self.wgrad_holds_all)
                     )
         return faults
 
@@ -405,7 +402,7 @@ class Certificate:
     seconds: float
 
     def __str__(self) -> str:
-        known = "proved" if self.proved else f"at most {self.gap:.1%} above the shortest"
+        known = "proved" if self.proved else f"at most {self.gap:.1%} above the lower bound"
         return f"{self.makespan:.4g} ({known}), by {self.solver} in {self.seconds:.1f} s"
 
     @property

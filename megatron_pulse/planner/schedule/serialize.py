@@ -53,7 +53,7 @@ def from_csv(
     text: str,
     placement: Placement | None = None,
     name: str = "csv",
-    fillers: tuple[BubbleTask, ...] = (),
+    bubble_tasks: tuple[BubbleTask, ...] = (),
 ) -> Schedule:
     """Parse a CSV text into a schedule for ``placement``, or for the one that its rows show.
 
@@ -75,13 +75,15 @@ def from_csv(
         raise ValueError(f"line {rows.line_num}: {error}") from error
     while order and not order[-1]:
         order.pop()
-    if not any(op.kind is not OpType.FILLER for operations in order for op in operations):
+    if not any(op.kind is not OpType.BUBBLE_TASK for operations in order for op in operations):
         raise ValueError("the file has no operations")
     order = _all_split([_from_zero(operations) for operations in order])
-    count = 1 + max(op.microbatch for row in order for op in row if op.kind is not OpType.FILLER)
+    count = 1 + max(
+        op.microbatch for row in order for op in row if op.kind is not OpType.BUBBLE_TASK
+    )
     _require_few(order, count)
     _require_ascending(order)
-    return Schedule(name, placement or _shown(order), count, tuple(order), fillers)
+    return Schedule(name, placement or _shown(order), count, tuple(order), bubble_tasks)
 
 
 def to_json(schedule: Schedule) -> dict[str, Any]:
@@ -93,14 +95,14 @@ def to_json(schedule: Schedule) -> dict[str, Any]:
         "device_of_stage": list(schedule.placement.device_of_stage),
         "num_microbatches": schedule.num_microbatches,
         "order": [[str(op) for op in order] for order in schedule.order],
-        "fillers": [asdict(filler) for filler in schedule.fillers],
+        "bubble_tasks": [asdict(task) for task in schedule.bubble_tasks],
     }
 
 
 def from_json(value: str | Mapping[str, Any]) -> Schedule:
     """Parse the object or text that ``to_json`` made; raises ValueError for anything else.
 
-    ``fillers`` may be missing.
+    ``bubble_tasks`` may be missing.
     """
     record = parse_json(value) if isinstance(value, str) else value
     try:
@@ -108,38 +110,40 @@ def from_json(value: str | Mapping[str, Any]) -> Schedule:
         order = tuple(tuple(_operation(text) for text in row) for row in record["order"])
         name, count = str(record["name"]), _whole(record["num_microbatches"])
         kind = str(record["placement"])
-        fillers = tuple(map(_filler, record.get("fillers", ())))
+        bubble_tasks = tuple(map(_bubble_task, record.get("bubble_tasks", ())))
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"not a schedule: {error!r}") from None
     _require_few(order, count)
     if max(home, default=0) >= len(order):
-        raise ValueError(f"stages are on devices 0 to {max(home)}, but orders are of {len(order)}")
+        raise ValueError(
+            f"stages are on devices 0 to {max(home)}, but order has {len(order)} devices"
+        )
     placement = next((p for p in _known(home) if p.kind.name == kind), None)
     if placement is None:
         raise ValueError(f"no {kind} placement has its stages on devices {home}")
-    return Schedule(name, placement, count, order, fillers)
+    return Schedule(name, placement, count, order, bubble_tasks)
 
 
-def _filler(record: Mapping[str, Any]) -> BubbleTask:
+def _bubble_task(record: Mapping[str, Any]) -> BubbleTask:
     devices = record["devices"]
     return BubbleTask(
         str(record["name"]),
         tuple(map(_number, record["slice_seconds"])),
         None if devices is None else tuple(map(_whole, devices)),
-        tuple(map(_piece, record.get("pieces", ()))),
-        tuple(tuple(map(_need, needs)) for needs in record.get("needs", ())),
-        tuple(map(_whole, record.get("readers", ()))),
+        tuple(map(_slice, record.get("slices", ()))),
+        tuple(tuple(map(_dep, deps)) for deps in record.get("deps", ())),
+        tuple(map(_whole, record.get("consumers", ()))),
     )
 
 
-def _piece(record: Sequence[Any]) -> tuple[int, int, int, int]:
+def _slice(record: Sequence[Any]) -> tuple[int, int, int, int]:
     first, last, start, end = map(_whole, record)
     return first, last, start, end
 
 
-def _need(record: Sequence[Any]) -> SliceDependency:
-    filler, number, lag = record
-    return SliceDependency(_whole(filler), _whole(number), _number(lag))
+def _dep(record: Sequence[Any]) -> SliceDependency:
+    task, number, lag = record
+    return SliceDependency(_whole(task), _whole(number), _number(lag))
 
 
 def _whole(value: object) -> int:
@@ -221,8 +225,8 @@ def _require_ascending(order: Sequence[Sequence[Operation]]) -> None:
         len(found) > 1 and all(a > b for a, b in pairwise(found)) for found in microbatches.values()
     ):
         raise ValueError(
-            "backwards of every stage run from the last microbatch to the first, as those of "
-            "torch's looped BFS; gradients here are added up in the order of the microbatches: "
+            "backwards of every stage run from the last microbatch to the first, as in "
+            "torch's looped BFS. Here gradients are accumulated in the order of the microbatches: "
             "write the backwards in that order"
         )
 
@@ -254,7 +258,7 @@ def _shown(order: Sequence[Sequence[Operation]]) -> Placement:
     rows: dict[int, set[int]] = {}
     for device, operations in enumerate(order):
         for op in operations:
-            if op.kind is not OpType.FILLER:
+            if op.kind is not OpType.BUBBLE_TASK:
                 rows.setdefault(op.stage, set()).add(device)
     missing = sorted(set(range(max(rows))) - rows.keys())
     if missing:

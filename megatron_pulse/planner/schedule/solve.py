@@ -7,8 +7,8 @@ beside it              what a solver can add (``ilp.attempt``), in a process of 
 =====================  ==========================================================================
 
 So a solver that finds nothing takes nothing where there is a second core, and little elsewhere.
-Time is of the processor, of each for itself, and whoever is slower is waited for: the answer does
-not depend on what else the machine does, unless it says that the wall clock ended a solver.
+Time is processor time of each process, and the faster process waits for the slower. The answer
+therefore does not depend on the machine's load, unless the wall clock ended a solver (reported).
 Theory: README.md beside this.
 """
 
@@ -65,7 +65,7 @@ def solve(problem: ScheduleProblem, seconds: float = 10.0, solver: str = "auto")
             added = beside.wait()
         found, notes = _with(problem, found, chosen, added)
         if beside.late or (added is not None and added.late):
-            cut_off = f"{found.certificate.solver}, {chosen} cut off by the wall clock"
+            cut_off = f"{found.certificate.solver}, {chosen} stopped at the time limit"
             found = replace(found, certificate=replace(found.certificate, solver=cut_off))
     made = replace(found.certificate, seconds=time.monotonic() - began)
     log.info(
@@ -75,7 +75,7 @@ def solve(problem: ScheduleProblem, seconds: float = 10.0, solver: str = "auto")
         ", proved" if made.proved else "",
         made.solver,
         made.seconds,
-        "; ".join(notes) or "no other way was needed",
+        "; ".join(notes) or "no solver was needed",
     )
     return replace(found, certificate=made)
 

@@ -118,20 +118,20 @@ def mismatches(plan: PlanFile, trace: Trace) -> list[str]:
     }
     ran = {**trace.world, **trace.run}
     faults = [
-        f"the trace is of a run with {name} {ran[name]}, the plan has {value}"
+        f"the traced run has {name} {ran[name]}, the plan has {value}"
         for name, value in said.items()
         if str(ran.get(name, value)) != str(value)
     ]
     if trace.backbone != plan.backbone:
         faults.append(
-            f"the trace is of backbone {trace.backbone.get('name')} with options "
-            f"{trace.backbone.get('options')}, the plan of {plan.backbone['name']} with "
+            f"the traced backbone is {trace.backbone.get('name')} with options "
+            f"{trace.backbone.get('options')}, the plan's {plan.backbone['name']} with "
             f"{plan.backbone['options']}"
         )
     elif trace.stages and trace.stages != plan.stages:
         sizes = [", ".join(str(len(names)) for names in cut) for cut in (trace.stages, plan.stages)]
         faults.append(
-            f"the trace is of a run of another plan: its stages have {sizes[0]} layers, the plan's "
+            f"the traced run had another plan: its stages have {sizes[0]} layers, the plan's "
             f"{sizes[1]}"
         )
     return faults

@@ -43,10 +43,10 @@ def rescale(profile: Profile, plan: PlanFile, measured: ScheduleProblem) -> Prof
     faults = []
     names = [name for stage in plan.stages for name in stage]
     if names != [layer.name for layer in profile.layers]:
-        faults.append(f"the profile is of other layers than {plan.backbone['name']} in the plan")
+        faults.append(f"the profile has other layers than {plan.backbone['name']} in the plan")
     if plan.tensor > 1:
         faults.append(
-            f"the run divided layers over {plan.tensor} ranks, but a profile is of whole layers: "
+            f"the run divided layers over {plan.tensor} ranks, but a profile has whole layers: "
             "trace a run with tensor 1"
         )
     if faults:
@@ -71,7 +71,7 @@ def rescale(profile: Profile, plan: PlanFile, measured: ScheduleProblem) -> Prof
         if backward <= 0:
             raise ProfileError(
                 f"stage {stage}: its backward took {in_ms(measured.backward[stage], 3)}, no "
-                f"longer than the forward that it computes again ({in_ms(again_s, 3)})"
+                f"longer than the forward that it recomputes ({in_ms(again_s, 3)})"
             )
         if measured.weight_grad is None:
             first = later = _ratio(backward, inputs + weights)

@@ -159,12 +159,12 @@ class Trace:
         faults += [
             f"{op} is of microbatch {op.microbatch}; there are {self.num_microbatches}"
             for op in counts
-            if op.kind is not OpType.FILLER and op.microbatch >= self.num_microbatches
+            if op.kind is not OpType.BUBBLE_TASK and op.microbatch >= self.num_microbatches
         ]
         busy_until: dict[int, float] = {}
         for timed in sorted(step.operations, key=lambda t: (t.start_s, t.end_s)):
             op, device, start_s, end_s = timed.operation, timed.device, timed.start_s, timed.end_s
-            if op.kind is not OpType.FILLER and (
+            if op.kind is not OpType.BUBBLE_TASK and (
                 op.stage >= len(self.device_of_stage) or self.device_of_stage[op.stage] != device
             ):
                 faults.append(f"{op} ran on device {device}, which does not hold it")

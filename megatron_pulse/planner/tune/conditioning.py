@@ -63,7 +63,7 @@ def conditioning(
             edge.source,
             edge.consumers,
             edge.num_bytes,
-            edge.wants * (edge.num_bytes // size * GRADIENT_BYTES),
+            edge.needs_grad * (edge.num_bytes // size * GRADIENT_BYTES),
             profile.layers[edge.source].name if edge.embedder else "",
         )
         for edge in profile.conditioning
@@ -116,12 +116,12 @@ def with_copies(
     split_backward = list(costs.split_backward_s or costs.backward_s)
     weight, saved = list(costs.weight_grad_s), list(costs.saved_bytes)
     recompute_s, recompute_bytes = list(costs.recompute_s), list(costs.recompute_bytes)
-    waiting = list(costs.wgrad_bytes or costs.saved_bytes)
+    wgrad_bytes = list(costs.wgrad_bytes or costs.saved_bytes)
     shared = list(costs.shared_bytes)
     for i in (embedder.layer for embedder in copied):
         for column in (forward, backward, split_forward, split_backward, weight, recompute_s):
             column[i] = 0.0
-        saved[i] = recompute_bytes[i] = waiting[i] = 0
+        saved[i] = recompute_bytes[i] = wgrad_bytes[i] = 0
         if i + 1 < len(shared):  # a shared input is now saved by the next layer alone
             saved[i + 1] += shared[i + 1]
             shared[i + 1] = 0
@@ -135,7 +135,7 @@ def with_copies(
                 column[first] += costs.backward_s[i] - again
             held = times[i].saved_bytes if i in recompute else costs.saved_bytes[i]
             saved[first] += held
-            waiting[first] += held
+            wgrad_bytes[first] += held
     return replace(
         costs,
         forward_s=tuple(forward),
@@ -146,6 +146,6 @@ def with_copies(
         saved_bytes=tuple(saved),
         recompute_s=tuple(recompute_s),
         recompute_bytes=tuple(recompute_bytes),
-        wgrad_bytes=tuple(waiting),
+        wgrad_bytes=tuple(wgrad_bytes),
         shared_bytes=tuple(shared),
     )

@@ -45,9 +45,8 @@ class Config:
     """Degrees, microbatch size in samples, and execution options of one configuration.
 
     ``split`` defers weight gradients (split backward). ``max_in_flight`` lets a schedule hold as
-    many
-    in-flight microbatches as fit, not only as many as 1F1B. With ``pp_before_dp`` neighbours in
-    the pipeline are neighbours in a node (Megatron's tp-pp-dp order). Otherwise replicas are
+    many in-flight microbatches as fit, not only as many as 1F1B. With ``pp_before_dp`` neighbours
+    in the pipeline are neighbours in a node (Megatron's tp-pp-dp order). Otherwise replicas are
     (tp-dp-pp, its default).
     """
 
@@ -168,15 +167,15 @@ def why_none(
     if not degrees:
         both = [t for t in divisors(devices_per_node) if num_devices % t == 0]
         return (
-            f"no tensor degree of {_listed(choices.tensor)} divides both {num_devices} devices and "
-            f"the {devices_per_node} of a node: {_listed(both)} do"
+            f"tensor degree {_listed(choices.tensor)}: none divides both the {num_devices} devices "
+            f"and the {devices_per_node} of a node. Possible: {_listed(both)}"
         )
     able, wanted = {pipeline for pipeline, _ in degrees}, choices.pipeline
     degrees = [each for each in degrees if wanted is None or each[0] in wanted]
     if not degrees:
         return (
-            f"no pipeline degree of {_listed(wanted or ())} divides {num_devices} devices with a "
-            f"tensor degree of {_listed(choices.tensor)}: {_listed(able)} do"
+            f"pipeline degree {_listed(wanted or ())}: none divides {num_devices} devices with "
+            f"tensor degree {_listed(choices.tensor)}. Possible: {_listed(able)}"
         )
     layouts = set(choices.layouts) - (set() if has_skips else {FOLD_SOFT})
     names, asked = ", ".join(map(str, choices.layouts)), {pipeline for pipeline, _ in degrees}
@@ -185,20 +184,21 @@ def why_none(
     ]
     if not degrees:
         return (
-            f"no layout of {names} for a pipeline degree of {_listed(asked)}: {WHOLE} is for 1, "
-            f"the others for more{'' if has_skips else f', {FOLD_SOFT} for backbones with skips'}"
+            f"layouts {names}: none is possible with pipeline degree {_listed(asked)}. "
+            f"{WHOLE} requires degree 1, all others more"
+            f"{'' if has_skips else f', and {FOLD_SOFT} requires a backbone with skips'}"
         )
     shares = {num_devices // (pipeline * tensor) for pipeline, tensor in degrees}
     samples = {global_batch_size // data for data in shares if global_batch_size % data == 0}
     if not samples:
         return (
-            f"a global batch of {global_batch_size} is no multiple of {_listed(shares)}, the "
-            "numbers of replicas that there can be"
+            f"global batch size {global_batch_size}: not a multiple of any possible number of "
+            f"replicas ({_listed(shares)})"
         )
     if not any(_sizes(each, choices.micro_batch_size) for each in samples):
         return (
-            f"no microbatch size of {_listed(choices.micro_batch_size or ())} divides what a "
-            f"replica has of a global batch of {global_batch_size}: {_listed(samples)} samples"
+            f"microbatch size {_listed(choices.micro_batch_size or ())}: none divides a replica's "
+            f"samples ({_listed(samples)}) of global batch size {global_batch_size}"
         )
     return None
 

@@ -52,9 +52,9 @@ def memory_bytes_per_s(profile: Profile, cluster: Cluster) -> float:
     if _is_cpu(profile):
         return CPU_BYTES_PER_S
     raise ClusterError(
-        f"cluster {cluster.name!r}: what the memory of its devices ({profile.device}) reaches is "
-        "not known, and the optimizer's time depends on it: give the cluster's file "
-        "'device: {tflops: X, bandwidth_gbs: Y}', the peaks of that device and of its memory"
+        f"cluster {cluster.name!r}: the memory bandwidth of its devices ({profile.device}) is "
+        "unknown, and the optimizer's time depends on it. Write the device's peaks into the "
+        "cluster file: 'device: {tflops: X, bandwidth_gbs: Y}'"
     )
 
 
@@ -79,9 +79,9 @@ def host_adam_s(profile: Profile, cluster: Cluster, state: ParameterState) -> fl
 def no_way_to_host(cluster: Cluster) -> ClusterError:
     """Error for optimizer offload on a cluster without a known link to the host."""
     return ClusterError(
-        f"cluster {cluster.name!r}: how its devices reach their node's memory is not known, where "
-        "the optimizer is to be: write links.host into its file ('pulse probe' measures it), or "
-        "leave out --optimizer-cpu-offload"
+        f"cluster {cluster.name!r} has no link to the host, which optimizer offload requires. "
+        "Write links.host into its file ('pulse probe' measures it), or leave out "
+        "--optimizer-cpu-offload"
     )
 
 

@@ -147,9 +147,9 @@ class Evaluator:
         """Reason why FSDP2 and HSDP are not predicted; empty if they are."""
         devices, batch = self.cluster.num_devices, self.global_batch_size
         if self.self_conditioning:
-            return "is not predicted with --self-conditioning"
+            return "not predicted with --self-conditioning"
         if batch % devices:
-            return f"is not predicted: {devices} devices do not divide a batch of {batch}"
+            return f"not predicted: {devices} devices do not divide a global batch of {batch}"
         return ""
 
     def fsdp_baseline(self) -> FsdpBaseline | None:
@@ -181,7 +181,7 @@ class Evaluator:
         to plan."""
         self.costs.refuse(config)
         if (size := self.size(config, whole=True)) > MOST:
-            said = f"{config}: {size:,} operations of a step, {MOST:,} can be planned"
+            said = f"{config}: a step has {size:,} operations, the maximum is {MOST:,}"
             raise UnfitError(Unfit.LONG, said)
 
     def simulated_microbatches(self, config: Config) -> int:

@@ -44,10 +44,10 @@ class Unfit(StrEnum):
     ACTIVATIONS = "activations do not fit"
     PARTITION = "no legal partition"
     LONG = "too many microbatches for a schedule"
-    SHARDS = "tensor parallelism divides nothing, or not evenly"
-    SLOWER = "slower than those listed, by its lower bound"
-    SAME = "comes to the same as another config"
-    LATE = "left when the search ended"
+    SHARDS = "tensor parallelism does not divide the parameters or heads evenly"
+    SLOWER = "lower bound above the step time of the listed configs"
+    SAME = "equivalent to another config"
+    LATE = "unexplored when the search ended"
 
 
 class UnfitError(PicklableError, ValueError):
@@ -203,21 +203,21 @@ class LayerCosts:
         stepping = state + self.optimizer_step_bytes(config, totals.trained) / config.pipeline
         limit = self.cluster.usable_bytes
         if stepping > limit:
-            said = f"{stepping / 1e9:.3g} GB on the mean device, which has {limit / 1e9:.3g}"
+            said = f"the mean device needs {stepping / 1e9:.3g} GB of {limit / 1e9:.3g} GB"
             raise UnfitError(Unfit.STATE, f"{config}: {said}")
         kept = totals.saved_bytes / config.pipeline
         if state + kept > limit:
             raise UnfitError(
                 Unfit.ACTIVATIONS,
-                f"{config}: {(state + kept) / 1e9:.3g} GB with one microbatch on the mean device, "
-                f"which has {limit / 1e9:.3g}",
+                f"{config}: with one microbatch the mean device needs "
+                f"{(state + kept) / 1e9:.3g} GB of {limit / 1e9:.3g} GB",
             )
 
     def _find_indivisible(self, tensor: int) -> str:
         """Reason why tensor parallelism of that degree is impossible; "" if it is possible."""
         sharded = [layer.sharded_parameters for layer in self.profile.layers]
         if tensor > 1 and (not any(sharded) or any(n % tensor for n in sharded)):
-            return f"T = {tensor} divides no or not all parameters"
+            return f"T = {tensor} does not divide the parameters of every layer"
         odd = [n for n in self.num_heads if n % tensor]
         return f"T = {tensor} does not divide {odd[0]} heads" if odd else ""
 

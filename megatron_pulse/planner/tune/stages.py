@@ -184,7 +184,8 @@ class StageBuilder:
         if (stepping := max(stages.stepping)) > limit and not anyhow:
             raise UnfitError(
                 Unfit.STATE,
-                f"{config}: {stepping / 1e9:.3g} GB of {limit / 1e9:.3g} while the optimizer works",
+                f"{config}: the optimizer step needs {stepping / 1e9:.3g} GB of "
+                f"{limit / 1e9:.3g} GB",
             )
         if not config.max_in_flight:
             most = min(most, config.pipeline)
@@ -194,8 +195,8 @@ class StageBuilder:
             if left < least:
                 raise UnfitError(
                     Unfit.ACTIVATIONS,
-                    f"{config}: device {device} has {max(0.0, left) / 1e9:.3g} GB for "
-                    f"{least / 1e9:.3g} GB of one microbatch",
+                    f"{config}: one microbatch needs {least / 1e9:.3g} GB on device {device}, "
+                    f"{max(0.0, left) / 1e9:.3g} GB are free",
                 )
             room.append(min(left, most * least + again[device]))
         return tuple(room)

@@ -70,15 +70,15 @@ def tune(
     if not found.outcomes:
         rest = Budget(max(0.0, search_s - found.seconds) + finish_s, clock)
         raise UntunableError(oom_advice(evaluator, choices, candidates, rest, found))
-    progress("what FSDP2 would come to", found)
+    progress("FSDP2 baseline", found)
     searched = clock()
-    found.opponent = evaluator.fsdp_baseline()
+    found.fsdp_baseline = evaluator.fsdp_baseline()
     progress("whole schedules", found)
     finish(evaluator, found, max(0.0, finish_s - (clock() - searched)), solver, clock=clock)
     if not found.outcomes:
         raise UntunableError(
-            "nothing fits: whole schedules of the best take more memory than what was simulated of "
-            "them: give --seconds for more of them, or other choices"
+            "nothing fits: whole schedules of the best configs need more memory than their "
+            "simulated part. Raise --seconds to try more configs, or relax the choices"
         )
     found.stopped = stopped()
     return found

@@ -139,12 +139,12 @@ def make_call(
     layer, wanted = backbone.layers[index], required_gradients(backbone)
     compute = getattr(torch, dtype)
 
-    def make(spec: TensorSpec, wants: bool) -> Tensor:
+    def make(spec: TensorSpec, needs_grad: bool) -> Tensor:
         shape, kind = tensor_meta(spec, micro_batch_size, compute)
         if not kind.is_floating_point:
             return torch.ones(shape, dtype=kind, device=device)
         values = torch.randn(shape, dtype=kind, device=device)
-        return values.requires_grad_(wants and spec.dtype == COMPUTE)
+        return values.requires_grad_(needs_grad and spec.dtype == COMPUTE)
 
     computed = {edge.name: edge.spec for edge in backbone.conditioning}
     fields = {
@@ -175,12 +175,20 @@ def layer_kind(backbone: Backbone, index: int) -> str:
     """
     layer, wanted = backbone.layers[index], required_gradients(backbone)
     edges = list(layer.pops.values()), sorted(layer.pushes.values()), list(layer.provides.values())
-    wants = (
+    needs_grad = (
         wanted.boundaries[index],
         [wanted.skips[name] for name in layer.pops],
         [wanted.conditioning.get(name, False) for name in layer.uses],
     )
-    parts = (layer.build, layer.inputs, layer.outputs, edges, layer.uses, layer.embedder, wants)
+    parts = (
+        layer.build,
+        layer.inputs,
+        layer.outputs,
+        edges,
+        layer.uses,
+        layer.embedder,
+        needs_grad,
+    )
     return repr(parts)
 
 
@@ -202,10 +210,10 @@ def describe_chain(
                 held.sharded,
                 held.sums,
                 frozen_parameters=held.frozen,
-                wants=any(wants),
+                needs_grad=any(needs_grad),
                 begins=i > 0 and i in backbone.starts,
             )
-            for i, (layer, held, wants) in enumerate(
+            for i, (layer, held, needs_grad) in enumerate(
                 zip(backbone.layers, sizes, wanted.boundaries, strict=True)
             )
         ),

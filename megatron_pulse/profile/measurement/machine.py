@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_pulse.profile.warnings import rank_threads, said_threads
+from megatron_pulse.profile.warnings import configured_threads, rank_threads
 
 
 def device_name(device: torch.device) -> str:
@@ -58,7 +58,7 @@ def compute_as_a_rank() -> None:
 
     By default torch uses all cores, and results may differ in the last bits.
     """
-    if said_threads() is None:
+    if configured_threads() is None:
         torch.set_num_threads(rank_threads())
 
 

@@ -77,7 +77,7 @@ class Encoding:
         self.components = tuple(components)
         self._device, self._number, self._links = device, number, links
         self._sizes: dict[str, _Sizes] = {}
-        self._fillers: tuple[BubbleTask, ...] = ()
+        self._bubble_tasks: tuple[BubbleTask, ...] = ()
         self._batches: tuple[Batch, ...] = ()
         self._samples: list[tuple[Batch, int]] = []
         self._states: dict[tuple[str, int], States] = {}
@@ -147,21 +147,25 @@ class Encoding:
     def fill(self, schedule: Schedule, batches: Sequence[Batch]) -> None:
         """Assign ``batches`` to the bubble tasks of ``schedule``; PulseError if they do not fit."""
         samples = _rows(batches)
-        if faults := list(self._filler_faults(schedule, len(samples))):
-            raise PulseError(format_faults("the plan's fillers", faults))
+        if faults := list(self._bubble_task_faults(schedule, len(samples))):
+            raise PulseError(format_faults("the plan's bubble tasks", faults))
         self._learn(batches)
-        self._fillers, self._batches, self._samples = schedule.fillers, tuple(batches), samples
+        self._bubble_tasks, self._batches, self._samples = (
+            schedule.bubble_tasks,
+            tuple(batches),
+            samples,
+        )
         self._states.clear()
         self._results.clear()
 
     def workloads(self, schedule: Schedule) -> list[Callable[[int], None]]:
         """Callables of the schedule's bubble tasks."""
-        return [self._workload(number) for number in range(len(schedule.fillers))]
+        return [self._workload(number) for number in range(len(schedule.bubble_tasks))]
 
     def filled(self) -> list[Encoded]:
         """Results that this device consumes, for every microbatch; call when the step has ended."""
         batches, found = self._batches, dict(self._results)
-        read = [self._component(f.name) for f in self._fillers if self._number in f.readers]
+        read = [self._component(f.name) for f in self._bubble_tasks if self._number in f.consumers]
         self._batches, self._samples = (), []
         self._states.clear()
         self._results.clear()
@@ -169,21 +173,21 @@ class Encoding:
 
     def _workload(self, number: int) -> Callable[[int], None]:
         def work(slice_: int) -> None:
-            filler = self._fillers[number]
-            component = self._component(filler.name)
+            task = self._bubble_tasks[number]
+            component = self._component(task.name)
             assert component.pieces is not None  # checked in fill
-            first, last, one, end = filler.pieces[slice_]
+            first, last, one, end = task.slices[slice_]
             for sample in range(one, end):
                 if first:
-                    states = self._states.pop((filler.name, sample))
+                    states = self._states.pop((task.name, sample))
                 else:
                     states = component.given(*self._samples[sample])
                 states = run_pieces(component.pieces[first:last], states)
                 if last < len(component.pieces):
-                    self._states[filler.name, sample] = states
+                    self._states[task.name, sample] = states
                 else:
                     kept = {name: states[name] for name in component.results}
-                    self._results[filler.name, sample] = kept
+                    self._results[task.name, sample] = kept
 
         return work
 
@@ -217,50 +221,49 @@ class Encoding:
 
     def _kept(self, message: Message) -> tuple[str, ...]:
         """Names of component inputs that later layers need; every device has these inputs."""
-        filler = self._fillers[message.producer.stage]
-        return self._sizes[filler.name].kept[filler.pieces[message.producer.microbatch][1] - 1]
+        task = self._bubble_tasks[message.producer.stage]
+        return self._sizes[task.name].kept[task.slices[message.producer.microbatch][1] - 1]
 
     def _content(self, message: Message) -> tuple[str, range, PackedLayout]:
         """Component, samples, and layout of a message."""
-        filler = self._fillers[message.producer.stage]
-        _, last, one, end = filler.pieces[message.producer.microbatch]
-        sizes = self._sizes[filler.name]
+        task = self._bubble_tasks[message.producer.stage]
+        _, last, one, end = task.slices[message.producer.microbatch]
+        sizes = self._sizes[task.name]
         if message.consumer == STEP_END:
-            return filler.name, range(one, end), sizes.results
-        _, _, first, after = filler.pieces[message.consumer.microbatch]
-        return filler.name, range(max(one, first), min(end, after)), sizes.layers[last - 1]
+            return task.name, range(one, end), sizes.results
+        _, _, first, after = task.slices[message.consumer.microbatch]
+        return task.name, range(max(one, first), min(end, after)), sizes.layers[last - 1]
 
     def _component(self, name: str) -> FrozenComponent:
         return next(c for c in self.components if c.name == name)
 
-    def _filler_faults(self, schedule: Schedule, num_samples: int) -> Iterator[str]:
+    def _bubble_task_faults(self, schedule: Schedule, num_samples: int) -> Iterator[str]:
         """Mismatches between the schedule's bubble tasks and these components or samples."""
         names = [component.name for component in self.components]
-        for number, filler in enumerate(schedule.fillers):
-            if filler.name not in names:
-                yield unknown_name("component", filler.name, names)
+        for number, task in enumerate(schedule.bubble_tasks):
+            if task.name not in names:
+                yield unknown_name("component", task.name, names)
                 continue
-            component = self._component(filler.name)
+            component = self._component(task.name)
             pieces = component.pieces
-            if not filler.pieces:
-                yield f"{filler.name}: its slices do not name their layers and samples"
+            if not task.slices:
+                yield f"{task.name}: its slices do not name their layers and samples"
                 continue
-            if pieces is not None and (last := max(p[1] for p in filler.pieces)) != len(pieces):
-                yield f"{filler.name} has {len(pieces)} layers, the plan's has {last}"
-            if (last := max(p[3] for p in filler.pieces)) != num_samples:
+            if pieces is not None and (last := max(p[1] for p in task.slices)) != len(pieces):
+                yield f"{task.name} has {len(pieces)} layers, the plan's has {last}"
+            if (last := max(p[3] for p in task.slices)) != num_samples:
                 yield (
-                    f"{filler.name} encodes {last} samples; a step of each pipeline has "
-                    f"{num_samples}"
+                    f"{task.name} encodes {last} samples; a step of each pipeline has {num_samples}"
                 )
-            if any(need.filler != number for needs in filler.needs for need in needs):
+            if any(dep.task != number for deps in task.deps for dep in deps):
                 yield (
-                    f"{filler.name} waits for results of another component; no component here does"
+                    f"{task.name} waits for results of another component; no component here does"
                 )
             own = schedule.order[self._number]
             if pieces is None and any(
-                op.kind is OpType.FILLER and op.stage == number for op in own
+                op.kind is OpType.BUBBLE_TASK and op.stage == number for op in own
             ):
-                yield f"{filler.name} runs on device {self._number}, which has no copy of it"
+                yield f"{task.name} runs on device {self._number}, which has no copy of it"
 
 
 def _measured(component: FrozenComponent, batch: Batch) -> _Sizes:

@@ -48,7 +48,7 @@ class TensorRouter:
         for delivery in given:
             key = (delivery.source, delivery.payload, delivery.name)
             self._takers.setdefault(key, []).append(delivery.destination)
-        self._wanted = {(d.source, d.payload, d.name) for d in given if d.wants}
+        self._wanted = {(d.source, d.payload, d.name) for d in given if d.needs_grad}
         self._inputs = {s: _inputs(routes, s) for s in own}
         self._store = TensorStore()
         self._conditioning_gradients: dict[tuple[str, int], Tensor] = {}
@@ -65,15 +65,15 @@ class TensorRouter:
         In training, inputs that need a gradient have ``requires_grad`` set. See ``Stage``.
         """
         taken = {}
-        for payload, name, _, wants in self._inputs[op.stage]:
+        for payload, name, _, needs_grad in self._inputs[op.stage]:
             tensor = self._store.take(op, payload, name)
             if payload is Payload.CONDITIONING:
                 tensor = summed(tensor)
             tensor = tensor.detach()
-            taken[payload, name] = tensor.requires_grad_(wants and torch.is_grad_enabled())
+            taken[payload, name] = tensor.requires_grad_(needs_grad and torch.is_grad_enabled())
         return taken
 
-    def wants(self, stage: int, payload: Payload, name: str) -> bool:
+    def needs_grad(self, stage: int, payload: Payload, name: str) -> bool:
         """True if a result of ``stage`` needs a gradient."""
         return (stage, payload, name) in self._wanted
 
@@ -97,8 +97,8 @@ class TensorRouter:
 
         Gradients of a conditioning are first summed over the device's stages.
         """
-        for payload, name, source, wants in self._inputs[op.stage]:
-            if not wants:
+        for payload, name, source, needs_grad in self._inputs[op.stage]:
+            if not needs_grad:
                 continue
             total = gradients[payload, name]
             if payload is Payload.CONDITIONING:
@@ -193,9 +193,9 @@ def _inputs(routes: Routes, stage: int) -> tuple[tuple[Payload, str, int, bool],
     """
     own = [d for d in routes.given_to(stage) if d.payload is not Payload.CONDITIONING]
     return (
-        *((d.payload, d.name, d.source, d.wants) for d in own),
+        *((d.payload, d.name, d.source, d.needs_grad) for d in own),
         *(
-            (Payload.CONDITIONING, c.name, c.source_stage, c.wants)
+            (Payload.CONDITIONING, c.name, c.source_stage, c.needs_grad)
             for c in routes.conditioning_into(stage)
         ),
     )

@@ -139,8 +139,8 @@ PROGRESS = Progress()
 
 def of_operation(op: Operation) -> str:
     """Describe an operation, such as ``in F2:7 (stage 2, microbatch 7)``."""
-    if op.kind is OpType.FILLER:
-        return f"in {op} (filler {op.stage}, slice {op.microbatch})"
+    if op.kind is OpType.BUBBLE_TASK:
+        return f"in {op} (bubble task {op.stage}, slice {op.microbatch})"
     return f"in {op} (stage {op.stage}, microbatch {op.microbatch})"
 
 

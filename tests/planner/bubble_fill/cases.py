@@ -15,7 +15,7 @@ from megatron_pulse.planner.schedule.registry import make_schedule
 def draw_case(rng: random.Random) -> FillProblem:
     """Two or three devices, one or two components of whole seconds, some with little memory.
 
-    Samples run one at a time, so that the exact model knows all pieces there can be.
+    Samples run one at a time, so that the exact model knows all slices there can be.
     """
     devices = rng.choice((2, 2, 3))
     folded = rng.random() < 0.5
@@ -45,8 +45,8 @@ def draw_case(rng: random.Random) -> FillProblem:
         )
         after = ("c0",) if number and rng.random() < 0.3 else ()
         home = None if rng.random() < 0.7 else (rng.randrange(devices),)
-        readers = tuple(sorted(rng.sample(range(devices), rng.randint(1, devices))))
-        components.append(Component(f"c{number}", layers, after, 1.0, readers, home, (1,)))
+        consumers = tuple(sorted(rng.sample(range(devices), rng.randint(1, devices))))
+        components.append(Component(f"c{number}", layers, after, 1.0, consumers, home, (1,)))
     samples = rng.randint(2, 4)
     free = None
     if bounded:

@@ -15,7 +15,7 @@ def shortest(problem: FillProblem, seconds: float) -> tuple[float, bool]:
     """The shortest filled step that is found, and whether it is proved.
 
     Pieces are of one sample; of a chain of layers between which nothing else runs the search makes
-    one piece, which is the same here. Memory counts as ``check.peak_bytes`` does, results' messages
+    one slice, which is the same here. Memory counts as ``check.peak_bytes`` does, results' messages
     of a device follow each other.
     """
     from ortools.sat.python import cp_model
@@ -96,7 +96,7 @@ def shortest(problem: FillProblem, seconds: float) -> tuple[float, bool]:
         assert lag == round(lag)
         for s in range(problem.num_samples):
             for d in devices:
-                away = len({*component.readers} - {d})
+                away = len({*component.consumers} - {d})
                 size = away * round(lag)
                 if size:
                     start = model.new_int_var(0, horizon, "")

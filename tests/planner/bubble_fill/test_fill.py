@@ -14,7 +14,7 @@ from megatron_pulse.errors import Faults
 from megatron_pulse.planner.bubble_fill import search
 from megatron_pulse.planner.bubble_fill.bound import lower_bound
 from megatron_pulse.planner.bubble_fill.check import faults_of, peak_bytes, sent_bytes
-from megatron_pulse.planner.bubble_fill.components import Component, FrozenLayer, Piece
+from megatron_pulse.planner.bubble_fill.components import Component, FrozenLayer, Slice
 from megatron_pulse.planner.bubble_fill.diffusionpipe import greedy
 from megatron_pulse.planner.bubble_fill.knapsack import prefixes
 from megatron_pulse.planner.bubble_fill.problem import FilledOrder, FillProblem
@@ -110,7 +110,7 @@ def test_a_clock_ends_what_a_busy_machine_cannot_do(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(search, "LATE_S", 0.05)
     found = fill(problem, 0.01)
     assert faults_of(problem, found.filled) == []
-    assert found.certificate.solver.endswith("drafts, cut off by the clock")
+    assert found.certificate.solver.endswith("drafts, stopped at the time limit")
 
 
 def test_memory_decides_where_parameters_live() -> None:
@@ -138,7 +138,7 @@ def test_what_memory_and_links_count() -> None:
         (0,),
     )
     problem = one_f_one_b((component,), 1, link=Link(0.5, 4.0))
-    first, second = Piece(0, (0, 2), (0, 1)), Piece(0, (2, 3), (0, 1))
+    first, second = Slice(0, (0, 2), (0, 1)), Slice(0, (2, 3), (0, 1))
     orders = [list(order) for order in problem.schedule.order]
     orders[0].append(first)
     orders[1].append(second)
@@ -156,28 +156,30 @@ def test_every_fault_is_told() -> None:
     problem = one_f_one_b((TEXT, replace(IMAGE, devices=(0, 1), counts=(1, 2))), 4)
     found = fill(problem, 0.0).filled
     assert faults_of(problem, found) == []
-    device, piece = next((d, p) for d, p in found.pieces if p.component == 1)
+    device, slice_ = next((d, p) for d, p in found.slices if p.component == 1)
 
-    def changed(*pieces: Piece, at: int = device) -> list[str]:
-        orders = [[i for i in order if i != piece] for order in found.order]
-        orders[at].extend(pieces)
+    def changed(*slices: Slice, at: int = device) -> list[str]:
+        orders = [[i for i in order if i != slice_] for order in found.order]
+        orders[at].extend(slices)
         return faults_of(problem, FilledOrder(tuple(map(tuple, orders))))
 
-    count = piece.layers[1] - piece.layers[0]
-    assert f"'image': {count * piece.num_samples} of (layer, sample) are missing" in changed()[0]
-    assert "run more than once" in changed(piece, piece)[0]
-    assert "device 3 may not host 'image'" in changed(piece, at=3)[0]
-    assert "there are layers 0 to 10" in changed(piece._replace(layers=(0, 12)))[0]
-    assert "there is no such component" in changed(piece._replace(component=2))[0]
+    count = slice_.layers[1] - slice_.layers[0]
+    assert f"'image': {count * slice_.num_samples} of (layer, sample) are missing" in changed()[0]
+    assert "run more than once" in changed(slice_, slice_)[0]
+    assert "device 3 may not host 'image'" in changed(slice_, at=3)[0]
+    assert "there are layers 0 to 10" in changed(slice_._replace(layers=(0, 12)))[0]
+    assert "there is no such component" in changed(slice_._replace(component=2))[0]
     first = found.order[0][0]
     others = (found.order[0][::-1], *found.order[1:])
-    assert "operations are not those" in faults_of(problem, FilledOrder(others))[0], first
+    assert "operations differ from the schedule" in faults_of(problem, FilledOrder(others))[0], (
+        first
+    )
     late = [list(order) for order in problem.schedule.order]
-    late[3].insert(2, Piece(0, (0, 12), (0, 4)))
-    late[0].append(Piece(1, (0, 11), (0, 2)))
-    late[0].append(Piece(1, (0, 11), (2, 4)))
+    late[3].insert(2, Slice(0, (0, 12), (0, 4)))
+    late[0].append(Slice(1, (0, 11), (0, 2)))
+    late[0].append(Slice(1, (0, 11), (2, 4)))
     faults = faults_of(problem, FilledOrder(tuple(map(tuple, late))))
-    assert any("device 3: pieces put off F3:1" in fault for fault in faults), faults
+    assert any("device 3: slices delay F3:1" in fault for fault in faults), faults
 
 
 def test_components_wait_for_each_other() -> None:
@@ -186,15 +188,15 @@ def test_components_wait_for_each_other() -> None:
     found = fill(problem, 0.05)
     assert faults_of(problem, found.filled) == []
     timeline = FilledSimulation(problem, found.filled).run()
-    for _, piece in found.filled.pieces:
-        if piece.component == 0 and piece.layers[0] == 0:
+    for _, slice_ in found.filled.slices:
+        if slice_.component == 0 and slice_.layers[0] == 0:
             ends = [
                 timeline.end[p]
-                for _, p in found.filled.pieces
-                if p.component == 1 and p.layers[1] == 12 and p.samples[0] <= piece.samples[0]
-                if p.samples[1] > piece.samples[0]
+                for _, p in found.filled.slices
+                if p.component == 1 and p.layers[1] == 12 and p.samples[0] <= slice_.samples[0]
+                if p.samples[1] > slice_.samples[0]
             ]
-            assert ends and timeline.start[piece] >= max(ends)
+            assert ends and timeline.start[slice_] >= max(ends)
 
 
 @settings(max_examples=25, derandomize=True, deadline=None)
@@ -264,26 +266,26 @@ def test_components_that_cannot_be() -> None:
         Component("x", ())
     with pytest.raises(Faults, match="times must be finite and positive"):
         Component("x", (FrozenLayer("a", {1: math.nan}),))
-    with pytest.raises(Faults, match="wait for each other in a circle: a, b"):
+    with pytest.raises(Faults, match="depend on each other in a cycle: a, b"):
         one_f_one_b((replace(TEXT, name="a", after=("b",)), replace(TEXT, name="b", after=("a",))))
     with pytest.raises(Faults) as caught:
-        one_f_one_b((replace(TEXT, readers=(7,)), replace(TEXT, after=("image",))), 0)
+        one_f_one_b((replace(TEXT, consumers=(7,)), replace(TEXT, after=("image",))), 0)
     assert [fault.partition(":")[0] for fault in caught.value.faults] == [
         "0 samples",
-        "the component 'text' is there twice",
+        "component 'text' is defined twice",
         "component 'text'",
         "component 'text' names device 7 of 4",
     ]
 
 
 def test_states_do_not_travel_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of steps of about the same time the one that moves less is found."""
+    """Among steps of similar time the search prefers the one that sends less."""
     problem = one_f_one_b((TEXT, IMAGE), link=Link(0.0, 6.0))
 
     def found(weight: float) -> tuple[float, float]:
         monkeypatch.setattr(search, "MOVED", weight)
         steps = [FilledSimulation(problem, fill(problem, 0.15, seed).filled) for seed in range(3)]
-        lags = sum(lag for step in steps for needs in step.needs.values() for _, lag in needs)
+        lags = sum(lag for step in steps for deps in step.deps.values() for _, lag in deps)
         return sum(step.run().makespan for step in steps), lags
 
     weight = search.MOVED

@@ -67,13 +67,13 @@ def test_a_filled_plan_is_read_as_it_was_written(filled: PlanFile, tmp_path: Pat
     assert load_checked(file) == read_plan(file)[1]
     schedule = load_checked(file).schedule
     assert validate(schedule) == [] and schedule == filled.schedule
-    assert [filler.name for filler in schedule.fillers] == ["text", "pooled"]
+    assert [task.name for task in schedule.bubble_tasks] == ["text", "pooled"]
     timeline = filled.simulate_step().timeline
     for line in schedule.order:
         for op in line:
             for source, lag in schedule.slices_before(op):
                 assert timeline.start[op] >= timeline.end[source] + lag - 1e-12
-    assert any(filler.needs[-1] for filler in schedule.fillers)
+    assert any(task.deps[-1] for task in schedule.bubble_tasks)
 
 
 def test_show_and_check_name_encoders(
@@ -88,7 +88,7 @@ def test_show_and_check_name_encoders(
         and "X0        text: " in out
         and "X1        pooled: " in out
     )
-    assert "filler, text, slice" in (tmp_path / "plan.svg").read_text()
+    assert "bubble task, text, slice" in (tmp_path / "plan.svg").read_text()
     assert main(["check", str(file)]) == 0
     assert "it can run" in capsys.readouterr().out
 
@@ -104,26 +104,26 @@ def dearer(record: Record) -> None:
 
 
 def samples_lost(record: Record) -> None:
-    record["schedule"]["fillers"][0]["pieces"][0][3] += 1
+    record["schedule"]["bubble_tasks"][0]["slices"][0][3] += 1
 
 
 def circle(record: Record) -> None:
-    count = len(record["schedule"]["fillers"][0]["slice_seconds"])
-    record["schedule"]["fillers"][0]["needs"][0] = [[0, count - 1, 0.0]]
+    count = len(record["schedule"]["bubble_tasks"][0]["slice_seconds"])
+    record["schedule"]["bubble_tasks"][0]["deps"][0] = [[0, count - 1, 0.0]]
 
 
 EDITS: dict[str, tuple[Callable[[Record], object], str]] = {
     "twice": (slice_twice, "X0:0 is in the schedule 2 times"),
-    "dearer": (dearer, "pieces put off"),
+    "dearer": (dearer, "slices delay"),
     "quicker": (
         lambda r: r["encoders"][1]["layers"][0]["seconds"].update({"1": 1e-9, "8": 8e-9}),
-        "slice_seconds is not what the costs of encoders make it",
+        "slice_seconds does not follow from the costs in encoders",
     ),
     "samples": (samples_lost, "run more than once"),
     "circle": (circle, "deadlock"),
-    "no encoders": (lambda r: r.pop("encoders"), "filler 'text' is of no component"),
+    "no encoders": (lambda r: r.pop("encoders"), "bubble task 'text' belongs to no component"),
     "another name": (
-        lambda r: r["schedule"]["fillers"][1].update(name="x"), "no component is called 'x'"
+        lambda r: r["schedule"]["bubble_tasks"][1].update(name="x"), "no component is called 'x'"
     ),
     "a layer lost": (lambda r: r["encoders"][1]["layers"].pop(), "there are layers 0 to 1"),
     "bytes": (
@@ -133,9 +133,9 @@ EDITS: dict[str, tuple[Callable[[Record], object], str]] = {
     "too large": (
         lambda r: r["encoders"][0]["layers"][0].update(parameter_bytes=1e14), "bytes, "
     ),
-    "needs": (
-        lambda r: r["schedule"]["fillers"][0].update(needs=[]),
-        "needs is not what the costs of encoders make it",
+    "deps": (
+        lambda r: r["schedule"]["bubble_tasks"][0].update(deps=[]),
+        "deps does not follow from the costs in encoders",
     ),
 }  # fmt: skip
 
@@ -159,28 +159,33 @@ def test_a_plan_without_encoders_says_nothing_of_them(tmp_path: Path) -> None:
     plan = small_plan()
     save_plan(plan, tmp_path / "plan.json")
     assert "encoders" not in json.loads((tmp_path / "plan.json").read_text())
-    assert not any(op.kind is OpType.FILLER for line in plan.schedule.order for op in line)
-    assert Operation(OpType.FILLER, 0, 0) not in plan.simulate_step().timeline.end
+    assert not any(op.kind is OpType.BUBBLE_TASK for line in plan.schedule.order for op in line)
+    assert Operation(OpType.BUBBLE_TASK, 0, 0) not in plan.simulate_step().timeline.end
 
 
 def test_a_table_that_cannot_be_used(tmp_path: Path) -> None:
     file = tmp_path / "encoders.json"
     table = EncoderTable(component_records(components(small_plan()))).record()
     file.write_text(json.dumps(table))
-    assert [one["name"] for one in read_table(file).components] == ["text", "pooled"]
+    assert read_table(file).components == table["components"]
+    former = json.loads(file.read_text())
+    for one in former["components"]:
+        one["readers"] = one.pop("consumers")
+    file.write_text(json.dumps(former))
+    assert read_table(file).components == table["components"]
     table["components"][1]["after"] = ["pooled"]
     file.write_text(json.dumps(table))
-    with pytest.raises(TableError, match="wait for each other in a circle: pooled"):
+    with pytest.raises(TableError, match="depend on each other in a cycle: pooled"):
         read_table(file)
     table["components"][0]["layers"][0]["seconds"] = {"0": 1}
-    table["components"][1]["readers"] = "some"
+    table["components"][1]["consumers"] = "some"
     del table["components"][1]["counts"]
     file.write_text(json.dumps(table))
     with pytest.raises(TableError) as caught:
         read_table(file)
     said = str(caught.value)
     assert "a number of samples, 1 or more" in said and "counts is missing" in said
-    assert 'readers is \'some\'; allowed is "all", "ends", or a list of devices' in said
+    assert 'consumers is \'some\'; allowed is "all", "ends", or a list of devices' in said
 
 
 def test_tune_fills(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -209,12 +214,15 @@ def test_tune_fills(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert read_table(tmp_path / "encoders.json") == other
     assert main(["schedule", *given[:4], "-p", "2", "-m", "4", "--seconds", "1"]) == 0
     said = capsys.readouterr().err
-    assert "are of what another reads" in said and "costs of encoders are A100-80GB's" in said
+    assert (
+        "encoder costs are for backbone another" in said
+        and "encoder costs are of A100-80GB" in said
+    )
     csv = str(tmp_path / "x.csv")
     assert main(["schedule", *given[:4], "-p", "2", "-m", "4", "--csv", csv]) == 2
     assert not (tmp_path / "x.csv").exists()
     assert "--csv holds no encoders" in capsys.readouterr().err
-    assert [f.name for f in load_checked(tmp_path / "plan.json").schedule.fillers] == [
+    assert [f.name for f in load_checked(tmp_path / "plan.json").schedule.bubble_tasks] == [
         "text",
         "pooled",
     ]
@@ -233,14 +241,14 @@ def encoded(plan: PlanFile, *given: Component, **fixed: str) -> EncodedPlan:
 def test_each_encoder_runs_where_a_step_is_shortest(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Small layers fit into idle time; one layer that is longer than any of it does not, and is
-    shared out in front, where after the flush devices wait for it."""
+    """Small layers fit into bubbles. One layer longer than every bubble runs before the step,
+    divided over the devices."""
     plan = small_plan(split=True)
     idle, samples = sum(plan.simulate_step().timeline.bubble), plan.num_samples
     text = steady("text", 12, 0.4 * idle / samples / 12)
     found = encoded(plan, text, steady("vae", 1, 3 * max(plan.problem.forward)))
     assert {c.name: c.policy for c in found.choices} == {"text": "fill", "vae": "before-step"}
-    assert [f.name for f in found.plan.schedule.fillers] == ["text"]
+    assert [f.name for f in found.plan.schedule.bubble_tasks] == ["text"]
     assert [one["name"] for one in found.plan.before_step or ()] == ["vae"]
     both = {c.name: c for c in found.choices}
     for choice in found.choices:
@@ -262,7 +270,7 @@ def test_each_encoder_runs_where_a_step_is_shortest(
     record = unsealed_record(file)
     record["policies"][0]["policy"] = "before-step"
     file.write_text(json.dumps(record))
-    with pytest.raises(PlanFileError, match="the plan does"):
+    with pytest.raises(PlanFileError, match="but the plan has"):
         load_checked(file)
 
 
@@ -272,11 +280,13 @@ def test_policies_that_are_given_are_obeyed() -> None:
     text = steady("text", 12, 0.4 * idle / plan.num_samples / 12)
     assert encoded(plan, text, text=Policy.BEFORE_STEP).plan.encoders is None
     long = steady("vae", 1, 3 * max(plan.problem.forward))
-    assert [f.name for f in encoded(plan, long, vae=Policy.FILL).plan.schedule.fillers] == ["vae"]
+    assert [f.name for f in encoded(plan, long, vae=Policy.FILL).plan.schedule.bubble_tasks] == [
+        "vae"
+    ]
 
 
 def test_who_takes_results_is_not_in_idle_time_alone() -> None:
-    """Of components that wait for each other, and of many, not every set is tried."""
+    """Sets of dependent components, or of many, are not all tried."""
     text, pooled = components(small_plan())
     assert {frozenset(), frozenset({"text"}), frozenset({"text", "pooled"})} == {
         *encoder_policies._sets([text, pooled])

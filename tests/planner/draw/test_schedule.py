@@ -93,7 +93,7 @@ def test_every_operation_is_drawn_once_at_its_time(name: str) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_links_go_from_end_to_arrival(name: str) -> None:
-    """As many as there are messages, none before it is sent, each as long as the link."""
+    """One mark per message, from its send on, as long as the link time."""
     problem, timeline = case(name, CASES[name])
     svg = parse(draw_schedule(problem, timeline, "t"))
     placement = problem.placement
@@ -148,7 +148,7 @@ def test_looks_differ_without_colour() -> None:
 
 
 def stretched(timeline: Timeline, factor: float) -> Timeline:
-    """As a slower machine would be measured."""
+    """Timeline stretched as on a slower machine."""
     return Timeline(
         timeline.schedule,
         {op: factor * t for op, t in timeline.start.items()},
@@ -173,7 +173,7 @@ def test_two_timelines_share_one_axis() -> None:
     assert "predicted: makespan" in text and "measured: makespan" in text and "time (ms)" in text
 
 
-def test_fillers_are_drawn() -> None:
+def test_bubble_tasks_are_drawn() -> None:
     problem, _ = case("gpipe", fold(2))
     schedule = CLASSICS["gpipe"](problem.placement, problem.num_microbatches)
     filled = fill(problem, schedule, [BubbleTask("text encoder", (0.4,) * 5)])
@@ -181,7 +181,7 @@ def test_fillers_are_drawn() -> None:
     svg = parse(draw_schedule(problem, timeline, "t"))
     drawn = [said(bar) for bar in of_class(svg, "op") if said(bar).startswith("X")]
     assert sorted(drawn) == [f"X0:{k}" for k in range(5)]
-    assert "X0:4: filler, text encoder, slice 4" in "".join(svg.itertext())
+    assert "X0:4: bubble task, text encoder, slice 4" in "".join(svg.itertext())
     names = {e["name"] for e in trace_events(problem, timeline)["traceEvents"] if e["ph"] == "X"}
     assert {f"X0:{k}" for k in range(5)} <= names
 

@@ -1,4 +1,4 @@
-"""What is computed again is as little as will do: against all subsets, and all cuts of them."""
+"""Activation policies are minimal: compared with all subsets, and with all their cuts."""
 
 from __future__ import annotations
 
@@ -78,15 +78,15 @@ def test_of_all_what_is_cheap_or_nothing_the_least_work_is_chosen(
     sufficient = []
     for ways in product(range(3), repeat=len(layers)):
         again, part = ([e for e, w in zip(layers, ways, strict=True) if w == n] for n in (1, 2))
-        if all(e.part_bytes > 0 for e in part) and enough(again, [], need, beside, part):
-            sufficient.append(sum(e.seconds for e in again) + sum(e.part_s for e in part))
+        if all(e.selective_bytes > 0 for e in part) and enough(again, [], need, beside, part):
+            sufficient.append(sum(e.seconds for e in again) + sum(e.selective_s for e in part))
     found = solve_activation_policy(layers, need, beside)
     assert (found is None) == (not sufficient)
     if found is not None:
         assert not found.recompute & found.selective and not found.offload
         again, part = ([layers[i] for i in of] for of in (found.recompute, found.selective))
         assert enough(again, [], need, beside, part)
-        seconds = sum(e.seconds for e in again) + sum(e.part_s for e in part)
+        seconds = sum(e.seconds for e in again) + sum(e.selective_s for e in part)
         assert seconds <= 1.02 * min(sufficient) + 1e-9
         assert least_seconds(layers, need) <= min(sufficient) + 1e-9
 
@@ -158,8 +158,8 @@ def least_load(evaluator: Evaluator, config: Config) -> float | None:
 
 
 def beside_the_best(evaluator: Evaluator, config: Config) -> tuple[Stages, float]:
-    """The config's own stages, which have room for what is in flight, and by what share their
-    busiest device has more to do than it has to."""
+    """The config's stages with room for the in-flight microbatches, and the excess load of the
+    busiest device."""
     best = least_load(evaluator, config)
     assert best is not None
     stages = evaluator.feasible.best(config)
@@ -230,7 +230,7 @@ def test_what_is_kept_computed_again_and_on_the_host_is_about_the_best_of_all() 
 
 
 def test_three_ways_are_about_the_best_of_all() -> None:
-    """Of one device's layers, where bytes on the host are any part of what is computed again."""
+    """Layers of one device, with any part of the recomputed bytes offloaded."""
     over = []
     for seed in range(300):
         rng = random.Random(seed)
@@ -245,11 +245,11 @@ def test_three_ways_are_about_the_best_of_all() -> None:
             )
         need = rng.uniform(0.1, 1.1) * sum(layer.num_bytes for layer in layers)
         beside = rng.uniform(0.0, 0.5e6)
-        link_s = link * rng.random() * sum(layer.copying for layer in layers)
+        link_s = link * rng.random() * sum(layer.offload_s for layer in layers)
         best = inf
         for ways in product(range(3), repeat=len(layers)):
             again, host = ([e for e, w in zip(layers, ways, strict=True) if w == n] for n in (1, 2))
-            if sum(each.copying for each in host) <= link_s and enough(again, host, need, beside):
+            if sum(each.offload_s for each in host) <= link_s and enough(again, host, need, beside):
                 best = min(best, sum(each.seconds for each in again))
         found = solve_activation_policy(layers, need, beside, link_s)
         assert (found is None) == (best == inf)
@@ -258,7 +258,7 @@ def test_three_ways_are_about_the_best_of_all() -> None:
                 [layers[i] for i in chosen] for chosen in (found.recompute, found.offload)
             )
             assert not found.recompute & found.offload and enough(again, host, need, beside)
-            assert sum(each.copying for each in host) <= link_s
+            assert sum(each.offload_s for each in host) <= link_s
             over.append(sum(each.seconds for each in again) / best - 1 if best else 0.0)
             assert best or not again
     assert len(over) > 200 and sum(each > 0.02 for each in over) <= 1
@@ -281,8 +281,8 @@ def enough(
     beside: float,
     part: Sequence[LayerSavings] = (),
 ) -> bool:
-    """Whether these spare what is needed, and what they need themselves."""
-    most = max([beside, *(e.transient for e in again), *(e.part_transient for e in part)])
+    """True if these layers free the needed bytes, and those that they use themselves."""
+    most = max([beside, *(e.transient for e in again), *(e.selective_transient for e in part)])
     spared = sum(each.num_bytes for each in again) + sum(each.offload_bytes for each in host)
-    spared += sum(each.part_bytes for each in part)
+    spared += sum(each.selective_bytes for each in part)
     return spared >= (need + most - beside) * (1 - 1e-9)

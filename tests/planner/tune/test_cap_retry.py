@@ -1,4 +1,4 @@
-"""What only just has no room gets a schedule by lower caps."""
+"""Steps that just exceed memory get a schedule by lower caps."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def evaluators() -> list[Evaluator]:
 
 
 def test_what_holds_a_little_too_much_is_made_with_lower_caps() -> None:
-    """Skips that wait on their device for a later stage are in no cap: many steps that had no room
-    have some, and what they come to is a schedule of the problem, with a bound of the problem's."""
+    """Collocated skips between stages are in no cap. Many steps that did not fit get a valid
+    schedule with the problem's bound."""
     mended = without = 0
     for evaluator in evaluators():
         limit = evaluator.cluster.usable_bytes

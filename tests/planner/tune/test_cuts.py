@@ -57,9 +57,8 @@ def test_light_cuts_end_a_step_sooner_and_are_the_best_of_their_weight() -> None
 
 
 def test_cuts_do_not_avoid_messages_that_are_hidden() -> None:
-    """Links that are busy for less than the devices do not keep cuts from being even: the busiest
-    device has no more to do than with cuts that know no messages, which is less than with those
-    that count them in."""
+    """Links that are less busy than the devices leave cuts balanced: the busiest device has no more
+    load than with cuts that ignore messages."""
     choices = Choices(pipeline=(4,), tensor=(1,), micro_batch_size=(1,), max_in_flight=(False,))
     gained = 0
     for seed in range(12):

@@ -1,4 +1,4 @@
-"""What is worked out of a config without a schedule."""
+"""Estimates and bounds of a config without a schedule."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def at(evaluator: Evaluator, num_bytes: float) -> Evaluator:
 
 
 def test_nothing_is_refused_that_some_cuts_have_room_for() -> None:
-    """With the least memory that any cuts need, and little more."""
+    """Memory at and just above the least need of any cuts."""
     cases = 0
     for seed in range(60):
         rng = random.Random(seed)
@@ -138,8 +138,8 @@ def test_cuts_are_the_same_whatever_was_asked_for_before() -> None:
 
 
 def test_of_equal_loads_the_cuts_hold_more_microbatches() -> None:
-    """Cuts that are found as if each device needed as much beside activations as the worst are
-    moved on by what each does; else they take 23 % longer than the best, in the mean."""
+    """Cuts found with the largest workspace on every device are refined with each device's own.
+    Without refinement they take 23 % longer than the best on average."""
     lost = []
     for seed in range(24):
         rng = random.Random(seed)
@@ -162,7 +162,7 @@ def test_of_equal_loads_the_cuts_hold_more_microbatches() -> None:
 
 
 def test_seconds_that_are_left_go_to_other_cuts() -> None:
-    """With a budget a search goes on when it has looked at all configs."""
+    """A search with a budget continues after all configs were examined."""
     layout, sooner = LAYOUTS["interleaved"], 0
     choices = Choices(pipeline=(4,), tensor=(1,), recompute=(Recompute.NEVER,), layouts=(layout,))
     for seed in range(4, 7):
@@ -183,8 +183,8 @@ def test_seconds_that_are_left_go_to_other_cuts() -> None:
 
 @pytest.mark.parametrize(("seed", "name"), [(2, "interleaved"), (6, "fold soft")])
 def test_of_what_has_only_just_no_room_moved_cuts_have_some(seed: int, name: str) -> None:
-    """Somewhat less memory than the best takes costs a search that moves cuts of what has room for
-    itself alone, or of what is the best then, 2 % and 9 %."""
+    """With slightly less memory than the best needs, local search from feasible cuts, or from the
+    new best, loses 2 % and 9 %."""
     layout = LAYOUTS[name]
     max_in_flight = Evaluator(
         uneven(random.Random(seed), 11, 3), cluster(1, 2, memory_gb=1000.0, intra_gbs=20.0), 4

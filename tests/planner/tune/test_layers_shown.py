@@ -1,4 +1,4 @@
-"""What ``pulse show --layers`` lists adds up to what the plan's schedule was made with."""
+"""``pulse show --layers`` lists costs that add up to the plan's times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What devices hold at most, by hand."""
+"""Peak memory of devices, by hand."""
 
 from __future__ import annotations
 

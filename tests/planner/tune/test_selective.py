@@ -72,7 +72,7 @@ def test_it_costs_less_than_whole_layers() -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_a_search_minds_what_weight_gradients_wait_with(seed: int) -> None:
-    """That may be more than what is kept until the input gradient."""
+    """The weight-gradient queue may hold more than the activations before."""
     rng = random.Random(seed)
     chain = profile(rng, 16, 0, parameters=1_000_000, saved_mb=150.0, dear=(0.2, 0.6))
     of = Evaluator(chain, cluster(1, 4, rng.uniform(1.0, 2.5)), 24)
@@ -83,10 +83,10 @@ def test_a_search_minds_what_weight_gradients_wait_with(seed: int) -> None:
 
 
 def test_what_is_against_it_may_do_the_same() -> None:
-    """FSDP2 with as much memory for each device."""
+    """FSDP2 with equal memory per device."""
     least = [of.fsdp_baseline() for of in (evaluator(memory_gb=3.5), evaluator(None, 3.5))]
     with_part, whole = (found.step_s for found in least if found is not None)
-    assert least[0] is not None and least[0].fitted.again.selective
+    assert least[0] is not None and least[0].fitted.activations.selective
     assert with_part < whole
 
 

@@ -57,7 +57,7 @@ def sharded() -> Profile:
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Record:
-    """What the tuner wrote for two nodes of four devices: all three degrees are 2."""
+    """Plan of the tuner for two nodes of four devices: all three degrees are 2."""
     machines = Cluster(
         "two nodes",
         2,
@@ -137,9 +137,9 @@ def later(record: Record) -> None:
     record["times"]["cap_bytes"] = [1e9, 1e9]
 
 
-def filler(record: Record) -> None:
-    """Work in the schedule that was not there."""
-    record["schedule"]["fillers"] = [{"name": "x", "slice_seconds": [3.0], "devices": None}]
+def added_bubble_task(record: Record) -> None:
+    """A bubble task that the plan did not have."""
+    record["schedule"]["bubble_tasks"] = [{"name": "x", "slice_seconds": [3.0], "devices": None}]
     record["schedule"]["order"][0].insert(1, "X0:0")
 
 
@@ -167,11 +167,11 @@ EDITS: dict[str, tuple[Edit, str]] = {
     "batch": (
         both(*(times(2, n) for n in ("global_batch_size", "micro_batch_size")),
              times(2, "predicted", "samples_per_s")),
-        "micro_batch_size is 4; the costs in the plan are at 2",
+        "micro_batch_size is 4; profile has costs for microbatch size 2",
     ),
     "batch alone": (times(2, "global_batch_size"), "the schedule has 4 microbatches"),
     "microbatch": (times(0.5, "micro_batch_size"), "the schedule has 4 microbatches"),
-    "float32": (put("dtype", to="float32"), "dtype is 'float32'; from the costs in the plan it is"),
+    "float32": (put("dtype", to="float32"), "dtype is 'float32'; recomputed from profile it is"),
     "float16": (put("dtype", to="float16"), "it is 'bfloat16'"),
     "more replicas": (
         both(put("data", to=4), put("tensor", to=1), put("sequence_parallel", to=False),
@@ -217,7 +217,7 @@ EDITS: dict[str, tuple[Edit, str]] = {
     "last layer moved": (move(2, 3), "times.forward.3 is"),
     "turn moved": (move(1, 2), "times.weight_grad.1 is"),
     "layers swapped": (swap((0, 0), (3, 0)), "stages: layer 0 is"),
-    "order in a stage": (swap((1, 0), (1, 1)), "that of the costs in the plan is"),
+    "order in a stage": (swap((1, 0), (1, 1)), "in profile it is"),
     "layer lost": (lambda r: r["stages"][3].pop(), "stages: layer 19 is None"),
     "layer renamed": (put("stages", 0, 0, to="stem"), "stages: layer 0 is 'stem'"),
     "placement": (
@@ -229,10 +229,10 @@ EDITS: dict[str, tuple[Edit, str]] = {
     "forward": (times(0.5, "times", "forward", 0), "times.forward.0 is"),
     "backward": (times(0.9, "times", "backward", 3), "times.backward.3 is"),
     "weight gradient": (times(2, "times", "weight_grad", 1), "times.weight_grad.1 is"),
-    "whole backwards": (put("times", "weight_grad", to=None), "the schedule is of FIW"),
-    "message": (put("times", "edges", 0, 2, to=0), "times.edges.0.2 is 0; from the costs"),
-    "no message": (lambda r: r["times"]["edges"].pop(), "times.edges: 1 values; from the costs"),
-    "another message": (lambda r: r["times"]["edges"].append([0, 2, 1e-3]), "they are 2"),
+    "whole backwards": (put("times", "weight_grad", to=None), "the schedule has operations FIW"),
+    "message": (put("times", "edges", 0, 2, to=0), "times.edges.0.2 is 0; recomputed from"),
+    "no message": (lambda r: r["times"]["edges"].pop(), "times.edges has 1 values; recomputed"),
+    "another message": (lambda r: r["times"]["edges"].append([0, 2, 1e-3]), "profile it has 2"),
     "kept": (times(0.5, "times", "saved_bytes", 0), "times.saved_bytes.0 is"),
     "room": (times(3, "times", "cap_bytes", 1), "times.cap_bytes.1 is"),
     "negative step": (put("predicted", "step_s", to=-5), "predicted.step_s is -5; allowed is"),
@@ -254,7 +254,7 @@ EDITS: dict[str, tuple[Edit, str]] = {
         lambda r: r["provenance"].update(search={"configs": 0}),
         "provenance.search.configs is 0; allowed is a whole number, 1 or more",
     ),
-    "bubble": (put("predicted", "bubble", to=0.0), "predicted.bubble is 0; from the costs"),
+    "bubble": (put("predicted", "bubble", to=0.0), "predicted.bubble is 0; recomputed from"),
     "memory": (times(0.5, "predicted", "memory_bytes", 0), "predicted.memory_bytes.0 is"),
     "memory beyond": (put("predicted", "memory_bytes", 1, to=2e9), "device 1 needs 2 GB of 1 GB"),
     "sent": (times(0.5, "predicted", "pipeline_bytes_per_sample"), "pipeline_bytes_per_sample is"),
@@ -263,15 +263,15 @@ EDITS: dict[str, tuple[Edit, str]] = {
     "bound above": (times(2, *KNOWN, "lower_bound"), "lower_bound"),
     "both above": (
         both(times(2, *KNOWN, "lower_bound"), times(2, *KNOWN, "makespan")),
-        "that the schedule takes when simulated",
+        "above the simulated makespan",
     ),
     "proof": (half_bound, "provenance.schedule.proved is true, but lower_bound"),
-    "gap": (put(*KNOWN, "gap", to=0.5), "provenance.schedule.gap is 0.5; from the costs"),
-    "faster link": (times(10, *LINKS, "inter_node", "bandwidth_gbs"), "from the costs in the plan"),
-    "slower node": (times(0.1, *LINKS, "intra_node", "bandwidth_gbs"), "from the costs in the"),
+    "gap": (put(*KNOWN, "gap", to=0.5), "provenance.schedule.gap is 0.5; recomputed from"),
+    "faster link": (times(10, *LINKS, "inter_node", "bandwidth_gbs"), "recomputed from profile"),
+    "slower node": (times(0.1, *LINKS, "intra_node", "bandwidth_gbs"), "recomputed from"),
     "less memory": (put(*CLUSTER, "memory_gb", to=0.05), "memory: device 0 needs"),
     "fewer nodes": (put(*CLUSTER, "nodes", to=1), "the plan is for 8 ranks; two nodes has 4"),
-    "larger nodes": (put(*CLUSTER, "devices_per_node", to=8), "from the costs in the plan"),
+    "larger nodes": (put(*CLUSTER, "devices_per_node", to=8), "recomputed from profile"),
     "faster device": (put(*CLUSTER, "device", "bandwidth_gbs", to=500), "predicted.optimizer_s is"),
     "collectives": (put(*CLUSTER, "all_reduce_efficiency", to=0.5), "exposed_reduction_s is"),
     "costs": (times(0.5, *LAYER, "forward_s"), "times.forward.0 is"),
@@ -284,7 +284,7 @@ EDITS: dict[str, tuple[Edit, str]] = {
     "parameters": (times(2, "profile", "layers", 3, "parameters"), "predicted.memory_bytes.0 is"),
     "shards": (put("profile", "layers", 3, "sharded_parameters", to=0), "times.forward.0 is"),
     "odd shards": (
-        put("profile", "layers", 3, "sharded_parameters", to=1_999_999), "T = 2 divides no or not"
+        put("profile", "layers", 3, "sharded_parameters", to=1_999_999), "T = 2 does not divide the"
     ),
     "sums": (put("profile", "layers", 3, "shard_sums", "rows", to=[]), "times.forward.0 is"),
     "boundary": (times(0.5, "profile", "layers", 4, "boundary_bytes"), "takes"),
@@ -293,15 +293,15 @@ EDITS: dict[str, tuple[Edit, str]] = {
     "costs' dtype": (put("profile", "dtype", to="float32"), "profile.layers.0.boundary_bytes is"),
     "costs at another size": (
         put("profile", "times", to=lambda t: {"4": t["2"]}),
-        "micro_batch_size is 2; the costs in the plan are at 4",
+        "micro_batch_size is 2; profile has costs for microbatch size 4",
     ),
     "a layer without costs": (
         both(lambda r: r["profile"]["layers"].pop(), lambda r: r["profile"]["times"]["2"].pop()),
-        "that of the costs in the plan is None",
+        "in profile it is None",
     ),
     "no costs": (put("profile", to={}), "profile is not a profile"),
     "unsound costs": (put(*LAYER, "forward_s", to=-1), "profile: the profile is not sound"),
-    "threads": (put("provenance", "threads", to=8), "provenance.threads is 8; from the costs"),
+    "threads": (put("provenance", "threads", to=8), "provenance.threads is 8; recomputed from"),
     "where costs are from": (put("provenance", "profile", to="x"), "provenance.profile is 'x'"),
     "larger backbone": (
         put("backbone", "options", "embed_dim", to=64), "backbone.options.embed_dim is 64"
@@ -309,7 +309,7 @@ EDITS: dict[str, tuple[Edit, str]] = {
     "deeper backbone": (put("backbone", "options", "depth", to=10), "uvit-tiny has"),
     "another backbone": (put("backbone", "name", to="uvit-s"), "backbone.name is 'uvit-s'"),
     "option left out": (
-        lambda r: r["backbone"]["options"].pop("embed_dim"), "backbone.options.embed_dim is left"
+        lambda r: r["backbone"]["options"].pop("embed_dim"), "backbone.options.embed_dim is missing"
     ),
     "what waits left out": (lambda r: r["times"].pop("wgrad_bytes"), "times.wgrad_bytes is"),
     "conditioning": (
@@ -323,12 +323,12 @@ EDITS: dict[str, tuple[Edit, str]] = {
     "fewer microbatches": (put("schedule", "num_microbatches", to=2), "the schedule has 2 micro"),
     "operation lost": (lambda r: r["schedule"]["order"][0].pop(), "is missing on device 0"),
     "another order": (later, "provenance.schedule.makespan is"),
-    "a filler": (filler, "provenance.schedule.makespan is"),
+    "a bubble task": (added_bubble_task, "provenance.schedule.makespan is"),
 }  # fmt: skip
 
 
 def refusal(record: Record, folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    """What ``pulse check`` says against it; empty where it can run."""
+    """Error text of ``pulse check``; empty if the plan can run."""
     file = folder / "plan.json"
     file.write_text(json.dumps(record))
     code = main(["check", str(file)])
@@ -367,10 +367,9 @@ def test_all_that_differs_is_said_at_once_with_what_it_is(
     times(0.5, "predicted", "memory_bytes", 1)(record)
     said = refusal(record, tmp_path, capsys)
     assert (
-        f"times.forward.2 is {forward / 2:.8g}; from the costs in the plan it is {forward:.8g}"
-        in said
+        f"times.forward.2 is {forward / 2:.8g}; recomputed from profile it is {forward:.8g}" in said
     )
-    assert f"memory_bytes.1 is {held / 2:.8g}; from the costs in the plan it is {held:.8g}" in said
+    assert f"memory_bytes.1 is {held / 2:.8g}; recomputed from profile it is {held:.8g}" in said
     for name in ("bubble", "float32", "faster device"):
         assert EDITS[name][1] in said
 
@@ -392,7 +391,7 @@ def test_another_version_is_one_error_that_says_what_to_do(
     record = {**sound, "format": f"megatron_pulse plan {version}"}
     del record["profile"]
     said = refusal(record, tmp_path, capsys)
-    assert "make it anew with 'pulse tune --backbone uvit-tiny" in said
+    assert "Make it anew with 'pulse tune --backbone uvit-tiny" in said
     depth = record["backbone"]["options"]["depth"]
     assert f" --option depth={depth} " in said and " --option final_conv=true " in said
     assert "--global-batch-size 16" in said and len(said.splitlines()) == 1
@@ -414,7 +413,7 @@ def test_what_the_tuner_makes_comes_to_the_same(
 
 
 def test_a_plan_s_caution_is_of_what_was_measured(tmp_path: Path) -> None:
-    """Not of sizes between or beyond."""
+    """Only measured sizes are named."""
     whole = small_profile()
     noisy = {
         size: tuple(replace(x, forward_spread_s=x.whole_s) for x in layers)

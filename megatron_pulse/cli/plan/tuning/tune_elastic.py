@@ -70,8 +70,8 @@ def tune_worlds(args: argparse.Namespace, profile: Profile, parts: Mapping[int, 
         file = world_file(args.output, world)
         save_plan(plan_of(best, evaluator, found), file)
         lines.append(f"{world} devices: {best.config}; {best.throughput:.4g} samples/s; {file}")
-        if found.opponent is not None and found.opponent.throughput > best.throughput:
-            lines.append(f"  {found.opponent.beside(best.throughput)}")
+        if found.fsdp_baseline is not None and found.fsdp_baseline.throughput > best.throughput:
+            lines.append(f"  {found.fsdp_baseline.beside(best.throughput)}")
         records[str(world)], best_of[world] = as_json(found, evaluator, None), best
     if best_of:
         lines += _faster_with_fewer(best_of, args.seconds)

@@ -76,8 +76,8 @@ def explanation(found: Tuning, evaluator: Evaluator, bound: Collection[str] = ()
 def _beyond(found: Tuning, profile: Profile) -> list[str]:
     """Note on listed microbatch sizes outside the profiled range."""
     tried = {outcome.config.micro_batch_size: "" for outcome in found.outcomes}
-    if found.opponent is not None:
-        tried.setdefault(found.opponent.fitted.way.micro_batch_size, " (FSDP2's)")
+    if found.fsdp_baseline is not None:
+        tried.setdefault(found.fsdp_baseline.fitted.config.micro_batch_size, " (FSDP2's)")
     beyond = ", ".join(f"{b}{tried[b]}" for b in sorted(tried) if profile.extrapolates(b))
     sizes = ", ".join(map(str, profile.micro_batch_sizes))
     said = f"the profile is of microbatches of {sizes}; times at b = {beyond} are extrapolated"
@@ -92,7 +92,7 @@ def _conditioned(evaluator: Evaluator) -> list[str]:
 
 def _beside(found: Tuning, evaluator: Evaluator, bound: Collection[str]) -> list[str]:
     """Comparison with FSDP2, or the reason why there is none."""
-    if (other := found.opponent) is None:
+    if (other := found.fsdp_baseline) is None:
         ended = "was not predicted: the search was interrupted" if found.stopped else ""
         why = evaluator.not_sharded or ended or "does not fit"
         return [f"FSDP2 (torch's fully_shard) {why}"] * (evaluator.cluster.num_devices > 1)
@@ -139,7 +139,7 @@ def as_json(
         "global_batch_size": evaluator.global_batch_size,
         "self_conditioning": evaluator.self_conditioning,
         "outcomes": [_record(outcome, evaluator.profile) for outcome in found.outcomes],
-        "fsdp_baseline": found.opponent and found.opponent.record(),
+        "fsdp_baseline": found.fsdp_baseline and found.fsdp_baseline.record(),
         "scale_down": fewer
         and {
             "num_devices": fewer.num_devices,

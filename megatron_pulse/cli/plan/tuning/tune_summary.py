@@ -53,7 +53,7 @@ def summary(
 
 def _faster(found: Tuning, evaluator: Evaluator, fewer: ScaleDown | None) -> list[str]:
     """Line on what trains faster than the best plan: FSDP2, or a part of the devices."""
-    rate, other = found.outcomes[0].throughput, found.opponent
+    rate, other = found.outcomes[0].throughput, found.fsdp_baseline
     faster: list[tuple[float, str]] = []
     if other is not None and other.throughput > (1 + ALIKE) * rate:
         times = _times(other.throughput / rate)
@@ -97,7 +97,7 @@ def _compared(found: Tuning, evaluator: Evaluator) -> str:
     num_devices = evaluator.cluster.num_devices
     if num_devices == 1:
         return "with nothing: there is one device"
-    best, other = found.outcomes[0], found.opponent
+    best, other = found.outcomes[0], found.fsdp_baseline
 
     def beside(name: str, rate: float) -> str:
         return f"{_times(best.throughput / rate)} x {name} ({rate:.4g} samples/s)"

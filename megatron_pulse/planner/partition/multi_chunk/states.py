@@ -9,10 +9,9 @@ of stages, from the outside in. Consecutive steps on one device are a block:
                           blocks    |--|-----|-----|-----|--|
 
 Loads depend only on the ends of blocks, so a path (``StateSpace``) goes from block to block. The
-cuts
-inside a block are chosen beforehand for each pair of ends: for the smallest largest stage, and for
-the least memory. Bytes depend on inner cuts as well, because a skip that is the boundary tensor is
-not sent again if the next stage pops it. For the measure of bytes every step can therefore be a
+cuts inside a block are chosen beforehand for each pair of ends: for the smallest largest stage, and
+for the least memory. Bytes depend on inner cuts as well, because a skip that is the boundary tensor
+is not sent again if the next stage pops it. For the measure of bytes every step can therefore be a
 block of its own.
 """
 

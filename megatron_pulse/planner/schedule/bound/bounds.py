@@ -151,7 +151,7 @@ def memory_bound(problem: ScheduleProblem, path: MicrobatchPath | None = None) -
         if not cap:
             continue
         stages = problem.placement.stages_of_device(device)
-        sizes = [(problem.activation_of(s), problem.waiting_of(s)) for s in stages]
+        sizes = [(problem.activation_of(s), problem.wgrad_bytes_of(s)) for s in stages]
         cap = filled(cap, [size for both in sizes for size in both])
         need = 0.0
         for s, (own, waiting) in zip(stages, sizes, strict=True):

@@ -79,7 +79,7 @@ class _Orders:
         return found
 
     @cached_property
-    def readers(self) -> list[list[int]]:
+    def consumers(self) -> list[list[int]]:
         """Classes that wait for each class."""
         return [[c for c, x in enumerate(self.classes) if x.source == k] for k in self._every]
 
@@ -127,7 +127,7 @@ class _Orders:
         return [
             (k, m)
             for k in self._every
-            for m in range(min((done[c] for c in self.readers[k]), default=done[k]), done[k])
+            for m in range(min((done[c] for c in self.consumers[k]), default=done[k]), done[k])
         ]
 
     def _grown(self, done: _Done, after: _Done, k: int, times: _Times) -> _Times | None:

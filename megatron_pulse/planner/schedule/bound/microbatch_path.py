@@ -153,12 +153,16 @@ class MicrobatchPath:
         """
         problem, num = self.problem, self.problem.placement.num_stages
         for s, device in enumerate(problem.placement.device_of_stage):
-            own, waiting, back = problem.activation_of(s), problem.waiting_of(s), 2 * num - 1 - s
+            own, wgrad_bytes, back = (
+                problem.activation_of(s),
+                problem.wgrad_bytes_of(s),
+                2 * num - 1 - s,
+            )
             cap = None if problem.cap is None else problem.cap[device] * (1 + 1e-9)
             for size, takes, later in (
-                (min(own, waiting), s, self.weight[back]),
+                (min(own, wgrad_bytes), s, self.weight[back]),
                 (own, s, 0.0),
-                (waiting, back, self.weight[back]),
+                (wgrad_bytes, back, self.weight[back]),
             ):
                 if cap is not None and cap < size * problem.num_microbatches:
                     yield takes, back, later, int(cap / size)

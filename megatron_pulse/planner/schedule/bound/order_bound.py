@@ -89,7 +89,7 @@ def classes_of(path: MicrobatchPath, device: int) -> DeviceClasses:
         if kind is OpType.FORWARD:
             k = kinds.index((frees, stage))
             if frees is OpType.WEIGHT_GRAD:
-                held[k] += problem.waiting_of(stage)
+                held[k] += problem.wgrad_bytes_of(stage)
                 k = after[k]
             while k != at:
                 held[k] += problem.activation_of(stage)

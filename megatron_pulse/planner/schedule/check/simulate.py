@@ -50,7 +50,7 @@ def dependency(operation: Operation, placement: Placement) -> Operation | None:
     (``Schedule.slices_before``).
     """
     kind, stage, microbatch = operation.kind, operation.stage, operation.microbatch
-    if kind is OpType.FILLER:
+    if kind is OpType.BUBBLE_TASK:
         return None
     if kind is OpType.WEIGHT_GRAD:
         return Operation(OpType.INPUT_GRAD, stage, microbatch)
@@ -122,7 +122,7 @@ def play[T](
     return start, end, stuck
 
 
-def waiting(
+def blocked_devices(
     schedule: Schedule, needs: Callable[[Operation], Iterable[Operation]]
 ) -> list[BlockedDevice]:
     """Devices that wait for ever; ``needs(op)`` are the operations whose results ``op`` takes."""
@@ -139,8 +139,8 @@ def duration_of(problem: ScheduleProblem, schedule: Schedule) -> Callable[[Opera
 
     def duration(operation: Operation) -> float:
         kind, stage, microbatch = operation
-        if kind is OpType.FILLER:
-            return schedule.fillers[stage].slice_seconds[microbatch]
+        if kind is OpType.BUBBLE_TASK:
+            return schedule.bubble_tasks[stage].slice_seconds[microbatch]
         seconds = problem.duration(kind, stage)
         if apart and kind in BACKWARDS and (stage, microbatch) in apart:
             seconds -= problem.duration(OpType.RECOMPUTE, stage)
@@ -168,7 +168,7 @@ def simulate(problem: ScheduleProblem, schedule: Schedule) -> Timeline:
 
     def lasts(item: Operation | OffloadCopy) -> float:
         if isinstance(item, OffloadCopy):
-            return problem.copying_of(item.operation.stage)
+            return problem.offload_s_of(item.operation.stage)
         return duration(item)
 
     start, end = _play_all(schedule, lasts, lag, lambda seconds: seconds)
@@ -199,7 +199,7 @@ def _play_all(
     """Starts and ends with the dependencies of chain, slices and copies; raises DeadlockError."""
 
     def first(operation: Operation) -> Iterator[tuple[Operation, float]]:
-        if operation.kind is OpType.FILLER:
+        if operation.kind is OpType.BUBBLE_TASK:
             for source, seconds in schedule.slices_before(operation):
                 yield source, slice_lag(seconds)
         else:
@@ -223,7 +223,7 @@ def _play_all(
     start = {op: t for op, t in started.items() if isinstance(op, Operation)}
     end = {op: t for op, t in ended.items() if isinstance(op, Operation)}
     if stuck:
-        lines = "\n".join(f"  {stays}" for stays in waiting(schedule, needs))
+        lines = "\n".join(f"  {stays}" for stays in blocked_devices(schedule, needs))
         raise DeadlockError(f"{schedule.name}: deadlock:\n{lines}\n{grid(schedule)}")
     return start, end
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from megatron_pulse.planner.layout.placement import Partition
-from megatron_pulse.planner.schedule.check.simulate import dependency, grid, waiting
+from megatron_pulse.planner.schedule.check.simulate import blocked_devices, dependency, grid
 from megatron_pulse.planner.schedule.message import STEP_END, Message
 from megatron_pulse.planner.schedule.operations import BACKWARDS, Operation, OpType, Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
@@ -20,7 +20,7 @@ def validate(
     cap: float | Sequence[float] | None = None,
     activation: Sequence[float] | None = None,
     recomputed: Sequence[float] | None = None,
-    waiting: Sequence[float] | None = None,
+    wgrad_bytes: Sequence[float] | None = None,
     offloaded: Sequence[float] | None = None,
 ) -> list[str]:
     """Return all faults of ``schedule``; empty if it can run.
@@ -39,9 +39,9 @@ def validate(
 
     A live activation counts as ``activation`` of its stage (default 1). ``recomputed`` (default 0)
     is added from its R to its backward, and ``offloaded`` (default 0) is taken off while it is on
-    the host. After a split backward's input gradient it counts as ``waiting`` (default: the same).
-    A schedule without any backward is an evaluation: only forwards are expected, and no activation
-    is kept.
+    the host. After a split backward's input gradient it counts as ``wgrad_bytes`` (default: the
+    same). A schedule without any backward is an evaluation: only forwards are expected, and no
+    activation is kept.
     """
     known = [] if messages is None else list(messages)
     faults = [
@@ -53,7 +53,7 @@ def validate(
     ]
     faults.extend(_deadlock_faults(schedule, known))
     if cap is not None:
-        faults.extend(cap_faults(schedule, cap, activation, recomputed, waiting, offloaded))
+        faults.extend(cap_faults(schedule, cap, activation, recomputed, wgrad_bytes, offloaded))
     return faults
 
 
@@ -62,13 +62,13 @@ def cap_faults(
     cap: float | Sequence[float],
     activation: Sequence[float] | None = None,
     recomputed: Sequence[float] | None = None,
-    waiting: Sequence[float] | None = None,
+    wgrad_bytes: Sequence[float] | None = None,
     offloaded: Sequence[float] | None = None,
 ) -> list[str]:
     """Devices that hold more live activations than their cap (see ``validate``)."""
     if len(schedule.kinds) == 1:
         return []
-    peaks = peak_activations(schedule, activation, recomputed, waiting, offloaded)
+    peaks = peak_activations(schedule, activation, recomputed, wgrad_bytes, offloaded)
     caps = cap if isinstance(cap, Sequence) else (cap,) * len(peaks)
     return [
         f"device {d} holds {_told(peak)} at its peak; the cap is {_told(limit).split()[0]}"
@@ -86,7 +86,9 @@ def _told(held: float) -> str:
 def faults_for(problem: ScheduleProblem, schedule: Schedule) -> list[str]:
     """Return all faults of ``schedule`` as a solution of ``problem``; empty if it is one."""
     faults = []
-    numbers = {op.microbatch for o in schedule.order for op in o if op.kind is not OpType.FILLER}
+    numbers = {
+        op.microbatch for o in schedule.order for op in o if op.kind is not OpType.BUBBLE_TASK
+    }
     beyond = max(numbers, default=0) >= problem.num_microbatches
     if beyond and len(numbers) < schedule.num_microbatches:  # reported below
         schedule = replace(schedule, num_microbatches=problem.num_microbatches)
@@ -102,13 +104,13 @@ def faults_for(problem: ScheduleProblem, schedule: Schedule) -> list[str]:
         )
     if schedule.kinds != problem.kinds:
         kinds = ["".join(kind.value for kind in kinds) for kinds in (schedule.kinds, problem.kinds)]
-        faults.append(f"the schedule is of {kinds[0]}, the problem of {kinds[1]}")
+        faults.append(f"the schedule has operations {kinds[0]}, the problem {kinds[1]}")
     if faults:
         return faults
     if schedule.recomputed_apart and problem.recompute_s is None:
-        return ["the schedule has recomputation of its own (R), the problem has none"]
+        return ["the schedule has separate recomputation (R), the problem has none"]
     if schedule.offloaded and problem.offload_bytes is None:
-        return ["the schedule has activations that wait on the host (O), the problem has none"]
+        return ["the schedule offloads activations (O), the problem has no offload"]
     return validate(schedule, None, None, problem.cap, *_held(problem))
 
 
@@ -125,13 +127,13 @@ def peak_activations(
     schedule: Schedule,
     activation: Sequence[float] | None = None,
     recomputed: Sequence[float] | None = None,
-    waiting: Sequence[float] | None = None,
+    wgrad_bytes: Sequence[float] | None = None,
     offloaded: Sequence[float] | None = None,
 ) -> tuple[float, ...]:
     """Peak of live stage activations per device; an activation lives from its F to its B or W.
 
-    ``activation`` is the size by stage (default 1). ``waiting`` is its size from I to W (default:
-    the same). ``recomputed`` is the additional size from its R to its B or I (default 0).
+    ``activation`` is the size by stage (default 1). ``wgrad_bytes`` is its size from I to W
+    (default: the same). ``recomputed`` is the additional size from its R to its B or I (default 0).
     ``offloaded`` is the part that is absent from its O to its L (default 0).
     """
     weights = None if activation is None else dict(enumerate(activation))
@@ -151,8 +153,8 @@ def peak_activations(
                 out = 0.0 if offloaded is None else offloaded[operation.stage]
                 live[key] += out if operation.kind is OpType.RELOAD else -out
             rest = None
-            if operation.kind is OpType.INPUT_GRAD and waiting is not None and key in live:
-                rest = waiting[operation.stage]
+            if operation.kind is OpType.INPUT_GRAD and wgrad_bytes is not None and key in live:
+                rest = wgrad_bytes[operation.stage]
                 live[key] = max(live[key], rest)
             if operation.kind in (
                 OpType.FORWARD,
@@ -214,7 +216,7 @@ def _set_faults(schedule: Schedule) -> Iterator[str]:
     for device, order in enumerate(schedule.order):
         for operation in order:
             seen[operation] += 1
-            if operation.kind is OpType.FILLER:
+            if operation.kind is OpType.BUBBLE_TASK:
                 yield from _slice_faults(schedule, device, operation)
             elif not 0 <= operation.stage < placement.num_stages:
                 yield f"{operation} on device {device}: there is no stage {operation.stage}"
@@ -236,13 +238,13 @@ def _set_faults(schedule: Schedule) -> Iterator[str]:
                 if Operation(kind, stage, m) not in seen:
                     home = placement.device_of_stage[stage]
                     yield f"{Operation(kind, stage, m)} is missing on device {home}"
-    for index, filler in enumerate(schedule.fillers):
-        for number in range(len(filler.slice_seconds)):
-            if Operation(OpType.FILLER, index, number) not in seen:
-                operation = Operation(OpType.FILLER, index, number)
-                yield f"{operation} of filler {filler.name!r} is missing"
-        for number in range(len(filler.slice_seconds)):
-            operation = Operation(OpType.FILLER, index, number)
+    for index, task in enumerate(schedule.bubble_tasks):
+        for number in range(len(task.slice_seconds)):
+            if Operation(OpType.BUBBLE_TASK, index, number) not in seen:
+                operation = Operation(OpType.BUBBLE_TASK, index, number)
+                yield f"{operation} of bubble task {task.name!r} is missing"
+        for number in range(len(task.slice_seconds)):
+            operation = Operation(OpType.BUBBLE_TASK, index, number)
             for source, _ in schedule.slices_before(operation):
                 if source not in seen:
                     yield f"{operation} waits for {source}, which is not in the schedule"
@@ -250,19 +252,19 @@ def _set_faults(schedule: Schedule) -> Iterator[str]:
 
 def _slice_faults(schedule: Schedule, device: int, operation: Operation) -> Iterator[str]:
     """Unknown bubble tasks and slices, and slices on a device that is not allowed."""
-    if not 0 <= operation.stage < len(schedule.fillers):
-        yield f"{operation} on device {device}: there is no filler {operation.stage}"
+    if not 0 <= operation.stage < len(schedule.bubble_tasks):
+        yield f"{operation} on device {device}: there is no bubble task {operation.stage}"
         return
-    filler = schedule.fillers[operation.stage]
-    if not 0 <= operation.microbatch < len(filler.slice_seconds):
+    task = schedule.bubble_tasks[operation.stage]
+    if not 0 <= operation.microbatch < len(task.slice_seconds):
         yield (
-            f"{operation} on device {device}: filler {filler.name!r} has "
-            f"{len(filler.slice_seconds)} slices"
+            f"{operation} on device {device}: bubble task {task.name!r} has "
+            f"{len(task.slice_seconds)} slices"
         )
-    if not filler.may_run_on(device):
+    if not task.may_run_on(device):
         yield (
-            f"{operation} is on device {device}; filler {filler.name!r} may run on "
-            f"{', '.join(map(str, filler.devices or ()))}"
+            f"{operation} is on device {device}; bubble task {task.name!r} may run on "
+            f"{', '.join(map(str, task.devices or ()))}"
         )
 
 
@@ -273,7 +275,7 @@ def _order_faults(schedule: Schedule) -> Iterator[str]:
         position = {operation: i for i, operation in reversed(list(enumerate(order)))}
         last: dict[tuple[OpType, int], Operation] = {}
         for i, operation in enumerate(order):
-            if operation.kind is OpType.FILLER:
+            if operation.kind is OpType.BUBBLE_TASK:
                 continue
             if operation.kind in BACKWARDS:
                 for kind in (OpType.RECOMPUTE, OpType.RELOAD):
@@ -317,7 +319,7 @@ def _message_faults(schedule: Schedule, messages: list[Message]) -> Iterator[str
     where = {op: d for d, order in enumerate(schedule.order) for op in order}
     for message in messages:
         if message.source == message.destination:
-            yield f"{message}: both ends are on one device, nothing needs to travel"
+            yield f"{message}: both ends are on one device, so no message is needed"
         if not 0 <= message.destination < len(schedule.order):
             yield f"{message}: there is no device {message.destination}"
         for role, operation, device in (
@@ -349,7 +351,7 @@ def _deadlock_faults(schedule: Schedule, messages: list[Message]) -> Iterator[st
         required |= {source for source, _ in schedule.slices_before(operation)}
         return sorted(required & present)
 
-    stuck = waiting(schedule, needs)
+    stuck = blocked_devices(schedule, needs)
     if stuck:
         waits = "; ".join(map(str, stuck))
         yield f"deadlock: {waits}\n{grid(schedule)}"

@@ -1,8 +1,8 @@
 """Solver process that runs beside the constructive search, with lower priority.
 
 ``python -m megatron_pulse.planner.schedule.ilp.background FOLDER`` reads the arguments of
-``attempt``
-from the folder, and writes the result there. Both are pickles of the same version of the code.
+``attempt`` from the folder, and writes the result there. Both are pickles of the same version of
+the code.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class BackgroundSolver:
     """An ``attempt`` of ``seconds`` that begins once this process has spent ``later_s`` more; all
     are of the processor. Used as a context, at whose end its process ends.
 
-    What it comes to does not depend on how fast it is beside the search: once it has begun, the
-    search ends with its proof, or waits for its end.
+    The result does not depend on its speed beside the search: once the process has begun, the
+    search ends with its own proof, or waits for the process.
     """
 
     def __init__(

@@ -35,8 +35,8 @@ def shortest_by_cp_sat(
 ) -> ExactResult:
     """The shortest schedule of at most ``horizon`` ticks; as ``time_indexed.shortest``.
 
-    ``seconds`` are counted as work, by ``WORK_A_SECOND``: with one thread it always comes to the
-    same, unless the wall clock ends it after ``LATE`` times as many seconds.
+    ``seconds`` are counted as work, by ``WORK_A_SECOND``. With one thread the result is always the
+    same, unless the wall clock ends the solver after ``LATE`` times as many seconds.
     """
     from ortools.sat.python import cp_model
 

@@ -2,7 +2,7 @@
 
 ``python highs_process.py MODEL.lp START.json ANSWER.json SECONDS LATE_S THREADS``; START may hold
 ``null`` or the value of every column by name. HiGHS ends after SECONDS of this process's time, so
-that its answer does not depend on what else the machine does, and after LATE_S of the wall clock.
+that its answer does not depend on the machine's load, and after LATE_S of wall-clock time.
 """
 
 from __future__ import annotations

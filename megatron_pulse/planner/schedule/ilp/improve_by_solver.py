@@ -57,9 +57,11 @@ Rounded to fewer slots, HiGHS and GLPK gain less than annealing does in that tim
 
 @dataclass(frozen=True)
 class Attempt:
-    """The shortest schedule that was known or found, its length, a bound below which none is, the
-    path that led there ("" where nothing shorter was found), and how each way fared; ``late`` if
-    the wall clock ended any."""
+    """Result of the solvers: the shortest schedule known, its length and a lower bound.
+
+    ``path`` led to the schedule ("" if nothing shorter was found). ``notes`` report on each path.
+    ``late`` is true if the wall clock ended any.
+    """
 
     schedule: Schedule
     length: float

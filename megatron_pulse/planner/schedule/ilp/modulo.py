@@ -44,8 +44,8 @@ def fitting(
 ) -> list[Template]:
     """Templates within the caps, the best first; empty where none was found in ``seconds``.
 
-    The period is bisected between the largest device load, which is tried first, and one
-    microbatch at a time; then the template of the least period is made as short as time allows.
+    The period is bisected between the largest device load, which is tried first, and one microbatch
+    at a time. Then the template of the shortest period is shortened as far as time allows.
     ``seconds`` are of the processor; ``ended`` is told how each call did.
     """
     began = processor_s()

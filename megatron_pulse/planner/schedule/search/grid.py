@@ -4,8 +4,9 @@ Durations and links are rounded down to multiples of a slot w. Take any real sch
 s_i, and let s'_i = floor(s_i / w). If i must start at least p_j + l after j starts (data flow,
 microbatches in order, or j before i on one device with l = 0), then s'_i >= floor(s_j / w + (p_j +
 l) / w) >= s'_j + floor(p_j / w) + floor(l / w): the same holds on the grid. A forward that starts
-after an activation was freed on its device does so on the grid, so live memory after each forward
-is no more than before. The grid's makespan is max(s'_i + floor(p_i / w)) <= max((s_i + p_i) / w).
+after an activation was freed on its device does so on the grid too. Live memory after each forward
+is therefore no more than before. The grid's makespan is max(s'_i + floor(p_i / w)) <= max((s_i +
+p_i) / w).
 So w times the least makespan on the grid is a lower bound of every real makespan. If every time is
 a multiple of w, the grid equals the problem.
 """

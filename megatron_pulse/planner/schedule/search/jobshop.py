@@ -263,8 +263,8 @@ def _to_ticks(
 def _to_units(problem: ScheduleProblem) -> tuple[list[int], tuple[int, ...]]:
     """Change of memory in use of each class, and capacity of each device, in units."""
     first = list(map(problem.activation_of, range(problem.placement.num_stages)))
-    rest = list(first if problem.waits_alike else problem.wgrad_bytes or ())
-    most = list(map(problem.most_of, range(problem.placement.num_stages)))
+    rest = list(first if problem.wgrad_holds_all else problem.wgrad_bytes or ())
+    most = list(map(problem.peak_bytes_of, range(problem.placement.num_stages)))
     home = problem.placement.device_of_stage
     enough = problem.num_microbatches * sum(most)
     cap = [min(enough, c) for c in problem.cap or [enough] * problem.placement.num_devices]

@@ -222,7 +222,7 @@ def _has_room(problem: ScheduleProblem, alive: Sequence[Any]) -> bool:
         return True
     for device, (counts, cap) in enumerate(zip(alive, problem.cap, strict=True)):
         own = problem.placement.stages_of_device(device)
-        each = np.array([problem.most_of(s) for s in own], dtype=np.float64)
+        each = np.array([problem.peak_bytes_of(s) for s in own], dtype=np.float64)
         if (counts @ each).max(initial=0.0) > cap * (1 + 1e-9):
             return False
     return True
@@ -371,7 +371,7 @@ class _ScheduleSearch:
                 self.try_all(self.by_core(count, part), None)
         part = budget.share(LARGE_STARTS_SHARE if large else STARTS_SHARE)
         sources = [starts(self.shop)]
-        if not self.problem.waits_alike:
+        if not self.problem.wgrad_holds_all:
             sources.append(self.by_holding())
         if large and self.problem.num_microbatches > count:
             sources.append(self.by_growth(part.past(GROWTH_SHARE)))
@@ -430,7 +430,7 @@ class _ScheduleSearch:
 
         Rules that use the freed memory can lead astray.
         """
-        yield from starts(job_shop(self.problem.holding_all))
+        yield from starts(job_shop(self.problem.holding_peaks))
 
     def by_growth(self, stop: Callable[[], bool]) -> Iterator[list[int]]:
         """List schedules by rules that are ranked with fewer microbatches, until ``stop``."""

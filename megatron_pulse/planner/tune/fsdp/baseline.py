@@ -59,80 +59,83 @@ class FsdpBaseline:
     @property
     def name(self) -> str:
         """Display name."""
-        way = self.fitted.sharding
-        if way.replicas == 1:
+        sharding = self.fitted.sharding
+        if sharding.replicas == 1:
             return "FSDP2 (torch's fully_shard)"
-        return f"HSDP (torch's fully_shard, {way.replicas} groups of {way.group})"
+        return f"HSDP (torch's fully_shard, {sharding.replicas} groups of {sharding.group})"
 
     @property
     def facts(self) -> str:
         """Settings and memory, in one line."""
-        size, again, way = self.fitted.way.micro_batch_size, self.fitted.again, self.fitted.sharding
-        told = [
-            f"b = {size}",
-            *[f"{with_plural(len(again.recompute), 'layer')} recomputed"] * bool(again.recompute),
-        ]
-        told += [
-            f"what is cheap of {with_plural(len(again.selective), 'layer')} recomputed"
-        ] * bool(again.selective)
-        way_ahead = self.fitted.way.prefetch
-        told += [f"{way_ahead} units gathered ahead"] * (way_ahead > 1)
-        return ", ".join([*told, str(way), f"{self.fitted.needs_bytes / 1e9:.3g} GB"])
+        config, activations = self.fitted.config, self.fitted.activations
+        settings = [f"b = {config.micro_batch_size}"]
+        if activations.recompute:
+            settings.append(f"{with_plural(len(activations.recompute), 'layer')} recomputed")
+        if activations.selective:
+            layers = with_plural(len(activations.selective), "layer")
+            settings.append(f"{layers} selectively recomputed")
+        if config.prefetch > 1:
+            settings.append(f"{config.prefetch} units prefetched")
+        memory = f"{self.fitted.needs_bytes / 1e9:.3g} GB"
+        return ", ".join([*settings, str(self.fitted.sharding), memory])
 
     def beside(self, throughput: float) -> str:
         """Sentence that compares the baseline with a plan of ``throughput`` samples/s."""
         gain = self.throughput / throughput - 1
         if abs(gain) < ALIKE:
-            said = "as much as this plan"
+            said = "as fast as this plan"
         elif gain > 0:
-            said = f"{_percent(gain)} more than this plan: use it here"
+            said = f"{_percent(gain)} faster than this plan: use FSDP2 here"
         else:
-            said = f"{_percent(-gain)} less than this plan"
+            said = f"{_percent(-gain)} slower than this plan"
         return f"{self.name} is predicted at {self.throughput:.4g} samples/s, {said}"
 
     @property
     def layers(self) -> dict[str, Any]:
         """Units by their first and last layer, and the layers under full and selective
         recomputation."""
-        names, again = self.names, self.fitted.again
+        names, activations = self.names, self.fitted.activations
         ends = [dict.fromkeys((names[own[0]], names[own[-1]])) for own in self.fitted.layers]
         return {
             "units": [" to ".join(each) for each in ends],
-            "activations": again.by_name(names),
+            "activations": activations.by_name(names),
         }
 
     @property
     def in_torch(self) -> str:
         """Calls that set the configuration up in torch."""
-        way, sharding = self.fitted.way, self.fitted.sharding
-        told = [
-            "fully_shard([its layers' modules]) for each unit, from the first on, then the whole",
-            IN_TORCH[way.gathering],
+        config, sharding = self.fitted.config, self.fitted.sharding
+        calls = [
+            "fully_shard([its layers' modules]) for each unit in order, then for the whole model",
+            IN_TORCH[config.gathering],
             f"set_reduce_scatter_max_input_buffers({REDUCING})",
         ]
         if sharding.reduce_once and sharding.count > 1:
-            told.append("set_requires_gradient_sync(False) before all backwards but the last")
+            calls.append("set_requires_gradient_sync(False) before all backwards but the last")
         if sharding.replicas > 1 and sharding.count > 1:
-            told.append("set_requires_all_reduce(False) before all backwards but the last")
-        if way.prefetch > 1:
-            told.append(f"set_modules_to_forward_prefetch (and backward) with {way.prefetch} units")
-        told += ["checkpoint for each recomputed layer"] * bool(self.fitted.again.recompute)
-        if self.fitted.again.selective:
-            told.append("checkpoint that saves products of matrices for each selective layer")
-        return "; ".join(told)
+            calls.append("set_requires_all_reduce(False) before all backwards but the last")
+        if config.prefetch > 1:
+            calls.append(
+                f"set_modules_to_forward_prefetch (and backward) with {config.prefetch} units"
+            )
+        if self.fitted.activations.recompute:
+            calls.append("checkpoint for each recomputed layer")
+        if self.fitted.activations.selective:
+            calls.append("checkpoint that saves matrix products for each selective layer")
+        return "; ".join(calls)
 
     def record(self) -> dict[str, Any]:
         """JSON-able record."""
-        way, sharding = self.fitted.way, self.fitted.sharding
+        config, sharding = self.fitted.config, self.fitted.sharding
         return {
             "samples_per_s": self.throughput,
             "step_s": self.step_s,
-            "micro_batch_size": way.micro_batch_size,
+            "micro_batch_size": config.micro_batch_size,
             "num_microbatches": sharding.count,
-            "group": way.group,
-            "gathered": str(way.gathering),
+            "group": config.group,
+            "gathered": str(config.gathering),
             "reduce_once": sharding.reduce_once or sharding.count == 1,
-            "prefetch": way.prefetch,
+            "prefetch": config.prefetch,
             "memory_bytes": self.fitted.needs_bytes,
             **self.layers,
         }
@@ -158,39 +161,40 @@ def fsdp_baseline(
         return None
     sizes = [2**k for k in range(each.bit_length()) if each % 2**k == 0]
     of = profile, cluster.num_devices, samples, cluster.usable_bytes, sizes
-    ways = FsdpConfigs(*of, ema=ema)
+    configs = FsdpConfigs(*of, ema=ema)
     trained = sum(layer.trained_parameters for layer in profile.layers)
     names = tuple(layer.name for layer in profile.layers)
 
     @cache
     def carried(group: int, about: int) -> Transfers:
-        way = FsdpConfig(group, sizes[0], about, *next(ways.ways(group))[3:])
-        return collective_seconds(cluster, ways.bare_sharding(way))
+        config = FsdpConfig(group, sizes[0], about, *next(configs.configs(group))[3:])
+        return collective_seconds(cluster, configs.bare_sharding(config))
 
-    def least(way: FsdpConfig) -> float:
-        transfers = carried(way.group, way.about)
-        computed_s = ways.computed_s(way)
+    def least(config: FsdpConfig) -> float:
+        transfers = carried(config.group, config.about)
+        computed_s = configs.computed_s(config)
         return (
-            least_s(ways.bare_sharding(way), transfers, computed_s) + adam_s * trained / way.group
+            least_s(configs.bare_sharding(config), transfers, computed_s)
+            + adam_s * trained / config.group
         )
 
     entered: list[tuple[float, FsdpConfig]] = []
-    for way in (way for group in groups(cluster) for way in ways.ways(group)):
+    for config in (config for group in groups(cluster) for config in configs.configs(group)):
         if stopped():
             return None
-        if not ways.hopeless(way):
-            entered.append((least(way), way))
+        if not configs.cannot_fit(config):
+            entered.append((least(config), config))
     best: FsdpBaseline | None = None
-    for bound, way in sorted(entered):
+    for bound, config in sorted(entered):
         if best is not None and bound >= best.step_s:
             break
         if stopped():
             return None
-        fitted = ways.fit(way)
+        fitted = configs.fit(config)
         if fitted.needs_bytes > cluster.usable_bytes:
             continue
-        seconds = step_s(fitted.sharding, carried(way.group, way.about))
-        seconds += adam_s * trained / way.group
+        seconds = step_s(fitted.sharding, carried(config.group, config.about))
+        seconds += adam_s * trained / config.group
         if best is None or seconds < best.step_s:
             best = FsdpBaseline(fitted, samples, seconds, names)
     return best
@@ -204,19 +208,19 @@ def groups(cluster: Cluster) -> Iterator[int]:
             yield size
 
 
-def collective_seconds(cluster: Cluster, way: Sharding) -> Transfers:
+def collective_seconds(cluster: Cluster, sharding: Sharding) -> Transfers:
     """Seconds of the collectives, with all groups active at once. Neighbours in a group are
     neighbours in a node."""
     inside, num = cluster.devices_per_node, cluster.num_devices
-    group, across = range(way.group), range(0, num, way.group)
-    own, sums = max(1, inside // way.group), min(way.group, inside)
-    apart = way.group <= inside < num  # sums cross the network, all else stays in a node
+    group, across = range(sharding.group), range(0, num, sharding.group)
+    own, sums = max(1, inside // sharding.group), min(sharding.group, inside)
+    apart = sharding.group <= inside < num  # sums cross the network, all else stays in a node
     gather, reduce, total = [], [], []
-    for unit in way.units:
+    for unit in sharding.units:
         gradients = gradient_bytes(unit)
         gather.append(cluster.all_gather_s(unit.moved_bytes, group, own) if unit.moved_bytes else 0)
         reduce.append(cluster.reduce_scatter_s(gradients, group, own) if gradients else 0.0)
-        shard = gradients / way.group * (way.replicas > 1)
+        shard = gradients / sharding.group * (sharding.replicas > 1)
         total.append(cluster.allreduce_s(shard, across, sums) if shard else 0.0)
     return Transfers(tuple(gather), tuple(reduce), tuple(total), apart)
 

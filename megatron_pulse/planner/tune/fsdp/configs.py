@@ -58,8 +58,8 @@ class FittedFsdpConfig:
     fits.
     """
 
-    way: FsdpConfig
-    again: ActivationPolicies
+    config: FsdpConfig
+    activations: ActivationPolicies
     layers: tuple[range, ...]
     sharding: Sharding
     needs_bytes: float
@@ -94,7 +94,7 @@ class FsdpConfigs:
         self._room = cache(self._room_of)
         self._grouped = cache(lambda about: grouped([x.parameters for x in profile.layers], about))
 
-    def ways(self, group: int) -> Iterator[FsdpConfig]:
+    def configs(self, group: int) -> Iterator[FsdpConfig]:
         """Configurations with groups of ``group`` devices, without duplicates."""
         for size, about, gathering, once, prefetch in product(
             self.sizes, UNITS, Gathering, (False, True), PREFETCH
@@ -107,27 +107,29 @@ class FsdpConfigs:
         """Microbatches of a device per step."""
         return self.samples // (self.num_devices * size)
 
-    def fit(self, way: FsdpConfig) -> FittedFsdpConfig:
+    def fit(self, config: FsdpConfig) -> FittedFsdpConfig:
         """The configuration with its costs and the cheapest recomputation that fits."""
-        return self.costed(way, self.recomputing(way.micro_batch_size).chosen(self._rooms(way)))
+        return self.costed(
+            config, self.recomputing(config.micro_batch_size).chosen(self._rooms(config))
+        )
 
-    def costed(self, way: FsdpConfig, again: ActivationPolicies) -> FittedFsdpConfig:
+    def costed(self, config: FsdpConfig, activations: ActivationPolicies) -> FittedFsdpConfig:
         """The configuration with its costs if these layers are recomputed."""
-        recomputing, layers = self.recomputing(way.micro_batch_size), self._grouped(way.about)
-        chain = recomputing.chain(again)
+        recomputing, layers = self.recomputing(config.micro_batch_size), self._grouped(config.about)
+        chain = recomputing.chain(activations)
         units = tuple(
             replace(
                 bare,
                 forward_s=self.time_scale * sum(chain.forward_s[i] for i in own),
                 backward_s=self.time_scale * sum(chain.backward_s[i] for i in own),
                 saved_bytes=float(sum(chain.saved_bytes[i] for i in own)),
-                recompute_bytes=recomputing.made_bytes(own, again),
+                recompute_bytes=recomputing.made_bytes(own, activations),
             )
-            for bare, own in zip(self.bare(way.about), layers, strict=True)
+            for bare, own in zip(self.bare(config.about), layers, strict=True)
         )
-        sharding = self._sharding(way, units, self.count(way.micro_batch_size))
+        sharding = self._sharding(config, units, self.count(config.micro_batch_size))
         needs_bytes = state_bytes(sharding) + peak_bytes(sharding)
-        return FittedFsdpConfig(way, again, tuple(layers), sharding, needs_bytes)
+        return FittedFsdpConfig(config, activations, tuple(layers), sharding, needs_bytes)
 
     def _bare(self, about: int) -> tuple[ShardedUnit, ...]:
         """Units with parameters but without times and activations."""
@@ -148,33 +150,36 @@ class FsdpConfigs:
             )
         return tuple(found)
 
-    def bare_sharding(self, way: FsdpConfig) -> Sharding:
+    def bare_sharding(self, config: FsdpConfig) -> Sharding:
         """Sharding with layers that take no time and save no activations."""
-        return self._sharding(way, self.bare(way.about), self.count(way.micro_batch_size))
+        return self._sharding(config, self.bare(config.about), self.count(config.micro_batch_size))
 
-    def computed_s(self, way: FsdpConfig) -> float:
+    def computed_s(self, config: FsdpConfig) -> float:
         """Lower bound on a device's compute time in a step; infinite if nothing fits."""
-        recomputing = self.recomputing(way.micro_batch_size)
-        costs, again_s = recomputing.costs, recomputing.least_s(self._rooms(way)[-1].held)
-        each = sum(costs.forward_s) + sum(costs.backward_s) + again_s
-        return self.time_scale * each * self.count(way.micro_batch_size)
+        recomputing = self.recomputing(config.micro_batch_size)
+        costs, recompute_s = recomputing.costs, recomputing.least_s(self._rooms(config)[-1].held)
+        each = sum(costs.forward_s) + sum(costs.backward_s) + recompute_s
+        return self.time_scale * each * self.count(config.micro_batch_size)
 
-    def hopeless(self, way: FsdpConfig) -> bool:
+    def cannot_fit(self, config: FsdpConfig) -> bool:
         """True if the configuration cannot fit."""
-        return not self.recomputing(way.micro_batch_size).may_fit(self._rooms(way))
+        return not self.recomputing(config.micro_batch_size).may_fit(self._rooms(config))
 
-    def _sharding(self, way: FsdpConfig, units: tuple[ShardedUnit, ...], count: int) -> Sharding:
-        of = way.group, way.gathering, way.reduce_once, way.prefetch
+    def _sharding(self, config: FsdpConfig, units: tuple[ShardedUnit, ...], count: int) -> Sharding:
+        of = config.group, config.gathering, config.reduce_once, config.prefetch
         return Sharding(units, self.num_devices, count, *of)
 
-    def _rooms(self, way: FsdpConfig) -> tuple[ActivationRoom, ...]:
+    def _rooms(self, config: FsdpConfig) -> tuple[ActivationRoom, ...]:
         """Bytes available to each layer for activations, beside parameters and gradients."""
         # A microbatch bears on them by how many there are alone.
-        alike = way._replace(micro_batch_size=0)
-        return self._room(alike, min(STEADY, self.count(way.micro_batch_size)))
+        alike = config._replace(micro_batch_size=0)
+        return self._room(alike, min(STEADY, self.count(config.micro_batch_size)))
 
-    def _room_of(self, way: FsdpConfig, count: int) -> tuple[ActivationRoom, ...]:
-        bare, layers = self._sharding(way, self.bare(way.about), count), self._grouped(way.about)
+    def _room_of(self, config: FsdpConfig, count: int) -> tuple[ActivationRoom, ...]:
+        bare, layers = (
+            self._sharding(config, self.bare(config.about), count),
+            self._grouped(config.about),
+        )
         left = self.usable - state_bytes(bare) - 1  # byte, for rounding
         return tuple(
             ActivationRoom(left - max(forward, backward), left - backward)

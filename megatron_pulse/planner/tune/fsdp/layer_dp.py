@@ -39,13 +39,13 @@ class LayerPolicy(NamedTuple):
     ``made`` there.
 
     ``shared`` bytes fewer are held if both this layer and the one before are recomputed
-    (``again``).
+    (``recomputed``).
     """
 
     seconds: float
     held: float
     made: float = 0.0
-    again: bool = False
+    recomputed: bool = False
     shared: float = 0.0
 
 
@@ -60,20 +60,20 @@ def cheapest_recompute(
     # States: seconds, bytes held, and whether the last layer is recomputed.
     seconds: Any = np.zeros(1)
     held: Any = np.zeros(1)
-    again: Any = np.zeros(1, bool)
+    recomputed: Any = np.zeros(1, bool)
     taken: list[tuple[Any, Any]] = []
-    for ways, room in zip(layers, rooms, strict=True):
+    for policies, room in zip(layers, rooms, strict=True):
         parts = []
-        for number, way in enumerate(ways):
-            now = held + way.held - (way.shared * again if way.again else 0.0)
-            fits = np.flatnonzero((now <= room.held) & (now + way.made <= room.making))
-            own = np.full(len(fits), number), np.full(len(fits), way.again)
-            parts.append((seconds[fits] + way.seconds, now[fits], own[1], own[0], fits))
-        seconds, held, again, numbers, before = map(np.concatenate, zip(*parts, strict=True))
+        for number, policy in enumerate(policies):
+            now = held + policy.held - (policy.shared * recomputed if policy.recomputed else 0.0)
+            fits = np.flatnonzero((now <= room.held) & (now + policy.made <= room.making))
+            own = np.full(len(fits), number), np.full(len(fits), policy.recomputed)
+            parts.append((seconds[fits] + policy.seconds, now[fits], own[1], own[0], fits))
+        seconds, held, recomputed, numbers, before = map(np.concatenate, zip(*parts, strict=True))
         if not len(seconds):
             return None
-        keep = _undominated(seconds, held, again, size)
-        seconds, held, again = seconds[keep], held[keep], again[keep]
+        keep = _pareto_front(seconds, held, recomputed, size)
+        seconds, held, recomputed = seconds[keep], held[keep], recomputed[keep]
         taken.append((numbers[keep], before[keep]))
     at = int(np.lexsort((held, seconds))[0])
     found = []
@@ -83,11 +83,11 @@ def cheapest_recompute(
     return found[::-1]
 
 
-def _undominated(seconds: Any, held: Any, again: Any, size: float) -> Any:
+def _pareto_front(seconds: Any, held: Any, recomputed: Any, size: float) -> Any:
     """Indices of the states on the Pareto front of held bytes and seconds, the cheapest of each
     bin."""
     kept = []
-    for alike in (np.flatnonzero(again), np.flatnonzero(~again)):
+    for alike in (np.flatnonzero(recomputed), np.flatnonzero(~recomputed)):
         order = alike[np.lexsort((seconds[alike], held[alike]))]
         least = np.minimum.accumulate(seconds[order])
         better: Any = np.ones(len(order), bool)

@@ -31,56 +31,56 @@ class RecomputeCosts:
             profile.at(size, profile.all_layers(policy))
             for policy in (ActivationPolicy.RECOMPUTE, ActivationPolicy.SELECTIVE)
         )
-        self._handlings = [self._handlings_of(i, whole, part) for i in every]
-        self._spared = [
+        self._policies = [self._policies_of(i, whole, part) for i in every]
+        self._savings = [
             LayerSavings(
                 i,
                 whole.backward_s[i] - costs.backward_s[i],
                 costs.saved_bytes[i] - whole.saved_bytes[i],
                 0.0,
-                part_s=part.backward_s[i] - costs.backward_s[i],
-                part_bytes=costs.saved_bytes[i] - part.saved_bytes[i],
+                selective_s=part.backward_s[i] - costs.backward_s[i],
+                selective_bytes=costs.saved_bytes[i] - part.saved_bytes[i],
             )
             for i in every
         ]
         self.chosen = cache(self._chosen)
         self.least_s = cache(self._least_s)
 
-    def chain(self, again: ActivationPolicies) -> ChainCosts:
+    def chain(self, activations: ActivationPolicies) -> ChainCosts:
         """Chain costs with these layers recomputed."""
-        return self._profile.at(self._size, again)
+        return self._profile.at(self._size, activations)
 
-    def made_bytes(self, layers: Iterable[int], again: ActivationPolicies) -> float:
+    def made_bytes(self, layers: Iterable[int], activations: ActivationPolicies) -> float:
         """Peak bytes that neighbouring ``layers`` recompute in their backward, beyond what is held
         for them.
 
         Later layers have freed their activations by then.
         """
-        chain, most, gone = self.chain(again), 0.0, 0.0
+        chain, most, gone = self.chain(activations), 0.0, 0.0
         for i in reversed(list(layers)):
-            way = int(i in again.selective) or 2 * (i in again.recompute)
-            most = max(most, self._handlings[i][way].made - gone)
+            policy = int(i in activations.selective) or 2 * (i in activations.recompute)
+            most = max(most, self._policies[i][policy].made - gone)
             gone += chain.saved_bytes[i]
         return most
 
-    def needed_bytes(self, again: ActivationPolicies) -> float:
+    def needed_bytes(self, activations: ActivationPolicies) -> float:
         """Peak activation bytes of one microbatch."""
-        every = range(len(self._handlings))
-        return float(sum(self.chain(again).saved_bytes)) + self.made_bytes(every, again)
+        every = range(len(self._policies))
+        return float(sum(self.chain(activations).saved_bytes)) + self.made_bytes(every, activations)
 
     def may_fit(self, rooms: Iterable[ActivationRoom]) -> bool:
         """Necessary condition to fit: each layer in turn takes the smallest policy that its room
         allows."""
         held = 0.0
-        for ways, room in zip(self._handlings, rooms, strict=True):
-            sums = [(held + way.held - way.shared, way.made) for way in ways]
+        for policies, room in zip(self._policies, rooms, strict=True):
+            sums = [(held + policy.held - policy.shared, policy.made) for policy in policies]
             fits = [now for now, made in sums if now <= room.held and now + made <= room.making]
             if not fits:
                 return False
             held = min(fits)
         return True
 
-    def _handlings_of(self, i: int, whole: ChainCosts, part: ChainCosts) -> tuple[LayerPolicy, ...]:
+    def _policies_of(self, i: int, whole: ChainCosts, part: ChainCosts) -> tuple[LayerPolicy, ...]:
         """Policies of a layer: keep, selective recomputation, full recomputation."""
         saved, shared = float(self.costs.saved_bytes[i]), float(whole.shared_bytes[i])
         back_s, held = self.costs.backward_s[i], float(part.saved_bytes[i])
@@ -101,14 +101,16 @@ class RecomputeCosts:
 
         If none fits, the policies that hold the least.
         """
-        sums = accumulate(ways[0].held for ways in self._handlings)
+        sums = accumulate(policies[0].held for policies in self._policies)
         if all(held <= min(room) for held, room in zip(sums, rooms, strict=True)):
             return ActivationPolicies()
-        found = cheapest_recompute(self._handlings, rooms)
+        found = cheapest_recompute(self._policies, rooms)
         if found is None:
-            found = [min(range(3), key=lambda w: (ways[w].held, w)) for ways in self._handlings]
+            found = [
+                min(range(3), key=lambda w: (policies[w].held, w)) for policies in self._policies
+            ]
         part, whole = (
-            frozenset(i for i, number in enumerate(found) if number == way) for way in (1, 2)
+            frozenset(i for i, number in enumerate(found) if number == policy) for policy in (1, 2)
         )
         return ActivationPolicies(recompute=whole, selective=part)
 
@@ -117,4 +119,4 @@ class RecomputeCosts:
 
         Infinite if they cannot fit.
         """
-        return least_seconds(self._spared, sum(self.costs.saved_bytes) - room)
+        return least_seconds(self._savings, sum(self.costs.saved_bytes) - room)

@@ -90,19 +90,21 @@ class ActivationPlanner:
             every = tuple(
                 each
                 for s in own
-                for each in self._sparing(config, partition.layers_of_stage(s), flying[s])
+                for each in self._savings_of_layers(config, partition.layers_of_stage(s), flying[s])
             )
             found = _least_work(every, need, works[device], link_s)
             if found is None:
                 spent[device] = found = ActivationPolicies(frozenset(each.layer for each in every))
-            elif must := self._again_for_one(config, partition, device, every, found):
+            elif must := self._recompute_for_one(config, partition, device, every, found):
                 given = tuple(_whole(each) if each.layer in must else each for each in every)
                 found = _least_work(given, need, works[device], link_s) or found
                 found = found.without(must) | ActivationPolicies(must)
             chosen |= found
-        return self._with_fewer_made(config, stages, chosen, spent, link_s) if spent else chosen
+        return (
+            self._with_fewer_recomputed(config, stages, chosen, spent, link_s) if spent else chosen
+        )
 
-    def _with_fewer_made(
+    def _with_fewer_recomputed(
         self,
         config: Config,
         stages: Stages,
@@ -122,7 +124,7 @@ class ActivationPlanner:
         others = frozenset().union(*(spent[device].recompute for device in lacking))
         return found | chosen.without(others)
 
-    def _again_for_one(
+    def _recompute_for_one(
         self,
         config: Config,
         partition: Partition,
@@ -144,7 +146,8 @@ class ActivationPlanner:
         may = tuple(
             replace(
                 _whole(each),
-                seconds=each.seconds - (each.part_s if each.layer in chosen.selective else 0.0),
+                seconds=each.seconds
+                - (each.selective_s if each.layer in chosen.selective else 0.0),
                 num_bytes=float(max(costs.saved_bytes[each.layer], costs.wgrad_bytes[each.layer])),
             )
             for each in layers
@@ -167,7 +170,9 @@ class ActivationPlanner:
         left = self.stages.left(stages, device, config.split)
         need = sum(stages.saved_bytes[s] for s in own) - left
         every = tuple(
-            each for s in own for each in self._sparing(config, partition.layers_of_stage(s), 1.0)
+            each
+            for s in own
+            for each in self._savings_of_layers(config, partition.layers_of_stage(s), 1.0)
         )
         return _least_work(every, need, stages.workspace_bytes[config.split][device], link_s)
 
@@ -231,23 +236,25 @@ class ActivationPlanner:
     def levels(self, config: Config) -> list[ActivationPolicies]:
         """Growing sets of recomputed layers, from none to all that free bytes, most bytes per
         second first."""
-        every = list(self._sparing(config, range(len(self.costs.profile.layers)), 1.0))
-        ways = sorted(
-            (way for each in every for way in each.ways),
-            key=lambda way: way.seconds / way.num_bytes,
+        every = list(self._savings_of_layers(config, range(len(self.costs.profile.layers)), 1.0))
+        options = sorted(
+            (option for each in every for option in each.options),
+            key=lambda option: option.seconds / option.num_bytes,
         )
-        total = sum(max(way.num_bytes for way in each.ways) for each in every)
-        levels, spared = [ActivationPolicies()], dict[int, float]()
-        again, part = set[int](), set[int]()
-        for way in ways:
-            layer = way.layer.layer
-            if spared.get(layer, 0.0) >= way.num_bytes:
+        total = sum(max(option.num_bytes for option in each.options) for each in every)
+        levels, freed = [ActivationPolicies()], dict[int, float]()
+        recomputed, selective = set[int](), set[int]()
+        for option in options:
+            layer = option.layer.layer
+            if freed.get(layer, 0.0) >= option.num_bytes:
                 continue
-            spared[layer] = way.num_bytes
-            part.discard(layer)
-            (part if way.is_part else again).add(layer)
-            if sum(spared.values()) >= total * len(levels) / LEVELS * (1 - 1e-9):
-                levels.append(ActivationPolicies(frozenset(again), selective=frozenset(part)))
+            freed[layer] = option.num_bytes
+            selective.discard(layer)
+            (selective if option.is_selective else recomputed).add(layer)
+            if sum(freed.values()) >= total * len(levels) / LEVELS * (1 - 1e-9):
+                levels.append(
+                    ActivationPolicies(frozenset(recomputed), selective=frozenset(selective))
+                )
         return levels
 
     def _flying(self, config: Config, share: float) -> tuple[float, ...]:
@@ -255,7 +262,9 @@ class ActivationPlanner:
         count = self.costs.num_microbatches(config)
         return tuple(max(1.0, share * n) for n in in_flight(config.placement, count))
 
-    def _sparing(self, config: Config, layers: range, times: float) -> Iterator[LayerSavings]:
+    def _savings_of_layers(
+        self, config: Config, layers: range, times: float
+    ) -> Iterator[LayerSavings]:
         """Costs and savings of those of ``layers`` that free bytes, at ``times`` microbatches in
         flight."""
         of = config.micro_batch_size, config.tensor, times
@@ -265,21 +274,21 @@ class ActivationPlanner:
     def _make_savings(
         self, size: int, tensor: int, times: float, layer: int
     ) -> LayerSavings | None:
-        none, again, part = self._of_each(size, tensor)
+        none, recomputed, selective = self._of_each(size, tensor)
         kept = none.saved_bytes[layer]
-        fewer, less = (kept - costs.saved_bytes[layer] for costs in (again, part))
+        fewer, less = (kept - costs.saved_bytes[layer] for costs in (recomputed, selective))
         if max(fewer, less) <= 0 or layer in self.costs.profile.embedders:
             return None
         held, link = self.costs.times_at(size)[layer], self.costs.cluster.to_host
         parts = self.costs.parts(tensor)[layer]
         return LayerSavings(
             layer,
-            again.backward_s[layer] - none.backward_s[layer] if fewer > 0 else inf,
+            recomputed.backward_s[layer] - none.backward_s[layer] if fewer > 0 else inf,
             times * max(0, fewer),
             held.peak_bytes / parts,
             max(0.0, times - TRAVELLING) * max(0, fewer),
             inf if link is None else kept / link.bytes_per_s,
-            part.backward_s[layer] - none.backward_s[layer] if less > 0 else inf,
+            selective.backward_s[layer] - none.backward_s[layer] if less > 0 else inf,
             times * max(0, less),
             (held.most_bytes(True) - held.kept_bytes(True)) / parts,
         )
@@ -287,7 +296,7 @@ class ActivationPlanner:
     def _of_each(self, size: int, tensor: int) -> tuple[ChainCosts, ChainCosts, ChainCosts]:
         """Costs with all activations kept, with full recomputation, and with selective
         recomputation."""
-        kept, again, part = (
+        kept, recomputed, selective = (
             self.costs.chain_at(size, self.costs.profile.all_layers(policy), tensor)
             for policy in (
                 ActivationPolicy.KEEP,
@@ -295,12 +304,14 @@ class ActivationPlanner:
                 ActivationPolicy.SELECTIVE,
             )
         )
-        return kept, again, part
+        return kept, recomputed, selective
 
 
 def _whole(layer: LayerSavings) -> LayerSavings:
     """Copy that allows full recomputation only, at no cost."""
-    return replace(layer, seconds=0.0, part_s=inf, part_bytes=0.0, offload_bytes=0.0, copying=inf)
+    return replace(
+        layer, seconds=0.0, selective_s=inf, selective_bytes=0.0, offload_bytes=0.0, offload_s=inf
+    )
 
 
 def stages_key_config(config: Config) -> Config:
@@ -314,4 +325,4 @@ def round_trips(edges: Iterable[StageMessage]) -> Iterator[tuple[int, float]]:
     one."""
     for edge in edges:
         if edge.destination == edge.source + 1:
-            yield edge.source, (1 + edge.wants) * edge.seconds
+            yield edge.source, (1 + edge.needs_grad) * edge.seconds

@@ -60,13 +60,13 @@ def solve_activation_policy(
     for least_s, most in sorted(entered):
         if best is not None and least_s >= best[0]:
             break
-        allowed = [each.with_at_most(most) for each in layers if each.spares]
+        allowed = [each.with_at_most(most) for each in layers if each.frees_memory]
         enough = need + most - beside
         for found in _candidates(allowed, enough, link_s):
             if link_s > 0:
                 found = _improved(allowed, found, enough, link_s)
             seconds = sum(each.seconds for each in allowed if each.layer in found.recompute)
-            seconds += sum(each.part_s for each in allowed if each.layer in found.selective)
+            seconds += sum(each.selective_s for each in allowed if each.layer in found.selective)
             if best is None or seconds < best[0]:
                 best = seconds, found
     return None if best is None else best[1]
@@ -76,8 +76,8 @@ def solve_activation_policy(
 def _up_to(layers: tuple[LayerSavings, ...], beside: float) -> list[tuple[float, list[Step]]]:
     """Each limit on the bytes in use, with the steps of the layers within the limit
     (``relaxed_s``)."""
-    spare = [each for each in layers if each.spares]
-    transients = {t for layer in layers for t in (layer.transient, layer.part_transient)}
+    spare = [each for each in layers if each.frees_memory]
+    transients = {t for layer in layers for t in (layer.transient, layer.selective_transient)}
     every = sorted({max(beside, transient) for transient in (beside, *transients)})
     return [(most, cheapest_steps(each.with_at_most(most) for each in spare)) for most in every]
 
@@ -86,34 +86,34 @@ def _improved(
     layers: Sequence[LayerSavings], choice: ActivationPolicies, need: float, link_s: float
 ) -> ActivationPolicies:
     """Local search: change the policy of one or two layers as long as the work falls."""
-    ways = np.array([[0.0, each.seconds, 0.0, each.part_s] for each in layers])
-    link = np.array([[0.0, 0.0, each.copying, 0.0] for each in layers])
-    spares = np.array(
-        [[0.0, each.num_bytes, each.offload_bytes, each.part_bytes] for each in layers]
+    options = np.array([[0.0, each.seconds, 0.0, each.selective_s] for each in layers])
+    link = np.array([[0.0, 0.0, each.offload_s, 0.0] for each in layers])
+    freed_bytes = np.array(
+        [[0.0, each.num_bytes, each.offload_bytes, each.selective_bytes] for each in layers]
     )
     chosen = choice.recompute, choice.offload, choice.selective
     now = np.array([sum(w * (each.layer in c) for w, c in enumerate(chosen, 1)) for each in layers])
-    rows, num_ways = np.arange(len(layers)), len(chosen) + 1
-    which: Any = np.repeat(rows, num_ways)
+    rows, num_options = np.arange(len(layers)), len(chosen) + 1
+    which: Any = np.repeat(rows, num_options)
     for _ in range(ROUNDS):
-        own = ways[rows, now], link[rows, now], spares[rows, now]
+        own = options[rows, now], link[rows, now], freed_bytes[rows, now]
         left_s, surplus = link_s - own[1].sum(), own[2].sum() - need
         with np.errstate(invalid="ignore"):  # what cannot be is infinite, and no gain
-            work, copying, freed = (
+            work, offload_s, freed = (
                 (table - mine[:, None]).ravel()
-                for table, mine in zip((ways, link, spares), own, strict=True)
+                for table, mine in zip((options, link, freed_bytes), own, strict=True)
             )
             gains = work[:, None] + work
         possible = (which[:, None] != which) & (gains < -LEAST * (1 + own[0].sum()))
-        possible &= copying[:, None] + copying <= left_s
+        possible &= offload_s[:, None] + offload_s <= left_s
         possible &= freed[:, None] + freed >= -surplus
         if not possible.any():
             break
         for at in divmod(int(np.where(possible, gains, np.inf).argmin()), len(which)):
-            now[which[at]] = at % num_ways
+            now[which[at]] = at % num_options
     parts = (
-        frozenset(each.layer for each, n in zip(layers, now, strict=True) if n == way)
-        for way in range(1, num_ways)
+        frozenset(each.layer for each, n in zip(layers, now, strict=True) if n == option)
+        for option in range(1, num_options)
     )
     return ActivationPolicies(*parts)
 
@@ -129,17 +129,21 @@ def _candidates(
     if link_s <= 0:
         return
     for kept, host in _sufficient(layers, need, link_s):
-        if (more := _cheapest_again(host, link_s)) is not None:
-            again = [way.layer for way in more]
-            yield _policies([*kept, *more], [each for each in host if each not in again])
-    fits = [each for each in layers if 0 < each.copying <= link_s]
-    for worth in (lambda e: e.seconds / e.copying, lambda e: e.seconds, lambda e: e.offload_bytes):
+        if (more := _cheapest_recompute(host, link_s)) is not None:
+            recomputed = [option.layer for option in more]
+            yield _policies([*kept, *more], [each for each in host if each not in recomputed])
+    fits = [each for each in layers if 0 < each.offload_s <= link_s]
+    for worth in (
+        lambda e: e.seconds / e.offload_s,
+        lambda e: e.seconds,
+        lambda e: e.offload_bytes,
+    ):
         left_s, left = link_s, need
         host = []
         for each in sorted(fits, key=worth, reverse=True):
-            if each.copying <= left_s and left > 0:
+            if each.offload_s <= left_s and left > 0:
                 host.append(each)
-                left_s, left = left_s - each.copying, left - each.offload_bytes
+                left_s, left = left_s - each.offload_s, left - each.offload_bytes
         rest = [each for each in layers if each not in host]
         found = knapsack(rest, left) if left > 0 else []
         if host and found is not None:
@@ -147,12 +151,12 @@ def _candidates(
 
 
 def _policies(
-    ways: Sequence[PolicyOption], host: Sequence[LayerSavings] = ()
+    options: Sequence[PolicyOption], host: Sequence[LayerSavings] = ()
 ) -> ActivationPolicies:
     return ActivationPolicies(
-        frozenset(way.layer.layer for way in ways if not way.is_part),
+        frozenset(option.layer.layer for option in options if not option.is_selective),
         frozenset(each.layer for each in host),
-        frozenset(way.layer.layer for way in ways if way.is_part),
+        frozenset(option.layer.layer for option in options if option.is_selective),
     )
 
 
@@ -162,7 +166,7 @@ def _sufficient(
     """Recomputed and offloaded layers that free ``need`` at the least cost, for each price of the
     link."""
     own = {each.layer: each for each in layers}
-    ratios = [each.seconds / each.copying for each in layers if 0 < each.copying < math.inf]
+    ratios = [each.seconds / each.offload_s for each in layers if 0 < each.offload_s < math.inf]
     high = max((ratio for ratio in ratios if ratio < math.inf), default=0.0) * 2 + 1.0
     low, price = 0.0, high
     for _ in range(PRICES):
@@ -170,14 +174,14 @@ def _sufficient(
         if found is None:
             return
         kept, host = list[PolicyOption](), list[LayerSavings]()
-        for way in found:
-            layer = own[way.layer.layer]
-            if way.is_part or way.seconds == layer.seconds:
-                kept.append(replace(way, layer=layer))
+        for option in found:
+            layer = own[option.layer.layer]
+            if option.is_selective or option.seconds == layer.seconds:
+                kept.append(replace(option, layer=layer))
             else:
                 host.append(layer)
         yield kept, host
-        if sum(each.copying for each in host) > link_s:
+        if sum(each.offload_s for each in host) > link_s:
             low = price
         else:
             high = price
@@ -187,27 +191,29 @@ def _sufficient(
 def _priced(layer: LayerSavings, price: float) -> LayerSavings:
     """Copy whose full choice is recomputation, or offload at that price where offload costs less
     per byte."""
-    away_s = price * layer.copying if layer.offload_bytes > 0 else math.inf
+    away_s = price * layer.offload_s if layer.offload_bytes > 0 else math.inf
     if away_s * layer.num_bytes < layer.seconds * layer.offload_bytes:
         return replace(layer, seconds=away_s, num_bytes=layer.offload_bytes)
     return layer
 
 
-def _cheapest_again(host: Sequence[LayerSavings], link_s: float) -> list[PolicyOption] | None:
+def _cheapest_recompute(host: Sequence[LayerSavings], link_s: float) -> list[PolicyOption] | None:
     """Recompute the cheapest of the offloaded layers until the link has time for the rest.
 
     Returns None if the link has too little time whatever is recomputed.
     """
-    must = [each for each in host if each.copying > link_s]
+    must = [each for each in host if each.offload_s > link_s]
     if any(each.seconds == math.inf for each in must):
         return None
-    over = sum(each.copying for each in host if each.copying <= link_s) - link_s
+    over = sum(each.offload_s for each in host if each.offload_s <= link_s) - link_s
     found = [PolicyOption(each, each.seconds, each.num_bytes, False) for each in must]
     if over <= 0:
         return found
-    may = [each for each in host if 0 < each.copying <= link_s and each.seconds < math.inf]
-    again = knapsack([replace(e, num_bytes=e.copying, part_bytes=0.0) for e in may], over)
+    may = [each for each in host if 0 < each.offload_s <= link_s and each.seconds < math.inf]
+    recomputed = knapsack(
+        [replace(e, num_bytes=e.offload_s, selective_bytes=0.0) for e in may], over
+    )
     own = {each.layer: each for each in may}
-    if again is None:
+    if recomputed is None:
         return None
-    return found + [replace(way, layer=own[way.layer.layer]) for way in again]
+    return found + [replace(option, layer=own[option.layer.layer]) for option in recomputed]

@@ -82,7 +82,7 @@ def _changes(stages: Stages, split: bool) -> tuple[Mapping[_Of, float], Mapping[
         if sent_alone(skip, stages.partition):  # else its stage keeps it anyway
             ends[OpType.FORWARD, source] += skip.num_bytes
             ends[OpType.FORWARD, destination] -= skip.num_bytes
-        if skip.wants:
+        if skip.needs_grad:
             ends[back, destination] += skip.num_bytes
             ends[back, source] -= skip.num_bytes
     return begins, ends

@@ -29,9 +29,9 @@ class LayerSavings:
 
     Full recomputation adds ``seconds`` per microbatch, frees ``num_bytes`` summed over the
     in-flight microbatches, and has ``transient`` further bytes in use while the layer runs. Offload
-    to the host frees ``offload_bytes`` and occupies the host link for ``copying`` seconds in each
-    direction. Selective recomputation adds ``part_s``, frees ``part_bytes`` and has
-    ``part_transient`` bytes in use.
+    to the host frees ``offload_bytes`` and occupies the host link for ``offload_s`` seconds in each
+    direction. Selective recomputation adds ``selective_s``, frees ``selective_bytes`` and has
+    ``selective_transient`` bytes in use.
     """
 
     layer: int
@@ -39,60 +39,60 @@ class LayerSavings:
     num_bytes: float
     transient: float
     offload_bytes: float = 0.0
-    copying: float = math.inf
-    part_s: float = math.inf
-    part_bytes: float = 0.0
-    part_transient: float = 0.0
+    offload_s: float = math.inf
+    selective_s: float = math.inf
+    selective_bytes: float = 0.0
+    selective_transient: float = 0.0
 
     @cached_property
-    def ways(self) -> list[PolicyOption]:
+    def options(self) -> list[PolicyOption]:
         """Full and selective recomputation, as far as each is possible and frees anything."""
         every = (
             PolicyOption(self, self.seconds, self.num_bytes, False),
-            PolicyOption(self, self.part_s, self.part_bytes, True),
+            PolicyOption(self, self.selective_s, self.selective_bytes, True),
         )
-        return [way for way in every if way.num_bytes > 0 and way.seconds < math.inf]
+        return [option for option in every if option.num_bytes > 0 and option.seconds < math.inf]
 
     @property
-    def spares(self) -> bool:
+    def frees_memory(self) -> bool:
         """True if any policy frees bytes."""
-        return self.num_bytes > 0 or self.part_bytes > 0
+        return self.num_bytes > 0 or self.selective_bytes > 0
 
     def with_at_most(self, transient: float) -> LayerSavings:
         """Copy without the policies that have more than ``transient`` bytes in use."""
-        if max(self.transient, self.part_transient) <= transient:
+        if max(self.transient, self.selective_transient) <= transient:
             return self
-        return self._with[self.transient <= transient, self.part_transient <= transient]
+        return self._with[self.transient <= transient, self.selective_transient <= transient]
 
     @cached_property
     def _with(self) -> dict[tuple[bool, bool], LayerSavings]:
         """Copies with or without full recomputation, and with or without selective
         recomputation."""
         return {
-            (whole, part): replace(
+            (whole, selective): replace(
                 self,
                 seconds=self.seconds if whole else math.inf,
-                part_s=self.part_s if part else math.inf,
+                selective_s=self.selective_s if selective else math.inf,
             )
-            for whole, part in product((False, True), repeat=2)
+            for whole, selective in product((False, True), repeat=2)
         }
 
     @cached_property
     def steps(self) -> tuple[Step, ...]:
         """Increments along the lower convex hull of the policies, from nothing to the most bytes
         freed."""
-        return tuple(_corners(self.ways))
+        return tuple(_corners(self.options))
 
 
 @dataclass(frozen=True)
 class PolicyOption:
     """One policy of a layer: full recomputation, priced offload in its place, or selective
-    (``is_part``)."""
+    (``is_selective``)."""
 
     layer: LayerSavings
     seconds: float
     num_bytes: float
-    is_part: bool
+    is_selective: bool
 
 
 def least_seconds(layers: Iterable[LayerSavings], need: float) -> float:
@@ -120,11 +120,11 @@ def cheapest_steps(layers: Iterable[LayerSavings]) -> list[Step]:
     return sorted(steps, key=lambda step: step[0] / step[1])
 
 
-def _corners(ways: Iterable[PolicyOption]) -> Iterator[Step]:
+def _corners(options: Iterable[PolicyOption]) -> Iterator[Step]:
     """Steps between the corners of the lower convex hull of a layer's policies."""
     hull = [(0.0, 0.0)]
-    for way in sorted(ways, key=lambda way: (way.num_bytes, way.seconds)):
-        here = way.seconds, way.num_bytes
+    for option in sorted(options, key=lambda option: (option.num_bytes, option.seconds)):
+        here = option.seconds, option.num_bytes
         if here[1] == hull[-1][1]:
             continue
         while len(hull) > 1 and _slope(hull[-2], here) <= _slope(hull[-2], hull[-1]):
@@ -143,45 +143,45 @@ def knapsack(layers: Sequence[LayerSavings], need: float) -> list[PolicyOption] 
 
     Returns None if all layers together do not free enough.
     """
-    ways = [ways for layer in layers if (ways := layer.ways)]
-    if sum(max(way.num_bytes for way in own) for own in ways) < need:
+    options = [options for layer in layers if (options := layer.options)]
+    if sum(max(option.num_bytes for option in own) for own in options) < need:
         return None
-    chosen = _without_surplus(_first_enough(ways, need), need)
+    chosen = _without_surplus(_first_enough(options, need), need)
     size = need / BINS
-    bins = [[min(BINS, int(way.num_bytes / size)) for way in own] for own in ways]
+    bins = [[min(BINS, int(option.num_bytes / size)) for option in own] for own in options]
     if sum(map(max, bins)) < BINS:
         return chosen
     least = np.full(BINS + 1, np.inf)  # fewest seconds that free at least n bins
     least[0] = 0.0
     taken = []
-    for own, counts in zip(ways, bins, strict=True):
+    for own, counts in zip(options, bins, strict=True):
         before: Any = least
-        way_of: Any = np.zeros(BINS + 1, np.int8)
-        for number, (way, count) in enumerate(zip(own, counts, strict=True), 1):
+        option_of: Any = np.zeros(BINS + 1, np.int8)
+        for number, (option, count) in enumerate(zip(own, counts, strict=True), 1):
             with_it = np.concatenate((np.full(count, before[0]), before[: BINS + 1 - count]))
-            way_of[with_it + way.seconds < least] = number
-            least = np.minimum(least, with_it + way.seconds)
-        taken.append(way_of)
+            option_of[with_it + option.seconds < least] = number
+            least = np.minimum(least, with_it + option.seconds)
+        taken.append(option_of)
     found, left = list[PolicyOption](), BINS
-    for i in reversed(range(len(ways))):
+    for i in reversed(range(len(options))):
         if left > 0 and (number := int(taken[i][left])):
-            found.append(ways[i][number - 1])
+            found.append(options[i][number - 1])
             left = max(0, left - bins[i][number - 1])
     return min(_without_surplus(found, need), chosen, key=_seconds)
 
 
-def _first_enough(ways: Iterable[Sequence[PolicyOption]], need: float) -> list[PolicyOption]:
+def _first_enough(options: Iterable[Sequence[PolicyOption]], need: float) -> list[PolicyOption]:
     """Greedy solution by seconds per byte. A later, larger policy of a layer replaces an earlier
     one."""
-    found, spared = dict[int, PolicyOption](), 0.0
-    every = [way for own in ways for way in own]
-    for way in sorted(every, key=lambda way: way.seconds / way.num_bytes):
-        if spared >= need:
+    found, freed = dict[int, PolicyOption](), 0.0
+    every = [option for own in options for option in own]
+    for option in sorted(every, key=lambda option: option.seconds / option.num_bytes):
+        if freed >= need:
             break
-        before = found.get(way.layer.layer)
-        if before is None or before.num_bytes < way.num_bytes:
-            spared += way.num_bytes - (0.0 if before is None else before.num_bytes)
-            found[way.layer.layer] = way
+        before = found.get(option.layer.layer)
+        if before is None or before.num_bytes < option.num_bytes:
+            freed += option.num_bytes - (0.0 if before is None else before.num_bytes)
+            found[option.layer.layer] = option
     return list(found.values())
 
 
@@ -190,18 +190,18 @@ def _without_surplus(chosen: Sequence[PolicyOption], need: float) -> list[Policy
 
     Full recomputation becomes selective where selective still frees enough.
     """
-    left, surplus = list[PolicyOption](), sum(way.num_bytes for way in chosen) - need
-    for way in sorted(chosen, key=lambda each: -each.seconds):
-        if way.num_bytes <= surplus:
-            surplus -= way.num_bytes
+    left, surplus = list[PolicyOption](), sum(option.num_bytes for option in chosen) - need
+    for option in sorted(chosen, key=lambda each: -each.seconds):
+        if option.num_bytes <= surplus:
+            surplus -= option.num_bytes
             continue
-        less = [w for w in way.layer.ways if w.is_part and w.seconds < way.seconds]
-        if less and way.num_bytes - less[0].num_bytes <= surplus:
-            surplus -= way.num_bytes - less[0].num_bytes
-            way = less[0]
-        left.append(way)
+        less = [w for w in option.layer.options if w.is_selective and w.seconds < option.seconds]
+        if less and option.num_bytes - less[0].num_bytes <= surplus:
+            surplus -= option.num_bytes - less[0].num_bytes
+            option = less[0]
+        left.append(option)
     return left
 
 
-def _seconds(ways: Sequence[PolicyOption]) -> float:
-    return sum(way.seconds for way in ways)
+def _seconds(options: Sequence[PolicyOption]) -> float:
+    return sum(option.seconds for option in options)

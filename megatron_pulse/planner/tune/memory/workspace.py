@@ -62,7 +62,7 @@ class Workspace:
         first = np.where(recomputed, np.where(forward > 0, forward, whole), own)
         saved: Any = np.array(costs.saved_bytes, float)
         again = np.array(costs.recompute_bytes or (0.0,) * num, float)
-        waiting = np.array(costs.wgrad_bytes or costs.saved_bytes, float)
+        wgrad_bytes = np.array(costs.wgrad_bytes or costs.saved_bytes, float)
         rest = own - again
         # Of each layer, as if all that follow in the chain were of its stage.
         self._columns: list[tuple[Any, list[float]]] = [
@@ -72,8 +72,8 @@ class Workspace:
                 (np.where(recomputed, rest, 0.0), again),
                 (own, saved),
                 (rest, saved + again),
-                (own, saved - waiting),
-                (rest, saved - waiting + again),
+                (own, saved - wgrad_bytes),
+                (rest, saved - wgrad_bytes + again),
             )
         ]
 

@@ -86,14 +86,14 @@ class FeasiblePartitioner:
         fitting = [free] * self.stages.fits(free, config.split)
         if fitting and not (free.activations.recomputes and config.recompute.as_needed):
             return free
-        why: object = "no cuts that were found leave room for a microbatch on every device"
+        why: object = "no partition found has room for a microbatch on every device"
         for share in SHARES:
             with_room = self._with_room(config, goal, free, share)
             if isinstance(with_room, Partition):
                 stages = self.planner.cut(config, with_room)
                 fitting += [stages] * self.stages.fits(stages, config.split)
                 if config.recompute.as_needed:
-                    fitting += self._with_less_beside(config, goal, free, share)
+                    fitting += self._with_least_workspace(config, goal, free, share)
                 break
             why = with_room
         if not fitting:
@@ -105,14 +105,14 @@ class FeasiblePartitioner:
                 )
                 fitting += [least] * self.stages.fits(least, config.split)
         if config.recompute.as_needed:
-            fitting += self._as_if_all_again(config)
+            fitting += self._as_if_all_recomputed(config)
         roomier = [] if fitting else self._roomier(config, goal, free)
         if not (fitting or roomier):
             return UnfitError(Unfit.ACTIVATIONS, f"{config}: {why}")
         fitting = self._moved(config, goal, fitting or roomier)
         return min(fitting, key=partial(self._period_s, config, goal))
 
-    def _as_if_all_again(self, config: Config) -> list[Stages]:
+    def _as_if_all_recomputed(self, config: Config) -> list[Stages]:
         """Best partitions of full (and selective) recomputation, with recomputation as needed.
 
         Their loads are even, and the recomputation needed then takes about as long on all devices.
@@ -178,7 +178,7 @@ class FeasiblePartitioner:
 
         return [moved(each) for each in sorted(fitting, key=partial(self._period_s, config, goal))]
 
-    def _with_less_beside(
+    def _with_least_workspace(
         self, config: Config, goal: Goal, free: Stages, share: float
     ) -> list[Stages]:
         """Partition found with the smallest working memory of any device counted for all, if it
@@ -210,7 +210,7 @@ class FeasiblePartitioner:
         if config.recompute.as_needed:
             levels = self.planner.levels(config)
         low, high = 0, len(levels) - 1
-        found: Partition | PartitionError = PartitionError("no cuts leave room for activations")
+        found: Partition | PartitionError = PartitionError("no partition has room for activations")
         while low <= high:
             middle = (low + high) // 2
             costs = self.costs.chain(config, levels[middle])

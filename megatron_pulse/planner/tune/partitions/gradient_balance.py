@@ -55,7 +55,7 @@ class GradientBalancer:
         self.feasible, self.estimator = feasible, estimator
         self.partitioner, self.planner = feasible.partitioner, feasible.planner
         self.stages, self.costs = self.planner.stages, self.planner.costs
-        self._lighter_of = lru_cache(maxsize=1024)(self._find_lighter)
+        self._balanced_of = lru_cache(maxsize=1024)(self._find_balanced)
         self._descended = lru_cache(maxsize=1024)(self._descend)
 
     def quick_partitions(self, config: Config, near_s: float = float("inf")) -> list[Partition]:
@@ -71,7 +71,7 @@ class GradientBalancer:
         if config.recompute.as_needed and self.planner.cut(config, free).activations.recomputes:
             always = replace(config, recompute=Recompute.ALWAYS)
             found.append(self.partitioner.unconstrained_partition(always))
-        lighter = self._lighter_of(config, free, one_stage_per_device(config.placement))
+        lighter = self._balanced_of(config, free, one_stage_per_device(config.placement))
         if lighter:
             stages = self.planner.cut(config, lighter[0])
             if self.estimator.cut_estimate(config, stages) < near_s:
@@ -85,11 +85,11 @@ class GradientBalancer:
         Empty where gradients are not reduced over replicas, or the reduction is short.
         """
         own = self.feasible.best(config).partition
-        lighter = self._lighter_of(config, own, config.placement)
+        lighter = self._balanced_of(config, own, config.placement)
         moved = [self._descended(config, cuts, MOVES) for cuts in lighter[:1]]
         return [cuts for cuts in dict.fromkeys((*moved, *lighter)) if cuts != own][:BEST]
 
-    def _find_lighter(self, config: Config, cuts: Partition, spread: Placement) -> list[Partition]:
+    def _find_balanced(self, config: Config, cuts: Partition, spread: Placement) -> list[Partition]:
         """Lighter partitions with a shorter estimated step than ``cuts``, shortest first.
 
         Each is the best over the placement ``spread`` under its parameter limit. Returns ``cuts``

@@ -13,7 +13,7 @@ from megatron_pulse.planner.bubble_fill.bubble_tasks import (
     FilledSchedule,
     filled_of,
     filled_schedule,
-    unfilled,
+    without_bubble_tasks,
 )
 from megatron_pulse.planner.bubble_fill.check import faults_of
 from megatron_pulse.planner.bubble_fill.encoder_table import components_of
@@ -40,7 +40,7 @@ def fill_problem(plan: PlanFile) -> FillProblem:
     With tensor parallelism every rank of a device runs the same slices. Raises Faults.
     """
     assert plan.encoders is not None
-    schedule = unfilled(plan.schedule)
+    schedule = without_bubble_tasks(plan.schedule)
     components = components_of(plan.encoders, plan.placement)
     return FillProblem(
         plan.problem,
@@ -97,9 +97,9 @@ def filling_faults(plan: PlanFile) -> list[str]:
         return faults
     if plan.encoders is None:
         return [
-            f"schedule: filler {filler.name!r} is of no component: encoders are missing"
-            for filler in plan.schedule.fillers
-            if filler.pieces
+            f"schedule: bubble task {task.name!r} belongs to no component. Add it to encoders"
+            for task in plan.schedule.bubble_tasks
+            if task.slices
         ]
     try:
         problem = fill_problem(plan)
@@ -111,12 +111,13 @@ def filling_faults(plan: PlanFile) -> list[str]:
     except Faults as error:
         return [f"encoders: {fault}" for fault in error.faults]
     for number, (said, made) in enumerate(
-        itertools.zip_longest(plan.schedule.fillers, again.fillers)
+        itertools.zip_longest(plan.schedule.bubble_tasks, again.bubble_tasks)
     ):
-        for name in ("name", "slice_seconds", "devices", "pieces", "needs", "readers"):
+        for name in ("name", "slice_seconds", "devices", "slices", "deps", "consumers"):
             if getattr(said, name, None) != getattr(made, name, None):
                 faults.append(
-                    f"schedule.fillers.{number}.{name} is not what the costs of encoders make it"
+                    f"schedule.bubble_tasks.{number}.{name} does not follow from the costs in "
+                    "encoders"
                 )
     return faults
 
@@ -129,11 +130,11 @@ def policy_faults(plan: PlanFile) -> list[str]:
         return [f"before_step: {fault}" for fault in error.faults]
     done = {one["name"]: "fill" for one in plan.encoders or ()}
     if both := [one["name"] for one in plan.before_step or () if one["name"] in done]:
-        return [f"before_step: {name} is in idle time too" for name in both]
+        return [f"before_step: {name} is also in encoders (bubbles)" for name in both]
     done |= {one["name"]: "before-step" for one in plan.before_step or ()}
     said = {one["name"]: one["policy"] for one in plan.policies or ()}
     if plan.policies is not None and said != done:
-        return [f"policies are {said}, the plan does {done}"]
+        return [f"policies are {said}, but the plan has {done}"]
     return []
 
 
@@ -154,7 +155,7 @@ def _left_of_links(plan: PlanFile) -> Link:
     busy = [0.0] * plan.pipeline
     for edge in plan.edges:
         busy[home[edge.source]] += plan.num_microbatches * edge.seconds
-        busy[home[edge.destination]] += plan.num_microbatches * edge.seconds * edge.wants
-    takes = simulate(plan.problem, unfilled(plan.schedule)).makespan
+        busy[home[edge.destination]] += plan.num_microbatches * edge.seconds * edge.needs_grad
+    takes = simulate(plan.problem, without_bubble_tasks(plan.schedule)).makespan
     share = max(0.05, 1 - max(busy) / takes)
     return Link(slowest.latency_s, slowest.bytes_per_s * share)

@@ -65,12 +65,14 @@ class Choice:
     def __str__(self) -> str:
         steps = (
             ("filled", self.fill_s),
-            ("in front", self.before_step_s),
+            ("before the step", self.before_step_s),
             ("stored", self.stored_s),
         )
         shown = ", ".join(f"{s:.4g} s {how}" for how, s in steps if s is not None)
-        when = "in idle time" if self.policy == Policy.FILL else "in front of the step"
-        return f"{self.name}: {when} (a step: {shown} with {self.stored_bytes:.4g} bytes a sample)"
+        when = "in bubbles" if self.policy == Policy.FILL else "before the step"
+        return (
+            f"{self.name}: {when} (step: {shown}; {self.stored_bytes:.4g} bytes per stored sample)"
+        )
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ class EncodedPlan:
                 "lower_bound_s": made.lower_bound,
                 "after_flush": made.spill_share,
                 "spread": {str(factor): over for factor, over in made.spread.items()},
-                "homes": {f.name: list(f.devices or ()) for f in self.plan.schedule.fillers},
+                "homes": {f.name: list(f.devices or ()) for f in self.plan.schedule.bubble_tasks},
             }
         return found
 
@@ -153,7 +155,9 @@ def encode_plan(
         if all((name in names) == (policy == Policy.FILL) for name, policy in fixed.items())
     ]
     if not allowed:
-        raise FillError(faults[0] if faults else "components wait for others that are in front")
+        raise FillError(
+            faults[0] if faults else "components before the step depend on components in bubbles"
+        )
     least = min(tried[names].step_s for names in allowed)
     names = min((n for n in allowed if SOONER * tried[n].step_s <= least), key=len)
     best = tried[names]
@@ -196,7 +200,9 @@ def _try(
     front = _front_s(components_of(others, plan.placement), plan)
     if not filled:
         if (short := min(free_bytes(wanted))) < 0:
-            raise FillError(f"encoders in front of the step lack {-short:.3g} bytes on a device")
+            raise FillError(
+                f"encoders before the step exceed a device's memory by {-short:.3g} bytes"
+            )
         return _Tried(wanted, plan.simulate_step().timeline.makespan + front, None, None)
     problem = fill_problem(wanted)
     found = fill(problem, seconds)

@@ -20,7 +20,7 @@ def plan_of(outcome: Outcome, evaluator: Evaluator, found: Tuning | None = None)
     ``found``.
     """
     if outcome.extrapolated:
-        raise ValueError("the outcome's schedule is of fewer microbatches than a step has")
+        raise ValueError("the outcome's schedule has fewer microbatches than a step")
     profile, cluster = evaluator.profile, evaluator.cluster
     config, stages = outcome.config, outcome.stages
     partition, certificate = stages.partition, outcome.synthesis.certificate

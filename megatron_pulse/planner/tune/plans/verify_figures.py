@@ -63,7 +63,7 @@ def figure_faults(record: Mapping[str, Any], plan: PlanFile, bounds: bool = True
     try:
         again = recomputed(plan, bounds)
     except ValueError as error:
-        return [f"its figures cannot be worked out: {error}"]
+        return [f"the plan's figures cannot be recomputed: {error}"]
     return [
         *_differences(record, to_record(again), ""),
         *_certificate_faults(plan, again),
@@ -135,12 +135,12 @@ def _other_costs(plan: PlanFile) -> Iterator[str]:
     size, sizes = plan.micro_batch_size, plan.profile.micro_batch_sizes
     if sizes != (size,):
         shown = ", ".join(map(str, sizes))
-        yield f"micro_batch_size is {size}; the costs in the plan are at {shown}"
+        yield f"micro_batch_size is {size}; profile has costs for microbatch size {shown}"
     names = [name for stage in plan.stages for name in stage]
     for i, (name, layer) in enumerate(zip_longest(names, plan.profile.layers)):
         known = None if layer is None else layer.name
         if name != known:
-            yield f"stages: layer {i} is {name!r}; that of the costs in the plan is {known!r}"
+            yield f"stages: layer {i} is {name!r}; in profile it is {known!r}"
             return
 
 
@@ -171,21 +171,21 @@ def _differences(said: Any, again: Any, where: str) -> Iterator[str]:
     if isinstance(again, Mapping) and isinstance(said, Mapping):
         if where.startswith("backbone"):
             for name in said.keys() - again.keys():
-                yield f"{where}.{name}: the costs in the plan are of a backbone without it"
+                yield f"{where}.{name}: not in profile's backbone"
         for name, value in again.items():
             at = f"{where}.{name}" if where else name
             if name not in said and where.startswith(("backbone", "times")):
-                yield f"{at} is left out; from the costs in the plan it is {_shown(value)}"
+                yield f"{at} is missing; recomputed from profile it is {_shown(value)}"
             elif name in said and at not in _AS_GIVEN:
                 yield from _differences(said[name], value, at)
     elif isinstance(again, list | tuple) and isinstance(said, list | tuple):
         if len(said) != len(again):
-            yield f"{where}: {len(said)} values; from the costs in the plan they are {len(again)}"
+            yield f"{where} has {len(said)} values; recomputed from profile it has {len(again)}"
             return
         for i, (one, other) in enumerate(zip(said, again, strict=True)):
             yield from _differences(one, other, f"{where}.{i}")
     elif not _same(said, again, ROUNDING if where.endswith(_SHARES) else 0.0):
-        yield f"{where} is {_shown(said)}; from the costs in the plan it is {_shown(again)}"
+        yield f"{where} is {_shown(said)}; recomputed from profile it is {_shown(again)}"
 
 
 def _certificate_faults(plan: PlanFile, again: PlanFile) -> Iterator[str]:
@@ -193,20 +193,20 @@ def _certificate_faults(plan: PlanFile, again: PlanFile) -> Iterator[str]:
     search, step_s = plan.provenance.get("search"), again.predicted["step_s"]
     if search is not None and search["lower_bound_s"] > step_s * (1 + ROUNDING):
         yield (
-            f"provenance.search.lower_bound_s is {search['lower_bound_s']:.8g}, above the "
-            f"{step_s:.8g} of a step"
+            f"provenance.search.lower_bound_s is {search['lower_bound_s']:.8g}, above the step "
+            f"time {step_s:.8g}"
         )
     known = plan.provenance["schedule"]
     bound, makespan = known["lower_bound"], again.provenance["schedule"]["makespan"]
     if bound > makespan * (1 + ROUNDING):
         yield (
-            f"provenance.schedule.lower_bound is {bound:.8g}, above the {makespan:.8g} that the "
-            "schedule takes when simulated"
+            f"provenance.schedule.lower_bound is {bound:.8g}, above the simulated makespan "
+            f"{makespan:.8g}"
         )
     if known["proved"] and bound < makespan * (1 - ROUNDING):
         yield (
             f"provenance.schedule.proved is true, but lower_bound {bound:.8g} is below the "
-            f"{makespan:.8g} that the schedule takes when simulated"
+            f"simulated makespan {makespan:.8g}"
         )
 
 

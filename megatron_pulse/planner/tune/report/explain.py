@@ -38,12 +38,12 @@ def explain(found: Tuning) -> list[str]:
     mine = parts(best)
     lines = [
         f"why {best.config}:",
-        f"  step {in_ms(best.step_s)}: mean device computes {_share(mine.compute, best)}, bubble "
-        f"{_share(mine.idle, best)}, exposed gradient reduction {_share(mine.reduction, best)}, "
-        f"optimizer {_share(mine.optimizer, best)}",
+        f"  step {in_ms(best.step_s)} on the mean device: compute {_share(mine.compute, best)}, "
+        f"bubbles {_share(mine.idle, best)}, exposed gradient reduction "
+        f"{_share(mine.reduction, best)}, optimizer {_share(mine.optimizer, best)}",
     ]
     least, most = min(best.memory_bytes), max(best.memory_bytes)
-    lines.append(f"  memory of its devices: {least / 1e9:.3g} to {most / 1e9:.3g} GB")
+    lines.append(f"  peak memory {least / 1e9:.3g} to {most / 1e9:.3g} GB per device")
     others = {
         name: rival
         for name, rival in sorted(found.rivals.items(), key=lambda item: item[1].step_s)
@@ -56,7 +56,7 @@ def explain(found: Tuning) -> list[str]:
         rival = others[names[0]]
         sizes = ", ".join(f"{found.simulated[name]:,}" for name in names)
         lines.append(
-            f"  {', '.join(names)}: fastest of {sizes} simulated is {config}: "
+            f"  {', '.join(names)}: the fastest of {sizes} simulated is {config}: "
             f"{against(best, rival)}"
         )
     for degree in sorted(found.degrees):
@@ -72,7 +72,7 @@ def against(best: Outcome, rival: Outcome) -> str:
     ours, theirs = parts(best), parts(rival)
     deltas = {
         "compute": theirs.compute - ours.compute,
-        "bubble": theirs.idle - ours.idle,
+        "bubbles": theirs.idle - ours.idle,
         "reduction": theirs.reduction - ours.reduction,
         "optimizer": theirs.optimizer - ours.optimizer,
     }
@@ -82,12 +82,12 @@ def against(best: Outcome, rival: Outcome) -> str:
         for name, delta in sorted(deltas.items(), key=lambda item: -abs(item[1]))
         if abs(delta) > 0.002 * best.step_s
     ]
-    where = ", ".join(told) or "a little of everything"
+    where = ", ".join(told) or "small differences in all parts"
     if not rival.extrapolated or best.extrapolated:
         return f"{abs(lost):.1%} {'slower' if lost >= 0 else 'faster'} ({where})"
     return (
-        f"{abs(lost):.1%} {'slower' if lost >= 0 else 'faster'} by the simulated part of a step "
-        f"({where}); its whole step was not simulated, or does not fit"
+        f"{abs(lost):.1%} {'slower' if lost >= 0 else 'faster'} in the simulated part of "
+        f"the step ({where}); its whole step was not simulated, or does not fit in memory"
     )
 
 
@@ -95,34 +95,32 @@ def certainty(found: Tuning) -> list[str]:
     """Lines on the certainty of the result: schedule, simulated configs, all configs."""
     best, certificate = found.outcomes[0], found.outcomes[0].synthesis.certificate
     if best.extrapolated:
-        schedule = f"of only {best.problem.num_microbatches} microbatches"
+        schedule = f"searched for {best.problem.num_microbatches} microbatches only"
     elif certificate.proved:
         schedule = "optimal for this partition and memory limit"
     else:
         shorter = 1 - certificate.lower_bound / certificate.makespan
-        schedule = f"not proved optimal: for these stages at most {shorter:.1%} shorter"
-    whole = "" if best.extrapolated else " by whole steps"
+        schedule = f"at most {shorter:.1%} longer than optimal for this partition and memory limit"
+    whole = "" if best.extrapolated else ", by whole steps"
     waits = best.timeline.makespan / certificate.makespan - 1
     if not best.extrapolated and waits > NOTED:
-        schedule += f", without link contention, which adds {waits:.1%}"
+        schedule += f"; link contention makes the step {waits:.1%} longer"
     if found.proved:
-        rest = (
-            "no untried config can be faster, with the cuts found for it; not all cuts were tried"
-        )
+        rest = "optimal for the partitions that were found; not all partitions were tried"
     else:
         better = 1 - found.bound_s / best.step_s
-        most = f"none takes more than {better:.1%} off the best step"
+        most = f"at most {better:.1%} can be gained on the best step"
         rest = (
-            f"{found.num_left:,} untried when the search ended; "
-            f"{most if found.bound_s > 0 else 'without a lower bound'}"
+            f"{found.num_left:,} unexplored when the search ended; "
+            f"{most if found.bound_s > 0 else 'their lower bound is unknown'}"
         )
         late = [degree for degree, counts in sorted(found.degrees.items()) if counts[Unfit.LATE]]
         if unseen := [f"P={p}" for p in late if f"P={p}" not in found.simulated]:
             rest += f"; none of {', '.join(unseen)} was simulated"
     return [
         f"schedule: {schedule}",
-        f"among the {found.num_simulated:,} simulated configs: the fastest{whole}",
-        f"among all {found.num_configs:,} configs: {rest}",
+        f"of {found.num_simulated:,} simulated configs: the fastest{whole}",
+        f"of all {found.num_configs:,} configs: {rest}",
     ]
 
 

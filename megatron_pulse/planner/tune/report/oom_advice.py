@@ -44,20 +44,20 @@ def oom_advice(
     budget = budget or Budget(float("inf"))
     cluster, candidates = evaluator.cluster, list(candidates)
     said = [*_unseen(found)] or ["nothing fits"]
-    said[0] += f": each device has {_of_device(cluster, cluster.usable_bytes)} to use"
+    said[0] += f": each device has {_of_device(cluster, cluster.usable_bytes)}"
     looking = budget.part(0.5)  # the rest is for remedies
     need = _least_memory(evaluator, candidates, looking)
     if not _by_need(evaluator, candidates):
         said = [f"nothing can run: {_reasons(evaluator, candidates)}"]
     elif need is not None:
         looked = (
-            "the least that any config was found to need is about"
+            "the smallest config found needs about"
             if looking.left
-            else "the least that was found in this time needs"
+            else "the smallest config found in this time needs"
         )
-        said.append(f"{looked} {_of_device(cluster, need[0])}, by {need[1]}")
+        said.append(f"{looked} {_of_device(cluster, need[0])}: {need[1]}")
         if need[0] <= cluster.usable_bytes and not (found and found.num_left):
-            said.append("but all schedules that were simulated hold more at once")
+            said.append("all simulated schedules exceed it")
     remedies: list[str] = []
     for words, state in _smaller_states(evaluator):
         lighter = evaluator.on(cluster, state)
@@ -82,8 +82,8 @@ def oom_advice(
 def _unseen(found: Tuning | None) -> Iterator[str]:
     if found is not None and found.num_left:
         yield (
-            f"no config was simulated in {found.seconds:.1f} s, {found.num_left:,} were left: give "
-            "it more seconds, or fewer choices; it may be that nothing fits"
+            f"no config was simulated in {found.seconds:.1f} s, {found.num_left:,} are unexplored. "
+            "Raise --seconds, or restrict the choices; possibly nothing fits"
         )
 
 
@@ -99,7 +99,7 @@ def _remedy(
         with suppress(UnfitError):
             outcome = evaluator.evaluate(fits, quick=True)
             if evaluator.has_room(outcome):
-                rate = f", about {outcome.throughput:.3g} samples/s or more"
+                rate = f", at least about {outcome.throughput:.3g} samples/s"
     yield f"with {words}: {fits} fits{rate}"
 
 
@@ -122,21 +122,21 @@ def _sharded(evaluator: Evaluator, others: bool) -> Iterator[str]:
     if evaluator.cluster.num_devices == 1 or evaluator.not_sharded:
         return
     if (found := evaluator.fsdp_baseline()) is None:
-        yield "nor would torch's fully_shard (FSDP2, HSDP) fit"
+        yield "torch's fully_shard (FSDP2, HSDP) does not fit either"
     else:
         rate = f"{found.throughput:.4g} samples/s predicted"
-        advice = " as it is" if others else "", "" if others else "; use it here"
+        advice = " unchanged" if others else "", "" if others else "; use FSDP2 here"
         yield f"{found.name} fits{advice[0]}: {rate} ({found.facts}){advice[1]}"
 
 
-_NO_TIME = "with more --seconds it is said what would fit: there was no time to try"
+_NO_TIME = "no time was left to try changes: raise --seconds"
 
 
 def _no_remedy(cluster: Cluster) -> str:
-    tried = "other degrees, microbatch sizes and recomputation were tried, and none fits"
+    tried = "other degrees, microbatch sizes and recomputation do not fit either"
     if cluster.inter_node:
-        return f"{tried}, nor on {MOST_NODES} times the nodes"
-    return f"{tried}; more nodes were not, for the cluster's file names no link between nodes"
+        return f"{tried}, nor do they on {MOST_NODES} times the nodes"
+    return f"{tried}; more nodes were not tried: the cluster file has no links.inter_node"
 
 
 def _reasons(evaluator: Evaluator, candidates: Iterable[Config]) -> str:
@@ -156,12 +156,12 @@ def _smaller_states(evaluator: Evaluator) -> Iterator[tuple[str, ParameterState]
     """Changes that shrink the state kept per parameter: the text and the changed state."""
     state = evaluator.state
     if state.ema:
-        yield "no averages of weights (--no-ema)", replace(state, ema=False)
+        yield "no EMA (--no-ema)", replace(state, ema=False)
     if evaluator.profile.dtype == "bfloat16" and not state.grad_reduce_in_bf16:
-        words = "gradients summed in bfloat16 (--grad-reduce-in-bf16)"
+        words = "bf16 gradient reduction (--grad-reduce-in-bf16)"
         yield words, replace(state, grad_reduce_in_bf16=True)
     if evaluator.cluster.host is not None and not state.optimizer_cpu_offload:
-        words = "the optimizer in the nodes' memory (--optimizer-cpu-offload)"
+        words = "optimizer offload (--optimizer-cpu-offload)"
         yield words, replace(state, optimizer_cpu_offload=True)
 
 

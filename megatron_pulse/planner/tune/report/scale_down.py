@@ -22,11 +22,11 @@ class ScaleDown:
 
     def beside(self, throughput: float) -> str:
         """Sentence that compares the outcome with ``throughput`` samples/s of the whole cluster."""
-        alone = "one device alone is" if self.num_devices == 1 else f"{self.num_devices} are"
+        alone = "one device is" if self.num_devices == 1 else f"{self.num_devices} devices are"
         more = self.outcome.throughput / throughput - 1
         return (
             f"{alone} predicted at {self.outcome.throughput:.4g} samples/s, {more:.0%} more than "
-            f"all together: {self.outcome.config}"
+            f"the whole cluster: {self.outcome.config}"
         )
 
 

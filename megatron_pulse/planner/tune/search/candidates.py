@@ -64,10 +64,10 @@ class Candidate:
         """Group whose simulations calibrate the estimate; None once it has a quick schedule."""
         return None if self.step is Fidelity.QUICK else size_key(self.config)
 
-    def expected_s(self, corrections: Calibration) -> float:
+    def expected_s(self, calibration: Calibration) -> float:
         """Calibrated estimate in seconds."""
         size = self.estimated_with
-        return self.seconds * (corrections.of_sizes(size) if size else 1.0)
+        return self.seconds * (calibration.of_sizes(size) if size else 1.0)
 
 
 class KnownCuts:
@@ -90,8 +90,8 @@ class KnownCuts:
 class Queue:
     """Candidates in order of their calibrated estimates."""
 
-    def __init__(self, corrections: Calibration) -> None:
-        self._corrections = corrections
+    def __init__(self, calibration: Calibration) -> None:
+        self._corrections = calibration
         self._alike: dict[SizeKey | None, list[Candidate]] = {}
 
     def __bool__(self) -> bool:

@@ -75,8 +75,12 @@ class Steps:
         self.evaluator, self.budget, self.progress = evaluator, budget, progress
         self.finish_s = finish_s
         self.listed, self.found = Shortlist(keep), Tuning()
-        self.known, self.corrections, self.hopes = KnownCuts(), Calibration(), ImprovementModel()
-        self.variants = Neighbourhood(evaluator, self.known)
+        self.known, self.calibration, self.improvement = (
+            KnownCuts(),
+            Calibration(),
+            ImprovementModel(),
+        )
+        self.neighbourhood = Neighbourhood(evaluator, self.known)
         self.aside: list[Candidate] = []
         self.share = SHARE
         self._simulated: set[Config] = set()
@@ -95,15 +99,15 @@ class Steps:
         return self.budget.left <= max(0.0, needed - self.finish_s)
 
     def advance(
-        self, candidate: Candidate, near: bool = False, hoped_s: float | None = None
+        self, candidate: Candidate, near: bool = False, improved_s: float | None = None
     ) -> Candidate | None:
         """Candidate after its next level; None if there is none, or no time for it.
 
-        ``near``: it is a neighbour of the best, late in the search. ``hoped_s`` replaces its
+        ``near``: it is a neighbour of the best, late in the search. ``improved_s`` replaces its
         calibrated estimate.
         """
         following, best = None, self.listed.best
-        expected_s = candidate.expected_s(self.corrections) if hoped_s is None else hoped_s
+        expected_s = candidate.expected_s(self.calibration) if improved_s is None else improved_s
         promising = bool(best) and expected_s < PROMISING * best[0].step_s
         self.share = NEAR_SHARE if near else PROMISING_SHARE if promising else SHARE
         try:
@@ -128,7 +132,7 @@ class Steps:
         With recomputation as needed, raises UnfitError if nothing would be recomputed.
         """
         config, evaluator, kind = candidate.config, self.evaluator, candidate.kind
-        nothing = UnfitError(Unfit.SAME, f"{config}: no activations need to be computed again")
+        nothing = UnfitError(Unfit.SAME, f"{config}: no activations need recomputation")
         if as_needed := config.recompute.as_needed:
             free = self.found_by(evaluator.partitioner.unconstrained_partition, config)
             if recomputes_nothing(config, evaluator.cut(config, free)):
@@ -145,7 +149,7 @@ class Steps:
         ]
 
         def expected(i: int) -> float:
-            return estimates[i] * self.corrections.of_cuts(candidate.kind, choices[i].partition)
+            return estimates[i] * self.calibration.of_cuts(candidate.kind, choices[i].partition)
 
         at = min(fitting or range(len(choices)), key=expected)
         seconds = estimates[at]
@@ -163,7 +167,7 @@ class Steps:
     def is_far(self, candidate: Candidate) -> bool:
         """True if the candidate is unlikely to be the best."""
         best = self.listed.best
-        return bool(best) and candidate.expected_s(self.corrections) > FAR * best[0].step_s
+        return bool(best) and candidate.expected_s(self.calibration) > FAR * best[0].step_s
 
     def cut(self, candidate: Candidate) -> Candidate:
         """Estimate and bound from the config's own partition."""
@@ -200,7 +204,7 @@ class Steps:
         neglect how unequal stages wait for each other.
         """
         config, evaluator = candidate.config, self.evaluator
-        first = not self.corrections.know(candidate.kind)
+        first = not self.calibration.know(candidate.kind)
         outcome = self.evaluate(config, "quick", candidate.stages)
         if first and config.layout.num_chunks > 1:
             near = not has_several(config) and not self.is_far(candidate)
@@ -214,7 +218,7 @@ class Steps:
                         outcome = min(outcome, beside, key=lambda o: o.step_s)
         return replace(
             candidate,
-            seconds=self.hoped_s(outcome),
+            seconds=self.improved_s(outcome),
             step=Fidelity.QUICK,
             stages=outcome.stages,
             reached_s=outcome.step_s,
@@ -251,12 +255,12 @@ class Steps:
             if stages.partition not in seen and evaluator.stages.fits(stages, config.split):
                 seen.append(stages.partition)
                 quick = self.evaluate(config, "quick", stages)
-                todo.append((quick.step_s, self.hoped_s(quick), stages))
+                todo.append((quick.step_s, self.improved_s(quick), stages))
         todo.sort(key=lambda each: each[0])
         self.known.learn(candidate.kind, todo[0][2].partition)
-        for rank, (_, hoped_s, stages) in enumerate(todo):
+        for rank, (_, improved_s, stages) in enumerate(todo):
             best_s = self.listed.best[0].step_s if self.listed.best else float("inf")
-            if hoped_s < best_s and (rank < SEARCHED or stages.partition == own):
+            if improved_s < best_s and (rank < SEARCHED or stages.partition == own):
                 self.evaluate(config, "searched", stages)
 
     def evaluate(self, config: Config, how: str, stages: Stages | None) -> Outcome:
@@ -268,11 +272,11 @@ class Steps:
         if config not in self._simulated:
             found.simulated.update(names)
         self._simulated.add(config)
-        (self.hopes.simulated if how == "quick" else self.hopes.searched)(outcome)
+        (self.improvement.simulated if how == "quick" else self.improvement.searched)(outcome)
         found.num_simulated = len(self._simulated)
         expected = self.evaluator.estimator.cut_estimate(config, outcome.stages)
-        self.corrections.took(config, outcome.stages.partition, outcome.step_s / expected)
-        self.variants.add(outcome)
+        self.calibration.took(config, outcome.stages.partition, outcome.step_s / expected)
+        self.neighbourhood.add(outcome)
         if not self.evaluator.has_room(outcome):
             return outcome
         self.listed.add(outcome)
@@ -296,15 +300,15 @@ class Steps:
 
     def quick_s(self, outcome: Outcome) -> float:
         """Step time with a quick schedule."""
-        known = self.hopes.quick_s(outcome)
+        known = self.improvement.quick_s(outcome)
         return known or self.evaluate(outcome.config, "quick", outcome.stages).step_s
 
-    def hoped_s(self, quick: Outcome) -> float:
+    def improved_s(self, quick: Outcome) -> float:
         """Expected step time after a schedule search."""
         if self.is_final(quick):
             return quick.step_s
         size = self.evaluator.size(quick.config)
-        return self.hopes.of(quick, self.budget.fits("searched", size, TRIED_SHARE))
+        return self.improvement.of(quick, self.budget.fits("searched", size, TRIED_SHARE))
 
     def refuse(self, config: Config, reason: Unfit, detail: str) -> None:
         """Count a refusal."""

@@ -8,7 +8,7 @@ from megatron_pulse.planner.layout.placement import Partition
 from megatron_pulse.planner.tune.config import Config
 from megatron_pulse.planner.tune.evaluate import Outcome
 
-HOPE, SURE = 0.5, 2
+PRIOR, SURE = 0.5, 2
 """Assumed minimum share of a quick schedule's gap that a search closes.
 
 The second number is how many searches for a config's other partitions replace the assumption.
@@ -45,8 +45,8 @@ class ImprovementModel:
 
         ``cheap`` searches are so short that the whole gap counts if nothing is known of the config.
         """
-        closed = self._closed.get(quick.config, [1.0] if cheap else [HOPE])
-        part = max(closed) if len(closed) >= SURE else max(HOPE, *closed)
+        closed = self._closed.get(quick.config, [1.0] if cheap else [PRIOR])
+        part = max(closed) if len(closed) >= SURE else max(PRIOR, *closed)
         return quick.step_s - max(0.0, part) * gap_s(quick)
 
 

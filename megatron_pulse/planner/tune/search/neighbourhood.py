@@ -106,8 +106,8 @@ class Neighbourhood:
                     share = max(LEAST_SHARE, 1 - (times - 1) / (far - 1))
                     good.setdefault(alike, (other, share))
                     kinds.add(kind)
-        in_turn = sorted(good, key=lambda alike: self._spent_s[alike] / good[alike][1])
-        return [good[alike][0] for alike in in_turn]
+        ordered = sorted(good, key=lambda alike: self._spent_s[alike] / good[alike][1])
+        return [good[alike][0] for alike in ordered]
 
     def took(self, good: Outcome, seconds: float) -> None:
         """Record seconds spent on variants of ``good``."""

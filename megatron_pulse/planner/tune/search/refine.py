@@ -203,7 +203,7 @@ class _Rounds:
     def promising(self, best: Outcome, until: float) -> list[Partition]:
         """Moved partitions with the shortest re-timed steps."""
         played: dict[Partition, float] = {}
-        in_order, known = FixedOrder(self.evaluator, best), {*self.listed, *self._searched}
+        fixed_order, known = FixedOrder(self.evaluator, best), {*self.listed, *self._searched}
         moved = self.evaluator.partitioner.neighbour_partitions(best.config, best.stages.partition)
         for cuts in islice(moved, MOVED):
             if not self.has_time("in order", self.work(best), until):
@@ -211,7 +211,7 @@ class _Rounds:
             if (best.config, cuts) not in known:
                 with self.budget.timed("in order", self.work(best)):
                     stages = self.evaluator.stages.build(best.config, cuts, best.stages.activations)
-                    played[cuts] = in_order.step_s(stages)
+                    played[cuts] = fixed_order.step_s(stages)
         return sorted(played, key=played.__getitem__)[:TRIED]
 
     def cut(self, best: Outcome, cuts: Partition, until: float) -> None:

@@ -28,9 +28,9 @@ class Tuning:
     ``bound_s`` is a lower bound on the step time of all unexplored configs. ``examples`` has one
     full refusal per reason. ``rivals`` are the best of every degree and layout simulated, by "P=4"
     or "fold exact"; ``simulated`` counts the configs of each. ``degrees`` counts refusals by
-    pipeline degree. ``opponent`` is the FSDP2 baseline. ``near`` are the best outcomes with all
-    their partitions. ``seconds`` exclude the ``ready_s`` of compilation. ``stopped`` tells that the
-    search was ended early.
+    pipeline degree. ``fsdp_baseline`` is the FSDP2 baseline. ``near`` are the best outcomes with
+    all their partitions. ``seconds`` exclude the ``ready_s`` of compilation. ``stopped`` tells that
+    the search was ended early.
     """
 
     outcomes: list[Outcome] = field(default_factory=list)
@@ -46,7 +46,7 @@ class Tuning:
     bound_s: float = float("inf")
     seconds: float = 0.0
     ready_s: float = 0.0
-    opponent: FsdpBaseline | None = None
+    fsdp_baseline: FsdpBaseline | None = None
     stopped: bool = False
 
     @property

@@ -1,12 +1,11 @@
 """Branch and bound over all configs, the most promising first, with an answer at any moment.
 
 1. Warm start (``warm_start``): all configs without a pipeline, and the best of every degree and
-layout,
-   are simulated, fewest stages first. Their results correct the other estimates.
+   layout, are simulated, fewest stages first. Their results correct the other estimates.
 2. Configurations that simulate far slower than estimated try other partitions first.
 3. The candidate with the least expected time advances to its next fidelity level (``steps``).
    Simulations of equal ranks calibrate the estimates.
-4. Late in the search, neighbours of the best config take turns with the queue (``variants``).
+4. Late in the search, neighbours of the best config take turns with the queue (``neighbourhood``).
 
 Candidates with a lower bound above all kept outcomes are dropped. A candidate far from the best by
 its estimate gets such a bound from its own partition before any simulation.
@@ -92,16 +91,16 @@ def search(
 
 class _ConfigSearch:
     def __init__(self, steps: Steps) -> None:
-        self.steps, self.scouts = steps, WarmStart(steps)
-        self.queue = Queue(steps.corrections)
+        self.steps, self.warm_start = steps, WarmStart(steps)
+        self.queue = Queue(steps.calibration)
         self.waiting: dict[Config, Candidate] = {}
 
     def run(self, candidates: Iterable[Config]) -> Tuning:
         steps = self.steps
         kinds = by_kind(candidates)
         for some in kinds[:1], kinds[1:]:  # a first answer before thousands of estimates
-            for alike in promising_first(map(self.scouts.estimated, some)):
-                for candidate in self.scouts.look(alike):
+            for alike in promising_first(map(self.warm_start.estimated, some)):
+                for candidate in self.warm_start.look(alike):
                     self.wait(candidate)
         most_s = max(DOUBTED * steps.budget.seconds, steps.budget.spent + LEAST * steps.budget.left)
         for candidate in self.doubtful():
@@ -110,7 +109,7 @@ class _ConfigSearch:
             self.take(candidate)
         while self.queue and not steps.ended:
             varied_s = VARIED * self.late_s
-            while not steps.ended and steps.variants.spent_s < varied_s and self.vary():
+            while not steps.ended and steps.neighbourhood.spent_s < varied_s and self.vary():
                 pass
             if (near := self.next_near()) is not None:
                 self.take(near)
@@ -139,7 +138,7 @@ class _ConfigSearch:
             with suppress(TooLongError):
                 steps.evaluate(close.config, "searched", close.stages)
         for margin in WIDER:
-            steps.variants.widen(margin)
+            steps.neighbourhood.widen(margin)
             while not ended() and self.vary():
                 pass
 
@@ -155,8 +154,8 @@ class _ConfigSearch:
             self.steps.count(candidate.config, Unfit.LATE if late else Unfit.SLOWER)
         found.num_left = len(left)
         found.bound_s = min((c.bound for c in left), default=float("inf"))
-        if self.scouts.unseen:
-            found.num_left, found.bound_s = found.num_left + self.scouts.unseen, 0.0
+        if self.warm_start.unseen:
+            found.num_left, found.bound_s = found.num_left + self.warm_start.unseen, 0.0
         if same := len(waited) - len(rest):
             found.refused[Unfit.SAME] += same
         found.seconds = self.steps.budget.spent
@@ -224,11 +223,11 @@ class _ConfigSearch:
         """Simulate one variant of a good config. Returns False if there is none."""
         steps = self.steps
         best = next(iter(steps.listed.best), None)
-        for good in steps.variants.turns(best, FAR):
+        for good in steps.neighbourhood.turns(best, FAR):
             steps.share = NEAR_SHARE if good is best else SHARE
             began = steps.budget.spent
             found = self.vary_one(good)
-            steps.variants.took(good, steps.budget.spent - began)
+            steps.neighbourhood.took(good, steps.budget.spent - began)
             if found:
                 return True
         return False
@@ -239,15 +238,15 @@ class _ConfigSearch:
         If the variant is or may be shorter, its schedule is searched.
         """
         steps = self.steps
-        for variant in steps.variants.of(good, steps.listed.limit):
+        for variant in steps.neighbourhood.of(good, steps.listed.limit):
             if variant is None:
                 return True  # give others a turn, and check the clock
             config, stages = variant
             try:
                 outcome, beside_s = steps.evaluate(config, "quick", stages), steps.quick_s(good)
                 if stages.partition == good.stages.partition:
-                    steps.variants.compared(good, config, steps.hoped_s(outcome) / beside_s)
-                may_be_sooner = outcome.step_s < beside_s or steps.hoped_s(outcome) < good.step_s
+                    steps.neighbourhood.compared(good, config, steps.improved_s(outcome) / beside_s)
+                may_be_sooner = outcome.step_s < beside_s or steps.improved_s(outcome) < good.step_s
                 if may_be_sooner and not steps.is_final(outcome):
                     steps.evaluate(config, "searched", stages)
             except TooLongError:  # its other variants would take as long

@@ -31,9 +31,8 @@ class WarmStart:
         """Candidates of one degree and layout after the warm start.
 
         The most promising is simulated, with the opposite ``split``, the opposite
-        ``max_in_flight``, and
-        the better of half and twice the microbatch size. If none fits, smaller microbatches follow.
-        The estimates of the others are corrected, per rank order.
+        ``max_in_flight``, and the better of half and twice the microbatch size. If none fits,
+        smaller microbatches follow. The estimates of the others are corrected, per rank order.
         """
         if not candidates:
             return []
@@ -46,10 +45,10 @@ class WarmStart:
             replace(config, max_in_flight=not config.max_in_flight),
         )
         sizes = [replace(config, micro_batch_size=b) for b in (size // 2, 2 * size)]
-        scouts = [first, *(one for one in candidates if one.config in others)]
-        scouts += sorted(one for one in candidates if one.config in sizes)[:1]
-        rest = [candidate for candidate in candidates if candidate not in scouts]
-        reached = [self._scout(candidate) for candidate in scouts]
+        samples = [first, *(one for one in candidates if one.config in others)]
+        samples += sorted(one for one in candidates if one.config in sizes)[:1]
+        rest = [candidate for candidate in candidates if candidate not in samples]
+        reached = [self._sample(candidate) for candidate in samples]
         reached += self._smaller(rest, size // 4) if not any(reached) else []
         if self.steps.known.of(first.kind):
             rest = [one for group in by_ranks(rest) for one in self._corrected(group)]
@@ -62,7 +61,7 @@ class WarmStart:
             own = [one for one in rest if one.config.micro_batch_size == size]
             if own:
                 rest.remove(first := min(own))
-                if (following := self._scout(first)) is not None:
+                if (following := self._sample(first)) is not None:
                     return [following]
             size //= 2
         return []
@@ -82,18 +81,18 @@ class WarmStart:
                 continue
             bound = steps.evaluator.estimator.quick_bound(config)
             estimate = max(bound, steps.evaluator.estimator.estimate(config))
-            steps.variants.may_be(config, bound)
+            steps.neighbourhood.may_be(config, bound)
             candidates.append(Candidate(estimate, simplicity(config), config, bound))
         return candidates
 
     def _without_cuts(self, candidates: list[Candidate]) -> list[Candidate]:
         """Simulate candidates without a pipeline: that is as quick as an estimate."""
         reached = [
-            self._scout(one) if one.bound < self.steps.listed.limit else one for one in candidates
+            self._sample(one) if one.bound < self.steps.listed.limit else one for one in candidates
         ]
         return [one for one in reached if one is not None]
 
-    def _scout(self, candidate: Candidate) -> Candidate | None:
+    def _sample(self, candidate: Candidate) -> Candidate | None:
         """Advance the candidate to a simulation, unless it looks far from the best on the way.
 
         If known partitions do not fit, they do not rule the candidate out.
@@ -105,7 +104,7 @@ class WarmStart:
             judged = candidate if unknown else following
             if steps.ended or (following.step > Fidelity.EVEN and steps.is_far(judged)):
                 break
-            following = steps.advance(following, hoped_s=judged.expected_s(steps.corrections))
+            following = steps.advance(following, improved_s=judged.expected_s(steps.calibration))
         return following
 
     def _corrected(self, candidates: list[Candidate]) -> list[Candidate]:
@@ -135,7 +134,7 @@ class WarmStart:
         steps, reached, left = self.steps, [first], list(rest)
         before_s = float("inf")
         while steps.budget.fits("quick", steps.evaluator.size(first.config), SIMULATED_SHARE):
-            following = self._scout(first)
+            following = self._sample(first)
             reached = [*reached[:-1], following] if following is not None else reached[:-1]
             if following is None or following.seconds >= before_s:
                 break

@@ -1,4 +1,4 @@
-"""What a tuner's search takes up next."""
+"""Order of the tuner's candidates."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_estimates_count_with_what_others_of_a_placement_took() -> None:
 
 
 def test_kinds_that_cannot_be_near_come_last() -> None:
-    """By their bounds, for what an estimate says before anything is cut may be far off."""
+    """Ordered by bounds: estimates without a partition may be far off."""
 
     def kind(degree: int, seconds: float, bound: float) -> list[Candidate]:
         return [Candidate(seconds, (), Config(degree, 1, 1, 1, ROW), bound)]

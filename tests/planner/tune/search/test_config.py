@@ -1,4 +1,4 @@
-"""What configs there are, and why there are none."""
+"""Configs of a cluster and batch, and reasons for an empty list."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def test_a_search_goes_on_when_it_is_late_and_nothing_fits_so_far() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_more_work_is_not_worse(seed: int) -> None:
-    """By more than a percent: what is near the best is tried from a share of the time on."""
+    """More time may lose at most one percent: configs near the best are tried late."""
     chain = profile(random.Random(seed), 12, 5)
     steps = []
     for seconds in (0.03, 0.1, 0.3, 1.0):
@@ -61,7 +61,7 @@ def test_more_work_is_not_worse(seed: int) -> None:
 
 
 def test_first_simulations_are_of_every_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of each degree and layout that may be the best one, the fewest stages first."""
+    """One config of each promising degree and layout, fewest stages first."""
     evaluator = Evaluator(profile(random.Random(0), 12, 5), cluster(memory_gb=2.0), 16)
     seen: list[tuple[int, str]] = []
     evaluate = Evaluator.evaluate
@@ -80,8 +80,8 @@ def test_first_simulations_are_of_every_kind(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_what_promises_much_may_take_much_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One simulation over eight devices takes more than a tenth of it, and its step is ten times
-    sooner than that of what needs no pipeline."""
+    """One simulation over eight devices takes more than a tenth of the time. Its step is ten times
+    faster than without a pipeline."""
     chain, where = profile(random.Random(0), 34, 0), cluster(2, 4, memory_gb=64.0, inter_gbs=0.1)
     evaluator, clock = Evaluator(chain, where, 64), Clock()
     clock.works(monkeypatch, 22.0)
@@ -108,7 +108,7 @@ def test_deadline_is_obeyed(
 
 
 def test_time_is_left_for_a_whole_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of so many microbatches that it takes longer than there is for finishing."""
+    """A whole schedule of many microbatches takes longer than the refinement's time."""
     evaluator = Evaluator(profile(random.Random(0), 12, 5), cluster(memory_gb=2.0), 512)
     clock = Clock()
     clock.works(monkeypatch, 1.0)
@@ -178,5 +178,5 @@ def test_waiting_for_the_processor_is_not_time_spent() -> None:
 
 def test_no_time_at_all_is_said() -> None:
     evaluator = Evaluator(profile(random.Random(0), 12, 5), cluster(memory_gb=2.0), 16)
-    with pytest.raises(UntunableError, match="no config was simulated in .* were left"):
+    with pytest.raises(UntunableError, match="no config was simulated in .* are unexplored"):
         tune(evaluator, Choices(), seconds=1e-9)

@@ -1,4 +1,4 @@
-"""Where memory is short there is an answer wherever all activations computed again give one."""
+"""Under low memory the search finds a config if full recomputation fits."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_no_answer_is_behind_that_of_all(memory_gb: float) -> None:
 
 
 def test_all_is_tried_where_nothing_is_found_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if cuts with as few as are needed took for ever."""
+    """Partitions with recomputation as needed never end here."""
     of = evaluator(1.5)
     asked: list[set[Recompute]] = []
 
@@ -75,7 +75,7 @@ def test_where_nothing_is_computed_again_all_is_not_tried() -> None:
 def test_all_has_its_time_while_any_that_is_near_the_best_computes_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As if a search first found what computes some again, and then something sooner beside it."""
+    """A search that first finds recomputation as needed, and then a faster config."""
     of = evaluator(1.5)
     again = next(o for o in short(of, 20.0).outcomes if o.stages.activations.recomputes)
     none = search(evaluator(16.0), of.candidates(CHOICES), 1).outcomes[0]

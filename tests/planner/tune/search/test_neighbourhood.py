@@ -1,4 +1,4 @@
-"""What differs little from good configs, and what may be hoped of schedules that are searched."""
+"""Neighbours of good configs, and the expected gain of schedule searches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_pulse.planner.tune.config import Choices, Config, Recompute
 from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
 from megatron_pulse.planner.tune.search.candidates import KnownCuts
 from megatron_pulse.planner.tune.search.grouping import layout_key
-from megatron_pulse.planner.tune.search.improvement_model import HOPE, ImprovementModel, gap_s
+from megatron_pulse.planner.tune.search.improvement_model import PRIOR, ImprovementModel, gap_s
 from megatron_pulse.planner.tune.search.neighbourhood import CLOSE, MOVED, Neighbourhood
 from megatron_pulse.planner.tune.stages import Stages
 from tests.planner.tune.problems import cluster, profile
@@ -52,18 +52,18 @@ def of(tried: Neighbourhood, good: Outcome) -> Iterator[tuple[Config, Stages]]:
 def test_what_searches_gain_is_known_of_a_config() -> None:
     every = map(outcome, configs())
     quick = next(o for o in every if gap_s(o) > 0.01 * o.step_s)
-    hopes, gap = ImprovementModel(), gap_s(quick)
-    assert hopes.of(quick, cheap=False) == pytest.approx(quick.step_s - HOPE * gap)
-    assert hopes.of(quick, cheap=True) == pytest.approx(quick.step_s - gap)
-    assert hopes.quick_s(quick) is None
-    hopes.simulated(quick)
-    assert hopes.quick_s(quick) == quick.step_s
-    for closed, hoped in ((0.1, HOPE), (0.2, 0.2), (0.9, 0.9), (0.6, 0.9)):  # some at first
-        hopes.searched(replace(quick, step_s=quick.step_s - closed * gap))
+    improvement, gap = ImprovementModel(), gap_s(quick)
+    assert improvement.of(quick, cheap=False) == pytest.approx(quick.step_s - PRIOR * gap)
+    assert improvement.of(quick, cheap=True) == pytest.approx(quick.step_s - gap)
+    assert improvement.quick_s(quick) is None
+    improvement.simulated(quick)
+    assert improvement.quick_s(quick) == quick.step_s
+    for closed, hoped in ((0.1, PRIOR), (0.2, 0.2), (0.9, 0.9), (0.6, 0.9)):  # some at first
+        improvement.searched(replace(quick, step_s=quick.step_s - closed * gap))
         for cheap in (False, True):
-            assert hopes.of(quick, cheap) == pytest.approx(quick.step_s - hoped * gap)
+            assert improvement.of(quick, cheap) == pytest.approx(quick.step_s - hoped * gap)
     other = replace(quick, config=replace(quick.config, split=not quick.config.split))
-    assert hopes.of(other, cheap=False) == pytest.approx(other.step_s - HOPE * gap)
+    assert improvement.of(other, cheap=False) == pytest.approx(other.step_s - PRIOR * gap)
 
 
 def test_cuts_that_were_good_for_others_come_first_and_once() -> None:

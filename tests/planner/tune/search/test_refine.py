@@ -32,7 +32,7 @@ ONE_WAY = Choices(tensor=(1,), micro_batch_size=(1,), recompute=(Recompute.NEVER
 
 
 def found_for(seed: int, pipeline: int, gbs: float) -> tuple[Evaluator, Tuning]:
-    """What a search finds over links of that rate, not to be seen by other tests."""
+    """Copy of a search result over links of that rate."""
     evaluator, found = _found_for(seed, pipeline, gbs)
     return evaluator, replace(found, outcomes=list(found.outcomes))
 
@@ -72,9 +72,8 @@ def test_finalists_have_whole_schedules() -> None:
 def test_the_best_is_so_by_whole_steps_of_all_cuts_that_were_near(
     monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    """Over links that take as long as computing, where what was simulated of them says little: no
-    cuts that were near are sooner as a whole, nor are those by a search, and what is certified is
-    of messages that wait for nothing."""
+    """Links take as long as compute, so that simulated parts predict little. Neither nearby cuts
+    nor searched ones are faster, and the certificate ignores contention."""
     evaluator, found = found_for(seed, 4, 0.8)
     near = {tried(o): o for o in (*found.near, *found.outcomes)}
     assert len(near) > len(found.outcomes)
@@ -163,7 +162,7 @@ def test_no_time_still_gives_the_best_a_whole_schedule(seed: int) -> None:
 
 
 def test_no_time_does_not_let_a_whole_step_stand_before_what_is_far_sooner() -> None:
-    """Where a machine was busy, 2.3 samples/s stood before 7.2 (SDXL on four of 16 GB)."""
+    """On a busy machine a config with 2.3 samples/s was listed before one with 7.2."""
     evaluator, found = found_for(0, 4, 0.8)
     soonest = next(o for o in found.outcomes if math.isfinite(whole_s(evaluator, o)))
     assert soonest.extrapolated
@@ -175,7 +174,7 @@ def test_no_time_does_not_let_a_whole_step_stand_before_what_is_far_sooner() -> 
 
 
 def test_a_long_step_that_is_the_best_is_not_passed_over_for_a_short_one() -> None:
-    """Of more operations than are searched for, where others have fewer."""
+    """The best has more operations than the limit of a search, others have fewer."""
     chain = profile(random.Random(1), 16, 0, 1.0, parameters=60_000_000, saved_mb=20.0)
     evaluator = Evaluator(chain, cluster(1, 8, memory_gb=3.0, intra_gbs=50.0), 2048)
     evaluator.effort = 1
@@ -192,7 +191,7 @@ def test_a_long_step_that_is_the_best_is_not_passed_over_for_a_short_one() -> No
 def test_what_has_no_room_by_the_soonest_schedule_has_another(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As if the soonest of two never had room, and with all of them, none has."""
+    """The fastest of two schedules never fits; then none fits."""
     evaluator, found = found_for(0, 4, 0.8)
     outcome = found.outcomes[0]
     problem = evaluator.problem(outcome.config, BATCH, outcome.stages)

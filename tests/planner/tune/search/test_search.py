@@ -99,8 +99,8 @@ def test_all_that_fits_without_a_pipeline_is_looked_at_at_once() -> None:
 
 
 def test_variants_of_the_best_are_tried() -> None:
-    """What differs from it in one thing or two is not sooner with its cuts, nor is it with a cut
-    moved by a layer."""
+    """No config that differs in one or two fields is faster, nor is the best with a cut moved by
+    one layer."""
     for seed in range(3):
         machine = cluster(4, 2, inter_gbs=1.0)
         evaluator = Evaluator(profile(random.Random(seed), 14, 6), machine, 32)
@@ -169,8 +169,8 @@ def test_says_what_would_fit() -> None:
     found = search(small, candidates)
     assert not found.outcomes and sum(found.refused.values()) == len(candidates)
     text = oom_advice(small, choices, candidates)
-    assert "the least that any config was found to need is about" in text
-    need = float(text.split("to need is about ")[1].split(" GB")[0])
+    assert "the smallest config found needs about" in text
+    need = float(text.split("config found needs about ")[1].split(" GB")[0])
     enough = Evaluator(chain, cluster(2, 2, memory_gb=1.01 * need), 8)
     assert search(enough, candidates).outcomes
     less = Evaluator(chain, cluster(2, 2, memory_gb=0.97 * need), 8)

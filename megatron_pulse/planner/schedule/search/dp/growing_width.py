@@ -52,7 +52,7 @@ class GrowingSweeps:
         each = (own.duration[i] + sum(lag for _, lag in own.before[i]) for i in firsts)
         reach = own.num_microbatches * sum(each)
         whole_ticks = max(own.duration) == self.longest and reach < MOST_TICKS
-        self.proves = problem.waits_alike and whole_ticks
+        self.proves = problem.wgrad_holds_all and whole_ticks
         self.shop, self.ticks = shop, own if self.proves else shop
         self.unit = grid.width * self.longest / max(self.ticks.duration)
         self.bound, self.reached, self.done = 0.0, 0, False

@@ -1,4 +1,4 @@
-"""The optimizer in the nodes' memory: its time and bytes by hand, its plans, and the way to it."""
+"""Optimizer offload: time and bytes by hand, plans, and the required host link."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ EDITS: dict[str, Edit] = {
     "on the device": (lambda r: r.pop("optimizer_cpu_offload"), "predicted.memory_bytes.0 is"),
     "not divided": (
         lambda r: r.update(distributed_optimizer=False),
-        "optimizer_cpu_offload: it is a distributed one, and distributed_optimizer is false",
+        "optimizer_cpu_offload: requires distributed_optimizer, which is false",
     ),
     "faster": (
         lambda r: r["provenance"]["cluster"].update(host_memory_gbs=2 * NODE_GBS),
@@ -100,7 +100,7 @@ def test_it_is_always_the_distributed_one() -> None:
 
 
 def test_devices_must_reach_their_nodes_memory() -> None:
-    with pytest.raises(ClusterError, match="write links.host into its file"):
+    with pytest.raises(ClusterError, match="Write links.host into its file"):
         evaluator(host=None)
     assert evaluator(ParameterState(), host=None).estimator.adam_s > 0
 
@@ -114,11 +114,11 @@ def test_fsdp2_keeps_its_optimizer_on_the_device() -> None:
 
 
 def test_it_is_advised_where_nothing_fits_and_it_would() -> None:
-    """With one device for a model there is nothing to divide."""
+    """One device: nothing can be sharded."""
     choices = Choices(pipeline=(1,), tensor=(1,))
     of = evaluator(ParameterState(), memory_gb=0.7)
     small = of.on(replace(of.cluster, devices_per_node=1, memory_gb=3.2))
     text = oom_advice(small, choices, small.candidates(choices))
-    assert "with the optimizer in the nodes' memory (--optimizer-cpu-offload): " in text
+    assert "with optimizer offload (--optimizer-cpu-offload): " in text
     without = small.on(replace(small.cluster, host=None))
     assert "cpu-offload" not in oom_advice(without, choices, without.candidates(choices))

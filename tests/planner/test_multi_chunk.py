@@ -183,7 +183,7 @@ def test_with_little_work_cuts_that_need_little_memory_are_moved_until_they_fit(
 def test_two_waves_of_few_mirror_cuts_keep_skips_at_home(
     monkeypatch: pytest.MonkeyPatch, num_places: int
 ) -> None:
-    """What is searched first where there are too many; the best of few is near the best of all."""
+    """Mirror cuts are searched first if there are too many cuts; their best is near the optimum."""
     costs = first_layers(fine_costs("uvit-h"), 60)
     goal = Goal(collocate=True)
     best = max(goal.evaluate(costs, find_partition(costs, fold(4, 2), goal)).load_s)

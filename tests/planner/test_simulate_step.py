@@ -74,11 +74,11 @@ def test_sharing_links_never_shortens_a_step(
 
 
 @pytest.mark.parametrize("kind", [fold(2), sequential(2)])
-def test_fillers_take_their_own_times_on_their_own_device(kind: Placement) -> None:
-    """Two fillers, numbered as stages are, of slices that no stage's operation lasts."""
+def test_simulate_step_takes_bubble_tasks_own_times(kind: Placement) -> None:
+    """Two bubble tasks, numbered as stages are, of slices that no stage's operation lasts."""
     problem = problem_of(kind, 3)
-    fillers = (BubbleTask("a", (0.25, 7.0), (1,)), BubbleTask("b", (0.5,), (0,)))
-    schedule = fill(problem, gpipe(kind, 3), fillers)
+    bubble_tasks = (BubbleTask("a", (0.25, 7.0), (1,)), BubbleTask("b", (0.5,), (0,)))
+    schedule = fill(problem, gpipe(kind, 3), bubble_tasks)
     alone, shared = (
         simulate(problem, schedule),
         simulate_step(problem, schedule, chain_edges(kind, 0.0)),
@@ -137,7 +137,7 @@ def test_who_was_ready_first_is_received_first(split: bool) -> None:
 
 
 def test_no_step_is_shorter_than_the_bound_where_a_gradient_is_not_sent_back() -> None:
-    edges = (StageMessage(0, 1, 1.0), StageMessage(0, 1, 5.0, wants=False))
+    edges = (StageMessage(0, 1, 1.0), StageMessage(0, 1, 5.0, needs_grad=False))
     plain = problem_of(sequential(2), 1, split=True)
     problem = replace(plain, link=lags(edges, 2))
     schedule = synthesize(problem, effort=1).schedule
@@ -150,7 +150,11 @@ def test_no_step_is_shorter_than_the_bound_where_a_gradient_is_not_sent_back() -
 def test_backwards_follow_each_other_where_a_gradient_comes_from_elsewhere() -> None:
     """Stage 1 sends none back, stage 2 does: the first's backward is still behind both, as bounds
     count it."""
-    edges = (StageMessage(0, 1, 1.0, wants=False), StageMessage(1, 2, 1.0), StageMessage(0, 2, 1.0))
+    edges = (
+        StageMessage(0, 1, 1.0, needs_grad=False),
+        StageMessage(1, 2, 1.0),
+        StageMessage(0, 2, 1.0),
+    )
     problem = replace(problem_of(sequential(3), 2), link=lags(edges, 3))
     found = synthesize(problem, effort=1)
     timeline = simulate_step(problem, found.schedule, edges).timeline

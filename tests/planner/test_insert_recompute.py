@@ -110,12 +110,12 @@ def test_what_cannot_be_is_refused(order: tuple[str, ...], fault: str) -> None:
     )
     assert fault in faults_for(TWO, schedule)
     assert faults_for(TWO.within_backwards, schedule) == [
-        "the schedule has recomputation of its own (R), the problem has none"
+        "the schedule has separate recomputation (R), the problem has none"
     ]
 
 
 def test_times_that_cannot_be_are_refused() -> None:
-    with pytest.raises(ValueError, match="recompute_s: must be less than each backward"):
+    with pytest.raises(ValueError, match="recompute_s: must be less than the backward"):
         replace(TWO, recompute_s=(4.0, 0.0))
     with pytest.raises(ValueError, match="recompute_s: need 2 values, got 1"):
         replace(TWO, recompute_s=(1.0,))
@@ -125,7 +125,7 @@ def test_times_that_cannot_be_are_refused() -> None:
 
 @pytest.mark.parametrize("known", [True, False])
 def test_a_files_own_recomputation_is_counted_once(known: bool, tmp_path: Path) -> None:
-    """Of known time it is an operation that long; else a part of its backward, and takes none."""
+    """R takes its known time; with unknown time it is part of the backward."""
     backbone = toy_backbone(2, [])
     num = len(backbone.layers)
     costs = weighted_costs(backbone, [1.0] * num)
@@ -145,7 +145,7 @@ def test_a_files_own_recomputation_is_counted_once(known: bool, tmp_path: Path) 
     spent = sum(timeline.end[op] - timeline.start[op] for op in (first, last))
     assert spent == pytest.approx(problem.backward[0])
     assert 0 < plan.idle_share(1) < 1
-    with pytest.raises(PlanError, match="computes activations of stage 0 again"):
+    with pytest.raises(PlanError, match="recomputes activations of stage 0"):
         make_plan(backbone, costs, sequential(2), str(path)).step(1)
 
 

@@ -1,4 +1,4 @@
-"""Fillers in real steps: every slice runs once, where the schedule says, and changes no number."""
+"""Bubble tasks in real steps: every slice runs once, in order, and changes no result."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.ranks import RanksFailed, run_ranks
 from tests.runtime.equality import Case, Outcome, differences, join_pipeline, merge, train
 from tests.toys import nested, toy_backbone
 
-FILLERS = (
+BUBBLE_TASKS = (
     BubbleTask("text encoder", (0.5,) * 6),
     BubbleTask("autoencoder", (1.0, 0.25, 1.5), (1,)),
 )
@@ -31,19 +31,19 @@ SLICE_S = 0.002
 
 @dataclass
 class Filled:
-    """Result of one rank of a run with fillers, with its workloads' inputs in order."""
+    """Result of one rank of a run with bubble tasks, with its workloads' inputs in order."""
 
     outcome: Outcome
     slices: list[tuple[int, int]]
     grad_modes: set[bool]
 
 
-def with_fillers(schedule: Schedule) -> Schedule:
+def with_bubble_tasks(schedule: Schedule) -> Schedule:
     num = schedule.placement.num_stages
     problem = ScheduleProblem(
         schedule.placement, schedule.num_microbatches, (1.0,) * num, (2.0,) * num
     )
-    return fill(problem, schedule, FILLERS)
+    return fill(problem, schedule, BUBBLE_TASKS)
 
 
 def run_filled(case: Case, fails_at: int | None, num_workloads: int) -> Filled:
@@ -54,7 +54,7 @@ def run_filled(case: Case, fails_at: int | None, num_workloads: int) -> Filled:
 
     def make_filled(*args: Any, **kwargs: Any) -> Plan:
         plan = make(*args, **kwargs)
-        schedule = with_fillers(plan.step(case.num_microbatches).schedule)
+        schedule = with_bubble_tasks(plan.step(case.num_microbatches).schedule)
         return replace(plan, schedules=(schedule,))
 
     equality.make_plan = make_filled
@@ -71,8 +71,8 @@ def run_filled(case: Case, fails_at: int | None, num_workloads: int) -> Filled:
 
         return work
 
-    fillers = [workload(n) for n in range(num_workloads)]
-    outcome = train(toy_backbone(9, nested(9, 4)), case, config, group, fillers)
+    bubble_tasks = [workload(n) for n in range(num_workloads)]
+    outcome = train(toy_backbone(9, nested(9, 4)), case, config, group, bubble_tasks)
     dist.barrier()
     return Filled(outcome, slices, grad_modes)
 
@@ -86,43 +86,43 @@ def run_plain(case: Case) -> Outcome:
 def test_all_slices_run_once_and_numbers_stay(num_devices: int) -> None:
     case = Case("fold", 4, "wave", steps=2)
     (expected,) = run_ranks(1, run_plain, case)
-    ranks = run_ranks(num_devices, run_filled, case, None, len(FILLERS))
+    ranks = run_ranks(num_devices, run_filled, case, None, len(BUBBLE_TASKS))
     got = merge([rank.outcome for rank in ranks])
     assert got.losses == expected.losses
     assert not differences(got.gradients, expected.gradients)
     assert not differences(got.parameters, expected.parameters)
-    every = [(n, i) for n, filler in enumerate(FILLERS) for i in range(len(filler.slice_seconds))]
+    every = [(n, i) for n, task in enumerate(BUBBLE_TASKS) for i in range(len(task.slice_seconds))]
     ran = [slice_ for rank in ranks for slice_ in rank.slices]
     assert sorted(ran) == sorted(every * case.steps)
     for device, rank in enumerate(ranks):
         planned = planned_slices(num_devices, case)[device]
         assert rank.slices == planned * case.steps
         assert rank.grad_modes <= {False}
-        assert all(FILLERS[n].may_run_on(device) for n, _ in rank.slices)
+        assert all(BUBBLE_TASKS[n].may_run_on(device) for n, _ in rank.slices)
 
 
 def planned_slices(num_devices: int, case: Case) -> list[list[tuple[int, int]]]:
     backbone = toy_backbone(9, nested(9, 4))
     costs = weighted_costs(backbone, [1.0] * len(backbone.layers))
     plan = make_plan(backbone, costs, make_placement("fold", num_devices), case.schedule)
-    schedule = with_fillers(plan.step(case.num_microbatches).schedule)
+    schedule = with_bubble_tasks(plan.step(case.num_microbatches).schedule)
     return [
-        [(op.stage, op.microbatch) for op in order if op.kind is OpType.FILLER]
+        [(op.stage, op.microbatch) for op in order if op.kind is OpType.BUBBLE_TASK]
         for order in schedule.order
     ]
 
 
 def test_a_failing_slice_is_named_on_every_rank() -> None:
     with pytest.raises(RanksFailed) as failure:
-        run_ranks(2, run_filled, Case("fold", 4, "wave"), 1, len(FILLERS))
+        run_ranks(2, run_filled, Case("fold", 4, "wave"), 1, len(BUBBLE_TASKS))
     for output in failure.value.outputs:
-        assert "X1:1 (filler 1, slice 1)" in output and "fails on purpose" in output, output
+        assert "X1:1 (bubble task 1, slice 1)" in output and "fails on purpose" in output, output
 
 
 def test_a_missing_workload_is_refused() -> None:
     from megatron_pulse.runtime.executor import Executor
     from megatron_pulse.runtime.failure_board import PulseError
 
-    program = tuple(Run(Operation(OpType.FILLER, n, 0)) for n in (0, 1, 2))
-    with pytest.raises(PulseError, match="filler 1, 2, but 1 workload was given"):
-        Executor(None, None, None, program, 0, {}, None, fillers=[print])  # type: ignore[arg-type]
+    program = tuple(Run(Operation(OpType.BUBBLE_TASK, n, 0)) for n in (0, 1, 2))
+    with pytest.raises(PulseError, match="bubble task 1, 2, but 1 workload was given"):
+        Executor(None, None, None, program, 0, {}, None, bubble_tasks=[print])  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Plans whose activations wait on the host: made, checked, and better where memory is short."""
+"""Plans with activation offload: written, checked, and faster under low memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fillers run where devices idle: how much fits, who is put off, and what is checked."""
+"""Bubble tasks: idle time that slices fill, operations that they delay, and checks."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ def slices(total: float, count: int, seed: int = 0) -> tuple[float, ...]:
 
 def ran(timeline: Timeline) -> list[Operation]:
     """The slices that are over when the last stage is."""
-    stages = max(end for op, end in timeline.end.items() if op.kind is not OpType.FILLER)
+    stages = max(end for op, end in timeline.end.items() if op.kind is not OpType.BUBBLE_TASK)
     return [
         op
         for op, end in timeline.end.items()
-        if op.kind is OpType.FILLER and end <= stages * (1 + 1e-9)
+        if op.kind is OpType.BUBBLE_TASK and end <= stages * (1 + 1e-9)
     ]
 
 
@@ -97,7 +97,9 @@ def test_nearly_all_of_the_idle_time_can_be_filled(name: str, placement) -> None
     filled = fill(problem, schedule, [BubbleTask("text", slices(idle, 400))])
     after = simulate(problem, filled)
     assert unmoved(before, after)
-    assert sum(filled.fillers[0].slice_seconds[op.microbatch] for op in ran(after)) >= 0.94 * idle
+    assert (
+        sum(filled.bubble_tasks[0].slice_seconds[op.microbatch] for op in ran(after)) >= 0.94 * idle
+    )
     assert after.makespan <= 1.02 * before.makespan
 
 
@@ -127,23 +129,23 @@ def test_every_slice_once_on_its_devices_and_no_stage_later(data: st.DataObject)
     problem, schedule = uneven(name, placement, data.draw(st.integers(1, 9)))
     seconds = st.lists(st.floats(0.01, 20), min_size=1, max_size=30).map(tuple)
     homes = st.none() | st.sets(st.integers(0, 3), min_size=1).map(tuple)
-    fillers = data.draw(
+    bubble_tasks = data.draw(
         st.lists(st.builds(BubbleTask, st.text(max_size=3), seconds, homes), max_size=3)
     )
-    before, filled = simulate(problem, schedule), fill(problem, schedule, fillers)
+    before, filled = simulate(problem, schedule), fill(problem, schedule, bubble_tasks)
     after = simulate(problem, filled)
     assert validate(filled) == [] and unmoved(before, after)
     assert filled.kinds == schedule.kinds
     assert peak_activations(filled) == peak_activations(schedule)
     assert filled.forward_only() == schedule.forward_only()
-    work = sum(sum(filler.slice_seconds) for filler in fillers)
+    work = sum(sum(task.slice_seconds) for task in bubble_tasks)
     assert sum(after.busy) == pytest.approx(sum(before.busy) + work)
-    longest = max((max(f.slice_seconds) for f in fillers), default=0.0)
-    if all(filler.devices is None for filler in fillers):
+    longest = max((max(f.slice_seconds) for f in bubble_tasks), default=0.0)
+    if all(task.devices is None for task in bubble_tasks):
         assert after.makespan <= before.makespan + work / 4 + longest
 
 
-def test_a_filler_takes_one_slot_of_logical_time() -> None:
+def test_slice_takes_one_slot_of_logical_time() -> None:
     problem, schedule = uneven("zb-v", fold(4), 5)
     filled = fill(problem, schedule, [BubbleTask("x", slices(20, 30))])
     times = logical_times(filled)
@@ -151,7 +153,7 @@ def test_a_filler_takes_one_slot_of_logical_time() -> None:
     for order in filled.order:
         for a, b in zip(order, order[1:], strict=False):
             assert times[b] > times[a]
-            if b.kind is OpType.FILLER:
+            if b.kind is OpType.BUBBLE_TASK:
                 assert times[b] == times[a] + 1
 
 
@@ -167,7 +169,7 @@ def test_a_program_runs_every_slice_and_sends_nothing_for_it(name: str, placemen
     routes = trace_routes(backbone, partition)
     plan = compile_communication(routes, filled)
     assert sorted(plan.messages) == sorted(compile_communication(routes, schedule).messages)
-    assert messages_of(routes, Operation(OpType.FILLER, 0, 3)) == ()
+    assert messages_of(routes, Operation(OpType.BUBBLE_TASK, 0, 3)) == ()
     assert validate(filled, partition, plan.messages) == []
     assert check_events([compile_program(filled, plan, d) for d in range(4)]) == []
     for device, order in enumerate(filled.order):
@@ -187,47 +189,52 @@ def filled_1f1b() -> Schedule:
 def test_mutations(data: st.DataObject) -> None:
     """A slice that is dropped, doubled, or on the wrong device; anywhere on its own is right."""
     schedule = filled_1f1b()
-    device = data.draw(st.sampled_from([d for d in range(4) if any_filler(schedule, d)]))
+    device = data.draw(st.sampled_from([d for d in range(4) if slices_on(schedule, d)]))
     order = list(schedule.order[device])
-    op = data.draw(st.sampled_from(any_filler(schedule, device)))
-    name = schedule.fillers[op.stage].name
+    op = data.draw(st.sampled_from(slices_on(schedule, device)))
+    name = schedule.bubble_tasks[op.stage].name
     others = [o for o in order if o != op]
     at = data.draw(st.integers(0, len(others)))
     dropped, moved = (
-        with_fillers(schedule, device, new) for new in (others, [*others[:at], op, *others[at:]])
+        with_bubble_tasks(schedule, device, new)
+        for new in (others, [*others[:at], op, *others[at:]])
     )
-    assert validate(dropped) == [f"{op} of filler {name!r} is missing"]
+    assert validate(dropped) == [f"{op} of bubble task {name!r} is missing"]
     assert validate(moved) == []
-    doubled = with_fillers(schedule, device, [*order, op])
+    doubled = with_bubble_tasks(schedule, device, [*order, op])
     assert validate(doubled) == [f"{op} is in the schedule 2 times"]
     other = data.draw(st.sampled_from([d for d in range(4) if d != device]))
-    faults = validate(with_fillers(dropped, other, [op, *dropped.order[other]]))
-    wrong = f"{op} is on device {other}; filler 'y' may run on 1, 3"
+    faults = validate(with_bubble_tasks(dropped, other, [op, *dropped.order[other]]))
+    wrong = f"{op} is on device {other}; bubble task 'y' may run on 1, 3"
     assert faults == ([wrong] if name == "y" and other in (0, 2) else [])
 
 
-def any_filler(schedule: Schedule, device: int) -> list[Operation]:
-    return [op for op in schedule.order[device] if op.kind is OpType.FILLER]
+def slices_on(schedule: Schedule, device: int) -> list[Operation]:
+    return [op for op in schedule.order[device] if op.kind is OpType.BUBBLE_TASK]
 
 
-def with_fillers(schedule: Schedule, device: int, order: list[Operation]) -> Schedule:
+def with_bubble_tasks(schedule: Schedule, device: int, order: list[Operation]) -> Schedule:
     changed = with_order(schedule, device, order)
     return Schedule(
-        changed.name, changed.placement, changed.num_microbatches, changed.order, schedule.fillers
+        changed.name,
+        changed.placement,
+        changed.num_microbatches,
+        changed.order,
+        schedule.bubble_tasks,
     )
 
 
-def test_unknown_fillers_and_slices() -> None:
+def test_validate_lists_unknown_bubble_tasks_and_slices() -> None:
     schedule = filled_1f1b()
-    extra = [Operation(OpType.FILLER, 2, 0), Operation(OpType.FILLER, 1, 2)]
-    faults = validate(with_fillers(schedule, 1, [*schedule.order[1], *extra]))
+    extra = [Operation(OpType.BUBBLE_TASK, 2, 0), Operation(OpType.BUBBLE_TASK, 1, 2)]
+    faults = validate(with_bubble_tasks(schedule, 1, [*schedule.order[1], *extra]))
     assert faults == [
-        "X2:0 on device 1: there is no filler 2",
-        "X1:2 on device 1: filler 'y' has 2 slices",
+        "X2:0 on device 1: there is no bubble task 2",
+        "X1:2 on device 1: bubble task 'y' has 2 slices",
     ]
 
 
-def test_fillers_that_cannot_be() -> None:
+def test_bubble_task_faults_are_listed() -> None:
     with pytest.raises(ValueError, match=r"2 faults\):\n  - it has no slices\n  - there is"):
         BubbleTask("x", (), ())
     for seconds in (0.0, -1.0, float("nan"), float("inf")):
@@ -235,14 +242,14 @@ def test_fillers_that_cannot_be() -> None:
             BubbleTask("x", (1.0, seconds))
     problem, schedule = equal(sequential(2), 2), make_schedule("1f1b", sequential(2), 2)
     lost = [BubbleTask("a", (1.0,)), BubbleTask("b", (1.0,), (2,)), BubbleTask("c", (1.0,), (5, 6))]
-    with pytest.raises(ValueError, match="none of the 2 devices may run filler 'b', 'c'"):
+    with pytest.raises(ValueError, match="none of the 2 devices may run bubble task 'b', 'c'"):
         fill(problem, schedule, lost)
-    with pytest.raises(ValueError, match="1f1b has fillers already"):
+    with pytest.raises(ValueError, match="1f1b has bubble tasks already"):
         fill(problem, fill(problem, schedule, lost[:1]), lost[:1])
 
 
 @pytest.mark.parametrize(("p", "m"), product((2, 8), (4, 32)))
-def test_a_short_filler_always_fits(p: int, m: int) -> None:
+def test_fill_places_a_short_slice_in_a_bubble(p: int, m: int) -> None:
     problem = equal(sequential(p), m)
     filled = fill(problem, make_schedule("1f1b", sequential(p), m), [BubbleTask("x", (0.1,) * p)])
     assert simulate(problem, filled).makespan == pytest.approx(3 * (m + p - 1))
