@@ -96,8 +96,8 @@ class ProgressLine:
         return f"{self.what}: {self._how_far()}, {rate:.3g} a second, {self._left()} left"
 
     def _how_far(self) -> str:
-        total = "" if self.total is None else f" of {self.total:,.0f}"
-        return f"{self.done:,.0f}{total} {self.unit}".rstrip()
+        total = "" if self.total is None else f" of {self.total:.0f}"
+        return f"{self.done:.0f}{total} {self.unit}".rstrip()
 
     def _left(self) -> str:
         new, took = self.done - self._first, time.monotonic() - self._began

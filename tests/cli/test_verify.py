@@ -46,7 +46,7 @@ def test_verify_of_a_module_is_shown(
     save_plan(plan_for(backbone, pipeline=1, microbatches=4), "plan.json")
     assert main(["show", "plan.json"]) == 0
     said = capsys.readouterr().out
-    assert "verified: not valid: plan.verified.json is of a plan that runs otherwise" in said
+    assert "verified: not valid: plan.verified.json is of a plan that runs differently" in said
     assert "equal to the bit" not in said
 
 
@@ -66,9 +66,7 @@ def test_verify_refuses_bad_input(planned: Path, refused: Refused) -> None:
     refused(
         ["show", "plan.json", "--verified", "profile.json"], "not a certificate of 'pulse verify'"
     )
-    refused(
-        ["verify", "plan.json", "--device", "cuda"], "the plan is for 4 ranks, and torch finds 0"
-    )
+    refused(["verify", "plan.json", "--device", "cuda"], "the plan has 4 ranks, and torch finds 0")
     refused(["verify", "plan.json", "--timeout-s", "0.01"], "reached the time limit (0.01 s")
 
 

@@ -80,7 +80,10 @@ def test_a_sequence_sends_predictions_and_a_plan_says_how_often(
     config = Config(4, 1, 1, 2, ROW, split=True)
     plan = make_plan(tmp_path / "plan.json", config, "unet-tiny", options, share=SHARE)
     assert main(["show", str(plan)]) == 0
-    assert "all forwards in 88 % of the steps, for self-conditioning" in capsys.readouterr().out
+    assert (
+        "all forwards once more in 88 % of the steps, for self-conditioning"
+        in capsys.readouterr().out
+    )
     record = unsealed_record(plan)
     record["self_conditioning"] = 0.5
     (tmp_path / "edited.json").write_text(json.dumps(record))

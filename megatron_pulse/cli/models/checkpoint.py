@@ -205,7 +205,7 @@ def _prune(args: argparse.Namespace) -> None:
     lines.append(f"{len(gone)} {verb}, {freed}; {left} {'would stay' if args.dry_run else 'stay'}")
     spared = [one for one in known if one.faults and one not in chosen]
     if others := [one for one in spared if not one.is_moved and not args.damaged]:
-        lines.append(f"{len(others)} damaged or half-written stay; --damaged removes them too")
+        lines.append(f"{len(others)} damaged or half-written stay: --damaged removes them too")
     lines += [f"stays: {one.faults[0]}" for one in spared if one.is_moved]
     record = {"removed": [_record(one) for one in gone], "dry_run": args.dry_run}
     print_result(args, lines, lambda: record)

@@ -258,7 +258,7 @@ def _check_new(path: Path) -> list[str]:
     if not path.name:
         return [f"--to {path}: name a new file or folder"]
     if path.is_dir() and any(path.iterdir()):
-        return [f"--to {path} is not empty: name a new folder"]
+        return [f"--to {path} is not empty: name a new one"]
     if path.is_file():
         return [f"--to {path} exists: name a new one"]
     return check_folder(path.parent, "--to")
