@@ -114,7 +114,9 @@ def test_refused_with_the_reason(kind: str, monkeypatch: pytest.MonkeyPatch) -> 
 def test_stages_that_the_default_placement_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
     good = [*BASE, "--pulse-backbone", "dit-tiny"]
     faults = refuse(monkeypatch, 2, pipeline(2, "--pulse-num-chunks", "2"), good)
-    assert any("the default here (no skips: a fold has no benefit)" in fault for fault in faults)
+    assert any(
+        "the default placement here (no skips: a fold has no benefit)" in fault for fault in faults
+    )
 
 
 def test_auto_measures_nothing_for_data_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
