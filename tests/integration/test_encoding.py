@@ -177,7 +177,7 @@ def test_goes_on_in_the_middle(
         assert "text_encoder is sha256:" in capsys.readouterr().err
         assert main([*held_out, "--encoders", str(moved), "-o", str(tmp_path / "h.png")]) == 0
         told = describe_start(given, tmp_path)
-        assert re.search(r"; from here on: what encodes: text_encoder sha256:\w+ \(was sha", told)
+        assert re.search(r"; from here on: encoders: text_encoder sha256:\w+ \(was sha", told)
         shutil.rmtree(folder)
     finally:
         moved.rename(folder)
