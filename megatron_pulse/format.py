@@ -11,12 +11,12 @@ def format_number(value: float, digits: int = 3) -> str:
 
 
 def in_ms(seconds: float, digits: int = 4) -> str:
-    """Milliseconds, formatted as by ``plain``."""
+    """Milliseconds, formatted as by ``format_number``."""
     return f"{format_number(1e3 * seconds, digits)} ms"
 
 
 def in_mb(num_bytes: float, digits: int = 3) -> str:
-    """Megabytes of 10^6 bytes, formatted as by ``plain``."""
+    """Megabytes of 10^6 bytes, formatted as by ``format_number``."""
     return f"{format_number(num_bytes / 1e6, digits)} MB"
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from megatron_pulse.cli.main import main, make_parser
-from model_specs.derived import code
+from model_specs.derived import user_code
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[1]
@@ -328,7 +328,7 @@ def test_the_modules_of_the_page_of_backbones_are_taken_by_commands(
     (skips,) = re.findall(r"# its .* (\d+ skips)", page)
     assert skips in capsys.readouterr().out
     assert main(["check", "plan.json"]) == 0
-    monkeypatch.setattr(code, "_allowed", set())
+    monkeypatch.setattr(user_code, "_allowed", set())
     assert main(["check", "plan.json"]) == 2
     assert main(["check", "plan.json", "--module", "mine.py:build"]) == 0
 

@@ -23,7 +23,7 @@ from megatron_pulse.data.images.digits import DIGIT_SOURCES, all_digits
 from megatron_pulse.data.images.folder import ImageFiles, ImageFolder
 from megatron_pulse.data.images.metadata import TEXT
 from megatron_pulse.data.latents.folder import LatentFolder
-from megatron_pulse.data.split import same_files, uncompared, units_of
+from megatron_pulse.data.split_groups import same_files, uncompared, units_of
 from megatron_pulse.errors import Faults, collecting
 
 OPTIONS = {

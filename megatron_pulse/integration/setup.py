@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from megatron_pulse.backbone.chain import Backbone
-from megatron_pulse.backbone.layer_patterns import name_of
+from megatron_pulse.backbone.layer_selection import name_of
 from megatron_pulse.data.build import check_dataset
 from megatron_pulse.diffusion.choice import ProcessChoice
 from megatron_pulse.diffusion.chosen import chosen_process

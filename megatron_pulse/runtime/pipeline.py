@@ -41,7 +41,7 @@ from megatron_pulse.runtime.parameters.replicated_embedders import Replicas
 from megatron_pulse.runtime.protocols import Recorder, SliceFunction
 from megatron_pulse.runtime.stage import Stage, summed
 from megatron_pulse.runtime.tensor_settings import Batch, LossFunction, RunSettings
-from megatron_pulse.tracing.checks.trace_hooks import alike
+from megatron_pulse.tracing.checks.torch_patches import alike
 from megatron_pulse.tracing.from_module import buffers_of, tied_names
 from megatron_pulse.tracing.initial_weights.sources import altered
 

@@ -25,7 +25,7 @@ from megatron_pulse.errors import PicklableError, describe_exception, format_fau
 from megatron_pulse.tracing.checks.graph_faults import refusals
 from megatron_pulse.tracing.checks.module_state import forget_results
 from megatron_pulse.tracing.checks.shared_memory import shared_memory
-from megatron_pulse.tracing.checks.trace_hooks import alike, passes
+from megatron_pulse.tracing.checks.torch_patches import alike, passes
 from megatron_pulse.tracing.checks.untraced_effects import UntracedEffects, watched
 from megatron_pulse.tracing.graph_analysis import (
     TORCH,

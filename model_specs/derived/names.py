@@ -13,8 +13,8 @@ from pathlib import Path
 
 from model_specs.common.options import Value
 from model_specs.derived import diffusers_modules, own
-from model_specs.derived.code import allow as allow_code
 from model_specs.derived.family import DerivedFamily
+from model_specs.derived.user_code import allow as allow_code
 
 
 def is_module(name: str) -> bool:
@@ -47,8 +47,8 @@ def misnamed(name: str) -> str:
 
 
 def _misnamed_file(name: str, file: Path) -> str:
-    from megatron_pulse.diffusion.originals import original_faults
     from megatron_pulse.diffusion.published import names_in
+    from megatron_pulse.diffusion.single_file_checkpoints import original_faults
 
     if faults := original_faults(file, names_in(file)):
         return f"{name}: {faults[0]}"

@@ -14,10 +14,10 @@ from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.published_weights import Published, names_on_load
 from megatron_pulse.errors import describe_exception, did_you_mean, format_faults, unknown_name
 from model_specs.common.options import FamilyConfig
-from model_specs.derived.code import canonical, find
 from model_specs.derived.family import DTYPE, DTYPES, DerivedFamily, options_class
 from model_specs.derived.inputs import cast
 from model_specs.derived.messages import report_if_slow, say
+from model_specs.derived.user_code import canonical, find
 
 if TYPE_CHECKING:
     import torch

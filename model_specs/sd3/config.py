@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from model_specs.common.limits import below, unfit_for_patches
+from model_specs.common.config_faults import below, unfit_for_patches
 from model_specs.common.options import run_choice
 
 

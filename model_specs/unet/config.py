@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from model_specs.common.limits import below
+from model_specs.common.config_faults import below
 from model_specs.common.options import run_choice
 
 

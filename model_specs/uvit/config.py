@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from model_specs.common.limits import below, indivisible
+from model_specs.common.config_faults import below, indivisible
 from model_specs.common.options import fixed
 
 _LEARNED = "positions are learned, one per token"

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_pulse.backbone.layer_patterns import class_option, size_options
+from megatron_pulse.backbone.layer_selection import class_option, size_options
 from megatron_pulse.data.build import open_dataset
 from megatron_pulse.data.dataset import ArrayDataset, DataError, FieldSpec, Framing
 from megatron_pulse.data.fields import Fitted, WantedFields, default_null, default_value

@@ -13,14 +13,14 @@ import torch
 from PIL import Image
 
 from megatron_pulse.cli.main import main
-from megatron_pulse.data import split
+from megatron_pulse.data import split_groups
 from megatron_pulse.data.buckets import BucketSampler
 from megatron_pulse.data.build import open_buckets, open_dataset
 from megatron_pulse.data.dataset import DiffusionDataset, split_indices
 from megatron_pulse.data.fields import WantedFields
 from megatron_pulse.data.latents.layout import LatentLayout, LatentType
 from megatron_pulse.data.latents.writer import LatentWriter
-from megatron_pulse.data.split import same_files, units_of
+from megatron_pulse.data.split_groups import same_files, units_of
 from tests.reference import unsealed_record
 
 
@@ -173,11 +173,11 @@ def test_too_many_pictures_to_compare_are_said(
     photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(photos, other := tmp_path / "other")
-    monkeypatch.setattr(split, "MOST_COMPARED", 21)
+    monkeypatch.setattr(split_groups, "MOST_COMPARED", 21)
     spec = f"folder:{photos},folder:{other}"
     assert not any("too many" in said for said in open_dataset(f"folder:{photos}", 8)[0].cautions)
     for most, count in ((21, 42), (20, 21)):
-        monkeypatch.setattr(split, "MOST_COMPARED", most)
+        monkeypatch.setattr(split_groups, "MOST_COMPARED", most)
         train, _, _ = open_buckets(spec, [WantedFields((3, 16, 16))])
         told = [caution for caution in train.cautions if "too many to compare" in caution]
         assert told and all(f"folder:{photos}" in told[0] and f"{count} pic" in s for s in told)

@@ -13,7 +13,7 @@ import pytest
 
 from megatron_pulse.cli.main import main
 from megatron_pulse.diffusion.hub import with_local_folders
-from model_specs.derived.code import find
+from model_specs.derived.user_code import find
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_pulse.cli.main import main
-from model_specs.derived import code
+from model_specs.derived import user_code
 from tests.integration.runs import BASE, Run, assert_same, pipeline, run
 from tests.integration.test_bad_input import refuse
 
@@ -236,7 +236,7 @@ def test_code_of_ones_own_reads_text_in_bf16_and_its_weights_come_and_go_as_a_fi
     load = ["--load", save[1], "--module", name]
     to = str(tmp_path / "out.safetensors")
     with pytest.MonkeyPatch.context() as unnamed:
-        unnamed.setattr(code, "_allowed", set())
+        unnamed.setattr(user_code, "_allowed", set())
         assert main(["export", *load[:2], "--to", to]) == 2
     assert (
         "runs only if named on the command line" in capsys.readouterr().err

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_pulse.integration.verify.compare import distance
 from megatron_pulse.integration.verify.job import TensorShard
+from megatron_pulse.integration.verify.tolerances import distance
 from megatron_pulse.integration.verify.verify import Settings, verify
 from megatron_pulse.planner.layout.routes import Payload
 from megatron_pulse.planner.plan_file.certificate import (

@@ -24,7 +24,7 @@ from megatron_pulse.profile.parameters import count_parameters
 from megatron_pulse.profile.trainable import TrainedError
 from megatron_pulse.runtime.stage import Stage
 from megatron_pulse.tracing.input_leaves import leaves_of
-from model_specs.derived import code, messages
+from model_specs.derived import messages, user_code
 from model_specs.derived.classes import CLASSES
 from tests.tracing.zoo import make
 
@@ -165,23 +165,23 @@ def test_what_does_not_fit_a_folder_is_said_before_anything_is_read(
         return main(["module", f"diffusers:{tmp_path}"]), capsys.readouterr().err
 
     passed_over = "are ignored: attention, num_train_steps\n"
-    code, said = shown()
-    assert code == 0 and said.endswith(passed_over)
+    status, said = shown()
+    assert status == 0 and said.endswith(passed_over)
     tensors = load_file(weights)
     tensors["conv_in.more"] = tensors.pop("conv_in.bias")
     tensors["conv_out.bias"] = tensors["conv_out.bias"][1:].clone()
     save_file(tensors, weights)
-    code, said = shown()
-    assert code == 2 and f"error: {tmp_path} (3 faults):" in said
+    status, said = shown()
+    assert status == 2 and f"error: {tmp_path} (3 faults):" in said
     assert "conv_in.bias is missing" in said and "conv_in.more is unexpected" in said
     assert "conv_out.bias has the shape [2], expected [3]" in said
     for damage in (whole[:-5], whole[:40], b"\xff" * 8 + whole[8:], b""):
         weights.write_bytes(damage)
-        code, said = shown()
-        assert code == 2 and said.startswith(f"pulse module: error: {tmp_path}: {weights.name}: ")
+        status, said = shown()
+        assert status == 2 and said.startswith(f"pulse module: error: {tmp_path}: {weights.name}: ")
     config.write_text(json.dumps({**settings, "sample_size": "large"}))
-    code, said = shown()
-    assert code == 2 and f"{config}: sample_size is 'large': must be a whole number" in said
+    status, said = shown()
+    assert status == 2 and f"{config}: sample_size is 'large': must be a whole number" in said
 
 
 def unlike(backbone: Backbone, seed: int, module: torch.nn.Module) -> list[str]:
@@ -264,7 +264,7 @@ FACTORIES = """
 @pytest.fixture
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """The name of a file of one's own that nobody has allowed."""
-    monkeypatch.setattr(code, "_allowed", set())
+    monkeypatch.setattr(user_code, "_allowed", set())
     (tmp_path / "mine.py").write_text(textwrap.dedent(FACTORIES))
     return f"{tmp_path}/mine.py"
 
@@ -315,7 +315,7 @@ def test_what_a_factory_may_return(
             r"mine.py:\d+\): inputs must be a dict .* not tuple",
         ),
         ("misspelt", r"mine.py:\d+\) \(3 faults\)"),
-        ("misspelt", r"no input 'y'; it takes: x, when\n.*forward takes x, which is not among"),
+        ("misspelt", r"no input 'y'; it takes: x, when\n.*forward takes x, which is missing in the inputs"),
         ("misspelt", "no keyword of from_module is called 'sampel'; did you mean sample"),
         ("deciding", "exported in float32, which --dtype says"),
     ):

@@ -170,7 +170,7 @@ def test_a_file_that_is_no_family_takes_none_of_the_others_away(
 CONFIG = """
 from dataclasses import dataclass
 
-from model_specs.common.limits import below
+from model_specs.common.config_faults import below
 
 
 @dataclass(frozen=True)

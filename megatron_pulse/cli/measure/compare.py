@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> None:
     wrote = []
     if args.write_profile is not None:
         from megatron_pulse.planner.trace.compare import measured_problem
-        from megatron_pulse.planner.trace.convert import rescale
+        from megatron_pulse.planner.trace.trace_to_profile import rescale
         from megatron_pulse.profile.files import load_profile, save_profile
 
         profile = load_profile(args.profile)

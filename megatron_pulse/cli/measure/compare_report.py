@@ -18,8 +18,8 @@ from megatron_pulse.planner.draw.trace_events import trace_events
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.planner.program.simulate import SimulatedStep
 from megatron_pulse.planner.trace.compare import Comparison, OperationTimes
-from megatron_pulse.planner.trace.convert import timeline_of, typical_step
 from megatron_pulse.planner.trace.trace import Trace
+from megatron_pulse.planner.trace.trace_to_profile import timeline_of, typical_step
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_pulse.backbone.activations import ActivationPolicy
-from megatron_pulse.backbone.layer_patterns import name_of
+from megatron_pulse.backbone.layer_selection import name_of
 from megatron_pulse.cli.backbone_flags import (
     add_layers_flags,
     layers_faults,

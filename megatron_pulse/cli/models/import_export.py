@@ -20,7 +20,7 @@ from megatron_pulse.cli.backbone_flags import (
 )
 from megatron_pulse.cli.errors import add_parser, as_user_error, check_folder, range_faults, require
 from megatron_pulse.cli.import_megatron import prepare_megatron
-from megatron_pulse.cli.models.controlnet import NEW, with_controlnet
+from megatron_pulse.cli.models.controlnet_options import NEW, with_controlnet
 from megatron_pulse.diffusion.choice import ProcessChoice
 from megatron_pulse.errors import UserError
 from megatron_pulse.flags import FROM_ZERO, add_flags, read_flags
@@ -303,8 +303,8 @@ def _check_source(args: argparse.Namespace) -> list[str]:
 
 def _original(args: argparse.Namespace) -> list[str]:
     """Faults of a single file with another layout than the backbone's; a user's code is exempt."""
-    from megatron_pulse.diffusion.originals import original_faults
     from megatron_pulse.diffusion.published import names_in
+    from megatron_pulse.diffusion.single_file_checkpoints import original_faults
     from model_specs import is_code
 
     if args.backbone is not None and is_code(args.backbone):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatron_pulse.backbone.layer_patterns import size_options
+from megatron_pulse.backbone.layer_selection import size_options
 from megatron_pulse.cli.backbone_flags import options_of
 from megatron_pulse.cli.errors import as_user_error, require, warn
 from megatron_pulse.cli.launcher_env import RankOfJob
@@ -26,7 +26,7 @@ from megatron_pulse.data.fields import FRAMING, FRAMING_SPEC, WantedFields, fram
 from megatron_pulse.data.images.conditioning import CONDITIONING
 from megatron_pulse.data.latents.layout import FILES, LatentLayout, LatentType
 from megatron_pulse.data.latents.writer import LatentWriter
-from megatron_pulse.data.split import name_hash
+from megatron_pulse.data.split_groups import name_hash
 from megatron_pulse.encoders.autoencoder import Autoencoder, posterior_noise, sampled
 from megatron_pulse.errors import UserError
 from megatron_pulse.flags import DTYPES

@@ -25,7 +25,7 @@ from megatron_pulse.cli.errors import (
     warn,
 )
 from megatron_pulse.cli.import_megatron import prepare_megatron
-from megatron_pulse.cli.models.controlnet import controlled
+from megatron_pulse.cli.models.controlnet_options import controlled
 from megatron_pulse.cli.models.encoder_flags import (
     add_encoder_flags,
     autoencoder_folder,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_pulse.backbone.costs import ChainCosts
-from megatron_pulse.backbone.layer_patterns import name_of
+from megatron_pulse.backbone.layer_selection import name_of
 from megatron_pulse.cli.output import first_and_last_layer, table
 from megatron_pulse.format import in_mb, in_ms
 from megatron_pulse.planner.layout.layouts import Layout

@@ -6,7 +6,7 @@ import html
 from functools import partial
 from pathlib import Path
 
-from megatron_pulse.backbone.layer_patterns import name_of
+from megatron_pulse.backbone.layer_selection import name_of
 from megatron_pulse.cli import html_page
 from megatron_pulse.cli.output import draw
 from megatron_pulse.cli.plan import plan_facts, plan_text

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_pulse.backbone.activations import ActivationPolicy
-from megatron_pulse.backbone.layer_patterns import name_of, tell_layers
+from megatron_pulse.backbone.layer_selection import name_of, tell_layers
 from megatron_pulse.cli.output import first_and_last_layer, name_value_lines, table
 from megatron_pulse.cli.plan.plan_facts import (
     bubble_task_lines,

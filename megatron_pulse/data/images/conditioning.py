@@ -17,7 +17,7 @@ from megatron_pulse.data.images.folder import ImageFiles
 from megatron_pulse.data.images.listing import Listing, by_stem, some
 from megatron_pulse.data.images.opening import UNREADABLE, opened
 from megatron_pulse.data.images.pictures import decoded, squared
-from megatron_pulse.data.split import name_hash
+from megatron_pulse.data.split_groups import name_hash
 
 CONDITIONING = "conditioning"
 """The batch field."""

@@ -22,7 +22,7 @@ from megatron_pulse.data.images.pictures import (
     squared,
     upright_size,
 )
-from megatron_pulse.data.split import content_hash, ends_hash, name_hash, same_files
+from megatron_pulse.data.split_groups import content_hash, ends_hash, name_hash, same_files
 from megatron_pulse.progress import track
 
 NUM_READERS = 8

@@ -16,7 +16,7 @@ from megatron_pulse.backbone.activations import ActivationPolicies
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.costs import ChainCosts, SkipCost
 from megatron_pulse.backbone.dataflow import required_gradients
-from megatron_pulse.backbone.layer_patterns import matching_layers
+from megatron_pulse.backbone.layer_selection import matching_layers
 from megatron_pulse.errors import Faults, collecting, summarize
 from megatron_pulse.integration.flags.pulse_options import PulseOptions
 from megatron_pulse.integration.planning.transformer_impl import (

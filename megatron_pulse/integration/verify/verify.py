@@ -14,14 +14,6 @@ import torch
 from torch import Tensor
 
 from megatron_pulse.backbone.chain import Backbone
-from megatron_pulse.integration.verify.compare import (
-    Distance,
-    allowances,
-    bound_of,
-    distance,
-    largest,
-    weights_within,
-)
 from megatron_pulse.integration.verify.job import (
     Pass,
     TensorShard,
@@ -34,6 +26,14 @@ from megatron_pulse.integration.verify.job import (
 from megatron_pulse.integration.verify.launcher import run_ranks
 from megatron_pulse.integration.verify.layout_rank import place_file, result_file
 from megatron_pulse.integration.verify.reference import PassResult, Reference, weights_file
+from megatron_pulse.integration.verify.tolerances import (
+    Distance,
+    allowances,
+    bound_of,
+    distance,
+    largest,
+    weights_within,
+)
 from megatron_pulse.planner.layout.embedder_choice import Policy
 from megatron_pulse.planner.plan_file.certificate import (
     DIFFERS,

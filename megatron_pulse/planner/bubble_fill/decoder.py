@@ -14,9 +14,13 @@ from dataclasses import dataclass
 
 from megatron_pulse.planner.bubble_fill.components import Slice
 from megatron_pulse.planner.bubble_fill.knapsack import prefixes
+from megatron_pulse.planner.bubble_fill.leftover_work import (
+    RemainingJob,
+    list_schedule,
+    wrap_around,
+)
 from megatron_pulse.planner.bubble_fill.problem import Bubble, FilledOrder, FillProblem, merged
 from megatron_pulse.planner.bubble_fill.simulate import FilledSimulation
-from megatron_pulse.planner.bubble_fill.wrap_around import RemainingJob, list_schedule, wrap_around
 
 ALIKE, MOST = 4, 12
 """Maximum number of identical jobs, and of all jobs, per knapsack."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_pulse.backbone.activations import ActivationPolicies, name_faults, policies_of
-from megatron_pulse.backbone.layer_patterns import name_of
+from megatron_pulse.backbone.layer_selection import name_of
 from megatron_pulse.errors import UserError
 from megatron_pulse.file_kinds import FileKind, detect_kind
 from megatron_pulse.files import FileError, read_json, write_with_checksum

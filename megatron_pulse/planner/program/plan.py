@@ -15,7 +15,7 @@ from typing import Any
 from megatron_pulse.backbone.activations import ActivationPolicies
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.dataflow import required_gradients
-from megatron_pulse.backbone.layer_patterns import tell_layers
+from megatron_pulse.backbone.layer_selection import tell_layers
 from megatron_pulse.errors import format_faults, wrong_count
 from megatron_pulse.format import in_mb, with_plural
 from megatron_pulse.planner.layout.embedder_choice import EmbedderChoice

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from statistics import median
 
-from megatron_pulse.backbone.layer_patterns import tell_layers
+from megatron_pulse.backbone.layer_selection import tell_layers
 from megatron_pulse.errors import format_faults
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.planner.schedule.check.simulate import Timeline

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.backends import ContextProp
 
-from megatron_pulse.tracing.checks.trace_hooks import caller, replaced
+from megatron_pulse.tracing.checks.torch_patches import caller, replaced
 
 _ATTENTION = "the choice of attention kernels (sdpa_kernel)"
 _CUDNN = "the use of cuDNN (torch.backends.cudnn)"

@@ -23,8 +23,8 @@ from torch.nn.modules._functions import BackwardHookFunction
 from torch.utils.checkpoint import CheckpointFunction
 
 from megatron_pulse.tracing.checks.module_state import changed, kept
+from megatron_pulse.tracing.checks.torch_patches import alike, caller, replaced, telling
 from megatron_pulse.tracing.checks.torch_settings import changed_settings
-from megatron_pulse.tracing.checks.trace_hooks import alike, caller, replaced, telling
 from megatron_pulse.tracing.graph_analysis import TORCH
 
 _APPLY: FunctionType = vars(torch.autograd.Function)["apply"].__func__

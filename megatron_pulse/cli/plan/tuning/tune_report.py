@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from megatron_pulse.backbone.layer_patterns import name_of
+from megatron_pulse.backbone.layer_selection import name_of
 from megatron_pulse.cli.output import name_value_lines, table
 from megatron_pulse.cli.plan.plan_facts import (
     bubble_task_lines,

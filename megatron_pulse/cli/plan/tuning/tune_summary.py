@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_pulse.backbone.layer_patterns import tell_layers
+from megatron_pulse.backbone.layer_selection import tell_layers
 from megatron_pulse.cli.output import name_value_lines
 from megatron_pulse.cli.plan.plan_text import command
 from megatron_pulse.format import format_number, in_ms

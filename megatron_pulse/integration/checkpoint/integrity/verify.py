@@ -24,7 +24,7 @@ from megatron_pulse.integration.checkpoint.integrity.hashes import (
     find_size_faults,
     read_hashes,
 )
-from megatron_pulse.integration.checkpoint.integrity.index import Places, read_places
+from megatron_pulse.integration.checkpoint.integrity.tensor_locations import Places, read_places
 from megatron_pulse.integration.checkpoint.safe_unpickling import patch_reading
 
 _COMMON = ShardedObject("common_state", None, (1,), (0,)).unique_key

@@ -2,8 +2,8 @@
 
 ::
 
-  each rank alone    sizes, the index, the flags     -> read_newest: the newest that can be read
-  all ranks          every byte, each its share      -> whole_start: the newest that is intact
+  each rank alone    sizes, the index, the flags     -> newest_readable: the newest that can be read
+  all ranks          every byte, each its share      -> newest_intact: the newest that is intact
   rank 0, with the   iter_0000060 -> iter_0000060.damaged, and the name of the newest is written
   lock of --save     anew; nothing is deleted
 """
