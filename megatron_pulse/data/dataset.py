@@ -28,6 +28,8 @@ class CorruptSample(DataError):
 
 
 COMPUTE = "compute"
+LATENT = "latent"
+"""Name of a dataset's images in ``made_by``."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ class DiffusionDataset(ABC):
     has_groups: bool = False
     """True if samples have a ``group``."""
     made_by: Mapping[str, str] = {}
-    """Provenance of precomputed fields (and of ``latent``, the images), where known."""
+    """Provenance of precomputed fields (and of the images, as LATENT), where known."""
     cautions: Sequence[str] = ()
     """Warnings for people about ignored files."""
     latent_shape: tuple[int, ...] | None = None

@@ -23,7 +23,7 @@ from megatron_pulse.cli.models.encoder_flags import (
 )
 from megatron_pulse.data.build import open_dataset
 from megatron_pulse.data.captions import Encoded, cut_short
-from megatron_pulse.data.dataset import FieldSpec
+from megatron_pulse.data.dataset import LATENT, FieldSpec
 from megatron_pulse.data.fields import FRAMING, FRAMING_SPEC, WantedFields, framing_field
 from megatron_pulse.data.images.conditioning import CONDITIONING
 from megatron_pulse.data.latents.layout import FILES, LatentLayout, LatentType
@@ -83,7 +83,7 @@ def write_latents(
     if autoencoder is not None:
         side = tuple(size // autoencoder.factor for size in shape[1:])
         shape = (autoencoder.latent_channels, *side)
-    made_by = {} if autoencoder is None else {"latent": autoencoder.made_by()}
+    made_by = {} if autoencoder is None else {LATENT: autoencoder.made_by()}
     revision = _revision(dataset, texts=args.encoders is not None or text_states is not None)
     if backbone is not None:
         dataset, texts = _encoded(args, dataset, shape, backbone)
