@@ -143,6 +143,10 @@ class DiffusionDataset(ABC):
         """Text that belongs to the image; empty if the data has none."""
         return ""
 
+    def excess(self, index: int) -> int:
+        """Number of words or tokens that are truncated from the sample's caption."""
+        return 0
+
     def uncaptioned(self, index: int) -> bool:
         """True for a sample without a caption in a captioned dataset; such samples train
         unconditionally.
@@ -283,6 +287,9 @@ class Derived(DiffusionDataset):
 
     def caption(self, index: int) -> str:
         return self.source.caption(self.at(index))
+
+    def excess(self, index: int) -> int:
+        return self.source.excess(self.at(index))
 
     def uncaptioned(self, index: int) -> bool:
         return self.source.uncaptioned(self.at(index))

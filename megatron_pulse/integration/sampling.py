@@ -89,6 +89,11 @@ class TrainedModel:
         )
 
     @property
+    def word_encoder(self) -> WordEncoder:
+        """Encoder of captions as words, for the text that the backbone reads."""
+        return WordEncoder(wanted_by(self.backbone).fields)
+
+    @property
     def is_self_conditioned(self) -> bool:
         """True if the model reads its own prediction of the previous sampling step."""
         return getattr(self.arguments, "pulse_self_conditioning", None) is not None
@@ -129,7 +134,7 @@ def request_prompts(
     """
     if model.no_words:
         raise ValueError(model.no_words)
-    encode = WordEncoder(wanted_by(model.backbone).fields)
+    encode = model.word_encoder
     if not encode.fields:
         raise ValueError(f"{model.backbone.name} reads no text")
     encoded = [encode(prompt) for prompt in prompts]

@@ -89,7 +89,8 @@ def write_latents(
         dataset, texts = _encoded(args, dataset, shape, backbone)
         made_by |= texts
     if not place.rank:
-        warn("" if autoencoder is None else autoencoder.remark, *dataset.cautions)
+        remark = "" if autoencoder is None else autoencoder.remark
+        warn(remark, *dataset.cautions, *cut_short(dataset))
     fields = {**dataset.fields, **({FRAMING: FRAMING_SPEC} if dataset.frames else {})}
     layout = LatentLayout(
         shape=shape,
@@ -156,16 +157,12 @@ def _encoded(
         if tokenizers is None:
             return dataset, {}
         tokens = {name: FieldSpec(shape, "int64") for name, shape in tokenizers.shapes.items()}
-        encoded = Encoded(dataset, tokenizers, tokens)
-        encoded.cautions = [*dataset.cautions, *cut_short(dataset, tokenizers)]
-        return encoded, tokenizers.made_by()
+        return Encoded(dataset, tokenizers, tokens), tokenizers.made_by()
     opened = open_encoders(args, args.backbone, backbone)
     if opened is None:
         return dataset, {}
     encoders, fields = opened
-    encoded = Encoded(dataset, encoders, fields)
-    encoded.cautions = [*dataset.cautions, *cut_short(dataset, encoders.tokenizers)]
-    return encoded, encoders.made_by()
+    return Encoded(dataset, encoders, fields), encoders.made_by()
 
 
 def _encode_edited_anew(writer: LatentWriter, dataset: DiffusionDataset, place: RankOfJob) -> None:
