@@ -430,9 +430,9 @@ def test_captions_that_are_cut_off_are_counted(
     source = captioned_digits(tmp_path, 3)
     table = tmp_path / "captions/metadata.jsonl"
     assert write(folder, source, tmp_path / "a") == 0
-    assert "cut off" not in capsys.readouterr().err
+    assert "exceed" not in capsys.readouterr().err
     table.write_text(table.read_text().replace("digit one", "digit one" + " of a red bird" * 9))
     assert write(folder, source, tmp_path / "b") == 0
     told = capsys.readouterr().err
-    assert "of the first 3 captions 1 are longer than the text encoders read" in told
+    assert "of the first 3 captions 1 exceed the text length of the model" in told
     assert told.rstrip().endswith("1.png")

@@ -414,6 +414,12 @@ def test_what_is_stored_is_what_is_encoded(
     assert status == 2 and "context was made by text_encoder last" in said
     status, said = sample("--from-data", "1", "--vae", str(folder / "vae"))
     assert status == 2 and f"the data {latents}: context was made by text_encoder last" in said
+    meta = tmp_path / "latents" / "meta.json"  # as of a writer that does not say
+    content = unsealed_record(meta)
+    content["layout"]["made_by"] = {}
+    meta.write_text(json.dumps(content))
+    said = describe_start([*resumed, *save[:2], "--pulse-data", latents], tmp_path)
+    assert "latent made by what is not known (was AutoencoderKL sha256:" in said
 
 
 def test_a_controlnet_in_idle_time_is_what_was_stored(
