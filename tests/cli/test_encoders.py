@@ -152,7 +152,7 @@ def test_what_a_folder_holds(
     assert parts["vae"]["num_bytes"] == 4 * parts["vae"]["num_parameters"] > 0
     assert parts["tokenizer"]["read_as"] == f"{LENGTH} tokens"
     assert main(["data", "encoders", str(folder), "--backbone", "sd-v1.5"]) == 2
-    assert f"make context {LENGTH}x8, the backbone reads 77x768" in capsys.readouterr().err
+    assert f"make context {LENGTH}x8, but the backbone reads 77x768" in capsys.readouterr().err
 
     index = {
         "_class_name": "SomePipeline", "text_encoder": ["transformers", "CLIPTextModel"],
@@ -187,7 +187,7 @@ def test_what_does_not_fit_is_said_before_anything_is_written(
     half = tmp_path / "half"
     shutil.copytree(folder, half, ignore=shutil.ignore_patterns("vae"))
     assert write(half, source, out) == 2
-    assert "vae: there is no such folder, and model_index.json names it" in capsys.readouterr().err
+    assert "vae: there is no such folder, but model_index.json names it" in capsys.readouterr().err
     profile = ["profile", *backbone(folder), "--encoders", str(half), "--preset", "A100-80GB"]
     assert main([*profile, "-o", str(tmp_path / "costs.json")]) == 2
     assert "vae: there is no such folder" in capsys.readouterr().err

@@ -234,7 +234,7 @@ def test_auto_fills_where_that_is_sooner(
     said = auto_tune._other_encoders(filled, replace(options, encoders=None), backbone)
     assert said == "was tuned for text_encoder in the loop, but this run leaves nothing to the plan"
     said = auto_tune._other_encoders(filled, replace(options, encoder_schedule=()), backbone)
-    assert said.endswith("this run leaves text_encoder, vae to it")
+    assert said.endswith("this run leaves text_encoder, vae to the plan")
 
 
 def test_latents_ahead_and_text_in_the_loop(
@@ -275,7 +275,7 @@ def test_latents_ahead_and_text_in_the_loop(
         (["text=before-step", "tex=fill"], "no encoder is called 'tex'; did you mean text?"),
         (
             ["vae=before-step", "text=before-step", "vae=fill"],
-            "vae=before-step and --pulse-encoder-schedule vae=fill: which",
+            "vae=before-step and --pulse-encoder-schedule vae=fill contradict each other",
         ),
         (
             ["sometimes"],
