@@ -17,12 +17,18 @@ from megatron_pulse.data.dataset import (
     Subset,
     split_indices,
 )
-from megatron_pulse.data.fields import Fitted, WantedFields, made_otherwise
+from megatron_pulse.data.fields import (
+    Fitted,
+    WantedFields,
+    made_differently,
+    made_otherwise,
+)
 from megatron_pulse.data.images.conditioning import CONDITIONING, Conditioned
 from megatron_pulse.data.images.digits import DIGIT_SOURCES, all_digits
 from megatron_pulse.data.images.folder import ImageFiles, ImageFolder
 from megatron_pulse.data.images.metadata import TEXT
 from megatron_pulse.data.latents.folder import LatentFolder
+from megatron_pulse.data.record import read_provenance
 from megatron_pulse.data.split_groups import same_files, uncompared, units_of
 from megatron_pulse.errors import Faults, collecting
 
@@ -119,10 +125,31 @@ def open_buckets(
             found.append(_fitted(name, *halves, wanted))
     if any(faults.values()):
         raise Faults([fault for own in faults.values() for fault in own])
+    if unlike := _unlike(names, [train for _, train, _ in found]):
+        raise DataError(
+            f"--pulse-data {spec}",
+            unlike,
+            "Write all of them with the same encoders (pulse data write-latents), or train on one.",
+        )
     shapes, trains, validations = zip(*found, strict=True)
     if len(names) == 1:
         return trains[0], validations[0], shapes
     return Buckets(trains), Buckets(validations), shapes
+
+
+def _unlike(names: Sequence[str], datasets: Sequence[DiffusionDataset]) -> list[str]:
+    """Fields that datasets of one run have from different encoders, where these are known."""
+    first: dict[str, tuple[str, str]] = {}
+    faults = []
+    for name, dataset in zip(names, datasets, strict=True):
+        made_by = read_provenance(dataset)
+        for field in made_differently(made_by, {key: text for key, (_, text) in first.items()}):
+            other, text = first[field]
+            faults.append(
+                f"{field} of {name} was made by {made_by[field]}, that of {other} by {text}"
+            )
+        first = {field: (name, text) for field, text in made_by.items()} | first
+    return faults
 
 
 def names_of(spec: str) -> list[str]:

@@ -53,6 +53,11 @@ class WordEncoder:
         words = split_words(text)
         return {name: _encode(name, spec, words) for name, spec in self.fields.items()}
 
+    def excess(self, text: str) -> int:
+        """Largest number of words truncated from a text in any field; 0 if the text fits."""
+        rows = [spec.shape[0] for spec in self.fields.values() if len(spec.shape) == 2]
+        return max(0, len(split_words(text)) - min(rows) + 1) if rows else 0
+
 
 def _encodes(name: str, spec: FieldSpec) -> bool:
     vector = name.startswith("pooled") or name.endswith("_mask")
@@ -122,6 +127,9 @@ class CaptionedImages(ImageFiles):
         self._encoder = WordEncoder(fields)
         self.fields = self._encoder.fields
 
+    def excess(self, index: int) -> int:
+        return self._encoder.excess(self.captions[index])
+
     def conditioning(self, index: int) -> dict[str, Tensor]:
         return self._encoder(self.captions[index])
 
@@ -137,6 +145,9 @@ class Encodes(Protocol):
     def null(self) -> dict[str, Tensor]:
         """Fields of a dropped caption."""
 
+    def excess(self, text: str) -> int:
+        """Number of tokens that are truncated from a text."""
+
 
 class Tokenizes(Encodes, Protocol):
     """Tokenizer of one text to int64 ids and masks of the given shapes."""
@@ -151,23 +162,21 @@ class Tokenizes(Encodes, Protocol):
     def made_by(self) -> Mapping[str, str]:
         """Provenance of each field, for comparison."""
 
-    def excess(self, text: str) -> int:
-        """Number of tokens that are truncated from a text."""
-
 
 _LOOKED_AT = 1000
 
 
-def cut_short(source: DiffusionDataset, tokenize: Tokenizes) -> list[str]:
-    """Warning about truncated captions among the first 1,000; empty if all fit."""
-    count = min(len(source), _LOOKED_AT)
-    found = [i for i in range(count) if tokenize.excess(source.caption(i))]
-    if not found:
-        return []
-    return [
-        f"of the first {count} captions {len(found)} exceed the length of the text encoders and "
-        f"are truncated, for example that of {source.describe(found[0])}"
-    ]
+def cut_short(source: DiffusionDataset) -> list[str]:
+    """Warnings about truncated captions among the first 1,000 of each part; empty if all fit."""
+    warnings = []
+    for part in source.parts:
+        count = min(len(part), _LOOKED_AT)
+        if found := [i for i in range(count) if part.excess(i)]:
+            warnings.append(
+                f"of the first {count} captions {len(found)} exceed the text length of the model "
+                f"and are truncated, for example that of {part.describe(found[0])}"
+            )
+    return warnings
 
 
 class Encoded(Derived):
@@ -184,6 +193,9 @@ class Encoded(Derived):
         caption = self.caption(index)
         made = self._encode(caption) if caption else self._encode.null()
         return {**self.source.conditioning(index), **made}
+
+    def excess(self, index: int) -> int:
+        return self._encode.excess(self.caption(index))
 
     def null_conditioning(self) -> dict[str, Tensor]:
         return {**self.source.null_conditioning(), **self._encode.null()}

@@ -28,6 +28,8 @@ class CorruptSample(DataError):
 
 
 COMPUTE = "compute"
+LATENT = "latent"
+"""Name of a dataset's images in ``made_by``."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ class DiffusionDataset(ABC):
     has_groups: bool = False
     """True if samples have a ``group``."""
     made_by: Mapping[str, str] = {}
-    """Provenance of precomputed fields (and of ``latent``, the images), where known."""
+    """Provenance of precomputed fields (and of the images, as LATENT), where known."""
     cautions: Sequence[str] = ()
     """Warnings for people about ignored files."""
     latent_shape: tuple[int, ...] | None = None
@@ -140,6 +142,10 @@ class DiffusionDataset(ABC):
     def caption(self, index: int) -> str:
         """Text that belongs to the image; empty if the data has none."""
         return ""
+
+    def excess(self, index: int) -> int:
+        """Number of words or tokens that are truncated from the sample's caption."""
+        return 0
 
     def uncaptioned(self, index: int) -> bool:
         """True for a sample without a caption in a captioned dataset; such samples train
@@ -281,6 +287,9 @@ class Derived(DiffusionDataset):
 
     def caption(self, index: int) -> str:
         return self.source.caption(self.at(index))
+
+    def excess(self, index: int) -> int:
+        return self.source.excess(self.at(index))
 
     def uncaptioned(self, index: int) -> bool:
         return self.source.uncaptioned(self.at(index))

@@ -31,7 +31,14 @@ import torch
 from torch import Tensor
 
 from megatron_pulse.data.captions import Encoded, Tokenizes
-from megatron_pulse.data.dataset import DataError, Derived, DiffusionDataset, FieldSpec, Framing
+from megatron_pulse.data.dataset import (
+    LATENT,
+    DataError,
+    Derived,
+    DiffusionDataset,
+    FieldSpec,
+    Framing,
+)
 from megatron_pulse.data.images.conditioning import CONDITIONING
 
 GUIDANCE = 3.5
@@ -91,13 +98,21 @@ def unencoded(
 
 
 def made_otherwise(made_by: Mapping[str, str], needed: Mapping[str, str]) -> list[str]:
-    """Faults of fields whose provenance differs from ``needed``, if both are known.
+    """Faults of fields whose provenance differs from ``needed`` (see ``made_differently``)."""
+    return [
+        f"{name} was made by {made_by[name]}, but the run needs {needed[name]}"
+        for name in made_differently(made_by, needed)
+    ]
+
+
+def made_differently(made_by: Mapping[str, str], needed: Mapping[str, str]) -> list[str]:
+    """Names of fields whose provenance differs from ``needed``, if both are known.
 
     A need may give only the kind: ``text_encoder last`` is met by ``text_encoder last (text_encoder
     CLIPTextModel ...)``.
     """
     return [
-        f"{name} was made by {made_by[name]}, but the run needs {text}"
+        name
         for name, text in needed.items()
         if name in made_by and made_by[name] != text and not made_by[name].startswith(f"{text} (")
     ]
@@ -183,7 +198,7 @@ class Fitted(Derived):
             elif name not in source.fields and name not in self._constants:
                 none = "none"
                 if name in tokens:
-                    none = _NO_TEXTS if "latent" in source.made_by else _NO_CAPTIONS
+                    none = _NO_TEXTS if LATENT in source.made_by else _NO_CAPTIONS
                 self.faults.append(f"{reads} {name} ({spec}), the data has {none}")
         if self._known:
             self.faults += self._unknown_tokens(source.null_conditioning())

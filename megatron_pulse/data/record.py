@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from megatron_pulse.data.dataset import DiffusionDataset
+from megatron_pulse.data.dataset import LATENT, DiffusionDataset
 from megatron_pulse.schema import NATURAL, TEXT, list_of, record, table_of
 
 MOST_LISTED = 4096
@@ -25,12 +25,17 @@ _TEXT = {**TEXT, "minLength": 0}
 SCHEMA = table_of(
     list_of(
         record(
-            "a record of data: num_train, num_validation, classes, digest, samples",
+            "a record of data: num_train, num_validation, classes, digest, samples, made_by",
+            ["num_train", "num_validation", "classes", "digest", "samples"],
             num_train=NATURAL,
             num_validation=NATURAL,
             classes=list_of(_TEXT, "names of classes", least=0),
             digest=_TEXT,
             samples=_TEXT,
+            made_by={
+                "anyOf": [{"type": "null"}, table_of(_TEXT, "")],
+                "description": "texts by field, or null",
+            },
         ),
         "a list of records of data",
         least=0,
@@ -51,6 +56,9 @@ class DataRecord:
     - ``digest``: hash of the samples in their order; empty if samples have no files.
 
     - ``samples``: hash of each sample, training first; empty for many samples or without files.
+
+    - ``made_by``: provenance of precomputed latents (``latent``) and fields that the run reads;
+      None in checkpoints of earlier versions.
     """
 
     num_train: int
@@ -58,6 +66,7 @@ class DataRecord:
     classes: tuple[str, ...] = ()
     digest: str = ""
     samples: str = ""
+    made_by: Mapping[str, str] | None = None
 
     @property
     def train(self) -> list[str]:
@@ -92,7 +101,13 @@ def record_of(
         digest = summed.hexdigest()
     if 0 < len(hashes) <= MOST_LISTED:
         samples = "".join(f"{each:016x}"[-_HASH_DIGITS:] for each in hashes)
-    return DataRecord(len(train), len(validation), classes, digest, samples)
+    return DataRecord(len(train), len(validation), classes, digest, samples, read_provenance(train))
+
+
+def read_provenance(dataset: DiffusionDataset) -> dict[str, str]:
+    """Provenance of the dataset's latents and of the fields that a run reads of it."""
+    read = {LATENT, *dataset.fields}
+    return {name: text for name, text in dataset.made_by.items() if name in read}
 
 
 def to_saved(records: Mapping[str, Sequence[DataRecord]]) -> dict[str, list[dict[str, Any]]]:
@@ -110,6 +125,12 @@ def recorded_data(arguments: argparse.Namespace) -> Mapping[str, Sequence[DataRe
         name: [DataRecord(**one | {"classes": tuple(one["classes"])}) for one in each]
         for name, each in saved.items()
     }
+
+
+def recorded_provenance(records: Sequence[DataRecord]) -> dict[str, str] | None:
+    """Provenance of the latents and fields of a run's datasets; None if not recorded."""
+    known = [one.made_by for one in records if one.made_by is not None]
+    return {name: text for each in known for name, text in each.items()} if known else None
 
 
 def moved_classes(before: Sequence[DataRecord], now: Sequence[DataRecord]) -> str:

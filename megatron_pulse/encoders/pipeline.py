@@ -194,6 +194,10 @@ class TextEncoders:
         fields = {name: value[None] for name, value in self("").items()}
         return {name: v[0] for name, v in self.dropped(fields, torch.tensor([True])).items()}
 
+    def excess(self, text: str) -> int:
+        """Largest number of tokens truncated from a text; 0 if the text fits."""
+        return self.tokenizers.excess(text)
+
     def made_by(self) -> dict[str, str]:
         """Provenance of every field: states, classes, dtypes, lengths, digests of weights."""
         said = {}

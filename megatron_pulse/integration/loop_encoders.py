@@ -18,6 +18,7 @@ import torch
 
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.data.build import names_of
+from megatron_pulse.data.dataset import LATENT
 from megatron_pulse.data.fields import WantedFields, unencoded
 from megatron_pulse.data.latents.layout import META, Meta
 from megatron_pulse.data.microbatches import noised_here
@@ -101,7 +102,7 @@ class LoopEncoders:
         texts, autoencoder = self.texts(), self.autoencoder()
         if autoencoder is None and (self.folder / VAE).is_dir():
             latent = Autoencoder(self.folder / VAE, weighs=False).made_by(typed=False)
-            wanted = replace(wanted, made_by={**wanted.made_by, "latent": latent})
+            wanted = replace(wanted, made_by={**wanted.made_by, LATENT: latent})
         return unencoded(
             wanted,
             None if texts is None else texts.tokenizers,

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from megatron_pulse.backbone.chain import COMPUTE, Backbone
 from megatron_pulse.data.captions import WordEncoder
-from megatron_pulse.data.dataset import Framing
-from megatron_pulse.data.fields import SIZES, constants
+from megatron_pulse.data.dataset import LATENT, Framing
+from megatron_pulse.data.fields import SIZES, constants, made_otherwise
 from megatron_pulse.data.images.conditioning import CONDITIONING
+from megatron_pulse.data.record import recorded_data, recorded_provenance
 from megatron_pulse.diffusion.choice import FlowGrid, ProcessChoice, SamplingNoise
 from megatron_pulse.diffusion.chosen import chosen_process
 from megatron_pulse.diffusion.noise import diffusers_noises
@@ -88,6 +89,11 @@ class TrainedModel:
         )
 
     @property
+    def word_encoder(self) -> WordEncoder:
+        """Encoder of captions as words, for the text that the backbone reads."""
+        return WordEncoder(wanted_by(self.backbone).fields)
+
+    @property
     def is_self_conditioned(self) -> bool:
         """True if the model reads its own prediction of the previous sampling step."""
         return getattr(self.arguments, "pulse_self_conditioning", None) is not None
@@ -128,7 +134,7 @@ def request_prompts(
     """
     if model.no_words:
         raise ValueError(model.no_words)
-    encode = WordEncoder(wanted_by(model.backbone).fields)
+    encode = model.word_encoder
     if not encode.fields:
         raise ValueError(f"{model.backbone.name} reads no text")
     encoded = [encode(prompt) for prompt in prompts]
@@ -175,6 +181,7 @@ def request_from_data(model: TrainedModel, indices: Sequence[int]) -> Request:
     options = replace(pulse_options(model.arguments), backbone=model.backbone.record["name"])
     seed = model.arguments.seed
     data = DiffusionData(options, model.backbone, model.process, seed)
+    _require_alike(model, data)
     held_out = data.held_out
     if max(indices) >= len(held_out):
         raise ValueError(f"the data has {len(held_out)} validation samples")
@@ -191,6 +198,16 @@ def request_from_data(model: TrainedModel, indices: Sequence[int]) -> Request:
     given = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
     given |= _sizes(model, len(indices), held_out.pixel_size)
     return _request(model, len(indices), given, null)
+
+
+def _require_alike(model: TrainedModel, data: DiffusionData) -> None:
+    """Raise ValueError if other encoders made the data's conditioning than that of the training."""
+    trained = recorded_provenance(recorded_data(model.arguments).get("", ())) or {}
+    given = recorded_provenance(data.record(whole=False)[""]) or {}
+    given.pop(LATENT, None)
+    if faults := made_otherwise(given, trained):
+        remedy = "Give data of the encoders of the training: --data SPEC."
+        raise ValueError(format_faults(f"the data {model.arguments.pulse_data}", faults, remedy))
 
 
 def _sizes(model: TrainedModel, count: int, size: tuple[int, int]) -> dict[str, Tensor]:

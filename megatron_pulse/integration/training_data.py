@@ -126,7 +126,6 @@ class DiffusionData:
         wanted = [wanted_by(chain) for chain in chains]
         if self.in_loop is not None:
             wanted = [self.in_loop.unencoded(one) for one in wanted]
-        self._tokenize = wanted[0].tokenize
         with _naming_encoders(options, wanted[0]):
             self.train, self.validation, shapes = open_buckets(
                 options.data, wanted, options.default_caption
@@ -141,10 +140,7 @@ class DiffusionData:
     @property
     def cautions(self) -> list[str]:
         """Notes on training data left unused, for the log; reads captions."""
-        found = list(self.train.cautions)
-        if self._tokenize is not None and self.train.has_captions:
-            found += cut_short(self.train, self._tokenize)
-        return found
+        return [*self.train.cautions, *cut_short(self.train)]
 
     def survey(self) -> list[str]:
         """Describe the image files for the log; opens all of them.

@@ -262,7 +262,8 @@ def test_write_latents_of_pixels(
     assert main(["data", "info", f"latents:{folder}", "--verify"]) == 0
     other = [*argv[:-1], "fp16" if dtype != "fp16" else "fp32"]
     assert main(other) == 2, "the same folder with another type"
-    assert "dtype" in capsys.readouterr().err
+    there = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}[dtype]
+    assert f"dtype: there '{there}', now 'float" in capsys.readouterr().err
 
 
 def test_write_latents_resumes(

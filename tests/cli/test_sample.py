@@ -235,7 +235,9 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_sample_draws_prompts(texts: Path, tmp_path: Path) -> None:
+def test_sample_draws_prompts(
+    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def picture(name: str, *more: str) -> bytes:
         flags = ["-o", str(tmp_path / name), "--per-class", "2", "--raw", *more]
         assert sample(texts, *flags) == 0
@@ -249,7 +251,13 @@ def test_sample_draws_prompts(texts: Path, tmp_path: Path) -> None:
     assert image.width == 2 * (8 * 7 + 2) + 2 and 2 * 56 < image.height < 2 * 80
     assert picture("b.png", *two) == first
     assert picture("c.png", *two, "--guidance", "1") != first
+    assert "too long" not in capsys.readouterr().err
     assert picture("d.png", "--prompt", "digit seven", "--prompt", "a dark thing") != first
+    picture("e.png", "--prompt", "a dark digit seven here", "--prompt", "a dark digit seven in it")
+    said = [line for line in capsys.readouterr().err.splitlines() if "too long" in line]
+    assert said == [
+        "warning: 'a dark digit seven in it' is 1 word too long: its end does not count"
+    ]
 
 
 def test_sample_takes_conditioning_of_the_data(
@@ -265,6 +273,10 @@ def test_sample_takes_conditioning_of_the_data(
     argv = ["data", "write-latents", "--from", f"captions:{texts / 'captions'}"]
     argv += ["--image-size", "8", "--channels", "1", "--text-states", "6x16"]
     assert main([*argv, "-o", str(tmp_path / "latents")]) == 0
+    assert "exceed" not in capsys.readouterr().err
+    short = [*argv[:-1], "3x16", "-o", str(tmp_path / "short")]
+    assert main(short) == 0
+    assert "of the first 40 captions 40 exceed the text length" in capsys.readouterr().err
     assert sample(texts, *flags, "2", "--data", f"latents:{tmp_path / 'latents'}") == 0
     assert sample(texts, *flags, "2", "--data", "digits8") == 2
     assert "reads context (6x16 float32), the data has none" in capsys.readouterr().err

@@ -292,6 +292,16 @@ def test_tables_have_commas_semicolons_or_tabs(table, caption, tmp_path):
     assert (told in str(caught.value)) == ("|" in table)
 
 
+def test_a_carriage_return_alone_ends_no_line(tmp_path):
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    (tmp_path / "metadata.csv").write_bytes(b"file_name,text\ra.png,cat\r")
+    with pytest.raises(DataError, match=r"line 1: it holds a carriage return .* End lines") as told:
+        read_captions(tmp_path)
+    assert "universal" not in str(told.value)
+    (tmp_path / "metadata.csv").write_bytes(b'file_name,text\r\na.png,"a\rcat"\r\n')
+    assert read_captions(tmp_path).pairs == [(tmp_path / "a.png", "a\rcat")]
+
+
 def test_faults_of_captions_are_listed_at_once(tmp_path):
     for name in ("a", "b", "c", "d", "f", "sub/e"):
         picture(tmp_path / f"{name}.png")

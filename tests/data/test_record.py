@@ -19,6 +19,7 @@ from megatron_pulse.data.record import (
     moved_classes,
     record_of,
     recorded_data,
+    recorded_provenance,
     to_saved,
 )
 from megatron_pulse.schema import faults_of
@@ -109,6 +110,11 @@ def test_what_a_checkpoint_keeps_is_read_back_and_checked(photos: Path) -> None:
     assert not faults_of(SCHEMA, saved)
     assert recorded_data(Namespace(pulse_data_record=saved)) == records
     assert recorded_data(Namespace()) == {}
+    assert recorded_provenance(recorded_data(Namespace(pulse_data_record=saved))["base"]) == {}
+    for one in saved["base"]:  # as an earlier version wrote it
+        del one["made_by"]
+    assert not faults_of(SCHEMA, saved)
+    assert recorded_provenance(recorded_data(Namespace(pulse_data_record=saved))["base"]) is None
     saved["base"][0] |= {"num_train": -1, "classes": "cat"}
     del saved["upper"][0]["digest"]
     assert len(faults_of(SCHEMA, saved)) == 3

@@ -57,6 +57,18 @@ def test_captions_give_all_that_backbones_read(name: str, options: Options, tmp_
         assert torch.equal(dropped[field], found[field])
 
 
+def test_truncated_captions_are_counted(tmp_path: Path) -> None:
+    """Captions of four words and an end token; also where they are of several folders."""
+    (tmp_path / "more").mkdir()
+    first, more = captioned_digits(tmp_path), captioned_digits(tmp_path / "more", 10)
+    assert not open_data("sd-tiny", first, SAME | {"context_length": 5}).cautions
+    data = open_data("sd-tiny", f"{first},{more}", SAME | {"context_length": 4})
+    told = [caution for caution in data.cautions if "exceed the text length" in caution]
+    assert [caution.split("exceed")[0] for caution in told] == [
+        "of the first 36 captions 36 ", "of the first 9 captions 9 "
+    ]  # fmt: skip
+
+
 def test_everything_that_is_missing_is_said_at_once() -> None:
     with pytest.raises(DataError) as error:
         open_data("sdxl-tiny", "digits8", {"sample_size": 8, "in_channels": 3, "out_channels": 3})

@@ -206,7 +206,8 @@ def describe_start(flags: list[str], folder: Path) -> str:
         line, options, plan = read_command_line()
         _, data, start = prepare(line, options, plan)
     assert start is not None
-    return describe(start, NewRun(line.args, options, line.args.pulse_record, data.encoded_by))
+    record = line.args.pulse_record
+    return describe(start, NewRun(line.args, options, record, data.encoded_by, data.record(True)))
 
 
 def test_auto_fills_where_that_is_sooner(
@@ -233,7 +234,7 @@ def test_auto_fills_where_that_is_sooner(
     said = auto_tune._other_encoders(filled, replace(options, encoders=None), backbone)
     assert said == "was tuned for text_encoder in the loop, but this run leaves nothing to the plan"
     said = auto_tune._other_encoders(filled, replace(options, encoder_schedule=()), backbone)
-    assert said.endswith("this run leaves text_encoder, vae to it")
+    assert said.endswith("this run leaves text_encoder, vae to the plan")
 
 
 def test_latents_ahead_and_text_in_the_loop(
@@ -274,7 +275,7 @@ def test_latents_ahead_and_text_in_the_loop(
         (["text=before-step", "tex=fill"], "no encoder is called 'tex'; did you mean text?"),
         (
             ["vae=before-step", "text=before-step", "vae=fill"],
-            "vae=before-step and --pulse-encoder-schedule vae=fill: which",
+            "vae=before-step and --pulse-encoder-schedule vae=fill contradict each other",
         ),
         (
             ["sometimes"],
@@ -347,16 +348,78 @@ def test_folders_that_cannot_encode_are_refused_before_anything_is_built(
 
 
 def test_what_is_stored_is_what_is_encoded(
-    flags: list[str], folder: Path, expected: Run, tmp_path: Path
+    flags: list[str],
+    folder: Path,
+    expected: Run,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """Also after a store of other encoders took the place of that of the training."""
     source = flags[flags.index("--pulse-data") + 1]
     options = [f"--option={name}={value}" for name, value in OPTIONS.items()]
-    argv = ["data", "write-latents", "--from", source, "--image-size", "8", "--channels", "1"]
-    argv += ["--backbone", "sd-tiny", *options, "--encoders", str(folder), "--dtype", "fp32"]
-    assert main([*argv, "-o", str(tmp_path / "latents")]) == 0
+
+    def write(encoders: Path, name: str) -> str:
+        argv = ["data", "write-latents", "--from", source, "--image-size", "8", "--channels", "1"]
+        argv += ["--backbone", "sd-tiny", *options, "--encoders", str(encoders), "--dtype", "fp32"]
+        assert main([*argv, "-o", str(tmp_path / name)]) == 0
+        return f"latents:{tmp_path / name}"
+
+    kept, latents = tmp_path / "kept", write(folder, "latents")
     given = [*STEPS, *READS, "--pulse-class-dropout", "0.4"]
-    data = ["--pulse-data", f"latents:{tmp_path / 'latents'}"]
-    assert_same(run(2, *given, *data, *pipeline(2), backbone="unet"), expected)
+    save = ["--save", str(kept), "--save-interval", "2"]
+    data = ["--pulse-data", latents]
+    assert_same(run(2, *given, *data, *save, *pipeline(2), backbone="unet"), expected)
+
+    other = tmp_path / "other"
+    shutil.copytree(folder, other)
+    make_encoder("clip", 16, 16).save_pretrained(other / "text_encoder")
+    config = other / "vae" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"scaling_factor": 0.25}))
+    others = write(other, "others")
+    (fault,) = refuse(
+        monkeypatch, 1, [*given, "--pulse-data", f"{latents},{others}"], [*TINY["unet"], *BASE]
+    )
+    for field in ("latent", "context"):
+        assert f"{field} of {others} was made by " in fault and f"that of {latents} by " in fault
+    resumed = [*TINY["unet"], *BASE, *given, "--train-iters", "3"]
+    for place in (tmp_path / "others", tmp_path / "latents"):
+        if place.name == "latents":  # the same path holds another store
+            shutil.rmtree(place)
+            (tmp_path / "others").rename(place)
+            others = latents
+        (fault,) = refuse(monkeypatch, 1, [*resumed, *save[:2], "--pulse-data", others], [])
+        assert "its data are of other encoders" in fault, fault
+        assert re.search(r"latent was made by .* scale \[0\.5\].*, in this run by .*0\.25", fault)
+        assert "context was made by text_encoder last" in fault
+        assert f"--pretrained-checkpoint {kept}" in fault
+    begun = [*resumed, "--pulse-data", others, "--pretrained-checkpoint", str(kept)]
+    assert re.search("from here on: latent made.*, context made", describe_start(begun, tmp_path))
+    looped = [*resumed, *save[:2], "--pulse-data", source, "--pulse-encoders"]
+    assert "encoders: vae" in describe_start([*looped, str(other)], tmp_path)
+    assert "encoders: vae" not in describe_start([*looped, str(folder)], tmp_path)
+
+    def sample(*more: str) -> tuple[int, str]:
+        argv = ["sample", "--load", str(kept), "-o", str(tmp_path / "a.png"), "--steps", "2"]
+        status = main([*argv, "--per-class", "1", *more])
+        return status, capsys.readouterr().err
+
+    def drawn(encoders: Path, vae: Path) -> tuple[int, str]:
+        return sample("--prompt", "a bird", "--encoders", str(encoders), "--vae", str(vae / "vae"))
+
+    assert drawn(folder, folder)[0] == 0
+    status, said = drawn(folder, other)
+    assert status == 2 and "scale [0.25], shift [0.0], the model's latents are of" in said
+    status, said = drawn(other, folder)
+    assert status == 2 and "context was made by text_encoder last" in said
+    status, said = sample("--from-data", "1", "--vae", str(folder / "vae"))
+    assert status == 2 and f"the data {latents}: context was made by text_encoder last" in said
+    meta = tmp_path / "latents" / "meta.json"  # as of a writer that does not say
+    content = unsealed_record(meta)
+    content["layout"]["made_by"] = {}
+    meta.write_text(json.dumps(content))
+    said = describe_start([*resumed, *save[:2], "--pulse-data", latents], tmp_path)
+    assert "latent made by what is not known (was AutoencoderKL sha256:" in said
 
 
 def test_a_controlnet_in_idle_time_is_what_was_stored(

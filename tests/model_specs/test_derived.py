@@ -315,7 +315,10 @@ def test_what_a_factory_may_return(
             r"mine.py:\d+\): inputs must be a dict .* not tuple",
         ),
         ("misspelt", r"mine.py:\d+\) \(3 faults\)"),
-        ("misspelt", r"no input 'y'; it takes: x, when\n.*forward takes x, which is missing in the inputs"),
+        (
+            "misspelt",
+            r"no input 'y'; it takes: x, when\n.*forward takes x, which is missing in the inputs",
+        ),
         ("misspelt", "no keyword of from_module is called 'sampel'; did you mean sample"),
         ("deciding", "exported in float32, which --dtype says"),
     ):

@@ -163,14 +163,14 @@ def _on_cpu() -> bool:
 def require_same_encoders(encoders: TextEncoders, trained: argparse.Namespace) -> None:
     """Raise UserError if the model's training text was made by other encoders.
 
-    The text is in its latents, or was encoded during training. Latents that are gone, or do not
-    name their encoder, are not compared.
+    The text is in its latents, or was encoded during training. Latents that do not name their
+    encoder are not compared.
     """
     from megatron_pulse.data.fields import made_otherwise
     from megatron_pulse.encoders.pipeline import TextEncoders
     from megatron_pulse.encoders.tokens import changed_since, recorded_by
 
-    there = _latents_by(trained)
+    there = _made_by(trained)
     used, recorded = getattr(trained, "pulse_encoders", None), recorded_by(trained)
     if used is not None and not recorded and Path(used) != encoders.folder:
         if not pipeline_folder_faults(Path(used)):
@@ -190,9 +190,10 @@ def other_autoencoder(autoencoder: Autoencoder, trained: argparse.Namespace) -> 
     Another decoder gives other pictures of the same latents, which is often wanted. Raises
     UserError if scale or shift differ, because the decoder would then be given other numbers.
     """
+    from megatron_pulse.data.dataset import LATENT
     from megatron_pulse.encoders.tokens import recorded_by
 
-    there = _latents_by(trained).get("latent") or recorded_by(trained).get(VAE, "")
+    there = _made_by(trained).get(LATENT) or recorded_by(trained).get(VAE, "")
     if not there:
         return ""
     here, where = autoencoder.made_by(typed=False), autoencoder.folder
@@ -208,10 +209,17 @@ def other_autoencoder(autoencoder: Autoencoder, trained: argparse.Namespace) -> 
     )
 
 
-def _latents_by(trained: argparse.Namespace) -> Mapping[str, str]:
-    """Encoder of each field of the model's training latents, if the latents still exist."""
-    from megatron_pulse.data.latents.layout import META, Meta
+def _made_by(trained: argparse.Namespace) -> Mapping[str, str]:
+    """Encoder of each field of the model's training latents.
 
+    Checkpoints of earlier versions do not record it; the latents do, if they still exist.
+    """
+    from megatron_pulse.data.latents.layout import META, Meta
+    from megatron_pulse.data.record import recorded_data, recorded_provenance
+
+    recorded = recorded_provenance(recorded_data(trained).get("", ()))
+    if recorded is not None:
+        return recorded
     data = trained.pulse_data or ""
     folder = Path(data.removeprefix("latents:"))
     if data.startswith("latents:") and (folder / META).is_file():

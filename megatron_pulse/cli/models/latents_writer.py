@@ -21,7 +21,7 @@ from megatron_pulse.cli.models.encoder_flags import (
 )
 from megatron_pulse.data.build import open_dataset
 from megatron_pulse.data.captions import Encoded, cut_short
-from megatron_pulse.data.dataset import FieldSpec
+from megatron_pulse.data.dataset import LATENT, FieldSpec
 from megatron_pulse.data.fields import FRAMING, FRAMING_SPEC, WantedFields, framing_field
 from megatron_pulse.data.images.conditioning import CONDITIONING
 from megatron_pulse.data.latents.layout import FILES, LatentLayout, LatentType
@@ -82,13 +82,14 @@ def write_latents(
     if autoencoder is not None:
         side = tuple(size // autoencoder.factor for size in shape[1:])
         shape = (autoencoder.latent_channels, *side)
-    made_by = {} if autoencoder is None else {"latent": autoencoder.made_by()}
+    made_by = {} if autoencoder is None else {LATENT: autoencoder.made_by()}
     revision = _revision(dataset, texts=args.encoders is not None or text_states is not None)
     if backbone is not None:
         dataset, texts = _encoded(args, dataset, shape, backbone)
         made_by |= texts
     if not place.rank:
-        warn("" if autoencoder is None else autoencoder.remark, *dataset.cautions)
+        remark = "" if autoencoder is None else autoencoder.remark
+        warn(remark, *dataset.cautions, *cut_short(dataset))
     fields = {**dataset.fields, **({FRAMING: FRAMING_SPEC} if dataset.frames else {})}
     layout = LatentLayout(
         shape=shape,
@@ -154,16 +155,12 @@ def _encoded(
         if tokenizers is None:
             return dataset, {}
         tokens = {name: FieldSpec(shape, "int64") for name, shape in tokenizers.shapes.items()}
-        encoded = Encoded(dataset, tokenizers, tokens)
-        encoded.cautions = [*dataset.cautions, *cut_short(dataset, tokenizers)]
-        return encoded, tokenizers.made_by()
+        return Encoded(dataset, tokenizers, tokens), tokenizers.made_by()
     opened = open_encoders(args, args.backbone, backbone)
     if opened is None:
         return dataset, {}
     encoders, fields = opened
-    encoded = Encoded(dataset, encoders, fields)
-    encoded.cautions = [*dataset.cautions, *cut_short(dataset, encoders.tokenizers)]
-    return encoded, encoders.made_by()
+    return Encoded(dataset, encoders, fields), encoders.made_by()
 
 
 def _encode_edited_anew(writer: LatentWriter, dataset: DiffusionDataset, place: RankOfJob) -> None:

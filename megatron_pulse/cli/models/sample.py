@@ -378,16 +378,23 @@ def _asked(
             size = height, width
             return sampling.request_encoded(model, prompts, encoders, size, negative, beside)
 
-        for text in dict.fromkeys([*args.prompt, *filter(None, [negative])]):
-            if over := encoders.tokenizers.excess(text):
-                named = shorten(text, 60, placeholder=" ...")
-                warn(f"{named!r} is {over} tokens too long: its end is cut off")
+        _warn_of_cut([*args.prompt, *filter(None, [negative])], encoders.excess, "token")
         return "prompts", rows, encoded
     if args.negative_prompt is not None:
         raise UserError("--negative-prompt needs text encoders: give --encoders DIR")
     if args.prompt:
+        if not model.no_words:
+            _warn_of_cut(args.prompt, model.word_encoder.excess, "word")
         return "prompts", rows, partial(sampling.request_prompts, beside=beside)
     return "labels", rows, partial(sampling.request_classes, beside=beside)
+
+
+def _warn_of_cut(texts: list[str], excess: Callable[[str], int], unit: str) -> None:
+    """Warn of each text that is truncated; ``excess`` counts the units that it loses."""
+    for text in dict.fromkeys(texts):
+        if over := excess(text):
+            named = shorten(text, 60, placeholder=" ...")
+            warn(f"{named!r} is {over} {unit}{'s' * (over > 1)} too long: its end does not count")
 
 
 def _captions(kind: str, rows: list[Any], each: int) -> list[str]:

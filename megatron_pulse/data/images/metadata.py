@@ -279,6 +279,14 @@ class _Form:
         return [cell.strip() for cell in row] if self.blanks else row
 
 
+_PYTHONS = "new-line character seen in unquoted field"
+"""Beginning of Python's message, which goes on about the mode of the file."""
+_CARRIAGE = (
+    "it holds a carriage return outside of quotes. End lines with a line feed, with or without a "
+    "carriage return before it"
+)
+
+
 def _of_table(
     lines: Iterator[str], where: str, column: str, faults: list[str], unread: Counter[str]
 ) -> Iterator[Row]:
@@ -309,7 +317,8 @@ def _of_table(
             elif row := form.cells(row):
                 yield number, row[at], row[says], "" if group is None else row[group].strip()
     except csv.Error as error:
-        faults.append(f"{where}, line {reader.line_num}: {error}")
+        fault = _CARRIAGE if str(error).startswith(_PYTHONS) else str(error)
+        faults.append(f"{where}, line {reader.line_num}: {fault}")
 
 
 def _names(keys: Sequence[str]) -> str:

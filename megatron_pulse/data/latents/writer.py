@@ -220,7 +220,9 @@ class LatentWriter:
 
     def _differences(self, there: Meta) -> list[str]:
         """Differences between the folder's layout and this writer's."""
-        old, new = asdict(there.layout), asdict(self.layout)
+        old, new = (
+            asdict(layout) | {"dtype": str(layout.dtype)} for layout in (there.layout, self.layout)
+        )
         if FILES not in there.layout.source:
             new["source"] = self.layout.source.partition(FILES)[0]
         if not old["classes"]:  # an earlier version wrote it, or they have no names

@@ -8,15 +8,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_pulse.data.build import several_parts
+from megatron_pulse.data.dataset import LATENT
+from megatron_pulse.data.fields import made_differently
 from megatron_pulse.data.record import (
     DataRecord,
     describe_changes,
     moved_classes,
     recorded_data,
+    recorded_provenance,
 )
 from megatron_pulse.diffusion.chosen import chosen_process
 from megatron_pulse.diffusion.objectives import DiffusionProcess
 from megatron_pulse.diffusion.scheduler import read_process
+from megatron_pulse.encoders.recipe import VAE
 from megatron_pulse.encoders.tokens import recorded_by
 from megatron_pulse.errors import format_faults
 from megatron_pulse.flags import flag_name
@@ -213,7 +217,44 @@ def _pairs(
     before = recorded_data(start.saved.arguments)
     for chain, now in wanted.data.items():
         if chain in before:
-            yield f"{chain}: " if chain else "", before[chain], now
+            yield chain, before[chain], now
+
+
+def _of(chain: str) -> str:
+    """Beginning of a text on one chain of a cascade; empty otherwise."""
+    return f"{chain}: " if chain else ""
+
+
+def _vae_of(chain: str) -> str:
+    """Name of a chain's autoencoder in ``encoded_by``."""
+    return f"{chain}.{VAE}" if chain else VAE
+
+
+def _new_run(start: StartingPoint) -> str:
+    folder = start.saved.folder.parent
+    return f"start a new run with its weights: --pretrained-checkpoint {folder}"
+
+
+def _provenance(
+    start: StartingPoint, chain: str, before: Sequence[DataRecord], now: Sequence[DataRecord]
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Provenance of latents and fields (before, now); latents may have been encoded in the loop."""
+    vae = recorded_by(start.saved.arguments).get(_vae_of(chain))
+    looped = {} if vae is None else {LATENT: vae}
+    return looped | (recorded_provenance(before) or {}), recorded_provenance(now) or {}
+
+
+def _other_provenance(start: StartingPoint, wanted: NewRun) -> Iterator[str]:
+    """Latents of another autoencoder, or text states of another encoder, have another meaning."""
+    for chain, *records in _pairs(start, wanted) if start.continued else ():
+        was, now = _provenance(start, chain, *records)
+        faults = [
+            f"{name} was made by {was[name]}, in this run by {now[name]}"
+            for name in made_differently(now, was)
+        ]
+        if faults:
+            remedy = f"Give data of the same encoders, or {_new_run(start)}."
+            yield format_faults(f"{_of(chain)}its data are of other encoders", faults, remedy)
 
 
 def _moved_classes(start: StartingPoint, wanted: NewRun) -> Iterator[str]:
@@ -221,9 +262,9 @@ def _moved_classes(start: StartingPoint, wanted: NewRun) -> Iterator[str]:
     for chain, before, now in _pairs(start, wanted) if start.continued else ():
         if moved := moved_classes(before, now):
             yield (
-                f"{chain}its classes have other labels in these data: {moved}. Restore the names "
-                "of the class folders (labels follow the order of names), or start a new run with "
-                f"its weights: --pretrained-checkpoint {start.saved.folder.parent}"
+                f"{_of(chain)}its classes have other labels in these data: {moved}. Restore the "
+                f"names of the class folders (labels follow the order of names), or "
+                f"{_new_run(start)}"
             )
 
 
@@ -267,19 +308,42 @@ def _other_encoders(start: StartingPoint, wanted: NewRun) -> Iterator[str]:
     """Files of encoders that are others than they were, also in the folder of before."""
     if not start.continued:
         return
-    before = recorded_by(start.saved.arguments)
-    for name, now in wanted.encoded_by.items():
-        if (was := before.get(name, now)) != now:
-            yield f"encoders: {name} {now} (was {was})"
+    before = dict(recorded_by(start.saved.arguments))
+    for chain, records in recorded_data(start.saved.arguments).items():
+        if stored := (recorded_provenance(records) or {}).get(LATENT):
+            before[_vae_of(chain)] = stored
+    for name in made_differently(before, wanted.encoded_by):
+        yield f"encoders: {name} {wanted.encoded_by[name]} (was {before[name]})"
 
 
 def _other_data(start: StartingPoint, wanted: NewRun) -> Iterator[str]:
-    """Data that are others than they were; of a new run only the labels that weights know."""
+    """Data that are others than they were; of a new run only labels and encoders that weights
+    know."""
     for chain, before, now in _pairs(start, wanted):
         changes = describe_changes(before, now) if start.continued else []
         if not start.continued and (moved := moved_classes(before, now)):
             changes = [f"labels: {moved}"]
-        yield from (f"{chain}{change}" for change in changes)
+        was, made_by = _provenance(start, chain, before, now)
+        others = made_differently(made_by, was)
+        if (
+            start.continued
+            and recorded_provenance(before) is not None
+            and not _encodes(start, wanted)
+        ):
+            others += sorted(was.keys() ^ made_by.keys())
+        changes += [
+            f"{name} made by {made_by.get(name, _UNKNOWN)} (was {was.get(name, _UNKNOWN)})"
+            for name in others
+        ]
+        yield from (f"{_of(chain)}{change}" for change in changes)
+
+
+_UNKNOWN = "what is not known"
+
+
+def _encodes(start: StartingPoint, wanted: NewRun) -> bool:
+    """True if one of the runs has encoders in the loop, whose provenance no data have."""
+    return bool(recorded_by(start.saved.arguments)) or wanted.options.encoders is not None
 
 
 def _text(value: Any) -> str:
@@ -301,6 +365,7 @@ _FAULTS: tuple[_Comparison, ...] = (
     _other_unit,
     _other_buckets,
     _moved_classes,
+    _other_provenance,
     _other_seed,
 )
 _PLAN_FAULTS: tuple[_Comparison, ...] = (_other_sharding,)
