@@ -195,6 +195,7 @@ def run(args: argparse.Namespace) -> None:
     import torch
 
     from megatron_pulse.data.score import digit_score
+    from megatron_pulse.diffusion.sampling import noise_left
     from megatron_pulse.diffusion.scheduler_export import describe_sampler
     from megatron_pulse.integration.sampling import load_model, sample_images
 
@@ -227,6 +228,7 @@ def run(args: argparse.Namespace) -> None:
     drawing = _drawing(vae, model)
     kind, rows, request = _asked(args, model, drawing.factor)
     require(_check_model(args, model, kind, rows, drawing))
+    warn(noise_left(model.process, args.steps))
     asked = [row for row in rows for _ in range(args.per_class)]
     with as_user_error(ValueError, OSError):
         samples = sample_images(
