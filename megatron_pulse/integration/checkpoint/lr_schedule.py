@@ -98,3 +98,15 @@ def schedule_position(saved: Mapping[str, Any], args: argparse.Namespace, iterat
         return round(num_samples * place / (iteration * batch)) if iteration else 0
     made = round(iteration * place / num_samples) if num_samples else 0
     return int(made * args.global_batch_size)
+
+
+def steps_made(scheduler: Any, args: argparse.Namespace) -> int:
+    """Number of steps before ``args.curr_iteration`` that changed weights.
+
+    Follows from the position of Megatron's ``scheduler``. Under ``--train-samples`` the share of
+    skipped samples is taken for the share of skipped steps.
+    """
+    if args.train_samples is None:
+        return round(scheduler.num_steps / args.global_batch_size)
+    num_samples: int = args.consumed_train_samples
+    return round(args.curr_iteration * scheduler.num_steps / num_samples) if num_samples else 0
