@@ -260,7 +260,7 @@ def noise_left(process: DiffusionProcess, num_steps: int) -> str:
 
 def _last_end(ddim: Any) -> int:
     """Timestep at which diffusers' last step ends; clean data if negative."""
-    stride = ddim.config.num_train_timesteps // ddim.num_inference_steps
+    stride: int = ddim.config.num_train_timesteps // ddim.num_inference_steps
     return int(ddim.timesteps[-1]) - stride
 
 

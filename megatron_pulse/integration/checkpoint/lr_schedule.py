@@ -106,7 +106,8 @@ def steps_made(scheduler: Any, args: argparse.Namespace) -> int:
     Follows from the position of Megatron's ``scheduler``. Under ``--train-samples`` the share of
     skipped samples is taken for the share of skipped steps.
     """
+    num_samples: int = scheduler.num_steps
     if args.train_samples is None:
-        return round(scheduler.num_steps / args.global_batch_size)
-    num_samples: int = args.consumed_train_samples
-    return round(args.curr_iteration * scheduler.num_steps / num_samples) if num_samples else 0
+        return round(num_samples / int(args.global_batch_size))
+    consumed: int = args.consumed_train_samples
+    return round(int(args.curr_iteration) * num_samples / consumed) if consumed else 0
