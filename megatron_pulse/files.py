@@ -23,7 +23,14 @@ from typing import Any, BinaryIO
 
 import xxhash
 
-from megatron_pulse.errors import Faults, UserError, faults_in, first_of, format_faults
+from megatron_pulse.errors import (
+    Faults,
+    UserError,
+    faults_in,
+    first_of,
+    format_faults,
+    full_error,
+)
 from megatron_pulse.file_kinds import FileKind, detect_kind
 from megatron_pulse.fonts import UNPRINTABLE
 
@@ -58,7 +65,8 @@ def replacing(path: str | Path) -> Iterator[Path]:
     """Yield a temporary path beside ``path``; on success rename it to ``path``.
 
     On an exception the temporary file is removed and ``path`` is untouched. The temporary name
-    keeps the suffix, from which Pillow, NumPy and matplotlib choose the format.
+    keeps the suffix, from which Pillow, NumPy and matplotlib choose the format. Raises OSError that
+    names ``path`` for a full disk, quota or file size limit, whatever the writer raised.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -68,6 +76,10 @@ def replacing(path: str | Path) -> Iterator[Path]:
         with open(beside, "rb") as file:
             os.fsync(file.fileno())
         os.replace(beside, path)
+    except Exception as error:
+        if (full := full_error(error, beside, path)) is not None:
+            raise full from error
+        raise
     finally:
         beside.unlink(missing_ok=True)
 
@@ -76,7 +88,8 @@ def replacing(path: str | Path) -> Iterator[Path]:
 def replacing_folder(folder: Path) -> Iterator[Path]:
     """Yield a new folder beside ``folder``; on success move it to ``folder``, else remove it.
 
-    ``folder`` must not exist, or be empty.
+    ``folder`` must not exist, or be empty. Raises OSError that names the folder, or the file in it,
+    for a full disk, quota or file size limit, whatever the writer raised.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     beside = folder.with_name(f".{folder.name}.{os.getpid()}.part")
@@ -84,6 +97,10 @@ def replacing_folder(folder: Path) -> Iterator[Path]:
     try:
         yield beside
         os.replace(beside, folder)
+    except Exception as error:
+        if (full := full_error(error, beside, folder)) is not None:
+            raise full from error
+        raise
     finally:
         shutil.rmtree(beside, ignore_errors=True)
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megatron_pulse.encoders.recipe import VAE
-from megatron_pulse.errors import UserError, summarize
+from megatron_pulse.errors import UserError, summarize, why_full
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import unwritable
 from megatron_pulse.flags import Range, flag_name
@@ -30,10 +30,15 @@ def warn(*cautions: str) -> None:
 
 @contextmanager
 def as_user_error(*kinds: type[Exception]) -> Iterator[None]:
-    """Turn exceptions of these kinds, whose messages are meant for users, into UserError."""
+    """Turn exceptions of these kinds, whose messages are meant for users, into UserError.
+
+    A full disk, quota or file size limit passes: ``main`` tells it with a remedy.
+    """
     try:
         yield
     except kinds as error:
+        if isinstance(error, OSError) and why_full(error, []) is not None:
+            raise
         text = error.args[0] if isinstance(error, KeyError) and error.args else error
         raise UserError(str(text)) from error
 

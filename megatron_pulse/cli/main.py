@@ -29,7 +29,14 @@ from megatron_pulse.cli.models import (
 from megatron_pulse.cli.plan import check, clusters, partition, schedule, show, verify
 from megatron_pulse.cli.plan.tuning import tune
 from megatron_pulse.diffusion.hub import with_local_folders
-from megatron_pulse.errors import UserError, did_you_mean, summarize, unknown_name, why_full
+from megatron_pulse.errors import (
+    UserError,
+    did_you_mean,
+    full_remedy,
+    summarize,
+    unknown_name,
+    why_full,
+)
 from megatron_pulse.flags import with_new_names
 from megatron_pulse.processes import NO_FOLDER, open_closed_streams
 
@@ -189,7 +196,9 @@ def _unwritten(error: Exception, args: argparse.Namespace) -> str | None:
     if full is not None and (reason := _unprinted()):
         _drop_output()
         return f"standard output: {reason}"
-    return full
+    if full is None:
+        return None
+    return f"{full}; {full_remedy(full)}, or write to another place"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from itertools import islice
 from typing import Any, cast
 
 import numpy as np
@@ -15,6 +16,7 @@ from megatron_pulse.diffusion.noise import sample_noises
 from megatron_pulse.diffusion.objectives import DiffusionProcess, predicted_mean
 from megatron_pulse.diffusion.scheduler_export import (
     ddim_spacing,
+    is_as_published,
     is_stochastic,
     sampling_settings,
 )
@@ -67,9 +69,10 @@ def sample(
 
     Sampling settings of a published scheduler apply (see ``sampling_settings`` and
     ``ddim_spacing``). Otherwise the grid begins at the last timestep (Lin et al. 2024, section
-    3.3). ``flow_grid`` is flow's. A dynamic shift must be resolved first (see
-    ``DiffusionProcess.for_tokens``). Raises ValueError for invalid settings, and for samples that
-    are not finite.
+    3.3), each step ends at the grid's next timestep, and the last at clean data. A published DDIM
+    is diffusers' at any number of steps (see ``noise_left``). ``flow_grid`` is flow's. A dynamic
+    shift must be resolved first (see ``DiffusionProcess.for_tokens``). Raises ValueError for
+    invalid settings, and for samples that are not finite.
     """
     _check(process, num_steps, guidance_scale, eta, flow_grid, null)
     if noises is None:
@@ -178,26 +181,101 @@ def _check(
 def _scheduler(
     process: DiffusionProcess, num_steps: int, clip: float | None, flow_grid: FlowGrid
 ) -> Any:
-    from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler
+    from diffusers import FlowMatchEulerDiscreteScheduler
 
-    settings = sampling_settings(process)
     if process.objective == Objective.FLOW:
         euler = FlowMatchEulerDiscreteScheduler(
-            num_train_timesteps=process.num_timesteps, shift=process.shift, **settings
+            num_train_timesteps=process.num_timesteps,
+            shift=process.shift,
+            **sampling_settings(process),
         )
         if flow_grid == FlowGrid.SCHEDULER:
             euler.set_timesteps(num_steps)
         else:  # diffusers' default grid spends its last step between 1/1000 and 0
             euler.set_timesteps(sigmas=np.linspace(1.0, 1.0 / num_steps, num_steps).tolist())
         return euler
-    settings = {"clip_sample": False} | settings | {"timestep_spacing": ddim_spacing(process)}
+    ddim = _ddim(process, num_steps, clip)
+    if int(ddim.timesteps.max()) >= process.num_timesteps:
+        raise ValueError(
+            f"sampling: {num_steps} steps with the scheduler's steps_offset of "
+            f"{ddim.config.steps_offset} exceed the last timestep: use fewer"
+        )
+    if not is_as_published(process):
+        _end_at_next(ddim)
+    elif int(ddim.timesteps.min()) < 0:
+        raise ValueError(
+            f"sampling: with {num_steps} steps the grid of the published "
+            f"{process.scheduler['_class_name']} has a timestep below 0, by rounding in diffusers: "
+            f"use {_listed(_clean_counts(process, num_steps))} steps"
+        )
+    return ddim
+
+
+def _ddim(process: DiffusionProcess, num_steps: int, clip: float | None) -> Any:
+    from diffusers import DDIMScheduler
+
+    settings = {"clip_sample": False, **sampling_settings(process)}
+    settings["timestep_spacing"] = ddim_spacing(process)
     if clip is not None:
         settings |= {"clip_sample": True, "clip_sample_range": clip}
     ddim = DDIMScheduler(**process.scheduler_arguments() | settings)
     ddim.set_timesteps(num_steps)
-    if int(ddim.timesteps.max()) >= process.num_timesteps:
-        raise ValueError(
-            f"sampling: {num_steps} steps with the scheduler's steps_offset of "
-            f"{settings['steps_offset']} exceed the last timestep: use fewer"
-        )
     return ddim
+
+
+def _end_at_next(ddim: Any) -> None:
+    """Make each step of ``ddim`` end at the next timestep, and the last at clean data.
+
+    diffusers' steps end a fixed T // n timesteps on. Where n does not divide T, that is not the
+    next timestep of a trailing grid, and the last step can end at timestep 0, with noise left.
+    """
+    grid = ddim.timesteps = ddim.timesteps[ddim.timesteps >= 0]  # rounding can add a timestep -1
+    ends = grid - ddim.config.num_train_timesteps // ddim.num_inference_steps
+    table = ddim.alphas_cumprod
+    after = torch.cat([table[grid[1:]], ddim.final_alpha_cumprod.view(1)])
+    # The end of a step lies between two timesteps of the grid, so no entry of the grid changes.
+    table[ends[ends >= 0]] = after[ends >= 0]
+
+
+def noise_left(process: DiffusionProcess, num_steps: int) -> str:
+    """Caution if DDIM, as diffusers steps it, leaves noise in samples; empty if it leaves none.
+
+    Only a published DDIM does, at some numbers of steps. A scheduler whose ``set_alpha_to_one`` is
+    false ends at timestep 0 with any number.
+    """
+    if process.objective == Objective.FLOW or not is_as_published(process):
+        return ""
+    ddim = _ddim(process, num_steps, None)
+    end = _last_end(ddim)
+    if not 0 <= end or ddim.alphas_cumprod[end] >= ddim.final_alpha_cumprod:
+        return ""
+    noise = float((1 - ddim.alphas_cumprod[end]).sqrt())
+    return (
+        f"{process.scheduler['_class_name']}, {ddim.config.timestep_spacing} timesteps: the last "
+        f"of {num_steps} steps ends at timestep {end}, not at clean data, as in diffusers. Samples "
+        f"keep noise of standard deviation {noise:.2g}; "
+        f"{_listed(_clean_counts(process, num_steps))} steps leave none"
+    )
+
+
+def _last_end(ddim: Any) -> int:
+    """Timestep at which diffusers' last step ends; clean data if negative."""
+    stride: int = ddim.config.num_train_timesteps // ddim.num_inference_steps
+    return int(ddim.timesteps[-1]) - stride
+
+
+def _clean_counts(process: DiffusionProcess, num_steps: int) -> list[int]:
+    """Numbers of steps next to ``num_steps`` with which diffusers' DDIM leaves no noise."""
+    ddim = _ddim(process, 1, None)
+
+    def is_clean(count: int) -> bool:
+        ddim.set_timesteps(count)
+        is_inside = 0 <= int(ddim.timesteps.min()) <= int(ddim.timesteps.max()) < len(ddim.betas)
+        return is_inside and _last_end(ddim) < 0
+
+    below, above = range(num_steps - 1, 0, -1), range(num_steps + 1, process.num_timesteps + 1)
+    return [n for side in (below, above) for n in islice(filter(is_clean, side), 1)]
+
+
+def _listed(counts: list[int]) -> str:
+    return " or ".join(map(str, counts))

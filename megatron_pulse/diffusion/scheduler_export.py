@@ -110,9 +110,14 @@ def ddim_spacing(process: DiffusionProcess) -> str:
     if not process.scheduler:
         return "trailing"
     said = settings_of(process.scheduler).get(_SPACING, "trailing")
-    if said == "linspace" and process.scheduler["_class_name"] not in _AS_PUBLISHED:
+    if said == "linspace" and not is_as_published(process):
         return "trailing"
     return "trailing" if said == "leading" and process.zero_terminal_snr else str(said)
+
+
+def is_as_published(process: DiffusionProcess) -> bool:
+    """True if samples are those of the published scheduler's own class in diffusers."""
+    return bool(process.scheduler) and process.scheduler["_class_name"] in _AS_PUBLISHED
 
 
 def is_stochastic(process: DiffusionProcess) -> bool:
@@ -144,6 +149,6 @@ def describe_sampler(process: DiffusionProcess) -> str:
         if (key in own and own[key] != value)
         or (key in defaults and key not in takes | own.keys() and defaults[key] != value)
     ]
-    notes = [] if name in _AS_PUBLISHED else [f"in place of {name}"]
+    notes = [] if is_as_published(process) else [f"in place of {name}"]
     notes += [f"without its {', '.join(unlike)}"] if unlike else []
     return ", ".join([sampler, *notes])

@@ -30,7 +30,6 @@ from megatron_pulse.integration.checkpoint.saved_run import read_saved_run
 from megatron_pulse.integration.flags.pulse_options import pulse_options
 from megatron_pulse.integration.training_data import (
     DiffusionData,
-    can_drop,
     makes_pixels,
     wanted_by,
 )
@@ -63,11 +62,6 @@ class TrainedModel:
     def is_conditional(self) -> bool:
         """True if it reads a class, a text or anything else beside the sample and its time."""
         return bool(set(self.backbone.batch_fields) - {"timesteps"})
-
-    @property
-    def can_be_guided(self) -> bool:
-        """True if classifier-free guidance is possible: the conditioning can be dropped."""
-        return can_drop(self.backbone)
 
     @property
     def makes_pixels(self) -> bool:
@@ -307,9 +301,9 @@ def sample_images(
 ) -> Tensor:
     """Draw the samples of ``request``: ``[n, *shape]``, pixels in [-1, 1] or latents.
 
-    A model with nothing to drop (no text, no null class) is sampled without guidance, whatever
-    ``guidance`` is. With diffusers' noise, all samples count as one batch of a pipeline, so
-    ``batch_size`` does not change them.
+    With diffusers' noise, all samples count as one batch of a pipeline, so ``batch_size`` does not
+    change them. Raises ValueError for ``guidance`` other than 1 if nothing of the request can be
+    dropped (no text, no null class), and as ``sample`` does.
     """
     images = []
     shape = model.backbone.sample_spec.shape
@@ -327,7 +321,7 @@ def sample_images(
                 part.count,
                 part.fields,
                 num_steps=num_steps,
-                guidance_scale=guidance if request.null else 1.0,
+                guidance_scale=guidance,
                 seed=seed,
                 null=request.null,
                 progress=progress,

@@ -32,7 +32,11 @@ from megatron_pulse.integration.loop.grad_norm import (
     clip_chains_separately,
     use_layout_independent_grad_norm,
 )
-from megatron_pulse.integration.loop.log_filter import RateOfStep, with_whole_intervals
+from megatron_pulse.integration.loop.log_filter import (
+    RateOfStep,
+    with_skipped_losses,
+    with_whole_intervals,
+)
 from megatron_pulse.integration.loop.self_conditioning import SelfConditioning
 from megatron_pulse.integration.loop.stop_requests import stoppable_evaluation, stopping_hooks
 from megatron_pulse.integration.loop.stragglers import Stragglers, Times, planned_times
@@ -149,7 +153,9 @@ def train(
             ),
             args,
         ),
-        training_log=throughput.logged(with_whole_intervals(training.training_log, args), args),
+        training_log=throughput.logged(
+            with_whole_intervals(with_skipped_losses(training.training_log, args), args), args
+        ),
         get_megatron_optimizer=with_main_params(training.get_megatron_optimizer, options.ema_decay),
         save_checkpoint=saving.save,
         maybe_finalize_async_save=saving.finish,

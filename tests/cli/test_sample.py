@@ -202,6 +202,28 @@ def test_guidance_is_none_by_default_where_no_null_class_was_trained(
     assert "argument --eta: is 1.5; it must be from 0 to 1" in capsys.readouterr().err
 
 
+def test_guidance_of_an_unconditional_model_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Options without an effect on a model are refused if given, and null in the report."""
+    small = ["--pulse-option", "depth=1", "--pulse-option", "image_size=8"]
+    steps = ["--global-batch-size", "4", "--train-iters", "1", "--pulse-objective", "v"]
+    backbone = ["--pulse-backbone", "example-tiny", *small]
+    run(1, *backbone, *steps, "--save", str(tmp_path / "checkpoints"), backbone="none")
+    files = ["-o", str(tmp_path / "a.png"), "--per-class", "1"]
+    capsys.readouterr()
+    assert sample(tmp_path, *files, "--guidance", "5", "--json") == 2
+    said = capsys.readouterr().err
+    assert "--guidance 5: example-tiny is unconditional, so there is nothing to guide" in said
+    assert not (tmp_path / "a.png").exists()
+    for flags in ([], ["--guidance", "1"]):
+        assert sample(tmp_path, *files, *flags, "--json") == 0
+        report = json.loads(capsys.readouterr().out)
+        assert [report[name] for name in ("guidance", "eta", "flow_grid")] == [None, 0, None]
+    assert sample(tmp_path, *files) == 0
+    assert "2 steps; not guided: example-tiny is unconditional)" in capsys.readouterr().out
+
+
 def test_sample_refuses_what_the_checkpoint_lacks(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

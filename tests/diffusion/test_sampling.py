@@ -11,7 +11,7 @@ from megatron_pulse.diffusion.choice import DynamicShift, FlowGrid, NoiseSchedul
 from megatron_pulse.diffusion.grid import save_grid
 from megatron_pulse.diffusion.noise import diffusers_noises, start_noise
 from megatron_pulse.diffusion.objectives import DiffusionProcess
-from megatron_pulse.diffusion.sampling import sample
+from megatron_pulse.diffusion.sampling import noise_left, sample
 from megatron_pulse.diffusion.scheduler import process_of_scheduler
 from megatron_pulse.diffusion.scheduler_export import describe_sampler
 from tests.diffusion.schedulers import PUBLISHED
@@ -91,6 +91,62 @@ def test_one_point_is_reached(process):
     labels = torch.tensor([3, 7])
     x = sample(model, process, SHAPE, 2, {"labels": labels}, 25, progress=False)
     torch.testing.assert_close(x, (0.1 * labels).view(2, 1, 1, 1).expand_as(x), rtol=0, atol=0.02)
+
+
+def point_missed(process, num_steps, mean=0.2):
+    """Distance of samples from the one point of the data, in steps of an exact model."""
+    model = gaussian_model(process, lambda y: torch.full_like(y, mean, dtype=torch.float), std=0.0)
+    given = {"labels": torch.zeros(2, dtype=torch.int64)}
+    x = sample(model, process, SHAPE, 2, given, num_steps, progress=False)
+    return float((x - mean).abs().max())
+
+
+@pytest.mark.parametrize("num_timesteps", [20, 49])
+@pytest.mark.parametrize("objective", [Objective.EPSILON, Objective.V, Objective.FLOW])
+def test_every_number_of_steps_ends_at_clean_data(objective, num_timesteps):
+    process = DiffusionProcess(objective, num_timesteps=num_timesteps)
+    missed = [point_missed(process, n) for n in range(1, num_timesteps + 1)]
+    assert max(missed) < 1e-5
+    if objective == Objective.FLOW:
+        return
+    euler = {**DDIM, "_class_name": "EulerDiscreteScheduler", "timestep_spacing": "trailing"}
+    euler |= {"set_alpha_to_one": True, "num_train_timesteps": num_timesteps}
+    published = process_of_scheduler(euler)  # sampled with DDIM in its place
+    assert max(point_missed(published, n) for n in range(1, num_timesteps + 1)) < 1e-5
+
+
+def test_steps_meet_where_their_number_does_not_divide_the_timesteps():
+    """With diffusers' stride of 1 in 600 of 1000 steps, samples keep noise from each step."""
+    process = DiffusionProcess(Objective.EPSILON)
+    model = gaussian_model(process, lambda y: 0.0 * y, std=0.1)
+    given = {"labels": torch.zeros(64, dtype=torch.int64)}
+    few, some = (
+        sample(model, process, SHAPE, 64, given, num_steps, seed=3, progress=False).std()
+        for num_steps in (500, 600)
+    )
+    assert some.item() == pytest.approx(few.item(), rel=0.01)
+
+
+def test_noise_that_a_published_ddim_leaves_is_said():
+    """Its samples are those of diffusers, with the noise that diffusers leaves."""
+    trailing = {**DDIM, "timestep_spacing": "trailing", "set_alpha_to_one": True}
+    process = process_of_scheduler(trailing)
+    assert 0.02 < point_missed(process, 15) < 0.2
+    assert noise_left(process, 15) == (
+        "DDIMScheduler, trailing timesteps: the last of 15 steps ends at timestep 0, not at clean "
+        "data, as in diffusers. Samples keep noise of standard deviation 0.029; 14 or 16 steps "
+        "leave none"
+    )
+    for num_steps in (14, 16):
+        assert noise_left(process, num_steps) == "" and point_missed(process, num_steps) < 1e-5
+    offset = process_of_scheduler({**DDIM, "set_alpha_to_one": True})  # leading, from timestep 1
+    assert "the last of 600 steps ends at timestep 0" in noise_left(offset, 600)
+    assert "500 steps leave none" in noise_left(offset, 600)
+    # The process's own DDIM, and a scheduler that wants the noise of timestep 0.
+    for other in (DiffusionProcess(Objective.EPSILON), process_of_scheduler(DDIM)):
+        assert not any(noise_left(other, n) for n in (15, 60, 600))
+    with pytest.raises(ValueError, match="61 steps .* has a timestep below 0.* use 58 or 62 steps"):
+        point_missed(process, 61)
 
 
 def test_guidance_extrapolates_from_the_null_label():

@@ -10,12 +10,22 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from megatron_pulse.integration.loop.log_filter import LineFilter, with_whole_intervals
+from megatron_pulse.integration.loop.log_filter import (
+    LineFilter,
+    with_skipped_losses,
+    with_whole_intervals,
+)
 from tests.integration.runs import BASE, TINY, train
 from tests.ranks import run_ranks
 
 NUM_STEPS = 20
+GROWING_SCALE = [
+    *("--fp16", "--initial-loss-scale", str(2**20), "--loss-scale-window", "1"),
+    *("--hysteresis", "1", "--train-iters", "9"),
+]
+"""Flags of a loss scale that steps exceed by turns."""
 NEEDED_BY_FEW = {"mlxtend", "pandas", "scipy.stats", "sklearn", "wandb"}
 """Packages that a rank which needs none of them would spend its start on."""
 
@@ -96,9 +106,16 @@ def test_what_flags_ask_for_is_said(tmp_path: Path) -> None:
     timers = ["--timing-log-level", "1", "--log-memory-interval", "1"]
     wandb = ["--wandb-project", "p", "--wandb-exp-name", "e", "--wandb-save-dir", str(tmp_path)]
     wandb += ["--tensorboard-dir", str(tmp_path)]
-    (some, _, imported), (every, *_), (rarely, *_) = logs(
-        [*steps, *timers, *wandb], [*steps, "--pulse-verbose"], [*steps, "--log-interval", "50"]
+    (some, _, imported), (every, *_), (rarely, *_), (skipping, *_) = logs(
+        [*steps, *timers, *wandb],
+        [*steps, "--pulse-verbose"],
+        [*steps, "--log-interval", "50"],
+        [*GROWING_SCALE, "--eval-iters", "0", "--tensorboard-dir", str(tmp_path / "fp16")],
     )
+    made = [skips == "0" for skips in re.findall(r"skipped iterations: +(\d+)", skipping)]
+    assert not made[0] and not made[-1] and any(made)  # before and after steps that are made
+    losses = [float(loss) for loss in re.findall(r" \| loss: (\S+) \|", skipping)]
+    assert losses == pytest.approx(scalars(tmp_path / "fp16", "loss"), rel=1e-5)
     assert re.findall(r"\] iteration +(\d+)/ +2 \|", rarely) == ["1"], "a sign that it trains"
     assert imported == {"wandb"}
     assert "optimizer" in some and "time across ranks" in some
@@ -117,6 +134,28 @@ def test_only_whole_lines_of_noise_are_left_out() -> None:
     assert stream.getvalue().endswith("loss value: 1.2 | \n")
     log.finish()
     assert stream.getvalue().endswith("\nnot \n")
+
+
+def test_losses_of_skipped_steps_count_only_where_no_other_is() -> None:
+    """Mean of the made steps of an interval, or of the skipped ones if none was made."""
+    said = {}
+
+    def training_log(losses, totals, rate, iteration, scale, memory, skipped, **named):  # type: ignore[no-untyped-def]
+        """Sums and means of Megatron's."""
+        made = totals["advanced iterations"] = totals.get("advanced iterations", 0) + 1 - skipped
+        if not skipped:
+            totals["loss"] = totals.get("loss", 0.0) + losses["loss"]
+        if iteration % 3 == 0 or named["is_first_iteration"]:
+            said[iteration] = float(totals["loss"]) / max(1, made)
+        if iteration % 3 == 0:
+            totals.update({"advanced iterations": 0, "loss": torch.tensor(0.0)})
+
+    log = with_skipped_losses(training_log, argparse.Namespace(log_interval=3))
+    totals: dict[str, object] = {}
+    for iteration, skipped in enumerate([1, 0, 0, 1, 0, 1, 1, 1, 1], start=1):
+        losses = {"loss": torch.tensor(float(iteration))}
+        log(losses, totals, 0, iteration, 1, 0, skipped, is_first_iteration=iteration == 1)
+    assert said == {1: 1.0, 3: 2.5, 6: 5.0, 9: 8.0}
 
 
 @pytest.mark.parametrize(("interval", "apart"), [(1, []), (2, [3]), (3, []), (5, [3])])

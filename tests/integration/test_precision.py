@@ -129,13 +129,17 @@ def test_weights_start_as_they_are_drawn_and_resume_to_the_bit(tmp_path: Path) -
 def test_skipped_steps_leave_averages_alone(shared: list[str], tmp_path: Path) -> None:
     """A loss scale that overflows everything: nothing moves, and the average does not warm up.
 
-    What is saved then has an optimizer that has made no step, and goes on.
+    What is saved then has an optimizer that has made no step, and goes on with its first, of which
+    the average takes the share of a first step.
     """
-    flags = ["--fp16", "--initial-loss-scale", str(2**60), "--hysteresis", "1", *shared]
-    still = train(1, *flags, "--save", str(tmp_path), steps=2)
-    further = train(1, *flags, "--load", str(tmp_path), steps=3)
+    flags = ["--fp16", *shared, "--pulse-ema-decay", "0.9999"]
+    too_large = ["--initial-loss-scale", str(2**60), "--hysteresis", "1"]
+    still = train(1, *flags, *too_large, "--save", str(tmp_path), steps=2)
+    further = train(1, *flags, "--loss-scale", "1024", "--load", str(tmp_path), steps=3)
     assert len(further.losses) == 1
     start = train(1, "--lr", "1e-12", steps=1)
     for name, average in still.averages.items():
         assert torch.equal(average, still.main_params[name]), name
         assert (average - start.weights[name]).abs().max() < 1e-9, name
+        moved = torch.lerp(average, further.main_params[name], 0.9)
+        torch.testing.assert_close(further.averages[name], moved, rtol=0, atol=1e-8)

@@ -173,7 +173,7 @@ def test_place_in_schedule_counts_steps_that_were_made(
 ) -> None:
     """Four steps of eight, of which one was skipped, by all units and batches; and counted from
     other steps."""
-    from megatron_pulse.integration.checkpoint.lr_schedule import schedule_position
+    from megatron_pulse.integration.checkpoint.lr_schedule import schedule_position, steps_made
 
     args = {"train_samples": None, "global_batch_size": 8, "consumed_train_samples": 32}
     saved = {
@@ -181,8 +181,11 @@ def test_place_in_schedule_counts_steps_that_were_made(
         "args": argparse.Namespace(**args | before),
         "opt_param_scheduler": {"num_steps": 24},
     }
-    now = {**now, "consumed_train_samples": iteration * 8}
-    assert schedule_position(saved, argparse.Namespace(**args | now), iteration) == place
+    now = {**now, "consumed_train_samples": iteration * 8, "curr_iteration": iteration}
+    resumed = argparse.Namespace(**args | now)
+    assert schedule_position(saved, resumed, iteration) == place
+    made = steps_made(argparse.Namespace(num_steps=place), resumed)
+    assert made == max(0, iteration - 1)
 
 
 def test_schedule_after_skipped_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

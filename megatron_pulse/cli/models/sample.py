@@ -198,6 +198,7 @@ def run(args: argparse.Namespace) -> None:
     import torch
 
     from megatron_pulse.data.score import digit_score
+    from megatron_pulse.diffusion.sampling import noise_left
     from megatron_pulse.diffusion.scheduler_export import describe_sampler
     from megatron_pulse.integration.sampling import load_model, sample_images
 
@@ -220,7 +221,6 @@ def run(args: argparse.Namespace) -> None:
             "--option buckets=HEIGHTxWIDTH draws another size",
             file=sys.stderr,
         )
-    guidance, unguided = _guidance(args, model)
     if args.from_data is not None and args.encoders is not None:
         if getattr(model.arguments, "pulse_encoders", None) is None:
             raise UserError("--encoders is for --prompt: the data have what the model reads")
@@ -230,13 +230,17 @@ def run(args: argparse.Namespace) -> None:
     drawing = _drawing(vae, model)
     kind, rows, request = _asked(args, model, drawing.factor)
     require(_check_model(args, model, kind, rows, drawing))
+    warn(noise_left(model.process, args.steps))
     asked = [row for row in rows for _ in range(args.per_class)]
+    with as_user_error(ValueError, OSError):
+        wanted = request(model, asked)
+    guidance, unguided = _guidance(args, model, bool(wanted.null))
     with as_user_error(ValueError, OSError):
         samples = sample_images(
             model,
-            request(model, asked),
+            wanted,
             num_steps=args.steps,
-            guidance=guidance,
+            guidance=1.0 if guidance is None else guidance,
             seed=args.seed,
             eta=args.eta,
             noise=SamplingNoise(args.noise),
@@ -244,7 +248,7 @@ def run(args: argparse.Namespace) -> None:
             progress=sys.stderr.isatty(),
         )
     weights = "raw" if args.raw else "averaged"
-    sampler = describe_sampler(model.process)
+    sampler, is_flow = describe_sampler(model.process), model.process.objective == Objective.FLOW
     record: dict[str, Any] = {
         "checkpoint": str(model.folder),
         "backbone": model.backbone.name,
@@ -254,6 +258,8 @@ def run(args: argparse.Namespace) -> None:
         "sampler": sampler,
         "num_steps": args.steps,
         "guidance": guidance,
+        "eta": None if is_flow else args.eta,
+        "flow_grid": args.flow_grid if is_flow else None,
         "seed": args.seed,
         "noise": args.noise,
         kind: asked,
@@ -278,20 +284,31 @@ def run(args: argparse.Namespace) -> None:
     print_result(args, lines, lambda: record)
 
 
-def _guidance(args: argparse.Namespace, model: TrainedModel) -> tuple[float, str]:
+def _guidance(
+    args: argparse.Namespace, model: TrainedModel, has_null: bool
+) -> tuple[float | None, str]:
     """The guidance to sample with, and why it is none where nothing was said, for the report.
 
-    Guidance away from a null class or caption that training never dropped to is guidance away from
-    noise; a negative prompt takes its place.
+    None if there is no conditioning that can be dropped. Guidance away from a null class or caption
+    that training never dropped to is guidance away from noise; a negative prompt takes its place.
     """
     given = _GUIDANCE if args.guidance is None else float(args.guidance)
+    if not has_null:
+        lacks = f"{model.backbone.name} is unconditional"
+        if model.is_conditional:
+            lacks = f"{model.backbone.name} has no null class"
+        if args.guidance is None:
+            return None, f"; not guided: {lacks}"
+        if given != 1:
+            raise UserError(
+                f"--guidance {given:g}: {lacks}, so there is nothing to guide away from; leave it "
+                "out"
+            )
+        return None, ""
     if given == 1:
         return given, ""
-    if not model.can_be_guided:
-        print(f"{model.backbone.name} has no null class: not guided", file=sys.stderr)
-        return given, ""
     dropout = getattr(model.arguments, "pulse_class_dropout", None)
-    if dropout != 0 or args.negative_prompt is not None or not model.is_conditional:
+    if dropout != 0 or args.negative_prompt is not None:
         return given, ""
     null = "empty caption" if model.num_classes is None else "null class"
     trained = f"trained with --pulse-class-dropout 0, which trains no {null}"

@@ -98,3 +98,16 @@ def schedule_position(saved: Mapping[str, Any], args: argparse.Namespace, iterat
         return round(num_samples * place / (iteration * batch)) if iteration else 0
     made = round(iteration * place / num_samples) if num_samples else 0
     return int(made * args.global_batch_size)
+
+
+def steps_made(scheduler: Any, args: argparse.Namespace) -> int:
+    """Number of steps before ``args.curr_iteration`` that changed weights.
+
+    Follows from the position of Megatron's ``scheduler``. Under ``--train-samples`` the share of
+    skipped samples is taken for the share of skipped steps.
+    """
+    num_samples: int = scheduler.num_steps
+    if args.train_samples is None:
+        return round(num_samples / int(args.global_batch_size))
+    consumed: int = args.consumed_train_samples
+    return round(int(args.curr_iteration) * num_samples / consumed) if consumed else 0

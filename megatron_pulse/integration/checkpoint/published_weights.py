@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
-import shutil
 from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
@@ -31,7 +29,7 @@ from megatron_pulse.backbone.published_weights import (
     untied,
 )
 from megatron_pulse.diffusion.objectives import DiffusionProcess
-from megatron_pulse.files import replacing
+from megatron_pulse.files import replacing_folder
 from megatron_pulse.integration.checkpoint.folders import LATEST, RELEASE, CheckpointError
 from megatron_pulse.integration.checkpoint.integrity.verify import require_intact
 from megatron_pulse.integration.checkpoint.saved_run import SavedRun, load_weights
@@ -142,22 +140,16 @@ def import_weights(
     model = stage.sharded_state_dict()
     parameters = {name: parameter.detach() for name, parameter in stage.named_parameters()}
     model.update(like_parameters(model, "", parameters, "ema."))  # not copied
-    folder = save / RELEASE
-    beside = save / f".{RELEASE}.{os.getpid()}.part"
-    beside.mkdir(parents=True)
-    try:
+    with replacing_folder(save) as beside:
         state = {
             "args": _arguments(backbone, process),
             "checkpoint_version": 3.0,
             "iteration": 0,
             "model": model,
         }
-        dist_checkpointing.save(state, str(beside))
-        os.replace(beside, folder)
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
-    with replacing(save / LATEST) as tracker:
-        tracker.write_text(RELEASE)
+        (beside / RELEASE).mkdir()
+        dist_checkpointing.save(state, str(beside / RELEASE))
+        (beside / LATEST).write_text(RELEASE)
 
 
 def _require_fit(

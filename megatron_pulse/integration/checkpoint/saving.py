@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import logging
 import os
 import queue
 from collections.abc import Callable, Iterator
@@ -19,11 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import megatron.training.checkpointing as checkpointing
+import torch.distributed as dist
 from megatron.training.async_utils import is_empty_async_queue
 from megatron.training.global_vars import get_args
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_pulse.errors import why_full
+from megatron_pulse.errors import full_remedy, why_full
 from megatron_pulse.files import replacing
 from megatron_pulse.integration.checkpoint.async_writer import copied, write_in_threads
 from megatron_pulse.integration.checkpoint.folders import LATEST, step_folder
@@ -122,18 +124,18 @@ def _telling(what: str, iteration: int) -> Iterator[None]:
             raise
         raise PulseError(
             f"the checkpoint of step {iteration} cannot be written: {reason}\n"
-            + _what_is_left(folder, iteration)
+            + _what_is_left(folder, iteration, reason)
         ) from error
 
 
-def _what_is_left(folder: Path, iteration: int) -> str:
+def _what_is_left(folder: Path, iteration: int, reason: str) -> str:
     half, latest = step_folder(iteration), folder / LATEST
     newest = (
         (f"the newest complete checkpoint is step {latest.read_text()}")
         if latest.exists()
         else "there is no complete checkpoint"
     )
-    return f"{newest}. Delete {half}, free disk space, and start again"
+    return f"{newest}. Delete {half}, {full_remedy(reason)}, and start again"
 
 
 class _Hashing:
@@ -166,6 +168,10 @@ class _Hashing:
         with replacing(Path(folder) / METADATA) as beside:
             beside.write_text(text)
 
+    def is_news(self, record: logging.LogRecord) -> bool:
+        """False for Megatron's log of an error that ``check`` raises with its reason."""
+        return not any(file.refused for file in self._files.values())
+
     def _request(self, strategy: Any, state: Any, folder: str | Path) -> Any:
         request = self._plan(strategy, state, folder, async_strategy="mcore")
         failed: list[Exception] = []
@@ -177,8 +183,13 @@ class _Hashing:
                 failed.append(error)
 
         def check() -> None:
-            if failed:
-                raise failed[0]
+            refused = [file.refused for file in self._files.values() if file.refused]
+            told: list[Exception | None] = [None] * dist.get_world_size()
+            dist.all_gather_object(told, next(iter([*refused, *failed]), None))
+            if (first := next(filter(None, told), None)) is not None:
+                self._files.clear()
+                _drain(results_queue())  # Megatron's result, with another reason or none
+                raise first
 
         def tell() -> None:
             mine = {path.name: file.hashed for path, file in self._files.items()}
@@ -189,6 +200,12 @@ class _Hashing:
             async_fn=None if request.async_fn is None else write,
             finalize_fns=[check, *request.finalize_fns, tell],
         )
+
+
+def _drain(results: queue.Queue[Any]) -> None:
+    with contextlib.suppress(queue.Empty):
+        while True:
+            results.get_nowait()
 
 
 @functools.cache
@@ -206,5 +223,6 @@ def patch_saving() -> None:
     strategy.TorchDistSaveShardedStrategy.async_save = lambda *state: hashing.async_save(*state)
     serialization.save_config = hashing.save_config
     filesystem.open = hashing.open
+    logging.getLogger(filesystem.__name__).addFilter(hashing.is_news)
     checkpointing.maybe_msc = AtomicTracker(checkpointing.maybe_msc)
     write_in_threads()

@@ -13,19 +13,23 @@ import logging
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any, TextIO
 
 import megatron.training.arguments as arguments
+import torch
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from megatron.training.log_handler import CustomHandler
+from torch import Tensor
 
 from megatron_pulse.files import replacing
 from megatron_pulse.progress import write_above
 
 ARGUMENTS = "arguments.txt"
+_MADE = "advanced iterations"
+"""Megatron's key for the number of steps in an interval's sums."""
 
 # Lines of Megatron that tell nothing about this run; patterns match from a line's beginning.
 _NOISE = re.compile(
@@ -159,6 +163,49 @@ def with_whole_intervals(
         if iteration % args.log_interval == 0:
             named["is_first_iteration"] = False
         return training_log(losses, totals, rate, iteration, *rest, **named)
+
+    return log
+
+
+def with_skipped_losses(
+    training_log: Callable[..., Any], args: argparse.Namespace
+) -> Callable[..., Any]:
+    """Wrap Megatron's ``training_log`` to log the losses of an interval whose steps were all
+    skipped.
+
+    Megatron leaves skipped steps out of an interval's mean. Without any other step it logs a loss
+    of 0.
+    """
+    skipped: list[Mapping[str, Tensor]] = []
+
+    def log(
+        losses: Mapping[str, Tensor],
+        totals: dict[str, Any],
+        rate: Any,
+        iteration: int,
+        loss_scale: Any,
+        report_memory: Any,
+        is_skipped: int,
+        *rest: Any,
+        **named: Any,
+    ) -> Any:
+        ends = iteration % args.log_interval == 0
+        is_shown = ends or named.get("is_first_iteration", False)
+        if is_skipped:
+            skipped.append(losses)
+        alone = is_shown and is_skipped and not totals.get(_MADE, 0)
+        if alone:
+            for name in losses:
+                totals[name] = torch.stack([of_step[name].float() for of_step in skipped]).mean()
+        result = training_log(
+            losses, totals, rate, iteration, loss_scale, report_memory, is_skipped, *rest, **named
+        )
+        if alone and not ends:  # the interval goes on, perhaps with steps that are made
+            for name in losses:
+                del totals[name]
+        if ends:
+            skipped.clear()
+        return result
 
     return log
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from megatron_pulse.integration.checkpoint.lr_schedule import steps_made
 from megatron_pulse.integration.flags.pulse_options import PulseOptions
 from megatron_pulse.integration.loop.diagnosis.nan_check import SUM_TOO_LARGE, SkippedSteps
 from megatron_pulse.integration.loop.grad_norm import NotFinite
@@ -40,18 +41,26 @@ def wrap_train_step(
         data_iterator: Any,
         model: Any,
         optimizer: Any,
+        opt_param_scheduler: Any,
         *rest: Any,
         **kwargs: Any,
     ) -> Any:
         nonlocal line
         PROGRESS.settle("between steps")
         done = args.curr_iteration + 1
+        made = steps_made(opt_param_scheduler, args)
         # Keep the tensors without reading them; a change of the scale replaces them by others.
         scales = [inner.get_loss_scale() for inner in inner_optimizers(optimizer)]
         try:
             with PROGRESS.during(f"step {done}"):
                 result = train_step(
-                    forward_step_func, data_iterator, model, optimizer, *rest, **kwargs
+                    forward_step_func,
+                    data_iterator,
+                    model,
+                    optimizer,
+                    opt_param_scheduler,
+                    *rest,
+                    **kwargs,
                 )
         except NotFinite as norm:
             with PROGRESS.during(f"repeating step {done} to locate its non-finite gradients"):
@@ -69,9 +78,7 @@ def wrap_train_step(
                 stage = unwrap(chunk)
                 if stage.ema is not None and stage.main_params is not None:
                     main_params = stage.main_params.values()
-                    stage.ema.update(
-                        ((name, main_params[name]) for name in stage.ema.state), done - 1
-                    )
+                    stage.ema.update(((name, main_params[name]) for name in stage.ema.state), made)
         if shows_progress:
             if line is None:
                 count = args.train_iters

@@ -68,17 +68,25 @@ class FileHash:
 
 
 class HashedFile(io.FileIO):
-    """New file that is hashed while it is written from its beginning."""
+    """New file that is hashed while it is written from its beginning.
+
+    ``refused`` is the system's error if a write failed: torch and Megatron drop it.
+    """
 
     def __init__(self, path: str | Path) -> None:
         super().__init__(path, "wb")
+        self.refused: OSError | None = None
         self._num_bytes = 0
         self._chunks: list[str] = []
         self._digest = HashKind.XXH3.begin()
 
     def write(self, content: Buffer, /) -> int:
         """Write as a raw file does, perhaps fewer bytes than given, and return their number."""
-        written = super().write(content)
+        try:
+            written = super().write(content)
+        except OSError as error:
+            self.refused = OSError(error.errno, error.strerror, str(self.name))
+            raise
         rest = memoryview(content)[:written]
         while rest:
             part = rest[: CHUNK_BYTES - self._num_bytes % CHUNK_BYTES]
