@@ -205,7 +205,7 @@ def test_what_contradicts_a_plan_is_refused_all_at_once(tmp_path: Path) -> None:
         "--pulse-partition", "soft", "--pulse-link-gbs", "1", "--pulse-link-us", "1",
         "--pulse-memory-gb", "1",
     )  # fmt: skip
-    assert "is for 2 ranks (pipeline 2 x data 1 x tensor 1), but 1 were started" in message
+    assert "is for 2 ranks (pipeline 2 x data 1 x tensor 1), but 1 ranks were started" in message
     assert "--micro-batch-size 4, but --pulse-plan says 2. Leave the flag out" in message
     assert "--pulse-schedule gpipe and --pulse-plan exclude each other" in message
     assert "--pulse-placement interleaved, but --pulse-plan says fold" in message

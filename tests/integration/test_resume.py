@@ -309,7 +309,7 @@ def test_save_refuses_a_run_whose_steps_are_not_told(
     shutil.rmtree(first)
     assert "damaged run: iter_0000006, without" in refused()
     last.rename(aside)
-    assert "damaged: iter_0000006.damaged, without" in refused()
+    assert "damaged run: iter_0000006.damaged, without" in refused()
     aside.rename(last)
     (last / ".metadata").unlink()
     assert find_start(args) is None
@@ -369,7 +369,7 @@ def test_where_no_step_is_whole_all_are_named(copy: Path, monkeypatch: pytest.Mo
         (step / "metadata.json").write_text(text)
         (step / "__0_0.distcp").unlink()
     fault = refused("--save", str(copy))
-    assert "is whole (3 faults):" in fault and f"{copy} has no {LATEST}" in fault
+    assert "is intact (3 faults):" in fault and f"{copy} has no {LATEST}" in fault
     for step in steps:
         assert f"{step} is damaged (__0_0.distcp: No such file or directory)" in fault
 

@@ -49,7 +49,7 @@ def test_a_fold_goes_on_in_the_middle_and_is_sampled(
     assert_same(joined, expected)
 
     (fault,) = refuse(monkeypatch, 1, [*STEPS, *save], [*UNET, *BASE])
-    assert "it takes samples of (2, 8, 8) and predicts (1, 8, 8)" in fault
+    assert "it takes samples of (2, 8, 8) but predicts (1, 8, 8)" in fault
     assert "give --pulse-self-conditioning P" in fault
 
     picture = tmp_path / "digits.png"
@@ -97,7 +97,7 @@ def test_a_sequence_sends_predictions_and_a_plan_says_how_often(
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ([], "--pulse-self-conditioning 0.5: it takes samples of (1, 8, 8) and predicts (1, 8, 8)"),
+        ([], "--pulse-self-conditioning 0.5: it takes samples of (1, 8, 8) but predicts (1, 8, 8)"),
         ([*TAKES, "--pulse-self-conditioning", "0"], "is 0; it must be above 0 and at most 1"),
     ],
 )

@@ -235,7 +235,7 @@ def test_validate_lists_unknown_bubble_tasks_and_slices() -> None:
 
 
 def test_bubble_task_faults_are_listed() -> None:
-    with pytest.raises(ValueError, match=r"2 faults\):\n  - it has no slices\n  - there is"):
+    with pytest.raises(ValueError, match=r"2 faults\):\n  - it has no slices\n  - devices is "):
         BubbleTask("x", (), ())
     for seconds in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="must be finite and positive"):

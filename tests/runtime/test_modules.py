@@ -210,7 +210,7 @@ def test_a_maker_may_keep_its_module() -> None:
 def test_costs_and_cuts_of_another_chain_are_refused() -> None:
     chain, other = (pulse.chain([linear] * n, SMALL) for n in (8, 6))
     costs = pulse.weighted_costs(other, [1.0] * 6)
-    with pytest.raises(PlanError, match="not those of chain: they are of 6 layers, it has 8"):
+    with pytest.raises(PlanError, match="do not match chain: they have 6 layers, it has 8"):
         pulse.make_plan(chain, costs, pulse.fold(2))
     named = replace(costs, names=("x", *costs.names[1:]))
     with pytest.raises(PlanError, match="layer 0 called 'x', its layer 0 is 'layers.0'"):
