@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from megatron_pulse.planner.partition.evaluate import MemoryRule as MemoryRule
     from megatron_pulse.planner.partition.find import Goal as Goal
     from megatron_pulse.planner.partition.find import find_partition as find_partition
-    from megatron_pulse.planner.program.make import make_plan as make_plan
+    from megatron_pulse.planner.program.make_plan import make_plan as make_plan
     from megatron_pulse.planner.program.plan import Plan as Plan
     from megatron_pulse.planner.schedule.bound.bounds import lower_bound as lower_bound
     from megatron_pulse.planner.schedule.operations import Schedule as Schedule
@@ -62,7 +62,7 @@ _NAMES = {
     ),
     "megatron_pulse.planner.partition.evaluate": ("MemoryRule",),
     "megatron_pulse.planner.partition.find": ("Goal", "find_partition"),
-    "megatron_pulse.planner.program.make": ("make_plan",),
+    "megatron_pulse.planner.program.make_plan": ("make_plan",),
     "megatron_pulse.planner.program.plan": ("Plan",),
     "megatron_pulse.planner.schedule.bound.bounds": ("lower_bound",),
     "megatron_pulse.planner.schedule.operations": ("Schedule",),

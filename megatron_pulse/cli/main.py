@@ -14,20 +14,27 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from megatron_pulse.cli import megatron_flags, run
+from megatron_pulse.cli import flags_command, run_command
 from megatron_pulse.cli.errors import warn
-from megatron_pulse.cli.measure import compare, probe, profile
+from megatron_pulse.cli.measure import compare_command, probe_command, profile_command
 from megatron_pulse.cli.models import (
-    backbones,
-    checkpoint,
-    data,
-    import_export,
-    loss_curve,
-    module,
-    sample,
+    backbones_command,
+    checkpoint_command,
+    curve_command,
+    data_command,
+    import_export_commands,
+    module_command,
+    sample_command,
 )
-from megatron_pulse.cli.plan import check, clusters, partition, schedule, show, verify
-from megatron_pulse.cli.plan.tuning import tune
+from megatron_pulse.cli.plan import (
+    check_command,
+    clusters_command,
+    partition_command,
+    schedule_command,
+    show_command,
+    verify_command,
+)
+from megatron_pulse.cli.plan.tuning import tune_command
 from megatron_pulse.diffusion.hub import with_local_folders
 from megatron_pulse.errors import (
     UserError,
@@ -109,25 +116,25 @@ def make_parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for command in (
-        backbones,
-        module,
-        profile,
-        clusters,
-        probe,
-        partition,
-        schedule,
-        tune,
-        check,
-        verify,
-        show,
-        compare,
-        run,
-        sample,
-        loss_curve,
-        checkpoint,
-        data,
-        megatron_flags,
-        import_export,
+        backbones_command,
+        module_command,
+        profile_command,
+        clusters_command,
+        probe_command,
+        partition_command,
+        schedule_command,
+        tune_command,
+        check_command,
+        verify_command,
+        show_command,
+        compare_command,
+        run_command,
+        sample_command,
+        curve_command,
+        checkpoint_command,
+        data_command,
+        flags_command,
+        import_export_commands,
     ):
         command.add_command(commands)
     return parser

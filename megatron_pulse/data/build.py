@@ -10,6 +10,7 @@ from pathlib import Path
 
 from megatron_pulse.data.buckets import Buckets
 from megatron_pulse.data.captions import CaptionedImages
+from megatron_pulse.data.data_fingerprint import read_provenance
 from megatron_pulse.data.dataset import (
     NO_FIELDS,
     DataError,
@@ -28,7 +29,6 @@ from megatron_pulse.data.images.digits import DIGIT_SOURCES, all_digits
 from megatron_pulse.data.images.folder import ImageFiles, ImageFolder
 from megatron_pulse.data.images.metadata import TEXT
 from megatron_pulse.data.latents.folder import LatentFolder
-from megatron_pulse.data.record import read_provenance
 from megatron_pulse.data.split_groups import same_files, uncompared, units_of
 from megatron_pulse.errors import Faults, collecting
 

@@ -14,7 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_pulse.diffusion.choice import DynamicShift, NoiseSchedule, Objective, TimestepDensity
+from megatron_pulse.diffusion.process_flags import (
+    DynamicShift,
+    NoiseSchedule,
+    Objective,
+    TimestepDensity,
+)
 from megatron_pulse.errors import format_faults
 
 _BETAS = {

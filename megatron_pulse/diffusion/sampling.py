@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_pulse.diffusion.choice import DynamicShift, FlowGrid, Objective
 from megatron_pulse.diffusion.noise import sample_noises
 from megatron_pulse.diffusion.objectives import DiffusionProcess, predicted_mean
+from megatron_pulse.diffusion.process_flags import DynamicShift, FlowGrid, Objective
 from megatron_pulse.diffusion.scheduler_export import (
     ddim_spacing,
     is_as_published,

@@ -13,13 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from megatron_pulse.backbone.published_weights import PublishedError
-from megatron_pulse.diffusion.choice import DynamicShift, Objective, ProcessChoice, TimestepDensity
-from megatron_pulse.diffusion.chosen import chosen_process
 from megatron_pulse.diffusion.objectives import (
     DIFFUSERS_PREDICTION,
     DIFFUSERS_SCHEDULE,
     DiffusionProcess,
 )
+from megatron_pulse.diffusion.process_flags import (
+    DynamicShift,
+    Objective,
+    ProcessChoice,
+    TimestepDensity,
+)
+from megatron_pulse.diffusion.process_from_flags import chosen_process
 from megatron_pulse.errors import format_faults
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import read_json

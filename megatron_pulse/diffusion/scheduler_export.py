@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_pulse.diffusion.choice import DynamicShift, Objective, TimestepDensity
 from megatron_pulse.diffusion.objectives import DiffusionProcess
+from megatron_pulse.diffusion.process_flags import DynamicShift, Objective, TimestepDensity
 from megatron_pulse.diffusion.scheduler import DYNAMIC, OF_FLOW, OURS, defaults_of, settings_of
 
 _SAMPLING = (

@@ -27,7 +27,7 @@ from megatron_pulse.diffusion.scheduler import PIPELINE_INDEX
 from megatron_pulse.encoders.autoencoder import Autoencoder
 from megatron_pulse.encoders.components import autoencoder_faults, weight_faults
 from megatron_pulse.encoders.finite import any_broken, not_finite
-from megatron_pulse.encoders.images import MOMENTS, PIXELS
+from megatron_pulse.encoders.image_pieces import MOMENTS, PIXELS
 from megatron_pulse.encoders.pieces import States
 from megatron_pulse.encoders.pipeline import TextEncoders
 from megatron_pulse.encoders.recipe import VAE, TextRecipe, folder_name

@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from megatron.training.determinism import apply_determinism_env
 
+from megatron_pulse.data.data_fingerprint import to_saved
 from megatron_pulse.data.dataset import DataError
-from megatron_pulse.data.record import to_saved
 from megatron_pulse.integration.checkpoint.folders import CheckpointError, newest_named
 from megatron_pulse.integration.checkpoint.lock import FolderInUse, FolderLock
-from megatron_pulse.integration.checkpoint.resume import NewRun, describe
+from megatron_pulse.integration.checkpoint.resume_checks import NewRun, describe
 from megatron_pulse.integration.checkpoint.starting_point import (
     finished,
     lock_for_job,

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from megatron_pulse.backbone.chain import COMPUTE, Backbone
 from megatron_pulse.data.captions import WordEncoder
+from megatron_pulse.data.data_fingerprint import recorded_data, recorded_provenance
 from megatron_pulse.data.dataset import LATENT, Framing
 from megatron_pulse.data.fields import SIZES, constants, made_otherwise
 from megatron_pulse.data.images.conditioning import CONDITIONING
-from megatron_pulse.data.record import recorded_data, recorded_provenance
-from megatron_pulse.diffusion.choice import FlowGrid, ProcessChoice, SamplingNoise
-from megatron_pulse.diffusion.chosen import chosen_process
 from megatron_pulse.diffusion.noise import diffusers_noises
 from megatron_pulse.diffusion.objectives import DiffusionProcess
+from megatron_pulse.diffusion.process_flags import FlowGrid, ProcessChoice, SamplingNoise
+from megatron_pulse.diffusion.process_from_flags import chosen_process
 from megatron_pulse.diffusion.sampling import Fields, ModelFunction, sample
 from megatron_pulse.encoders.pipeline import TextEncoders
 from megatron_pulse.encoders.tokens import changed_since, recorded_by

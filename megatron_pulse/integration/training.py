@@ -18,7 +18,7 @@ from megatron.core.enums import ModelType
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.global_vars import get_wandb_writer, set_global_variables
 
-from megatron_pulse.integration.checkpoint.loading import wrap_load_checkpoint
+from megatron_pulse.integration.checkpoint.load_checkpoint import wrap_load_checkpoint
 from megatron_pulse.integration.checkpoint.lr_schedule import keep_saved_schedule
 from megatron_pulse.integration.checkpoint.main_params import with_fp32_weights, with_main_params
 from megatron_pulse.integration.checkpoint.saving import Saving, patch_saving

@@ -19,11 +19,11 @@ from megatron_pulse.backbone.shapes import at_shape
 from megatron_pulse.data.buckets import BucketSampler
 from megatron_pulse.data.build import no_data_named, open_buckets
 from megatron_pulse.data.captions import cut_short
+from megatron_pulse.data.data_fingerprint import DataRecord, record_of
 from megatron_pulse.data.dataset import DataError, DiffusionDataset, FieldSpec
 from megatron_pulse.data.fields import WantedFields
 from megatron_pulse.data.images.survey import require_readable, surveys
 from megatron_pulse.data.microbatches import DiffusionLoader, Split
-from megatron_pulse.data.record import DataRecord, record_of
 from megatron_pulse.data.sampler import MicrobatchSampler
 from megatron_pulse.diffusion.objectives import DiffusionProcess, predicted_mean
 from megatron_pulse.encoders.recipe import VAE

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_pulse.encoders.pieces import EncoderPiece, States, run_pieces
 from megatron_pulse.profile.measurement.clock import RepetitionLimits, median_and_spread, repeat
-from megatron_pulse.profile.measurement.kernels import Kernels
+from megatron_pulse.profile.measurement.count_kernels import Kernels
 from megatron_pulse.profile.measurement.memory import LiveBytes
 from megatron_pulse.profile.roofline import Roofline
 

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from torch import fx
 
 from megatron_pulse.tracing.checks.graph_faults import own_memory_faults
+from megatron_pulse.tracing.cut_graph import Blocks, cut
 from megatron_pulse.tracing.graph_analysis import can_travel, is_heavy, path_of, size_of
-from megatron_pulse.tracing.link_cuts import Blocks, cut
 from megatron_pulse.tracing.torch_export import DerivationError, Exported
 
 _COPIED_BYTES = 1 << 16

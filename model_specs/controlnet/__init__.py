@@ -10,8 +10,8 @@ their skips.
 from model_specs.common.texts import SD, SDXL
 from model_specs.controlnet.chain import build_backbone as build_backbone
 from model_specs.controlnet.config import CONFIGS as CONFIGS
-from model_specs.controlnet.published import PUBLISHED_AS as PUBLISHED_AS
-from model_specs.controlnet.published import config_from_published as config_from_published
-from model_specs.controlnet.published import published as published
+from model_specs.controlnet.published_weights import PUBLISHED_AS as PUBLISHED_AS
+from model_specs.controlnet.published_weights import config_from_published as config_from_published
+from model_specs.controlnet.published_weights import published as published
 
 TEXTS = (SDXL, SD)

@@ -7,6 +7,6 @@ the feed-forward travel between them. There are no long skips.
 
 from model_specs.dit.chain import build_backbone as build_backbone
 from model_specs.dit.config import CONFIGS as CONFIGS
-from model_specs.dit.published import PUBLISHED_AS as PUBLISHED_AS
-from model_specs.dit.published import config_from_published as config_from_published
-from model_specs.dit.published import published as published
+from model_specs.dit.published_weights import PUBLISHED_AS as PUBLISHED_AS
+from model_specs.dit.published_weights import config_from_published as config_from_published
+from model_specs.dit.published_weights import published as published

@@ -8,8 +8,8 @@ packs them and its last unpacks them, as in diffusers' ``FluxPipeline``. There a
 from model_specs.common.texts import FLUX
 from model_specs.flux.chain import build_backbone as build_backbone
 from model_specs.flux.config import CONFIGS as CONFIGS
-from model_specs.flux.published import PUBLISHED_AS as PUBLISHED_AS
-from model_specs.flux.published import config_from_published as config_from_published
-from model_specs.flux.published import published as published
+from model_specs.flux.published_weights import PUBLISHED_AS as PUBLISHED_AS
+from model_specs.flux.published_weights import config_from_published as config_from_published
+from model_specs.flux.published_weights import published as published
 
 TEXTS = (FLUX,)

@@ -7,8 +7,8 @@ have no skip. A block is three layers: self-attention, cross-attention to the te
 from model_specs.common.texts import HUNYUAN_DIT
 from model_specs.hunyuan_dit.chain import build_backbone as build_backbone
 from model_specs.hunyuan_dit.config import CONFIGS as CONFIGS
-from model_specs.hunyuan_dit.published import PUBLISHED_AS as PUBLISHED_AS
-from model_specs.hunyuan_dit.published import config_from_published as config_from_published
-from model_specs.hunyuan_dit.published import published as published
+from model_specs.hunyuan_dit.published_weights import PUBLISHED_AS as PUBLISHED_AS
+from model_specs.hunyuan_dit.published_weights import config_from_published as config_from_published
+from model_specs.hunyuan_dit.published_weights import published as published
 
 TEXTS = (HUNYUAN_DIT,)

@@ -8,8 +8,8 @@ modulates all blocks; each block adds its own table. There are no long skips.
 from model_specs.common.texts import PIXART
 from model_specs.pixart.chain import build_backbone as build_backbone
 from model_specs.pixart.config import CONFIGS as CONFIGS
-from model_specs.pixart.published import PUBLISHED_AS as PUBLISHED_AS
-from model_specs.pixart.published import config_from_published as config_from_published
-from model_specs.pixart.published import published as published
+from model_specs.pixart.published_weights import PUBLISHED_AS as PUBLISHED_AS
+from model_specs.pixart.published_weights import config_from_published as config_from_published
+from model_specs.pixart.published_weights import published as published
 
 TEXTS = (PIXART,)

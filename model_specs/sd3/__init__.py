@@ -7,8 +7,8 @@ blocks; the last block drops the text. There are no long skips.
 from model_specs.common.texts import SD3
 from model_specs.sd3.chain import build_backbone as build_backbone
 from model_specs.sd3.config import CONFIGS as CONFIGS
-from model_specs.sd3.published import PUBLISHED_AS as PUBLISHED_AS
-from model_specs.sd3.published import config_from_published as config_from_published
-from model_specs.sd3.published import published as published
+from model_specs.sd3.published_weights import PUBLISHED_AS as PUBLISHED_AS
+from model_specs.sd3.published_weights import config_from_published as config_from_published
+from model_specs.sd3.published_weights import published as published
 
 TEXTS = (SD3,)

@@ -8,8 +8,8 @@ computes the embedding that every resnet adds.
 from model_specs.common.texts import SD, SDXL
 from model_specs.unet.chain import build_backbone as build_backbone
 from model_specs.unet.config import CONFIGS as CONFIGS
-from model_specs.unet.published import PUBLISHED_AS as PUBLISHED_AS
-from model_specs.unet.published import config_from_published as config_from_published
-from model_specs.unet.published import published as published
+from model_specs.unet.published_weights import PUBLISHED_AS as PUBLISHED_AS
+from model_specs.unet.published_weights import config_from_published as config_from_published
+from model_specs.unet.published_weights import published as published
 
 TEXTS = (SDXL, SD)

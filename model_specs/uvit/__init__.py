@@ -8,6 +8,6 @@ conditioning. A block is two layers, attention and MLP.
 from model_specs.common.texts import SD
 from model_specs.uvit.chain import build_backbone as build_backbone
 from model_specs.uvit.config import CONFIGS as CONFIGS
-from model_specs.uvit.published import published as published
+from model_specs.uvit.published_weights import published as published
 
 TEXTS = (SD,)

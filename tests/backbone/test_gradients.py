@@ -96,7 +96,7 @@ def test_patterns_choose_and_are_refused_all_at_once() -> None:
 @pytest.mark.parametrize("placement", ["fold", "sequential", "interleaved"])
 def test_plans_of_frozen_stages_are_proven(placement: str) -> None:
     """Stages without a backward pass take no time for it, and every schedule of them runs."""
-    from megatron_pulse.planner.program.make import make_plan
+    from megatron_pulse.planner.program.make_plan import make_plan
 
     backbone = chain(8, 9)
     costs = weighted_costs(backbone, [1.0] * 10)

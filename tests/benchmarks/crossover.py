@@ -20,8 +20,8 @@ from pathlib import Path
 from megatron_pulse.planner.cluster.cluster import BandwidthScope, Cluster, ClusterLink
 from megatron_pulse.planner.tune.config import Choices
 from megatron_pulse.planner.tune.evaluate import Evaluator
-from megatron_pulse.profile.layer_table import read_table
 from megatron_pulse.profile.profile import Profile
+from megatron_pulse.profile.profile_from_table import read_table
 from tests.benchmarks.arguments import count, positive, positives, some_of
 from tests.benchmarks.decide import decide
 from tests.benchmarks.emulation import BACKBONES, V100, more_sizes, real_profile, setup_of

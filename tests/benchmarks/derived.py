@@ -130,7 +130,7 @@ def eager_s(class_name: str, config: dict[str, Any], sizes: dict[str, Any]) -> f
     from torch.utils import _pytree as pytree
 
     from megatron_pulse.profile.flops import FlashAttention
-    from megatron_pulse.profile.measurement.kernels import Kernels
+    from megatron_pulse.profile.measurement.count_kernels import Kernels
     from megatron_pulse.profile.roofline import PRESETS, Roofline
     from model_specs.derived.classes import CLASSES
 
@@ -176,7 +176,7 @@ def beside_family(name: str) -> dict[str, Any]:
 
 def beside_table(path: Path) -> dict[str, Any]:
     """A table's chain beside the derived one."""
-    from megatron_pulse.profile.layer_table import read_table
+    from megatron_pulse.profile.profile_from_table import read_table
     from megatron_pulse.profile.roofline import PRESETS, Roofline
 
     table = json.loads(path.read_text())

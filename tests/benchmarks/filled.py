@@ -33,11 +33,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from megatron_pulse.cli.plan.tuning.tune import best_encoded
-from megatron_pulse.planner.bubble_fill.bubble_tasks import before_step_s, filled_schedule
+from megatron_pulse.cli.plan.tuning.tune_command import best_encoded
 from megatron_pulse.planner.bubble_fill.components import Component, FrozenLayer
 from megatron_pulse.planner.bubble_fill.diffusionpipe import greedy
 from megatron_pulse.planner.bubble_fill.encoder_table import component_records, components_of
+from megatron_pulse.planner.bubble_fill.filled_schedule import before_step_s, filled_schedule
 from megatron_pulse.planner.bubble_fill.problem import FillProblem
 from megatron_pulse.planner.bubble_fill.simulate import FilledSimulation
 from megatron_pulse.planner.cluster.cluster import BandwidthScope, Cluster, ClusterLink, Link
@@ -257,7 +257,7 @@ def _knowing(
     chosen: EncodedPlan, records: Sequence[Mapping[str, Any]], seconds: float
 ) -> EncodedPlan:
     """The same order of the step, filled with encoders of these times, of the same policies."""
-    from megatron_pulse.planner.bubble_fill.bubble_tasks import without_bubble_tasks
+    from megatron_pulse.planner.bubble_fill.filled_schedule import without_bubble_tasks
 
     plan = replace(chosen.plan, schedule=without_bubble_tasks(chosen.plan.schedule))
     fixed = {choice.name: choice.policy for choice in chosen.choices}

@@ -20,8 +20,8 @@ from megatron_pulse.planner.cluster.cluster import BandwidthScope, Cluster, Clus
 from megatron_pulse.planner.tune.config import Choices, Recompute
 from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
 from megatron_pulse.profile.analytic import analyse
-from megatron_pulse.profile.layer_table import read_table
 from megatron_pulse.profile.profile import Profile
+from megatron_pulse.profile.profile_from_table import read_table
 from megatron_pulse.runtime.measure.execution_modes import RUNNING
 from tests.benchmarks.arguments import positive, positives, some_of
 from tests.benchmarks.decide import decide

@@ -99,7 +99,7 @@ def steps(width: int, skips: bool, count: int) -> dict[str, tuple[Step, list[nn.
 
     from megatron_pulse.backbone.costs import weighted_costs
     from megatron_pulse.planner.layout.placement import fold, sequential
-    from megatron_pulse.planner.program.make import make_plan
+    from megatron_pulse.planner.program.make_plan import make_plan
     from megatron_pulse.planner.program.plan import Plan
     from megatron_pulse.runtime.pipeline import Pipeline
     from megatron_pulse.runtime.stage import Stage

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from megatron_pulse.backbone.chain import Backbone
-from megatron_pulse.planner.bubble_fill.bubble_tasks import filled_schedule
 from megatron_pulse.planner.bubble_fill.components import Component, FrozenLayer
 from megatron_pulse.planner.bubble_fill.diffusionpipe import greedy
+from megatron_pulse.planner.bubble_fill.filled_schedule import filled_schedule
 from megatron_pulse.planner.bubble_fill.problem import FillProblem
 from megatron_pulse.planner.cluster.cluster import Link
 from megatron_pulse.planner.layout.placement import sequential

@@ -20,9 +20,9 @@ from megatron_pulse.data.dataset import FieldSpec
 from megatron_pulse.data.fields import WantedFields, unencoded
 from megatron_pulse.data.latents.folder import LatentFolder
 from megatron_pulse.data.microbatches import make_microbatch, noised_here
-from megatron_pulse.diffusion.choice import Objective
 from megatron_pulse.diffusion.noise import start_noise
 from megatron_pulse.diffusion.objectives import DiffusionProcess
+from megatron_pulse.diffusion.process_flags import Objective
 from megatron_pulse.encoders.autoencoder import Autoencoder, posterior_noise, sampled
 from megatron_pulse.encoders.pipeline import TextEncoders
 from megatron_pulse.encoders.tokens import Tokenizers, digest_of

@@ -18,8 +18,8 @@ from megatron_pulse.planner.partition.find import Goal, find_partition
 from megatron_pulse.planner.partition.memory import in_flight
 from megatron_pulse.planner.partition.volume import volume
 from megatron_pulse.profile.files import save_profile
-from megatron_pulse.profile.layer_table import read_table
 from megatron_pulse.profile.profile import Profile
+from megatron_pulse.profile.profile_from_table import read_table
 from megatron_pulse.profile.roofline import PRESETS, Roofline
 from tests.cli.conftest import Refused
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_pulse.cli.main import main
-from megatron_pulse.cli.measure.probe import job_of
+from megatron_pulse.cli.measure.probe_command import job_of
 from megatron_pulse.errors import UserError
 from megatron_pulse.planner.cluster.cluster import cluster, cluster_presets
 from tests.ranks import run_ranks

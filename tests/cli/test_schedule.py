@@ -20,7 +20,7 @@ from megatron_pulse.planner.schedule.operations import Operation, Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
 from megatron_pulse.planner.schedule.serialize import from_csv, to_csv
 from megatron_pulse.profile.files import save_profile
-from megatron_pulse.profile.layer_table import read_table
+from megatron_pulse.profile.profile_from_table import read_table
 from megatron_pulse.profile.roofline import PRESETS, Roofline
 from tests.cli.conftest import Refused
 from tests.cli.test_partition import NESTED, table

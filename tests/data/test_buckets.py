@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from megatron_pulse.data.buckets import Buckets, BucketSampler
 from megatron_pulse.data.dataset import ArrayDataset
 from megatron_pulse.data.microbatches import DiffusionLoader, Split
-from megatron_pulse.diffusion.choice import Objective
 from megatron_pulse.diffusion.objectives import DiffusionProcess
+from megatron_pulse.diffusion.process_flags import Objective
 from tests.ranks import run_ranks
 
 

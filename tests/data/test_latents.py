@@ -15,9 +15,9 @@ from megatron_pulse.data.latents.layout import LatentLayout, LatentType, sha256_
 from megatron_pulse.data.latents.row_hashes import HASH_TYPE, hashes_of
 from megatron_pulse.data.latents.writer import LatentWriter
 from megatron_pulse.data.microbatches import make_microbatch
-from megatron_pulse.diffusion.choice import Objective
 from megatron_pulse.diffusion.noise import draw
 from megatron_pulse.diffusion.objectives import DiffusionProcess
+from megatron_pulse.diffusion.process_flags import Objective
 from megatron_pulse.encoders.autoencoder import posterior_noise
 from megatron_pulse.files import write_with_checksum
 from tests.reference import unsealed_record

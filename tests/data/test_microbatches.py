@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from megatron_pulse.data.dataset import ArrayDataset, CorruptSample, DataError, FieldSpec, Subset
 from megatron_pulse.data.microbatches import DiffusionLoader, Split, make_microbatch
 from megatron_pulse.data.sampler import MicrobatchSampler, readable
-from megatron_pulse.diffusion.choice import Objective, TimestepDensity
 from megatron_pulse.diffusion.objectives import DiffusionProcess
+from megatron_pulse.diffusion.process_flags import Objective, TimestepDensity
 from tests.ranks import RanksFailed, run_ranks
 
 PROCESSES = [

@@ -18,8 +18,8 @@ from megatron_pulse.data.latents.layout import LatentLayout
 from megatron_pulse.data.latents.writer import LatentWriter
 from megatron_pulse.data.microbatches import DiffusionLoader, Split, make_microbatch, noised_here
 from megatron_pulse.data.sampler import MicrobatchSampler
-from megatron_pulse.diffusion.choice import Objective
 from megatron_pulse.diffusion.objectives import DiffusionProcess
+from megatron_pulse.diffusion.process_flags import Objective
 from megatron_pulse.encoders.autoencoder import Autoencoder
 from megatron_pulse.encoders.pipeline import TextEncoders
 from megatron_pulse.encoders.tokens import EncodersError, Tokenizers

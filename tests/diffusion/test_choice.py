@@ -5,9 +5,14 @@ import json
 
 import pytest
 
-from megatron_pulse.diffusion.choice import DynamicShift, ProcessChoice, TimeShift, parse_shift
-from megatron_pulse.diffusion.chosen import chosen_process
 from megatron_pulse.diffusion.objectives import DiffusionProcess
+from megatron_pulse.diffusion.process_flags import (
+    DynamicShift,
+    ProcessChoice,
+    TimeShift,
+    parse_shift,
+)
+from megatron_pulse.diffusion.process_from_flags import chosen_process
 from megatron_pulse.flags import add_flags, read_flags
 
 

@@ -5,14 +5,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_pulse.diffusion.choice import (
+from megatron_pulse.diffusion.objectives import DiffusionProcess
+from megatron_pulse.diffusion.process_flags import (
     DynamicShift,
     NoiseSchedule,
     Objective,
     TimeShift,
     TimestepDensity,
 )
-from megatron_pulse.diffusion.objectives import DiffusionProcess
 
 X0, NOISE = torch.randn(2, 5, 3, 4, 4, generator=torch.Generator().manual_seed(0)).unbind()
 STEPS = torch.tensor([0.0, 1.0, 250.0, 500.0, 999.0])

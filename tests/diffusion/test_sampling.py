@@ -7,10 +7,10 @@ import pytest
 import torch
 from PIL import Image
 
-from megatron_pulse.diffusion.choice import DynamicShift, FlowGrid, NoiseSchedule, Objective
 from megatron_pulse.diffusion.grid import save_grid
 from megatron_pulse.diffusion.noise import diffusers_noises, start_noise
 from megatron_pulse.diffusion.objectives import DiffusionProcess
+from megatron_pulse.diffusion.process_flags import DynamicShift, FlowGrid, NoiseSchedule, Objective
 from megatron_pulse.diffusion.sampling import noise_left, sample
 from megatron_pulse.diffusion.scheduler import process_of_scheduler
 from megatron_pulse.diffusion.scheduler_export import describe_sampler

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_pulse.backbone.published_weights import PublishedError
-from megatron_pulse.diffusion.choice import DynamicShift, Objective, ProcessChoice
-from megatron_pulse.diffusion.chosen import chosen_process
 from megatron_pulse.diffusion.objectives import DiffusionProcess
+from megatron_pulse.diffusion.process_flags import DynamicShift, Objective, ProcessChoice
+from megatron_pulse.diffusion.process_from_flags import chosen_process
 from megatron_pulse.diffusion.scheduler import (
     OF_BETAS,
     OF_FLOW,

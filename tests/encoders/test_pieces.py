@@ -10,7 +10,7 @@ import torch
 from diffusers import AutoencoderKL
 
 from megatron_pulse.encoders.autoencoder import Autoencoder, posterior_noise
-from megatron_pulse.encoders.images import MOMENTS, PIXELS, image_pieces
+from megatron_pulse.encoders.image_pieces import MOMENTS, PIXELS, image_pieces
 from megatron_pulse.encoders.pieces import EncoderPiece, run_pieces
 from megatron_pulse.encoders.pipeline import TextEncoders
 from megatron_pulse.encoders.recipe import ComponentKind, State

@@ -15,8 +15,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from megatron_pulse.diffusion.choice import Objective
 from megatron_pulse.diffusion.objectives import DiffusionProcess
+from megatron_pulse.diffusion.process_flags import Objective
 from megatron_pulse.encoders.autoencoder import Autoencoder, AutoencoderError
 from megatron_pulse.encoders.components import components as parts_of
 from megatron_pulse.encoders.pipeline import TextEncoders

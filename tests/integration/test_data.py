@@ -10,8 +10,8 @@ import torch
 
 from megatron_pulse.data.dataset import DataError
 from megatron_pulse.data.microbatches import make_microbatch
-from megatron_pulse.diffusion.choice import Objective
 from megatron_pulse.diffusion.objectives import DiffusionProcess
+from megatron_pulse.diffusion.process_flags import Objective
 from megatron_pulse.integration.flags.pulse_options import add_pulse_arguments, pulse_options
 from megatron_pulse.integration.training_data import DiffusionData
 from model_specs import load_backbone

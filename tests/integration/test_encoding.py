@@ -197,7 +197,7 @@ def test_goes_on_in_the_middle(
 
 def describe_start(flags: list[str], folder: Path) -> str:
     """Line on the start of the run with these flags."""
-    from megatron_pulse.integration.checkpoint.resume import NewRun, describe
+    from megatron_pulse.integration.checkpoint.resume_checks import NewRun, describe
     from megatron_pulse.integration.setup import prepare, read_command_line
 
     with pytest.MonkeyPatch.context() as patch:

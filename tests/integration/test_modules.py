@@ -90,8 +90,8 @@ def _plain_torch(folder: Path, like: Run) -> tuple[list[float], dict[str, Tensor
     from megatron_pulse.data.fields import WantedFields
     from megatron_pulse.data.microbatches import DiffusionLoader
     from megatron_pulse.data.sampler import MicrobatchSampler
-    from megatron_pulse.diffusion.choice import NoiseSchedule, Objective
     from megatron_pulse.diffusion.objectives import DiffusionProcess
+    from megatron_pulse.diffusion.process_flags import NoiseSchedule, Objective
 
     module: Any = diffusers.UNet2DModel.from_pretrained(folder).train()
     process = DiffusionProcess(Objective.V, NoiseSchedule.SCALED_LINEAR)

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from megatron_pulse.cli.main import main
-from megatron_pulse.diffusion.choice import DynamicShift, ProcessChoice
-from megatron_pulse.diffusion.chosen import chosen_process
 from megatron_pulse.diffusion.objectives import DiffusionProcess
+from megatron_pulse.diffusion.process_flags import DynamicShift, ProcessChoice
+from megatron_pulse.diffusion.process_from_flags import chosen_process
 from megatron_pulse.diffusion.published import write_folder
 from megatron_pulse.diffusion.scheduler import process_of_scheduler
 from megatron_pulse.integration.checkpoint.diffusion_process import continued_process, saved_process

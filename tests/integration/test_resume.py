@@ -38,7 +38,7 @@ def column(result: Run, name: str) -> list[float]:
 
 def said(monkeypatch: pytest.MonkeyPatch, *flags: str) -> str:
     """The line that a run with these flags begins with."""
-    from megatron_pulse.integration.checkpoint.resume import NewRun, describe
+    from megatron_pulse.integration.checkpoint.resume_checks import NewRun, describe
     from megatron_pulse.integration.setup import prepare
 
     monkeypatch.setattr(sys, "argv", ["pretrain_diffusion.py", *GOOD, *SEED, *COSINE, *flags])

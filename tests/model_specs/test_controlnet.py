@@ -9,10 +9,10 @@ from megatron_pulse.backbone.costs import weighted_costs
 from megatron_pulse.backbone.dataflow import required_gradients
 from megatron_pulse.backbone.published_weights import adopted, require_fit, to_published
 from megatron_pulse.planner.layout.placement import fold, sequential
-from megatron_pulse.planner.program.make import make_plan
+from megatron_pulse.planner.program.make_plan import make_plan
 from megatron_pulse.profile.parameters import count_parameters
 from model_specs.controlnet.chain import BRANCH
-from model_specs.controlnet.published import joined
+from model_specs.controlnet.published_weights import joined
 from tests.model_specs.chains import build_chain, perturb, relative_error
 from tests.model_specs.parity import gradient_of
 

@@ -164,7 +164,7 @@ def test_same_numbers_as_diffusers_without_cross_attention(linear, one_rank):
     from diffusers import Transformer2DModel
 
     from megatron_pulse.backbone.published_weights import Published, to_published
-    from model_specs.unet.published import parameter_rules
+    from model_specs.unet.published_weights import parameter_rules
 
     backbone = model_specs.load_backbone("unet-tiny", {"use_linear_projection": linear})
     assert model_specs.published_form(backbone) is None

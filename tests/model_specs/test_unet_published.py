@@ -6,7 +6,7 @@ import pytest
 
 import model_specs
 from megatron_pulse.backbone.check import check_backbone
-from model_specs.unet.published import config_from_published
+from model_specs.unet.published_weights import config_from_published
 
 # What is in the config.json files of the published folders; older ones lack what was added since.
 COMMON = {

@@ -34,7 +34,7 @@ from megatron_pulse.planner.layout.placement import (
 from megatron_pulse.planner.layout.routes import Payload, trace_routes
 from megatron_pulse.planner.partition.find import Goal, PartitionError, best, best_of_each
 from megatron_pulse.planner.program.communication import messages_of
-from megatron_pulse.planner.program.make import make_plan
+from megatron_pulse.planner.program.make_plan import make_plan
 from megatron_pulse.planner.schedule.check.simulate import simulate
 from megatron_pulse.planner.schedule.check.validate import faults_for
 from megatron_pulse.planner.schedule.classic.catalog import CLASSICS

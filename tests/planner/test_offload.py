@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megatron_pulse.backbone.activations import ActivationPolicies
 from megatron_pulse.backbone.costs import weighted_costs
 from megatron_pulse.planner.layout.placement import fold, sequential
-from megatron_pulse.planner.program.make import make_plan
+from megatron_pulse.planner.program.make_plan import make_plan
 from megatron_pulse.planner.program.message_order import moments
 from megatron_pulse.planner.program.plan import PlanError
 from megatron_pulse.planner.program.simulate import simulate_step

@@ -14,7 +14,7 @@ from megatron_pulse.planner.layout.placement import (
     sequential,
 )
 from megatron_pulse.planner.partition.find import find_partition
-from megatron_pulse.planner.program.make import make_plan
+from megatron_pulse.planner.program.make_plan import make_plan
 from megatron_pulse.planner.program.plan import Plan, PlanError
 from megatron_pulse.planner.schedule.check.simulate import (
     DeadlockError,

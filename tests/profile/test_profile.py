@@ -278,7 +278,7 @@ def test_values_that_contradict_each_other_name_the_file(tmp_path: Path) -> None
 def test_reading_a_profile_imports_no_torch() -> None:
     """Planning reads profiles on a laptop."""
     code = (
-        "import sys, megatron_pulse.profile.files, megatron_pulse.profile.layer_table; "
+        "import sys, megatron_pulse.profile.files, megatron_pulse.profile.profile_from_table; "
         "sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from megatron_pulse.profile.layer_table import read_table
 from megatron_pulse.profile.profile import ProfileError, Source
+from megatron_pulse.profile.profile_from_table import read_table
 from megatron_pulse.profile.roofline import Roofline, custom_device
 
 

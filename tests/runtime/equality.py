@@ -19,7 +19,7 @@ from megatron_pulse.backbone.context import LayerContext
 from megatron_pulse.backbone.costs import weighted_costs
 from megatron_pulse.planner.layout.embedder_choice import EmbedderChoice
 from megatron_pulse.planner.layout.placement import Partition, make_placement
-from megatron_pulse.planner.program.make import make_plan
+from megatron_pulse.planner.program.make_plan import make_plan
 from megatron_pulse.planner.program.plan import Plan
 from megatron_pulse.planner.schedule.operations import Operation, OpType, Schedule
 from megatron_pulse.profile.trainable import choose_trained

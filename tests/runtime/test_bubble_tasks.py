@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron_pulse.backbone.costs import weighted_costs
 from megatron_pulse.planner.layout.placement import make_placement
 from megatron_pulse.planner.program.device_program import Run
-from megatron_pulse.planner.program.make import make_plan
+from megatron_pulse.planner.program.make_plan import make_plan
 from megatron_pulse.planner.program.plan import Plan
 from megatron_pulse.planner.schedule.operations import BubbleTask, Operation, OpType, Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_pulse.encoders.pieces import EncoderPiece, States, run_pieces
-from megatron_pulse.planner.bubble_fill.bubble_tasks import filled_schedule
 from megatron_pulse.planner.bubble_fill.components import Component, FrozenLayer
+from megatron_pulse.planner.bubble_fill.filled_schedule import filled_schedule
 from megatron_pulse.planner.bubble_fill.problem import FillProblem
 from megatron_pulse.planner.bubble_fill.search import fill
 from megatron_pulse.planner.cluster.cluster import Link

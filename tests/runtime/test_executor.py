@@ -13,7 +13,7 @@ import torch
 from megatron_pulse.backbone.chain import Backbone, Layer, TensorSpec
 from megatron_pulse.backbone.costs import weighted_costs
 from megatron_pulse.planner.layout.placement import fold
-from megatron_pulse.planner.program.make import make_plan
+from megatron_pulse.planner.program.make_plan import make_plan
 from megatron_pulse.runtime.pipeline import Pipeline
 from tests.ranks import RanksFailed, run_ranks
 from tests.runtime.equality import (
@@ -143,7 +143,7 @@ def test_bytes_are_the_formula() -> None:
 def _direct_skips(num_devices: int) -> int:
     from megatron_pulse.planner.layout.crossing import SkipCarrier
     from megatron_pulse.planner.layout.placement import sequential
-    from megatron_pulse.planner.program.make import make_plan
+    from megatron_pulse.planner.program.make_plan import make_plan
 
     backbone = CHAIN["nested"]()
     plan = make_plan(

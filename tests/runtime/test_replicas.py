@@ -58,7 +58,7 @@ def test_bytes_of_either_way_are_those_of_the_choice() -> None:
     from megatron_pulse.backbone.costs import weighted_costs
     from megatron_pulse.planner.layout.embedder_choice import choose_embedders, provided
     from megatron_pulse.planner.layout.placement import make_placement
-    from megatron_pulse.planner.program.make import make_plan
+    from megatron_pulse.planner.program.make_plan import make_plan
 
     num_devices, m = 4, 5
     cases = [

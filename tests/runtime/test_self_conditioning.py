@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from megatron_pulse.backbone.chain import Backbone, Layer, TensorSpec
 from megatron_pulse.backbone.costs import weighted_costs
 from megatron_pulse.planner.layout.placement import sequential
-from megatron_pulse.planner.program.make import make_plan
+from megatron_pulse.planner.program.make_plan import make_plan
 from megatron_pulse.runtime.executor import Executor
 from megatron_pulse.runtime.pipeline import Pipeline
 from megatron_pulse.runtime.self_conditioning import PredictionCarrier, joined

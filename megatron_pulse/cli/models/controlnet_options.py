@@ -31,7 +31,7 @@ def with_controlnet(
     """
     from megatron_pulse.diffusion.published import read_folder
     from model_specs import load_published, published_form, read_published
-    from model_specs.controlnet.published import joined
+    from model_specs.controlnet.published_weights import joined
 
     place = None if source == NEW else Path(source)
     control = None if place is None else read_published(place)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from megatron_pulse.cli.output import table
 from megatron_pulse.format import in_mb, in_ms
-from megatron_pulse.planner.bubble_fill.bubble_tasks import FilledSchedule
+from megatron_pulse.planner.bubble_fill.filled_schedule import FilledSchedule
 from megatron_pulse.planner.partition.memory import host_bytes_per_parameter
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.planner.schedule.operations import BACKWARDS, OpType, Schedule

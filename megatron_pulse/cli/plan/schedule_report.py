@@ -12,7 +12,7 @@ from megatron_pulse.cli import html_page
 from megatron_pulse.cli.output import draw, name_value_lines, table
 from megatron_pulse.cli.plan.plan_facts import bubble_task_lines, filling_facts
 from megatron_pulse.cli.plan.schedule_input import ScheduleInput
-from megatron_pulse.planner.bubble_fill.bubble_tasks import FilledSchedule
+from megatron_pulse.planner.bubble_fill.filled_schedule import FilledSchedule
 from megatron_pulse.planner.draw.schedule import draw_schedule
 from megatron_pulse.planner.draw.trace_events import trace_events
 from megatron_pulse.planner.schedule.check.simulate import grid, simulate

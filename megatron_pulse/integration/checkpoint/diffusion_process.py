@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from megatron_pulse.diffusion.choice import ProcessChoice
-from megatron_pulse.diffusion.chosen import chosen_process
 from megatron_pulse.diffusion.objectives import DiffusionProcess
+from megatron_pulse.diffusion.process_flags import ProcessChoice
+from megatron_pulse.diffusion.process_from_flags import chosen_process
 from megatron_pulse.errors import format_faults
 from megatron_pulse.flags import read_flags
 

@@ -12,7 +12,7 @@ import torch
 
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.data.build import several_parts
-from megatron_pulse.diffusion.choice import ProcessChoice
+from megatron_pulse.diffusion.process_flags import ProcessChoice
 from megatron_pulse.flags import (
     ABOVE_ZERO,
     BELOW_ONE,

@@ -31,14 +31,14 @@ from megatron_pulse.planner.partition.find import Goal, MemoryRules
 from megatron_pulse.planner.partition.memory import ParameterState, bytes_per_parameter, in_flight
 from megatron_pulse.planner.plan_file.compatibility import parameter_faults
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
-from megatron_pulse.planner.program.make import find_schedules, make_plan
+from megatron_pulse.planner.program.make_plan import find_schedules, make_plan
 from megatron_pulse.planner.program.plan import Plan, PlanError, is_file
 from megatron_pulse.planner.schedule.serialize import from_json, to_json
 from megatron_pulse.profile.analytic import analyse
 from megatron_pulse.profile.files import load_profile
 from megatron_pulse.profile.measurement.layer_call import ExecutionModes, describe_chain
 from megatron_pulse.profile.measurement.machine import device_memory
-from megatron_pulse.profile.measurement.tensor_parallel import ModuleSizes
+from megatron_pulse.profile.measurement.tensor_parallel_sizes import ModuleSizes
 from megatron_pulse.profile.memory_format import format_caution, in_format_of
 from megatron_pulse.profile.parameters import count_parameters, count_trained
 from megatron_pulse.profile.profile import Profile, ProfileError

@@ -17,13 +17,13 @@ from torch.utils.hooks import RemovableHandle
 
 from megatron_pulse.backbone.chain import COMPUTE, Backbone, TensorSpec
 from megatron_pulse.backbone.shapes import fields_of
-from megatron_pulse.diffusion.choice import ProcessChoice
-from megatron_pulse.diffusion.chosen import chosen_process
 from megatron_pulse.diffusion.objectives import predicted_mean
+from megatron_pulse.diffusion.process_flags import ProcessChoice
+from megatron_pulse.diffusion.process_from_flags import chosen_process
 from megatron_pulse.integration.flags.pulse_options import PulseOptions
 from megatron_pulse.integration.planning.run_plan import plan_of_file
 from megatron_pulse.integration.training_data import DiffusionData
-from megatron_pulse.planner.bubble_fill.bubble_tasks import without_bubble_tasks
+from megatron_pulse.planner.bubble_fill.filled_schedule import without_bubble_tasks
 from megatron_pulse.planner.layout.embedder_choice import Policy
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.planner.program.plan import Plan

@@ -26,7 +26,7 @@ from megatron_pulse.planner.tune.memory.config_policy import ActivationPlanner
 from megatron_pulse.planner.tune.memory.peak_memory import peak_bytes_in_schedule
 from megatron_pulse.planner.tune.partitions.feasible import FeasiblePartitioner
 from megatron_pulse.planner.tune.partitions.gradient_balance import GradientBalancer
-from megatron_pulse.planner.tune.partitions.unconstrained import Partitioner
+from megatron_pulse.planner.tune.partitions.least_load import Partitioner
 from megatron_pulse.planner.tune.stages import StageBuilder, Stages
 from megatron_pulse.profile.profile import Profile
 

@@ -36,7 +36,7 @@ from megatron_pulse.profile.measurement.machine import (
 )
 from megatron_pulse.profile.measurement.memory import memory_columns
 from megatron_pulse.profile.measurement.module_check import naming_module_faults
-from megatron_pulse.profile.measurement.tensor_parallel import (
+from megatron_pulse.profile.measurement.tensor_parallel_sizes import (
     ModuleSizes,
     can_halve,
     module_sizes,

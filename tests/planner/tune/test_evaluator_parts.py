@@ -16,7 +16,7 @@ from megatron_pulse.planner.tune.layer_costs import LayerCosts
 from megatron_pulse.planner.tune.memory.config_policy import ActivationPlanner
 from megatron_pulse.planner.tune.partitions.feasible import FeasiblePartitioner
 from megatron_pulse.planner.tune.partitions.gradient_balance import GradientBalancer
-from megatron_pulse.planner.tune.partitions.unconstrained import Partitioner
+from megatron_pulse.planner.tune.partitions.least_load import Partitioner
 from megatron_pulse.planner.tune.stages import StageBuilder
 from tests.planner.tune.problems import cluster, profile
 

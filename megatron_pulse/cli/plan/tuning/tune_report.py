@@ -17,7 +17,7 @@ from megatron_pulse.planner.layout.layouts import layout_name
 from megatron_pulse.planner.tune.evaluate import CORE, Evaluator, Outcome
 from megatron_pulse.planner.tune.plans.encoder_policies import EncodedPlan
 from megatron_pulse.planner.tune.report.explain import certainty, explain
-from megatron_pulse.planner.tune.report.scale_down import ScaleDown
+from megatron_pulse.planner.tune.report.fewer_devices_advice import ScaleDown
 from megatron_pulse.planner.tune.search.result import Tuning
 from megatron_pulse.profile.profile import Profile
 

@@ -12,7 +12,7 @@ from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.planner.tune.evaluate import Evaluator
 from megatron_pulse.planner.tune.fsdp.baseline import ALIKE
 from megatron_pulse.planner.tune.report.data_parallel import data_parallel
-from megatron_pulse.planner.tune.report.scale_down import ScaleDown
+from megatron_pulse.planner.tune.report.fewer_devices_advice import ScaleDown
 from megatron_pulse.planner.tune.search.result import Tuning
 
 PREDICTION_ERROR = "3.6 % median of 177, 17 % 90th percentile"

@@ -15,7 +15,7 @@ from megatron_pulse.planner.partition.neighbourhood import best_first, descent
 from megatron_pulse.planner.tune.config import Config, Recompute
 from megatron_pulse.planner.tune.layer_costs import Unfit, UnfitError
 from megatron_pulse.planner.tune.memory.config_policy import stages_key_config
-from megatron_pulse.planner.tune.partitions.unconstrained import Partitioner
+from megatron_pulse.planner.tune.partitions.least_load import Partitioner
 from megatron_pulse.planner.tune.stages import Stages
 
 SHARES = (1.0, 0.7, 0.4)

@@ -21,7 +21,7 @@ from megatron_pulse.planner.partition.neighbourhood import descent
 from megatron_pulse.planner.tune.config import Config, Recompute
 from megatron_pulse.planner.tune.estimate import Estimator
 from megatron_pulse.planner.tune.partitions.feasible import FeasiblePartitioner
-from megatron_pulse.planner.tune.partitions.unconstrained import one_stage_per_device
+from megatron_pulse.planner.tune.partitions.least_load import one_stage_per_device
 from megatron_pulse.planner.tune.stages import Stages
 
 LIGHTER = 0.9

@@ -9,14 +9,14 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from megatron_pulse.errors import Faults
-from megatron_pulse.planner.bubble_fill.bubble_tasks import (
+from megatron_pulse.planner.bubble_fill.check import faults_of
+from megatron_pulse.planner.bubble_fill.encoder_table import components_of
+from megatron_pulse.planner.bubble_fill.filled_schedule import (
     FilledSchedule,
     filled_of,
     filled_schedule,
     without_bubble_tasks,
 )
-from megatron_pulse.planner.bubble_fill.check import faults_of
-from megatron_pulse.planner.bubble_fill.encoder_table import components_of
 from megatron_pulse.planner.bubble_fill.problem import FillProblem
 from megatron_pulse.planner.bubble_fill.search import Filling, fill
 from megatron_pulse.planner.cluster.cluster import Link, from_record

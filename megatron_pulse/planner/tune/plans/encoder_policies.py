@@ -15,9 +15,9 @@ from enum import StrEnum
 from typing import Any
 
 from megatron_pulse.errors import Faults
-from megatron_pulse.planner.bubble_fill.bubble_tasks import FilledSchedule, before_step_s
 from megatron_pulse.planner.bubble_fill.components import Component
 from megatron_pulse.planner.bubble_fill.encoder_table import components_of
+from megatron_pulse.planner.bubble_fill.filled_schedule import FilledSchedule, before_step_s
 from megatron_pulse.planner.bubble_fill.problem import FillProblem
 from megatron_pulse.planner.bubble_fill.search import FillError, Filling, fill
 from megatron_pulse.planner.plan_file.plan_file import PlanFile

@@ -16,8 +16,8 @@ from megatron_pulse.planner.layout.layouts import FOLD_EXACT, FOLD_SOFT, ROW, TW
 from megatron_pulse.planner.tune.config import Choices, Recompute, configs
 from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
 from megatron_pulse.planner.tune.layer_costs import Unfit, UnfitError
+from megatron_pulse.planner.tune.report.fewer_devices_advice import scale_down
 from megatron_pulse.planner.tune.report.oom_advice import oom_advice
-from megatron_pulse.planner.tune.report.scale_down import scale_down
 from megatron_pulse.planner.tune.search.budget import Budget
 from megatron_pulse.planner.tune.search.fidelity import Steps
 from megatron_pulse.planner.tune.search.grouping import by_kind, neighbours

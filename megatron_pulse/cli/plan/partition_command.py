@@ -207,7 +207,7 @@ def _load(args: argparse.Namespace) -> Profile:
         from megatron_pulse.profile.files import load_profile
 
         return load_profile(args.profile)
-    from megatron_pulse.profile.layer_table import read_table
+    from megatron_pulse.profile.profile_from_table import read_table
     from megatron_pulse.profile.roofline import PRESETS, Roofline
 
     device = PRESETS[args.preset]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from megatron_pulse.diffusion.choice import (
+from megatron_pulse.diffusion.objectives import DiffusionProcess
+from megatron_pulse.diffusion.process_flags import (
     DynamicShift,
     Objective,
     ProcessChoice,
     TimestepDensity,
     parse_shift,
 )
-from megatron_pulse.diffusion.objectives import DiffusionProcess
 from megatron_pulse.errors import faults_in, format_faults
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import parse_json, read_text

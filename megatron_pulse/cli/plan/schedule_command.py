@@ -32,7 +32,7 @@ from megatron_pulse.progress import ProgressLine
 
 if TYPE_CHECKING:
     from megatron_pulse.cli.plan.schedule_input import ScheduleInput
-    from megatron_pulse.planner.bubble_fill.bubble_tasks import FilledSchedule
+    from megatron_pulse.planner.bubble_fill.filled_schedule import FilledSchedule
     from megatron_pulse.planner.schedule.operations import Schedule
     from megatron_pulse.planner.schedule.problem import ScheduleProblem, Synthesis
 
@@ -219,8 +219,8 @@ def _filled(
 ) -> FilledSchedule:
     """Schedule with the components of ``--encoders`` as bubble tasks."""
     from megatron_pulse.cli.plan.schedule_input import profile_link
-    from megatron_pulse.planner.bubble_fill.bubble_tasks import FilledSchedule
     from megatron_pulse.planner.bubble_fill.encoder_table import components_of, read_table
+    from megatron_pulse.planner.bubble_fill.filled_schedule import FilledSchedule
     from megatron_pulse.planner.bubble_fill.problem import FillProblem
     from megatron_pulse.planner.bubble_fill.search import FillError, fill
 

@@ -206,7 +206,7 @@ def run(args: argparse.Namespace) -> None:
     from megatron_pulse.planner.plan_file.plan_file import save_plan
     from megatron_pulse.planner.tune.estimate import no_way_to_host
     from megatron_pulse.planner.tune.plans.to_plan import plan_of
-    from megatron_pulse.planner.tune.report.scale_down import scale_down
+    from megatron_pulse.planner.tune.report.fewer_devices_advice import scale_down
     from megatron_pulse.planner.tune.tune import UntunableError, check_choices
     from megatron_pulse.profile.warnings import (
         device_caution,

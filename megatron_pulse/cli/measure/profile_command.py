@@ -326,7 +326,7 @@ def _roofline(args: argparse.Namespace) -> Roofline:
 
 
 def _from_table(args: argparse.Namespace, sizes: list[int]) -> Profile:
-    from megatron_pulse.profile.layer_table import read_table
+    from megatron_pulse.profile.profile_from_table import read_table
 
     return read_table(args.from_table, _roofline(args), sizes, args.recompute)
 

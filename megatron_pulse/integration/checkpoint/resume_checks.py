@@ -8,17 +8,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_pulse.data.build import several_parts
-from megatron_pulse.data.dataset import LATENT
-from megatron_pulse.data.fields import made_differently
-from megatron_pulse.data.record import (
+from megatron_pulse.data.data_fingerprint import (
     DataRecord,
     describe_changes,
     moved_classes,
     recorded_data,
     recorded_provenance,
 )
-from megatron_pulse.diffusion.chosen import chosen_process
+from megatron_pulse.data.dataset import LATENT
+from megatron_pulse.data.fields import made_differently
 from megatron_pulse.diffusion.objectives import DiffusionProcess
+from megatron_pulse.diffusion.process_from_flags import chosen_process
 from megatron_pulse.diffusion.scheduler import read_process
 from megatron_pulse.encoders.recipe import VAE
 from megatron_pulse.encoders.tokens import recorded_by

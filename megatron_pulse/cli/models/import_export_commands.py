@@ -21,7 +21,7 @@ from megatron_pulse.cli.backbone_flags import (
 from megatron_pulse.cli.errors import add_parser, as_user_error, check_folder, range_faults, require
 from megatron_pulse.cli.import_megatron import prepare_megatron
 from megatron_pulse.cli.models.controlnet_options import NEW, with_controlnet
-from megatron_pulse.diffusion.choice import ProcessChoice
+from megatron_pulse.diffusion.process_flags import ProcessChoice
 from megatron_pulse.errors import UserError
 from megatron_pulse.flags import FROM_ZERO, add_flags, read_flags
 

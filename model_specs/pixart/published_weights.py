@@ -6,7 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_pulse.backbone.published_weights import Concatenated, Published, Rule
-from model_specs.common.published import attention_rules, mlp_rules, require_settings, same_settings
+from model_specs.common.published_weights import (
+    attention_rules,
+    mlp_rules,
+    require_settings,
+    same_settings,
+)
 from model_specs.pixart.config import PixArtConfig
 
 PUBLISHED_AS = "PixArtTransformer2DModel"

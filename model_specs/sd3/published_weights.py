@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_pulse.backbone.published_weights import Published
-from model_specs.common.published import attention_rules, joint_rules, require_settings
+from model_specs.common.published_weights import attention_rules, joint_rules, require_settings
 from model_specs.sd3.config import SD3Config
 
 PUBLISHED_AS = "SD3Transformer2DModel"

@@ -7,7 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_pulse.backbone.published_weights import Published, Rule
-from model_specs.common.published import attention_rules, mlp_rules, require_settings, same_settings
+from model_specs.common.published_weights import (
+    attention_rules,
+    mlp_rules,
+    require_settings,
+    same_settings,
+)
 from model_specs.hunyuan_dit.config import HunyuanDiTConfig
 
 PUBLISHED_AS = "HunyuanDiT2DModel"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_pulse.backbone.published_weights import Concatenated, PerHead, Published, Rule
-from model_specs.common.published import joint_rules, require_settings
+from model_specs.common.published_weights import joint_rules, require_settings
 from model_specs.flux.config import PACKED, FluxConfig
 
 PUBLISHED_AS = "FluxTransformer2DModel"

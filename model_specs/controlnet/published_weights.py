@@ -15,9 +15,9 @@ from megatron_pulse.errors import format_faults
 from model_specs.controlnet.chain import BRANCH, build_backbone
 from model_specs.controlnet.config import ControlNetConfig
 from model_specs.unet.config import UNetConfig
-from model_specs.unet.published import config_from_published as unet_from_published
-from model_specs.unet.published import parameter_rules
-from model_specs.unet.published import published as published_unet
+from model_specs.unet.published_weights import config_from_published as unet_from_published
+from model_specs.unet.published_weights import parameter_rules
+from model_specs.unet.published_weights import published as published_unet
 
 PUBLISHED_AS = "ControlNetModel"
 

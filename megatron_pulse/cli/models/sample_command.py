@@ -43,7 +43,7 @@ from megatron_pulse.cli.models.sample_output import (
     writer_of,
 )
 from megatron_pulse.cli.output import add_json, json_faults, print_result
-from megatron_pulse.diffusion.choice import (
+from megatron_pulse.diffusion.process_flags import (
     OF_TRAINING,
     FlowGrid,
     Objective,
