@@ -255,7 +255,7 @@ def measured(argv: list[str]) -> Peak:
     before, count, live = _allocated(), 0, LiveBytes()
     hosted: dict[int, Any] = {}
     held: list[int] = []
-    step, execute, leave = training.train_step, Executor.run, ActivationOffload.leave
+    step, execute, leave = training.train_step, Executor.run, ActivationOffload.start_offload
 
     def train_step(*args: Any, **kwargs: Any) -> Any:
         nonlocal count
@@ -284,7 +284,7 @@ def measured(argv: list[str]) -> Peak:
             leave(self)
 
     training.train_step, Executor.run = train_step, run  # type: ignore[method-assign]
-    ActivationOffload.leave = leave_for_host  # type: ignore[method-assign]
+    ActivationOffload.start_offload = leave_for_host  # type: ignore[method-assign]
     sys.argv = ["pretrain_diffusion.py", *argv]
     pretrain.main()
     return Peak(held[0], held[0] + live.peak)

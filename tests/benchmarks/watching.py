@@ -41,7 +41,7 @@ def timed(flags: list[str], watches: bool) -> Seen:
     from megatron_pulse.integration import pretrain
 
     if not watches:
-        pretrain.watch_over = lambda job, args, options: None
+        pretrain.start_watchdog = lambda job, args, options: None
     seen, step = Seen(), training.train_step
 
     def watchdog() -> float:
