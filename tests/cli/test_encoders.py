@@ -152,7 +152,7 @@ def test_encoders_lists_a_folder(
     assert parts["vae"]["num_bytes"] == 4 * parts["vae"]["num_parameters"] > 0
     assert parts["tokenizer"]["read_as"] == f"{LENGTH} tokens"
     assert main(["data", "encoders", str(folder), "--backbone", "sd-v1.5"]) == 2
-    assert f"make context {LENGTH}x8, the backbone reads 77x768" in capsys.readouterr().err
+    assert f"make context {LENGTH}x8, but the backbone reads 77x768" in capsys.readouterr().err
 
     index = {
         "_class_name": "SomePipeline", "text_encoder": ["transformers", "CLIPTextModel"],
@@ -187,7 +187,7 @@ def test_write_latents_refuses_misfits_before_writing(
     half = tmp_path / "half"
     shutil.copytree(folder, half, ignore=shutil.ignore_patterns("vae"))
     assert write(half, source, out) == 2
-    assert "vae: there is no such folder, and model_index.json names it" in capsys.readouterr().err
+    assert "vae: there is no such folder, but model_index.json names it" in capsys.readouterr().err
     profile = ["profile", *backbone(folder), "--encoders", str(half), "--preset", "A100-80GB"]
     assert main([*profile, "-o", str(tmp_path / "costs.json")]) == 2
     assert "vae: there is no such folder" in capsys.readouterr().err
@@ -430,9 +430,9 @@ def test_captions_that_are_cut_off_are_counted(
     source = captioned_digits(tmp_path, 3)
     table = tmp_path / "captions/metadata.jsonl"
     assert write(folder, source, tmp_path / "a") == 0
-    assert "cut off" not in capsys.readouterr().err
+    assert "truncated" not in capsys.readouterr().err
     table.write_text(table.read_text().replace("digit one", "digit one" + " of a red bird" * 9))
     assert write(folder, source, tmp_path / "b") == 0
     told = capsys.readouterr().err
-    assert "of the first 3 captions 1 are longer than the text encoders read" in told
+    assert "of the first 3 captions 1 exceed the length of the text encoders" in told
     assert told.rstrip().endswith("1.png")

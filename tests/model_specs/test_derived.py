@@ -315,9 +315,9 @@ def test_what_a_factory_may_return(
             r"mine.py:\d+\): inputs must be a dict .* not tuple",
         ),
         ("misspelt", r"mine.py:\d+\) \(3 faults\)"),
-        ("misspelt", r"no input 'y'; it takes: x, when\n.*forward takes x, which is not among"),
+        ("misspelt", r"no input 'y'; it takes: x, when\n.*forward takes x, which is missing in"),
         ("misspelt", "no keyword of from_module is called 'sampel'; did you mean sample"),
-        ("deciding", "exported in float32, which --dtype says"),
+        ("deciding", "exported in float32; the dtype is set by --dtype"),
     ):
         with pytest.raises(ValueError, match=reason):
             model_specs.load_backbone(f"{own}:{name}")
