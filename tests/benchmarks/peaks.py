@@ -255,7 +255,8 @@ def measured(argv: list[str]) -> Peak:
     before, count, live = _allocated(), 0, LiveBytes()
     hosted: dict[int, Any] = {}
     held: list[int] = []
-    step, execute, leave = training.train_step, Executor.run, ActivationOffload.start_offload
+    step, execute = training.train_step, Executor.run
+    start_offload = ActivationOffload.start_offload
 
     def train_step(*args: Any, **kwargs: Any) -> Any:
         nonlocal count
@@ -279,12 +280,12 @@ def measured(argv: list[str]) -> Peak:
         with live:
             return execute(self, copied(batches), *args, **kwargs)
 
-    def leave_for_host(self: ActivationOffload) -> None:
+    def start_unwatched(self: ActivationOffload) -> None:
         with _disable_current_modes():
-            leave(self)
+            start_offload(self)
 
     training.train_step, Executor.run = train_step, run  # type: ignore[method-assign]
-    ActivationOffload.start_offload = leave_for_host  # type: ignore[method-assign]
+    ActivationOffload.start_offload = start_unwatched  # type: ignore[method-assign]
     sys.argv = ["pretrain_diffusion.py", *argv]
     pretrain.main()
     return Peak(held[0], held[0] + live.peak)

@@ -129,7 +129,7 @@ def test_compare_refuses_another_run(here: Path, capsys: pytest.CaptureFixture[s
     save_trace(other, "other.json")
     assert main("compare plan.json other.json -o o.svg".split()) == 2
     err = capsys.readouterr().err
-    for text in ("3 faults", "data 3, the plan has 2", "pipeline 4", "backbone unet-tiny"):
+    for text in ("3 faults", "data 3, the plan has 2", "pipeline 4", "backbone is unet-tiny"):
         assert text in err
     whole = small_plan("sequential")
     line = whole.simulate_step().timeline

@@ -49,7 +49,7 @@ def test_half_of_an_encoder_is_refused(
     larger = transformers.AutoTokenizer.from_pretrained(half / "tokenizer")
     larger.add_tokens(["zebra"])
     larger.save_pretrained(half / "tokenizer")
-    with pytest.raises(EncodersError, match="tokenizer has 16 tokens, text_encoder knows 15"):
+    with pytest.raises(EncodersError, match="tokenizer has 16 tokens, but text_encoder has 15"):
         TextEncoders(half, SD, {"context": (LENGTH, 8)})
     (half / "tokenizer/tokenizer.json").unlink()
     with pytest.raises(EncodersError, match=r"tokenizer"):
@@ -131,11 +131,11 @@ def test_a_configuration_of_another_model_is_refused(folder: Path, tmp_path: Pat
         Tokenizers(other, SD, {"context": (LENGTH, 8)})
     padded.write_text(said)
     changed("text_encoder", intermediate_size=16)
-    with pytest.raises(EncodersError, match="of its weights is 12, its config.json says 16"):
+    with pytest.raises(EncodersError, match="is 12, but its config.json says 16"):
         TextEncoders(other, SD, {"context": (LENGTH, 8)}, places=())
     for settings, said in (
         ({"layers_per_block": 2}, "lack .* of its config.json"),
-        ({"_class_name": "AsymmetricAutoencoderKL"}, "is of AsymmetricAutoencoderKL"),
+        ({"_class_name": "AsymmetricAutoencoderKL"}, "describes AsymmetricAutoencoderKL"),
         ({"block_out_channels": [8, 16]}, "its config.json says"),
     ):
         changed("vae", **settings)

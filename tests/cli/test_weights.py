@@ -180,8 +180,8 @@ def test_import_needs_the_diffusion_process(folder, tmp_path, capsys):
     flags = ["--from", str(tmp_path / "alone"), "--to", str(tmp_path / "other")]
     for said, lacking in (
         ([], "--objective and --noise-schedule"),
-        (["--objective", "epsilon"], "with --noise-schedule"),
-        (["--objective", "flow"], "with --flow-shift"),
+        (["--objective", "epsilon"], "process: --noise-schedule"),
+        (["--objective", "flow"], "process: --flow-shift"),
     ):
         assert main(["import", *flags, *said]) == 2
         assert lacking in capsys.readouterr().err

@@ -320,7 +320,7 @@ def test_what_a_factory_may_return(
             r"no input 'y'; it takes: x, when\n.*forward takes x, which is missing in the inputs",
         ),
         ("misspelt", "no keyword of from_module is called 'sampel'; did you mean sample"),
-        ("deciding", "exported in float32, which --dtype says"),
+        ("deciding", "exported in float32; the dtype is set by --dtype"),
     ):
         with pytest.raises(ValueError, match=reason):
             model_specs.load_backbone(f"{own}:{name}")
