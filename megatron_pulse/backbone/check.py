@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from itertools import pairwise
 
 from megatron_pulse.backbone.chain import COMPUTE, DTYPE_BYTES, Backbone, Layer, TensorSpec
-from megatron_pulse.backbone.shapes import shape_faults
+from megatron_pulse.backbone.shape_buckets import shape_faults
 from megatron_pulse.errors import PicklableError, format_faults
 
 _LAYER_NAME = re.compile(r"[A-Za-z_]\w*(\.\w+)*", re.ASCII)

@@ -13,7 +13,7 @@ import numpy as np
 import xxhash
 
 from megatron_pulse.data.dataset import LATENT, DiffusionDataset
-from megatron_pulse.schema import NATURAL, TEXT, list_of, record, table_of
+from megatron_pulse.json_validation import NATURAL, TEXT, list_of, record, table_of
 
 MOST_LISTED = 4096
 """Samples: of so many a record lists the hashes, 32 KB in each checkpoint. Of more it has one

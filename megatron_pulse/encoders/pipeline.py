@@ -19,7 +19,7 @@ from megatron_pulse.encoders.loading import (
 )
 from megatron_pulse.encoders.pieces import EncoderPiece, run_pieces
 from megatron_pulse.encoders.recipe import ComponentKind, Part, State, TextRecipe, folder_name
-from megatron_pulse.encoders.text import text_pieces
+from megatron_pulse.encoders.text_pieces import text_pieces
 from megatron_pulse.encoders.tokens import (
     Tokenizers,
     digest_of,

@@ -18,9 +18,12 @@ from megatron.core.enums import ModelType
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.global_vars import get_wandb_writer, set_global_variables
 
-from megatron_pulse.integration.checkpoint.load_checkpoint import wrap_load_checkpoint
 from megatron_pulse.integration.checkpoint.lr_schedule import keep_saved_schedule
-from megatron_pulse.integration.checkpoint.main_params import with_fp32_weights, with_main_params
+from megatron_pulse.integration.checkpoint.optimizer_main_params import (
+    with_fp32_weights,
+    with_main_params,
+)
+from megatron_pulse.integration.checkpoint.resume_with_new_flags import wrap_load_checkpoint
 from megatron_pulse.integration.checkpoint.saving import Saving, patch_saving
 from megatron_pulse.integration.checkpoint.starting_point import StartingPoint
 from megatron_pulse.integration.flags.flag_constraints import validate
@@ -45,7 +48,7 @@ from megatron_pulse.integration.loop.throughput import (
     describe_work,
     gather_numbers,
 )
-from megatron_pulse.integration.loop.train_step import wrap_train_step
+from megatron_pulse.integration.loop.train_step_wrapper import wrap_train_step
 from megatron_pulse.integration.loop_encoders import DeviceEncoders
 from megatron_pulse.integration.megatron.compat import patch_megatron
 from megatron_pulse.integration.megatron.model import StageFloat16Module, make_model_provider

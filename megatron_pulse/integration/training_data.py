@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.layer_selection import class_option
-from megatron_pulse.backbone.shapes import at_shape
+from megatron_pulse.backbone.shape_buckets import at_shape
 from megatron_pulse.data.buckets import BucketSampler
 from megatron_pulse.data.build import no_data_named, open_buckets
 from megatron_pulse.data.captions import cut_short

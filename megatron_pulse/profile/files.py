@@ -14,6 +14,7 @@ from typing import Any
 from megatron_pulse.errors import format_faults
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import FileError, read_json, write_with_checksum
+from megatron_pulse.json_validation import with_current_keys
 from megatron_pulse.profile.layer_records import (
     LayerTimes,
     ProfiledConditioning,
@@ -22,7 +23,6 @@ from megatron_pulse.profile.layer_records import (
     ShardSums,
 )
 from megatron_pulse.profile.profile import Profile, ProfileError
-from megatron_pulse.schema import with_current_keys
 
 _FORMAT = "megatron_pulse profile 1"
 _MOST_SUMS = 1000

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_pulse.backbone.chain import COMPUTE, Backbone, Layer, TensorSpec
 from megatron_pulse.backbone.dataflow import required_gradients
-from megatron_pulse.backbone.shapes import at_shape, shares_of
+from megatron_pulse.backbone.shape_buckets import at_shape, shares_of
 from megatron_pulse.profile.measurement.layer_call import layer_kind
 from megatron_pulse.profile.measurement.layer_context import meta_context, some_process_group
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_pulse.backbone.chain import Backbone
-from megatron_pulse.backbone.shapes import at_shape, shares_of
+from megatron_pulse.backbone.shape_buckets import at_shape, shares_of
 from megatron_pulse.profile.layer_records import LayerTimes
 from megatron_pulse.profile.profile import Profile
 

@@ -19,7 +19,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron_pulse.backbone.chain import Backbone, TensorSpec
 from megatron_pulse.backbone.check import BackboneError
-from megatron_pulse.backbone.shapes import own_fields, sample_field, shape_of
+from megatron_pulse.backbone.shape_buckets import own_fields, sample_field, shape_of
 from megatron_pulse.planner.layout.routes import Payload, Routes, batch_fields_of
 from megatron_pulse.planner.program.communication import message_spec
 from megatron_pulse.planner.program.device_program import (
@@ -39,8 +39,8 @@ from megatron_pulse.runtime.activations.offload import ActivationOffload, Stream
 from megatron_pulse.runtime.activations.recompute import RecomputedLayer
 from megatron_pulse.runtime.failure_board import FailureBoard, PulseError
 from megatron_pulse.runtime.module_checks import buffers_kept
-from megatron_pulse.runtime.p2p.links import Links
 from megatron_pulse.runtime.p2p.tensor_router import TensorRouter, Tensors
+from megatron_pulse.runtime.p2p.transfers import Links
 from megatron_pulse.runtime.parameters.replicated_embedders import Replicas
 from megatron_pulse.runtime.parameters.wgrad_queue import WeightGradStore
 from megatron_pulse.runtime.protocols import Carrier, Recorder, SliceFunction

@@ -15,7 +15,7 @@ from megatron_pulse.backbone.check import BackboneError
 from megatron_pulse.backbone.context import LayerContext
 from megatron_pulse.backbone.published_weights import torn, untied
 from megatron_pulse.backbone.rng_state import generators_kept
-from megatron_pulse.backbone.shapes import ShapeError, fields_of, shape_of
+from megatron_pulse.backbone.shape_buckets import ShapeError, fields_of, shape_of
 from megatron_pulse.errors import format_faults, wrong_count, wrong_kinds
 from megatron_pulse.planner.layout.routes import Payload, batch_fields_of
 from megatron_pulse.planner.program.plan import Plan
@@ -28,7 +28,7 @@ from megatron_pulse.runtime.module_checks import (
     built_elsewhere,
     unsound,
 )
-from megatron_pulse.runtime.p2p.links import Links
+from megatron_pulse.runtime.p2p.transfers import Links
 from megatron_pulse.runtime.parameters.grad_norm import (
     clip,
     combined,

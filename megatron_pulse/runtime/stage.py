@@ -19,7 +19,7 @@ from megatron_pulse.backbone.context import LayerContext
 from megatron_pulse.backbone.dataflow import shared_inputs
 from megatron_pulse.backbone.result_check import TensorMeta, declared, result_mismatch
 from megatron_pulse.backbone.rng_state import generators_kept
-from megatron_pulse.backbone.shapes import set_shape_index
+from megatron_pulse.backbone.shape_buckets import set_shape_index
 from megatron_pulse.planner.layout.crossing import SkipCarrier
 from megatron_pulse.planner.layout.routes import Routes, embedders_of
 from megatron_pulse.runtime.activations.inplace_check import SharedInputCheck

@@ -45,13 +45,13 @@ def _others(contestant: Contestant, groups: Groups) -> Runner:
 
 def ours(contestant: Contestant, backbone: Any) -> Runner:
     """The product's executor with stages that sleep."""
-    from megatron_pulse.backbone.shapes import fields_of
+    from megatron_pulse.backbone.shape_buckets import fields_of
     from megatron_pulse.planner.layout.routes import trace_routes
     from megatron_pulse.planner.program.communication import compile_communication
     from megatron_pulse.planner.program.device_program import compile_program
     from megatron_pulse.runtime.executor import Executor
     from megatron_pulse.runtime.failure_board import default_board
-    from megatron_pulse.runtime.p2p.links import Links
+    from megatron_pulse.runtime.p2p.transfers import Links
     from megatron_pulse.runtime.tensor_settings import RunSettings
     from tests.runtime.emulated import EmulatedStage
 

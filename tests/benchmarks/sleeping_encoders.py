@@ -21,7 +21,7 @@ from megatron_pulse.planner.schedule.operations import BubbleTask, Schedule
 from megatron_pulse.runtime.encoding.encoding import Encoded as Results
 from megatron_pulse.runtime.encoding.encoding import Encoding, FrozenComponent
 from megatron_pulse.runtime.failure_board import default_board
-from megatron_pulse.runtime.p2p.links import Links
+from megatron_pulse.runtime.p2p.transfers import Links
 from megatron_pulse.runtime.tensor_settings import Batch
 from tests.benchmarks.contestant import TIMEOUT_S, Encoders, Runner
 from tests.runtime.emulated import sleep_until

@@ -302,7 +302,7 @@ def as_rank(rank: int, num_ranks: int, argv: list[str]) -> int:
 def test_write_latents_on_ranks_equals_one_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from megatron_pulse.cli.models import latents_writer
+    from megatron_pulse.cli.models import encode_dataset
 
     argv = ["data", "write-latents", "--from", "digits8", "--shard-size", "250", "-o"]
     whole, together, apart = (tmp_path / name for name in ("whole", "together", "apart"))
@@ -319,8 +319,8 @@ def test_write_latents_on_ranks_equals_one_process(
     told.write_text(told.read_text()[:40])  # as of a rank that was killed, or another folder's
     other = unsealed_record(apart / "shard-00007.json")
     (apart / "shard-00006.json").write_text(json.dumps(other | {"of": "x", "number": 6}))
-    monkeypatch.setattr(latents_writer, "_LOG_S", 0.0)
-    monkeypatch.setattr(latents_writer, "_ASIDE_S", 0.0)
+    monkeypatch.setattr(encode_dataset, "_LOG_S", 0.0)
+    monkeypatch.setattr(encode_dataset, "_ASIDE_S", 0.0)
     assert as_rank(1, 2, to) == 0 and not capsys.readouterr().err
     assert as_rank(0, 4, to) == 0
     lines = capsys.readouterr().err.splitlines()

@@ -22,7 +22,7 @@ from megatron_pulse.data.data_fingerprint import (
     recorded_provenance,
     to_saved,
 )
-from megatron_pulse.schema import faults_of
+from megatron_pulse.json_validation import faults_of
 
 
 def picture(path: Path, grey: int) -> None:

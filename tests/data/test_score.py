@@ -1,8 +1,8 @@
 import pytest
 import torch
 
+from megatron_pulse.data.digit_score import digit_score
 from megatron_pulse.data.images.digits import open_digits
-from megatron_pulse.data.score import digit_score
 
 
 @pytest.mark.parametrize("source, size", [("mnist", 16), ("mnist", 28), ("digits8", 8)])

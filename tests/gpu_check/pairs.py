@@ -59,7 +59,7 @@ def ahead() -> list[dict[str, Any]]:
     from megatron_pulse.planner.schedule.message import Message
     from megatron_pulse.planner.schedule.operations import Operation, OpType
     from megatron_pulse.runtime.failure_board import default_board
-    from megatron_pulse.runtime.p2p.links import Links
+    from megatron_pulse.runtime.p2p.transfers import Links
 
     device = torch.device(take_gpu())
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")

@@ -32,10 +32,10 @@ from megatron_pulse.planner.schedule.problem import ScheduleProblem, Synthesis
 from megatron_pulse.planner.schedule.search import synthesize as synthesizing
 from megatron_pulse.planner.schedule.search.compaction import improve
 from megatron_pulse.planner.schedule.search.dp.growing_width import GrowingSweeps
-from megatron_pulse.planner.schedule.search.grid import on_grid
 from megatron_pulse.planner.schedule.search.jobshop import job_shop
 from megatron_pulse.planner.schedule.search.synthesize import BOUND_WORK, LONG_S, synthesize
 from megatron_pulse.planner.schedule.search.template import faults, steady_peak
+from megatron_pulse.planner.schedule.search.time_grid import on_grid
 from megatron_pulse.planner.schedule.solve import solve
 from tests.planner.exact import optimum
 from tests.planner.paper import paper_model, paper_schedule

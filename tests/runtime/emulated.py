@@ -26,7 +26,7 @@ from megatron_pulse.runtime.activations.recompute import RecomputedLayer
 from megatron_pulse.runtime.executor import Executor
 from megatron_pulse.runtime.failure_board import default_board
 from megatron_pulse.runtime.measure.tracer import TracedRun, Tracer
-from megatron_pulse.runtime.p2p.links import Links
+from megatron_pulse.runtime.p2p.transfers import Links
 from megatron_pulse.runtime.parameters.wgrad_queue import WeightGradStore
 from megatron_pulse.runtime.protocols import SliceFunction
 from megatron_pulse.runtime.tensor_settings import RunSettings

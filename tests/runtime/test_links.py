@@ -16,7 +16,7 @@ from megatron_pulse.planner.layout.routes import Payload
 from megatron_pulse.planner.schedule.message import Message
 from megatron_pulse.planner.schedule.operations import Operation
 from megatron_pulse.runtime.failure_board import PulseError, default_board
-from megatron_pulse.runtime.p2p.links import Links
+from megatron_pulse.runtime.p2p.transfers import Links
 
 GRADIENT = Message(
     Operation.parse("B1:2"), Operation.parse("B0:2"), Payload.BOUNDARY, "0", source=0, destination=0
@@ -121,7 +121,7 @@ def test_another_ranks_failure_ends_the_wait(links: Links) -> None:
 
 def test_nothing_holds_what_was_waited_for(links: Links) -> None:
     """Tensors of a step are not kept until its end."""
-    from megatron_pulse.runtime.p2p.links import _Transfer
+    from megatron_pulse.runtime.p2p.transfers import _Transfer
 
     tensor = torch.zeros(3)
     links._channels[0, 0] = SimpleNamespace(on_stream=False)  # type: ignore[assignment]

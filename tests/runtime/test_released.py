@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megatron_pulse.planner.schedule.message import Message
 from megatron_pulse.runtime import pipeline
-from megatron_pulse.runtime.p2p.links import Links
+from megatron_pulse.runtime.p2p.transfers import Links
 from tests.ranks import run_ranks
 from tests.runtime.equality import Case, Outcome, train
 from tests.runtime.nccl_double import LATE, VARIABLE, DoubleChannel

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import megatron_pulse as pulse
 from megatron_pulse.backbone.check import BackboneError
-from megatron_pulse.backbone.shapes import ShapeError, at_shape, shape_of
+from megatron_pulse.backbone.shape_buckets import ShapeError, at_shape, shape_of
 from megatron_pulse.runtime.failure_board import PulseError
 from tests.ranks import run_ranks
 from tests.runtime.equality import Case, Outcome, differences, make_batch, merge, train

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import megatron_pulse as pulse
-from megatron_pulse.backbone.shapes import at_shape
+from megatron_pulse.backbone.shape_buckets import at_shape
 from megatron_pulse.profile.analytic import analyse
 from megatron_pulse.profile.roofline import PRESETS, Roofline
 from megatron_pulse.tracing.from_module import source_of

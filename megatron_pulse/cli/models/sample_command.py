@@ -197,7 +197,7 @@ def run(args: argparse.Namespace) -> None:
     prepare_megatron()
     import torch
 
-    from megatron_pulse.data.score import digit_score
+    from megatron_pulse.data.digit_score import digit_score
     from megatron_pulse.diffusion.sampling import noise_left
     from megatron_pulse.diffusion.scheduler_export import describe_sampler
     from megatron_pulse.integration.sampling import load_model, sample_images

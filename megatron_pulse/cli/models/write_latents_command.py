@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> None:
     if faults and place.rank:
         raise SystemExit(2)  # rank 0 prints why
     require(faults)
-    from megatron_pulse.cli.models.latents_writer import write_latents
+    from megatron_pulse.cli.models.encode_dataset import write_latents
 
     write_latents(args, place, _text_states(args.text_states) if args.text_states else None)
 

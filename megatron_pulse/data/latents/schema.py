@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_pulse.paths import is_file_name
-from megatron_pulse.schema import (
+from megatron_pulse.json_validation import (
     COUNT,
     FLAG,
     NATURAL,
@@ -17,6 +16,7 @@ from megatron_pulse.schema import (
     record,
     table_of,
 )
+from megatron_pulse.paths import is_file_name
 
 _SIZE = {**COUNT, "maximum": 1 << 20, "description": "a whole number from 1 to 1048576"}
 _FILE = record("a file: name, num_bytes, sha256", name=TEXT, num_bytes=NATURAL, sha256=TEXT)

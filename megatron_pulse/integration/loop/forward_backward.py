@@ -28,7 +28,7 @@ from megatron_pulse.runtime.executor import Executor
 from megatron_pulse.runtime.failure_board import FailureBoard, PulseError
 from megatron_pulse.runtime.measure.tracer import TracedRun, Tracer
 from megatron_pulse.runtime.measure.utilization import StepTime, UtilizationMeter
-from megatron_pulse.runtime.p2p.links import Links
+from megatron_pulse.runtime.p2p.transfers import Links
 from megatron_pulse.runtime.parameters.replicated_embedders import Replicas
 from megatron_pulse.runtime.pipeline import replicate
 from megatron_pulse.runtime.self_conditioning import PredictionCarrier, joined

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from megatron_pulse.backbone.chain import COMPUTE, Backbone, TensorSpec
-from megatron_pulse.backbone.shapes import fields_of
+from megatron_pulse.backbone.shape_buckets import fields_of
 from megatron_pulse.diffusion.objectives import predicted_mean
 from megatron_pulse.diffusion.process_flags import ProcessChoice
 from megatron_pulse.diffusion.process_from_flags import chosen_process

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from megatron_pulse.backbone.chain import COMPUTE, Backbone, TensorSpec
-from megatron_pulse.backbone.shapes import own_fields, sample_field, shape_of
+from megatron_pulse.backbone.shape_buckets import own_fields, sample_field, shape_of
 from megatron_pulse.errors import UserError
 from megatron_pulse.integration.verify.adam import AdamWeights
 from megatron_pulse.integration.verify.job import (

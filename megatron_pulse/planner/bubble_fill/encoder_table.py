@@ -29,11 +29,7 @@ from typing import Any
 from megatron_pulse.errors import Faults, UserError, format_faults, unknown_name
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import read_json
-from megatron_pulse.planner.bubble_fill.components import Component, FrozenLayer, levels
-from megatron_pulse.planner.layout.placement import Placement
-from megatron_pulse.profile.profile import Profile
-from megatron_pulse.profile.roofline import ELEMENT_BYTES, known_device
-from megatron_pulse.schema import (
+from megatron_pulse.json_validation import (
     COUNT,
     NATURAL,
     OBJECT,
@@ -46,6 +42,10 @@ from megatron_pulse.schema import (
     table_of,
     with_current_keys,
 )
+from megatron_pulse.planner.bubble_fill.components import Component, FrozenLayer, levels
+from megatron_pulse.planner.layout.placement import Placement
+from megatron_pulse.profile.profile import Profile
+from megatron_pulse.profile.roofline import ELEMENT_BYTES, known_device
 
 FORMAT = "megatron_pulse encoders 1"
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_pulse.json_validation import COUNT, faults_of, number, record
 from megatron_pulse.profile.roofline import PRESETS
-from megatron_pulse.schema import COUNT, faults_of, number, record
 
 KINDS = (
     "nvlink",

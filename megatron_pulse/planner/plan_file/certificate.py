@@ -16,8 +16,7 @@ from megatron_pulse.errors import UserError, format_faults
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import FileError, read_json, write_with_checksum
 from megatron_pulse.format import with_plural
-from megatron_pulse.planner.plan_file.plan_file import PlanFile, to_record
-from megatron_pulse.schema import (
+from megatron_pulse.json_validation import (
     COUNT,
     FLAG,
     NATURAL,
@@ -30,6 +29,7 @@ from megatron_pulse.schema import (
     record,
     table_of,
 )
+from megatron_pulse.planner.plan_file.plan_file import PlanFile, to_record
 
 FORMAT = "megatron_pulse verification 1"
 EQUAL, ROUNDING, DIFFERS = RESULTS = ("equal to the bit", "equal to rounding", "differs")

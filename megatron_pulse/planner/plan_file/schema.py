@@ -6,10 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron_pulse.backbone.activations import ActivationPolicy
-from megatron_pulse.planner.bubble_fill.encoder_table import COMPONENTS
-from megatron_pulse.planner.layout.placement import PLACEMENTS
-from megatron_pulse.profile.roofline import ELEMENT_BYTES
-from megatron_pulse.schema import (
+from megatron_pulse.json_validation import (
     COUNT,
     FLAG,
     NATURAL,
@@ -22,6 +19,9 @@ from megatron_pulse.schema import (
     one_of,
     record,
 )
+from megatron_pulse.planner.bubble_fill.encoder_table import COMPONENTS
+from megatron_pulse.planner.layout.placement import PLACEMENTS
+from megatron_pulse.profile.roofline import ELEMENT_BYTES
 
 FORMAT = "megatron_pulse plan 5"
 """Version of the schema and of the predictions; plans of other versions must be made anew."""

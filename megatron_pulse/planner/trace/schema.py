@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_pulse.planner.layout.routes import Payload
-from megatron_pulse.schema import (
+from megatron_pulse.json_validation import (
     NATURAL,
     OBJECT,
     OPERATION,
@@ -16,6 +15,7 @@ from megatron_pulse.schema import (
     record,
     table_of,
 )
+from megatron_pulse.planner.layout.routes import Payload
 
 SCHEMA = 1
 """Version of the schema."""

@@ -17,11 +17,11 @@ from typing import Any
 from megatron_pulse.errors import UserError, format_faults
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import FileError, read_json, write_with_checksum
+from megatron_pulse.json_validation import faults_of
 from megatron_pulse.planner.layout.routes import Payload
 from megatron_pulse.planner.schedule.message import Message
 from megatron_pulse.planner.schedule.operations import Operation, OpType
 from megatron_pulse.planner.trace.schema import SCHEMA, TRACE_FORM
-from megatron_pulse.schema import faults_of
 
 
 class TraceError(UserError):

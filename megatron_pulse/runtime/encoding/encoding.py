@@ -25,7 +25,7 @@ from megatron_pulse.planner.schedule.message import STEP_END, Message
 from megatron_pulse.planner.schedule.operations import BubbleTask, OpType, Schedule
 from megatron_pulse.runtime.encoding.packing import PackedLayout
 from megatron_pulse.runtime.failure_board import PulseError
-from megatron_pulse.runtime.p2p.links import Links
+from megatron_pulse.runtime.p2p.transfers import Links
 from megatron_pulse.runtime.tensor_settings import META, Batch
 
 type Encoded = dict[str, dict[str, Tensor]]

@@ -12,7 +12,7 @@ import torch
 
 from megatron_pulse.planner.program.device_program import Event, Run, Wait
 from megatron_pulse.planner.trace.trace import DeviceStep, TimedOperation, TimedWait, Traffic
-from megatron_pulse.runtime.p2p.links import Links
+from megatron_pulse.runtime.p2p.transfers import Links
 
 
 class StepRecorder:

@@ -17,7 +17,7 @@ from megatron_pulse.planner.trace.trace import DeviceStep, Trace, merge_step, sa
 from megatron_pulse.profile.measurement.machine import device_name, num_threads
 from megatron_pulse.runtime.measure.recorder import StepRecorder
 from megatron_pulse.runtime.measure.shared_clock import SharedClock, share_clock
-from megatron_pulse.runtime.p2p.links import Links
+from megatron_pulse.runtime.p2p.transfers import Links
 
 FILE = "trace.json"
 

@@ -17,7 +17,7 @@ from megatron_pulse.planner.program.device_program import Wait
 from megatron_pulse.planner.schedule.message import Message
 from megatron_pulse.planner.schedule.operations import Operation, OpType
 from megatron_pulse.runtime.failure_board import PulseError
-from megatron_pulse.runtime.p2p.links import Links
+from megatron_pulse.runtime.p2p.transfers import Links
 from megatron_pulse.runtime.stage import summed
 
 type Tensors = dict[tuple[Payload, str], Tensor]

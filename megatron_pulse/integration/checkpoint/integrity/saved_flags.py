@@ -10,7 +10,7 @@ from typing import Any
 from megatron_pulse.data.data_fingerprint import SCHEMA
 from megatron_pulse.errors import describe_exception
 from megatron_pulse.integration.checkpoint.diffusion_process import saved_process
-from megatron_pulse.schema import OBJECT, TEXT, faults_of, list_of, record
+from megatron_pulse.json_validation import OBJECT, TEXT, faults_of, list_of, record
 
 _RECORD = record(
     "a backbone's record: name, options, family, train, freeze, kept",

@@ -24,10 +24,10 @@ from megatron_pulse.planner.schedule.ilp.time_indexed import ExactResult
 from megatron_pulse.planner.schedule.operations import Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
 from megatron_pulse.planner.schedule.search.compaction import improve
-from megatron_pulse.planner.schedule.search.grid import Grid, on_grid
 from megatron_pulse.planner.schedule.search.jobshop import TICKS, job_shop
 from megatron_pulse.planner.schedule.search.synthesize import synthesize
 from megatron_pulse.planner.schedule.search.template import Template
+from megatron_pulse.planner.schedule.search.time_grid import Grid, on_grid
 
 EXACT_SIZE = {Solver.HIGHS: 128, Solver.GLPK: 64, Solver.CP_SAT: 256, Solver.NONE: 0}
 """Devices times microbatches up to which the exact program is tried."""

@@ -9,8 +9,8 @@ from megatron_pulse.planner.schedule.problem import ScheduleProblem
 from megatron_pulse.planner.schedule.search.compaction import improve
 from megatron_pulse.planner.schedule.search.dp.chain import ChainArrays, chain_of
 from megatron_pulse.planner.schedule.search.dp.sweep import MOST_KEPT, lines_of, sweep
-from megatron_pulse.planner.schedule.search.grid import on_grid
 from megatron_pulse.planner.schedule.search.jobshop import JobShop, job_shop
+from megatron_pulse.planner.schedule.search.time_grid import on_grid
 
 FIRST, GROWTH = 64, 4
 """States of the first sweep, and growth factor of later ones."""

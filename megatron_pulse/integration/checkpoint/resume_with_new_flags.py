@@ -21,7 +21,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_pulse.integration.checkpoint.lr_schedule import SCHEDULER, schedule_position
-from megatron_pulse.integration.checkpoint.main_params import begin_ema
+from megatron_pulse.integration.checkpoint.optimizer_main_params import begin_ema
 from megatron_pulse.integration.checkpoint.resume_checks import has_ema_of
 from megatron_pulse.integration.checkpoint.saved_run import last_line, read_common
 from megatron_pulse.integration.checkpoint.starting_point import (
