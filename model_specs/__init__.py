@@ -42,11 +42,11 @@ from megatron_pulse.backbone.cascade import CASCADE, cascade
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.check import BackboneError, require_valid
 from megatron_pulse.backbone.published_weights import Published
+from megatron_pulse.dataclass_flags import flag_value
 from megatron_pulse.encoders.recipe import TextRecipe, folder_name, padded_length, text_fields
 from megatron_pulse.errors import UserError, describe_exception, format_faults, unknown_name
-from megatron_pulse.flags import flag_value
 from megatron_pulse.profile.trainable import trained_as
-from model_specs.common.identity import BackboneComparison, compare_configs, left_open
+from model_specs.common.compare_configs import BackboneComparison, compare_configs, left_open
 from model_specs.common.options import (
     FamilyConfig,
     OptionError,

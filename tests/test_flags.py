@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import pytest
 
-from megatron_pulse.flags import (
+from megatron_pulse.dataclass_flags import (
     ABOVE_ZERO,
     BELOW_ONE,
     add_flags,

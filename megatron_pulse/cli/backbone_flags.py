@@ -9,9 +9,9 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_pulse.cli.errors import missing_file_faults
+from megatron_pulse.cli.flag_checks import missing_file_faults
+from megatron_pulse.dataclass_flags import key_values
 from megatron_pulse.errors import collecting
-from megatron_pulse.flags import key_values
 
 if TYPE_CHECKING:
     from megatron_pulse.backbone.chain import Backbone

@@ -6,7 +6,7 @@ import argparse
 from collections import Counter
 from dataclasses import asdict
 
-from megatron_pulse.cli.errors import add_parser
+from megatron_pulse.cli.flag_checks import add_parser
 from megatron_pulse.cli.output import add_json, print_result, table
 from megatron_pulse.errors import UserError, unknown_name
 from megatron_pulse.integration.flags.megatron_flags import Flag, Support, load_table

@@ -6,7 +6,7 @@ import logging
 import os
 import warnings
 
-from megatron_pulse.cli.errors import as_user_error
+from megatron_pulse.cli.flag_checks import as_user_error
 from megatron_pulse.processes import without_collecting
 
 

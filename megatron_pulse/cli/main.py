@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from megatron_pulse.cli import flags_command, run_command
-from megatron_pulse.cli.errors import warn
+from megatron_pulse.cli.flag_checks import warn
 from megatron_pulse.cli.measure import compare_command, probe_command, profile_command
 from megatron_pulse.cli.models import (
     backbones_command,
@@ -35,6 +35,7 @@ from megatron_pulse.cli.plan import (
     verify_command,
 )
 from megatron_pulse.cli.plan.tuning import tune_command
+from megatron_pulse.dataclass_flags import with_new_names
 from megatron_pulse.diffusion.hub import with_local_folders
 from megatron_pulse.errors import (
     UserError,
@@ -44,7 +45,6 @@ from megatron_pulse.errors import (
     unknown_name,
     why_full,
 )
-from megatron_pulse.flags import with_new_names
 from megatron_pulse.processes import NO_FOLDER, open_closed_streams
 
 _EPILOG = """\

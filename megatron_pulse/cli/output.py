@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_pulse.cli.errors import check_file
+from megatron_pulse.cli.flag_checks import check_file
 from megatron_pulse.files import replacing
 
 DRAWINGS = (".svg", ".html", ".json")

@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 from types import FrameType
 
-from megatron_pulse.cli.errors import add_parser, range_faults, require
+from megatron_pulse.cli.flag_checks import add_parser, range_faults, require
+from megatron_pulse.dataclass_flags import TO_4096
 from megatron_pulse.errors import UserError
-from megatron_pulse.flags import TO_4096
 from megatron_pulse.processes import port_is_taken
 from megatron_pulse.profile.warnings import configured_threads, rank_threads
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from megatron_pulse.flags import flag
+from megatron_pulse.dataclass_flags import flag
 
 
 class Objective(StrEnum):

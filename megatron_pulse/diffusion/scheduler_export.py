@@ -7,7 +7,13 @@ from typing import Any
 
 from megatron_pulse.diffusion.objectives import DiffusionProcess
 from megatron_pulse.diffusion.process_flags import DynamicShift, Objective, TimestepDensity
-from megatron_pulse.diffusion.scheduler import DYNAMIC, OF_FLOW, OURS, defaults_of, settings_of
+from megatron_pulse.diffusion.scheduler_import import (
+    DYNAMIC,
+    OF_FLOW,
+    OURS,
+    defaults_of,
+    settings_of,
+)
 
 _SAMPLING = (
     "steps_offset", "set_alpha_to_one", "clip_sample", "clip_sample_range",

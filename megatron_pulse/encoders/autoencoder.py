@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from megatron_pulse.diffusion.noise import Stream, draw
+from megatron_pulse.encoders.encoder_piece import run_pieces
 from megatron_pulse.encoders.finite import CHECK, all_finite, not_finite
 from megatron_pulse.encoders.image_pieces import MOMENTS, PIXELS, image_pieces
 from megatron_pulse.encoders.loading import files_amiss, load, require_layers, silently, stored
-from megatron_pulse.encoders.pieces import run_pieces
 from megatron_pulse.encoders.tokens import digest_of
 from megatron_pulse.errors import UserError, format_faults
 

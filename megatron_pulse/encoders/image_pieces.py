@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from megatron_pulse.encoders.pieces import EncoderPiece
+from megatron_pulse.encoders.encoder_piece import EncoderPiece
 
 PIXELS, MOMENTS = "pixels", "moments"
 _HIDDEN = "hidden"

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from megatron_pulse.backbone.published_weights import PublishedError, names_on_load
-from megatron_pulse.backbone.torch_files import is_plain_archive
+from megatron_pulse.backbone.torch_archive_checks import is_plain_archive
 from megatron_pulse.diffusion.published import StoredTensors, names_in, read_folder, read_index
 from megatron_pulse.diffusion.single_file_checkpoints import original_faults
 from megatron_pulse.errors import UserError

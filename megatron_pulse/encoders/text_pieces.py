@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_pulse.encoders.pieces import EncoderPiece, States
+from megatron_pulse.encoders.encoder_piece import EncoderPiece, States
 from megatron_pulse.encoders.recipe import ComponentKind, State
 
 _HIDDEN = "hidden"

@@ -22,18 +22,18 @@ from megatron_pulse.data.dataset import LATENT
 from megatron_pulse.data.fields import WantedFields, unencoded
 from megatron_pulse.data.latents.layout import META, Meta
 from megatron_pulse.data.microbatches import noised_here
+from megatron_pulse.dataclass_flags import DTYPES
 from megatron_pulse.diffusion.objectives import DiffusionProcess
-from megatron_pulse.diffusion.scheduler import PIPELINE_INDEX
+from megatron_pulse.diffusion.scheduler_import import PIPELINE_INDEX
 from megatron_pulse.encoders.autoencoder import Autoencoder
 from megatron_pulse.encoders.components import autoencoder_faults, weight_faults
+from megatron_pulse.encoders.encoder_piece import States
 from megatron_pulse.encoders.finite import any_broken, not_finite
 from megatron_pulse.encoders.image_pieces import MOMENTS, PIXELS
-from megatron_pulse.encoders.pieces import States
-from megatron_pulse.encoders.pipeline import TextEncoders
 from megatron_pulse.encoders.recipe import VAE, TextRecipe, folder_name
+from megatron_pulse.encoders.text_encoders import TextEncoders
 from megatron_pulse.encoders.tokens import digest_of, ids_name, mask_name
 from megatron_pulse.errors import Faults, collecting, unknown_name
-from megatron_pulse.flags import DTYPES
 from megatron_pulse.integration.flags.pulse_options import PulseOptions
 from megatron_pulse.planner.layout.routes import Routes, batch_fields_of
 from megatron_pulse.planner.schedule.operations import BubbleTask

@@ -22,7 +22,7 @@ from megatron_pulse.diffusion.objectives import DiffusionProcess
 from megatron_pulse.diffusion.process_flags import FlowGrid, ProcessChoice, SamplingNoise
 from megatron_pulse.diffusion.process_from_flags import chosen_process
 from megatron_pulse.diffusion.sampling import Fields, ModelFunction, sample
-from megatron_pulse.encoders.pipeline import TextEncoders
+from megatron_pulse.encoders.text_encoders import TextEncoders
 from megatron_pulse.encoders.tokens import changed_since, recorded_by
 from megatron_pulse.errors import format_faults
 from megatron_pulse.integration.checkpoint.published_weights import load_whole

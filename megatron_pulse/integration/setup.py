@@ -9,10 +9,10 @@ from dataclasses import replace
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.layer_selection import name_of
 from megatron_pulse.data.build import check_dataset
+from megatron_pulse.dataclass_flags import flag_faults
 from megatron_pulse.diffusion.process_flags import ProcessChoice
 from megatron_pulse.diffusion.process_from_flags import chosen_process
 from megatron_pulse.errors import collecting, faults_in, format_faults
-from megatron_pulse.flags import flag_faults
 from megatron_pulse.integration.checkpoint.lr_schedule import record_schedule
 from megatron_pulse.integration.checkpoint.resume_checks import NewRun, faults_of, process_of
 from megatron_pulse.integration.checkpoint.starting_point import (

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_pulse.encoders.pieces import EncoderPiece, States, run_pieces
+from megatron_pulse.encoders.encoder_piece import EncoderPiece, States, run_pieces
 from megatron_pulse.profile.measurement.clock import RepetitionLimits, median_and_spread, repeat
 from megatron_pulse.profile.measurement.count_kernels import Kernels
 from megatron_pulse.profile.measurement.memory import LiveBytes

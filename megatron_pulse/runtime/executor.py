@@ -44,7 +44,7 @@ from megatron_pulse.runtime.p2p.transfers import Links
 from megatron_pulse.runtime.parameters.replicated_embedders import Replicas
 from megatron_pulse.runtime.parameters.wgrad_queue import WeightGradStore
 from megatron_pulse.runtime.protocols import Carrier, Recorder, SliceFunction
-from megatron_pulse.runtime.rng_check import RngWatch
+from megatron_pulse.runtime.random_draws import RngWatch
 from megatron_pulse.runtime.tensor_settings import META, Batch, RunSettings
 from megatron_pulse.runtime.watchdog.progress import PROGRESS, of_operation
 

@@ -31,7 +31,7 @@ from megatron_pulse.runtime.module_checks import unsound
 from megatron_pulse.runtime.parameters.replicated_embedders import Replicas
 from megatron_pulse.runtime.parameters.split_backward import deferring
 from megatron_pulse.runtime.parameters.wgrad_queue import WeightGradStore
-from megatron_pulse.runtime.rng_check import RngWatch, reserves_numbers
+from megatron_pulse.runtime.random_draws import RngWatch, reserves_numbers
 from megatron_pulse.tracing.dotted_parameters import (
     Holder,
     Nest,

@@ -14,7 +14,7 @@ from torch.nn.modules import module as torch_module
 from megatron_pulse.backbone.rng_state import generators_kept
 from megatron_pulse.processes import without_collecting
 from megatron_pulse.tracing.graph_analysis import UNKNOWN
-from megatron_pulse.tracing.inputs import Inputs
+from megatron_pulse.tracing.input_roles import Inputs
 from megatron_pulse.tracing.torch_export import DerivationError, export
 from megatron_pulse.tracing.units import UnitChain, derive, unit_difference
 

@@ -22,7 +22,7 @@ from megatron_pulse.tracing.initial_weights.sources import (
     from_module_itself,
     other_names,
 )
-from megatron_pulse.tracing.inputs import Make, read_inputs, read_others
+from megatron_pulse.tracing.input_roles import Make, read_inputs, read_others
 from megatron_pulse.tracing.self_check import compare_with_module
 from megatron_pulse.tracing.torch_export import DerivationError
 from megatron_pulse.tracing.units import UnitChain

@@ -16,8 +16,8 @@ import typing
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from megatron_pulse.dataclass_flags import flag_value
 from megatron_pulse.errors import PicklableError, did_you_mean, format_faults
-from megatron_pulse.flags import flag_value
 
 Value = str | int | float | bool | None | tuple[int, ...] | list[int]
 """Type of an option's value; a module's settings may be any JSON."""

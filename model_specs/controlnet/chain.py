@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_pulse.backbone.chain import Backbone, Layer, TensorSpec
 from megatron_pulse.backbone.context import LayerContext
-from model_specs.common.builder import builder
+from model_specs.common.deferred_build import builder
 from model_specs.controlnet.config import ControlNetConfig
 from model_specs.unet.chain import build_backbone as build_unet
 

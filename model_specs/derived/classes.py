@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from model_specs.derived.inputs import Config, Declared, Input, Known, SameInput, Sizes
-from model_specs.derived.tokens import TOKENS
+from model_specs.derived.token_and_video_inputs import TOKENS
 
 _LARGEST = 1 << 14
 """Largest side of latents, as a sanity limit on the example microbatch."""

@@ -16,7 +16,7 @@ from megatron_pulse.errors import describe_exception, unknown_name
 from model_specs.common.options import FamilyConfig
 from model_specs.derived.classes import CLASSES
 from model_specs.derived.family import DTYPE, DTYPES, DerivedFamily, options_class
-from model_specs.derived.messages import report_if_slow, say_once
+from model_specs.derived.rank0_messages import report_if_slow, say_once
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -16,7 +16,7 @@ from megatron_pulse.errors import describe_exception, did_you_mean, format_fault
 from model_specs.common.options import FamilyConfig
 from model_specs.derived.family import DTYPE, DTYPES, DerivedFamily, options_class
 from model_specs.derived.inputs import cast
-from model_specs.derived.messages import report_if_slow, say
+from model_specs.derived.rank0_messages import report_if_slow, say
 from model_specs.derived.user_code import canonical, find
 
 if TYPE_CHECKING:

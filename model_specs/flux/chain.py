@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_pulse.backbone.chain import Backbone, Layer, TensorSpec
-from model_specs.common.builder import builder, embedder
+from model_specs.common.deferred_build import builder, embedder
 from model_specs.flux.config import PACKED, FluxConfig
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_pulse.backbone.chain import Backbone, Layer, TensorSpec
 from megatron_pulse.backbone.context import LayerContext
-from model_specs.common.builder import builder, embedder
+from model_specs.common.deferred_build import builder, embedder
 from model_specs.unet.config import UNetConfig
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_pulse.encoders.pieces import EncoderPiece, States
+from megatron_pulse.encoders.encoder_piece import EncoderPiece, States
 from megatron_pulse.planner.bubble_fill.components import Component
 from megatron_pulse.planner.schedule.operations import BubbleTask, Schedule
 from megatron_pulse.runtime.encoding.encoding import Encoded as Results

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron_pulse.cli.main import main
 from megatron_pulse.encoders.autoencoder import Autoencoder
-from megatron_pulse.encoders.pipeline import TextEncoders
+from megatron_pulse.encoders.text_encoders import TextEncoders
 from megatron_pulse.encoders.tokens import Tokenizers
 from model_specs.common.texts import SD
 from tests.cli.small_diffusion import backbone, make_diffusion

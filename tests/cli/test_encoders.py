@@ -24,7 +24,7 @@ from megatron_pulse.diffusion.noise import start_noise
 from megatron_pulse.diffusion.objectives import DiffusionProcess
 from megatron_pulse.diffusion.process_flags import Objective
 from megatron_pulse.encoders.autoencoder import Autoencoder, posterior_noise, sampled
-from megatron_pulse.encoders.pipeline import TextEncoders
+from megatron_pulse.encoders.text_encoders import TextEncoders
 from megatron_pulse.encoders.tokens import Tokenizers, digest_of
 from model_specs.common.texts import SD
 from tests.cli.small_diffusion import backbone, make_diffusion

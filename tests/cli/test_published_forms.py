@@ -21,7 +21,7 @@ from megatron_pulse.cli.main import main
 from megatron_pulse.diffusion.published import read_folder
 from megatron_pulse.encoders.autoencoder import Autoencoder
 from megatron_pulse.encoders.components import components, weight_faults
-from megatron_pulse.encoders.pipeline import TextEncoders
+from megatron_pulse.encoders.text_encoders import TextEncoders
 from megatron_pulse.tracing.from_module import module_of
 from megatron_pulse.tracing.initial_weights.sources import from_stored
 from model_specs.common.texts import SD

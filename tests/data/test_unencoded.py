@@ -21,7 +21,7 @@ from megatron_pulse.data.sampler import MicrobatchSampler
 from megatron_pulse.diffusion.objectives import DiffusionProcess
 from megatron_pulse.diffusion.process_flags import Objective
 from megatron_pulse.encoders.autoencoder import Autoencoder
-from megatron_pulse.encoders.pipeline import TextEncoders
+from megatron_pulse.encoders.text_encoders import TextEncoders
 from megatron_pulse.encoders.tokens import EncodersError, Tokenizers
 from megatron_pulse.errors import collecting
 from model_specs.common.texts import SDXL

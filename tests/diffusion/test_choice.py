@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from megatron_pulse.dataclass_flags import add_flags, read_flags
 from megatron_pulse.diffusion.objectives import DiffusionProcess
 from megatron_pulse.diffusion.process_flags import (
     DynamicShift,
@@ -13,7 +14,6 @@ from megatron_pulse.diffusion.process_flags import (
     parse_shift,
 )
 from megatron_pulse.diffusion.process_from_flags import chosen_process
-from megatron_pulse.flags import add_flags, read_flags
 
 
 def choice(*flags):

@@ -12,8 +12,8 @@ from megatron_pulse.diffusion.noise import diffusers_noises, start_noise
 from megatron_pulse.diffusion.objectives import DiffusionProcess
 from megatron_pulse.diffusion.process_flags import DynamicShift, FlowGrid, NoiseSchedule, Objective
 from megatron_pulse.diffusion.sampling import noise_left, sample
-from megatron_pulse.diffusion.scheduler import process_of_scheduler
 from megatron_pulse.diffusion.scheduler_export import describe_sampler
+from megatron_pulse.diffusion.scheduler_import import process_of_scheduler
 from tests.diffusion.schedulers import PUBLISHED
 
 SHAPE = (1, 4, 4)

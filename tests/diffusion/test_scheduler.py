@@ -17,7 +17,8 @@ from megatron_pulse.backbone.published_weights import PublishedError
 from megatron_pulse.diffusion.objectives import DiffusionProcess
 from megatron_pulse.diffusion.process_flags import DynamicShift, Objective, ProcessChoice
 from megatron_pulse.diffusion.process_from_flags import chosen_process
-from megatron_pulse.diffusion.scheduler import (
+from megatron_pulse.diffusion.scheduler_export import sampling_settings, scheduler_of_process
+from megatron_pulse.diffusion.scheduler_import import (
     OF_BETAS,
     OF_FLOW,
     SCHEDULER_FILE,
@@ -26,7 +27,6 @@ from megatron_pulse.diffusion.scheduler import (
     process_of_scheduler,
     read_process,
 )
-from megatron_pulse.diffusion.scheduler_export import sampling_settings, scheduler_of_process
 from tests.diffusion.schedulers import DESCRIBED, PUBLISHED
 
 

@@ -16,7 +16,7 @@ from megatron_pulse.diffusion.objectives import DiffusionProcess
 from megatron_pulse.diffusion.process_flags import DynamicShift, ProcessChoice
 from megatron_pulse.diffusion.process_from_flags import chosen_process
 from megatron_pulse.diffusion.published import write_folder
-from megatron_pulse.diffusion.scheduler import process_of_scheduler
+from megatron_pulse.diffusion.scheduler_import import process_of_scheduler
 from megatron_pulse.integration.checkpoint.diffusion_process import continued_process, saved_process
 from megatron_pulse.integration.checkpoint.saved_run import read_saved_run
 from megatron_pulse.integration.flags.startup_checks import FlagError

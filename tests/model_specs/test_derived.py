@@ -24,7 +24,7 @@ from megatron_pulse.profile.parameters import count_parameters
 from megatron_pulse.profile.trainable import TrainedError
 from megatron_pulse.runtime.stage import Stage
 from megatron_pulse.tracing.input_leaves import leaves_of
-from model_specs.derived import messages, user_code
+from model_specs.derived import rank0_messages, user_code
 from model_specs.derived.classes import CLASSES
 from tests.tracing.zoo import make
 
@@ -325,14 +325,14 @@ def test_what_a_factory_may_return(
         with pytest.raises(ValueError, match=reason):
             model_specs.load_backbone(f"{own}:{name}")
     assert capsys.readouterr() == ("run\n", "")  # no graph, no stack of torch's
-    monkeypatch.setattr(messages, "Timer", _Late)
+    monkeypatch.setattr(rank0_messages, "Timer", _Late)
     model_specs.load_backbone(f"{own}:halved")
     making, warned, deriving = capsys.readouterr().err.splitlines()
     assert making == f"making {own}:halved ..."
     assert warned.endswith("makes parameters of float16; the run's are float32")
     assert deriving.startswith(f"deriving {own}:halved (") and deriving.endswith(") ...")
     monkeypatch.setenv("RANK", "1")
-    with messages.report_if_slow("nothing on other ranks"):
+    with rank0_messages.report_if_slow("nothing on other ranks"):
         assert capsys.readouterr().err == ""
 
 
@@ -382,7 +382,7 @@ def test_what_is_all_frozen_cannot_be_trained(own: str, capsys: pytest.CaptureFi
 def test_labels_are_dropped_in_the_batch_not_by_the_module(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(messages, "Timer", _Late)
+    monkeypatch.setattr(rank0_messages, "Timer", _Late)
     small = {"num_attention_heads": 2, "attention_head_dim": 8, "in_channels": 1, "num_layers": 1,
              "sample_size": 4, "num_embeds_ada_norm": 10, "norm_num_groups": 1}  # fmt: skip
     chain = model_specs.load_backbone("diffusers:DiTTransformer2DModel", small)

@@ -186,7 +186,7 @@ CONFIGS = {"grown-tiny": Config()}
 """
 CHAIN_FILE = """
 from megatron_pulse.backbone.chain import Backbone, Layer, TensorSpec
-from model_specs.common.builder import builder
+from model_specs.common.deferred_build import builder
 
 
 def build_backbone(name, config):

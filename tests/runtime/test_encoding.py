@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_pulse.encoders.pieces import EncoderPiece, States, run_pieces
+from megatron_pulse.encoders.encoder_piece import EncoderPiece, States, run_pieces
 from megatron_pulse.planner.bubble_fill.components import Component, FrozenLayer
 from megatron_pulse.planner.bubble_fill.filled_schedule import filled_schedule
 from megatron_pulse.planner.bubble_fill.problem import FillProblem

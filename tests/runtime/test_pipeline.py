@@ -19,7 +19,7 @@ import megatron_pulse as pulse
 from megatron_pulse.backbone.check import BackboneError
 from megatron_pulse.planner.layout.embedder_choice import EmbedderChoice
 from megatron_pulse.runtime.failure_board import PulseError
-from megatron_pulse.runtime.rng_check import reserves_numbers
+from megatron_pulse.runtime.random_draws import reserves_numbers
 from tests.ranks import run_ranks
 
 WIDTH, SAMPLES = 8, 4

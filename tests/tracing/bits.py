@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from megatron_pulse.tracing.derived_layer import run
 from megatron_pulse.tracing.input_leaves import leaves_of
-from megatron_pulse.tracing.inputs import Make, read_inputs
+from megatron_pulse.tracing.input_roles import Make, read_inputs
 from megatron_pulse.tracing.torch_export import export
 from megatron_pulse.tracing.units import UnitChain, derive
 from tests.tracing.unlike import Answer

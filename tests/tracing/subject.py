@@ -12,7 +12,7 @@ import megatron_pulse as pulse
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.shape_buckets import fields_of, shape_of
 from megatron_pulse.tracing.input_leaves import leaves_of
-from megatron_pulse.tracing.inputs import read_inputs
+from megatron_pulse.tracing.input_roles import read_inputs
 from tests.runtime.equality import Case, leave_zero, mean_squared_error
 from tests.tracing.own import OWN
 from tests.tracing.shapes import SHAPES, resized

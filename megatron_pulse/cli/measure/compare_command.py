@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_pulse.cli.errors import add_parser, check_file, no_such_file, require, warn
+from megatron_pulse.cli.flag_checks import add_parser, check_file, no_such_file, require, warn
 from megatron_pulse.cli.output import (
     DRAWINGS,
     add_json,

@@ -13,11 +13,17 @@ from datetime import date, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_pulse.cli.errors import add_parser, as_user_error, check_file, range_faults, require
+from megatron_pulse.cli.flag_checks import (
+    add_parser,
+    as_user_error,
+    check_file,
+    range_faults,
+    require,
+)
 from megatron_pulse.cli.launcher_env import ranks_of
 from megatron_pulse.cli.output import add_json, json_faults, print_result
+from megatron_pulse.dataclass_flags import ABOVE_ZERO
 from megatron_pulse.errors import UserError
-from megatron_pulse.flags import ABOVE_ZERO
 from megatron_pulse.progress import ProgressLine
 
 if TYPE_CHECKING:

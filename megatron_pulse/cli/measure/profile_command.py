@@ -15,7 +15,7 @@ from megatron_pulse.cli.backbone_flags import (
     options_of,
     trained_backbone,
 )
-from megatron_pulse.cli.errors import (
+from megatron_pulse.cli.flag_checks import (
     add_parser,
     as_user_error,
     check_file,
@@ -26,8 +26,8 @@ from megatron_pulse.cli.errors import (
 from megatron_pulse.cli.import_megatron import prepare_megatron, prepare_profiling
 from megatron_pulse.cli.models.encoder_flags import pipeline_folder_faults
 from megatron_pulse.cli.output import overwrite_faults, table
+from megatron_pulse.dataclass_flags import ABOVE_ZERO, FROM_ONE, TO_4096, TO_MILLION, flag_name
 from megatron_pulse.errors import unknown_name
-from megatron_pulse.flags import ABOVE_ZERO, FROM_ONE, TO_4096, TO_MILLION, flag_name
 from megatron_pulse.progress import ProgressLine
 
 if TYPE_CHECKING:

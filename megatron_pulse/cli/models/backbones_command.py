@@ -6,7 +6,7 @@ import argparse
 import sys
 from dataclasses import asdict, dataclass
 
-from megatron_pulse.cli.errors import add_parser, as_user_error, require
+from megatron_pulse.cli.flag_checks import add_parser, as_user_error, require
 from megatron_pulse.cli.import_megatron import prepare_megatron
 from megatron_pulse.cli.output import add_json, print_result, table
 from megatron_pulse.progress import track

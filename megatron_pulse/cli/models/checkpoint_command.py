@@ -9,7 +9,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_pulse.cli.errors import add_parser, as_user_error, require
+from megatron_pulse.cli.flag_checks import add_parser, as_user_error, require
 from megatron_pulse.cli.import_megatron import prepare_megatron
 from megatron_pulse.cli.output import add_json, json_faults, print_result, table
 from megatron_pulse.progress import ProgressLine

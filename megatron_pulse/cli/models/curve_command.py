@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megatron_pulse.cli.errors import add_parser, as_user_error, check_file, require
+from megatron_pulse.cli.flag_checks import add_parser, as_user_error, check_file, require
 from megatron_pulse.cli.output import add_json, json_faults, print_result
 
 _DESCRIPTION = """\

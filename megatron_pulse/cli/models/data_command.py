@@ -7,14 +7,14 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_pulse.cli.errors import add_parser, as_user_error, range_faults, require, warn
+from megatron_pulse.cli.flag_checks import add_parser, as_user_error, range_faults, require, warn
 from megatron_pulse.cli.models.data_emoji_command import add_emoji
 from megatron_pulse.cli.models.data_encoders_command import add_encoders
 from megatron_pulse.cli.models.encoder_flags import add_default_caption, caption_faults
 from megatron_pulse.cli.models.write_latents_command import add_write_latents
 from megatron_pulse.cli.output import add_json, name_value_lines, print_result
+from megatron_pulse.dataclass_flags import PIXELS
 from megatron_pulse.errors import Faults
-from megatron_pulse.flags import PIXELS
 
 if TYPE_CHECKING:
     from megatron_pulse.data.dataset import DiffusionDataset

@@ -6,8 +6,14 @@ import argparse
 import sys
 from pathlib import Path
 
-from megatron_pulse.cli.errors import add_parser, as_user_error, check_folder, range_faults, require
-from megatron_pulse.flags import FROM_ONE, PIXELS
+from megatron_pulse.cli.flag_checks import (
+    add_parser,
+    as_user_error,
+    check_folder,
+    range_faults,
+    require,
+)
+from megatron_pulse.dataclass_flags import FROM_ONE, PIXELS
 
 _DESCRIPTION = """\
 Renders every emoji of a colour font as a PNG file over white. Its Unicode name ("grinning face") is

@@ -13,7 +13,7 @@ from megatron_pulse.cli.backbone_flags import (
     backbone_faults,
     options_of,
 )
-from megatron_pulse.cli.errors import add_parser, as_user_error, require
+from megatron_pulse.cli.flag_checks import add_parser, as_user_error, require
 from megatron_pulse.cli.output import add_json, print_result, table
 from megatron_pulse.encoders.recipe import VAE
 
@@ -109,8 +109,8 @@ def _read(
 ) -> dict[str, str]:
     """Descriptions of the components' results as the backbone reads them."""
     from megatron_pulse.encoders.autoencoder import Autoencoder
-    from megatron_pulse.encoders.pipeline import TextEncoders
     from megatron_pulse.encoders.recipe import folder_name
+    from megatron_pulse.encoders.text_encoders import TextEncoders
 
     read = {}
     if recipe is not None:

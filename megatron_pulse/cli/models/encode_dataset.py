@@ -12,7 +12,7 @@ import torch
 
 from megatron_pulse.backbone.layer_selection import size_options
 from megatron_pulse.cli.backbone_flags import options_of
-from megatron_pulse.cli.errors import as_user_error, require, warn
+from megatron_pulse.cli.flag_checks import as_user_error, require, warn
 from megatron_pulse.cli.launcher_env import RankOfJob
 from megatron_pulse.cli.models.encoder_flags import (
     autoencoder_folder,
@@ -27,9 +27,9 @@ from megatron_pulse.data.images.conditioning import CONDITIONING
 from megatron_pulse.data.latents.layout import FILES, LatentLayout, LatentType
 from megatron_pulse.data.latents.writer import LatentWriter
 from megatron_pulse.data.split_groups import name_hash
+from megatron_pulse.dataclass_flags import DTYPES
 from megatron_pulse.encoders.autoencoder import Autoencoder, posterior_noise, sampled
 from megatron_pulse.errors import UserError
-from megatron_pulse.flags import DTYPES
 from megatron_pulse.profile.measurement.machine import compute_as_a_rank
 from megatron_pulse.progress import ProgressLine
 from model_specs import load_backbone, with_texts_of

@@ -7,16 +7,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_pulse.dataclass_flags import DTYPES
 from megatron_pulse.encoders.recipe import VAE
 from megatron_pulse.errors import UserError, format_faults
-from megatron_pulse.flags import DTYPES
 
 if TYPE_CHECKING:
     from megatron_pulse.backbone.chain import Backbone
     from megatron_pulse.data.dataset import FieldSpec
     from megatron_pulse.encoders.autoencoder import Autoencoder
-    from megatron_pulse.encoders.pipeline import TextEncoders
     from megatron_pulse.encoders.recipe import TextRecipe
+    from megatron_pulse.encoders.text_encoders import TextEncoders
     from megatron_pulse.encoders.tokens import Tokenizers
 
 
@@ -96,7 +96,7 @@ def open_encoders(
     import torch
 
     from megatron_pulse.data.dataset import COMPUTE, FieldSpec
-    from megatron_pulse.encoders.pipeline import TextEncoders
+    from megatron_pulse.encoders.text_encoders import TextEncoders
 
     read = _read_by(name, backbone)
     if read is None:
@@ -167,7 +167,7 @@ def require_same_encoders(encoders: TextEncoders, trained: argparse.Namespace) -
     encoder are not compared.
     """
     from megatron_pulse.data.fields import made_otherwise
-    from megatron_pulse.encoders.pipeline import TextEncoders
+    from megatron_pulse.encoders.text_encoders import TextEncoders
     from megatron_pulse.encoders.tokens import changed_since, recorded_by
 
     there = _made_by(trained)

@@ -18,12 +18,18 @@ from megatron_pulse.cli.backbone_flags import (
     option_faults,
     options_of,
 )
-from megatron_pulse.cli.errors import add_parser, as_user_error, check_folder, range_faults, require
+from megatron_pulse.cli.flag_checks import (
+    add_parser,
+    as_user_error,
+    check_folder,
+    range_faults,
+    require,
+)
 from megatron_pulse.cli.import_megatron import prepare_megatron
 from megatron_pulse.cli.models.controlnet_options import NEW, with_controlnet
+from megatron_pulse.dataclass_flags import FROM_ZERO, add_flags, read_flags
 from megatron_pulse.diffusion.process_flags import ProcessChoice
 from megatron_pulse.errors import UserError
-from megatron_pulse.flags import FROM_ZERO, add_flags, read_flags
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -139,7 +145,7 @@ def run_import(args: argparse.Namespace) -> None:
     """Read, compare, write."""
     require([*_check_new(args.to), *_check_source(args)])
     prepare_megatron()
-    from megatron_pulse.diffusion.scheduler import read_process
+    from megatron_pulse.diffusion.scheduler_import import read_process
     from megatron_pulse.integration.checkpoint.published_weights import import_weights
 
     with as_user_error(ValueError):
@@ -266,7 +272,7 @@ def _check_new(path: Path) -> list[str]:
 
 def _check_beside(path: Path) -> list[str]:
     """Fault if the scheduler file beside an exported file exists, perhaps from another export."""
-    from megatron_pulse.diffusion.scheduler import file_beside
+    from megatron_pulse.diffusion.scheduler_import import file_beside
 
     beside = file_beside(path)
     return [f"--to {path}: {beside} exists: name a new one"] if beside.exists() else []

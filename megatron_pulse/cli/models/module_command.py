@@ -12,7 +12,7 @@ from megatron_pulse.cli.backbone_flags import (
     backbone_name_type,
     options_of,
 )
-from megatron_pulse.cli.errors import add_parser, as_user_error, require, warn
+from megatron_pulse.cli.flag_checks import add_parser, as_user_error, require, warn
 from megatron_pulse.cli.import_megatron import prepare_megatron
 from megatron_pulse.cli.output import add_json, print_result, table
 

@@ -16,7 +16,7 @@ from megatron_pulse.cli.backbone_flags import (
     option_faults,
     options_of,
 )
-from megatron_pulse.cli.errors import (
+from megatron_pulse.cli.flag_checks import (
     add_parser,
     as_user_error,
     range_faults,
@@ -43,6 +43,14 @@ from megatron_pulse.cli.models.sample_output import (
     writer_of,
 )
 from megatron_pulse.cli.output import add_json, json_faults, print_result
+from megatron_pulse.dataclass_flags import (
+    FROM_ZERO,
+    FROM_ZERO_TO_ONE,
+    TO_MILLION,
+    Range,
+    add_flags,
+    read_flags,
+)
 from megatron_pulse.diffusion.process_flags import (
     OF_TRAINING,
     FlowGrid,
@@ -51,14 +59,6 @@ from megatron_pulse.diffusion.process_flags import (
     SamplingNoise,
 )
 from megatron_pulse.errors import UserError, collecting
-from megatron_pulse.flags import (
-    FROM_ZERO,
-    FROM_ZERO_TO_ONE,
-    TO_MILLION,
-    Range,
-    add_flags,
-    read_flags,
-)
 
 if TYPE_CHECKING:
     from megatron_pulse.integration.sampling import Request, TrainedModel

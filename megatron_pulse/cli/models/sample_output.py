@@ -9,7 +9,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_pulse.cli.errors import check_file, check_folder
+from megatron_pulse.cli.flag_checks import check_file, check_folder
 
 if TYPE_CHECKING:
     from torch import Tensor

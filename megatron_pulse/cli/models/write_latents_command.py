@@ -11,7 +11,7 @@ from megatron_pulse.cli.backbone_flags import (
     add_option_flag,
     backbone_faults,
 )
-from megatron_pulse.cli.errors import (
+from megatron_pulse.cli.flag_checks import (
     add_parser,
     check_folder,
     range_faults,
@@ -26,8 +26,8 @@ from megatron_pulse.cli.models.encoder_flags import (
     caption_faults,
     encoder_faults,
 )
+from megatron_pulse.dataclass_flags import DTYPES, PIXELS, TO_MILLION
 from megatron_pulse.errors import UserError, collecting
-from megatron_pulse.flags import DTYPES, PIXELS, TO_MILLION
 
 _DESCRIPTION = """\
 Without --vae the latents are the pixels. With it they are mean and deviation of the posterior of a

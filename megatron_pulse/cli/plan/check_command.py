@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_pulse.cli.backbone_flags import add_code_flag
-from megatron_pulse.cli.errors import add_parser, warn
+from megatron_pulse.cli.flag_checks import add_parser, warn
 from megatron_pulse.cli.output import add_json, name_value_lines, print_result
 from megatron_pulse.errors import UserError, format_faults
 from megatron_pulse.file_kinds import FileKind

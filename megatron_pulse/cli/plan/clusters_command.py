@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from megatron_pulse.cli.errors import add_parser
+from megatron_pulse.cli.flag_checks import add_parser
 from megatron_pulse.cli.output import add_json, print_result, table
 
 if TYPE_CHECKING:

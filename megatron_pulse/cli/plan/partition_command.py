@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_pulse.backbone.activations import ActivationPolicy
-from megatron_pulse.cli.errors import (
+from megatron_pulse.cli.flag_checks import (
     add_parser,
     check_file,
     missing_file_faults,
@@ -19,8 +19,8 @@ from megatron_pulse.cli.errors import (
     warn,
 )
 from megatron_pulse.cli.output import add_json, json_faults, overwrite_faults, print_result, write
+from megatron_pulse.dataclass_flags import ABOVE_ZERO, FROM_ZERO, TO_4096, TO_MILLION, flag_name
 from megatron_pulse.errors import unknown_name
-from megatron_pulse.flags import ABOVE_ZERO, FROM_ZERO, TO_4096, TO_MILLION, flag_name
 from megatron_pulse.progress import ProgressLine
 
 if TYPE_CHECKING:

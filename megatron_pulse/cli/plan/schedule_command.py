@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_pulse.cli.errors import (
+from megatron_pulse.cli.flag_checks import (
     add_parser,
     as_user_error,
     check_file,
@@ -26,8 +26,8 @@ from megatron_pulse.cli.output import (
     print_result,
     write,
 )
+from megatron_pulse.dataclass_flags import ABOVE_ZERO, FROM_ZERO, TO_4096, TO_MILLION
 from megatron_pulse.errors import UserError
-from megatron_pulse.flags import ABOVE_ZERO, FROM_ZERO, TO_4096, TO_MILLION
 from megatron_pulse.progress import ProgressLine
 
 if TYPE_CHECKING:

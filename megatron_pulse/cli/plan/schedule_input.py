@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megatron_pulse.backbone.layer_selection import name_of
-from megatron_pulse.cli.errors import as_user_error, require, warn
+from megatron_pulse.cli.flag_checks import as_user_error, require, warn
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import read_json
 

@@ -6,7 +6,13 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_pulse.cli.errors import add_parser, check_file, missing_file_faults, require, warn
+from megatron_pulse.cli.flag_checks import (
+    add_parser,
+    check_file,
+    missing_file_faults,
+    require,
+    warn,
+)
 from megatron_pulse.cli.output import DRAWINGS, overwrite_faults
 
 if TYPE_CHECKING:

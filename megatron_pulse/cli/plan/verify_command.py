@@ -16,7 +16,7 @@ from megatron_pulse.cli.backbone_flags import (
     backbone_faults,
     options_of,
 )
-from megatron_pulse.cli.errors import (
+from megatron_pulse.cli.flag_checks import (
     add_parser,
     as_user_error,
     check_file,
@@ -25,8 +25,8 @@ from megatron_pulse.cli.errors import (
     warn,
 )
 from megatron_pulse.cli.output import add_json, json_faults, overwrite_faults, print_result
+from megatron_pulse.dataclass_flags import ABOVE_ZERO, FROM_ONE, FROM_ZERO
 from megatron_pulse.errors import UserError
-from megatron_pulse.flags import ABOVE_ZERO, FROM_ONE, FROM_ZERO
 from megatron_pulse.progress import ProgressLine
 
 if TYPE_CHECKING:

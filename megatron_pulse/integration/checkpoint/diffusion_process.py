@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 
+from megatron_pulse.dataclass_flags import read_flags
 from megatron_pulse.diffusion.objectives import DiffusionProcess
 from megatron_pulse.diffusion.process_flags import ProcessChoice
 from megatron_pulse.diffusion.process_from_flags import chosen_process
 from megatron_pulse.errors import format_faults
-from megatron_pulse.flags import read_flags
 
 
 def saved_process(args: argparse.Namespace) -> DiffusionProcess:

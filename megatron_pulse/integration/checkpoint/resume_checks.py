@@ -17,13 +17,13 @@ from megatron_pulse.data.data_fingerprint import (
 )
 from megatron_pulse.data.dataset import LATENT
 from megatron_pulse.data.fields import made_differently
+from megatron_pulse.dataclass_flags import flag_name
 from megatron_pulse.diffusion.objectives import DiffusionProcess
 from megatron_pulse.diffusion.process_from_flags import chosen_process
-from megatron_pulse.diffusion.scheduler import read_process
+from megatron_pulse.diffusion.scheduler_import import read_process
 from megatron_pulse.encoders.recipe import VAE
 from megatron_pulse.encoders.tokens import recorded_by
 from megatron_pulse.errors import format_faults
-from megatron_pulse.flags import flag_name
 from megatron_pulse.integration.checkpoint.diffusion_process import continued_process, saved_process
 from megatron_pulse.integration.checkpoint.lr_schedule import LENGTHS, SHAPE, given_schedule
 from megatron_pulse.integration.checkpoint.starting_point import StartingPoint

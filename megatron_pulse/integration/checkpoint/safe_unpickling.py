@@ -21,7 +21,7 @@ from torch.distributed.checkpoint._nested_dict import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import ReadItem
 
-from megatron_pulse.backbone.torch_files import FilePart, is_archive, require_stored
+from megatron_pulse.backbone.torch_archive_checks import FilePart, is_archive, require_stored
 
 _KNOWN = {
     "pathlib": {"PosixPath"},

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron_pulse.flags import flag_name
+from megatron_pulse.dataclass_flags import flag_name
 from megatron_pulse.integration.checkpoint.folders import (
     LATEST,
     RELEASE,

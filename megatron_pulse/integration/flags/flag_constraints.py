@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from megatron.training.arguments import validate_args
 
-from megatron_pulse.flags import ABOVE_ZERO, BELOW_ONE, FROM_ONE, FROM_ZERO, flag_name
+from megatron_pulse.dataclass_flags import ABOVE_ZERO, BELOW_ONE, FROM_ONE, FROM_ZERO, flag_name
 from megatron_pulse.integration.flags.parse import CommandLine
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"

@@ -14,8 +14,8 @@ from typing import Any, NoReturn
 from megatron.training.argument_utils import ArgumentGroupFactory
 from megatron.training.arguments import add_megatron_arguments
 
+from megatron_pulse.dataclass_flags import with_new_names
 from megatron_pulse.diffusion.hub import with_local_folders
-from megatron_pulse.flags import with_new_names
 from megatron_pulse.integration.flags.megatron_flags import Support, load_table
 from megatron_pulse.integration.flags.pulse_options import add_pulse_arguments
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from megatron_pulse.flags import flag_name, marked
+from megatron_pulse.dataclass_flags import flag_name, marked
 from megatron_pulse.integration.flags.parse import CommandLine
 from megatron_pulse.integration.flags.pulse_options import FlagMark, PulseOptions
 from megatron_pulse.planner.plan_file.plan_file import PlanFile

@@ -12,8 +12,7 @@ import torch
 
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.data.build import several_parts
-from megatron_pulse.diffusion.process_flags import ProcessChoice
-from megatron_pulse.flags import (
+from megatron_pulse.dataclass_flags import (
     ABOVE_ZERO,
     BELOW_ONE,
     FROM_ONE,
@@ -26,6 +25,7 @@ from megatron_pulse.flags import (
     marked,
     read_flags,
 )
+from megatron_pulse.diffusion.process_flags import ProcessChoice
 from megatron_pulse.planner.layout.embedder_choice import Policy
 from megatron_pulse.planner.layout.placement import PLACEMENTS, Placement, make_placement
 from megatron_pulse.planner.partition.find import DefaultPlacement, default_placement

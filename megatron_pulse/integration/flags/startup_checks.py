@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
+from megatron_pulse.dataclass_flags import ABOVE_ZERO, flag_faults, flag_name
 from megatron_pulse.errors import faults_in, format_faults
 from megatron_pulse.files import unwritable
-from megatron_pulse.flags import ABOVE_ZERO, flag_faults, flag_name
 from megatron_pulse.integration.flags.flag_constraints import check_constraints
 from megatron_pulse.integration.flags.parse import CommandLine
 from megatron_pulse.integration.flags.pulse_options import (

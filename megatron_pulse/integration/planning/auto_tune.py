@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_pulse.backbone.chain import Backbone
-from megatron_pulse.flags import flag_name
+from megatron_pulse.dataclass_flags import flag_name
 from megatron_pulse.integration.flags.parse import CommandLine
 from megatron_pulse.integration.flags.pulse_options import PulseOptions
 from megatron_pulse.integration.loop_encoders import LoopEncoders, loop_encoders

@@ -17,24 +17,24 @@ from typing import Any
 
 from megatron_pulse.backbone.activations import ActivationPolicies, name_faults, policies_of
 from megatron_pulse.backbone.layer_selection import name_of
+from megatron_pulse.dataclass_flags import flag_value
 from megatron_pulse.errors import UserError
 from megatron_pulse.file_kinds import FileKind, detect_kind
 from megatron_pulse.files import FileError, read_json, write_with_checksum
-from megatron_pulse.flags import flag_value
 from megatron_pulse.planner.layout.layouts import layout_name
 from megatron_pulse.planner.layout.placement import Partition, Placement, make_placement
 from megatron_pulse.planner.partition.memory import ParameterState
+from megatron_pulse.planner.plan_file.consistency import (
+    edge_faults,
+    shape_faults,
+    sum_faults,
+)
 from megatron_pulse.planner.plan_file.schema import (
     FORMAT,
     OFFLOAD_KEYS,
     RECOMPUTE_KEYS,
     WGRAD_KEY,
     plan_faults,
-)
-from megatron_pulse.planner.plan_file.validators import (
-    edge_faults,
-    shape_faults,
-    sum_faults,
 )
 from megatron_pulse.planner.program.simulate import SimulatedStep, StageMessage, lags, simulate_step
 from megatron_pulse.planner.schedule.check.validate import faults_for, validate

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_pulse.encoders.pieces import EncoderPiece, States, run_pieces
+from megatron_pulse.encoders.encoder_piece import EncoderPiece, States, run_pieces
 from megatron_pulse.errors import format_faults, unknown_name
 from megatron_pulse.planner.schedule.message import STEP_END, Message
 from megatron_pulse.planner.schedule.operations import BubbleTask, OpType, Schedule

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 
-from megatron_pulse.cli.errors import warn
+from megatron_pulse.cli.flag_checks import warn
 from megatron_pulse.planner.tune.search.budget import ProcessorClock
 
 

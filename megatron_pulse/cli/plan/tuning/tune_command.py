@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_pulse.cli.backbone_flags import add_layers_flags, layers_faults
-from megatron_pulse.cli.errors import (
+from megatron_pulse.cli.flag_checks import (
     add_parser,
     as_user_error,
     check_file,
@@ -33,8 +33,8 @@ from megatron_pulse.cli.plan.tuning.tune_input import (
     run_search,
     unused_caution,
 )
+from megatron_pulse.dataclass_flags import ABOVE_ZERO, SHARE, TO_MILLION
 from megatron_pulse.errors import unknown_name
-from megatron_pulse.flags import ABOVE_ZERO, SHARE, TO_MILLION
 from megatron_pulse.progress import ProgressLine
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from megatron_pulse.cli.errors import as_user_error, require
+from megatron_pulse.cli.flag_checks import as_user_error, require
 from megatron_pulse.cli.output import print_result
 from megatron_pulse.cli.plan.tuning.tune_input import choices_of, evaluator_of, numbers, run_search
 

@@ -7,7 +7,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from megatron_pulse.cli.backbone_flags import trained_backbone
-from megatron_pulse.cli.errors import require
+from megatron_pulse.cli.flag_checks import require
 from megatron_pulse.progress import ProgressLine
 
 if TYPE_CHECKING:
@@ -180,7 +180,7 @@ def run_search(args: argparse.Namespace, evaluator: Evaluator, choices: Choices)
     Ctrl-C ends the search if there is a result. A first one without a result, or a second one, ends
     the command.
     """
-    from megatron_pulse.cli.errors import warn
+    from megatron_pulse.cli.flag_checks import warn
     from megatron_pulse.cli.plan.tuning.interruptible_clock import InterruptibleClock
     from megatron_pulse.planner.tune.search.budget import LATE
     from megatron_pulse.planner.tune.tune import tune

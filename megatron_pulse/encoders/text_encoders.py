@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megatron_pulse.encoders.encoder_piece import EncoderPiece, run_pieces
 from megatron_pulse.encoders.finite import CHECK, all_finite, not_finite
 from megatron_pulse.encoders.loading import (
     files_amiss,
@@ -17,7 +18,6 @@ from megatron_pulse.encoders.loading import (
     silently,
     stored,
 )
-from megatron_pulse.encoders.pieces import EncoderPiece, run_pieces
 from megatron_pulse.encoders.recipe import ComponentKind, Part, State, TextRecipe, folder_name
 from megatron_pulse.encoders.text_pieces import text_pieces
 from megatron_pulse.encoders.tokens import (

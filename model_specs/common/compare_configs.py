@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_pulse.flags import flag_value
+from megatron_pulse.dataclass_flags import flag_value
 from model_specs.common.options import CHOICE, REASON, SETTLED_BY, FamilyConfig, Value
 
 
