@@ -1,7 +1,7 @@
-"""Lists of input faults: all faults at once, in readable form, however many.
+"""Lists of input faults, all at once and readable however many; errors of full disks.
 
-A fault is a sentence, or a result of ``told``: a heading with its own list. Such a list is indented
-in an enclosing list and counts as its number of faults.
+A fault is a sentence, or a result of ``format_faults``: a heading with its own list. Such a list is
+indented in an enclosing list and counts as its number of faults.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def collecting(
 def format_faults(what: str, faults: Sequence[str], remedy: str = "") -> str:
     """Text of faults of ``what``: ``what: fault``, or a counted list; ``remedy`` is a further line.
 
-    >>> print(told("plan.json", ["pipeline is 0", "data is missing"]))
+    >>> print(format_faults("plan.json", ["pipeline is 0", "data is missing"]))
     plan.json (2 faults):
       - pipeline is 0
       - data is missing

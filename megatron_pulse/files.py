@@ -106,7 +106,7 @@ def replacing_folder(folder: Path) -> Iterator[Path]:
 
 
 def write_with_checksum(path: str | Path, text: str) -> None:
-    """Write an object in JSON or YAML atomically, with its checksum (see ``checksum``)."""
+    """Write an object in JSON or YAML atomically, with its checksum (see ``add_checksum``)."""
     with replacing(path) as beside:
         beside.write_text(add_checksum(text), encoding="utf-8")
 

@@ -1,4 +1,4 @@
-"""ProgressLine line of long work on standard error, drawn by rich on a terminal.
+"""Progress line of long work on standard error, drawn by rich on a terminal.
 
 Nothing is drawn in a pipe, or before work has taken ``DELAY_S`` seconds; rich is imported only
 then.

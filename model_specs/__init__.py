@@ -20,8 +20,8 @@ states of the pipeline's encoders to batch fields. Of several recipes, the one w
 configuration reads applies.
 
 Family folders share one layout: ``config.py`` (no torch), ``chain.py`` (``build_backbone``),
-``modules.py`` (torch, imported when a layer builds) and ``published.py``. ``common/`` is shared
-code. The folder's name is the family's name in checkpoints.
+``modules.py`` (torch, imported when a layer builds) and ``published_weights.py``. ``common/`` is
+shared code. The folder's name is the family's name in checkpoints.
 
 A name with a colon is not a registered configuration. It names the user's module or chain
 (``derived/``), or a cascade of backbones (``derived/cascades.py``).

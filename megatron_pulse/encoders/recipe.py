@@ -61,7 +61,7 @@ class TextRecipe:
       ``padded_as`` as another place, the others to their tokenizer's length.
     - ``zeros_if_empty``: without a prompt the states are zeros if the pipeline's
       ``force_zeros_for_empty_prompt`` is true (its default), otherwise the encoding of "".
-    - ``cleans``: texts are cleaned (see ``cleaning.py``).
+    - ``cleans``: texts are cleaned (see ``tokens.py``).
     - ``inversions``: a token of textual inversion stands for all its vectors.
     - ``length_option``: the backbone's option for the text length; empty if there is none.
     """

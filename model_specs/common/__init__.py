@@ -1,18 +1,18 @@
 """Modules shared by the families.
 
-===============  ==================================================================================
-options          fields of a configuration as typed options; choices of a run
-limits           faults that configurations of several families can have
-identity         comparison of two configurations: same model or not
-builder          references to layer modules that are resolved when a layer builds
-published        rules and settings common to several families' published weights
-megatron_config  a family's ``TransformerConfig``, derived from the run's
-layers           norms, tables, entry to and exit from sequence parallelism, embedded timesteps
-patches          images to tokens and back, fixed positions
-attention        attention, MLP and their linears, from Megatron's parts or Transformer Engine's
-joint_attention  attention over two streams of tokens
-mmdit            blocks, embeddings and head of SD3 and Flux
-===============  ==================================================================================
+=================  ================================================================================
+options            fields of a configuration as typed options; choices of a run
+config_faults      faults that configurations of several families can have
+compare_configs    comparison of two configurations: same model or not
+deferred_build     references to layer modules that are resolved when a layer builds
+published_weights  rules and settings common to several families' published weights
+megatron_config    a family's ``TransformerConfig``, derived from the run's
+layers             norms, tables, entry to and exit from sequence parallelism, embedded timesteps
+patches            images to tokens and back, fixed positions
+attention          attention, MLP and their linears, from Megatron's parts or Transformer Engine's
+joint_attention    attention over two streams of tokens
+mmdit              blocks, embeddings and head of SD3 and Flux
+=================  ================================================================================
 
 The first five import neither torch nor Megatron.
 """

@@ -72,7 +72,7 @@ class Encoded:
             self.batches = [{"index": torch.arange(rank, encoders.num_samples, world)}]
 
     def begin(self, schedule: Schedule | None = None) -> None:
-        """What is in front of a step, then the step's bubble tasks."""
+        """Run the encoders before a step, then begin the step's bubble tasks."""
         self.ran.clear()
         self.results = []
         if self._front:

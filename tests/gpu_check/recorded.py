@@ -36,7 +36,7 @@ def take_gpu() -> str:
     if not torch.cuda.is_available():
         return "cpu"
     share_gpus()
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # as leave_connections has it
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # as set_cuda_connections has it
     local = int(os.environ["LOCAL_RANK"])
     torch.cuda.set_device(local)
     return f"cuda:{local}"

@@ -141,7 +141,7 @@ def read_saved_run(load: str | Path, iteration: int | None = None) -> SavedRun:
     """Read the latest checkpoint in ``load``, or that of ``iteration``.
 
     Raises CheckpointError if there is none, or if another program wrote it. Raises DamagedError if
-    it is incomplete, or if the parts read here are damaged. ``require_whole`` reads all parts.
+    it is incomplete, or if the parts read here are damaged. ``require_intact`` reads all parts.
     """
     folder = checkpoint_folder(load, iteration)
     require_readable(folder)

@@ -1,6 +1,6 @@
 """Saving of checkpoints that appear whole or not at all, with clear errors for a full disk.
 
-With ``--async-save`` a thread of each rank writes while training continues (``background.py``)::
+With ``--async-save`` a thread of each rank writes while training continues (``async_writer.py``)::
 
   main thread   step 2, plan, copy   step 3   step 4   all wrote: index, hashes, newest   step 5
   writer                             write, hash ..

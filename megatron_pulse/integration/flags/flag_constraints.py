@@ -60,7 +60,7 @@ def validate(args: argparse.Namespace) -> None:
 
     With tensor parallelism Megatron checks ``CUDA_DEVICE_MAX_CONNECTIONS``, even before CUDA starts
     and if the user has chosen a value. The variable is set for the check only;
-    ``pretrain.leave_connections`` restores the choice.
+    ``pretrain.set_cuda_connections`` restores the choice.
     """
     args.use_precision_aware_optimizer |= args.optimizer_cpu_offload
     args.accumulate_allreduce_grads_in_fp32 |= args.optimizer_cpu_offload and args.fp16

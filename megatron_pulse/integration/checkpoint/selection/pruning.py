@@ -4,7 +4,7 @@ A link's target also stays. The folder is locked throughout, so that no run writ
 and the removal::
 
   read      the named newest, else the newest, until one is intact: a run would continue from
-            it (``falling_back`` has the same rule); then the newest ones, until as many are
+            it (``recovery`` has the same rule); then the newest ones, until as many are
             intact as are to stay
   choose    unread ones are older; damaged ones are chosen only on request
   remove    each is renamed first, and a half removed one is removed the next time
