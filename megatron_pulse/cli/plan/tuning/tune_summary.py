@@ -56,12 +56,12 @@ def _faster(found: Tuning, evaluator: Evaluator, fewer: ScaleDown | None) -> lis
     rate, other = found.outcomes[0].throughput, found.fsdp_baseline
     faster: list[tuple[float, str]] = []
     if other is not None and other.throughput > (1 + ALIKE) * rate:
-        times = _times(other.throughput / rate)
+        times = format_number(other.throughput / rate)
         said = f"use {other.name}: {times} times as fast as the best plan ({other.facts})"
         faster.append((other.throughput, said))
     if fewer is not None:
         part = "one device" if fewer.num_devices == 1 else f"{fewer.num_devices} devices"
-        times, every = _times(fewer.outcome.throughput / rate), evaluator.cluster.num_devices
+        times, every = format_number(fewer.outcome.throughput / rate), evaluator.cluster.num_devices
         said = f"use {part}: {times} times as fast as all {every} together ({fewer.outcome.config})"
         faster.append((fewer.outcome.throughput, said))
     return [said for _, said in sorted(faster)[-1:]]
@@ -100,7 +100,7 @@ def _compared(found: Tuning, evaluator: Evaluator) -> str:
     best, other = found.outcomes[0], found.fsdp_baseline
 
     def beside(name: str, rate: float) -> str:
-        return f"{_times(best.throughput / rate)} x {name} ({rate:.4g} samples/s)"
+        return f"{format_number(best.throughput / rate)} x {name} ({rate:.4g} samples/s)"
 
     if other is not None:
         told = [beside(other.name.split(" (")[0], other.throughput)]
@@ -139,7 +139,3 @@ def _certainty(found: Tuning) -> str:
 
 def _percent(share: float) -> str:
     return f"{100 * share:.1f} %"
-
-
-def _times(ratio: float) -> str:
-    return format_number(ratio)
