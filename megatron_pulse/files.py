@@ -29,10 +29,10 @@ from megatron_pulse.errors import (
     faults_in,
     first_of,
     format_faults,
-    full_error,
 )
 from megatron_pulse.file_kinds import FileKind, detect_kind
 from megatron_pulse.fonts import UNPRINTABLE
+from megatron_pulse.full_disk import full_error
 
 MAX_BYTES = 64 << 20
 """Maximum size of a file that is read at once."""

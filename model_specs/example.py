@@ -9,8 +9,8 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_pulse.backbone.build_context import LayerContext
 from megatron_pulse.backbone.chain import Backbone, Layer, TensorSpec
-from megatron_pulse.backbone.context import LayerContext
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ def test_captions_and_headings_are_drawn_without_a_warning(tmp_path: Path) -> No
     from PIL import Image
     from torch.utils.tensorboard import SummaryWriter
 
-    from megatron_pulse.diffusion.curves import draw_loss_curve
+    from megatron_pulse.cli.models.loss_curve import draw_loss_curve
     from megatron_pulse.diffusion.grid import save_grid
 
     with SummaryWriter(str(tmp_path / "events")) as events:

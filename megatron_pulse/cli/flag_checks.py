@@ -10,9 +10,10 @@ from pathlib import Path
 
 from megatron_pulse.dataclass_flags import Range, flag_name
 from megatron_pulse.encoders.recipe import VAE
-from megatron_pulse.errors import UserError, summarize, why_full
+from megatron_pulse.errors import UserError, summarize
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import unwritable
+from megatron_pulse.full_disk import why_full
 
 
 def require(faults: Sequence[str]) -> None:

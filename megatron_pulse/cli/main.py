@@ -37,14 +37,8 @@ from megatron_pulse.cli.plan import (
 from megatron_pulse.cli.plan.tuning import tune_command
 from megatron_pulse.dataclass_flags import with_new_names
 from megatron_pulse.diffusion.hub import with_local_folders
-from megatron_pulse.errors import (
-    UserError,
-    did_you_mean,
-    full_remedy,
-    summarize,
-    unknown_name,
-    why_full,
-)
+from megatron_pulse.errors import UserError, did_you_mean, summarize, unknown_name
+from megatron_pulse.full_disk import full_remedy, why_full
 from megatron_pulse.processes import NO_FOLDER, open_closed_streams
 
 _EPILOG = """\

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megatron_pulse.data.buckets import Buckets
 from megatron_pulse.data.captions import CaptionedImages
-from megatron_pulse.data.data_fingerprint import read_provenance
+from megatron_pulse.data.data_record import read_provenance
 from megatron_pulse.data.dataset import (
     NO_FIELDS,
     DataError,

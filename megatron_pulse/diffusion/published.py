@@ -24,7 +24,7 @@ from torch import Tensor
 from megatron_pulse.backbone.published_weights import Published, PublishedError
 from megatron_pulse.backbone.torch_archive_checks import is_plain_archive
 from megatron_pulse.diffusion.scheduler_import import SCHEDULER_FILE, file_beside
-from megatron_pulse.diffusion.single_file_checkpoints import original_faults
+from megatron_pulse.diffusion.single_file_refusal import original_faults
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import FileError, read_json, replacing, replacing_folder
 from megatron_pulse.paths import is_file_name, no_file

@@ -14,7 +14,7 @@ from torch import nn
 from megatron_pulse.backbone.published_weights import PublishedError, names_on_load
 from megatron_pulse.backbone.torch_archive_checks import is_plain_archive
 from megatron_pulse.diffusion.published import StoredTensors, names_in, read_folder, read_index
-from megatron_pulse.diffusion.single_file_checkpoints import original_faults
+from megatron_pulse.diffusion.single_file_refusal import original_faults
 from megatron_pulse.errors import UserError
 from megatron_pulse.paths import no_file
 

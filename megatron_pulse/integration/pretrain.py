@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from megatron.training.determinism import apply_determinism_env
 
-from megatron_pulse.data.data_fingerprint import to_saved
+from megatron_pulse.data.data_record import to_saved
 from megatron_pulse.data.dataset import DataError
 from megatron_pulse.integration.checkpoint.folders import CheckpointError, newest_named
 from megatron_pulse.integration.checkpoint.lock import FolderInUse, FolderLock
@@ -48,8 +48,8 @@ from megatron_pulse.integration.setup import (
     with_schedules,
 )
 from megatron_pulse.integration.training import train
+from megatron_pulse.profile.channels_last import format_caution
 from megatron_pulse.profile.measurement.machine import compute_as_a_rank, num_threads
-from megatron_pulse.profile.memory_format import format_caution
 from megatron_pulse.profile.warnings import plan_thread_caution
 from megatron_pulse.runtime.rendezvous import Job
 from megatron_pulse.runtime.stop_signals import STOP

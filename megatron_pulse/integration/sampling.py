@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_pulse.backbone.chain import COMPUTE, Backbone
 from megatron_pulse.data.captions import WordEncoder
-from megatron_pulse.data.data_fingerprint import recorded_data, recorded_provenance
+from megatron_pulse.data.data_record import recorded_data, recorded_provenance
 from megatron_pulse.data.dataset import LATENT, Framing
 from megatron_pulse.data.fields import SIZES, constants, made_otherwise
 from megatron_pulse.data.images.conditioning import CONDITIONING

@@ -19,7 +19,7 @@ from megatron_pulse.backbone.shape_buckets import at_shape
 from megatron_pulse.data.buckets import BucketSampler
 from megatron_pulse.data.build import no_data_named, open_buckets
 from megatron_pulse.data.captions import cut_short
-from megatron_pulse.data.data_fingerprint import DataRecord, record_of
+from megatron_pulse.data.data_record import DataRecord, record_of
 from megatron_pulse.data.dataset import DataError, DiffusionDataset, FieldSpec
 from megatron_pulse.data.fields import WantedFields
 from megatron_pulse.data.images.survey import require_readable, surveys

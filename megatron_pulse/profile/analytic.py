@@ -12,7 +12,6 @@ from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.profile.flops import FlashAttention
 from megatron_pulse.profile.layer_records import NO_SPREAD, LayerTimes
 from megatron_pulse.profile.mean_over_shapes import over_shapes
-from megatron_pulse.profile.measurement.count_kernels import Kernels
 from megatron_pulse.profile.measurement.layer_call import (
     ExecutionModes,
     LayerCall,
@@ -35,12 +34,13 @@ from megatron_pulse.profile.measurement.memory import (
     wgrad_bytes,
 )
 from megatron_pulse.profile.measurement.module_check import naming_module_faults
-from megatron_pulse.profile.measurement.tensor_parallel_sizes import (
+from megatron_pulse.profile.measurement.module_sizes import (
     ModuleSizes,
     can_halve,
     module_sizes,
     sharded_time,
 )
+from megatron_pulse.profile.measurement.record_kernels import Kernels
 from megatron_pulse.profile.profile import Profile, ProfileError, Source
 from megatron_pulse.profile.roofline import Kernel, Roofline
 from megatron_pulse.progress import track

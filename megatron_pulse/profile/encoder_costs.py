@@ -10,8 +10,8 @@ from torch import Tensor
 
 from megatron_pulse.encoders.encoder_piece import EncoderPiece, States, run_pieces
 from megatron_pulse.profile.measurement.clock import RepetitionLimits, median_and_spread, repeat
-from megatron_pulse.profile.measurement.count_kernels import Kernels
 from megatron_pulse.profile.measurement.memory import LiveBytes
+from megatron_pulse.profile.measurement.record_kernels import Kernels
 from megatron_pulse.profile.roofline import Roofline
 
 

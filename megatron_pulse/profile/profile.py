@@ -23,7 +23,7 @@ from functools import cached_property
 from typing import Any
 
 from megatron_pulse.backbone.activations import ActivationPolicies, ActivationPolicy
-from megatron_pulse.backbone.context import LOCAL, TRANSFORMER_IMPLS
+from megatron_pulse.backbone.build_context import LOCAL, TRANSFORMER_IMPLS
 from megatron_pulse.backbone.costs import ChainCosts, SkipCost
 from megatron_pulse.errors import UserError, format_faults
 from megatron_pulse.profile.layer_records import (

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from megatron_pulse.runtime.watchdog.timeout import call_with_timeout
+from megatron_pulse.runtime.watchdog.call_with_timeout import call_with_timeout
 
 ANSWER_S = 3.0
 """Seconds for the store to answer; its host may be stopped or gone."""

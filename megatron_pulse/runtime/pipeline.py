@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron_pulse.backbone.build_context import LayerContext
 from megatron_pulse.backbone.chain import Backbone, TensorSpec
 from megatron_pulse.backbone.check import BackboneError
-from megatron_pulse.backbone.context import LayerContext
 from megatron_pulse.backbone.published_weights import torn, untied
 from megatron_pulse.backbone.rng_state import generators_kept
 from megatron_pulse.backbone.shape_buckets import ShapeError, fields_of, shape_of

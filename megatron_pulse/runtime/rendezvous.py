@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megatron_pulse.processes import port_is_taken
 from megatron_pulse.runtime.failure_board import ANSWER_S, FailureBoard, PulseError
-from megatron_pulse.runtime.watchdog.timeout import backstop_timeout_s, call_with_timeout
+from megatron_pulse.runtime.watchdog.call_with_timeout import backstop_timeout_s, call_with_timeout
 from megatron_pulse.runtime.watchdog.watchdog import Watchdog
 
 _GENERATION, _HERE, _LEFT, _PORT, _ROSTER, _SAID = (

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron_pulse.backbone.activations import ActivationPolicies, ActivationPolicy
+from megatron_pulse.backbone.build_context import LayerContext
 from megatron_pulse.backbone.chain import COMPUTE, Backbone, Layer
 from megatron_pulse.backbone.check import BackboneError
-from megatron_pulse.backbone.context import LayerContext
 from megatron_pulse.backbone.dataflow import shared_inputs
 from megatron_pulse.backbone.result_check import TensorMeta, declared, result_mismatch
 from megatron_pulse.backbone.rng_state import generators_kept

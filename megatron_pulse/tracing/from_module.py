@@ -11,9 +11,9 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from megatron_pulse.backbone.build_context import LayerContext
 from megatron_pulse.backbone.chain import COMPUTE, DTYPE_BYTES, Backbone, Layer, TensorSpec
 from megatron_pulse.backbone.check import require_valid
-from megatron_pulse.backbone.context import LayerContext
 from megatron_pulse.tracing.chains import Chains
 from megatron_pulse.tracing.checks.module_state import lazy_modules
 from megatron_pulse.tracing.derived_layer import ChainSource, DerivedLayer, Sample

@@ -7,8 +7,8 @@ import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from megatron_pulse.backbone.build_context import LayerContext
 from megatron_pulse.backbone.chain import Layer, TensorSpec
-from megatron_pulse.backbone.context import LayerContext
 from model_specs.common.options import FamilyConfig
 
 

@@ -7,7 +7,7 @@ zero-initialised convolution. Both encoders' layers thus fold onto the decoder l
 their skips.
 """
 
-from model_specs.common.texts import SD, SDXL
+from model_specs.common.text_recipes import SD, SDXL
 from model_specs.controlnet.chain import build_backbone as build_backbone
 from model_specs.controlnet.config import CONFIGS as CONFIGS
 from model_specs.controlnet.published_weights import PUBLISHED_AS as PUBLISHED_AS

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from itertools import takewhile
 from typing import Any
 
+from megatron_pulse.backbone.build_context import LayerContext
 from megatron_pulse.backbone.chain import Backbone, Layer, TensorSpec
-from megatron_pulse.backbone.context import LayerContext
 from model_specs.common.deferred_build import builder
 from model_specs.controlnet.config import ControlNetConfig
 from model_specs.unet.chain import build_backbone as build_unet

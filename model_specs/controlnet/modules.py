@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from megatron_pulse.backbone.context import LayerContext
+from megatron_pulse.backbone.build_context import LayerContext
 from model_specs.common.layers import LayerModule, Named, Tensors
 from model_specs.controlnet.config import ControlNetConfig
 from model_specs.unet.convolution import Convolution, contiguous

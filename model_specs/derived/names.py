@@ -48,7 +48,7 @@ def misnamed(name: str) -> str:
 
 def _misnamed_file(name: str, file: Path) -> str:
     from megatron_pulse.diffusion.published import names_in
-    from megatron_pulse.diffusion.single_file_checkpoints import original_faults
+    from megatron_pulse.diffusion.single_file_refusal import original_faults
 
     if faults := original_faults(file, names_in(file)):
         return f"{name}: {faults[0]}"

@@ -10,7 +10,7 @@ from collections import OrderedDict
 import torch
 import torch.nn.functional as F
 
-from megatron_pulse.backbone.context import LayerContext
+from megatron_pulse.backbone.build_context import LayerContext
 from model_specs.common.attention import mlp, self_attention
 from model_specs.common.layers import (
     LayerModule,

@@ -5,7 +5,7 @@ blocks; the last block drops the text. The chain maps latents [c, h, w] to laten
 packs them and its last unpacks them, as in diffusers' ``FluxPipeline``. There are no long skips.
 """
 
-from model_specs.common.texts import FLUX
+from model_specs.common.text_recipes import FLUX
 from model_specs.flux.chain import build_backbone as build_backbone
 from model_specs.flux.config import CONFIGS as CONFIGS
 from model_specs.flux.published_weights import PUBLISHED_AS as PUBLISHED_AS

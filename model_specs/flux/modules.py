@@ -6,7 +6,7 @@ import functools
 
 import torch
 
-from megatron_pulse.backbone.context import LayerContext
+from megatron_pulse.backbone.build_context import LayerContext
 from model_specs.common.attention import Rotary, column_linear, row_linear
 from model_specs.common.joint_attention import StreamProjections, attend, core_attention
 from model_specs.common.layers import (

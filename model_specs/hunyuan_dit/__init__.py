@@ -4,7 +4,7 @@ Of n blocks, block i < n/2 - 1 passes its output as a skip to block n - 1 - i. T
 have no skip. A block is three layers: self-attention, cross-attention to the text, feed-forward.
 """
 
-from model_specs.common.texts import HUNYUAN_DIT
+from model_specs.common.text_recipes import HUNYUAN_DIT
 from model_specs.hunyuan_dit.chain import build_backbone as build_backbone
 from model_specs.hunyuan_dit.config import CONFIGS as CONFIGS
 from model_specs.hunyuan_dit.published_weights import PUBLISHED_AS as PUBLISHED_AS

@@ -5,7 +5,7 @@ self-attention, cross-attention to the projected caption, feed-forward. One time
 modulates all blocks; each block adds its own table. There are no long skips.
 """
 
-from model_specs.common.texts import PIXART
+from model_specs.common.text_recipes import PIXART
 from model_specs.pixart.chain import build_backbone as build_backbone
 from model_specs.pixart.config import CONFIGS as CONFIGS
 from model_specs.pixart.published_weights import PUBLISHED_AS as PUBLISHED_AS

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from megatron_pulse.backbone.context import LayerContext
+from megatron_pulse.backbone.build_context import LayerContext
 from model_specs.common.attention import cross_attention, left_out, mlp, self_attention
 from model_specs.common.layers import (
     LayerModule,

@@ -4,7 +4,7 @@ The structure is that of diffusers' ``SD3Transformer2DModel``. Image and text to
 blocks; the last block drops the text. There are no long skips.
 """
 
-from model_specs.common.texts import SD3
+from model_specs.common.text_recipes import SD3
 from model_specs.sd3.chain import build_backbone as build_backbone
 from model_specs.sd3.config import CONFIGS as CONFIGS
 from model_specs.sd3.published_weights import PUBLISHED_AS as PUBLISHED_AS

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megatron_pulse.backbone.context import LayerContext
+from megatron_pulse.backbone.build_context import LayerContext
 from model_specs.common.mmdit import ContextEmbedder, Head, JointBlock, TimeTextEmbed
 from model_specs.common.patches import PatchEmbed, sincos_positions, unpatchify
 from model_specs.sd3.config import SD3Config

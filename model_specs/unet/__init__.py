@@ -5,7 +5,7 @@ outputs of ``conv_in``, of downsamplers, and of each resnet with its attention. 
 computes the embedding that every resnet adds.
 """
 
-from model_specs.common.texts import SD, SDXL
+from model_specs.common.text_recipes import SD, SDXL
 from model_specs.unet.chain import build_backbone as build_backbone
 from model_specs.unet.config import CONFIGS as CONFIGS
 from model_specs.unet.published_weights import PUBLISHED_AS as PUBLISHED_AS

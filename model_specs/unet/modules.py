@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from megatron_pulse.backbone.context import LayerContext
+from megatron_pulse.backbone.build_context import LayerContext
 from model_specs.common.layers import LayerModule, Named, Tensors, VectorMlp, timestep_embedding
 from model_specs.unet.config import UNetConfig
 from model_specs.unet.convolution import Convolution, contiguous

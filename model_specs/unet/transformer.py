@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_pulse.backbone.context import LayerContext
+from megatron_pulse.backbone.build_context import LayerContext
 from model_specs.common.attention import cross_attention, mlp, self_attention
 from model_specs.common.layers import LayerModule, LayerNorm, Named, Tensors
 from model_specs.common.megatron_config import transformer_config, uniform_init

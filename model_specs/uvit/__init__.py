@@ -5,7 +5,7 @@ d/2-1-i as a skip. Time, class and text are tokens of the sequence, so ``embed``
 conditioning. A block is two layers, attention and MLP.
 """
 
-from model_specs.common.texts import SD
+from model_specs.common.text_recipes import SD
 from model_specs.uvit.chain import build_backbone as build_backbone
 from model_specs.uvit.config import CONFIGS as CONFIGS
 from model_specs.uvit.published_weights import published as published

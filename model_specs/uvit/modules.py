@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_pulse.backbone.context import LayerContext
+from megatron_pulse.backbone.build_context import LayerContext
 from model_specs.common.attention import mlp, self_attention
 from model_specs.common.layers import (
     LayerModule,

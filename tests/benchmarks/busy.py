@@ -40,7 +40,7 @@ def pipeline_of(plan: Any, num_microbatches: int, micro_batch_size: int) -> tupl
     """This rank's part of ``plan``, and a step's batches."""
     import torch
 
-    from megatron_pulse.backbone.context import LayerContext
+    from megatron_pulse.backbone.build_context import LayerContext
     from megatron_pulse.runtime.pipeline import Pipeline
     from tests.runtime.equality import Case, join_pipeline, make_batch, mean_squared_error
 

@@ -130,7 +130,7 @@ def eager_s(class_name: str, config: dict[str, Any], sizes: dict[str, Any]) -> f
     from torch.utils import _pytree as pytree
 
     from megatron_pulse.profile.flops import FlashAttention
-    from megatron_pulse.profile.measurement.count_kernels import Kernels
+    from megatron_pulse.profile.measurement.record_kernels import Kernels
     from megatron_pulse.profile.roofline import PRESETS, Roofline
     from model_specs.derived.classes import CLASSES
 

@@ -18,7 +18,7 @@ from megatron_pulse.cli.main import main
 from megatron_pulse.encoders.autoencoder import Autoencoder
 from megatron_pulse.encoders.text_encoders import TextEncoders
 from megatron_pulse.encoders.tokens import Tokenizers
-from model_specs.common.texts import SD
+from model_specs.common.text_recipes import SD
 from tests.cli.small_diffusion import backbone, make_diffusion
 from tests.data.captioned import captioned_digits
 from tests.encoders.pipelines import LENGTH

@@ -26,7 +26,7 @@ from megatron_pulse.diffusion.process_flags import Objective
 from megatron_pulse.encoders.autoencoder import Autoencoder, posterior_noise, sampled
 from megatron_pulse.encoders.text_encoders import TextEncoders
 from megatron_pulse.encoders.tokens import Tokenizers, digest_of
-from model_specs.common.texts import SD
+from model_specs.common.text_recipes import SD
 from tests.cli.small_diffusion import backbone, make_diffusion
 from tests.cli.test_data import make_vae
 from tests.data.captioned import captioned_digits

@@ -24,7 +24,7 @@ from megatron_pulse.encoders.components import components, weight_faults
 from megatron_pulse.encoders.text_encoders import TextEncoders
 from megatron_pulse.tracing.from_module import module_of
 from megatron_pulse.tracing.initial_weights.sources import from_stored
-from model_specs.common.texts import SD
+from model_specs.common.text_recipes import SD
 from tests.cli.conftest import Refused
 from tests.cli.small_diffusion import make_diffusion
 from tests.cli.small_unet import EPSILON, importing

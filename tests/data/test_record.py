@@ -10,9 +10,9 @@ import pytest
 from PIL import Image
 
 from megatron_pulse.cli.main import main
-from megatron_pulse.data import data_fingerprint
+from megatron_pulse.data import data_record
 from megatron_pulse.data.build import open_dataset
-from megatron_pulse.data.data_fingerprint import (
+from megatron_pulse.data.data_record import (
     SCHEMA,
     DataRecord,
     describe_changes,
@@ -68,7 +68,7 @@ def test_pictures_that_are_added_removed_or_edited_are_counted(photos: Path) -> 
 def test_of_many_samples_counts_and_a_digest_are_kept(
     photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(data_fingerprint, "MOST_LISTED", 10)
+    monkeypatch.setattr(data_record, "MOST_LISTED", 10)
     before = recorded(f"folder:{photos}")
     assert not before[0].samples and not changes(before, f"folder:{photos}")
     picture(photos / "cat" / "1.png", 255)

@@ -24,7 +24,7 @@ from megatron_pulse.encoders.autoencoder import Autoencoder
 from megatron_pulse.encoders.text_encoders import TextEncoders
 from megatron_pulse.encoders.tokens import EncodersError, Tokenizers
 from megatron_pulse.errors import collecting
-from model_specs.common.texts import SDXL
+from model_specs.common.text_recipes import SDXL
 from tests.cli.test_data import make_vae
 from tests.data.captioned import captioned_digits
 from tests.encoders.pipelines import LENGTH, make_pipeline

@@ -16,7 +16,7 @@ from megatron_pulse.encoders.recipe import ComponentKind, State
 from megatron_pulse.encoders.text_encoders import TextEncoders
 from megatron_pulse.encoders.text_pieces import text_pieces
 from megatron_pulse.runtime.encoding.packing import PackedLayout
-from model_specs.common.texts import SD
+from model_specs.common.text_recipes import SD
 from tests.encoders.pipelines import LENGTH, make_encoder, make_pipeline
 from tests.ranks import run_ranks
 

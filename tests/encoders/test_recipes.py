@@ -26,7 +26,7 @@ from megatron_pulse.errors import UserError
 from megatron_pulse.integration.loop_encoders import DeviceEncoders, LoopEncoders
 from megatron_pulse.runtime.encoding.encoding import Encoding
 from model_specs import load_backbone, text_recipe
-from model_specs.common import texts
+from model_specs.common import text_recipes
 from tests.encoders.pipelines import LENGTH, WORDS, make_pipeline
 
 TEXT = "a Red bird with the very old blue heart of a cat"
@@ -110,23 +110,23 @@ def hunyuan(folder: Path, text: str) -> tuple[Any, Any]:
 
 
 CASES = {
-    "sd": (texts.SD, ["clip"], sd, {"context": (LENGTH, 8)}),
+    "sd": (text_recipes.SD, ["clip"], sd, {"context": (LENGTH, 8)}),
     "sdxl": (
-        texts.SDXL,
+        text_recipes.SDXL,
         ["clip", ("projected", 12, 10)],
         sdxl,
         {"context": (LENGTH, 20), "pooled": (10,)},
     ),
     "sd3": (
-        texts.SD3,
+        text_recipes.SD3,
         [("projected", 8, 6), ("projected", 12, 10), ("t5", 24)],
         sd3,
         {"context": (LENGTH + 7, 24), "pooled": (16,)},
     ),
-    "flux": (texts.FLUX, ["clip", ("t5", 12)], flux, {"context": (7, 12), "pooled": (8,)}),
-    "pixart": (texts.PIXART, ["t5"], pixart, {"context": (7, 8), "context_mask": (7,)}),
+    "flux": (text_recipes.FLUX, ["clip", ("t5", 12)], flux, {"context": (7, 12), "pooled": (8,)}),
+    "pixart": (text_recipes.PIXART, ["t5"], pixart, {"context": (7, 8), "context_mask": (7,)}),
     "hunyuan": (
-        texts.HUNYUAN_DIT,
+        text_recipes.HUNYUAN_DIT,
         ["bert", ("t5", 12)],
         hunyuan,
         {"context": (5, 8), "context_mask": (5,), "context_t5": (7, 12), "context_t5_mask": (7,)},
@@ -277,13 +277,13 @@ def test_numbers_that_are_not_finite_name_the_encoder(tmp_path: Path) -> None:
     (name,) = (name for name in tensors if name.endswith("layers.1.mlp.fc2.weight"))
     save_file({**tensors, name: tensors[name] * 1e8}, weights, {"format": "pt"})
     shapes = {"context": (LENGTH, 8)}
-    assert TextEncoders(folder, texts.SD, shapes)(TEXT)["context"].isfinite().all()
+    assert TextEncoders(folder, text_recipes.SD, shapes)(TEXT)["context"].isfinite().all()
     said = "text_encoder, in float16, returns values that are not finite"
     with pytest.raises(EncodersError, match=f"{said}(.|\n)*--pulse-encoders-dtype"):
-        TextEncoders(folder, texts.SD, shapes, torch.float16)(TEXT)
-    loop = LoopEncoders(folder, texts.SD, shapes, False, {}, torch.float16)
+        TextEncoders(folder, text_recipes.SD, shapes, torch.float16)(TEXT)
+    loop = LoopEncoders(folder, text_recipes.SD, shapes, False, {}, torch.float16)
     encoders = DeviceEncoders(loop, {"text_encoder": (0,)}, 0, DiffusionProcess(Objective.FLOW))
-    tokens = Tokenizers(folder, texts.SD, shapes)(TEXT)
+    tokens = Tokenizers(folder, text_recipes.SD, shapes)(TEXT)
     batch = {n: v[None] for n, v in tokens.items()} | {"index": torch.arange(1)}
     batch |= {"dropped": torch.tensor([False])}
     (encoded,) = Encoding(encoders.components, torch.device("cpu")).front([batch])
@@ -296,7 +296,7 @@ def test_what_the_folder_lacks_is_said_at_once(tmp_path: Path) -> None:
     shapes = {"context": (LENGTH, 20), "pooled": (10,)}
     folder = make_pipeline(tmp_path, "t5")
     with pytest.raises(EncodersError) as caught:
-        TextEncoders(folder, texts.SDXL, shapes)
+        TextEncoders(folder, text_recipes.SDXL, shapes)
     for words in (
         "text_encoder is T5EncoderModel, but CLIPTextModel is expected",
         "text_encoder_2/config.json is missing",
@@ -305,18 +305,18 @@ def test_what_the_folder_lacks_is_said_at_once(tmp_path: Path) -> None:
         assert words in str(caught.value)
     wide = make_pipeline(tmp_path / "wide", "clip", ("projected", 16, 10))
     with pytest.raises(EncodersError, match=r"make context 9x24, but the backbone reads 9x20"):
-        TextEncoders(wide, texts.SDXL, shapes)
+        TextEncoders(wide, text_recipes.SDXL, shapes)
 
 
 @pytest.mark.parametrize(
     ("backbone", "recipe"),
     [
-        ("sd-v1.5", texts.SD),
-        ("sdxl", texts.SDXL),
-        ("sd3-medium", texts.SD3),
-        ("flux-dev", texts.FLUX),
-        ("pixart-tiny", texts.PIXART),
-        ("hunyuan-dit-v1.2", texts.HUNYUAN_DIT),
+        ("sd-v1.5", text_recipes.SD),
+        ("sdxl", text_recipes.SDXL),
+        ("sd3-medium", text_recipes.SD3),
+        ("flux-dev", text_recipes.FLUX),
+        ("pixart-tiny", text_recipes.PIXART),
+        ("hunyuan-dit-v1.2", text_recipes.HUNYUAN_DIT),
         ("uvit-s", None),
     ],
 )
@@ -334,13 +334,13 @@ def test_classes_have_the_recipes_of_the_families_that_are_published_as_them() -
         batch_fields = {"timesteps": None, "context": None}
 
     chain: Any = Reads()
-    assert text_recipe("diffusers:UNet2DConditionModel", chain) == texts.SD
+    assert text_recipe("diffusers:UNet2DConditionModel", chain) == text_recipes.SD
     with pytest.raises(UserError, match="diffusers:SanaTransformer2DModel reads context"):
         text_recipe("diffusers:SanaTransformer2DModel", chain)
 
 
 def opened(folder: Path) -> TextEncoders:
-    return TextEncoders(folder, texts.SD, {"context": (LENGTH, 8)})
+    return TextEncoders(folder, text_recipes.SD, {"context": (LENGTH, 8)})
 
 
 def edit(path: Path, **said: Any) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_pulse.data.data_fingerprint import recorded_data
+from megatron_pulse.data.data_record import recorded_data
 from megatron_pulse.integration.checkpoint.folders import CheckpointError
 from tests.integration.runs import STEPS, TINY, Run, alone, pipeline, run
 from tests.ranks import RanksFailed, run_ranks, said_once

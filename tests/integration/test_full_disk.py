@@ -18,8 +18,8 @@ from safetensors.torch import save_file
 
 from megatron_pulse.cli.main import main
 from megatron_pulse.diffusion.published import write_state_dict
-from megatron_pulse.errors import why_full
 from megatron_pulse.files import replacing, replacing_folder
+from megatron_pulse.full_disk import why_full
 from megatron_pulse.integration.checkpoint.published_weights import export_weights, whole_stage
 from model_specs import load_backbone
 from tests.integration.runs import BASE, TINY, pipeline, run, train
@@ -113,7 +113,7 @@ def test_no_room_for_what_a_command_writes(disk: Path, capsys: pytest.CaptureFix
 LIMITED = """
 import resource, sys
 from pathlib import Path
-from megatron_pulse.errors import why_full
+from megatron_pulse.full_disk import why_full
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 try:
     Path(sys.argv[1]).write_bytes(bytes(2000))

@@ -36,9 +36,9 @@ from megatron_pulse.planner.tune.plans.bubble_fill import fill_plan
 from megatron_pulse.planner.tune.plans.to_plan import plan_of
 from megatron_pulse.planner.tune.plans.verify_figures import load_checked, recomputed
 from megatron_pulse.profile.analytic import analyse
+from megatron_pulse.profile.channels_last import OPTION, format_caution
 from megatron_pulse.profile.files import save_profile
 from megatron_pulse.profile.measurement.layer_context import meta_context
-from megatron_pulse.profile.memory_format import OPTION, format_caution
 from megatron_pulse.profile.roofline import Roofline
 from model_specs import load_backbone
 from tests.integration.runs import (

@@ -10,7 +10,7 @@ def make_context(dtype=torch.float32, **overrides):
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from megatron_pulse.backbone.context import LayerContext
+    from megatron_pulse.backbone.build_context import LayerContext
 
     sizes = {"num_layers": 3, "hidden_size": 24, "num_attention_heads": 2}
     config = TransformerConfig(

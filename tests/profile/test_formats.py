@@ -9,10 +9,10 @@ import pytest
 
 from megatron_pulse.cli.main import main
 from megatron_pulse.integration.planning.memory_format import measured_format
+from megatron_pulse.profile.channels_last import format_caution, in_format_of, in_given_format
 from megatron_pulse.profile.files import load_profile
 from megatron_pulse.profile.measurement.clock import RepetitionLimits
 from megatron_pulse.profile.measurement.compare_formats import FormatTimes, compare_formats
-from megatron_pulse.profile.memory_format import format_caution, in_format_of, in_given_format
 from model_specs import load_backbone
 from tests.runtime.tiny import FAMILIES, backbone
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_pulse.backbone.activations import ActivationPolicies
+from megatron_pulse.backbone.build_context import LayerContext
 from megatron_pulse.backbone.chain import Backbone
-from megatron_pulse.backbone.context import LayerContext
 from megatron_pulse.backbone.costs import weighted_costs
 from megatron_pulse.planner.layout.embedder_choice import EmbedderChoice
 from megatron_pulse.planner.layout.placement import Partition, make_placement

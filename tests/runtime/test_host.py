@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_pulse.backbone.context import LayerContext
+from megatron_pulse.backbone.build_context import LayerContext
 from megatron_pulse.backbone.shape_buckets import fields_of
 from megatron_pulse.diffusion.objectives import DiffusionProcess, Objective
 from megatron_pulse.runtime.pipeline import Pipeline

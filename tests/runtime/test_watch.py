@@ -21,10 +21,10 @@ from megatron_pulse.planner.layout.routes import Payload
 from megatron_pulse.planner.program.device_program import Run, Wait
 from megatron_pulse.planner.schedule.message import Message
 from megatron_pulse.planner.schedule.operations import Operation, OpType
+from megatron_pulse.runtime.watchdog.call_with_timeout import call_with_timeout
 from megatron_pulse.runtime.watchdog.diagnosis import RankStatus, diagnose, seconds_until_diagnosis
 from megatron_pulse.runtime.watchdog.peer_status import Listener, NoAnswer, ask
 from megatron_pulse.runtime.watchdog.progress import Position, Progress
-from megatron_pulse.runtime.watchdog.timeout import call_with_timeout
 
 LIMIT_S = 20.0
 PROCESSES = {rank: f"process {100 + rank} on node{rank // 2}" for rank in range(8)}

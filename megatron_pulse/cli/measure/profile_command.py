@@ -66,7 +66,7 @@ _FIGURES = ("peak_tflops", "bandwidth_gbs", "memory_gb")
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``profile``."""
-    from megatron_pulse.backbone.context import LOCAL, TRANSFORMER_IMPLS
+    from megatron_pulse.backbone.build_context import LOCAL, TRANSFORMER_IMPLS
     from megatron_pulse.profile.roofline import ELEMENT_BYTES, PRESETS
 
     parser = add_parser(

@@ -214,7 +214,7 @@ def _made_by(trained: argparse.Namespace) -> Mapping[str, str]:
 
     Checkpoints of earlier versions do not record it; the latents do, if they still exist.
     """
-    from megatron_pulse.data.data_fingerprint import recorded_data, recorded_provenance
+    from megatron_pulse.data.data_record import recorded_data, recorded_provenance
     from megatron_pulse.data.latents.layout import META, Meta
 
     recorded = recorded_provenance(recorded_data(trained).get("", ()))

@@ -310,7 +310,7 @@ def _check_source(args: argparse.Namespace) -> list[str]:
 def _original(args: argparse.Namespace) -> list[str]:
     """Faults of a single file with another layout than the backbone's; a user's code is exempt."""
     from megatron_pulse.diffusion.published import names_in
-    from megatron_pulse.diffusion.single_file_checkpoints import original_faults
+    from megatron_pulse.diffusion.single_file_refusal import original_faults
     from model_specs import is_code
 
     if args.backbone is not None and is_code(args.backbone):

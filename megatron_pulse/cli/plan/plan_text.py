@@ -24,7 +24,7 @@ from megatron_pulse.planner.program.simulate import SimulatedStep
 from megatron_pulse.planner.schedule.check.simulate import Timeline, grid
 from megatron_pulse.planner.schedule.check.validate import peak_memory
 from megatron_pulse.planner.tune.plans.verify_figures import fullest_stepping, layer_costs
-from megatron_pulse.profile.memory_format import format_of
+from megatron_pulse.profile.channels_last import format_of
 
 GRID_WIDTH = 180
 """Widest grid, in characters, that is printed unasked."""

@@ -191,7 +191,7 @@ def _settings(args: argparse.Namespace, given: PlanFile) -> Settings:
 
 def _model(args: argparse.Namespace, given: PlanFile, dtype: str) -> tuple[str, Mapping[str, Any]]:
     """Backbone name and options, in ``dtype``; raises UserError for another plan's backbone."""
-    from megatron_pulse.profile.memory_format import in_format_of
+    from megatron_pulse.profile.channels_last import in_format_of
     from megatron_pulse.profile.trainable import identity
     from model_specs import DTYPE, in_dtype, is_module, load_backbone, load_recorded
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_pulse.data.build import several_parts
-from megatron_pulse.data.data_fingerprint import (
+from megatron_pulse.data.data_record import (
     DataRecord,
     describe_changes,
     moved_classes,

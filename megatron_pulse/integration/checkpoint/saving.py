@@ -25,8 +25,8 @@ from megatron.training.async_utils import is_empty_async_queue
 from megatron.training.global_vars import get_args
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_pulse.errors import full_remedy, why_full
 from megatron_pulse.files import replacing
+from megatron_pulse.full_disk import full_remedy, why_full
 from megatron_pulse.integration.checkpoint.async_writer import copied, write_in_threads
 from megatron_pulse.integration.checkpoint.folders import LATEST, step_folder
 from megatron_pulse.integration.checkpoint.integrity.hashes import (

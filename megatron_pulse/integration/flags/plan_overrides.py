@@ -11,7 +11,7 @@ from megatron_pulse.dataclass_flags import flag_name, marked
 from megatron_pulse.integration.flags.parse import CommandLine
 from megatron_pulse.integration.flags.pulse_options import FlagMark, PulseOptions
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
-from megatron_pulse.profile.memory_format import OPTION, in_format_of, in_given_format
+from megatron_pulse.profile.channels_last import OPTION, in_format_of, in_given_format
 from megatron_pulse.profile.trainable import describe_patterns, identity, patterns_of
 from model_specs import in_dtype, is_module, load_backbone, load_recorded
 

@@ -31,7 +31,7 @@ from megatron_pulse.planner.layout.placement import PLACEMENTS, Placement, make_
 from megatron_pulse.planner.partition.find import DefaultPlacement, default_placement
 from megatron_pulse.planner.schedule.registry import SCHEDULES
 from megatron_pulse.profile.roofline import PRESETS
-from megatron_pulse.runtime.watchdog.timeout import backstop_timeout_s
+from megatron_pulse.runtime.watchdog.call_with_timeout import backstop_timeout_s
 
 PREFIX = "pulse-"
 ENCODER_SCHEDULES = ("auto", "store", "fill", "before-step")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.data.build import data_of_chains, encoders_of_chains
-from megatron_pulse.data.data_fingerprint import DataRecord
+from megatron_pulse.data.data_record import DataRecord
 from megatron_pulse.diffusion.objectives import DiffusionProcess
 from megatron_pulse.errors import Faults, collecting
 from megatron_pulse.integration.flags.pulse_options import PulseOptions

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import Tensor, nn
 
-from megatron_pulse.backbone.context import LayerContext
+from megatron_pulse.backbone.build_context import LayerContext
 from megatron_pulse.backbone.layer_selection import tell_layers
 from megatron_pulse.integration.loop.diagnosis.nan_check import GradientCheck, losses_not_finite
 from megatron_pulse.integration.loop.diagnosis.sdc_check import SdcCheck

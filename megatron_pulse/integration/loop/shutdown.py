@@ -18,7 +18,8 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from megatron_pulse.errors import UserError, why_full
+from megatron_pulse.errors import UserError
+from megatron_pulse.full_disk import why_full
 from megatron_pulse.integration.flags.pulse_options import PulseOptions
 from megatron_pulse.integration.flags.startup_checks import FlagError
 from megatron_pulse.runtime.failure_board import PulseError

@@ -19,9 +19,9 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import nn
 
 from megatron_pulse.backbone.activations import ActivationPolicies
+from megatron_pulse.backbone.build_context import LayerContext
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.check import BackboneError
-from megatron_pulse.backbone.context import LayerContext
 from megatron_pulse.diffusion.ema import ExponentialMovingAverage
 from megatron_pulse.integration.megatron.te_wgrad import untrained_biases
 from megatron_pulse.planner.layout.routes import Routes

@@ -35,8 +35,8 @@ from megatron_pulse.planner.tune.plans.encoder_policies import Policy, encode_pl
 from megatron_pulse.planner.tune.plans.to_plan import plan_of
 from megatron_pulse.planner.tune.plans.verify_figures import load_checked, recomputed
 from megatron_pulse.planner.tune.tune import DECISION_S, UntunableError, check_choices, tune
+from megatron_pulse.profile.channels_last import in_format_of, in_given_format
 from megatron_pulse.profile.measurement.measure import measure
-from megatron_pulse.profile.memory_format import in_format_of, in_given_format
 from megatron_pulse.profile.profile import Profile, ProfileError
 from megatron_pulse.profile.roofline import USABLE
 from megatron_pulse.profile.warnings import spread_caution

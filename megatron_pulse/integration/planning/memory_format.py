@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_pulse.backbone.chain import Backbone
+from megatron_pulse.profile.channels_last import OPTION
 from megatron_pulse.profile.measurement.compare_formats import FormatTimes, compare_formats
-from megatron_pulse.profile.memory_format import OPTION
 from model_specs import load_recorded
 
 

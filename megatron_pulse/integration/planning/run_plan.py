@@ -35,11 +35,11 @@ from megatron_pulse.planner.program.make_plan import find_schedules, make_plan
 from megatron_pulse.planner.program.plan import Plan, PlanError, is_file
 from megatron_pulse.planner.schedule.serialize import from_json, to_json
 from megatron_pulse.profile.analytic import analyse
+from megatron_pulse.profile.channels_last import format_caution, in_format_of
 from megatron_pulse.profile.files import load_profile
 from megatron_pulse.profile.measurement.layer_call import ExecutionModes, describe_chain
 from megatron_pulse.profile.measurement.machine import device_memory
-from megatron_pulse.profile.measurement.tensor_parallel_sizes import ModuleSizes
-from megatron_pulse.profile.memory_format import format_caution, in_format_of
+from megatron_pulse.profile.measurement.module_sizes import ModuleSizes
 from megatron_pulse.profile.parameters import count_parameters, count_trained
 from megatron_pulse.profile.profile import Profile, ProfileError
 from megatron_pulse.profile.roofline import (

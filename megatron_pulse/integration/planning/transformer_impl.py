@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from megatron_pulse.backbone.context import TRANSFORMER_ENGINE
+from megatron_pulse.backbone.build_context import TRANSFORMER_ENGINE
 from megatron_pulse.integration.megatron.te_wgrad import (
     OLDEST_TE_WITH_DEFERRED_WGRAD,
     te_can_defer_wgrad,

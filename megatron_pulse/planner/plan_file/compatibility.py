@@ -15,7 +15,7 @@ from megatron_pulse.planner.layout.embedder_choice import EmbedderChoice
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.planner.program.plan import Plan, PlanError
 from megatron_pulse.planner.schedule.check.validate import peak_memory
-from megatron_pulse.profile.memory_format import format_of
+from megatron_pulse.profile.channels_last import format_of
 from megatron_pulse.profile.roofline import ELEMENT_BYTES
 from megatron_pulse.profile.trainable import patterns_of
 

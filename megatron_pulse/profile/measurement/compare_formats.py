@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from megatron_pulse.backbone.build_context import LOCAL
 from megatron_pulse.backbone.chain import Backbone
-from megatron_pulse.backbone.context import LOCAL
 from megatron_pulse.backbone.shape_buckets import at_shape
 from megatron_pulse.profile.measurement.clock import RepetitionLimits
 from megatron_pulse.profile.measurement.layer import measure_layer, measurement_key

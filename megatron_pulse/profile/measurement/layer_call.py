@@ -14,7 +14,7 @@ from megatron_pulse.backbone.chain import COMPUTE, Backbone, TensorSpec
 from megatron_pulse.backbone.dataflow import required_gradients
 from megatron_pulse.backbone.result_check import TensorMeta, declared, result_mismatch, tensor_meta
 from megatron_pulse.profile.layer_records import ProfiledConditioning, ProfiledLayer, ProfiledSkip
-from megatron_pulse.profile.measurement.tensor_parallel_sizes import ModuleSizes
+from megatron_pulse.profile.measurement.module_sizes import ModuleSizes
 from megatron_pulse.profile.roofline import ELEMENT_BYTES
 
 type DeferWeightGradients = Callable[[Any], AbstractContextManager[Callable[[], None]]]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from megatron_pulse.backbone.context import LOCAL, LayerContext
+from megatron_pulse.backbone.build_context import LOCAL, LayerContext
 
 
 class _SingleRank:

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from megatron_pulse.backbone.build_context import LOCAL, LayerContext
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.check import require_valid
-from megatron_pulse.backbone.context import LOCAL, LayerContext
 from megatron_pulse.errors import format_faults
 from megatron_pulse.profile.layer_records import LayerTimes
 from megatron_pulse.profile.mean_over_shapes import over_shapes
@@ -36,7 +36,7 @@ from megatron_pulse.profile.measurement.machine import (
 )
 from megatron_pulse.profile.measurement.memory import memory_columns
 from megatron_pulse.profile.measurement.module_check import naming_module_faults
-from megatron_pulse.profile.measurement.tensor_parallel_sizes import (
+from megatron_pulse.profile.measurement.module_sizes import (
     ModuleSizes,
     can_halve,
     module_sizes,

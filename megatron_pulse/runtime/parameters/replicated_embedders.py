@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron_pulse.backbone.build_context import LayerContext
 from megatron_pulse.backbone.chain import Backbone, Layer
-from megatron_pulse.backbone.context import LayerContext
 from megatron_pulse.backbone.rng_state import generators_kept
 from megatron_pulse.planner.layout.routes import Routes
 from megatron_pulse.runtime.p2p.transfers import Links

@@ -28,6 +28,7 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from megatron_pulse.runtime.stop_signals import STOP, end_process
+from megatron_pulse.runtime.watchdog.call_with_timeout import call_with_timeout, start_and_leave
 from megatron_pulse.runtime.watchdog.diagnosis import (
     Diagnosis,
     RankStatus,
@@ -43,7 +44,6 @@ from megatron_pulse.runtime.watchdog.peer_status import (
     own_host,
 )
 from megatron_pulse.runtime.watchdog.progress import PROGRESS, Progress
-from megatron_pulse.runtime.watchdog.timeout import call_with_timeout, start_and_leave
 
 ANSWER_S = 3.0
 """Seconds within which a rank must answer a query."""

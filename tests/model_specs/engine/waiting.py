@@ -14,7 +14,7 @@ from megatron.core.extensions.transformer_engine import (
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megatron_pulse.backbone.context import TRANSFORMER_ENGINE
+from megatron_pulse.backbone.build_context import TRANSFORMER_ENGINE
 from megatron_pulse.integration.megatron.linear_wgrad import defer_wgrad
 from megatron_pulse.integration.megatron.te_wgrad import untrained_biases
 from megatron_pulse.runtime.parameters.split_backward import deferring

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from types import NoneType
 from typing import Any
 
-from megatron_pulse.data.data_fingerprint import SCHEMA
+from megatron_pulse.data.data_record import SCHEMA
 from megatron_pulse.errors import describe_exception
 from megatron_pulse.integration.checkpoint.diffusion_process import saved_process
 from megatron_pulse.json_validation import OBJECT, TEXT, faults_of, list_of, record

@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron_pulse.backbone.build_context import LayerContext
 from megatron_pulse.backbone.chain import Backbone
-from megatron_pulse.backbone.context import LayerContext
 from megatron_pulse.backbone.shape_buckets import set_shape_index
 from megatron_pulse.integration.megatron.model import unwrap
 from megatron_pulse.planner.program.device_program import Run

@@ -3,7 +3,7 @@ import json
 import pytest
 from PIL import Image
 
-from megatron_pulse.diffusion.curves import draw_loss_curve, read_scalars
+from megatron_pulse.cli.models.loss_curve import draw_loss_curve, read_scalars
 from megatron_pulse.files import replacing
 
 
