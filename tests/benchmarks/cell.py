@@ -6,16 +6,17 @@ import contextlib
 import gc
 import multiprocessing
 import os
+import signal
+import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from megatron_pulse.backbone.chain import Backbone
 from tests.benchmarks.contestant import TIMEOUT_S, Contestant, Groups, Runner
-from tests.benchmarks.network import Node, namespaces, sent_bytes
+from tests.benchmarks.network import Node, namespaces, sent_bytes, unavailable
 from tests.benchmarks.runners import make_runner
 from tests.ranks import run_ranks
 
@@ -73,9 +74,12 @@ class Result:
         """Of the repetitions."""
         return median(self.seconds)
 
-    def record(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
+
+def require_network() -> None:
+    """End the command where there can be no nodes; an end from outside leaves none behind."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
+    if why := unavailable():
+        sys.exit(f"the benchmark needs network namespaces: {why}")
 
 
 def run_cell(
@@ -84,25 +88,15 @@ def run_cell(
     num_ranks: int,
     rate_mbit: float,
     repetitions: int,
-    ranks_per_node: int = 1,
-    timeout_s: float = 1200.0,
 ) -> list[Result]:
-    """Measure ``contestants`` on ``num_ranks`` processes; consecutive ranks share a node.
+    """Measure ``contestants`` on ``num_ranks`` processes, each on a node of its own.
 
     Raises RuntimeError where there can be no namespaces and RanksFailed if a rank fails.
     """
-    with namespaces(num_ranks // ranks_per_node, rate_mbit) as nodes:
+    with namespaces(num_ranks, rate_mbit) as nodes:
+        given = nodes, backbone, list(contestants), repetitions
         try:
-            measured = run_ranks(
-                num_ranks,
-                _measure,
-                nodes,
-                ranks_per_node,
-                backbone,
-                list(contestants),
-                repetitions,
-                timeout_s=timeout_s,
-            )
+            measured = run_ranks(num_ranks, _measure, *given, timeout_s=1200.0)
         finally:
             for rank in multiprocessing.active_children():
                 rank.kill()  # those of an interrupted run
@@ -152,25 +146,15 @@ def _result(contestant: Contestant, ranks: list[Measured], num_ranks: int) -> Re
 
 
 def _measure(
-    nodes: list[Node],
-    ranks_per_node: int,
-    backbone: Backbone,
-    contestants: list[Contestant],
-    repetitions: int,
+    nodes: list[Node], backbone: Backbone, contestants: list[Contestant], repetitions: int
 ) -> list[Measured]:
     """On a rank. All clocks are this machine's."""
-    from datetime import timedelta
-
     import torch.distributed as dist
 
     # Imports take long and are no part of a step: before the ranks become urgent.
     from tests.benchmarks import data_parallel, relays, sharded  # noqa: F401
 
-    with contextlib.suppress(PermissionError):
-        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(RT_PRIORITY))
-    nodes[int(os.environ["RANK"]) // ranks_per_node].enter()
-    os.environ["MASTER_ADDR"] = nodes[0].address
-    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
+    join_urgently(nodes)
     groups = Groups.join()
     runners = []
     for contestant in contestants:
@@ -191,6 +175,19 @@ def _measure(
     for runner, measured in zip(runners, found, strict=True):
         measured.held_bytes = runner.held_bytes()
     return found
+
+
+def join_urgently(nodes: list[Node]) -> None:
+    """Have this rank on its node, ahead of other processes, in gloo's group."""
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    with contextlib.suppress(PermissionError):
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(RT_PRIORITY))
+    nodes[int(os.environ["RANK"])].enter()
+    os.environ["MASTER_ADDR"] = nodes[0].address
+    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
 
 
 def _repeat(runner: Runner, measured: Measured) -> None:

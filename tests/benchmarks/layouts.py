@@ -11,18 +11,14 @@ number alone. The exit status is 1 if any differs.
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import batched
-from pathlib import Path
-from typing import Any
 
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.costs import weighted_costs
@@ -40,6 +36,7 @@ from megatron_pulse.planner.schedule.check.simulate import dependency
 from megatron_pulse.planner.schedule.classic.catalog import CLASSICS
 from megatron_pulse.planner.schedule.operations import Operation, OpType, Schedule
 from megatron_pulse.planner.schedule.registry import WAVES
+from tests.benchmarks.report import Flags, write_json
 from tests.ranks import RanksFailed, run_ranks
 from tests.runtime.equality import (
     Case,
@@ -122,17 +119,10 @@ def draw_layout(seed: int, number: int) -> Layout:
             replace(plan, schedules=(schedule,)).step(num_microbatches)
         except (PartitionError, PlanError, ValueError):
             continue
-        case = Case(
-            kind.name,
-            num_microbatches,
-            schedule,
-            num_chunks,
-            rng.choice(["float32", "bfloat16"]),
-            rng.choice((0, 0, 0, 1, 2, 3)),
-            STEPS,
-            plan.partition.cuts,
-            rng.randint(1, 3),
-        )
+        dtype = rng.choice(["float32", "bfloat16"])
+        recompute, cuts = rng.choice((0, 0, 0, 1, 2, 3)), plan.partition.cuts
+        of = kind.name, num_microbatches, schedule, num_chunks, dtype, recompute, STEPS, cuts
+        case = Case(*of, rng.randint(1, 3))
         case = replace(case, **_draw_trained(random.Random(f"{seed}/{number}/trained"), chain))
         chance = random.Random(f"{seed}/{number}/apart")
         apart = computed_apart(schedule, plan.partition, case.recompute, chance)
@@ -256,52 +246,46 @@ def run_layouts(layouts: Iterable[Layout], jobs: int = 1) -> Iterator[Verdict]:
             yield from verdicts
 
 
-def summary(verdicts: Sequence[Verdict], seed: int, seconds: float) -> dict[str, Any]:
-    """What was run and what differed, as JSON-able values."""
-    layouts = [verdict.layout for verdict in verdicts]
-    counted = {
-        "family": [layout.family for layout in layouts],
-        "devices": [str(layout.num_devices) for layout in layouts],
-        "placement": [layout.schedule.placement.kind.name for layout in layouts],
-        "schedule": [layout.schedule.name for layout in layouts],
-        "backwards": ["split" if layout.is_split else "whole" for layout in layouts],
-        "dtype": [layout.case.dtype for layout in layouts],
-        "recomputed": [str(layout.case.recompute) for layout in layouts],
-        "offloaded": [str(layout.case.offload) for layout in layouts],
-        "selective": [str(layout.case.selective) for layout in layouts],
+def counts(layouts: Sequence[Layout]) -> dict[str, dict[str, int]]:
+    """How many layouts have what."""
+    of: dict[str, Callable[[Layout], object]] = {
+        "family": lambda x: x.family,
+        "devices": lambda x: x.num_devices,
+        "placement": lambda x: x.schedule.placement.kind.name,
+        "schedule": lambda x: x.schedule.name,
+        "backwards": lambda x: "split" if x.is_split else "whole",
+        "dtype": lambda x: x.case.dtype,
+        "recomputed": lambda x: x.case.recompute,
+        "offloaded": lambda x: x.case.offload,
+        "selective": lambda x: x.case.selective,
     }
-    return {
-        "seed": seed,
-        "cases": len(verdicts),
-        "differences": sum(bool(verdict.faults) for verdict in verdicts),
-        "seconds": round(seconds, 1),
-        "counts": {what: dict(sorted(Counter(of).items())) for what, of in counted.items()},
-        "faults": {str(v.layout): list(v.faults) for v in verdicts if v.faults},
-    }
+    found = {what: Counter(str(value(x)) for x in layouts) for what, value in of.items()}
+    return {what: dict(sorted(each.items())) for what, each in found.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--cases", type=int, default=300)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--only", type=int, action="append", help="the number of a case to run")
-    parser.add_argument("--jobs", type=int, default=1, help="groups of ranks at a time")
-    parser.add_argument("--json", type=Path, help="where the summary goes")
-    args = parser.parse_args(argv)
-    start = time.monotonic()
-    numbers = args.only or range(args.cases)
-    verdicts = []
-    for verdict in run_layouts((draw_layout(args.seed, n) for n in numbers), args.jobs):
+    flags = Flags(__doc__)
+    flags.add("--cases", 300)
+    flags.add("--seed", 1, type=int)
+    flags.add("--only", type=int, action="append", help="the number of a case to run")
+    flags.add("--jobs", 1, "groups of ranks at a time")
+    args = flags.parse_args(argv)
+    start, verdicts = time.monotonic(), []
+    drawn = (draw_layout(args.seed, n) for n in args.only or range(args.cases))
+    for verdict in run_layouts(drawn, args.jobs):
         print(f"seed {args.seed}, case {verdict}", flush=True)
         verdicts.append(verdict)
-    result = summary(verdicts, args.seed, time.monotonic() - start)
-    for what, counts in result["counts"].items():
-        print(f"{what}: " + ", ".join(f"{name} {count}" for name, count in counts.items()))
-    print(f"{result['cases']} layouts in {result['seconds']:.0f} s, {result['differences']} differ")
+    faults = {str(v.layout): list(v.faults) for v in verdicts if v.faults}
+    counted = counts([verdict.layout for verdict in verdicts])
+    for what, each in counted.items():
+        print(f"{what}: " + ", ".join(f"{name} {number}" for name, number in each.items()))
+    seconds = time.monotonic() - start
+    print(f"{len(verdicts)} layouts in {seconds:.0f} s, {len(faults)} differ")
     if args.json is not None:
-        args.json.write_text(json.dumps(result, indent=2) + "\n")
-    return 1 if result["differences"] else 0
+        found = {"cases": len(verdicts), "differences": len(faults), "seconds": round(seconds, 1)}
+        write_json(args.json, {"seed": args.seed, **found, "counts": counted, "faults": faults})
+    return int(bool(faults))
 
 
 if __name__ == "__main__":

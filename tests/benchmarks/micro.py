@@ -14,17 +14,13 @@ whole backward. Needs no namespaces.
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 from statistics import mean, median
 from typing import Any
 
-from megatron_pulse.files import replacing
 from megatron_pulse.planner.cluster.cluster import Link
 from megatron_pulse.planner.layout.placement import fold
 from megatron_pulse.planner.layout.routes import trace_routes
@@ -38,7 +34,7 @@ from megatron_pulse.planner.schedule.search.synthesize import synthesize
 from tests.benchmarks.contestant import Contestant, Engine, Groups
 from tests.benchmarks.contestants import SYNTHESIS_EFFORT, contestants
 from tests.benchmarks.emulation import Emulation, emulate
-from tests.benchmarks.headline_report import table
+from tests.benchmarks.report import Flags, Report
 from tests.benchmarks.runners import make_runner
 from tests.ranks import run_ranks
 
@@ -289,48 +285,13 @@ def _of_other_threads() -> float:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    args = parser.parse_args()
-    emulation = emulate("hunyuan-dit-3b")
-    plans = [planning(emulation, p, m) for p, m in SHAPES]
-    steps = overheads()
-    splits = splitting()
-    names = ("P", "M", "partition", "synthesize", "simulate", "replay", "compile")
-    print("CPU milliseconds to plan a step of hunyuan-dit-3b on a fold\n")
-    rows = [[f"{value:.4g}" for value in asdict(p).values()] for p in plans]
-    print(table(names, rows))
-    print(f"\nMicroseconds of an operation that takes none, 2 ranks, {COUNT} microbatches\n")
-    rows = [
-        (
-            s.contestant,
-            f"{s.operation_us:.0f}",
-            f"{s.of_megatron:.2f}",
-            f"{s.host_us:.0f}",
-            f"{s.host_of_megatron:.2f}",
-            f"{s.starting_us:.0f}",
-            f"{s.waiting_us:.0f}",
-            f"{s.other_us:.0f}",
-            f"{s.threads_us:.0f}",
-        )
-        for s in steps
-    ]
-    whole = ("executor", "us", "of Megatron's", "CPU of the host", "of Megatron's")
-    parts = ("starts transfers", "waits for them", "all else", "gloo's threads")
-    print(table((*whole, *parts), rows))
-    print("\nCPU microseconds of a small layer, and what splitting its backward adds\n")
-    rows = [(s.layer, f"{s.whole_us:.0f}", f"{s.added_us:.0f}") for s in splits]
-    print(table(("layer", "whole", "added"), rows))
-    if args.json:
-        with replacing(args.json) as beside:
-            record = {
-                "planning": list(map(asdict, plans)),
-                "overhead": list(map(asdict, steps)),
-                "splitting": list(map(asdict, splits)),
-            }
-            beside.write_text(json.dumps(record, indent=1) + "\n")
+    args = Flags(__doc__).parse_args()
+    report, emulation = Report(args.json), emulate("hunyuan-dit-3b")
+    for devices, number in SHAPES:
+        report.add(planning(emulation, devices, number))
+    print(f"\nAn operation that takes no time, 2 ranks, {COUNT} microbatches")
+    for row in (*overheads(), *splitting()):
+        report.add(row)
 
 
 if __name__ == "__main__":
