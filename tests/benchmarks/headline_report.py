@@ -179,6 +179,7 @@ def write_report(results: Mapping[str, Any], out: Path) -> str:
     volumes = [Moved(**record) for record in results["volumes"]]
     rows = [row for cell in cells for row in cell.rows]
     least = min((len(row.seconds) for row in rows), default=0)
+    measured = f"{len(rows)} measurements of {least} repetitions or more"
     lost = [*losses(cells), *ideal(cells)] or ["nowhere"]
     refused = [
         {**c.where, "contestant": r["contestant"], "how": r["way"],
@@ -191,9 +192,7 @@ def write_report(results: Mapping[str, Any], out: Path) -> str:
         for c in cells for name, seconds in c.record.get("passed_over", {}).items()
     ]  # fmt: skip
     sections = {
-        "The claim, measured": [
-            EXPLAINED, "", f"{platform.machine()}, {len(rows)} measurements of {least} repetitions or more.",
-        ],
+        "The claim, measured": [EXPLAINED, "", f"{platform.machine()}, {measured}."],
         "Verdicts": [f"- {line}" for line in verdicts(cells, volumes)],
         "Throughput of ours against the others": table(map(_summary, cells)),
         "Where ours is not the fastest": [f"- {line}" for line in lost],
