@@ -85,23 +85,6 @@ class Case:
         return f"{self.model.name}, {self.rate:g} GB/s, M = {self.microbatches}"
 
 
-@dataclass(frozen=True)
-class Entered:
-    """The contestants of a case, what the tuner picks among all ways, and what limits 1F1B.
-
-    ``ideal_s`` is the greedy's step if nothing of it had to travel; emulated seconds.
-    """
-
-    contestants: list[Contestant]
-    emulation: Emulation
-    link: Link
-    pick: str
-    policies: dict[str, str]
-    bound: float
-    idle_1f1b: float
-    ideal_s: float
-
-
 @cache
 def emulated(name: str, model_s: float) -> Emulation:
     """A model of ``fill`` on the slow scale."""
@@ -154,9 +137,13 @@ def plans_of(case: Case, emulation: Emulation, pipeline: int) -> list[PlanFile]:
     return [plan_of(outcome, evaluator) for outcome in found.outcomes if not outcome.extrapolated]
 
 
-def enter(case: Case, model_s: float, seconds: float, factors: Sequence[float]) -> Entered:
-    """The contestants of ``case``; each filling is searched for ``seconds``."""
-    emulation = emulated(case.model.name, model_s)
+def enter(
+    case: Case, emulation: Emulation, seconds: float, factors: Sequence[float]
+) -> tuple[list[Contestant], dict[str, Any]]:
+    """The contestants of ``case``, what the tuner picks among all ways, and what limits 1F1B.
+
+    Each filling is searched for ``seconds``.
+    """
     link = emulation.link(case.rate * 1e9)
     planner = Planner(emulation, link, case.ranks, case.microbatches, 0.0)
     records = records_of(case.model)
@@ -198,19 +185,15 @@ def enter(case: Case, model_s: float, seconds: float, factors: Sequence[float]) 
     own = before_step_s(encoders.components, case.num_samples // case.ranks, 1, link)
     for replicas in planner.data_parallel():
         entered.append(_in_front(replicas, REPLICAS, encoders, own))
-    busy = sum(filling.timeline.busy)
-    work = encoders.compute_s
-    alone = classic.predicted_s
-    return Entered(
-        entered,
-        emulation,
-        link,
-        _pick(case, emulation, records, chosen, seconds),
-        {choice.name: choice.policy for choice in chosen.choices},
-        (alone + work / case.ranks) / max(alone, (busy + work) / case.ranks),
-        1 - busy / case.ranks / alone,
-        FilledSimulation(ideal, greedy(ideal)).run().makespan,
-    )
+    busy, work, alone = sum(filling.timeline.busy), encoders.compute_s, classic.predicted_s
+    return entered, {
+        "pick": _pick(case, emulation, records, chosen, seconds),
+        "policies": {choice.name: choice.policy for choice in chosen.choices},
+        "bound": (alone + work / case.ranks) / max(alone, (busy + work) / case.ranks),
+        "idle_1f1b": 1 - busy / case.ranks / alone,
+        # The greedy's step if nothing of it had to travel; emulated seconds.
+        "ideal_greedy_s": FilledSimulation(ideal, greedy(ideal)).run().makespan,
+    }
 
 
 def _ours(
@@ -271,10 +254,10 @@ def _pick(
 
 def measure(case: Case, args: argparse.Namespace, factors: Sequence[float]) -> dict[str, Any]:
     """One case: every contestant, in turn."""
-    entered = enter(case, args.model_seconds, args.seconds, factors)
-    emulation, mbit = entered.emulation, entered.emulation.rate_mbit(case.rate * 1e9)
-    given = emulation.backbone, entered.contestants, case.ranks, mbit, args.repetitions
-    results = run_cell(*given)
+    emulation = emulated(case.model.name, args.model_seconds)
+    entered, facts = enter(case, emulation, args.seconds, factors)
+    mbit = emulation.rate_mbit(case.rate * 1e9)
+    results = run_cell(emulation.backbone, entered, case.ranks, mbit, args.repetitions)
     takes = {result.contestant: result.median_s for result in results}
     return {
         "model": case.model.name,
@@ -282,11 +265,7 @@ def measure(case: Case, args: argparse.Namespace, factors: Sequence[float]) -> d
         "microbatches": case.microbatches,
         "num_samples": case.num_samples,
         "time_scale": emulation.time_scale,
-        "pick": entered.pick,
-        "policies": entered.policies,
-        "bound": entered.bound,
-        "idle_1f1b": entered.idle_1f1b,
-        "ideal_greedy_s": entered.ideal_s,
+        **facts,
         "results": [asdict(result) for result in results],
         "over_front": takes[FRONT] / takes[FILLED],
         "over_ddp": takes[REPLICAS] / takes[FILLED],
