@@ -10,9 +10,10 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 from megatron_pulse.backbone.chain import Backbone
 from tests.benchmarks.contestant import TIMEOUT_S, Contestant, Groups, Runner
@@ -30,18 +31,16 @@ TRIES = 4
 """How often at the most; then it counts all the same."""
 
 
-@dataclass
-class Measured:
-    """What a rank saw of one contestant: per repetition when its step began and ended, the bytes
-    that its interface sent, the payload by the contestant's own count, and the share of the step
-    in which the rank that was kept longest waited for a processor."""
+class Repetition(NamedTuple):
+    """A step of one contestant on a rank: when it began and ended, the bytes that its interface
+    sent, the payload by the contestant's own count, and the share of the step in which the rank
+    that was kept longest waited for a processor."""
 
-    start_s: list[float] = field(default_factory=list)
-    end_s: list[float] = field(default_factory=list)
-    wire_bytes: list[int] = field(default_factory=list)
-    sent_bytes: list[int] = field(default_factory=list)
-    delays: list[float] = field(default_factory=list)
-    held_bytes: float = 0.0
+    start_s: float
+    end_s: float
+    wire_bytes: int
+    sent_bytes: int
+    delay: float
 
 
 @dataclass(frozen=True)
@@ -101,7 +100,7 @@ def run_cell(
             for rank in multiprocessing.active_children():
                 rank.kill()  # those of an interrupted run
     return [
-        _result(contestant, [rank[i] for rank in measured], num_ranks)
+        _result(contestant, *zip(*(rank[i] for rank in measured), strict=True))
         for i, contestant in enumerate(contestants)
     ]
 
@@ -116,30 +115,30 @@ def compute_s(contestant: Contestant) -> float:
     return encoding + count * (sum(p.forward) + sum(p.backward) + sum(p.weight_grad or ()))
 
 
-def _result(contestant: Contestant, ranks: list[Measured], num_ranks: int) -> Result:
-    repetitions = range(len(ranks[0].start_s))
-    seconds = [
-        max(r.end_s[i] for r in ranks) - min(r.start_s[i] for r in ranks) for i in repetitions
-    ]
+def _result(
+    contestant: Contestant, ranks: tuple[list[Repetition], ...], held: tuple[float, ...]
+) -> Result:
+    steps = list(zip(*ranks, strict=True))
+    seconds = [max(r.end_s for r in step) - min(r.start_s for r in step) for step in steps]
     computing = compute_s(contestant)
     memory, state = max(
-        (rank.held_bytes + state, state)
-        for rank, state in zip(ranks, contestant.state_bytes, strict=True)
+        (activations + state, state)
+        for activations, state in zip(held, contestant.state_bytes, strict=True)
     )
     return Result(
         contestant.name,
         contestant.engine.value,
         seconds,
-        median(sum(r.wire_bytes[i] for r in ranks) for i in repetitions),
-        median(sum(r.sent_bytes[i] for r in ranks) for i in repetitions),
+        median(sum(r.wire_bytes for r in step) for step in steps),
+        median(sum(r.sent_bytes for r in step) for step in steps),
         contestant.expected_bytes,
         memory,
         state,
         contestant.predicted_s,
         computing,
-        1 - computing / (num_ranks * median(seconds)),
+        1 - computing / (len(ranks) * median(seconds)),
         contestant.solver,
-        ranks[0].delays,
+        [step[0].delay for step in steps],
         contestant.way,
         contestant.micro_batch_size,
     )
@@ -147,8 +146,8 @@ def _result(contestant: Contestant, ranks: list[Measured], num_ranks: int) -> Re
 
 def _measure(
     nodes: list[Node], backbone: Backbone, contestants: list[Contestant], repetitions: int
-) -> list[Measured]:
-    """On a rank. All clocks are this machine's."""
+) -> list[tuple[list[Repetition], float]]:
+    """Repetitions of each contestant on a rank, and the bytes that it held, by one clock."""
     import torch.distributed as dist
 
     # Imports take long and are no part of a step: before the ranks become urgent.
@@ -164,17 +163,15 @@ def _measure(
         except BaseException as error:
             error.add_note(f"contestant {contestant.name}")
             raise
-    found = [Measured() for _ in runners]
+    found: list[list[Repetition]] = [[] for _ in runners]
     gc.collect()
     gc.disable()
     for _ in range(repetitions):
-        for runner, measured in zip(runners, found, strict=True):
-            _repeat(runner, measured)
+        for runner, repeated in zip(runners, found, strict=True):
+            repeated.append(_repeat(runner))
             gc.collect()
     dist.barrier()
-    for runner, measured in zip(runners, found, strict=True):
-        measured.held_bytes = runner.held_bytes()
-    return found
+    return [(own, runner.held_bytes()) for runner, own in zip(runners, found, strict=True)]
 
 
 def join_urgently(nodes: list[Node]) -> None:
@@ -190,7 +187,7 @@ def join_urgently(nodes: list[Node]) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
 
 
-def _repeat(runner: Runner, measured: Measured) -> None:
+def _repeat(runner: Runner) -> Repetition:
     """One repetition that others' processes did not spoil, or the last try."""
     import torch
     import torch.distributed as dist
@@ -208,11 +205,7 @@ def _repeat(runner: Runner, measured: Measured) -> None:
         dist.all_reduce(share, dist.ReduceOp.MAX)
         if share.item() <= MOST_DELAY or not left:
             break
-    measured.start_s.append(start)
-    measured.end_s.append(end)
-    measured.wire_bytes.append(sent)
-    measured.sent_bytes.append(own)
-    measured.delays.append(share.item())
+    return Repetition(start, end, sent, own, share.item())
 
 
 def _waited_s() -> float:

@@ -24,11 +24,10 @@ from megatron_pulse.planner.layout.layouts import FOLD_EXACT, ROW, WHOLE
 from megatron_pulse.planner.partition.volume import relayed
 from megatron_pulse.planner.tune.config import Choices
 from megatron_pulse.planner.tune.evaluate import Evaluator
-from megatron_pulse.planner.tune.search.result import Tuning
 from megatron_pulse.profile.profile import Profile
 from megatron_pulse.profile.roofline import ELEMENT_BYTES, Device, Roofline
 from tests.benchmarks.report import Flags, Report
-from tests.benchmarks.setups import analytic, decide
+from tests.benchmarks.setups import Tuning, analytic, decide
 
 DTYPE = "float16"
 OF_ALL = 4

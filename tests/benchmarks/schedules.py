@@ -23,6 +23,7 @@ import random
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -32,10 +33,10 @@ from typing import Any
 from megatron_pulse.planner.layout.placement import fold
 from megatron_pulse.planner.schedule.check.simulate import simulate
 from megatron_pulse.planner.schedule.check.validate import faults_for
+from megatron_pulse.planner.schedule.classic.catalog import CLASSICS
 from megatron_pulse.planner.schedule.operations import Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
-from megatron_pulse.planner.schedule.search.jobshop import job_shop
-from megatron_pulse.planner.schedule.search.synthesize import classics
+from megatron_pulse.planner.schedule.registry import make_schedule
 from megatron_pulse.planner.schedule.solve import solve
 from megatron_pulse.progress import track
 from tests.benchmarks.report import Flags, Report, record, table, write_json
@@ -117,6 +118,15 @@ class Result:
         return self.makespan / min(self.makespan, self.reference or self.makespan) - 1
 
 
+def classics(problem: ScheduleProblem) -> Iterator[Schedule]:
+    """Classic schedules that are solutions of ``problem``."""
+    for name in CLASSICS:
+        with suppress(ValueError):  # of another placement, or number of microbatches
+            known = make_schedule(name, problem.placement, problem.num_microbatches)
+            if not faults_for(problem, known):
+                yield known
+
+
 def measure(case: Case, seconds: float, solver: str, reference: float | None) -> Result:
     """Search and check."""
     problem = case.problem()
@@ -144,6 +154,7 @@ def _by_cp_sat(
 ) -> tuple[float, float | None]:
     """Makespan, and bound on the grid of its ticks, of what CP-SAT makes of ``start``."""
     from megatron_pulse.planner.schedule.ilp.cpsat import shortest_by_cp_sat
+    from megatron_pulse.planner.schedule.search.jobshop import job_shop
 
     shop = job_shop(problem)
     begin = shop.earliest(start)

@@ -12,8 +12,7 @@ from unittest.mock import patch
 from megatron_pulse.planner.cluster.cluster import BandwidthScope, Cluster, ClusterLink
 from megatron_pulse.planner.tune.config import Choices
 from megatron_pulse.planner.tune.evaluate import Evaluator
-from megatron_pulse.planner.tune.search.budget import Clock
-from megatron_pulse.planner.tune.search.result import Tuning
+from megatron_pulse.planner.tune.search.result import Tuning as Tuning
 from megatron_pulse.planner.tune.tune import UntunableError, tune
 from megatron_pulse.profile.profile import Profile
 from megatron_pulse.profile.roofline import PRESETS, Roofline
@@ -53,7 +52,7 @@ def decide(
     evaluator: Evaluator,
     choices: Choices,
     seconds: float,
-    clock: Clock = time.process_time,
+    clock: Callable[[], float] = time.process_time,
     progress: Callable[[str, Tuning], None] = lambda what, found: None,
 ) -> Tuning | None:
     """Decision of ``pulse tune`` in so many seconds by ``clock``, without a solver or memory of

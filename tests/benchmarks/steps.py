@@ -80,7 +80,6 @@ class Cell:
     measured: Step
     error: float
     """Of the prediction, as a share of what was measured."""
-    predicted_parts: dict[str, float]
 
     def cells(self) -> dict[str, Any]:
         """Milliseconds: whole step, then its pipeline and the busiest rank's computing."""
@@ -149,14 +148,13 @@ def steps(argv: list[str]) -> list[Step]:
     return found
 
 
-def predict(evaluator: Evaluator, config: Config, path: Path) -> tuple[Step, dict[str, float]]:
+def predict(evaluator: Evaluator, config: Config, path: Path) -> Step:
     """The plan of ``config``, in ``path``, and its step by the tuner."""
     count = config.num_microbatches(evaluator.global_batch_size)
     found = synthesize(evaluator.problem(config, count), effort=20)
     outcome = evaluator.evaluate(config, found)
     save_plan(plan_of(outcome, evaluator), path)
-    parts = {k: v for k, v in outcome.figures().items() if k.endswith("_s") and type(v) is float}
-    return Step(outcome.step_s, outcome.pipeline_s, max(outcome.timeline.busy)), parts
+    return Step(outcome.step_s, outcome.pipeline_s, max(outcome.timeline.busy))
 
 
 def compare(kind: str, cluster: Cluster, num_steps: int, only: str) -> Iterator[Cell]:
@@ -179,7 +177,7 @@ def compare(kind: str, cluster: Cluster, num_steps: int, only: str) -> Iterator[
             of = measured[ranks], machine, samples, False, heads
             evaluator = Evaluator(*of, state=ParameterState(ema=True))
             plan = Path(folder, "plan.json")
-            predicted, parts = predict(evaluator, config, plan)
+            predicted = predict(evaluator, config, plan)
             argv = [
                 "--pulse-plan", str(plan), "--pulse-data", f"latents:{folder}/latents",
                 "--train-iters", str(num_steps + WARM_UP), "--eval-iters", "0", "--lr", "1e-4",
@@ -193,7 +191,7 @@ def compare(kind: str, cluster: Cluster, num_steps: int, only: str) -> Iterator[
             ]
             slowest = max(middle, key=lambda step: step.busy_s)
             error = predicted.whole_s / slowest.whole_s - 1
-            yield Cell(kind, str(config), count, samples, predicted, slowest, error, parts)
+            yield Cell(kind, str(config), count, samples, predicted, slowest, error)
 
 
 def summary(cells: list[Cell]) -> dict[str, float]:

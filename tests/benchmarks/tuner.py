@@ -10,17 +10,15 @@ samples for each device. Both searches are those of `pulse tune`, whole schedule
 a solver, and stop after seconds of their own process's time, so that a busy machine does not bear
 on them (--wall: after seconds of the wall's).
 Loss is how much more throughput the best of the restricted searches has than the answer. Degrees
-are searched alone unless no config of theirs can be sooner than the answer, by its bound; first for
-5 seconds each, those that come within 25 % of the best for 20, and those within 5 % for as long as
---reference says.
+are searched alone, first for 5 seconds each, those that come within 25 % of the best for 20, and
+those within 5 % for as long as --reference says.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -33,16 +31,13 @@ from megatron_pulse.planner.cluster.cluster import (
     ClusterLink,
     cluster,
 )
-from megatron_pulse.planner.tune.config import Choices, Config, divisors
+from megatron_pulse.planner.tune.config import Choices, divisors
 from megatron_pulse.planner.tune.evaluate import Evaluator
-from megatron_pulse.planner.tune.layer_costs import UnfitError
-from megatron_pulse.planner.tune.search.budget import Clock
-from megatron_pulse.planner.tune.search.result import Tuning
 from megatron_pulse.profile.profile import Profile
 from megatron_pulse.profile.roofline import Roofline
 from megatron_pulse.progress import track
 from tests.benchmarks.report import Flags, Report
-from tests.benchmarks.setups import analytic, decide
+from tests.benchmarks.setups import Tuning, analytic, decide
 
 MODELS = ("uvit-h", "sdxl", "sd-v2-4.6b", "hunyuan-dit-3b", "flux-dev")
 CLUSTERS = (
@@ -125,7 +120,7 @@ def machine(name: str) -> Cluster:
     return Cluster(name, nodes, 8, memory_gb, "A100-80GB", nvlink, between, 0.9)
 
 
-def answer(cell: Cell, choices: Choices, seconds: float, clock: Clock) -> Answer:
+def answer(cell: Cell, choices: Choices, seconds: float, clock: Callable[[], float]) -> Answer:
     """What is found in so many seconds, whole schedules among them."""
     better = [(0.0, 0.0)]
 
@@ -145,13 +140,10 @@ def measure(cell: Cell, seconds: float, reference: float, wall: bool) -> Result:
     """The answer to a cell after ``seconds``, and those of each degree alone, of the promising ones
     after ``reference``."""
     clock = time.monotonic if wall else time.process_time
-    evaluator = cell.evaluator()
     result = Result(cell.cluster, cell.model, answer(cell, Choices(), seconds, clock), {})
     alone = result.alone
     for degree in divisors(machine(cell.cluster).num_devices) if reference else ():
-        least_s = least_step(evaluator, evaluator.candidates(Choices(pipeline=(degree,))))
-        if least_s * result.answer.throughput < evaluator.global_batch_size:
-            alone[degree] = Answer(0.0, "not yet searched", 0.0, 0.0, 0, 0, False)
+        alone[degree] = Answer(0.0, "not yet searched", 0.0, 0.0, 0, 0, False)
     spent_s = 0.0
     for near, most_s in LOOKS:
         before_s, spent_s = spent_s, min(most_s, reference)
@@ -160,16 +152,6 @@ def measure(cell: Cell, seconds: float, reference: float, wall: bool) -> Result:
                 longer = answer(cell, Choices(pipeline=(degree,)), spent_s, clock)
                 alone[degree] = max(before, longer, key=lambda a: a.throughput)
     return result
-
-
-def least_step(evaluator: Evaluator, candidates: Iterable[Config]) -> float:
-    """Seconds that a step of any of them takes at the least; infinite where none can run."""
-    least_s = float("inf")
-    for config in candidates:
-        with suppress(UnfitError):
-            evaluator.refuse(config)
-            least_s = min(least_s, evaluator.estimator.quick_bound(config))
-    return least_s
 
 
 def cells(clusters: Sequence[str], models: Sequence[str], batch: int) -> list[Cell]:
