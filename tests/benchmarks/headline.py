@@ -120,7 +120,7 @@ def measure(
         "microbatches": count,
         "micro_batch_size": emulation.micro_batch_size,
         "batch": samples,
-        "memory_gb": args.memory_gb,
+        "memory_gb": args.memory_gb or None,
         "time_scale": emulation.time_scale,
         "byte_divisor": emulation.byte_divisor,
         "rate_mbit": rate_mbit,

@@ -15,7 +15,7 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import batched
@@ -36,7 +36,7 @@ from megatron_pulse.planner.schedule.check.simulate import dependency
 from megatron_pulse.planner.schedule.classic.catalog import CLASSICS
 from megatron_pulse.planner.schedule.operations import Operation, OpType, Schedule
 from megatron_pulse.planner.schedule.registry import WAVES
-from tests.benchmarks.report import Flags, write_json
+from tests.benchmarks.report import Flags, Report
 from tests.ranks import RanksFailed, run_ranks
 from tests.runtime.equality import (
     Case,
@@ -54,6 +54,11 @@ STEPS = 2
 BATCH = 12
 """Cases that one group of ranks runs, one after the other."""
 NAMES = (*CLASSICS, *WAVES)
+COUNTED = (
+    *("family", "P", "placement", "schedule", "backwards", "dtype"),
+    *("recomputed", "offloaded", "selective"),
+)
+"""What is counted of all cases in the end."""
 
 
 @dataclass(frozen=True)
@@ -76,18 +81,26 @@ class Layout:
         """Whether weight gradients are computed apart."""
         return OpType.WEIGHT_GRAD in self.schedule.kinds
 
-    def __str__(self) -> str:
+    def cells(self) -> dict[str, object]:
+        """What it has."""
         case, placement = self.case, self.schedule.placement
-        return (
-            f"{self.number:4d} {self.family:9s} P={self.num_devices} M={case.num_microbatches} "
-            f"b={case.micro_batch_size} {placement.kind.name} of {placement.num_stages} stages, "
-            f"{self.schedule.name}, {'split' if self.is_split else 'whole'}, {case.dtype}"
-            f"{', recomputed' if case.recompute else ''}"
-            f"{', offloaded' if case.offload else ''}"
-            f"{', selective' if case.selective else ''}"
-            f"{', trained: ' + ' '.join(case.train) if case.train else ''}"
-            f"{', frozen: ' + ' '.join(case.freeze) if case.freeze else ''}"
-        )
+        return {
+            "case": self.number,
+            "family": self.family,
+            "P": self.num_devices,
+            "M": case.num_microbatches,
+            "b": case.micro_batch_size,
+            "placement": placement.kind.name,
+            "stages": placement.num_stages,
+            "schedule": self.schedule.name,
+            "backwards": "split" if self.is_split else "whole",
+            "dtype": case.dtype,
+            "recomputed": case.recompute,
+            "offloaded": case.offload,
+            "selective": case.selective,
+            "trained": " ".join(case.train),
+            "frozen": " ".join(case.freeze),
+        }
 
 
 @dataclass(frozen=True)
@@ -96,9 +109,6 @@ class Verdict:
 
     layout: Layout
     faults: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return f"{self.layout}: {'; '.join(self.faults) or 'equal'}"
 
 
 def draw_layout(seed: int, number: int) -> Layout:
@@ -246,23 +256,6 @@ def run_layouts(layouts: Iterable[Layout], jobs: int = 1) -> Iterator[Verdict]:
             yield from verdicts
 
 
-def counts(layouts: Sequence[Layout]) -> dict[str, dict[str, int]]:
-    """How many layouts have what."""
-    of: dict[str, Callable[[Layout], object]] = {
-        "family": lambda x: x.family,
-        "devices": lambda x: x.num_devices,
-        "placement": lambda x: x.schedule.placement.kind.name,
-        "schedule": lambda x: x.schedule.name,
-        "backwards": lambda x: "split" if x.is_split else "whole",
-        "dtype": lambda x: x.case.dtype,
-        "recomputed": lambda x: x.case.recompute,
-        "offloaded": lambda x: x.case.offload,
-        "selective": lambda x: x.case.selective,
-    }
-    found = {what: Counter(str(value(x)) for x in layouts) for what, value in of.items()}
-    return {what: dict(sorted(each.items())) for what, each in found.items()}
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
     flags = Flags(__doc__)
@@ -271,21 +264,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags.add("--only", type=int, action="append", help="the number of a case to run")
     flags.add("--jobs", 1, "groups of ranks at a time")
     args = flags.parse_args(argv)
-    start, verdicts = time.monotonic(), []
+    start, report = time.monotonic(), Report(args.json)
     drawn = (draw_layout(args.seed, n) for n in args.only or range(args.cases))
     for verdict in run_layouts(drawn, args.jobs):
-        print(f"seed {args.seed}, case {verdict}", flush=True)
-        verdicts.append(verdict)
-    faults = {str(v.layout): list(v.faults) for v in verdicts if v.faults}
-    counted = counts([verdict.layout for verdict in verdicts])
-    for what, each in counted.items():
-        print(f"{what}: " + ", ".join(f"{name} {number}" for name, number in each.items()))
+        report.add(verdict.layout.cells() | {"is": "; ".join(verdict.faults) or "equal"})
+    print()
+    for what in COUNTED:
+        numbers = Counter(row[what] for row in report.rows)
+        print(f"{what}: " + ", ".join(f"{name} {n}" for name, n in sorted(numbers.items())))
+    differ = sum(row["is"] != "equal" for row in report.rows)
     seconds = time.monotonic() - start
-    print(f"{len(verdicts)} layouts in {seconds:.0f} s, {len(faults)} differ")
-    if args.json is not None:
-        found = {"cases": len(verdicts), "differences": len(faults), "seconds": round(seconds, 1)}
-        write_json(args.json, {"seed": args.seed, **found, "counts": counted, "faults": faults})
-    return int(bool(faults))
+    print(f"{len(report.rows)} layouts in {seconds:.0f} s, {differ} differ")
+    return int(differ > 0)
 
 
 if __name__ == "__main__":

@@ -90,14 +90,14 @@ def _apart(losses: Sequence[float], dtype: str, trained: Sequence[Trained]) -> f
     return max(abs(a - b) / abs(b) for a, b in pairs)
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
     flags = Flags(__doc__)
     flags.add("--only", [], f"one of {', '.join(ZOO)}", action="append", choices=list(ZOO),
               metavar="CLASS")  # fmt: skip
     flags.add("--ranks", RANKS, choices=(1, 2, 4))
     flags.add("--shapes", False, "microbatches of several shapes in a step, of classes with such")
-    args = flags.parse_args()
+    args = flags.parse_args(argv)
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     report = Report(args.json)
