@@ -27,6 +27,7 @@ import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -123,13 +124,19 @@ class Row:
     seconds: float
 
 
+@cache
+def costs_of(name: str) -> ChainCosts:
+    """Costs of a model's layers for its microbatch."""
+    model = next(model for model in MODELS if model.name == name)
+    size = model.micro_batch_size
+    return analytic(name, model.options, [size], A100).at(size)
+
+
 def step_of(
     model: Model, cap: float, is_split: bool, seconds: float
 ) -> tuple[ScheduleProblem, Schedule, Link]:
     """The problem, the synthesized schedule, and what it leaves of a device's link."""
-    profile = analytic(model.name, model.options, [model.micro_batch_size], A100)
-    costs = profile.at(model.micro_batch_size)
-    placement = fold(model.devices)
+    costs, placement = costs_of(model.name), fold(model.devices)
     partition = cut(costs, model)
     problem = stage_problem(
         costs,

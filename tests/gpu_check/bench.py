@@ -31,6 +31,11 @@ class Bench:
         """Whether there is one."""
         return self.machine.device == "cuda"
 
+    def rows(self, name: str) -> list[dict[str, Any]]:
+        """A table of the figures, to be filled."""
+        rows: list[dict[str, Any]] = self.figures.setdefault(name, [])
+        return rows
+
     def call(self, *words: str | Path, status: int = 0, **environment: str) -> str:
         """Run a command in the repository's root and show what it says; returns that.
 
