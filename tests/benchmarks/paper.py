@@ -125,12 +125,12 @@ def main() -> None:
                 report.add(row | {"config": "nothing fits"} | dict.fromkeys(COLUMNS))
                 continue
             best, paper = found.outcomes[0], setup.measured.get(way)
-            reached[way] = ours = best.throughput
-            beside = (paper, ours / paper) if paper else (None, None)
-            shares = 100 * ours * flops / peak, paper and 100 * paper * flops / peak
+            reached[way] = rate = best.throughput
+            beside = (paper, rate / paper) if paper else (None, None)
+            shares = 100 * rate * flops / peak, paper and 100 * paper * flops / peak
             gap = 0.0 if found.proved else 1 - found.bound_s / best.step_s
             held = max(best.memory_bytes) / 1e9
-            figures = ours, *beside, *shares, 100 * best.bubble, held, 100 * gap
+            figures = rate, *beside, *shares, 100 * best.bubble, held, 100 * gap
             cells = dict(zip(COLUMNS, figures, strict=True))
             report.add(row | {"config": str(best.config)} | cells)
         both = [way for way in setup.measured if way in reached]
