@@ -278,10 +278,11 @@ def measure(case: Case, args: argparse.Namespace, factors: Sequence[float]) -> d
 
 def show(cell: Mapping[str, Any]) -> None:
     """What a cell has come to: a row for each contestant."""
+    policies = ", ".join(f"{name} {policy}" for name, policy in cell["policies"].items())
     report, takes = Report(), {r["contestant"]: median(r["seconds"]) for r in cell["results"]}
     print(
         f"\n{cell['model']}, {cell['rate_gbs']:g} GB/s, M = {cell['microbatches']}: the tuner "
-        f"picks {cell['pick']} ({cell['policies']}); 1F1B idles {cell['idle_1f1b']:.1%}, bound "
+        f"picks {cell['pick']} ({policies}); 1F1B idles {cell['idle_1f1b']:.1%}, bound "
         f"{cell['bound']:.3f}; if nothing of the greedy's had to travel its step would be "
         f"{cell['ideal_greedy_s']:.3f} s"
     )
