@@ -47,7 +47,7 @@ _FORMER_NAMES: Mapping[type, Mapping[str, str]] = {
     ProfiledLayer: {"wants": "needs_grad"},
     ProfiledSkip: {"wants": "needs_grad"},
     ProfiledConditioning: {"wants": "needs_grad"},
-    LayerTimes: {"again_bytes": "recompute_bytes", "waiting_bytes": "wgrad_bytes"},
+    LayerTimes: {"recompute_bytes": "recompute_bytes", "wgrad_bytes": "wgrad_bytes"},
 }
 """Keys of older profiles with today's names, by record."""
 

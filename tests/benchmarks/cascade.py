@@ -16,52 +16,22 @@ side by side          each on some of the devices, as many as make the longer st
 from __future__ import annotations
 
 import argparse
-import json
-import sys
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from functools import cache
-from pathlib import Path
+from itertools import product
+from typing import Any
 
 from megatron_pulse.planner.cluster.cluster import Link
 from megatron_pulse.planner.layout.placement import fold, opposite, sequential
-from tests.benchmarks.cell import run_cell
+from tests.benchmarks.cell import require_network, run_cell
 from tests.benchmarks.contestant import Contestant
 from tests.benchmarks.contestants import Planner
 from tests.benchmarks.emulation import MODEL_S, Emulation, slowed
-from tests.benchmarks.fill_encoders import A100
-from tests.benchmarks.network import unavailable
+from tests.benchmarks.report import Flags, Report
+from tests.benchmarks.setups import A100
 
 PAIRS = (("sd-v2.1", "sdxl"), ("uvit-h", "uvit-2.7b"), ("pixart-alpha", "sd3-medium"))
 RATES = (10.0, 2.5)
 """GB/s of a device's link."""
-
-
-@dataclass(frozen=True)
-class Cell:
-    """A cascade on ``devices``; emulated seconds of a step: measured, and predicted."""
-
-    chains: str
-    rate: float
-    split: bool
-    devices: int
-    microbatches: int
-    cascade_s: float
-    in_turn_s: float
-    beside_s: float
-    beside_devices: tuple[int, int]
-    predicted_s: tuple[float, float, float]
-
-    def row(self) -> str:
-        """Of the table."""
-        shares = "+".join(map(str, self.beside_devices))
-        return (
-            f"| {self.chains} | {self.rate:g} | {'split' if self.split else 'whole'} | "
-            f"{self.cascade_s:.2f} | {self.in_turn_s / self.cascade_s:.2f} | "
-            f"{self.beside_s / self.cascade_s:.2f} ({shares}) | "
-            f"{self.predicted_s[1] / self.predicted_s[0]:.2f}, "
-            f"{self.predicted_s[2] / self.predicted_s[0]:.2f} |"
-        )
 
 
 @cache
@@ -95,80 +65,58 @@ def planned(
 
 
 def measured(
-    pair: tuple[str, str], rate: float, split: bool, devices: int, count: int, times: int, s: float
-) -> Cell:
-    """One row."""
-    whole, *alone = emulated(pair, s)
+    pair: tuple[str, str], rate: float, split: bool, args: argparse.Namespace
+) -> dict[str, Any]:
+    """One row; emulated seconds of a step."""
+    whole, *alone = emulated(pair, args.model_s)
     link, mbit = whole.link(rate * 1e9), whole.rate_mbit(rate * 1e9)
+    devices, count = args.devices, args.microbatches
 
     def run(emulation: Emulation, contestant: Contestant, ranks: int) -> float:
         if ranks == 1:
             return contestant.predicted_s
-        (found,) = run_cell(emulation.backbone, [contestant], ranks, mbit, times)
+        (found,) = run_cell(emulation.backbone, [contestant], ranks, mbit, args.times)
         return found.median_s
 
     cascade = planned(whole, link, devices, count, split, several=True)
     in_turn = [planned(one, link, devices, count, split) for one in alone]
     shares = [(n, devices - n) for n in range(1, devices)]
-    beside = min(
-        (
-            [planned(one, link, n, count, split) for one, n in zip(alone, share, strict=True)]
-            for share in shares
-        ),
-        key=lambda two: max(c.predicted_s for c in two),
-    )
-    sizes = tuple(c.partition.placement.num_devices for c in beside if c.partition is not None)
-    return Cell(
-        " + ".join(pair),
-        rate,
-        split,
-        devices,
-        count,
-        run(whole, cascade, devices),
-        sum(run(one, c, devices) for one, c in zip(alone, in_turn, strict=True)),
-        max(run(one, c, n) for one, c, n in zip(alone, beside, sizes, strict=True)),
-        (sizes[0], sizes[1]),
-        (
-            cascade.predicted_s,
-            sum(c.predicted_s for c in in_turn),
-            max(c.predicted_s for c in beside),
-        ),
-    )
-
-
-def cells(args: argparse.Namespace) -> Iterator[Cell]:
-    """All that are asked for."""
-    pairs, rates = (PAIRS[:1], RATES[:1]) if args.quick else (PAIRS, RATES)
-    for pair in pairs:
-        for rate in rates:
-            for split in (False, True):
-                yield measured(
-                    pair, rate, split, args.devices, args.microbatches, args.times, args.model_s
-                )
+    parts = [
+        [planned(one, link, n, count, split) for one, n in zip(alone, share, strict=True)]
+        for share in shares
+    ]
+    longest = [max(c.predicted_s for c in two) for two in parts]
+    share, beside = min(zip(longest, shares, parts, strict=True), key=lambda each: each[0])[1:]
+    seconds = run(whole, cascade, devices)
+    turns = sum(run(one, c, devices) for one, c in zip(alone, in_turn, strict=True))
+    side = max(run(one, c, n) for one, c, n in zip(alone, beside, share, strict=True))
+    predicted = sum(c.predicted_s for c in in_turn), max(c.predicted_s for c in beside)
+    return {
+        "chains": " + ".join(pair),
+        "GB/s": rate,
+        "backwards": "split" if split else "whole",
+        "cascade, s": seconds,
+        "one after the other": turns / seconds,
+        "side by side": side / seconds,
+        "devices": share,
+        "the same, predicted": [each / cascade.predicted_s for each in predicted],
+    }
 
 
 def main() -> None:
     """Print a row for each cell."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--devices", type=int, default=4, metavar="P")
-    parser.add_argument("--microbatches", type=int, default=8, metavar="M")
-    parser.add_argument("--times", type=int, default=3, metavar="N", help="repetitions (default 3)")
-    parser.add_argument("--model-s", type=float, default=MODEL_S, help="of a whole microbatch")
-    parser.add_argument("--quick", action="store_true", help="one pair, one rate")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    args = parser.parse_args()
-    if why := unavailable():
-        sys.exit(f"no emulated network: {why}")
-    print("| chains | GB/s | backwards | cascade, s | one after the other | side by side "
-          "(devices) | the same, predicted |\n|---|---|---|---|---|---|---|")  # fmt: skip
-    found = []
-    for cell in cells(args):
-        print(cell.row(), flush=True)
-        found.append(asdict(cell))
-    if args.json is not None:
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
+    flags = Flags(__doc__)
+    flags.add("--devices", 4, metavar="P")
+    flags.add("--microbatches", 8, metavar="M")
+    flags.add("--times", 3, "repetitions", metavar="N")
+    flags.add("--model-s", MODEL_S, "of a whole microbatch")
+    flags.add("--quick", False, "one pair, one rate")
+    args = flags.parse_args()
+    require_network()
+    report = Report(args.json)
+    pairs, rates = (PAIRS[:1], RATES[:1]) if args.quick else (PAIRS, RATES)
+    for pair, rate, split in product(pairs, rates, (False, True)):
+        report.add(measured(pair, rate, split, args))
 
 
 if __name__ == "__main__":

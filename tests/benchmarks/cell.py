@@ -6,16 +6,18 @@ import contextlib
 import gc
 import multiprocessing
 import os
+import signal
+import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import NamedTuple
 
 from megatron_pulse.backbone.chain import Backbone
 from tests.benchmarks.contestant import TIMEOUT_S, Contestant, Groups, Runner
-from tests.benchmarks.network import Node, namespaces, sent_bytes
+from tests.benchmarks.network import Node, namespaces, sent_bytes, unavailable
 from tests.benchmarks.runners import make_runner
 from tests.ranks import run_ranks
 
@@ -29,18 +31,16 @@ TRIES = 4
 """How often at the most; then it counts all the same."""
 
 
-@dataclass
-class Measured:
-    """What a rank saw of one contestant: per repetition when its step began and ended, the bytes
-    that its interface sent, the payload by the contestant's own count, and the share of the step
-    in which the rank that was kept longest waited for a processor."""
+class Repetition(NamedTuple):
+    """A step of one contestant on a rank: when it began and ended, the bytes that its interface
+    sent, the payload by the contestant's own count, and the share of the step in which the rank
+    that was kept longest waited for a processor."""
 
-    start_s: list[float] = field(default_factory=list)
-    end_s: list[float] = field(default_factory=list)
-    wire_bytes: list[int] = field(default_factory=list)
-    sent_bytes: list[int] = field(default_factory=list)
-    delays: list[float] = field(default_factory=list)
-    held_bytes: float = 0.0
+    start_s: float
+    end_s: float
+    wire_bytes: int
+    sent_bytes: int
+    delay: float
 
 
 @dataclass(frozen=True)
@@ -73,9 +73,12 @@ class Result:
         """Of the repetitions."""
         return median(self.seconds)
 
-    def record(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
+
+def require_network() -> None:
+    """End the command where there can be no nodes; an end from outside leaves none behind."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
+    if why := unavailable():
+        sys.exit(f"the benchmark needs network namespaces: {why}")
 
 
 def run_cell(
@@ -84,30 +87,20 @@ def run_cell(
     num_ranks: int,
     rate_mbit: float,
     repetitions: int,
-    ranks_per_node: int = 1,
-    timeout_s: float = 1200.0,
 ) -> list[Result]:
-    """Measure ``contestants`` on ``num_ranks`` processes; consecutive ranks share a node.
+    """Measure ``contestants`` on ``num_ranks`` processes, each on a node of its own.
 
     Raises RuntimeError where there can be no namespaces and RanksFailed if a rank fails.
     """
-    with namespaces(num_ranks // ranks_per_node, rate_mbit) as nodes:
+    with namespaces(num_ranks, rate_mbit) as nodes:
+        given = nodes, backbone, list(contestants), repetitions
         try:
-            measured = run_ranks(
-                num_ranks,
-                _measure,
-                nodes,
-                ranks_per_node,
-                backbone,
-                list(contestants),
-                repetitions,
-                timeout_s=timeout_s,
-            )
+            measured = run_ranks(num_ranks, _measure, *given, timeout_s=1200.0)
         finally:
             for rank in multiprocessing.active_children():
                 rank.kill()  # those of an interrupted run
     return [
-        _result(contestant, [rank[i] for rank in measured], num_ranks)
+        _result(contestant, *zip(*(rank[i] for rank in measured), strict=True))
         for i, contestant in enumerate(contestants)
     ]
 
@@ -122,55 +115,45 @@ def compute_s(contestant: Contestant) -> float:
     return encoding + count * (sum(p.forward) + sum(p.backward) + sum(p.weight_grad or ()))
 
 
-def _result(contestant: Contestant, ranks: list[Measured], num_ranks: int) -> Result:
-    repetitions = range(len(ranks[0].start_s))
-    seconds = [
-        max(r.end_s[i] for r in ranks) - min(r.start_s[i] for r in ranks) for i in repetitions
-    ]
+def _result(
+    contestant: Contestant, ranks: tuple[list[Repetition], ...], held: tuple[float, ...]
+) -> Result:
+    steps = list(zip(*ranks, strict=True))
+    seconds = [max(r.end_s for r in step) - min(r.start_s for r in step) for step in steps]
     computing = compute_s(contestant)
     memory, state = max(
-        (rank.held_bytes + state, state)
-        for rank, state in zip(ranks, contestant.state_bytes, strict=True)
+        (activations + state, state)
+        for activations, state in zip(held, contestant.state_bytes, strict=True)
     )
     return Result(
         contestant.name,
         contestant.engine.value,
         seconds,
-        median(sum(r.wire_bytes[i] for r in ranks) for i in repetitions),
-        median(sum(r.sent_bytes[i] for r in ranks) for i in repetitions),
+        median(sum(r.wire_bytes for r in step) for step in steps),
+        median(sum(r.sent_bytes for r in step) for step in steps),
         contestant.expected_bytes,
         memory,
         state,
         contestant.predicted_s,
         computing,
-        1 - computing / (num_ranks * median(seconds)),
+        1 - computing / (len(ranks) * median(seconds)),
         contestant.solver,
-        ranks[0].delays,
+        [step[0].delay for step in steps],
         contestant.way,
         contestant.micro_batch_size,
     )
 
 
 def _measure(
-    nodes: list[Node],
-    ranks_per_node: int,
-    backbone: Backbone,
-    contestants: list[Contestant],
-    repetitions: int,
-) -> list[Measured]:
-    """On a rank. All clocks are this machine's."""
-    from datetime import timedelta
-
+    nodes: list[Node], backbone: Backbone, contestants: list[Contestant], repetitions: int
+) -> list[tuple[list[Repetition], float]]:
+    """Repetitions of each contestant on a rank, and the bytes that it held, by one clock."""
     import torch.distributed as dist
 
     # Imports take long and are no part of a step: before the ranks become urgent.
     from tests.benchmarks import data_parallel, relays, sharded  # noqa: F401
 
-    with contextlib.suppress(PermissionError):
-        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(RT_PRIORITY))
-    nodes[int(os.environ["RANK"]) // ranks_per_node].enter()
-    os.environ["MASTER_ADDR"] = nodes[0].address
-    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
+    join_urgently(nodes)
     groups = Groups.join()
     runners = []
     for contestant in contestants:
@@ -180,20 +163,31 @@ def _measure(
         except BaseException as error:
             error.add_note(f"contestant {contestant.name}")
             raise
-    found = [Measured() for _ in runners]
+    found: list[list[Repetition]] = [[] for _ in runners]
     gc.collect()
     gc.disable()
     for _ in range(repetitions):
-        for runner, measured in zip(runners, found, strict=True):
-            _repeat(runner, measured)
+        for runner, repeated in zip(runners, found, strict=True):
+            repeated.append(_repeat(runner))
             gc.collect()
     dist.barrier()
-    for runner, measured in zip(runners, found, strict=True):
-        measured.held_bytes = runner.held_bytes()
-    return found
+    return [(own, runner.held_bytes()) for runner, own in zip(runners, found, strict=True)]
 
 
-def _repeat(runner: Runner, measured: Measured) -> None:
+def join_urgently(nodes: list[Node]) -> None:
+    """Have this rank on its node, ahead of other processes, in gloo's group."""
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    with contextlib.suppress(PermissionError):
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(RT_PRIORITY))
+    nodes[int(os.environ["RANK"])].enter()
+    os.environ["MASTER_ADDR"] = nodes[0].address
+    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
+
+
+def _repeat(runner: Runner) -> Repetition:
     """One repetition that others' processes did not spoil, or the last try."""
     import torch
     import torch.distributed as dist
@@ -211,11 +205,7 @@ def _repeat(runner: Runner, measured: Measured) -> None:
         dist.all_reduce(share, dist.ReduceOp.MAX)
         if share.item() <= MOST_DELAY or not left:
             break
-    measured.start_s.append(start)
-    measured.end_s.append(end)
-    measured.wire_bytes.append(sent)
-    measured.sent_bytes.append(own)
-    measured.delays.append(share.item())
+    return Repetition(start, end, sent, own, share.item())
 
 
 def _waited_s() -> float:

@@ -116,6 +116,20 @@ class Runner:
     held_bytes: Callable[[], float] = lambda: 0.0
 
 
+def counted(
+    step: Callable[[], None], each: int, held_bytes: Callable[[], float] = lambda: 0.0
+) -> Runner:
+    """Runner whose count of sent payload is ``each`` bytes a step."""
+    total = 0
+
+    def run() -> None:
+        nonlocal total
+        step()
+        total += each
+
+    return Runner(run, lambda: total, held_bytes)
+
+
 @dataclass
 class Held:
     """Saved activations of the real backbone that this rank would hold, and the most so far."""

@@ -18,12 +18,8 @@ from megatron_pulse.planner.partition.find import Goal, PartitionError, find_par
 from megatron_pulse.planner.partition.memory import bytes_per_parameter, wgrad_bytes
 from megatron_pulse.planner.partition.volume import relayed, volume
 from megatron_pulse.planner.program.simulate import edges_of, simulate_step
-from megatron_pulse.planner.schedule.problem import (
-    ScheduleProblem,
-    Synthesis,
-    boundary_s,
-    stage_problem,
-)
+from megatron_pulse.planner.schedule.operations import Schedule
+from megatron_pulse.planner.schedule.problem import ScheduleProblem, boundary_s, stage_problem
 from megatron_pulse.planner.schedule.registry import make_schedule
 from megatron_pulse.planner.schedule.search.synthesize import synthesize
 from megatron_pulse.planner.schedule.solve import solve
@@ -78,7 +74,7 @@ def tuned(
     made = outcome.synthesis
     if made.schedule.recomputed_apart:  # here it is a part of backwards
         made = synthesize(alike, float("inf"), SYNTHESIS_EFFORT)
-    found = plan.scheduled(TUNED, partition, alike, made)
+    found = plan.scheduled(TUNED, partition, alike, made.schedule, made.certificate.solver)
     for c in entered:
         if (c.partition, c.schedule, c.way) == (partition, found.schedule, way):
             return c
@@ -127,7 +123,9 @@ class Planner:
             yield self.synthesized(f"{name}, split", partition, split=True)
         partition = self.cut(self.costs, row)
         assert partition is not None
-        yield self.classic("sequential direct, 1F1B", partition, "1f1b")
+        order = make_schedule("1f1b", row, self.count)
+        problem = self.problem(self.costs, partition, False)
+        yield self.scheduled("sequential direct, 1F1B", partition, problem, order)
 
     def theirs(self) -> Iterator[Contestant]:
         row = self.cut(self.relayed, sequential(self.num_devices))
@@ -169,11 +167,7 @@ class Planner:
             return None
 
     def synthesized(
-        self,
-        name: str,
-        partition: Partition,
-        split: bool = False,
-        solver: bool = False,
+        self, name: str, partition: Partition, split: bool = False, solver: bool = False
     ) -> Contestant:
         problem = self.problem(self.costs, partition, split)
         found = (
@@ -181,29 +175,22 @@ class Planner:
             if solver
             else synthesize(problem, float("inf"), SYNTHESIS_EFFORT)
         )
-        return self.scheduled(name, partition, problem, found)
+        solver_of = found.certificate.solver
+        return self.scheduled(name, partition, problem, found.schedule, solver_of)
 
     def scheduled(
-        self, name: str, partition: Partition, problem: ScheduleProblem, found: Synthesis
+        self,
+        name: str,
+        partition: Partition,
+        problem: ScheduleProblem,
+        order: Schedule,
+        solver: str = "",
     ) -> Contestant:
         """Ours by this schedule."""
         made = self.make(name, Engine.OURS, self.costs, partition, problem)
         edges = edges_of(self.costs, partition, lambda a, b: self.link)
-        predicted = simulate_step(problem, found.schedule, edges).timeline.makespan
-        return replace(
-            made,
-            schedule=found.schedule,
-            solver=found.certificate.solver,
-            predicted_s=predicted,
-        )
-
-    def classic(self, name: str, partition: Partition, schedule: str) -> Contestant:
-        problem = self.problem(self.costs, partition, False)
-        made = self.make(name, Engine.OURS, self.costs, partition, problem)
-        order = make_schedule(schedule, partition.placement, self.count)
-        edges = edges_of(self.costs, partition, lambda a, b: self.link)
-        predicted = simulate_step(problem, order, edges).timeline.makespan
-        return replace(made, schedule=order, predicted_s=predicted)
+        predicted_s = simulate_step(problem, order, edges).timeline.makespan
+        return replace(made, schedule=order, solver=solver, predicted_s=predicted_s)
 
     def relay(self, engine: Engine, partition: Partition, exchange: bool = False) -> Contestant:
         """One of the other projects' schedules; skips travel through every stage."""
@@ -224,6 +211,8 @@ class Planner:
         problem: ScheduleProblem,
     ) -> Contestant:
         moved = volume(costs, partition).total * self.count
+        # torch holds all between input gradient and weight gradient, for it keeps the graph.
+        waiting = wgrad_bytes(self.emulation.costs, partition) if engine is Engine.OURS else ()
         return Contestant(
             name,
             engine,
@@ -232,7 +221,7 @@ class Planner:
             problem,
             expected_bytes=moved,
             saved_bytes=self.saved(partition, passing=costs is self.relayed),
-            wgrad_bytes=self.waiting(partition) if engine is Engine.OURS else (),
+            wgrad_bytes=waiting,
             state_bytes=self.state(partition),
         )
 
@@ -252,11 +241,6 @@ class Planner:
             )
             for d in range(self.num_devices)
         )
-
-    def waiting(self, partition: Partition) -> tuple[float, ...]:
-        """Real bytes that a stage of ours still holds of a microbatch between its input gradient
-        and its weight gradient; torch holds all, for it keeps the graph."""
-        return wgrad_bytes(self.emulation.costs, partition)
 
     def saved(self, partition: Partition, passing: bool) -> tuple[float, ...]:
         """Real bytes that each stage keeps of a microbatch.

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.benchmarks.contestant import Contestant, Held, Runner
+from tests.benchmarks.contestant import Contestant, Runner, counted
 from tests.runtime.emulated import sleep_until
 
 NUM_BUCKETS = 8
@@ -92,13 +92,5 @@ def data_parallel(contestant: Contestant) -> Runner:
         ddp(x).sum().backward()
         ddp.finish_grad_sync()
 
-    each = 2 * 4 * total * (world - 1) // world
-    sent = 0
-
-    def counted() -> None:
-        nonlocal sent
-        step()
-        sent += each
-
-    held = Held(most=sum(contestant.saved_bytes))
-    return Runner(counted, lambda: sent, lambda: held.most)
+    held = sum(contestant.saved_bytes)
+    return counted(step, 2 * 4 * total * (world - 1) // world, lambda: held)

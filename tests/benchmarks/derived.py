@@ -18,12 +18,11 @@ what the derived chain's layers take.
 
 from __future__ import annotations
 
-import argparse
 import json
 import resource
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
@@ -31,13 +30,16 @@ from typing import Any
 
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.costs import ChainCosts
+from megatron_pulse.cli.import_megatron import prepare_megatron
 from megatron_pulse.planner.cluster.cluster import Link
 from megatron_pulse.planner.layout.placement import Partition, fold
 from megatron_pulse.planner.partition.find import Goal, find_partition
+from tests.benchmarks.report import Flags, Report, existing
+from tests.benchmarks.setups import V100
 
 FAMILIES = ("sdxl", "sd-v2.1", "hunyuan-dit-v1.2")
 SIZES = (2, 4, 8)
-DEVICE, DTYPE = "V100-32GB", "float16"
+WHATS = ("busiest_ms", "balance", "same_costs_ms", "own_costs_ms")
 _LINK = Link(5e-6, 10e9)
 
 
@@ -109,9 +111,8 @@ def published_homes(hand: Backbone) -> dict[str, int]:
 def costs_of(backbone: Backbone) -> ChainCosts:
     """Analytic costs of one sample."""
     from megatron_pulse.profile.analytic import analyse
-    from megatron_pulse.profile.roofline import PRESETS, Roofline
 
-    return analyse(backbone, [1], Roofline(PRESETS[DEVICE], DTYPE)).at(1)
+    return analyse(backbone, [1], V100).at(1)
 
 
 def derived(class_name: str, config: dict[str, Any], options: dict[str, Any]) -> Backbone:
@@ -119,7 +120,7 @@ def derived(class_name: str, config: dict[str, Any], options: dict[str, Any]) ->
     from model_specs import load_backbone
 
     settings = {key: value for key, value in config.items() if key[0] != "_"}
-    chosen = {**settings, **options, "dtype": DTYPE}
+    chosen = {**settings, **options, "dtype": V100.dtype}
     return load_backbone(f"diffusers:{class_name}", chosen)
 
 
@@ -131,21 +132,20 @@ def eager_s(class_name: str, config: dict[str, Any], sizes: dict[str, Any]) -> f
 
     from megatron_pulse.profile.flops import FlashAttention
     from megatron_pulse.profile.measurement.record_kernels import Kernels
-    from megatron_pulse.profile.roofline import PRESETS, Roofline
     from model_specs.derived.classes import CLASSES
 
     kind, kernels = getattr(diffusers, class_name), Kernels()
     with torch.device("meta"):
-        module = kind.from_config(config).to(getattr(torch, DTYPE))
-        given = CLASSES[class_name].declared(module.config, sizes).make(DTYPE)(1)
+        module = kind.from_config(config).to(getattr(torch, V100.dtype))
+        given = CLASSES[class_name].declared(module.config, sizes).make(V100.dtype)(1)
         given = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), given)
         with FlashAttention(), kernels, kernels.record() as called:
             predicted = module(**given).sample
             predicted.backward(torch.empty_like(predicted))
-    return Roofline(PRESETS[DEVICE], DTYPE).seconds(called)
+    return V100.seconds(called)
 
 
-def beside_family(name: str) -> dict[str, Any]:
+def beside_family(name: str) -> Iterator[dict[str, Any]]:
     """A family's chain beside the derived one."""
     from model_specs import load_backbone, published_form
 
@@ -153,107 +153,79 @@ def beside_family(name: str) -> dict[str, Any]:
     form = published_form(hand)
     assert form is not None
     side = hand.input_spec.shape[-1]
-    start = time.process_time()
     sizes = {"height": side, "width": side}
+    start = time.process_time()
     chain = derived(form.class_name, dict(form.config), sizes)
-    seconds = time.process_time() - start
-    held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+    first = _first(name, start, (len(hand.layers), len(hand.skips)), chain)
     costs = costs_of(hand), costs_of(chain)
+    by_hand, ours = (1e3 * (sum(each.forward_s) + sum(each.backward_s)) for each in costs)
+    eager = 1e3 * eager_s(form.class_name, dict(form.config), sizes)
+    yield first | {
+        "all layers, ms": (by_hand, ours), "% more": 100 * (ours / by_hand - 1),
+        "the class itself, ms": eager, "% more than that": 100 * (ours / eager - 1),
+    }  # fmt: skip
     home = published_homes(hand)
-    return {
-        "name": name,
-        "all_ms": (
-            *(1e3 * (sum(each.forward_s) + sum(each.backward_s)) for each in costs),
-            1e3 * eager_s(form.class_name, dict(form.config), sizes),
-        ),
-        "seconds": seconds,
-        "gigabytes": held,
-        "layers": (len(hand.layers), len(chain.layers)),
-        "skips": (len(hand.skips), len(chain.skips)),
-        **_rows(*costs, homes_in(chain, home.__getitem__)),
-    }
+    yield from _cuts(*costs, homes_in(chain, home.__getitem__), WHATS)
 
 
-def beside_table(path: Path) -> dict[str, Any]:
+def beside_table(path: Path) -> Iterator[dict[str, Any]]:
     """A table's chain beside the derived one."""
     from megatron_pulse.profile.profile_from_table import read_table
-    from megatron_pulse.profile.roofline import PRESETS, Roofline
 
     table = json.loads(path.read_text())
     frames, _, height, width = table["latent"]
-    start = time.process_time()
     sizes = {"frames": frames, "height": height, "width": width}
+    start = time.process_time()
     chain = derived(table["cls"].rpartition(".")[2], table["config"], sizes)
-    seconds = time.process_time() - start
-    profile = read_table(path, Roofline(PRESETS[DEVICE], DTYPE))
+    profile = read_table(path, V100)
+    yield _first(table["name"], start, (len(profile.layers), len(profile.skips)), chain)
     parts = [tuple(f"{name}." for name in unit["modules"]) for unit in table["units"]]
 
     def home(name: str) -> int:
         return next((i for i, part in enumerate(parts) if name.startswith(part)), 0)
 
-    rows = _rows(profile.at(1), costs_of(chain), homes_in(chain, home))
+    yield from _cuts(profile.at(1), costs_of(chain), homes_in(chain, home), WHATS[1:])
+
+
+def _first(name: str, start: float, hand: tuple[int, int], chain: Backbone) -> dict[str, Any]:
     return {
-        "name": table["name"],
-        "seconds": seconds,
-        "gigabytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6,
-        "layers": (len(profile.layers), len(chain.layers)),
-        "skips": (len(profile.skips), len(chain.skips)),
-        "balance": rows["balance"],
-        "same_costs_ms": rows["same_costs_ms"],
-        "own_costs_ms": rows["own_costs_ms"],
+        "name": name,
+        "derived in s": time.process_time() - start,
+        "process GB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6,
+        "layers": (hand[0], len(chain.layers)),
+        "skips": (hand[1], len(chain.skips)),
     }
 
 
-def _rows(
-    hand: ChainCosts, chain: ChainCosts, homes: Sequence[Sequence[int]]
-) -> dict[str, dict[int, tuple[float, float]]]:
-    found: dict[str, dict[int, tuple[float, float]]] = {}
+def _cuts(
+    hand: ChainCosts, chain: ChainCosts, homes: Sequence[Sequence[int]], whats: Sequence[str]
+) -> Iterator[dict[str, Any]]:
+    """The hand-written chain's figure and the derived one's, by size."""
     as_hand = with_times_of(hand, chain, homes)
     for size in SIZES:
         by_hand, ours = (find_partition(costs, fold(size), _GOAL) for costs in (hand, chain))
         a, b = busiest(hand, by_hand), busiest(chain, ours)
-        for what, values in (
-            ("busiest_ms", (a[0], b[0])),
-            ("balance", (a[1], b[1])),
-            ("same_costs_ms", (a[0], busiest(as_hand, ours)[0])),
-            ("own_costs_ms", (busiest(chain, of_parts(by_hand, homes))[0], b[0])),
-        ):
-            found.setdefault(what, {})[size] = values
-    return found
+        same = a[0], busiest(as_hand, ours)[0]
+        own = busiest(chain, of_parts(by_hand, homes))[0], b[0]
+        pairs = dict(zip(WHATS, ((a[0], b[0]), (a[1], b[1]), same, own), strict=True))
+        for what in whats:
+            first, second = pairs[what]
+            yield {"P": size, "what": what, "by hand": first, "derived": second,
+                   "% more": 100 * (second / first - 1)}  # fmt: skip
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--only", action="append", choices=FAMILIES, default=[])
-    parser.add_argument("--table", type=Path)
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
-    from megatron_pulse.cli.import_megatron import prepare_megatron
-
+    flags = Flags(__doc__)
+    flags.add("--only", [], action="append", choices=FAMILIES)
+    flags.add("--table", type=existing)
+    args = flags.parse_args()
     prepare_megatron()
-    if args.table:
-        found = [beside_table(args.table)]
-    else:
-        found = [beside_family(name) for name in args.only or FAMILIES]
-    if args.json:
-        print(json.dumps(found))
-        return
-    for row in found:
-        print(
-            f"{row['name']}: derived in {row['seconds']:.1f} s, process {row['gigabytes']:.2f} GB; "
-            f"layers {row['layers'][0]} and {row['layers'][1]}, skips {row['skips'][0]} and "
-            f"{row['skips'][1]}"
-        )
-        if "all_ms" in row:
-            by_hand, ours, eager = row["all_ms"]
-            print(
-                f"  all layers: {by_hand:.1f} and {ours:.1f} ms ({ours / by_hand - 1:+.1%}); the "
-                f"class itself, called as it is: {eager:.1f} ({ours / eager - 1:+.1%})"
-            )
-        for what in ("busiest_ms", "balance", "same_costs_ms", "own_costs_ms"):
-            for size, (hand, ours) in row.get(what, {}).items():
-                print(f"  P = {size}: {what} {hand:.4g} and {ours:.4g} ({ours / hand - 1:+.1%})")
+    report = Report(args.json)
+    asked = [beside_table(args.table)] if args.table else map(beside_family, args.only or FAMILIES)
+    for rows in asked:
+        for row in rows:
+            report.add(row)
 
 
 if __name__ == "__main__":

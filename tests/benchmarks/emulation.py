@@ -21,8 +21,8 @@ from megatron_pulse.backbone.chain import Backbone, Layer, TensorSpec
 from megatron_pulse.backbone.costs import ChainCosts, SkipCost
 from megatron_pulse.planner.cluster.cluster import Link
 from megatron_pulse.profile.profile import Profile
-from megatron_pulse.profile.roofline import PRESETS, Roofline
 from megatron_pulse.runtime.measure.execution_modes import RUNNING
+from tests.benchmarks.setups import V100
 
 FULL_RATE_BYTES_PER_S = 20e6
 """What 10 GB/s become: little enough for two cores to serve several ranks."""
@@ -33,9 +33,6 @@ MODEL_S = 0.6
 OPERATION_S = 5e-4
 """What an operation of ours takes here beside what it sleeps: the median of 230 rows of the claim,
 whose steps took that much longer than predicted for each."""
-
-V100 = Roofline(PRESETS["V100-32GB"], "float16")
-"""The paper's device, in half precision."""
 
 PAPER_LINK_BYTES_PER_S = 10e9
 """Between the V100 nodes of the paper."""

@@ -10,13 +10,12 @@ as the parameters are and as the optimizer has them.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import redirect_stdout
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -29,10 +28,12 @@ from megatron_pulse.planner.layout.layouts import FOLD_EXACT, FOLD_SOFT, ROW, WH
 from megatron_pulse.planner.partition.legal_cuts import largest_fold
 from megatron_pulse.planner.tune.config import Config, Recompute
 from model_specs import load_backbone
+from tests.benchmarks import bits
+from tests.benchmarks.report import Flags, Report
 from tests.cli.test_data import make_vae
 from tests.data.captioned import captioned_digits
 from tests.encoders.pipelines import LENGTH, make_pipeline
-from tests.integration.runs import Run, assert_same, pipeline, run
+from tests.integration.runs import Run, pipeline, run
 
 UNET = {
     "sample_size": 4, "block_out_channels": "8,16", "norm_num_groups": 4, "layers_per_block": 1,
@@ -128,24 +129,13 @@ class Case:
         from tests.integration.test_plans import make_plan  # imports Megatron
 
         kind = config.pipeline, config.layout.name, config.micro_batch_size, config.split
-        name = "-".join(map(str, kind))
-        plan = make_plan(
-            self.root / f"{name.replace(' ', '-')}.json",
-            config,
-            self.family.backbone,
-            self.family.options,
-            self.costs,
-        )
+        file = self.root / f"{'-'.join(map(str, kind)).replace(' ', '-')}.json"
+        family = self.family
+        plan = make_plan(file, config, family.backbone, family.options, self.costs)
         given = [*self.common, *self.encodes, "--pulse-plan", str(plan)]
         given += ["--micro-batch-size", str(config.micro_batch_size)]
-        kept = ["--save", str(plan.with_suffix("")), "--save-interval", "2"]
-        first = run(config.pipeline, *given, *kept, "--exit-interval", "2", backbone="none")
-        rest = run(config.pipeline, *given, *kept, backbone="none")
-        return replace(
-            rest,
-            losses=first.losses + rest.losses,
-            grad_norms=first.grad_norms + rest.grad_norms,
-        )
+        train = partial(run, config.pipeline, *given, backbone="none")
+        return bits.stopped(train, plan.with_suffix(""))
 
     def stored(self) -> Run:
         """On latents and states that were written."""
@@ -157,51 +147,39 @@ class Case:
             assert pulse([*argv, "-o", str(out)]) == 0
         return self.run(2, "--pulse-data", f"latents:{out}", *pipeline(2))
 
-    def ways(self) -> Iterator[tuple[str, int, Callable[[], Run]]]:
-        """What is compared: its name, samples of a microbatch, and the run."""
-        yield "in front, fold of 2", 2, lambda: self.run(2, *self.encodes, *pipeline(2))
-        yield "stored, fold of 2", 2, self.stored
+    def alone(self, size: str) -> Run:
+        """One process that encodes in front."""
+        return self.run(1, *self.encodes, "--micro-batch-size", size)
+
+    def ways(self) -> Iterator[bits.Way]:
+        """What is compared."""
+        in_front = partial(self.run, 2, *self.encodes, *pipeline(2))
+        yield bits.Way("in front, fold of 2", in_front, ("2",))
+        yield bits.Way("stored, fold of 2", self.stored, ("2",))
         for name, config in LAYOUTS.items():
             if config.layout == FOLD_EXACT and config.pipeline > self.family.largest_fold:
                 continue
-            yield name, config.micro_batch_size, lambda config=config: self.filled(config)
+            yield bits.Way(name, partial(self.filled, config), (str(config.micro_batch_size),))
 
 
-def compare(name: str, steps: int) -> list[bool]:
+def compare(report: Report, name: str, family: Family, steps: int, *more: str) -> list[bool]:
     """Of each way whether a family's runs are the same as one process in front."""
-    same = []
     with tempfile.TemporaryDirectory() as folder:
-        case = Case(FAMILIES[name], Path(folder), steps)
-        expected: dict[int, Run] = {}
-        for way, size, make in case.ways():
-            if size not in expected:
-                flags = [*case.encodes, "--micro-batch-size", str(size)]
-                expected[size] = case.run(1, *flags)
-            began = time.monotonic()
-            try:
-                made = make()
-                assert_same(made, expected[size])
-            except AssertionError as error:
-                same.append(False)
-                said = f"DIFFERS: {str(error)[-600:]}"
-            else:
-                same.append(True)
-                said = f"the same bits; operations {' '.join(sorted(made.executed.operations))}"
-            print(f"{name:8s} {way:42s} {time.monotonic() - began:5.1f} s  {said}", flush=True)
-    return same
+        case = Case(family, Path(folder), steps)
+        case.common += more
+        return list(bits.compare(report, name, case.ways(), case.alone))
 
 
 def main() -> None:
     """Compare, and exit with 1 where anything differs."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--families", nargs="+", choices=list(FAMILIES), default=list(FAMILIES))
-    parser.add_argument("--steps", type=int, default=5, help="of each run (default 5)")
-    args = parser.parse_args()
+    flags = Flags(__doc__)
+    flags.add("--families", list(FAMILIES), nargs="+", choices=list(FAMILIES))
+    flags.add("--steps", 5, "of each run")
+    args = flags.parse_args()
     prepare_megatron()
     torch.set_num_threads(1)  # as ranks have: the bits of states depend on it
-    same = [each for name in args.families for each in compare(name, args.steps)]
+    report = Report(args.json)
+    same = [s for name in args.families for s in compare(report, name, FAMILIES[name], args.steps)]
     print(f"{sum(same)} of {len(same)} the same bit for bit")
     sys.exit(not all(same))
 

@@ -21,17 +21,15 @@ over bound  filled step over max(step without encoders, work / P), less one
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import random
 import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
+from itertools import product
+from typing import Any
 
 from megatron_pulse.backbone.costs import ChainCosts
 from megatron_pulse.planner.bubble_fill import search
@@ -49,6 +47,8 @@ from megatron_pulse.planner.schedule.operations import Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem, boundary_s, stage_problem
 from megatron_pulse.planner.schedule.solve import solve
 from tests.benchmarks import fill_encoders as encoders
+from tests.benchmarks.report import Flags, Report, table
+from tests.benchmarks.setups import A100, analytic
 from tests.planner.bubble_fill.cases import draw_case
 from tests.planner.bubble_fill.reference import shortest
 
@@ -79,47 +79,25 @@ class Model:
         return (encoders.autoencoder(self.pixels, self.channels, (0,)), *self.text(every))
 
 
+def _text(*names: str, **sizes: int) -> Callable[[Sequence[int]], tuple[Component, ...]]:
+    """Text encoders by name, on the devices that read them."""
+    return lambda devices: tuple(encoders.text_encoder(n, devices, sizes.get(n)) for n in names)
+
+
 MODELS = (
-    Model("sd-v2.1", {"sample_size": 64}, 512, lambda d: (encoders.open_clip_h(d),)),
+    Model("sd-v2.1", {"sample_size": 64}, 512, _text("open_clip_h")),
+    Model("sdxl", {"sample_size": 128}, 1024, _text("clip_l", "open_clip_big_g")),
     Model(
-        "sdxl",
-        {"sample_size": 128},
-        1024,
-        lambda d: (encoders.clip_l(d), encoders.open_clip_big_g(d)),
+        "sd3-medium", {"sample_size": 128, "context_length": 333}, 1024,
+        _text("clip_l", "open_clip_big_g", "t5_xxl", t5_xxl=256), 16,
     ),
+    Model("pixart-sigma", {"sample_size": 128}, 1024, _text("t5_xxl", t5_xxl=300)),
+    Model("hunyuan-dit-v1.2", {"sample_size": 128}, 1024, _text("bert", "mt5_xl")),
     Model(
-        "sd3-medium",
-        {"sample_size": 128, "context_length": 333},
-        1024,
-        lambda d: (encoders.clip_l(d), encoders.open_clip_big_g(d), encoders.t5_xxl(256, d)),
-        16,
+        "flux-dev", {"sample_size": 64}, 512, _text("clip_l", "t5_xxl", clip_l=768, t5_xxl=512), 16,
+        devices=8, microbatches=16,
     ),
-    Model("pixart-sigma", {"sample_size": 128}, 1024, lambda d: (encoders.t5_xxl(300, d),)),
-    Model(
-        "hunyuan-dit-v1.2",
-        {"sample_size": 128},
-        1024,
-        lambda d: (encoders.bert(d), encoders.mt5_xl(d)),
-    ),
-    Model(
-        "flux-dev",
-        {"sample_size": 64},
-        512,
-        lambda d: (encoders.clip_l(d, 768), encoders.t5_xxl(512, d)),
-        16,
-        devices=8,
-        microbatches=16,
-    ),
-)
-TARGETS = {
-    "sd-v2.1": (1.09, 1.15),
-    "sdxl": (1.06, 1.13),
-    "sd3-medium": (1.19, None),
-    "pixart-sigma": (1.19, 1.24),
-    "hunyuan-dit-v1.2": (1.06, None),
-    "flux-dev": (None, None),
-}
-"""Best over best with room for 2P and 1.5P activations, as the design asks for."""
+)  # fmt: skip
 
 
 @dataclass
@@ -147,20 +125,18 @@ class Row:
 
 
 @cache
-def costs_of(name: str, options: tuple[tuple[str, int], ...], size: int) -> ChainCosts:
-    """What the layers cost."""
-    from megatron_pulse.profile.analytic import analyse
-    from model_specs import load_backbone
-
-    return analyse(load_backbone(name, dict(options)), [size], encoders.A100).at(size)
+def costs_of(name: str) -> ChainCosts:
+    """Costs of a model's layers for its microbatch."""
+    model = next(model for model in MODELS if model.name == name)
+    size = model.micro_batch_size
+    return analytic(name, model.options, [size], A100).at(size)
 
 
 def step_of(
     model: Model, cap: float, is_split: bool, seconds: float
 ) -> tuple[ScheduleProblem, Schedule, Link]:
     """The problem, the synthesized schedule, and what it leaves of a device's link."""
-    costs = costs_of(model.name, tuple(sorted(model.options.items())), model.micro_batch_size)
-    placement = fold(model.devices)
+    costs, placement = costs_of(model.name), fold(model.devices)
     partition = cut(costs, model)
     problem = stage_problem(
         costs,
@@ -254,42 +230,35 @@ def measure(model: Model, cap: float, is_split: bool, seconds: float) -> Row:
     )
 
 
-def table(rows: Sequence[Row]) -> str:
-    """Every row, then best over best with the targets."""
-    lines = [
-        "| model | cap | backwards | encoders | idle | without ms | front | stored, text filled | "
-        "filled | spill | over bound | 15 % slower, faster | greedy |",
-        "|---" * 13 + "|",
-    ]
-    for r in rows:
-        lines.append(
-            f"| {r.model} | {r.cap:g}P | {r.backwards} | {r.share:.0%} | {r.idle:.1%} | "
-            f"{1e3 * r.without:.0f} | {1e3 * r.front:.0f} | {1e3 * r.stored:.0f} "
-            f"({r.stored_spill:.1%} spill) | {1e3 * r.filled:.0f} | {r.spill:.0%} | "
-            f"{r.over_bound:.1%} | {r.slower:.1%}, {r.faster:.1%} | {1e3 * r.greedy:.0f} |"
-        )
-    lines += ["", "| model | cap | best / best | target | greedy | met |", "|---" * 6 + "|"]
-    for name in dict.fromkeys(r.model for r in rows):
-        for at, cap in enumerate(CAPS):
-            same = [r for r in rows if r.model == name and r.cap == cap]
-            if not same:
-                continue
-            front = min(r.front for r in same)
-            gain, theirs = front / min(r.filled for r in same), front / min(r.greedy for r in same)
-            target = TARGETS[name][at]
-            met = "" if target is None else ("yes" if gain >= target else "NO")
-            lines.append(
-                f"| {name} | {cap:g}P | {gain:.3f} | {target or '-'} | {theirs:.3f} | {met} |"
-            )
-    over = [r.over_bound for r in rows]
-    robust = [max(r.slower, r.faster) for r in rows]
-    lines.append(
-        f"\nover the bound: within 3 % in {sum(o <= 0.03 for o in over)} of {len(over)}, at most "
+def cells_of(r: Row) -> dict[str, Any]:
+    """Cells of a row."""
+    ms = {"without ms": r.without, "front": r.front, "stored, text filled": r.stored}
+    ms |= {"filled": r.filled, "greedy": r.greedy}
+    shares = {"encoders": r.share, "idle": r.idle, "stored spill": r.stored_spill, "spill": r.spill}
+    shares |= {"over bound": r.over_bound, "15 % slower": r.slower, "faster": r.faster}
+    return {
+        "model": r.model, "cap, P": r.cap, "backwards": r.backwards,
+        **{name: f"{1e3 * seconds:.0f}" for name, seconds in ms.items()},
+        **{name: f"{share:.1%}" for name, share in shares.items()}, "hosts": r.hosts,
+    }  # fmt: skip
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """Best over best, and what the search leaves."""
+    best = []
+    for model, cap in dict.fromkeys((r.model, r.cap) for r in rows):
+        same = [r for r in rows if (r.model, r.cap) == (model, cap)]
+        front = min(r.front for r in same)
+        gains = {"filled": front / min(r.filled for r in same)}
+        gains["greedy"] = front / min(r.greedy for r in same)
+        best.append({"model": model, "cap, P": cap, **gains})
+    over, robust = [r.over_bound for r in rows], [max(r.slower, r.faster) for r in rows]
+    return "\n".join(table(best)) + (
+        f"\n\nover the bound: within 3 % in {sum(o <= 0.03 for o in over)} of {len(over)}, at most "
         f"{max(over):.1%}; at 15 % within 3 % in {sum(o <= 0.03 for o in robust)}, at most "
         f"{max(robust):.1%}; text alone spills in {sum(r.stored_spill > 1e-3 for r in rows)}; "
         f"faults: {sum(r.faults for r in rows)}"
     )
-    return "\n".join(lines)
 
 
 @dataclass
@@ -303,71 +272,44 @@ class Beside:
     faults: int
 
 
-def beside_reference(first: int, count: int, seconds: float, seed: int) -> list[Beside]:
-    """Random small cases, ours and the exact model's."""
-    rows = []
-    for number in range(first, first + count):
-        problem = draw_case(random.Random(f"{seed}/{number}"))
-        ours = fill(problem, seconds, factors=())
-        optimum, proved = ours.certificate.makespan, ours.certificate.gap <= 1e-9
-        if not proved:  # nothing is shorter than the bound
-            optimum, proved = shortest(problem, REFERENCE_S)
-        rows.append(
-            Beside(
-                number,
-                ours.certificate.makespan,
-                optimum,
-                proved,
-                len(faults_of(problem, ours.filled)),
-            )
-        )
-        over = ours.certificate.makespan / optimum - 1
-        print(f"case {number}: {over:+.2%}{'' if proved else ' (not proved)'}", flush=True)
-    overs = [row.ours / row.optimum - 1 for row in rows]
-    print(
-        f"{count} cases, {sum(row.proved for row in rows)} proved: over the optimum "
-        f"{statistics.mean(overs):.2%} in the mean, at most {max(overs):.2%}, above 2 % in "
-        f"{sum(o > 0.02 for o in overs)}; faults: {sum(row.faults for row in rows)}"
-    )
-    return rows
+def beside_reference(number: int, seconds: float, seed: int) -> Beside:
+    """A random small case, ours and the exact model's."""
+    problem = draw_case(random.Random(f"{seed}/{number}"))
+    ours = fill(problem, seconds, factors=())
+    made = ours.certificate
+    optimum, proved = made.makespan, made.gap <= 1e-9
+    if not proved:  # nothing is shorter than the bound
+        optimum, proved = shortest(problem, REFERENCE_S)
+    return Beside(number, made.makespan, optimum, proved, len(faults_of(problem, ours.filled)))
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main() -> int:
     """Run the command; returns its exit status."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    names = [model.name for model in MODELS]
-    parser.add_argument("--models", nargs="+", choices=names, default=names)
-    parser.add_argument("--caps", nargs="+", type=float, choices=CAPS, default=CAPS)
-    parser.add_argument("--seconds", type=float, default=8.0, help="of each search")
-    parser.add_argument("--random", type=int, metavar="N", help="N small cases beside CP-SAT")
-    parser.add_argument("--first", type=int, default=0, metavar="K", help="of them, to run parts")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    args = parser.parse_args(argv)
+    flags, names = Flags(__doc__), [model.name for model in MODELS]
+    flags.add("--models", names, nargs="+", choices=names)
+    flags.add("--caps", CAPS, nargs="+", type=float, choices=CAPS)
+    flags.add("--seconds", 8.0, "of each search")
+    flags.add("--random", type=int, metavar="N", help="N small cases beside CP-SAT")
+    flags.add("--first", 0, "of them, to run parts", type=int, metavar="K")
+    flags.add("--seed", 0, type=int)
+    args = flags.parse_args()
     search.LATE = math.inf  # figures are of the work that was done, on a busy machine too
-    began = time.monotonic()
-    rows: Sequence[Row | Beside]
+    report = Report(args.json)
+    for number in range(args.first, args.first + (args.random or 0)):
+        report.add(beside_reference(number, min(args.seconds, 4.0), args.seed))
     if args.random:
-        rows = beside_reference(args.first, args.random, min(args.seconds, 4.0), args.seed)
+        overs = [row.ours / row.optimum - 1 for row in report.rows]
+        print(
+            f"\n{len(overs)} cases, {sum(row.proved for row in report.rows)} proved: over the "
+            f"optimum {statistics.mean(overs):.2%} in the mean, at most {max(overs):.2%}, above "
+            f"2 % in {sum(o > 0.02 for o in overs)}"
+        )
     else:
-        rows = found = []
-        for model in (m for m in MODELS if m.name in args.models):
-            for cap in args.caps:
-                for is_split in (False, True):
-                    found.append(measure(model, cap, is_split, args.seconds))
-                    r = found[-1]
-                    print(
-                        f"{r.model} {r.cap:g}P {r.backwards}: {r.without:.4g} s, filled "
-                        f"{r.filled:.4g}, front {r.front:.4g}, over bound {r.over_bound:.2%}",
-                        flush=True,
-                    )
-        print(table(found))
-    print(f"{time.monotonic() - began:.0f} s")
-    if args.json:
-        args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
-    return 1 if any(row.faults for row in rows) else 0
+        models = [model for model in MODELS if model.name in args.models]
+        for model, cap, is_split in product(models, args.caps, (False, True)):
+            report.add(row := measure(model, cap, is_split, args.seconds), cells_of(row))
+        print(f"\n{summary(report.rows)}")
+    return int(any(row.faults for row in report.rows))
 
 
 if __name__ == "__main__":

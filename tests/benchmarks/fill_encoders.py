@@ -14,14 +14,15 @@ KL-VAE       AutoencoderKL: widths 128, 256, 512, 512, two resnets a level, atte
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from megatron_pulse.planner.bubble_fill.components import Component, FrozenLayer
-from megatron_pulse.profile.roofline import PRESETS, Kernel, Roofline
+from megatron_pulse.profile.roofline import Kernel
+from tests.benchmarks.setups import A100
 
 HALF = 2
 """Bytes of an element."""
 COUNTS = (1, 2, 4, 8)
-A100 = Roofline(PRESETS["A100-80GB"], "bfloat16")
 
 type Work = Callable[[int], list[Kernel]]
 
@@ -159,31 +160,20 @@ def autoencoder(pixels: int, channels: int, consumers: Sequence[int]) -> Compone
     return Component("vae", tuple(layers), (), HALF * channels * rows, tuple(consumers))
 
 
-def clip_l(consumers: Sequence[int], result: int | None = None) -> Component:
-    """Of SD 1, SDXL, SD3 and Flux."""
-    return transformer("clip-l", 12, 768, 3072, 77, consumers, result=result)
+_TEXT: dict[str, dict[str, Any]] = {
+    "clip_l": {"layers": 12, "width": 768, "hidden": 3072},
+    "open_clip_h": {"layers": 23, "width": 1024, "hidden": 4096},
+    "open_clip_big_g": {"layers": 32, "width": 1280, "hidden": 5120},
+    "t5_xxl": {"layers": 24, "width": 4096, "hidden": 10240, "gated": True, "vocabulary": 32128},
+    "mt5_xl": {"layers": 24, "width": 2048, "hidden": 5120, "gated": True, "vocabulary": 250112,
+               "tokens": 256},
+    "bert": {"layers": 24, "width": 1024, "hidden": 4096, "vocabulary": 47020},
+}  # fmt: skip
 
 
-def open_clip_h(consumers: Sequence[int]) -> Component:
-    """Of SD 2."""
-    return transformer("open-clip-h", 23, 1024, 4096, 77, consumers)
-
-
-def open_clip_big_g(consumers: Sequence[int]) -> Component:
-    """Of SDXL and SD3."""
-    return transformer("open-clip-big-g", 32, 1280, 5120, 77, consumers)
-
-
-def t5_xxl(tokens: int, consumers: Sequence[int]) -> Component:
-    """Of SD3, PixArt and Flux."""
-    return transformer("t5-xxl", 24, 4096, 10240, tokens, consumers, gated=True, vocabulary=32128)
-
-
-def mt5_xl(consumers: Sequence[int]) -> Component:
-    """Of Hunyuan-DiT."""
-    return transformer("mt5-xl", 24, 2048, 5120, 256, consumers, gated=True, vocabulary=250112)
-
-
-def bert(consumers: Sequence[int]) -> Component:
-    """Of Hunyuan-DiT."""
-    return transformer("bert", 24, 1024, 4096, 77, consumers, vocabulary=47020)
+def text_encoder(name: str, consumers: Sequence[int], size: int | None = None) -> Component:
+    """An encoder by name; ``size`` are T5's tokens, or elements of CLIP-L's pooled result."""
+    given = {"tokens": 77, **_TEXT[name]}
+    if size is not None:
+        given["result" if name == "clip_l" else "tokens"] = size
+    return transformer(name.replace("_", "-"), consumers=consumers, **given)

@@ -24,13 +24,11 @@ bound                 of filling 1F1B: (1F1B + encoders / P) over max(1F1B, all 
 from __future__ import annotations
 
 import argparse
-import json
-import signal
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
-from pathlib import Path
+from itertools import product
+from statistics import median
 from typing import Any
 
 from megatron_pulse.cli.plan.tuning.tune_command import best_encoded
@@ -40,7 +38,7 @@ from megatron_pulse.planner.bubble_fill.encoder_table import component_records, 
 from megatron_pulse.planner.bubble_fill.filled_schedule import before_step_s, filled_schedule
 from megatron_pulse.planner.bubble_fill.problem import FillProblem
 from megatron_pulse.planner.bubble_fill.simulate import FilledSimulation
-from megatron_pulse.planner.cluster.cluster import BandwidthScope, Cluster, ClusterLink, Link
+from megatron_pulse.planner.cluster.cluster import Link
 from megatron_pulse.planner.layout.placement import sequential
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.planner.program.simulate import edges_of, simulate_step
@@ -52,17 +50,17 @@ from megatron_pulse.planner.tune.plans.encoder_policies import EncodedPlan, enco
 from megatron_pulse.planner.tune.plans.to_plan import plan_of
 from megatron_pulse.planner.tune.search.search import search
 from tests.benchmarks import fill
-from tests.benchmarks.cell import Result, run_cell
+from tests.benchmarks.cell import require_network, run_cell
 from tests.benchmarks.contestant import Contestant, Encoders, Engine
 from tests.benchmarks.contestants import Planner
 from tests.benchmarks.emulation import MODEL_S, Emulation, relaying, slowed
-from tests.benchmarks.fill_encoders import A100
-from tests.benchmarks.network import unavailable
+from tests.benchmarks.report import Flags, Report, count, positive, table, write_json
+from tests.benchmarks.setups import A100, analytic, cluster_of
 
 RATES = (10.0, 2.5, 1.25)
 """GB/s of a device's link."""
 MODELS = {model.name: model for model in fill.MODELS if model.name in ("sd-v2.1", "sdxl")}
-MEMORY_GB, USABLE = 80.0, 0.9
+MEMORY_GB = 80.0
 KEPT = 3
 """Plans that encoders are tried in, as ``pulse tune`` does."""
 FILLED, FRONT, STORED = "ours, filled", "ours, in front", "ours, stored"
@@ -87,33 +85,14 @@ class Case:
         return f"{self.model.name}, {self.rate:g} GB/s, M = {self.microbatches}"
 
 
-@dataclass(frozen=True)
-class Entered:
-    """The contestants of a case, what the tuner picks among all ways, and what limits 1F1B.
-
-    ``ideal_s`` is the greedy's step if nothing of it had to travel; emulated seconds.
-    """
-
-    contestants: list[Contestant]
-    emulation: Emulation
-    link: Link
-    pick: str
-    policies: dict[str, str]
-    bound: float
-    idle_1f1b: float
-    ideal_s: float
-
-
 @cache
 def emulated(name: str, model_s: float) -> Emulation:
     """A model of ``fill`` on the slow scale."""
-    from megatron_pulse.profile.analytic import analyse
     from model_specs import load_backbone
 
     model = MODELS[name]
-    backbone = load_backbone(name, dict(model.options))
-    profile = analyse(backbone, [model.micro_batch_size], A100)
-    return slowed(name, backbone, profile, model.micro_batch_size, model_s)
+    size, backbone = model.micro_batch_size, load_backbone(name, dict(model.options))
+    return slowed(name, backbone, analytic(name, model.options, [size], A100), size, model_s)
 
 
 def records_of(model: fill.Model, factor: float = 1.0) -> list[dict[str, Any]]:
@@ -148,24 +127,23 @@ def slow_encoders(emulation: Emulation, components: Sequence[Component], samples
 
 def plans_of(case: Case, emulation: Emulation, pipeline: int) -> list[PlanFile]:
     """The tuner's best plans without encoders, of this pipeline degree."""
-    link = ClusterLink("other", case.rate, 10.0, BandwidthScope.DEVICE)
-    cluster = Cluster(
-        "filled", case.ranks, 1, MEMORY_GB, "A100-80GB", link, link, usable_memory=USABLE
-    )
+    cluster = cluster_of(case.ranks, case.rate, MEMORY_GB, "A100-80GB")
     evaluator = Evaluator(emulation.profile, cluster, case.num_samples)
+    sizes = (case.model.micro_batch_size,)
     choices = Choices(
-        pipeline=(pipeline,),
-        tensor=(1,),
-        micro_batch_size=(case.model.micro_batch_size,),
-        recompute=(Recompute.NEVER,),
+        pipeline=(pipeline,), tensor=(1,), micro_batch_size=sizes, recompute=(Recompute.NEVER,)
     )
     found = search(evaluator, evaluator.candidates(choices), keep=KEPT)
     return [plan_of(outcome, evaluator) for outcome in found.outcomes if not outcome.extrapolated]
 
 
-def enter(case: Case, model_s: float, seconds: float, factors: Sequence[float]) -> Entered:
-    """The contestants of ``case``; each filling is searched for ``seconds``."""
-    emulation = emulated(case.model.name, model_s)
+def enter(
+    case: Case, emulation: Emulation, seconds: float, factors: Sequence[float]
+) -> tuple[list[Contestant], dict[str, Any]]:
+    """The contestants of ``case``, what the tuner picks among all ways, and what limits 1F1B.
+
+    Each filling is searched for ``seconds``.
+    """
     link = emulation.link(case.rate * 1e9)
     planner = Planner(emulation, link, case.ranks, case.microbatches, 0.0)
     records = records_of(case.model)
@@ -207,19 +185,15 @@ def enter(case: Case, model_s: float, seconds: float, factors: Sequence[float]) 
     own = before_step_s(encoders.components, case.num_samples // case.ranks, 1, link)
     for replicas in planner.data_parallel():
         entered.append(_in_front(replicas, REPLICAS, encoders, own))
-    busy = sum(filling.timeline.busy)
-    work = encoders.compute_s
-    alone = classic.predicted_s
-    return Entered(
-        entered,
-        emulation,
-        link,
-        _pick(case, emulation, records, chosen, seconds),
-        {choice.name: choice.policy for choice in chosen.choices},
-        (alone + work / case.ranks) / max(alone, (busy + work) / case.ranks),
-        1 - busy / case.ranks / alone,
-        FilledSimulation(ideal, greedy(ideal)).run().makespan,
-    )
+    busy, work, alone = sum(filling.timeline.busy), encoders.compute_s, classic.predicted_s
+    return entered, {
+        "pick": _pick(case, emulation, records, chosen, seconds),
+        "policies": {choice.name: choice.policy for choice in chosen.choices},
+        "bound": (alone + work / case.ranks) / max(alone, (busy + work) / case.ranks),
+        "idle_1f1b": 1 - busy / case.ranks / alone,
+        # The greedy's step if nothing of it had to travel; emulated seconds.
+        "ideal_greedy_s": FilledSimulation(ideal, greedy(ideal)).run().makespan,
+    }
 
 
 def _ours(
@@ -280,34 +254,19 @@ def _pick(
 
 def measure(case: Case, args: argparse.Namespace, factors: Sequence[float]) -> dict[str, Any]:
     """One case: every contestant, in turn."""
-    entered = enter(case, args.model_seconds, args.seconds, factors)
-    emulation, rate = entered.emulation, case.rate * 1e9
-    results = run_cell(
-        emulation.backbone,
-        entered.contestants,
-        case.ranks,
-        emulation.rate_mbit(rate),
-        args.repetitions,
-    )
+    emulation = emulated(case.model.name, args.model_seconds)
+    entered, facts = enter(case, emulation, args.seconds, factors)
+    mbit = emulation.rate_mbit(case.rate * 1e9)
+    results = run_cell(emulation.backbone, entered, case.ranks, mbit, args.repetitions)
+    takes = {result.contestant: result.median_s for result in results}
     return {
         "model": case.model.name,
         "rate_gbs": case.rate,
         "microbatches": case.microbatches,
         "num_samples": case.num_samples,
         "time_scale": emulation.time_scale,
-        "pick": entered.pick,
-        "policies": entered.policies,
-        "bound": entered.bound,
-        "idle_1f1b": entered.idle_1f1b,
-        "ideal_greedy_s": entered.ideal_s,
+        **facts,
         "results": [asdict(result) for result in results],
-        **_ratios(results),
-    }
-
-
-def _ratios(results: Sequence[Result]) -> dict[str, float]:
-    takes = {result.contestant: result.median_s for result in results}
-    return {
         "over_front": takes[FRONT] / takes[FILLED],
         "over_ddp": takes[REPLICAS] / takes[FILLED],
         "over_greedy": takes[GREEDY] / takes[FILLED],
@@ -317,98 +276,73 @@ def _ratios(results: Sequence[Result]) -> dict[str, float]:
     }
 
 
-def shown(cell: Mapping[str, Any]) -> Iterator[str]:
-    """What a cell has come to."""
-    scale, samples = cell["time_scale"], cell["num_samples"]
+def show(cell: Mapping[str, Any]) -> None:
+    """What a cell has come to: a row for each contestant."""
     policies = ", ".join(f"{name} {policy}" for name, policy in cell["policies"].items())
-    yield (
-        f"{cell['model']}, {cell['rate_gbs']:g} GB/s, M = {cell['microbatches']}: the tuner picks "
-        f"{cell['pick']} ({policies}); 1F1B idles {cell['idle_1f1b']:.1%}, bound "
-        f"{cell['bound']:.3f}"
+    report, takes = Report(), {r["contestant"]: median(r["seconds"]) for r in cell["results"]}
+    print(
+        f"\n{cell['model']}, {cell['rate_gbs']:g} GB/s, M = {cell['microbatches']}: the tuner "
+        f"picks {cell['pick']} ({policies}); 1F1B idles {cell['idle_1f1b']:.1%}, bound "
+        f"{cell['bound']:.3f}; if nothing of the greedy's had to travel its step would be "
+        f"{cell['ideal_greedy_s']:.3f} s"
     )
+    for result in cell["results"]:
+        name, middle = result["contestant"], takes[result["contestant"]]
+        known = takes.get(name.replace("planned 1", f"planned {name.split()[1].rstrip(',')}"))
+        row = {
+            "contestant": name,
+            "samples/s": cell["num_samples"] * cell["time_scale"] / middle,
+            "idle, %": 100 * result["bubble"],
+            "s": middle,
+            "range": (min(result["seconds"]), max(result["seconds"])),
+            "predicted": result["predicted_s"],
+            "waited, %": 100 * max(result["delays"]),
+            "not known costs, %": 100 * (middle / known - 1) if known else 0.0,
+        }
+        report.add(row)
+
+
+def summary(cell: Mapping[str, Any]) -> dict[str, Any]:
+    """Row of a cell, as the README has it."""
+    row = {"model": cell["model"], "M": cell["microbatches"], "GB/s": cell["rate_gbs"]}
     by_name = {result["contestant"]: result for result in cell["results"]}
-    for name, result in by_name.items():
-        takes = sorted(result["seconds"])
-        middle = takes[len(takes) // 2]
-        yield (
-            f"  {name:<32}{samples * scale / middle:8.1f} samples/s  idle {result['bubble']:6.1%}  "
-            f"{middle:.3f} s ({takes[0]:.3f} to {takes[-1]:.3f}), predicted "
-            f"{result['predicted_s']:.3f}, waited {max(result['delays']):.1%}"
-        )
-        if name.endswith("planned 1"):
-            factor = name.split()[1].rstrip(",")
-            known = sorted(by_name[f"encoders {factor}, planned {factor}"]["seconds"])
-            yield f"    not known costs {middle / known[len(known) // 2] - 1:+.1%}"
-    yield (
-        f"  ours, filled over ours in front {cell['over_front']:.3f}, 1F1B in front "
-        f"{cell['over_1f1b_front']:.3f}, 1F1B greedy {cell['over_greedy']:.3f}, DDP "
-        f"{cell['over_ddp']:.3f}; its step over that without encoders {cell['over_stored']:.3f}"
-    )
-    yield (
-        f"  1F1B greedy over 1F1B in front {cell['greedy_over_front']:.3f}; if nothing of the "
-        f"greedy's had to travel its step would be {cell['ideal_greedy_s']:.3f} s"
-    )
+    for name in (FILLED, FRONT, STORED, GREEDY, FRONT_1F1B, REPLICAS):
+        found = by_name[name]
+        rate = cell["num_samples"] * cell["time_scale"] / median(found["seconds"])
+        row[name] = f"{rate:.1f} ({found['bubble']:.0%})"
+    row["gain"] = f"{cell['over_front']:.2f}"
+    row["of 1F1B (bound)"] = f"{cell['greedy_over_front']:.2f} ({cell['bound']:.2f})"
+    return row | {"x DDP": f"{cell['over_ddp']:.2f}"}
 
 
-def table(cells: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """All cells, as the README has them."""
-    names = (FILLED, FRONT, STORED, GREEDY, FRONT_1F1B, REPLICAS)
-    yield "| model | M | GB/s | " + " | ".join(names) + " | gain | of 1F1B (bound) | x DDP |"
-    yield "|---" * (len(names) + 6) + "|"
-    for cell in cells:
-        by_name = {result["contestant"]: result for result in cell["results"]}
-        columns = []
-        for name in names:
-            takes = sorted(by_name[name]["seconds"])
-            rate = cell["num_samples"] * cell["time_scale"] / takes[len(takes) // 2]
-            columns.append(f"{rate:.1f} ({by_name[name]['bubble']:.0%})")
-        yield (
-            f"| {cell['model']} | {cell['microbatches']} | {cell['rate_gbs']:g} | "
-            + " | ".join(columns)
-            + f" | {cell['over_front']:.2f} | {cell['greedy_over_front']:.2f} "
-            f"({cell['bound']:.2f}) | {cell['over_ddp']:.2f} |"
-        )
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit status."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
-    add("--rates", nargs="+", type=float, default=RATES, help="GB/s of a real A100's link")
-    add("--microbatches", nargs="+", type=int, default=(8, 4), help="multiples of 4")
-    add("--repetitions", type=int, default=5)
-    add("--factors", nargs="*", type=float, default=(1.15, 0.85), help="of encoders' times")
-    add("--model-seconds", type=float, default=MODEL_S, help="the model on a microbatch, emulated")
-    add("--seconds", type=float, default=4.0, help="of each search")
-    add("--quick", action="store_true", help="SD 2.1, one rate, M = 8, 2 repetitions")
-    add("--json", type=Path, metavar="FILE")
-    args = parser.parse_args(argv)
+def main() -> None:
+    """Run the command."""
+    flags = Flags(__doc__)
+    flags.add("--models", list(MODELS), nargs="+", choices=list(MODELS))
+    flags.add("--rates", RATES, "GB/s of a real A100's link", nargs="+", type=positive)
+    flags.add("--microbatches", (8, 4), "multiples of 4", nargs="+", type=count)
+    flags.add("--repetitions", 5)
+    flags.add("--factors", (1.15, 0.85), "of encoders' times", nargs="*", type=positive)
+    flags.add("--model-seconds", MODEL_S, "the model on a microbatch, emulated")
+    flags.add("--seconds", 4.0, "of each search")
+    flags.add("--quick", False, "SD 2.1, one rate, M = 8, 2 repetitions")
+    args = flags.parse_args()
     if args.quick:
         args.models, args.rates, args.microbatches = ["sd-v2.1"], [10.0], [8]
         args.repetitions, args.factors = 2, []
-    if any(m < 1 or m % 4 for m in args.microbatches) or min(args.rates) <= 0:
-        parser.error("--microbatches must be multiples of 4, and --rates above 0")
-    if args.repetitions < 1 or min((*args.factors, args.model_seconds, args.seconds)) <= 0:
-        parser.error("--repetitions, --factors and seconds must be above 0")
-    # An end from outside must not leave ranks and namespaces behind.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
-    if why := unavailable():
-        sys.exit(f"the benchmark needs network namespaces: {why}")
+    if any(m % 4 for m in args.microbatches):
+        flags.error("--microbatches must be multiples of 4")
+    require_network()
     cells: list[dict[str, Any]] = []
-    for name in args.models:
-        for count in args.microbatches:
-            for rate in args.rates:
-                factors = args.factors if rate == args.rates[0] else ()
-                cells.append(measure(Case(MODELS[name], rate, count), args, factors))
-                print("\n".join(shown(cells[-1])), flush=True)
-                if args.json:
-                    args.json.write_text(json.dumps(cells, indent=1) + "\n")
-    print("\n".join(table(cells)))
-    return 0
+    for name, num, rate in product(args.models, args.microbatches, args.rates):
+        factors = args.factors if rate == args.rates[0] else ()
+        cells.append(measure(Case(MODELS[name], rate, num), args, factors))
+        show(cells[-1])
+        if args.json:
+            write_json(args.json, cells)
+    print()
+    print("\n".join(table(map(summary, cells))))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -7,24 +7,20 @@
 from __future__ import annotations
 
 import sys
-import time
 
+from tests.benchmarks.report import Report
 from tests.integration.flag_trials import TRIALS, try_all
 
 
 def main(names: list[str]) -> int:
     """Run the trials that give any of ``names`` (all without names); 1 if one fails."""
     trials = tuple(trial for trial in TRIALS if not names or trial.names() & set(names))
-    failed = 0
-    start = time.monotonic()
+    report = Report()
     for trial, faults in try_all(trials):
-        failed += bool(faults)
-        first = f" after {trial.first}" if trial.first else ""
-        print(f"{'FAILED' if faults else 'ok':7s}{trial.ranks} ranks: {trial.flags}{first}")
-        for fault in faults:
-            print(f"       {fault}", flush=True)
-    seconds = time.monotonic() - start
-    print(f"{len(trials)} trials, {failed} failed, in {seconds:.0f} s")
+        row = {"ranks": trial.ranks, "flags": trial.flags, "after": trial.first or ""}
+        report.add(row | {"faults": "; ".join(faults)})
+    failed = sum(bool(row["faults"]) for row in report.rows)
+    print(f"{len(report.rows)} trials, {failed} failed")
     return int(failed > 0)
 
 

@@ -9,20 +9,17 @@ on all alike. The optimizer is not in it.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 import megatron_pulse as pulse
 from megatron_pulse.profile.measurement.clock import RepetitionLimits
+from tests.benchmarks.report import Flags, Report
 from tests.runtime.equality import mean_squared_error
 
 NUM_MICROBATCHES, SIZE, TOKENS = 4, 2, 256
@@ -90,25 +87,26 @@ def compare(width: int, repetitions: int, patience: RepetitionLimits) -> list[Ro
     ]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Print a line for each, beside the first."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--repetitions", type=int, default=9)
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    args = parser.parse_args(argv)
+def main() -> None:
+    """Print a row for each, beside the first."""
+    flags = Flags(__doc__)
+    flags.add("--width", 256)
+    flags.add("--repetitions", 9)
+    args = flags.parse_args()
     rows = compare(args.width, args.repetitions, RepetitionLimits())
+    report, first = Report(args.json), rows[0]
     for row in rows:
-        print(
-            f"{row.trained:12s} {row.parameters:9,d} parameters: predicted "
-            f"{1e3 * row.predicted_s:6.1f} ms ({row.predicted_s / rows[0].predicted_s:.2f}), "
-            f"measured {1e3 * row.measured_s:6.1f} ms ({row.measured_s / rows[0].measured_s:.2f}), "
-            f"{row.saved_bytes / 1e6:.1f} MB kept"
-        )
-    if args.json is not None:
-        args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
-    return 0
+        cells = {
+            "trained": row.trained,
+            "parameters": row.parameters,
+            "predicted ms": 1e3 * row.predicted_s,
+            "of all": row.predicted_s / first.predicted_s,
+            "measured ms": 1e3 * row.measured_s,
+            "of all's": row.measured_s / first.measured_s,
+            "MB kept": row.saved_bytes / 1e6,
+        }
+        report.add(row, cells)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

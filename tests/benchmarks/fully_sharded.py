@@ -8,14 +8,9 @@ gather and reduce the same in the same order is tested.
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import os
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -23,11 +18,13 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_pulse.planner.tune.fsdp.step import Gathering, Sharding, prefetched_before_freed
-from tests.benchmarks.cell import compute_s
-from tests.benchmarks.contestant import TIMEOUT_S, Contestant, Engine
+from tests.benchmarks.cell import compute_s, join_urgently, require_network
+from tests.benchmarks.contestant import Contestant, Engine
 from tests.benchmarks.data_parallel import SleepingLayer
 from tests.benchmarks.emulation import emulate
-from tests.benchmarks.network import Node, namespaces, sent_bytes, unavailable
+from tests.benchmarks.network import Node, namespaces, sent_bytes
+from tests.benchmarks.report import Flags, Report
+from tests.benchmarks.setups import USABLE
 from tests.benchmarks.sharded import sharded
 from tests.benchmarks.sharded_best import DataParallel, elements
 from tests.ranks import run_ranks
@@ -114,11 +111,7 @@ def called_by_torch(way: Sharding) -> Called:
 
 def _measure(nodes: list[Node], contestants: list[Contestant]) -> list[tuple[float, int]]:
     """On a rank: seconds and bytes sent of torch's and of our step of each, in turn."""
-    with contextlib.suppress(PermissionError):
-        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
-    nodes[int(os.environ["RANK"])].enter()
-    os.environ["MASTER_ADDR"] = nodes[0].address
-    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
+    join_urgently(nodes)
     found = []
     for contestant in contestants:
         assert contestant.sharding is not None
@@ -136,28 +129,24 @@ def _measure(nodes: list[Node], contestants: list[Contestant]) -> list[tuple[flo
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--backbone", default="uvit-2.7b")
-    parser.add_argument("--rate", type=float, default=10.0, help="GB/s of a real V100's link")
-    parser.add_argument("--memory-gb", type=float, default=32.0)
-    args = parser.parse_args()
-    if why := unavailable():
-        sys.exit(f"the benchmark needs network namespaces: {why}")
-    emulation, ranks = emulate(args.backbone), 4
-    link = emulation.link(args.rate * 1e9)
+    flags = Flags(__doc__)
+    flags.add("--backbone", "uvit-2.7b")
+    flags.add("--rate", 10.0, "GB/s of a real V100's link")
+    flags.add("--memory-gb", 32.0)
+    args = flags.parse_args()
+    require_network()
+    emulation, ranks, report = emulate(args.backbone), 4, Report(args.json)
     samples = 2 * ranks * emulation.micro_batch_size
-    plan = DataParallel(emulation, link, ranks, samples, 0.9e9 * args.memory_gb)
-    entered = [c for c in plan.offers()[0] if c.engine is Engine.FSDP2]
+    given = emulation.link(args.rate * 1e9), ranks, samples, USABLE * 1e9 * args.memory_gb
+    entered = [c for c in DataParallel(emulation, *given).offers()[0] if c.engine is Engine.FSDP2]
     with namespaces(ranks, emulation.rate_mbit(args.rate * 1e9)) as nodes:
         measured = run_ranks(ranks, _measure, nodes, entered)
     for at, contestant in enumerate(entered):
-        print(f"{contestant.way}: computing {compute_s(contestant) / ranks:.2f} s")
         for who, column in (("torch's fully_shard", 2 * at), ("the contestant", 2 * at + 1)):
-            seconds = max(rank[column][0] for rank in measured)
-            sent = sum(rank[column][1] for rank in measured)
-            print(f"  {who}: {seconds:.2f} s, {sent / 1e6:.1f} MB sent")
+            row = {"way": contestant.way, "computing s": compute_s(contestant) / ranks, "who": who}
+            row["step s"] = max(rank[column][0] for rank in measured)
+            row["MB sent"] = sum(rank[column][1] for rank in measured) / 1e6
+            report.add(row)
 
 
 if __name__ == "__main__":

@@ -13,26 +13,21 @@ is refused. Results go to ``--out``: results.json after every cell, then report.
 from __future__ import annotations
 
 import argparse
-import fcntl
 import json
 import math
-import signal
-import sys
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from megatron_pulse.files import replacing
-from megatron_pulse.planner.tune.evaluate import Outcome
+from megatron_pulse.planner.tune.config import Choices, Recompute
+from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
+from megatron_pulse.planner.tune.tune import DECISION_S
 from model_specs import available
-from tests.benchmarks.arguments import count, positive, positives
 from tests.benchmarks.capped import capped, pipeline_sizes, way
-from tests.benchmarks.cell import run_cell
+from tests.benchmarks.cell import require_network, run_cell
 from tests.benchmarks.contestant import Contestant, Engine, Refused
 from tests.benchmarks.contestants import SOLVER_S, contestants, needed_bytes, tuned
 from tests.benchmarks.emulation import (
@@ -44,38 +39,29 @@ from tests.benchmarks.emulation import (
     more_sizes,
     setup_of,
 )
-from tests.benchmarks.network import unavailable
+from tests.benchmarks.headline_report import volumes, write_report
+from tests.benchmarks.report import Flags, count, positives, write_json
+from tests.benchmarks.setups import USABLE, cluster_of, decide
 
 RATES = (10.0, 2.5, 1.25)
 """GB/s of a V100: the paper's link to one of them alone, to 4, and to all 8 of its node at once."""
 
-V100_GB, USABLE = 32.0, 0.9
-
-
-@dataclass(frozen=True)
-class Pick:
-    """What the tuner chose, as which contestant, and the step it predicts in emulated seconds."""
-
-    config: str
-    contestant: str
-    predicted_s: float
+V100_GB = 32.0
 
 
 def run(args: argparse.Namespace) -> None:
     """All cells, then the report."""
-    from tests.benchmarks.headline_report import write_report
-    from tests.benchmarks.headline_volumes import volumes
-
     file = args.out / "results.json"
+    args.out.mkdir(parents=True, exist_ok=True)
     done: dict[str, Any] = {"cells": [], "volumes": []}
     if args.resume and file.exists():
         done = json.loads(file.read_text())
     cells = list(product(args.backbones, args.batches, args.rates))
     emulated: dict[str, Emulation] = {}
     for number, (name, batch, rate) in enumerate(cells):
-        count = args.microbatches or setup_of(name).microbatches_per_device * args.ranks
-        count *= batch
-        key = f"{name} {rate:g} GB/s P={args.ranks} M={count}"
+        num = args.microbatches or setup_of(name).microbatches_per_device * args.ranks
+        num *= batch
+        key = f"{name} {rate:g} GB/s P={args.ranks} M={num}"
         key += f" {args.memory_gb:g} GB" if args.memory_gb else ""
         if any(cell["key"] == key for cell in done["cells"]):
             continue
@@ -83,101 +69,67 @@ def run(args: argparse.Namespace) -> None:
         if name not in emulated:
             sizes = more_sizes(name) if args.memory_gb else ()
             emulated[name] = emulate(name, args.model_seconds, sizes)
-        cell = {"key": key, **measure(emulated[name], rate, count, args)}
-        done["cells"].append(cell)
+        done["cells"].append({"key": key, **measure(emulated[name], rate, num, args)})
         spent = time.monotonic() - began
         print(f"cell {number + 1} of {len(cells)}, {key}: {spent:.0f} s", flush=True)
-        save(done, file)
+        write_json(file, done)
     if not done["volumes"] or not args.resume:
         done["volumes"] = volumes()
-        save(done, file)
+        write_json(file, done)
     print(write_report(done, args.out))
-
-
-def save(results: dict[str, Any], file: Path) -> None:
-    """Whole or not at all."""
-    with replacing(file) as beside:
-        beside.write_text(json.dumps(results, indent=1) + "\n")
 
 
 def measure(
     emulation: Emulation, rate: float, count: int, args: argparse.Namespace
 ) -> dict[str, Any]:
     """One cell, of ``count`` microbatches."""
-    link = emulation.link(rate * 1e9)
+    link, rate_mbit = emulation.link(rate * 1e9), emulation.rate_mbit(rate * 1e9)
     samples = count * emulation.micro_batch_size
     refused: list[Refused] = []
     if args.memory_gb:
-        usable = USABLE * args.memory_gb * 1e9
-        solver_s = args.solver_seconds
-        entered, refused = capped(emulation, link, args.ranks, samples, usable, solver_s)
+        given = args.ranks, samples, USABLE * args.memory_gb * 1e9, args.solver_seconds
+        entered, refused = capped(emulation, link, *given)
         memories = [args.memory_gb]
     else:
         entered = contestants(emulation, link, args.ranks, count, args.solver_seconds)
         base = next(c for c in entered if c.engine is Engine.MEGATRON_1F1B)
         # As much memory as the baseline has, where nothing fits.
         memories = [V100_GB, needed_bytes(base) / 1e9 / USABLE]
-    pick = None
-    for memory in memories:
-        if (outcome := tune(emulation, rate, samples, args, memory)) is not None:
-            break
-    if outcome is not None:
-        config, said = outcome.config, ""
+    found = (tune(emulation, rate, samples, args, memory) for memory in memories)
+    pick: dict[str, Any] | None = None
+    if (outcome := next(filter(None, found), None)) is not None:
+        config, emulated, said = outcome.config, emulation, ""
         if args.memory_gb:
             chosen = outcome.stages.activations
             again, part = len(chosen.recompute), len(chosen.selective)
             said = way(config.micro_batch_size, again, len(emulation.costs), part)
             emulated = emulation.variant(config.micro_batch_size, chosen)
-        else:
-            emulated = emulation
         best = tuned(emulated, link, outcome, entered, said)
-        pick = Pick(str(config), best.name, outcome.step_s * emulation.time_scale)
         entered += [best] if best not in entered else []
+        predicted_s = outcome.step_s * emulation.time_scale
+        pick = {"config": str(config), "contestant": best.name, "predicted_s": predicted_s}
     if args.only:
-        name = pick and pick.contestant
+        name = pick and pick["contestant"]
         entered = [c for c in entered if c.name == name or any(w in c.name for w in args.only)]
     entered, passed_over = within(entered, args.within)
-    with alone(args.together):
-        results = run_cell(
-            emulation.backbone,
-            entered,
-            args.ranks,
-            emulation.rate_mbit(rate * 1e9),
-            args.repetitions,
-            args.ranks_per_node,
-        )
+    results = run_cell(emulation.backbone, entered, args.ranks, rate_mbit, args.repetitions)
     return {
         "backbone": emulation.name,
         "rate_gbs": rate,
         "ranks": args.ranks,
-        "ranks_per_node": args.ranks_per_node,
         "microbatches": count,
         "micro_batch_size": emulation.micro_batch_size,
         "batch": samples,
-        "memory_gb": args.memory_gb,
+        "memory_gb": args.memory_gb or None,
         "time_scale": emulation.time_scale,
         "byte_divisor": emulation.byte_divisor,
-        "rate_mbit": emulation.rate_mbit(rate * 1e9),
+        "rate_mbit": rate_mbit,
         "num_skips": len(emulation.costs.skips),
-        "pick": asdict(pick) if pick is not None else None,
-        "results": [result.record() for result in results],
-        "refused": [asdict(one) for one in refused],
+        "pick": pick,
+        "results": list(map(asdict, results)),
+        "refused": list(map(asdict, refused)),
         "passed_over": {one.name: one.predicted_s for one in passed_over},
     }
-
-
-@contextmanager
-def alone(together: bool) -> Iterator[None]:
-    """One call of this machine measures at a time, while others plan their next cell; those that
-    do it ``together`` do not wait for each other."""
-    how = fcntl.LOCK_SH if together else fcntl.LOCK_EX
-    with (Path(tempfile.gettempdir()) / "megatron_pulse-claim.lock").open("a") as file:
-        try:
-            fcntl.flock(file, how | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print("planned; another call measures a cell", flush=True)
-            fcntl.flock(file, how)
-        yield
 
 
 def within(
@@ -187,11 +139,11 @@ def within(
     soonest of the others. Ours, Megatron's 1F1B, with which all are compared, and the soonest
     relayed pipeline, the soonest that shards (FSDP2, HSDP) and DDP, whose collectives are taken as
     ideal, always run."""
-    others = [one for one in entered if one.engine is not Engine.OURS]
+    kinds = {Engine.FSDP2: "sharded", Engine.HSDP: "sharded", Engine.DATA_PARALLEL: "replicated"}
     soonest: dict[str, Contestant] = {}
-    for one in others:
-        before = soonest.setdefault(_kind(one.engine), one)
-        soonest[_kind(one.engine)] = min(before, one, key=lambda c: c.predicted_s)
+    for one in (one for one in entered if one.engine is not Engine.OURS):
+        before = soonest.setdefault(kinds.get(one.engine, "relayed"), one)
+        soonest[kinds.get(one.engine, "relayed")] = min(before, one, key=lambda c: c.predicted_s)
     least_s = min((one.predicted_s for one in soonest.values()), default=0.0)
 
     def runs(one: Contestant) -> bool:
@@ -199,12 +151,6 @@ def within(
         return always or one.predicted_s <= factor * least_s
 
     return [c for c in entered if runs(c)], [c for c in entered if not runs(c)]
-
-
-def _kind(engine: Engine) -> str:
-    if engine in (Engine.FSDP2, Engine.HSDP):
-        return "sharded"
-    return "replicated" if engine is Engine.DATA_PARALLEL else "relayed"
 
 
 def tune(
@@ -216,84 +162,47 @@ def tune(
     It chooses among its ways to use the devices; microbatches are those of all contestants, or
     under a cap those that pipelines may take, recomputed or not.
     """
-    from megatron_pulse.planner.cluster.cluster import BandwidthScope, Cluster, ClusterLink
-    from megatron_pulse.planner.tune.config import Choices, Recompute
-    from megatron_pulse.planner.tune.evaluate import Evaluator
-    from megatron_pulse.planner.tune.tune import DECISION_S
-    from tests.benchmarks.decide import decide
-
-    link = ClusterLink("other", rate, 10.0, BandwidthScope.DEVICE)
-    cluster = Cluster(
-        "claim",
-        args.ranks,
-        1,
-        memory_gb,
-        "V100-32GB",
-        link,
-        link,
-        usable_memory=USABLE,
-        operation_us=1e6 * OPERATION_S / emulation.time_scale,
-    )
-    sizes = [emulation.micro_batch_size]
-    if args.memory_gb:
-        sizes = pipeline_sizes(emulation, samples)
+    operation_us = 1e6 * OPERATION_S / emulation.time_scale
+    cluster = cluster_of(args.ranks, rate, memory_gb, operation_us=operation_us)
+    usual = [emulation.micro_batch_size]
     choices = Choices(
         pipeline=(1, args.ranks),
         tensor=(1,),
-        micro_batch_size=tuple(sizes),
+        micro_batch_size=tuple(pipeline_sizes(emulation, samples) if args.memory_gb else usual),
         recompute=(Recompute.NEVER, *[Recompute.NEEDED] * bool(args.memory_gb)),
     )
-    evaluator = Evaluator(emulation.profile, cluster, samples)
-    found = decide(evaluator, choices, DECISION_S)
+    found = decide(Evaluator(emulation.profile, cluster, samples), choices, DECISION_S)
     return None if found is None else found.outcomes[0]
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
+def parse() -> argparse.Namespace:
     """The flags."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
 
     def names(text: str) -> list[str]:
         return [part for part in text.split(",") if part]
 
-    add = parser.add_argument
-    add("--backbones", type=names, help="of pulse backbones (default: the five of the table)")
-    add("--rates", type=positives, help="GB/s of a real V100's link (default: 10,2.5,1.25)")
-    add("--repetitions", type=count, help="of every contestant in a cell (default: 5)")
-    add("--ranks", type=count, default=4, help="pipeline devices P")
-    add("--microbatches", type=count, help="of a step (default: 4P for SD v2, 2P for others)")
-    add("--batches", type=count, nargs="+", default=[1], help="times the usual global batch")
-    add("--memory-gb", type=positive, help="of a device: what does not fit 0.9 of it is refused")
-    add("--ranks-per-node", type=count, default=1, help="those on a node reach each other without")
-    add(
-        "--model-seconds",
-        type=positive,
-        default=MODEL_S,
-        help="a microbatch, emulated",
-    )
-    add("--solver-seconds", type=float, help=f"for each ILP (default: {SOLVER_S:g}); 0: none")
-    add("--only", type=names, default=[], help="the pick, and whose name has one of these words")
-    add(
-        "--within",
-        type=float,
-        default=math.inf,
-        help="of the others, pass over those predicted to take more than so many times as long as "
-        "the soonest, but for 1F1B, the soonest pipeline, the soonest of FSDP2 and HSDP, and DDP "
+    flags = Flags(__doc__)
+    flags.add("--backbones", help="of pulse backbones (default: the five of the table)", type=names)
+    flags.add("--rates", help="GB/s of a real V100's link (default: 10,2.5,1.25)", type=positives)
+    flags.add("--repetitions", help="of every contestant in a cell (default: 5)", type=count)
+    flags.add("--ranks", 4, "pipeline devices P")
+    flags.add("--microbatches", help="of a step (default: 4P for SD v2, 2P for others)", type=count)
+    flags.add("--batches", [1], "times the usual global batch", type=count, nargs="+")
+    flags.add("--memory-gb", 0.0, "of a device: what does not fit 0.9 of it is refused")
+    flags.add("--model-seconds", MODEL_S, "a microbatch, emulated")
+    flags.add("--solver-seconds", help=f"of each ILP (default: {SOLVER_S:g}); 0: none", type=float)
+    flags.add("--only", [], "the pick, and whose name has one of these words", type=names)
+    flags.add(
+        "--within", math.inf,
+        "of the others, pass over those predicted to take more than so many times as long as the "
+        "soonest, but for 1F1B, the soonest pipeline, the soonest of FSDP2 and HSDP, and DDP "
         "(default: all run)",
-    )
-    add(
-        "--together",
-        action="store_true",
-        help="measure beside other calls that say so, not one at a time: two of four ranks load a "
-        "machine as one of eight does",
-    )
-    add("--out", type=Path, default=Path("runs/claim"))
-    add("--resume", action="store_true", help="keep the cells that --out has")
-    add(
-        "--quick", action="store_true", help="U-ViT, two rates, 2 repetitions, no ILP, unless given"
-    )
-    args = parser.parse_args(argv)
+        type=float,
+    )  # fmt: skip
+    flags.add("--out", Path("runs/claim"), "folder of results", type=Path)
+    flags.add("--resume", False, "keep the cells that --out has")
+    flags.add("--quick", False, "U-ViT, two rates, 2 repetitions, no ILP, unless given")
+    args = flags.parse_args()
     usual = (list(BACKBONES), list(RATES), 5, SOLVER_S)
     if args.quick:
         usual = (["uvit-2.7b"], [10.0, 1.25], 2, 0.0)
@@ -303,24 +212,19 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
             setattr(args, name, value)
     unknown = [name for name in args.backbones if name not in available()]
     faults = [f"no backbone is called {name!r}: see pulse backbones" for name in unknown]
-    if args.ranks % args.ranks_per_node:
-        faults.append(f"{args.ranks} ranks do not divide into nodes of {args.ranks_per_node}")
     if not 0 <= args.solver_seconds < math.inf:
         faults.append(f"--solver-seconds {args.solver_seconds:g} is no number from 0 on")
     if not args.within >= 1:
         faults.append(f"--within {args.within:g} is less than the soonest prediction, which is 1")
     if faults:
-        parser.error("; ".join(faults))
+        flags.error("; ".join(faults))
     return args
 
 
 def main() -> None:
     """Measure and report."""
     args = parse()
-    # An end from outside must not leave ranks and namespaces behind.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
-    if why := unavailable():
-        sys.exit(f"the benchmark needs network namespaces: {why}")
+    require_network()
     run(args)
 
 

@@ -11,8 +11,6 @@ number alone. The exit status is 1 if any differs.
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import sys
 import time
@@ -21,8 +19,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import batched
-from pathlib import Path
-from typing import Any
 
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.costs import weighted_costs
@@ -40,6 +36,7 @@ from megatron_pulse.planner.schedule.check.simulate import dependency
 from megatron_pulse.planner.schedule.classic.catalog import CLASSICS
 from megatron_pulse.planner.schedule.operations import Operation, OpType, Schedule
 from megatron_pulse.planner.schedule.registry import WAVES
+from tests.benchmarks.report import Flags, Report
 from tests.ranks import RanksFailed, run_ranks
 from tests.runtime.equality import (
     Case,
@@ -57,6 +54,11 @@ STEPS = 2
 BATCH = 12
 """Cases that one group of ranks runs, one after the other."""
 NAMES = (*CLASSICS, *WAVES)
+COUNTED = (
+    *("family", "P", "placement", "schedule", "backwards", "dtype"),
+    *("recomputed", "offloaded", "selective"),
+)
+"""What is counted of all cases in the end."""
 
 
 @dataclass(frozen=True)
@@ -79,18 +81,26 @@ class Layout:
         """Whether weight gradients are computed apart."""
         return OpType.WEIGHT_GRAD in self.schedule.kinds
 
-    def __str__(self) -> str:
+    def cells(self) -> dict[str, object]:
+        """What it has."""
         case, placement = self.case, self.schedule.placement
-        return (
-            f"{self.number:4d} {self.family:9s} P={self.num_devices} M={case.num_microbatches} "
-            f"b={case.micro_batch_size} {placement.kind.name} of {placement.num_stages} stages, "
-            f"{self.schedule.name}, {'split' if self.is_split else 'whole'}, {case.dtype}"
-            f"{', recomputed' if case.recompute else ''}"
-            f"{', offloaded' if case.offload else ''}"
-            f"{', selective' if case.selective else ''}"
-            f"{', trained: ' + ' '.join(case.train) if case.train else ''}"
-            f"{', frozen: ' + ' '.join(case.freeze) if case.freeze else ''}"
-        )
+        return {
+            "case": self.number,
+            "family": self.family,
+            "P": self.num_devices,
+            "M": case.num_microbatches,
+            "b": case.micro_batch_size,
+            "placement": placement.kind.name,
+            "stages": placement.num_stages,
+            "schedule": self.schedule.name,
+            "backwards": "split" if self.is_split else "whole",
+            "dtype": case.dtype,
+            "recomputed": case.recompute,
+            "offloaded": case.offload,
+            "selective": case.selective,
+            "trained": " ".join(case.train),
+            "frozen": " ".join(case.freeze),
+        }
 
 
 @dataclass(frozen=True)
@@ -99,9 +109,6 @@ class Verdict:
 
     layout: Layout
     faults: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return f"{self.layout}: {'; '.join(self.faults) or 'equal'}"
 
 
 def draw_layout(seed: int, number: int) -> Layout:
@@ -122,17 +129,10 @@ def draw_layout(seed: int, number: int) -> Layout:
             replace(plan, schedules=(schedule,)).step(num_microbatches)
         except (PartitionError, PlanError, ValueError):
             continue
-        case = Case(
-            kind.name,
-            num_microbatches,
-            schedule,
-            num_chunks,
-            rng.choice(["float32", "bfloat16"]),
-            rng.choice((0, 0, 0, 1, 2, 3)),
-            STEPS,
-            plan.partition.cuts,
-            rng.randint(1, 3),
-        )
+        dtype = rng.choice(["float32", "bfloat16"])
+        recompute, cuts = rng.choice((0, 0, 0, 1, 2, 3)), plan.partition.cuts
+        of = kind.name, num_microbatches, schedule, num_chunks, dtype, recompute, STEPS, cuts
+        case = Case(*of, rng.randint(1, 3))
         case = replace(case, **_draw_trained(random.Random(f"{seed}/{number}/trained"), chain))
         chance = random.Random(f"{seed}/{number}/apart")
         apart = computed_apart(schedule, plan.partition, case.recompute, chance)
@@ -256,52 +256,26 @@ def run_layouts(layouts: Iterable[Layout], jobs: int = 1) -> Iterator[Verdict]:
             yield from verdicts
 
 
-def summary(verdicts: Sequence[Verdict], seed: int, seconds: float) -> dict[str, Any]:
-    """What was run and what differed, as JSON-able values."""
-    layouts = [verdict.layout for verdict in verdicts]
-    counted = {
-        "family": [layout.family for layout in layouts],
-        "devices": [str(layout.num_devices) for layout in layouts],
-        "placement": [layout.schedule.placement.kind.name for layout in layouts],
-        "schedule": [layout.schedule.name for layout in layouts],
-        "backwards": ["split" if layout.is_split else "whole" for layout in layouts],
-        "dtype": [layout.case.dtype for layout in layouts],
-        "recomputed": [str(layout.case.recompute) for layout in layouts],
-        "offloaded": [str(layout.case.offload) for layout in layouts],
-        "selective": [str(layout.case.selective) for layout in layouts],
-    }
-    return {
-        "seed": seed,
-        "cases": len(verdicts),
-        "differences": sum(bool(verdict.faults) for verdict in verdicts),
-        "seconds": round(seconds, 1),
-        "counts": {what: dict(sorted(Counter(of).items())) for what, of in counted.items()},
-        "faults": {str(v.layout): list(v.faults) for v in verdicts if v.faults},
-    }
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--cases", type=int, default=300)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--only", type=int, action="append", help="the number of a case to run")
-    parser.add_argument("--jobs", type=int, default=1, help="groups of ranks at a time")
-    parser.add_argument("--json", type=Path, help="where the summary goes")
-    args = parser.parse_args(argv)
-    start = time.monotonic()
-    numbers = args.only or range(args.cases)
-    verdicts = []
-    for verdict in run_layouts((draw_layout(args.seed, n) for n in numbers), args.jobs):
-        print(f"seed {args.seed}, case {verdict}", flush=True)
-        verdicts.append(verdict)
-    result = summary(verdicts, args.seed, time.monotonic() - start)
-    for what, counts in result["counts"].items():
-        print(f"{what}: " + ", ".join(f"{name} {count}" for name, count in counts.items()))
-    print(f"{result['cases']} layouts in {result['seconds']:.0f} s, {result['differences']} differ")
-    if args.json is not None:
-        args.json.write_text(json.dumps(result, indent=2) + "\n")
-    return 1 if result["differences"] else 0
+    flags = Flags(__doc__)
+    flags.add("--cases", 300)
+    flags.add("--seed", 1, type=int)
+    flags.add("--only", type=int, action="append", help="the number of a case to run")
+    flags.add("--jobs", 1, "groups of ranks at a time")
+    args = flags.parse_args(argv)
+    start, report = time.monotonic(), Report(args.json)
+    drawn = (draw_layout(args.seed, n) for n in args.only or range(args.cases))
+    for verdict in run_layouts(drawn, args.jobs):
+        report.add(verdict.layout.cells() | {"is": "; ".join(verdict.faults) or "equal"})
+    print()
+    for what in COUNTED:
+        numbers = Counter(row[what] for row in report.rows)
+        print(f"{what}: " + ", ".join(f"{name} {n}" for name, n in sorted(numbers.items())))
+    differ = sum(row["is"] != "equal" for row in report.rows)
+    seconds = time.monotonic() - start
+    print(f"{len(report.rows)} layouts in {seconds:.0f} s, {differ} differ")
+    return int(differ > 0)
 
 
 if __name__ == "__main__":

@@ -2,29 +2,22 @@
 
     .venv/bin/python -m tests.benchmarks.micro [--json FILE]
 
-Planning: CPU seconds for hunyuan-dit-3b (118 units, 18 skips) on a fold. An operation: a step of
-two ranks whose operations take no time, over all its operations on a rank, transfers included;
-Megatron's 1F1B and torch's on the same stages beside ours; of which are calls of gloo that start a
-transfer, those that wait for one, and all else. CPU time of gloo's threads is beside it, and within
-it where no core is free. CPU time of the host is that of the threads that run steps, on both ranks:
-what is left where a stream waits for transfers, and not the host. A split backward: CPU
-microseconds of a small layer's forward, input gradient and weight gradient above its forward and
-whole backward. Needs no namespaces.
+Planning: CPU milliseconds for hunyuan-dit-3b (118 units, 18 skips) on a fold. An operation: a step
+of two ranks whose operations take no time, over all its operations on a rank, transfers included;
+Megatron's 1F1B and torch's on the same stages beside ours. CPU time of the host is that of the
+threads that run steps, on both ranks. A split backward: CPU microseconds of a small layer's
+forward, input gradient and weight gradient above its forward and whole backward. Needs no
+namespaces.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from statistics import mean, median
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
-from megatron_pulse.files import replacing
 from megatron_pulse.planner.cluster.cluster import Link
 from megatron_pulse.planner.layout.placement import fold
 from megatron_pulse.planner.layout.routes import trace_routes
@@ -38,7 +31,7 @@ from megatron_pulse.planner.schedule.search.synthesize import synthesize
 from tests.benchmarks.contestant import Contestant, Engine, Groups
 from tests.benchmarks.contestants import SYNTHESIS_EFFORT, contestants
 from tests.benchmarks.emulation import Emulation, emulate
-from tests.benchmarks.headline_report import table
+from tests.benchmarks.report import Flags, Report
 from tests.benchmarks.runners import make_runner
 from tests.ranks import run_ranks
 
@@ -90,20 +83,13 @@ def planning(emulation: Emulation, devices: int, count: int) -> Planning:
 @dataclass(frozen=True)
 class Overhead:
     """Microseconds of an operation that itself takes none, over Megatron's in the same repetition;
-    CPU time of the thread that runs it, the mean of both ranks, and over Megatron's; and in steps
-    that are looked at, those within calls of gloo on the first rank, and all others, and the CPU
-    time of that rank's other threads, which are gloo's.
-    """
+    CPU time of the thread that runs it, the mean of both ranks, and over Megatron's."""
 
     contestant: str
     operation_us: float
     of_megatron: float
     host_us: float
     host_of_megatron: float
-    starting_us: float
-    waiting_us: float
-    other_us: float
-    threads_us: float
 
 
 def overheads(repetitions: int = 20) -> list[Overhead]:
@@ -116,9 +102,11 @@ def overheads(repetitions: int = 20) -> list[Overhead]:
         if c.engine in engines and "fold" not in c.name
     ]
     ranks = run_ranks(2, _time_steps, emulation.backbone, entered, repetitions, timeout_s=300)
-    hosts = []
-    for own, other in zip(*ranks, strict=True):
-        hosts.append([mean(both) for both in zip(own.hosts, other.hosts, strict=True)])
+    steps = [[whole for whole, _ in own] for own in ranks[0]]
+    hosts = [
+        [(a + b) / 2 for (_, a), (_, b) in zip(*both, strict=True)]
+        for both in zip(*ranks, strict=True)
+    ]
     megatron = next(i for i, c in enumerate(entered) if c.engine is Engine.MEGATRON_1F1B)
 
     def each(times: Sequence[float]) -> float:
@@ -128,18 +116,8 @@ def overheads(repetitions: int = 20) -> list[Overhead]:
         return median(a / b for a, b in zip(times, theirs, strict=True))
 
     return [
-        Overhead(
-            c.name,
-            each(taken.steps),
-            over(taken.steps, ranks[0][megatron].steps),
-            each(host),
-            over(host, hosts[megatron]),
-            each([gloo.starting for gloo in taken.calls]),
-            each([gloo.waiting for gloo in taken.calls]),
-            each([gloo.elsewhere for gloo in taken.calls]),
-            each([gloo.threads for gloo in taken.calls]),
-        )
-        for c, taken, host in zip(entered, ranks[0], hosts, strict=True)
+        Overhead(c.name, each(own), over(own, steps[megatron]), each(h), over(h, hosts[megatron]))
+        for c, own, h in zip(entered, steps, hosts, strict=True)
     ]
 
 
@@ -202,135 +180,36 @@ def splitting(number: int = 20, repetitions: int = 50) -> list[Splitting]:
     return found
 
 
-@dataclass
-class Calls:
-    """Seconds of a step within calls of gloo that start transfers, that wait for them, and
-    elsewhere; CPU seconds of all threads but the caller's."""
-
-    starting: float = 0.0
-    waiting: float = 0.0
-    elsewhere: float = 0.0
-    threads: float = 0.0
-
-
-@dataclass
-class Taken:
-    """Of a contestant on a rank: seconds of its steps, CPU seconds of the thread that ran them, and
-    the calls of other steps, in which they were looked at."""
-
-    steps: list[float] = field(default_factory=list)
-    hosts: list[float] = field(default_factory=list)
-    calls: list[Calls] = field(default_factory=list)
-
-
-def _time_steps(backbone: Any, entered: list[Contestant], repetitions: int) -> list[Taken]:
-    """On a rank: all repetitions, contestants in turn."""
+def _time_steps(
+    backbone: Any, entered: list[Contestant], repetitions: int
+) -> list[list[tuple[float, float]]]:
+    """On a rank: of each contestant, in turn, seconds of a step and CPU seconds of its thread."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
     groups = Groups.join()
     runners = [make_runner(c, backbone, groups) for c in entered]
-    taken = [Taken() for _ in runners]
-    for repetition in range(-2, repetitions):
+    taken: list[list[tuple[float, float]]] = [[] for _ in runners]
+    for _ in range(-2, repetitions):
         for runner, found in zip(runners, taken, strict=True):
             dist.barrier()
             began, cpu = time.perf_counter(), time.thread_time()
             runner.step()
             host = time.thread_time() - cpu
             dist.barrier()
-            seconds = time.perf_counter() - began
-            with _calls() as calls:
-                runner.step()
-            if repetition >= 0:
-                found.steps.append(seconds)
-                found.hosts.append(host)
-                found.calls.append(calls)
-    return taken
-
-
-@contextmanager
-def _calls() -> Iterator[Calls]:
-    """What torch's process groups are called for within."""
-    from torch._C._distributed_c10d import Backend
-    from torch.distributed import ProcessGroup, Work
-
-    found = Calls()
-
-    def timed(function: Callable[..., Any], field: str) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            began = time.perf_counter()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                setattr(found, field, getattr(found, field) + time.perf_counter() - began)
-
-        return call
-
-    with ExitStack() as stack:
-        for owner, name, field in (
-            (ProcessGroup, "send", "starting"),
-            (ProcessGroup, "recv", "starting"),
-            (Backend, "send", "starting"),  # as channels call it
-            (Backend, "recv", "starting"),
-            (Work, "wait", "waiting"),
-        ):
-            stack.callback(setattr, owner, name, vars(owner)[name])
-            setattr(owner, name, timed(getattr(owner, name), field))
-        began, threads = time.perf_counter(), _of_other_threads()
-        yield found
-        found.elsewhere = time.perf_counter() - began - found.starting - found.waiting
-        found.threads = _of_other_threads() - threads
-
-
-def _of_other_threads() -> float:
-    """Their CPU seconds so far."""
-    return time.process_time() - time.thread_time()
+            found.append((time.perf_counter() - began, host))
+    return [found[2:] for found in taken]
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    args = parser.parse_args()
-    emulation = emulate("hunyuan-dit-3b")
-    plans = [planning(emulation, p, m) for p, m in SHAPES]
-    steps = overheads()
-    splits = splitting()
-    names = ("P", "M", "partition", "synthesize", "simulate", "replay", "compile")
-    print("CPU milliseconds to plan a step of hunyuan-dit-3b on a fold\n")
-    rows = [[f"{value:.4g}" for value in asdict(p).values()] for p in plans]
-    print(table(names, rows))
-    print(f"\nMicroseconds of an operation that takes none, 2 ranks, {COUNT} microbatches\n")
-    rows = [
-        (
-            s.contestant,
-            f"{s.operation_us:.0f}",
-            f"{s.of_megatron:.2f}",
-            f"{s.host_us:.0f}",
-            f"{s.host_of_megatron:.2f}",
-            f"{s.starting_us:.0f}",
-            f"{s.waiting_us:.0f}",
-            f"{s.other_us:.0f}",
-            f"{s.threads_us:.0f}",
-        )
-        for s in steps
-    ]
-    whole = ("executor", "us", "of Megatron's", "CPU of the host", "of Megatron's")
-    parts = ("starts transfers", "waits for them", "all else", "gloo's threads")
-    print(table((*whole, *parts), rows))
-    print("\nCPU microseconds of a small layer, and what splitting its backward adds\n")
-    rows = [(s.layer, f"{s.whole_us:.0f}", f"{s.added_us:.0f}") for s in splits]
-    print(table(("layer", "whole", "added"), rows))
-    if args.json:
-        with replacing(args.json) as beside:
-            record = {
-                "planning": list(map(asdict, plans)),
-                "overhead": list(map(asdict, steps)),
-                "splitting": list(map(asdict, splits)),
-            }
-            beside.write_text(json.dumps(record, indent=1) + "\n")
+    args = Flags(__doc__).parse_args()
+    report, emulation = Report(args.json), emulate("hunyuan-dit-3b")
+    for devices, number in SHAPES:
+        report.add(planning(emulation, devices, number))
+    print(f"\nAn operation that takes no time, 2 ranks, {COUNT} microbatches")
+    for row in (*overheads(), *splitting()):
+        report.add(row)
 
 
 if __name__ == "__main__":

@@ -12,16 +12,14 @@ bit for bit those of one device. The exit status is 1 if any differs.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 
 import torch
 
+from tests.benchmarks.report import Flags, Report, record
 from tests.ranks import RanksFailed
 from tests.tracing.bits import chain_equal_to, skips_of
 from tests.tracing.layouts import DTYPES, Trained, all_layouts, train_all
@@ -32,7 +30,7 @@ RANKS = 4
 
 
 @dataclass
-class Report:
+class Found:
     """What was found of one class; ``apart`` is how far the losses of a loop of one's own on the
     module are from the chain's on one device, relative, by dtype."""
 
@@ -46,24 +44,13 @@ class Report:
     seconds: float = 0.0
     faults: list[str] = field(default_factory=list)
 
-    def __str__(self) -> str:
-        apart = ", ".join(f"{value:.0e}" for value in self.apart.values())
-        return (
-            f"{self.name:14s} {self.parameters:8d} {self.links:5d} {self.embedders:9d} "
-            f"{self.skips:5d} {self.layouts:7d}  {apart:14s} {self.seconds:4.0f}  "
-            + ("; ".join(self.faults) or "equal")
-        )
-
-
-HEAD = "class          parameters links embedders skips layouts  losses apart   s"
-
 
 def look_at(
     name: str, num_ranks: int = RANKS, dtypes: Sequence[str] = DTYPES, shapes: bool = False
-) -> Report:
+) -> Found:
     """All of one class; with ``shapes`` its microbatches have several, in turn."""
     start = time.monotonic()
-    report = Report(name)
+    report = Found(name)
     for dtype in dtypes:
         with kernels_of(name):
             _compare_once(report, dtype)
@@ -82,7 +69,7 @@ def look_at(
     return report
 
 
-def _compare_once(report: Report, dtype: str) -> None:
+def _compare_once(report: Found, dtype: str) -> None:
     """The chain's outputs and gradients beside the module's."""
     module, given = make(report.name, getattr(torch, dtype))
     try:
@@ -105,28 +92,20 @@ def _apart(losses: Sequence[float], dtype: str, trained: Sequence[Trained]) -> f
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--only", action="append", choices=list(ZOO), metavar="CLASS",
-                        help=f"one of {', '.join(ZOO)}")  # fmt: skip
-    parser.add_argument("--ranks", type=int, default=RANKS, choices=(1, 2, 4))
-    parser.add_argument(
-        "--shapes",
-        action="store_true",
-        help="microbatches of several shapes in a step, of the classes that have such here",
-    )
-    parser.add_argument("--json", type=Path, help="where the reports go")
-    args = parser.parse_args(argv)
+    flags = Flags(__doc__)
+    flags.add("--only", [], f"one of {', '.join(ZOO)}", action="append", choices=list(ZOO),
+              metavar="CLASS")  # fmt: skip
+    flags.add("--ranks", RANKS, choices=(1, 2, 4))
+    flags.add("--shapes", False, "microbatches of several shapes in a step, of classes with such")
+    args = flags.parse_args(argv)
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
-    print(HEAD)
-    reports = []
+    report = Report(args.json)
     for name in args.only or STUDY:
         if not args.shapes or name in SHAPES:
-            reports.append(look_at(name, args.ranks, shapes=args.shapes))
-            print(reports[-1], flush=True)
-    if args.json is not None:
-        args.json.write_text(json.dumps([asdict(report) for report in reports], indent=2) + "\n")
-    return 1 if any(report.faults for report in reports) else 0
+            found = look_at(name, args.ranks, shapes=args.shapes)
+            report.add(found, record(found) | {"faults": "; ".join(found.faults) or "equal"})
+    return int(any(found.faults for found in report.rows))
 
 
 if __name__ == "__main__":

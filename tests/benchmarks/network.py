@@ -1,8 +1,7 @@
 """Nodes on one machine: network namespaces, joined by a bridge over links of a limited rate.
 
     with namespaces(2, rate_mbit=400) as nodes:
-        nodes[0].enter()               # this process is on that node from now on, or
-        subprocess.run(nodes[1].command(["python", "train.py"]), timeout=60)
+        nodes[0].enter()               # this process is on that node from now on
         sent, received = nodes[0].counters()
 
 Needs root and iproute2. Everything, the bridge too, is in namespaces of its own, which are deleted
@@ -33,10 +32,6 @@ class Node:
 
     name: str
     address: str
-
-    def command(self, argv: Sequence[str]) -> list[str]:
-        """``argv`` so that it runs on this node."""
-        return ["ip", "netns", "exec", self.name, *argv]
 
     def enter(self) -> None:
         """Move the calling thread, and what it starts from now on, to this node; for gloo too."""

@@ -15,11 +15,9 @@ otherwise.
 
 from __future__ import annotations
 
-import argparse
 import random
 import sys
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -30,6 +28,7 @@ from megatron_pulse.planner.schedule.message import STEP_END
 from megatron_pulse.planner.schedule.operations import OpType, Schedule
 from megatron_pulse.planner.schedule.problem import equal_stages
 from megatron_pulse.planner.schedule.registry import make_schedule, pick
+from tests.benchmarks.report import Flags
 from tests.planner.channel_times import Rule, play
 from tests.planner.schedules import recomputed_anywhere, wave
 from tests.planner.test_channels import shuffled, unit
@@ -44,14 +43,13 @@ def found(seed: int) -> Schedule:
     """A random placement's schedule."""
     rng = random.Random(f"schedule {seed}")
     devices = rng.randint(2, 5)
-    placement = rng.choice(
-        (
-            sequential(devices),
-            interleaved(devices, rng.randint(2, 3)),
-            fold(devices, rng.randint(1, 2)),
-            opposite(devices),
-        )
+    placements = (
+        sequential(devices),
+        interleaved(devices, rng.randint(2, 3)),
+        fold(devices, rng.randint(1, 2)),
+        opposite(devices),
     )
+    placement = rng.choice(placements)
     count = rng.randint(1, 9)
     name = rng.choice(("auto", "gpipe", "wave", "wave"))
     if pick(name, placement) != "wave":
@@ -142,32 +140,29 @@ def _matched(events: Programs) -> bool:
     return same and not any(received.values())
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main() -> int:
     """The command."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--plans", type=int, default=10_000)
-    parser.add_argument("--mutated", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args(arguments)
+    flags = Flags(__doc__)
+    flags.add("--plans", 10_000)
+    flags.add("--mutated", 1000)
+    flags.add("--seed", 0, type=int)
+    args = flags.parse_args()
     wrong, messages = [], 0
-    for seed in range(options.seed, options.seed + options.plans):
+    for seed in range(args.seed, args.seed + args.plans):
         schedule, events = drawn(seed)
         messages += sum(isinstance(event, Send) for mine in events for event in mine)
         if check_events(events) or check_events(events, connected=False) or not is_sound(events):
             wrong.append(f"plan {seed} ({schedule.name}) is refused, or hangs")
-    print(f"{options.plans} plans with {messages} messages: {len(wrong)} refused, or hang")
+    print(f"{args.plans} plans with {messages} messages: {len(wrong)} refused, or hang")
     verdicts: Counter[tuple[bool, bool]] = Counter()
-    for seed in range(options.seed, options.seed + options.mutated):
-        _, events = drawn(seed)
-        broken = mutated(random.Random(f"mutated {seed}"), events)
+    for seed in range(args.seed, args.seed + args.mutated):
+        broken = mutated(random.Random(f"mutated {seed}"), drawn(seed)[1])
         accepted, sound = not check_events(broken), is_sound(broken)
         verdicts[accepted, sound] += 1
         if accepted != sound:
             wrong.append(f"mutated plan {seed}: accepted {accepted}, sound {sound}")
     print(
-        f"{options.mutated} mutated: {verdicts[False, False]} refused that hang or are wrong, "
+        f"{args.mutated} mutated: {verdicts[False, False]} refused that hang or are wrong, "
         f"{verdicts[True, True]} accepted that are sound, {verdicts[False, True]} refused that are "
         f"sound, {verdicts[True, False]} accepted that are not"
     )

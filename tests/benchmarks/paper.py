@@ -16,7 +16,6 @@ memory; the tuner's own choice may have all of it. The paper's data parallelism 
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -24,21 +23,20 @@ from megatron_pulse.planner.cluster.cluster import Cluster, cluster
 from megatron_pulse.planner.layout.layouts import FOLD_EXACT, ROW, WHOLE
 from megatron_pulse.planner.partition.volume import relayed
 from megatron_pulse.planner.tune.config import Choices
-from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
-from megatron_pulse.planner.tune.search.result import Tuning
-from megatron_pulse.profile.analytic import analyse
+from megatron_pulse.planner.tune.evaluate import Evaluator
 from megatron_pulse.profile.profile import Profile
 from megatron_pulse.profile.roofline import ELEMENT_BYTES, Device, Roofline
-from model_specs import load_backbone
-from tests.benchmarks.decide import decide
+from tests.benchmarks.report import Flags, Report
+from tests.benchmarks.setups import Tuning, analytic, decide
 
 DTYPE = "float16"
-APART = 0.3
-"""Share by which prediction and measurement may differ without being explained."""
-
 OF_ALL = 4
 """Times as long for the tuner's own choice, of some thousand configs, as for one way."""
 
+COLUMNS = (
+    *("samples/s", "paper", "ratio", "of the peak, %", "the paper's, %"),
+    *("bubble, %", "GB", "gap, %"),
+)
 PULSE, ONE_F_ONE_B, DATA = "PULSE", "1F1B", "data"
 
 _PLAIN = Choices(tensor=(1,), split=(False,), max_in_flight=(False,))
@@ -64,61 +62,22 @@ class Setup:
 
 _UVIT = {"in_channels": 3}
 _HUNYUAN = {"sample_size": 64}
-_SD_1_7B = {
-    "block_out_channels": [448, 960, 1792, 1792],
-    "num_heads": [7, 15, 28, 28],
-}
+_SD_1_7B = {"block_out_channels": [448, 960, 1792, 1792], "num_heads": [7, 15, 28, 28]}
+
+
+def _ways(pulse: float, one_f_one_b: float, data: float) -> Mapping[str, float]:
+    return {PULSE: pulse, ONE_F_ONE_B: one_f_one_b, DATA: data}
+
+
 SETUPS = (
     Setup("SD v2 1.7B", "sd-v2-2.5b", _SD_1_7B, "pulse-v100:1", 32, {PULSE: 257.0}),
     Setup("U-ViT 1B", "uvit-1.4b", {**_UVIT, "depth": 32}, "pulse-v100:1", 32, {PULSE: 134.7}),
-    Setup(
-        "U-ViT 2.7B",
-        "uvit-2.7b",
-        _UVIT,
-        "pulse-v100",
-        32,
-        {PULSE: 141.5, ONE_F_ONE_B: 79.7, DATA: 128.1},
-    ),
-    Setup(
-        "SD v2 4.6B",
-        "sd-v2-4.6b",
-        {},
-        "pulse-v100",
-        32,
-        {PULSE: 274.6, ONE_F_ONE_B: 114.8, DATA: 245.5},
-    ),
-    Setup(
-        "Hunyuan-DiT 3B",
-        "hunyuan-dit-3b",
-        _HUNYUAN,
-        "pulse-v100",
-        8,
-        {PULSE: 13.8, ONE_F_ONE_B: 8.6, DATA: 11.9},
-    ),
-    Setup(
-        "U-ViT 2.7B",
-        "uvit-2.7b",
-        _UVIT,
-        "pulse-910a",
-        32,
-        {PULSE: 237.8, ONE_F_ONE_B: 82.7, DATA: 103.0},
-    ),
-    Setup(
-        "SD v2 4.6B",
-        "sd-v2-4.6b",
-        {},
-        "pulse-910a",
-        32,
-        {PULSE: 159.1, ONE_F_ONE_B: 55.4, DATA: 141.5},
-    ),
-    Setup(
-        "Hunyuan-DiT 3B",
-        "hunyuan-dit-3b",
-        _HUNYUAN,
-        "pulse-910a",
-        8,
-        {PULSE: 5.4, ONE_F_ONE_B: 4.0, DATA: 3.5},
-    ),
+    Setup("U-ViT 2.7B", "uvit-2.7b", _UVIT, "pulse-v100", 32, _ways(141.5, 79.7, 128.1)),
+    Setup("SD v2 4.6B", "sd-v2-4.6b", {}, "pulse-v100", 32, _ways(274.6, 114.8, 245.5)),
+    Setup("Hunyuan-DiT 3B", "hunyuan-dit-3b", _HUNYUAN, "pulse-v100", 8, _ways(13.8, 8.6, 11.9)),
+    Setup("U-ViT 2.7B", "uvit-2.7b", _UVIT, "pulse-910a", 32, _ways(237.8, 82.7, 103.0)),
+    Setup("SD v2 4.6B", "sd-v2-4.6b", {}, "pulse-910a", 32, _ways(159.1, 55.4, 141.5)),
+    Setup("Hunyuan-DiT 3B", "hunyuan-dit-3b", _HUNYUAN, "pulse-910a", 8, _ways(5.4, 4.0, 3.5)),
 )
 
 
@@ -139,77 +98,41 @@ def tuned(way: str, profile: Profile, where: Cluster, batch: int, seconds: float
     return decide(evaluator, WAYS[way], seconds)
 
 
-def explanation(setup: Setup, way: str, best: Outcome, flops: float, where: Cluster) -> str:
-    """Why prediction and measurement differ, in figures."""
-    assert where.peaks is not None
-    peak = where.num_devices * where.peaks.peak_flops[DTYPE]
-    paper = setup.measured[way] * flops / peak
-    ours = best.throughput * flops / peak
-    computing = best.pipeline_s * (1 - best.bubble)
-    lost = best.step_s - computing
-    step = best.global_batch_size / setup.measured[way]
-    if paper < ours:
-        left = step - lost
-        rate = ours * best.step_s / left if left > 0 else 0.0
-        enough = "alone explains it" if best.step_s + lost >= step else "does not explain it"
-        reason = (
-            f"the paper's step is {step / best.step_s:.1f} times as long. Of ours "
-            f"{lost / best.step_s:.0%} are waiting, reduction and optimizer: twice as much "
-            f"{enough}; kernels at {rate:.1%} of the peak instead of "
-            f"{ours * best.step_s / computing:.1%} do"
-        )
-    else:
-        reason = (
-            f"the paper's step is {best.step_s / step:.1f} times as short; "
-            f"{lost / best.step_s:.0%} of ours are waiting, reduction and optimizer"
-        )
-    return (
-        f"{setup.title} on {setup.cluster}, {way}: {best.throughput:.4g} predicted, "
-        f"{setup.measured[way]:.4g} measured, which is {paper:.1%} of the devices' peak "
-        f"(predicted: {ours:.1%}); {reason}."
-    )
-
-
 def main() -> None:
     """Print the table and what differs."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=6.0, help="for each way (default 6)")
-    parser.add_argument("--only", default="", help="backbones whose name has this in it")
-    args = parser.parse_args()
+    flags = Flags(__doc__)
+    flags.add("--seconds", 6.0, "for each way")
+    flags.add("--only", "", "backbones whose name has this in it")
+    args = flags.parse_args()
     unit = Device("1 FLOP/s", dict.fromkeys(ELEMENT_BYTES, 1.0), 1e30, 1)
-    print("| model | devices | way | config | samples/s | paper | ratio | bubble | GB | gap |")
-    print("|---|---|---|---|---|---|---|---|---|---|", flush=True)
-    notes, orders = [], []
-    for setup in SETUPS:
-        if args.only not in setup.backbone:
-            continue
+    orders, report = [], Report(args.json)
+    for setup in (setup for setup in SETUPS if args.only in setup.backbone):
         where = cluster(setup.cluster)
         assert where.peaks is not None
-        backbone = load_backbone(setup.backbone, dict(setup.options))
-        profile = analyse(backbone, [1, 8], Roofline(where.peaks, DTYPE))
-        flops = flops_per_sample(analyse(backbone, [1], Roofline(unit, DTYPE, 1.0, 1.0, 0.0)))
+        peak = where.num_devices * where.peaks.peak_flops[DTYPE]
+        roofline = Roofline(where.peaks, DTYPE)
+        profile = analytic(setup.backbone, setup.options, [1, 8], roofline)
+        one = Roofline(unit, DTYPE, 1.0, 1.0, 0.0)
+        flops = flops_per_sample(analytic(setup.backbone, setup.options, [1], one))
         size = sum(layer.parameters for layer in profile.layers)
-        batch = setup.samples_per_device * where.num_devices
-        reached = {}
+        batch, reached = setup.samples_per_device * where.num_devices, {}
         for way in WAYS:
-            more = OF_ALL if way == "tuner" else 1
-            found = tuned(way, profile, where, batch, more * args.seconds)
-            named = f"| {setup.title} ({size / 1e9:.2f}e9) | {where.num_devices} {where.name} "
+            seconds = args.seconds * (OF_ALL if way == "tuner" else 1)
+            found = tuned(way, profile, where, batch, seconds)
+            model = f"{setup.title} ({size / 1e9:.2f}e9)"
+            row = {"model": model, "devices": f"{where.num_devices} {where.name}", "way": way}
             if found is None:
-                print(f"{named}| {way} | nothing fits | | | | | | |", flush=True)
+                report.add(row | {"config": "nothing fits"} | dict.fromkeys(COLUMNS))
                 continue
-            best = found.outcomes[0]
-            reached[way] = best.throughput
-            paper = setup.measured.get(way)
-            beside = f"{paper:.4g} | {best.throughput / paper:.2f}" if paper else "|"
+            best, paper = found.outcomes[0], setup.measured.get(way)
+            reached[way] = rate = best.throughput
+            beside = (paper, rate / paper) if paper else (None, None)
+            shares = 100 * rate * flops / peak, paper and 100 * paper * flops / peak
             gap = 0.0 if found.proved else 1 - found.bound_s / best.step_s
-            print(
-                f"{named}| {way} | {best.config} | {best.throughput:.4g} | {beside} | "
-                f"{best.bubble:.1%} | {max(best.memory_bytes) / 1e9:.1f} | {gap:.1%} |",
-                flush=True,
-            )
-            if paper and abs(best.throughput / paper - 1) > APART:
-                notes.append(explanation(setup, way, best, flops, where))
+            held = max(best.memory_bytes) / 1e9
+            figures = rate, *beside, *shares, 100 * best.bubble, held, 100 * gap
+            cells = dict(zip(COLUMNS, figures, strict=True))
+            report.add(row | {"config": str(best.config)} | cells)
         both = [way for way in setup.measured if way in reached]
         ours = sorted(both, key=lambda way: -reached[way])
         theirs = sorted(both, key=lambda way: -setup.measured[way])
@@ -218,8 +141,6 @@ def main() -> None:
             orders.append(f"{setup.title} on {setup.cluster}: {' > '.join(ours)}; {same}")
     print("\nRank order, predicted:\n")
     print("\n".join(f"- {line}" for line in orders))
-    print(f"\nPredictions more than {APART:.0%} from the paper:\n")
-    print("\n".join(f"- {line}" for line in notes) or "- none")
 
 
 if __name__ == "__main__":

@@ -12,35 +12,40 @@ and skips that travel are assumed to overlap, except in the load.
 
 from __future__ import annotations
 
-import argparse
-import json
-import platform
 import random
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
 
 from megatron_pulse.backbone.costs import ChainCosts, SkipCost
 from megatron_pulse.planner.cluster.cluster import Link
 from megatron_pulse.planner.layout.placement import Partition, fold
 from megatron_pulse.planner.partition.find import Goal, find_partition
 from megatron_pulse.planner.partition.volume import volume
-from megatron_pulse.planner.schedule.problem import stage_problem
+from megatron_pulse.planner.schedule.problem import boundary_s, stage_problem
 from megatron_pulse.planner.schedule.search.synthesize import synthesize
+from tests.benchmarks.report import Flags, Report
+from tests.benchmarks.setups import analytic
+from tests.planner.blocks import OPTIONS, block_of, grouped
 
 LINK = Link(5e-6, 10e9)
 NUM_MICROBATCHES = 32
+UNITS = (50, 100, 200, 400)
+GAINS = (("sd-v2.1", 4), ("sd-v2.1", 8), ("sdxl", 8))
 
 
 def random_chain(num_layers: int) -> ChainCosts:
     """Uneven units; every second one of the first half pushes a skip to its mirror."""
     rng = random.Random(1)
     forward = tuple(rng.uniform(0.3, 1.0) for _ in range(num_layers))
+    ones = (1,) * num_layers
     return ChainCosts(
         tuple(f"u{i}" for i in range(num_layers)),
         forward,
         tuple(rng.uniform(1.8, 2.2) * f for f in forward),
-        (1,) * num_layers,
-        (1,) * num_layers,
+        ones,
+        ones,
         (10,) * num_layers,
         tuple(SkipCost(i, num_layers - 1 - i, 10) for i in range(0, num_layers // 2 - 2, 2)),
     )
@@ -48,7 +53,7 @@ def random_chain(num_layers: int) -> ChainCosts:
 
 @dataclass
 class Speed:
-    """Seconds to find a partition of n units over 16 devices."""
+    """Seconds to find a partition of n units over 16 devices; the best of three runs each."""
 
     units: int
     exact_s: float
@@ -57,23 +62,20 @@ class Speed:
 
 
 def measure_speed(num_layers: int) -> Speed:
-    """The best of three runs each."""
+    """With each goal."""
     costs = random_chain(num_layers)
 
     def seconds(goal: Goal) -> float:
-        best = float("inf")
+        took = []
         for _ in range(3):
             start = time.perf_counter()
             find_partition(costs, fold(16), goal)
-            best = min(best, time.perf_counter() - start)
-        return best
+            took.append(time.perf_counter() - start)
+        return min(took)
 
-    return Speed(
-        num_layers,
-        seconds(Goal(collocate=True, link=Link(0, 1000))),
-        seconds(Goal(link=Link(0, 1000))),
-        seconds(Goal(link=Link(0, 10))),
-    )
+    fast, slow = Link(0, 1000), Link(0, 10)
+    goals = Goal(collocate=True, link=fast), Goal(link=fast), Goal(link=slow)
+    return Speed(num_layers, *map(seconds, goals))
 
 
 @dataclass
@@ -81,18 +83,16 @@ class Gain:
     """One backbone over P devices by one rule."""
 
     backbone: str
-    num_devices: int
+    P: int
     rule: str
     iteration_ms: float
     load_ms: float
-    megabytes: float
+    MB: float
 
 
-def measure_gain(name: str, num_devices: int) -> list[Gain]:
+def measure_gain(name: str, num_devices: int) -> Iterator[Gain]:
     """By the paper's rule, and by ours."""
-    fine = v100_costs(name)
-    from tests.planner.blocks import block_of, grouped
-
+    fine = analytic(name, OPTIONS[name]).at(1)
     rules: dict[str, tuple[ChainCosts, Goal]] = {
         "paper: stage, blocks, exact": (
             grouped(fine, block_of),
@@ -101,74 +101,35 @@ def measure_gain(name: str, num_devices: int) -> list[Gain]:
         "ours: load, fine, exact": (fine, Goal(collocate=True, link=LINK)),
         "ours: load, fine, soft": (fine, Goal(link=LINK)),
     }
-    gains = []
     for rule, (costs, goal) in rules.items():
         partition = find_partition(costs, fold(num_devices), goal)
-        gains.append(
-            Gain(
-                name,
-                num_devices,
-                rule,
-                1e3 * predicted_iteration(costs, partition),
-                1e3 * max(goal.evaluate(costs, partition).load_s),
-                volume(costs, partition).total / 1e6,
-            )
-        )
-    return gains
-
-
-def v100_costs(name: str) -> ChainCosts:
-    """Analytic costs of one sample in half precision."""
-    from megatron_pulse.profile.analytic import analyse
-    from megatron_pulse.profile.roofline import PRESETS, Roofline
-    from model_specs import load_backbone
-    from tests.planner.blocks import OPTIONS
-
-    roofline = Roofline(PRESETS["V100-32GB"], "float16")
-    return analyse(load_backbone(name, OPTIONS[name]), [1], roofline).at(1)
+        load, moved = goal.evaluate(costs, partition).load_s, volume(costs, partition).total
+        step_s = predicted_iteration(costs, partition)
+        yield Gain(name, num_devices, rule, 1e3 * step_s, 1e3 * max(load), moved / 1e6)
 
 
 def predicted_iteration(costs: ChainCosts, partition: Partition) -> float:
     """Seconds of an iteration under the wave schedule."""
     placement = partition.placement
-
+    moves = pairwise(placement.device_of_stage)
     sent = [
-        LINK.time_s(costs.boundary_bytes[partition.cuts[s]])
-        for s in range(1, placement.num_stages)
-        if placement.device_of_stage[s] != placement.device_of_stage[s - 1]
+        seconds
+        for seconds, (a, b) in zip(boundary_s(costs, partition, LINK), moves, strict=True)
+        if a != b
     ]
-    link = sum(sent) / len(sent)
     cap = (float(placement.num_stages),) * placement.num_devices
-    problem = stage_problem(costs, partition, NUM_MICROBATCHES, link, cap=cap)
+    problem = stage_problem(costs, partition, NUM_MICROBATCHES, sum(sent) / len(sent), cap=cap)
     return synthesize(problem).certificate.makespan
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
-    speeds = [measure_speed(n) for n in (50, 100, 200, 400)]
-    gains = [
-        gain
-        for name, num_devices in (("sd-v2.1", 4), ("sd-v2.1", 8), ("sdxl", 8))
-        for gain in measure_gain(name, num_devices)
-    ]
-    if args.json:
-        print(
-            json.dumps({"speed": [asdict(s) for s in speeds], "gain": [asdict(g) for g in gains]})
-        )
-        return
-    print(f"{platform.processor() or platform.machine()}, P = 16; seconds")
-    print(f"{'units':>6}{'exact':>9}{'soft':>9}{'soft, slow links':>18}")
-    for s in speeds:
-        print(f"{s.units:>6}{s.exact_s:>9.2f}{s.soft_s:>9.2f}{s.soft_slow_links_s:>18.2f}")
-    print(f"\n{'backbone':10}{'P':>3}  {'rule':30}{'iteration ms':>14}{'load ms':>10}{'MB':>8}")
-    for g in gains:
-        print(
-            f"{g.backbone:10}{g.num_devices:>3}  {g.rule:30}{g.iteration_ms:>14.1f}"
-            f"{g.load_ms:>10.2f}{g.megabytes:>8.1f}"
-        )
+    report = Report(Flags(__doc__).parse_args().json)
+    for units in UNITS:
+        report.add(measure_speed(units))
+    for name, num_devices in GAINS:
+        for gain in measure_gain(name, num_devices):
+            report.add(gain)
 
 
 if __name__ == "__main__":

@@ -16,9 +16,7 @@ than 5 %.
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import statistics
 import sys
 import tempfile
@@ -44,6 +42,7 @@ from megatron_pulse.profile.analytic import analyse
 from megatron_pulse.profile.roofline import Roofline
 from megatron_pulse.runtime.measure.execution_modes import RUNNING
 from model_specs import load_backbone
+from tests.benchmarks.report import Flags, Report
 from tests.integration.runs import BASE
 from tests.integration.test_families import Family, write_latents
 from tests.ranks import run_ranks
@@ -161,24 +160,21 @@ class Peak:
 
 @dataclass(frozen=True)
 class Row:
-    """A device of a case: as planned, and as measured."""
+    """A device of a case: as planned, and as measured; shares by which it is above."""
 
-    case: str
+    config: str
     device: int
     planned: Peak
     measured: Peak
+    off: float
+    state_off: float
 
-    @property
-    def off(self) -> float:
-        """How far what is measured is above the plan, as a share."""
-        return self.measured.peak_bytes / self.planned.peak_bytes - 1
-
-    def __str__(self) -> str:
-        state = self.measured.state_bytes / self.planned.state_bytes - 1
-        kb = [f"{n / 1e3:,.0f}" for n in (self.planned.peak_bytes, self.measured.peak_bytes)]
-        return (
-            f"| {self.case} | {self.device} | {' | '.join(kb)} | {self.off:+.1%} | {state:+.1%} |"
-        )
+    def cells(self) -> dict[str, Any]:
+        """Row of the table."""
+        kb = {"planned, kB": self.planned, "measured, kB": self.measured}
+        shown = {name: f"{peak.peak_bytes / 1e3:,.0f}" for name, peak in kb.items()}
+        off = {"off": f"{self.off:+.1%}", "state off": f"{self.state_off:+.1%}"}
+        return {"config": self.config, "device": self.device, **shown, **off}
 
 
 def plan(case: Case) -> tuple[PlanFile, list[Peak]]:
@@ -235,11 +231,12 @@ def run(case: Case) -> list[Row]:
         base = list(BASE)
         base[base.index("--micro-batch-size") + 1] = str(case.config.micro_batch_size)
         found = run_ranks(made.world_size, measured, [*base, *flags, "--train-iters", "2"])
-    replicas = case.config.data
-    return [
-        Row(case.name, device, planned[device], found[device * replicas])
-        for device in range(case.config.pipeline)
-    ]
+    rows = []
+    for device, (said, seen) in enumerate(zip(planned, found[:: case.config.data], strict=True)):
+        off = seen.peak_bytes / said.peak_bytes - 1
+        state_off = seen.state_bytes / said.state_bytes - 1
+        rows.append(Row(case.name, device, said, seen, off, state_off))
+    return rows
 
 
 def measured(argv: list[str]) -> Peak:
@@ -321,44 +318,22 @@ def _allocated() -> dict[int, Any]:
     return found
 
 
-def summary(rows: list[Row]) -> str:
-    """Of all devices."""
-    off = sorted(abs(row.off) for row in rows)
-    cases, within = len({row.case for row in rows}), sum(share <= BAR for share in off)
-    return (
-        f"{within} of {len(rows)} devices of {cases} configs within {BAR:.0%}; off by "
-        f"{statistics.median(off):.1%} in the median, {off[-1]:.1%} at most"
-    )
-
-
 def main() -> int:
     """Run, print a table; the exit status."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    flags = Flags(__doc__)
+    flags.add("--only", "", "configs whose name has this")
+    args = flags.parse_args()
+    report = Report(args.json)
+    for case in (case for case in CASES if args.only in case.name):
+        for row in run(case):
+            report.add(row, row.cells())
+    off = sorted(abs(row.off) for row in report.rows)
+    cases, within = len({row.config for row in report.rows}), sum(share <= BAR for share in off)
+    print(
+        f"\n{within} of {len(off)} devices of {cases} configs within {BAR:.0%}; off by "
+        f"{statistics.median(off):.1%} in the median, {off[-1]:.1%} at most"
     )
-    parser.add_argument("--only", default="", help="configs whose name has this")
-    parser.add_argument("--json", type=Path, help="write rows here")
-    args = parser.parse_args()
-    rows: list[Row] = []
-    print("| config | device | planned, kB | measured, kB | off | state off |")
-    print("|" + "---|" * 6)
-    for case in CASES:
-        if args.only in case.name:
-            rows += (found := run(case))
-            print("\n".join(map(str, found)), flush=True)
-    print(summary(rows))
-    if args.json is not None:
-        record = [
-            {
-                "config": row.case,
-                "device": row.device,
-                **{f"planned_{k}": v for k, v in vars(row.planned).items()},
-                **{f"measured_{k}": v for k, v in vars(row.measured).items()},
-            }
-            for row in rows
-        ]
-        args.json.write_text(json.dumps(record, indent=1) + "\n")
-    return int(any(abs(row.off) > BAR for row in rows))
+    return int(within < len(off))
 
 
 if __name__ == "__main__":

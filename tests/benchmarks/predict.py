@@ -122,33 +122,26 @@ def _program(
     last = len(forward) - 1
     warm_up = min(last - rank, count)
 
-    def into(m: int) -> list[_Transfer]:
-        return [_Transfer(False, rank - 1, ("F", rank, m), link[rank])] if rank else []
-
-    def out(m: int) -> list[_Transfer]:
-        key = ("F", rank + 1, m)
-        return [_Transfer(True, rank + 1, key, link[rank + 1])] if rank < last else []
-
-    def gradient_into(m: int) -> list[_Transfer]:
-        key = ("B", rank + 1, m)
-        return [_Transfer(False, rank + 1, key, link[rank + 1])] if rank < last else []
-
-    def gradient_out(m: int) -> list[_Transfer]:
-        return [_Transfer(True, rank - 1, ("B", rank, m), link[rank])] if rank else []
+    def transfer(kind: str, stage: int, m: int) -> list[_Transfer]:
+        """This rank's end of the tensor that enters ``stage``, or of its gradient."""
+        if not 0 < stage <= last or not 0 <= m < count:
+            return []
+        is_send = (kind == "F") == (stage > rank)
+        peer = rank - 1 if stage == rank else rank + 1
+        return [_Transfer(is_send, peer, (kind, stage, m), link[stage])]
 
     for m in range(warm_up):
-        yield tuple(into(m))
+        yield tuple(transfer("F", rank, m))
         yield forward[rank]
-        yield tuple(out(m))
+        yield tuple(transfer("F", rank + 1, m))
     if warm_up < count:
-        yield tuple(into(warm_up))
+        yield tuple(transfer("F", rank, warm_up))
     for m in range(count - warm_up):
         yield forward[rank]
-        yield tuple(out(m + warm_up) + gradient_into(m))
+        yield tuple(transfer("F", rank + 1, m + warm_up) + transfer("B", rank + 1, m))
         yield backward[rank]
-        more = into(m + warm_up + 1) if m + warm_up + 1 < count else []
-        yield tuple(gradient_out(m) + more)
+        yield tuple(transfer("B", rank, m) + transfer("F", rank, m + warm_up + 1))
     for m in range(count - warm_up, count):
-        yield tuple(gradient_into(m))
+        yield tuple(transfer("B", rank + 1, m))
         yield backward[rank]
-        yield tuple(gradient_out(m))
+        yield tuple(transfer("B", rank, m))

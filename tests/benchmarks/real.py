@@ -13,8 +13,6 @@ network namespaces; root) and counts the kernel's bytes.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import platform
 import statistics
@@ -28,6 +26,7 @@ from torch import Tensor, nn
 
 from megatron_pulse.backbone.chain import Backbone, Layer, TensorSpec
 from tests.benchmarks.network import Node, namespaces, sent_bytes
+from tests.benchmarks.report import Flags, Report, positive
 from tests.ranks import run_ranks
 
 SEQUENCE, BATCH, LAYERS = 64, 4, 8
@@ -208,67 +207,46 @@ def measure(
     return found
 
 
-def compare(args: argparse.Namespace, rate: float | None) -> dict[str, Any]:
+def compare(
+    ranks: int, width: int, skips: bool, count: int, repeats: int, rate: float | None
+) -> dict[str, dict[str, Any]]:
     """All ways over links of ``rate`` MB/s, or as fast as they are."""
-    limited = namespaces(args.ranks, 8 * rate) if rate else nullcontext([])
+    limited = namespaces(ranks, 8 * rate) if rate else nullcontext([])
     with limited as nodes:
-        ranks = run_ranks(
-            args.ranks,
-            measure,
-            nodes,
-            args.width,
-            args.skips,
-            args.microbatches,
-            args.repeats,
-            timeout_s=600,
-        )
-    theirs = [seconds for seconds, _ in ranks[0][MEGATRON]]
+        given = nodes, width, skips, count, repeats
+        found = run_ranks(ranks, measure, *given, timeout_s=600)
+    theirs = [seconds for seconds, _ in found[0][MEGATRON]]
     ways = {}
-    for name, own in ranks[0].items():
+    for name, own in found[0].items():
         times = [seconds for seconds, _ in own]
         ratios = sorted(a / b for a, b in zip(times, theirs, strict=True))
+        sent = sum(statistics.median(b for _, b in rank[name]) for rank in found)
         ways[name] = {
-            "ms": 1e3 * statistics.median(times),
-            "ratio": statistics.median(ratios),
-            "ratio_10_to_90": [ratios[len(ratios) // 10], ratios[-1 - len(ratios) // 10]],
-            "sent_bytes": sum(statistics.median(b for _, b in rank[name]) for rank in ranks),
+            "ms a step": 1e3 * statistics.median(times),
+            "MB": sent / 1e6,
+            "of Megatron's": statistics.median(ratios),
+            "10th to 90th percentile": (ratios[repeats // 10], ratios[-1 - repeats // 10]),
         }
-    return {"rate_mb_s": rate, "ways": ways}
+    return ways
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--width", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument("--skips", action="store_true")
-    parser.add_argument("--rates", type=float, nargs="+", metavar="MB/S", default=[None])
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
-    result = {
-        "machine": f"{platform.processor() or platform.machine()}, torch {torch.__version__}",
-        "ranks": args.ranks,
-        "microbatches": args.microbatches,
-        "width": args.width,
-        "links": [compare(args, rate) for rate in args.rates],
-    }
-    if args.json:
-        print(json.dumps(result))
-        return
-    print(f"{result['machine']}; {args.ranks} ranks, {args.microbatches} microbatches")
-    for link in result["links"]:
-        print(f"links of {link['rate_mb_s']:g} MB/s" if link["rate_mb_s"] else "loopback")
-        for name, way in link["ways"].items():
-            low, high = way["ratio_10_to_90"]
-            moved = f", {way['sent_bytes'] / 1e6:.2f} MB" if way["sent_bytes"] else ""
-            print(
-                f"  {name}: {way['ms']:.1f} ms a step{moved}, {way['ratio']:.3f} of Megatron's "
-                f"(10th to 90th percentile {low:.3f} to {high:.3f})"
-            )
+    flags = Flags(__doc__)
+    flags.add("--ranks", 2)
+    flags.add("--microbatches", 8)
+    flags.add("--width", 64)
+    flags.add("--repeats", 30)
+    flags.add("--skips", False)
+    flags.add("--rates", type=positive, nargs="+", metavar="MB/S", default=[None])
+    args = flags.parse_args()
+    print(f"{platform.processor() or platform.machine()}, torch {torch.__version__}; {args.ranks} "
+          f"ranks, {args.microbatches} microbatches")  # fmt: skip
+    report = Report(args.json)
+    given = args.ranks, args.width, args.skips, args.microbatches, args.repeats
+    for rate in args.rates:
+        for name, way in compare(*given, rate).items():
+            report.add({"MB/s": rate or "loopback", "way": name, **way})
 
 
 if __name__ == "__main__":

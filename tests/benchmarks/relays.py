@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.benchmarks.contestant import Contestant, Engine, Groups, Held, Runner
+from tests.benchmarks.contestant import Contestant, Engine, Groups, Held, Runner, counted
 from tests.runtime.emulated import sleep_until
 
 
@@ -158,8 +158,7 @@ def megatron(contestant: Contestant, groups: Groups) -> Runner:
             **more,
         )
 
-    each = _sent_by(contestant, rank, padded)
-    return _counted(step, each, held)
+    return counted(step, _sent_by(contestant, rank, padded), lambda: held.most)
 
 
 def torch_pipelining(contestant: Contestant) -> Runner:
@@ -212,7 +211,7 @@ def torch_pipelining(contestant: Contestant) -> Runner:
     def step() -> None:
         schedule.step(*given, target=target, losses=[] if target is not None else None)
 
-    return _counted(step, _sent_by(contestant, rank), held)
+    return counted(step, _sent_by(contestant, rank), lambda: held.most)
 
 
 def _weight_gradient(stage: RelayStage, seconds: float) -> Callable[[], Callable[..., None]]:
@@ -226,15 +225,3 @@ def _weight_gradient(stage: RelayStage, seconds: float) -> Callable[[], Callable
         return run
 
     return build
-
-
-def _counted(step: Callable[[], None], each: int, held: Held) -> Runner:
-    """A runner whose count is ``each`` bytes a step."""
-    total = 0
-
-    def counted() -> None:
-        nonlocal total
-        step()
-        total += each
-
-    return Runner(counted, lambda: total, lambda: held.most)

@@ -14,17 +14,17 @@ beside training are in turn; medians over all saves but the first of each run, o
 from __future__ import annotations
 
 import argparse
-import statistics
-import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from megatron_pulse.cli.import_megatron import prepare_megatron
+from tests.benchmarks.report import Flags, Report
 from tests.integration.runs import BASE, pipeline, train
 from tests.ranks import run_ranks
 
@@ -51,7 +51,7 @@ class Seen:
 
     def slower(self) -> list[float]:
         """What the steps beside each of these took more."""
-        usual = statistics.median(self.quiet)
+        usual = median(self.quiet)
         return [sum(step - usual for step in steps) for steps in self.beside[1:SAVES]]
 
 
@@ -118,82 +118,63 @@ def flags_of(width: int, steps: int, interval: int) -> list[str]:
     ]  # fmt: skip
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command; its exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.benchmarks.saving",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--width", type=int, default=256, help="of the U-ViT (256: 100 MB)")
-    parser.add_argument("--runs", type=int, default=3, help="of each kind (3)")
-    parser.add_argument("--folder", type=Path, help="where checkpoints are written (a new one)")
-    parser.add_argument("--hashes", action="store_true", help="what hashing adds to a save")
-    args = parser.parse_args(argv)
+def main() -> None:
+    """Run in turn, and print."""
+    flags = Flags(__doc__)
+    flags.add("--width", 256, "of the U-ViT (256: 100 MB)")
+    flags.add("--runs", 3, "of each kind")
+    flags.add("--folder", help="where checkpoints are written (a new one)", type=Path)
+    flags.add("--hashes", False, "what hashing adds to a save")
+    args = flags.parse_args()
     prepare_megatron()
-    if args.hashes:
-        hashing(args)
-    else:
-        holding_up(args)
-    return 0
+    (hashing if args.hashes else holding_up)(args, Report(args.json))
 
 
-def holding_up(args: argparse.Namespace) -> None:
+def holding_up(args: argparse.Namespace, report: Report) -> None:
     """At once and beside training."""
     # The last save that counts is not waited for.
-    steps = INTERVAL * SAVES + INTERVAL - 1
+    flags = flags_of(args.width, INTERVAL * SAVES + INTERVAL - 1, INTERVAL)
     ways = {"at once": [], "beside": ["--async-save"]}
     ways["beside, planned once"] = [*ways["beside"], "--ckpt-assume-constant-structure"]
     found: dict[str, list[Seen]] = {name: [] for name in ways}
     for _ in range(args.runs):
         for name, more in ways.items():
             with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-                flags = [*flags_of(args.width, steps, INTERVAL), *more]
-                found[name].append(run_ranks(2, watched, flags, folder)[0])
+                found[name].append(run_ranks(2, watched, [*flags, *more], folder)[0])
     print(f"{found['at once'][0].num_bytes / 1e6:.0f} MB a checkpoint, {args.runs} runs of each")
-    print(
-        "\n| | held up, ms (all) | steps beside | slower, ms | a step, ms |\n|---|---|---|---|---|"
-    )
-    medians = {}
     for name, runs in found.items():
         held = [1e3 * one for seen in runs for one in seen.held()]
-        slower = statistics.median(1e3 * one for seen in runs for one in seen.slower())
-        beside = statistics.median(len(one) for seen in runs for one in seen.beside[1:SAVES])
-        usual = 1e3 * statistics.median(one for seen in runs for one in seen.quiet)
-        medians[name] = statistics.median(held)
-        print(
-            f"| {name} | {medians[name]:.0f} ({min(held):.0f} to {max(held):.0f}) "
-            f"| {beside:g} | {slower:.0f} | {usual:.0f} |"
-        )
-    print(f"\nbeside training, {medians['beside'] / medians['at once']:.2f} of the time at once")
+        beside = [steps for seen in runs for steps in seen.beside[1:SAVES]]
+        row = {"saved": name, "held up, ms": median(held), "all": (min(held), max(held))}
+        row["steps beside"] = median(map(len, beside))
+        row["slower, ms"] = 1e3 * median(one for seen in runs for one in seen.slower())
+        row["a step, ms"] = 1e3 * median(one for seen in runs for one in seen.quiet)
+        report.add(row)
+    once, beside, _ = (row["held up, ms"] for row in report.rows)
+    print(f"\nbeside training, {beside / once:.2f} of the time at once")
 
 
-def hashing(args: argparse.Namespace) -> None:
-    """With hashes and without."""
+def hashing(args: argparse.Namespace, report: Report) -> None:
+    """With hashes and without: even saves are hashed, odd ones are not."""
     saves = 2 * SAVES * 2
-    wall: dict[bool, list[float]] = {True: [], False: []}
-    cpu: dict[bool, list[float]] = {True: [], False: []}
-    ratios = []
+    flags, runs = flags_of(args.width, saves, 1), []
     for _ in range(args.runs):
         with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-            seen = run_ranks(2, watched, flags_of(args.width, saves, 1), folder, True)[0]
-        own: dict[bool, list[float]] = {True: [], False: []}
-        for number in range(2, saves):
-            wall[number % 2 == 0].append(1e3 * seen.begun[number])
-            cpu[number % 2 == 0].append(1e3 * seen.computed[number])
-            own[number % 2 == 0].append(seen.computed[number])
-        ratios.append(statistics.median(own[True]) / statistics.median(own[False]))
-    print(f"{seen.num_bytes / 1e6:.0f} MB a checkpoint, {args.runs} runs, saves in turn")
-    print("\n| | a save, ms | CPU of a rank, ms |\n|---|---|---|")
-    for with_hashes, name in ((True, "hashed"), (False, "not hashed")):
-        medians = (statistics.median(times[with_hashes]) for times in (wall, cpu))
-        print(f"| {name} | {' | '.join(f'{one:.0f}' for one in medians)} |")
+            runs.append(run_ranks(2, watched, flags, folder, True)[0])
+    print(f"{runs[0].num_bytes / 1e6:.0f} MB a checkpoint, {args.runs} runs, saves in turn")
+    for name, first in (("hashed", 2), ("not hashed", 3)):
+        wall, cpu = (
+            1e3 * median(one for seen in runs for one in getattr(seen, times)[first::2])
+            for times in ("begun", "computed")
+        )
+        report.add({"saves": name, "a save, ms": wall, "CPU of a rank, ms": cpu})
+    hashed, bare = (row["a save, ms"] for row in report.rows)
+    ratios = [median(seen.computed[2::2]) / median(seen.computed[3::2]) for seen in runs]
     print(
-        f"\nhashing: {statistics.median(wall[True]) / statistics.median(wall[False]):.3f} of a "
-        f"save's time, {statistics.median(ratios):.3f} of its CPU time ("
+        f"\nhashing: {hashed / bare:.3f} of a save's time, {median(ratios):.3f} of its CPU time ("
         f"{', '.join(f'{one:.3f}' for one in ratios)})"
     )
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

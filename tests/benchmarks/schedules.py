@@ -18,28 +18,28 @@ classic ones that fit.
 
 from __future__ import annotations
 
-import argparse
-import json
 import platform
 import random
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from pathlib import Path
 from statistics import mean
+from typing import Any
 
 from megatron_pulse.planner.layout.placement import fold
 from megatron_pulse.planner.schedule.check.simulate import simulate
 from megatron_pulse.planner.schedule.check.validate import faults_for
+from megatron_pulse.planner.schedule.classic.catalog import CLASSICS
 from megatron_pulse.planner.schedule.operations import Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
-from megatron_pulse.planner.schedule.search.jobshop import job_shop
-from megatron_pulse.planner.schedule.search.synthesize import classics
+from megatron_pulse.planner.schedule.registry import make_schedule
 from megatron_pulse.planner.schedule.solve import solve
 from megatron_pulse.progress import track
+from tests.benchmarks.report import Flags, Report, record, table, write_json
 
 PROFILES = ("equal", "random", "unet", "bal")
 SHAPES = ((2, 4), (2, 8), (2, 16), (4, 8), (4, 16), (4, 32), (8, 16), (8, 64), (16, 32), (16, 128))
@@ -47,16 +47,6 @@ LINKS = (0.0, 0.1)
 LEAST = 2
 """Activations that a microbatch has on a device: with room for fewer there is no schedule."""
 CAPS = (2.0, 1.5)
-
-TARGETS = {
-    (4, 8): ((5.0, 5.9), (9.6, 14.4), (1.7, 3.7), (3.8, 6.7)),
-    (4, 32): ((1.9, 3.7), (7.4, 17.0), (0.3, 0.7), (1.0, 1.8)),
-    (8, 16): ((5.7, 8.0), (10.0, 16.2), (1.5, 3.9), (5.5, 10.2)),
-    (8, 64): ((1.9, 3.4), (7.0, 16.6), (0.5, 1.1), (1.5, 2.7)),
-    (16, 32): ((5.5, 8.1), (8.3, 14.0), (1.3, 3.4), (5.1, 8.7)),
-    (16, 128): ((2.6, 4.7), (7.7, 17.1), (0.5, 1.1), (1.6, 2.4)),
-}
-"""Mean and largest gap in % that the design asks for: whole, then split, each with CAPS."""
 
 
 @dataclass(frozen=True)
@@ -128,6 +118,15 @@ class Result:
         return self.makespan / min(self.makespan, self.reference or self.makespan) - 1
 
 
+def classics(problem: ScheduleProblem) -> Iterator[Schedule]:
+    """Classic schedules that are solutions of ``problem``."""
+    for name in CLASSICS:
+        with suppress(ValueError):  # of another placement, or number of microbatches
+            known = make_schedule(name, problem.placement, problem.num_microbatches)
+            if not faults_for(problem, known):
+                yield known
+
+
 def measure(case: Case, seconds: float, solver: str, reference: float | None) -> Result:
     """Search and check."""
     problem = case.problem()
@@ -155,6 +154,7 @@ def _by_cp_sat(
 ) -> tuple[float, float | None]:
     """Makespan, and bound on the grid of its ticks, of what CP-SAT makes of ``start``."""
     from megatron_pulse.planner.schedule.ilp.cpsat import shortest_by_cp_sat
+    from megatron_pulse.planner.schedule.search.jobshop import job_shop
 
     shop = job_shop(problem)
     begin = shop.earliest(start)
@@ -190,81 +190,61 @@ def sampled(cases: list[Case], number: int | None) -> list[Case]:
     return [c for cell in cells.values() for c in chance.sample(cell, min(number, len(cell)))]
 
 
-def table(results: list[Result], title: str) -> str:
-    """Mean / largest gap in % of every cell, the design's in brackets; Markdown."""
-    caps = tuple(dict.fromkeys(r.case.cap for r in results))
-    columns = tuple(product((False, True), caps))
-    names = [f"{'split' if split else 'fused'} A={cap:g}P" for split, cap in columns]
-    lines = [f"| {title}: P, M | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
-    for shape in dict.fromkeys((r.case.devices, r.case.microbatches) for r in results):
-        cells = []
-        for index, (split, cap) in enumerate(columns):
-            gaps = [
-                100 * r.gap
-                for r in results
-                if (r.case.devices, r.case.microbatches, r.case.split, r.case.cap)
-                == (*shape, split, cap)
-            ]
-            cell = f"{mean(gaps):.1f} / {max(gaps):.1f}" if gaps else "-"
-            if gaps and shape in TARGETS and caps == CAPS:
-                cell += " ({:.1f} / {:.1f})".format(*TARGETS[shape][index])
-            cells.append(cell)
-        if any(cell != "-" for cell in cells):
-            lines.append(f"| {shape[0]}, {shape[1]} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+def gaps(results: list[Result], title: str) -> list[str]:
+    """Mean / largest gap in % of every cell; Markdown."""
+    rows: dict[tuple[int, int], dict[str, Any]] = {}
+    cells: dict[tuple[tuple[int, int], str], list[float]] = {}
+    for r in results:
+        shape = r.case.devices, r.case.microbatches
+        column = f"{'split' if r.case.split else 'whole'} A={r.case.cap:g}P"
+        cells.setdefault((shape, column), []).append(100 * r.gap)
+    for (shape, column), each in cells.items():
+        row = rows.setdefault(shape, {f"{title}: P, M": shape})
+        row[column] = f"{mean(each):.1f} / {max(each):.1f}"
+    return [*table(rows.values()), ""]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--cells", nargs="+", metavar="P,M", help="only these sizes, e.g. 4,8 8,16")
-    parser.add_argument("--profiles", nargs="+", choices=PROFILES, default=PROFILES)
-    parser.add_argument(
-        "--caps", nargs="+", type=float, default=CAPS, help="activations of a device, of P each"
-    )
-    parser.add_argument("--links", nargs="+", type=float, default=LINKS, help="of a mean forward")
-    parser.add_argument("--seconds", type=float, default=9.5, help="budget of a problem")
-    parser.add_argument("--solver", default="none", help="none, highs, glpk, cp-sat or auto")
-    parser.add_argument(
-        "--reference", type=float, metavar="SECONDS", help="CP-SAT's time to look for better"
-    )
-    parser.add_argument("--jobs", type=int, default=1, help="processes, one problem each at a time")
-    parser.add_argument("--sample", type=int, metavar="N", help="only N problems of every cell")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every result there")
-    options = parser.parse_args()
-    shapes = SHAPES
-    if options.cells:
-        shapes = tuple(tuple(map(int, cell.split(","))) for cell in options.cells)
-    every = list(grid(shapes, options.profiles, options.links, options.caps))
-    cases = sampled(every, options.sample)
-    job = partial(
-        measure, seconds=options.seconds, solver=options.solver, reference=options.reference
-    )
-    with ProcessPoolExecutor(options.jobs) as pool:
-        results = list(track(pool.map(job, cases), "scheduling", "problems", len(cases)))
+    """Search and print."""
+    flags = Flags(__doc__)
+    flags.add("--cells", nargs="+", metavar="P,M", help="only these sizes, e.g. 4,8 8,16")
+    flags.add("--profiles", PROFILES, nargs="+", choices=PROFILES)
+    flags.add("--caps", CAPS, "activations of a device, of P each", nargs="+", type=float)
+    flags.add("--links", LINKS, "of a mean forward", nargs="+", type=float)
+    flags.add("--seconds", 9.5, "budget of a problem")
+    flags.add("--solver", "none", "none, highs, glpk, cp-sat or auto")
+    flags.add("--reference", type=float, metavar="SECONDS", help="CP-SAT's to look for better")
+    flags.add("--jobs", 1, "processes, one problem each at a time")
+    flags.add("--sample", type=int, metavar="N", help="only N problems of every cell")
+    args = flags.parse_args()
+    given = [tuple(map(int, cell.split(","))) for cell in args.cells or ()]
+    every = list(grid(given or SHAPES, args.profiles, args.links, args.caps))
+    cases = sampled(every, args.sample)
+    asked = {"seconds": args.seconds, "solver": args.solver, "reference": args.reference}
+    with ProcessPoolExecutor(args.jobs) as pool:
+        jobs = pool.map(partial(measure, **asked), cases)
+        results = list(track(jobs, "scheduling", "problems", len(cases)))
     print(f"{platform.processor() or platform.machine()}, Python {platform.python_version()}")
-    print(f"{len(results)} problems; gap to the lower bound in %, mean / largest (design's)\n")
-    print(table(results, "all profiles"), end="\n\n")
-    hardest = [r for r in results if r.case.profile == "bal" and r.case.link == 0]
-    if hardest:
-        print(table(hardest, "bal, no links"), end="\n\n")
+    print(f"{len(results)} problems; gap to the lower bound in %, mean / largest\n")
+    print("\n".join(gaps(results, "all profiles")))
+    if hardest := [r for r in results if r.case.profile == "bal" and r.case.link == 0]:
+        print("\n".join(gaps(hardest, "bal, no links")))
     times = [r.seconds for r in results]
     print(f"seconds: mean {mean(times):.1f}, largest {max(times):.1f}")
     print(f"proved: {sum(r.proved for r in results)}")
     print(f"not valid: {sum(not r.fits for r in results)}")
     worse = [r for r in results if r.best_classic and r.makespan > r.best_classic * (1 + 1e-9)]
     print(f"longer than a classic schedule that fits: {len(worse)}")
-    if options.reference:
+    if args.reference:
         far = [100 * r.distance for r in results]
-        print(f"above CP-SAT's shortest, in %: mean {mean(far):.2f}, largest {max(far):.2f}")
+        print(f"above CP-SAT's shortest, in %: mean {mean(far):.2f}, largest {max(far):.2f}\n")
+        report = Report()
         for r in results:
-            print(
-                f"  {r.case}: {r.makespan:.2f} ({100 * r.distance:.2f} % above), bound "
-                f"{r.bound:.2f}, CP-SAT {r.reference:.2f}, its bound {r.reference_bound}"
-            )
-    if options.json:
-        options.json.write_text(json.dumps([asdict(r) for r in results], indent=1))
+            ours = {"ours": r.makespan, "% above": 100 * r.distance, "bound": r.bound}
+            theirs = {"CP-SAT": r.reference, "its bound": r.reference_bound}
+            report.add(r, {"case": r.case, **ours, **theirs})
+    if args.json:
+        write_json(args.json, list(map(record, results)))
 
 
 if __name__ == "__main__":

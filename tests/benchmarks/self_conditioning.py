@@ -13,17 +13,18 @@ is 1 if any differs.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from megatron_pulse.cli.import_megatron import prepare_megatron
 from tests.benchmarks import encoded
-from tests.integration.runs import Run, assert_equal_to_rounding, assert_same, pipeline, run
+from tests.benchmarks.bits import Way, compare, stopped
+from tests.benchmarks.report import Flags, Report
+from tests.integration.runs import Run, pipeline, run
 from tests.integration.test_families import Family, write_latents
 
 SHARE = "0.5"
@@ -58,27 +59,24 @@ REPLICAS = pipeline(
     2, "--pulse-placement", "sequential", "--use-distributed-optimizer", "--overlap-grad-reduce",
     "--overlap-param-gather",
 )  # fmt: skip
-STOPPED = "sequence of 2, stopped"
-ROUNDED = ("sequence of 2, two replicas", "sequence of 2, tensors on 2")
+SHARED_OUT = pipeline(
+    2, "--pulse-placement", "sequential", "--tensor-model-parallel-size", "2"
+)  # fmt: skip
 
 
-def ways(train: Callable[..., Run], folder: Path) -> Iterator[tuple[str, list[str], Run, float]]:
-    """Runs of a family: what they are, what the one process has as well, and their tolerance."""
+def ways(train: Callable[..., Run], folder: Path) -> Iterator[Way]:
+    """Runs of a family."""
     for name, (ranks, flags, shared) in LAYOUTS.items():
-        yield name, shared, train(ranks, *flags, *shared), 0.0
-    row = [*pipeline(2, *SPLIT_ROW), "--save", str(folder / "kept"), "--save-interval", "2"]
-    first, rest = train(2, *row, "--exit-interval", "2"), train(2, *row)
-    joined = replace(
-        rest, losses=first.losses + rest.losses, grad_norms=first.grad_norms + rest.grad_norms
-    )
-    yield STOPPED, [], joined, 0.0
-    yield ROUNDED[0], [], train(4, *REPLICAS), 1e-5
-    shared_out = pipeline(2, "--pulse-placement", "sequential", "--tensor-model-parallel-size", "2")
-    yield ROUNDED[1], [], replace(train(4, *shared_out), weights={}), 1e-5
+        yield Way(name, partial(train, ranks, *flags, *shared), tuple(shared))
+    row = partial(train, 2, *pipeline(2, *SPLIT_ROW))
+    yield Way("sequence of 2, stopped", partial(stopped, row, folder / "kept"))
+    replicas, tensors = partial(train, 4, *REPLICAS), partial(train, 4, *SHARED_OUT)
+    yield Way("sequence of 2, two replicas", replicas, tolerance=1e-5)
+    yield Way("sequence of 2, tensors on 2", lambda: replace(tensors(), weights={}), tolerance=1e-5)
 
 
-def compare(name: str, steps: int) -> Iterator[tuple[str, str]]:
-    """Each way of a family and how it differs; empty where it does not."""
+def compare_family(report: Report, name: str, steps: int) -> list[bool]:
+    """Of each way whether it is as it should."""
     family = FAMILIES[name]
     with tempfile.TemporaryDirectory() as root:
         write_latents(Path(root) / "latents", family)
@@ -90,61 +88,27 @@ def compare(name: str, steps: int) -> Iterator[tuple[str, str]]:
         def train(ranks: int, *more: str) -> Run:
             return run(ranks, *flags, *more, backbone="none")
 
-        expected: dict[tuple[str, ...], Run] = {}
-        for way, shared, got, tolerance in ways(train, Path(root)):
-            if tuple(shared) not in expected:
-                expected[tuple(shared)] = train(1, *shared)
-            yield way, _difference(got, expected[tuple(shared)], tolerance)
-
-
-def compare_encoded(steps: int) -> Iterator[tuple[str, str]]:
-    """The same with encoders in the loop."""
-    options = dict(option.split("=") for option in OWN)
-    sd = encoded.FAMILIES["sd"]
-    with tempfile.TemporaryDirectory() as root:
-        case = encoded.Case(replace(sd, options={**sd.options, **options}), Path(root), steps)
-        case.common += ["--pulse-self-conditioning", SHARE]
-        expected: dict[int, Run] = {}
-        for way, size, make in case.ways():
-            if size not in expected:
-                expected[size] = case.run(1, *case.encodes, "--micro-batch-size", str(size))
-            yield way, _difference(make(), expected[size], 0.0)
-
-
-def _difference(got: Run, expected: Run, tolerance: float) -> str:
-    try:
-        if not got.weights:  # each rank has its part
-            expected = replace(expected, weights={})
-        if tolerance:
-            assert_equal_to_rounding(got, expected, tolerance)
-        else:
-            assert_same(got, expected)
-    except AssertionError as error:
-        return f"DIFFERS: {str(error)[-600:]}"
-    return ""
+        return list(compare(report, name, ways(train, Path(root)), partial(train, 1)))
 
 
 def main() -> None:
     """Compare, and exit with 1 where anything differs."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    names = [*FAMILIES, "encoded"]
+    flags, names = Flags(__doc__), [*FAMILIES, "encoded"]
+    flags.add("--only", names, nargs="+", choices=names)
+    flags.add("--steps", 5, "of each run")
+    args = flags.parse_args()
     prepare_megatron()
-    parser.add_argument("--only", nargs="+", choices=names, default=names)
-    parser.add_argument("--steps", type=int, default=5, help="of each run (default 5)")
-    args = parser.parse_args()
-    wrong = total = 0
+    report, same = Report(args.json), []
     for name in args.only:
-        found = compare_encoded(args.steps) if name == "encoded" else compare(name, args.steps)
-        began = time.monotonic()
-        for way, difference in found:
-            total, wrong = total + 1, wrong + bool(difference)
-            said = difference or ("equal to rounding" if way in ROUNDED else "the same bits")
-            print(f"{name:10s} {way:36s} {time.monotonic() - began:5.1f} s  {said}", flush=True)
-            began = time.monotonic()
-    print(f"{total - wrong} of {total} equal")
-    sys.exit(bool(wrong))
+        if name == "encoded":
+            sd, own = encoded.FAMILIES["sd"], dict(option.split("=") for option in OWN)
+            family = replace(sd, options={**sd.options, **own})
+            more = "--pulse-self-conditioning", SHARE
+            same += encoded.compare(report, name, family, args.steps, *more)
+        else:
+            same += compare_family(report, name, args.steps)
+    print(f"{sum(same)} of {len(same)} equal")
+    sys.exit(not all(same))
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from megatron_pulse.planner.tune.fsdp.step import (
     peak_bytes,
     step_bytes,
 )
-from tests.benchmarks.contestant import TIMEOUT_S, Contestant, Runner
+from tests.benchmarks.contestant import TIMEOUT_S, Contestant, Runner, counted
 from tests.benchmarks.sharded_best import elements
 from tests.runtime.emulated import sleep_until
 
@@ -36,14 +36,7 @@ def sharded(contestant: Contestant) -> Runner:
     """A step of ``contestant`` on this rank. Collective."""
     assert contestant.sharding is not None
     way = contestant.sharding
-    devices, sent, each = _Device(way), 0, step_bytes(way)
-
-    def step() -> None:
-        nonlocal sent
-        devices.step()
-        sent += each
-
-    return Runner(step, lambda: sent, lambda: peak_bytes(way))
+    return counted(_Device(way).step, step_bytes(way), lambda: peak_bytes(way))
 
 
 class _Device:

@@ -21,6 +21,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tests.benchmarks.report import Flags, Report
+
 MODELS: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     "flux-dev": (
         "FluxTransformer2DModel",
@@ -162,29 +164,20 @@ def measure(model: str, source: str, size: int, rank: int | None) -> dict[str, A
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("model", nargs="?", choices=sorted(MODELS), default="flux-dev")
-    parser.add_argument("--from", dest="source", choices=["folder", "scratch"], default="folder")
-    parser.add_argument("--pipeline", type=int, default=4)
-    parser.add_argument("--rank", type=int)
-    parser.add_argument("--start", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    flags = Flags(__doc__)
+    flags.add_argument("model", nargs="?", choices=sorted(MODELS), default="flux-dev")
+    flags.add("--from", "folder", dest="source", choices=["folder", "scratch"])
+    flags.add("--pipeline", 4)
+    flags.add("--rank", type=int)
+    flags.add("--start", help=argparse.SUPPRESS)
+    args = flags.parse_args()
     if args.start:
         print(json.dumps(start(*json.loads(args.start))))
         return
     found = measure(args.model, args.source, args.pipeline, args.rank)
-    whole, own = found["parameters"]
-    beside = found["most_gb"] - found["weights_gb"]
-    print(
-        f"{args.model} from {args.source}: {whole / 1e9:.2f} B parameters (files: "
-        f"{found['folder_gb']:.1f} GB); rank {found['rank']} of {args.pipeline} has "
-        f"{own / 1e9:.2f} B, {found['weights_gb']:.2f} GB in {found['dtype']}\n"
-        f"held at most {found['most_gb']:.2f} GB, {beside:.2f} GB beside its weights "
-        f"({found['libraries_gb']:.2f} GB of that are files of libraries, which processes share): "
-        f"{found['imported_gb']:.2f} GB after imports, {found['derived_gb']:.2f} GB derived\n"
-        f"derived in {found['derived_s']:.0f} s, weights in {found['built_s']:.0f} s "
-        f"({found['threads']} threads)"
-    )
+    beside = {"beside_weights_gb": found["most_gb"] - found["weights_gb"]}
+    where = {"model": args.model, "from": args.source, "pipeline": args.pipeline}
+    Report(args.json).add(where | found | beside)
 
 
 if __name__ == "__main__":

@@ -11,13 +11,12 @@ At most two ranks run at once, because two cores do.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import astuple, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,8 @@ from megatron_pulse.planner.tune.evaluate import Evaluator
 from megatron_pulse.planner.tune.plans.to_plan import plan_of
 from megatron_pulse.profile.profile import Profile
 from model_specs import load_backbone
-from tests.benchmarks.busy import BACKBONES
+from tests.benchmarks.busy import BACKBONES, profile
+from tests.benchmarks.report import Flags, Report
 from tests.integration.test_families import Family, write_latents
 from tests.ranks import run_ranks
 
@@ -78,33 +78,29 @@ class Cell:
     samples: int
     predicted: Step
     measured: Step
-    predicted_parts: dict[str, float]
+    error: float
+    """Of the prediction, as a share of what was measured."""
 
-    @property
-    def error(self) -> float:
-        """Of the prediction, as a share of what was measured."""
-        return self.predicted.whole_s / self.measured.whole_s - 1
+    def cells(self) -> dict[str, Any]:
+        """Milliseconds: whole step, then its pipeline and the busiest rank's computing."""
+        pairs = zip(astuple(self.predicted), astuple(self.measured), strict=True)
+        names = ("step", "pipeline", "computing")
+        shown = {
+            n: f"{1e3 * p:.0f} / {1e3 * m:.0f}" for n, (p, m) in zip(names, pairs, strict=True)
+        }
+        where = {"backbone": self.backbone, "config": self.config, "M": self.microbatches}
+        return {**where, **shown, "error, %": 100 * self.error}
 
 
-def profile(kind: str) -> Any:
-    """A measured profile in a process of its own."""
-    import torch
-
+def measured_profile(kind: str) -> Any:
+    """A measured profile in a process of its own, as runs have their layers."""
     from megatron_pulse.integration.megatron.linear_wgrad import defer_wgrad
     from megatron_pulse.profile.measurement.clock import RepetitionLimits
-    from megatron_pulse.profile.measurement.measure import measure
     from megatron_pulse.runtime.measure.execution_modes import RUNNING
 
-    torch.set_num_threads(1)
     defer_wgrad()
-    name, options = BACKBONES[kind]
-    return measure(
-        load_backbone(name, options),
-        SIZES,
-        patience=RepetitionLimits(enough_s=0.2),
-        once_per_kind=True,
-        running=RUNNING,
-    )
+    limits = RepetitionLimits(enough_s=0.2)
+    return profile(kind, SIZES, patience=limits, once_per_kind=True, running=RUNNING)
 
 
 def probed() -> Cluster | None:
@@ -152,27 +148,24 @@ def steps(argv: list[str]) -> list[Step]:
     return found
 
 
-def predict(evaluator: Evaluator, config: Config, path: Path) -> tuple[Step, dict[str, float]]:
+def predict(evaluator: Evaluator, config: Config, path: Path) -> Step:
     """The plan of ``config``, in ``path``, and its step by the tuner."""
     count = config.num_microbatches(evaluator.global_batch_size)
     found = synthesize(evaluator.problem(config, count), effort=20)
     outcome = evaluator.evaluate(config, found)
     save_plan(plan_of(outcome, evaluator), path)
-    parts = {k: v for k, v in outcome.figures().items() if k.endswith("_s") and type(v) is float}
-    return Step(outcome.step_s, outcome.pipeline_s, max(outcome.timeline.busy)), parts
+    return Step(outcome.step_s, outcome.pipeline_s, max(outcome.timeline.busy))
 
 
 def compare(kind: str, cluster: Cluster, num_steps: int, only: str) -> Iterator[Cell]:
     """Every case of one backbone."""
     measured: dict[int, Profile] = {
-        ranks: run_ranks(ranks, profile, kind, timeout_s=600)[0] for ranks in (1, 2)
+        ranks: run_ranks(ranks, measured_profile, kind, timeout_s=600)[0] for ranks in (1, 2)
     }
     name, options = BACKBONES[kind]
     with tempfile.TemporaryDirectory() as folder:
-        given = tuple(
-            f"{k}={','.join(map(str, v))}" if isinstance(v, tuple) else f"{k}={v}"
-            for k, v in options.items()
-        )
+        words = {k: v if isinstance(v, tuple) else (v,) for k, v in options.items()}
+        given = tuple(f"{k}={','.join(map(str, v))}" for k, v in words.items())
         write_latents(Path(folder, "latents"), Family(name, options=given))
         for config, count in CASES:
             if only not in str(config):
@@ -184,37 +177,21 @@ def compare(kind: str, cluster: Cluster, num_steps: int, only: str) -> Iterator[
             of = measured[ranks], machine, samples, False, heads
             evaluator = Evaluator(*of, state=ParameterState(ema=True))
             plan = Path(folder, "plan.json")
-            predicted, parts = predict(evaluator, config, plan)
-            argv = ["--pulse-plan", str(plan), "--pulse-data", f"latents:{folder}/latents"]
-            argv += ["--train-iters", str(num_steps + WARM_UP), "--eval-iters", "0"]
-            argv += ["--lr", "1e-4", "--clip-grad", "1.0", "--log-interval", "1000"]
-            argv += ["--pulse-no-progress", "--pulse-timeout-s", "60"]
+            predicted = predict(evaluator, config, plan)
+            argv = [
+                "--pulse-plan", str(plan), "--pulse-data", f"latents:{folder}/latents",
+                "--train-iters", str(num_steps + WARM_UP), "--eval-iters", "0", "--lr", "1e-4",
+                "--clip-grad", "1.0", "--log-interval", "1000", "--pulse-no-progress",
+                "--pulse-timeout-s", "60",
+            ]  # fmt: skip
             rows = run_ranks(ranks, steps, argv, timeout_s=600)
             middle = [
-                Step(
-                    *(
-                        statistics.median(column)
-                        for column in zip(*map(_times, row[WARM_UP:]), strict=True)
-                    )
-                )
+                Step(*map(statistics.median, zip(*map(astuple, row[WARM_UP:]), strict=True)))
                 for row in rows
             ]
             slowest = max(middle, key=lambda step: step.busy_s)
-            yield Cell(kind, str(config), count, samples, predicted, slowest, parts)
-
-
-def _times(step: Step) -> tuple[float, float, float]:
-    return step.whole_s, step.pipeline_s, step.busy_s
-
-
-def rank_correlation(a: list[float], b: list[float]) -> float:
-    """Spearman's."""
-
-    def ranks(values: list[float]) -> list[float]:
-        order = sorted(range(len(values)), key=values.__getitem__)
-        return [float(order.index(i)) for i in range(len(values))]
-
-    return statistics.correlation(ranks(a), ranks(b))
+            error = predicted.whole_s / slowest.whole_s - 1
+            yield Cell(kind, str(config), count, samples, predicted, slowest, error)
 
 
 def summary(cells: list[Cell]) -> dict[str, float]:
@@ -222,46 +199,32 @@ def summary(cells: list[Cell]) -> dict[str, float]:
     errors = sorted(abs(cell.error) for cell in cells)
     pairs = [(cell.predicted.whole_s, cell.measured.whole_s, cell.samples) for cell in cells]
     each = [(p / n, m / n) for p, m, n in pairs]
+    ranked = partial(statistics.correlation, method="ranked")
     return {
         "configs": len(cells),
         "median_error": statistics.median(errors),
         "error_90th_percentile": errors[9 * (len(errors) - 1) // 10],
         "largest_error": errors[-1],
-        "rank_correlation": rank_correlation([p for p, _, _ in pairs], [m for _, m, _ in pairs]),
-        "rank_correlation_per_sample": rank_correlation([p for p, _ in each], [m for _, m in each]),
+        "rank_correlation": ranked([p for p, _, _ in pairs], [m for _, m, _ in pairs]),
+        "rank_correlation_per_sample": ranked([p for p, _ in each], [m for _, m in each]),
     }
-
-
-def line(cell: Cell) -> str:
-    """One cell as text: whole step, then its pipeline and the busiest rank's computing."""
-    said, seen = _times(cell.predicted), _times(cell.measured)
-    shown = ", ".join(f"{1e3 * p:.0f} / {1e3 * m:.0f}" for p, m in zip(said, seen, strict=True))
-    config = f"{cell.backbone}, {cell.config}, M={cell.microbatches}"
-    return f"{config}: {shown} ms ({100 * cell.error:+.1f} %)"
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--steps", type=int, default=7, help="of each config, after two others")
-    parser.add_argument("--only", default="", help="configs with this in their name")
-    parser.add_argument("--json", help="a file to write all of it to, config by config")
-    args = parser.parse_args()
+    flags = Flags(__doc__)
+    flags.add("--steps", 7, "of each config, after two others")
+    flags.add("--only", "", "configs with this in their name")
+    args = flags.parse_args()
     cluster = run_ranks(2, probed, timeout_s=300)[0]
-    print(cluster)
-    print("predicted / measured: step, pipeline, computing")
-    cells: list[Cell] = []
-    found: dict[str, float] = {}
+    print(f"{cluster}\npredicted / measured, ms")
+    report = Report(args.json)
     for kind in BACKBONES:
         for cell in compare(kind, cluster, args.steps, args.only):
-            cells.append(cell)
-            print(line(cell), flush=True)
-            found = summary(cells) if len(cells) > 1 else {}
-            if args.json:
-                rows = [{**asdict(c), "error": c.error} for c in cells]
-                Path(args.json).write_text(json.dumps({"cells": rows, **found}))
-    for name, value in found.items():
-        print(f"{name.replace('_', ' ')}: {value:.3f}")
+            report.add(cell, cell.cells())
+    if len(report.rows) > 1:
+        for name, value in summary(report.rows).items():
+            print(f"{name.replace('_', ' ')}: {value:.3f}")
 
 
 if __name__ == "__main__":

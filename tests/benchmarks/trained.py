@@ -15,14 +15,13 @@ two, and the norm of what differs is at most 1e-6 of the weights'. The exit stat
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 import tempfile
 import textwrap
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,8 @@ from torch import Tensor
 
 from megatron_pulse.cli.import_megatron import prepare_megatron
 from megatron_pulse.cli.main import main as pulse
+from tests.benchmarks.bits import Way, compare
+from tests.benchmarks.report import Flags, Report
 from tests.integration.runs import Run, assert_same, pipeline, run
 
 LAYOUTS: Mapping[str, tuple[int, list[str]]] = {
@@ -84,11 +85,12 @@ class Found:
     """What is wrong with one case; all that is found of it is printed as it comes."""
 
     name: str
+    report: Report
     faults: list[str] = field(default_factory=list)
 
-    def say(self, line: str) -> None:
-        """Print a line of this case."""
-        print(f"{self.name}: {line}", flush=True)
+    def say(self, what: str) -> None:
+        """Report a line of this case."""
+        self.report.add({"case": self.name, "found": what})
 
 
 def text_unet() -> Any:
@@ -135,31 +137,31 @@ def of_text(place: Path) -> list[str]:
     return write_latents(place / "latents", (4, 8, 8), context=(TEXT, WIDTH))
 
 
-def text(name: str, place: Path) -> Found:
+def text(found: Found, place: Path) -> None:
     """A UNet of pictures that reads text states."""
     data = [*of_text(place), "--pulse-option", f"text_length={TEXT}"]
-    return of_class(name, text_unet(), data, place)
+    of_class(found, text_unet(), data, place)
 
 
-def video(name: str, place: Path) -> Found:
+def video(found: Found, place: Path) -> None:
     """A UNet of videos."""
     fields = {"context": (1, WIDTH), "added_time_ids": (3,)}
     data = write_latents(place / "latents", (2, 4, 8, 8), **fields)
-    return of_class(name, video_unet(), data, place)
+    of_class(found, video_unet(), data, place)
 
 
-def of_class(name: str, module: Any, data: Sequence[str], place: Path) -> Found:
+def of_class(found: Found, module: Any, data: Sequence[str], place: Path) -> None:
     """A class of diffusers, from its folder and back to one."""
     module.save_pretrained(place / "module")
     flags = ["--pulse-module", f"diffusers:{place / 'module'}", *SAID, *data]
-    found, expected = in_layouts(name, flags, place)
+    expected = in_layouts(found, flags, place)
     out = place / "out"
     assert pulse(["export", "--load", str(place / "run"), "--to", str(out), "--raw"]) == 0
     state = type(module).from_pretrained(out).state_dict()
-    return read_back(found, state, expected)
+    read_back(found, state, expected)
 
 
-def of_lora(name: str, place: Path) -> Found:
+def of_lora(found: Found, place: Path) -> None:
     """Code of one's own with a frozen base, from a file and back to one."""
     from safetensors.torch import load_file, save_file
 
@@ -178,7 +180,7 @@ def of_lora(name: str, place: Path) -> Found:
         *("--pulse-module", module, "--pretrained-checkpoint", str(place / "start")),
         *of_text(place),
     ]
-    found, expected = in_layouts(name, flags, place, ["--module", module])
+    expected = in_layouts(found, flags, place)
     out = place / "out.safetensors"
     load = ["--load", str(place / "run"), "--module", module]
     assert pulse(["export", *load, "--to", str(out), "--raw"]) == 0
@@ -190,43 +192,34 @@ def of_lora(name: str, place: Path) -> Found:
     if moved != adapters:
         found.faults.append(f"training moved {sorted(moved ^ adapters)} wrongly")
     found.say(f"{len(adapters)} adapters of {len(before)} tensors were trained")
-    return read_back(found, state, expected)
+    read_back(found, state, expected)
 
 
-def in_layouts(
-    name: str, flags: Sequence[str], place: Path, more: Sequence[str] = ()
-) -> tuple[Found, Run]:
+def in_layouts(found: Found, flags: Sequence[str], place: Path) -> Run:
     """A run on one process, and in every layout; the first of them is saved in ``place/run``."""
-    found = Found(name)
-    expected = run(1, *flags, *STEPS, backbone="none")
-    save = ["--save", str(place / "run")]
+
+    def train(num_ranks: int, *more: str) -> Run:
+        return run(num_ranks, *flags, *STEPS, *more, backbone="none")
+
+    expected, save = train(1), ["--save", str(place / "run")]
+    ways = []
     for layout, (num_ranks, said) in LAYOUTS.items():
-        begin = time.monotonic()
-        got = run(num_ranks, *flags, *STEPS, *said, *save, backbone="none")
-        save, same = [], "the same bits"
-        try:
-            assert_same(got, expected)
-        except AssertionError as error:
-            same = f"differs: {str(error)[:300]}"
-            found.faults.append(f"{layout}: {same}")
-        kinds = "".join(sorted(got.executed.operations))
-        found.say(
-            f"{layout}: {got.executed.placement}, operations {kinds}, {same} "
-            f"({time.monotonic() - begin:.0f} s)"
-        )
-    return found, expected
+        ways.append(Way(layout, partial(train, num_ranks, *said, *save)))
+        save = []
+    same = compare(found.report, found.name, iter(ways), lambda: expected)
+    found.faults += [f"{w.name} differs" for w, equal in zip(ways, same, strict=True) if not equal]
+    return expected
 
 
-def read_back(found: Found, state: Mapping[str, Tensor], expected: Run) -> Found:
+def read_back(found: Found, state: Mapping[str, Tensor], expected: Run) -> None:
     """What was exported beside what was trained."""
     wrong = [name for name, weight in expected.main_params.items() if name not in state
              or not torch.equal(state[name], weight)]  # fmt: skip
     found.faults += [f"{name} is not what was trained" for name in wrong]
     found.say(f"exported and read back: {len(expected.main_params)} tensors")
-    return found
 
 
-def of_data(name: str, place: Path) -> Found:
+def of_data(found: Found, place: Path) -> None:
     """Two data-parallel ranks beside one process: of two microbatches, whose sum has one order, and
     of four."""
     module = text_unet()
@@ -236,7 +229,6 @@ def of_data(name: str, place: Path) -> Found:
         *("--pulse-module", f"diffusers:{place / 'module'}", *SAID, *of_text(place)),
         *("--pulse-option", f"text_length={TEXT}"),
     ]
-    found = Found(name)
     distributed = ["--use-distributed-optimizer"]  # which has no plain descent
     for optimizer, rate, more in (("sgd", "1e-2", []), ("adam", "1e-3", distributed)):
         chosen = ["--optimizer", optimizer, "--lr", rate, "--weight-decay", "0"]
@@ -258,7 +250,6 @@ def of_data(name: str, place: Path) -> Found:
                     found.faults.append(f"{optimizer}: {str(error)[:300]}")
             elif of_moves > ROUNDING or of_weights > CLOSE:
                 found.faults.append(f"{optimizer}: further apart than sums in another order are")
-    return found
 
 
 def apart(
@@ -274,7 +265,7 @@ def apart(
     return between / norm(lambda key: expected[key]), between / moved
 
 
-CASES: Mapping[str, Callable[[str, Path], Found]] = {
+CASES: Mapping[str, Callable[[Found, Path], None]] = {
     "text": text,
     "video": video,
     "lora": of_lora,
@@ -282,23 +273,24 @@ CASES: Mapping[str, Callable[[str, Path], Found]] = {
 }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main() -> int:
     """Run the command; returns its exit status."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--only", action="append", choices=list(CASES), metavar="NAME")
-    args = parser.parse_args(argv)
+    flags = Flags(__doc__)
+    flags.add("--only", [], action="append", choices=list(CASES), metavar="NAME")
+    args = flags.parse_args()
     names = args.only or list(CASES)
     if "lora" in names and find_spec("peft") is None:
-        parser.error("lora needs peft: pip install peft, or name the others with --only")
+        flags.error("lora needs peft: pip install peft, or name the others with --only")
     prepare_megatron()
-    faulty = False
+    report, faulty = Report(args.json), False
     for name in names:
+        found = Found(name, report)
         with tempfile.TemporaryDirectory() as place:
-            found = CASES[name](name, Path(place))
+            CASES[name](found, Path(place))
         for fault in found.faults:
             found.say(f"FAULT {fault}")
         faulty = faulty or bool(found.faults)
-    return 1 if faulty else 0
+    return int(faulty)
 
 
 if __name__ == "__main__":

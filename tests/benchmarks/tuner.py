@@ -10,23 +10,18 @@ samples for each device. Both searches are those of `pulse tune`, whole schedule
 a solver, and stop after seconds of their own process's time, so that a busy machine does not bear
 on them (--wall: after seconds of the wall's).
 Loss is how much more throughput the best of the restricted searches has than the answer. Degrees
-are searched alone unless no config of theirs can be sooner than the answer, by its bound; first for
-5 seconds each, those that come within 25 % of the best for 20, and those within 5 % for as long as
---reference says.
+are searched alone, first for 5 seconds each, those that come within 25 % of the best for 20, and
+those within 5 % for as long as --reference says.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
+from typing import Any
 
 from megatron_pulse.cli.import_megatron import prepare_megatron
 from megatron_pulse.planner.cluster.cluster import (
@@ -36,15 +31,13 @@ from megatron_pulse.planner.cluster.cluster import (
     ClusterLink,
     cluster,
 )
-from megatron_pulse.planner.tune.config import Choices, Config, divisors
+from megatron_pulse.planner.tune.config import Choices, divisors
 from megatron_pulse.planner.tune.evaluate import Evaluator
-from megatron_pulse.planner.tune.layer_costs import UnfitError
-from megatron_pulse.planner.tune.search.budget import Clock
-from megatron_pulse.planner.tune.search.result import Tuning
 from megatron_pulse.profile.profile import Profile
 from megatron_pulse.profile.roofline import Roofline
-from megatron_pulse.progress import track, write_above
-from tests.benchmarks.decide import decide
+from megatron_pulse.progress import track
+from tests.benchmarks.report import Flags, Report
+from tests.benchmarks.setups import Tuning, analytic, decide
 
 MODELS = ("uvit-h", "sdxl", "sd-v2-4.6b", "hunyuan-dit-3b", "flux-dev")
 CLUSTERS = (
@@ -127,7 +120,7 @@ def machine(name: str) -> Cluster:
     return Cluster(name, nodes, 8, memory_gb, "A100-80GB", nvlink, between, 0.9)
 
 
-def answer(cell: Cell, choices: Choices, seconds: float, clock: Clock) -> Answer:
+def answer(cell: Cell, choices: Choices, seconds: float, clock: Callable[[], float]) -> Answer:
     """What is found in so many seconds, whole schedules among them."""
     better = [(0.0, 0.0)]
 
@@ -147,13 +140,10 @@ def measure(cell: Cell, seconds: float, reference: float, wall: bool) -> Result:
     """The answer to a cell after ``seconds``, and those of each degree alone, of the promising ones
     after ``reference``."""
     clock = time.monotonic if wall else time.process_time
-    evaluator = cell.evaluator()
     result = Result(cell.cluster, cell.model, answer(cell, Choices(), seconds, clock), {})
     alone = result.alone
     for degree in divisors(machine(cell.cluster).num_devices) if reference else ():
-        least_s = least_step(evaluator, evaluator.candidates(Choices(pipeline=(degree,))))
-        if least_s * result.answer.throughput < evaluator.global_batch_size:
-            alone[degree] = Answer(0.0, "not yet searched", 0.0, 0.0, 0, 0, False)
+        alone[degree] = Answer(0.0, "not yet searched", 0.0, 0.0, 0, 0, False)
     spent_s = 0.0
     for near, most_s in LOOKS:
         before_s, spent_s = spent_s, min(most_s, reference)
@@ -164,19 +154,8 @@ def measure(cell: Cell, seconds: float, reference: float, wall: bool) -> Result:
     return result
 
 
-def least_step(evaluator: Evaluator, candidates: Iterable[Config]) -> float:
-    """Seconds that a step of any of them takes at the least; infinite where none can run."""
-    least_s = float("inf")
-    for config in candidates:
-        with suppress(UnfitError):
-            evaluator.refuse(config)
-            least_s = min(least_s, evaluator.estimator.quick_bound(config))
-    return least_s
-
-
 def cells(clusters: Sequence[str], models: Sequence[str], batch: int) -> list[Cell]:
     """All pairs, their profiles worked out once for each kind of device."""
-    from megatron_pulse.profile.analytic import analyse
     from model_specs import load_backbone
 
     prepare_megatron()
@@ -188,59 +167,50 @@ def cells(clusters: Sequence[str], models: Sequence[str], batch: int) -> list[Ce
             raise ClusterError(f"{name!r} has a measured device; here times are analytic")
         if (model, device.name) not in profiles:
             dtype = next(d for d in ("bfloat16", "float16", "float32") if d in device.peak_flops)
-            profiles[model, device.name] = analyse(backbone, (1, 8), Roofline(device, dtype))
+            profiles[model, device.name] = analytic(model, {}, (1, 8), Roofline(device, dtype))
         about = backbone.divides_sequences, backbone.num_heads, batch
         found.append(Cell(name, model, profiles[model, device.name], *about))
     return found
 
 
-HEAD = (
-    "| cluster | model | answer | samples/s | restricted | samples/s | loss % | near after s | "
-    "simulated | of |\n" + "|---" * 10 + "|"
-)
-
-
-def row(result: Result) -> str:
-    """Of a table in Markdown."""
+def cells_of(result: Result) -> dict[str, Any]:
+    """Cells of a row of the table."""
     own, best = result.answer, result.best
-    other = best.config if best is not own else "the same"
-    return (
-        f"| {result.cluster} | {result.model} | {own.config} | {own.throughput:.4g} | {other} | "
-        f"{best.throughput:.4g} | {100 * result.loss:.1f} | {own.near_s:.1f} | "
-        f"{own.num_simulated} | {own.num_configs:,}{', proved' * own.proved} |"
-    )
+    return {
+        "cluster": result.cluster,
+        "model": result.model,
+        "answer": own.config,
+        "samples/s": own.throughput,
+        "restricted": best.config if best is not own else "the same",
+        "its samples/s": best.throughput,
+        "loss %": round(100 * result.loss, 1),
+        "near after s": round(own.near_s, 1),
+        "simulated": own.num_simulated,
+        "of": f"{own.num_configs:,}{', proved' * own.proved}",
+    }
 
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("--clusters", nargs="+", default=CLUSTERS, metavar="NAME", help="presets or N:G")
-    add("--models", nargs="+", default=MODELS, metavar="NAME", help="of 'pulse backbones'")
-    add("--batch", type=int, default=8, metavar="N", help="samples for each device (default 8)")
-    add("--seconds", type=float, default=28.0, help="of the answer (default 28)")
-    add("--reference", type=float, default=60.0, help="of each degree alone; 0: none (default 60)")
-    add("--wall", action="store_true", help="seconds of the wall's clock, not the process's")
-    add("--jobs", type=int, default=1, help="processes, one cell each at a time")
-    add("--json", type=Path, metavar="FILE", help="write every answer there")
-    args = parser.parse_args()
-    todo = cells(args.clusters, args.models, args.batch)
-    results = []
-    print(HEAD)
+    flags = Flags(__doc__)
+    flags.add("--clusters", CLUSTERS, "presets or N:G", nargs="+", metavar="NAME")
+    flags.add("--models", MODELS, "of 'pulse backbones'", nargs="+", metavar="NAME")
+    flags.add("--batch", 8, "samples for each device", metavar="N")
+    flags.add("--seconds", 28.0, "of the answer")
+    flags.add("--reference", 60.0, "of each degree alone; 0: none (default 60)", type=float)
+    flags.add("--wall", False, "seconds of the wall's clock, not the process's")
+    flags.add("--jobs", 1, "processes, one cell each at a time")
+    args = flags.parse_args()
+    todo, report = cells(args.clusters, args.models, args.batch), Report(args.json)
     with ProcessPoolExecutor(args.jobs) as pool:
         jobs = [pool.submit(measure, c, args.seconds, args.reference, args.wall) for c in todo]
         for job in track(jobs, "tuning", "cells"):
-            results.append(job.result())
-            write_above(sys.stdout, row(results[-1]) + "\n")
-    losses = [100 * r.loss for r in results]
+            report.add(result := job.result(), cells_of(result))
+    losses = [100 * r.loss for r in report.rows]
     above = sum(loss > 1 for loss in losses)
-    print(f"\n{len(results)} cells; loss of {max(losses):.1f} % at most, above 1 % in {above}")
-    late = max(r.answer.spent_s for r in results)
+    print(f"\n{len(losses)} cells; loss of {max(losses):.1f} % at most, above 1 % in {above}")
+    late = max(r.answer.spent_s for r in report.rows)
     print(f"longest: {late:.1f} s of {args.seconds:g}")
-    if args.json is not None:
-        args.json.write_text(json.dumps([asdict(r) for r in results], indent=1) + "\n")
 
 
 if __name__ == "__main__":

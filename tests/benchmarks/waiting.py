@@ -19,13 +19,10 @@ held_of_counted   for each device, over what the tuner counts (``in_transit_byte
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -49,12 +46,12 @@ from megatron_pulse.planner.schedule.message import Message
 from megatron_pulse.planner.schedule.operations import Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem, boundary_s, stage_problem
 from megatron_pulse.planner.schedule.solve import solve
-from megatron_pulse.profile.analytic import analyse
-from megatron_pulse.profile.roofline import ELEMENT_BYTES, PRESETS, Roofline
+from megatron_pulse.profile.roofline import ELEMENT_BYTES
 from model_specs import load_backbone
+from tests.benchmarks.report import Flags, Report, record
+from tests.benchmarks.setups import H200, analytic
 from tests.planner.channel_times import Rule, held_bytes, play, without_releases
 
-DTYPE = "bfloat16"
 MODELS: dict[str, tuple[int, dict[str, Any]]] = {
     "uvit-h": (8, {}),
     "sd-v2.1": (8, {"sample_size": 64}),
@@ -86,27 +83,12 @@ class Row:
     held_percent: float
     held_of_counted: list[float]
 
-    def __str__(self) -> str:
-        return (
-            f"{self.model:17s} {self.devices:2d} {self.gb_per_s:5d}  {self.layout:10s} "
-            f"{self.backwards:5s} {self.step_ms:8.1f} {self.penalty_percent:8.2f} "
-            f"{self.shared_percent:7.2f} {self.one_percent:8.2f} {self.messages:5d} "
-            f"{self.held_percent:6.2f}"
-        )
-
-
-HEAD = (
-    "model              P  GB/s  layout     back       ms  penalty %  shared %  one %  messages  "
-    "held %"
-)
-
 
 @cache
 def chain(name: str) -> tuple[Backbone, ChainCosts, int]:
     """The backbone, what its layers cost for a microbatch, and the samples of that."""
     size, options = MODELS[name]
-    backbone = load_backbone(name, options)
-    return backbone, analyse(backbone, [size], Roofline(PRESETS["H200"], DTYPE)).at(size), size
+    return load_backbone(name, options), analytic(name, options, [size], H200).at(size), size
 
 
 def step_of(
@@ -134,7 +116,7 @@ def compiled(
 ) -> tuple[CommunicationPlan, dict[Message, float]]:
     """All messages of the step, and the seconds of each."""
     backbone, costs, size = chain(name)
-    num_bytes, samples = ELEMENT_BYTES[DTYPE], size * schedule.num_microbatches
+    num_bytes, samples = ELEMENT_BYTES[H200.dtype], size * schedule.num_microbatches
     choices = choose_embedders(
         provided(backbone, num_bytes), partition, costs.parameters, samples, num_bytes
     )
@@ -206,28 +188,23 @@ def rows(names: Sequence[str], seconds: float) -> Iterator[Row]:
                             break
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main() -> int:
     """The command; 1 if a penalty is above 3 %."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
-    parser.add_argument("--seconds", type=float, default=2.0, help="of each schedule's search")
-    parser.add_argument("--json", type=Path, help="write the rows to this file")
-    options = parser.parse_args(arguments)
-    print(HEAD)
-    found = []
-    for row in rows(options.models, options.seconds):
-        print(row, flush=True)
-        found.append(row)
-    if options.json is not None:
-        options.json.write_text(json.dumps([asdict(row) for row in found], indent=1) + "\n")
-    worst = max(found, key=lambda row: row.penalty_percent)
-    shares = sorted(share for row in found for share in row.held_of_counted)
+    flags = Flags(__doc__)
+    flags.add("--models", list(MODELS), nargs="+", choices=MODELS)
+    flags.add("--seconds", 2.0, "of each schedule's search")
+    args = flags.parse_args()
+    report = Report(args.json)
+    for row in rows(args.models, args.seconds):
+        report.add(row, record(row) | {"held_of_counted": max(row.held_of_counted)})
+    worst = max(report.rows, key=lambda row: row.penalty_percent)
+    shares = sorted(share for row in report.rows for share in row.held_of_counted)
     print(
         f"of what the tuner counts buffers take {median(shares):.2f} in the median, "
         f"{shares[len(shares) * 9 // 10]:.2f} or less on nine devices of ten, "
         f"{shares[-1]:.2f} at most"
     )
-    print(f"{len(found)} steps; at most {worst.penalty_percent:.2f} %: {worst}")
+    print(f"{len(report.rows)} steps; at most {worst.penalty_percent:.2f} %: {worst}")
     return int(worst.penalty_percent > 3)
 
 

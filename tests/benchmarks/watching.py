@@ -9,16 +9,14 @@ Its own thread is told apart: its CPU time while steps ran, of their time.
 
 from __future__ import annotations
 
-import argparse
-import statistics
-import sys
 import threading
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 from megatron_pulse.cli.import_megatron import prepare_megatron
+from tests.benchmarks.report import Flags, Report
 from tests.integration.runs import BASE, TINY, pipeline, train
 from tests.ranks import run_ranks
 
@@ -63,38 +61,29 @@ def timed(flags: list[str], watches: bool) -> Seen:
     return seen
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command; its exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.benchmarks.watching",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--runs", type=int, default=5, help="of each kind (5)")
-    parser.add_argument("--timeout-s", type=float, default=300, help="of the watchdog (300)")
-    args = parser.parse_args(argv)
+def main() -> None:
+    """Run in turn, and print."""
+    flags = Flags(__doc__)
+    flags.add("--runs", 5, "of each kind")
+    flags.add("--timeout-s", 300.0, "of the watchdog")
+    args = flags.parse_args()
     prepare_megatron()
-    flags = [*TINY["uvit"], *BASE, *pipeline(2), "--global-batch-size", "8"]
-    flags += ["--train-iters", str(STEPS), "--pulse-timeout-s", f"{args.timeout_s:g}"]
-    print("| step without, ms | with | ratio | of CPU time | its own thread, of a step |")
-    print("|---|---|---|---|---|")
-    ratios = []
+    run = [*TINY["uvit"], *BASE, *pipeline(2), "--global-batch-size", "8"]
+    run += ["--train-iters", str(STEPS), "--pulse-timeout-s", f"{args.timeout_s:g}"]
+    report = Report(args.json)
     for _ in range(args.runs):
-        without, within = (run_ranks(2, timed, flags, watches)[0] for watches in (False, True))
-        steps = [statistics.median(seen.steps[5:]) for seen in (without, within)]
-        computed = [statistics.median(seen.computed[5:]) for seen in (without, within)]
-        own = within.watched / sum(within.steps)
-        ratios.append((steps[1] / steps[0], computed[1] / computed[0], own))
-        print(
-            f"| {1e3 * steps[0]:.1f} | {1e3 * steps[1]:.1f} | {ratios[-1][0]:.3f} | "
-            f"{ratios[-1][1]:.3f} | {100 * own:.2f} % |",
-            flush=True,
-        )
-    time_ratio, cpu_ratio, own = (statistics.median(column) for column in zip(*ratios, strict=True))
-    print(f"\nmedians: {time_ratio:.3f} of the time, {cpu_ratio:.3f} of the CPU time, and "
-          f"{100 * own:.2f} % of a step in its own thread")  # fmt: skip
-    return 0
+        both = [run_ranks(2, timed, run, watches)[0] for watches in (False, True)]
+        without, within = (1e3 * median(seen.steps[5:]) for seen in both)
+        own = both[1].watched / sum(both[1].steps)
+        computed = [median(seen.computed[5:]) for seen in both]
+        row = {"step without, ms": without, "with": within, "ratio": within / without}
+        row |= {"of CPU time": computed[1] / computed[0], "its own thread, % of a step": 100 * own}
+        report.add(row)
+    _, _, *medians = (median(row[name] for row in report.rows) for name in report.rows[0])
+    time_ratio, cpu_ratio, own = medians
+    print(f"\nmedians: {time_ratio:.3f} of the time, {cpu_ratio:.3f} of the CPU time")
+    print(f"its own thread: {own:.2f} % of a step")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -17,53 +17,56 @@ rights their kinds are left out, which is said.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 from tests.benchmarks.network import unavailable
+from tests.benchmarks.report import Flags, record, table, write_json
 from tests.chaos.faults import KINDS, LINKS
-from tests.chaos.layouts import Undisturbed
-from tests.chaos.trial import Outcome, Trial, draw_trial, run_trial
+from tests.chaos.runs import Undisturbed
+from tests.chaos.trial import Outcome, draw_trial, run_trial
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main() -> int:
     """The command; its exit status."""
-    args = _parse(argv)
-    kinds = tuple(args.kinds)
+    flags = Flags(__doc__)
+    flags.add("--seconds", 600.0, "no trial begins later")
+    flags.add("--trials", 10**9, "at most so many")
+    flags.add("--seed", 0, type=int)
+    flags.add("--only", type=int, metavar="NUMBER", help="this trial alone")
+    flags.add("--kinds", KINDS, "of faults", nargs="+", choices=KINDS, metavar="KIND")
+    flags.add("--jobs", 1, "trials side by side")
+    args = flags.parse_args()
     if why := unavailable():
-        kinds = tuple(kind for kind in kinds if kind not in LINKS)
+        args.kinds = [kind for kind in args.kinds if kind not in LINKS]
         print(f"links are left alone: {why}")
     if os.geteuid():
-        kinds = tuple(kind for kind in kinds if kind != "no room")
+        args.kinds = [kind for kind in args.kinds if kind != "no room"]
         print("disks are not filled: to mount a small one needs root")
     outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory() as folder:
-        for outcome in disturb(args, kinds, Path(folder)):
+        for outcome in disturb(args, Path(folder)):
             outcomes.append(outcome)
             state = "; ".join(outcome.faults) or ("sound" if outcome.happened else "too late")
             print(f"{outcome.trial}: {state} ({outcome.seconds:.1f} s)", flush=True)
             if args.json:
-                args.json.write_text(
-                    json.dumps([one.to_dict() for one in outcomes], indent=1) + "\n"
-                )
-    print(table(outcomes))
+                write_json(args.json, list(map(record, outcomes)))
+    print("\n".join(["", *figures(outcomes)]))
     return int(any(outcome.faults for outcome in outcomes))
 
 
-def disturb(args: argparse.Namespace, kinds: tuple[str, ...], folder: Path) -> Iterator[Outcome]:
+def disturb(args: argparse.Namespace, folder: Path) -> Iterator[Outcome]:
     """Outcomes of trials, as they come, until there is no time for another."""
-    undisturbed = Undisturbed(folder)
-    deadline = time.monotonic() + args.seconds
+    undisturbed, deadline = Undisturbed(folder), time.monotonic() + args.seconds
 
-    def run(trial: Trial) -> Outcome:
-        return run_trial(args.seed, trial, undisturbed, folder / f"trial-{trial.number}")
+    def run(number: int) -> Outcome:
+        trial = draw_trial(args.seed, number, tuple(args.kinds))
+        return run_trial(args.seed, trial, undisturbed, folder / f"trial-{number}")
 
     numbers = iter(range(args.trials) if args.only is None else [args.only])
     with ThreadPoolExecutor(args.jobs) as pool:
@@ -72,47 +75,26 @@ def disturb(args: argparse.Namespace, kinds: tuple[str, ...], folder: Path) -> I
             while len(running) < args.jobs and time.monotonic() < deadline:
                 if (number := next(numbers, None)) is None:
                     break
-                running.add(pool.submit(run, draw_trial(args.seed, number, kinds)))
+                running.add(pool.submit(run, number))
             if not running:
                 return
             done, running = wait(running, return_when=FIRST_COMPLETED)
             yield from (future.result() for future in done)
 
 
-def table(outcomes: Sequence[Outcome]) -> str:
-    """Figures per kind of fault."""
-    rows = ["", "| fault | trials | happened | sound | rank named | longest s | orphans |"]
-    rows.append("|---|---|---|---|---|---|---|")
-    by_kind: defaultdict[str, list[Outcome]] = defaultdict(list)
-    for outcome in outcomes:
-        by_kind[outcome.kind].append(outcome)
-    for kind, group in [*sorted(by_kind.items()), ("all", list(outcomes))]:
+def figures(outcomes: Sequence[Outcome]) -> list[str]:
+    """Table of figures per kind of fault."""
+    rows = []
+    for kind in (*sorted({outcome.kind for outcome in outcomes}), "all"):
+        group = [one for one in outcomes if kind in (one.kind, "all")]
         there = [one for one in group if one.happened]
         asked = [one.named for one in there if one.named is not None]
-        rows.append(
-            f"| {kind} | {len(group)} | {len(there)} | {sum(not one.faults for one in group)} | "
-            f"{f'{sum(map(bool, asked))} of {len(asked)}' if asked else '-'} | "
-            f"{max((one.seconds for one in there), default=0.0):.1f} | "
-            f"{sum(one.orphans for one in group)} |"
-        )
-    return "\n".join(rows)
-
-
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.chaos",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--seconds", type=float, default=600.0, help="no trial begins later (600)")
-    parser.add_argument("--trials", type=int, default=10**9, help="at most so many")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", type=int, metavar="NUMBER", help="this trial alone")
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, metavar="KIND",
-                        help=f"of {', '.join(KINDS)}")  # fmt: skip
-    parser.add_argument("--jobs", type=int, default=1, help="trials side by side (1)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="every outcome, as they come")
-    return parser.parse_args(argv)
+        row = {"fault": kind, "trials": len(group), "happened": len(there)}
+        row["sound"] = sum(not one.faults for one in group)
+        row["rank named"] = f"{sum(asked)} of {len(asked)}" if asked else "-"
+        row["longest s"] = f"{max((one.seconds for one in there), default=0.0):.1f}"
+        rows.append(row | {"orphans": sum(one.orphans for one in group)})
+    return table(rows)
 
 
 if __name__ == "__main__":

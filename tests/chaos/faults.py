@@ -11,6 +11,7 @@ import random
 import signal
 import subprocess
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,56 +55,47 @@ class Sabotage:
         if self.nodes:
             self.nodes[rank].enter()
             os.environ["MASTER_ADDR"] = self.nodes[0].address
-        if rank != self.rank:
+        if rank != self.rank or self.kind not in INSIDE:
             return
-        match self.kind:
-            case "raises":
-                self._before_operation(self._raise)
-            case "never ends":
-                self._before_operation(lambda: time.sleep(3600))
-            case "never joins":
-                self._before_step(lambda: time.sleep(3600))
-            case "no room":
-                self._before_step(self._fill)
-            case "slow disk":
-                self._slow_down()
-            case "clock steps":
-                self._before_step(self._step_clock)
-
-    def _raise(self) -> None:
-        raise RuntimeError(WORDS)
-
-    def _before_operation(self, act: Any) -> None:
-        from megatron_pulse.runtime.executor import Executor
-
-        self._before(Executor, "_run", act)
-
-    def _before_step(self, act: Any) -> None:
+        if self.kind == "slow disk":
+            return self._slow_down()
         import megatron.training.training as training
 
-        self._before(training, "train_step", act, self.count % 4 + 1)
+        from megatron_pulse.runtime.executor import Executor
 
-    def _before(self, owner: Any, name: str, act: Any, count: int | None = None) -> None:
+        operation = Executor, "_run", self.count
+        step = training, "train_step", self.count % 4 + 1
+        owner, name, count, act = {
+            "raises": (*operation, self._raise),
+            "never ends": (*operation, self._sleep),
+            "never joins": (*step, self._sleep),
+            "no room": (*step, self._fill),
+            "clock steps": (*step, self._step_clock),
+        }[self.kind]
         original, calls = getattr(owner, name), 0
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             nonlocal calls
             calls += 1
-            if calls == (self.count if count is None else count):
+            if calls == count:
                 act()
             return original(*args, **kwargs)
 
         setattr(owner, name, wrapper)
 
+    def _raise(self) -> None:
+        raise RuntimeError(WORDS)
+
+    def _sleep(self) -> None:
+        time.sleep(3600)
+
     def _fill(self) -> None:
         """Leave room for less than a checkpoint on the small disk of the run's folder."""
         left = (os.statvfs(self.folder).f_bavail * os.statvfs(self.folder).f_frsize) % (1 << 16)
         with open(Path(self.folder) / "filler", "wb", buffering=0) as file:
-            try:
+            with suppress(OSError):
                 while file.write(bytes(1 << 20)):
                     pass
-            except OSError:
-                pass
             if self.count % 2:
                 file.truncate(max(0, file.tell() - left))
 
@@ -136,18 +128,16 @@ def damage(rng: random.Random, kind: str, folder: Path) -> str:
     """Damage a file of the newest checkpoint in ``folder``, or the one that names it; which, and
     how ("": there is none)."""
     steps = sorted(path for path in folder.glob("iter_*") if path.is_dir())
-    if not steps:
-        return ""
-    files = [*sorted(steps[-1].iterdir()), *folder.glob("latest_*")]
+    files = [*sorted(steps[-1].iterdir()), *folder.glob("latest_*")] if steps else []
     files = [path for path in files if path.stat().st_size]
     if not files:
         return ""
     file = rng.choice(files)
     content = bytearray(file.read_bytes())
-    at = rng.randrange(len(content))
+    at, size = rng.randrange(len(content)), len(content)
     if kind == "file cut":
-        file.write_bytes(content[:at])
+        del content[at:]
     else:
         content[at] ^= 1 << rng.randrange(8)
-        file.write_bytes(content)
-    return f"{file.relative_to(folder)} at byte {at:,} of {len(content):,}"
+    file.write_bytes(content)
+    return f"{file.relative_to(folder)} at byte {at:,} of {size:,}"

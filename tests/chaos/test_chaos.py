@@ -5,9 +5,9 @@ from __future__ import annotations
 from itertools import count
 from pathlib import Path
 
-from tests.chaos.__main__ import table
+from tests.chaos.__main__ import figures
 from tests.chaos.faults import FILES, KINDS, SIGNALS
-from tests.chaos.layouts import Undisturbed
+from tests.chaos.runs import Undisturbed
 from tests.chaos.trial import Outcome, Trial, draw_trial, run_trial
 
 SEED = 11
@@ -49,8 +49,7 @@ def test_what_is_counted() -> None:
         Outcome(2, "clock steps", "c", 9.0, happened=True),
         Outcome(3, "killed", "d", 99.0),
     ]
-    rows = table(outcomes).splitlines()
-    assert rows[3:] == [
+    assert figures(outcomes)[2:] == [
         "| clock steps | 1 | 1 | 1 | - | 9.0 | 0 |",
         "| killed | 3 | 2 | 2 | 1 of 2 | 3.5 | 0 |",
         "| all | 4 | 3 | 3 | 1 of 2 | 9.0 | 0 |",

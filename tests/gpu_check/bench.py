@@ -31,6 +31,11 @@ class Bench:
         """Whether there is one."""
         return self.machine.device == "cuda"
 
+    def rows(self, name: str) -> list[dict[str, Any]]:
+        """A table of the figures, to be filled."""
+        rows: list[dict[str, Any]] = self.figures.setdefault(name, [])
+        return rows
+
     def call(self, *words: str | Path, status: int = 0, **environment: str) -> str:
         """Run a command in the repository's root and show what it says; returns that.
 
@@ -64,13 +69,14 @@ class Bench:
         """A ``pulse`` command."""
         return self.call(BIN / "pulse", *words, status=status, **environment)
 
-    def ranks(self, number: int, module: str, *words: str | Path, **environment: str) -> str:
-        """``python -m module`` on that many ranks, under ``pulse run``.
+    def ranks(self, number: int, *words: str | Path, status: int = 0, **environment: str) -> str:
+        """``tests.gpu_check.rank`` on that many ranks, under ``pulse run``.
 
-        Sums of products are repeatable; on one GPU all ranks share it (see ``recorded.take_gpu``).
+        Sums of products are repeatable; on one GPU all ranks share it (see ``rank.take_gpu``).
         """
         own = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} | environment
-        return self.pulse("run", "--nproc-per-node", str(number), "-m", module, *words, **own)
+        command = "run", "--nproc-per-node", str(number), "-m", "tests.gpu_check.rank"
+        return self.pulse(*command, *words, status=status, **own)
 
     def train(
         self,
@@ -87,7 +93,7 @@ class Bench:
         folder = self.folder / name
         folder.mkdir(exist_ok=True)
         words = [*TINY[backbone], *BASE, *flags]
-        self.ranks(number, "tests.gpu_check.recorded", folder, *words, **environment)
+        self.ranks(number, "train", folder, *words, **environment)
         results = [pickle.loads((folder / f"rank{r}").read_bytes()) for r in range(number)]
         kinds = ("weights", "main_params", "averages")
         wholes = [_whole([part for found in results for part in found[kind]]) for kind in kinds]
@@ -105,6 +111,6 @@ class Bench:
         folder = self.folder / name
         folder.mkdir(exist_ok=True)
         (folder / "cases").write_bytes(pickle.dumps(list(cases)))
-        self.ranks(number, "tests.gpu_check.cases", folder, self.machine.device)
+        self.ranks(number, "cases", folder, self.machine.device)
         ranks = [pickle.loads((folder / f"rank{r}").read_bytes()) for r in range(number)]
         return [merge([rank[i] for rank in ranks]) for i in range(len(cases))]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -52,6 +53,16 @@ class Machine:
     gpus: tuple[str, ...] = ()
     shares_gpu: bool = False
     versions: Mapping[str, str] = field(default_factory=dict)
+
+    def to_text(self) -> str:
+        """For ``parse``."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def parse(text: str) -> Machine:
+        """Of a ``to_text``."""
+        found = json.loads(text)
+        return Machine(**{**found, "gpus": tuple(found["gpus"])})
 
     @property
     def device(self) -> str:

@@ -14,7 +14,6 @@ import sys
 
 from megatron_pulse.profile.measurement.machine import driver
 from tests.gpu_check.check import Machine
-from tests.gpu_check.runner import machine_of, machine_text
 from tests.launch.sessions import ROOT
 
 PACKAGES = (
@@ -81,8 +80,8 @@ def ask() -> Machine:
     said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     if said.returncode:
         raise RuntimeError(f"this machine cannot be looked at:\n{said.stderr.strip()}")
-    return machine_of(said.stdout.splitlines()[-1])
+    return Machine.parse(said.stdout.splitlines()[-1])
 
 
 if __name__ == "__main__":
-    print(machine_text(look()))
+    print(look().to_text())

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_pulse.files import replacing
+from tests.benchmarks.report import table, write_json
 from tests.gpu_check.check import Machine, Result, Verdict
 
 FORM = "megatron_pulse gpu check 1"
@@ -26,12 +27,9 @@ def write_report(
         "checks": list(map(asdict, results)),
         "waiting": list(waiting),
     }
-    for name, text in (
-        ("report.json", json.dumps(record, indent=1, default=str) + "\n"),
-        ("report.md", "\n".join(_pages(machine, results, waiting)) + "\n"),
-    ):
-        with replacing(out / name) as beside:
-            beside.write_text(text)
+    write_json(out / "report.json", record)
+    with replacing(out / "report.md") as beside:
+        beside.write_text("\n".join(_pages(machine, results, waiting)) + "\n")
 
 
 def read_earlier(out: Path, machine: Machine, but: Collection[str]) -> list[Result]:
@@ -64,15 +62,10 @@ def _pages(machine: Machine, results: Sequence[Result], waiting: Sequence[str]) 
     if waiting:
         lines += ["", f"Not run yet: {', '.join(waiting)}."]
     rows = [
-        {
-            "check": r.name,
-            "verdict": f"{r.verdict}{', earlier' * r.earlier}",
-            "s": r.seconds,
-            "what": r.why,
-            "reason": r.reason,
-        }  # fmt: skip
+        {"check": r.name, "verdict": f"{r.verdict}{', earlier' * r.earlier}", "s": r.seconds,
+         "what": r.why, "reason": r.reason}
         for r in results
-    ]
+    ]  # fmt: skip
     lines += ["", *table(rows), "", "## Machine", ""]
     lines += table([{"what": k, "is": v} for k, v in machine.versions.items()])
     for result in results:
@@ -101,16 +94,3 @@ def _figures(figures: Mapping[str, Any]) -> list[str]:
 
 def _is_rows(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(v, Mapping) for v in value)
-
-
-def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Markdown; columns are all keys of all rows."""
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    lines = [f"| {' | '.join(names)} |", f"|{'---|' * len(names)}"]
-    lines += [f"| {' | '.join(_cell(row.get(name, '')) for name in names)} |" for row in rows]
-    return lines if rows else []
-
-
-def _cell(value: Any) -> str:
-    text = f"{value:.4g}" if isinstance(value, float) else str(value)
-    return text.replace("|", "\\|").replace("\n", " ")

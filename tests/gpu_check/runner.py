@@ -1,16 +1,27 @@
-"""Runs checks one after the other, each in a process of its own that has a time limit."""
+"""Runs checks one after the other, each in a process of its own that has a time limit:
+
+    python -m tests.gpu_check.runner MODULE:FUNCTION FOLDER
+
+PULSE_CHECK_MACHINE says what is there.
+"""
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
 import shutil
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-from tests.gpu_check.check import Check, Machine, Result, Verdict
+from tests.benchmarks.report import write_json
+from tests.gpu_check.bench import Bench
+from tests.gpu_check.check import Check, Machine, Result, Skipped, Verdict
 from tests.launch.sessions import session
 
 MARKER = ".gpu_check"
@@ -52,9 +63,9 @@ def _run(check: Check, machine: Machine, folder: Path, limit_s: float) -> Result
     (folder / MARKER).touch()
     found, log = folder / "result.json", folder / "output.txt"
     began = time.monotonic()
-    command = [sys.executable, "-m", "tests.gpu_check.one", check.function, folder]
+    command = [sys.executable, "-m", "tests.gpu_check.runner", check.function, folder]
     left: list[int] = []
-    environment = {"PULSE_CHECK_MACHINE": machine_text(machine), "PYTHONWARNINGS": "ignore"}
+    environment = {"PULSE_CHECK_MACHINE": machine.to_text(), "PYTHONWARNINGS": "ignore"}
     with session(command, **environment) as run:
         try:
             run.process.wait(limit_s)
@@ -91,12 +102,23 @@ def _gone(processes: Callable[[], list[int]], limit_s: float) -> bool:
     return True
 
 
-def machine_text(machine: Machine) -> str:
-    """For ``machine_of``."""
-    return json.dumps([machine.gpus, machine.shares_gpu, dict(machine.versions)])
+def run_one(function: str, folder: Path) -> int:
+    """Run one check in this process and write what became of it; 0 if it passed or was skipped."""
+    module, _, name = function.partition(":")
+    bench = Bench(folder, Machine.parse(os.environ["PULSE_CHECK_MACHINE"]))
+    found: dict[str, Any] = {}
+    try:
+        found["figures"] = getattr(importlib.import_module(module), name)(bench) or {}
+    except Skipped as why:
+        found |= {"skipped": True, "reason": str(why)}
+    except Exception as error:
+        traceback.print_exc()
+        first = (str(error).strip() or "no message").splitlines()[0]
+        found |= {"failed": True, "reason": f"{type(error).__name__}: {first}"[:500]}
+    found.setdefault("figures", bench.figures)
+    write_json(folder / "result.json", found)
+    return int("failed" in found)
 
 
-def machine_of(text: str) -> Machine:
-    """What ``machine_text`` was given."""
-    gpus, shares, versions = json.loads(text)
-    return Machine(tuple(gpus), shares, versions)
+if __name__ == "__main__":
+    sys.exit(run_one(sys.argv[1], Path(sys.argv[2])))

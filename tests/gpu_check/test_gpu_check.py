@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 
+from tests.benchmarks.report import table
 from tests.gpu_check import runner
 from tests.gpu_check.__main__ import main
 from tests.gpu_check.bench import Bench
 from tests.gpu_check.check import Check, Machine, Need
 from tests.gpu_check.checks import CHECKS, numbers, ranks
-from tests.gpu_check.report import table
 from tests.launch.sessions import ROOT, session
 from tests.runtime.equality import Outcome
 

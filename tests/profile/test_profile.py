@@ -139,8 +139,8 @@ def test_profile_reads_former_keys() -> None:
     for one in (*record["layers"], *record["skips"], *record["conditioning"]):
         one["wants"] = one.pop("needs_grad")
     for one in record["times"]["2"]:
-        one["again_bytes"] = one.pop("recompute_bytes")
-        one["waiting_bytes"] = one.pop("wgrad_bytes")
+        one["recompute_bytes"] = one.pop("recompute_bytes")
+        one["wgrad_bytes"] = one.pop("wgrad_bytes")
     assert from_record(record, "here") == new
     record["skips"][0]["needs_grad"] = True
     with pytest.raises(ProfileError, match=r"skips\[0\].wants is unknown"):

@@ -19,8 +19,7 @@ def profiles(bench: Bench) -> Figures:
     """Measured profiles beside analytic ones of the same device."""
     from megatron_pulse.profile.files import load_profile
 
-    rows: list[dict[str, Any]] = []
-    bench.figures["a sample"] = rows
+    rows = bench.rows("a sample")
     figures = analytic_flags(bench)
     for name, (size, given) in models(bench).items():
         chain = ["--backbone", name, *options(given), "--micro-batch-size", str(size)]
@@ -110,8 +109,7 @@ def data_for(bench: Bench, name: str) -> str:
 def plans(bench: Bench) -> Figures:
     """A run's peak and steps beside what its plan predicts, with and without recomputation; on a
     CPU the peak is the process's, which is no prediction's."""
-    rows: list[dict[str, Any]] = []
-    bench.figures["runs"] = rows
+    rows = bench.rows("runs")
     for name in models(bench):
         for way in ("--no-recompute", "--recompute"):
             _, plan = planned(bench, name, 1, way)
@@ -154,8 +152,7 @@ def offload(bench: Bench) -> Figures:
     config = join()
     order = "F0 F1 F2 O1 F3 O2 B0 L1 B1 L2 B2 B3".split()
     moved = tuple(Operation.parse(f"{word[0]}0:{word[1]}") for word in order)
-    rows: list[dict[str, Any]] = []
-    bench.figures["steps"] = rows
+    rows = bench.rows("steps")
     for name in list(models(bench))[:2]:
         found = {}
         for way, ops in (("kept", [op for op in moved if not op.kind.copies]), ("away", moved)):
@@ -237,8 +234,7 @@ def loader(bench: Bench) -> Figures:
         low = rng.integers(0, 256, (side // 8, side // 8, 3), dtype=np.uint8)
         Image.fromarray(low).resize((side, side)).save(folder / f"{i}.jpg")
     dataset, _ = open_dataset(f"folder:{folder}", image_size=side)
-    rows: list[dict[str, Any]] = []
-    bench.figures["samples/s"] = rows
+    rows = bench.rows("samples/s")
     count = 40 if bench.on_gpu else 10
     for workers in (0, 4, 8):
         sampler = MicrobatchSampler(len(dataset), 0, 8, 0, 1, seed=1)

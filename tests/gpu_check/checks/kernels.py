@@ -45,8 +45,7 @@ def channels_last(bench: Bench) -> Figures:
     """Steps of UNets with their weights as they are and in channels_last."""
     import torch
 
-    rows: list[dict[str, Any]] = []
-    bench.figures["steps"] = rows
+    rows = bench.rows("steps")
     for name, one in each(bench):
         if not any(p.dim() == 4 for p in one.pipeline.parameters()):
             continue
@@ -76,8 +75,7 @@ def attention(bench: Bench) -> Figures:
         "cudnn": SDPBackend.CUDNN_ATTENTION,
         "math": SDPBackend.MATH,
     }
-    rows: list[dict[str, Any]] = []
-    bench.figures["microseconds"] = rows
+    rows = bench.rows("microseconds")
     for size in HEADS:
         given = [
             torch.randn(2, heads, tokens, size, device=device, dtype=dtype, requires_grad=True)
@@ -107,8 +105,7 @@ def shares(bench: Bench) -> Figures:
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
-    rows: list[dict[str, Any]] = []
-    bench.figures["percent"] = rows
+    rows = bench.rows("percent")
     activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * bench.on_gpu]
     for name, one in each(bench):
         one.seconds(1)
@@ -137,8 +134,7 @@ def host_time(bench: Bench) -> Figures:
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
-    rows: list[dict[str, Any]] = []
-    bench.figures["steps"] = rows
+    rows = bench.rows("steps")
     for name, one in each(bench):
         host, whole = one.seconds()
         count = 2 * len(one.batches)
@@ -176,9 +172,8 @@ def optimizers(bench: Bench) -> Figures:
     parameters = [torch.nn.Parameter(value) for _, value in named]
     for parameter in parameters:
         parameter.grad = torch.full_like(parameter, 1e-3)
-    rows: list[dict[str, Any]] = []
     bench.figures |= {"model": name, "parameters": sum(p.numel() for p in parameters)}
-    bench.figures["milliseconds"] = rows
+    rows = bench.rows("milliseconds")
 
     def measure(what: str, make: Callable[[], Callable[[], Any]]) -> None:
         try:

@@ -34,8 +34,7 @@ def self_send(bench: Bench) -> Figures:
     import torch
 
     device = _join()
-    rows: list[dict[str, Any]] = []
-    bench.figures["messages"] = rows
+    rows = bench.rows("messages")
     for power in range(6, 27, 2):
         size = 1 << power
         sent = torch.arange(size, device=device).to(torch.uint8)

@@ -25,8 +25,7 @@ def furthest(got: list[float], expected: list[float]) -> float:
 
 def losses(bench: Bench) -> Figures:
     """uvit-tiny and unet-tiny alone over NCCL: the losses that a CPU computes, to rounding."""
-    rows: list[dict[str, Any]] = []
-    bench.figures["losses"] = rows
+    rows = bench.rows("losses")
     for backbone in ("uvit", "unet"):
         here = bench.train(1, *THREE, backbone=backbone, name=f"{backbone}-gpu", **EXACT)
         there = bench.train(1, *THREE, backbone=backbone, name=f"{backbone}-cpu", **CPU)
@@ -67,8 +66,7 @@ def families(bench: Bench) -> Figures:
     """Three steps of every tiny family in bf16: finite losses that change."""
     from tests.integration.test_families import FAMILIES, write_latents
 
-    rows: list[dict[str, Any]] = []
-    bench.figures["families"] = rows
+    rows = bench.rows("families")
     runs: dict[str, tuple[str, list[str]]] = {"unet": ("unet", [])}
     for name, family in FAMILIES.items():
         latents = bench.folder / f"{name}-latents"
@@ -193,7 +191,7 @@ def compared(
     expected, to the bit."""
     from tests.runtime.equality import differences
 
-    rows: list[dict[str, Any]] = bench.figures.setdefault("cases", [])
+    rows = bench.rows("cases")
     for (family, what), mine, theirs in zip(names, got, expected, strict=True):
         found = {
             "losses": mine.losses != theirs.losses,

@@ -22,13 +22,13 @@ def channels(bench: Bench) -> Figures:
 
 
 MOST_HELD = 10
-"""Tensors that may be held when ``pairs.AHEAD`` were sent, each waited for by the stream."""
+"""Tensors that may be held when ``rank.AHEAD`` were sent, each waited for by the stream."""
 
 
 def run_ahead(bench: Bench) -> Figures:
     """Messages while the GPU is busy: how much memory they hold until they are done, at both ends,
     as a step passes them on and as torch alone does."""
-    from tests.gpu_check.pairs import AHEAD, MEGABYTES
+    from tests.gpu_check.rank import AHEAD, MEGABYTES
 
     _measured(bench, "ahead")
     if not bench.on_gpu:
@@ -46,13 +46,13 @@ def probe(bench: Bench) -> Figures:
     import yaml
 
     file = bench.folder / "cluster.yaml"
-    bench.ranks(2, "tests.gpu_check.pairs", "probe", file)
+    bench.ranks(2, "probe", file)
     return {"cluster": json.dumps(yaml.safe_load(file.read_text()))}
 
 
 def _measured(bench: Bench, what: str) -> Figures:
     file = bench.folder / "found.json"
-    bench.ranks(2, "tests.gpu_check.pairs", what, file)
+    bench.ranks(2, what, file)
     bench.figures[what.replace("_", "-")] = json.loads(file.read_text())
     return bench.figures
 
@@ -159,11 +159,8 @@ def killed_rank(bench: Bench) -> Figures:
     from tests.integration.runs import BASE, TINY, pipeline
 
     flags = [*TINY["uvit"], *BASE, *pipeline(2), "--global-batch-size", "8"]
-    said = bench.pulse(
-        "run", "--nproc-per-node", "2", "-m", "tests.gpu_check.recorded", bench.folder, *flags,
-        "--train-iters", "1000", "--pulse-timeout-s", "20",
-        status=1, PULSE_CHECK_KILL="1", CUBLAS_WORKSPACE_CONFIG=":4096:8",
-    )  # fmt: skip
+    flags += ["--train-iters", "1000", "--pulse-timeout-s", "20"]
+    said = bench.ranks(2, "train", bench.folder, *flags, status=1, PULSE_CHECK_KILL="1")
     assert "pulse run: rank 1 exited on SIGKILL" in said, "the launcher does not name rank 1"
     first = [line for line in said.splitlines() if "first failure in this job: " in line]
     assert first and "rank 1" in first[0], f"rank 0 does not name rank 1: {first}"
@@ -181,7 +178,7 @@ def trace(bench: Bench) -> Figures:
         "--lr", "1e-4", "--pulse-trace", str(folder), "--pulse-trace-steps", "4-6",
         "--pulse-no-progress",
     ]  # fmt: skip
-    bench.ranks(2, "tests.gpu_check.recorded", folder, *words)
+    bench.ranks(2, "train", folder, *words)
     bench.pulse("compare", plan, folder, "--json", found)
     record = json.loads(found.read_text())
     both = record["makespan_s"]

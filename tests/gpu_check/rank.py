@@ -1,26 +1,162 @@
-"""What two ranks measure together:
+"""A rank of a check, as ``pulse run`` starts it:
 
-    pulse run --nproc-per-node 2 -m tests.gpu_check.pairs all_reduce FILE
+    pulse run --nproc-per-node 2 -m tests.gpu_check.rank train FOLDER FLAG...
 
-Rank 0 writes what was found to FILE, as JSON.
+``train`` is ``tests.integration.runs.train`` in a new process; ``cases`` trains the (family, case)
+pairs of ``FOLDER/cases`` one after the other. What each rank found goes to ``FOLDER/rankN``. The
+others measure what two ranks do together, and rank 0 writes that to a file, as JSON.
+
+With PULSE_CHECK_SYNCS=1 a training counts where the host waits for the GPU in the last step; with
+PULSE_CHECK_KILL=R its rank R is killed in the second one.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import pickle
 import signal
 import sys
 import time
 import warnings
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_pulse.processes import end_with_parent
 from tests.gpu_check.alone import synchronise, timed
-from tests.gpu_check.recorded import share_gpus, take_gpu
+
+if TYPE_CHECKING:
+    from megatron_pulse.runtime.p2p.channels import Channel, Opener
+
+
+def share_gpus() -> None:
+    """Where there are fewer GPUs than ranks, have ranks share them; CUDA is not started."""
+    import torch
+
+    if number := torch.cuda.device_count():
+        os.environ["LOCAL_RANK"] = str(int(os.environ.get("LOCAL_RANK", "0")) % number)
+
+
+def take_gpu() -> str:
+    """The device of this rank, where CUDA has as many hardware queues as in a run."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return "cpu"
+    share_gpus()
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # as set_cuda_connections has it
+    local = int(os.environ["LOCAL_RANK"])
+    torch.cuda.set_device(local)
+    return f"cuda:{local}"
+
+
+def on_cpu(found: Any) -> Any:
+    """Whatever has tensors in it, with those on the CPU."""
+    from torch import Tensor
+    from torch.utils._pytree import tree_map_only
+
+    return tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), found)
+
+
+def watch_steps(seen: dict[str, Any], counts_syncs: bool) -> None:
+    """Note every step's seconds, and where the host waits for the GPU in the newest one."""
+    import megatron.training.training as training
+    import torch
+
+    original = training.train_step
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        with warnings.catch_warnings(record=True) as said:
+            if counts_syncs:
+                warnings.simplefilter("always")
+                torch.cuda.set_sync_debug_mode("warn")
+            try:
+                result = original(*args, **kwargs)
+            finally:
+                if counts_syncs:
+                    torch.cuda.set_sync_debug_mode("default")
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        seen["step_s"].append(time.perf_counter() - began)
+        waits = [w for w in said if "called a synchronizing" in str(w.message)]
+        seen["syncs"] = Counter(f"{Path(w.filename).name}:{w.lineno}" for w in waits)
+        return result
+
+    training.train_step = step
+
+
+def train(folder: Path, *flags: str) -> None:
+    """Train and write."""
+    share_gpus()
+    from megatron_pulse.integration.loop.throughput import peak_memory
+    from tests.integration import runs
+
+    seen: dict[str, Any] = {"step_s": [], "syncs": Counter()}
+    watch_steps(seen, os.environ.get("PULSE_CHECK_SYNCS") == "1")
+    killed = os.environ.get("PULSE_CHECK_KILL")
+    kill = None if killed is None else runs.Kill(int(killed), 2)
+    found = {**on_cpu(runs.train([*flags], kill)), **seen, "peak_bytes": peak_memory()[0]}
+    _write(folder, found)
+
+
+def kept_open(opener: Opener) -> Opener:
+    """Channels that the next case has as well: NCCL takes half a second to make one. Each case ends
+    when all that it sent has arrived."""
+    found: dict[tuple[int, int], Channel] = {}
+
+    def opened(group: Any, source: int, destination: int, timeout_s: float) -> Channel:
+        if (source, destination) not in found:
+            found[source, destination] = opener(group, source, destination, timeout_s)
+        return found[source, destination]
+
+    return opened
+
+
+def cases(folder: Path, device: str) -> None:
+    """Train all and write."""
+    if device == "cuda":
+        device = take_gpu()
+    from megatron_pulse.runtime.p2p.channels import OPENERS
+    from tests.runtime.tiny import run_cases
+
+    for backend, opener in OPENERS.items():
+        OPENERS[backend] = kept_open(opener)
+    given = pickle.loads((folder / "cases").read_bytes())
+    outcomes = run_cases([(family, replace(case, device=device)) for family, case in given])
+    for outcome in outcomes:
+        outcome.parameters, outcome.gradients = on_cpu((outcome.parameters, outcome.gradients))
+    _write(folder, outcomes)
+
+
+def _write(folder: Path, found: Any) -> None:
+    (folder / f"rank{os.environ['RANK']}").write_bytes(pickle.dumps(found))
+
+
+def probe(file: Path) -> None:
+    """``pulse probe`` of these ranks."""
+    from megatron_pulse.cli.main import main as pulse
+
+    share_gpus()
+    sys.exit(pulse(["probe", "--max-mb", "16", "-o", str(file)]))
+
+
+def measure(of: Callable[[], Any], file: Path) -> None:
+    """Measure and write."""
+    import torch.distributed as dist
+
+    rows = of()
+    if os.environ["RANK"] == "0":
+        file.write_text(json.dumps(rows))
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def all_reduce() -> list[dict[str, Any]]:
@@ -138,9 +274,6 @@ def channels() -> list[dict[str, Any]]:
     import torch
     import torch.distributed as dist
 
-    from megatron_pulse.integration.megatron import compat
-
-    compat.install()
     device = take_gpu()
     from megatron_pulse.integration.megatron.linear_wgrad import defer_wgrad
     from megatron_pulse.runtime.p2p import channels as module
@@ -172,23 +305,19 @@ def channels() -> list[dict[str, Any]]:
     return rows
 
 
-def main() -> None:
-    """Measure and write."""
+def main(what: str, place: str, *more: str) -> None:
+    """Do what is asked for."""
     end_with_parent(signal.SIGTERM)
     warnings.filterwarnings("ignore")
-    if sys.argv[1] == "probe":
-        from megatron_pulse.cli.main import main as pulse
+    if what == "probe":
+        return probe(Path(place))
+    from megatron_pulse.integration.megatron import compat
 
-        share_gpus()
-        sys.exit(pulse(["probe", "--max-mb", "16", "-o", sys.argv[2]]))
-    rows = {"all_reduce": all_reduce, "ahead": ahead, "channels": channels}[sys.argv[1]]()
-    if os.environ["RANK"] == "0":
-        Path(sys.argv[2]).write_text(json.dumps(rows))
-    import torch.distributed as dist
-
-    dist.barrier()
-    dist.destroy_process_group()
+    compat.install()
+    if what in ("train", "cases"):
+        return {"train": train, "cases": cases}[what](Path(place), *more)
+    measure({"all_reduce": all_reduce, "ahead": ahead, "channels": channels}[what], Path(place))
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])
