@@ -16,9 +16,8 @@ Types are dataclasses and typed dictionaries, validated by pydantic. ``Annotated
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from enum import StrEnum
 from functools import cache
 from types import NoneType, UnionType
@@ -36,7 +35,7 @@ from typing import (
     is_typeddict,
 )
 
-from annotated_types import Ge, GroupedMetadata, MinLen, Predicate
+from annotated_types import Ge, MinLen
 
 from megatron_pulse.errors import Faults, did_you_mean, first_of
 
@@ -48,32 +47,36 @@ Some = Annotated[tuple[Item, ...], MinLen(1)]
 """A list that is not empty."""
 
 
-def matching(pattern: str) -> Predicate:
-    """Limit of a text: all of it matches ``pattern``."""
-    compiled = re.compile(pattern)
-    return Predicate(lambda text: compiled.fullmatch(text) is not None)
-
-
-OperationText = Annotated[
-    str,
-    matching(r"[FBIWROLX](0|[1-9][0-9]{0,8}):(0|[1-9][0-9]{0,8})"),
-    "an operation such as F2:0",
-]
+_OPEN_ENDED: set[Any] = set()
+_LARGE = 100_000
+_ONE_EACH = f"and maybe more: of a file of over {_LARGE:,} values, a list shows its first fault"
+"""A fault takes a kilobyte, so those of a large file could fill the memory."""
 
 
 @dataclass(frozen=True)
-class OneOf(GroupedMetadata):
+class Matching:
+    """Limit of a text: it contains a match of ``pattern``."""
+
+    pattern: str
+
+
+@dataclass(frozen=True)
+class OneOf:
     """Limit of a text: it is one of ``names``."""
 
     names: tuple[str, ...]
 
-    def __iter__(self) -> Iterator[object]:
-        yield Predicate(self.names.__contains__)
+
+OperationText = Annotated[
+    str,
+    Matching(r"^[FBIWROLX](0|[1-9][0-9]{0,8}):(0|[1-9][0-9]{0,8})$"),
+    "an operation such as F2:0",
+]
 
 
 def open_ended[Kind](kind: type[Kind]) -> type[Kind]:
     """Typed dictionary that may have further keys."""
-    cast(Any, kind).__pydantic_config__ = {"extra": "allow"}
+    _OPEN_ENDED.add(kind)
     return kind
 
 
@@ -89,15 +92,17 @@ def validated[Kind](kind: type[Kind], value: Any, *, complete: bool = False) -> 
         text = json.dumps([value])
     except (TypeError, ValueError) as error:
         raise Faults([f"it is not JSON: {error}"]) from error
+    is_large = text.count(",") > _LARGE
     try:
-        found: tuple[Kind] = _validator(kind, complete).validate_json(text)
+        found: tuple[Kind] = _validator(cast(Any, kind), complete, is_large).validate_json(text)
     except ValidationError as error:
         (given,) = json.loads(text)
         errors = error.errors(include_url=False, include_input=False)
         own = [each["ctx"]["error"] for each in errors if each["type"] == "value_error"]
         if len(own) == len(errors):
             raise own[0] from None
-        raise Faults(first_of(_faults(kind, given, errors))) from error
+        faults = first_of(_faults(kind, given, errors))
+        raise Faults(faults + [_ONE_EACH] * is_large) from error
     return found[0]
 
 
@@ -111,32 +116,100 @@ def faults_of(kind: Any, value: Any, *, complete: bool = False) -> list[str]:
 
 
 @cache
-def _validator(kind: Any, complete: bool) -> Any:
-    from pydantic import ConfigDict, TypeAdapter
-    from pydantic_core import SchemaValidator
+def _validator(kind: Any, complete: bool, one_each: bool) -> Any:
+    from pydantic_core import SchemaValidator, core_schema
 
-    config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-    # Unlike a dataclass, a tuple takes a config. It passes the config on to its parts.
-    schema = TypeAdapter(tuple[kind], config=config).core_schema
-    return SchemaValidator(_without_defaults(schema) if complete else schema)
+    # pydantic itself takes dataclasses too, but its import is slow.
+    return SchemaValidator(_Conversion(core_schema, complete, one_each).of(tuple[kind]))
 
 
-def _without_defaults(schema: Any) -> Any:
-    """pydantic's schema with fields of dataclasses required."""
-    if isinstance(schema, list):
-        return [_without_defaults(part) for part in schema]
-    if not isinstance(schema, dict):
+@dataclass(frozen=True)
+class _Conversion:
+    """Types as schemas of pydantic's ``core``.
+
+    With ``complete`` dataclasses have no defaults, with ``one_each`` a list ends at a fault.
+    """
+
+    core: Any
+    complete: bool
+    one_each: bool
+
+    def of(self, kind: Any) -> Any:
+        core, notes, kind = self.core, *_split(kind)
+        origin, inner, limits = get_origin(kind), get_args(kind), _limits(notes)
+        if known := _fields(kind):
+            return self._record(kind, known)
+        if names := [name for note in notes if isinstance(note, OneOf) for name in note.names]:
+            return core.literal_schema(names)
+        if isinstance(kind, type) and issubclass(kind, StrEnum):
+            return core.enum_schema(kind, list(kind))
+        if origin is Literal:
+            return core.literal_schema(list(inner))
+        if origin in (Union, UnionType):
+            others = [self.of(one) for one in inner if one is not NoneType]
+            found = core.union_schema(others) if len(others) > 1 else others[0]
+            return core.nullable_schema(found) if NoneType in inner else found
+        if origin in (dict, Mapping):
+            return core.dict_schema(self.of(inner[0]), self.of(inner[1]), **limits)
+        if origin is list:
+            return core.list_schema(self.of(inner[0]), fail_fast=self.one_each, **limits)
+        if origin is tuple and inner[1:] == (Ellipsis,):
+            return core.tuple_schema(
+                [self.of(inner[0])], variadic_item_index=0, fail_fast=self.one_each, **limits
+            )
+        if origin is tuple:
+            return core.tuple_schema([self.of(one) for one in inner])
+        if kind is float:
+            return core.float_schema(strict=True, allow_inf_nan=False, **limits)
+        plain = {int: core.int_schema, str: core.str_schema, bool: core.bool_schema}
+        return core.any_schema() if kind is Any else plain[kind](strict=True, **limits)
+
+    def _record(self, kind: Any, known: Mapping[str, Any]) -> Any:
+        core, extra = self.core, "allow" if kind in _OPEN_ENDED else "forbid"
+        each = {name: self.of(one) for name, one in known.items()}
+        if is_typeddict(kind):
+            needed = {n for n, one in known.items() if get_origin(one) is not NotRequired}
+            items = {
+                name: core.typed_dict_field(one, required=kind.__total__ and name in needed)
+                for name, one in each.items()
+            }
+            return core.typed_dict_schema(items, extra_behavior=extra)
+        if not self.complete:
+            for field in fields(kind):
+                each[field.name] = self._with_default(each[field.name], field)
+        parts = [core.dataclass_field(name, one) for name, one in each.items()]
+        arguments = core.dataclass_args_schema(kind.__name__, parts, extra_behavior=extra)
+        post_init = hasattr(kind, "__post_init__")
+        return core.dataclass_schema(kind, arguments, list(each), post_init=post_init)
+
+    def _with_default(self, schema: Any, field: Field[Any]) -> Any:
+        if field.default is not MISSING:
+            return self.core.with_default_schema(schema, default=field.default)
+        if field.default_factory is not MISSING:
+            return self.core.with_default_schema(schema, default_factory=field.default_factory)
         return schema
-    if schema.get("type") == "dataclass-field" and schema["schema"]["type"] == "default":
-        schema = {**schema, "schema": schema["schema"]["schema"]}
-    return {key: _without_defaults(part) for key, part in schema.items()}
+
+
+def _split(kind: Any) -> tuple[tuple[Any, ...], Any]:
+    """Annotations of a type, and the type without them."""
+    while get_origin(kind) is NotRequired:
+        (kind,) = get_args(kind)
+    notes = getattr(kind, "__metadata__", ())
+    return notes, get_args(kind)[0] if get_origin(kind) is Annotated else kind
+
+
+def _limits(notes: tuple[Any, ...]) -> dict[str, Any]:
+    """Limits among the annotations, as arguments of pydantic's schemas."""
+    names = ("ge", "gt", "le", "min_length", "pattern")
+    return {name: getattr(note, name) for note in notes for name in names if hasattr(note, name)}
 
 
 def _faults(kind: Any, given: Any, errors: list[Any]) -> Iterator[str]:
     """Faults of ``errors`` of pydantic, one for each place."""
     seen: set[str] = set()
     for error in errors:
-        place, here, value = [], kind, given
+        place: list[str] = []
+        here, value = kind, given
         keys = list(error["loc"][1:])
         while keys and (inner := _part(here, keys[0])) is not None:
             parent, place, here = here, [*place, str(keys[0])], inner
@@ -186,8 +259,7 @@ def _part(kind: Any, key: str | int) -> Any:
 
 def _plain(kind: Any) -> Any:
     """``kind`` without its annotations, and without None."""
-    while get_origin(kind) in (Annotated, NotRequired):
-        kind = get_args(kind)[0]
+    kind = _split(kind)[1]
     if get_origin(kind) in (Union, UnionType):
         others = [one for one in get_args(kind) if one is not NoneType]
         return _plain(others[0]) if len(others) == 1 else kind
@@ -207,10 +279,7 @@ def _fields(kind: Any) -> dict[str, Any]:
 
 def _allowed(kind: Any) -> str:
     """Description of the values of ``kind``."""
-    while get_origin(kind) is NotRequired:
-        (kind,) = get_args(kind)
-    notes = getattr(kind, "__metadata__", ())
-    plain = get_args(kind)[0] if get_origin(kind) is Annotated else kind
+    notes, plain = _split(kind)
     text = next((note for note in notes if isinstance(note, str)), "")
     if plain in (int, float):
         number = ("a whole number" if plain is int else "a number") + _range(notes)
@@ -239,14 +308,7 @@ def _allowed(kind: Any) -> str:
 
 
 def _range(notes: tuple[Any, ...]) -> str:
-    limits = {
-        name: f"{found:g}".replace("e+", "e").replace("e0", "e").replace("e-0", "e-")
-        if isinstance(found, float)
-        else f"{found:,}"
-        for note in notes
-        for name in ("ge", "gt", "le")
-        if (found := getattr(note, name, None)) is not None
-    }
+    limits = {name: _number(limit) for name, limit in _limits(notes).items()}
     match limits:
         case {"ge": least, "le": most}:
             return f" from {least} to {most}"
@@ -257,6 +319,12 @@ def _range(notes: tuple[Any, ...]) -> str:
         case {"gt": above}:
             return f" above {above}"
     return ""
+
+
+def _number(limit: float) -> str:
+    if isinstance(limit, int):
+        return f"{limit:,}"
+    return f"{limit:g}".replace("e+", "e").replace("e0", "e").replace("e-0", "e-")
 
 
 def with_current_keys(record: Any, former: Mapping[str, str]) -> Any:

@@ -40,7 +40,7 @@ class _Unit(TypedDict):
 
 @open_ended
 class _Skip(TypedDict):
-    id: NotRequired[str | int]
+    id: NotRequired[str | int | bool]
     src: _Number
     dst: _Number
     numel: _Number

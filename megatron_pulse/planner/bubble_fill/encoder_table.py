@@ -33,11 +33,11 @@ from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import read_json
 from megatron_pulse.json_validation import (
     Count,
+    Matching,
     Natural,
     OneOf,
     Some,
     Text,
-    matching,
     validated,
     with_current_keys,
 )
@@ -49,7 +49,7 @@ from megatron_pulse.profile.roofline import ELEMENT_BYTES, known_device
 FORMAT = "megatron_pulse encoders 1"
 
 _Bytes = Annotated[float, Ge(0), Le(1e15), "bytes"]
-_Samples = Annotated[str, matching("[1-9][0-9]{0,8}"), "a number of samples, 1 or more"]
+_Samples = Annotated[str, Matching("^[1-9][0-9]{0,8}$"), "a number of samples, 1 or more"]
 
 
 class _Layer(TypedDict):

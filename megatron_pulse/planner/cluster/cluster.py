@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import Annotated, Any, NotRequired, TypedDict
 
 import yaml
-from annotated_types import Ge, Gt, Le, Predicate
+from annotated_types import Ge, Gt, Le
 
 from megatron_pulse.errors import UserError, format_faults, unknown_name
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import FileError, read_yaml, write_with_checksum
-from megatron_pulse.json_validation import Count, OneOf, Text, faults_of
+from megatron_pulse.json_validation import Count, Matching, OneOf, Text, faults_of
 from megatron_pulse.profile.roofline import PRESETS, Device, custom_device
 from megatron_pulse.yaml_subset import PlainDumper
 
@@ -112,7 +112,7 @@ class _File(TypedDict):
     usable_memory: NotRequired[Annotated[float, Gt(0), Le(1), "the share that planning may fill"]]
     device: Annotated[
         Annotated[str, OneOf(tuple(PRESETS))]
-        | Annotated[str, Predicate(lambda path: path.endswith(".json"))]
+        | Annotated[str, Matching(r"\.json$")]
         | DeviceFigures,
         f"one of {', '.join(PRESETS)}; or the .json file that 'pulse profile' wrote; or {{tflops: "
         "from 1e-6 to 1e6, bandwidth_gbs: the same}, the peaks of a device and its memory",
