@@ -240,7 +240,6 @@ class Meta:
 
 
 class _File(TypedDict):
-    format: int
     layout: LatentLayout
     nulls: dict[str, ShardFile]
     shards: list[Shard]
@@ -249,7 +248,7 @@ class _File(TypedDict):
 
 def _with_current_form(record: dict[str, Any]) -> dict[str, Any]:
     """Content of ``meta.json``, with what earlier versions lacked."""
-    found = dict(record)
+    found = {name: value for name, value in record.items() if name != "format"}
     older = {"made_by": {}, "deviates": False, "pictures": False, "groups": False, "classes": []}
     if isinstance(layout := found.get("layout"), dict):
         found["layout"] = {**older, **layout}
