@@ -85,7 +85,8 @@ def from_record(record: Mapping[str, Any], where: str | Path) -> Profile:
     except Faults as error:
         faults += error.faults
     except ProfileError as error:
-        raise ProfileError(f"{where}: {error}") from error
+        if not faults:
+            raise ProfileError(f"{where}: {error}") from error
     if faults:
         raise ProfileError(format_faults(f"{where} is not a sound profile", faults))
     return profile
