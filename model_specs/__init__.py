@@ -16,8 +16,7 @@ A family with published weights defines three more names. ``PUBLISHED_AS`` is th
 published ``config.json``.
 
 A family that reads text may define ``TEXTS``, its text recipes (``common/text_recipes.py``). A recipe
-maps
-states of the pipeline's encoders to batch fields. Of several recipes, the one whose fields a
+maps states of the pipeline's encoders to batch fields. Of several recipes, the one whose fields a
 configuration reads applies.
 
 Family folders share one layout: ``config.py`` (no torch), ``chain.py`` (``build_backbone``),

@@ -7,42 +7,19 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import xxhash
 
 from megatron_pulse.data.dataset import LATENT, DiffusionDataset
-from megatron_pulse.json_validation import NATURAL, TEXT, list_of, record, table_of
+from megatron_pulse.json_validation import Natural, faults_of
 
 MOST_LISTED = 4096
 """Samples: of so many a record lists the hashes, 32 KB in each checkpoint. Of more it has one
 digest, and what was added and removed cannot be told apart."""
 _HASH_DIGITS = 8
 _NAMED = 3
-
-_TEXT = {**TEXT, "minLength": 0}
-SCHEMA = table_of(
-    list_of(
-        record(
-            "a record of data: num_train, num_validation, classes, digest, samples, made_by",
-            ["num_train", "num_validation", "classes", "digest", "samples"],
-            num_train=NATURAL,
-            num_validation=NATURAL,
-            classes=list_of(_TEXT, "names of classes", least=0),
-            digest=_TEXT,
-            samples=_TEXT,
-            made_by={
-                "anyOf": [{"type": "null"}, table_of(_TEXT, "")],
-                "description": "texts by field, or null",
-            },
-        ),
-        "a list of records of data",
-        least=0,
-    ),
-    "records of data by chain",
-)
-"""The form of ``to_saved``."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +38,8 @@ class DataRecord:
       None in checkpoints of earlier versions.
     """
 
-    num_train: int
-    num_validation: int
+    num_train: Natural
+    num_validation: Natural
     classes: tuple[str, ...] = ()
     digest: str = ""
     samples: str = ""
@@ -116,6 +93,23 @@ def to_saved(records: Mapping[str, Sequence[DataRecord]]) -> dict[str, list[dict
         name: [asdict(one) | {"classes": list(one.classes)} for one in each]
         for name, each in records.items()
     }
+
+
+def saved_faults(saved: Any) -> list[str]:
+    """Faults of a value that ``to_saved`` has not made; ``made_by`` may be missing."""
+    if isinstance(saved, dict):
+        saved = {
+            name: [{"made_by": None, **one} if isinstance(one, dict) else one for one in each]
+            if isinstance(each, list)
+            else each
+            for name, each in saved.items()
+        }
+    named = {"pulse_data_record": saved}
+    return faults_of(_Saved, named, complete=True)
+
+
+class _Saved(TypedDict):
+    pulse_data_record: Mapping[str, tuple[DataRecord, ...]]
 
 
 def recorded_data(arguments: argparse.Namespace) -> Mapping[str, Sequence[DataRecord]]:

@@ -6,13 +6,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import torch
+from annotated_types import Ge, Le
 from torch import Tensor
 
 from megatron_pulse.diffusion.noise import Stream, philox
 from megatron_pulse.errors import PicklableError, UserError, format_faults
+from megatron_pulse.json_validation import Text
 
 
 class DataError(PicklableError, UserError):
@@ -27,6 +30,7 @@ class CorruptSample(DataError):
     """Sample whose file exists and can be read, but holds no image."""
 
 
+Size = Annotated[int, Ge(1), Le(1 << 20)]
 COMPUTE = "compute"
 LATENT = "latent"
 """Name of a dataset's images in ``made_by``."""
@@ -41,8 +45,8 @@ class FieldSpec:
     are float32.
     """
 
-    shape: tuple[int, ...]
-    dtype: str = COMPUTE
+    shape: tuple[Size, ...]
+    dtype: Text = COMPUTE
 
     def fits(self, other: FieldSpec) -> bool:
         """True if a tensor of this kind satisfies ``other``."""

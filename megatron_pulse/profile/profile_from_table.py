@@ -11,18 +11,46 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NotRequired, TypedDict
+
+from annotated_types import Ge, Le
 
 from megatron_pulse.errors import format_faults
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import FileError, read_json
+from megatron_pulse.json_validation import Some, faults_of, open_ended
 from megatron_pulse.profile.layer_records import NO_SPREAD, LayerTimes, ProfiledLayer, ProfiledSkip
 from megatron_pulse.profile.profile import Profile, ProfileError, Source
 from megatron_pulse.profile.roofline import ELEMENT_BYTES, Kernel, Roofline
 
 _TABLE_ELEMENT_BYTES = 2
-_MOST = 10**18
-_COUNTS = ("params", "flops_fwd", "flops_bwd", "saved_act_bytes", "out_numel")
+_Number = Annotated[int, Ge(0), Le(10**18)]
+
+
+@open_ended
+class _Unit(TypedDict):
+    name: str
+    params: _Number
+    flops_fwd: _Number
+    flops_bwd: _Number
+    saved_act_bytes: _Number
+    out_numel: _Number
+    out_shapes: NotRequired[tuple[tuple[_Number, ...], ...] | None]
+
+
+@open_ended
+class _Skip(TypedDict):
+    id: NotRequired[str | int | bool]
+    src: _Number
+    dst: _Number
+    numel: _Number
+
+
+@open_ended
+class _Table(TypedDict):
+    name: NotRequired[str]
+    units: Some[_Unit]
+    skips: tuple[_Skip, ...]
 
 
 def read_table(
@@ -89,54 +117,12 @@ def _times(
 
 
 def _faults(table: Mapping[str, Any]) -> Iterator[str]:
-    for key in ("units", "skips"):
-        if not isinstance(table.get(key), list):
-            yield f"{key}: expected a list"
-            return
-    if not isinstance(table.get("name", ""), str):
-        yield f"name: expected text, got {_short(table['name'])}"
-    if not table["units"]:
-        yield "units: there are none"
-    for i, unit in enumerate(table["units"]):
-        yield from _unit_faults(f"units[{i}]", unit)
-    for i, skip in enumerate(table["skips"]):
-        if not isinstance(skip, dict):
-            yield f"skips[{i}]: expected an object"
+    yield from faults_of(_Table, table)
+    units = table.get("units")
+    for i, unit in enumerate(units if isinstance(units, list) else ()):
+        if faults_of(_Unit, unit) or (shapes := unit.get("out_shapes")) is None:
             continue
-        if not isinstance(skip.get("id", i), str | int):
-            yield f"skips[{i}].id: expected text or a number, got {_short(skip['id'])}"
-        yield from _not_counts(f"skips[{i}]", skip, ("src", "dst", "numel"))
-
-
-def _unit_faults(where: str, unit: Any) -> Iterator[str]:
-    if not isinstance(unit, dict):
-        yield f"{where}: expected an object"
-        return
-    if not isinstance(unit.get("name"), str):
-        yield f"{where}.name: expected text, got {_short(unit.get('name'))}"
-    yield from _not_counts(where, unit, _COUNTS)
-    shapes = unit.get("out_shapes")
-    if shapes is None or not _is_count(unit.get("out_numel")):
-        return
-    if not isinstance(shapes, list) or not all(
-        isinstance(shape, list) and all(map(_is_count, shape)) for shape in shapes
-    ):
-        yield f"{where}.out_shapes: expected a list of shapes"
-        return
-    numel = sum(map(math.prod, shapes))
-    if numel != unit["out_numel"]:
-        yield f"{where}: out_shapes hold {numel} elements, but out_numel is {unit['out_numel']}"
-
-
-def _not_counts(where: str, record: Mapping[str, Any], keys: Sequence[str]) -> Iterator[str]:
-    for key in keys:
-        if not _is_count(record.get(key)):
-            yield f"{where}.{key}: expected a whole number, got {_short(record.get(key))}"
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MOST
-
-
-def _short(value: object) -> str:
-    return repr(value)[:60]
+        numel = sum(map(math.prod, shapes))
+        if numel != unit["out_numel"]:
+            told = f"out_shapes hold {numel} elements, but out_numel is {unit['out_numel']}"
+            yield f"units.{i}: {told}"

@@ -143,7 +143,7 @@ def test_profile_reads_former_keys() -> None:
         one["wgrad_bytes"] = one.pop("wgrad_bytes")
     assert from_record(record, "here") == new
     record["skips"][0]["needs_grad"] = True
-    with pytest.raises(ProfileError, match=r"skips\[0\].wants is unknown"):
+    with pytest.raises(ProfileError, match=r"skips\.0\.wants is unknown"):
         from_record(record, "here")
 
 
@@ -237,15 +237,15 @@ def test_every_fault_of_a_file_is_listed(tmp_path: Path) -> None:
     assert sorted(lines[1:]) == sorted(
         f"  - {fault}"
         for fault in (
-            "colour is unknown",
-            'layers[1].parameters: expected a whole number, got "many"',
-            "layers[2]: expected an object, got 7",
-            'source: expected one of measured, analytic, table, got "guessed"',
-            "recompute: expected true or false, got 1",
-            "times: expected whole numbers as keys, got 'two'",
-            "times[4][0].forward_s is missing",
-            "conditioning[0].consumers[1]: expected a whole number, got true",
-            "skips: expected a list, got an object",
+            f"colour is unknown; did you mean source? allowed are {', '.join(vars(make()))}",
+            "layers.1.parameters is 'many'; allowed is a whole number",
+            f"layers.2 is 7; allowed is an object: {', '.join(vars(make().layers[0]))}",
+            "source is 'guessed'; allowed is one of measured, analytic, table",
+            "recompute is 1; allowed is true or false",
+            "times.two is a key; allowed is a whole number",
+            "times.4.0.forward_s is missing; allowed is a number",
+            "conditioning.0.consumers.1 is True; allowed is a whole number",
+            f"skips is {{}}; allowed is a list, each an object: {', '.join(vars(make().skips[0]))}",
         )
     )
 

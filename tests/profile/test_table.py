@@ -92,12 +92,12 @@ def test_every_fault_is_listed(tmp_path: Path) -> None:
     text = str(caught.value)
     assert "6 faults" in text
     for fault in (
-        "units[0].params: expected a whole number, got 'ten'",
-        "units[1]: out_shapes hold 10 elements, but out_numel is 7",
-        "units[2].name: expected text, got None",
-        "units[3]: expected an object",
-        "skips[1].src: expected a whole number, got -1",
-        "skips[1].numel: expected a whole number, got 1.5",
+        "units.0.params is 'ten'; allowed is a whole number from 0 to 1,000,000",
+        "units.1: out_shapes hold 10 elements, but out_numel is 7",
+        "units.2.name is missing; allowed is text",
+        "units.3 is []; allowed is an object: name, params",
+        "skips.1.src is -1; allowed is a whole number",
+        "skips.1.numel is 1.5; allowed is a whole number",
     ):
         assert fault in text
 

@@ -29,14 +29,17 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
 import numpy as np
+from annotated_types import Ge, Le
 
-from megatron_pulse.data.dataset import COMPUTE, DataError, FieldSpec
-from megatron_pulse.data.latents.schema import meta_faults
+from megatron_pulse.data.dataset import COMPUTE, DataError, FieldSpec, Size
+from megatron_pulse.errors import Faults, faults_in
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import FileError, read_json, write_with_checksum
+from megatron_pulse.json_validation import Count, Natural, Some, Text, validated
+from megatron_pulse.paths import is_file_name
 
 FORMAT = 2
 META = "meta.json"
@@ -77,18 +80,18 @@ class LatentLayout:
     DataError for invalid field names.
     """
 
-    shape: tuple[int, ...]
-    num_classes: int
+    shape: Some[Size]
+    num_classes: Annotated[int, Ge(0), Le(1 << 30)]
     dtype: LatentType = LatentType.FLOAT16
     fields: Mapping[str, FieldSpec] = field(default_factory=dict)
-    pixel_size: tuple[int, int] | None = None
-    shard_size: int = 1024
+    pixel_size: Annotated[tuple[Size, Size], "[height, width]"] | None = None
+    shard_size: Count = 1024
     source: str = ""
     made_by: Mapping[str, str] = field(default_factory=dict)
     deviates: bool = False
     pictures: bool = False
     groups: bool = False
-    classes: tuple[str, ...] = ()
+    classes: tuple[Text, ...] = ()
 
     def __post_init__(self) -> None:
         faults = [f"not allowed as a field name: {n!r}" for n in self.fields if n in RESERVED]
@@ -127,16 +130,16 @@ class LatentLayout:
 class ShardFile:
     """File of a shard, with its size and hash as written."""
 
-    name: str
-    num_bytes: int
-    sha256: str
+    name: Text
+    num_bytes: Natural
+    sha256: Text
 
 
 @dataclass
 class Shard:
     """Shard of ``count`` samples; a file for each field, and the ``hashes`` of their rows."""
 
-    count: int
+    count: Annotated[int, Ge(1), Le(1 << 40)]
     files: dict[str, ShardFile]
     hashes: ShardFile | None = None
 
@@ -222,17 +225,56 @@ class Meta:
             if (form := record.get("format")) != FORMAT:
                 told = f"its format is {str(form)[:40]}, but this version of megatron_pulse reads"
                 raise DataError(f"{META} of latents {root}", [f"{told} {FORMAT} only"], _REMEDY)
-            if faults := meta_faults(record, FORMAT, list(LatentType)):
-                raise DataError(f"{META} of latents {root}", faults, _REMEDY)
-            nulls = {name: ShardFile(**file) for name, file in record["nulls"].items()}
-            shards = [_shard(said) for said in record["shards"]]
-            meta = cls(_layout(record["layout"]), nulls, shards, record["complete"])
+            found = validated(_File, _with_current_form(record), complete=True)
+            meta = cls(found["layout"], found["nulls"], found["shards"], found["complete"])
+            if faults := list(_misfits(meta)):
+                raise Faults(faults)
             for number, said in _recorded(root, meta._key()) if not meta.complete else ():
-                if not meta_faults(record | {"shards": [said]}, FORMAT, list(LatentType)):
-                    meta.add(number, _shard(said))
+                with suppress(Faults):
+                    shard = validated(Shard, {"hashes": None, **said}, complete=True)
+                    if not any(_misfits(cls(meta.layout, {}, [shard]))):
+                        meta.add(number, shard)
             return meta
-        except (FileError, TypeError) as error:  # TypeError: layout of another version
-            raise DataError(f"{META} of latents {root}", [str(error)], _REMEDY) from error
+        except (FileError, Faults) as error:
+            raise DataError(f"{META} of latents {root}", faults_in(error), _REMEDY) from error
+
+
+class _File(TypedDict):
+    layout: LatentLayout
+    nulls: dict[str, ShardFile]
+    shards: list[Shard]
+    complete: bool
+
+
+def _with_current_form(record: dict[str, Any]) -> dict[str, Any]:
+    """Content of ``meta.json``, with what earlier versions lacked."""
+    found = {name: value for name, value in record.items() if name != "format"}
+    older = {"made_by": {}, "deviates": False, "pictures": False, "groups": False, "classes": []}
+    if isinstance(layout := found.get("layout"), dict):
+        found["layout"] = {**older, **layout}
+    if isinstance(shards := found.get("shards"), list):
+        found["shards"] = [{"hashes": None, **s} if isinstance(s, dict) else s for s in shards]
+    return found
+
+
+def _misfits(meta: Meta) -> Iterator[str]:
+    """Faults of files outside the folder, and of fields without a file."""
+    columns = meta.layout.columns().keys()
+    places = [("nulls", meta.nulls)]
+    for i, shard in enumerate(meta.shards):
+        places.append((f"shards.{i}.files", shard.files))
+        if shard.hashes is not None:
+            places.append((f"shards.{i}", {"hashes": shard.hashes}))
+        for name in sorted(columns ^ shard.files.keys()):
+            has = "is of no field" if name in shard.files else "is missing"
+            yield f"shards.{i}.files.{name} {has}"
+    for name in meta.nulls.keys() - meta.layout.fields.keys():
+        yield f"nulls.{name} is of no field"
+    for where, files in places:
+        for field_name, file in files.items():
+            if not is_file_name(file.name):
+                told = f"is {file.name[:60]!r}; it must be a file in the folder"
+                yield f"{where}.{field_name}.name {told}"
 
 
 def mapped(path: Path) -> np.ndarray:
@@ -269,30 +311,7 @@ def _write(path: Path, content: dict[str, Any]) -> None:
     write_with_checksum(path, json.dumps(content, indent=1) + "\n")
 
 
-def _shard(said: dict[str, Any]) -> Shard:
-    files = {name: ShardFile(**file) for name, file in said["files"].items()}
-    hashes = said.get("hashes")
-    return Shard(said["count"], files, None if hashes is None else ShardFile(**hashes))
-
-
 _REMEDY = (
     "Rewrite the folder with megatron_pulse.data.latents.writer.LatentWriter, or with 'pulse data "
     "write-latents'."
 )
-
-
-def _layout(record: dict[str, Any]) -> LatentLayout:
-    size = record["pixel_size"]
-    return LatentLayout(
-        **record
-        | {
-            "shape": tuple(record["shape"]),
-            "dtype": LatentType(record["dtype"]),
-            "fields": {
-                name: FieldSpec(tuple(spec["shape"]), spec["dtype"])
-                for name, spec in record["fields"].items()
-            },
-            "classes": tuple(record.get("classes", ())),
-            "pixel_size": None if size is None else (size[0], size[1]),
-        }
-    )

@@ -24,22 +24,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, NotRequired, TypedDict
+
+from annotated_types import Ge, Gt, Le, MinLen
 
 from megatron_pulse.errors import Faults, UserError, format_faults, unknown_name
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import read_json
 from megatron_pulse.json_validation import (
-    COUNT,
-    NATURAL,
-    OBJECT,
-    TEXT,
-    faults_of,
-    list_of,
-    number,
-    one_of,
-    record,
-    table_of,
+    Count,
+    Matching,
+    Natural,
+    OneOf,
+    Some,
+    Text,
+    validated,
     with_current_keys,
 )
 from megatron_pulse.planner.bubble_fill.components import Component, FrozenLayer, levels
@@ -49,65 +48,38 @@ from megatron_pulse.profile.roofline import ELEMENT_BYTES, known_device
 
 FORMAT = "megatron_pulse encoders 1"
 
-_BYTES = number("bytes: a number, 0 or more", minimum=0, maximum=1e15)
-_SECONDS = number("seconds: a number above 0", exclusiveMinimum=0, maximum=1e9)
+_Bytes = Annotated[float, Ge(0), Le(1e15), "bytes"]
+_Samples = Annotated[str, Matching("^[1-9][0-9]{0,8}$"), "a number of samples, 1 or more"]
 
 
-def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
-    described = f"{schema['description']}, or null"
-    return {"anyOf": [{"type": "null"}, schema], "description": described}
+class _Layer(TypedDict):
+    name: Text
+    seconds: Annotated[
+        Mapping[_Samples, Annotated[float, Gt(0), Le(1e9), "seconds"]],
+        MinLen(1),
+        "seconds by numbers of samples",
+    ]
+    parameter_bytes: _Bytes
+    activation_bytes: _Bytes
+    output_bytes: _Bytes
 
 
-_LAYER = record(
-    "a layer: name, seconds, parameter_bytes, activation_bytes, output_bytes",
-    name=TEXT,
-    seconds={
-        **table_of(_SECONDS, "seconds by numbers of samples"),
-        "propertyNames": {
-            "pattern": "^[1-9][0-9]{0,8}$",
-            "description": "a number of samples, 1 or more",
-        },
-        "minProperties": 1,
-    },
-    parameter_bytes=_BYTES,
-    activation_bytes=_BYTES,
-    output_bytes=_BYTES,
-)
-COMPONENTS = list_of(
-    record(
-        "a component: name, layers, after, result_bytes, consumers, devices, counts",
-        name=TEXT,
-        layers=list_of(_LAYER, "a list of layers"),
-        after=list_of(TEXT, "names of components", least=0),
-        result_bytes=_BYTES,
-        consumers={
-            "anyOf": [{"enum": ["all", "ends"]}, list_of(NATURAL, "devices", least=0)],
-            "description": '"all", "ends", or a list of devices',
-        },
-        devices=_or_null(list_of(NATURAL, "a list of devices")),
-        counts=_or_null(list_of(COUNT, "a list of numbers of samples")),
-    ),
-    "a list of components",
-)
-"""Schema of components in a file or plan."""
+class ComponentRecord(TypedDict):
+    """Component in a file or plan."""
+
+    name: Text
+    layers: Some[_Layer]
+    after: Annotated[tuple[Text, ...], "names of components"]
+    result_bytes: _Bytes
+    consumers: Annotated[
+        Literal["all", "ends"] | tuple[Natural, ...], '"all", "ends", or a list of devices'
+    ]
+    devices: Annotated[Some[Natural] | None, "a list of devices, or null"]
+    counts: Annotated[Some[Count] | None, "a list of numbers of samples, or null"]
+
+
 _FORMER_KEYS = {"readers": "consumers"}
 """Keys of components in older files, with today's names."""
-_MADE = record(
-    "origin of the costs: backbone, options, device, source, threads, dtypes",
-    backbone=TEXT,
-    options=OBJECT,
-    device=TEXT,
-    source=one_of(["measured", "analytic"]),
-    threads=NATURAL,
-    dtypes=table_of(one_of(list(ELEMENT_BYTES)), "dtypes by component"),
-)
-SCHEMA = record(
-    "a table of encoders",
-    ["format", "components"],
-    format={"const": FORMAT, "description": f"{FORMAT!r} (a table of this version)"},
-    made=_MADE,
-    components=COMPONENTS,
-)
 
 
 @dataclass(frozen=True)
@@ -118,12 +90,12 @@ class EncoderOrigin:
     measurement (0: a GPU, or not measured). ``dtypes`` are by component.
     """
 
-    backbone: str
+    backbone: Text
     options: Mapping[str, Any]
-    device: str
-    source: str
-    threads: int
-    dtypes: Mapping[str, str] = field(default_factory=dict)
+    device: Text
+    source: Annotated[str, OneOf(("measured", "analytic"))]
+    threads: Natural
+    dtypes: Mapping[str, Annotated[str, OneOf(tuple(ELEMENT_BYTES))]] = field(default_factory=dict)
 
     def cautions(self, profile: Profile) -> list[str]:
         """Warnings if a profile's costs are of another backbone, device, dtype or number of
@@ -175,6 +147,12 @@ class EncoderTable:
         return {"format": FORMAT, **made, "components": self.components}
 
 
+class _File(TypedDict):
+    format: Annotated[str, OneOf((FORMAT,))]
+    made: NotRequired[EncoderOrigin]
+    components: Some[ComponentRecord]
+
+
 class TableError(UserError):
     """A table of components cannot be used; the message lists every fault."""
 
@@ -187,19 +165,20 @@ def read_table(path: str | Path) -> EncoderTable:
     content = read_json(path, FileKind.ENCODERS)
     if isinstance(components := content.get("components"), list):
         content["components"] = [with_current_keys(one, _FORMER_KEYS) for one in components]
-    faults = faults_of(SCHEMA, content)
-    if not faults:
-        try:
-            components_of(content["components"])
-        except Faults as error:
-            faults = error.faults
+    faults: list[str] = []
+    try:
+        found = validated(_File, content, complete=True)
+        components_of(content["components"])
+    except Faults as error:
+        faults = error.faults
+    else:
         names = {one["name"] for one in content["components"]}
-        for name in sorted(content.get("made", {}).get("dtypes", {}).keys() - names):
+        origin = found.get("made")
+        for name in sorted((origin.dtypes if origin else {}).keys() - names):
             faults.append(f"made.dtypes: {unknown_name('component', name, sorted(names))}")
     if faults:
         raise TableError(format_faults(f"{path} is not a table of encoders", faults))
-    made = content.get("made")
-    return EncoderTable(content["components"], None if made is None else EncoderOrigin(**made))
+    return EncoderTable(content["components"], origin)
 
 
 def components_of(

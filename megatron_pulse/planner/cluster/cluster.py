@@ -20,14 +20,15 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NotRequired, TypedDict
 
 import yaml
+from annotated_types import Ge, Gt, Le
 
 from megatron_pulse.errors import UserError, format_faults, unknown_name
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import FileError, read_yaml, write_with_checksum
-from megatron_pulse.planner.cluster.schema import cluster_faults
+from megatron_pulse.json_validation import Count, Matching, OneOf, Text, faults_of
 from megatron_pulse.profile.roofline import PRESETS, Device, custom_device
 from megatron_pulse.yaml_subset import PlainDumper
 
@@ -39,6 +40,19 @@ HOST_ADAM_BYTES = 28
 
 It reads weight, gradient and both moments, and writes all but the gradient.
 """
+
+
+KINDS = (
+    *("nvlink", "hccs", "pcie", "shared-memory", "loopback"),
+    *("infiniband", "roce", "ethernet", "other"),
+)
+"""Kinds of links."""
+
+MOST_DEVICES = 100_000
+"""The largest cluster that plans can be made for."""
+
+_Positive = Annotated[float, Ge(1e-6), Le(1e6)]
+_Microseconds = Annotated[float, Ge(0), Le(1e9)]
 
 
 class ClusterError(UserError):
@@ -56,10 +70,15 @@ class BandwidthScope(StrEnum):
 class ClusterLink:
     """A kind of connection: GB/s of one message one way, and latency in microseconds."""
 
-    kind: str
-    bandwidth_gbs: float
-    latency_us: float
-    shared: BandwidthScope
+    kind: Annotated[str, OneOf(KINDS)]
+    bandwidth_gbs: Annotated[
+        _Positive, "GB/s from one device to one other, or to the host, one direction"
+    ]
+    latency_us: Annotated[_Microseconds, "microseconds of an empty message"]
+    shared: Annotated[
+        BandwidthScope,
+        "device (each device has this bandwidth) or node (all of a node share it)",
+    ]
 
     def used_by(self, users: int) -> Link:
         """Link of one of ``users`` devices of a node that send over it at once."""
@@ -71,8 +90,51 @@ class ClusterLink:
 class DeviceFigures:
     """Peak figures of a device: TFLOP/s, and GB/s of its memory."""
 
-    tflops: float
-    bandwidth_gbs: float
+    tflops: _Positive
+    bandwidth_gbs: _Positive
+
+
+class _Links(TypedDict):
+    """``inter_node`` is for several nodes, ``host`` for activation and optimizer offload."""
+
+    intra_node: ClusterLink
+    inter_node: NotRequired[ClusterLink]
+    host: NotRequired[ClusterLink]
+
+
+class _File(TypedDict):
+    """Content of a cluster's file."""
+
+    name: Text
+    nodes: Count
+    devices_per_node: Count
+    memory_gb: Annotated[_Positive, "10^9 bytes of one device"]
+    usable_memory: NotRequired[Annotated[float, Gt(0), Le(1), "the share that planning may fill"]]
+    device: Annotated[
+        Annotated[str, OneOf(tuple(PRESETS))]
+        | Annotated[str, Matching(r"\.json$")]
+        | DeviceFigures,
+        f"one of {', '.join(PRESETS)}; or the .json file that 'pulse profile' wrote; or {{tflops: "
+        "from 1e-6 to 1e6, bandwidth_gbs: the same}, the peaks of a device and its memory",
+    ]
+    links: _Links
+    all_reduce_efficiency: NotRequired[
+        Annotated[_Positive, "share of the bandwidth that collectives reach"]
+    ]
+    reduce_scatter_efficiency: NotRequired[Annotated[_Positive, "share that reduce-scatters reach"]]
+    all_gather_efficiency: NotRequired[Annotated[_Positive, "share that all-gathers reach"]]
+    collective_latency: NotRequired[
+        Annotated[_Positive, "share of the latency that applies to a collective's ring"]
+    ]
+    small_collectives: NotRequired[
+        Annotated[_Positive, "speed of small collectives relative to large ones"]
+    ]
+    host_memory_gbs: NotRequired[
+        Annotated[_Positive, "GB/s that Adam reads and writes in a node's memory"]
+    ]
+    operation_us: NotRequired[
+        Annotated[_Microseconds, "microseconds that the runtime adds to an operation"]
+    ]
 
 
 @dataclass(frozen=True)
@@ -113,7 +175,7 @@ class Cluster:
     host_memory_gbs: float | None = None
 
     def __post_init__(self) -> None:
-        _refuse(cluster_faults(to_record(self)), f"cluster {self.name!r}")
+        _refuse(_file_faults(to_record(self)), f"cluster {self.name!r}")
 
     @property
     def num_devices(self) -> int:
@@ -294,7 +356,7 @@ def to_record(cluster: Cluster) -> dict[str, Any]:
 
 def from_record(record: Any, where: str = "the cluster") -> Cluster:
     """Cluster of a record; raises ClusterError with every fault, about ``where``."""
-    _refuse(cluster_faults(record), where)
+    _refuse(_file_faults(record), where)
     links = {
         name: ClusterLink(**{**link, "shared": BandwidthScope(link["shared"])})
         for name, link in record["links"].items()
@@ -304,6 +366,21 @@ def from_record(record: Any, where: str = "the cluster") -> Cluster:
         rest["device"] = DeviceFigures(**rest["device"])
     rest |= {name: links.get(name) for name in ("inter_node", "host")}
     return Cluster(**rest, intra_node=links["intra_node"])
+
+
+def _file_faults(content: Any) -> list[str]:
+    """Return every fault of a cluster file's content: its position, and the allowed values."""
+    faults = faults_of(_File, content)
+    if isinstance(content, dict) and isinstance(content.get("links"), dict):
+        nodes = content.get("nodes")
+        if type(nodes) is int and nodes > 1 and "inter_node" not in content["links"]:
+            faults.append(f"links.inter_node is missing; {nodes} nodes require it")
+    if not faults and content["nodes"] * content["devices_per_node"] > MOST_DEVICES:
+        faults.append(
+            f"{content['nodes']} nodes of {content['devices_per_node']} are more than the "
+            f"maximum of {MOST_DEVICES:,} devices"
+        )
+    return faults
 
 
 def to_yaml(cluster: Cluster, comment: str = "") -> str:

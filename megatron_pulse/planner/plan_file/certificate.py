@@ -9,30 +9,22 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from annotated_types import Ge, Gt
 
 from megatron_pulse.backbone.layer_selection import name_of
-from megatron_pulse.errors import UserError, format_faults
+from megatron_pulse.errors import Faults, UserError, format_faults
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import FileError, read_json, write_with_checksum
 from megatron_pulse.format import with_plural
-from megatron_pulse.json_validation import (
-    COUNT,
-    FLAG,
-    NATURAL,
-    OBJECT,
-    TEXT,
-    faults_of,
-    list_of,
-    number,
-    one_of,
-    record,
-    table_of,
-)
+from megatron_pulse.json_validation import Count, Natural, OneOf, Some, Text, validated
 from megatron_pulse.planner.plan_file.plan_file import PlanFile, to_record
 
 FORMAT = "megatron_pulse verification 1"
 EQUAL, ROUNDING, DIFFERS = RESULTS = ("equal to the bit", "equal to rounding", "differs")
+_Result = Annotated[str, OneOf(RESULTS)]
+_Figure = Annotated[float, Ge(0)]
 _NOT_RUN = ("profile", "predicted", "provenance", "times", "policies", "encoders", "before_step")
 """Keys of a plan that do not affect execution: costs, figures, their origin, and encoders."""
 
@@ -49,9 +41,9 @@ class Allowance:
     affected layers (None: all). With ``forward`` losses may differ too.
     """
 
-    reason: str
-    bound: float
-    layers: tuple[str, ...] | None = None
+    reason: Text
+    bound: Annotated[float, Gt(0)]
+    layers: Annotated[Some[Text] | None, "names of layers, or null"] = None
     forward: bool = False
 
 
@@ -63,12 +55,12 @@ class LayerResult:
     not finite.
     """
 
-    layer: str
-    parameters: int
-    result: str
-    absolute: float | None = 0.0
-    relative: float | None = 0.0
-    ulp: int = 0
+    layer: Text
+    parameters: Natural
+    result: _Result
+    absolute: _Figure | None = 0.0
+    relative: _Figure | None = 0.0
+    ulp: Natural = 0
 
 
 @dataclass(frozen=True)
@@ -80,16 +72,16 @@ class Difference:
     norms.
     """
 
-    what: str
-    step: int
-    rank: int
-    layer: str | None = None
-    parameter: str | None = None
-    microbatch: int | None = None
-    absolute: float | None = 0.0
-    relative: float | None = 0.0
-    ulp: int | None = None
-    ratio: float | None = None
+    what: Text
+    step: Natural
+    rank: Natural
+    layer: Text | None = None
+    parameter: Text | None = None
+    microbatch: Natural | None = None
+    absolute: _Figure | None = 0.0
+    relative: _Figure | None = 0.0
+    ulp: Natural | None = None
+    ratio: _Figure | None = None
 
     def __str__(self) -> str:
         where = f" of layer {self.layer}" if self.layer else ""
@@ -113,24 +105,24 @@ class Verification:
     lists permitted differences in rounding, ``cautions`` lists parts that were not compared.
     """
 
-    plan: str
+    plan: Text
     backbone: Mapping[str, Any]
-    layout: str
-    dtype: str
-    device: str
-    seed: int
-    steps: int
-    microbatches: int
-    data: str
+    layout: Text
+    dtype: Text
+    device: Text
+    seed: Natural
+    steps: Count
+    microbatches: Count
+    data: Text
     by_stages: bool
-    versions: Mapping[str, str]
-    seconds: float
-    result: str
+    versions: Mapping[str, Text]
+    seconds: _Figure
+    result: _Result
     layers: tuple[LayerResult, ...]
     allowed: tuple[Allowance, ...] = ()
     first: Difference | None = None
-    conditioning: str = "auto"
-    cautions: tuple[str, ...] = ()
+    conditioning: Text = "auto"
+    cautions: tuple[Text, ...] = ()
 
     def lines(self) -> list[str]:
         """Lines of the certificate for terminal output."""
@@ -213,87 +205,7 @@ def load_verification(path: Path) -> Verification:
         raise VerificationError(
             f"{path} is {str(form)[:40]!r}, and only {FORMAT!r} is read: verify the plan anew"
         )
-    if faults := faults_of(_SCHEMA, found):
-        raise VerificationError(format_faults(f"{path} is no certificate", faults))
-    first = found["first"]
-    return Verification(
-        **{
-            **found,
-            "layers": tuple(LayerResult(**layer) for layer in found["layers"]),
-            "allowed": tuple(map(_allowance, found["allowed"])),
-            "first": None if first is None else Difference(**first),
-            "cautions": tuple(found["cautions"]),
-        }
-    )
-
-
-def _allowance(said: Mapping[str, Any]) -> Allowance:
-    layers = said["layers"]
-    return Allowance(**{**said, "layers": None if layers is None else tuple(layers)})
-
-
-def _or_null(kind: dict[str, Any]) -> dict[str, Any]:
-    return {"anyOf": [kind, {"type": "null"}], "description": f"{kind['description']}, or null"}
-
-
-_APART: dict[str, Any] = {
-    "absolute": _or_null(number("a number, 0 or more", minimum=0)),
-    "relative": _or_null(number("a number, 0 or more", minimum=0)),
-}
-_SCHEMA = record(
-    "a certificate",
-    plan=TEXT,
-    backbone=OBJECT,
-    layout=TEXT,
-    dtype=TEXT,
-    device=TEXT,
-    seed=NATURAL,
-    steps=COUNT,
-    microbatches=COUNT,
-    data=TEXT,
-    by_stages=FLAG,
-    versions=table_of(TEXT, "versions by names"),
-    seconds=number("a number, 0 or more", minimum=0),
-    result=one_of(list(RESULTS)),
-    layers=list_of(
-        record(
-            "a layer's result",
-            None,
-            layer=TEXT,
-            parameters=NATURAL,
-            result=one_of(list(RESULTS)),
-            ulp=NATURAL,
-            **_APART,
-        ),
-        "results of layers",
-        least=0,
-    ),
-    allowed=list_of(
-        record(
-            "an allowance",
-            reason=TEXT,
-            bound=number("a number above 0"),
-            layers=_or_null(list_of(TEXT, "names of layers")),
-            forward=FLAG,
-        ),
-        "allowances",
-        least=0,
-    ),
-    first=_or_null(
-        record(
-            "a difference",
-            None,
-            what=TEXT,
-            step=NATURAL,
-            rank=NATURAL,
-            layer=_or_null(TEXT),
-            parameter=_or_null(TEXT),
-            microbatch=_or_null(NATURAL),
-            ulp=_or_null(NATURAL),
-            ratio=_or_null(number("a number, 0 or more", minimum=0)),
-            **_APART,
-        )
-    ),
-    conditioning=TEXT,
-    cautions=list_of(TEXT, "texts", least=0),
-)
+    try:
+        return validated(Verification, found, complete=True)
+    except Faults as error:
+        raise VerificationError(format_faults(f"{path} is no certificate", error.faults)) from error

@@ -12,16 +12,22 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypedDict
+
+from annotated_types import Ge, Le
 
 from megatron_pulse.errors import UserError, format_faults
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import FileError, read_json, write_with_checksum
-from megatron_pulse.json_validation import faults_of
+from megatron_pulse.json_validation import Natural, OperationText, Some, Text, faults_of
 from megatron_pulse.planner.layout.routes import Payload
 from megatron_pulse.planner.schedule.message import Message
 from megatron_pulse.planner.schedule.operations import Operation, OpType
-from megatron_pulse.planner.trace.schema import SCHEMA, TRACE_FORM
+
+SCHEMA = 1
+"""Version of the file's form."""
+
+_Seconds = Annotated[float, Ge(-1e9), Le(1e9), "seconds"]
 
 
 class TraceError(UserError):
@@ -51,10 +57,10 @@ class TimedWait:
 class Traffic:
     """Bytes and messages of ``device`` in a step. Replicated embedders count in sent bytes."""
 
-    device: int
-    sent_bytes: int
-    received_bytes: int
-    num_messages: int
+    device: Natural
+    sent_bytes: Natural
+    received_bytes: Natural
+    num_messages: Natural
 
 
 @dataclass(frozen=True)
@@ -176,6 +182,54 @@ class Trace:
         return faults
 
 
+class _OperationRecord(TypedDict):
+    device: Natural
+    op: OperationText
+    start_s: _Seconds
+    end_s: _Seconds
+
+
+_WaitRecord = TypedDict(
+    "_WaitRecord",
+    {
+        "device": Natural,
+        "for": OperationText,
+        "from": OperationText,
+        "source": Natural,
+        "payload": Payload,
+        "name": str,
+        "start_s": _Seconds,
+        "end_s": _Seconds,
+    },
+)
+
+
+class _StepRecord(TypedDict):
+    step: Natural
+    operations: Some[_OperationRecord]
+    waits: tuple[_WaitRecord, ...]
+    traffic: tuple[Traffic, ...]
+
+
+class _File(TypedDict):
+    """A trace as a run with --pulse-trace writes it."""
+
+    schema: Annotated[int, Ge(SCHEMA), Le(SCHEMA)]
+    machine: Mapping[str, str]
+    world: Mapping[str, Natural]
+    plan_digest: Text
+    backbone: Mapping[str, Any]
+    schedule: Text
+    placement: Text
+    device_of_stage: Annotated[Some[Natural], "the device of each stage"]
+    num_microbatches: Annotated[int, Ge(0), Le(1_000_000)]
+    clock: Text
+    clock_accuracy_s: Annotated[float, Ge(0), Le(1e9), "seconds"]
+    steps: tuple[_StepRecord, ...]
+    stages: tuple[Annotated[Some[Text], "names of a stage's layers"], ...]
+    run: Mapping[str, str]
+
+
 def save_trace(trace: Trace, path: str | Path) -> None:
     """Write ``trace`` as JSON atomically: only a complete file replaces an existing one."""
     record = {"schema": SCHEMA, **asdict(trace), "steps": [_to_json(s) for s in trace.steps]}
@@ -188,7 +242,7 @@ def load_trace(path: str | Path) -> Trace:
         record = read_json(path, FileKind.TRACE)
     except FileError as error:
         raise TraceError(str(error)) from error
-    faults = faults_of(TRACE_FORM, record)
+    faults = faults_of(_File, record)
     if not faults:
         trace = _from_json(record)
         faults = trace.faults()

@@ -128,7 +128,7 @@ EDITS: dict[str, tuple[Callable[[Record], object], str]] = {
     "a layer lost": (lambda r: r["encoders"][1]["layers"].pop(), "there are layers 0 to 1"),
     "bytes": (
         lambda r: r["encoders"][0].update(result_bytes=-1),
-        "encoders.0.result_bytes is -1; allowed is bytes: a number, 0 or more",
+        "encoders.0.result_bytes is -1; allowed is a number from 0 to 1e15: bytes",
     ),
     "too large": (
         lambda r: r["encoders"][0]["layers"][0].update(parameter_bytes=1e14), "bytes, "

@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import NoneType
-from typing import Any
+from typing import Annotated, Any, NotRequired, TypedDict
 
-from megatron_pulse.data.data_record import SCHEMA
+from megatron_pulse.data.data_record import saved_faults
 from megatron_pulse.errors import describe_exception
 from megatron_pulse.integration.checkpoint.diffusion_process import saved_process
-from megatron_pulse.json_validation import OBJECT, TEXT, faults_of, list_of, record
+from megatron_pulse.json_validation import Text, faults_of
 
-_RECORD = record(
-    "a backbone's record: name, options, family, train, freeze, kept",
-    ["name", "options"],
-    name=TEXT,
-    options=OBJECT,
-    family=TEXT,
-    train=list_of(TEXT, "patterns of trained parameters", least=0),
-    freeze=list_of(TEXT, "patterns of frozen parameters", least=0),
-    kept=OBJECT,
-)
-_SAID = record("the flags of a run", pulse_record=_RECORD)
-_DATA = record("the flags of a run", pulse_data_record=SCHEMA)
+
+class _Backbone(TypedDict):
+    name: Text
+    options: Mapping[str, Any]
+    family: NotRequired[Text]
+    train: NotRequired[tuple[Text, ...]]
+    freeze: NotRequired[tuple[Text, ...]]
+    kept: NotRequired[Mapping[str, Any]]
+
+
+class _Flags(TypedDict):
+    pulse_record: Annotated[
+        _Backbone, "a backbone's record: name, options, family, train, freeze, kept"
+    ]
+
+
 _TEXT, _NUMBER = ("a text, or None", (str, NoneType)), ("a number, or None", (int, float, NoneType))
 _COUNT, _SWITCH = ("a whole number, or None", (int, NoneType)), ("True or False", (bool,))
 _FLAGS: dict[str, tuple[str, tuple[type, ...]]] = {
@@ -54,7 +58,7 @@ def is_ours(common: Any) -> bool:
 
 def find_flag_faults(args: argparse.Namespace) -> Iterator[str]:
     """Faults of a run's flags, which no run has written so."""
-    yield from faults_of(_SAID, {"pulse_record": args.pulse_record})
+    yield from faults_of(_Flags, {"pulse_record": args.pulse_record})
     wrong = {
         name: allowed
         for name, (allowed, kinds) in _FLAGS.items()
@@ -63,7 +67,7 @@ def find_flag_faults(args: argparse.Namespace) -> Iterator[str]:
     for name, allowed in wrong.items():
         yield f"{name} is {repr(getattr(args, name))[:60]}; allowed is {allowed}"
     if getattr(args, "pulse_data_record", None) is not None:
-        yield from faults_of(_DATA, {"pulse_data_record": args.pulse_data_record})
+        yield from saved_faults(args.pulse_data_record)
     if not wrong:
         try:
             saved_process(args)
