@@ -62,8 +62,8 @@ class FilledSimulation:
         self.home = home
         operations, waits, self._operations_s = problem.arrays
         num = len(self._operations_s)
-        number: dict[Item, int] = {**operations.index}
-        number |= {slice_: i for i, slice_ in enumerate(home, num)}
+        number: dict[Item, int] = {slice_: i for i, slice_ in enumerate(home, num)}
+        number.update(operations.index.items())
         self._number = number
         rows = [[(number[source], lag) for source, lag in self.deps[slice_]] for slice_ in home]
         self._waits = extended(waits, rows)
