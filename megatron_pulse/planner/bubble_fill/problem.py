@@ -6,14 +6,15 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron_pulse.errors import Faults
 from megatron_pulse.planner.bubble_fill.components import Component, Slice, levels
 from megatron_pulse.planner.cluster.cluster import Link
-from megatron_pulse.planner.schedule.check.simulate import Timeline, simulate
+from megatron_pulse.planner.schedule.check.simulate import StepSimulator, Timeline, simulate
 from megatron_pulse.planner.schedule.operations import Operation, OpType, Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
+from megatron_pulse.planner.schedule.simulate_kernel import Waits
 
 
 class Bubble(NamedTuple):
@@ -57,6 +58,12 @@ class FillProblem:
     def timeline(self) -> Timeline:
         """Timeline of the step without components."""
         return simulate(self.step, self.schedule)
+
+    @cached_property
+    def arrays(self) -> tuple[StepSimulator, Waits, Any]:
+        """Simulator of the schedule, predecessors of its items, and their durations."""
+        simulator = StepSimulator(self.schedule)
+        return simulator, simulator.waits(self.step), simulator.durations(self.step)
 
     @cached_property
     def gaps(self) -> tuple[tuple[Bubble, ...], ...]:

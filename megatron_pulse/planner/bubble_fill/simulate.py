@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+import numpy as np
 
 from megatron_pulse.planner.bubble_fill.components import Slice
 from megatron_pulse.planner.bubble_fill.problem import FilledOrder, FillProblem
-from megatron_pulse.planner.schedule.check.simulate import dependency, duration_of, play
 from megatron_pulse.planner.schedule.operations import Operation
+from megatron_pulse.planner.schedule.simulate_kernel import extended, joined, play
 
 type Item = Operation | Slice
 
@@ -36,7 +38,7 @@ class FilledSimulation:
             for layer in range(*slice_.layers):
                 for sample in range(*slice_.samples):
                     owner[slice_.component, layer, sample] = slice_
-        self.deps: dict[Item, list[tuple[Item, float]]] = {}
+        self.deps: dict[Slice, list[tuple[Slice, float]]] = {}
         for slice_, device in home.items():
             first = slice_.layers[0]
             sources = (
@@ -44,7 +46,7 @@ class FilledSimulation:
                 if first
                 else [(c, len(problem.components[c].layers) - 1) for c in problem.before[slice_[0]]]
             )
-            found: dict[Item, float] = {}
+            found: dict[Slice, float] = {}
             for component, layer in sources:
                 shared: dict[Slice, int] = defaultdict(int)
                 for sample in range(*slice_.samples):
@@ -58,17 +60,16 @@ class FilledSimulation:
                     found[source] = lag if away else 0.0
             self.deps[slice_] = list(found.items())
         self.home = home
-        self._seconds = {slice_: slice_.time_s(problem.components) for slice_ in home}
-
-    def before(self, item: Item) -> Iterator[tuple[Item, float]]:
-        """Predecessors of ``item``, each with the lag from its end to the start of ``item``."""
-        if isinstance(item, Slice):
-            yield from self.deps[item]
-        else:
-            step = self.problem.step
-            required = dependency(item, step.placement)
-            if required is not None:
-                yield required, step.lag(required.stage, item.stage)
+        operations, waits, self._operations_s = problem.arrays
+        num = len(self._operations_s)
+        number: dict[Item, int] = {slice_: i for i, slice_ in enumerate(home, num)}
+        number.update(operations.index.items())
+        self._number = number
+        rows = [[(number[source], lag) for source, lag in self.deps[slice_]] for slice_ in home]
+        self._waits = extended(waits, rows)
+        lines = [[number[item] for item in line] for line in filled.order]
+        self._lines = joined([*lines, *operations.side_items])
+        self._slices_s = np.array([slice_.time_s(problem.components) for slice_ in home])
 
     def run(self, factor: float = 1.0) -> FilledTimeline:
         """Simulate: every device runs its next item as early as possible, slices ``factor`` times
@@ -76,16 +77,17 @@ class FilledSimulation:
 
         A device sends results one after another. Raises ValueError for a deadlock.
         """
-
-        own = duration_of(self.problem.step, self.problem.schedule)
-
-        def duration(item: Item) -> float:
-            return factor * self._seconds[item] if isinstance(item, Slice) else own(item)
-
-        start, end, stuck = play(self.filled.order, self.before, duration)
-        if stuck:
-            said = "; ".join(f"device {d} waits at {item}" for d, item in stuck)
+        duration = np.concatenate((self._operations_s, factor * self._slices_s))
+        starts, ended = play(*self._lines, self._waits, duration)
+        if not ended.all():
+            said = "; ".join(
+                f"device {d} waits at {stuck[0]}"
+                for d, line in enumerate(self.filled.order)
+                if (stuck := [item for item in line if not ended[self._number[item]]])
+            )
             raise ValueError(f"the filled step deadlocks: {said}")
+        times = starts.tolist(), (starts + duration).tolist()
+        start, end = ({item: t[i] for item, i in self._number.items()} for t in times)
         results = results_at(self, end)
         return FilledTimeline(start, end, results, max(results, max(end.values())))
 

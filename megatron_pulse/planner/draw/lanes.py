@@ -101,9 +101,8 @@ def copied(problem: ScheduleProblem, timeline: Timeline) -> tuple[Mark, ...]:
     free: dict[tuple[int, bool], float] = {}
     marks = []
     for line in copy_lines(timeline.schedule):
-        for copy in line:
-            op, leaves = copy.operation, copy.operation.kind is OpType.OFFLOAD
-            begun_by = op._replace(kind=OpType.FORWARD) if leaves else op
+        for begun_by, awaited_by in line:
+            op, leaves = begun_by, awaited_by.kind is OpType.OFFLOAD
             if begun_by not in timeline.end:
                 continue
             device = problem.placement.device_of_stage[op.stage]

@@ -4,22 +4,12 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatron_pulse.planner.layout.routes import Payload
-from megatron_pulse.planner.schedule.check.offload_copies import (
-    OffloadCopy,
-    copies_before,
-    copy_lines,
-)
-from megatron_pulse.planner.schedule.check.simulate import (
-    dependency,
-    duration_of,
-    logical_times,
-    play,
-)
+from megatron_pulse.planner.schedule.check.simulate import StepSimulator, logical_times
 from megatron_pulse.planner.schedule.message import STEP_END, Message
 from megatron_pulse.planner.schedule.operations import Operation, OpType, Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
@@ -162,7 +152,7 @@ def moments(
     """Simulate ``schedule`` with the durations of ``problem``.
 
     Messages from one device to another travel one after the other, in the order of their
-    production::
+    production; each channel is simulated as a device::
 
         device 0     [  F0:0  ][  F0:1  ]
         0 to 1                 [a][ skip ][b]
@@ -180,58 +170,21 @@ def moments(
             schedule, starts, ends, {t.message: ends[t.message.producer] for t in travels}
         )
     travels = list(travels)
-    duration = duration_of(problem, schedule)
-
-    def lasts(item: Operation | Travel | OffloadCopy) -> float:
-        if isinstance(item, Travel):
-            return item.seconds
-        if isinstance(item, OffloadCopy):
-            return problem.offload_s_of(item.operation.stage)
-        return duration(item)
-
-    start, end = _played(schedule, lasts, travels)
-    return MessageTimes(
-        schedule,
-        {op: (start[op], slot) for op, slot in slots.items()},
-        {op: (end[op], slot) for op, slot in slots.items()},
-        {t.message: (end[t], slots[t.message.producer]) for t in travels},
-    )
-
-
-def _played(
-    schedule: Schedule,
-    lasts: Callable[[Operation | Travel | OffloadCopy], float],
-    travels: Iterable[Travel],
-) -> tuple[
-    dict[Operation | Travel | OffloadCopy, float], dict[Operation | Travel | OffloadCopy, float]
-]:
-    """Starts and ends of operations and messages; each channel is simulated as a device."""
     position = {op: i for order in schedule.order for i, op in enumerate(order)}
     ways: defaultdict[tuple[int, int], list[Travel]] = defaultdict(list)
-    taken: defaultdict[Operation, list[Travel]] = defaultdict(list)
     for travel in travels:
-        message = travel.message
-        ways[message.source, message.destination].append(travel)
-        taken[message.consumer].append(travel)
+        ways[travel.message.source, travel.message.destination].append(travel)
     for way in ways.values():
         way.sort(key=lambda travel: position[travel.message.producer])
-
-    def before(
-        item: Operation | Travel | OffloadCopy,
-    ) -> Iterator[tuple[Operation | Travel | OffloadCopy, float]]:
-        if isinstance(item, Travel):
-            yield item.message.producer, 0.0
-            return
-        if schedule.offloaded:
-            yield from ((source, 0.0) for source in copies_before(item, schedule))
-        if isinstance(item, OffloadCopy):
-            return
-        if (required := dependency(item, schedule.placement)) is not None:
-            yield required, 0.0
-        yield from schedule.slices_before(item)
-        yield from ((travel, 0.0) for travel in taken[item])
-
-    lines: list[Sequence[Operation | Travel | OffloadCopy]] = [*schedule.order, *ways.values()]
-    lines += copy_lines(schedule)
-    start, end, _ = play(lines, before, lasts)
-    return start, end
+    every = [travel for way in ways.values() for travel in way]
+    channels = [[(t.message.producer, t.message.consumer) for t in way] for way in ways.values()]
+    simulator = StepSimulator(schedule, channels)
+    duration = simulator.durations(problem, [travel.seconds for travel in every])
+    start, end = simulator.play(simulator.slice_waits, duration)
+    arrived = dict(zip(every, end[simulator.num_items - len(every) :].tolist(), strict=True))
+    return MessageTimes(
+        schedule,
+        {op: (t, slots[op]) for op, t in simulator.by_operation(start).items()},
+        {op: (t, slots[op]) for op, t in simulator.by_operation(end).items()},
+        {t.message: (arrived[t], slots[t.message.producer]) for t in travels},
+    )

@@ -10,7 +10,7 @@ nil when times are as planned (``tests/benchmarks/waiting.py``).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import pairwise
@@ -22,16 +22,18 @@ from megatron_pulse.backbone.costs import ChainCosts
 from megatron_pulse.planner.cluster.cluster import Link
 from megatron_pulse.planner.layout.crossing import Crossing, crossings
 from megatron_pulse.planner.layout.placement import Partition, Placement, fold
-from megatron_pulse.planner.program.simulate_kernel import CODES, RaggedTable, StepArrays, play_step
 from megatron_pulse.planner.schedule.check.simulate import (
+    CODES,
     DeadlockError,
+    StepSimulator,
     Timeline,
-    duration_of,
+    simulate,
 )
 from megatron_pulse.planner.schedule.classic.catalog import CLASSICS
 from megatron_pulse.planner.schedule.jit import compiling
-from megatron_pulse.planner.schedule.operations import BACKWARDS, Operation, OpType, Schedule
+from megatron_pulse.planner.schedule.operations import Operation, OpType, Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
+from megatron_pulse.planner.schedule.simulate_kernel import Messages, line_starts, play_contended
 
 
 @dataclass(frozen=True)
@@ -137,115 +139,67 @@ def simulate_step(
     Link times of ``problem`` are ignored. Bubble tasks take the durations in the schedule. Messages
     between their slices take the schedule's lags and do not contend. Raises DeadlockError.
     """
-    player = StepSimulator(schedule)
-    played, took = player.play(problem, edges)
-    start, end, position, sending_s, sent = played
+    simulator = StepSimulator(schedule)
+    start, end, duration, sent = play_messages(simulator, problem, edges)
     left = [
-        f"device {d} is at {order[p]}"
-        for d, (order, p) in enumerate(zip(schedule.order, position, strict=True))
-        if p < len(order)
+        f"device {d} is at {schedule.order[d][int(np.isnan(end[a:b]).argmax())]}"
+        for d, (a, b) in enumerate(pairwise(simulator.first.tolist()))
+        if np.isnan(end[a:b]).any()
     ]
     if left:
         raise DeadlockError(f"{schedule.name}: deadlock: {'; '.join(left)}")
-    starts, ends = dict(zip(player.every, start.tolist(), strict=True)), end.tolist()
-    makespan = max(ends, default=0.0)
-    seconds = took.tolist()
-    busy = tuple(sum(seconds[a:b]) for a, b in pairwise(player.first.tolist()))
-    bubble = tuple(makespan - b for b in busy)
-    end_of = dict(zip(player.every, ends, strict=True))
-    timeline = Timeline(schedule, starts, end_of, makespan, busy, bubble)
-    return SimulatedStep(timeline, tuple(sending_s.tolist()), tuple(each.tolist() for each in sent))
+    source, _, _, seconds, _, order = sent
+    sending_s: Any = np.bincount(
+        source[order], seconds[order], minlength=schedule.placement.num_devices
+    )
+    return SimulatedStep(
+        simulator.timeline(start, end, duration),
+        tuple(sending_s.tolist()),
+        tuple(each.tolist() for each in sent),
+    )
 
 
-class StepSimulator:
-    """Simulator of one schedule for changing durations; the tables of its order are built once.
+def play_messages(
+    simulator: StepSimulator, problem: ScheduleProblem, edges: Sequence[StageMessage]
+) -> tuple[Any, Any, Any, tuple[Any, ...]]:
+    """Starts, ends and durations of operations, and the messages (see ``play_contended``).
 
-    Operations are numbered as in ``every``: device after device, those of d from ``first[d]`` on;
-    the last entry of ``first`` is the end.
+    The start and end of an operation that waits for ever are NaN.
     """
-
-    def __init__(self, schedule: Schedule) -> None:
-        self.schedule = schedule
-        self.every = every = [op for line in schedule.order for op in line]
-        self.first: Any = np.cumsum([0, *map(len, schedule.order)])
-        self.kind = kind = np.array([CODES[op.kind] for op in every], dtype=np.int64)
-        self.stage = stage = np.array([op.stage for op in every], dtype=np.int64)
-        self.microbatch = microbatch = np.array([op.microbatch for op in every], dtype=np.int64)
-        shape = [int(each.max(initial=0)) + 1 for each in (stage, microbatch)]
-        stages = max(schedule.placement.num_stages, shape[0])
-        self.number = np.full((len(CODES), stages, shape[1]), -1)
-        self.number[kind, stage, microbatch] = np.arange(len(every))
-        waits: list[list[tuple[int, float]]] = [[] for _ in every]
-        if schedule.bubble_tasks:
-            index = {op: i for i, op in enumerate(every)}
-            for i, op in enumerate(every):
-                waits[i] = [(index[source], lag) for source, lag in schedule.slices_before(op)]
-        self._waits = RaggedTable.of(waits)
-
-    def play(self, problem: ScheduleProblem, edges: Sequence[StageMessage]) -> tuple[Any, Any]:
-        """Result of ``play_step``, and the seconds of each operation."""
-        placement, duration = problem.placement, self._durations(problem)
-        stages = placement.num_stages
-        forward: list[list[tuple[int, float]]] = [[] for _ in range(stages)]
-        back: list[list[tuple[int, float]]] = [[] for _ in range(stages)]
-        linked: Any = np.zeros((stages, stages), dtype=np.bool_)
-        received: Any = np.zeros(stages, dtype=np.int64)
-        returned: Any = np.zeros(stages, dtype=np.int64)
-        for edge in edges:
-            forward[edge.source].append((edge.destination, edge.seconds))
-            linked[edge.source, edge.destination] = True
-            received[edge.destination] += 1
-            if edge.needs_grad:
-                linked[edge.destination, edge.source] = True
-                back[edge.destination].append((edge.source, edge.seconds))
-                returned[edge.source] += 1
-        step = StepArrays(
-            self.first,
-            self.kind,
-            self.stage,
-            self.microbatch,
-            duration,
-            self.number,
-            np.array(placement.device_of_stage, dtype=np.int64),
-            _beside(placement.before),
-            _beside(placement.after),
-            RaggedTable.of(forward),
-            RaggedTable.of(back),
-            linked,
-            received,
-            returned,
-            self._waits,
-            np.array([problem.offload_s_of(s) for s in range(stages)]),
-        )
-        return play_step(step), duration
-
-    def _durations(self, problem: ScheduleProblem) -> Any:
-        schedule, num = self.schedule, problem.placement.num_stages
-        duration, apart = duration_of(problem, schedule), schedule.recomputed_apart
-        usual = np.zeros((len(CODES), num))
-        for used in self._kinds - {OpType.BUBBLE_TASK}:
-            usual[CODES[used], :] = [problem.duration(used, s) for s in range(num)]
-        seconds = np.zeros(len(self.every))
-        known = self.kind != CODES[OpType.BUBBLE_TASK]
-        seconds[known] = usual[self.kind[known], self.stage[known]]
-        if apart or schedule.bubble_tasks:
-            for i, op in enumerate(self.every):
-                if op.kind is OpType.BUBBLE_TASK or (apart and op.kind in BACKWARDS):
-                    seconds[i] = duration(op)
-        return seconds
-
-    @cached_property
-    def _kinds(self) -> set[OpType]:
-        return {op.kind for op in self.every}
+    number, num_stages = simulator.number, simulator.num_stages
+    backward = OpType.INPUT_GRAD if problem.weight_grad is not None else OpType.BACKWARD
+    sends: list[list[tuple[int, float]]] = [[] for _ in range(len(number) * num_stages)]
+    received: Any = np.zeros(len(sends), dtype=np.int64)
+    for edge in edges:
+        ways = [(OpType.FORWARD, edge.source, edge.destination)]
+        if edge.needs_grad:
+            ways.append((backward, edge.destination, edge.source))
+        for kind, source, destination in ways:
+            target = CODES[kind] * num_stages + destination
+            sends[CODES[kind] * num_stages + source].append((target, edge.seconds))
+            received[target] += 1
+    messages = Messages(
+        simulator.kind * num_stages + simulator.stage,
+        simulator.microbatch,
+        number.reshape(len(sends), -1),
+        line_starts(sends),
+        np.array([target for row in sends for target, _ in row], dtype=np.int64),
+        np.array([seconds for row in sends for _, seconds in row], dtype=np.float64),
+        received,
+    )
+    duration = simulator.durations(problem)
+    start, end, sent = play_contended(
+        len(simulator.first) - 1, simulator.line_starts, simulator.slice_waits, duration, messages
+    )
+    num = len(simulator.every)
+    return start[:num], end[:num], duration[:num], sent
 
 
 @cache
 def compile_simulator() -> None:
     """Compile the simulator, or read it from disk, so that compilation takes no search time."""
     problem = ScheduleProblem(fold(1), 1, (1.0, 1.0), (1.0, 1.0))
+    schedule = CLASSICS["gpipe"](fold(1), 1)
     with compiling():
-        simulate_step(problem, CLASSICS["gpipe"](fold(1), 1), ())
-
-
-def _beside(stages: Mapping[int, int | None]) -> Any:
-    return np.array([-1 if s is None else s for s in stages.values()], dtype=np.int64)
+        simulate(problem, schedule)
+        simulate_step(problem, schedule, ())

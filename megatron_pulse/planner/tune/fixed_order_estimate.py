@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from megatron_pulse.planner.program.simulate import StepSimulator
+from megatron_pulse.planner.program.simulate import play_messages
+from megatron_pulse.planner.schedule.check.simulate import StepSimulator
 from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome, completing
 from megatron_pulse.planner.tune.stages import Stages
 
@@ -38,7 +39,7 @@ class FixedOrder:
         config, player = outcome.config, self._player
         count = outcome.problem.num_microbatches
         problem = evaluator.stages.problem(config, count, stages, anyhow=True)
-        (start, end, *_), seconds = player.play(problem, stages.edges)
+        start, end, seconds, _ = play_messages(player, problem, stages.edges)
         if np.isnan(end).any():
             return float("inf")
         makespan = float(end.max())

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
 
 from megatron_pulse.planner.layout.placement import Placement
-from megatron_pulse.planner.schedule.check.offload_copies import (
-    OffloadCopy,
-    copies_before,
-    copy_lines,
-)
+from megatron_pulse.planner.schedule.check.offload_copies import copy_lines
 from megatron_pulse.planner.schedule.operations import BACKWARDS, Operation, OpType, Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
+from megatron_pulse.planner.schedule.simulate_kernel import Waits, line_starts, play, waits_of
+
+CODES = {kind: code for code, kind in enumerate(OpType)}
+"""Integer code of each operation type."""
 
 
 class DeadlockError(RuntimeError):
@@ -80,54 +85,28 @@ class BlockedDevice:
         return f"device {self.device} is at {self.operation}, which waits for {missing}"
 
 
-def play[T](
-    lines: Sequence[Sequence[T]],
-    before: Callable[[T], Iterable[tuple[T, float]]],
-    duration: Callable[[T], float],
-) -> tuple[dict[T, float], dict[T, float], list[tuple[int, T]]]:
-    """Execute the orders of all devices, each operation as early as the others allow.
-
-    ``before(i)`` are pairs of an operation that must have ended and the lag until i can start.
-    Returns starts, ends, and pairs of a device and the operation at which it waits for ever.
-    """
-    start: dict[T, float] = {}
-    end: dict[T, float] = {}
-    position = [0] * len(lines)
-    clock: list[float] = [0] * len(lines)
-    progress = True
-    while progress:
-        progress = False
-        for device, line in enumerate(lines):
-            now, at = clock[device], position[device]
-            while at < len(line):
-                operation = line[at]
-                begin = now
-                for required, lag in before(operation):
-                    if required not in end:
-                        break
-                    begin = max(begin, end[required] + lag)
-                else:
-                    start[operation] = begin
-                    now = end[operation] = begin + duration(operation)
-                    at += 1
-                    progress = True
-                    continue
-                break
-            clock[device], position[device] = now, at
-    stuck = [
-        (d, line[p])
-        for d, (line, p) in enumerate(zip(lines, position, strict=True))
-        if p < len(line)
-    ]
-    return start, end, stuck
-
-
 def blocked_devices(
     schedule: Schedule, needs: Callable[[Operation], Iterable[Operation]]
 ) -> list[BlockedDevice]:
     """Devices that wait for ever; ``needs(op)`` are the operations whose results ``op`` takes."""
-    _, end, stuck = play(schedule.order, lambda op: ((r, 0.0) for r in needs(op)), lambda _: 1.0)
-    return [BlockedDevice(d, op, tuple(r for r in needs(op) if r not in end)) for d, op in stuck]
+    every = [op for line in schedule.order for op in line]
+    number = {op: i for i, op in reversed(list(enumerate(every)))}
+    required = [tuple(needs(op)) for op in every]
+    # What is not there never ends, as if it waited for itself.
+    edges = [number.get(op, i) for i, ops in enumerate(required) for op in ops]
+    waits = waits_of([i for i, ops in enumerate(required) for _ in ops], edges, len(every))
+    firsts = line_starts(schedule.order)
+    done = play(np.arange(len(every)), firsts, waits, np.ones(len(every), np.int64))[1]
+    ended = {op for op, has_ended in zip(every, done, strict=True) if has_ended}
+    stuck = (
+        (d, first + int(done[first:last].argmin()))
+        for d, (first, last) in enumerate(pairwise(firsts.tolist()))
+        if not done[first:last].all()
+    )
+    return [
+        BlockedDevice(d, every[i], tuple(op for op in required[i] if op not in ended))
+        for d, i in stuck
+    ]
 
 
 def duration_of(problem: ScheduleProblem, schedule: Schedule) -> Callable[[Operation], float]:
@@ -149,6 +128,167 @@ def duration_of(problem: ScheduleProblem, schedule: Schedule) -> Callable[[Opera
     return duration
 
 
+class StepSimulator:
+    """Simulator of one schedule for changing durations; the tables of its order are built once.
+
+    Operations are numbered as in ``every``: device after device, those of d from ``first[d]`` on;
+    the last entry of ``first`` is the end. Items of ``side_lines`` follow: copies between devices
+    and host, and ``channels``, each given as the operation it follows and the one that waits for
+    it.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        channels: Sequence[Sequence[tuple[Operation, Operation]]] = (),
+    ) -> None:
+        self.schedule = schedule
+        self.every = every = [op for line in schedule.order for op in line]
+        self.first = line_starts(schedule.order)
+        self._copies = copy_lines(schedule)
+        self.side_lines = [*self._copies, *channels]
+        self.line_starts = line_starts([*schedule.order, *self.side_lines])
+        self.num_items = int(self.line_starts[-1])
+        self.kind = np.array([CODES[op.kind] for op in every], dtype=np.int64)
+        self.stage = np.array([op.stage for op in every], dtype=np.int64)
+        self.microbatch = np.array([op.microbatch for op in every], dtype=np.int64)
+        shape = [int(each.max(initial=0)) + 1 for each in (self.stage, self.microbatch)]
+        self.num_stages = max(schedule.placement.num_stages, shape[0])
+        self.number = np.full((len(CODES), self.num_stages, shape[1]), -1)
+        self.number[self.kind, self.stage, self.microbatch] = np.arange(len(every))
+        self._waits()
+
+    def _waits(self) -> None:
+        """Build the predecessors of all items: of the chain, of slices, of copies and channels."""
+        schedule, every = self.schedule, self.every
+        needed: Any = np.full((len(CODES), self.num_stages, 2), -1)
+        self._classes = {
+            (kind, stage): dependency(Operation(kind, stage, 0), schedule.placement)
+            for kind in {op.kind for op in every} - {OpType.BUBBLE_TASK}
+            for stage in range(schedule.placement.num_stages)
+        }
+        for (kind, stage), source in self._classes.items():
+            if source is not None:
+                needed[CODES[kind], stage] = CODES[source.kind], source.stage
+        kinds, stages = needed[self.kind, self.stage].T
+        own: Any = np.flatnonzero(kinds >= 0)
+        edges: Any = self.number[kinds[own], stages[own], self.microbatch[own]]
+        edges = np.where(edges < 0, own, edges)  # what is not there never ends
+        more: list[tuple[int, int, float]] = []
+        if schedule.bubble_tasks or self.side_lines:
+            index = self.index
+            for i, op in enumerate(every):
+                if op.kind is OpType.BUBBLE_TASK:
+                    slices = schedule.slices_before(op)
+                    more += [(i, index.get(source, i), lag) for source, lag in slices]
+                elif op.kind in BACKWARDS and op[1:] in schedule.offloaded:
+                    if op._replace(kind=OpType.RELOAD) not in index:
+                        more.append((i, i, 0.0))
+            items = (item for line in self.side_lines for item in line)
+            for i, (source, target) in enumerate(items, len(every)):
+                more.append((i, index.get(source, i), 0.0))
+                if target in index:
+                    more.append((index[target], i, 0.0))
+        num_chain = len(own)
+        own = np.concatenate((own, np.array([i for i, _, _ in more], dtype=np.int64)))
+        edges = np.concatenate((edges, np.array([j for _, j, _ in more], dtype=np.int64)))
+        lags = np.concatenate((np.zeros(num_chain), [lag for _, _, lag in more]))
+        order = np.argsort(own, kind="stable")
+        self.slice_waits = waits_of(own, edges, self.num_items, lags)
+        self._chain = np.flatnonzero(order < num_chain)
+        self._chain_own = own[:num_chain]
+
+    def waits(self, problem: ScheduleProblem) -> Waits:
+        """Predecessors of all items, with the lags of ``problem``'s links."""
+        table = np.zeros((len(CODES), self.num_stages))
+        for (kind, stage), source in self._classes.items():
+            if source is not None:
+                table[CODES[kind], stage] = problem.lag(source.stage, stage)
+        lags = self.slice_waits.lags.copy()
+        lags[self._chain] = table[self.kind[self._chain_own], self.stage[self._chain_own]]
+        return self.slice_waits._replace(lags=lags)
+
+    def durations(self, problem: ScheduleProblem, channel_s: Sequence[float] = ()) -> Any:
+        """Durations of all items."""
+        duration = duration_of(problem, self.schedule)
+        usual = np.zeros((len(CODES), self.num_stages))
+        for kind, stage in self._classes:
+            usual[CODES[kind], stage] = problem.duration(kind, stage)
+        seconds: Any = usual[self.kind, self.stage]
+        for i in self._unusual:
+            seconds[i] = duration(self.every[i])
+        copies = [problem.offload_s_of(op.stage) for line in self._copies for op, _ in line]
+        return np.concatenate((seconds, copies, channel_s))
+
+    @cached_property
+    def index(self) -> dict[Operation, int]:
+        """Number of each operation."""
+        return {op: i for i, op in enumerate(self.every)}
+
+    @property
+    def side_items(self) -> list[range]:
+        """Numbers of the items of each side line."""
+        starts = self.line_starts[len(self.schedule.order) :].tolist()
+        return [range(first, last) for first, last in pairwise(starts)]
+
+    @cached_property
+    def _unusual(self) -> list[int]:
+        """Operations with durations of their own: slices, and backwards without recomputation."""
+        apart = self.schedule.recomputed_apart
+        if not apart and not self.schedule.bubble_tasks:
+            return []
+        return [
+            i
+            for i, op in enumerate(self.every)
+            if op.kind is OpType.BUBBLE_TASK or (op.kind in BACKWARDS and op[1:] in apart)
+        ]
+
+    def play(self, waits: Waits, duration: Any) -> tuple[Any, Any]:
+        """Starts and ends of all items; raises DeadlockError."""
+        items: Any = np.arange(self.num_items)
+        start, ended = play(items, self.line_starts, waits, duration)
+        if not ended.all():
+            self._raise_deadlock()
+        return start, start + duration
+
+    def by_operation(self, times: Any) -> dict[Operation, float]:
+        """Times of items, as a table of operations."""
+        return dict(zip(self.every, times.tolist(), strict=False))
+
+    def timeline(self, start: Any, end: Any, duration: Any) -> Timeline:
+        """Timeline of these times of items."""
+        seconds = duration[: len(self.every)].tolist()
+        makespan = float(end[: len(self.every)].max(initial=0.0))
+        busy = tuple(sum(seconds[a:b]) for a, b in pairwise(self.first.tolist()))
+        bubble = tuple(makespan - b for b in busy)
+        tables = self.by_operation(start), self.by_operation(end)
+        return Timeline(self.schedule, *tables, makespan, busy, bubble)
+
+    def slots(self) -> dict[Operation, int]:
+        """Finish slot (1, 2, ...) of every operation if each takes one slot and links take
+        none."""
+        duration: Any = np.zeros(self.num_items, dtype=np.int64)
+        duration[: len(self.every)] = 1
+        none = self.slice_waits._replace(lags=np.zeros_like(self.slice_waits.edges))
+        found: dict[Operation, int] = dict(
+            zip(self.every, self.play(none, duration)[1].tolist(), strict=False)
+        )
+        return found
+
+    def _raise_deadlock(self) -> None:
+        schedule = self.schedule
+
+        def needs(operation: Operation) -> tuple[Operation, ...]:
+            first = dependency(operation, schedule.placement)
+            slices = (source for source, _ in schedule.slices_before(operation))
+            back = operation.kind in BACKWARDS and operation[1:] in schedule.offloaded
+            reload = (operation._replace(kind=OpType.RELOAD),) if back else ()
+            return (*(() if first is None else (first,)), *slices, *reload)
+
+        lines = "\n".join(f"  {stays}" for stays in blocked_devices(schedule, needs))
+        raise DeadlockError(f"{schedule.name}: deadlock:\n{lines}\n{grid(schedule)}")
+
+
 def simulate(problem: ScheduleProblem, schedule: Schedule) -> Timeline:
     """Simulate the schedule's orders, as early as data and devices allow, with ``problem``'s times.
 
@@ -160,21 +300,9 @@ def simulate(problem: ScheduleProblem, schedule: Schedule) -> Timeline:
             f"a split schedule of {schedule.placement.num_stages} stages needs as many weight "
             f"gradients"
         )
-
-    duration = duration_of(problem, schedule)
-
-    def lag(source: Operation, operation: Operation) -> float:
-        return problem.lag(source.stage, operation.stage)
-
-    def lasts(item: Operation | OffloadCopy) -> float:
-        if isinstance(item, OffloadCopy):
-            return problem.offload_s_of(item.operation.stage)
-        return duration(item)
-
-    start, end = _play_all(schedule, lasts, lag, lambda seconds: seconds)
-    makespan = max(end.values(), default=0.0)
-    busy = tuple(sum(duration(op) for op in order) for order in schedule.order)
-    return Timeline(schedule, start, end, makespan, busy, tuple(makespan - b for b in busy))
+    simulator = StepSimulator(schedule)
+    duration = simulator.durations(problem)
+    return simulator.timeline(*simulator.play(simulator.waits(problem), duration), duration)
 
 
 def logical_times(schedule: Schedule) -> dict[Operation, int]:
@@ -182,50 +310,7 @@ def logical_times(schedule: Schedule) -> dict[Operation, int]:
 
     The slots break ties between messages of equal times. Raises DeadlockError.
     """
-
-    def lasts(item: Operation | OffloadCopy) -> float:
-        return 0.0 if isinstance(item, OffloadCopy) else 1.0
-
-    end = _play_all(schedule, lasts, lambda _, __: 0.0, lambda _: 0.0)[1]
-    return {operation: round(time) for operation, time in end.items()}
-
-
-def _play_all(
-    schedule: Schedule,
-    lasts: Callable[[Operation | OffloadCopy], float],
-    lag: Callable[[Operation, Operation], float],
-    slice_lag: Callable[[float], float],
-) -> tuple[dict[Operation, float], dict[Operation, float]]:
-    """Starts and ends with the dependencies of chain, slices and copies; raises DeadlockError."""
-
-    def first(operation: Operation) -> Iterator[tuple[Operation, float]]:
-        if operation.kind is OpType.BUBBLE_TASK:
-            for source, seconds in schedule.slices_before(operation):
-                yield source, slice_lag(seconds)
-        else:
-            required = dependency(operation, schedule.placement)
-            if required is not None:
-                yield required, lag(required, operation)
-
-    def before(item: Operation | OffloadCopy) -> Iterator[tuple[Operation | OffloadCopy, float]]:
-        if not isinstance(item, OffloadCopy):
-            yield from first(item)
-        if schedule.offloaded:
-            yield from ((source, 0.0) for source in copies_before(item, schedule))
-
-    def needs(operation: Operation) -> tuple[Operation, ...]:
-        back = operation.kind in BACKWARDS and operation._replace(kind=OpType.RELOAD)
-        own = (back,) if back and back[1:] in schedule.offloaded else ()
-        return (*(required for required, _ in first(operation)), *own)
-
-    all_lines: list[Sequence[Operation | OffloadCopy]] = [*schedule.order, *copy_lines(schedule)]
-    started, ended, stuck = play(all_lines, before, lasts)
-    start = {op: t for op, t in started.items() if isinstance(op, Operation)}
-    end = {op: t for op, t in ended.items() if isinstance(op, Operation)}
-    if stuck:
-        lines = "\n".join(f"  {stays}" for stays in blocked_devices(schedule, needs))
-        raise DeadlockError(f"{schedule.name}: deadlock:\n{lines}\n{grid(schedule)}")
-    return start, end
+    return StepSimulator(schedule).slots()
 
 
 def grid(schedule: Schedule | Timeline) -> str:

@@ -18,7 +18,7 @@ import numpy as np
 from megatron_pulse.planner.layout.placement import Placement
 from megatron_pulse.planner.schedule.operations import Operation, OpType, Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
-from megatron_pulse.planner.schedule.search.start_times import Waits, completes, earliest_starts
+from megatron_pulse.planner.schedule.simulate_kernel import Waits, completes, earliest_starts
 
 TICKS = 1000
 """Ticks of the longest operation if the durations are not whole numbers."""
