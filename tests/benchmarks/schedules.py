@@ -154,7 +154,7 @@ def _by_cp_sat(
     problem: ScheduleProblem, start: Schedule, seconds: float
 ) -> tuple[float, float | None]:
     """Makespan, and bound on the grid of its ticks, of what CP-SAT makes of ``start``."""
-    from megatron_pulse.planner.schedule.ilp.cpsat import shortest_by_cp_sat
+    from tests.planner.cp_sat import shortest_by_cp_sat  # OR-Tools, only for this
 
     shop = job_shop(problem)
     begin = shop.earliest(start)
@@ -225,7 +225,7 @@ def main() -> None:
     )
     parser.add_argument("--links", nargs="+", type=float, default=LINKS, help="of a mean forward")
     parser.add_argument("--seconds", type=float, default=9.5, help="budget of a problem")
-    parser.add_argument("--solver", default="none", help="none, highs, glpk, cp-sat or auto")
+    parser.add_argument("--solver", default="none", help="none, highs, glpk or auto")
     parser.add_argument(
         "--reference", type=float, metavar="SECONDS", help="CP-SAT's time to look for better"
     )

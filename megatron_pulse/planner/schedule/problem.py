@@ -105,17 +105,6 @@ class ScheduleProblem:
         return replace(self.within_backwards, backward=backward)
 
     @property
-    def holding_peaks(self) -> ScheduleProblem:
-        """The same problem with each activation at its largest size throughout.
-
-        Its schedules are valid here too.
-        """
-        if self.wgrad_holds_all:
-            return replace(self, wgrad_bytes=None)
-        most = tuple(map(self.peak_bytes_of, range(self.placement.num_stages)))
-        return replace(self, activation=most, wgrad_bytes=None)
-
-    @property
     def with_least_memory(self) -> ScheduleProblem:
         """The same problem without copies, with offload activations at their least size throughout.
 
