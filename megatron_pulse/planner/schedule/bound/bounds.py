@@ -10,7 +10,7 @@ exhaustive       every order of all devices' operations, of small problems (``ex
 ===============  ===========================================================================
 
 In a cascade each chain has these bounds alone, and a device's preemptive order takes the operations
-of all chains.
+of all chains. See ../README.md: Lower bounds.
 """
 
 from __future__ import annotations

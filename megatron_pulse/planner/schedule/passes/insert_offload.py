@@ -13,7 +13,8 @@ them::
 
 The pass offloads the activation whose backward comes last, among those that can be offloaded in
 time. An optimal cache evicts likewise (Belady, IBM Systems Journal 5, 1966). Copies queue up. If
-the link is too slow, O is earlier and L later than it should be, and the device waits.
+the link is too slow, O is earlier and L later than it should be, and the device waits. See
+../README.md: Recomputation and offload.
 """
 
 from __future__ import annotations
