@@ -15,7 +15,7 @@ A family with published weights defines three more names. ``PUBLISHED_AS`` is th
 ``published(config)`` describes the storage format. ``config_from_published(config)`` reads a
 published ``config.json``.
 
-A family that reads text may define ``TEXTS``, its text recipes (``common/text_recipes.py``). A recipe
+A family that reads text may define ``TEXTS``, its recipes (``common/text_recipes.py``). A recipe
 maps states of the pipeline's encoders to batch fields. Of several recipes, the one whose fields a
 configuration reads applies.
 

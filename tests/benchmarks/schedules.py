@@ -153,8 +153,8 @@ def _by_cp_sat(
     problem: ScheduleProblem, start: Schedule, seconds: float
 ) -> tuple[float, float | None]:
     """Makespan, and bound on the grid of its ticks, of what CP-SAT makes of ``start``."""
-    from megatron_pulse.planner.schedule.ilp.cpsat import shortest_by_cp_sat
     from megatron_pulse.planner.schedule.search.jobshop import job_shop
+    from tests.planner.cp_sat import shortest_by_cp_sat  # OR-Tools, only for this
 
     shop = job_shop(problem)
     begin = shop.earliest(start)
@@ -212,8 +212,8 @@ def main() -> None:
     flags.add("--caps", CAPS, "activations of a device, of P each", nargs="+", type=float)
     flags.add("--links", LINKS, "of a mean forward", nargs="+", type=float)
     flags.add("--seconds", 9.5, "budget of a problem")
-    flags.add("--solver", "none", "none, highs, glpk, cp-sat or auto")
-    flags.add("--reference", type=float, metavar="SECONDS", help="CP-SAT's to look for better")
+    flags.add("--solver", "none", "none, highs, glpk or auto")
+    flags.add("--reference", type=float, metavar="SECONDS", help="CP-SAT's time to look for better")
     flags.add("--jobs", 1, "processes, one problem each at a time")
     flags.add("--sample", type=int, metavar="N", help="only N problems of every cell")
     args = flags.parse_args()

@@ -213,6 +213,13 @@ def test_schedule_draws_svg_html_and_trace(here: Path, capsys: pytest.CaptureFix
     assert sum(event["ph"] == "X" for event in events) == 2 * 4 * 5
 
 
+@pytest.mark.parametrize("command", ["schedule", "tune"])
+def test_a_removed_solver_is_told(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--solver", "cp-sat"])
+    assert "cp-sat is no longer one of the solvers; use highs" in capsys.readouterr().err
+
+
 BAD_TIMES = {
     "forward": [1, 0, "x"],
     "input_grad": [1, 2],

@@ -21,7 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_pulse.planner.schedule.ilp.solvers import Solver, Status, solve_model
+from megatron_pulse.planner.schedule.ilp.solvers import Solver, Status, minimize
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ def paper_schedule(
     variables are left.
     """
     model = paper_model(num_devices, num_microbatches, horizon)
-    answer = solve_model(model, solver, seconds)
-    if not answer.has_values:
+    answer = minimize(model, solver, seconds)
+    if answer.status not in (Status.OPTIMAL, Status.FEASIBLE):
         return None
     stages = 2 * num_devices
     pair = {

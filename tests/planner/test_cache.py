@@ -22,7 +22,7 @@ from megatron_pulse.planner.schedule.check.validate import faults_for
 from megatron_pulse.planner.schedule.classic.one_f_one_b import gpipe
 from megatron_pulse.planner.schedule.problem import Certificate, ScheduleProblem, Synthesis
 from megatron_pulse.planner.schedule.search import synthesize as synthesizing
-from megatron_pulse.planner.schedule.search.dp.growing_width import GrowingSweeps
+from megatron_pulse.planner.schedule.search.dp import GrowingSweeps
 from megatron_pulse.planner.schedule.search.synthesize import synthesize
 
 

@@ -18,12 +18,12 @@ from megatron_pulse.planner.partition.memory import in_flight
 from megatron_pulse.planner.schedule.bound.bounds import lower_bound
 from megatron_pulse.planner.schedule.check.simulate import simulate
 from megatron_pulse.planner.schedule.check.validate import faults_for
-from megatron_pulse.planner.schedule.ilp.cpsat import shortest_by_cp_sat
 from megatron_pulse.planner.schedule.ilp.solvers import Status
 from megatron_pulse.planner.schedule.problem import ScheduleProblem, equal_stages
 from megatron_pulse.planner.schedule.search.jobshop import job_shop
 from megatron_pulse.planner.schedule.search.synthesize import synthesize
 from megatron_pulse.planner.schedule.solve import solve
+from tests.planner.cp_sat import shortest_by_cp_sat
 
 
 def chains_of(rng: random.Random, lengths: tuple[int, ...], skips: bool) -> ChainCosts:
@@ -94,7 +94,7 @@ def test_cuts_of_two_chains_are_the_best_of_all() -> None:
 def shortest(problem: ScheduleProblem) -> int:
     """The makespan of the shortest schedule, proved by CP-SAT."""
     found = shortest_by_cp_sat(job_shop(problem), 20.0, 10_000)
-    assert found.answer.status is Status.OPTIMAL and found.bound is not None
+    assert found.status is Status.OPTIMAL and found.bound is not None
     return found.bound
 
 

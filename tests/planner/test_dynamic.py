@@ -12,10 +12,14 @@ from megatron_pulse.planner.layout.placement import fold, interleaved, sequentia
 from megatron_pulse.planner.schedule.check.simulate import simulate
 from megatron_pulse.planner.schedule.check.validate import faults_for
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
-from megatron_pulse.planner.schedule.search.dp.chain import chain_of
-from megatron_pulse.planner.schedule.search.dp.growing_width import GrowingSweeps
-from megatron_pulse.planner.schedule.search.dp.states import BLOCK
-from megatron_pulse.planner.schedule.search.dp.sweep import Sweep, lines_of, sweep
+from megatron_pulse.planner.schedule.search.dp import (
+    GrowingSweeps,
+    Sweep,
+    chain_of,
+    lines_of,
+    sweep,
+)
+from megatron_pulse.planner.schedule.search.dp_kernel import BLOCK
 from megatron_pulse.planner.schedule.search.jobshop import job_shop
 from megatron_pulse.planner.schedule.search.synthesize import synthesize
 from tests.planner.exact import optimum

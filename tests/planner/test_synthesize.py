@@ -17,9 +17,7 @@ from megatron_pulse.planner.schedule.check.validate import faults_for, peak_acti
 from megatron_pulse.planner.schedule.classic.catalog import CLASSICS
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
 from megatron_pulse.planner.schedule.search.jobshop import job_shop
-from megatron_pulse.planner.schedule.search.seeds import round_robin, rules_by_growth
 from megatron_pulse.planner.schedule.search.synthesize import classics, synthesize
-from tests.benchmarks.schedules import Case
 from tests.planner.strategies import equal, problems
 
 
@@ -159,23 +157,6 @@ def test_a_cap_of_thirds_counts_exactly() -> None:
     shop = job_shop(problem)
     assert shop.cap[0] // max(shop.delta) == 3
     assert max(peak_activations(synthesize(problem, effort=4).schedule)) <= 3
-
-
-def test_rules_for_many_microbatches_are_ranked_with_few() -> None:
-    """The first rule's list schedule of 64 microbatches is among the shortest tenth."""
-    problem = Case("bal", 4, 64, split=False, cap=1.5, link=0.0).problem()
-    shop, few, more = (
-        job_shop(dataclasses.replace(problem, num_microbatches=count)) for count in (64, 8, 12)
-    )
-    lengths = list(map(shop.makespan, rules_by_growth(shop, few, more, lambda: False)))
-    assert len(lengths) > 100
-    assert lengths[0] <= sorted(lengths)[len(lengths) // 10]
-    looks = iter([False] * 5 + [True])
-    assert len(list(rules_by_growth(shop, few, more, lambda: next(looks)))) == 5
-
-
-def test_sources_of_starts_take_turns_and_give_each_start_once() -> None:
-    assert list(round_robin(iter([[1], [2]]), iter([[2], [1], [3], [4]]))) == [[1], [2], [3], [4]]
 
 
 def test_problems_that_cannot_be() -> None:

@@ -82,7 +82,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     """Add ``schedule``."""
     from megatron_pulse.planner.layout.placement import PLACEMENTS
     from megatron_pulse.planner.schedule.classic.catalog import CLASSICS
-    from megatron_pulse.planner.schedule.ilp.solvers import Solver
+    from megatron_pulse.planner.schedule.ilp.solvers import Solver, read_solver
 
     parser = add_parser(
         commands,
@@ -137,6 +137,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     add(
         "--solver",
+        type=read_solver,
         choices=("auto", *map(str, Solver)),
         default="auto",
         help="exact solver after the constructive search (default auto: the one that is installed "

@@ -29,6 +29,7 @@ from megatron_pulse.diffusion.process_flags import ProcessChoice
 from megatron_pulse.planner.layout.embedder_choice import Policy
 from megatron_pulse.planner.layout.placement import PLACEMENTS, Placement, make_placement
 from megatron_pulse.planner.partition.find import DefaultPlacement, default_placement
+from megatron_pulse.planner.schedule.ilp.solvers import Solver, read_solver
 from megatron_pulse.planner.schedule.registry import SCHEDULES
 from megatron_pulse.profile.roofline import PRESETS
 from megatron_pulse.runtime.watchdog.call_with_timeout import backstop_timeout_s
@@ -242,7 +243,8 @@ class PulseOptions:
     solver: str = flag(
         "integer-programming solver for wave schedules (default auto: the best installed)",
         "auto",
-        choices=["auto", "highs", "glpk", "cp-sat", "none"],
+        choices=["auto", *map(str, Solver)],
+        read=read_solver,
     )
     solver_seconds: float = flag(
         "time limit of the schedule search at startup, on rank 0; the result is cached for later "

@@ -40,7 +40,6 @@ type Find = Callable[[ScheduleProblem, float, str], Synthesis]
 """Function from a problem, a time limit in seconds, and a solver's name to a solution."""
 
 _FORMAT = "megatron_pulse schedule 1"
-_EVER_S = 1e12
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ def cached(problem: ScheduleProblem, seconds: float, solver: str, find: Find) ->
     times. Raises only the exceptions of ``find``.
     """
     began = time.monotonic()
-    seconds = min(seconds, _EVER_S)
+    seconds = min(seconds, 1e12)  # a number that JSON has
     path = directory() / f"{key(problem, solver)}.json"
     entry = _read(path)
     known = None if entry is None else _answer(problem, entry)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from megatron_pulse.backbone.costs import ChainCosts
 from megatron_pulse.errors import Faults, format_faults, wrong_count, wrong_kinds
@@ -69,26 +70,21 @@ class ScheduleProblem:
         """Problem of one chain of a cascade alone on the devices."""
         placement = self.placement
         first, last = placement.starts[number], placement.ends[number]
-
-        def own[T](values: tuple[T, ...]) -> tuple[T, ...]:
-            return values[first : last + 1]
-
+        home = placement.device_of_stage[first : last + 1]
+        own = {name: values[first : last + 1] for name, values in self._columns() if name != "cap"}
         return replace(
             self,
-            placement=Placement(
-                placement.kind, placement.num_devices, own(placement.device_of_stage)
-            ),
-            forward=own(self.forward),
-            backward=own(self.backward),
-            weight_grad=None if self.weight_grad is None else own(self.weight_grad),
+            placement=Placement(placement.kind, placement.num_devices, home),
             link=self.link[first:last] if isinstance(self.link, tuple) else self.link,
-            activation=None if self.activation is None else own(self.activation),
-            recompute_s=None if self.recompute_s is None else own(self.recompute_s),
-            recompute_bytes=None if self.recompute_bytes is None else own(self.recompute_bytes),
-            wgrad_bytes=None if self.wgrad_bytes is None else own(self.wgrad_bytes),
-            offload_bytes=None if self.offload_bytes is None else own(self.offload_bytes),
-            offload_s=None if self.offload_s is None else own(self.offload_s),
+            **own,
         )
+
+    def _columns(self) -> Iterator[tuple[str, Any]]:
+        """Names and values of the fields that have a value by stage, and of ``cap``."""
+        for field in fields(self):
+            values = getattr(self, field.name)
+            if field.name not in ("placement", "num_microbatches", "link") and values is not None:
+                yield field.name, values
 
     @property
     def within_backwards(self) -> ScheduleProblem:
@@ -103,17 +99,6 @@ class ScheduleProblem:
         pairs = zip(self.backward, self.recompute_s, strict=True)
         backward = tuple(max(LEAST_S, b - r) for b, r in pairs)  # rounding can leave less
         return replace(self.within_backwards, backward=backward)
-
-    @property
-    def holding_peaks(self) -> ScheduleProblem:
-        """The same problem with each activation at its largest size throughout.
-
-        Its schedules are valid here too.
-        """
-        if self.wgrad_holds_all:
-            return replace(self, wgrad_bytes=None)
-        most = tuple(map(self.peak_bytes_of, range(self.placement.num_stages)))
-        return replace(self, activation=most, wgrad_bytes=None)
 
     @property
     def with_least_memory(self) -> ScheduleProblem:
@@ -228,21 +213,9 @@ class ScheduleProblem:
     def _faults(self) -> list[str]:
         stages, devices = self.placement.num_stages, self.placement.num_devices
         faults = wrong_count("num_microbatches", self.num_microbatches)
-        for name, count, least in (
-            ("forward", stages, LEAST_S),
-            ("backward", stages, LEAST_S),
-            ("weight_grad", stages, LEAST_S),
-            ("activation", stages, 0.0),
-            ("cap", devices, 0.0),
-            ("recompute_s", stages, 0.0),
-            ("recompute_bytes", stages, 0.0),
-            ("wgrad_bytes", stages, 0.0),
-            ("offload_bytes", stages, 0.0),
-            ("offload_s", stages, 0.0),
-        ):
-            values = getattr(self, name)
-            if values is None:
-                continue
+        for name, values in self._columns():
+            count = devices if name == "cap" else stages
+            least = LEAST_S if name in ("forward", "backward", "weight_grad") else 0.0
             if len(values) != count:
                 faults.append(f"{name}: need {count} values, got {len(values)}")
             if not all(math.isfinite(v) and v >= least for v in values):

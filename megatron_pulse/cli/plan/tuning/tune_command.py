@@ -83,7 +83,7 @@ _FILLED = 3
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``tune``."""
     from megatron_pulse.planner.layout.layouts import LAYOUTS
-    from megatron_pulse.planner.schedule.ilp.solvers import Solver
+    from megatron_pulse.planner.schedule.ilp.solvers import Solver, read_solver
     from megatron_pulse.profile.roofline import ELEMENT_BYTES
 
     parser = add_parser(commands, "tune", "find the fastest plan for a cluster", _DESCRIPTION, run)
@@ -162,6 +162,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     add(
         "--solver",
+        type=read_solver,
         choices=("auto", *map(str, Solver)),
         default="auto",
         help="solver of whole schedules (default auto)",

@@ -10,7 +10,7 @@ exhaustive       every order of all devices' operations, of small problems (``ex
 ===============  ===========================================================================
 
 In a cascade each chain has these bounds alone, and a device's preemptive order takes the operations
-of all chains.
+of all chains. See ../README.md: Lower bounds.
 """
 
 from __future__ import annotations
@@ -26,9 +26,6 @@ from megatron_pulse.planner.schedule.bound.microbatch_path import MicrobatchPath
 from megatron_pulse.planner.schedule.bound.order_bound import BOUND_WORK, classes_of, order_bound
 from megatron_pulse.planner.schedule.jit import compiled
 from megatron_pulse.planner.schedule.problem import ScheduleProblem, require_problem
-
-MANY = 64
-"""Number of the largest activations above which the cap counts as completely filled."""
 
 
 def lower_bound(
@@ -166,11 +163,11 @@ def memory_bound(problem: ScheduleProblem, path: MicrobatchPath | None = None) -
 def filled(cap: float, sizes: Sequence[float]) -> float:
     """Largest part of ``cap`` that whole activations of these sizes can fill.
 
-    All of ``cap`` counts if there are more than two sizes, or room for more than ``MANY``.
+    All of ``cap`` counts if there are more than two sizes, or room for more than 64.
     """
     first, *others = sorted({size for size in sizes if size > 0}, reverse=True) or [0.0]
     cap *= 1 + 1e-9  # tolerance by which a schedule may exceed it
-    if len(others) > 1 or not 0 < cap <= MANY * first:
+    if len(others) > 1 or not 0 < cap <= 64 * first:
         return cap
     each = others[0] if others else math.inf
     counts = range(math.floor(cap / first) + 1)

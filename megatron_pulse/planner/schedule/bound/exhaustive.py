@@ -16,19 +16,11 @@ from functools import cached_property
 from megatron_pulse.planner.schedule.bound.microbatch_path import MicrobatchPath
 from megatron_pulse.planner.schedule.operations import OpType
 
-MOST_OPERATIONS, MOST_BEGINNINGS = 48, 1_500
-"""Largest number of operations, and of partial schedules kept per number of operations.
-
-The limits keep the search below a tenth of a second.
-"""
-
 type _Done = tuple[int, ...]
 """Number of completed microbatches of each class."""
 
 type _Times = tuple[float, ...]
 """Time at which each device is free, then the ends of results that are still needed."""
-
-_SHORTER = 1 - 1e-9
 
 
 @dataclass(frozen=True)
@@ -54,9 +46,9 @@ def exhaustive_bound(path: MicrobatchPath, length: float) -> float:
     """
     problem = path.problem
     operations = problem.num_microbatches * problem.placement.num_stages * len(problem.kinds)
-    if operations > MOST_OPERATIONS:
+    if operations > 48:  # with 1,500 beginnings below a tenth of a second
         return 0.0
-    return _Orders(path, length * _SHORTER).shortest(length)
+    return _Orders(path, length * (1 - 1e-9)).shortest(length)
 
 
 @dataclass(frozen=True)
@@ -100,7 +92,7 @@ class _Orders:
                     grown = (self._grown(done, after, k, times) for times in every)
                     following.setdefault(after, []).extend(t for t in grown if t is not None)
             begun = {done: _earliest(every) for done, every in following.items() if every}
-            if sum(map(len, begun.values())) > MOST_BEGINNINGS:
+            if sum(map(len, begun.values())) > 1_500:
                 return 0.0
         ends = [max(times[:devices]) for every in begun.values() for times in every]
         return min(ends, default=length)

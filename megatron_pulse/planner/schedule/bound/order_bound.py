@@ -29,20 +29,13 @@ from megatron_pulse.planner.schedule.operations import OpType
 BOUND_WORK = 2e8
 """Limit of operations tried in all: about two seconds. Most bounds take a thousandth of it."""
 
-MOST_STATES = 250_000
-"""Limit of states: tens of megabytes."""
-
 TABLE_WORK = 10.0
 """Cost, in tried operations, of building the tables for one state and class."""
 
 CLOSE = 1e-4
 """Relative accuracy of the bound below the shortest possible order."""
 
-STRIDE = 0.005
-"""Relative distance of the next length to try above the last one that is too short; it doubles."""
-
 _TIGHT = 1 + 1e-9
-_NEVER = 1e300
 
 
 @dataclass(frozen=True)
@@ -131,7 +124,7 @@ def shortest_order(
     than ``work`` or lasts longer than ``until``.
     """
     num, count = classes.head.shape
-    most = min(MOST_STATES, work / (2 * TABLE_WORK * num))
+    most = min(250_000, work / (2 * TABLE_WORK * num))
     states = _states(classes, np.inf if cap is None else cap * _TIGHT, count, most)
     if states is None:
         return least, 0.0
@@ -139,10 +132,10 @@ def shortest_order(
     low, high, stride, spent = least, np.inf, 0.0, TABLE_WORK * states.size
     while high > low * (1 + CLOSE) and spent < work and time.process_time() < until:
         length = (low + high) / 2 if high < np.inf else low * (1 + stride)
-        stride = 2 * stride or STRIDE
+        stride = 2 * stride or 0.005
         end, reached, late, tried = _earliest(*table, length * _TIGHT)
         spent += tried * num
-        if end == _NEVER:
+        if end == 1e300:  # never
             low = max(length, late)
         elif length == least:
             return least, spent

@@ -1,4 +1,1 @@
-"""Integer programs for schedules: models in Pyomo, solved by HiGHS or GLPK, and CP-SAT.
-
-See ../README.md: Search. ``..solve`` combines them with the constructive search.
-"""
+"""Integer program for schedules: a Pyomo model, solved by HiGHS or GLPK (../README.md: Search)."""

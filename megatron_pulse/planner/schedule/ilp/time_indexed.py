@@ -23,13 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_pulse.planner.schedule.ilp.solvers import (
-    Answer,
-    Solver,
-    Status,
-    processor_s,
-    solve_model,
-)
+from megatron_pulse.planner.schedule.ilp.solvers import Answer, Solver, Status, minimize
 from megatron_pulse.planner.schedule.search.jobshop import JobShop
 
 EXACT_MEMORY = 10_000
@@ -38,14 +32,14 @@ EXACT_MEMORY = 10_000
 
 @dataclass(frozen=True)
 class ExactResult:
-    """Start of every operation of the shop, if any was found, and the solver's answer.
+    """Start of every operation of the shop, if any was found, and how the solver ended.
 
     ``bound`` is a lower bound in ticks; None if nothing was proved.
     """
 
     start: list[int] | None
     bound: int | None
-    answer: Answer
+    status: Status
 
 
 def shortest(
@@ -60,101 +54,15 @@ def shortest(
 
     ``start``: start times of a schedule within the horizon to begin with.
     """
-    began = processor_s()
-    model = time_indexed(shop, horizon, max(bound, _least(shop)))
-    if model is None:
-        return ExactResult(None, horizon + 1, Answer(Status.INFEASIBLE, None, False, 0.0))
-    if start is not None:
-        _set(shop, model, start, horizon)
-    left = seconds - (processor_s() - began)
-    answer = solve_model(model, solver, left, warm=start is not None)
-    found = _starts(shop, model, horizon) if answer.has_values else None
-    proved = None
-    if answer.status is Status.INFEASIBLE:
-        proved = horizon + 1
-    elif answer.bound is not None:
-        proved = math.ceil(answer.bound - 1e-6)
-    return ExactResult(found, proved, answer)
-
-
-def time_indexed(shop: JobShop, horizon: int, bound: int) -> Any:
-    """Build the model above; None if the windows alone show that ``horizon`` is too short."""
-    import pyomo.environ as pyo  # type: ignore[import-untyped]
-
-    count, classes = shop.num_microbatches, range(shop.num_classes)
-    period = [shop.duration[k * count] for k in classes]
     first, last = windows(shop, horizon)
-    if any(a > b for a, b in zip(first, last, strict=True)):
-        return None
-    ends = [k for k in classes if k not in _sources(shop)]
-    model = pyo.ConcreteModel()
-    index = [
-        (k, t) for k in classes for t in range(first[k * count], last[k * count + count - 1] + 1)
-    ]
-    model.X = pyo.Var(index, domain=pyo.NonNegativeIntegers)
-
-    def started(k: int, t: int) -> Any:
-        """X[k, t], or its value before and after its window."""
-        if t < first[k * count]:
-            return 0
-        return count if t > last[k * count + count - 1] else model.X[k, t]
-
-    for k in classes:
-        mine = range(k * count, (k + 1) * count)
-        for t in range(first[mine[0]], last[mine[-1]] + 1):
-            low, high = sum(last[i] <= t for i in mine), sum(first[i] <= t for i in mine)
-            model.X[k, t].setlb(low)
-            model.X[k, t].setub(high)
-            if low == high:
-                model.X[k, t].fix(low)
-    model.rows = pyo.ConstraintList()
-
-    def require(low: Any, high: Any) -> None:
-        """Add low <= high, unless the row holds without any free variable."""
-        row = low <= high
-        if row is False:
-            row = pyo.Constraint.Infeasible
-        if row is not True and not (
-            hasattr(row, "args") and all(_known(a) for a in row.args) and pyo.value(row)
-        ):
-            model.rows.add(row)
-
-    for k in classes:
-        for t in range(first[k * count], last[k * count + count - 1] + 1):
-            require(started(k, t - 1), started(k, t))
-            for j, lag in shop.before[k * count]:
-                source = j // count
-                require(started(k, t), started(source, t - period[source] - lag))
-    for d in range(len(shop.cap)):
-        line = shop.classes_of(d)
-        change, cap = memory(shop, d)
-        for t in range(horizon):
-            require(sum(started(k, t) - started(k, t - period[k]) for k in line), 1)
-            if any((k, t) in model.X for k, more in change.items() if more > 0):
-                live = (
-                    more * started(k, t if more > 0 else t - period[k])
-                    for k, more in change.items()
-                )
-                require(sum(live), cap)
-    model.done = pyo.Var(range(bound, horizon), domain=pyo.Binary)
-    for t in range(bound, horizon):
-        for k in ends:
-            mine = range(k * count, (k + 1) * count)
-            low = sum(last[i] <= t - period[k] for i in mine)
-            require((count - low) * model.done[t], started(k, t - period[k]) - low)
-        if t > bound:
-            require(model.done[t - 1], model.done[t])
-    model.length = pyo.Objective(expr=horizon - sum(model.done.values()))
-    return model
-
-
-def memory(shop: JobShop, device: int) -> tuple[dict[int, float], float]:
-    """Change of memory in use by each class of a device, and the cap, scaled for solvers."""
-    cap, count = shop.cap[device], shop.num_microbatches
-    own = {k: shop.delta[k * count] for k in shop.classes_of(device) if shop.delta[k * count]}
-    if cap <= EXACT_MEMORY:
-        return {k: float(d) for k, d in own.items()}, float(cap)
-    return {k: d * EXACT_MEMORY / cap for k, d in own.items()}, EXACT_MEMORY + 1e-6
+    chains = (horizon + f - t for f, t in zip(first, last, strict=True))
+    if (longest := max(chains)) > horizon:
+        return ExactResult(None, horizon + 1, Status.INFEASIBLE)
+    program = _Program(shop, horizon, max(bound, longest), first, last)
+    if start is not None:
+        program.begin_with(start)
+    answer = minimize(program.model, solver, seconds, warm=start is not None)
+    return program.result(answer)
 
 
 def windows(shop: JobShop, horizon: int) -> tuple[list[int], list[int]]:
@@ -163,68 +71,123 @@ def windows(shop: JobShop, horizon: int) -> tuple[list[int], list[int]]:
     They follow from the operations before and after: the chain of its microbatch, and its class on
     earlier and later microbatches.
     """
-    first = _heads(shop)
-    tails = _heads(shop.mirrored())
-    return first, [horizon - tail - p for tail, p in zip(tails, shop.duration, strict=True)]
+    count, heads, duration = shop.num_microbatches, shop.heads(), shop.duration
+    order = sorted(range(len(duration)), key=lambda i: (heads[i // count], i % count))
+    first, tail = [0] * len(order), [0] * len(order)
+    for i in order:
+        ready = (first[j] + duration[j] + lag for j, lag in shop.before[i])
+        first[i] = max(ready, default=0)
+    for i in reversed(order):
+        for j, lag in shop.before[i]:
+            tail[j] = max(tail[j], lag + duration[i] + tail[i])
+    return first, [horizon - t - p for t, p in zip(tail, duration, strict=True)]
 
 
-def _heads(shop: JobShop) -> list[int]:
-    """Earliest start of each operation by precedence alone."""
-    head = [-1] * len(shop.duration)
-    for root in range(len(head)):
-        stack = [root]
-        while stack:
-            i = stack[-1]
-            missing = [j for j, _ in shop.before[i] if head[j] < 0]
-            if missing:
-                stack += missing
-                continue
-            stack.pop()
-            head[i] = max(
-                (head[j] + shop.duration[j] + lag for j, lag in shop.before[i]), default=0
-            )
-    return head
+class _Program:
+    """Pyomo model of a shop whose operations start from ``first`` to ``last``.
 
+    A variable exists only where a class's count is open.
+    """
 
-def _least(shop: JobShop) -> int:
-    """Length of the longest chain."""
-    return max(h + p for h, p in zip(_heads(shop), shop.duration, strict=True))
+    def __init__(
+        self, shop: JobShop, horizon: int, bound: int, first: Sequence[int], last: Sequence[int]
+    ) -> None:
+        import pyomo.environ as pyo  # type: ignore[import-untyped]
 
+        self.shop, self.horizon = shop, horizon
+        count, classes = shop.num_microbatches, range(shop.num_classes)
+        self.first = [first[k * count : (k + 1) * count] for k in classes]
+        self.last = [last[k * count : (k + 1) * count] for k in classes]
+        self.period = [shop.duration[k * count] for k in classes]
+        ranges = {
+            (k, t): (sum(b <= t for b in self.last[k]), sum(a <= t for a in self.first[k]))
+            for k in classes
+            for t in range(self.first[k][0], self.last[k][-1])
+        }
+        self.known = {at: low for at, (low, high) in ranges.items() if low == high}
+        model = self.model = pyo.ConcreteModel()
+        model.X = pyo.Var(
+            [at for at in ranges if at not in self.known],
+            domain=pyo.NonNegativeIntegers,
+            bounds=lambda _, k, t: ranges[k, t],
+        )
+        model.done = pyo.Var(range(bound, horizon), domain=pyo.Binary)
+        model.length = pyo.Objective(expr=horizon - sum(model.done.values()))
+        model.rows = pyo.ConstraintList()
+        for k in classes:
+            self._follow(k)
+        for d in range(len(shop.cap)):
+            self._share(d)
+        sources = {j // count for k in classes for j, _ in shop.before[k * count]}
+        for t in model.done:
+            for k in (k for k in classes if k not in sources):
+                low = sum(b <= t - self.period[k] for b in self.last[k])
+                self._require((count - low) * model.done[t], self._ended(k, t) - low)
+            if t > bound:
+                self._require(model.done[t - 1], model.done[t])
 
-def _sources(shop: JobShop) -> set[int]:
-    """Classes whose result another class takes."""
-    count = shop.num_microbatches
-    return {j // count for k in range(shop.num_classes) for j, _ in shop.before[k * count]}
+    def begin_with(self, start: Sequence[int]) -> None:
+        """Set the variables to the values of a schedule."""
+        count, length = self.shop.num_microbatches, self.shop.makespan(start)
+        for (k, t), variable in self.model.X.items():
+            variable.set_value(sum(s <= t for s in start[k * count : (k + 1) * count]), True)
+        for t, variable in self.model.done.items():
+            variable.set_value(int(t >= length))
 
+    def result(self, answer: Answer) -> ExactResult:
+        """Start times from the values of the variables, and the bound."""
+        if answer.status is Status.INFEASIBLE:
+            return ExactResult(None, self.horizon + 1, answer.status)
+        proved = None if answer.bound is None else math.ceil(answer.bound - 1e-6)
+        if answer.status is Status.TIME_LIMIT:
+            return ExactResult(None, proved, answer.status)
+        values = {at: round(variable.value) for at, variable in self.model.X.items()} | self.known
+        start = [
+            next(t for t in range(f, b + 1) if t == b or values.get((k, t), 0) > m)
+            for k, (firsts, lasts) in enumerate(zip(self.first, self.last, strict=True))
+            for m, (f, b) in enumerate(zip(firsts, lasts, strict=True))
+        ]
+        return ExactResult(start, proved, answer.status)
 
-def _known(expression: Any) -> bool:
-    """True if an expression has no free variable."""
-    from pyomo.core.expr.visitor import identify_variables  # type: ignore[import-untyped]
+    def _follow(self, k: int) -> None:
+        """Counts of class k never fall, nor pass those of the class that it waits for."""
+        sources = self.shop.before[k * self.shop.num_microbatches]
+        for t in range(self.first[k][0], self.last[k][-1] + 1):
+            self._require(self._started(k, t - 1), self._started(k, t))
+            for j, lag in sources:
+                source = j // self.shop.num_microbatches
+                self._require(self._started(k, t), self._ended(source, t - lag))
 
-    if not hasattr(expression, "is_expression_type"):
-        return True
-    return next(identify_variables(expression, include_fixed=False), None) is None
+    def _share(self, d: int) -> None:
+        """Device d runs one operation at a time, within its memory."""
+        shop, line = self.shop, self.shop.classes_of(d)
+        change: dict[int, float] = {k: shop.delta[k * shop.num_microbatches] for k in line}
+        cap: float = shop.cap[d]
+        if cap > EXACT_MEMORY:
+            change = {k: more * EXACT_MEMORY / cap for k, more in change.items()}
+            cap = EXACT_MEMORY + 1e-6
+        for t in range(self.horizon):
+            begun = {k: self._started(k, t) for k in line}
+            ended = {k: self._ended(k, t) for k in line}
+            self._require(sum(begun[k] - ended[k] for k in line), 1)
+            live = (a * (begun if a > 0 else ended)[k] for k, a in change.items() if a)
+            self._require(sum(live), cap)
 
+    def _started(self, k: int, t: int) -> Any:
+        """X[k, t], or its value where only one is possible."""
+        if t < self.first[k][0]:
+            return 0
+        if t >= self.last[k][-1]:
+            return self.shop.num_microbatches
+        return self.known[k, t] if (k, t) in self.known else self.model.X[k, t]
 
-def _set(shop: JobShop, model: Any, start: Sequence[int], horizon: int) -> None:
-    """Set the variables to the values of a schedule."""
-    count = shop.num_microbatches
-    for k, t in model.X:
-        if not model.X[k, t].fixed:
-            begun = sum(start[i] <= t for i in range(k * count, (k + 1) * count))
-            model.X[k, t].set_value(begun, True)
-    length = shop.makespan(start)
-    for t in model.done:
-        model.done[t].set_value(int(t >= length))
+    def _ended(self, k: int, t: int) -> Any:
+        return self._started(k, t - self.period[k])
 
+    def _require(self, low: Any, high: Any) -> None:
+        """Add low <= high, unless it holds for constants."""
+        import pyomo.environ as pyo
 
-def _starts(shop: JobShop, model: Any, horizon: int) -> list[int]:
-    """Start times from the values of the variables."""
-    count = shop.num_microbatches
-    last = windows(shop, horizon)[1]
-    start = []
-    for k in range(shop.num_classes):
-        counts = {t: round(model.X[j, t].value) for j, t in model.X if j == k}
-        for m in range(count):
-            start.append(min((t for t, x in counts.items() if x > m), default=last[k * count + m]))
-    return start
+        row = low <= high
+        if row is not True:
+            self.model.rows.add(pyo.Constraint.Infeasible if row is False else row)

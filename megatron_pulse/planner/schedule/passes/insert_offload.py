@@ -13,7 +13,8 @@ them::
 
 The pass offloads the activation whose backward comes last, among those that can be offloaded in
 time. An optimal cache evicts likewise (Belady, IBM Systems Journal 5, 1966). Copies queue up. If
-the link is too slow, O is earlier and L later than it should be, and the device waits.
+the link is too slow, O is earlier and L later than it should be, and the device waits. See
+../README.md: Recomputation and offload.
 """
 
 from __future__ import annotations
@@ -39,16 +40,7 @@ TRAVELLING = 3
 They are one that leaves, one that returns, and one in use. Less is set aside if memory is small.
 """
 
-ROUNDS = 4
-"""Number of times that the queues of copies are simulated again as more activations leave."""
-
 _TIGHT = 1 + 1e-9
-
-TRIES, STEP = 4, 0.5
-"""Number of searches, and increment of the counted share of weight-gradient queue bytes.
-
-The share grows on devices that have no room for the queue.
-"""
 
 
 class NoRoomError(ValueError):
@@ -126,7 +118,7 @@ def _candidates(
 ) -> Iterator[Synthesis]:
     parts = [0.0] * problem.placement.num_devices
     for room in (True, False):
-        for _ in range(TRIES):
+        for _ in range(4):
             found = search(problem_without_offload(problem, parts, room))
             try:
                 yield replace(found, schedule=insert_offload(problem, found.schedule))
@@ -134,7 +126,7 @@ def _candidates(
             except NoRoomError as error:
                 if problem.weight_grad is None or parts[error.device] >= 1.0:
                     break
-                parts[error.device] += STEP
+                parts[error.device] += 0.5  # count more of the queue on devices without room for it
     yield search(replace(problem, offload_bytes=None, offload_s=None))
 
 
@@ -224,7 +216,7 @@ class _Line:
     def items(self) -> tuple[Operation, ...] | None:
         """The order with O and L; None if there is no room."""
         intervals: dict[_Key, _Interval] = {}
-        for _ in range(ROUNDS):
+        for _ in range(4):  # more copies queue up
             intervals = self._timed(intervals)
             if not self._add(intervals):
                 break

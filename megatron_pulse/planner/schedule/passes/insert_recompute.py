@@ -23,12 +23,6 @@ from megatron_pulse.planner.schedule.operations import BACKWARDS, Operation, OpT
 from megatron_pulse.planner.schedule.passes.insert_offload import memory_by_operation
 from megatron_pulse.planner.schedule.problem import Certificate, ScheduleProblem, Synthesis
 
-ROUNDS = 4
-"""Number of passes; each looks for idle time that the last has left."""
-
-LEAST = 1e-9
-"""Least share of the makespan that counts as idle time."""
-
 
 def with_recomputation(problem: ScheduleProblem, found: Synthesis) -> Synthesis:
     """Move recomputation within backwards of ``found`` to idle time; the result is never longer.
@@ -49,7 +43,7 @@ def insert_recompute(problem: ScheduleProblem, schedule: Schedule) -> Schedule:
     """``schedule`` with R where its devices are idle and have room."""
     lines = [_Line(problem, device, order) for device, order in enumerate(schedule.order)]
     found = replace(schedule, order=tuple(tuple(line.items) for line in lines))
-    for _ in range(ROUNDS):
+    for _ in range(4):  # each looks for idle time that the last has left
         timeline = simulate(problem, found)
         if not any([line.move(timeline) for line in lines]):
             break
@@ -86,7 +80,7 @@ class _Line:
     def move(self, timeline: Timeline) -> bool:
         """Move recomputations of delayed backwards to long enough waits; true if any was moved."""
         idle = self._idle(timeline)
-        least = LEAST * timeline.makespan
+        least = 1e-9 * timeline.makespan
         waits = [k for k, seconds in enumerate(idle) if seconds > least]
         moved = False
         for k, op in enumerate(self.order):

@@ -18,21 +18,6 @@ import numpy as np
 from megatron_pulse.planner.schedule.jit import compiled, compiled_inner, zeros
 from megatron_pulse.planner.schedule.search.jobshop import JobShop
 
-HOT, COLD = 0.25, 0.01
-"""First and last temperature, in units of the mean duration."""
-
-PRICE = (4.0, 16.0)
-"""First and last price of a forward that exceeds the memory, in the same unit."""
-
-FAR = 2
-"""Multiple of the cap that may be in use during the search; keeps sums far below 2^63."""
-
-STRAY = 0.3
-"""Share of swaps that only reduce memory, while the memory is exceeded."""
-
-CHECK, MOST = 2_000_000, 500
-"""Limits between two calls of ``progress``: swaps times operations, and swaps."""
-
 
 def anneal(
     shop: JobShop,
@@ -40,24 +25,25 @@ def anneal(
     progress: Callable[[int], float],
     seed: int = 0,
     goal: int = 0,
-    hot: float = HOT,
-    price: tuple[float, float] = PRICE,
+    hot: float = 0.25,
+    price: tuple[float, float] = (4.0, 16.0),
 ) -> list[int]:
     """Anneal from ``start`` and return the shortest feasible start times; ends early at ``goal``
     ticks.
 
-    ``progress`` takes the number of swaps so far and returns the elapsed share of the search; 1 or
-    more ends it.
+    ``hot`` is the first temperature; ``price`` the first and last price of a forward that exceeds
+    the memory; both are in units of the mean duration. ``progress`` takes the number of swaps so
+    far and returns the elapsed share of the search; 1 or more ends it.
     """
     walk = _walk(shop, start)
     best = walk.end.copy()
     length = int(best.max())
     mean = sum(shop.duration) / len(shop.duration)
-    share = max(1, min(MOST, CHECK // len(shop.duration)))
+    share = max(1, min(500, 2_000_000 // len(shop.duration)))  # between two looks at the clock
     _seed(seed)
     swaps = 0
     while length > goal and (done := progress(swaps)) < 1:
-        heat = mean * hot * (COLD / HOT) ** done
+        heat = mean * hot * 0.04**done
         fine = mean * price[0] * (price[1] / price[0]) ** done
         tried, length = _swaps(walk, best, length, share, heat, fine, goal)
         if not tried:
@@ -159,7 +145,7 @@ def _swaps(
         over += _lacks(walk, i, walk.live[i])
     tries = 0
     while tries < number and length > goal:
-        if over and np.random.random() < STRAY:
+        if over and np.random.random() < 0.3:  # only to reduce memory
             pairs[0] = _stray(walk)
             found = 1 if pairs[0] != n else 0
             if not found:
@@ -183,7 +169,8 @@ def _swaps(
             )
             limit = now - heat * np.log(1.0 - np.random.random()) - price * more
             reached = -1
-            if least + walk.delta[v] <= FAR * walk.cap[walk.device[v]]:
+            # At most twice the cap is in use, so that sums stay far below 2^63.
+            if least + walk.delta[v] <= 2 * walk.cap[walk.device[v]]:
                 reached = _swap(walk, v, limit, trial, mark, fresh, tries)
             if reached >= 0:
                 now = reached

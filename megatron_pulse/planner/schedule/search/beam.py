@@ -1,14 +1,17 @@
-"""Modulo templates by beam search, without a solver.
+"""Templates by beam search: periodic schedules that repeat one microbatch every period.
 
-The classes are placed one after the other along a microbatch's path. A class goes into a gap of the
-device's period, flush with a neighbour, or so that remaining classes still fit in between. The
-search keeps the partial templates with the least predicted memory above the caps, then with the
-least delay of the path (../README.md: Search).
+Throughput and memory of a template do not depend on the number of microbatches. The classes are
+placed one after the other along a microbatch's path. A class goes into a gap of the device's
+period, flush with a neighbour, or so that remaining classes still fit in between. The search keeps
+the partial templates with the least predicted memory above the caps, then with the least delay of
+the path (../README.md: Search).
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import combinations
+from operator import mul
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +19,6 @@ import numpy as np
 from megatron_pulse.planner.schedule.jit import compiled, compiled_inner, zeros
 from megatron_pulse.planner.schedule.operations import OpType
 from megatron_pulse.planner.schedule.search.jobshop import JobShop
-from megatron_pulse.planner.schedule.search.template import Template
 
 MOST_WORK = 30_000_000
 """Limit of trial placements in the packing checks; beyond it there is no template.
@@ -26,6 +28,31 @@ Twenty classes of different lengths on a device would otherwise take minutes.
 
 ROUNDING = 1e-12
 """Share of a device's memory by which it may be exceeded: units may be too many for doubles."""
+
+
+@dataclass(frozen=True)
+class Template:
+    """Class k starts microbatch m at ``start[k] + m * period``; all in ticks of a JobShop."""
+
+    period: int
+    start: tuple[int, ...]
+
+    def unrolled(self, num_microbatches: int) -> list[int]:
+        """Start times of every operation of a JobShop, the first at 0."""
+        first = min(self.start)
+        return [t - first + m * self.period for t in self.start for m in range(num_microbatches)]
+
+    def keeps_caps(self, shop: JobShop) -> bool:
+        """True if no device exceeds its memory in the steady state, for ever."""
+        count = shop.num_microbatches
+        for device, cap in enumerate(shop.cap):
+            change = {k: shop.delta[k * count] for k in shop.classes_of(device)}
+            for now, grows in change.items():
+                begun = ((self.start[now] - self.start[k]) // self.period for k in change)
+                live = sum(map(mul, change.values(), begun))
+                if grows > 0 and live > cap:
+                    return False
+        return True
 
 
 class _Classes(NamedTuple):
@@ -87,7 +114,7 @@ def beam_templates(
     first.
 
     Returns none if the packing checks take more than ``MOST_WORK``. The best may exceed a cap
-    (``template.faults``): its order is then still a good start.
+    (``keeps_caps``): its order is then still a good start.
     """
     states, following = _empty(shop, width), _empty(shop, width)
     found = _search(_classes(shop), _path(shop), states, following, period, branches)

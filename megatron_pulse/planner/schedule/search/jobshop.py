@@ -23,12 +23,6 @@ from megatron_pulse.planner.schedule.simulate_kernel import Waits, completes, ea
 TICKS = 1000
 """Ticks of the longest operation if the durations are not whole numbers."""
 
-UNITS = 1 << 60
-"""Units of the largest memory if activations are not whole numbers."""
-
-FINE = 1 << 30
-"""Threshold in units: a device with less memory than this gets a finer unit of its own."""
-
 
 @dataclass(frozen=True)
 class JobShop:
@@ -89,40 +83,10 @@ class JobShop:
                 heads[k] = max(heads[k], heads[j // count] + self.duration[j] + lag)
         return heads
 
-    def tails(self) -> list[int]:
-        """Least time from the end of each class to the end of its microbatch."""
-        count, tails = self.num_microbatches, [0] * self.num_classes
-        for k in sorted(range(self.num_classes), key=self.heads().__getitem__, reverse=True):
-            for j, lag in self.before[k * count]:
-                own = tails[k] + self.duration[k * count] + lag
-                tails[j // count] = max(tails[j // count], own)
-        return tails
-
-    def mirrored(self) -> JobShop:
-        """The same job shop with time reversed."""
-        after: list[list[tuple[int, int]]] = [[] for _ in self.before]
-        for i, edges in enumerate(self.before):
-            for j, lag in edges:
-                after[j].append((i, lag))
-        return JobShop(
-            self.placement,
-            self.num_microbatches,
-            self.kinds,
-            self.duration,
-            self.device,
-            tuple(map(tuple, after)),
-            tuple(-d for d in self.delta),
-            self.cap,
-        )
-
     def makespan(self, start: Sequence[int]) -> int:
         """Ticks from 0 to the last end."""
         ends: Iterator[int] = map(add, start, self.duration)
         return max(ends)
-
-    def operation(self, i: int) -> Operation:
-        """Operation with number ``i``."""
-        return self._operations[i]
 
     @property
     def _operations(self) -> tuple[Operation, ...]:
@@ -269,12 +233,13 @@ def _to_units(problem: ScheduleProblem) -> tuple[list[int], tuple[int, ...]]:
     enough = problem.num_microbatches * sum(most)
     cap = [min(enough, c) for c in problem.cap or [enough] * problem.placement.num_devices]
     unit = [Fraction(1)] * len(cap)
+    units_of_largest = 1 << 60
     if not all(w.is_integer() for w in map(float, [*first, *rest])):
-        unit = [UNITS / Fraction(max(*most, *cap))] * len(cap)
+        unit = [units_of_largest / Fraction(max(*most, *cap))] * len(cap)
         for d, room in enumerate(cap):
             largest = Fraction(max(room, *(w for w, at in zip(most, home, strict=True) if at == d)))
-            if 0 < largest * unit[d] < FINE:
-                unit[d] = UNITS / largest
+            if 0 < largest * unit[d] < 1 << 30:  # too coarse for a device with little memory
+                unit[d] = units_of_largest / largest
     room_of = tuple(int(Fraction(c * (1 + 1e-9)) * u) for c, u in zip(cap, unit, strict=True))
 
     def units(values: Sequence[float]) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from heapq import heappop, heappush
 from typing import Any
 
 import numpy as np
@@ -78,13 +79,14 @@ def _listed(
     for i in range(len(date)):
         start[i] = end[i] = -1
     # Times at which a device may go on: time * devices + device, in a heap.
-    events = zeros(1 + 4 * len(date))
+    events = [0]
+    events.pop()
     for k in range(len(home)):
         if source[k, 0] < 0:
             for t in release:
-                _push(events, t * devices + home[k])
-    while events[0]:
-        event = _pop(events)
+                heappush(events, t * devices + home[k])
+    while len(events) > 0:
+        event = heappop(events)
         now, d = event // devices, event % devices
         if free[d] > now:
             continue
@@ -114,10 +116,10 @@ def _listed(
         step[best] += 1
         start[i] = now
         end[i] = free[d] = now + duration[best]
-        _push(events, end[i] * devices + d)
+        heappush(events, end[i] * devices + d)
         for k in feeds[best]:
             if k >= 0:
-                _push(events, (end[i] + source[k, 1]) * devices + home[k])
+                heappush(events, (end[i] + source[k, 1]) * devices + home[k])
         live[d] += change
         to_allocate[d, m] -= max(0, change)
         to_free[d, m] += min(0, change)
@@ -125,34 +127,6 @@ def _listed(
         while oldest[d] < count - 1 and not open_frees[d, oldest[d]]:
             oldest[d] += 1
     return start
-
-
-@compiled_inner
-def _push(heap: Any, value: int) -> None:
-    """Push ``value`` to a min-heap of ``heap[0]`` numbers."""
-    heap[0] += 1
-    at = heap[0]
-    while at > 1 and heap[at // 2] > value:
-        heap[at] = heap[at // 2]
-        at //= 2
-    heap[at] = value
-
-
-@compiled_inner
-def _pop(heap: Any) -> int:
-    """Pop the least number of a min-heap."""
-    least: int = heap[1]
-    size, value, at = heap[0] - 1, heap[heap[0]], 1
-    while 2 * at <= size:
-        child = 2 * at
-        if child < size and heap[child + 1] < heap[child]:
-            child += 1
-        if heap[child] >= value:
-            break
-        heap[at] = heap[child]
-        at = child
-    heap[0], heap[at] = size, value
-    return least
 
 
 @compiled_inner

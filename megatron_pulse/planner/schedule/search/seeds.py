@@ -6,17 +6,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 
-from megatron_pulse.planner.schedule.search.beam import beam_templates
+from megatron_pulse.planner.schedule.search.beam import Template, beam_templates
 from megatron_pulse.planner.schedule.search.jobshop import JobShop
 from megatron_pulse.planner.schedule.search.list_scheduling import list_schedule
-from megatron_pulse.planner.schedule.search.template import Template, faults
-
-PERIODS = (1.0, 1.05, 1.2, 1.4, 1.1, 1.3, 1.5)
-"""Periods of templates in units of the largest device load, the most promising first."""
-
-
-STEADY_PERIODS = (1.0, 1.02, 1.04, 1.06, 1.08, 1.1, 1.15, 1.2, 1.25, 1.3)
-"""Periods of templates for many microbatches, whose makespan depends mostly on the period."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +36,6 @@ RULES = (
     PriorityRule(1, 1.0, False),
 )
 
-PACES = (0.0, 7 / 6, 13 / 12, 1.0, 1.25, 1.5, 5 / 3)
-"""Time between injected microbatches in units of the largest device load; 0: no delay."""
-
 
 def starts(shop: JobShop) -> Iterator[list[int]]:
     """Initial start times, templates and rules in turn, the most promising first."""
@@ -61,44 +50,10 @@ def starts(shop: JobShop) -> Iterator[list[int]]:
         yield _by_rule(shop, rule, pace, burst)
 
 
-def rules_by_growth(
-    shop: JobShop, few: JobShop, more: JobShop, stop: Callable[[], bool]
-) -> Iterator[list[int]]:
-    """List schedules by static rules, those with the shortest predicted makespan first.
-
-    Predictions extrapolate from ``few`` and ``more`` microbatches, which take less time to
-    schedule. Rules that were not evaluated before ``stop`` are left out.
-    """
-    expected = []
-    for number, way in enumerate(_ways(shop)):
-        if stop():
-            break
-        short, longer = (core.makespan(_by_rule(core, *way)) for core in (few, more))
-        each = (longer - short) / (more.num_microbatches - few.num_microbatches)
-        rest = shop.num_microbatches - more.num_microbatches
-        expected.append((longer + each * rest, number, way))
-    for _, _, way in sorted(expected, key=lambda each: each[:2]):
-        yield _by_rule(shop, *way)
-
-
-def round_robin(*sources: Iterator[list[int]]) -> Iterator[list[int]]:
-    """Take one start from each source in turn, without duplicates."""
-    seen: set[tuple[int, ...]] = set()
-    left = list(sources)
-    while left:
-        for source in tuple(left):
-            start = next((each for each in source if tuple(each) not in seen), None)
-            if start is None:
-                left.remove(source)
-            else:
-                seen.add(tuple(start))
-                yield start
-
-
 def from_template(shop: JobShop, template: Template) -> Iterator[list[int]]:
     """The template itself, if it keeps the caps, and a list schedule with the template's dates."""
     dates = template.unrolled(shop.num_microbatches)
-    if not faults(shop, template):
+    if template.keeps_caps(shop):
         yield dates
     yield list_schedule(shop, dates, [0] * shop.num_microbatches)
 
@@ -110,18 +65,18 @@ def steady_templates(shop: JobShop, stop: Callable[[], bool]) -> Iterator[list[i
     """
     load = shop.most_load
     found: list[list[int]] = []
-    for period in STEADY_PERIODS:
+    for period in (1.0, 1.02, 1.04, 1.06, 1.08, 1.1, 1.15, 1.2, 1.25, 1.3):
         if found and stop():
             break
         for template in beam_templates(shop, int(load * period))[:1]:
-            if not faults(shop, template):
+            if template.keeps_caps(shop):
                 found.append(template.unrolled(shop.num_microbatches))
     yield from sorted(found, key=shop.makespan)
 
 
 def _by_beam(shop: JobShop) -> Iterator[list[int]]:
     load = shop.most_load
-    for period in PERIODS:
+    for period in (1.0, 1.05, 1.2, 1.4, 1.1, 1.3, 1.5):  # the most promising first
         for template in beam_templates(shop, int(load * period)):
             yield from from_template(shop, template)
 
@@ -129,8 +84,9 @@ def _by_beam(shop: JobShop) -> Iterator[list[int]]:
 def _ways(shop: JobShop) -> Iterator[tuple[PriorityRule, float, int]]:
     """Rules, paces and numbers of microbatches injected at once, the most promising first."""
     half = shop.placement.num_devices // 2
+    paces = (0.0, 7 / 6, 13 / 12, 1.0, 1.25, 1.5, 5 / 3)  # between two microbatches; 0: no delay
     for burst in sorted({1, 2, 3, half, half + 1}):
-        for pace in PACES if burst == 1 else PACES[1:]:
+        for pace in paces if burst == 1 else paces[1:]:
             for rule in RULES:
                 yield rule, pace, max(1, burst)
 

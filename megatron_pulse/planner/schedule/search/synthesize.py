@@ -4,12 +4,10 @@ The search runs these methods in order:
 
 * the classic schedules that fit;
 * bounded dynamic programming (``sweep``), which is exhaustive if memory is small;
-* templates, list schedules by static rules, and list schedules with perturbed dates of the best so
-  far, each compacted by ``improve``;
+* templates and list schedules by static rules, each compacted by ``improve``;
 * swaps on the critical path (``anneal``).
 
-With many microbatches, the search first solves a smaller problem and repeats its steady state
-(``extend``). See ../README.md: Search. On the fold the result is PULSE's wave:
+See ../README.md: Search. On the fold the result is PULSE's wave:
 
 P = 2, M = 2, equal stages, forward = backward = 1 (stage:microbatch; 10 slots)
 
@@ -23,12 +21,9 @@ from __future__ import annotations
 
 import logging
 import math
-import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, lru_cache
-from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -47,45 +42,19 @@ from megatron_pulse.planner.schedule.problem import Certificate, ScheduleProblem
 from megatron_pulse.planner.schedule.search.anneal import anneal
 from megatron_pulse.planner.schedule.search.beam import beam_templates
 from megatron_pulse.planner.schedule.search.compaction import improve
-from megatron_pulse.planner.schedule.search.dp.chain import max_in_flight_microbatches
-from megatron_pulse.planner.schedule.search.dp.growing_width import BEHIND, GrowingSweeps
-from megatron_pulse.planner.schedule.search.jobshop import exact_time, job_shop
-from megatron_pulse.planner.schedule.search.list_scheduling import list_schedule
-from megatron_pulse.planner.schedule.search.repeat_steady_state import extended
-from megatron_pulse.planner.schedule.search.seeds import (
-    from_template,
-    round_robin,
-    rules_by_growth,
-    starts,
-    steady_templates,
+from megatron_pulse.planner.schedule.search.dp import (
+    BEHIND,
+    GrowingSweeps,
+    max_in_flight_microbatches,
 )
-from megatron_pulse.planner.schedule.search.template import Template
+from megatron_pulse.planner.schedule.search.jobshop import exact_time, job_shop
+from megatron_pulse.planner.schedule.search.seeds import starts, steady_templates
 
-OPERATIONS, MOST_STARTS = 60_000, 250
-"""Limits without effort or time limit: operations in all starts together, and starts.
+MOST_STARTS = 250
+"""Largest effort without effort or time limit."""
 
-A large problem takes seconds, a small one less than one.
-"""
-
-CORE = 3
-"""Microbatches per device above which the search first solves a problem with fewer."""
-
-STEADY_SHARE, CORE_SHARE, STARTS_SHARE, SHAKEN_SHARE = 0.1, 0.6, 0.2, 0.1
-"""Shares of the remaining effort or time.
-
-For many microbatches, first templates and a schedule of fewer microbatches; then starts and
-perturbed dates.
-"""
-
-FEW_SHARE, MANY_SHARE = 0.05, 0.3
-"""Shares of sweeps: for few states at first, and for many states if promising."""
-
-OPEN = 8
-"""Largest number of microbatches in flight for which sweeps are tried; more give too many
-states."""
-
-LOOKS = 20_000
-"""Operation starts that a sweep visits in the time of one start."""
+LARGE = 5000
+"""Number of operations from which annealing begins cold: there is no time to cool down."""
 
 ROUNDS = (
     (0.4, 1.0, (4.0, 16.0)),
@@ -98,40 +67,6 @@ ROUNDS = (
 A high price keeps the search near feasible orders; a low price lets it cross infeasible ones.
 """
 
-SWAPS = 2000
-"""Swaps of annealing that count as one start; they take about as long."""
-
-LARGE, LARGE_STARTS_SHARE = 5000, 0.35
-"""Problem size in operations from which annealing begins cold, and the share of starts there.
-
-A large problem leaves no time to cool down, and seldom has a smaller schedule that repeats.
-"""
-
-FEW, MORE, GROWTH_SHARE = 2, 3, 0.4
-"""Microbatches per device of two smaller problems that rank the rules, and their share of time."""
-
-NOISE = (0.1, 0.3, 1.0)
-"""Sizes of perturbations of dates, in units of the largest device load."""
-
-BOUND_SHARE = 0.25
-"""Share of the time after which the lower bound stops; on an idle machine it is done by then."""
-
-LONG_S, LEAST_STARTS = 10.0, 5
-"""Limits of the lower bound's work.
-
-From ``LONG_S`` seconds on the bound may take all of its work. Fewer than ``LEAST_STARTS`` starts
-count as that many; ``MOST_STARTS`` allow all of the work.
-"""
-
-CORES = 4
-"""Number of repeated parts to try."""
-
-ROUNDED = 1.05
-"""Largest ratio to the fewest ticks of a schedule that may be the shortest in the exact unit."""
-
-NOTABLE_S = 2.0
-"""Seconds of compilation above which the time is logged."""
-
 log = logging.getLogger(__name__)
 
 
@@ -139,8 +74,6 @@ def synthesize(
     problem: ScheduleProblem,
     seconds: float = 10.0,
     effort: int | None = None,
-    templates: Iterable[Template] = (),
-    beside: Callable[[Schedule, float], bool] | None = None,
     bounded: bool = True,
 ) -> Synthesis:
     """Find a short schedule; it is never longer than a classic one that fits ``problem``.
@@ -150,12 +83,10 @@ def synthesize(
     result does not depend on the clock. Without a time limit (``math.inf``) the size of the problem
     determines the effort.
 
-    ``templates``, in ticks of ``job_shop(problem)``, are additional starts. ``beside`` is called
-    now and then with the best schedule and bound so far; True ends the search. Recomputation is
-    part of its backward during the search, and then moves to idle times. Activations under offload
-    count as absent during the search, and then leave only where memory requires. Unless
-    ``bounded``, the certificate has only a quick bound; the schedule is the same if ``effort``
-    alone ends the search.
+    Recomputation is part of its backward during the search, and then moves to idle times.
+    Activations under offload count as absent during the search, and then leave only where memory
+    requires. Unless ``bounded``, the certificate has only a quick bound; the schedule is the same
+    if ``effort`` alone ends the search.
     """
     if problem.offload_bytes is not None:
         return with_offload(
@@ -163,19 +94,20 @@ def synthesize(
         )
     if problem.recompute_s is not None:
         within = problem.within_backwards
-        found = synthesize(within, seconds, effort, templates, beside, bounded)
+        found = synthesize(within, seconds, effort, bounded)
         return with_recomputation(problem, found)
     compile_search()
     began = time.process_time()
     if effort is None and seconds == math.inf:
         operations = problem.num_microbatches * problem.placement.num_stages * len(problem.kinds)
-        effort = min(MOST_STARTS, max(16, OPERATIONS // operations))
-    share = seconds / LONG_S if effort is None else max(effort, LEAST_STARTS) / MOST_STARTS
-    until = math.inf if effort is not None else began + BOUND_SHARE * seconds
+        effort = min(MOST_STARTS, max(16, 60_000 // operations))  # a large problem takes seconds
+    # From 10 seconds on the bound may take all of its work; on an idle machine it is done long
+    # before a fourth of the time.
+    share = seconds / 10 if effort is None else max(effort, 5) / MOST_STARTS
+    until = math.inf if effort is not None else began + seconds / 4
     search = _ScheduleSearch(problem, BOUND_WORK * min(1.0, share) if bounded else None, until)
     left = seconds - (time.process_time() - began)
-    stop = None if beside is None else lambda: beside(search.best, search.bound)
-    search.spend(_Budget(left, effort, stop), tuple(templates))
+    search.spend(_Budget(left, effort))
     if bounded and not search.proved:
         search.try_every_order()
     length, bound = search.length, min(search.bound, search.length)
@@ -200,7 +132,7 @@ def compile_search() -> None:
         anneal(shop, improve(shop, next(starts(shop))), float)
         beam_templates(shop, shop.most_load)
         next(GrowingSweeps(problem, shop).starts(lambda: math.inf, lambda _: 1.0), None)
-    if (spent := time.process_time() - began) > NOTABLE_S:
+    if (spent := time.process_time() - began) > 2:
         log.info("compiled the search for schedules in %.1f s; it is kept on disk", spent)
 
 
@@ -258,18 +190,14 @@ def _classic(
 
 
 class _Budget:
-    """Remaining time, or remaining number of starts; exhausted once ``stop`` is true."""
+    """Remaining time, or remaining number of starts."""
 
-    def __init__(
-        self, seconds: float, effort: int | None, stop: Callable[[], bool] | None = None
-    ) -> None:
-        self.effort, self.stop = effort, stop
+    def __init__(self, seconds: float, effort: int | None) -> None:
+        self.effort = effort
         self.deadline = math.inf if effort is not None else time.process_time() + seconds
 
     @property
     def spent(self) -> bool:
-        if self.stop is not None and self.stop():
-            return True
         return time.process_time() >= self.deadline or self.effort == 0
 
     def take(self) -> None:
@@ -282,18 +210,13 @@ class _Budget:
         if self.effort is not None:
             taken = min(self.effort, max(1, int(self.effort * part)))
             self.effort -= taken
-            return _Budget(math.inf, taken, self.stop)
-        return _Budget(max(0.0, part * (self.deadline - time.process_time())), None, self.stop)
-
-    def past(self, part: float) -> Callable[[], bool]:
-        """Predicate that turns true after a part of the remaining time; never with effort."""
-        until = time.process_time() + part * (self.deadline - time.process_time())
-        return lambda: time.process_time() >= until
+            return _Budget(math.inf, taken)
+        return _Budget(max(0.0, part * (self.deadline - time.process_time())), None)
 
     def looks(self) -> Callable[[int], float]:
         """Function from operation starts visited to the number that a sweep may still visit."""
         if self.effort is not None:
-            most = LOOKS * self.effort
+            most = 20_000 * self.effort  # about the time of a start
             return lambda done: most - done
         began = time.process_time()
 
@@ -308,7 +231,7 @@ class _Budget:
     def progress(self) -> Callable[[int], float]:
         """Progress function of an annealing that takes the whole budget."""
         if self.effort is not None:
-            swaps = max(1, SWAPS * self.effort)
+            swaps = max(1, 2000 * self.effort)  # about the time of a start
             return lambda done: done / swaps
         began = time.process_time()
         length = max(1e-9, self.deadline - began)
@@ -331,7 +254,8 @@ class _ScheduleSearch:
         wave, fitting = self.shop.timed(first), classics(problem)
         self.fitting = list(map(self.shop.earliest, fitting))
         begun = [(wave, self.shop.schedule("wave", wave)), *zip(self.fitting, fitting, strict=True)]
-        most = ROUNDED * min(self.shop.makespan(start) for start, _ in begun)
+        # Rounded to ticks, one of the shortest may be 5 % longer.
+        most = 1.05 * min(self.shop.makespan(start) for start, _ in begun)
         near = [each for each in begun if self.shop.makespan(each[0]) <= most]
         reached = [self.seconds(start) for start, _ in near]
         self.length = min(reached)
@@ -350,36 +274,25 @@ class _ScheduleSearch:
             path = MicrobatchPath(self.problem)
             self.bound = max(self.bound, exhaustive_bound(path, self.length))
 
-    def spend(self, budget: _Budget, templates: Iterable[Template] = ()) -> None:
-        """Search until the bound is reached or the budget is spent."""
-        given = (start for t in templates for start in from_template(self.shop, t))
-        self.try_all(chain(self.fitting, given), None)
+    def spend(self, budget: _Budget) -> None:
+        """Search until the bound is reached or the budget is spent.
+
+        A share is of what remains then.
+        """
+        self.try_all(self.fitting, None)
         if self.proved or budget.spent:
             return
         sweeps = None
         one_chain = len(self.problem.placement.starts) == 1
-        if one_chain and max_in_flight_microbatches(self.shop) <= OPEN:
+        if one_chain and max_in_flight_microbatches(self.shop) <= 8:  # more have too many states
             sweeps = GrowingSweeps(self.problem, self.shop)
-            self.sweep(sweeps, budget.share(FEW_SHARE))
-        count = CORE * self.problem.placement.num_devices
-        large = len(self.start) > LARGE
-        if self.problem.num_microbatches > count:
-            part = budget.share(STEADY_SHARE)
+            self.sweep(sweeps, budget.share(0.05))
+        if self.problem.num_microbatches > 3 * self.problem.placement.num_devices:
+            part = budget.share(0.1)
             self.try_all(steady_templates(self.shop, lambda: part.spent), part)
-            if not large:
-                part = budget.share(CORE_SHARE)
-                self.try_all(self.by_core(count, part), None)
-        part = budget.share(LARGE_STARTS_SHARE if large else STARTS_SHARE)
-        sources = [starts(self.shop)]
-        if not self.problem.wgrad_holds_all:
-            sources.append(self.by_holding())
-        if large and self.problem.num_microbatches > count:
-            sources.append(self.by_growth(part.past(GROWTH_SHARE)))
-        self.try_all(round_robin(*sources), part)
-        part = budget.share(SHAKEN_SHARE)
-        self.try_all(self.shaken(), part)
+        self.try_all(starts(self.shop), budget.share(0.35 if len(self.start) > LARGE else 0.2))
         if sweeps is not None and sweeps.reached <= BEHIND * self.ticks:
-            self.sweep(sweeps, budget.share(MANY_SHARE))
+            self.sweep(sweeps, budget.share(0.3))
         for seed, (share, hot, price) in enumerate(ROUNDS):
             if self.proved or budget.spent:
                 return
@@ -417,35 +330,3 @@ class _ScheduleSearch:
         self.start, self.ticks = improved, ticks
         if (reached := self.seconds(improved)) < self.length:
             self.best, self.length = self.shop.schedule("wave", improved), reached
-
-    def by_core(self, count: int, budget: _Budget) -> Iterator[list[int]]:
-        """The best schedule of ``count`` microbatches, its steady state repeated."""
-        core = _ScheduleSearch(replace(self.problem, num_microbatches=count), bound_work=0.0)
-        core.spend(budget)
-        yield from islice(extended(core.shop, core.start, self.shop), CORES)
-
-    def by_holding(self) -> Iterator[list[int]]:
-        """Starts of the problem in which activations keep their largest size until weight
-        gradients.
-
-        Rules that use the freed memory can lead astray.
-        """
-        yield from starts(job_shop(self.problem.holding_peaks))
-
-    def by_growth(self, stop: Callable[[], bool]) -> Iterator[list[int]]:
-        """List schedules by rules that are ranked with fewer microbatches, until ``stop``."""
-        devices = self.problem.placement.num_devices
-        few, more = (
-            job_shop(replace(self.problem, num_microbatches=each * devices)) for each in (FEW, MORE)
-        )
-        return rules_by_growth(self.shop, few, more, stop)
-
-    def shaken(self) -> Iterator[list[int]]:
-        """List schedules with randomly perturbed dates of the best schedule."""
-        chance = random.Random(0)
-        shop = self.shop
-        load = shop.most_load
-        while True:
-            reach = load * chance.choice(NOISE)
-            dates = [t + chance.uniform(-reach, reach) for t in self.start]
-            yield list_schedule(shop, dates, [0] * shop.num_microbatches)

@@ -1,4 +1,4 @@
-"""The scheduling problem for CP-SAT (OR-Tools): an interval for every operation.
+"""Oracle: the scheduling problem for CP-SAT (OR-Tools), an interval for every operation.
 
 Microbatches run in order, and operations of a device do not overlap. With a cap every activation is
 a task, from the start of its forward to the end of the operation that frees it. All tasks together
@@ -8,15 +8,13 @@ difference.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 
-from megatron_pulse.planner.schedule.ilp.solvers import LATE, Answer, Status
+from ortools.sat.python import cp_model
+
+from megatron_pulse.planner.schedule.ilp.solvers import Status
 from megatron_pulse.planner.schedule.ilp.time_indexed import ExactResult, windows
 from megatron_pulse.planner.schedule.search.jobshop import JobShop
-
-WORK_A_SECOND = 0.08
-"""CP-SAT's own units of work in a second of the processor: between 0.04 and 0.2 were measured."""
 
 MEMORY_BITS = 40
 """Number of bits to which units of memory are cut, rounding in favour of fitting.
@@ -31,20 +29,12 @@ def shortest_by_cp_sat(
     horizon: int,
     bound: int = 0,
     start: Sequence[int] | None = None,
-    threads: int = 1,
 ) -> ExactResult:
-    """The shortest schedule of at most ``horizon`` ticks; as ``time_indexed.shortest``.
-
-    ``seconds`` are counted as work, by ``WORK_A_SECOND``. With one thread the result is always the
-    same, unless the wall clock ends the solver after ``LATE`` times as many seconds.
-    """
-    from ortools.sat.python import cp_model
-
-    began = time.process_time()
+    """The shortest schedule of at most ``horizon`` ticks; as ``time_indexed.shortest``."""
     count = shop.num_microbatches
     first, last = windows(shop, horizon)
     if any(a > b for a, b in zip(first, last, strict=True)):
-        return ExactResult(None, horizon + 1, Answer(Status.INFEASIBLE, None, False, 0.0))
+        return ExactResult(None, horizon + 1, Status.INFEASIBLE)
     model = cp_model.CpModel()
     begin = [
         model.new_int_var(a, b, f"s{i}") for i, (a, b) in enumerate(zip(first, last, strict=True))
@@ -76,27 +66,17 @@ def shortest_by_cp_sat(
         for variable, t in zip(begin, start, strict=True):
             model.add_hint(variable, t)
     solver = cp_model.CpSolver()
-    solver.parameters.num_workers = threads
+    solver.parameters.num_workers = 1
     solver.parameters.random_seed = 0
-    seconds = max(0.05, seconds)
-    solver.parameters.max_deterministic_time = WORK_A_SECOND * seconds
-    solver.parameters.max_time_in_seconds = LATE * seconds
+    solver.parameters.max_time_in_seconds = seconds
     code = solver.solve(model)
-    meaning: dict[object, Status] = {
-        cp_model.OPTIMAL: Status.OPTIMAL,
-        cp_model.FEASIBLE: Status.FEASIBLE,
-        cp_model.INFEASIBLE: Status.INFEASIBLE,
-        cp_model.UNKNOWN: Status.TIME_LIMIT,
-    }
-    status = meaning.get(code, Status.FAILED)
-    late = status is not Status.OPTIMAL and solver.wall_time >= LATE * seconds
-    spent = time.process_time() - began
-    if status in (Status.OPTIMAL, Status.FEASIBLE):
-        proved = round(solver.best_objective_bound)
-        answer = Answer(status, proved, True, spent, late=late)
-        return ExactResult([solver.value(t) for t in begin], proved, answer)
-    proved_length = horizon + 1 if status is Status.INFEASIBLE else None
-    return ExactResult(None, proved_length, Answer(status, None, False, spent, late=late))
+    if code in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        status = Status.OPTIMAL if code == cp_model.OPTIMAL else Status.FEASIBLE
+        found = [solver.value(t) for t in begin]
+        return ExactResult(found, round(solver.best_objective_bound), status)
+    if code == cp_model.INFEASIBLE:
+        return ExactResult(None, horizon + 1, Status.INFEASIBLE)
+    return ExactResult(None, None, Status.TIME_LIMIT)
 
 
 def _lives(shop: JobShop, device: int) -> Iterator[tuple[int, int, int]]:

@@ -1,4 +1,4 @@
-"""States of a sweep (``dynamic``) in arrays, for compiled functions.
+"""States of a sweep (``dp``) in arrays, for compiled functions.
 
 Every array that a loop uses gets a local name. Access through a tuple costs Numba more than the
 work in the loop.
@@ -11,12 +11,51 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron_pulse.planner.schedule.jit import compiled, compiled_inner, stable_argsort, zeros
-from megatron_pulse.planner.schedule.search.dp.chain import ChainArrays
 
 BLOCK = 20_000
 """Operation starts to visit between two looks at the clock."""
 
-_FREE = 1 << 60
+
+class ChainArrays(NamedTuple):
+    """Chain of P devices and M ``microbatches`` in arrays; times in ticks, memory in units.
+
+    ``columns`` is the number of microbatches in flight, plus the next one. ``is_split`` means that
+    there are weight gradients.
+
+    By position: ``device``, ``time``, ``lag`` (from the position before), ``weight`` (duration of
+    the weight gradient that hangs on it, or 0), ``takes`` and ``gives`` (memory). ``tail[q, m]`` is
+    the least time from the end of position q of microbatch m to the end of the step.
+
+    By device and position of a microbatch: ``needs`` is the memory that it is still to take.
+    ``holds`` is the memory that it has, and ``share`` the same as a share of the cap. ``life`` is
+    the least memory times time, in caps times ticks, that it will use from there on. By device:
+    ``load`` of a microbatch's path, ``extra`` of its weight gradients, and ``after``, the least
+    time that follows the last operation of the path.
+    """
+
+    microbatches: int
+    columns: int
+    is_split: bool
+    device: Any
+    time: Any
+    lag: Any
+    weight: Any
+    takes: Any
+    gives: Any
+    cap: Any
+    needs: Any
+    holds: Any
+    share: Any
+    life: Any
+    tail: Any
+    load: Any
+    extra: Any
+    after: Any
+
+    @property
+    def levels(self) -> int:
+        """Number of operations of a step."""
+        return int((len(self.time) + (self.weight > 0).sum()) * self.microbatches)
 
 
 class StateLayer(NamedTuple):
@@ -142,7 +181,7 @@ def _expand(
     for z in range(size):
         count = 0
         for d in range(devices):
-            soonest[d] = _FREE
+            soonest[d] = 1 << 60
         for w in range(min(columns, chain.microbatches - base[z])):
             q = at[z, w]
             d = device_of[q]

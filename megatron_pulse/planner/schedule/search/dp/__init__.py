@@ -1,1 +1,0 @@
-"""Bounded dynamic programming over the positions of microbatches."""
