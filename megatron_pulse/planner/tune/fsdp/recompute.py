@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import cache
+from functools import cache, lru_cache
 from itertools import accumulate
 
 from megatron_pulse.backbone.activations import ActivationPolicies, ActivationPolicy
@@ -43,10 +43,11 @@ class RecomputeCosts:
             )
             for i in every
         ]
+        self.chain = lru_cache(maxsize=16)(self._chain)  # the units of one configuration share it
         self.chosen = cache(self._chosen)
         self.least_s = cache(self._least_s)
 
-    def chain(self, activations: ActivationPolicies) -> ChainCosts:
+    def _chain(self, activations: ActivationPolicies) -> ChainCosts:
         """Chain costs with these layers recomputed."""
         return self._profile.at(self._size, activations)
 
