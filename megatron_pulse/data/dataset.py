@@ -116,6 +116,11 @@ class DiffusionDataset(ABC):
         return (self,)
 
     @property
+    def members(self) -> tuple[DiffusionDataset, ...]:
+        """Datasets that are joined here, one of each name in ``--pulse-data``."""
+        return (self,)
+
+    @property
     def sources(self) -> tuple[DiffusionDataset, ...]:
         """Underlying datasets that read files or make samples."""
         return (self,)
@@ -165,6 +170,10 @@ class DiffusionDataset(ABC):
         """Name of the sample for people: its file."""
         return f"sample {index}"
 
+    def damaged(self, index: int) -> Sequence[str]:
+        """Names of the unreadable files of a corrupt sample."""
+        return [self.describe(index)]
+
     def revision(self, index: int) -> str:
         """Identifier that changes if the sample's file is another one; empty without files."""
         return ""
@@ -210,6 +219,10 @@ class DiffusionDataset(ABC):
         Fields that are missing here keep the sample's own value.
         """
         return {}
+
+    def null_of(self, index: int) -> dict[str, Tensor]:
+        """``null_conditioning`` of one sample, where joined datasets differ."""
+        return self.null_conditioning()
 
     def framing(self, index: int) -> Framing:
         """Framing of ``image(index)``, or of the image behind a latent."""
@@ -303,6 +316,9 @@ class Derived(DiffusionDataset):
 
     def describe(self, index: int) -> str:
         return self.source.describe(self.at(index))
+
+    def damaged(self, index: int) -> Sequence[str]:
+        return self.source.damaged(self.at(index))
 
     def revision(self, index: int) -> str:
         return self.source.revision(self.at(index))

@@ -55,7 +55,7 @@ def make_microbatch(
     - ``dropped``: bool ``[b]``
 
     A ``dropped`` sample loses its label and its other conditioning together. Its values become
-    ``null_label`` (None keeps labels) and the dataset's ``null_conditioning``. A sample with an
+    ``null_label`` (None keeps labels) and those of the dataset's ``null_of``. A sample with an
     empty caption is ``dropped`` too, but keeps its label.
 
     Without ``needs_image`` (a device in the middle of the pipeline) ``noisy`` and ``target`` are
@@ -118,9 +118,8 @@ def make_microbatch(
         corrupt = [index for index, other in zip(indices, taken, strict=True) if index != other]
         batch["corrupt"] = torch.tensor(corrupt, dtype=torch.int64) + first
     if part.fields:
-        null = part.null_conditioning() if any(dropped) else {}
         given = [
-            {**part.conditioning(index), **(null if drop else {})}
+            {**part.conditioning(index), **(part.null_of(index) if drop else {})}
             for drop, index in zip(dropped, taken, strict=True)
         ]
         batch.update({name: torch.stack([row[name] for row in given]) for name in part.fields})
@@ -141,9 +140,11 @@ def make_microbatch(
 
 
 def _stacked(rows: Sequence[Tensor | None]) -> Tensor | None:
-    """Stack all rows; None if there are none."""
+    """Stack all rows, with zeros for a missing one; None if all are missing."""
     there = [row for row in rows if row is not None]
-    return torch.stack(there) if there else None
+    if not there:
+        return None
+    return torch.stack([torch.zeros_like(there[0]) if row is None else row for row in rows])
 
 
 def noised_here(

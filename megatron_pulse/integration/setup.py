@@ -182,7 +182,8 @@ def _check_auto(line: CommandLine, options: PulseOptions) -> Iterator[str]:
         yield from faults
     if backbone is not None and start is not None:
         records = {} if data is None else data.record(whole=False)
-        run = NewRun(args, options, backbone.record, data=records)
+        several = data is not None and data.several_shapes
+        run = NewRun(args, options, backbone.record, data=records, several_shapes=several)
         yield from faults_of(start, run, planned=False)
 
 
@@ -250,7 +251,9 @@ def prepare(
             data = opens(options, backbone, process, args.seed)
         if start is not None:
             records = {} if data is None else data.record(whole=False)
-            faults += faults_of(start, NewRun(args, options, backbone.record, data=records))
+            several = data is not None and data.several_shapes
+            begun = NewRun(args, options, backbone.record, data=records, several_shapes=several)
+            faults += faults_of(start, begun)
         if can_plan:
             try:
                 plan = plan_run(args, options, backbone, given)

@@ -112,7 +112,8 @@ class DiffusionData:
         self._corrupt: set[str] = set()
         """Corrupt training files skipped in this process."""
         self._null_label = backbone.null_label
-        self._labelled = backbone.num_classes is not None
+        self._num_classes = backbone.num_classes
+        self._class_option = class_option(backbone.record)
         self.homes: dict[str, tuple[int, ...]] = {}
         """Pipeline devices of each encoder in the loop, from the plan."""
         self._num_channels = backbone.sample_spec.shape[0]
@@ -140,7 +141,27 @@ class DiffusionData:
     @property
     def cautions(self) -> list[str]:
         """Notes on training data left unused, for the log; reads captions."""
-        return [*self.train.cautions, *cut_short(self.train)]
+        return [*self.train.cautions, *cut_short(self.train), *self._without_effect()]
+
+    @property
+    def several_shapes(self) -> bool:
+        """True if the samples have several shapes, which come in groups of one shape."""
+        return len(self.train.parts) > 1
+
+    def _without_effect(self) -> Iterator[str]:
+        """Notes on labels without samples, and on a flag without effect."""
+        most, given = self._num_classes or 0, self.train.num_classes
+        if given < most:
+            labels = (
+                f"label {given} is" if given == most - 1 else f"labels {given} to {most - 1} are"
+            )
+            fewer = f" (--pulse-option {self._class_option}={given})" if self._class_option else ""
+            yield (
+                f"the data has {given} class{'es' * (given > 1)}, the backbone {most}{fewer}: "
+                f"{labels} never trained"
+            )
+        if self._bucket_batch is not None and not self.several_shapes:
+            yield "--pulse-bucket-batch has no effect: all samples have one shape"
 
     def survey(self) -> list[str]:
         """Describe the image files for the log; opens all of them.
@@ -151,7 +172,8 @@ class DiffusionData:
         if not self._skip_corrupt:
             require_readable(found)
         held = f"{len(self.train):,} training samples, {len(self.validation):,} validation samples"
-        return [f"{each.describe()}; {held}" for each in found]
+        told = [f"{each.describe()}; {held}" for each in found]
+        return told + [f"warning: {caution}" for each in found for caution in each.cautions]
 
     def count_corrupt(self) -> int:
         """Number of corrupt training files that all ranks have skipped (collective)."""
@@ -185,8 +207,8 @@ class DiffusionData:
 
     def record(self, whole: bool) -> dict[str, list[DataRecord]]:
         """The record of each dataset, of the one chain; reads of all files if ``whole``."""
-        pairs = zip(self.train.parts, self.validation.parts, strict=True)
-        return {"": [record_of(*pair, self._labelled, whole) for pair in pairs]}
+        pairs = zip(self.train.members, self.validation.members, strict=True)
+        return {"": [record_of(*pair, self._num_classes is not None, whole) for pair in pairs]}
 
     def encoders(self, device: int) -> DeviceEncoders:
         """Load the encoders in the loop of one pipeline device, with weights."""
@@ -217,7 +239,8 @@ class DiffusionData:
     ) -> tuple[Iterator[dict[str, Tensor]], Iterator[dict[str, Tensor]]]:
         """Endless (training, validation) microbatches of this rank, for one chain of a cascade.
 
-        Every evaluation reads the same validation samples, so losses of evaluations are comparable.
+        Every evaluation reads the same validation samples in the same order, shuffled by the seed.
+        Losses of evaluations are thus comparable.
         """
         stages = placement.stages_of_device(parallel_state.get_pipeline_model_parallel_rank())
         num_samples = args.eval_iters * args.eval_global_batch_size
@@ -230,7 +253,7 @@ class DiffusionData:
         def loader(split: Split) -> Iterator[dict[str, Tensor]]:
             training = split is Split.TRAIN
             dataset = self.train if training else self.validation
-            if training and len(dataset.parts) > 1 and args.rank == 0:
+            if training and self.several_shapes and args.rank == 0:
                 self._tell_small(self._bucket_batch or args.global_batch_size)
             batch = args.global_batch_size if training else args.eval_global_batch_size
             sampler = self._sampler(
@@ -288,10 +311,9 @@ class DiffusionData:
 
     def _sampler(self, split: Split, global_batch_size: int, **places: Any) -> MicrobatchSampler:
         """Sampler of a split; ``places`` assign samples to ranks."""
-        training = split is Split.TRAIN
-        parts = (self.train if training else self.validation).parts
+        parts = (self.train if split is Split.TRAIN else self.validation).parts
         sizes = [len(part) for part in parts]
-        order = {**places, "seed": self._seed, "shuffle": training}
+        order = {**places, "seed": self._seed}
         if len(sizes) > 1:
             in_a_row = self._bucket_batch or global_batch_size
             return BucketSampler(sizes, **order, group_size=in_a_row)
@@ -318,16 +340,21 @@ class DiffusionData:
         training: bool,
         tells: bool,
     ) -> Iterator[dict[str, Tensor]]:
-        """Count corrupt samples and drop their indices from ``batches``; the first are named."""
-        named: set[int] = set()
+        """Count corrupt files and drop indices of samples from ``batches``; the first are named."""
+        files: dict[int, Sequence[str]] = {}
+        named: set[str] = set()
         for batch in batches:
             for index in batch.pop("corrupt").tolist():
+                if index not in files:
+                    files[index] = dataset.damaged(index)
                 if training:
-                    self._corrupt.add(dataset.describe(index))
-                if tells and index not in named and len(named) < _MOST_NAMED:
-                    named.add(index)
+                    self._corrupt.update(files[index])
+                for file in files[index] if tells else ():
+                    if file in named or len(named) == _MOST_NAMED:
+                        continue
+                    named.add(file)
                     more = "; further ones are not listed" if len(named) == _MOST_NAMED else ""
-                    print(f"corrupt, skipped: {dataset.describe(index)}{more}", flush=True)
+                    print(f"corrupt, skipped: {file}{more}", flush=True)
             yield batch
 
 

@@ -27,6 +27,20 @@ def test_curves_are_read_and_drawn(tmp_path):
         draw_loss_curve(tmp_path / "other", tmp_path / "x.png")
 
 
+def test_read_scalars_keeps_the_latest_value_of_a_repeated_step(tmp_path):
+    """A run of nine steps goes on from step 3 up to step 8."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    for suffix, (first, last), value in ((".a", (1, 9), 1.0), (".b", (4, 8), 2.0)):
+        with SummaryWriter(tmp_path, filename_suffix=suffix) as writer:
+            for step in range(first, last + 1):
+                writer.add_scalar("loss", value, step)
+                writer.add_scalar("loss validation", value, step)
+    for curve in draw_loss_curve(tmp_path, tmp_path / "loss.png").values():
+        assert curve["steps"] == list(range(1, 10))
+        assert curve["values"] == [1.0] * 3 + [2.0] * 5 + [1.0]
+
+
 def test_no_event_files(tmp_path):
     with pytest.raises(FileNotFoundError, match="--tensorboard-dir"):
         read_scalars(tmp_path)

@@ -87,6 +87,35 @@ def test_a_corrupt_other_picture_makes_the_sample_corrupt(photos):
             read(index)
 
 
+def test_damaged_names_the_files_that_cannot_be_read(photos):
+    beside = photos.with_name("photos.conditioning")
+    for path in (beside / "0" / "4.png", photos / "1" / "5.png", photos / "0" / "4.png"):
+        path.write_text("no picture")
+        data, _ = open_dataset(f"folder:{photos}", wanted=WANTED, validation_fraction=0)
+        index = next(i for i in range(10) if data.describe(i).endswith(path.name))
+        assert str(path) in data.damaged(index)
+        assert len(data.damaged(index)) == 1 + (path == photos / "0" / "4.png")
+
+
+def test_data_check_reads_control_pictures(photos, capsys):
+    """A damaged one ends it; another aspect ratio and a missing one are warnings."""
+    beside = photos.with_name("photos.conditioning")
+    check = ["data", "check", f"folder:{photos}", "--image-size", "8"]
+    assert main(check) == 0
+    told = capsys.readouterr()
+    assert f"{beside}: 10 pictures" in told.out and not told.err
+    Image.new("RGB", (40, 20)).save(beside / "0" / "2.png")
+    Image.new("RGB", (12, 10)).save(beside / "0" / "6.png")
+    (beside / "0" / "8.png").unlink()
+    assert main(check) == 0
+    told = capsys.readouterr().err
+    assert f"{beside}: 1 of 9 control pictures have another aspect ratio" in told
+    assert f"there is no {beside / '0' / '8.png'}" in told
+    (beside / "0" / "4.png").write_text("no picture")
+    assert main(check) == 2
+    assert f"{beside / '0' / '4.png'}: not an image" in capsys.readouterr().err
+
+
 def test_a_picture_of_no_sample_is_told(photos):
     assert not open_dataset(f"folder:{photos}", wanted=WANTED)[0].cautions
     beside = photos.with_name("photos.conditioning")

@@ -164,7 +164,7 @@ def test_a_folder_of_copies_keeps_their_sides(photos: Path, tmp_path: Path, side
         assert len(train) + len(held_out) == 22 and not seen[0] & seen[1]
         if spec.endswith(str(other)):
             left = "validation" if side == "trained on" else "training"
-            assert [len(part) for part in (train.parts[1], held_out.parts[1])].count(0) == 1
+            assert [len(part) for part in (train.members[1], held_out.members[1])].count(0) == 1
             assert len(told) == 1 and told[0].startswith(f"the 2 samples of folder:{other} ")
             assert told[0].endswith(f"no sample is left for {left}")
 

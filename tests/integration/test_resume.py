@@ -8,6 +8,7 @@ import math
 import shutil
 import sys
 from contextlib import redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from megatron_pulse.integration.checkpoint.starting_point import find_start
 from megatron_pulse.integration.flags.startup_checks import FlagError
 from megatron_pulse.integration.setup import read_command_line
 from tests.integration.conftest import BATCH, COSINE, LR
-from tests.integration.runs import BASE, TINY, Run, pipeline, run, train
+from tests.integration.runs import BASE, TINY, Run, assert_same, pipeline, run, train
 from tests.integration.test_bad_input import GOOD, refuse
 from tests.ranks import RanksFailed, run_ranks
 
@@ -489,6 +490,21 @@ def test_pretrained_weights_count_until_there_is_a_checkpoint(saved: Path, tmp_p
         1, *flags[:4], "--global-batch-size", str(BATCH), "--train-iters", "3"
     )  # nothing saved
     assert begun.losses + continued.losses == whole.losses
+
+
+@pytest.mark.parametrize("flags", ["--sgd-momentum 0.9", "--sgd-momentum 0 --bf16"])
+def test_resume_of_sgd_equals_a_run_without_a_stop(
+    flags: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With momenta, and without any state; another momentum is refused."""
+    sgd = ["--optimizer", "sgd", *flags.split(), "--global-batch-size", str(BATCH)]
+    save = ["--save", str(tmp_path / "run"), "--save-interval", "2"]
+    whole = run(1, *sgd, "--train-iters", "4", *save)
+    again = ["--train-iters", "4", "--load", str(tmp_path / "run"), "--ckpt-step", "2"]
+    rest = run(1, *sgd, *again)
+    assert_same(rest, replace(whole, losses=whole.losses[2:], grad_norms=whole.grad_norms[2:]))
+    (fault,) = refuse(monkeypatch, 1, [*sgd, *again, "--sgd-momentum", "0.5"])
+    assert f"it was trained with {flags.removesuffix(' --bf16')}. Give the same" in fault
 
 
 def test_averages_can_begin_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,8 @@ from megatron_pulse.errors import Faults
 
 if TYPE_CHECKING:
     from megatron_pulse.data.dataset import DiffusionDataset
+    from megatron_pulse.data.images.conditioning import Pairing
+    from megatron_pulse.data.images.folder import ImageFiles
 
 _SPECS = """\
 A dataset is named as for --pulse-data:
@@ -30,6 +33,7 @@ A dataset is named as for --pulse-data:
                  of one "group" there are held back for validation together
   latents:PATH   latents written by 'pulse data write-latents'
 """
+_MOST_CLASSES = 20
 _SEVERAL = "  A,B,...        several of these"
 _DESCRIPTION = f"""\
 {_SPECS}
@@ -41,9 +45,10 @@ examples:
   pulse data emoji --to runs/emoji/images
 """
 _CHECK = f"""\
-Decodes all pictures and counts those that are cropped, enlarged, transparent or unreadable.
-Compares rows of latents with their hashes. The exit status is 2 if anything cannot be read. A run
-reads the headers of all pictures when it starts, and decodes those of small folders.
+Decodes all pictures, and control pictures in PATH.conditioning. Counts those that are cropped,
+enlarged, transparent or unreadable. Compares rows of latents with their hashes. The exit status is
+2 if anything cannot be read. A run reads the headers of all pictures when it starts, and decodes
+those of small folders.
 
 {_SPECS}{_SEVERAL}
 
@@ -103,9 +108,21 @@ def run_check(args: argparse.Namespace) -> None:
             lambda name: name.startswith("latents:"),
             args.default_caption,
         )
-        found = surveys([half for _, *halves in parts for half in halves], whole=True)
+        halves = [half for _, *both in parts for half in both]
+        pairings = _pairings(halves)
+        controls = [
+            pairing.pictures(photos.image_shape[1], photos.image_shape[0])
+            for photos, pairing in pairings
+        ]
+        found = surveys([*halves, *controls], whole=True)
     cautions = [caution for _, train, _ in parts for caution in train.cautions]
+    for photos, pairing in pairings:
+        cautions += [str(pairing.error(photos))] if pairing.faults else []
+        cautions += pairing.cautions
+    cautions += [caution for each in found for caution in each.cautions]
     warn(*cautions)
+    named = [list(train.class_names) for _, train, _ in parts if train.class_names]
+    classes = named[0] if named else []  # named sources have the names of all
     num_training = sum(len(train) for _, train, _ in parts)
     num_validation = sum(len(validation) for _, _, validation in parts)
     report = {
@@ -123,12 +140,27 @@ def run_check(args: argparse.Namespace) -> None:
             }
             for each in found
         ],
+        "classes": classes,
         "cautions": cautions,
     }
     told = [*(each.describe() for each in found)]
+    if classes:
+        shown = [f"{label} {name}" for label, name in enumerate(classes[:_MOST_CLASSES])]
+        more = [f"... ({len(classes)})"] if len(classes) > _MOST_CLASSES else []
+        told.append(f"classes by label: {', '.join([*shown, *more])}")
     told.append(f"{num_training:,} samples to train on, {num_validation:,} held back")
     print_result(args, told, lambda: report)
     require_readable(found)
+
+
+def _pairings(data: Sequence[DiffusionDataset]) -> list[tuple[ImageFiles, Pairing]]:
+    """Image folders with control pictures beside them."""
+    from megatron_pulse.data.images.conditioning import Pairing, others_of
+    from megatron_pulse.data.images.folder import ImageFiles
+
+    sources = dict.fromkeys(source for one in data for source in one.sources)
+    files = [one for one in sources if isinstance(one, ImageFiles)]
+    return [(one, Pairing.of(one)) for one in files if others_of(one.root).is_dir()]
 
 
 def run_info(args: argparse.Namespace) -> None:

@@ -22,9 +22,10 @@ class Curve:
 
 
 def read_scalars(directory: str | Path) -> dict[str, Curve]:
-    """All scalars in the event files of ``directory``, by tag, with all points kept.
+    """All scalars in the event files of ``directory``, by tag, in order of step.
 
-    Raises FileNotFoundError if there is no event file.
+    Of a step that was written several times, as after a resume from an earlier step, the latest
+    value counts. Raises FileNotFoundError if there is no event file.
     """
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -37,8 +38,10 @@ def read_scalars(directory: str | Path) -> dict[str, Curve]:
     events.Reload()
     curves = {}
     for tag in events.Tags()["scalars"]:
-        points = events.Scalars(tag)
-        curves[tag] = Curve([p.step for p in points], [p.value for p in points])
+        written = sorted(events.Scalars(tag), key=lambda point: point.wall_time)
+        latest = {point.step: point.value for point in written}
+        steps = sorted(latest)
+        curves[tag] = Curve(steps, [latest[step] for step in steps])
     return curves
 
 

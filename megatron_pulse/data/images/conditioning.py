@@ -8,11 +8,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
 
-from megatron_pulse.data.dataset import DataError, Derived, DiffusionDataset, FieldSpec
+from megatron_pulse.data.dataset import (
+    CorruptSample,
+    DataError,
+    Derived,
+    DiffusionDataset,
+    FieldSpec,
+)
 from megatron_pulse.data.images.folder import ImageFiles
 from megatron_pulse.data.images.listing import Listing, by_stem, some
 from megatron_pulse.data.images.opening import UNREADABLE, opened
@@ -28,6 +35,78 @@ def others_of(root: Path) -> Path:
     return root.with_name(f"{root.name}.{CONDITIONING}")
 
 
+class ControlPictures(ImageFiles):
+    """Control pictures; ``photos`` are the pictures that they belong to, in the same order."""
+
+    def __init__(
+        self,
+        root: Path,
+        files: list[Path],
+        photos: Sequence[Path],
+        image_size: int,
+        channels: int = 3,
+        verify: bool = False,
+    ) -> None:
+        self.photos = photos
+        super().__init__(root, files, [0] * len(files), 1, image_size, channels, verify)
+
+
+@dataclass(frozen=True)
+class Pairing:
+    """Pairs of (picture, control picture) of a folder.
+
+    - ``faults``: pictures without a control picture.
+
+    - ``cautions``: ignored and shared control pictures.
+    """
+
+    root: Path
+    pairs: Sequence[tuple[Path, Path]]
+    faults: Sequence[str]
+    cautions: Sequence[str]
+
+    @classmethod
+    def of(cls, source: ImageFiles) -> Pairing:
+        """Find the control pictures of ``source``."""
+        root = others_of(source.root)
+        if not root.is_dir():
+            return cls(root, [], [f"there is no folder {root}"], [])
+        pairs, faults, listing = list[tuple[Path, Path]](), list[str](), Listing.of(root)
+        there, stems = set(listing.pictures), by_stem(listing.pictures)
+        for path in source.files:
+            at = root / path.relative_to(source.root)
+            found = [at] if at in there else stems.get(at.with_suffix(""), [])
+            if not found:
+                faults.append(f"there is no {at}")
+            elif len(found) > 1:
+                faults.append(f"{' and '.join(map(str, found))} both exist. Remove one")
+            pairs += [(path, other) for other in found[:1]]
+        used = {other for _, other in pairs}
+        cautions = list(listing.ignored_files())
+        if extra := [path for path in listing.pictures if path not in used]:
+            told = f"{root} has {some(root, extra, 'picture')} without a sample: ignored"
+            cautions.append(told)
+        count_of = Counter(other for _, other in set(pairs))
+        if shared := [other for other, count in count_of.items() if count > 1]:
+            told = f"{root} has {some(root, shared, 'picture')} that several pictures share"
+            cautions.append(told)
+        return cls(root, pairs, faults, cautions)
+
+    def error(self, source: ImageFiles) -> DataError:
+        """Error of the ``faults``."""
+        return DataError(
+            f"image folder {source.root}",
+            self.faults,
+            f"A ControlNet needs a control picture of the same name for each, in {self.root}.",
+        )
+
+    def pictures(self, image_size: int, channels: int, verify: bool = False) -> ControlPictures:
+        """Dataset of the control pictures."""
+        files = [other for _, other in self.pairs]
+        photos = [photo for photo, _ in self.pairs]
+        return ControlPictures(self.root, files, photos, image_size, channels, verify)
+
+
 class Conditioned(Derived):
     """``source`` with the field ``conditioning``: the control picture, float32 in [0, 1].
 
@@ -38,37 +117,13 @@ class Conditioned(Derived):
 
     def __init__(self, source: ImageFiles, spec: FieldSpec, verify: bool = False) -> None:
         super().__init__(source)
-        root = others_of(source.root)
-        files, faults, listing = list[Path](), list[str](), Listing.of(root)
-        there, stems = set(listing.pictures), by_stem(listing.pictures)
-        for path in source.files:
-            at = root / path.relative_to(source.root)
-            found = [at] if at in there else stems.get(at.with_suffix(""), [])
-            if not found:
-                faults.append(f"there is no {at}")
-            elif len(found) > 1:
-                faults.append(f"{' and '.join(map(str, found))} both exist. Remove one")
-            files += found[:1]
-        if not root.is_dir():
-            faults = [f"there is no folder {root}"]
-        if faults:
-            raise DataError(
-                f"image folder {source.root}",
-                faults,
-                f"A ControlNet needs a control picture of the same name for each, in {root}.",
-            )
-        used = set(files)
-        self.cautions = [*source.cautions, *listing.ignored_files()]
-        if extra := [path for path in listing.pictures if path not in used]:
-            told = f"{root} has {some(root, extra, 'picture')} without a sample: ignored"
-            self.cautions.append(told)
-        pairs = Counter(other for _, other in set(zip(source.files, files, strict=True)))
-        if shared := [other for other, count in pairs.items() if count > 1]:
-            told = f"{root} has {some(root, shared, 'picture')} that several pictures share"
-            self.cautions.append(told)
+        pairing = Pairing.of(source)
+        if pairing.faults:
+            raise pairing.error(source)
+        self.cautions = [*source.cautions, *pairing.cautions]
         channels, side, _ = spec.shape
         self.fields = {**source.fields, CONDITIONING: spec}
-        self._others = ImageFiles(root, files, [0] * len(files), 1, side, channels, verify)
+        self._others = pairing.pictures(side, channels, verify)
 
     @property
     def sources(self) -> tuple[DiffusionDataset, ...]:
@@ -81,6 +136,15 @@ class Conditioned(Derived):
     def check(self, index: int) -> None:
         self._others.check(index)
         super().check(index)
+
+    def damaged(self, index: int) -> Sequence[str]:
+        found = []
+        for files in (self.source, self._others):
+            try:
+                files.check(index)
+            except CorruptSample:
+                found.append(files.describe(index))
+        return found
 
     def revision(self, index: int) -> str:
         return f"{super().revision(index)}; {self._others.revision(index)}"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_pulse.data.dataset import DataError, DiffusionDataset
+from megatron_pulse.data.images.conditioning import ControlPictures
 from megatron_pulse.data.images.folder import NUM_READERS, ImageFiles
 from megatron_pulse.data.images.pictures import has_alpha, upright_size
 from megatron_pulse.progress import track
@@ -28,7 +29,19 @@ class Survey:
     num_cropped: int = 0
     num_enlarged: int = 0
     num_with_alpha: int = 0
+    num_other_crop: int = 0
     unreadable: list[str] = field(default_factory=list)
+
+    @property
+    def cautions(self) -> list[str]:
+        """Warnings about control pictures of another aspect ratio than their photos'."""
+        if not self.num_other_crop:
+            return []
+        return [
+            f"{self.files.root}: {self.num_other_crop:,} of {self.num_pictures:,} control pictures "
+            "have another aspect ratio than their photos: both are cropped to the central square, "
+            "so they no longer show the same part. Crop or scale the files alike"
+        ]
 
     def describe(self) -> str:
         """Line with the number of pictures and their treatment."""
@@ -52,7 +65,14 @@ def surveys(data: Sequence[DiffusionDataset], whole: bool | None = None) -> list
     bytes).
     """
     sources = dict.fromkeys(source for one in data for source in one.sources)
-    return [_survey(one, whole) for one in sources if isinstance(one, ImageFiles)]
+    files = [one for one in sources if isinstance(one, ImageFiles)]
+    paired = any(isinstance(one, ControlPictures) for one in files)
+    sizes: dict[Path, tuple[int, int]] | None = {} if paired else None
+    found = [_survey(one, whole, sizes) for one in files]
+    for each in found:
+        if isinstance(each.files, ControlPictures) and sizes is not None:
+            each.num_other_crop = _num_other_crop(each.files, sizes)
+    return found
 
 
 def require_readable(found: Sequence[Survey]) -> None:
@@ -63,7 +83,22 @@ def require_readable(found: Sequence[Survey]) -> None:
         raise DataError(f"image folder {first.files.root}", faults, first.files.remedy)
 
 
-def _survey(files: ImageFiles, whole: bool | None) -> Survey:
+def _num_other_crop(controls: ControlPictures, sizes: Mapping[Path, tuple[int, int]]) -> int:
+    """Number of control pictures whose aspect ratio differs from their photo's by over a pixel."""
+    other = set[Path]()
+    for photo, control in zip(controls.photos, controls.files, strict=True):
+        if photo in sizes and control in sizes:
+            (width, height), (own_width, own_height) = sizes[photo], sizes[control]
+            apart = abs(width * own_height - own_width * height)
+            if apart > max(width, height, own_width, own_height):
+                other.add(control)
+    return len(other)
+
+
+def _survey(
+    files: ImageFiles, whole: bool | None, sizes: dict[Path, tuple[int, int]] | None
+) -> Survey:
+    """Survey of one folder; adds (width, height) of its pictures to ``sizes``."""
     first: dict[Path, int] = {}
     for index, path in enumerate(files.files):
         first.setdefault(path, index)
@@ -84,11 +119,14 @@ def _survey(files: ImageFiles, whole: bool | None) -> Survey:
 
     what = "decoding pictures" if whole else "reading picture headers"
     with ThreadPoolExecutor(1 if whole else NUM_READERS) as readers:
-        for seen in track(readers.map(look, first.values()), what, "files", len(first)):
+        looks = track(readers.map(look, first.values()), what, "files", len(first))
+        for path, seen in zip(first, looks, strict=True):
             if isinstance(seen, DataError):
                 found.unreadable += seen.faults
                 continue
             width, height, alpha = seen
+            if sizes is not None:
+                sizes[path] = width, height
             found.num_cropped += width != height
             found.num_enlarged += min(width, height) < files.image_shape[1]
             found.num_with_alpha += alpha

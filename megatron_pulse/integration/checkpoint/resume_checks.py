@@ -35,13 +35,15 @@ from model_specs import compare_models, weights_folder
 @dataclass(frozen=True)
 class NewRun:
     """The run that is to begin; ``encoded_by`` are the files of its encoders in the loop, as data
-    have them, and ``data`` the records of its datasets by chain."""
+    have them, and ``data`` the records of its datasets by chain. ``several_shapes`` is false if all
+    samples have one shape."""
 
     arguments: argparse.Namespace
     options: PulseOptions
     record: Mapping[str, Any]
     encoded_by: Mapping[str, str] = field(default_factory=dict)
     data: Mapping[str, Sequence[DataRecord]] = field(default_factory=dict)
+    several_shapes: bool = True
 
     @property
     def process(self) -> DiffusionProcess:
@@ -144,6 +146,9 @@ def _no_optimizer(start: StartingPoint, wanted: NewRun) -> Iterator[str]:
         )
     if before.optimizer != args.optimizer:
         yield f"it was trained with --optimizer {before.optimizer}. Give the same, {_OR_NEW}"
+    elif args.optimizer == "sgd" and before.sgd_momentum != args.sgd_momentum:
+        momentum = f"--sgd-momentum {before.sgd_momentum:g}"
+        yield f"it was trained with {momentum}. Give the same, {_OR_NEW}"
     if _precision(before) != _precision(args):
         yield (
             f"it was trained in {_precision(before)}, but this run is in {_precision(args)}. Use "
@@ -200,7 +205,7 @@ def _other_buckets(start: StartingPoint, wanted: NewRun) -> Iterator[str]:
     """Samples of several shapes come in an order that depends on how many of one are in a row."""
     args, before = wanted.arguments, start.saved.arguments
     buckets = several_parts(args.pulse_data) and several_parts(before.pulse_data)
-    if not start.continued or not buckets:
+    if not start.continued or not buckets or not wanted.several_shapes:
         return
     was, now = (each.pulse_bucket_batch or each.global_batch_size for each in (before, args))
     if was != now:
@@ -263,7 +268,7 @@ def _moved_classes(start: StartingPoint, wanted: NewRun) -> Iterator[str]:
         if moved := moved_classes(before, now):
             yield (
                 f"{_of(chain)}its classes have other labels in these data: {moved}. Restore the "
-                f"names of the class folders (labels follow the order of names), or "
+                "names of the class folders and the order of sources (labels follow both), or "
                 f"{_new_run(start)}"
             )
 

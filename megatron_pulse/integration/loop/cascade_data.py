@@ -89,6 +89,11 @@ class CascadeData:
             found |= {f"{chain}.{name}": by for name, by in part.encoded_by.items()}
         return found
 
+    @property
+    def several_shapes(self) -> bool:
+        """True if a chain's samples have several shapes."""
+        return any(part.several_shapes for part in self.parts.values())
+
     def record(self, whole: bool) -> dict[str, list[DataRecord]]:
         """The records of every chain's datasets (see ``DiffusionData``)."""
         return {chain: part.record(whole)[""] for chain, part in self.parts.items()}

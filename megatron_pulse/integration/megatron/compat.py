@@ -275,6 +275,32 @@ def _use_host_optimizer() -> None:
     optimizer.HybridDeviceOptimizer = distributed.HybridDeviceOptimizer = HostOptimizer
 
 
+def _begin_sgd_state() -> None:
+    """Give SGD the state that a checkpoint is loaded into, as other optimizers have it."""
+    from megatron.core.optimizer.optimizer import MegatronOptimizer
+
+    original = MegatronOptimizer.__init__
+
+    def init(self: Any, optimizer: Any, config: Any, init_state_fn: Any = None) -> None:
+        original(self, optimizer, config, init_state_fn or begin_sgd)
+
+    MegatronOptimizer.__init__ = init
+
+
+def begin_sgd(optimizer: torch.optim.Optimizer, config: Any = None) -> None:
+    """Create momenta of zero, which make the same first step as none.
+
+    torch's SGD keeps none without momentum; Apex and Transformer Engine always keep them.
+    """
+    for group in optimizer.param_groups:
+        if isinstance(optimizer, torch.optim.SGD) and not group["momentum"]:
+            continue
+        for parameter in group["params"]:
+            state = optimizer.state[parameter]
+            if state.get("momentum_buffer") is None:
+                state["momentum_buffer"] = torch.zeros_like(parameter)
+
+
 def patch_megatron() -> None:
     """Apply the patches that need ``megatron.training`` to be imported. Runs once per process."""
     global _patched
@@ -299,6 +325,7 @@ def patch_megatron() -> None:
     training.ft_integration.setup = lambda: None
     _use_fused_adam()
     _use_host_optimizer()
+    _begin_sgd_state()
     defer_wgrad()
     # The original compiles and runs kernels of language models, which no layer here has.
     training.set_jit_fusion_options = lambda tp_size=None: torch.cuda.empty_cache()
