@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from megatron_pulse.backbone.chain import Layer
 from megatron_pulse.backbone.rng_state import generators_kept
+from megatron_pulse.tracing.checks.module_state import complex_parameters
 
 
 def built_elsewhere(layers: Iterable[Layer], context: Any) -> Iterator[tuple[str, nn.Module]]:
@@ -74,6 +75,7 @@ def unsound(modules: Sequence[tuple[str, nn.Module]], frozen: Collection[str] = 
     """
     return [
         *(fault for name, module in modules for fault in _random(name, module)),
+        *(f"{name}: {fault}" for name, module in modules for fault in complex_parameters(module)),
         *(fault for name, module in modules if name in frozen for fault in _trained(name, module)),
         *_shared(modules),
     ]

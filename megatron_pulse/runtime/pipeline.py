@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_pulse.backbone.build_context import LayerContext
+from megatron_pulse.backbone.cast_floats import cast_floats
 from megatron_pulse.backbone.chain import Backbone, TensorSpec
 from megatron_pulse.backbone.check import BackboneError
 from megatron_pulse.backbone.published_weights import torn, untied
@@ -106,14 +107,11 @@ class Pipeline:
         fault: Exception | None = None
         try:
             self.stages = {
-                s: Stage(
-                    plan.backbone,
-                    plan.routes,
-                    s,
-                    seed,
-                    context,
-                    plan.activations,
-                ).to(device, dtype)
+                s: cast_floats(
+                    Stage(plan.backbone, plan.routes, s, seed, context, plan.activations),
+                    dtype,
+                    device,
+                )
                 for s in plan.placement.stages_of_device(self.rank)
             }
             _require_sound(plan, self.stages, context)

@@ -195,14 +195,13 @@ class DerivedLayer(Nest):
             if spec.batch_dim is not None:
                 size = tensor.shape[spec.batch_dim]
                 break
-        wrong = {
-            p.dtype for n, p in weights.items() if p.dtype != source.chains.first.state[n].dtype
-        }
-        if wrong:
-            raise ValueError(
-                f"{self._unit.name}: parameters are {wrong.pop()}, but the module was exported in "
-                f"{source.dtype}. Give from_module a module with the run's dtype"
-            )
+        exported = source.chains.first.state
+        for name, p in weights.items():
+            if p.dtype != exported[name].dtype:
+                raise ValueError(
+                    f"{self._unit.name}: parameters are {p.dtype}, but the module was exported in "
+                    f"{exported[name].dtype}. Give from_module a module with the run's dtype"
+                )
         return size, device
 
     def _parameter(self, name: str) -> Any:

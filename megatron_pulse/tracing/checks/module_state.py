@@ -120,6 +120,18 @@ def _within(where: str, value: Any, depth: int, seen: set[int]) -> Iterator[tupl
             yield from _within(place, each, depth + 1, seen)
 
 
+def complex_parameters(module: nn.Module) -> Iterator[str]:
+    """A fault for each complex parameter."""
+    for name, parameter in module.named_parameters():
+        if parameter.is_complex():
+            yield (
+                f"its parameter {name} is {str(parameter.dtype).removeprefix('torch.')}, but "
+                "casts, gradient norms and optimizers here are for real numbers. Store it as "
+                "torch.view_as_real(...) and call torch.view_as_complex in forward, or make it a "
+                "buffer if it is not trained"
+            )
+
+
 def lazy_modules(module: nn.Module) -> Iterator[str]:
     """A fault for each module with lazy parameters or buffers."""
     for name, part in module.named_modules():
