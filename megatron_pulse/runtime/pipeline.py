@@ -62,6 +62,7 @@ class Pipeline:
     another number of processes, or if another process cannot build its layers.
     """
 
+    @torch.inference_mode(False)  # tensors made in that mode cannot be trained
     def __init__(
         self,
         plan: Plan,
@@ -263,6 +264,7 @@ class Pipeline:
         if self._replicas is not None:
             self._replicas.load_buffers(state)
 
+    @torch.inference_mode(False)
     def step(
         self,
         batches: Sequence[Batch],
@@ -295,6 +297,7 @@ class Pipeline:
         losses = executor.run(iter(batches), self._settings, recorder=recorder)
         return self._spread(losses) if everywhere else losses
 
+    @torch.inference_mode(False)
     def evaluate(self, batches: Sequence[Batch], *, everywhere: bool = False) -> list[Tensor]:
         """Losses as ``step`` returns them, without gradients.
 

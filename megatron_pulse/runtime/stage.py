@@ -22,7 +22,7 @@ from megatron_pulse.backbone.rng_state import generators_kept
 from megatron_pulse.backbone.shape_buckets import set_shape_index
 from megatron_pulse.planner.layout.crossing import SkipCarrier
 from megatron_pulse.planner.layout.routes import Routes, embedders_of
-from megatron_pulse.runtime.activations.inplace_check import SharedInputCheck
+from megatron_pulse.runtime.activations.inplace_check import SharedInputCheck, version_of
 from megatron_pulse.runtime.activations.offload import ActivationOffload
 from megatron_pulse.runtime.activations.recompute import RecomputedLayer
 from megatron_pulse.runtime.activations.selective_recompute import SelectiveRecompute
@@ -368,7 +368,7 @@ def _trained(module: nn.Module) -> set[str]:
 
 def _buffers(module: nn.Module) -> dict[str, tuple[int, int]]:
     """Identities and versions of buffers, to detect replacement and in-place writes."""
-    return {name: (id(buffer), buffer._version) for name, buffer in module.named_buffers()}
+    return {name: (id(buffer), version_of(buffer)) for name, buffer in module.named_buffers()}
 
 
 def _alias(tensor: Tensor) -> Tensor:
