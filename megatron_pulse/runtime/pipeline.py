@@ -309,10 +309,13 @@ class Pipeline:
         return self._spread(losses) if everywhere else losses
 
     def train(self, mode: bool = True) -> None:
-        """Set this process's layers to training mode, or to evaluation mode (``False``)."""
-        copies = [] if self._replicas is None else self._replicas.modules()
-        for module in (*self.stages.values(), *copies):
-            module.train(mode)
+        """Set this process's layers to training mode, or to evaluation mode (``False``).
+
+        In training mode, a traced module is as it was in ``from_module``. Its evaluation mode is
+        exported when it is first evaluated, if forward depends on the mode.
+        """
+        for stage in self.stages.values():
+            stage.train(mode)
 
     def _spread(self, losses: list[Tensor]) -> list[Tensor]:
         """Broadcast the losses of all chains to every process."""

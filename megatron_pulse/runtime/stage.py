@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -124,6 +124,14 @@ class Stage(Nest):
         frozen = {spec.name for spec in self._specs if not spec.trained}
         if faults := unsound(list(self.named_layers()), frozen):
             raise BackboneError(backbone.name, faults)
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode of the layers, and of the copies of replicated embedders."""
+        super().train(mode)
+        copies = [] if self.replicas is None else self.replicas.modules()
+        for module in (*self._chain, *copies):  # qualified layers are no submodules
+            module.train(mode)
+        return self
 
     def forward(
         self,

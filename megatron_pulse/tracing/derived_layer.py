@@ -100,7 +100,7 @@ class DerivedLayer(Nest):
 
     Parameters have qualified names and begin with the source's weights for the seed of torch's
     generator. Without ``initialise`` they are uninitialised. Buffers are constants of the chain.
-    Every shape (``chain_shape``) has its own graph on the same parameters.
+    Every shape (``chain_shape``) and mode has its own graph on the same parameters.
     """
 
     def __init__(self, source: ChainSource, index: int, initialise: bool = True) -> None:
@@ -173,7 +173,7 @@ class DerivedLayer(Nest):
         sample_of = source.samples[self.chain_shape]
         values = {n: sample_of[n].merge(t) for n, t in given.items()}
         size, device = self._place(given)
-        chain = source.chains[self.chain_shape, size]
+        chain = source.chains.find(self.chain_shape, size, self.training)
         state = [self._state(name, chain, device) for name in unit.state]
         run = self._executable(chain, device)
         results = run(*(values[name] for name in unit.takes), *state)

@@ -71,7 +71,8 @@ def from_module(
 
     Parameters without requires_grad, or without a gradient, stay unchanged in training; buffers are
     constants. Graphs have the module's dtype. The module is exported again for microbatches of
-    another size than the example's. A module on the meta device gives a chain for planning, unless
+    another size than the example's. The chain trains with the module in its mode of now, also if
+    the module's mode changes later. A module on the meta device gives a chain for planning, unless
     ``weights`` is given. A small module with values is called twice and compared with its chain.
 
     Raises DerivationError with every reason, the operation and the source line.
