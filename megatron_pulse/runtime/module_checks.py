@@ -113,6 +113,20 @@ def _draws(part: nn.Module) -> str:
     return ""
 
 
+def shared_buffers(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, dict[str, str]]:
+    """Buffers that layers share, by layer and name, each with another layer that has it."""
+    owners: dict[int, list[tuple[str, str]]] = {}
+    for layer, module in modules:
+        for name, buffer in module.named_buffers():
+            owners.setdefault(id(buffer), []).append((layer, name))
+    found: dict[str, dict[str, str]] = {}
+    for places in owners.values():
+        for layer, name in places:
+            if others := [other for other, _ in places if other != layer]:
+                found.setdefault(layer, {})[name] = others[0]
+    return found
+
+
 def _shared(modules: Sequence[tuple[str, nn.Module]]) -> Iterator[str]:
     first: dict[int, tuple[str, str]] = {}
     told: set[tuple[str, str]] = set()

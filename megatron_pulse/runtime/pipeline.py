@@ -27,6 +27,7 @@ from megatron_pulse.runtime.module_checks import (
     attributes_kept,
     buffers_kept,
     built_elsewhere,
+    shared_buffers,
     unsound,
 )
 from megatron_pulse.runtime.p2p.transfers import Links
@@ -542,7 +543,10 @@ def _misfits(backbone: Backbone, batch: object, settings: RunSettings) -> Iterat
 
 
 def _require_sound(plan: Plan, stages: Mapping[int, Stage], context: LayerContext | None) -> None:
-    """Raise BackboneError, on every process alike, for layers that cannot be pipelined."""
+    """Raise BackboneError, on every process alike, for layers that cannot be pipelined.
+
+    Tells the stages the buffers that their layers share with layers anywhere.
+    """
     own = {i for s in stages for i in plan.partition.layers_of_stage(s)}
     layers = plan.backbone.layers
     modules = [(name, m) for stage in stages.values() for name, m in stage.named_layers()]
@@ -551,6 +555,9 @@ def _require_sound(plan: Plan, stages: Mapping[int, Stage], context: LayerContex
     frozen = {layer.name for layer in layers if not layer.trained}
     if faults := unsound(sorted(modules, key=lambda pair: place[pair[0]]), frozen):
         raise BackboneError(plan.backbone.name, faults)
+    shared = shared_buffers(modules)
+    for stage in stages.values():
+        stage.shared_buffers = shared
 
 
 def replicate(

@@ -202,6 +202,37 @@ def test_shared_parameters_are_refused() -> None:
     assert "layers.2: its parameter 0.weight is also layers.0's weight" in str(caught.value)
 
 
+class Counting(nn.Module):
+    """Has a constant buffer, and counts calls in another."""
+
+    def __init__(self, counts: bool) -> None:
+        super().__init__()
+        self.counts = counts
+        self.register_buffer("scale", torch.full((), 2.0))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, given: Tensor) -> Tensor:
+        if self.counts:
+            self.calls += 1
+        return given * (self.scale + self.calls)
+
+
+def test_shared_buffers_may_not_be_written() -> None:
+    """Constant ones may be shared, and a layer's own may be written."""
+    for counts in (True, False):
+        kept = Counting(counts)
+        both = [lambda kept=kept: nn.Sequential(linear(), kept)] * 2
+        pipeline = pipeline_of([linear, *both, lambda: Counting(True)])
+        if not counts:
+            pipeline.step([{"noisy": torch.ones(2, 4)}])
+            continue
+        with pytest.raises(BackboneError) as caught:
+            pipeline.step([{"noisy": torch.ones(2, 4)}])
+        (fault,) = caught.value.faults
+        assert fault.startswith("layers.1 modifies its buffer 1.calls, which layers.2 shares")
+        assert "1 more like it" in fault
+
+
 class Rotating(nn.Linear):
     """Rotates pairs by a complex buffer, of which a cast to the run's dtype keeps all."""
 
