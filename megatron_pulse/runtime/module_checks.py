@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from megatron_pulse.backbone.chain import Layer
 from megatron_pulse.backbone.rng_state import generators_kept
+from megatron_pulse.tracing.checks.module_state import complex_parameters
 
 
 def built_elsewhere(layers: Iterable[Layer], context: Any) -> Iterator[tuple[str, nn.Module]]:
@@ -74,6 +75,7 @@ def unsound(modules: Sequence[tuple[str, nn.Module]], frozen: Collection[str] = 
     """
     return [
         *(fault for name, module in modules for fault in _random(name, module)),
+        *(f"{name}: {fault}" for name, module in modules for fault in complex_parameters(module)),
         *(fault for name, module in modules if name in frozen for fault in _trained(name, module)),
         *_shared(modules),
     ]
@@ -109,6 +111,20 @@ def _draws(part: nn.Module) -> str:
         case nn.FractionalMaxPool2d() | nn.FractionalMaxPool3d():
             return "regions"
     return ""
+
+
+def shared_buffers(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, dict[str, str]]:
+    """Buffers that layers share, by layer and name, each with another layer that has it."""
+    owners: dict[int, list[tuple[str, str]]] = {}
+    for layer, module in modules:
+        for name, buffer in module.named_buffers():
+            owners.setdefault(id(buffer), []).append((layer, name))
+    found: dict[str, dict[str, str]] = {}
+    for places in owners.values():
+        for layer, name in places:
+            if others := [other for other, _ in places if other != layer]:
+                found.setdefault(layer, {})[name] = others[0]
+    return found
 
 
 def _shared(modules: Sequence[tuple[str, nn.Module]]) -> Iterator[str]:

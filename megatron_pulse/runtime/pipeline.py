@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_pulse.backbone.build_context import LayerContext
+from megatron_pulse.backbone.cast_floats import cast_floats
 from megatron_pulse.backbone.chain import Backbone, TensorSpec
 from megatron_pulse.backbone.check import BackboneError
 from megatron_pulse.backbone.published_weights import torn, untied
@@ -26,6 +27,7 @@ from megatron_pulse.runtime.module_checks import (
     attributes_kept,
     buffers_kept,
     built_elsewhere,
+    shared_buffers,
     unsound,
 )
 from megatron_pulse.runtime.p2p.transfers import Links
@@ -61,6 +63,7 @@ class Pipeline:
     another number of processes, or if another process cannot build its layers.
     """
 
+    @torch.inference_mode(False)  # tensors made in that mode cannot be trained
     def __init__(
         self,
         plan: Plan,
@@ -106,14 +109,11 @@ class Pipeline:
         fault: Exception | None = None
         try:
             self.stages = {
-                s: Stage(
-                    plan.backbone,
-                    plan.routes,
-                    s,
-                    seed,
-                    context,
-                    plan.activations,
-                ).to(device, dtype)
+                s: cast_floats(
+                    Stage(plan.backbone, plan.routes, s, seed, context, plan.activations),
+                    dtype,
+                    device,
+                )
                 for s in plan.placement.stages_of_device(self.rank)
             }
             _require_sound(plan, self.stages, context)
@@ -265,6 +265,7 @@ class Pipeline:
         if self._replicas is not None:
             self._replicas.load_buffers(state)
 
+    @torch.inference_mode(False)
     def step(
         self,
         batches: Sequence[Batch],
@@ -297,6 +298,7 @@ class Pipeline:
         losses = executor.run(iter(batches), self._settings, recorder=recorder)
         return self._spread(losses) if everywhere else losses
 
+    @torch.inference_mode(False)
     def evaluate(self, batches: Sequence[Batch], *, everywhere: bool = False) -> list[Tensor]:
         """Losses as ``step`` returns them, without gradients.
 
@@ -308,10 +310,13 @@ class Pipeline:
         return self._spread(losses) if everywhere else losses
 
     def train(self, mode: bool = True) -> None:
-        """Set this process's layers to training mode, or to evaluation mode (``False``)."""
-        copies = [] if self._replicas is None else self._replicas.modules()
-        for module in (*self.stages.values(), *copies):
-            module.train(mode)
+        """Set this process's layers to training mode, or to evaluation mode (``False``).
+
+        In training mode, a traced module is as it was in ``from_module``. Its evaluation mode is
+        exported when it is first evaluated, if forward depends on the mode.
+        """
+        for stage in self.stages.values():
+            stage.train(mode)
 
     def _spread(self, losses: list[Tensor]) -> list[Tensor]:
         """Broadcast the losses of all chains to every process."""
@@ -538,7 +543,10 @@ def _misfits(backbone: Backbone, batch: object, settings: RunSettings) -> Iterat
 
 
 def _require_sound(plan: Plan, stages: Mapping[int, Stage], context: LayerContext | None) -> None:
-    """Raise BackboneError, on every process alike, for layers that cannot be pipelined."""
+    """Raise BackboneError, on every process alike, for layers that cannot be pipelined.
+
+    Tells the stages the buffers that their layers share with layers anywhere.
+    """
     own = {i for s in stages for i in plan.partition.layers_of_stage(s)}
     layers = plan.backbone.layers
     modules = [(name, m) for stage in stages.values() for name, m in stage.named_layers()]
@@ -547,6 +555,9 @@ def _require_sound(plan: Plan, stages: Mapping[int, Stage], context: LayerContex
     frozen = {layer.name for layer in layers if not layer.trained}
     if faults := unsound(sorted(modules, key=lambda pair: place[pair[0]]), frozen):
         raise BackboneError(plan.backbone.name, faults)
+    shared = shared_buffers(modules)
+    for stage in stages.values():
+        stage.shared_buffers = shared
 
 
 def replicate(

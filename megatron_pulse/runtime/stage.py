@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -22,16 +22,17 @@ from megatron_pulse.backbone.rng_state import generators_kept
 from megatron_pulse.backbone.shape_buckets import set_shape_index
 from megatron_pulse.planner.layout.crossing import SkipCarrier
 from megatron_pulse.planner.layout.routes import Routes, embedders_of
-from megatron_pulse.runtime.activations.inplace_check import SharedInputCheck
+from megatron_pulse.runtime.activations.inplace_check import SharedInputCheck, version_of
 from megatron_pulse.runtime.activations.offload import ActivationOffload
 from megatron_pulse.runtime.activations.recompute import RecomputedLayer
 from megatron_pulse.runtime.activations.selective_recompute import SelectiveRecompute
 from megatron_pulse.runtime.failure_board import PulseError
-from megatron_pulse.runtime.module_checks import unsound
+from megatron_pulse.runtime.module_checks import shared_buffers, unsound
 from megatron_pulse.runtime.parameters.replicated_embedders import Replicas
 from megatron_pulse.runtime.parameters.split_backward import deferring
 from megatron_pulse.runtime.parameters.wgrad_queue import WeightGradStore
 from megatron_pulse.runtime.random_draws import RngWatch, reserves_numbers
+from megatron_pulse.tracing.checks.module_state import kept
 from megatron_pulse.tracing.dotted_parameters import (
     Holder,
     Nest,
@@ -108,6 +109,10 @@ class Stage(Nest):
         self._declared: dict[tuple[int, torch.dtype, int], list[tuple[TensorMeta, ...]]] = {}
         self._known: set[tuple[object, ...]] = set()
         self._reserving: set[str] = set()
+        self._settling: set[tuple[object, ...]] = set()
+        pairs = zip(self._specs, self.policies, strict=True)
+        self._recomputes = {la.name for la, p in pairs if p is ActivationPolicy.RECOMPUTE}
+        self.shared_buffers: Mapping[str, Mapping[str, str]] = {}
         self._chain: tuple[nn.Module, ...] = ()  # no list: a ModuleList would rename parameters
         self._holders: dict[str, tuple[Holder, ...]] = {}
         for spec in self._specs:
@@ -124,6 +129,15 @@ class Stage(Nest):
         frozen = {spec.name for spec in self._specs if not spec.trained}
         if faults := unsound(list(self.named_layers()), frozen):
             raise BackboneError(backbone.name, faults)
+        self.shared_buffers = shared_buffers(self.named_layers())
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode of the layers, and of the copies of replicated embedders."""
+        super().train(mode)
+        copies = [] if self.replicas is None else self.replicas.modules()
+        for module in (*self._chain, *copies):  # qualified layers are no submodules
+            module.train(mode)
+        return self
 
     def forward(
         self,
@@ -213,9 +227,11 @@ class Stage(Nest):
     def _watching(
         self, spec: Layer, module: nn.Module, shape_index: int, faults: list[str]
     ) -> Iterator[None]:
-        """Add to ``faults`` a layer's random draws, and parameters that it freezes or unfreezes.
+        """Add to ``faults`` a layer's random draws, and state that it must not change.
 
-        The full check is repeated until the layer has run in its mode without a fault.
+        These are parameters that it freezes or unfreezes, buffers of other layers, and, where it is
+        recomputed, its Python state. The full check is repeated until the layer has run in its mode
+        without a fault, and until what it caches is there.
         """
         key = spec.name, module.training, torch.is_grad_enabled(), shape_index
         first = key not in self._known
@@ -223,15 +239,41 @@ class Stage(Nest):
             self._reserving.add(spec.name)
         drawing = RngWatch(module, whole=first, gpu=spec.name not in self._reserving)
         before = _trained(module) if first else set()
+        shared = self.shared_buffers.get(spec.name, {})
+        buffers = _buffers(module) if shared else {}
+        set_shape_index(module, shape_index)
+        is_repeated = first and spec.name in self._recomputes
+        state = kept(module, libraries=False) if is_repeated else {}
         yield
         found = [] if (fault := drawing.fault()) is None else [fault]
+        settles = False
+        if is_repeated:
+            now = kept(module, libraries=False)
+            changed = {where for where in state.keys() & now.keys() if state[where] != now[where]}
+            caches = state.keys() ^ now.keys()
+            settles = bool(caches) and key not in self._settling
+            self._settling.add(key)
+            if names := changed or (set() if settles else caches):
+                found.append(
+                    f"changes {min(names)} in forward, and would again in the recomputation: its "
+                    "activations cannot be recomputed. Exclude it from --pulse-recompute, or make "
+                    "the plan with --no-recompute"
+                )
+        if shared:
+            after = _buffers(module)
+            found += [
+                f"modifies its buffer {name}, which {other} shares. Layers may run in different "
+                "processes, so results would depend on the layout. Make a new one in each"
+                for name, other in shared.items()
+                if buffers.get(name) != after.get(name)
+            ]
         if first and (names := before ^ _trained(module)):
             found.append(
                 f"sets requires_grad of its parameter {min(names)} in forward, so trained "
                 "parameters would depend on the layout. Set it before a step"
             )
         faults += [f"{spec.name} {what}" for what in found]
-        if not found:
+        if not found and not settles:
             self._known.add(key)
 
     def _kinds(
@@ -368,7 +410,7 @@ def _trained(module: nn.Module) -> set[str]:
 
 def _buffers(module: nn.Module) -> dict[str, tuple[int, int]]:
     """Identities and versions of buffers, to detect replacement and in-place writes."""
-    return {name: (id(buffer), buffer._version) for name, buffer in module.named_buffers()}
+    return {name: (id(buffer), version_of(buffer)) for name, buffer in module.named_buffers()}
 
 
 def _alias(tensor: Tensor) -> Tensor:

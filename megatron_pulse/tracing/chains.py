@@ -15,16 +15,18 @@ from megatron_pulse.backbone.rng_state import generators_kept
 from megatron_pulse.processes import without_collecting
 from megatron_pulse.tracing.graph_analysis import UNKNOWN
 from megatron_pulse.tracing.input_roles import Inputs
+from megatron_pulse.tracing.module_modes import ModuleModes
 from megatron_pulse.tracing.torch_export import DerivationError, export
 from megatron_pulse.tracing.units import UnitChain, derive, unit_difference
 
 
 class Chains:
-    """Chains of one module, exported on first use of a shape and microbatch size.
+    """Chains of one module, exported on first use of a shape, microbatch size and mode.
 
     ``inputs`` holds the inputs of each shape. All chains have the units of ``first``, the chain of
     the first shape and of its example's ``size``. ``constants`` are inputs equal for every batch;
-    ``output`` is the index of the prediction among several results.
+    ``output`` is the index of the prediction among several results. The module's mode of now is the
+    chain's training mode, whatever the module's mode later.
     """
 
     def __init__(
@@ -38,40 +40,49 @@ class Chains:
         self.module, self._name, self._inputs = module, name, tuple(inputs)
         self.output, self._pieces = output, pieces
         self._device = torch.get_default_device()
-        self._found: dict[tuple[int, int], UnitChain] = {}
+        self._modes = ModuleModes(module)
+        self._found: dict[tuple[int, int, bool], UnitChain] = {}
         self.size, self.constants = inputs[0].size, inputs[0].constants
         self.first = self[0, self.size]
 
     def __getitem__(self, at: tuple[int, int]) -> UnitChain:
-        """Chain for an index of a shape and a microbatch size.
+        """Chain in training mode for an index of a shape and a microbatch size (``find``)."""
+        return self.find(*at)
+
+    def find(self, shape_index: int, size: int, training: bool = True) -> UnitChain:
+        """Chain for an index of a shape, a microbatch size and a mode.
 
         Raises DerivationError if the module cannot be exported there, or if units differ.
         """
+        at = shape_index, size, training or not self._modes.matters
         if at not in self._found:
             chain = self.alone(lambda: self._derive(*at))
             if self._found and (fault := unit_difference(self.first, chain)):
-                shape_index, size = at
-                what = f"microbatches of {size}" + (
-                    f" of shape {shape_index}" if shape_index else ""
-                )
-                raise DerivationError(
-                    self._name,
-                    [
-                        f"{what} take another path through the module than microbatches of "
-                        f"{self.size} (a loop, branch or size in forward may depend on the "
-                        f"batch): {fault}"
-                    ],
-                )
+                raise DerivationError(self._name, [self._other_path(*at, fault)])
             self._found[at] = chain
         return self._found[at]
 
-    def _derive(self, shape_index: int, size: int) -> UnitChain:
-        try:
-            return self._derived(shape_index, size, with_lines=False)
-        except DerivationError as error:
-            if UNKNOWN not in str(error):
-                raise
-        return self._derived(shape_index, size, with_lines=True)
+    def _other_path(self, shape_index: int, size: int, training: bool, fault: str) -> str:
+        if not training and (shape_index, size, True) in self._found:
+            return (
+                "evaluation mode takes another path through the module than training mode (a "
+                f"branch in forward depends on self.training): {fault}. Keep the pipeline in "
+                "training mode, or evaluate a chain of the module after eval()"
+            )
+        what = f"microbatches of {size}" + (f" of shape {shape_index}" if shape_index else "")
+        return (
+            f"{what} take another path through the module than microbatches of {self.size} (a "
+            f"loop, branch or size in forward may depend on the batch): {fault}"
+        )
+
+    def _derive(self, shape_index: int, size: int, training: bool) -> UnitChain:
+        with self._modes.of_chain(training):
+            try:
+                return self._derived(shape_index, size, with_lines=False)
+            except DerivationError as error:
+                if UNKNOWN not in str(error):
+                    raise
+            return self._derived(shape_index, size, with_lines=True)
 
     def example(self) -> Mapping[str, Any]:
         """Example inputs of the first chain."""

@@ -100,7 +100,7 @@ class DerivedLayer(Nest):
 
     Parameters have qualified names and begin with the source's weights for the seed of torch's
     generator. Without ``initialise`` they are uninitialised. Buffers are constants of the chain.
-    Every shape (``chain_shape``) has its own graph on the same parameters.
+    Every shape (``chain_shape``) and mode has its own graph on the same parameters.
     """
 
     def __init__(self, source: ChainSource, index: int, initialise: bool = True) -> None:
@@ -173,7 +173,7 @@ class DerivedLayer(Nest):
         sample_of = source.samples[self.chain_shape]
         values = {n: sample_of[n].merge(t) for n, t in given.items()}
         size, device = self._place(given)
-        chain = source.chains[self.chain_shape, size]
+        chain = source.chains.find(self.chain_shape, size, self.training)
         state = [self._state(name, chain, device) for name in unit.state]
         run = self._executable(chain, device)
         results = run(*(values[name] for name in unit.takes), *state)
@@ -195,14 +195,13 @@ class DerivedLayer(Nest):
             if spec.batch_dim is not None:
                 size = tensor.shape[spec.batch_dim]
                 break
-        wrong = {
-            p.dtype for n, p in weights.items() if p.dtype != source.chains.first.state[n].dtype
-        }
-        if wrong:
-            raise ValueError(
-                f"{self._unit.name}: parameters are {wrong.pop()}, but the module was exported in "
-                f"{source.dtype}. Give from_module a module with the run's dtype"
-            )
+        exported = source.chains.first.state
+        for name, p in weights.items():
+            if p.dtype != exported[name].dtype:
+                raise ValueError(
+                    f"{self._unit.name}: parameters are {p.dtype}, but the module was exported in "
+                    f"{exported[name].dtype}. Give from_module a module with the run's dtype"
+                )
         return size, device
 
     def _parameter(self, name: str) -> Any:

@@ -15,7 +15,7 @@ from megatron_pulse.backbone.build_context import LayerContext
 from megatron_pulse.backbone.chain import COMPUTE, DTYPE_BYTES, Backbone, Layer, TensorSpec
 from megatron_pulse.backbone.check import require_valid
 from megatron_pulse.tracing.chains import Chains
-from megatron_pulse.tracing.checks.module_state import lazy_modules
+from megatron_pulse.tracing.checks.module_state import complex_parameters, lazy_modules
 from megatron_pulse.tracing.derived_layer import ChainSource, DerivedLayer, Sample
 from megatron_pulse.tracing.initial_weights.sources import (
     Weights,
@@ -71,7 +71,8 @@ def from_module(
 
     Parameters without requires_grad, or without a gradient, stay unchanged in training; buffers are
     constants. Graphs have the module's dtype. The module is exported again for microbatches of
-    another size than the example's. A module on the meta device gives a chain for planning, unless
+    another size than the example's. The chain trains with the module in its mode of now, also if
+    the module's mode changes later. A module on the meta device gives a chain for planning, unless
     ``weights`` is given. A small module with values is called twice and compared with its chain.
 
     Raises DerivationError with every reason, the operation and the source line.
@@ -80,7 +81,7 @@ def from_module(
     faults = []
     if granularity not in ("blocks", "pieces"):
         faults.append(f"granularity is {granularity!r}, not 'blocks' or 'pieces'")
-    faults += lazy_modules(module)
+    faults += [*lazy_modules(module), *complex_parameters(module)]
     dtypes = dict.fromkeys(str(p.dtype)[6:] for p in module.parameters() if p.is_floating_point())
     if len(dtypes) > 1:
         faults.append(

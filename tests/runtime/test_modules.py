@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import megatron_pulse as pulse
 from megatron_pulse.backbone.check import BackboneError
 from megatron_pulse.planner.program.plan import PlanError
+from megatron_pulse.tracing.torch_export import DerivationError
 
 SMALL = pulse.TensorSpec((4,))
 
@@ -199,6 +200,86 @@ def test_shared_parameters_are_refused() -> None:
     with pytest.raises(BackboneError) as caught:
         pipeline_of([lambda: kept, linear, lambda: nn.Sequential(kept)])
     assert "layers.2: its parameter 0.weight is also layers.0's weight" in str(caught.value)
+
+
+class Counting(nn.Module):
+    """Has a constant buffer, and counts calls in another."""
+
+    def __init__(self, counts: bool) -> None:
+        super().__init__()
+        self.counts = counts
+        self.register_buffer("scale", torch.full((), 2.0))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, given: Tensor) -> Tensor:
+        if self.counts:
+            self.calls += 1
+        return given * (self.scale + self.calls)
+
+
+def test_shared_buffers_may_not_be_written() -> None:
+    """Constant ones may be shared, and a layer's own may be written."""
+    for counts in (True, False):
+        kept = Counting(counts)
+        both = [lambda kept=kept: nn.Sequential(linear(), kept)] * 2
+        pipeline = pipeline_of([linear, *both, lambda: Counting(True)])
+        if not counts:
+            pipeline.step([{"noisy": torch.ones(2, 4)}])
+            continue
+        with pytest.raises(BackboneError) as caught:
+            pipeline.step([{"noisy": torch.ones(2, 4)}])
+        (fault,) = caught.value.faults
+        assert fault.startswith("layers.1 modifies its buffer 1.calls, which layers.2 shares")
+        assert "1 more like it" in fault
+
+
+class Rotating(nn.Linear):
+    """Rotates pairs by a complex buffer, of which a cast to the run's dtype keeps all."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.register_buffer("turns", torch.polar(torch.ones(2), torch.tensor([1.0, 2.0])))
+
+    def forward(self, given: Tensor) -> Tensor:
+        pairs = super().forward(given).float().unflatten(-1, (2, 2))
+        turned = torch.view_as_complex(pairs) * self.turns
+        return torch.view_as_real(turned).flatten(-2).to(given.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_complex_buffers_keep_their_values(dtype: torch.dtype) -> None:
+    pipeline = pipeline_of([linear, Rotating], dtype=dtype)
+    given, state = torch.ones(2, 4, dtype=dtype), pipeline.full_state_dict()
+    assert state["layers.1.turns"].dtype == torch.complex64
+    assert state["layers.1.weight"].dtype == dtype
+    plain = [linear().to(dtype), Rotating()]
+    plain[1]._apply(lambda tensor: tensor if tensor.is_complex() else tensor.to(dtype))
+    for i, module in enumerate(plain):
+        before = f"layers.{i}."
+        own = {k.removeprefix(before): v for k, v in state.items() if k.startswith(before)}
+        module.load_state_dict(own)
+    (loss,) = pipeline.step([{"noisy": given}])
+    assert torch.equal(loss, plain[1](plain[0](given)).sum())
+
+
+class Spectrum(nn.Module):
+    """Trains a complex weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+
+    def forward(self, given: Tensor) -> Tensor:
+        return torch.fft.irfft(torch.fft.rfft(given) * self.weight, n=4)
+
+
+def test_complex_parameters_are_refused() -> None:
+    with pytest.raises(BackboneError, match=r"layers.1: its parameter weight is complex64, but"):
+        pipeline_of([linear, Spectrum])
+    with pytest.raises(DerivationError, match=r"its parameter 1.weight is complex64, but"):
+        pulse.from_module(
+            nn.Sequential(linear(), Spectrum()), {"input": torch.ones(2, 4)}, sample="input"
+        )
 
 
 def test_a_maker_may_keep_its_module() -> None:

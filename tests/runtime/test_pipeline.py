@@ -212,6 +212,45 @@ def test_an_evaluation_leaves_buffers_as_they_were() -> None:
     assert twice.evaluate(batches(9)) != losses
 
 
+def test_inference_mode_around_a_pipeline_changes_nothing() -> None:
+    """Tensors that it keeps are of no such mode; microbatches and layers' results may be."""
+
+    class Skipped(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 4)
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x: Tensor, skip: Tensor | int = 0) -> Tensor:
+            self.calls.add_(1)
+            with torch.inference_mode():
+                shift = (x + skip).mean()
+            return super().forward(x) + skip + shift.clone()
+
+    def make() -> pulse.Pipeline:
+        makers = [nn.Identity, *[Skipped] * 3]
+        chain = pulse.chain(makers, pulse.TensorSpec((4,)), skips=[(0, 2), (1, 3)])
+        plan = pulse.make_plan(
+            chain,
+            pulse.weighted_costs(chain, [1.0] * 4),
+            pulse.sequential(1),
+            activations=pulse.ActivationPolicies(selective=frozenset({1}), offload=frozenset({2})),
+        )
+        return pulse.Pipeline(plan, lambda y, batch: y.square().mean(), 2)
+
+    ones = torch.ones(2, 4)
+
+    def results(pipeline: pulse.Pipeline) -> list[Tensor]:
+        losses = pipeline.evaluate([{"noisy": ones.clone()}])
+        losses += pipeline.step([{"noisy": ones}])
+        return [*losses, pipeline.grad_norm()]
+
+    expected = results(make())
+    with torch.inference_mode():
+        found = results(make())
+    assert not any(tensor.is_inference() for tensor in found[:2])
+    assert all(map(torch.equal, found, expected))
+
+
 class Embedding(nn.Module):
     """Embeds a batch's times by frequencies drawn at random, kept in a buffer."""
 

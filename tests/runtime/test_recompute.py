@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import megatron_pulse as pulse
+from megatron_pulse.backbone.check import BackboneError
 from megatron_pulse.runtime.failure_board import PulseError
 
 WIDTH = 16
@@ -106,4 +107,49 @@ def test_what_would_not_come_to_the_same_is_refused(kind: type[nn.Module], reaso
     with pytest.raises(PulseError) as error:
         train(kind, (1,))
     assert reason in str(error.value)
+    assert "--no-recompute" in str(error.value)
+
+
+class _Remembers(_Plain):
+    """Changes attributes by ``how``."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.factor, self.counts = how, 1.0, {"calls": 0}
+        self.size: tuple[int, ...] | None = None
+        self.tables: dict[int, Tensor] = {}
+        self.seen: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        match self.how:
+            case "number":
+                self.factor += 1
+            case "dictionary":
+                self.counts["calls"] += 1
+            case "list":
+                self.seen.append(1)
+            case "cache":
+                self.size = tuple(x.shape)
+                self.tables.setdefault(len(x), torch.ones(()))
+        return super().forward(x) * (self.factor + self.counts["calls"] + len(self.seen))
+
+
+@pytest.mark.parametrize(
+    ("how", "where"),
+    [("number", "factor"), ("dictionary", "counts['calls']"), ("list", "seen["), ("cache", "")],
+)
+def test_layers_that_change_python_state_are_not_recomputed(how: str, where: str) -> None:
+    """Caches, filled by a first call, are no such state."""
+
+    class Kind(_Remembers):
+        def __init__(self) -> None:
+            super().__init__(how)
+
+    train(Kind, (0, 2))
+    if not where:
+        train(Kind, (1,))
+        return
+    with pytest.raises(BackboneError) as error:
+        train(Kind, (1,))
+    assert f"layers.1 changes {where}" in str(error.value)
     assert "--no-recompute" in str(error.value)

@@ -214,6 +214,21 @@ def by_data(_: Strange, x: Tensor) -> Tensor:
     return x + x.data
 
 
+def inferred(_: Strange, x: Tensor) -> Tensor:
+    with torch.inference_mode():
+        y = x.sin()
+    return x + y.clone()
+
+
+@torch.inference_mode()
+def scaled(x: Tensor) -> Tensor:
+    return x.sin()
+
+
+def inferred_by_decorator(_: Strange, x: Tensor) -> Tensor:
+    return x + scaled(x).clone()
+
+
 def normed_in_a_region(module: Strange, x: Tensor) -> Tensor:
     with torch.autocast("cpu", torch.bfloat16):
         return F.batch_norm(x, module.mean, module.mean + 1, training=True).float()

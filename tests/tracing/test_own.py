@@ -248,3 +248,61 @@ def test_units_are_the_same_at_every_size() -> None:
     larger = {name: torch.cat([value] * 2) for name, value in given.items()}
     from_larger = pulse.from_module(module, larger, sample="x")
     assert [layer.name for layer in from_larger.layers if layer.embedder] == ["embed.root"]
+
+
+class Moded(nn.Module):
+    """Scales otherwise in training; ``skips``: has an operation more."""
+
+    def __init__(self, skips: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.skips, self.nothing = skips, nn.Dropout(0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = self.nothing(block(x)) * (3 if self.training else 2)
+            if self.skips and self.training:
+                x = x * 5
+        return x
+
+
+def pipeline_of(module: nn.Module, size: int) -> pulse.Pipeline:
+    chain = pulse.from_module(module, {"x": torch.randn(2, WIDTH)}, sample="x")
+    costs = pulse.weighted_costs(chain, [1.0] * len(chain.layers))
+    plan = pulse.make_plan(chain, costs, pulse.sequential(1))
+    return pulse.Pipeline(plan, lambda y, _: y.square().mean(), size)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_pipelines_in_evaluation_mode_evaluate_modules_in_theirs(size: int) -> None:
+    """Also at sizes that are exported when the module's own mode is another."""
+    module, x = Moded(), torch.randn(size, WIDTH)
+
+    def expected(training: bool) -> Tensor:
+        return module.train(training)(x).square().mean().detach()
+
+    pipeline = pipeline_of(module, size)
+    for training in (True, False, True):
+        pipeline.train(training)
+        module.train(not training)
+        assert torch.equal(pipeline.evaluate([{"noisy": x}])[0], expected(training))
+        module.train(not training)
+    module.eval()
+    pipeline = pipeline_of(module, size)
+    module.train()
+    assert torch.equal(pipeline.evaluate([{"noisy": x}])[0], expected(False))
+    assert module.training is False
+
+
+def test_evaluation_modes_that_take_another_path_are_refused() -> None:
+    pipeline = pipeline_of(Moded(skips=True), 2)
+    pipeline.train(False)
+    with pytest.raises(DerivationError, match="depends on self.training"):
+        pipeline.evaluate([{"noisy": torch.randn(2, WIDTH)}])
+
+
+def test_modes_that_change_nothing_are_exported_once() -> None:
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.0), nn.Linear(WIDTH, 3))
+    source = source_of(pulse.from_module(module, {"input": torch.ones(2, WIDTH)}, sample="input"))
+    assert source is not None
+    assert source.chains.find(0, 2, training=False) is source.chains.first

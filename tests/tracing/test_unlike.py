@@ -64,6 +64,8 @@ def test_it_is_right(name: str) -> None:
         (strange.branched, "torch.cond, at", ""),
         (strange.normed_in_a_region, "Call eval() on the module", ""),
         (strange.by_data, "write .detach()", "x.data"),
+        (strange.inferred, "torch.inference_mode at", "with torch"),
+        (strange.inferred_by_decorator, "torch.inference_mode at", "scaled(x)"),
     ],
 )
 def test_it_is_refused(what: Callable[..., torch.Tensor], said: str, code: str) -> None:

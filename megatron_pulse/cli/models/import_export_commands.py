@@ -183,7 +183,10 @@ def run_export(args: argparse.Namespace) -> None:
         backbone, stage = load_whole(saved, averaged=not args.raw)
         published, tensors = export_weights(backbone, stage)
     dtype = getattr(torch, args.dtype)
-    tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+    tensors = {
+        name: tensor.to(dtype) if tensor.is_floating_point() else tensor
+        for name, tensor in tensors.items()
+    }
     if beyond := [name for name, tensor in tensors.items() if not tensor.isfinite().all()]:
         raise PublishedError(f"weights that {args.dtype} cannot hold", beyond)
     scheduler = scheduler_of_process(saved.process, makes_pixels(saved.arguments))

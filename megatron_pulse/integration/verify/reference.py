@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from megatron_pulse.backbone.cast_floats import cast_floats
 from megatron_pulse.backbone.chain import COMPUTE, Backbone, TensorSpec
 from megatron_pulse.backbone.shape_buckets import own_fields, sample_field, shape_of
 from megatron_pulse.errors import UserError
@@ -159,7 +160,7 @@ class Reference:
                 weights = AdamWeights(values, frozen)
                 self._save_weights(stage, 0, weights)
             try:
-                yield module.to(self._device, self._job.torch_dtype), weights
+                yield cast_floats(module, self._job.torch_dtype, self._device), weights
             finally:
                 for hook in self._hooks:
                     hook.remove()

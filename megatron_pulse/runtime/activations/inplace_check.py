@@ -16,6 +16,14 @@ from megatron_pulse.backbone.chain import Layer
 from megatron_pulse.runtime.failure_board import PulseError
 
 
+def version_of(tensor: Tensor) -> int:
+    """Number of in-place writes into a tensor; 0 for tensors of ``torch.inference_mode``.
+
+    Those count no writes. No backward reads them, and outside that mode torch refuses to write.
+    """
+    return 0 if tensor.is_inference() else tensor._version
+
+
 class InplaceWatch:
     """Detect in-place writes into a tensor without keeping its data alive.
 
@@ -77,11 +85,11 @@ class SharedInputCheck:
             ),
             *used.values(),
         ]
-        self._versions = [tensor._version for tensor in self._given]
+        self._versions = [version_of(tensor) for tensor in self._given]
 
     def fault(self) -> str | None:
         """Description of tensors that the layer modified since; None if there are none."""
-        if self._versions == [tensor._version for tensor in self._given]:
+        if self._versions == [version_of(tensor) for tensor in self._given]:
             return None
         own = self._layer.own
         names = [
@@ -94,7 +102,7 @@ class SharedInputCheck:
             *(f"the conditioning {name}" for name in self._used),
         ]
         told = zip(names, self._given, self._versions, strict=True)
-        written = [name for name, tensor, version in told if tensor._version != version]
+        written = [name for name, tensor, version in told if version_of(tensor) != version]
         return (
             f"modifies {' and '.join(written)} in place. A later layer may read the same tensor, "
             "so results would depend on the partition. Write x = x + 1 instead of x += 1"

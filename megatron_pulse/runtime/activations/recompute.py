@@ -11,7 +11,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from megatron_pulse.runtime.activations.inplace_check import InplaceWatch, modified_inplace
+from megatron_pulse.runtime.activations.inplace_check import (
+    InplaceWatch,
+    modified_inplace,
+    version_of,
+)
 from megatron_pulse.runtime.failure_board import PulseError
 
 
@@ -48,7 +52,7 @@ class RecomputedLayer:
     def forward(self) -> Any:
         """Run the layer and return its result."""
         self._within = tuple(_autocasts())
-        self._before = {what: (one, one._version) for what, one in self._state().items()}
+        self._before = {what: (one, version_of(one)) for what, one in self._state().items()}
         self._running = True
         try:
             with saved_tensors_hooks(self._number, self._take):
@@ -110,7 +114,7 @@ class RecomputedLayer:
         """Yield the names of state tensors that were replaced or modified since forward began."""
         now = self._state()
         for what, (one, version) in self._before.items():
-            if one._version != version or now.get(what) is not one:
+            if version_of(one) != version or now.get(what) is not one:
                 yield what
 
     def _number(self, tensor: Tensor) -> int:

@@ -16,7 +16,7 @@ from torch.autograd.graph import increment_version, saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from megatron_pulse.runtime.activations.inplace_check import modified_inplace
+from megatron_pulse.runtime.activations.inplace_check import modified_inplace, version_of
 
 LEAST_BYTES = 1 << 12
 """Smaller tensors are saved: recomputation costs more time than the memory is worth."""
@@ -205,7 +205,7 @@ class _Followed(TorchDispatchMode):
     def _note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         def of(leaf: Tensor) -> Tensor | _View:
             made = self.made_of(leaf)
-            if made is not None and leaf._version != made.version:
+            if made is not None and version_of(leaf) != made.version:
                 made.is_written = True
             if made is None or not made.is_like(leaf) or made.num_calls >= MOST_CALLS:
                 return leaf  # not detached: a detached alias would not see later in-place writes
@@ -220,7 +220,7 @@ class _Followed(TorchDispatchMode):
             if isinstance(tensor, Tensor) and _key(tensor) not in given:
                 taken, named = tree_map_only(Tensor, of, (args, kwargs))
                 storage = tensor.untyped_storage()
-                about = i, tensor.dtype, _key(tensor), weakref.ref(storage), tensor._version
+                about = i, tensor.dtype, _key(tensor), weakref.ref(storage), version_of(tensor)
                 made = _Made(func, taken, named, *about)
                 self._made[_key(tensor)] = made.storage, made
 
@@ -274,7 +274,7 @@ class _Made:
 
     def _versions(self) -> tuple[int, ...]:
         leaves = tree_leaves((self.args, self.kwargs))
-        return tuple(leaf._version for leaf in leaves if isinstance(leaf, Tensor))
+        return tuple(version_of(leaf) for leaf in leaves if isinstance(leaf, Tensor))
 
     def take_from(self, kept: Mapping[int, Tensor]) -> None:
         """Replace references to kept storages by the kept tensors."""

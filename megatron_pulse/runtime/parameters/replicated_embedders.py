@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_pulse.backbone.build_context import LayerContext
+from megatron_pulse.backbone.cast_floats import cast_floats
 from megatron_pulse.backbone.chain import Backbone, Layer
 from megatron_pulse.backbone.rng_state import generators_kept
 from megatron_pulse.planner.layout.routes import Routes
@@ -51,7 +52,8 @@ class Replicas:
                 owner = placement.device_of_stage[routes.partition.stage_of_layer(i)]
                 if (owner == device) != (layer.name in owned):
                     raise ValueError(f"device {owner} owns {layer.name}, not device {device}")
-                module = _empty(layer, context, torch_device).to(torch_device, dtype)
+                module = _empty(layer, context, torch_device)
+                module = cast_floats(module, dtype, torch_device)
                 self._copies[layer.name] = _Copy(module, owner)
 
     def module(self, name: str) -> Any:

@@ -24,20 +24,29 @@ _DEEPEST, _MOST = 5, 1000
 _OF_TORCH = frozenset((*vars(nn.Module()), "_flat_weights"))  # recurrent parts have the latter
 
 
-def kept(module: nn.Module) -> dict[str, Any]:
+_LIBRARIES = ("torch.", "megatron.", "megatron_pulse.", "transformer_engine.")
+"""Libraries that may lie outside site-packages."""
+
+
+def kept(module: nn.Module, libraries: bool = True) -> dict[str, Any]:
     """Python state by location, of all parts of ``module`` and of the source files of their
     classes.
 
     Covers numbers and texts, states of generators and iterators, and contents of lists, dicts and
-    plain objects. Tensors in containers count by identity. Library files are excluded.
+    plain objects. Tensors in containers count by identity. Library files are excluded, and without
+    ``libraries`` also parts of library classes.
     """
     found: dict[str, Any] = {}
     seen: set[int] = set()
     for prefix, part in module.named_modules():
+        if not libraries and _is_library(type(part).__module__):
+            continue
         for name, value in vars(part).items():
             if name not in _OF_TORCH and not isinstance(value, Tensor | None):
                 found.update(_within(f"{prefix}.{name}".lstrip("."), value, 0, seen))
     for name, file in files_of(module).items():
+        if not libraries and _is_library(name):
+            continue
         for each, value in list(vars(file).items()):
             if not each.startswith("__") and not isinstance(value, Tensor | None):
                 found.update(_within(f"{name}.{each}", value, 0, seen))
@@ -66,6 +75,12 @@ def files_of(module: nn.Module) -> dict[str, ModuleType]:
         if "site-packages"
         not in (getattr(sys.modules.get(name), "__file__", None) or "site-packages")
     }
+
+
+def _is_library(name: str) -> bool:
+    """True if the Python module ``name`` belongs to a library."""
+    file = getattr(sys.modules.get(name), "__file__", None) or ""
+    return "site-packages" in file or name.startswith(_LIBRARIES)
 
 
 def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[str]:
@@ -118,6 +133,18 @@ def _within(where: str, value: Any, depth: int, seen: set[int]) -> Iterator[tupl
             }
         for place, each in entries.items():
             yield from _within(place, each, depth + 1, seen)
+
+
+def complex_parameters(module: nn.Module) -> Iterator[str]:
+    """A fault for each complex parameter."""
+    for name, parameter in module.named_parameters():
+        if parameter.is_complex():
+            yield (
+                f"its parameter {name} is {str(parameter.dtype).removeprefix('torch.')}, but "
+                "casts, gradient norms and optimizers here are for real numbers. Store it as "
+                "torch.view_as_real(...) and call torch.view_as_complex in forward, or make it a "
+                "buffer if it is not trained"
+            )
 
 
 def lazy_modules(module: nn.Module) -> Iterator[str]:

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 
@@ -70,6 +71,13 @@ def watched(module: nn.Module) -> Iterator[UntracedEffects]:
                 "not traced"
             )
 
+    def inference(_: Any) -> None:
+        if not sys._getframe(2).f_code.co_filename.startswith(_FAKE_TENSORS):
+            faults.append(
+                f"torch.inference_mode at {caller()} is not traced: gradients would pass. Write "
+                "torch.no_grad()"
+            )
+
     def grad_fn(tensor: Tensor) -> Any:
         node = _GRAD_FN.__get__(tensor)
         return node if node is None or _called_by_torch() else _Node(node, own_hook)
@@ -94,6 +102,7 @@ def watched(module: nn.Module) -> Iterator[UntracedEffects]:
             telling(Tensor, "register_hook", own_hook),
             telling(Tensor, "register_post_accumulate_grad_hook", own_hook),
             telling(saved_tensors_hooks, "__enter__", own_saving),
+            telling(torch.inference_mode, "__enter__", inference),
             replaced(Tensor, "grad_fn", property(grad_fn)),
             replaced(Tensor, "data", property(data, _DATA.__set__)),
             replaced(torch.autograd, "grad", gradient),
@@ -109,6 +118,9 @@ def watched(module: nn.Module) -> Iterator[UntracedEffects]:
     ]
     faults[:], suspects[:] = alike(faults), dict.fromkeys(suspects)
 
+
+_FAKE_TENSORS = str(Path(TORCH) / "_subclasses")
+"""Part of torch that itself enters and leaves inference mode in a trace."""
 
 _GRAD_FN, _DATA = (inspect.getattr_static(Tensor, name) for name in ("grad_fn", "data"))
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
+from megatron_pulse.backbone.cast_floats import cast_floats
 from megatron_pulse.tracing.checks.module_state import lazy_modules
 from megatron_pulse.tracing.checks.shared_memory import shared_memory
 from megatron_pulse.tracing.torch_export import DerivationError
@@ -65,7 +66,7 @@ def release_parameter_memory(module: nn.Module, dtype: torch.dtype) -> nn.Module
     """
     if faults := list(lazy_modules(module)) or list(shared_memory(module)):
         raise DerivationError(type(module).__name__, faults)
-    nn.Module.to(module, dtype)  # diffusers' own method warns of from_pretrained's conversions
+    cast_floats(module, dtype)  # diffusers' ``to`` warns of from_pretrained's conversions
     made: dict[int, nn.Parameter] = {}
     for part in module.modules():
         for name, parameter in part._parameters.items():

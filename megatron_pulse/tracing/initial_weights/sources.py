@@ -114,7 +114,8 @@ def altered(buffers: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> list[
     for name, tensor in buffers.items():
         if tensor.is_meta or name not in found:
             continue
-        own, other = tensor.double(), found[name].double()
+        wide = torch.promote_types(tensor.dtype, torch.float64)
+        own, other = tensor.to(wide), found[name].to(wide)
         if not torch.allclose(own, other, rtol=0, atol=_FAR * float(own.abs().max() or 1)):
             faults.append(
                 f"the buffer {name} differs from the value that the module computes. Buffers are "
@@ -167,7 +168,8 @@ class _Renamed(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         tensor = self._stored[self._names[name]]
-        if tensor.is_floating_point() and not is_finite(tensor):
+        parts = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        if parts.is_floating_point() and not is_finite(parts):
             raise PublishedError(self._place, [f"{name} holds NaN or infinite values"])
         return tensor
 
