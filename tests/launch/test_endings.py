@@ -159,9 +159,9 @@ if sys.argv[1] == "exit":
 os.kill(os.getpid(), signal.SIGKILL)
 """
 SOLVES = """
-from pathlib import Path
-from megatron_pulse.planner.schedule.ilp.solvers import _call
-_call(["sleep", "600"], Path("/tmp"), 600)
+import subprocess
+from megatron_pulse.processes import ending_with_us
+subprocess.run(ending_with_us(["sleep", "600"]), start_new_session=True)
 """
 
 
