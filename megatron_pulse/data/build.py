@@ -151,10 +151,8 @@ def open_buckets(
     of_shape: dict[int, list[int]] = {}
     for number, (shape, _, _) in enumerate(found):
         of_shape.setdefault(shape, []).append(number)
-    trains, validations = (
-        [_pooled([found[number][side] for number in same]) for same in of_shape.values()]
-        for side in (1, 2)
-    )
+    trains = [_pooled([found[number][1] for number in same]) for same in of_shape.values()]
+    validations = [_pooled([found[number][2] for number in same]) for same in of_shape.values()]
     if len(of_shape) == 1:
         return trains[0], validations[0], tuple(of_shape)
     return Buckets(trains), Buckets(validations), tuple(of_shape)
