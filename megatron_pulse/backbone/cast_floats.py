@@ -17,4 +17,5 @@ def cast_floats[M: nn.Module](
     def cast(tensor: Tensor) -> Tensor:
         return tensor.to(device, dtype if tensor.is_floating_point() else None)
 
-    return module._apply(cast)
+    module._apply(cast)
+    return module
