@@ -253,7 +253,8 @@ class Stage(Nest):
             caches = state.keys() ^ now.keys()
             settles = bool(caches) and key not in self._settling
             self._settling.add(key)
-            if names := changed or (set() if settles else caches):
+            names = changed or (set() if settles else caches)
+            if names and not found:  # draws change the state of generators
                 found.append(
                     f"changes {min(names)} in forward, and would again in the recomputation: its "
                     "activations cannot be recomputed. Exclude it from --pulse-recompute, or make "
