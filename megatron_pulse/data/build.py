@@ -148,14 +148,12 @@ def open_buckets(
             unlike,
             "Write all of them with the same encoders (pulse data write-latents), or train on one.",
         )
-    of_shape: dict[int, list[int]] = {}
-    for number, (shape, _, _) in enumerate(found):
-        of_shape.setdefault(shape, []).append(number)
-    trains = [_pooled([found[number][1] for number in same]) for same in of_shape.values()]
-    validations = [_pooled([found[number][2] for number in same]) for same in of_shape.values()]
-    if len(of_shape) == 1:
-        return trains[0], validations[0], tuple(of_shape)
-    return Buckets(trains), Buckets(validations), tuple(of_shape)
+    shapes = tuple(dict.fromkeys(shape for shape, _, _ in found))
+    trains = [_pooled([train for own, train, _ in found if own == shape]) for shape in shapes]
+    validations = [_pooled([held for own, _, held in found if own == shape]) for shape in shapes]
+    if len(shapes) == 1:
+        return trains[0], validations[0], shapes
+    return Buckets(trains), Buckets(validations), shapes
 
 
 def _pooled(datasets: Sequence[DiffusionDataset]) -> DiffusionDataset:
