@@ -43,7 +43,7 @@ from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.check import BackboneError, require_valid
 from megatron_pulse.backbone.published_weights import Published
 from megatron_pulse.dataclass_flags import flag_value
-from megatron_pulse.encoders.recipe import TextRecipe, folder_name, padded_length, text_fields
+from megatron_pulse.encoders.text_recipe import TextRecipe, folder_name, padded_length, text_fields
 from megatron_pulse.errors import UserError, describe_exception, format_faults, unknown_name
 from megatron_pulse.profile.trainable import trained_as
 from model_specs.common.compare_configs import BackboneComparison, compare_configs, left_open

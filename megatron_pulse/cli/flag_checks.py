@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megatron_pulse.dataclass_flags import Range, flag_name
-from megatron_pulse.encoders.recipe import VAE
+from megatron_pulse.encoders.text_recipe import VAE
 from megatron_pulse.errors import UserError, summarize
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import unwritable

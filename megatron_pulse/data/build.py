@@ -10,7 +10,6 @@ from pathlib import Path
 
 from megatron_pulse.data.buckets import Buckets
 from megatron_pulse.data.captions import CaptionedImages
-from megatron_pulse.data.class_labels import labelled_by_name, unnamed_beside_named
 from megatron_pulse.data.data_record import read_provenance
 from megatron_pulse.data.dataset import (
     NO_FIELDS,
@@ -31,6 +30,7 @@ from megatron_pulse.data.images.folder import ImageFiles, ImageFolder
 from megatron_pulse.data.images.metadata import TEXT
 from megatron_pulse.data.joined import Joined
 from megatron_pulse.data.latents.folder import LatentFolder
+from megatron_pulse.data.shared_class_labels import labelled_by_name, unnamed_beside_named
 from megatron_pulse.data.split_groups import same_files, uncompared, units_of
 from megatron_pulse.errors import Faults, collecting, format_faults
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from megatron_pulse.data.dataset import NO_FIELDS, DataError, Derived, DiffusionDataset, FieldSpec
 from megatron_pulse.data.images.folder import ImageFiles
 from megatron_pulse.data.images.metadata import TEXT, read_captions
-from megatron_pulse.encoders.recipe import is_text
+from megatron_pulse.encoders.text_recipe import is_text
 
 _END = ""
 """Stands behind the last word, as the end token of CLIP and T5 does: no text is without token."""

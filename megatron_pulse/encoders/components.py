@@ -10,7 +10,7 @@ from pathlib import Path
 from megatron_pulse.backbone.published_weights import PublishedError
 from megatron_pulse.diffusion.published import STEMS, read_folder
 from megatron_pulse.diffusion.scheduler_import import PIPELINE_INDEX
-from megatron_pulse.encoders.recipe import VAE
+from megatron_pulse.encoders.text_recipe import VAE
 from megatron_pulse.encoders.tokens import require
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import FileError, read_json

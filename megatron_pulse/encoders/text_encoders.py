@@ -18,8 +18,8 @@ from megatron_pulse.encoders.loading import (
     silently,
     stored,
 )
-from megatron_pulse.encoders.recipe import ComponentKind, Part, State, TextRecipe, folder_name
 from megatron_pulse.encoders.text_pieces import text_pieces
+from megatron_pulse.encoders.text_recipe import ComponentKind, Part, State, TextRecipe, folder_name
 from megatron_pulse.encoders.tokens import (
     Tokenizers,
     digest_of,

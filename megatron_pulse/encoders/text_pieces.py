@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_pulse.encoders.encoder_piece import EncoderPiece, States
-from megatron_pulse.encoders.recipe import ComponentKind, State
+from megatron_pulse.encoders.text_recipe import ComponentKind, State
 
 _HIDDEN = "hidden"
 _SEEN = "_seen"

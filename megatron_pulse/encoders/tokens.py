@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_pulse.diffusion.published import original_files
 from megatron_pulse.encoders.loading import files_amiss
-from megatron_pulse.encoders.recipe import LONGEST, VAE, TextRecipe, folder_name, length_said
+from megatron_pulse.encoders.text_recipe import LONGEST, VAE, TextRecipe, folder_name, length_said
 from megatron_pulse.errors import UserError, describe_exception, format_faults
 
 _CONTENT = ("*.safetensors", "*.bin", "*.json", "*.txt", "*.model")

@@ -30,8 +30,8 @@ from megatron_pulse.encoders.components import autoencoder_faults, weight_faults
 from megatron_pulse.encoders.encoder_piece import States
 from megatron_pulse.encoders.finite import any_broken, not_finite
 from megatron_pulse.encoders.image_pieces import MOMENTS, PIXELS
-from megatron_pulse.encoders.recipe import VAE, TextRecipe, folder_name
 from megatron_pulse.encoders.text_encoders import TextEncoders
+from megatron_pulse.encoders.text_recipe import VAE, TextRecipe, folder_name
 from megatron_pulse.encoders.tokens import digest_of, ids_name, mask_name
 from megatron_pulse.errors import Faults, collecting, unknown_name
 from megatron_pulse.integration.flags.pulse_options import PulseOptions

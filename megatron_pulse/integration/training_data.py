@@ -26,7 +26,7 @@ from megatron_pulse.data.images.survey import require_readable, surveys
 from megatron_pulse.data.microbatches import DiffusionLoader, Split
 from megatron_pulse.data.sampler import MicrobatchSampler
 from megatron_pulse.diffusion.objectives import DiffusionProcess, predicted_mean
-from megatron_pulse.encoders.recipe import VAE
+from megatron_pulse.encoders.text_recipe import VAE
 from megatron_pulse.integration.flags.pulse_options import PulseOptions
 from megatron_pulse.integration.loop_encoders import DeviceEncoders, loop_encoders
 from megatron_pulse.planner.layout.placement import Placement

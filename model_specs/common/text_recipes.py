@@ -5,7 +5,7 @@ Imports no torch. The recipes follow ``encode_prompt`` of diffusers' pipelines; 
 
 from __future__ import annotations
 
-from megatron_pulse.encoders.recipe import ComponentKind, Part, State, TextRecipe
+from megatron_pulse.encoders.text_recipe import ComponentKind, Part, State, TextRecipe
 
 _FIRST_LAST = Part(1, State.LAST)
 _PENULTIMATES = (Part(1, State.PENULTIMATE), Part(2, State.PENULTIMATE))

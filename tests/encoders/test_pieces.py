@@ -12,9 +12,9 @@ from diffusers import AutoencoderKL
 from megatron_pulse.encoders.autoencoder import Autoencoder, posterior_noise
 from megatron_pulse.encoders.encoder_piece import EncoderPiece, run_pieces
 from megatron_pulse.encoders.image_pieces import MOMENTS, PIXELS, image_pieces
-from megatron_pulse.encoders.recipe import ComponentKind, State
 from megatron_pulse.encoders.text_encoders import TextEncoders
 from megatron_pulse.encoders.text_pieces import text_pieces
+from megatron_pulse.encoders.text_recipe import ComponentKind, State
 from megatron_pulse.runtime.encoding.packing import PackedLayout
 from model_specs.common.text_recipes import SD
 from tests.encoders.pipelines import LENGTH, make_encoder, make_pipeline

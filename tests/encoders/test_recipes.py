@@ -19,8 +19,8 @@ from megatron_pulse.diffusion.objectives import DiffusionProcess
 from megatron_pulse.diffusion.process_flags import Objective
 from megatron_pulse.encoders.autoencoder import Autoencoder, AutoencoderError
 from megatron_pulse.encoders.components import components as parts_of
-from megatron_pulse.encoders.recipe import TextRecipe, folder_name
 from megatron_pulse.encoders.text_encoders import TextEncoders
+from megatron_pulse.encoders.text_recipe import TextRecipe, folder_name
 from megatron_pulse.encoders.tokens import EncodersError, Tokenizers
 from megatron_pulse.errors import UserError
 from megatron_pulse.integration.loop_encoders import DeviceEncoders, LoopEncoders

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from megatron_pulse.cli.flag_checks import as_user_error
 from megatron_pulse.cli.output import table
-from megatron_pulse.encoders.recipe import VAE
+from megatron_pulse.encoders.text_recipe import VAE
 from megatron_pulse.files import write_with_checksum
 
 if TYPE_CHECKING:

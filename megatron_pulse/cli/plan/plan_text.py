@@ -17,7 +17,7 @@ from megatron_pulse.cli.plan.plan_facts import (
     predicted,
     provenance,
 )
-from megatron_pulse.encoders.recipe import VAE
+from megatron_pulse.encoders.text_recipe import VAE
 from megatron_pulse.format import in_ms
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.planner.program.simulate import SimulatedStep

@@ -21,7 +21,7 @@ from megatron_pulse.dataclass_flags import flag_name
 from megatron_pulse.diffusion.objectives import DiffusionProcess
 from megatron_pulse.diffusion.process_from_flags import chosen_process
 from megatron_pulse.diffusion.scheduler_import import read_process
-from megatron_pulse.encoders.recipe import VAE
+from megatron_pulse.encoders.text_recipe import VAE
 from megatron_pulse.encoders.tokens import recorded_by
 from megatron_pulse.errors import format_faults
 from megatron_pulse.integration.checkpoint.diffusion_process import continued_process, saved_process

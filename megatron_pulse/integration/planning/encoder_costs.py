@@ -12,8 +12,8 @@ from megatron_pulse.encoders.autoencoder import Autoencoder
 from megatron_pulse.encoders.components import autoencoder_faults
 from megatron_pulse.encoders.encoder_piece import EncoderPiece, States
 from megatron_pulse.encoders.image_pieces import MOMENTS, PIXELS
-from megatron_pulse.encoders.recipe import VAE, folder_name
 from megatron_pulse.encoders.text_encoders import TextEncoders
+from megatron_pulse.encoders.text_recipe import VAE, folder_name
 from megatron_pulse.encoders.tokens import require
 from megatron_pulse.planner.bubble_fill.components import Component, FrozenLayer
 from megatron_pulse.planner.bubble_fill.encoder_table import (
