@@ -152,7 +152,7 @@ class Case:
         return self.run(1, *self.encodes, "--micro-batch-size", size)
 
     def ways(self) -> Iterator[bits.Way]:
-        """What is compared."""
+        """Ways to train that are compared."""
         in_front = partial(self.run, 2, *self.encodes, *pipeline(2))
         yield bits.Way("in front, fold of 2", in_front, ("2",))
         yield bits.Way("stored, fold of 2", self.stored, ("2",))

@@ -277,7 +277,7 @@ def measure(case: Case, args: argparse.Namespace, factors: Sequence[float]) -> d
 
 
 def show(cell: Mapping[str, Any]) -> None:
-    """What a cell has come to: a row for each contestant."""
+    """Results of a cell: a row for each contestant."""
     policies = ", ".join(f"{name} {policy}" for name, policy in cell["policies"].items())
     report, takes = Report(), {r["contestant"]: median(r["seconds"]) for r in cell["results"]}
     print(

@@ -50,7 +50,7 @@ class Row:
         self.error = self.predicted_s / self.median_s - 1
 
     def faster_than(self, other: Row) -> tuple[float, float, float]:
-        """How many times the throughput of ``other``: median, least and most of repetitions."""
+        """Ratio to the throughput of ``other``: median, least and most of repetitions."""
         ratios = sorted(b / a for a, b in zip(self.seconds, other.seconds, strict=True))
         return median(ratios), ratios[0], ratios[-1]
 
@@ -84,7 +84,7 @@ class Cell:
 
     @property
     def ours(self) -> Row | None:
-        """What the tuner picked, without looking at what was measured.
+        """Pick of the tuner, without a look at measurements.
 
         Where nothing fits its devices' memory, ours that is predicted to be the fastest.
         """

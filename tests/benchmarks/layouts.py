@@ -58,7 +58,7 @@ COUNTED = (
     *("family", "P", "placement", "schedule", "backwards", "dtype"),
     *("recomputed", "offloaded", "selective"),
 )
-"""What is counted of all cases in the end."""
+"""Features that are counted over all cases."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Layout:
         return OpType.WEIGHT_GRAD in self.schedule.kinds
 
     def cells(self) -> dict[str, object]:
-        """What it has."""
+        """Features of the case."""
         case, placement = self.case, self.schedule.placement
         return {
             "case": self.number,

@@ -1,4 +1,4 @@
-"""What a cap on memory costs: the tuner's choice with no recomputation, with as little as is
+"""Cost of a cap on memory: the tuner's choice with no recomputation, with as little as is
 needed, of whole layers alone or of what is cheap too, and with all; simulated on analytic V100s.
 
     .venv/bin/python -m tests.benchmarks.memory --json memory.json

@@ -37,7 +37,7 @@ from megatron_pulse.profile.files import load_profile, save_profile
 from tests.plans import small_plan, small_profile, trace_of
 
 type Pairs = Iterable[tuple[Any, Any]]
-"""What was said, and what was read."""
+"""Pairs of what was said and what was read."""
 
 
 def plain(path: Path) -> Any:
