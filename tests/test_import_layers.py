@@ -32,6 +32,7 @@ ORDER = (
     "megatron_pulse.runtime",
     "model_specs",
     "megatron_pulse.integration",
+    "megatron_pulse.recipe",
     "megatron_pulse.cli",
 )
 """From the ground up: a room imports from those before it, and from itself."""

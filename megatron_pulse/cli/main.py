@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from megatron_pulse.cli import flags_command, run_command
+from megatron_pulse.cli import flags_command, recipe_command, run_command, train_command
 from megatron_pulse.cli.flag_checks import warn
 from megatron_pulse.cli.measure import compare_command, probe_command, profile_command
 from megatron_pulse.cli.models import (
@@ -65,14 +65,10 @@ Training is started with 'pulse run' and launch/pretrain_diffusion.py. A first t
 """
 
 
-_TRAIN = "pulse run --nproc-per-node N launch/pretrain_diffusion.py"
 _ELSEWHERE = {
-    ("train", "pretrain", "launch", "torchrun"): (
-        f"training is '{_TRAIN} --pulse-backbone NAME ...' ('{_TRAIN} --help' has its flags)"
-    ),
-    ("fine-tune", "finetune", "resume"): (
-        f"training resumes, or begins with other weights, by '{_TRAIN}' with --save DIR or "
-        "--pretrained-checkpoint DIR ('pulse import' makes one of published weights)"
+    ("pretrain", "launch", "torchrun", "fine-tune", "finetune", "resume"): (
+        "training is 'pulse train RECIPE' ('pulse recipe' writes one), or by flags 'pulse run "
+        "--nproc-per-node N launch/pretrain_diffusion.py'"
     ),
     ("generate", "infer", "inference", "predict"): "samples are drawn by 'pulse sample'",
     ("convert", "load", "save"): (
@@ -122,6 +118,8 @@ def make_parser() -> argparse.ArgumentParser:
         verify_command,
         show_command,
         compare_command,
+        recipe_command,
+        train_command,
         run_command,
         sample_command,
         curve_command,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -95,12 +96,42 @@ def read_command_line() -> tuple[CommandLine, PulseOptions, PlanFile | None]:
         options = apply_plan(given, args, options)
         if contrary:
             faults, given = [*faults, *contrary], None
+    if options.epochs is not None:
+        faults += _set_steps_of_epochs(args, options, options.epochs)
     line = replace(line, faults=tuple(faults))
     if options.auto:
         faults = [*check_flags(line, options), *_check_auto(line, options)]
         if faults := faults or no_step_elsewhere(find_start(args), args):
             raise FlagError(faults)  # before anything is measured
     return line, options, given
+
+
+def _set_steps_of_epochs(
+    args: argparse.Namespace, options: PulseOptions, epochs: float
+) -> list[str]:
+    """Set --train-iters for ``epochs`` passes over the training samples.
+
+    Faults of backbone and data are left to the checks that follow, with one step until then.
+    """
+    if args.train_iters is not None or args.train_samples is not None:
+        return ["--pulse-epochs excludes --train-iters and --train-samples: give one of them"]
+    args.train_iters = 1
+    if is_cascade(options.backbone or ""):
+        return ["--pulse-epochs: each chain of a cascade has its own data; give --train-iters"]
+    try:
+        start = find_start(args)
+        batch_size = args.global_batch_size or global_batch_size(args)
+        backbone = _continued(start, args, options)
+        data = DiffusionData(options, backbone, process_of(start, options), args.seed)
+    except (ValueError, OSError, TypeError, ZeroDivisionError):
+        return []
+    args.train_iters = max(1, math.ceil(epochs * len(data.train) / batch_size))
+    if args.rank == 0:
+        print(
+            f"{epochs:g} epochs of {len(data.train):,} samples: {args.train_iters:,} steps",
+            flush=True,
+        )
+    return []
 
 
 def _name_module(args: argparse.Namespace) -> Iterator[str]:

@@ -142,7 +142,13 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def run_import(args: argparse.Namespace) -> None:
-    """Read, compare, write."""
+    """Read, compare, write; say how to train."""
+    flags = import_published(args)
+    print(f"train it with --pretrained-checkpoint {args.to} {shlex.join(flags)}")
+
+
+def import_published(args: argparse.Namespace) -> list[str]:
+    """Make a checkpoint of published weights; returns the flags of their backbone."""
     require([*_check_new(args.to), *_check_source(args)])
     prepare_megatron()
     from megatron_pulse.diffusion.scheduler_import import read_process
@@ -157,11 +163,9 @@ def run_import(args: argparse.Namespace) -> None:
     count = sum(tensor.numel() for tensor in tensors.values())
     print(
         f"{args.to}: {backbone.name}, {len(tensors)} tensors with {count:,} values\n"
-        f"process: {process.describe(backbone.image_tokens)}\n"
-        + (f"{remark}\n" if remark else "")
-        + f"train it with --pretrained-checkpoint {args.to} "
-        + " ".join([_flags_of(backbone, place), *length])
+        f"process: {process.describe(backbone.image_tokens)}" + (f"\n{remark}" if remark else "")
     )
+    return [*flags_of(backbone, place), *length]
 
 
 def run_export(args: argparse.Namespace) -> None:
@@ -342,7 +346,7 @@ def _with_length_of_texts(backbone: Backbone, folder: Path) -> tuple[Backbone, l
         if len(shapes[field]) != 2 or made == shapes[field][0]:
             continue
         if is_module(backbone.name):
-            return backbone, [f"--pulse-option {recipe.length_option}={made}"]
+            return backbone, ["--pulse-option", f"{recipe.length_option}={made}"]
         options = {**changed_options(backbone), recipe.length_option: str(made)}
         try:
             fitted = load_backbone(backbone.record["name"], options)
@@ -353,13 +357,13 @@ def _with_length_of_texts(backbone: Backbone, folder: Path) -> tuple[Backbone, l
     return backbone, []
 
 
-def _flags_of(backbone: Backbone, place: Path) -> str:
+def flags_of(backbone: Backbone, place: Path) -> list[str]:
     """Training flags for the model read at ``place``."""
     from model_specs import changed_options, is_module
 
     if is_module(backbone.name) and place.is_dir():
-        return f"--pulse-module {shlex.quote(f'diffusers:{place}')}"
-    kind = "module" if is_module(backbone.name) else "backbone"
-    options = changed_options(backbone).items()
-    words = [f"--pulse-option {shlex.quote(f'{key}={text}')}" for key, text in options]
-    return " ".join([f"--pulse-{kind} {shlex.quote(backbone.name)}", *words])
+        return ["--pulse-module", f"diffusers:{place}"]
+    words = ["--pulse-module" if is_module(backbone.name) else "--pulse-backbone", backbone.name]
+    for key, text in changed_options(backbone).items():
+        words += ["--pulse-option", f"{key}={text}"]
+    return words

@@ -288,6 +288,12 @@ class PulseOptions:
         metavar="SPEC",
         marks=[FlagMark.STEPS],
     )
+    epochs: float | None = flag(
+        "passes over the training samples, in place of --train-iters: the steps follow from the "
+        "number of samples and --global-batch-size",
+        metavar="N",
+        within=ABOVE_ZERO,
+    )
     bucket_batch: int | None = flag(
         "consecutive samples of one shape, for data of several shapes (default: the global batch "
         "size)",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 from collections.abc import Iterator
@@ -24,11 +25,20 @@ from megatron_pulse.integration.flags.pulse_options import (
 )
 from megatron_pulse.profile.roofline import PRESETS
 
+_FLAG = re.compile(r"--[a-z0-9][\w-]*")
+RECIPE_KEYS = "PULSE_RECIPE_KEYS"
+"""Environment variable of a run by a recipe: JSON object with the recipe's key of each flag."""
+
 
 class FlagError(SystemExit):
-    """Refusal to start the run; the message lists every fault with its remedy."""
+    """Refusal to start the run; the message lists every fault with its remedy.
+
+    In a run by a recipe, flags are named by the recipe's keys.
+    """
 
     def __init__(self, faults: list[str]) -> None:
+        keys = json.loads(os.environ.get(RECIPE_KEYS, "{}"))
+        faults = [_FLAG.sub(lambda flag: keys.get(flag[0], flag[0]), fault) for fault in faults]
         self.faults = faults
         super().__init__(format_faults("error: this run cannot start", faults))
 

@@ -1,0 +1,308 @@
+"""``pulse train``: a training from a recipe: weights, ranks, resuming."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from megatron_pulse.cli import run_command
+from megatron_pulse.cli.flag_checks import add_parser, as_user_error
+from megatron_pulse.cli.import_megatron import prepare_megatron
+from megatron_pulse.cli.launcher_env import ranks_of
+from megatron_pulse.diffusion.hub import with_local_folders
+from megatron_pulse.errors import UserError, summarize
+from megatron_pulse.files import replacing, unwritable
+from megatron_pulse.recipe.flags import CHECKPOINTS, keys_by_flag, training_flags
+from megatron_pulse.recipe.keys import Model, Recipe
+from megatron_pulse.recipe.read import read_recipe, write_recipe
+
+_DESCRIPTION = """\
+Trains by a recipe, a TOML file ('pulse recipe' writes one to begin with). KEY=VALUE replaces a key
+of the recipe for this start.
+Starts one rank for each GPU, or parallel.devices ranks. Under torchrun or srun each process is a
+rank. Pretrained weights are imported once, into the folder of the run. Without a plan or a layout
+the training measures devices and links, tunes, and keeps its plan.
+The same command again resumes from the newest checkpoint. The recipe of the last start lies in
+the folder of the run.
+
+examples:
+  pulse recipe digits > digits.toml
+  pulse train digits.toml
+  pulse train digits.toml training.steps=2000 optimizer.lr=1e-3
+  pulse train digits.toml --print                        the flags, and nothing else
+  torchrun --nnodes 2 --nproc-per-node 8 ... -m megatron_pulse.cli train recipe.toml
+"""
+
+_ENTRY = "megatron_pulse.integration.train_entry"
+_IMPORTED = "imported"
+_RECORD = "imported.json"
+_OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_STEP_ID", "TORCHELASTIC_RUN_ID")
+_POLL_S = 1.0
+_LONGEST_IMPORT_S = 3600.0
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``train``."""
+    parser = add_parser(commands, "train", "train by a recipe", _DESCRIPTION, run)
+    parser.add_argument("recipe", type=Path, metavar="RECIPE", help="a .toml file")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="KEY=VALUE", help="keys to replace, e.g. optimizer.lr=1e-4"
+    )
+    parser.add_argument("--prepare", action="store_true", help="import the weights; start nothing")
+    parser.add_argument(
+        "--print", action="store_true", help="print the commands that it stands for; start nothing"
+    )
+    # argparse takes no KEY=VALUE behind an option
+    setattr(parser, "parse_known_args", partial(_options_first, parser.parse_known_args))  # noqa: B010
+
+
+def _options_first(
+    parse: Callable[..., Any], words: Sequence[str], namespace: argparse.Namespace | None = None
+) -> Any:
+    return parse(sorted(words, key=lambda word: not word.startswith("-")), namespace)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Read the recipe, import its weights, start or be ranks."""
+    file = read_recipe(args.recipe, args.overrides)
+    with as_user_error(ValueError):
+        training_flags(file.recipe)  # its faults, before anything is written
+    if args.print:
+        print("\n".join(_commands(file.recipe)))
+        return
+    output = Path(file.recipe.output)
+    if fault := unwritable(output):
+        raise UserError(f"output {output}: {fault}")
+    environment = ranks_of(os.environ) if "SLURM_STEP_ID" in os.environ else os.environ
+    is_rank = "RANK" in environment and not args.prepare
+    if not is_rank:
+        start = import_weights(file.recipe.model, output)
+    else:
+        start = _imported_by_rank_0(file.recipe.model, output, args, int(environment["RANK"]))
+    if not is_rank or environment["RANK"] == "0":
+        write_recipe(output / "recipe.toml", file.tables, f"pulse train {output / 'recipe.toml'}")
+    if args.prepare:
+        return
+    flags = training_flags(file.recipe, (*start.flags, *start.pretrained))
+    os.environ["PULSE_RECIPE_KEYS"] = json.dumps(keys_by_flag())  # for errors of ranks
+    if is_rank:
+        _be_rank(environment, flags)
+    else:
+        _start_ranks(file.recipe, flags)
+
+
+@dataclass(frozen=True)
+class TrainingStart:
+    """Flags of the backbone that the weights name, and of the checkpoint made of them."""
+
+    flags: tuple[str, ...] = ()
+    pretrained: tuple[str, ...] = ()
+
+
+def import_weights(model: Model, output: Path) -> TrainingStart:
+    """Import the model's weights into ``output``, unless an earlier start has done so.
+
+    Weights that are a checkpoint already are used in their place.
+    """
+    if model.weights is None:
+        return TrainingStart()
+    if (known := _known(model, output)) is not None:
+        return known
+    place = _local(model.weights)
+    if _is_checkpoint(place):
+        return TrainingStart(
+            _checkpoint_flags(model, place), ("--pretrained-checkpoint", str(place))
+        )
+    from megatron_pulse.cli.models.import_export_commands import import_published
+
+    target = output / _IMPORTED
+    print(f"importing {model.weights} into {target}", flush=True)
+    words = ["--from", str(place), "--to", str(target)]
+    single = place.is_file()
+    if single:
+        name = model.module or model.backbone
+        words += ["--module" if model.module else "--backbone", name] if name else []
+        for option, value in model.options.items():
+            words += ["--option", f"{option}={value}"]
+    if model.controlnet is not None:
+        words += ["--controlnet", _local_words("--controlnet", model.controlnet)]
+    words += ["--null-class"] * model.null_class
+    flags = import_published(_import_arguments(words))
+    flags = [] if single else flags  # the recipe has them
+    with replacing(output / _RECORD) as new:
+        new.write_text(json.dumps({"of": _identity(model), "flags": flags}, indent=1) + "\n")
+    return TrainingStart(tuple(flags), ("--pretrained-checkpoint", str(target)))
+
+
+def _import_arguments(words: Sequence[str]) -> argparse.Namespace:
+    from megatron_pulse.cli.models import import_export_commands
+
+    parser = argparse.ArgumentParser(prog="pulse train")
+    import_export_commands.add_command(parser.add_subparsers())
+    return parser.parse_args(["import", *words])
+
+
+def _identity(model: Model) -> dict[str, object]:
+    """Keys that decide what an import makes."""
+    names = ("weights", "controlnet", "null_class")
+    return {name: getattr(model, name) for name in names}
+
+
+def _known(model: Model, output: Path) -> TrainingStart | None:
+    """Weights that an earlier start imported; raises UserError if those were others."""
+    record = output / _RECORD
+    if not record.is_file() or not (output / _IMPORTED).is_dir():
+        return None
+    try:
+        found = json.loads(record.read_text(encoding="utf-8"))
+        before, flags = found["of"], tuple(map(str, found["flags"]))
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{record} is damaged ({error}): remove it and {_IMPORTED}/") from error
+    if before != _identity(model):
+        raise UserError(
+            f"{output / _IMPORTED} was made of other weights ({before.get('weights')}): give the "
+            f"run another output, or remove {_IMPORTED} and {_RECORD} there"
+        )
+    return TrainingStart(flags, ("--pretrained-checkpoint", str(output / _IMPORTED)))
+
+
+def _imported_by_rank_0(
+    model: Model, output: Path, args: argparse.Namespace, rank: int
+) -> TrainingStart:
+    """Weights that rank 0 imports, in a process of its own: an import is a world of one rank."""
+    if model.weights is None or _is_checkpoint(Path(model.weights)):
+        return import_weights(model, output)
+    if rank == 0 and _known(model, output) is None:
+        command = [sys.executable, "-m", "megatron_pulse.cli", "train", "--prepare"]
+        alone = {k: v for k, v in os.environ.items() if k not in _OF_A_RANK}
+        done = subprocess.run([*command, str(args.recipe), *args.overrides], env=alone)
+        if done.returncode:
+            sys.exit(done.returncode)
+    end = time.monotonic() + _LONGEST_IMPORT_S
+    while (known := _known(model, output)) is None:
+        if time.monotonic() > end:
+            raise UserError(
+                f"rank 0 has not imported {model.weights} into {output} within "
+                f"{_LONGEST_IMPORT_S:.0f} s; do all nodes share this folder?"
+            )
+        time.sleep(_POLL_S)
+    return known
+
+
+def _local(weights: str) -> Path:
+    place = Path(_local_words("--from", weights))
+    if not place.exists():
+        raise UserError(f"model.weights {weights}: there is no such file or folder")
+    return place
+
+
+def _local_words(flag: str, value: str) -> str:
+    words, faults = with_local_folders([flag, value])
+    if faults:
+        raise UserError(summarize(faults))
+    return words[1]
+
+
+def _is_checkpoint(place: Path) -> bool:
+    return (place / "latest_checkpointed_iteration.txt").is_file()
+
+
+def _checkpoint_flags(model: Model, place: Path) -> tuple[str, ...]:
+    """Flags of the backbone in a checkpoint, unless the recipe names one."""
+    if model.backbone or model.module:
+        return ()
+    prepare_megatron()
+    from megatron_pulse.cli.models.import_export_commands import flags_of
+    from megatron_pulse.integration.checkpoint.saved_run import read_saved_run
+
+    with as_user_error(ValueError):
+        return tuple(flags_of(read_saved_run(place).load_backbone(), place))
+
+
+def _commands(recipe: Recipe) -> list[str]:
+    """Shell commands that the recipe stands for."""
+    output, model = Path(recipe.output), recipe.model
+    found, start = [], TrainingStart()
+    if model.weights is not None and (known := _known(model, output)) is not None:
+        start = known
+    elif model.weights is not None:
+        target = output / _IMPORTED
+        found.append(shlex.join(["pulse", "import", "--from", model.weights, "--to", str(target)]))
+        start = TrainingStart((), ("--pretrained-checkpoint", str(target)))
+        found.append("# and the flags of the backbone, which it prints:")
+    flags = training_flags(recipe, (*start.flags, *start.pretrained))
+    ranks = ["pulse", "run", "--nproc-per-node", str(_num_ranks(recipe)), "-m", _ENTRY]
+    lines = [shlex.join(ranks)]
+    for word in flags:
+        if word.startswith("--"):
+            lines.append(shlex.quote(word))
+        else:
+            lines[-1] += f" {shlex.quote(word)}"
+    return [*found, " \\\n    ".join(lines)]
+
+
+def _num_ranks(recipe: Recipe) -> int:
+    """Ranks to start on this machine."""
+    parallel = recipe.parallel
+    if parallel.devices is not None:
+        return parallel.devices
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.device_count()
+    if parallel.plan is not None and Path(parallel.plan).is_file():
+        from megatron_pulse.planner.plan_file.plan_file import read_plan
+
+        _, plan, _ = read_plan(parallel.plan)
+        if plan is not None:
+            return int(plan.world_size)
+    return (parallel.pipeline or 1) * (parallel.tensor or 1)
+
+
+def _start_ranks(recipe: Recipe, flags: Sequence[str]) -> None:
+    """Start the ranks of this machine; ends the process with their status if it is not 0."""
+    ranks = _num_ranks(recipe)
+    print(f"training on {ranks} rank(s); the run is in {recipe.output}", flush=True)
+    words = ["--nproc-per-node", str(ranks), "-m", _ENTRY, *flags]
+    run_command.run(argparse.Namespace(command_line=words))
+    load = Path(recipe.output) / CHECKPOINTS
+    if _is_checkpoint(load):
+        print(f"weights: {load}\nsample:  pulse sample --load {load} -o samples.png")
+        print(f"export:  pulse export --load {load} --to exported")
+
+
+def _be_rank(environment: dict[str, str] | os._Environ[str], flags: Sequence[str]) -> None:
+    """Train as the rank that a launcher has started."""
+    os.environ.update(environment)
+    if "MASTER_ADDR" not in os.environ:
+        os.environ["MASTER_ADDR"] = _first_node(os.environ.get("SLURM_JOB_NODELIST", ""))
+    if "MASTER_PORT" not in os.environ:
+        job = int(os.environ.get("SLURM_JOB_ID", "0"))
+        os.environ["MASTER_PORT"] = str(20_000 + job % 20_000)
+    from megatron_pulse.integration.train_entry import start
+
+    sys.argv = ["pulse train", *flags]
+    start()
+
+
+def _first_node(nodes: str) -> str:
+    """Name of the first node of a Slurm job."""
+    try:
+        shown = subprocess.run(
+            ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, timeout=60
+        )
+        return shown.stdout.splitlines()[0]
+    except (OSError, subprocess.TimeoutExpired, IndexError) as error:
+        raise UserError(
+            f"the first node of {nodes or 'this job'} is unknown ({error}): set MASTER_ADDR"
+        ) from error

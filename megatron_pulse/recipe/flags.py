@@ -1,0 +1,136 @@
+"""Flags of a training, from its recipe.
+
+    flags = training_flags(recipe)     # ["--pulse-backbone", "uvit-s", "--lr", "0.0001", ...]
+
+One path of checks: what a value may be is decided by its flag, when the training starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_pulse.dataclass_flags import flag_value
+from megatron_pulse.errors import Faults, did_you_mean
+from megatron_pulse.integration.flags.megatron_flags import load_table
+from megatron_pulse.recipe.keys import TABLES, Recipe
+
+CHECKPOINTS = "checkpoints"
+"""Folder of the checkpoints in ``output``."""
+TENSORBOARD = "tensorboard"
+_WHOLE = ("full", "selective")
+"""Values of ``parallel.recompute`` that mean all layers."""
+
+
+def training_flags(recipe: Recipe, backbone: tuple[str, ...] = ()) -> list[str]:
+    """Flags of the training, as words.
+
+    ``backbone`` are the flags of a backbone that the recipe's weights name. Raises Faults for
+    Megatron's flags that do not exist or have a key of their own.
+    """
+    output = Path(recipe.output)
+    words = [*backbone]
+    for table in TABLES:
+        words += _table_words(getattr(recipe, table))
+    words += ["--save", str(output / CHECKPOINTS), "--tensorboard-dir", str(output / TENSORBOARD)]
+    if is_auto(recipe) and recipe.parallel.auto is None:
+        words.append("--pulse-auto")
+    if recipe.training.dtype != "fp32":
+        words.append(f"--{recipe.training.dtype}")
+    if not recipe.log.progress:
+        words.append("--pulse-no-progress")
+    return [*words, *_megatron_words(recipe.megatron)]
+
+
+def is_auto(recipe: Recipe) -> bool:
+    """Whether the training profiles and tunes by itself: unless a plan or a layout is given."""
+    parallel = recipe.parallel
+    if parallel.auto is not None:
+        return parallel.auto
+    by_hand = (parallel.plan, parallel.pipeline, parallel.tensor, parallel.placement)
+    return not any(by_hand) and not (recipe.model.backbone or "").startswith("cascade:")
+
+
+def _table_words(table: Any) -> Iterator[str]:
+    assert is_dataclass(table)
+    for each in fields(table):
+        value, flag = getattr(table, each.name), each.metadata["flag"]
+        if not flag or value is None or value is False and flag != "--pulse-zero-terminal-snr":
+            continue
+        if each.name == "recompute" and len(value) == 1 and value[0] in _WHOLE:
+            yield from ("--recompute-granularity", value[0])
+        else:
+            yield from _words(flag, value)
+
+
+def _words(flag: str, value: Any) -> Iterator[str]:
+    """Words of a flag, or of several, with their values."""
+    if " " in flag:
+        for one, part in zip(flag.split(), value, strict=True):
+            yield from _words(one, part)
+    elif value is False:
+        yield f"--no-{flag[2:]}"
+    elif value is True:
+        yield flag
+    elif isinstance(value, Mapping):
+        for name, one in value.items():
+            yield from (flag, f"{name}={flag_value(one)}")
+    elif isinstance(value, tuple):
+        for one in value:
+            yield from _words(flag, one)
+    elif (text := _text(value)).startswith("-"):
+        yield f"{flag}={text}"  # argparse would take the next word for a flag
+    else:
+        yield from (flag, text)
+
+
+def _text(value: object) -> str:
+    return repr(value) if isinstance(value, float) else str(value)
+
+
+def keys_by_flag() -> dict[str, str]:
+    """Key of a recipe for each flag that has one."""
+    return {
+        flag: f"{table}.{each.name}"
+        for table, kind in TABLES.items()
+        for each in fields(kind)
+        for flag in each.metadata["flag"].split()
+    } | {
+        "--save": "output",
+        "--tensorboard-dir": "output",
+        "--bf16": "training.dtype",
+        "--fp16": "training.dtype",
+        "--recompute-granularity": "parallel.recompute",
+        "--pretrained-checkpoint": "model.weights",
+    }
+
+
+def _megatron_words(given: Mapping[str, Any]) -> list[str]:
+    """Words of the table ``megatron``, whose keys are flags without dashes, or with underscores."""
+    names = {_plain(name): name for name in load_table()}
+    own = keys_by_flag()
+    words, faults = [], []
+    for key, value in given.items():
+        flag = names.get(_plain(key))
+        if flag is None:
+            near = did_you_mean(key, (name[2:] for name in names.values()))
+            faults.append(f"megatron.{key} is no flag of Megatron; {near}".rstrip("; "))
+        elif flag in own:
+            faults.append(f"megatron.{key} has a key of its own: {own[flag]}")
+        elif value is False:
+            faults.append(f"megatron.{key} is false: leave it out")
+        elif isinstance(value, dict):
+            faults.append(f"megatron.{key} is a table; a flag takes a value or a list of values")
+        elif isinstance(value, list):
+            words += [flag, *map(_text, value)]
+        else:
+            words += _words(flag, value)
+    if faults:
+        raise Faults(faults)
+    return words
+
+
+def _plain(name: str) -> str:
+    return name.removeprefix("--").replace("_", "-")

@@ -1,0 +1,281 @@
+"""Conversion of diffusion-pipe's two TOML files (configuration and dataset) to a recipe.
+
+Keys without a counterpart are listed with the reason, as comments of the recipe. Keys of
+diffusion-pipe as of November 2026.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_pulse.errors import UserError
+from megatron_pulse.recipe.keys import TABLES
+from megatron_pulse.recipe.read import to_toml
+
+_SAME = {
+    "steps_per_print": "log.every",
+    "gradient_clipping": "optimizer.clip_grad",
+    "warmup_steps": "optimizer.warmup_steps",
+    "lr_scheduler": "optimizer.schedule",
+    "max_steps": "training.steps",
+    "micro_batch_size_per_gpu": "training.micro_batch_size",
+    "eval_every_n_steps": "validation.every",
+    "save_every_n_steps": "checkpoint.every",
+    "uncond_fraction": "training.dropout",
+    "output_dir": "output",
+    "optimizer.lr": "optimizer.lr",
+    "optimizer.betas": "optimizer.betas",
+    "optimizer.eps": "optimizer.eps",
+    "optimizer.weight_decay": "optimizer.weight_decay",
+    "optimizer.momentum": "optimizer.momentum",
+    "model.diffusers_path": "model.weights",
+    "model.timestep_sample_method": "process.timestep_density",
+    "model.shift": "process.flow_shift",
+    "monitoring.wandb_tracker_name": "log.wandb_project",
+    "monitoring.wandb_run_name": "log.wandb_name",
+}
+"""Keys with the same values under another name."""
+
+_IN_STEPS = "counted in steps here: give {} a number of steps"
+_BUCKETS = "pictures are cropped to the backbone's size here (model.options sets it)"
+_PLANNED = "the plan decides it, by memory and measured times"
+_FOLDER = "weights are read from a diffusers folder: model.weights, encoders.folder"
+_WITHOUT = {
+    "epochs": "",  # beside max_steps
+    "eval_datasets": "a tenth of the data is held back here; a set of one's own is not supported",
+    "eval_every_n_epochs": _IN_STEPS.format("validation.every"),
+    "eval_every_n_examples": _IN_STEPS.format("validation.every"),
+    "eval_before_first_step": "the first evaluation is at step validation.every",
+    "eval_micro_batch_size_per_gpu": "validation uses the microbatch size of training",
+    "eval_gradient_accumulation_steps": "validation uses the global batch size; validation.batches",
+    "image_micro_batch_size_per_gpu": "all samples have one microbatch size",
+    "image_eval_micro_batch_size_per_gpu": "all samples have one microbatch size",
+    "save_every_n_epochs": _IN_STEPS.format("checkpoint.every"),
+    "save_every_n_examples": _IN_STEPS.format("checkpoint.every"),
+    "checkpoint_every_n_epochs": _IN_STEPS.format("checkpoint.every"),
+    "checkpoint_every_n_minutes": _IN_STEPS.format("checkpoint.every"),
+    "reentrant_activation_checkpointing": "recomputation is not torch's here",
+    "partition_method": _PLANNED,
+    "partition_split": _PLANNED,
+    "save_dtype": "checkpoints are fp32; 'pulse export --dtype' writes others",
+    "caching_batch_size": "'pulse data write-latents' stores latents",
+    "map_num_proc": "data.workers read samples",
+    "video_clip_mode": "video data is not supported",
+    "blocks_to_swap": f"layers are not swapped; {_PLANNED} (activation and optimizer offload)",
+    "disable_block_swap_for_eval": "layers are not swapped",
+    "compile": "torch.compile is not used",
+    "force_constant_lr": "optimizer.lr may change at a resume",
+    "pseudo_huber_c": "only the squared error is supported",
+    "x_axis_examples": "trackers count steps",
+    "logging_steps": "as steps_per_print",
+    "resume_from_checkpoint": "the same command resumes from the newest checkpoint",
+    "regenerate_cache": "edited pictures are noticed",
+    "adapter": "adapters are not supported: the recipe trains all weights",
+    "monitoring.wandb_api_key": "'wandb login' keeps it",
+    "monitoring.enable_wandb": "log.wandb_project turns it on",
+    "model.transformer_dtype": "weights are not quantised: main weights are fp32",
+    "model.diffusion_model_dtype": "weights are not quantised: main weights are fp32",
+    "model.guidance": "Flux trains at the guidance of its configuration",
+    "model.v_pred": "the process is that of the weights; process.objective = 'v' sets it",
+    "model.min_snr_gamma": "only the unweighted error is supported",
+    "model.debiased_estimation_loss": "only the unweighted error is supported",
+    "model.unet_lr": "one learning rate for all weights: optimizer.lr",
+    "model.text_encoder_1_lr": "text encoders are frozen",
+    "model.text_encoder_2_lr": "text encoders are frozen",
+    "model.cache_text_embeddings": "'pulse data write-latents' stores text states",
+    "model.cfg": "distillation is not trained",
+    "model.image_shift": "one shift for all samples",
+    "model.merge_adapters": "adapters are not supported",
+    "optimizer.gradient_release": "gradients are summed over microbatches",
+    "optimizer.stabilize": "Adam is Megatron's",
+    "dataset.enable_ar_bucket": _BUCKETS,
+    "dataset.min_ar": _BUCKETS,
+    "dataset.max_ar": _BUCKETS,
+    "dataset.num_ar_buckets": _BUCKETS,
+    "dataset.ar_buckets": _BUCKETS,
+    "dataset.size_buckets": _BUCKETS,
+    "dataset.frame_buckets": "video data is not supported",
+    "dataset.cache_shuffle_num": "captions are read as they are",
+    "dataset.cache_shuffle_delimiter": "captions are read as they are",
+    "dataset.shuffle_tags": "captions are read as they are",
+    "dataset.caption_prefix": "captions are read as they are",
+    "dataset.num_repeats": "every sample comes once an epoch",
+    "dataset.skip_empty_caption": "data.default_caption is the caption of pictures without one",
+    "dataset.directory.mask_path": "masks are not supported",
+    "dataset.directory.control_path": "control pictures lie in PATH.conditioning here (ControlNet)",
+}
+"""Keys without a counterpart, with the reason or what there is in their place."""
+
+_FAMILIES = ("sdxl", "flux", "sd3")
+"""Types of models whose diffusers folder is a family here; others are traced."""
+_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+_ADAM = ("adam", "adamw", "adamw_optimi", "adamw8bitkahan", "adamw8bit", "stableadamw")
+_FILES = ("diffusion_model", "vae", "audio_vae", "text_encoders")
+"""Keys of files, beside those that end in _path."""
+
+
+@dataclass
+class _Conversion:
+    """Tables of the recipe made so far, and what was left out."""
+
+    tables: dict[str, Any] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
+
+    def set(self, key: str, value: Any) -> None:
+        table, _, name = key.rpartition(".")
+        (self.tables.setdefault(table, {}) if table else self.tables)[name] = value
+
+    def leave_out(self, key: str, value: Any, reason: str) -> None:
+        shown = repr(value) if not isinstance(value, dict | list) else "..."
+        self.left_out.append(f"{key} = {shown}: {reason}")
+
+
+def converted(path: Path) -> str:
+    """Recipe, as TOML text, of a configuration of diffusion-pipe; raises UserError.
+
+    The dataset file is looked for as named, and beside the configuration.
+    """
+    config, made = _read(path), _Conversion()
+    made.set("output", "runs/from-diffusion-pipe")
+    made.set("parallel.auto", True)
+    special: Mapping[str, Callable[[_Conversion, Mapping[str, Any]], None]] = {
+        "model": _model,
+        "optimizer": _optimizer,
+        "monitoring": _monitoring,
+    }
+    _batch(made, config)
+    for key, value in config.items():
+        if key in special and isinstance(value, dict):
+            special[key](made, value)
+        elif key == "dataset":
+            _dataset(made, path, str(value))
+        elif key == "pipeline_stages" and value > 1:
+            made.set("parallel.pipeline", value)
+        elif key in ("pipeline_stages", "activation_checkpointing"):
+            made.leave_out(key, value, _PLANNED)
+        elif key not in ("gradient_accumulation_steps", "epochs"):
+            _plain(made, key, value)
+    if "max_steps" not in config:
+        made.set("training.epochs", config.get("epochs", 1))
+    elif "epochs" in config:
+        made.leave_out("epochs", config["epochs"], "max_steps ends the run")
+    tables = {name: made.tables[name] for name in ("output", *TABLES) if name in made.tables}
+    lines = [f"made of {path.name}, a configuration of diffusion-pipe"]
+    if made.left_out:
+        lines += ["", "without a counterpart here:", *(f"  {line}" for line in made.left_out)]
+    return to_toml(tables, "\n".join(lines))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror or error}") from error
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UserError(f"{path} is no TOML: {error}") from error
+
+
+def _plain(made: _Conversion, key: str, value: Any) -> None:
+    if key in _SAME:
+        made.set(_SAME[key], value)
+    else:
+        made.leave_out(key, value, _WITHOUT.get(key, "unknown"))
+
+
+def _batch(made: _Conversion, config: Mapping[str, Any]) -> None:
+    """Global batch of one replica: more replicas take more microbatches of it each."""
+    micro = config.get("micro_batch_size_per_gpu", 1)
+    if not isinstance(micro, int):
+        made.leave_out("micro_batch_size_per_gpu", micro, "one microbatch size for all samples")
+        micro = min(size for _, size in micro)
+    steps = config.get("gradient_accumulation_steps", 1)
+    made.set("training.batch_size", micro * steps)
+    if steps > 1 or config.get("pipeline_stages", 1) > 1:
+        made.left_out.append(
+            f"training.batch_size = {micro * steps} is that of one replica; there it grows with "
+            "the number of GPUs, here it stays"
+        )
+
+
+def _model(made: _Conversion, model: Mapping[str, Any]) -> None:
+    kind = model.get("type", "")
+    for key, value in model.items():
+        if key == "dtype":
+            made.set("training.dtype", _DTYPES.get(value, value))
+        elif key == "diffusers_path":
+            made.set("model.weights", value)
+            made.set("encoders.folder", value)
+        elif key in ("flux_shift", "lumina_shift"):
+            made.set("process.flow_shift", "dynamic" if value else 1.0)
+        elif key in _FILES or key.endswith("_path"):
+            made.leave_out(f"model.{key}", value, _FOLDER)
+        elif key != "type":
+            _plain(made, f"model.{key}", value)
+    if "diffusers_path" not in model:
+        made.set("model.weights", f"diffusers folder of {kind}")
+        made.left_out.append(f"model.weights: name the diffusers folder of {kind} yourself")
+    if kind not in _FAMILIES:
+        made.left_out.append(
+            f"model.type = {kind!r}: traced from its diffusers class, if it can be"
+        )
+
+
+def _optimizer(made: _Conversion, optimizer: Mapping[str, Any]) -> None:
+    kind = str(optimizer.get("type", "adamw"))
+    made.set("optimizer.type", "sgd" if kind.lower() == "sgd" else "adam")
+    if kind.lower() not in (*_ADAM, "sgd"):
+        made.leave_out("optimizer.type", kind, "Adam is used in its place; choose its lr")
+    elif kind.lower() not in ("adam", "adamw", "sgd"):
+        made.leave_out(
+            "optimizer.type", kind, "Adam with fp32 states and main weights, in its place"
+        )
+    if "lr" not in optimizer:
+        made.set("optimizer.lr", 1e-5)
+        made.left_out.append("optimizer.lr = 1e-05 is a guess: there was none")
+    for key, value in optimizer.items():
+        if key != "type":
+            _plain(made, f"optimizer.{key}", value)
+
+
+def _monitoring(made: _Conversion, monitoring: Mapping[str, Any]) -> None:
+    enabled = monitoring.get("enable_wandb", False)
+    for key, value in monitoring.items():
+        if value and enabled and (key != "enable_wandb" or value is not True):
+            _plain(made, f"monitoring.{key}", value)
+
+
+def _dataset(made: _Conversion, config: Path, name: str) -> None:
+    """Directories of the dataset file, or its name where there is no such file."""
+    places = [Path(name), config.parent / name, config.parent / Path(name).name]
+    place = next((each for each in places if each.is_file()), None)
+    if place is None:
+        made.set("data.source", "captions:FOLDER")
+        made.left_out.append(f"dataset = {name!r}: there is no such file; name the folder yourself")
+        return
+    dataset = _read(place)
+    directories = dataset.pop("directory", [])
+    made.set("data.source", ",".join(f"captions:{each['path']}" for each in directories))
+    for key, value in dataset.items():
+        if key == "resolutions":
+            _resolution(made, value)
+        elif key != "num_repeats" or value != 1:
+            made.leave_out(f"dataset.{key}", value, _WITHOUT.get(f"dataset.{key}", "unknown"))
+    for each in directories:
+        for key, value in each.items():
+            if key == "path" or key == "num_repeats" and value == 1:
+                continue
+            known = _WITHOUT.get(f"dataset.directory.{key}") or _WITHOUT.get(f"dataset.{key}")
+            reason = known or ("one size for all" if key == "resolutions" else "unknown")
+            made.leave_out(f"dataset {each['path']}: {key}", value, reason)
+
+
+def _resolution(made: _Conversion, sizes: Any) -> None:
+    made.leave_out(
+        "dataset.resolutions",
+        sizes,
+        "pictures have the backbone's size (model.options, e.g. sample_size in latents)",
+    )

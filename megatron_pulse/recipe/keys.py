@@ -1,0 +1,271 @@
+"""Tables and keys of a recipe, with the flag of each.
+
+A key without a value leaves its flag out, so that the flag's default holds. Imports nothing slow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt
+
+from megatron_pulse.json_validation import Count, Natural, OneOf, Text
+
+Positive = Annotated[float, Gt(0)]
+NotNegative = Annotated[float, Ge(0)]
+Patterns = tuple[str, ...]
+
+
+def key(meaning: str, flag: str = "", default: Any = None) -> Any:
+    """Field of a table; ``flag`` takes its value, and is empty for keys of the launcher."""
+    metadata = {"meaning": meaning, "flag": flag}
+    if isinstance(default, Mapping):
+        return field(default_factory=lambda: dict(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class Model:
+    """The backbone, and the weights at which training begins."""
+
+    weights: Text | None = key(
+        "pretrained weights: a diffusers folder, hf:OWNER/NAME[@REVISION], a single file of "
+        "'backbone' or 'module', or a checkpoint that 'pulse import' wrote. A diffusers folder "
+        "also names the backbone"
+    )
+    backbone: Text | None = key("backbone by name ('pulse backbones')", "--pulse-backbone")
+    module: Text | None = key(
+        "torch module in place of a backbone: diffusers:CLASS, diffusers:FOLDER, FILE.py:FACTORY",
+        "--pulse-module",
+    )
+    options: Mapping[str, Any] = key("options of the backbone or module", "--pulse-option", {})
+    train: Patterns = key("patterns of the only parameters to train", "--pulse-train", ())
+    freeze: Patterns = key("patterns of parameters to freeze", "--pulse-freeze", ())
+    controlnet: Text | None = key(
+        "freeze the UNet of 'weights' and train a ControlNet: new, a folder, or hf:OWNER/NAME"
+    )
+    null_class: bool = key("add a null class to a UNet with classes, for guidance", default=False)
+
+
+@dataclass(frozen=True)
+class Data:
+    """Training samples."""
+
+    source: Text = field(
+        metadata={
+            "meaning": "mnist, digits8, folder:PATH, captions:PATH, latents:PATH[,latents:PATH]",
+            "flag": "--pulse-data",
+        }
+    )
+    default_caption: str | None = key("of pictures without one", "--pulse-default-caption")
+    skip_corrupt: bool = key("replace unreadable pictures", "--pulse-skip-corrupt", False)
+    bucket_batch: Count | None = key("samples in a row of one shape", "--pulse-bucket-batch")
+    workers: Natural | None = key("processes per rank that read samples", "--num-workers")
+
+
+@dataclass(frozen=True)
+class Encoders:
+    """Text encoders and autoencoder in the loop."""
+
+    folder: Text | None = key("pipeline folder, or hf:OWNER/NAME", "--pulse-encoders")
+    schedule: Patterns = key(
+        "when they run: auto, store, fill, before-step, or NAME=one of these",
+        "--pulse-encoder-schedule",
+        (),
+    )
+    dtype: Literal["fp32", "bf16", "fp16"] | None = key(
+        "of their weights", "--pulse-encoders-dtype"
+    )
+
+
+@dataclass(frozen=True)
+class Process:
+    """Diffusion process; by default that of the weights."""
+
+    objective: Text | None = key("epsilon, v, sample or flow", "--pulse-objective")
+    noise_schedule: Text | None = key("scaled_linear, linear or cosine", "--pulse-noise-schedule")
+    beta_start: Positive | None = key("first beta", "--pulse-beta-start")
+    beta_end: Positive | None = key("last beta", "--pulse-beta-end")
+    trained_betas: Text | None = key("JSON file of all betas", "--pulse-trained-betas")
+    zero_terminal_snr: bool | None = key(
+        "make the last timestep pure noise", "--pulse-zero-terminal-snr"
+    )
+    num_timesteps: Count | None = key("timesteps", "--pulse-num-timesteps")
+    flow_shift: float | str | None = key(
+        "shift of a flow's times: a number, or dynamic", "--pulse-flow-shift"
+    )
+    timestep_density: Text | None = key("uniform or logit_normal", "--pulse-timestep-density")
+    logit_mean: float | None = key("of logit_normal", "--pulse-logit-mean")
+    logit_std: Positive | None = key("of logit_normal", "--pulse-logit-std")
+    self_conditioning: float | None = key(
+        "share of steps with self-conditioning", "--pulse-self-conditioning"
+    )
+    replace: bool = key("train the weights to this new process", "--pulse-new-process", False)
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """Optimizer and learning-rate schedule."""
+
+    lr: Positive = field(metadata={"meaning": "maximum learning rate", "flag": "--lr"})
+    type: Annotated[str, OneOf(("adam", "sgd"))] | None = key("adam or sgd", "--optimizer")
+    betas: tuple[float, float] | None = key("of Adam", "--adam-beta1 --adam-beta2")
+    eps: Positive | None = key("of Adam", "--adam-eps")
+    momentum: NotNegative | None = key("of SGD", "--sgd-momentum")
+    weight_decay: NotNegative | None = key("of matrices", "--weight-decay")
+    clip_grad: NotNegative | None = key(
+        "maximum norm of all gradients; 0: no clipping", "--clip-grad"
+    )
+    schedule: Text | None = key(
+        "constant, linear, cosine, inverse-square-root or WSD", "--lr-decay-style"
+    )
+    warmup_steps: Natural | None = key("warm-up of the learning rate", "--lr-warmup-iters")
+    min_lr: NotNegative | None = key("at the end of the schedule", "--min-lr")
+    decay_steps: Count | None = key("length of the schedule", "--lr-decay-iters")
+    wsd_decay_steps: Count | None = key("last part of WSD", "--lr-wsd-decay-iters")
+    sharded: bool = key("shard its state over replicas", "--use-distributed-optimizer", False)
+    cpu_offload: bool = key(
+        "keep its state in host memory (needs sharded)", "--optimizer-cpu-offload", False
+    )
+
+
+@dataclass(frozen=True)
+class Training:
+    """Steps, batch, numbers."""
+
+    batch_size: Count = field(
+        metadata={"meaning": "samples a step, over all devices", "flag": "--global-batch-size"}
+    )
+    steps: Count | None = key("steps in all, over all starts", "--train-iters")
+    epochs: Positive | None = key("passes over the data, in place of steps", "--pulse-epochs")
+    micro_batch_size: Count | None = key(
+        "samples of a microbatch (auto: searched)", "--micro-batch-size"
+    )
+    dtype: Literal["fp32", "bf16", "fp16"] = key("of layers; main weights are fp32", default="fp32")
+    seed: Natural | None = key("of weights, noise, times and order", "--seed")
+    dropout: Annotated[float, Ge(0)] | None = key(
+        "probability of dropping label and captions, for guidance", "--pulse-class-dropout"
+    )
+    ema_decay: Annotated[float, Ge(0)] | None = key("0: no EMA", "--pulse-ema-decay")
+    deterministic: bool = key("deterministic kernels only", "--deterministic-mode", False)
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """Devices, and the plan by which they train."""
+
+    devices: Count | None = key(
+        "ranks that 'pulse train' starts (default: all GPUs; without any, pipeline x tensor)"
+    )
+    auto: bool | None = key(
+        "profile, tune and keep the plan beside the run (default: unless a plan or a layout is "
+        "given)",
+        "--pulse-auto",
+    )
+    plan: Text | None = key("plan of 'pulse tune', file or folder", "--pulse-plan")
+    pipeline: Count | None = key("devices of a pipeline", "--pipeline-model-parallel-size")
+    tensor: Count | None = key("tensor parallelism", "--tensor-model-parallel-size")
+    placement: Text | None = key("fold, sequential, interleaved, ...", "--pulse-placement")
+    chunks: Count | None = key("stages a device", "--pulse-num-chunks")
+    schedule: Text | None = key("pipeline schedule or CSV file", "--pulse-schedule")
+    activation_cap: Count | None = key(
+        "most microbatches in flight a device", "--pulse-activation-cap"
+    )
+    conditioning: Text | None = key("auto, send or replicate", "--pulse-conditioning")
+    partition: Text | None = key("exact or soft", "--pulse-partition")
+    profile: Text | None = key("layer costs: file or device", "--pulse-profile")
+    link_gbs: Positive | None = key("bandwidth of a link", "--pulse-link-gbs")
+    link_us: NotNegative | None = key("latency of a link", "--pulse-link-us")
+    memory_gb: Positive | None = key("memory limit a device", "--pulse-memory-gb")
+    recompute: Patterns = key(
+        "layers to recompute: full (all), selective (all, cheap results), or patterns",
+        "--pulse-recompute",
+        (),
+    )
+    recompute_selective: Patterns = key(
+        "patterns of layers to recompute selectively", "--pulse-recompute-selective", ()
+    )
+    offload: Patterns = key(
+        "patterns of layers whose activations wait in host memory", "--pulse-offload", ()
+    )
+    solver: Text | None = key("auto, highs, glpk or none", "--pulse-solver")
+    solver_seconds: Positive | None = key("of the schedule search", "--pulse-solver-seconds")
+    timeout_s: Positive | None = key("longest wait without progress", "--pulse-timeout-s")
+    straggler_threshold: NotNegative | None = key(
+        "warn of a rank slower by this factor", "--pulse-straggler-threshold"
+    )
+    sdc_check_interval: Natural | None = key(
+        "steps between checks for silent data corruption", "--pulse-sdc-check-interval"
+    )
+    max_skipped_steps: Count | None = key(
+        "of fp16, until the run ends", "--pulse-max-skipped-steps"
+    )
+
+
+@dataclass(frozen=True)
+class Validation:
+    """Loss on samples held back."""
+
+    every: Count | None = key("steps between evaluations", "--eval-interval")
+    batches: Natural | None = key("of each evaluation", "--eval-iters")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Saved states."""
+
+    every: Count | None = key("steps between checkpoints", "--save-interval")
+    keep_every: Count | None = key(
+        "keep only checkpoints at multiples of this, and the last", "--save-retain-interval"
+    )
+    background: bool = key("write while training goes on", "--async-save", False)
+
+
+@dataclass(frozen=True)
+class Log:
+    """Log lines and trackers."""
+
+    every: Count | None = key("steps between lines", "--log-interval")
+    progress: bool = key("a progress bar on a terminal", default=True)
+    verbose: bool = key("all of Megatron's log", "--pulse-verbose", False)
+    wandb_project: Text | None = key("project in Weights & Biases", "--wandb-project")
+    wandb_name: Text | None = key("name of the run there", "--wandb-exp-name")
+    wandb_entity: Text | None = key("team there", "--wandb-entity")
+    trace: Text | None = key("folder for traces of some steps", "--pulse-trace")
+    trace_steps: Text | None = key("FIRST-LAST", "--pulse-trace-steps")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A training; each field is a table, but ``output``."""
+
+    output: Text = field(
+        metadata={"meaning": "folder of the run: checkpoints, logs, plan, this recipe", "flag": ""}
+    )
+    model: Model
+    data: Data
+    training: Training
+    optimizer: Optimizer
+    encoders: Encoders = Encoders()
+    process: Process = Process()
+    parallel: Parallel = Parallel()
+    validation: Validation = Validation()
+    checkpoint: Checkpoint = Checkpoint()
+    log: Log = Log()
+    megatron: Mapping[str, Any] = key("further flags of Megatron ('pulse flags')", default={})
+
+
+TABLES: Mapping[str, type] = {
+    "model": Model,
+    "data": Data,
+    "encoders": Encoders,
+    "process": Process,
+    "training": Training,
+    "optimizer": Optimizer,
+    "parallel": Parallel,
+    "validation": Validation,
+    "checkpoint": Checkpoint,
+    "log": Log,
+}

@@ -1,0 +1,138 @@
+"""``pulse train``: the recipe's training is that of its flags, with weights imported once."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_pulse.cli.main import main
+from megatron_pulse.cli.train_command import import_weights
+from megatron_pulse.errors import UserError
+from megatron_pulse.integration.checkpoint.published_weights import load_whole, weights_of
+from megatron_pulse.integration.checkpoint.saved_run import read_saved_run
+from megatron_pulse.integration.flags.startup_checks import RECIPE_KEYS, FlagError
+from megatron_pulse.recipe.flags import keys_by_flag
+from megatron_pulse.recipe.keys import Model
+from tests.integration.runs import BASE, run
+from tests.integration.test_families import FAMILIES, write_latents
+from tests.integration.test_process import write_pipeline
+from tests.ranks import run_ranks
+
+
+def weights_in(run_folder: Path) -> dict[str, torch.Tensor]:
+    _, stage = load_whole(read_saved_run(run_folder), averaged=False)
+    return dict(weights_of(stage))
+
+
+def train(recipe: Path, *words: str) -> str:
+    """What a process of ``pulse train`` prints; it must succeed."""
+    command = [sys.executable, "-m", "megatron_pulse.cli", "train", str(recipe), *words]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "WANDB_MODE": "disabled"}
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def _train_as_a_rank(words: list[str]) -> None:
+    """As in a process that torchrun or srun starts."""
+    assert main(["train", *words]) == 0
+
+
+def test_imports_trains_and_resumes_as_the_flags_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    write_pipeline(tmp_path / "published", "dit")
+    write_latents(tmp_path / "latents", FAMILIES["dit"])
+    output, recipe = tmp_path / "run", tmp_path / "recipe.toml"
+    recipe.write_text(
+        f"""
+        output = "{output}"
+        model.weights = "{tmp_path / "published"}"
+        data.source = "latents:{tmp_path / "latents"}"
+        training = {{ steps = 1, batch_size = 4, micro_batch_size = 2 }}
+        optimizer = {{ lr = 1e-3, clip_grad = 1.0 }}
+        parallel = {{ pipeline = 2, solver = "none", timeout_s = 60 }}
+        validation.batches = 0
+        """
+    )
+    run_ranks(2, _train_as_a_rank, [str(recipe)])
+    assert read_saved_run(output / "checkpoints").iteration == 1
+    said = train(recipe, "training.steps=2", "parallel.pipeline=1")
+    assert "importing" not in said and f"weights: {output / 'checkpoints'}" in said
+    assert tomllib.loads((output / "recipe.toml").read_text())["training"]["steps"] == 2
+
+    assert main(["train", str(recipe), "training.steps=2", "--print"]) == 0
+    printed = capsys.readouterr().out.replace("\\\n", "").split()
+    flags = printed[printed.index("-m") + 2 :]
+    flags[flags.index("--save") + 1] = str(tmp_path / "by_flags")
+    flags += ["--tensorboard-dir", str(tmp_path / "tensorboard"), "--save-interval", "1"]
+    run(2, *flags, backbone="none")
+    by_flags, by_recipe = (weights_in(at) for at in (tmp_path / "by_flags", output / "checkpoints"))
+    assert by_flags.keys() == by_recipe.keys()
+    assert all(torch.equal(by_flags[name], by_recipe[name]) for name in by_flags)
+
+
+def test_other_weights_need_another_folder(tmp_path: Path):
+    (tmp_path / "imported").mkdir()
+    model = Model(weights="hf:some/model")
+    identity = {"weights": "hf:some/model", "controlnet": None, "null_class": False}
+    flags = ["--pulse-backbone", "dit-tiny"]
+    record = tmp_path / "imported.json"
+    record.write_text(json.dumps({"of": identity, "flags": flags}))
+    found = import_weights(model, tmp_path)
+    assert found.flags == tuple(flags)
+    assert found.pretrained == ("--pretrained-checkpoint", str(tmp_path / "imported"))
+    with pytest.raises(UserError, match="was made of other weights .hf:some/model"):
+        import_weights(replace(model, weights="hf:another/model"), tmp_path)
+    record.write_text("{")
+    with pytest.raises(UserError, match="imported.json is damaged"):
+        import_weights(model, tmp_path)
+    with pytest.raises(UserError, match="there is no such file or folder"):
+        import_weights(Model(weights=str(tmp_path / "none")), tmp_path / "elsewhere")
+
+
+def test_faults_name_the_recipes_keys(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(RECIPE_KEYS, json.dumps(keys_by_flag()))
+    told = str(FlagError(["--lr-warmup-iters 9 must be below 4: --train-iters", "--no-such 1"]))
+    assert "optimizer.warmup_steps 9 must be below 4: training.steps" in told
+    assert "--no-such 1" in told
+
+
+def _steps_of(argv: list[str]) -> int:
+    from megatron_pulse.integration.setup import read_command_line
+
+    sys.argv = ["pretrain_diffusion.py", *argv]
+    line, _, _ = read_command_line()
+    assert not line.faults, line.faults
+    return int(line.args.train_iters)
+
+
+def test_epochs_become_steps():
+    flags = ["--pulse-backbone", "uvit-tiny", "--pulse-option", "in_channels=1", *BASE]
+    flags += ["--global-batch-size", "100"]
+    (once,), (half,) = (
+        run_ranks(1, _steps_of, [*flags, "--pulse-epochs", epochs]) for epochs in ("1", "0.5")
+    )
+    assert once == 17 and half == 9  # 1,617 of the 1,797 digits are not held back
+
+
+def test_epochs_exclude_steps():
+    assert run_ranks(1, _fault_of_both)[0].startswith("--pulse-epochs excludes --train-iters")
+
+
+def _fault_of_both() -> str:
+    from megatron_pulse.integration.setup import read_command_line
+
+    sys.argv = ["x", "--pulse-backbone", "uvit-tiny", *BASE, "--train-iters", "3"]
+    sys.argv += ["--pulse-epochs", "1"]
+    line, _, _ = read_command_line()
+    return line.faults[0]
