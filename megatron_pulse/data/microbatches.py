@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from megatron_pulse.data.dataset import DataError, DiffusionDataset
 from megatron_pulse.data.sampler import Item, MicrobatchSampler, readable
-from megatron_pulse.diffusion.noise import Stream, draw
+from megatron_pulse.diffusion.loss import PLAIN, LossChoice
+from megatron_pulse.diffusion.noise import Stream, draw, offset_noise
 from megatron_pulse.diffusion.objectives import DiffusionProcess
 from megatron_pulse.encoders.autoencoder import posterior_noise, sampled
 from megatron_pulse.processes import end_with_parent
@@ -44,6 +45,7 @@ def make_microbatch(
     needs_image: bool = True,
     skip_corrupt: bool = False,
     needs_pixels: bool = True,
+    loss: LossChoice = PLAIN,
 ) -> dict[str, Tensor]:
     """Make one microbatch of b = ``len(items)``, on the CPU. Each row depends on its item alone.
 
@@ -68,6 +70,9 @@ def make_microbatch(
     ``[b, c, H, W]`` in [-1, 1], if ``needs_pixels``. If ``needs_image``, ``noise`` and the
     posterior's noise ``posterior`` replace ``noisy`` and ``target``, both float32 ``[b,
     *latent_shape]`` (see ``noised_here``).
+
+    ``loss`` offsets the noise in training, and adds ``loss_weights`` float32 ``[b]`` unless it is
+    the plain mean squared error.
 
     With ``skip_corrupt``, a sample with a corrupt image is replaced as a whole by a sample from
     ``readable``, even if no image is needed. ``corrupt`` int64 ``[k]`` has the indices of the
@@ -127,6 +132,11 @@ def make_microbatch(
     deviation = _stacked([part.deviation(index) for index in taken] if needs_image else [])
     if needs_image:
         found["noise"] = torch.stack([row.noise for row in rows if row.noise is not None])
+        if training and loss.noise_offset:
+            offsets = [offset_noise(seed, *visit, noised[0]) for visit in visits]
+            found["noise"] += loss.noise_offset * torch.stack(offsets)
+        if training and loss.weights_samples:
+            batch["loss_weights"] = loss.weights(process, timesteps)
         if part.latent_shape is not None or deviation is not None:
             drawn = [posterior_noise(seed, *visit, noised) for visit in visits]
             found["posterior"] = torch.stack(drawn)
@@ -188,6 +198,7 @@ class DiffusionLoader:
     skip_corrupt: bool = False
     other_processes: tuple[DiffusionProcess, ...] = ()
     needs_pixels: bool = True
+    loss: LossChoice = PLAIN
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         pins = torch.cuda.is_available()
@@ -219,6 +230,7 @@ class DiffusionLoader:
             self.needs_image,
             self.skip_corrupt,
             self.needs_pixels,
+            self.loss,
         )
 
 

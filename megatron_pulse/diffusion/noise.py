@@ -29,6 +29,7 @@ class Stream(IntEnum):
     REPLACEMENT = 5
     POSTERIOR = 6
     SELF_CONDITIONING = 7
+    NOISE_OFFSET = 8
 
 
 class Draw(NamedTuple):
@@ -71,6 +72,12 @@ def draw(
     if shape is not None:
         noise = torch.from_numpy(generator.standard_normal(shape, dtype=np.float32))
     return Draw(noise, float(u), float(drop))
+
+
+def offset_noise(seed: int, sample_index: int, draw: int, num_channels: int) -> Tensor:
+    """Standard normal number of each channel: float32 ``[num_channels, 1, 1]``."""
+    generator = np.random.Generator(philox(seed, Stream.NOISE_OFFSET, sample_index, draw))
+    return torch.from_numpy(generator.standard_normal((num_channels, 1, 1), dtype=np.float32))
 
 
 def start_noise(seed: int, indices: range, shape: tuple[int, ...], step: int = 0) -> Tensor:

@@ -38,8 +38,12 @@ DIFFUSERS_PREDICTION = {
 }
 _OF_BETAS = ("schedule", "beta_start", "beta_end", "trained_betas")
 _MOST_TIMESTEPS = 1_000_000
-_OF_FLOW = {"shift": 1.0, "density": TimestepDensity.UNIFORM}
+MODE_SCALE = 1.29
+"""Scale of the mode density that Esser et al. 2024 found best."""
 _OF_LOGIT_NORMAL = {"logit_mean": 0.0, "logit_std": 1.0}
+_OF_FLOW = {"shift": 1.0, **_OF_LOGIT_NORMAL, "mode_scale": MODE_SCALE}
+_SPEED_FROM, _SPEED_RATIO = 0.7, 5.0
+"""Time from which SpeeD draws less often, and the ratio (Wang et al. 2024, 2405.17403)."""
 
 
 @dataclass(frozen=True)
@@ -61,10 +65,11 @@ class DiffusionProcess:
     sampling. Esser et al. 2024 (section 5.3.2) and diffusers' scripts for SD3 do the same. A
     dynamic shift (Flux) also applies to both; diffusers' script for Flux trains without it.
 
-    ``density`` and its logit-normal parameters are those of Esser et al. 2024, section 3.1. They
-    apply to flow only, before the shift. A trained backbone works with any shift and density, so
-    both are choices of a run. The other fields define the meaning of its predictions (see
-    ``differences``).
+    ``density`` and its parameters are those of Esser et al. 2024, section 3.1, before the shift;
+    ``speed``, for the other objectives, is SpeeD's asymmetric sampling (Wang et al. 2024, section
+    3.2). Times are drawn from ``min_time`` to ``max_time``, shares of the process. A trained
+    backbone works with any shift, density and range, so they are choices of a run. The other fields
+    define the meaning of its predictions (see ``differences``).
 
     ``scheduler`` is the published scheduler's configuration, if any. Settings for sampling come
     from there and are written back on export. ``scheduler`` is not part of the process's identity.
@@ -81,6 +86,9 @@ class DiffusionProcess:
     density: TimestepDensity = TimestepDensity.UNIFORM
     logit_mean: float = 0.0
     logit_std: float = 1.0
+    mode_scale: float = MODE_SCALE
+    min_time: float = 0.0
+    max_time: float = 1.0
     scheduler: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -124,6 +132,11 @@ class DiffusionProcess:
                 f"logit_mean is {self.logit_mean} and logit_std {self.logit_std}; they must be "
                 "finite, the latter positive"
             )
+        if not 0 <= self.min_time < self.max_time <= 1:
+            faults.append(
+                f"min_time is {self.min_time} and max_time {self.max_time}; they need "
+                "0 <= min_time < max_time <= 1"
+            )
         return faults + self._faults_of_betas() + self._faults_of_flow()
 
     def _faults_of_betas(self) -> list[str]:
@@ -163,14 +176,23 @@ class DiffusionProcess:
 
     def _faults_of_flow(self) -> list[str]:
         if self.objective != Objective.FLOW:
-            given = [
-                name
-                for name, default in {**_OF_FLOW, **_OF_LOGIT_NORMAL}.items()
-                if getattr(self, name) != default
-            ]
+            given = [name for name, default in _OF_FLOW.items() if getattr(self, name) != default]
+            if self.density not in (TimestepDensity.UNIFORM, TimestepDensity.SPEED):
+                given.append("density")
             return [f"{', '.join(given)}: only for flow, not {self.objective}"] if given else []
-        if self.density == TimestepDensity.UNIFORM and (self.logit_mean, self.logit_std) != (0, 1):
+        if self.density == TimestepDensity.SPEED:
+            return ["the density speed is not for flow: give logit_normal, mode or cosmap"]
+        if self.density != TimestepDensity.LOGIT_NORMAL and (
+            (self.logit_mean, self.logit_std) != (0, 1)
+        ):
             return ["logit_mean and logit_std: only for the density logit_normal"]
+        if self.density != TimestepDensity.MODE and self.mode_scale != MODE_SCALE:
+            return ["mode_scale: only for the density mode"]
+        if not -1 <= self.mode_scale <= 2 / (math.pi - 2):
+            return [
+                f"mode_scale is {self.mode_scale}; it must be from -1 to {2 / (math.pi - 2):.4g}, "
+                "beyond which two numbers have one time"
+            ]
         if isinstance(self.shift, DynamicShift):
             return self.shift.faults()
         if not 0 < self.shift < math.inf:
@@ -205,16 +227,39 @@ class DiffusionProcess:
         a sample's timestep would depend on its place in the microbatch. Raises ValueError for a
         dynamic shift, which depends on the picture (see ``for_tokens``).
         """
+        if (self.min_time, self.max_time) != (0, 1):
+            first, last = _numbers_of_range(self)
+            u = first + u * (last - first)
+            t = min(max(self._time(u), self.min_time), math.nextafter(self.max_time, 0))
+        else:
+            t = self._time(u)
         if self.objective != Objective.FLOW:
-            return float(min(int(u * self.num_timesteps), self.num_timesteps - 1))
+            return float(min(int(t * self.num_timesteps), self.num_timesteps - 1))
+        return t * self.num_timesteps
+
+    def _time(self, u: float) -> float:
+        """Time in [0, 1] for a uniform number: the inverse of the distribution of times, which
+        increases with ``u``."""
+        if self.density == TimestepDensity.SPEED:
+            weight = _SPEED_FROM + (1 - _SPEED_FROM) / _SPEED_RATIO
+            before = _SPEED_FROM / weight
+            if u < before:
+                return u * weight
+            return _SPEED_FROM + (u - before) * weight * _SPEED_RATIO
+        if self.objective != Objective.FLOW:
+            return u
         if isinstance(self.shift, DynamicShift):
             raise ValueError("a dynamic shift has no value before the picture's size is known")
         if self.density == TimestepDensity.LOGIT_NORMAL:
             normal = NormalDist().inv_cdf(min(max(u, 1e-12), 1 - 1e-12))
             u = 1 / (1 + math.exp(-(self.logit_mean + self.logit_std * normal)))
+        elif self.density == TimestepDensity.MODE:
+            u = u - self.mode_scale * (math.sin(math.pi * u / 2) ** 2 - u)
+        elif self.density == TimestepDensity.COSMAP:
+            u = 1 - 1 / (math.tan(math.pi * u / 2) + 1)
         if self.shift != 1:
             u = self.shift * u / (1 + (self.shift - 1) * u)
-        return u * self.num_timesteps
+        return u
 
     def noised(self, x0: Tensor, noise: Tensor, timesteps: Tensor) -> tuple[Tensor, Tensor]:
         """Noisy samples and targets, both ``[b, ...]``, at float32 ``timesteps [b]``.
@@ -233,6 +278,12 @@ class DiffusionProcess:
             return noisy, x0
         return noisy, scheduler.get_velocity(x0, noise, steps)
 
+    def alphas_cumprod(self, timesteps: Tensor) -> Tensor:
+        """Share of the signal's variance at float32 ``timesteps [b]``, on their device; not for
+        flow."""
+        share: Tensor = _ddpm(self, timesteps.device).alphas_cumprod[timesteps.long()]
+        return share
+
     def clean(self, noisy: Tensor, prediction: Tensor, timesteps: Tensor) -> Tensor:
         """Clean sample ``[b, ...]`` implied by a ``prediction`` for ``noisy``.
 
@@ -245,7 +296,7 @@ class DiffusionProcess:
         sides = (-1, *[1] * (noisy.dim() - 1))
         if self.objective == Objective.FLOW:
             return noisy - (timesteps / self.num_timesteps).view(sides).to(noisy) * prediction
-        share = _ddpm(self, noisy.device).alphas_cumprod[timesteps.long()].to(noisy)
+        share = self.alphas_cumprod(timesteps).to(noisy)
         signal, noise = share.sqrt().view(sides), (1 - share).sqrt().view(sides)
         if self.objective == Objective.V:
             return signal * noisy - noise * prediction
@@ -294,9 +345,14 @@ class DiffusionProcess:
             density = str(self.density)
             if self.density == TimestepDensity.LOGIT_NORMAL:
                 density += f"({self.logit_mean:g}, {self.logit_std:g})"
+            elif self.density == TimestepDensity.MODE:
+                density += f"({self.mode_scale:g})"
             parts = [shift, f"times {density}"]
         else:
             parts = [self._noise()]
+            parts += [f"times {self.density}"] * (self.density != TimestepDensity.UNIFORM)
+        if (self.min_time, self.max_time) != (0, 1):
+            parts.append(f"times from {self.min_time:g} to {self.max_time:g}")
         parts += ["zero terminal SNR"] * self.zero_terminal_snr
         return ", ".join([str(self.objective), *parts, f"{self.num_timesteps} timesteps"])
 
@@ -333,6 +389,21 @@ def predicted_mean(prediction: Tensor, num_channels: int) -> Tensor:
     variance, so the second half is unused and its weights get no gradient.
     """
     return prediction[:, :num_channels]
+
+
+@lru_cache(maxsize=8)
+def _numbers_of_range(process: DiffusionProcess) -> tuple[float, float]:
+    """Uniform numbers whose times are the ends of the process's range, by bisection."""
+
+    def number(time: float) -> float:
+        low, high = 0.0, 1.0
+        for _ in range(60):
+            middle = (low + high) / 2
+            low, high = (middle, high) if process._time(middle) < time else (low, middle)
+        return high if time < 1 else 1.0
+
+    first = number(process.min_time) if process.min_time > 0 else 0.0
+    return first, number(process.max_time)
 
 
 @lru_cache(maxsize=8)

@@ -33,10 +33,13 @@ class NoiseSchedule(StrEnum):
 
 
 class TimestepDensity(StrEnum):
-    """Distribution of timesteps in training."""
+    """Distribution of timesteps in training; for flow all but ``speed``, else uniform or speed."""
 
     UNIFORM = "uniform"
     LOGIT_NORMAL = "logit_normal"
+    MODE = "mode"
+    COSMAP = "cosmap"
+    SPEED = "speed"
 
 
 class SamplingNoise(StrEnum):
@@ -173,7 +176,9 @@ class ProcessChoice:
         read=_shift_text,
     )
     timestep_density: str | None = flag(
-        "density of the flow's times in training, before the shift (new process: logit_normal)",
+        "density of the times in training: for flow uniform, logit_normal, mode or cosmap, before "
+        "the shift (new process: logit_normal); else uniform, or speed, which draws the last 30 "
+        "percent, almost pure noise, a fifth as often (SpeeD)",
         choices=[str(density) for density in TimestepDensity],
     )
     logit_mean: float | None = flag(
@@ -183,11 +188,24 @@ class ProcessChoice:
         "standard deviation of the logit-normal density (new process: 1)", metavar="S"
     )
 
+    mode_scale: float | None = flag(
+        "scale of the mode density: above 0 more times in the middle (new process: 1.29)",
+        metavar="S",
+    )
+    min_time: float | None = flag(
+        "train only times from this share of the process on, 0 (data) to 1 (noise); e.g. one of "
+        "two experts (new process: 0)",
+        metavar="T",
+    )
+    max_time: float | None = flag("train only times below this share (new process: 1)", metavar="T")
+
     @property
     def said(self) -> dict[str, Any]:
         """Fields that were given."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
 
-OF_TRAINING = ("timestep_density", "logit_mean", "logit_std")
+OF_TRAINING = (
+    *("timestep_density", "logit_mean", "logit_std", "mode_scale", "min_time", "max_time"),
+)
 """Fields without a meaning outside training."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_pulse.diffusion.objectives import DiffusionProcess
+from megatron_pulse.diffusion.objectives import MODE_SCALE, DiffusionProcess
 from megatron_pulse.diffusion.process_flags import (
     DynamicShift,
     Objective,
@@ -17,6 +17,7 @@ from megatron_pulse.files import parse_json, read_text
 _BETAS = ("schedule", "beta_start", "beta_end", "trained_betas")
 _AS_SAID = {
     "beta_start", "beta_end", "zero_terminal_snr", "num_timesteps", "logit_mean", "logit_std",
+    "mode_scale", "min_time", "max_time",
 }  # fmt: skip
 
 
@@ -50,8 +51,10 @@ def chosen_process(choice: ProcessChoice, base: DiffusionProcess | None = None) 
         values["shift"] = values["shift"] if kept else shift
     if choice.timestep_density is not None:
         values["density"] = TimestepDensity(choice.timestep_density)
-        if values["density"] == TimestepDensity.UNIFORM:
+        if values["density"] != TimestepDensity.LOGIT_NORMAL:
             values |= {"logit_mean": 0.0, "logit_std": 1.0}
+        if values["density"] != TimestepDensity.MODE:
+            values["mode_scale"] = MODE_SCALE
     for name in _AS_SAID & choice.said.keys():
         values[name] = choice.said[name]
     return DiffusionProcess(**values)

@@ -202,6 +202,8 @@ def _check_auto(line: CommandLine, options: PulseOptions) -> Iterator[str]:
         yield "--pulse-auto needs --global-batch-size"
     if backbone is not None:
         yield from _model_faults(backbone, options)
+    if process is not None:
+        yield from options.training_loss.faults(process)
     if args.pulse_data is None:
         yield "--pulse-auto needs --pulse-data"
     elif backbone is None or backbone.parts or process is None:
@@ -277,6 +279,7 @@ def prepare(
         args.pulse_record = backbone.saved_record
         args.pulse_process = process.to_dict()
         faults += _model_faults(backbone, options)
+        faults += options.training_loss.faults(process)
         with collecting(faults, (ValueError, OSError)):
             opens = CascadeData if backbone.parts else DiffusionData
             data = opens(options, backbone, process, args.seed)

@@ -107,6 +107,7 @@ class DiffusionData:
         self.description = " or ".join(dict.fromkeys(map(process.describe, num_tokens)))
         self._seed = seed
         self._class_dropout = options.class_dropout
+        self._loss = options.training_loss
         self._skip_corrupt = options.skip_corrupt
         self._bucket_batch = options.bucket_batch
         self._corrupt: set[str] = set()
@@ -216,13 +217,16 @@ class DiffusionData:
         return DeviceEncoders(self.in_loop, self.homes, device, self._processes[0])
 
     def loss(self, prediction: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-        """Mean squared error of a microbatch, in fp32.
+        """Loss of a microbatch, in fp32: in validation the plain mean squared error.
 
         A prediction with twice the sample's channels has a learned sigma in its second half, which
         does not count (see predicted_mean).
         """
         mean = predicted_mean(prediction, self._num_channels)
-        return self.process.loss(mean, batch["target"].to(mean.device, non_blocking=True))
+        target = batch["target"].to(mean.device, non_blocking=True)
+        if "loss_weights" in batch:
+            return self._loss.error(mean, target, batch["loss_weights"])
+        return self.process.loss(mean, target)
 
     def estimate(self, prediction: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
         """Clean samples implied by the predictions for a microbatch, in fp32.
@@ -330,6 +334,7 @@ class DiffusionData:
             split,
             skip_corrupt=self._skip_corrupt,
             other_processes=tuple(self._processes[1:]),
+            loss=self._loss,
             **how,
         )
 

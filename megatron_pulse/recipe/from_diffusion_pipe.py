@@ -69,7 +69,6 @@ _WITHOUT = {
     "disable_block_swap_for_eval": "layers are not swapped",
     "compile": "torch.compile is not used",
     "force_constant_lr": "optimizer.lr may change at a resume",
-    "pseudo_huber_c": "only the squared error is supported",
     "x_axis_examples": "trackers count steps",
     "logging_steps": "as steps_per_print",
     "resume_from_checkpoint": "the same command resumes from the newest checkpoint",
@@ -81,8 +80,6 @@ _WITHOUT = {
     "model.diffusion_model_dtype": "weights are not quantised: main weights are fp32",
     "model.guidance": "Flux trains at the guidance of its configuration",
     "model.v_pred": "the process is that of the weights; process.objective = 'v' sets it",
-    "model.min_snr_gamma": "only the unweighted error is supported",
-    "model.debiased_estimation_loss": "only the unweighted error is supported",
     "model.unet_lr": "one learning rate for all weights: optimizer.lr",
     "model.text_encoder_1_lr": "text encoders are frozen",
     "model.text_encoder_2_lr": "text encoders are frozen",
@@ -157,6 +154,9 @@ def converted(path: Path) -> str:
             made.set("parallel.pipeline", value)
         elif key in ("pipeline_stages", "activation_checkpointing"):
             made.leave_out(key, value, _PLANNED)
+        elif key == "pseudo_huber_c":
+            made.set("loss.type", "huber")
+            made.set("loss.huber_c", value)
         elif key not in ("gradient_accumulation_steps", "epochs"):
             _plain(made, key, value)
     if "max_steps" not in config:
@@ -211,6 +211,11 @@ def _model(made: _Conversion, model: Mapping[str, Any]) -> None:
             made.set("encoders.folder", value)
         elif key in ("flux_shift", "lumina_shift"):
             made.set("process.flow_shift", "dynamic" if value else 1.0)
+        elif key == "min_snr_gamma":
+            made.set("loss.weighting", "min-snr")
+            made.set("loss.snr_gamma", value)
+        elif key == "debiased_estimation_loss":
+            made.set("loss.weighting", "debiased" if value else "none")
         elif key in _FILES or key.endswith("_path"):
             made.leave_out(f"model.{key}", value, _FOLDER)
         elif key != "type":

@@ -96,13 +96,32 @@ class Process:
     flow_shift: float | str | None = key(
         "shift of a flow's times: a number, or dynamic", "--pulse-flow-shift"
     )
-    timestep_density: Text | None = key("uniform or logit_normal", "--pulse-timestep-density")
+    timestep_density: Text | None = key(
+        "uniform; for flow logit_normal, mode or cosmap; else speed", "--pulse-timestep-density"
+    )
     logit_mean: float | None = key("of logit_normal", "--pulse-logit-mean")
     logit_std: Positive | None = key("of logit_normal", "--pulse-logit-std")
+    mode_scale: float | None = key("of mode", "--pulse-mode-scale")
+    min_time: NotNegative | None = key("train times from this share on", "--pulse-min-time")
+    max_time: Positive | None = key("train times below this share", "--pulse-max-time")
     self_conditioning: float | None = key(
         "share of steps with self-conditioning", "--pulse-self-conditioning"
     )
     replace: bool = key("train the weights to this new process", "--pulse-new-process", False)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Training loss."""
+
+    type: Text | None = key("mse or huber", "--pulse-loss")
+    huber_c: Positive | None = key("of huber", "--pulse-huber-c")
+    weighting: Text | None = key(
+        "min-snr, debiased or p2; for flow also sigma-sqrt or cosmap", "--pulse-loss-weighting"
+    )
+    snr_gamma: Positive | None = key("of min-snr", "--pulse-snr-gamma")
+    p2_gamma: NotNegative | None = key("of p2", "--pulse-p2-gamma")
+    noise_offset: NotNegative | None = key("share of noise by channel", "--pulse-noise-offset")
 
 
 @dataclass(frozen=True)
@@ -250,6 +269,7 @@ class Recipe:
     optimizer: Optimizer
     encoders: Encoders = Encoders()
     process: Process = Process()
+    loss: Loss = Loss()
     parallel: Parallel = Parallel()
     validation: Validation = Validation()
     checkpoint: Checkpoint = Checkpoint()
@@ -262,6 +282,7 @@ TABLES: Mapping[str, type] = {
     "data": Data,
     "encoders": Encoders,
     "process": Process,
+    "loss": Loss,
     "training": Training,
     "optimizer": Optimizer,
     "parallel": Parallel,

@@ -62,3 +62,15 @@ def test_a_learned_sigma_is_not_trained() -> None:
     result = run(1, *STEPS, "--pulse-backbone", "dit-tiny", *flags, backbone="none")
     mean, sigma = (result.weights["head.proj_out_2.weight"][i::2] for i in (0, 1))
     assert mean.abs().max() > 0 and sigma.abs().max() == 0
+
+
+def test_weighted_losses_on_a_fold() -> None:
+    """Weights and offsets are a sample's own; validation stays the plain error."""
+    flags = [
+        *STEPS, "--pulse-loss", "huber", "--pulse-loss-weighting", "min-snr",
+        "--pulse-noise-offset", "0.1", "--pulse-timestep-density", "mode", "--pulse-min-time",
+        "0.25", "--eval-interval", "2",
+    ]  # fmt: skip
+    expected = run(1, *flags)
+    assert expected.losses != alone(*STEPS).losses, "the flags count"
+    assert_same(run(2, *flags, *pipeline(2)), expected)

@@ -36,6 +36,8 @@ VALUES = {
     "process.timestep_density": "uniform",
     "process.self_conditioning": 0.5,
     "optimizer.type": "sgd",
+    "loss.type": "huber",
+    "loss.weighting": "p2",
     "optimizer.schedule": "cosine",
     "training.dropout": 0.2,
     "training.ema_decay": 0.9,

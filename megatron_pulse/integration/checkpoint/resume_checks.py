@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from megatron_pulse.data.build import several_parts
@@ -18,6 +18,7 @@ from megatron_pulse.data.data_record import (
 from megatron_pulse.data.dataset import LATENT
 from megatron_pulse.data.fields import made_differently
 from megatron_pulse.dataclass_flags import flag_name
+from megatron_pulse.diffusion.loss import LossChoice
 from megatron_pulse.diffusion.objectives import DiffusionProcess
 from megatron_pulse.diffusion.process_from_flags import chosen_process
 from megatron_pulse.diffusion.scheduler_import import read_process
@@ -288,7 +289,10 @@ def _other_seed(start: StartingPoint, wanted: NewRun) -> Iterator[str]:
 
 
 # What else makes the steps to come others than those that the run would have made.
-_STEPS = ("global_batch_size", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad", "seed")
+_STEPS = (
+    *("global_batch_size", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad", "seed"),
+    *(f"pulse_{each.name}" for each in fields(LossChoice)),
+)
 
 
 def _other_flags(start: StartingPoint, wanted: NewRun) -> Iterator[str]:

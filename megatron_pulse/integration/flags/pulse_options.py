@@ -25,6 +25,7 @@ from megatron_pulse.dataclass_flags import (
     marked,
     read_flags,
 )
+from megatron_pulse.diffusion.loss import LossChoice
 from megatron_pulse.diffusion.process_flags import ProcessChoice
 from megatron_pulse.planner.layout.embedder_choice import Policy
 from megatron_pulse.planner.layout.placement import PLACEMENTS, Placement, make_placement
@@ -331,6 +332,7 @@ class PulseOptions:
         "diffusion process, given by the flags above; otherwise contradicting flags are refused",
         False,
     )
+    training_loss: LossChoice = flags_of(LossChoice)
     skip_corrupt: bool = flag(
         "replace unreadable images by other samples, the same in every layout; the log counts them",
         False,
