@@ -259,7 +259,7 @@ def _num_ranks(recipe: Recipe) -> int:
     import torch
 
     if torch.cuda.is_available():
-        return torch.cuda.device_count()
+        return int(torch.cuda.device_count())
     if parallel.plan is not None and Path(parallel.plan).is_file():
         from megatron_pulse.planner.plan_file.plan_file import read_plan
 
