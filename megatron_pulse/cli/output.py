@@ -5,17 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_pulse.cli.flag_checks import check_file
+from megatron_pulse.cli.flag_checks import PRINT, add_flag
 from megatron_pulse.files import replacing
 
 DRAWINGS = (".svg", ".html", ".json")
 """Suffixes of a picture, a self-contained page, and events for ui.perfetto.dev."""
 
-_PRINT = Path("-")
 _WIDEST = 1_000_000
 
 
@@ -71,21 +70,16 @@ def name_value_lines(
 def add_json(parser: argparse.ArgumentParser, to_file: bool = True) -> None:
     """Add ``--json``, which takes a FILE unless the command takes other words."""
     if to_file:
-        parser.add_argument(
-            "--json",
+        add_flag(
+            parser,
+            "--json FILE",
+            "write the result as JSON; without FILE, or as '-', print it instead",
+            writes=[".json"],
             nargs="?",
-            type=Path,
-            const=_PRINT,
-            metavar="FILE",
-            help="write the result as JSON; without FILE, or as '-', print it instead",
+            const=PRINT,
         )
     else:
-        parser.add_argument("--json", action="store_const", const=_PRINT, help="print JSON")
-
-
-def json_faults(args: argparse.Namespace) -> list[str]:
-    """Faults of the file of ``--json``."""
-    return [] if args.json == _PRINT else check_file(args.json, "--json", ".json")
+        add_flag(parser, "--json", "print JSON", action="store_const", const=PRINT)
 
 
 def print_result(args: argparse.Namespace, lines: Sequence[str], record: Callable[[], Any]) -> None:
@@ -97,7 +91,7 @@ def print_result(args: argparse.Namespace, lines: Sequence[str], record: Callabl
         print("\n".join(lines))
         return
     text = json.dumps(record(), indent=1, allow_nan=False)
-    if args.json == _PRINT:
+    if args.json == PRINT:
         print(text)
         return
     write(args.json, text + "\n")
@@ -123,17 +117,3 @@ def draw(
             text = picture()
     write(path, text)
     return f"drawn to {path}"
-
-
-def overwrite_faults(written: Mapping[str, Path | None], *read: Path | str | None) -> list[str]:
-    """Fault for each flag of ``written`` whose file is also read, or is another flag's."""
-    faults, others = [], dict[Path, str]()
-    there = [Path(path) for path in read if path is not None and Path(path).exists()]
-    for flag, path in written.items():
-        if path is None or path == _PRINT:
-            continue
-        if path.exists() and any(path.samefile(other) for other in there):
-            faults.append(f"{flag} {path} would replace what is read")
-        if (other := others.setdefault(path.resolve(), flag)) != flag:
-            faults.append(f"{flag} {path} is what {other} writes")
-    return faults

@@ -13,7 +13,7 @@ from megatron_pulse.cli.backbone_flags import (
     backbone_faults,
     options_of,
 )
-from megatron_pulse.cli.flag_checks import add_parser, as_user_error, require
+from megatron_pulse.cli.flag_checks import add_flag, add_parser, as_user_error, require
 from megatron_pulse.cli.output import add_json, print_result, table
 from megatron_pulse.encoders.text_recipe import VAE
 
@@ -39,7 +39,7 @@ def add_encoders(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = add_parser(
         commands, "data encoders", "list the encoders of a pipeline folder", _DESCRIPTION, run
     )
-    parser.add_argument("folder", type=Path, metavar="DIR", help="a diffusers pipeline folder")
+    add_flag(parser, "folder DIR", "a diffusers pipeline folder", type=Path)
     add_backbone_flags(
         parser.add_mutually_exclusive_group(),
         "backbone that reads the results (default: the folder's own)",

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_pulse.cli.flag_checks import add_flag
 from megatron_pulse.dataclass_flags import DTYPES
 from megatron_pulse.encoders.text_recipe import VAE
 from megatron_pulse.errors import UserError, format_faults
@@ -22,28 +24,27 @@ if TYPE_CHECKING:
 
 def add_encoder_flags(parser: argparse.ArgumentParser) -> None:
     """Add ``--encoders`` and ``--encoders-dtype``."""
-    add = parser.add_argument
+    add = partial(add_flag, parser)
     add(
-        "--encoders",
+        "--encoders DIR|hf:ID",
+        "a diffusers pipeline folder: text_encoder*/ and tokenizer*/, and vae/ unless --vae",
         type=Path,
-        metavar="DIR|hf:ID",
-        help="a diffusers pipeline folder: text_encoder*/ and tokenizer*/, and vae/ unless --vae",
     )
     add(
         "--encoders-dtype",
-        choices=list(DTYPES),
-        help="of the encoders (default: the folder's for text and fp32 for the autoencoder; fp32 "
+        "of the encoders (default: the folder's for text and fp32 for the autoencoder; fp32 "
         "on a CPU); with fp16 an autoencoder keeps fp32 unless its force_upcast is false",
+        choices=list(DTYPES),
     )
 
 
 def add_default_caption(parser: argparse.ArgumentParser) -> None:
     """Add ``--default-caption``."""
-    parser.add_argument(
-        "--default-caption",
+    add_flag(
+        parser,
+        "--default-caption TEXT",
+        "of pictures without a caption, or with an empty one (default: none)",
         default="",
-        metavar="TEXT",
-        help="of pictures without a caption, or with an empty one (default: none)",
     )
 
 
