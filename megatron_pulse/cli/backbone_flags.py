@@ -9,6 +9,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from megatron_pulse.cli.flag_checks import add_flag
+from megatron_pulse.cli.import_megatron import prepare_megatron
 from megatron_pulse.dataclass_flags import key_values
 from megatron_pulse.errors import collecting
 
@@ -91,7 +92,6 @@ def add_option_flag(parser: argparse.ArgumentParser, meaning: str) -> None:
 
 def trained_backbone(args: argparse.Namespace, dtype: str) -> Backbone:
     """Backbone of the backbone flags, for parameters of ``dtype``."""
-    from megatron_pulse.cli.import_megatron import prepare_megatron
     from megatron_pulse.profile.trainable import trained_as
     from model_specs import in_dtype, load_backbone
 

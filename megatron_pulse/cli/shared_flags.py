@@ -10,6 +10,7 @@ from megatron_pulse.cli.backbone_flags import add_code_flag
 from megatron_pulse.cli.flag_checks import add_flag
 from megatron_pulse.cli.output import DRAWINGS
 from megatron_pulse.dataclass_flags import FROM_ZERO, PIXELS, TO_4096, TO_MILLION
+from megatron_pulse.planner.schedule.ilp.solvers import Solver, read_solver
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -61,7 +62,6 @@ def add_micro_batch_size(parser: argparse.ArgumentParser, otherwise: str = "") -
 
 def add_solver(parser: argparse.ArgumentParser, meaning: str) -> None:
     """Add ``--solver``, whose help is ``meaning``."""
-    from megatron_pulse.planner.schedule.ilp.solvers import Solver, read_solver
 
     choices = ("auto", *map(str, Solver))
     add_flag(parser, "--solver", meaning, type=read_solver, choices=choices, default="auto")

@@ -24,6 +24,7 @@ from megatron_pulse.cli.launcher_env import ranks_of
 from megatron_pulse.cli.output import add_json, print_result
 from megatron_pulse.dataclass_flags import ABOVE_ZERO, FROM_ONE
 from megatron_pulse.errors import UserError
+from megatron_pulse.profile.roofline import PRESETS
 from megatron_pulse.progress import ProgressLine
 
 if TYPE_CHECKING:
@@ -203,7 +204,6 @@ def _comment(probed: ProbeResult, device: torch.device) -> str:
 
 
 def _faults(args: argparse.Namespace, ranks: Mapping[str, str]) -> list[str]:
-    from megatron_pulse.profile.roofline import PRESETS
 
     faults = []
     if int(ranks["WORLD_SIZE"]) < 2:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_pulse.backbone.activations import ActivationPolicy
+from megatron_pulse.backbone.build_context import LOCAL, TRANSFORMER_IMPLS
 from megatron_pulse.backbone.layer_selection import name_of
 from megatron_pulse.cli.backbone_flags import (
     add_layers_flags,
@@ -29,12 +30,12 @@ from megatron_pulse.cli.models.encoder_flags import pipeline_folder_faults
 from megatron_pulse.cli.output import table
 from megatron_pulse.dataclass_flags import ABOVE_ZERO, FROM_ONE, TO_4096, TO_MILLION, flag_name
 from megatron_pulse.errors import unknown_name
+from megatron_pulse.profile.roofline import ELEMENT_BYTES, PRESETS, Roofline, custom_device
 from megatron_pulse.progress import ProgressLine
 
 if TYPE_CHECKING:
     from megatron_pulse.backbone.costs import ChainCosts
     from megatron_pulse.profile.profile import Profile
-    from megatron_pulse.profile.roofline import Roofline
 
 _DESCRIPTION = """\
 Planning balances devices by these costs. They come from
@@ -67,8 +68,6 @@ _FIGURES = ("peak_tflops", "bandwidth_gbs", "memory_gb")
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``profile``."""
-    from megatron_pulse.backbone.build_context import LOCAL, TRANSFORMER_IMPLS
-    from megatron_pulse.profile.roofline import ELEMENT_BYTES, PRESETS
 
     parser = add_parser(
         commands, "profile", "measure or estimate the costs of each layer", _DESCRIPTION, run
@@ -262,7 +261,6 @@ def _components(args: argparse.Namespace) -> list[str] | None:
 
 def _device_faults(args: argparse.Namespace) -> list[str]:
     """Faults of the flags that name a device for these costs."""
-    from megatron_pulse.profile.roofline import PRESETS
 
     faults = []
     given = [name for name in _FIGURES if getattr(args, name) is not None]
@@ -299,7 +297,6 @@ def _device_faults(args: argparse.Namespace) -> list[str]:
 
 
 def _roofline(args: argparse.Namespace) -> Roofline:
-    from megatron_pulse.profile.roofline import PRESETS, Roofline, custom_device
 
     if args.preset:
         device = PRESETS[args.preset]

@@ -15,11 +15,10 @@ from megatron_pulse.cli.backbone_flags import (
 )
 from megatron_pulse.cli.flag_checks import add_flag, add_parser, as_user_error, require
 from megatron_pulse.cli.output import add_json, print_result, table
-from megatron_pulse.encoders.text_recipe import VAE
+from megatron_pulse.encoders.text_recipe import VAE, TextRecipe, folder_name
 
 if TYPE_CHECKING:
     from megatron_pulse.backbone.chain import Backbone
-    from megatron_pulse.encoders.text_recipe import TextRecipe
 
 _DESCRIPTION = """\
 Lists the components of a diffusers pipeline folder without reading weights, and what a backbone
@@ -110,7 +109,6 @@ def _read(
     """Descriptions of the components' results as the backbone reads them."""
     from megatron_pulse.encoders.autoencoder import Autoencoder
     from megatron_pulse.encoders.text_encoders import TextEncoders
-    from megatron_pulse.encoders.text_recipe import folder_name
 
     read = {}
     if recipe is not None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from megatron_pulse.cli.flag_checks import add_flag
 from megatron_pulse.dataclass_flags import DTYPES
-from megatron_pulse.encoders.text_recipe import VAE
+from megatron_pulse.encoders.text_recipe import VAE, TextRecipe
 from megatron_pulse.errors import UserError, format_faults
 
 if TYPE_CHECKING:
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from megatron_pulse.data.dataset import FieldSpec
     from megatron_pulse.encoders.autoencoder import Autoencoder
     from megatron_pulse.encoders.text_encoders import TextEncoders
-    from megatron_pulse.encoders.text_recipe import TextRecipe
     from megatron_pulse.encoders.tokens import Tokenizers
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_pulse.cli.backbone_flags import add_code_flag
 from megatron_pulse.cli.flag_checks import add_flag, add_parser, warn
+from megatron_pulse.cli.import_megatron import prepare_megatron
 from megatron_pulse.cli.output import add_json, name_value_lines, print_result
 from megatron_pulse.cli.shared_flags import add_plan
 from megatron_pulse.errors import UserError, format_faults
@@ -132,7 +133,6 @@ def _against_the_world(
 
     ``plan`` is None if it is not legal in itself.
     """
-    from megatron_pulse.cli.import_megatron import prepare_megatron
     from megatron_pulse.planner.plan_file.compatibility import (
         check_backbone,
         machine_faults,

@@ -14,10 +14,12 @@ from megatron_pulse.cli.output import add_json, print_result, write
 from megatron_pulse.cli.shared_flags import add_micro_batch_size, add_num_devices, add_profile
 from megatron_pulse.dataclass_flags import ABOVE_ZERO, FROM_ZERO, TO_MILLION, flag_name
 from megatron_pulse.errors import unknown_name
+from megatron_pulse.planner.layout.layouts import default_layout, modes
+from megatron_pulse.planner.layout.placement import Placement
+from megatron_pulse.profile.roofline import ELEMENT_BYTES, PRESETS, Roofline
 from megatron_pulse.progress import ProgressLine
 
 if TYPE_CHECKING:
-    from megatron_pulse.planner.layout.placement import Placement
     from megatron_pulse.planner.partition.evaluate import MemoryRule
     from megatron_pulse.planner.partition.find import MemoryRules
     from megatron_pulse.profile.profile import Profile
@@ -44,8 +46,6 @@ examples:
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``partition``."""
-    from megatron_pulse.planner.layout.layouts import modes
-    from megatron_pulse.profile.roofline import PRESETS
 
     lines = (f"  {mode:13s} {layout.help}" for mode, layout in modes().items())
     description = _DESCRIPTION.format(modes="\n".join(lines))
@@ -120,7 +120,6 @@ def run(args: argparse.Namespace) -> None:
     from megatron_pulse.cli.plan.partition_report import PartitionReport, as_json, report
     from megatron_pulse.planner.cluster.cluster import Link
     from megatron_pulse.planner.draw.partition import draw_partition
-    from megatron_pulse.planner.layout.layouts import default_layout, modes
     from megatron_pulse.planner.partition.find import Goal, best, best_of_each
     from megatron_pulse.profile.warnings import spread_caution
 
@@ -183,7 +182,6 @@ def _load(args: argparse.Namespace) -> Profile:
 
         return load_profile(args.profile)
     from megatron_pulse.profile.profile_from_table import read_table
-    from megatron_pulse.profile.roofline import PRESETS, Roofline
 
     device = PRESETS[args.preset]
     roofline = Roofline(device, device.half_dtype)
@@ -202,7 +200,6 @@ def _memory_rules(args: argparse.Namespace, dtype: str, limit_bytes: float | Non
     """Memory rules of the devices."""
     from megatron_pulse.planner.partition.evaluate import MemoryRule
     from megatron_pulse.planner.partition.memory import bytes_per_parameter, in_flight
-    from megatron_pulse.profile.roofline import ELEMENT_BYTES
 
     per_parameter = args.bytes_per_parameter or bytes_per_parameter(
         dtype, args.distributed_optimizer, args.data_parallel
@@ -221,8 +218,6 @@ def _memory_rules(args: argparse.Namespace, dtype: str, limit_bytes: float | Non
 
 
 def _faults(args: argparse.Namespace) -> list[str]:
-    from megatron_pulse.planner.layout.layouts import default_layout, modes
-    from megatron_pulse.profile.roofline import PRESETS
 
     faults = flag_faults(args)
     if args.from_table is None and args.preset is not None:

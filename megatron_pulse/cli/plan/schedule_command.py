@@ -26,12 +26,16 @@ from megatron_pulse.cli.shared_flags import (
 )
 from megatron_pulse.dataclass_flags import ABOVE_ZERO, FROM_ZERO, TO_4096
 from megatron_pulse.errors import UserError
+from megatron_pulse.file_kinds import FileKind
+from megatron_pulse.files import read_text
+from megatron_pulse.planner.layout.placement import PLACEMENTS
+from megatron_pulse.planner.schedule.classic.catalog import CLASSICS, SPLIT
+from megatron_pulse.planner.schedule.operations import OpType, Schedule
 from megatron_pulse.progress import ProgressLine
 
 if TYPE_CHECKING:
     from megatron_pulse.cli.plan.schedule_input import ScheduleInput
     from megatron_pulse.planner.bubble_fill.filled_schedule import FilledSchedule
-    from megatron_pulse.planner.schedule.operations import Schedule
     from megatron_pulse.planner.schedule.problem import ScheduleProblem, Synthesis
 
 _DESCRIPTION = """\
@@ -78,8 +82,6 @@ _SECONDS = 10.0
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``schedule``."""
-    from megatron_pulse.planner.layout.placement import PLACEMENTS
-    from megatron_pulse.planner.schedule.classic.catalog import CLASSICS
 
     parser = add_parser(
         commands,
@@ -243,7 +245,6 @@ def _answer(args: argparse.Namespace, task: ScheduleInput) -> tuple[ScheduleProb
 
 def _named(args: argparse.Namespace, task: ScheduleInput) -> tuple[ScheduleProblem, Synthesis]:
     """Classic schedule on the placement asked for, or else on its own."""
-    from megatron_pulse.planner.schedule.classic.catalog import CLASSICS, SPLIT
     from megatron_pulse.planner.schedule.classic.compare import rival
 
     with as_user_error(ValueError):
@@ -259,9 +260,6 @@ def _named(args: argparse.Namespace, task: ScheduleInput) -> tuple[ScheduleProbl
 
 def _own(args: argparse.Namespace, task: ScheduleInput) -> tuple[ScheduleProblem, Synthesis]:
     """Schedule of ``--schedule``; raises UserError with all of its faults."""
-    from megatron_pulse.file_kinds import FileKind
-    from megatron_pulse.files import read_text
-    from megatron_pulse.planner.schedule.operations import OpType
     from megatron_pulse.planner.schedule.serialize import from_csv
 
     try:
@@ -306,7 +304,6 @@ def _cap(text: str) -> float:
 
 
 def _faults(args: argparse.Namespace) -> list[str]:
-    from megatron_pulse.planner.layout.placement import PLACEMENTS
 
     faults = flag_faults(args)
     if args.encoders is not None:

@@ -24,6 +24,7 @@ from megatron_pulse.cli.flag_checks import (
     require,
     warn,
 )
+from megatron_pulse.cli.import_megatron import prepare_profiling
 from megatron_pulse.cli.output import add_json, print_result
 from megatron_pulse.cli.shared_flags import DTYPES, add_plan
 from megatron_pulse.dataclass_flags import ABOVE_ZERO, FROM_ONE, FROM_ZERO
@@ -121,7 +122,6 @@ def run(args: argparse.Namespace) -> None:
         faults.append("--option is for --backbone or --module; without, the options are the plan's")
     require(faults)
     given = load_checked(args.plan)
-    from megatron_pulse.cli.import_megatron import prepare_profiling
 
     prepare_profiling()
     with as_user_error(ValueError):

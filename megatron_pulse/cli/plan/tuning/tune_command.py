@@ -33,7 +33,9 @@ from megatron_pulse.cli.plan.tuning.tune_input import (
 )
 from megatron_pulse.cli.shared_flags import add_encoder_costs, add_solver
 from megatron_pulse.dataclass_flags import ABOVE_ZERO, SHARE, TO_MILLION, flag_name
-from megatron_pulse.errors import unknown_name
+from megatron_pulse.errors import UserError, unknown_name
+from megatron_pulse.planner.layout.layouts import LAYOUTS, layouts_called
+from megatron_pulse.profile.roofline import ELEMENT_BYTES
 from megatron_pulse.progress import ProgressLine
 
 if TYPE_CHECKING:
@@ -81,8 +83,6 @@ _FILLED = 3
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``tune``."""
-    from megatron_pulse.planner.layout.layouts import LAYOUTS
-    from megatron_pulse.profile.roofline import ELEMENT_BYTES
 
     parser = add_parser(commands, "tune", "find the fastest plan for a cluster", _DESCRIPTION, run)
     add = partial(add_flag, parser)
@@ -254,7 +254,6 @@ def best_encoded(
 
     The plan's figures are computed anew. Raises UserError if no plan fits the memory.
     """
-    from megatron_pulse.errors import UserError
     from megatron_pulse.planner.bubble_fill.search import FillError
     from megatron_pulse.planner.tune.plans.encoder_policies import encode_plan
     from megatron_pulse.planner.tune.plans.verify_figures import recomputed
@@ -274,7 +273,6 @@ def best_encoded(
 
 def _faults(args: argparse.Namespace) -> list[str]:
     from megatron_pulse.planner.cluster.cluster import ClusterError, cluster
-    from megatron_pulse.planner.layout.layouts import LAYOUTS, layouts_called
 
     is_folder = args.world_sizes is not None
     faults = flag_faults(args, without=["output"] if is_folder else [])
