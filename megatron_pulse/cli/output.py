@@ -7,10 +7,15 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_pulse.cli.flag_checks import PRINT, add_flag
 from megatron_pulse.files import replacing
+
+if TYPE_CHECKING:
+    from megatron_pulse.planner.draw.schedule import Panel
+    from megatron_pulse.planner.schedule.check.simulate import Timeline
+    from megatron_pulse.planner.schedule.problem import ScheduleProblem
 
 DRAWINGS = (".svg", ".html", ".json")
 """Suffixes of a picture, a self-contained page, and events for ui.perfetto.dev."""
@@ -104,16 +109,39 @@ def write(path: Path, text: str) -> None:
         beside.write_text(text, encoding="utf-8")
 
 
-def draw(
-    path: Path, picture: Callable[[], str], page: Callable[[str], str], events: Callable[[], Any]
+def draw_timeline(
+    path: Path,
+    problem: ScheduleProblem,
+    timeline: Timeline | Sequence[Panel],
+    title: str,
+    page: Callable[[str], str],
+    *,
+    lower_bound: float | None = None,
+    unit: str = "ms",
+    in_bytes: bool = False,
 ) -> str:
-    """Write the picture, a page with it, or events, by the suffix; return the line that says so."""
-    match path.suffix.lower():
-        case ".json":
-            text = json.dumps(events())
-        case ".html":
-            text = page(picture())
-        case _:
-            text = picture()
+    """Draw a picture, a ``page`` with it, or events, by the suffix; return the line to print.
+
+    Times are seconds and shown in ms. Without a unit they are shown as they are, and a unit is a
+    millisecond of the events.
+    """
+    from megatron_pulse.planner.draw.schedule import draw_schedule
+    from megatron_pulse.planner.draw.trace_events import trace_events
+
+    scale = 1e3 if unit else 1.0
+    if path.suffix.lower() == ".json":
+        text = json.dumps(trace_events(problem, timeline, 1e3 * scale, in_bytes))
+    else:
+        text = draw_schedule(
+            problem,
+            timeline,
+            title,
+            lower_bound=lower_bound,
+            unit=unit,
+            scale=scale,
+            in_bytes=in_bytes,
+        )
+        if path.suffix.lower() == ".html":
+            text = page(text)
     write(path, text)
     return f"drawn to {path}"

@@ -62,7 +62,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def run(args: argparse.Namespace) -> None:
     """Check, then print."""
-    from megatron_pulse.cli.plan.plan_text import NO_AVERAGES
+    from megatron_pulse.planner.plan_file.equivalent_flags import NO_AVERAGES
     from megatron_pulse.planner.plan_file.plan_file import PlanFileError, read_plan
     from megatron_pulse.planner.schedule.check.validate import faults_for
     from megatron_pulse.profile.warnings import plan_cautions
