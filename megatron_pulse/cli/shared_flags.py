@@ -9,7 +9,7 @@ from typing import Any
 from megatron_pulse.cli.backbone_flags import add_code_flag
 from megatron_pulse.cli.flag_checks import add_flag
 from megatron_pulse.cli.output import DRAWINGS
-from megatron_pulse.dataclass_flags import FROM_ZERO, PIXELS, TO_4096, TO_MILLION
+from megatron_pulse.dataclass_flags import FROM_ZERO, PIXELS, TO_4096, TO_MILLION, flag_name
 from megatron_pulse.planner.schedule.ilp.solvers import Solver, read_solver
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -82,3 +82,24 @@ def add_checkpoint_flags(parser: argparse.ArgumentParser) -> None:
     add_flag(parser, "--raw", "weights as trained, not their EMA")
     add_flag(parser, "--chain NAME", "backbone of a cascade")
     add_code_flag(parser, "the checkpoint")
+
+
+def numbers(text: str | None) -> tuple[int, ...] | None:
+    """Distinct numbers above 0, ascending; raises ValueError for other text."""
+    if text is None:
+        return None
+    numbers = sorted({int(word) for word in text.split(",")})
+    if numbers[0] < 1:
+        raise ValueError(text)
+    return tuple(numbers)
+
+
+def number_list_faults(args: argparse.Namespace, *names: str) -> list[str]:
+    """Faults of flags of these names that are no lists of numbers."""
+    faults = []
+    for name in names:
+        try:
+            numbers(text := getattr(args, name))
+        except ValueError:
+            faults.append(f"{flag_name(name)} {text}: write whole numbers above 0 as 1,2,4")
+    return faults

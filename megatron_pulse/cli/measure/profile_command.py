@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,8 +27,9 @@ from megatron_pulse.cli.flag_checks import (
     warn,
 )
 from megatron_pulse.cli.import_megatron import prepare_megatron, prepare_profiling
-from megatron_pulse.cli.models.encoder_flags import pipeline_folder_faults
+from megatron_pulse.cli.models.encoder_flags import encoder_folder_faults
 from megatron_pulse.cli.output import table
+from megatron_pulse.cli.shared_flags import number_list_faults, numbers
 from megatron_pulse.dataclass_flags import ABOVE_ZERO, FROM_ONE, TO_4096, TO_MILLION, flag_name
 from megatron_pulse.errors import unknown_name
 from megatron_pulse.profile.roofline import ELEMENT_BYTES, PRESETS, Roofline, custom_device
@@ -135,7 +137,8 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def run(args: argparse.Namespace) -> None:
     """Find the costs, write them, list the largest."""
-    sizes, faults = _sizes(args.micro_batch_size)
+    faults = number_list_faults(args, "micro_batch_size")
+    sizes = () if faults else numbers(args.micro_batch_size) or ()
     faults += TO_MILLION.faults("--micro-batch-size", max(sizes, default=None))
     faults += [*flag_faults(args), *layers_faults(args, is_file=args.from_table is not None)]
     faults += _device_faults(args)
@@ -223,15 +226,8 @@ def _selective(costs: ChainCosts, part: ChainCosts) -> list[str]:
     ]
 
 
-def _sizes(text: str) -> tuple[list[int], list[str]]:
-    words = text.split(",")
-    if not all(word.strip().isdecimal() and int(word) > 0 for word in words):
-        return [], [f"--micro-batch-size {text}: write positive whole numbers as 1,2,4"]
-    return sorted({int(word) for word in words}), []
-
-
 def _encoder_faults(args: argparse.Namespace) -> list[str]:
-    faults = pipeline_folder_faults(args.encoders)
+    faults = encoder_folder_faults(args.encoders)
     for name in _components(args) or ():
         if not (args.encoders / name).is_dir():
             faults.append(f"--components: {args.encoders} has no folder {name[:60]!r}")
@@ -308,13 +304,13 @@ def _roofline(args: argparse.Namespace) -> Roofline:
     return Roofline(device, dtype, args.efficiency)
 
 
-def _from_table(args: argparse.Namespace, sizes: list[int]) -> Profile:
+def _from_table(args: argparse.Namespace, sizes: Sequence[int]) -> Profile:
     from megatron_pulse.profile.profile_from_table import read_table
 
     return read_table(args.from_table, _roofline(args), sizes, args.recompute)
 
 
-def _from_backbone(args: argparse.Namespace, sizes: list[int]) -> Profile:
+def _from_backbone(args: argparse.Namespace, sizes: Sequence[int]) -> Profile:
     roofline = _roofline(args) if args.preset or args.peak_tflops is not None else None
     prepare_profiling()
     if roofline is not None:

@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> None:
     if not args.tensorboard_dir.is_dir():
         faults.append(f"--tensorboard-dir {args.tensorboard_dir} is not a folder")
     require(faults)
-    from megatron_pulse.cli.models.loss_curve import draw_loss_curve
+    from megatron_pulse.integration.loss_curve import draw_loss_curve
 
     with as_user_error(OSError, KeyError):
         values = draw_loss_curve(args.tensorboard_dir, args.output, title=args.title)

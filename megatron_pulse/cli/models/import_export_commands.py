@@ -27,7 +27,6 @@ from megatron_pulse.cli.flag_checks import (
     require,
 )
 from megatron_pulse.cli.import_megatron import prepare_megatron
-from megatron_pulse.cli.models.controlnet_options import NEW, with_controlnet
 from megatron_pulse.cli.shared_flags import DTYPES, add_checkpoint_flags
 from megatron_pulse.dataclass_flags import add_flags, read_flags
 from megatron_pulse.diffusion.process_flags import ProcessChoice
@@ -198,6 +197,8 @@ def _open_folder(args: argparse.Namespace) -> tuple[Backbone, Mapping[str, Tenso
     backbone: Backbone = load_published(read_published(component))
     tensors: Mapping[str, Tensor] = read_folder(component)
     if args.controlnet is not None:
+        from model_specs.controlnet.attach import with_controlnet
+
         backbone, tensors = with_controlnet(component, tensors, args.controlnet)
     elif args.null_class:
         backbone, tensors = _with_null_class(backbone, tensors)
@@ -276,6 +277,8 @@ def _check_source(args: argparse.Namespace) -> list[str]:
             "its model"
         )
     if args.controlnet is not None:
+        from model_specs.controlnet.attach import NEW
+
         if args.null_class:
             faults.append("--null-class: a ControlNet has the classes of its UNet; leave it out")
         if args.controlnet != NEW and not Path(args.controlnet).is_dir():

@@ -21,14 +21,12 @@ from megatron_pulse.cli.flag_checks import (
     warn,
 )
 from megatron_pulse.cli.import_megatron import prepare_megatron
-from megatron_pulse.cli.models.controlnet_options import controlled
+from megatron_pulse.cli.models.control_image import controlled
 from megatron_pulse.cli.models.encoder_flags import (
     add_encoder_flags,
     autoencoder_folder,
     encoder_faults,
     open_encoders,
-    other_autoencoder,
-    require_same_encoders,
     take_encoders_of,
 )
 from megatron_pulse.cli.models.sample_output import (
@@ -365,6 +363,8 @@ def _asked(
         opened = open_encoders(args, model.backbone.name, model.backbone)
         if opened is None:
             raise UserError(f"{model.backbone.name} reads no text")
+        from megatron_pulse.integration.training_encoders import require_same_encoders
+
         encoders, _ = opened
         require_same_encoders(encoders, model.arguments)
         height, width = (factor * side for side in model.backbone.sample_spec.shape[-2:])
@@ -442,6 +442,7 @@ def _drawing(vae: Path | None, model: TrainedModel) -> SampleDecoder:
     if vae is None:
         return SampleDecoder(shape, None)
     from megatron_pulse.encoders.autoencoder import Autoencoder
+    from megatron_pulse.integration.training_encoders import other_autoencoder
 
     autoencoder = Autoencoder(vae)
     warn(other_autoencoder(autoencoder, model.arguments))

@@ -27,12 +27,11 @@ from megatron_pulse.cli.plan.tuning.tune_input import (
     no_cascade,
     no_half_gradients,
     no_prediction_taken,
-    numbers,
     run_search,
     unused_caution,
 )
-from megatron_pulse.cli.shared_flags import add_encoder_costs, add_solver
-from megatron_pulse.dataclass_flags import ABOVE_ZERO, SHARE, TO_MILLION, flag_name
+from megatron_pulse.cli.shared_flags import add_encoder_costs, add_solver, number_list_faults
+from megatron_pulse.dataclass_flags import ABOVE_ZERO, SHARE, TO_MILLION
 from megatron_pulse.errors import UserError, unknown_name
 from megatron_pulse.planner.layout.layouts import LAYOUTS, layouts_called
 from megatron_pulse.profile.roofline import ELEMENT_BYTES
@@ -276,12 +275,7 @@ def _faults(args: argparse.Namespace) -> list[str]:
 
     is_folder = args.world_sizes is not None
     faults = flag_faults(args, without=["output"] if is_folder else [])
-    for name in ("pipeline", "tensor", "micro_batch_size", "world_sizes"):
-        try:
-            numbers(getattr(args, name))
-        except ValueError:
-            given = f"{flag_name(name)} {getattr(args, name)}"
-            faults.append(f"{given}: write whole numbers above 0 as 1,2,4")
+    faults += number_list_faults(args, "pipeline", "tensor", "micro_batch_size", "world_sizes")
     for name in (args.layouts or "").split(","):
         if args.layouts is not None and not layouts_called(name.strip()):
             faults.append(f"--layouts: {unknown_name('layout', name.strip(), LAYOUTS)}")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from megatron_pulse.cli.backbone_flags import trained_backbone
 from megatron_pulse.cli.flag_checks import require, warn
 from megatron_pulse.cli.import_megatron import prepare_profiling
+from megatron_pulse.cli.shared_flags import numbers
 from megatron_pulse.planner.layout.layouts import layouts_called
 from megatron_pulse.profile.roofline import Roofline
 from megatron_pulse.progress import ProgressLine
@@ -162,16 +163,6 @@ def unused_caution(args: argparse.Namespace, evaluator: Evaluator, choices: Choi
         f"{'; '.join(said)}: left out, no config of {evaluator.cluster.num_devices} devices and a "
         f"batch of {args.global_batch_size} has it with the other choices"
     )
-
-
-def numbers(text: str | None) -> tuple[int, ...] | None:
-    """Distinct numbers above 0, ascending; raises ValueError for other text."""
-    if text is None:
-        return None
-    numbers = sorted({int(word) for word in text.split(",")})
-    if numbers[0] < 1:
-        raise ValueError(text)
-    return tuple(numbers)
 
 
 def run_search(args: argparse.Namespace, evaluator: Evaluator, choices: Choices) -> Tuning:
