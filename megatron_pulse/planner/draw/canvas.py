@@ -63,7 +63,7 @@ class Canvas:
             self.text(x, 45, subtitle, size=12, fill=GREY)
 
     def add(
-        self, tag: str, within: ElementTree.Element | None = None, **attributes: str | float
+        self, tag: str, within: ElementTree.Element | None = None, /, **attributes: str | float
     ) -> ElementTree.Element:
         """Add an element, to the group ``within`` if given; ``stroke_width`` becomes
         stroke-width."""
