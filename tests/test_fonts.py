@@ -56,8 +56,8 @@ def test_captions_and_headings_are_drawn_without_a_warning(tmp_path: Path) -> No
     from PIL import Image
     from torch.utils.tensorboard import SummaryWriter
 
-    from megatron_pulse.cli.models.loss_curve import draw_loss_curve
     from megatron_pulse.diffusion.grid import save_grid
+    from megatron_pulse.integration.loss_curve import draw_loss_curve
 
     with SummaryWriter(str(tmp_path / "events")) as events:
         events.add_scalar("loss", 0.5, 1)

@@ -6,10 +6,10 @@ They are ``--backbone``, ``--module``, ``--option``, ``--train`` and ``--freeze`
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_pulse.cli.flag_checks import missing_file_faults
+from megatron_pulse.cli.flag_checks import add_flag
+from megatron_pulse.cli.import_megatron import prepare_megatron
 from megatron_pulse.dataclass_flags import key_values
 from megatron_pulse.errors import collecting
 
@@ -24,10 +24,8 @@ _MODULE = (
 
 def add_backbone_flags(parser: Any, meaning: str) -> None:
     """Add ``--backbone``, whose help is ``meaning``, and ``--module`` to an exclusive group."""
-    parser.add_argument("--backbone", metavar="NAME", type=backbone_name_type, help=meaning)
-    parser.add_argument(
-        "--module", dest="backbone", metavar="NAME", type=_named_module, help=_MODULE
-    )
+    add_flag(parser, "--backbone NAME", meaning, type=backbone_name_type)
+    add_flag(parser, "--module NAME", _MODULE, dest="backbone", type=_named_module)
 
 
 def add_layers_flags(parser: argparse.ArgumentParser, file_flag: str, meaning: str) -> None:
@@ -38,22 +36,20 @@ def add_layers_flags(parser: argparse.ArgumentParser, file_flag: str, meaning: s
     """
     what = parser.add_mutually_exclusive_group(required=True)
     add_backbone_flags(what, "one of 'pulse backbones'")
-    what.add_argument(file_flag, type=Path, metavar="FILE", help=meaning)
+    add_flag(what, f"{file_flag} FILE", meaning, reads=True)
     add_option_flag(parser, "override one of the backbone's options")
     for flag, does in (
         ("--train", "train matching parameters, as *.bias, and freeze all others"),
         ("--freeze", "freeze matching parameters, as down_blocks.0.*"),
     ):
-        parser.add_argument(
-            flag, action="append", default=[], metavar="PATTERN", help=f"{does} (repeatable)"
-        )
+        add_flag(parser, f"{flag} PATTERN", f"{does} (repeatable)", action="append", default=[])
 
 
-def layers_faults(args: argparse.Namespace, **file: Path | None) -> list[str]:
-    """Faults of the backbone flags, or of the ``file`` given by its flag's name."""
-    if all(path is None for path in file.values()):
+def layers_faults(args: argparse.Namespace, is_file: bool) -> list[str]:
+    """Faults of the backbone flags; beside a file there are none."""
+    if not is_file:
         return backbone_faults(args)
-    return missing_file_faults(**file) + [
+    return [
         f"--{name} is for --backbone" for name in ("option", "train", "freeze")
         if getattr(args, name)
     ]  # fmt: skip
@@ -61,11 +57,11 @@ def layers_faults(args: argparse.Namespace, **file: Path | None) -> list[str]:
 
 def add_code_flag(parser: Any, what: str) -> None:
     """Add ``--module`` to a command that reads ``what``, which may name code."""
-    parser.add_argument(
-        "--module",
-        metavar="NAME",
+    add_flag(
+        parser,
+        "--module NAME",
+        f"code of your own that {what} names: it runs only if you name it here",
         type=_named_module,
-        help=f"code of your own that {what} names: it runs only if you name it here",
     )
 
 
@@ -91,14 +87,11 @@ def _named_module(name: str) -> str:
 
 def add_option_flag(parser: argparse.ArgumentParser, meaning: str) -> None:
     """Add ``--option``; ``meaning`` is its help."""
-    parser.add_argument(
-        "--option", action="append", default=[], metavar="KEY=VALUE", help=f"{meaning} (repeatable)"
-    )
+    add_flag(parser, "--option KEY=VALUE", f"{meaning} (repeatable)", action="append", default=[])
 
 
 def trained_backbone(args: argparse.Namespace, dtype: str) -> Backbone:
     """Backbone of the backbone flags, for parameters of ``dtype``."""
-    from megatron_pulse.cli.import_megatron import prepare_megatron
     from megatron_pulse.profile.trainable import trained_as
     from model_specs import in_dtype, load_backbone
 

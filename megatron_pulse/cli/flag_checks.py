@@ -1,12 +1,15 @@
-"""Checks and messages for user errors."""
+"""Flags that carry their checks, and messages for user errors."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
 
 from megatron_pulse.dataclass_flags import Range, flag_name
 from megatron_pulse.encoders.text_recipe import VAE
@@ -105,12 +108,88 @@ def vae_faults(vae: Path | None) -> list[str]:
     return [f"--vae {vae} holds no config.json of a diffusers AutoencoderKL"]
 
 
-def range_faults(
-    allowed: Range, args: argparse.Namespace, *names: str, **values: float | None
-) -> list[str]:
-    """Faults of flags of these names, or of given values, outside the range ``allowed``."""
-    given = {name: getattr(args, name) for name in names} | values
-    return [fault for name in given for fault in allowed.faults(flag_name(name), given[name])]
+@dataclass(frozen=True)
+class _FlagCheck:
+    """Valid numbers of a flag, whether it names a file to read, and suffixes of one to write."""
+
+    within: Range | None
+    reads: bool
+    writes: tuple[str, ...]
+
+
+_CHECKS = WeakKeyDictionary[argparse.Action, _FlagCheck]()
+
+PRINT = Path("-")
+"""File of a flag that means standard output."""
+
+
+def add_flag(
+    parser: Any,
+    form: str,
+    help: str,
+    *,
+    within: Range | None = None,
+    reads: bool = False,
+    writes: Sequence[str] = (),
+    **takes: Any,
+) -> None:
+    """Add a flag to a parser or a group of one, with checks for ``flag_faults``.
+
+    ``form`` is how help writes it: ``-o, --output FILE``, or ``--raw`` for a flag without a value.
+    ``within`` is the range of its number. It names a file that is read, or one that is written with
+    one of the suffixes ``writes``. A type that is not given is that of a default number. ``takes``
+    is as for argparse.
+    """
+    *names, last = form.replace(", -", " -").split(" ")
+    if names and not last.startswith("-"):
+        takes["metavar"] = last
+    else:
+        names.append(last)
+    if not takes.keys() & {"metavar", "choices", "action", "nargs"}:
+        takes["action"] = "store_true"
+    if reads or writes:
+        takes.setdefault("type", Path)
+    elif isinstance(takes.get("default"), int | float) and "choices" not in takes:
+        takes.setdefault("type", type(takes["default"]))
+    action = parser.add_argument(*names, help=help, **takes)
+    _CHECKS[action] = _FlagCheck(within, reads, tuple(writes))
+
+
+def flag_faults(args: argparse.Namespace, without: Collection[str] = ()) -> list[str]:
+    """Faults of numbers, of files to read and to write, in the order of the command's flags.
+
+    Flags ``without`` are not checked.
+    """
+    faults = []
+    read, written = list[Path](), dict[str, Path]()
+    for action in args.parser._actions:
+        if (check := _CHECKS.get(action)) is None or action.dest in without:
+            continue
+        value, name = getattr(args, action.dest), (action.option_strings or [action.dest])[-1]
+        if check.within is not None:
+            faults += check.within.faults(name, value)
+        if value is None or value == PRINT:
+            continue
+        if check.reads:
+            read.append(Path(value))
+            if isinstance(value, Path) and action.option_strings:
+                faults += missing_file_faults(**{action.dest: value})
+        if check.writes:
+            written[name] = value
+            faults += check_file(value, name, *check.writes)
+    return faults + overwrite_faults(written, *read)
+
+
+def overwrite_faults(written: Mapping[str, Path], *read: Path) -> list[str]:
+    """Fault for each flag of ``written`` whose file is also read, or is another flag's."""
+    faults, others = [], dict[Path, str]()
+    there = [path for path in read if path.exists()]
+    for flag, path in written.items():
+        if path.exists() and any(path.samefile(other) for other in there):
+            faults.append(f"{flag} {path} would replace what is read")
+        if (other := others.setdefault(path.resolve(), flag)) != flag:
+            faults.append(f"{flag} {path} is what {other} writes")
+    return faults
 
 
 def add_parser(
@@ -131,5 +210,5 @@ def add_parser(
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     if run is not None:
-        parser.set_defaults(run=run, command=name)
+        parser.set_defaults(run=run, command=name, parser=parser)
     return parser

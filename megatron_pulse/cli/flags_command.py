@@ -6,7 +6,7 @@ import argparse
 from collections import Counter
 from dataclasses import asdict
 
-from megatron_pulse.cli.flag_checks import add_parser
+from megatron_pulse.cli.flag_checks import add_flag, add_parser
 from megatron_pulse.cli.output import add_json, print_result, table
 from megatron_pulse.errors import UserError, unknown_name
 from megatron_pulse.integration.flags.megatron_flags import Flag, Support, load_table
@@ -26,15 +26,15 @@ examples:
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``flags``."""
     parser = add_parser(commands, "flags", "list Megatron's flags", _DESCRIPTION, run)
-    parser.add_argument(
-        "word",
-        metavar="WORD",
+    add_flag(
+        parser,
+        "word WORD",
+        "only flags with this word in name or description",
         nargs="?",
         default="",
-        help="only flags with this word in name or description",
     )
-    parser.add_argument("--standing", choices=list(Support), help="only these")
-    parser.add_argument("--group", metavar="NAME", help="only this group of Megatron's")
+    add_flag(parser, "--standing", "only these", choices=list(Support))
+    add_flag(parser, "--group NAME", "only this group of Megatron's")
     add_json(parser, to_file=False)
 
 

@@ -1,12 +1,13 @@
 """``pulse``: backbones, profiles, partitions, schedules, data, curves, samples, weights.
 
-Each command has one module, which imports slow dependencies only when the command runs.
+Only the module of the command that runs is imported, and slow dependencies only as it runs.
 """
 
 from __future__ import annotations
 
 import argparse
 import errno
+import importlib
 import io
 import os
 import sys
@@ -14,27 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from megatron_pulse.cli import flags_command, recipe_command, run_command, train_command
 from megatron_pulse.cli.flag_checks import warn
-from megatron_pulse.cli.measure import compare_command, probe_command, profile_command
-from megatron_pulse.cli.models import (
-    backbones_command,
-    checkpoint_command,
-    curve_command,
-    data_command,
-    import_export_commands,
-    module_command,
-    sample_command,
-)
-from megatron_pulse.cli.plan import (
-    check_command,
-    clusters_command,
-    partition_command,
-    schedule_command,
-    show_command,
-    verify_command,
-)
-from megatron_pulse.cli.plan.tuning import tune_command
 from megatron_pulse.dataclass_flags import with_new_names
 from megatron_pulse.diffusion.hub import with_local_folders
 from megatron_pulse.errors import UserError, did_you_mean, summarize, unknown_name
@@ -42,9 +23,11 @@ from megatron_pulse.full_disk import full_remedy, why_full
 from megatron_pulse.processes import NO_FOLDER, open_closed_streams
 
 _EPILOG = """\
-Training is started with 'pulse run' and launch/pretrain_diffusion.py. A first tour:
+Training is started with 'pulse train', or by flags with 'pulse run'. A first tour:
 
   bash launch/quickstart.sh                            train on digits, then all of the below
+  pulse recipe digits > digits.toml                    a recipe to begin with
+  pulse train digits.toml                              train by it
   pulse backbones                                      named backbones and how far they fold
   pulse module diffusers:UNet2DModel                   any torch module as a chain
   pulse profile --backbone uvit-tiny -o profile.json   costs of each layer on this machine
@@ -64,6 +47,32 @@ Training is started with 'pulse run' and launch/pretrain_diffusion.py. A first t
 'pulse COMMAND --help' explains a command and shows examples.
 """
 
+
+_COMMANDS = {
+    "backbones": "models.backbones_command",
+    "module": "models.module_command",
+    "profile": "measure.profile_command",
+    "clusters": "plan.clusters_command",
+    "probe": "measure.probe_command",
+    "partition": "plan.partition_command",
+    "schedule": "plan.schedule_command",
+    "tune": "plan.tuning.tune_command",
+    "check": "plan.check_command",
+    "verify": "plan.verify_command",
+    "show": "plan.show_command",
+    "compare": "measure.compare_command",
+    "recipe": "recipe_command",
+    "train": "train_command",
+    "run": "run_command",
+    "sample": "models.sample_command",
+    "curve": "models.curve_command",
+    "checkpoint": "models.checkpoint_command",
+    "data": "models.data_command",
+    "flags": "flags_command",
+    "import": "models.import_export_commands",
+    "export": "models.import_export_commands",
+}
+"""Module of each command, in the order of the help."""
 
 _ELSEWHERE = {
     ("pretrain", "launch", "torchrun", "fine-tune", "finetune", "resume"): (
@@ -96,8 +105,11 @@ class _Parser(argparse.ArgumentParser):
             raise
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """Make the parser of all commands; each sets ``run``, which takes the parsed arguments."""
+def make_parser(only: str = "") -> argparse.ArgumentParser:
+    """Make the parser of all commands, or of the one that is named.
+
+    Each sets ``run``, which takes the parsed arguments.
+    """
     parser = _Parser(
         prog="pulse",
         description="Plan and run pipeline-parallel training of diffusion backbones.",
@@ -105,30 +117,9 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for command in (
-        backbones_command,
-        module_command,
-        profile_command,
-        clusters_command,
-        probe_command,
-        partition_command,
-        schedule_command,
-        tune_command,
-        check_command,
-        verify_command,
-        show_command,
-        compare_command,
-        recipe_command,
-        train_command,
-        run_command,
-        sample_command,
-        curve_command,
-        checkpoint_command,
-        data_command,
-        flags_command,
-        import_export_commands,
-    ):
-        command.add_command(commands)
+    modules = [_COMMANDS[only]] if only else dict.fromkeys(_COMMANDS.values())
+    for module in modules:
+        importlib.import_module(f"megatron_pulse.cli.{module}").add_command(commands)
     return parser
 
 
@@ -160,14 +151,14 @@ def _parsed(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.N
     parser.error(summarize(faults or [f"what is {' '.join(rest)!r}? no flag takes it"]))
 
 
-def _no_command(parser: argparse.ArgumentParser, name: str) -> str:
+def _no_command(name: str) -> str:
     """Error for an unknown command, with the command that is meant; empty if it exists."""
-    if name in (commands := _commands(parser)):
+    if name in _COMMANDS:
         return ""
     for guesses, instead in _ELSEWHERE.items():
         if name.lower().replace("_", "-") in guesses:
             return f"there is no command {name!r}: {instead}"
-    return unknown_name("command", name, commands)
+    return unknown_name("command", name, _COMMANDS)
 
 
 def _unprinted() -> str:
@@ -212,10 +203,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"pulse: error: {NO_FOLDER}", file=sys.stderr)
         return 2
     words = list(sys.argv[1:] if argv is None else argv)
-    parser = make_parser()
-    if words and not words[0].startswith("-") and (reason := _no_command(parser, words[0])):
+    named = words[0] if words and not words[0].startswith("-") else ""
+    if named and (reason := _no_command(named)):
         print(f"pulse: error: {reason}", file=sys.stderr)
         return 2
+    parser = make_parser(named)
     if words[:1] != ["run"]:  # what stands behind a script is the script's
         words, renamed = with_new_names(words)
         warn(*renamed)

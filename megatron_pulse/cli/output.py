@@ -5,17 +5,21 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from megatron_pulse.cli.flag_checks import check_file
+from megatron_pulse.cli.flag_checks import PRINT, add_flag
 from megatron_pulse.files import replacing
+
+if TYPE_CHECKING:
+    from megatron_pulse.planner.draw.schedule import Panel
+    from megatron_pulse.planner.schedule.check.simulate import Timeline
+    from megatron_pulse.planner.schedule.problem import ScheduleProblem
 
 DRAWINGS = (".svg", ".html", ".json")
 """Suffixes of a picture, a self-contained page, and events for ui.perfetto.dev."""
 
-_PRINT = Path("-")
 _WIDEST = 1_000_000
 
 
@@ -71,21 +75,16 @@ def name_value_lines(
 def add_json(parser: argparse.ArgumentParser, to_file: bool = True) -> None:
     """Add ``--json``, which takes a FILE unless the command takes other words."""
     if to_file:
-        parser.add_argument(
-            "--json",
+        add_flag(
+            parser,
+            "--json FILE",
+            "write the result as JSON; without FILE, or as '-', print it instead",
+            writes=[".json"],
             nargs="?",
-            type=Path,
-            const=_PRINT,
-            metavar="FILE",
-            help="write the result as JSON; without FILE, or as '-', print it instead",
+            const=PRINT,
         )
     else:
-        parser.add_argument("--json", action="store_const", const=_PRINT, help="print JSON")
-
-
-def json_faults(args: argparse.Namespace) -> list[str]:
-    """Faults of the file of ``--json``."""
-    return [] if args.json == _PRINT else check_file(args.json, "--json", ".json")
+        add_flag(parser, "--json", "print JSON", action="store_const", const=PRINT)
 
 
 def print_result(args: argparse.Namespace, lines: Sequence[str], record: Callable[[], Any]) -> None:
@@ -97,7 +96,7 @@ def print_result(args: argparse.Namespace, lines: Sequence[str], record: Callabl
         print("\n".join(lines))
         return
     text = json.dumps(record(), indent=1, allow_nan=False)
-    if args.json == _PRINT:
+    if args.json == PRINT:
         print(text)
         return
     write(args.json, text + "\n")
@@ -110,30 +109,39 @@ def write(path: Path, text: str) -> None:
         beside.write_text(text, encoding="utf-8")
 
 
-def draw(
-    path: Path, picture: Callable[[], str], page: Callable[[str], str], events: Callable[[], Any]
+def draw_timeline(
+    path: Path,
+    problem: ScheduleProblem,
+    timeline: Timeline | Sequence[Panel],
+    title: str,
+    page: Callable[[str], str],
+    *,
+    lower_bound: float | None = None,
+    unit: str = "ms",
+    in_bytes: bool = False,
 ) -> str:
-    """Write the picture, a page with it, or events, by the suffix; return the line that says so."""
-    match path.suffix.lower():
-        case ".json":
-            text = json.dumps(events())
-        case ".html":
-            text = page(picture())
-        case _:
-            text = picture()
+    """Draw a picture, a ``page`` with it, or events, by the suffix; return the line to print.
+
+    Times are seconds and shown in ms. Without a unit they are shown as they are, and a unit is a
+    millisecond of the events.
+    """
+    from megatron_pulse.planner.draw.schedule import draw_schedule
+    from megatron_pulse.planner.draw.trace_events import trace_events
+
+    scale = 1e3 if unit else 1.0
+    if path.suffix.lower() == ".json":
+        text = json.dumps(trace_events(problem, timeline, 1e3 * scale, in_bytes))
+    else:
+        text = draw_schedule(
+            problem,
+            timeline,
+            title,
+            lower_bound=lower_bound,
+            unit=unit,
+            scale=scale,
+            in_bytes=in_bytes,
+        )
+        if path.suffix.lower() == ".html":
+            text = page(text)
     write(path, text)
     return f"drawn to {path}"
-
-
-def overwrite_faults(written: Mapping[str, Path | None], *read: Path | str | None) -> list[str]:
-    """Fault for each flag of ``written`` whose file is also read, or is another flag's."""
-    faults, others = [], dict[Path, str]()
-    there = [Path(path) for path in read if path is not None and Path(path).exists()]
-    for flag, path in written.items():
-        if path is None or path == _PRINT:
-            continue
-        if path.exists() and any(path.samefile(other) for other in there):
-            faults.append(f"{flag} {path} would replace what is read")
-        if (other := others.setdefault(path.resolve(), flag)) != flag:
-            faults.append(f"{flag} {path} is what {other} writes")
-    return faults

@@ -10,11 +10,10 @@ import sys
 from pathlib import Path
 from types import FrameType
 
-from megatron_pulse.cli.flag_checks import add_parser, range_faults, require
+from megatron_pulse.cli.flag_checks import add_parser, require
 from megatron_pulse.dataclass_flags import TO_4096
 from megatron_pulse.errors import UserError
 from megatron_pulse.processes import port_is_taken
-from megatron_pulse.profile.warnings import configured_threads, rank_threads
 
 _DESCRIPTION = """\
 Starts ranks as torchrun does, with torchrun's flags. Errors of ranks come last, without
@@ -58,6 +57,8 @@ def run(args: argparse.Namespace) -> None:
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    from megatron_pulse.profile.warnings import configured_threads, rank_threads
+
     logging.disable(logging.ERROR)  # the launcher's; ranks print their own errors
     processes._terminate_process_handler = _Orders()
     line = _read(args.command_line)
@@ -97,7 +98,7 @@ def _read(words: list[str]) -> argparse.Namespace:
     fixed = parser.get_default("master_port")
     parser.set_defaults(master_port=None)
     line: argparse.Namespace = parser.parse_args(words)
-    require(range_faults(TO_4096, line, "threads"))
+    require(TO_4096.faults("--threads", line.threads))
     meets = line.rdzv_backend != "static" or line.rdzv_endpoint or line.master_port
     if line.nnodes in ("1", "1:1") and not meets:
         line.standalone = True

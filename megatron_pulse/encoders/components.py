@@ -47,6 +47,15 @@ def components(folder: Path) -> list[PipelineComponent]:
     return list(_components(folder, index))
 
 
+def pipeline_folder_faults(folder: Path) -> list[str]:
+    """Fault if ``folder`` is not that of a diffusers pipeline, to follow the flag's name."""
+    if (folder / PIPELINE_INDEX).is_file():
+        return []
+    if (folder.parent / PIPELINE_INDEX).is_file():
+        return [f"{folder} is a part of a pipeline's folder: give --encoders {folder.parent}"]
+    return [f"{folder} holds no {PIPELINE_INDEX} of a diffusers pipeline"]
+
+
 def autoencoder_faults(folder: Path) -> list[str]:
     """Faults of the autoencoder named in ``model_index.json``; none if no autoencoder is named."""
     if not (folder / PIPELINE_INDEX).is_file():

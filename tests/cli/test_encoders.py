@@ -253,8 +253,8 @@ def test_texts_of_a_module_are_as_long_as_its_pipeline_makes_them(folder: Path) 
 def test_encoders_of_other_data_are_refused(
     folder: Path, imported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from megatron_pulse.cli.models.encoder_flags import require_same_encoders
     from megatron_pulse.errors import UserError
+    from megatron_pulse.integration.training_encoders import require_same_encoders
 
     out = tmp_path / "latents"
     assert write(folder, captioned_digits(tmp_path, 3).replace("captions", "folder", 1), out) == 0

@@ -3,8 +3,8 @@ import json
 import pytest
 from PIL import Image
 
-from megatron_pulse.cli.models.loss_curve import draw_loss_curve, read_scalars
 from megatron_pulse.files import replacing
+from megatron_pulse.integration.loss_curve import draw_loss_curve, read_scalars
 
 
 def test_curves_are_read_and_drawn(tmp_path):

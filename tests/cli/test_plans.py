@@ -376,10 +376,10 @@ def test_plan_commands_need_no_torch(here: Path) -> None:
 
 
 def test_show_quotes_its_command_for_the_shell() -> None:
-    from megatron_pulse.cli.plan.plan_text import command
     from megatron_pulse.integration.flags.parse import parse
+    from megatron_pulse.planner.plan_file.equivalent_flags import run_command
 
-    words = shlex.split(command(small_plan(), Path("my plans/plan.json")))
+    words = shlex.split(run_command(small_plan(), Path("my plans/plan.json")))
     script = words.index("launch/pretrain_diffusion.py")
     assert words[:2] == ["pulse", "run"]
     line = parse(words[script + 1 :])
@@ -387,5 +387,5 @@ def test_show_quotes_its_command_for_the_shell() -> None:
     from torch.distributed.run import parse_args
 
     assert parse_args(words[2:]).nproc_per_node == str(small_plan().world_size)
-    without = command(replace(small_plan(), ema=False), Path("plan.json"))
+    without = run_command(replace(small_plan(), ema=False), Path("plan.json"))
     assert " --pulse-ema-decay 0 " in without and "--pulse-ema-decay" not in shlex.join(words)

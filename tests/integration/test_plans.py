@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from megatron_pulse.cli.main import main
-from megatron_pulse.cli.plan import plan_text
 from megatron_pulse.integration.flags.parse import parse
 from megatron_pulse.integration.flags.plan_overrides import apply_plan, contradictions
 from megatron_pulse.integration.flags.pulse_options import pulse_options
@@ -28,6 +27,7 @@ from megatron_pulse.planner.cluster.cluster import (
 )
 from megatron_pulse.planner.layout.layouts import FOLD_EXACT, FOLD_SOFT, ROW
 from megatron_pulse.planner.partition.memory import ParameterState
+from megatron_pulse.planner.plan_file.equivalent_flags import equivalent_flags
 from megatron_pulse.planner.plan_file.plan_file import save_plan
 from megatron_pulse.planner.schedule.search.synthesize import synthesize
 from megatron_pulse.planner.tune.config import Config, Recompute
@@ -268,7 +268,7 @@ def test_auto_plans_for_an_optimizer_on_the_host(tmp_path: Path) -> None:
     assert len(got.losses) == 2 and None not in got.losses
     plan = load_checked(tmp_path / "plan.json")
     assert plan.optimizer_cpu_offload and plan.distributed_optimizer
-    assert " --optimizer-cpu-offload" in plan_text.flags(plan)
+    assert " --optimizer-cpu-offload" in equivalent_flags(plan)
 
 
 def test_auto_measures_tunes_and_runs(tmp_path: Path) -> None:

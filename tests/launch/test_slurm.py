@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_pulse.cli.models.loss_curve import read_scalars
+from megatron_pulse.integration.loss_curve import read_scalars
 from megatron_pulse.planner.tune.plans.verify_figures import load_checked
 from tests.integration.runs import BASE, TINY, pipeline, run
 from tests.launch.sessions import session

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import argparse
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_pulse.cli.flag_checks import add_parser, check_file, no_such_file, require, warn
-from megatron_pulse.cli.output import (
-    DRAWINGS,
-    add_json,
-    json_faults,
-    overwrite_faults,
-    print_result,
+from megatron_pulse.cli.flag_checks import (
+    add_flag,
+    add_parser,
+    flag_faults,
+    no_such_file,
+    require,
+    warn,
 )
+from megatron_pulse.cli.output import add_json, print_result
+from megatron_pulse.cli.shared_flags import add_drawing, add_plan
 from megatron_pulse.file_kinds import FileKind
 
 if TYPE_CHECKING:
@@ -44,18 +45,13 @@ examples:
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``compare``."""
     parser = add_parser(commands, "compare", "compare a run with its plan", _DESCRIPTION, run)
-    add = parser.add_argument
-    add("plan", type=Path, metavar="PLAN", help="what 'pulse tune' wrote")
-    add("trace", type=Path, metavar="TRACE", help="trace.json of the run, or its folder")
-    add("-o", "--output", type=Path, metavar="FILE", help=".svg, .html or .json, see above")
+    add = partial(add_flag, parser)
+    add_plan(parser)
+    add("trace TRACE", "trace.json of the run, or its folder", reads=True)
+    add_drawing(parser)
     add_json(parser)
-    add("--profile", type=Path, metavar="JSON", help="profile that the plan was made from")
-    add(
-        "--write-profile",
-        type=Path,
-        metavar="JSON",
-        help="write --profile, scaled to the measured times",
-    )
+    add("--profile JSON", "profile that the plan was made from", reads=True)
+    add("--write-profile JSON", "write --profile, scaled to the measured times", writes=[".json"])
 
 
 def run(args: argparse.Namespace) -> None:
@@ -95,17 +91,14 @@ def _compared(args: argparse.Namespace) -> PlanComparison:
 
 
 def _faults(args: argparse.Namespace) -> list[str]:
-    faults = []
-    for what, path, kind in (
-        ("PLAN", args.plan, FileKind.PLAN),
-        ("TRACE", args.trace, FileKind.TRACE),
-        ("--profile", args.profile, FileKind.PROFILE),
-    ):
-        if path is not None and not path.exists():
-            faults.append(no_such_file(what, path, kind))
+    faults = [
+        no_such_file(what, path, kind)
+        for what, path, kind in (
+            ("PLAN", args.plan, FileKind.PLAN),
+            ("TRACE", args.trace, FileKind.TRACE),
+        )
+        if not path.exists()
+    ]
     if (args.profile is None) != (args.write_profile is None):
         faults.append("--profile and --write-profile: give both")
-    faults += check_file(args.write_profile, "--write-profile", ".json")
-    faults += check_file(args.output, "-o", *DRAWINGS) + json_faults(args)
-    written = {"-o": args.output, "--write-profile": args.write_profile, "--json": args.json}
-    return faults + overwrite_faults(written, args.plan, args.trace, args.profile)
+    return faults + flag_faults(args)

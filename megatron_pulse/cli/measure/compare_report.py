@@ -9,12 +9,11 @@ from statistics import median
 from typing import Any
 
 from megatron_pulse.cli import html_page
-from megatron_pulse.cli.output import draw, table
+from megatron_pulse.cli.output import draw_timeline, table
 from megatron_pulse.format import in_mb, in_ms
 from megatron_pulse.planner.draw.lanes import sent, waited
-from megatron_pulse.planner.draw.schedule import Panel, draw_schedule
+from megatron_pulse.planner.draw.schedule import Panel
 from megatron_pulse.planner.draw.style import NAMES
-from megatron_pulse.planner.draw.trace_events import trace_events
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.planner.program.simulate import SimulatedStep
 from megatron_pulse.planner.trace.compare import Comparison, OperationTimes
@@ -192,18 +191,13 @@ def _amount(seconds: float) -> str:
 def write_drawing(compared: PlanComparison, path: Path) -> str:
     """Draw both timelines as a picture, a page or events, by the suffix of ``path``."""
     plan, step = compared.plan, typical_step(compared.trace)
-    problem = plan.problem
     panels = [
         Panel("predicted", compared.replayed.timeline, sent(compared.replayed.transfers)),
         Panel(f"measured, step {step.step}", timeline_of(plan.schedule, step), waited(step.waits)),
     ]
     title = f"{plan.heading}, M = {plan.num_microbatches}"
-    return draw(
-        path,
-        lambda: draw_schedule(problem, panels, title, unit="ms", scale=1e3, in_bytes=True),
-        partial(_page, compared),
-        lambda: trace_events(problem, panels, 1e6, in_bytes=True),
-    )
+    page = partial(_page, compared)
+    return draw_timeline(path, plan.problem, panels, title, page, in_bytes=True)
 
 
 def _page(compared: PlanComparison, picture: str) -> str:

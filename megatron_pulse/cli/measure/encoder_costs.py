@@ -11,10 +11,10 @@ from megatron_pulse.cli.flag_checks import as_user_error
 from megatron_pulse.cli.output import table
 from megatron_pulse.encoders.text_recipe import VAE
 from megatron_pulse.files import write_with_checksum
+from megatron_pulse.profile.roofline import Roofline
 
 if TYPE_CHECKING:
     from megatron_pulse.backbone.chain import Backbone
-    from megatron_pulse.profile.roofline import Roofline
 
 
 def run_encoders(

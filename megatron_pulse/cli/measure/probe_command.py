@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import date, timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_pulse.cli.flag_checks import (
+    add_flag,
     add_parser,
     as_user_error,
-    check_file,
-    range_faults,
+    flag_faults,
     require,
 )
 from megatron_pulse.cli.launcher_env import ranks_of
-from megatron_pulse.cli.output import add_json, json_faults, print_result
-from megatron_pulse.dataclass_flags import ABOVE_ZERO
+from megatron_pulse.cli.output import add_json, print_result
+from megatron_pulse.dataclass_flags import ABOVE_ZERO, FROM_ONE
 from megatron_pulse.errors import UserError
+from megatron_pulse.profile.roofline import PRESETS
 from megatron_pulse.progress import ProgressLine
 
 if TYPE_CHECKING:
@@ -49,23 +50,21 @@ examples:
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``probe``."""
     parser = add_parser(commands, "probe", "measure the links of a cluster", _DESCRIPTION, run)
-    add = parser.add_argument
-    add("-o", "--output", type=Path, metavar="YAML", help="the cluster file to write")
-    add("--name", default="probed", help="of the cluster (default: probed)")
+    add = partial(add_flag, parser)
+    add("-o, --output YAML", "the cluster file to write", writes=[".yaml"])
+    add("--name NAME", "of the cluster (default: probed)", default="probed")
     add(
-        "--device",
-        metavar="NAME",
-        help="device of the cluster file: a preset of 'pulse profile', or a profile's .json file "
+        "--device NAME",
+        "device of the cluster file: a preset of 'pulse profile', or a profile's .json file "
         "(default: the preset of this name, else measured by a matrix product and a copy)",
     )
-    add("--backend", choices=("gloo", "nccl"), help="default: nccl where there is a GPU")
-    add("--max-mb", type=float, default=32.0, metavar="X", help="largest message (default 32)")
+    add("--backend", "default: nccl where there is a GPU", choices=("gloo", "nccl"))
+    add("--max-mb X", "largest message (default 32)", within=FROM_ONE, default=32.0)
     add(
-        "--timeout-s",
-        type=float,
+        "--timeout-s S",
+        "longest wait of one rank for another (default 60)",
+        within=ABOVE_ZERO,
         default=60.0,
-        metavar="S",
-        help="longest wait of one rank for another (default 60)",
     )
     add_json(parser)
 
@@ -205,19 +204,15 @@ def _comment(probed: ProbeResult, device: torch.device) -> str:
 
 
 def _faults(args: argparse.Namespace, ranks: Mapping[str, str]) -> list[str]:
-    from megatron_pulse.profile.roofline import PRESETS
 
     faults = []
     if int(ranks["WORLD_SIZE"]) < 2:
         faults.append("a link has two ends: start 2 ranks or more")
     if args.output is None and args.json is None:
         faults.append("give -o cluster.yaml, or --json to print the measurements")
-    faults += check_file(args.output, "-o", ".yaml") + json_faults(args)
+    faults += flag_faults(args)
     if not args.name:
         faults.append("--name is empty")
-    if not (math.isfinite(args.max_mb) and args.max_mb >= 1):
-        faults.append(f"--max-mb is {args.max_mb:g}; it must be 1 or more")
-    faults += range_faults(ABOVE_ZERO, args, "timeout_s")
     if args.backend == "nccl":
         import torch
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_pulse.backbone.activations import ActivationPolicy
+from megatron_pulse.backbone.build_context import LOCAL, TRANSFORMER_IMPLS
 from megatron_pulse.backbone.layer_selection import name_of
 from megatron_pulse.cli.backbone_flags import (
     add_layers_flags,
@@ -16,24 +19,25 @@ from megatron_pulse.cli.backbone_flags import (
     trained_backbone,
 )
 from megatron_pulse.cli.flag_checks import (
+    add_flag,
     add_parser,
     as_user_error,
-    check_file,
-    range_faults,
+    flag_faults,
     require,
     warn,
 )
 from megatron_pulse.cli.import_megatron import prepare_megatron, prepare_profiling
-from megatron_pulse.cli.models.encoder_flags import pipeline_folder_faults
-from megatron_pulse.cli.output import overwrite_faults, table
+from megatron_pulse.cli.models.encoder_flags import encoder_folder_faults
+from megatron_pulse.cli.output import table
+from megatron_pulse.cli.shared_flags import number_list_faults, numbers
 from megatron_pulse.dataclass_flags import ABOVE_ZERO, FROM_ONE, TO_4096, TO_MILLION, flag_name
 from megatron_pulse.errors import unknown_name
+from megatron_pulse.profile.roofline import ELEMENT_BYTES, PRESETS, Roofline, custom_device
 from megatron_pulse.progress import ProgressLine
 
 if TYPE_CHECKING:
     from megatron_pulse.backbone.costs import ChainCosts
     from megatron_pulse.profile.profile import Profile
-    from megatron_pulse.profile.roofline import Roofline
 
 _DESCRIPTION = """\
 Planning balances devices by these costs. They come from
@@ -66,97 +70,82 @@ _FIGURES = ("peak_tflops", "bandwidth_gbs", "memory_gb")
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``profile``."""
-    from megatron_pulse.backbone.build_context import LOCAL, TRANSFORMER_IMPLS
-    from megatron_pulse.profile.roofline import ELEMENT_BYTES, PRESETS
 
     parser = add_parser(
         commands, "profile", "measure or estimate the costs of each layer", _DESCRIPTION, run
     )
-    add = parser.add_argument
+    add = partial(add_flag, parser)
     add_layers_flags(parser, "--from-table", "a table of layers, as JSON")
     add(
-        "--micro-batch-size",
+        "--micro-batch-size N[,N...]",
+        "microbatch sizes to profile (default 1,2,4)",
         default="1,2,4",
-        metavar="N[,N...]",
-        help="microbatch sizes to profile (default 1,2,4)",
     )
     add(
         "--device",
+        "default: analytic with --preset or figures, else cuda if there is one, else cpu",
         choices=["cuda", "cpu", "analytic"],
-        help="default: analytic with --preset or figures, else cuda if there is one, else cpu",
     )
     add(
-        "--encoders",
+        "--encoders DIR",
+        "profile the encoders of this diffusers pipeline folder, as the backbone reads them",
         type=Path,
-        metavar="DIR",
-        help="profile the encoders of this diffusers pipeline folder, as the backbone reads them",
     )
     add(
-        "--components",
-        metavar="NAME[,NAME...]",
-        help="only these of --encoders, by folder name (default: all that are read)",
+        "--components NAME[,NAME...]",
+        "only these of --encoders, by folder name (default: all that are read)",
     )
-    add("--preset", metavar="NAME", help=f"a device for analytic costs: {', '.join(PRESETS)}")
-    add("--peak-tflops", type=float, metavar="X", help="peak of a device without a preset")
-    add("--bandwidth-gbs", type=float, metavar="X", help="its memory bandwidth in GB/s")
-    add("--memory-gb", type=float, metavar="X", help="its memory in GB")
+    add("--preset NAME", f"a device for analytic costs: {', '.join(PRESETS)}")
+    add("--peak-tflops X", "peak of a device without a preset", within=ABOVE_ZERO, type=float)
+    add("--bandwidth-gbs X", "its memory bandwidth in GB/s", within=ABOVE_ZERO, type=float)
+    add("--memory-gb X", "its memory in GB", within=ABOVE_ZERO, type=float)
     add(
-        "--efficiency",
+        "--efficiency X",
+        "analytic: share of the peak that matrix products reach (default 0.5)",
+        within=ABOVE_ZERO,
         type=float,
-        metavar="X",
-        help="analytic: share of the peak that matrix products reach (default 0.5)",
     )
     add(
         "--dtype",
-        choices=list(ELEMENT_BYTES),
-        help="of parameters and activations (default: bfloat16 on GPUs that have it, else float16; "
+        "of parameters and activations (default: bfloat16 on GPUs that have it, else float16; "
         "float32 on a CPU)",
+        choices=list(ELEMENT_BYTES),
     )
     add(
         "--transformer-impl",
+        "measured: implementation of layers in the run (default local)",
         choices=TRANSFORMER_IMPLS,
         default=LOCAL,
-        help="measured: implementation of layers in the run (default local)",
     )
+    add("--recompute", "for plans that recompute activations: a backward includes a forward")
+    add("--once-per-kind", "measure layers of equal operators and shapes once")
     add(
-        "--recompute",
-        action="store_true",
-        help="for plans that recompute activations: a backward includes a forward",
-    )
-    add(
-        "--once-per-kind",
-        action="store_true",
-        help="measure layers of equal operators and shapes once",
-    )
-    add(
-        "--seconds-per-layer",
+        "--seconds-per-layer S",
+        "measured: most seconds for a layer at one size (default 10)",
+        within=ABOVE_ZERO,
         type=float,
-        metavar="S",
-        help="measured: most seconds for a layer at one size (default 10)",
     )
     add(
-        "--threads",
+        "--threads N",
+        "measured on a CPU: threads of a rank (default: OMP_NUM_THREADS, or 1, as in 'pulse run')",
+        within=TO_4096,
         type=int,
-        metavar="N",
-        help="measured on a CPU: threads of a rank (default: OMP_NUM_THREADS, or 1, as in 'pulse "
-        "run')",
     )
-    add("--top", type=int, default=12, metavar="N", help="layers to list (default 12)")
-    add("-o", "--output", type=Path, required=True, metavar="JSON", help="the profile to write")
+    add("--top N", "layers to list (default 12)", within=FROM_ONE, default=12)
+    add("-o, --output JSON", "the profile to write", writes=[".json"], required=True)
 
 
 def run(args: argparse.Namespace) -> None:
     """Find the costs, write them, list the largest."""
-    sizes, faults = _sizes(args.micro_batch_size)
-    faults += check_file(args.output, "--output", ".json")
-    faults += range_faults(FROM_ONE, args, "top") + range_faults(TO_4096, args, "threads")
-    faults += range_faults(TO_MILLION, args, micro_batch_size=max(sizes, default=None))
-    faults += [*layers_faults(args, from_table=args.from_table), *_device_faults(args)]
+    faults = number_list_faults(args, "micro_batch_size")
+    sizes = () if faults else numbers(args.micro_batch_size) or ()
+    faults += TO_MILLION.faults("--micro-batch-size", max(sizes, default=None))
+    faults += [*flag_faults(args), *layers_faults(args, is_file=args.from_table is not None)]
+    faults += _device_faults(args)
     if args.encoders is not None:
         faults += _encoder_faults(args)
     elif args.components is not None:
         faults.append("--components is for --encoders")
-    faults += overwrite_faults({"--output": args.output}, args.from_table, args.encoders)
     require(faults)
     if args.encoders is not None:
         _profile_encoders(args)
@@ -237,15 +226,8 @@ def _selective(costs: ChainCosts, part: ChainCosts) -> list[str]:
     ]
 
 
-def _sizes(text: str) -> tuple[list[int], list[str]]:
-    words = text.split(",")
-    if not all(word.strip().isdecimal() and int(word) > 0 for word in words):
-        return [], [f"--micro-batch-size {text}: write positive whole numbers as 1,2,4"]
-    return sorted({int(word) for word in words}), []
-
-
 def _encoder_faults(args: argparse.Namespace) -> list[str]:
-    faults = pipeline_folder_faults(args.encoders)
+    faults = encoder_folder_faults(args.encoders)
     for name in _components(args) or ():
         if not (args.encoders / name).is_dir():
             faults.append(f"--components: {args.encoders} has no folder {name[:60]!r}")
@@ -275,7 +257,6 @@ def _components(args: argparse.Namespace) -> list[str] | None:
 
 def _device_faults(args: argparse.Namespace) -> list[str]:
     """Faults of the flags that name a device for these costs."""
-    from megatron_pulse.profile.roofline import PRESETS
 
     faults = []
     given = [name for name in _FIGURES if getattr(args, name) is not None]
@@ -290,7 +271,6 @@ def _device_faults(args: argparse.Namespace) -> list[str]:
         faults.append(f"give either --preset or {flags}")
     if 0 < len(given) < len(_FIGURES):
         faults.append(f"a device in figures needs all of {flags}")
-    faults += range_faults(ABOVE_ZERO, args, *_FIGURES, "efficiency", "seconds_per_layer")
     if args.efficiency is not None and args.efficiency > 1:
         faults.append(f"--efficiency is {args.efficiency}; it is a share of the peak, at most 1")
     if args.from_table and args.device not in (None, "analytic"):
@@ -313,7 +293,6 @@ def _device_faults(args: argparse.Namespace) -> list[str]:
 
 
 def _roofline(args: argparse.Namespace) -> Roofline:
-    from megatron_pulse.profile.roofline import PRESETS, Roofline, custom_device
 
     if args.preset:
         device = PRESETS[args.preset]
@@ -325,13 +304,13 @@ def _roofline(args: argparse.Namespace) -> Roofline:
     return Roofline(device, dtype, args.efficiency)
 
 
-def _from_table(args: argparse.Namespace, sizes: list[int]) -> Profile:
+def _from_table(args: argparse.Namespace, sizes: Sequence[int]) -> Profile:
     from megatron_pulse.profile.profile_from_table import read_table
 
     return read_table(args.from_table, _roofline(args), sizes, args.recompute)
 
 
-def _from_backbone(args: argparse.Namespace, sizes: list[int]) -> Profile:
+def _from_backbone(args: argparse.Namespace, sizes: Sequence[int]) -> Profile:
     roofline = _roofline(args) if args.preset or args.peak_tflops is not None else None
     prepare_profiling()
     if roofline is not None:

@@ -6,7 +6,7 @@ import argparse
 import sys
 from dataclasses import asdict, dataclass
 
-from megatron_pulse.cli.flag_checks import add_parser, as_user_error, require
+from megatron_pulse.cli.flag_checks import add_flag, add_parser, as_user_error, require
 from megatron_pulse.cli.import_megatron import prepare_megatron
 from megatron_pulse.cli.output import add_json, print_result, table
 from megatron_pulse.progress import track
@@ -37,7 +37,7 @@ class BackboneRow:
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``backbones``."""
     parser = add_parser(commands, "backbones", "list the named backbones", _DESCRIPTION, run)
-    parser.add_argument("names", metavar="NAME", nargs="*", help="only these (default: all)")
+    add_flag(parser, "names NAME", "only these (default: all)", nargs="*")
     add_json(parser, to_file=False)
 
 

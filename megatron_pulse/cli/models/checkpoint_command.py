@@ -9,9 +9,9 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_pulse.cli.flag_checks import add_parser, as_user_error, require
+from megatron_pulse.cli.flag_checks import add_flag, add_parser, as_user_error, flag_faults, require
 from megatron_pulse.cli.import_megatron import prepare_megatron
-from megatron_pulse.cli.output import add_json, json_faults, print_result, table
+from megatron_pulse.cli.output import add_json, print_result, table
 from megatron_pulse.progress import ProgressLine
 
 if TYPE_CHECKING:
@@ -42,29 +42,19 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser = add_parser(
         commands, "checkpoint", "list, verify and prune a run's checkpoints", _DESCRIPTION, run
     )
-    parser.add_argument("action", choices=["list", "verify", "prune"], help="what to do")
-    parser.add_argument("folder", type=Path, metavar="DIR", help="folder given as --save")
-    parser.add_argument("--step", type=int, nargs="+", metavar="N", help="verify: only these steps")
-    parser.add_argument("--keep", type=int, metavar="N", help="prune: keep the N newest")
-    parser.add_argument(
-        "--every", type=int, metavar="K", help="prune: also keep steps divisible by K"
-    )
-    parser.add_argument(
-        "--damaged",
-        action="store_true",
-        help="prune: also remove damaged, half-written and renamed steps",
-    )
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="prune: only list what would be removed",
-    )
+    add_flag(parser, "action", "what to do", choices=["list", "verify", "prune"])
+    add_flag(parser, "folder DIR", "folder given as --save", type=Path)
+    add_flag(parser, "--step N", "verify: only these steps", type=int, nargs="+")
+    add_flag(parser, "--keep N", "prune: keep the N newest", type=int)
+    add_flag(parser, "--every K", "prune: also keep steps divisible by K", type=int)
+    add_flag(parser, "--damaged", "prune: also remove damaged, half-written and renamed steps")
+    add_flag(parser, "--dry-run", "prune: only list what would be removed")
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> None:
     """Run the action."""
-    require([*_faults(args), *json_faults(args)])
+    require([*_faults(args), *flag_faults(args)])
     prepare_megatron()
     from megatron_pulse.integration.checkpoint.folders import CheckpointError
     from megatron_pulse.integration.checkpoint.lock import FolderInUse

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megatron_pulse.cli.flag_checks import add_parser, as_user_error, check_file, require
-from megatron_pulse.cli.output import add_json, json_faults, print_result
+from megatron_pulse.cli.flag_checks import add_flag, add_parser, as_user_error, flag_faults, require
+from megatron_pulse.cli.output import add_json, print_result
 
 _DESCRIPTION = """\
 Reads the TensorBoard files of a run. The values are written beside the picture as JSON (loss.png
@@ -22,27 +22,25 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser = add_parser(
         commands, "curve", "draw the training and validation loss of a run", _DESCRIPTION, run
     )
-    parser.add_argument(
-        "--tensorboard-dir",
+    add_flag(
+        parser,
+        "--tensorboard-dir DIR",
+        "the folder that training was given as --tensorboard-dir",
         type=Path,
         required=True,
-        metavar="DIR",
-        help="the folder that training was given as --tensorboard-dir",
     )
-    parser.add_argument(
-        "-o", "--output", type=Path, required=True, metavar="PNG", help="the picture to write"
-    )
-    parser.add_argument("--title", default="Loss", help="heading of the picture (default: Loss)")
+    add_flag(parser, "-o, --output PNG", "the picture to write", writes=[".png"], required=True)
+    add_flag(parser, "--title TITLE", "heading of the picture (default: Loss)", default="Loss")
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> None:
     """Draw the picture, and print the first and last losses."""
-    faults = check_file(args.output, "--output", ".png") + json_faults(args)
+    faults = flag_faults(args)
     if not args.tensorboard_dir.is_dir():
         faults.append(f"--tensorboard-dir {args.tensorboard_dir} is not a folder")
     require(faults)
-    from megatron_pulse.cli.models.loss_curve import draw_loss_curve
+    from megatron_pulse.integration.loss_curve import draw_loss_curve
 
     with as_user_error(OSError, KeyError):
         values = draw_loss_curve(args.tensorboard_dir, args.output, title=args.title)

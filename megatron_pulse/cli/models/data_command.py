@@ -8,13 +8,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_pulse.cli.flag_checks import add_parser, as_user_error, range_faults, require, warn
+from megatron_pulse.cli.flag_checks import (
+    add_flag,
+    add_parser,
+    as_user_error,
+    flag_faults,
+    require,
+    warn,
+)
 from megatron_pulse.cli.models.data_emoji_command import add_emoji
 from megatron_pulse.cli.models.data_encoders_command import add_encoders
 from megatron_pulse.cli.models.encoder_flags import add_default_caption, caption_faults
 from megatron_pulse.cli.models.write_latents_command import add_write_latents
 from megatron_pulse.cli.output import add_json, name_value_lines, print_result
-from megatron_pulse.dataclass_flags import PIXELS
+from megatron_pulse.cli.shared_flags import add_image_flags
 from megatron_pulse.errors import Faults
 
 if TYPE_CHECKING:
@@ -74,19 +81,15 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     info = add_parser(
         parts, "data info", "show size, classes and captions of a dataset", _INFO, run_info
     )
-    info.add_argument("spec", metavar="SPEC", help="a dataset, as above")
-    info.add_argument("--image-size", type=int, metavar="N", help="resize images to NxN")
-    info.add_argument("--channels", type=int, choices=[1, 3], default=3, help="of a folder (3)")
-    info.add_argument(
-        "--verify",
-        action="store_true",
-        help="read every image file, or compare every latent file with its SHA-256",
+    add_flag(info, "spec SPEC", "a dataset, as above")
+    add_image_flags(info)
+    add_flag(
+        info, "--verify", "read every image file, or compare every latent file with its SHA-256"
     )
     add_json(info, to_file=False)
     check = add_parser(parts, "data check", "read every file of a dataset", _CHECK, run_check)
-    check.add_argument("spec", metavar="SPEC", help="a dataset, as above")
-    check.add_argument("--image-size", type=int, metavar="N", help="resize images to NxN")
-    check.add_argument("--channels", type=int, choices=[1, 3], default=3, help="of a folder (3)")
+    add_flag(check, "spec SPEC", "a dataset, as above")
+    add_image_flags(check)
     add_default_caption(check)
     add_json(check, to_file=False)
     add_write_latents(parts, _SPECS)
@@ -96,7 +99,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def run_check(args: argparse.Namespace) -> None:
     """Decode every picture, or compare every row of latents with its hash, and print what is so."""
-    require(range_faults(PIXELS, args, "image_size") + caption_faults(args, args.spec))
+    require(flag_faults(args) + caption_faults(args, args.spec))
     from megatron_pulse.data.build import open_parts
     from megatron_pulse.data.images.survey import require_readable, surveys
 
@@ -165,7 +168,7 @@ def _pairings(data: Sequence[DiffusionDataset]) -> list[tuple[ImageFiles, Pairin
 
 def run_info(args: argparse.Namespace) -> None:
     """Open the datasets as training does and print what they hold."""
-    require(range_faults(PIXELS, args, "image_size"))
+    require(flag_faults(args))
     from megatron_pulse.data.build import open_parts
 
     lines, reports = list[str](), list[dict[str, Any]]()

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
 
 from megatron_pulse.cli.flag_checks import (
+    add_flag,
     add_parser,
     as_user_error,
     check_folder,
-    range_faults,
+    flag_faults,
     require,
 )
 from megatron_pulse.dataclass_flags import FROM_ONE, PIXELS
@@ -33,17 +35,16 @@ def add_emoji(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     parser = add_parser(
         commands, "data emoji", "render a font's emoji with captions", _DESCRIPTION, run
     )
-    add = parser.add_argument
-    add("--to", type=Path, required=True, metavar="FOLDER", help="a new or empty folder")
-    add("--size", type=int, default=32, metavar="N", help="pixels of a side (default 32)")
-    add("--limit", type=int, metavar="N", help="only the first N by code point")
-    add("--font", type=Path, metavar="FILE", help="another font with bitmaps of 109 pixels")
+    add = partial(add_flag, parser)
+    add("--to FOLDER", "a new or empty folder", type=Path, required=True)
+    add("--size N", "pixels of a side (default 32)", within=PIXELS, default=32)
+    add("--limit N", "only the first N by code point", within=FROM_ONE, type=int)
+    add("--font FILE", "another font with bitmaps of 109 pixels", type=Path)
 
 
 def run(args: argparse.Namespace) -> None:
     """Render the emoji."""
-    faults = range_faults(PIXELS, args, "size") + range_faults(FROM_ONE, args, "limit")
-    require(faults + check_folder(args.to.parent, "--to"))
+    require(flag_faults(args) + check_folder(args.to.parent, "--to"))
     from megatron_pulse.data.images.emoji import FONT, render_emoji
 
     with as_user_error(OSError):

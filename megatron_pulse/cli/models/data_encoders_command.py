@@ -13,13 +13,12 @@ from megatron_pulse.cli.backbone_flags import (
     backbone_faults,
     options_of,
 )
-from megatron_pulse.cli.flag_checks import add_parser, as_user_error, require
+from megatron_pulse.cli.flag_checks import add_flag, add_parser, as_user_error, require
 from megatron_pulse.cli.output import add_json, print_result, table
-from megatron_pulse.encoders.text_recipe import VAE
+from megatron_pulse.encoders.text_recipe import VAE, TextRecipe, folder_name
 
 if TYPE_CHECKING:
     from megatron_pulse.backbone.chain import Backbone
-    from megatron_pulse.encoders.text_recipe import TextRecipe
 
 _DESCRIPTION = """\
 Lists the components of a diffusers pipeline folder without reading weights, and what a backbone
@@ -39,7 +38,7 @@ def add_encoders(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = add_parser(
         commands, "data encoders", "list the encoders of a pipeline folder", _DESCRIPTION, run
     )
-    parser.add_argument("folder", type=Path, metavar="DIR", help="a diffusers pipeline folder")
+    add_flag(parser, "folder DIR", "a diffusers pipeline folder", type=Path)
     add_backbone_flags(
         parser.add_mutually_exclusive_group(),
         "backbone that reads the results (default: the folder's own)",
@@ -110,7 +109,6 @@ def _read(
     """Descriptions of the components' results as the backbone reads them."""
     from megatron_pulse.encoders.autoencoder import Autoencoder
     from megatron_pulse.encoders.text_encoders import TextEncoders
-    from megatron_pulse.encoders.text_recipe import folder_name
 
     read = {}
     if recipe is not None:

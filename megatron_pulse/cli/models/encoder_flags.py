@@ -4,46 +4,45 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_pulse.cli.flag_checks import add_flag
 from megatron_pulse.dataclass_flags import DTYPES
-from megatron_pulse.encoders.text_recipe import VAE
+from megatron_pulse.encoders.text_recipe import VAE, TextRecipe
 from megatron_pulse.errors import UserError, format_faults
 
 if TYPE_CHECKING:
     from megatron_pulse.backbone.chain import Backbone
     from megatron_pulse.data.dataset import FieldSpec
-    from megatron_pulse.encoders.autoencoder import Autoencoder
     from megatron_pulse.encoders.text_encoders import TextEncoders
-    from megatron_pulse.encoders.text_recipe import TextRecipe
     from megatron_pulse.encoders.tokens import Tokenizers
 
 
 def add_encoder_flags(parser: argparse.ArgumentParser) -> None:
     """Add ``--encoders`` and ``--encoders-dtype``."""
-    add = parser.add_argument
+    add = partial(add_flag, parser)
     add(
-        "--encoders",
+        "--encoders DIR|hf:ID",
+        "a diffusers pipeline folder: text_encoder*/ and tokenizer*/, and vae/ unless --vae",
         type=Path,
-        metavar="DIR|hf:ID",
-        help="a diffusers pipeline folder: text_encoder*/ and tokenizer*/, and vae/ unless --vae",
     )
     add(
         "--encoders-dtype",
-        choices=list(DTYPES),
-        help="of the encoders (default: the folder's for text and fp32 for the autoencoder; fp32 "
+        "of the encoders (default: the folder's for text and fp32 for the autoencoder; fp32 "
         "on a CPU); with fp16 an autoencoder keeps fp32 unless its force_upcast is false",
+        choices=list(DTYPES),
     )
 
 
 def add_default_caption(parser: argparse.ArgumentParser) -> None:
     """Add ``--default-caption``."""
-    parser.add_argument(
-        "--default-caption",
+    add_flag(
+        parser,
+        "--default-caption TEXT",
+        "of pictures without a caption, or with an empty one (default: none)",
         default="",
-        metavar="TEXT",
-        help="of pictures without a caption, or with an empty one (default: none)",
     )
 
 
@@ -62,20 +61,14 @@ def encoder_faults(args: argparse.Namespace) -> list[str]:
     """Faults of ``--encoders`` and ``--encoders-dtype``."""
     if args.encoders is None:
         return ["--encoders-dtype is for --encoders"] if args.encoders_dtype else []
-    return pipeline_folder_faults(args.encoders)
+    return encoder_folder_faults(args.encoders)
 
 
-def pipeline_folder_faults(encoders: Path) -> list[str]:
+def encoder_folder_faults(encoders: Path) -> list[str]:
     """Fault if ``--encoders`` is not the folder of a diffusers pipeline."""
-    index = "model_index.json"
-    if not (encoders / index).is_file() and (encoders.parent / index).is_file():
-        return [
-            f"--encoders {encoders} is a part of a pipeline's folder: give --encoders "
-            f"{encoders.parent}"
-        ]
-    if not (encoders / index).is_file():
-        return [f"--encoders {encoders} holds no model_index.json of a diffusers pipeline"]
-    return []
+    from megatron_pulse.encoders.components import pipeline_folder_faults
+
+    return [f"--encoders {fault}" for fault in pipeline_folder_faults(encoders)]
 
 
 def autoencoder_folder(args: argparse.Namespace) -> Path | None:
@@ -146,7 +139,7 @@ def take_encoders_of(args: argparse.Namespace, trained: argparse.Namespace) -> N
     args.encoders_dtype = args.encoders_dtype or was
     if args.encoders is not None:
         return
-    if faults := pipeline_folder_faults(Path(used)):
+    if faults := encoder_folder_faults(Path(used)):
         if args.prompt:
             remedy = "It encoded the captions of the training: give its new place as --encoders."
             raise UserError(format_faults("--prompt", faults, remedy))
@@ -158,70 +151,3 @@ def _on_cpu() -> bool:
     import torch
 
     return not torch.cuda.is_available()
-
-
-def require_same_encoders(encoders: TextEncoders, trained: argparse.Namespace) -> None:
-    """Raise UserError if the model's training text was made by other encoders.
-
-    The text is in its latents, or was encoded during training. Latents that do not name their
-    encoder are not compared.
-    """
-    from megatron_pulse.data.fields import made_otherwise
-    from megatron_pulse.encoders.text_encoders import TextEncoders
-    from megatron_pulse.encoders.tokens import changed_since, recorded_by
-
-    there = _made_by(trained)
-    used, recorded = getattr(trained, "pulse_encoders", None), recorded_by(trained)
-    if used is not None and not recorded and Path(used) != encoders.folder:
-        if not pipeline_folder_faults(Path(used)):
-            dtype = next(iter(encoders.encoders.values())).dtype
-            loop = TextEncoders(used, encoders.recipe, encoders.shapes, dtype, places=())
-            there = loop.made_by() | dict(there)
-    faults = made_otherwise(encoders.made_by() | encoders.tokenizers.made_by(), there)
-    faults += changed_since(encoders.folder, recorded)
-    if faults:
-        remedy = "Give the encoders of the training (and their --encoders-dtype)."
-        raise UserError(format_faults(f"--encoders {encoders.folder}", faults, remedy))
-
-
-def other_autoencoder(autoencoder: Autoencoder, trained: argparse.Namespace) -> str:
-    """Warning that ``autoencoder`` is not that of the model's latents; empty if equal or unknown.
-
-    Another decoder gives other pictures of the same latents, which is often wanted. Raises
-    UserError if scale or shift differ, because the decoder would then be given other numbers.
-    """
-    from megatron_pulse.data.dataset import LATENT
-    from megatron_pulse.encoders.tokens import recorded_by
-
-    there = _made_by(trained).get(LATENT) or recorded_by(trained).get(VAE, "")
-    if not there:
-        return ""
-    here, where = autoencoder.made_by(typed=False), autoencoder.folder
-    if there.startswith(here):
-        return ""
-    if autoencoder.normalization() not in there:
-        remedy = "Give the autoencoder of the training, or one that shares its latents."
-        fault = f"it is {here}, the model's latents are of {there}"
-        raise UserError(format_faults(f"the autoencoder {where}", [fault], remedy))
-    return (
-        f"the autoencoder {where} is {here}, the model's latents are of {there}: pictures are "
-        "wrong unless both share their latents"
-    )
-
-
-def _made_by(trained: argparse.Namespace) -> Mapping[str, str]:
-    """Encoder of each field of the model's training latents.
-
-    Checkpoints of earlier versions do not record it; the latents do, if they still exist.
-    """
-    from megatron_pulse.data.data_record import recorded_data, recorded_provenance
-    from megatron_pulse.data.latents.layout import META, Meta
-
-    recorded = recorded_provenance(recorded_data(trained).get("", ()))
-    if recorded is not None:
-        return recorded
-    data = trained.pulse_data or ""
-    folder = Path(data.removeprefix("latents:"))
-    if data.startswith("latents:") and (folder / META).is_file():
-        return Meta.load(folder).layout.made_by
-    return {}

@@ -7,27 +7,28 @@ import shlex
 from collections import ChainMap
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_pulse.cli.backbone_flags import (
     add_backbone_flags,
-    add_code_flag,
     add_option_flag,
     backbone_faults,
     option_faults,
     options_of,
 )
 from megatron_pulse.cli.flag_checks import (
+    add_flag,
     add_parser,
     as_user_error,
     check_folder,
-    range_faults,
+    flag_faults,
     require,
 )
 from megatron_pulse.cli.import_megatron import prepare_megatron
-from megatron_pulse.cli.models.controlnet_options import NEW, with_controlnet
-from megatron_pulse.dataclass_flags import FROM_ZERO, add_flags, read_flags
+from megatron_pulse.cli.shared_flags import DTYPES, add_checkpoint_flags
+from megatron_pulse.dataclass_flags import add_flags, read_flags
 from megatron_pulse.diffusion.process_flags import ProcessChoice
 from megatron_pulse.errors import UserError
 
@@ -82,22 +83,9 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser = add_parser(
         commands, "import", "make a checkpoint of published weights", _IMPORT, run_import
     )
-    add = parser.add_argument
-    add(
-        "--from",
-        dest="source",
-        type=Path,
-        required=True,
-        metavar="PATH|hf:ID",
-        help="folder or file to read",
-    )
-    add(
-        "--to",
-        type=Path,
-        required=True,
-        metavar="DIR",
-        help="new folder, for --pretrained-checkpoint",
-    )
+    add = partial(add_flag, parser)
+    add("--from PATH|hf:ID", "folder or file to read", dest="source", type=Path, required=True)
+    add("--to DIR", "new folder, for --pretrained-checkpoint", type=Path, required=True)
     what = parser.add_mutually_exclusive_group()
     add_backbone_flags(what, "for a single file: the backbone that it holds")
     add_option_flag(parser, "with --backbone or --module: override one of its options")
@@ -108,13 +96,11 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add_flags(ProcessChoice, process, unsaid="default: the scheduler's")
     add(
         "--null-class",
-        action="store_true",
-        help="add a null class of zeros to a UNet with classes, for classifier-free guidance",
+        "add a null class of zeros to a UNet with classes, for classifier-free guidance",
     )
     add(
-        "--controlnet",
-        metavar="DIR|hf:ID|new",
-        help="freeze the UNet and train a ControlNet: of a diffusers folder, or a new one",
+        "--controlnet DIR|hf:ID|new",
+        "freeze the UNet and train a ControlNet: of a diffusers folder, or a new one",
     )
 
     parser = add_parser(
@@ -124,21 +110,10 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         _EXPORT,
         run_export,
     )
-    add = parser.add_argument
-    add(
-        "--load", type=Path, required=True, metavar="DIR", help="folder given as --save in training"
-    )
-    add("--to", type=Path, required=True, metavar="PATH", help="new folder or file to write")
-    add("--iteration", type=int, metavar="N", help="a checkpoint other than the latest")
-    add("--raw", action="store_true", help="weights as trained, not their EMA")
-    add("--chain", metavar="NAME", help="backbone of a cascade")
-    add_code_flag(parser, "the checkpoint")
-    add(
-        "--dtype",
-        choices=["float32", "float16", "bfloat16"],
-        default="float32",
-        help="of the written weights (default float32)",
-    )
+    add = partial(add_flag, parser)
+    add_checkpoint_flags(parser)
+    add("--to PATH", "new folder or file to write", type=Path, required=True)
+    add("--dtype", "of the written weights (default float32)", choices=DTYPES, default="float32")
 
 
 def run_import(args: argparse.Namespace) -> None:
@@ -170,8 +145,7 @@ def import_published(args: argparse.Namespace) -> list[str]:
 
 def run_export(args: argparse.Namespace) -> None:
     """Load, convert, write."""
-    faults = range_faults(FROM_ZERO, args, "iteration")
-    require([*faults, *(_check_new(args.to) or _check_beside(args.to))])
+    require([*flag_faults(args), *(_check_new(args.to) or _check_beside(args.to))])
     prepare_megatron()
     import torch
 
@@ -227,6 +201,8 @@ def _open_folder(args: argparse.Namespace) -> tuple[Backbone, Mapping[str, Tenso
     backbone: Backbone = load_published(read_published(component))
     tensors: Mapping[str, Tensor] = read_folder(component)
     if args.controlnet is not None:
+        from model_specs.controlnet.attach import with_controlnet
+
         backbone, tensors = with_controlnet(component, tensors, args.controlnet)
     elif args.null_class:
         backbone, tensors = _with_null_class(backbone, tensors)
@@ -305,6 +281,8 @@ def _check_source(args: argparse.Namespace) -> list[str]:
             "its model"
         )
     if args.controlnet is not None:
+        from model_specs.controlnet.attach import NEW
+
         if args.null_class:
             faults.append("--null-class: a ControlNet has the classes of its UNet; leave it out")
         if args.controlnet != NEW and not Path(args.controlnet).is_dir():

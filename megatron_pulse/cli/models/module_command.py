@@ -12,7 +12,7 @@ from megatron_pulse.cli.backbone_flags import (
     backbone_name_type,
     options_of,
 )
-from megatron_pulse.cli.flag_checks import add_parser, as_user_error, require, warn
+from megatron_pulse.cli.flag_checks import add_flag, add_parser, as_user_error, require, warn
 from megatron_pulse.cli.import_megatron import prepare_megatron
 from megatron_pulse.cli.output import add_json, print_result, table
 
@@ -79,9 +79,7 @@ class LinkRow:
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``module``."""
     parser = add_parser(commands, "module", "show a torch module as a chain", _DESCRIPTION, run)
-    parser.add_argument(
-        "backbone", metavar="NAME", type=backbone_name_type, help="as --module takes it"
-    )
+    add_flag(parser, "backbone NAME", "as --module takes it", type=backbone_name_type)
     add_option_flag(parser, "override one of its options")
     add_json(parser, to_file=False)
 

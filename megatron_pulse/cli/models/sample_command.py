@@ -10,29 +10,23 @@ from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
-from megatron_pulse.cli.backbone_flags import (
-    add_code_flag,
-    add_option_flag,
-    option_faults,
-    options_of,
-)
+from megatron_pulse.cli.backbone_flags import add_option_flag, option_faults, options_of
 from megatron_pulse.cli.flag_checks import (
+    add_flag,
     add_parser,
     as_user_error,
-    range_faults,
+    flag_faults,
     require,
     vae_faults,
     warn,
 )
 from megatron_pulse.cli.import_megatron import prepare_megatron
-from megatron_pulse.cli.models.controlnet_options import controlled
+from megatron_pulse.cli.models.control_image import controlled
 from megatron_pulse.cli.models.encoder_flags import (
     add_encoder_flags,
     autoencoder_folder,
     encoder_faults,
     open_encoders,
-    other_autoencoder,
-    require_same_encoders,
     take_encoders_of,
 )
 from megatron_pulse.cli.models.sample_output import (
@@ -42,7 +36,8 @@ from megatron_pulse.cli.models.sample_output import (
     output_of,
     writer_of,
 )
-from megatron_pulse.cli.output import add_json, json_faults, print_result
+from megatron_pulse.cli.output import add_json, print_result
+from megatron_pulse.cli.shared_flags import add_checkpoint_flags
 from megatron_pulse.dataclass_flags import (
     FROM_ZERO,
     FROM_ZERO_TO_ONE,
@@ -104,85 +99,72 @@ _SEED = Range(lambda value: 0 <= value < 2**64, "0 or more, and below 2^64")
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``sample``."""
     parser = add_parser(commands, "sample", "draw samples from a checkpoint", _DESCRIPTION, run)
-    add = parser.add_argument
+    add = partial(add_flag, parser)
+    add_checkpoint_flags(parser)
     add(
-        "--load", type=Path, required=True, metavar="DIR", help="folder given as --save in training"
-    )
-    add(
-        "-o",
-        "--output",
+        "-o, --output PATH",
+        "FILE.png (a sheet), DIR (a file for each picture) or FILE.safetensors",
         type=Path,
         required=True,
-        metavar="PATH",
-        help="FILE.png (a sheet), DIR (a file for each picture) or FILE.safetensors",
     )
     what = parser.add_mutually_exclusive_group()
-    what.add_argument(
-        "--classes", help="such as 0-9 or 3,5 (default: the first ten, or all if fewer)"
+    add_flag(
+        what, "--classes CLASSES", "such as 0-9 or 3,5 (default: the first ten, or all if fewer)"
     )
-    what.add_argument("--prompt", action="append", metavar="TEXT", help="text to draw (repeatable)")
-    what.add_argument(
-        "--from-data",
+    add_flag(what, "--prompt TEXT", "text to draw (repeatable)", action="append")
+    add_flag(
+        what,
+        "--from-data N",
+        "draw with the conditioning of the first N validation samples of the training data",
+        within=TO_MILLION,
         type=int,
-        metavar="N",
-        help="draw with the conditioning of the first N validation samples of the training data",
     )
-    add("--negative-prompt", metavar="TEXT", help="text to be guided away from, with --prompt")
+    add("--negative-prompt TEXT", "text to be guided away from, with --prompt")
     add(
-        "--control-image",
+        "--control-image FILE",
+        "picture that a ControlNet follows, for all rows, or one for each (repeatable)",
         type=Path,
         action="append",
         default=[],
-        metavar="FILE",
-        help="picture that a ControlNet follows, for all rows, or one for each (repeatable)",
     )
     add_encoder_flags(parser)
-    add("--data", metavar="SPEC", help="dataset of --from-data (default: that of the training)")
-    add("--per-class", type=int, default=8, metavar="N", help="images in each row (default 8)")
-    add("--steps", type=int, default=50, metavar="N", help="sampler steps (default 50)")
+    add("--data SPEC", "dataset of --from-data (default: that of the training)")
+    images = "images in each row (default 8)"
+    add("--per-class N", images, within=TO_MILLION, default=8)
+    add("--steps N", "sampler steps (default 50)", within=_STEPS, default=50)
     add(
-        "--guidance",
-        type=float,
-        metavar="W",
-        help="classifier-free guidance; 1 is none (default 2; 1 after training with "
+        "--guidance W",
+        "classifier-free guidance; 1 is none (default 2; 1 after training with "
         "--pulse-class-dropout 0, unless there is a --negative-prompt)",
+        within=FROM_ZERO,
+        type=float,
     )
     add(
-        "--eta",
+        "--eta E",
+        "DDIM's share of fresh noise in each step, 0 to 1; not for flow (default 0)",
         type=FROM_ZERO_TO_ONE.read,
         default=0.0,
-        metavar="E",
-        help="DDIM's share of fresh noise in each step, 0 to 1; not for flow (default 0)",
     )
-    add("--seed", type=int, default=0, help="of the starting noise (default 0)")
+    add("--seed SEED", "of the starting noise (default 0)", within=_SEED, default=0)
     add(
         "--noise",
+        "each sample's own, or that of a diffusers pipeline's generator (default per-sample)",
         choices=[str(kind) for kind in SamplingNoise],
         default=str(SamplingNoise.PER_SAMPLE),
-        help="each sample's own, or that of a diffusers pipeline's generator (default per-sample)",
     )
     add(
         "--flow-grid",
+        "times of flow before the shift: N equal steps from 1, as Flux, or the scheduler's "
+        "own, as SD3 and Wan (default even)",
         choices=[str(kind) for kind in FlowGrid],
         default=str(FlowGrid.EVEN),
-        help="times of flow before the shift: N equal steps from 1, as Flux, or the scheduler's "
-        "own, as SD3 and Wan (default even)",
     )
-    add("--iteration", type=int, metavar="N", help="a checkpoint other than the latest")
-    add("--raw", action="store_true", help="weights as trained, not their EMA")
-    add("--chain", metavar="NAME", help="backbone of a cascade")
     add_option_flag(parser, "draw at another size or text length: sample_size=64")
-    add_code_flag(parser, "the checkpoint")
-    add(
-        "--vae",
-        type=Path,
-        metavar="DIR|hf:ID",
-        help="decode latents with this AutoencoderKL folder",
-    )
+    add("--vae DIR|hf:ID", "decode latents with this AutoencoderKL folder", type=Path)
     add(
         "--score",
+        "share of images that a classifier of these real digits takes for the digit asked for",
         choices=["mnist", "digits8"],
-        help="share of images that a classifier of these real digits takes for the digit asked for",
     )
     add_json(parser)
     process = parser.add_argument_group(
@@ -323,12 +305,7 @@ def _guidance(
 
 def _check(args: argparse.Namespace) -> list[str]:
     faults = output_faults(args.output, "--output")
-    faults += json_faults(args)
-    faults += option_faults(args)
-    faults += range_faults(TO_MILLION, args, "per_class", "from_data")
-    faults += range_faults(_STEPS, args, "steps")
-    faults += range_faults(FROM_ZERO, args, "iteration", "guidance")
-    faults += range_faults(_SEED, args, "seed")
+    faults += flag_faults(args) + option_faults(args)
     if args.vae is not None and output_of(args.output) is Output.TENSORS:
         faults.append("--vae decodes samples, and -o FILE.safetensors writes them undecoded")
     faults += encoder_faults(args)
@@ -386,6 +363,8 @@ def _asked(
         opened = open_encoders(args, model.backbone.name, model.backbone)
         if opened is None:
             raise UserError(f"{model.backbone.name} reads no text")
+        from megatron_pulse.integration.training_encoders import require_same_encoders
+
         encoders, _ = opened
         require_same_encoders(encoders, model.arguments)
         height, width = (factor * side for side in model.backbone.sample_spec.shape[-2:])
@@ -463,6 +442,7 @@ def _drawing(vae: Path | None, model: TrainedModel) -> SampleDecoder:
     if vae is None:
         return SampleDecoder(shape, None)
     from megatron_pulse.encoders.autoencoder import Autoencoder
+    from megatron_pulse.integration.training_encoders import other_autoencoder
 
     autoencoder = Autoencoder(vae)
     warn(other_autoencoder(autoencoder, model.arguments))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_pulse.cli.flag_checks import check_file, check_folder
+from megatron_pulse.files import replacing
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -148,8 +149,6 @@ def write_folder(pictures: Tensor, folder: Path) -> dict[str, Any]:
 def write_tensors(samples: Tensor, path: Path) -> dict[str, Any]:
     """Write the samples unchanged, as the tensor ``samples`` of a safetensors file."""
     from safetensors.torch import save_file
-
-    from megatron_pulse.files import replacing
 
     with replacing(path) as beside:
         save_file({"samples": samples.contiguous()}, beside)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from functools import partial
 from pathlib import Path
 
 from megatron_pulse.cli.backbone_flags import (
@@ -12,9 +13,10 @@ from megatron_pulse.cli.backbone_flags import (
     backbone_faults,
 )
 from megatron_pulse.cli.flag_checks import (
+    add_flag,
     add_parser,
     check_folder,
-    range_faults,
+    flag_faults,
     require,
     vae_faults,
 )
@@ -26,7 +28,8 @@ from megatron_pulse.cli.models.encoder_flags import (
     caption_faults,
     encoder_faults,
 )
-from megatron_pulse.dataclass_flags import DTYPES, PIXELS, TO_MILLION
+from megatron_pulse.cli.shared_flags import add_image_flags
+from megatron_pulse.dataclass_flags import DTYPES, TO_MILLION
 from megatron_pulse.errors import UserError, collecting
 
 _DESCRIPTION = """\
@@ -68,13 +71,12 @@ def add_write_latents(
         _DESCRIPTION.format(specs=specs),
         run,
     )
-    add = parser.add_argument
-    add("--from", dest="source", required=True, metavar="SPEC", help="dataset to encode")
-    add("-o", "--output", type=Path, required=True, metavar="DIR", help="the folder to write")
-    add("--image-size", type=int, metavar="N", help="resize images to NxN before encoding")
-    add("--channels", type=int, choices=[1, 3], default=3, help="of a folder's images (3)")
-    add("--dtype", choices=list(DTYPES), default="fp16", help="type on disk (default fp16)")
-    add("--vae", type=Path, metavar="DIR|hf:ID", help="a diffusers AutoencoderKL folder")
+    add = partial(add_flag, parser)
+    add("--from SPEC", "dataset to encode", dest="source", required=True)
+    add("-o, --output DIR", "the folder to write", type=Path, required=True)
+    add_image_flags(parser)
+    add("--dtype", "type on disk (default fp16)", choices=list(DTYPES), default="fp16")
+    add("--vae DIR|hf:ID", "a diffusers AutoencoderKL folder", type=Path)
     add_encoder_flags(parser)
     add_backbone_flags(
         parser.add_mutually_exclusive_group(), "backbone that will read the results of --encoders"
@@ -82,20 +84,19 @@ def add_write_latents(
     add_option_flag(parser, "override one of the backbone's options")
     add(
         "--posterior",
+        "what of --vae to keep: mean and deviation (distribution, default), a sample, or the mean",
         choices=["distribution", "sample", "mean"],
-        help="what of --vae to keep: mean and deviation (distribution, default), a sample, or the "
-        "mean",
     )
     add(
         "--store-text",
+        "store states of --encoders (default), or token ids, some thousandth of the bytes",
         choices=["states", "tokens"],
-        help="store states of --encoders (default), or token ids, some thousandth of the bytes",
     )
-    add("--text-states", metavar="LxD", help="length and width of captions' states")
+    add("--text-states LxD", "length and width of captions' states")
     add_default_caption(parser)
-    add("--batch-size", type=int, default=16, metavar="N", help="images per encoding (16)")
-    add("--shard-size", type=int, default=1024, metavar="N", help="samples per file (1024)")
-    add("--verify", action="store_true", help="read every image before encoding")
+    add("--batch-size N", "images per encoding (16)", within=TO_MILLION, default=16)
+    add("--shard-size N", "samples per file (1024)", within=TO_MILLION, default=1024)
+    add("--verify", "read every image before encoding")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -111,8 +112,7 @@ def run(args: argparse.Namespace) -> None:
 
 def _check(args: argparse.Namespace) -> list[str]:
     faults = check_folder(args.output, "--output")
-    faults += range_faults(PIXELS, args, "image_size")
-    faults += range_faults(TO_MILLION, args, "batch_size", "shard_size")
+    faults += flag_faults(args)
     if args.source.startswith("latents:"):
         faults.append(f"--from {args.source}: these are latents already")
     captions = args.source.startswith("captions:")

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_pulse.cli.backbone_flags import add_code_flag
-from megatron_pulse.cli.flag_checks import add_parser, warn
+from megatron_pulse.cli.flag_checks import add_flag, add_parser, warn
+from megatron_pulse.cli.import_megatron import prepare_megatron
 from megatron_pulse.cli.output import add_json, name_value_lines, print_result
+from megatron_pulse.cli.shared_flags import add_plan
 from megatron_pulse.errors import UserError, format_faults
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import HASH, read_text
@@ -52,17 +54,15 @@ _REMEDY = (
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``check``."""
     parser = add_parser(commands, "check", "check that a plan can run", _DESCRIPTION, run)
-    parser.add_argument("plan", type=Path, metavar="PLAN", help="what 'pulse tune' wrote")
+    add_plan(parser)
     add_code_flag(parser, "the plan")
-    parser.add_argument(
-        "--count", action="store_true", help="also count parameters (takes seconds)"
-    )
+    add_flag(parser, "--count", "also count parameters (takes seconds)")
     add_json(parser, to_file=False)
 
 
 def run(args: argparse.Namespace) -> None:
     """Check, then print."""
-    from megatron_pulse.cli.plan.plan_text import NO_AVERAGES
+    from megatron_pulse.planner.plan_file.equivalent_flags import NO_AVERAGES
     from megatron_pulse.planner.plan_file.plan_file import PlanFileError, read_plan
     from megatron_pulse.planner.schedule.check.validate import faults_for
     from megatron_pulse.profile.warnings import plan_cautions
@@ -133,7 +133,6 @@ def _against_the_world(
 
     ``plan`` is None if it is not legal in itself.
     """
-    from megatron_pulse.cli.import_megatron import prepare_megatron
     from megatron_pulse.planner.plan_file.compatibility import (
         check_backbone,
         machine_faults,

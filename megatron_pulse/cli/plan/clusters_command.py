@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from megatron_pulse.cli.flag_checks import add_parser
+from megatron_pulse.cli.flag_checks import add_flag, add_parser
 from megatron_pulse.cli.output import add_json, print_result, table
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ examples:
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``clusters``."""
     parser = add_parser(commands, "clusters", "list clusters, or print one", _DESCRIPTION, run)
-    parser.add_argument("name", metavar="NAME", nargs="?", help="a preset or a cluster file")
+    add_flag(parser, "name NAME", "a preset or a cluster file", nargs="?")
     add_json(parser, to_file=False)
 
 

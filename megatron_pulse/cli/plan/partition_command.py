@@ -6,25 +6,20 @@ import argparse
 import math
 import time
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_pulse.backbone.activations import ActivationPolicy
-from megatron_pulse.cli.flag_checks import (
-    add_parser,
-    check_file,
-    missing_file_faults,
-    range_faults,
-    require,
-    warn,
-)
-from megatron_pulse.cli.output import add_json, json_faults, overwrite_faults, print_result, write
-from megatron_pulse.dataclass_flags import ABOVE_ZERO, FROM_ZERO, TO_4096, TO_MILLION, flag_name
+from megatron_pulse.cli.flag_checks import add_flag, add_parser, flag_faults, require, warn
+from megatron_pulse.cli.output import add_json, print_result, write
+from megatron_pulse.cli.shared_flags import add_micro_batch_size, add_num_devices, add_profile
+from megatron_pulse.dataclass_flags import ABOVE_ZERO, FROM_ZERO, TO_MILLION, flag_name
 from megatron_pulse.errors import unknown_name
+from megatron_pulse.planner.layout.layouts import default_layout, modes
+from megatron_pulse.planner.layout.placement import Placement
+from megatron_pulse.profile.roofline import ELEMENT_BYTES, PRESETS, Roofline
 from megatron_pulse.progress import ProgressLine
 
 if TYPE_CHECKING:
-    from megatron_pulse.planner.layout.placement import Placement
     from megatron_pulse.planner.partition.evaluate import MemoryRule
     from megatron_pulse.planner.partition.find import MemoryRules
     from megatron_pulse.profile.profile import Profile
@@ -51,92 +46,72 @@ examples:
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``partition``."""
-    from megatron_pulse.planner.layout.layouts import modes
-    from megatron_pulse.profile.roofline import PRESETS
 
     lines = (f"  {mode:13s} {layout.help}" for mode, layout in modes().items())
     description = _DESCRIPTION.format(modes="\n".join(lines))
     parser = add_parser(commands, "partition", "cut a backbone into stages", description, run)
-    add = parser.add_argument
+    add = partial(add_flag, parser)
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--profile", type=Path, metavar="JSON", help="what 'pulse profile' wrote")
-    what.add_argument("--from-table", type=Path, metavar="FILE", help="a table of layers, as JSON")
-    add("--preset", metavar="NAME", help=f"the table's device: {', '.join(PRESETS)}")
-    add("-p", "--num-devices", type=int, required=True, metavar="P", help="pipeline devices")
-    add("--mode", choices=modes(), help="default: soft with skips, else sequential")
+    add_profile(what)
+    add_flag(what, "--from-table FILE", "a table of layers, as JSON", reads=True)
+    add("--preset NAME", f"the table's device: {', '.join(PRESETS)}")
+    add_num_devices(parser)
+    add("--mode", "default: soft with skips, else sequential", choices=modes())
     add(
-        "--num-chunks",
+        "--num-chunks V",
+        "stages on each device of a fold or interleaved (default 2; a fold of W waves: 2 W)",
         type=int,
-        metavar="V",
-        help="stages on each device of a fold or interleaved (default 2; a fold of W waves: 2 W)",
     )
+    add_micro_batch_size(parser, "; 1 for a table")
+    add("--objective", "default: load", choices=("load", "stage"), default="load")
     add(
-        "--micro-batch-size",
-        type=int,
-        metavar="B",
-        help="samples of a microbatch (default: the smallest in the profile; 1 for a table)",
-    )
-    add("--objective", choices=("load", "stage"), default="load", help="default: load")
-    add(
-        "--lambda",
+        "--lambda L",
+        "weight of messages in --objective stage (default 1)",
         dest="lam",
-        type=float,
+        within=FROM_ZERO,
         default=1.0,
-        metavar="L",
-        help="weight of messages in --objective stage (default 1)",
     )
     add(
-        "--slack",
-        type=float,
-        default=0.0,
-        metavar="X",
-        help="share by which an objective may exceed its best if a later one gains: with 0.05, the "
+        "--slack X",
+        "share by which an objective may exceed its best if a later one gains: with 0.05, the "
         "smallest stage, then the fewest bytes, among loads within 5 %% (default 0)",
+        within=FROM_ZERO,
+        default=0.0,
     )
     add(
-        "--bandwidth-gbs",
-        type=float,
+        "--bandwidth-gbs X",
+        "of the link between two devices, each way, in GB/s (default 12.5, 100 Gbit/s)",
+        within=ABOVE_ZERO,
         default=12.5,
-        metavar="X",
-        help="of the link between two devices, each way, in GB/s (default 12.5, 100 Gbit/s)",
     )
-    add(
-        "--latency-us",
-        type=float,
-        default=5.0,
-        metavar="X",
-        help="of a message in microseconds (default 5)",
-    )
+    add("--latency-us X", "of a message in microseconds (default 5)", within=FROM_ZERO, default=5.0)
     limit = parser.add_mutually_exclusive_group()
-    limit.add_argument(
-        "--memory-gb",
+    add_flag(
+        limit,
+        "--memory-gb G",
+        "memory of a device (default: the profile's)",
+        within=ABOVE_ZERO,
         type=float,
-        metavar="G",
-        help="memory of a device (default: the profile's)",
     )
-    limit.add_argument("--no-memory", action="store_true", help="no memory limit")
+    add_flag(limit, "--no-memory", "no memory limit")
     add(
-        "--microbatches",
+        "--microbatches M",
+        "microbatches of a step, for in-flight activations (default 2 P, where they peak)",
+        within=TO_MILLION,
         type=int,
-        metavar="M",
-        help="microbatches of a step, for in-flight activations (default 2 P, where they peak)",
     )
     add(
-        "--bytes-per-parameter",
+        "--bytes-per-parameter X",
+        "with gradient and optimizer (default: as above)",
+        within=ABOVE_ZERO,
         type=float,
-        metavar="X",
-        help="with gradient and optimizer (default: as above)",
     )
-    add("--data-parallel", type=int, default=1, metavar="D", help="replicas (default 1)")
-    add("--distributed-optimizer", action="store_true", help="as Megatron's flag of this name")
-    add(
-        "--recompute",
-        action="store_true",
-        help="recompute activations, whatever the profile says",
-    )
-    add("--compare", action="store_true", help="compare layouts")
+    add("--data-parallel D", "replicas (default 1)", within=TO_MILLION, default=1)
+    add("--distributed-optimizer", "as Megatron's flag of this name")
+    add("--recompute", "recompute activations, whatever the profile says")
+    add("--compare", "compare layouts")
     add_json(parser)
-    add("--draw", type=Path, metavar="SVG", help="draw the partition")
+    add("--draw SVG", "draw the partition", writes=[".svg"])
 
 
 def run(args: argparse.Namespace) -> None:
@@ -145,7 +120,6 @@ def run(args: argparse.Namespace) -> None:
     from megatron_pulse.cli.plan.partition_report import PartitionReport, as_json, report
     from megatron_pulse.planner.cluster.cluster import Link
     from megatron_pulse.planner.draw.partition import draw_partition
-    from megatron_pulse.planner.layout.layouts import default_layout, modes
     from megatron_pulse.planner.partition.find import Goal, best, best_of_each
     from megatron_pulse.profile.warnings import spread_caution
 
@@ -208,7 +182,6 @@ def _load(args: argparse.Namespace) -> Profile:
 
         return load_profile(args.profile)
     from megatron_pulse.profile.profile_from_table import read_table
-    from megatron_pulse.profile.roofline import PRESETS, Roofline
 
     device = PRESETS[args.preset]
     roofline = Roofline(device, device.half_dtype)
@@ -227,7 +200,6 @@ def _memory_rules(args: argparse.Namespace, dtype: str, limit_bytes: float | Non
     """Memory rules of the devices."""
     from megatron_pulse.planner.partition.evaluate import MemoryRule
     from megatron_pulse.planner.partition.memory import bytes_per_parameter, in_flight
-    from megatron_pulse.profile.roofline import ELEMENT_BYTES
 
     per_parameter = args.bytes_per_parameter or bytes_per_parameter(
         dtype, args.distributed_optimizer, args.data_parallel
@@ -246,20 +218,14 @@ def _memory_rules(args: argparse.Namespace, dtype: str, limit_bytes: float | Non
 
 
 def _faults(args: argparse.Namespace) -> list[str]:
-    from megatron_pulse.planner.layout.layouts import default_layout, modes
-    from megatron_pulse.profile.roofline import PRESETS
 
-    faults = range_faults(TO_4096, args, "num_devices")
-    faults += range_faults(TO_MILLION, args, "micro_batch_size", "microbatches", "data_parallel")
-    faults += missing_file_faults(profile=args.profile, from_table=args.from_table)
+    faults = flag_faults(args)
     if args.from_table is None and args.preset is not None:
         faults.append("--preset is for --from-table; a profile knows its device")
     if args.from_table is not None and args.preset not in PRESETS:
         known = ", ".join(PRESETS)
         missing = f"--from-table: give the device as --preset: {known}"
         faults.append(unknown_name("preset", args.preset, PRESETS) if args.preset else missing)
-    faults += range_faults(ABOVE_ZERO, args, "bandwidth_gbs", "memory_gb", "bytes_per_parameter")
-    faults += range_faults(FROM_ZERO, args, "latency_us", "slack", **{"lambda": args.lam})
     if args.num_chunks is not None:
         kind = (modes()[args.mode] if args.mode else default_layout(has_skips=True)).kind
         if not kind.allows(args.num_chunks):
@@ -269,7 +235,4 @@ def _faults(args: argparse.Namespace) -> list[str]:
             )
     if args.bytes_per_parameter is not None and args.distributed_optimizer:
         faults.append("give either --bytes-per-parameter or --distributed-optimizer")
-    faults += json_faults(args)
-    faults += check_file(args.draw, "--draw", ".svg")
-    written = {"--draw": args.draw, "--json": args.json}
-    return faults + overwrite_faults(written, args.profile, args.from_table)
+    return faults

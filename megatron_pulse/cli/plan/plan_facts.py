@@ -87,7 +87,7 @@ def encoder_schedule_table(plan: PlanFile) -> list[str]:
     if plan.policies is None:
         return []
 
-    def number_ranges(seconds: float | None) -> str:
+    def in_ms_or_none(seconds: float | None) -> str:
         return "-" if seconds is None else f"{1e3 * seconds:.4g}"
 
     rows = [
@@ -95,7 +95,7 @@ def encoder_schedule_table(plan: PlanFile) -> list[str]:
     ]
     for one in plan.policies:
         when = "in bubbles" if one["policy"] == "fill" else "before step"
-        steps = (number_ranges(one[name]) for name in ("fill_s", "before_step_s", "stored_s"))
+        steps = (in_ms_or_none(one[name]) for name in ("fill_s", "before_step_s", "stored_s"))
         rows.append(("", one["name"], when, *steps, f"{one['stored_bytes'] / 1e6:.4g}"))
     return [
         *table(rows, left=(1, 2)),

@@ -8,15 +8,15 @@ from pathlib import Path
 
 from megatron_pulse.backbone.layer_selection import name_of
 from megatron_pulse.cli import html_page
-from megatron_pulse.cli.output import draw
+from megatron_pulse.cli.output import draw_timeline
 from megatron_pulse.cli.plan import plan_facts, plan_text
 from megatron_pulse.format import in_ms
 from megatron_pulse.planner.cluster.cluster import Link
 from megatron_pulse.planner.draw.lanes import sent
 from megatron_pulse.planner.draw.partition import draw_partition
-from megatron_pulse.planner.draw.schedule import Panel, draw_schedule
-from megatron_pulse.planner.draw.trace_events import trace_events
+from megatron_pulse.planner.draw.schedule import Panel
 from megatron_pulse.planner.partition.evaluate import evaluate
+from megatron_pulse.planner.plan_file.equivalent_flags import equivalent_flags, run_command
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.planner.program.simulate import SimulatedStep
 from megatron_pulse.planner.schedule.check.validate import peak_memory
@@ -25,21 +25,14 @@ from megatron_pulse.planner.tune.plans.verify_figures import fullest_stepping
 
 def write_page(plan: PlanFile, replayed: SimulatedStep, path: Path, at: Path) -> str:
     """Write a picture, a page or a trace of the plan of file ``path``, by the suffix of ``at``."""
-    problem = plan.problem
-    panels = [Panel("predicted", replayed.timeline, sent(replayed.transfers))]
-    return draw(
+    return draw_timeline(
         at,
-        lambda: draw_schedule(
-            problem,
-            panels,
-            f"{plan.heading}, M = {plan.num_microbatches}",
-            lower_bound=plan.provenance["schedule"]["lower_bound"],
-            unit="ms",
-            scale=1e3,
-            in_bytes=True,
-        ),
+        plan.problem,
+        [Panel("predicted", replayed.timeline, sent(replayed.transfers))],
+        f"{plan.heading}, M = {plan.num_microbatches}",
         partial(_page, plan, replayed, path),
-        lambda: trace_events(problem, panels, 1e6, in_bytes=True),
+        lower_bound=plan.provenance["schedule"]["lower_bound"],
+        in_bytes=True,
     )
 
 
@@ -59,8 +52,8 @@ def _page(plan: PlanFile, replayed: SimulatedStep, path: Path, timeline: str) ->
         + html_page.table(plan_text.LAYER_COLUMNS, plan_text.layers(plan), left=(1, 9)),
         "<h2>Messages of a step of one pipeline</h2>" + _messages(plan, replayed),
         "<h2>Origin</h2>" + html_page.listed(plan_facts.provenance(plan)),
-        f"<h2>Run it</h2><pre>{html.escape(plan_text.command(plan, path))}</pre>",
-        html_page.lines([f"equivalent flags: {plan_text.flags(plan)}"]),
+        f"<h2>Run it</h2><pre>{html.escape(run_command(plan, path))}</pre>",
+        html_page.lines([f"equivalent flags: {equivalent_flags(plan)}"]),
     ]
     return html_page.page(plan.heading, *parts)
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_pulse.backbone.activations import ActivationPolicy
-from megatron_pulse.backbone.layer_selection import name_of, tell_layers
+from megatron_pulse.backbone.layer_selection import tell_layers
 from megatron_pulse.cli.output import first_and_last_layer, name_value_lines, table
 from megatron_pulse.cli.plan.plan_facts import (
     bubble_task_lines,
@@ -17,8 +16,8 @@ from megatron_pulse.cli.plan.plan_facts import (
     predicted,
     provenance,
 )
-from megatron_pulse.encoders.text_recipe import VAE
 from megatron_pulse.format import in_ms
+from megatron_pulse.planner.plan_file.equivalent_flags import equivalent_flags, run_command
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.planner.program.simulate import SimulatedStep
 from megatron_pulse.planner.schedule.check.simulate import Timeline, grid
@@ -103,65 +102,6 @@ def _becomes(plan: PlanFile, layer: int, is_less: bool) -> str:
     return DONE[policy]
 
 
-def command(plan: PlanFile, path: Path) -> str:
-    """Command that runs the plan; a plan of a table of layers has none."""
-    if "table" in plan.backbone:
-        return f"not run: {name_of(plan.backbone)} is a table of layers"
-    cluster = plan.provenance["cluster"]
-    per_node = min(plan.world_size, int(cluster.get("devices_per_node", plan.world_size)))
-    nodes = -(-plan.world_size // per_node)
-    several = f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:PORT " * (nodes > 1)
-    return (
-        f"pulse run {several}--nproc-per-node {per_node} launch/pretrain_diffusion.py --pulse-plan "
-        f"{shlex.quote(str(path))} {_data(plan)} --train-iters 1000 --lr 1e-4 "
-        + f"{NO_AVERAGES} " * (not plan.ema)
-        + f"--save {shlex.quote(f'runs/{name_of(plan.backbone)}')}"
-    )
-
-
-def _data(plan: PlanFile) -> str:
-    """Data flags of a plan's run: images if it encodes them itself."""
-    encoders = [*(plan.encoders or ()), *(plan.before_step or ())]
-    if not encoders:
-        return "--pulse-data latents:PATH"
-    images = any(one["name"] == VAE for one in encoders)
-    return f"--pulse-data {'folder' if images else 'latents'}:PATH --pulse-encoders DIR"
-
-
-def flags(plan: PlanFile) -> str:
-    """Flags equivalent to the plan, except its cuts and schedule."""
-    again, host, part = (
-        [name for name, policy in by_name.items() if policy == wanted]
-        for by_name in [plan.activations.by_name(plan.layer_names)]
-        for wanted in ("recompute", "offload", "selective")
-    )
-    count = len(plan.profile.layers)
-    given = [
-        f"--pipeline-model-parallel-size {plan.pipeline}",
-        f"--tensor-model-parallel-size {plan.tensor}",
-        f"--global-batch-size {plan.global_batch_size}",
-        f"--micro-batch-size {plan.micro_batch_size}",
-    ]
-    for flag, wanted in (
-        ("--bf16", plan.dtype == "bfloat16"),
-        ("--fp16", plan.dtype == "float16"),
-        ("--sequence-parallel", plan.sequence_parallel),
-        ("--recompute-granularity full", len(again) == count),
-        *((f"--pulse-recompute {shlex.quote(name)}", len(again) < count) for name in again),
-        *((f"--pulse-offload {shlex.quote(name)}", True) for name in host),
-        ("--recompute-granularity selective", len(part) == count),
-        *((f"--pulse-recompute-selective {shlex.quote(name)}", len(part) < count) for name in part),
-        (NO_AVERAGES, not plan.ema),
-        ("--use-distributed-optimizer", plan.distributed_optimizer),
-        ("--optimizer-cpu-offload", plan.optimizer_cpu_offload),
-        ("--grad-reduce-in-bf16", plan.grad_reduce_in_bf16),
-        ("--overlap-grad-reduce", plan.overlap_grad_reduce),
-        ("--use-tp-pp-dp-mapping", plan.rank_order == "tp-pp-dp"),
-    ):
-        given += [flag] * wanted
-    return " ".join(given)
-
-
 def ranks_of(plan: PlanFile, device: int) -> list[int]:
     """Ranks of this pipeline device in all replicas."""
     wide, inside = plan.tensor, plan.rank_order == "tp-pp-dp"
@@ -171,9 +111,6 @@ def ranks_of(plan: PlanFile, device: int) -> list[int]:
     ]
     return [first + t for first in firsts for t in range(wide)]
 
-
-NO_AVERAGES = "--pulse-ema-decay 0"
-"""Flag of a run whose plan has no memory for an EMA of the weights."""
 
 DEVICE_COLUMNS = (
     *("device", "ranks", "busy", "idle", "sends", "activations", "memory", "peak in"),
@@ -234,7 +171,13 @@ def describe(
         lines += ["", *picture]
     lines += ["", "origin"]
     lines += name_value_lines(provenance(plan))
-    return [*lines, "", "run it:", f"  {command(plan, path)}", f"equivalent flags: {flags(plan)}"]
+    return [
+        *lines,
+        "",
+        "run it:",
+        f"  {run_command(plan, path)}",
+        f"equivalent flags: {equivalent_flags(plan)}",
+    ]
 
 
 def small_grid(timeline: Timeline, width: int | None) -> list[str]:

@@ -6,34 +6,36 @@ import argparse
 import math
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_pulse.cli.flag_checks import (
+    add_flag,
     add_parser,
     as_user_error,
-    check_file,
-    missing_file_faults,
-    range_faults,
+    flag_faults,
     require,
     warn,
 )
-from megatron_pulse.cli.output import (
-    DRAWINGS,
-    add_json,
-    json_faults,
-    overwrite_faults,
-    print_result,
-    write,
+from megatron_pulse.cli.output import DRAWINGS, add_json, print_result, write
+from megatron_pulse.cli.shared_flags import (
+    add_encoder_costs,
+    add_micro_batch_size,
+    add_num_devices,
+    add_profile,
+    add_solver,
 )
-from megatron_pulse.dataclass_flags import ABOVE_ZERO, FROM_ZERO, TO_4096, TO_MILLION
+from megatron_pulse.dataclass_flags import ABOVE_ZERO, FROM_ZERO, TO_4096
 from megatron_pulse.errors import UserError
+from megatron_pulse.file_kinds import FileKind
+from megatron_pulse.files import read_text
+from megatron_pulse.planner.layout.placement import PLACEMENTS
+from megatron_pulse.planner.schedule.classic.catalog import CLASSICS, SPLIT
+from megatron_pulse.planner.schedule.operations import OpType, Schedule
 from megatron_pulse.progress import ProgressLine
 
 if TYPE_CHECKING:
     from megatron_pulse.cli.plan.schedule_input import ScheduleInput
     from megatron_pulse.planner.bubble_fill.filled_schedule import FilledSchedule
-    from megatron_pulse.planner.schedule.operations import Schedule
     from megatron_pulse.planner.schedule.problem import ScheduleProblem, Synthesis
 
 _DESCRIPTION = """\
@@ -80,9 +82,6 @@ _SECONDS = 10.0
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``schedule``."""
-    from megatron_pulse.planner.layout.placement import PLACEMENTS
-    from megatron_pulse.planner.schedule.classic.catalog import CLASSICS
-    from megatron_pulse.planner.schedule.ilp.solvers import Solver, read_solver
 
     parser = add_parser(
         commands,
@@ -91,95 +90,75 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         _DESCRIPTION,
         simulate,
     )
-    add = parser.add_argument
+    add = partial(add_flag, parser)
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--profile", type=Path, metavar="JSON", help="what 'pulse profile' wrote")
-    what.add_argument("--times", type=Path, metavar="JSON", help="stage times, see above")
-    add("-p", "--num-devices", type=int, required=True, metavar="P", help="pipeline devices")
-    add("-m", "--microbatches", type=int, required=True, metavar="M", help="in a step")
+    add_profile(what)
+    add_flag(what, "--times JSON", "stage times, see above", reads=True)
+    add_num_devices(parser)
+    add("-m, --microbatches M", "in a step", within=TO_4096, type=int, required=True)
     add(
         "--placement",
-        choices=PLACEMENTS,
-        help="default: sequential for a profile without skips or times of one stage per device; "
+        "default: sequential for a profile without skips or times of one stage per device; "
         "else fold",
+        choices=PLACEMENTS,
     )
     add(
-        "--waves",
-        type=int,
-        metavar="W",
-        help="of a fold; interleaved has 2 W stages on each "
+        "--waves W",
+        "of a fold; interleaved has 2 W stages on each "
         "device (default: 1, or what the file's stages make)",
-    )
-    add(
-        "--micro-batch-size",
+        within=TO_4096,
         type=int,
-        metavar="B",
-        help="samples of a microbatch (default: the smallest in the profile)",
     )
-    add("--split", action="store_true", help="split backwards into input and weight gradients")
+    add_micro_batch_size(parser)
+    add("--split", "split backwards into input and weight gradients")
     add(
-        "--cap",
+        "--cap A",
+        "most live stage activations of a device, or 'none' (default: as 1F1B)",
         type=_cap,
-        metavar="A",
-        help="most live stage activations of a device, or 'none' (default: as 1F1B)",
     )
     add(
-        "--link-gbs",
+        "--link-gbs X",
+        "of a profile: between two devices, each way, in GB/s (default 12.5)",
+        within=ABOVE_ZERO,
         type=float,
-        metavar="X",
-        help="of a profile: between two devices, each way, in GB/s (default 12.5)",
     )
     add(
-        "--link-us",
+        "--link-us X",
+        "of a profile: a message's latency in microseconds (default 5)",
+        within=FROM_ZERO,
         type=float,
-        metavar="X",
-        help="of a profile: a message's latency in microseconds (default 5)",
     )
-    add(
-        "--solver",
-        type=read_solver,
-        choices=("auto", *map(str, Solver)),
-        default="auto",
-        help="exact solver after the constructive search (default auto: the one that is installed "
-        "and fits)",
+    add_solver(
+        parser,
+        "exact solver after the constructive search (default auto: the one that is installed and "
+        "fits)",
     )
-    add("--seconds", type=float, metavar="S", help=f"seconds of search (default {_SECONDS:g})")
+    add("--seconds S", f"seconds of search (default {_SECONDS:g})", within=FROM_ZERO, type=float)
     own = parser.add_mutually_exclusive_group()
-    own.add_argument(
+    add_flag(
+        own,
         "--name",
+        "a classic schedule (default auto: synthesize one)",
         choices=("auto", *CLASSICS),
         default="auto",
-        help="a classic schedule (default auto: synthesize one)",
     )
-    own.add_argument(
-        "--schedule",
-        type=Path,
-        metavar="CSV",
-        help="a schedule of your own: a row per device, cells as 2F0 (stage 2, forward, microbatch "
+    add_flag(
+        own,
+        "--schedule CSV",
+        "a schedule of your own: a row per device, cells as 2F0 (stage 2, forward, microbatch "
         "0; B, or I and W; R recompute, O offload, L load)",
+        reads=True,
     )
-    add("--compare", action="store_true", help="compare with classic schedules")
+    add("--compare", "compare with classic schedules")
     add(
-        "--draw",
-        type=Path,
-        metavar="FILE",
-        help=".svg: a picture; .html: a report; .json: a trace for ui.perfetto.dev",
+        "--draw FILE",
+        ".svg: a picture; .html: a report; .json: a trace for ui.perfetto.dev",
+        writes=DRAWINGS,
     )
-    add(
-        "--csv",
-        type=Path,
-        metavar="CSV",
-        help="write the order for --schedule and --pulse-schedule",
-    )
-    add(
-        "--encoders",
-        type=Path,
-        metavar="JSON",
-        help="with a profile: frozen encoders that run in bubbles for the next batch (form: "
-        "megatron_pulse/planner/bubble_fill/README.md)",
-    )
+    add("--csv CSV", "write the order for --schedule and --pulse-schedule", writes=[".csv"])
+    add_encoder_costs(parser, "with a profile: ")
     add_json(parser)
-    add("--no-cache", action="store_true", help="neither read nor write the cache")
+    add("--no-cache", "neither read nor write the cache")
 
 
 def simulate(args: argparse.Namespace) -> None:
@@ -266,7 +245,6 @@ def _answer(args: argparse.Namespace, task: ScheduleInput) -> tuple[ScheduleProb
 
 def _named(args: argparse.Namespace, task: ScheduleInput) -> tuple[ScheduleProblem, Synthesis]:
     """Classic schedule on the placement asked for, or else on its own."""
-    from megatron_pulse.planner.schedule.classic.catalog import CLASSICS, SPLIT
     from megatron_pulse.planner.schedule.classic.compare import rival
 
     with as_user_error(ValueError):
@@ -282,9 +260,6 @@ def _named(args: argparse.Namespace, task: ScheduleInput) -> tuple[ScheduleProbl
 
 def _own(args: argparse.Namespace, task: ScheduleInput) -> tuple[ScheduleProblem, Synthesis]:
     """Schedule of ``--schedule``; raises UserError with all of its faults."""
-    from megatron_pulse.file_kinds import FileKind
-    from megatron_pulse.files import read_text
-    from megatron_pulse.planner.schedule.operations import OpType
     from megatron_pulse.planner.schedule.serialize import from_csv
 
     try:
@@ -329,13 +304,8 @@ def _cap(text: str) -> float:
 
 
 def _faults(args: argparse.Namespace) -> list[str]:
-    from megatron_pulse.planner.layout.placement import PLACEMENTS
 
-    faults = range_faults(TO_4096, args, "num_devices", "microbatches", "waves")
-    faults += range_faults(TO_MILLION, args, "micro_batch_size")
-    faults += missing_file_faults(
-        profile=args.profile, times=args.times, schedule=args.schedule, encoders=args.encoders
-    )
+    faults = flag_faults(args)
     if args.encoders is not None:
         if args.times is not None:
             faults.append("--encoders is for --profile: --times has no number of samples")
@@ -351,8 +321,6 @@ def _faults(args: argparse.Namespace) -> list[str]:
                 faults.append(f"{flag} is for --profile; {instead}")
     if args.waves is not None and args.placement and not PLACEMENTS[args.placement].chunk_step:
         faults.append(f"--waves: a device of {args.placement} hosts one stage")
-    faults += range_faults(ABOVE_ZERO, args, "link_gbs")
-    faults += range_faults(FROM_ZERO, args, "link_us", "seconds")
     if args.cap is not None and not args.cap > 0:
         faults.append(f"--cap is {args.cap:g}; it must be above 0")
     if args.name != "auto" or args.schedule is not None:
@@ -368,9 +336,4 @@ def _faults(args: argparse.Namespace) -> list[str]:
             for flag, given in searching.items()
             if given
         ]
-    faults += check_file(args.draw, "--draw", *DRAWINGS)
-    faults += check_file(args.csv, "--csv", ".csv")
-    faults += json_faults(args)
-    written = {"--draw": args.draw, "--csv": args.csv, "--json": args.json}
-    faults += overwrite_faults(written, args.profile, args.times, args.schedule, args.encoders)
-    return sorted(set(faults), key=faults.index)
+    return faults

@@ -13,10 +13,11 @@ from megatron_pulse.backbone.layer_selection import name_of
 from megatron_pulse.cli.flag_checks import as_user_error, require, warn
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import read_json
+from megatron_pulse.planner.layout.layouts import default_layout, layout_of
+from megatron_pulse.planner.layout.placement import PLACEMENTS, Placement
 
 if TYPE_CHECKING:
     from megatron_pulse.planner.cluster.cluster import Link
-    from megatron_pulse.planner.layout.placement import Placement
     from megatron_pulse.planner.schedule.problem import ScheduleProblem
     from megatron_pulse.profile.profile import Profile
 
@@ -92,7 +93,6 @@ def profile_link(args: argparse.Namespace) -> Link:
 
 def from_profile(args: argparse.Namespace) -> ScheduleInput:
     """Stages of the best partition of ``--profile``, as 'pulse partition' finds it."""
-    from megatron_pulse.planner.layout.layouts import default_layout, layout_of
     from megatron_pulse.planner.partition.find import Goal, best
     from megatron_pulse.planner.schedule.problem import boundary_s, stage_problem
     from megatron_pulse.profile.files import load_profile
@@ -132,7 +132,6 @@ def cap(
 
 def _placement(args: argparse.Namespace, num_stages: int) -> Placement:
     """Placement of ``num_stages`` stages; raises UserError if there is none."""
-    from megatron_pulse.planner.layout.placement import PLACEMENTS
 
     devices = args.num_devices
     default = "sequential" if num_stages == devices and not args.waves else "fold"

@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_pulse.cli import html_page
-from megatron_pulse.cli.output import draw, name_value_lines, table
+from megatron_pulse.cli.output import draw_timeline, name_value_lines, table
 from megatron_pulse.cli.plan.plan_facts import bubble_task_lines, filling_facts
 from megatron_pulse.cli.plan.schedule_input import ScheduleInput
 from megatron_pulse.planner.bubble_fill.filled_schedule import FilledSchedule
-from megatron_pulse.planner.draw.schedule import draw_schedule
-from megatron_pulse.planner.draw.trace_events import trace_events
 from megatron_pulse.planner.schedule.check.simulate import grid, simulate
 from megatron_pulse.planner.schedule.classic.compare import ClassicResult
 from megatron_pulse.planner.schedule.operations import OpType
@@ -179,20 +177,14 @@ def _comparison(result: ScheduleReport) -> list[str]:
 
 def write_drawing(result: ScheduleReport, path: Path) -> str:
     """Write a picture, a page or a trace, by the suffix of ``path``; return a line for the user."""
-    task, problem, timeline = result.task, result.problem, result.ours.timeline
-    return draw(
+    return draw_timeline(
         path,
-        lambda: draw_schedule(
-            problem,
-            timeline,
-            result.title,
-            lower_bound=result.found.certificate.lower_bound,
-            unit=task.unit,
-            scale=task.scale,
-        ),
+        result.problem,
+        result.ours.timeline,
+        result.title,
         partial(_page, result),
-        # Microseconds: from seconds, or with a unit of time taken as a millisecond.
-        lambda: trace_events(problem, timeline, 1e6 if task.unit else 1e3),
+        lower_bound=result.found.certificate.lower_bound,
+        unit=result.task.unit,
     )
 
 

@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING
 
-from megatron_pulse.cli.flag_checks import (
-    add_parser,
-    check_file,
-    missing_file_faults,
-    require,
-    warn,
-)
-from megatron_pulse.cli.output import DRAWINGS, overwrite_faults
+from megatron_pulse.cli.flag_checks import add_flag, add_parser, flag_faults, require, warn
+from megatron_pulse.cli.shared_flags import add_drawing, add_plan
 
 if TYPE_CHECKING:
     from megatron_pulse.planner.plan_file.plan_file import PlanFile
@@ -54,24 +48,21 @@ examples:
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``show``."""
     parser = add_parser(commands, "show", "show what a plan does", _DESCRIPTION, run)
-    add = parser.add_argument
-    add("plan", type=Path, metavar="PLAN", help="what 'pulse tune' wrote")
-    add("-o", "--output", type=Path, metavar="FILE", help=".svg, .html or .json, see above")
-    add("--grid", action="store_true", help="print the grid at any width")
+    add = partial(add_flag, parser)
+    add_plan(parser)
+    add_drawing(parser)
+    add("--grid", "print the grid at any width")
     add(
-        "--verified",
-        type=Path,
-        metavar="JSON",
-        help="certificate of 'pulse verify' (default: the one beside PLAN)",
+        "--verified JSON",
+        "certificate of 'pulse verify' (default: the one beside PLAN)",
+        reads=True,
     )
-    add("--layers", action="store_true", help="list all layers with their activations")
+    add("--layers", "list all layers with their activations")
 
 
 def run(args: argparse.Namespace) -> None:
     """Print, then draw."""
-    faults = check_file(args.output, "-o", *DRAWINGS)
-    faults += missing_file_faults(verified=args.verified)
-    require([*faults, *overwrite_faults({"-o": args.output}, args.plan, args.verified)])
+    require(flag_faults(args))
     from megatron_pulse.cli.plan.plan_text import describe
     from megatron_pulse.planner.tune.plans.verify_figures import load_checked
 

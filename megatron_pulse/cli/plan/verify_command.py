@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megatron_pulse.cli.backbone_flags import (
@@ -17,14 +17,16 @@ from megatron_pulse.cli.backbone_flags import (
     options_of,
 )
 from megatron_pulse.cli.flag_checks import (
+    add_flag,
     add_parser,
     as_user_error,
-    check_file,
-    range_faults,
+    flag_faults,
     require,
     warn,
 )
-from megatron_pulse.cli.output import add_json, json_faults, overwrite_faults, print_result
+from megatron_pulse.cli.import_megatron import prepare_profiling
+from megatron_pulse.cli.output import add_json, print_result
+from megatron_pulse.cli.shared_flags import DTYPES, add_plan
 from megatron_pulse.dataclass_flags import ABOVE_ZERO, FROM_ONE, FROM_ZERO
 from megatron_pulse.errors import UserError
 from megatron_pulse.progress import ProgressLine
@@ -72,48 +74,32 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         _DESCRIPTION,
         run,
     )
-    add = parser.add_argument
-    add("plan", type=Path, metavar="PLAN", help="what 'pulse tune' wrote")
+    add = partial(add_flag, parser)
+    add_plan(parser)
     what = parser.add_mutually_exclusive_group()
     add_backbone_flags(what, "require a plan of this backbone")
     add_option_flag(parser, "override an option (default: the plan's)")
-    add("--data", metavar="DATA", help="as --pulse-data takes it (default: random numbers)")
-    add("--steps", type=int, default=2, metavar="N", help="steps to make (default 2)")
-    add("--seed", type=int, default=0, metavar="N", help="of weights and batches (default 0)")
+    add("--data DATA", "as --pulse-data takes it (default: random numbers)")
+    add("--steps N", "steps to make (default 2)", within=FROM_ONE, default=2)
+    add("--seed N", "of weights and batches (default 0)", within=FROM_ZERO, default=0)
     add(
         "--device",
+        "default: cuda where there is a GPU for each of the plan's ranks, else cpu",
         choices=["cuda", "cpu"],
-        help="default: cuda where there is a GPU for each of the plan's ranks, else cpu",
     )
-    add(
-        "--dtype",
-        choices=["float32", "bfloat16", "float16"],
-        help="of parameters and activations (default: the plan's)",
-    )
+    add("--dtype", "of parameters and activations (default: the plan's)", choices=DTYPES)
     add(
         "--conditioning",
+        "as --pulse-conditioning of the run (default auto)",
         choices=["auto", "send", "replicate"],
         default="auto",
-        help="as --pulse-conditioning of the run (default auto)",
     )
+    add("--by-stages", "hold one stage at a time, for a model that does not fit a device")
+    add("--timeout-s S", "time limit in seconds (default 600)", within=ABOVE_ZERO, default=600.0)
     add(
-        "--by-stages",
-        action="store_true",
-        help="hold one stage at a time, for a model that does not fit a device",
-    )
-    add(
-        "--timeout-s",
-        type=float,
-        default=600.0,
-        metavar="S",
-        help="time limit in seconds (default 600)",
-    )
-    add(
-        "-o",
-        "--output",
-        type=Path,
-        metavar="JSON",
-        help="the certificate (default: PLAN.verified.json, beside the plan)",
+        "-o, --output JSON",
+        "the certificate (default: PLAN.verified.json, beside the plan)",
+        writes=[".json"],
     )
     add_json(parser)
 
@@ -128,18 +114,14 @@ def run(args: argparse.Namespace) -> None:
     )
     from megatron_pulse.planner.tune.plans.verify_figures import load_checked
 
-    output = args.output or certificate_path(args.plan)
-    faults = check_file(output, "-o", ".json") + json_faults(args)
-    faults += range_faults(FROM_ONE, args, "steps") + range_faults(FROM_ZERO, args, "seed")
-    faults += range_faults(ABOVE_ZERO, args, "timeout_s")
+    output = args.output = args.output or certificate_path(args.plan)
+    faults = flag_faults(args)
     if args.backbone:
         faults += backbone_faults(args)
     elif args.option:
         faults.append("--option is for --backbone or --module; without, the options are the plan's")
-    faults += overwrite_faults({"-o": output, "--json": args.json}, args.plan)
     require(faults)
     given = load_checked(args.plan)
-    from megatron_pulse.cli.import_megatron import prepare_profiling
 
     prepare_profiling()
     with as_user_error(ValueError):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 from megatron_pulse.dataclass_flags import flag_name, marked
 from megatron_pulse.integration.flags.parse import CommandLine
 from megatron_pulse.integration.flags.pulse_options import FlagMark, PulseOptions
+from megatron_pulse.planner.plan_file.equivalent_flags import decided_flags
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.profile.channels_last import OPTION, in_format_of, in_given_format
 from megatron_pulse.profile.trainable import describe_patterns, identity, patterns_of
@@ -22,7 +22,7 @@ def apply_plan(plan: PlanFile, args: argparse.Namespace, options: PulseOptions) 
     ``contradictions`` reports flags with other values. The flag of self-conditioning changes no
     layout, and precedes the plan. A module keeps the name given, which tells where its weights are.
     """
-    for name, value in _decided(plan).items():
+    for name, value in decided_flags(plan).items():
         setattr(args, name, value)
     own = options.self_conditioning or plan.self_conditioning or None
     args.pulse_self_conditioning = own
@@ -38,32 +38,6 @@ def apply_plan(plan: PlanFile, args: argparse.Namespace, options: PulseOptions) 
     )
 
 
-def _decided(plan: PlanFile) -> dict[str, Any]:
-    """Megatron's flags that a plan decides, with their values."""
-    return {
-        "pipeline_model_parallel_size": plan.pipeline,
-        "tensor_model_parallel_size": plan.tensor,
-        "sequence_parallel": plan.sequence_parallel,
-        "micro_batch_size": plan.micro_batch_size,
-        "global_batch_size": plan.global_batch_size,
-        "recompute_granularity": _granularity(plan),
-        "use_distributed_optimizer": plan.distributed_optimizer,
-        "grad_reduce_in_bf16": plan.grad_reduce_in_bf16,
-        "optimizer_cpu_offload": plan.optimizer_cpu_offload,
-        "overlap_grad_reduce": plan.overlap_grad_reduce,
-        "use_tp_pp_dp_mapping": plan.rank_order == "tp-pp-dp",
-        "bf16": plan.dtype == "bfloat16",
-        "fp16": plan.dtype == "float16",
-    }
-
-
-def _granularity(plan: PlanFile) -> str | None:
-    count = len(plan.profile.layers)
-    if len(plan.activations.recompute) == count:
-        return "full"
-    return "selective" if len(plan.activations.selective) == count else None
-
-
 def contradictions(
     plan: PlanFile, line: CommandLine, options: PulseOptions, by: str = "--pulse-plan"
 ) -> Iterator[str]:
@@ -76,7 +50,7 @@ def contradictions(
         )
     placement = plan.placement
     planned = {
-        **_decided(plan),
+        **decided_flags(plan),
         "pulse_placement": str(placement.kind),
         "pulse_num_chunks": placement.num_chunks,
     }

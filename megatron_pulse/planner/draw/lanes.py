@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from xml.etree import ElementTree
 
-from megatron_pulse.planner.draw.canvas import Canvas
+from megatron_pulse.planner.draw.canvas import Canvas, pattern
 from megatron_pulse.planner.program.simulate import Transfer
 from megatron_pulse.planner.schedule.check.offload_copies import copy_lines
 from megatron_pulse.planner.schedule.check.simulate import Timeline
@@ -115,23 +115,19 @@ def copied(problem: ScheduleProblem, timeline: Timeline) -> tuple[Mark, ...]:
     return tuple(marks)
 
 
-def define(definitions: ElementTree.Element, looks: Collection[MarkStyle]) -> None:
-    """Define the patterns of gradients, copies back, and waits, if ``looks`` contains them."""
-    hatching = "M-1 1L1 -1M0 4L4 0M3 5L5 3"
-    for look, size, shape in (
-        (MarkStyle.GRADIENT, "4", hatching),
-        (MarkStyle.BACK, "4", hatching),
-        (MarkStyle.WAIT, "3", "M1 1h1v1h-1z"),
-    ):
-        if look not in looks:
-            continue
-        pattern = ElementTree.SubElement(definitions, "pattern", id=look.name.lower())
-        pattern.set("patternUnits", "userSpaceOnUse")
-        for name in ("width", "height"):
-            pattern.set(name, size)
-        ElementTree.SubElement(pattern, "rect", width=size, height=size, fill="white")
-        colour = _COLOURS[look]
-        ElementTree.SubElement(pattern, "path", d=shape, stroke=colour, fill="none")
+def patterns(looks: Collection[MarkStyle]) -> list[ElementTree.Element]:
+    """Patterns of gradients, copies back, and waits, if ``looks`` contains them."""
+    hatching = 4, "M-1 1L1 -1M0 4L4 0M3 5L5 3"
+    shapes = {
+        MarkStyle.GRADIENT: hatching,
+        MarkStyle.BACK: hatching,
+        MarkStyle.WAIT: (3, "M1 1h1v1h-1z"),
+    }
+    return [
+        pattern(look.name.lower(), size, size, "white", marks, _COLOURS[look])
+        for look, (size, marks) in shapes.items()
+        if look in looks
+    ]
 
 
 def draw_lanes(

@@ -8,10 +8,10 @@ light (first unit) to dark (last), and routed skips are thick, so the picture is
 from __future__ import annotations
 
 import itertools
-from xml.etree import ElementTree
 
 from megatron_pulse.backbone.costs import ChainCosts
 from megatron_pulse.format import in_mb, in_ms
+from megatron_pulse.planner.draw.canvas import FAINT, GREY, INK, Canvas, mixed
 from megatron_pulse.planner.layout.placement import Partition
 from megatron_pulse.planner.partition.evaluate import Evaluation
 
@@ -20,8 +20,7 @@ _CHAIN = _WIDTH - _LEFT - _RIGHT
 _BAR = 22.0
 _LABELS = 30.0  # two lines of text below the bars of a row
 _SHADES = ((0xF9, 0xE2, 0x8A), (0x5C, 0xB5, 0x8C), (0x1F, 0x3B, 0x73))
-_INK, _FAINT = "#222222", "#dddddd"
-_CHAIN_LINE = {"stroke": "#555555", "stroke_dasharray": "3 2"}
+_CHAIN_LINE = {"stroke": GREY, "stroke_dasharray": "3 2"}
 _HOME = {"fill": "none", "stroke": "#8c8c8c", "stroke_width": "0.8"}
 _TRAVEL = {"fill": "none", "stroke": "#d1193e", "stroke_width": "1.8"}
 
@@ -51,19 +50,10 @@ class _Drawing:
         widths = [least + scale * time if whole else even for time in times]
         self.edges = list(itertools.accumulate(widths, initial=_LEFT))
         self.home = [partition.device_of_layer(i) for i in range(len(times))]
-        self.svg = ElementTree.Element(
-            "svg",
-            xmlns="http://www.w3.org/2000/svg",
-            width=f"{_WIDTH:g}",
-            height=f"{self.height:g}",
-            viewBox=f"0 0 {_WIDTH:g} {self.height:g}",
-        )
-        self.svg.set("font-family", "Helvetica, Arial, sans-serif")
+        self.canvas = Canvas(_WIDTH, self.height)
 
     def draw(self, title: str, subtitle: str) -> str:
-        self._add("rect", x=0, y=0, width=_WIDTH, height=self.height, fill="white")
-        self._text(_LEFT, 26, title, size=17, weight="bold")
-        self._text(_LEFT, 45, subtitle, size=12, fill="#555555")
+        self.canvas.heading(_LEFT, title, subtitle)
         self._rows()
         self._handovers()
         self._units()
@@ -71,8 +61,7 @@ class _Drawing:
         self._stages()
         self._loads()
         self._legend()
-        ElementTree.indent(self.svg, " ")
-        return ElementTree.tostring(self.svg, encoding="unicode") + "\n"
+        return str(self.canvas)
 
     def _bar_top(self, device: int) -> float:
         return _TOP + self.row * (device + 1) - _LABELS - _BAR
@@ -84,11 +73,11 @@ class _Drawing:
         for device in range(self.devices):
             top = _TOP + self.row * device
             if device % 2 == 0:
-                self._add("rect", x=0, y=top, width=_WIDTH, height=self.row, fill="#f6f6f6")
+                self.canvas.add("rect", x=0, y=top, width=_WIDTH, height=self.row, fill="#f6f6f6")
             middle = self._bar_top(device) + _BAR / 2
-            self._text(12, middle + 4, f"device {device}", size=13, weight="bold")
+            self.canvas.text(12, middle + 4, f"device {device}", size=13, weight="bold")
             end = _LEFT + _CHAIN
-            self._add("line", x1=_LEFT, y1=middle, x2=end, y2=middle, stroke=_FAINT)
+            self.canvas.add("line", x1=_LEFT, y1=middle, x2=end, y2=middle, stroke=FAINT)
 
     def _handovers(self) -> None:
         """Lines where the chain continues in another row."""
@@ -99,12 +88,12 @@ class _Drawing:
             x = self.edges[cuts[stage]]
             y1, y2 = (self._bar_top(d) + _BAR / 2 for d in (one, other))
             size = self.costs.boundary_bytes[cuts[stage]]
-            line = self._add("line", x1=x, y1=y1, x2=x, y2=y2, **_CHAIN_LINE)
-            self._hint(line, f"stage {stage - 1} to {stage}: {in_mb(size)} each way")
+            line = self.canvas.add("line", x1=x, y1=y1, x2=x, y2=y2, **_CHAIN_LINE)
+            self.canvas.hint(line, f"stage {stage - 1} to {stage}: {in_mb(size)} each way")
 
     def _units(self) -> None:
         for i, name in enumerate(self.costs.names):
-            bar = self._add(
+            bar = self.canvas.add(
                 "rect",
                 x=self.edges[i],
                 y=self._bar_top(self.home[i]),
@@ -115,7 +104,7 @@ class _Drawing:
                 stroke_width=0.4,
                 class_="unit",
             )
-            self._hint(
+            self.canvas.hint(
                 bar,
                 f"{name}: forward {in_ms(self.costs.forward_s[i], 3)}, backward "
                 f"{in_ms(self.costs.backward_s[i], 3)}, {self.costs.parameters[i] / 1e6:.3g} M "
@@ -133,14 +122,14 @@ class _Drawing:
             room = self.row - _LABELS - _BAR - 4
             lift = room * (0.3 + 0.7 * (skip.destination - skip.source) / span) / 0.75
             top, bend = min(y1, y2) - lift, 0.12 * (x2 - x1)
-            arc = self._add(
+            arc = self.canvas.add(
                 "path",
                 d=f"M{x1:.1f} {y1:.1f}C{x1 + bend:.1f} {top:.1f} {x2 - bend:.1f} {top:.1f} "
                 f"{x2:.1f} {y2:.1f}",
                 **(_TRAVEL if travels else _HOME),
                 class_="skip travels" if travels else "skip home",
             )
-            self._hint(
+            self.canvas.hint(
                 arc,
                 f"{self.costs.names[skip.source]} to {self.costs.names[skip.destination]}: "
                 f"{in_mb(skip.num_bytes)}, "
@@ -164,14 +153,14 @@ class _Drawing:
             lines = [x for x, upper, lower in crossed if upper <= device < lower]
             top = self._bar_top(device)
             for k, (stage, (left, right)) in enumerate(zip(stages, spans, strict=True)):
-                self._add(
+                self.canvas.add(
                     "rect",
                     x=left,
                     y=top,
                     width=right - left,
                     height=_BAR,
                     fill="none",
-                    stroke=_INK,
+                    stroke=INK,
                 )
                 low, high = [_LEFT, *borders, _LEFT + _CHAIN][k : k + 2]
                 stops = sorted([low, high, *(x for x in lines if low < x < high)])
@@ -199,8 +188,8 @@ class _Drawing:
             ]
             if places:
                 x = min(places, key=lambda place: abs(place - centre))
-                self._text(x, below + 12, texts[0], size=11, anchor="middle", halo=True)
-                self._text(x, below + 24, texts[1], 10, "#666666", anchor="middle", halo=True)
+                self.canvas.text(x, below + 12, texts[0], size=11, anchor="middle", halo=True)
+                self.canvas.text(x, below + 24, texts[1], 10, "#666666", anchor="middle", halo=True)
                 return
 
     def _loads(self) -> None:
@@ -209,79 +198,43 @@ class _Drawing:
         loads, compute = self.found.load_s, self.found.compute_s
         largest = max(loads) or 1.0
         mean = sum(compute) / len(compute)
-        self._text(begin, _TOP - 6, "load: compute and send", size=11, fill="#555555")
+        self.canvas.text(begin, _TOP - 6, "load: compute and send", size=11, fill=GREY)
         for device, (load, part) in enumerate(zip(loads, compute, strict=True)):
             top, full = self._bar_top(device), room * load / largest
             width = room * part / largest
-            self._add("rect", x=begin, y=top, width=width, height=_BAR, fill="#666666")
-            self._add(
+            self.canvas.add("rect", x=begin, y=top, width=width, height=_BAR, fill="#666666")
+            self.canvas.add(
                 "rect", x=begin + width, y=top, width=full - width, height=_BAR, fill="#c4c4c4"
             )
-            self._text(begin + room + 8, top + _BAR / 2 + 4, in_ms(load, 3), size=12)
+            self.canvas.text(begin + room + 8, top + _BAR / 2 + 4, in_ms(load, 3), size=12)
             x = begin + room * mean / largest
-            mark = self._add("line", x1=x, y1=top - 5, x2=x, y2=top + _BAR, stroke=_INK)
-            self._hint(mark, f"mean compute time {in_ms(mean, 3)}")
+            mark = self.canvas.add("line", x1=x, y1=top - 5, x2=x, y2=top + _BAR, stroke=INK)
+            self.canvas.hint(mark, f"mean compute time {in_ms(mean, 3)}")
             share = f"computes {part / mean:.2f} of the mean" if mean else ""
-            self._text(begin, top + _BAR + 12, share, size=10, fill="#666666")
+            self.canvas.text(begin, top + _BAR + 12, share, size=10, fill="#666666")
 
     def _legend(self) -> None:
         y, x = self.height - 26, _LEFT
-        self._text(x, y + 4, "first unit", size=11)
+        self.canvas.text(x, y + 4, "first unit", size=11)
         for k in range(40):
-            self._add("rect", x=x + 56 + 3 * k, y=y - 6, width=3.2, height=12, fill=_shade(k / 39))
-        self._text(x + 182, y + 4, "last unit", size=11)
+            self.canvas.add(
+                "rect", x=x + 56 + 3 * k, y=y - 6, width=3.2, height=12, fill=_shade(k / 39)
+            )
+        self.canvas.text(x + 182, y + 4, "last unit", size=11)
         travelling = sum(self._travels(s.source, s.destination) for s in self.costs.skips)
         at_home = len(self.costs.skips) - travelling
         for offset, style, text in (
             (270, _HOME, f"collocated skip ({at_home})"),
             (520, _TRAVEL, f"routed skip ({travelling})"),
         ):
-            self._add("path", d=f"M{x + offset} {y + 5}q18 -16 36 0", **style)
-            self._text(x + offset + 44, y + 4, text, size=11)
-        self._add("line", x1=x + 720, y1=y, x2=x + 756, y2=y, **_CHAIN_LINE)
-        self._text(x + 764, y + 4, "the chain continues", size=11)
-
-    def _add(self, tag: str, **attributes: str | float) -> ElementTree.Element:
-        written = {
-            key.rstrip("_").replace("_", "-"): value
-            if isinstance(value, str)
-            else f"{value:.2f}".rstrip("0").rstrip(".")
-            for key, value in attributes.items()
-        }
-        return ElementTree.SubElement(self.svg, tag, written)
-
-    def _text(
-        self,
-        x: float,
-        y: float,
-        text: str,
-        size: int,
-        fill: str = _INK,
-        weight: str = "normal",
-        anchor: str = "start",
-        halo: bool = False,
-    ) -> None:
-        if halo:  # lines below the text fade
-            behind = self._add("text", x=x, y=y, stroke="white", stroke_width=4, opacity=0.8)
-            self._write(behind, text, size, weight, anchor)
-        element = self._add("text", x=x, y=y, fill=fill)
-        self._write(element, text, size, weight, anchor)
-
-    def _write(
-        self, element: ElementTree.Element, text: str, size: int, weight: str, anchor: str
-    ) -> None:
-        element.set("font-size", str(size))
-        element.set("font-weight", weight)
-        element.set("text-anchor", anchor)
-        element.text = text
-
-    def _hint(self, element: ElementTree.Element, text: str) -> None:
-        ElementTree.SubElement(element, "title").text = text
+            self.canvas.add("path", d=f"M{x + offset} {y + 5}q18 -16 36 0", **style)
+            self.canvas.text(x + offset + 44, y + 4, text, size=11)
+        self.canvas.add("line", x1=x + 720, y1=y, x2=x + 756, y2=y, **_CHAIN_LINE)
+        self.canvas.text(x + 764, y + 4, "the chain continues", size=11)
 
 
 def _shade(depth: float) -> str:
     """Colour at ``depth`` of the chain, 0 to 1; darker with depth."""
     at = depth * (len(_SHADES) - 1)
     k = min(int(at), len(_SHADES) - 2)
-    mixed = (round(a + (at - k) * (b - a)) for a, b in zip(_SHADES[k], _SHADES[k + 1], strict=True))
-    return "#" + "".join(f"{value:02x}" for value in mixed)
+    return mixed(_SHADES[k], _SHADES[k + 1], at - k)

@@ -20,9 +20,9 @@ from megatron_pulse.planner.draw.lanes import (
     Mark,
     MarkStyle,
     copied,
-    define,
     draw_lanes,
     draw_mark,
+    patterns,
 )
 from megatron_pulse.planner.draw.style import MARKS, NAMES, tile
 from megatron_pulse.planner.schedule.check.simulate import Timeline, dependency
@@ -142,10 +142,9 @@ class _Drawing:
 
     def draw(self, title: str) -> str:
         self._definitions()
-        self.canvas.add("rect", x=0, y=0, width=self.width, height=self.height, fill="white")
-        self.canvas.text(12, 26, title, size=17, weight="bold")
-        if len(self.panels) == 1:
-            self.canvas.text(12, 46, self._figures(self.panels[0].timeline, self.bound), fill=GREY)
+        alone = len(self.panels) == 1
+        figures = self._figures(self.panels[0].timeline, self.bound) if alone else ""
+        self.canvas.heading(12, title, figures)
         self._axis()
         for index, panel in enumerate(self.panels):
             self._panel(panel, _TOP + self.panel * index)
@@ -173,16 +172,17 @@ class _Drawing:
 
     def _definitions(self) -> None:
         """The arrow's head, and the pattern of every operation type on every stage of a device."""
-        definitions = self.canvas.add("defs")
-        arrow = ElementTree.SubElement(definitions, "marker", id="arrow", viewBox="0 0 6 6")
+        arrow = ElementTree.Element("marker", id="arrow", viewBox="0 0 6 6")
         for name, value in (("refX", "5.5"), ("refY", "3"), ("orient", "auto")):
             arrow.set(name, value)
         ElementTree.SubElement(arrow, "path", d="M0 .5L6 3L0 5.5z", fill=LINK)
         most = max(count for _, count in self.chunk.values())
-        for kind in self.kinds:
-            for chunk in range(1 if kind is OpType.BUBBLE_TASK else most):
-                definitions.append(tile(kind, chunk, most, self.bar))
-        define(definitions, self.looks)
+        tiles = [
+            tile(kind, chunk, most, self.bar)
+            for kind in self.kinds
+            for chunk in range(1 if kind is OpType.BUBBLE_TASK else most)
+        ]
+        self.canvas.define([arrow, *tiles, *patterns(self.looks)])
 
     def _axis(self) -> None:
         bottom = _TOP + self.panel * len(self.panels)
@@ -265,11 +265,8 @@ class _Drawing:
             known = operation.stage < len(bubble_tasks)
             name = bubble_tasks[operation.stage].name if known else str(operation.stage)
             what = f"{name}, slice {operation.microbatch}"
-        ElementTree.SubElement(
-            bar, "title"
-        ).text = (
-            f"{operation}: {NAMES[operation.kind]}, {what}; {self._at(begin)} to {self._at(end)}"
-        )
+        when = f"{self._at(begin)} to {self._at(end)}"
+        self.canvas.hint(bar, f"{operation}: {NAMES[operation.kind]}, {what}; {when}")
         text = str(operation.microbatch)
         if width >= max(_LEGIBLE, 6.4 * len(text) + 3):
             dark = operation.kind in BACKWARDS
@@ -320,7 +317,7 @@ class _Drawing:
         x, bottom = self._x(self.bound), _TOP + self.panel * len(self.panels) + 4
         line = self.canvas.add("line", x1=x, y1=_TOP - 10, x2=x, y2=bottom, stroke=INK)
         line.set("stroke-dasharray", "6 3")
-        ElementTree.SubElement(line, "title").text = f"lower bound {self._at(self.bound)}"
+        self.canvas.hint(line, f"lower bound {self._at(self.bound)}")
         self.canvas.text(x - 4, _TOP - 6, "lower bound", size=10, fill=GREY, anchor="end")
 
     def _legend(self) -> None:

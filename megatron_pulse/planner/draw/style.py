@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from xml.etree import ElementTree
 
+from megatron_pulse.planner.draw.canvas import mixed, pattern
 from megatron_pulse.planner.schedule.operations import BACKWARDS, OpType
 
 NAMES = {
@@ -44,23 +44,10 @@ def tile(kind: OpType, chunk: int, num_chunks: int, height: float) -> ElementTre
 
     The pattern is as high as a bar, so that the stripe lies along the bar's top.
     """
-    light, dark = _SHADES[kind]
-    at = chunk / (num_chunks - 1) if num_chunks > 1 else 0.5
-    mixed = (round(a + at * (b - a)) for a, b in zip(light, dark, strict=True))
-    shade = "#" + "".join(f"{value:02x}" for value in mixed)
+    shade = mixed(*_SHADES[kind], chunk / (num_chunks - 1) if num_chunks > 1 else 0.5)
     size, marks, colour = MARKS.get(kind, (6, "", ""))
-    pattern = ElementTree.Element("pattern", id=f"{kind.value}{chunk}", width=f"{size}")
-    pattern.set("height", f"{height:g}")
-    pattern.set("patternUnits", "userSpaceOnUse")
-    _bar(pattern, size, f"{height:g}", shade)
-    for top in range(0, math.ceil(height), size) if marks else ():
-        path = ElementTree.SubElement(pattern, "path", d=marks, fill="none", stroke=colour)
-        path.set("transform", f"translate(0 {top})")
+    made = pattern(f"{kind.value}{chunk}", size, height, shade, marks, colour)
     if chunk % 2:
-        on_dark = kind in BACKWARDS
-        _bar(pattern, size, f"{_STRIPE}", "#f2b84b" if on_dark else "#c4571b")
-    return pattern
-
-
-def _bar(within: ElementTree.Element, width: int, height: str, fill: str) -> None:
-    ElementTree.SubElement(within, "rect", width=f"{width}", height=height, fill=fill)
+        stripe = "#f2b84b" if kind in BACKWARDS else "#c4571b"
+        ElementTree.SubElement(made, "rect", width=f"{size}", height=f"{_STRIPE}", fill=stripe)
+    return made

@@ -43,16 +43,9 @@ def trace_events(
 def _process(
     problem: ScheduleProblem, panel: Panel, process: int, scale: float, in_bytes: bool
 ) -> Iterator[dict[str, Any]]:
-    yield _named("process_name", process, 0, panel.name)
+    yield _told("process_name", process, 0, name=panel.name)
     for device, order in enumerate(panel.timeline.schedule.order):
-        yield _named("thread_name", process, device, f"device {device}")
-        yield {
-            "ph": "M",
-            "name": "thread_sort_index",
-            "pid": process,
-            "tid": device,
-            "args": {"sort_index": device},
-        }
+        yield from _thread(process, device, f"device {device}")
         for operation in order:
             yield _bar(panel.timeline, operation, process, device, scale)
         yield from _activations(problem, panel.timeline, process, device, scale, in_bytes)
@@ -60,8 +53,14 @@ def _process(
     yield from _flows(problem, panel.timeline, process, scale)
 
 
-def _named(what: str, process: int, thread: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": {"name": name}}
+def _told(what: str, process: int, thread: int, **args: str | int) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": args}
+
+
+def _thread(process: int, thread: int, name: str) -> Iterator[dict[str, Any]]:
+    """Name and place of a thread."""
+    yield _told("thread_name", process, thread, name=name)
+    yield _told("thread_sort_index", process, thread, sort_index=thread)
 
 
 def _bar(
@@ -111,14 +110,7 @@ def _lanes(panel: Panel, process: int, scale: float) -> Iterator[dict[str, Any]]
     names = [f"device {mark.device}: {_COPIES.get(mark.look, 'messages')}" for mark in panel.lanes]
     threads = {n: i for i, n in enumerate(sorted(set(names)), len(panel.timeline.schedule.order))}
     for name, thread in threads.items():
-        yield _named("thread_name", process, thread, name)
-        yield {
-            "ph": "M",
-            "name": "thread_sort_index",
-            "pid": process,
-            "tid": thread,
-            "args": {"sort_index": thread},
-        }
+        yield from _thread(process, thread, name)
     for name, mark in zip(names, panel.lanes, strict=True):
         yield {
             "ph": "X",

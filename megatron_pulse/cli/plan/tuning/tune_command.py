@@ -6,20 +6,18 @@ import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_pulse.cli.backbone_flags import add_layers_flags, layers_faults
 from megatron_pulse.cli.flag_checks import (
+    add_flag,
     add_parser,
     as_user_error,
-    check_file,
-    missing_file_faults,
-    range_faults,
+    flag_faults,
     require,
     warn,
 )
-from megatron_pulse.cli.output import add_json, json_faults, overwrite_faults, print_result
+from megatron_pulse.cli.output import add_json, print_result
 from megatron_pulse.cli.plan.tuning.tune_elastic import elastic_clusters, tune_worlds
 from megatron_pulse.cli.plan.tuning.tune_input import (
     choices_of,
@@ -29,12 +27,14 @@ from megatron_pulse.cli.plan.tuning.tune_input import (
     no_cascade,
     no_half_gradients,
     no_prediction_taken,
-    numbers,
     run_search,
     unused_caution,
 )
+from megatron_pulse.cli.shared_flags import add_encoder_costs, add_solver, number_list_faults
 from megatron_pulse.dataclass_flags import ABOVE_ZERO, SHARE, TO_MILLION
-from megatron_pulse.errors import unknown_name
+from megatron_pulse.errors import UserError, unknown_name
+from megatron_pulse.planner.layout.layouts import LAYOUTS, layouts_called
+from megatron_pulse.profile.roofline import ELEMENT_BYTES
 from megatron_pulse.progress import ProgressLine
 
 if TYPE_CHECKING:
@@ -82,119 +82,86 @@ _FILLED = 3
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``tune``."""
-    from megatron_pulse.planner.layout.layouts import LAYOUTS
-    from megatron_pulse.planner.schedule.ilp.solvers import Solver, read_solver
-    from megatron_pulse.profile.roofline import ELEMENT_BYTES
 
     parser = add_parser(commands, "tune", "find the fastest plan for a cluster", _DESCRIPTION, run)
-    add = parser.add_argument
+    add = partial(add_flag, parser)
     add_layers_flags(parser, "--profile", "what 'pulse profile' wrote")
     add(
-        "--cluster",
+        "--cluster NAME|FILE",
+        "one of 'pulse clusters' or a file; NAME:4 or FILE:4 has 4 nodes",
+        reads=True,
+        type=str,
         required=True,
-        metavar="NAME|FILE",
-        help="one of 'pulse clusters' or a file; NAME:4 or FILE:4 has 4 nodes",
     )
     add(
-        "--global-batch-size",
+        "--global-batch-size B",
+        "global batch size in samples",
+        within=TO_MILLION,
         type=int,
         required=True,
-        metavar="B",
-        help="global batch size in samples",
     )
     add(
         "--dtype",
+        "dtype without a profile (default: bfloat16 if the device has it, else float16)",
         choices=list(ELEMENT_BYTES),
-        help="dtype without a profile (default: bfloat16 if the device has it, else float16)",
     )
-    add("--pipeline", metavar="P[,P...]", help="pipeline degrees to try (default: all)")
-    add("--tensor", metavar="T[,T...]", help="tensor degrees to try (default 1,2,4,8)")
+    add("--pipeline P[,P...]", "pipeline degrees to try (default: all)")
+    add("--tensor T[,T...]", "tensor degrees to try (default 1,2,4,8)")
+    add("--micro-batch-size N[,N...]", "microbatch sizes to try (default: all powers of two)")
     add(
-        "--micro-batch-size",
-        metavar="N[,N...]",
-        help="microbatch sizes to try (default: all powers of two)",
-    )
-    add(
-        "--layouts",
-        metavar="NAME[,NAME...]",
-        help=f"layouts to try (default: all): {', '.join(LAYOUTS)}; fold stands for all folds",
+        "--layouts NAME[,NAME...]",
+        f"layouts to try (default: all): {', '.join(LAYOUTS)}; fold stands for all folds",
     )
     again = parser.add_mutually_exclusive_group()
-    again.add_argument(
-        "--recompute", action="store_true", help="recompute the activations of all layers"
-    )
-    again.add_argument(
+    add_flag(again, "--recompute", "recompute the activations of all layers")
+    add_flag(
+        again,
         "--no-recompute",
-        action="store_true",
-        help="recompute nothing (default: as few layers as needed, fully or selectively)",
+        "recompute nothing (default: as few layers as needed, fully or selectively)",
     )
     add(
         "--no-offload",
-        action="store_true",
-        help="offload no activations (default: offload if the cluster has a host link and it is "
-        "faster)",
+        "offload no activations (default: offload if the cluster has a host link and it is faster)",
     )
-    add("--no-split-backward", action="store_true", help="no split backward")
-    add(
-        "--no-ema",
-        action="store_true",
-        help="keep no EMA, 4 bytes a parameter: for --pulse-ema-decay 0",
-    )
+    add("--no-split-backward", "no split backward")
+    add("--no-ema", "keep no EMA, 4 bytes a parameter: for --pulse-ema-decay 0")
     add(
         "--grad-reduce-in-bf16",
-        action="store_true",
-        help="reduce gradients in bfloat16, as Megatron's flag: 2 bytes a parameter less, and less "
+        "reduce gradients in bfloat16, as Megatron's flag: 2 bytes a parameter less, and less "
         "to send",
     )
     add(
         "--optimizer-cpu-offload",
-        action="store_true",
-        help="keep main parameters and Adam in host memory, as Megatron's flag: 6 bytes of a "
+        "keep main parameters and Adam in host memory, as Megatron's flag: 6 bytes of a "
         "bfloat16 parameter stay on the device, and a step takes longer",
     )
     add(
-        "--seconds",
-        type=float,
-        default=28.0,
-        metavar="S",
-        help="processor time of the search (default 28); on a busy machine up to four times as "
+        "--seconds S",
+        "processor time of the search (default 28); on a busy machine up to four times as "
         "long; Ctrl-C ends it with the best so far",
+        within=ABOVE_ZERO,
+        default=28.0,
     )
+    add_solver(parser, "solver of whole schedules (default auto)")
+    add_encoder_costs(parser)
     add(
-        "--solver",
-        type=read_solver,
-        choices=("auto", *map(str, Solver)),
-        default="auto",
-        help="solver of whole schedules (default auto)",
-    )
-    add(
-        "--encoders",
-        type=Path,
-        metavar="JSON",
-        help="costs of frozen encoders that run in bubbles for the next batch (form: "
-        "megatron_pulse/planner/bubble_fill/README.md)",
-    )
-    add(
-        "--self-conditioning",
+        "--self-conditioning P",
+        "share of steps with self-conditioning, as --pulse-self-conditioning",
+        within=SHARE,
         type=float,
-        metavar="P",
-        help="share of steps with self-conditioning, as --pulse-self-conditioning",
     )
     add(
-        "--world-sizes",
-        metavar="N[,N...]",
-        help="elastic plans for these numbers of devices, into the folder of -o; --pulse-plan DIR "
+        "--world-sizes N[,N...]",
+        "elastic plans for these numbers of devices, into the folder of -o; --pulse-plan DIR "
         "takes the one for the ranks that are there",
     )
-    add("--top", type=int, default=10, metavar="N", help="configs to list (default 10)")
+    add("--top N", "configs to list (default 10)", within=TO_MILLION, default=10)
     add(
         "--explain",
-        action="store_true",
-        help="also show the search, refused configs, FSDP2's "
-        "settings, and why the best is the best",
+        "also show the search, refused configs, FSDP2's settings, and why the best is the best",
     )
     add_json(parser)
-    add("-o", "--output", type=Path, metavar="JSON", help="write the best plan")
+    add("-o, --output JSON", "write the best plan", writes=[".json"])
 
 
 def run(args: argparse.Namespace) -> None:
@@ -286,7 +253,6 @@ def best_encoded(
 
     The plan's figures are computed anew. Raises UserError if no plan fits the memory.
     """
-    from megatron_pulse.errors import UserError
     from megatron_pulse.planner.bubble_fill.search import FillError
     from megatron_pulse.planner.tune.plans.encoder_policies import encode_plan
     from megatron_pulse.planner.tune.plans.verify_figures import recomputed
@@ -306,41 +272,25 @@ def best_encoded(
 
 def _faults(args: argparse.Namespace) -> list[str]:
     from megatron_pulse.planner.cluster.cluster import ClusterError, cluster
-    from megatron_pulse.planner.layout.layouts import LAYOUTS, layouts_called
 
-    faults = range_faults(TO_MILLION, args, "global_batch_size", "top")
-    for name in ("pipeline", "tensor", "micro_batch_size", "world_sizes"):
-        try:
-            numbers(getattr(args, name))
-        except ValueError:
-            flag = f"--{name.replace('_', '-')}"
-            faults.append(f"{flag} {getattr(args, name)}: write whole numbers above 0 as 1,2,4")
+    is_folder = args.world_sizes is not None
+    faults = flag_faults(args, without=["output"] if is_folder else [])
+    faults += number_list_faults(args, "pipeline", "tensor", "micro_batch_size", "world_sizes")
     for name in (args.layouts or "").split(","):
         if args.layouts is not None and not layouts_called(name.strip()):
             faults.append(f"--layouts: {unknown_name('layout', name.strip(), LAYOUTS)}")
-    if args.world_sizes is not None:
-        faults += [
-            f"{flag}: not with --world-sizes"
-            for flag in ("--encoders",)
-            if args.encoders is not None
-        ]
+    if is_folder:
+        if args.encoders is not None:
+            faults.append("--encoders: not with --world-sizes")
         if args.output is None or args.output.suffix:
             faults.append("--world-sizes writes a folder of plans: give -o DIR")
     if args.no_offload and args.optimizer_cpu_offload:
         faults.append("--no-offload and --optimizer-cpu-offload exclude each other: give one")
-    faults += range_faults(ABOVE_ZERO, args, "seconds")
-    faults += range_faults(SHARE, args, "self_conditioning")
-    faults += layers_faults(args, profile=args.profile)
+    faults += layers_faults(args, is_file=args.profile is not None)
     if args.profile is not None and args.dtype:
         faults.append("--dtype is for --backbone; a profile has its own")
-    if args.encoders is not None:
-        faults += missing_file_faults(encoders=args.encoders)
     try:
         cluster(args.cluster)
     except ClusterError as error:
         faults.append(str(error))
-    if args.world_sizes is None:
-        faults += check_file(args.output, "--output", ".json")
-    faults += json_faults(args)
-    written = {"--output": args.output, "--json": args.json}
-    return faults + overwrite_faults(written, args.profile, args.cluster, args.encoders)
+    return faults

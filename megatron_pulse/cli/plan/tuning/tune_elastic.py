@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_pulse.cli.flag_checks import as_user_error, require
 from megatron_pulse.cli.output import print_result
-from megatron_pulse.cli.plan.tuning.tune_input import choices_of, evaluator_of, numbers, run_search
+from megatron_pulse.cli.plan.tuning.tune_input import choices_of, evaluator_of, run_search
+from megatron_pulse.cli.shared_flags import numbers
 
 if TYPE_CHECKING:
     from megatron_pulse.planner.cluster.cluster import Cluster

@@ -7,7 +7,11 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from megatron_pulse.cli.backbone_flags import trained_backbone
-from megatron_pulse.cli.flag_checks import require
+from megatron_pulse.cli.flag_checks import require, warn
+from megatron_pulse.cli.import_megatron import prepare_profiling
+from megatron_pulse.cli.shared_flags import numbers
+from megatron_pulse.planner.layout.layouts import layouts_called
+from megatron_pulse.profile.roofline import Roofline
 from megatron_pulse.progress import ProgressLine
 
 if TYPE_CHECKING:
@@ -43,8 +47,6 @@ def given_profile(args: argparse.Namespace, where: Cluster) -> Profile:
     device = where.peaks
     assert device is not None
     require(device.dtype_faults("--dtype", args.dtype))
-    from megatron_pulse.cli.import_megatron import prepare_profiling
-    from megatron_pulse.profile.roofline import Roofline
 
     prepare_profiling()
     from megatron_pulse.profile.analytic import analyse
@@ -118,7 +120,6 @@ def state(args: argparse.Namespace) -> ParameterState:
 
 
 def choices_of(args: argparse.Namespace) -> Choices:
-    from megatron_pulse.planner.layout.layouts import layouts_called
     from megatron_pulse.planner.tune.config import Choices, Recompute
 
     choices = Choices()
@@ -164,23 +165,12 @@ def unused_caution(args: argparse.Namespace, evaluator: Evaluator, choices: Choi
     )
 
 
-def numbers(text: str | None) -> tuple[int, ...] | None:
-    """Distinct numbers above 0, ascending; raises ValueError for other text."""
-    if text is None:
-        return None
-    numbers = sorted({int(word) for word in text.split(",")})
-    if numbers[0] < 1:
-        raise ValueError(text)
-    return tuple(numbers)
-
-
 def run_search(args: argparse.Namespace, evaluator: Evaluator, choices: Choices) -> Tuning:
     """Search for the best configs with whole schedules, with a progress line of the time allowed.
 
     Ctrl-C ends the search if there is a result. A first one without a result, or a second one, ends
     the command.
     """
-    from megatron_pulse.cli.flag_checks import warn
     from megatron_pulse.cli.plan.tuning.interruptible_clock import InterruptibleClock
     from megatron_pulse.planner.tune.search.budget import LATE
     from megatron_pulse.planner.tune.tune import tune

@@ -215,27 +215,12 @@ def _some(layers: Collection[int], outcome: Outcome) -> str:
 
 def _row(rank: int, outcome: Outcome) -> tuple[str, ...]:
     config = outcome.config
-    schedule = [
-        word
-        for word, used in (
-            ("split", config.split),
-            ("max in-flight", config.max_in_flight),
-            (
-                f"recompute {_some(outcome.stages.activations.recompute, outcome)}",
-                bool(outcome.stages.activations.recompute),
-            ),
-            (
-                f"selective {_some(outcome.stages.activations.selective, outcome)}",
-                bool(outcome.stages.activations.selective),
-            ),
-            (
-                f"offload {_some(outcome.stages.activations.offload, outcome)}",
-                bool(outcome.stages.activations.offload),
-            ),
-            ("dist-opt", config.distributed_optimizer),
-        )
-        if used
-    ]
+    schedule = ["split"] * config.split + ["max in-flight"] * config.max_in_flight
+    policies = {str(policy): layers for policy, layers in outcome.stages.activations.sets()}
+    for policy in ("recompute", "selective", "offload"):
+        if layers := policies[policy]:
+            schedule.append(f"{policy} {_some(layers, outcome)}")
+    schedule += ["dist-opt"] * config.distributed_optimizer
     inside = ""
     if config.pipeline > 1 and config.data > 1:
         inside = "pipeline" if config.pp_before_dp else "replicas"

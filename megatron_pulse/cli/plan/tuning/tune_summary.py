@@ -6,8 +6,8 @@ from pathlib import Path
 
 from megatron_pulse.backbone.layer_selection import tell_layers
 from megatron_pulse.cli.output import name_value_lines
-from megatron_pulse.cli.plan.plan_text import command
 from megatron_pulse.format import format_number, in_ms
+from megatron_pulse.planner.plan_file.equivalent_flags import run_command
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.planner.tune.evaluate import Evaluator
 from megatron_pulse.planner.tune.fsdp.baseline import ALIKE
@@ -68,7 +68,7 @@ def _faster(found: Tuning, evaluator: Evaluator, fewer: ScaleDown | None) -> lis
 
 
 def _train(plan: PlanFile, path: Path | None) -> str:
-    told = command(plan, path or Path("plan.json"))
+    told = run_command(plan, path or Path("plan.json"))
     is_written = path is not None or "table" in plan.backbone
     return told if is_written else f"{told}  (after -o plan.json)"
 

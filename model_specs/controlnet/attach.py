@@ -1,21 +1,21 @@
-"""Inputs of ``pulse import --controlnet`` and ``pulse sample --control-image``."""
+"""A ControlNet for a published UNet: that of a folder, or a new one."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections import ChainMap
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from megatron_pulse.errors import UserError, collecting, summarize
+import torch
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from megatron_pulse.backbone.chain import Backbone
-    from megatron_pulse.backbone.published_weights import Published
+from megatron_pulse.backbone.chain import Backbone
+from megatron_pulse.backbone.published_weights import Published, to_published
+from megatron_pulse.diffusion.published import read_folder
+from megatron_pulse.profile.parameters import meta_weights
+from model_specs.controlnet.published_weights import joined
 
 NEW = "new"
 """Value instead of a folder: a new ControlNet, initialised as the UNet's encoder."""
@@ -29,9 +29,7 @@ def with_controlnet(
     ``source`` is the ControlNet's folder, or asks for a new one. Raises ValueError with all reasons
     why the ControlNet does not fit the UNet.
     """
-    from megatron_pulse.diffusion.published import read_folder
     from model_specs import load_published, published_form, read_published
-    from model_specs.controlnet.published_weights import joined
 
     place = None if source == NEW else Path(source)
     control = None if place is None else read_published(place)
@@ -56,11 +54,6 @@ def _new(backbone: Backbone, form: Published, tensors: Mapping[str, Tensor]) -> 
     They are the encoder's weights and convolutions of zeros. Torch's default initialisation (seed
     0) fills the layers that embed the control picture.
     """
-    import torch
-
-    from megatron_pulse.backbone.published_weights import to_published
-    from megatron_pulse.profile.parameters import meta_weights
-
     generator = torch.Generator().manual_seed(0)
     published = to_published(form, meta_weights(backbone))
     wanted = {n.removeprefix(form.part): t for n, t in published.items() if n.startswith(form.part)}
@@ -76,38 +69,3 @@ def _new(backbone: Backbone, form: Published, tensors: Mapping[str, Tensor]) -> 
         elif name in tensors:  # else the UNet lacks it, and the import reports it
             made[name] = tensors[name]
     return made
-
-
-def controlled(
-    files: Sequence[Path], backbone: Backbone, rows: list[Any], each: int
-) -> tuple[list[Any], dict[str, Tensor]]:
-    """Rows of a sheet, and the control branch's field for ``each`` samples of every row.
-
-    One file serves all rows; several files are one per row. A single row is repeated for every
-    file. Raises UserError for other counts, or if the backbone has no control branch.
-    """
-    if not files:
-        return rows, {}
-    import torch
-
-    from megatron_pulse.data.dataset import FieldSpec
-    from megatron_pulse.data.images.conditioning import CONDITIONING, control_picture
-
-    if CONDITIONING not in backbone.batch_fields:
-        raise UserError(f"--control-image: {backbone.name} has no control branch: leave it out")
-    rows = rows * len(files) if len(rows) == 1 else rows
-    files = [*files] * len(rows) if len(files) == 1 else files
-    if len(files) != len(rows):
-        raise UserError(
-            f"--control-image: {len(files)} pictures for {len(rows)} rows: give one, or as many"
-        )
-    spec = FieldSpec(backbone.batch_fields[CONDITIONING].shape)
-    pictures: dict[Path, Tensor] = {}
-    faults: list[str] = []
-    for file in dict.fromkeys(files):
-        with collecting(faults):
-            pictures[file] = control_picture(file, spec)
-    if faults:
-        raise UserError(summarize(faults))
-    seen = torch.stack([pictures[file] for file in files])
-    return rows, {CONDITIONING: seen.repeat_interleave(each, 0)}

@@ -1,0 +1,105 @@
+"""Flags that several commands take, each defined once."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from megatron_pulse.cli.backbone_flags import add_code_flag
+from megatron_pulse.cli.flag_checks import add_flag
+from megatron_pulse.cli.output import DRAWINGS
+from megatron_pulse.dataclass_flags import FROM_ZERO, PIXELS, TO_4096, TO_MILLION, flag_name
+from megatron_pulse.planner.schedule.ilp.solvers import Solver, read_solver
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def add_plan(parser: argparse.ArgumentParser) -> None:
+    """Add the positional PLAN."""
+    add_flag(parser, "plan PLAN", "what 'pulse tune' wrote", reads=True)
+
+
+def add_drawing(parser: argparse.ArgumentParser) -> None:
+    """Add ``-o`` for a drawing of a plan."""
+    text = ".svg, .html or .json, see above"
+    add_flag(parser, "-o, --output FILE", text, writes=DRAWINGS)
+
+
+def add_profile(parser: Any) -> None:
+    """Add ``--profile``."""
+    add_flag(parser, "--profile JSON", "what 'pulse profile' wrote", reads=True)
+
+
+def add_encoder_costs(parser: Any, when: str = "") -> None:
+    """Add ``--encoders`` of a plan; ``when`` precedes its help."""
+    add_flag(
+        parser,
+        "--encoders JSON",
+        f"{when}costs of frozen encoders that run in bubbles for the next batch (form: "
+        "megatron_pulse/planner/bubble_fill/README.md)",
+        reads=True,
+    )
+
+
+def add_num_devices(parser: argparse.ArgumentParser) -> None:
+    """Add ``-p``."""
+    add_flag(
+        parser, "-p, --num-devices P", "pipeline devices", within=TO_4096, type=int, required=True
+    )
+
+
+def add_micro_batch_size(parser: argparse.ArgumentParser, otherwise: str = "") -> None:
+    """Add ``--micro-batch-size`` of one microbatch; ``otherwise`` extends the default."""
+    add_flag(
+        parser,
+        "--micro-batch-size B",
+        f"samples of a microbatch (default: the smallest in the profile{otherwise})",
+        within=TO_MILLION,
+        type=int,
+    )
+
+
+def add_solver(parser: argparse.ArgumentParser, meaning: str) -> None:
+    """Add ``--solver``, whose help is ``meaning``."""
+
+    choices = ("auto", *map(str, Solver))
+    add_flag(parser, "--solver", meaning, type=read_solver, choices=choices, default="auto")
+
+
+def add_image_flags(parser: argparse.ArgumentParser) -> None:
+    """Add ``--image-size`` and ``--channels`` of a dataset."""
+    add_flag(parser, "--image-size N", "resize images to NxN", within=PIXELS, type=int)
+    add_flag(parser, "--channels", "of a folder (3)", type=int, choices=[1, 3], default=3)
+
+
+def add_checkpoint_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that choose a checkpoint and its weights."""
+    add_flag(parser, "--load DIR", "folder given as --save in training", type=Path, required=True)
+    add_flag(
+        parser, "--iteration N", "a checkpoint other than the latest", within=FROM_ZERO, type=int
+    )
+    add_flag(parser, "--raw", "weights as trained, not their EMA")
+    add_flag(parser, "--chain NAME", "backbone of a cascade")
+    add_code_flag(parser, "the checkpoint")
+
+
+def numbers(text: str | None) -> tuple[int, ...] | None:
+    """Distinct numbers above 0, ascending; raises ValueError for other text."""
+    if text is None:
+        return None
+    numbers = sorted({int(word) for word in text.split(",")})
+    if numbers[0] < 1:
+        raise ValueError(text)
+    return tuple(numbers)
+
+
+def number_list_faults(args: argparse.Namespace, *names: str) -> list[str]:
+    """Faults of flags of these names that are no lists of numbers."""
+    faults = []
+    for name in names:
+        try:
+            numbers(text := getattr(args, name))
+        except ValueError:
+            faults.append(f"{flag_name(name)} {text}: write whole numbers above 0 as 1,2,4")
+    return faults
