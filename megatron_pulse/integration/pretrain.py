@@ -40,7 +40,6 @@ from megatron_pulse.integration.loop.shutdown import (
     print_parser_output_once,
     start_watchdog,
 )
-from megatron_pulse.integration.planning.run_plan import broadcast_from_rank_0
 from megatron_pulse.integration.setup import (
     plan_of_auto,
     prepare,
@@ -51,6 +50,7 @@ from megatron_pulse.integration.training import train
 from megatron_pulse.profile.channels_last import format_caution
 from megatron_pulse.profile.measurement.machine import compute_as_a_rank, num_threads
 from megatron_pulse.profile.warnings import plan_thread_caution
+from megatron_pulse.runtime.collectives import broadcast_from_rank_0
 from megatron_pulse.runtime.rendezvous import Job
 from megatron_pulse.runtime.stop_signals import STOP
 from megatron_pulse.runtime.watchdog.progress import PROGRESS

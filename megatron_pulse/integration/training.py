@@ -35,19 +35,10 @@ from megatron_pulse.integration.loop.grad_norm import (
     clip_chains_separately,
     use_layout_independent_grad_norm,
 )
-from megatron_pulse.integration.loop.log_filter import (
-    RateOfStep,
-    with_skipped_losses,
-    with_whole_intervals,
-)
-from megatron_pulse.integration.loop.self_conditioning import SelfConditioning
+from megatron_pulse.integration.loop.log_filter import RateOfStep, with_whole_intervals
 from megatron_pulse.integration.loop.stop_requests import stoppable_evaluation, stopping_hooks
 from megatron_pulse.integration.loop.stragglers import Stragglers, Times, planned_times
-from megatron_pulse.integration.loop.throughput import (
-    ThroughputLog,
-    describe_work,
-    gather_numbers,
-)
+from megatron_pulse.integration.loop.throughput import ThroughputLog, describe_work
 from megatron_pulse.integration.loop.train_step_wrapper import wrap_train_step
 from megatron_pulse.integration.loop_encoders import DeviceEncoders
 from megatron_pulse.integration.megatron.compat import patch_megatron
@@ -55,7 +46,9 @@ from megatron_pulse.integration.megatron.model import StageFloat16Module, make_m
 from megatron_pulse.integration.planning.run_plan import compute_dtype, num_microbatches
 from megatron_pulse.integration.training_data import DiffusionData
 from megatron_pulse.planner.program.plan import Plan
+from megatron_pulse.runtime.collectives import gather_objects
 from megatron_pulse.runtime.failure_board import FailureBoard, PulseError
+from megatron_pulse.runtime.self_conditioning import SelfConditioning
 from model_specs import load_recorded
 
 
@@ -156,9 +149,7 @@ def train(
             ),
             args,
         ),
-        training_log=throughput.logged(
-            with_whole_intervals(with_skipped_losses(training.training_log, args), args), args
-        ),
+        training_log=throughput.logged(with_whole_intervals(training.training_log, args), args),
         get_megatron_optimizer=with_main_params(training.get_megatron_optimizer, options.ema_decay),
         save_checkpoint=saving.save,
         maybe_finalize_async_save=saving.finish,
@@ -188,12 +179,7 @@ def _stragglers(args: argparse.Namespace, options: PulseOptions, plan: Plan) -> 
             device = parallel_state.get_pipeline_model_parallel_rank()
             return planned_times(plan, num_microbatches(args), device)
 
-    return Stragglers(
-        args.rank,
-        options.straggler_threshold,
-        planned,
-        lambda own: [r for (r,) in gather_numbers(own)],
-    )
+    return Stragglers(args.rank, options.straggler_threshold, planned, gather_objects)
 
 
 def _forward_step(*args: Any) -> None:

@@ -9,7 +9,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
@@ -33,6 +32,7 @@ from megatron_pulse.planner.layout.placement import Placement
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.planner.program.plan import Plan
 from megatron_pulse.planner.schedule.operations import BubbleTask
+from megatron_pulse.runtime.collectives import gather_objects
 from model_specs import text_recipe
 
 _MOST_NAMED = 20
@@ -180,9 +180,7 @@ class DiffusionData:
         """Number of corrupt training files that all ranks have skipped (collective)."""
         if not self._skip_corrupt:
             return 0
-        every: list[set[str]] = [set()] * dist.get_world_size()
-        dist.all_gather_object(every, self._corrupt)
-        return len(set().union(*every))
+        return len(set().union(*gather_objects(self._corrupt)))
 
     def place_encoders(self, plan: Plan, given: PlanFile | None) -> list[str]:
         """Assign the encoders in the loop to the devices of the plan; return the faults."""

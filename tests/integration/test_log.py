@@ -14,7 +14,6 @@ import torch
 
 from megatron_pulse.integration.loop.log_filter import (
     LineFilter,
-    with_skipped_losses,
     with_whole_intervals,
 )
 from tests.integration.runs import BASE, TINY, train
@@ -150,7 +149,7 @@ def test_losses_of_skipped_steps_count_only_where_no_other_is() -> None:
         if iteration % 3 == 0:
             totals.update({"advanced iterations": 0, "loss": torch.tensor(0.0)})
 
-    log = with_skipped_losses(training_log, argparse.Namespace(log_interval=3))
+    log = with_whole_intervals(training_log, argparse.Namespace(log_interval=3))
     totals: dict[str, object] = {}
     for iteration, skipped in enumerate([1, 0, 0, 1, 0, 1, 1, 1, 1], start=1):
         losses = {"loss": torch.tensor(float(iteration))}
@@ -171,5 +170,5 @@ def test_sums_go_on_after_the_first_step_only_within_an_interval(
 
     log = with_whole_intervals(training_log, argparse.Namespace(log_interval=interval))
     for iteration in range(3, 12):
-        log({}, {}, 0.0, iteration, 1.0, is_first_iteration=iteration == 3)
+        log({}, {}, 0.0, iteration, 1.0, 0, 0, is_first_iteration=iteration == 3)
     assert kept == apart

@@ -15,7 +15,7 @@ import torch
 
 from megatron_pulse.integration.loop.stragglers import ENOUGH, Stragglers, slow_ranks
 from megatron_pulse.planner.schedule.operations import OpType
-from megatron_pulse.runtime.measure.utilization import StepTime
+from megatron_pulse.runtime.measure.recorder import StepTime
 from tests.integration.runs import BASE, TINY, pipeline, train
 from tests.ranks import RanksFailed, run_ranks, said_once
 

@@ -28,7 +28,7 @@ from megatron_pulse.planner.program.device_program import Run, Wait
 from megatron_pulse.planner.schedule.operations import Operation, OpType
 from megatron_pulse.profile.flops import count_flops, model_flops
 from megatron_pulse.profile.roofline import PRESETS, known_device
-from megatron_pulse.runtime.measure.utilization import StepTime, UtilizationMeter
+from megatron_pulse.runtime.measure.recorder import StepTime, UtilizationMeter
 from model_specs import load_backbone
 from tests.integration.runs import BASE, TINY, pipeline, train
 from tests.integration.test_bad_input import refuse

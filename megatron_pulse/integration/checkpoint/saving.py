@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import megatron.training.checkpointing as checkpointing
-import torch.distributed as dist
 from megatron.training.async_utils import is_empty_async_queue
 from megatron.training.global_vars import get_args
 from torch.distributed.checkpoint.api import CheckpointException
@@ -38,6 +37,7 @@ from megatron_pulse.integration.checkpoint.integrity.hashes import (
     metadata_text,
 )
 from megatron_pulse.integration.megatron.wandb_artifacts import CheckpointArtifacts
+from megatron_pulse.runtime.collectives import gather_objects
 from megatron_pulse.runtime.failure_board import PulseError
 from megatron_pulse.runtime.watchdog.progress import PROGRESS
 
@@ -184,8 +184,7 @@ class _Hashing:
 
         def check() -> None:
             refused = [file.refused for file in self._files.values() if file.refused]
-            told: list[Exception | None] = [None] * dist.get_world_size()
-            dist.all_gather_object(told, next(iter([*refused, *failed]), None))
+            told = gather_objects(next(iter([*refused, *failed]), None))
             if (first := next(filter(None, told), None)) is not None:
                 self._files.clear()
                 _drain(results_queue())  # Megatron's result, with another reason or none

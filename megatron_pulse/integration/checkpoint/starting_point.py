@@ -33,6 +33,7 @@ from megatron_pulse.integration.checkpoint.selection.recovery import (
     newest_readable,
     set_aside,
 )
+from megatron_pulse.runtime.collectives import gather_objects
 
 
 @dataclass(frozen=True)
@@ -261,8 +262,7 @@ def lock_for_job(save: str | None, found: str | None) -> FolderLock | None:
             fault = str(error)
         except OSError as error:
             fault = f"--save {save} cannot be written ({error.strerror}). Name a writable folder"
-    told: list[tuple[str | None, str | None]] = [(None, None)] * dist.get_world_size()
-    dist.all_gather_object(told, (fault, found))
+    told = gather_objects((fault, found))
     if (fault := told[0][0]) is None:
         others = [r for r, (_, theirs) in enumerate(told) if theirs != told[0][1]]
         if others:

@@ -19,19 +19,18 @@ from megatron_pulse.backbone.layer_selection import tell_layers
 from megatron_pulse.integration.loop.diagnosis.nan_check import GradientCheck, losses_not_finite
 from megatron_pulse.integration.loop.diagnosis.sdc_check import SdcCheck
 from megatron_pulse.integration.loop.encoded_batches import EncodedBatches, EncodedChains, taken
-from megatron_pulse.integration.loop.self_conditioning import SelfConditioning
 from megatron_pulse.integration.loop_encoders import DeviceEncoders
 from megatron_pulse.integration.megatron.model import unwrap
 from megatron_pulse.planner.program.plan import Plan
 from megatron_pulse.runtime.encoding.encoding import Encoding
 from megatron_pulse.runtime.executor import Executor
 from megatron_pulse.runtime.failure_board import FailureBoard, PulseError
+from megatron_pulse.runtime.measure.recorder import StepTime, UtilizationMeter
 from megatron_pulse.runtime.measure.tracer import TracedRun, Tracer
-from megatron_pulse.runtime.measure.utilization import StepTime, UtilizationMeter
 from megatron_pulse.runtime.p2p.transfers import Links
 from megatron_pulse.runtime.parameters.replicated_embedders import Replicas
 from megatron_pulse.runtime.pipeline import replicate
-from megatron_pulse.runtime.self_conditioning import PredictionCarrier, joined
+from megatron_pulse.runtime.self_conditioning import PredictionCarrier, SelfConditioning, joined
 from megatron_pulse.runtime.tensor_settings import Batch, LossFunction, RunSettings
 from megatron_pulse.runtime.watchdog.progress import PROGRESS
 

@@ -153,28 +153,12 @@ def short_log(args: argparse.Namespace) -> Iterator[None]:
 def with_whole_intervals(
     training_log: Callable[..., Any], args: argparse.Namespace
 ) -> Callable[..., Any]:
-    """Wrap Megatron's ``training_log`` so that its sums restart after every end of an interval.
+    """Wrap Megatron's ``training_log`` to log the losses of each interval, and of all of it.
 
     Megatron logs a run's first step separately and keeps it in its sums, even if it ends an
-    interval. The next line would then be the mean of both.
-    """
-
-    def log(losses: Any, totals: Any, rate: Any, iteration: int, *rest: Any, **named: Any) -> Any:
-        if iteration % args.log_interval == 0:
-            named["is_first_iteration"] = False
-        return training_log(losses, totals, rate, iteration, *rest, **named)
-
-    return log
-
-
-def with_skipped_losses(
-    training_log: Callable[..., Any], args: argparse.Namespace
-) -> Callable[..., Any]:
-    """Wrap Megatron's ``training_log`` to log the losses of an interval whose steps were all
-    skipped.
-
-    Megatron leaves skipped steps out of an interval's mean. Without any other step it logs a loss
-    of 0.
+    interval; the next line would then be the mean of both. Here the sums restart. Megatron leaves
+    skipped steps out of an interval's mean, and without any other step logs a loss of 0. Here it
+    logs the mean of the skipped steps.
     """
     skipped: list[Mapping[str, Tensor]] = []
 
@@ -189,7 +173,8 @@ def with_skipped_losses(
         *rest: Any,
         **named: Any,
     ) -> Any:
-        ends = iteration % args.log_interval == 0
+        if ends := iteration % args.log_interval == 0:
+            named["is_first_iteration"] = False
         is_shown = ends or named.get("is_first_iteration", False)
         if is_skipped:
             skipped.append(losses)

@@ -16,7 +16,7 @@ from megatron_pulse.planner.draw.style import NAMES
 from megatron_pulse.planner.program.plan import Plan
 from megatron_pulse.planner.schedule.check.simulate import duration_of
 from megatron_pulse.planner.schedule.operations import OpType
-from megatron_pulse.runtime.measure.utilization import StepTime
+from megatron_pulse.runtime.measure.recorder import StepTime
 
 type Times = Mapping[tuple[OpType, int], float]
 """Seconds of a device's operations in a step, by operation type and stage."""

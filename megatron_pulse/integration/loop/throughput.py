@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,8 @@ from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.integration.loop.stragglers import Stragglers
 from megatron_pulse.profile.flops import model_flops
 from megatron_pulse.profile.roofline import known_device
-from megatron_pulse.runtime.measure.utilization import StepTime
+from megatron_pulse.runtime.collectives import gather_objects
+from megatron_pulse.runtime.measure.recorder import StepTime
 
 
 @dataclass(frozen=True)
@@ -32,14 +33,12 @@ class ThroughputConstants:
 
     ``flops_per_sample`` counts the model's forward and backward, and ``peak_flops`` is a device's
     rate per second; None if unknown. ``planned_idle`` is the share of device time idle by the plan.
-    ``num_replicas`` counts the model's replicas with data of their own.
     """
 
     flops_per_sample: int | None
     peak_flops: float | None
     planned_idle: float
     num_devices: int
-    num_replicas: int = 1
 
 
 @dataclass(frozen=True)
@@ -106,7 +105,7 @@ class IntervalSums:
     busy_s: float
     window_s: float
     peak_bytes: float
-    num_corrupt: float = 0
+    num_corrupt: int = 0
 
 
 def interval_sums(
@@ -151,7 +150,7 @@ def throughput_of(
         max(rank.peak_bytes for rank in ranks) / 1e9,
         memory,
         steps_left * seconds / len(steps),
-        round(max(rank.num_corrupt for rank in ranks)),
+        max(rank.num_corrupt for rank in ranks),
     )
 
 
@@ -170,7 +169,7 @@ def describe_work(
             print(f"the log will have no TFLOP/s: FLOPs cannot be counted ({error})", flush=True)
     device = known_device(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
     peak = None if device is None else device.peak_flops.get(dtype)
-    return ThroughputConstants(flops, peak, planned_idle, args.world_size, args.data_parallel_size)
+    return ThroughputConstants(flops, peak, planned_idle, args.world_size)
 
 
 class ThroughputLog:
@@ -228,7 +227,7 @@ class ThroughputLog:
     def _say(self, iteration: int, steps_left: int) -> None:
         steps = self._steps if self._warm or len(self._steps) == 1 else self._steps[1:]
         peak_bytes, memory = peak_memory()
-        ranks = _gather(interval_sums(steps, peak_bytes, self._num_corrupt()))
+        ranks = gather_objects(interval_sums(steps, peak_bytes, self._num_corrupt()))
         if dist.get_rank() == dist.get_world_size() - 1:
             found = throughput_of(self._work, steps, ranks, steps_left, memory)
             print(found.line(), flush=True)
@@ -240,19 +239,6 @@ class ThroughputLog:
         self._steps, self._warm = [], True
         if self._stragglers is not None and (warning := self._stragglers.look()):
             print(warning, flush=True)
-
-
-def _gather(own: IntervalSums) -> list[IntervalSums]:
-    return [IntervalSums(*numbers) for numbers in gather_numbers(*astuple(own))]
-
-
-def gather_numbers(*own: float) -> list[list[float]]:
-    """Numbers of all ranks (collective)."""
-    device = "cuda" if "nccl" in dist.get_backend() else "cpu"
-    mine = torch.tensor(own, dtype=torch.float64, device=device)
-    every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(every, mine)
-    return [tensor.tolist() for tensor in every]
 
 
 def peak_memory() -> tuple[int, str]:

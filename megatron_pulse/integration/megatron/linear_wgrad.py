@@ -17,12 +17,13 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor, nn
 
 from megatron_pulse.integration.megatron.te_wgrad import defer_te_wgrad
-from megatron_pulse.runtime.parameters.split_backward import (
+from megatron_pulse.runtime.parameters.split_backward import current_wgrad_store
+from megatron_pulse.runtime.parameters.split_calls import (
+    LinearMap,
     SplitCall,
-    current_wgrad_store,
     deferred_call,
+    deferred_linear,
 )
-from megatron_pulse.runtime.parameters.wgrad_linear import LinearMap, deferred_linear
 
 _Fused = layers.LinearWithGradAccumulationAndAsyncCommunication
 

@@ -22,7 +22,6 @@ from megatron_pulse.integration.planning.encoder_costs import encoder_costs
 from megatron_pulse.integration.planning.memory_format import measured_format
 from megatron_pulse.integration.planning.run_plan import (
     backbone_of_flags,
-    broadcast_from_rank_0,
     compute_dtype,
     parameter_state,
 )
@@ -40,6 +39,7 @@ from megatron_pulse.profile.measurement.measure import measure
 from megatron_pulse.profile.profile import Profile, ProfileError
 from megatron_pulse.profile.roofline import USABLE
 from megatron_pulse.profile.warnings import spread_caution
+from megatron_pulse.runtime.collectives import broadcast_from_rank_0
 from megatron_pulse.runtime.measure.execution_modes import RUNNING
 from megatron_pulse.runtime.measure.probe import ProbeSettings, probe, probe_device
 from megatron_pulse.runtime.watchdog.progress import PROGRESS

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megatron_pulse.backbone.activations import ActivationPolicies
 from megatron_pulse.backbone.chain import Backbone
@@ -58,6 +57,7 @@ from megatron_pulse.profile.trainable import (
     patterns_of,
     trained_as,
 )
+from megatron_pulse.runtime.collectives import broadcast_from_rank_0
 from megatron_pulse.runtime.measure.execution_modes import RUNNING
 from megatron_pulse.runtime.watchdog.progress import PROGRESS
 from model_specs import in_dtype, is_module, load_backbone, load_recorded, with_texts_of
@@ -154,21 +154,6 @@ def share_schedules(plan: Plan, args: argparse.Namespace, options: PulseOptions)
         return [to_json(schedule) for schedule in solved.schedules]
 
     return replace(plan, schedules=tuple(map(from_json, broadcast_from_rank_0(find))))
-
-
-def broadcast_from_rank_0[T](find: Callable[[], T]) -> T:
-    """Result of ``find`` on rank 0, on all ranks; its ValueError is raised on all (collective)."""
-    answer: list[Any] = [None]
-    if dist.get_rank() == 0:
-        try:
-            answer = [find()]
-        except ValueError as error:
-            answer = [error]
-    dist.broadcast_object_list(answer, src=0)
-    if isinstance(answer[0], ValueError):
-        raise answer[0]
-    found: T = answer[0]
-    return found
 
 
 def _by_file(given: PlanFile, backbone: Backbone) -> Plan:

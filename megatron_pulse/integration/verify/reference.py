@@ -37,6 +37,7 @@ from megatron_pulse.planner.layout.placement import Partition, make_placement
 from megatron_pulse.planner.layout.routes import Payload, Routes, batch_fields_of, trace_routes
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.profile.measurement.layer_context import meta_context, some_process_group
+from megatron_pulse.runtime.parameters.replicated_embedders import moves_gradient
 from megatron_pulse.runtime.stage import Stage, summed
 
 type _Key = tuple[int, Payload, str, int]
@@ -185,7 +186,7 @@ class Reference:
         for name, parameter in module.named_parameters():
             if parameter.requires_grad:
                 sums[name] = torch.zeros_like(parameter, dtype=dtype)
-                adder = parameter.register_post_accumulate_grad_hook(_adder(sums[name]))
+                adder = parameter.register_post_accumulate_grad_hook(moves_gradient(sums[name]))
                 self._hooks.append(adder)
         return sums
 
@@ -278,14 +279,3 @@ def weights_file(folder: Path, stage: int, step: int) -> Path:
 def layers_of(stage: Stage) -> dict[int, str]:
     """Name of each parameter's layer, by the parameter's identity."""
     return {id(p): name for name, layer in stage.named_layers() for p in layer.parameters()}
-
-
-def _adder(total: Tensor) -> Callable[[Tensor], None]:
-    """Hook that moves a parameter's gradient of one microbatch into ``total``."""
-
-    def add(parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        total.add_(parameter.grad)
-        parameter.grad = None
-
-    return add

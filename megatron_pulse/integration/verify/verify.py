@@ -147,6 +147,19 @@ def _cautions(given: PlanFile) -> Iterator[str]:
         yield "optimizer offload: weights are updated on the device"
 
 
+@dataclass(frozen=True)
+class _Compared:
+    """Results of one pass: the reference's, those of all ranks, and each layer's largest gradient.
+
+    ``step`` counts from 1.
+    """
+
+    step: int
+    expected: PassResult
+    found: Sequence[PassResult]
+    scales: Mapping[str, float]
+
+
 class _Verifier:
     """One verification: reference, layout, comparison, and the search for the microbatch."""
 
@@ -210,19 +223,17 @@ class _Verifier:
             self._rows[layer] = replace(row, parameters=row.parameters + 1)
         ranks = range(self._given.world_size)
         places = [torch.load(place_file(self._folder, rank), mmap=True) for rank in ranks]
-        shares = [{n: TensorShard(*s) for n, s in p["place"]["shares"].items()} for p in places]
-        first = self._first_weights(places, shares)
+        self._shares = list(map(_shares_of, places))
+        first = self._first_weights(places)
         for number, made in enumerate(self._job.passes):
-            expected = self._expected("reference", number)
-            squares = self._squares(made.step + 1)
-            scales = largest(expected.gradients, layer_of)
+            step, expected = made.step + 1, self._expected("reference", number)
             found = [PassResult.load(result_file(self._folder, rank, number)) for rank in ranks]
-            step = made.step + 1
+            compared = _Compared(step, expected, found, largest(expected.gradients, layer_of))
             candidates = [
-                self._outputs(step, expected, found),
-                self._losses(step, expected, found),
-                self._gradients(step, expected, found, shares, scales),
-                self._weights(step, expected, found, shares, scales, squares),
+                self._outputs(compared),
+                self._losses(compared),
+                self._gradients(compared),
+                self._weights(compared, self._reference_weights(step, "second")),
             ]
             first = first or next((c for c in candidates if c is not None), None)
         return first
@@ -236,124 +247,101 @@ class _Verifier:
                 getattr(whole, kind).update(values)
         return whole
 
-    def _squares(self, step: int) -> dict[str, Tensor]:
-        return {
-            name: value
-            for stage in self._reference.stages
-            for name, value in torch.load(weights_file(self._folder, stage, step), mmap=True)[
-                "second"
-            ].items()
-        }
-
-    def _first_weights(
-        self, places: Sequence[Any], shares: Sequence[Mapping[str, TensorShard]]
-    ) -> Difference | None:
-        expected: dict[str, Tensor] = {}
+    def _reference_weights(self, step: int, *kinds: str) -> dict[str, Tensor]:
+        """Tensors of some kinds (``AdamWeights``) after ``step``, of all stages."""
+        found: dict[str, Tensor] = {}
         for stage in self._reference.stages:
-            record = torch.load(weights_file(self._folder, stage, 0), mmap=True)
-            expected |= {**record["main"], **record["frozen"]}
+            record = torch.load(weights_file(self._folder, stage, step), mmap=True)
+            for kind in kinds:
+                found |= record[kind]
+        return found
+
+    def _first_weights(self, places: Sequence[Any]) -> Difference | None:
+        expected = self._reference_weights(0, "main", "frozen")
         for rank, place in enumerate(places):
             for name in sorted(place["weights"]):
-                mine, theirs = place["weights"][name], _part(expected, shares[rank], name)
+                mine, theirs = place["weights"][name], _part(expected, self._shares[rank], name)
                 if not torch.equal(mine, theirs):
                     apart = distance(mine, theirs, _most(theirs))
                     layer = self._reference.layer_of.get(name)
                     return _difference("initial weight", 0, rank, layer, name, apart)
         return None
 
-    def _outputs(
-        self, step: int, expected: PassResult, found: Sequence[PassResult]
-    ) -> Difference | None:
+    def _outputs(self, of: _Compared) -> Difference | None:
         """First layer whose output differs, in chain order, with its first microbatch."""
         if self._given.tensor > 1:
             return None
-        keys = sorted(expected.outputs, key=lambda key: (self._order[key[0]], key[1]))
+        keys = sorted(of.expected.outputs, key=lambda key: (self._order[key[0]], key[1]))
         for key in keys:
-            digest, norm = expected.outputs[key]
-            for rank, own in enumerate(found):
+            digest, norm = of.expected.outputs[key]
+            for rank, own in enumerate(of.found):
                 mine = own.outputs.get(key)
                 if mine is not None and mine[0] != digest:
                     apart = abs(mine[1] - norm)
                     return Difference(
-                        "the norm of the output", step, rank, key[0], None, key[1],
+                        "the norm of the output", of.step, rank, key[0], None, key[1],
                         *_finite(apart, apart / norm if norm else apart),
                     )  # fmt: skip
         return None
 
-    def _losses(
-        self, step: int, expected: PassResult, found: Sequence[PassResult]
-    ) -> Difference | None:
+    def _losses(self, of: _Compared) -> Difference | None:
         bound = max((a.bound for a in self._allowed if a.forward), default=0.0)
         seen = set[int]()
-        for number, theirs in sorted(expected.losses.items()):
-            for rank, own in enumerate(found):
+        for number, theirs in sorted(of.expected.losses.items()):
+            for rank, own in enumerate(of.found):
                 if number not in own.losses:
                     continue
                 seen.add(number)
                 apart = distance(own.losses[number], theirs, float(theirs.abs()))
                 if apart.absolute and not apart.relative <= bound:
-                    return _difference("the loss", step, rank, None, None, apart, number)
+                    return _difference("the loss", of.step, rank, None, None, apart, number)
             if number not in seen:
-                return Difference("a loss that no rank has", step, 0, microbatch=number)
+                return Difference("a loss that no rank has", of.step, 0, microbatch=number)
         return None
 
-    def _gradients(
-        self,
-        step: int,
-        expected: PassResult,
-        found: Sequence[PassResult],
-        shares: Sequence[Mapping[str, TensorShard]],
-        scales: Mapping[str, float],
-    ) -> Difference | None:
+    def _gradients(self, of: _Compared) -> Difference | None:
         """Parameter with the largest difference, in the first layer in backward order."""
         layer_of, first = self._reference.layer_of, None
         most = -1.0
-        for name in sorted(expected.gradients, key=lambda name: -self._order[layer_of[name]]):
+        for name in sorted(of.expected.gradients, key=lambda name: -self._order[layer_of[name]]):
             layer = layer_of[name]
-            held = [rank for rank, own in enumerate(found) if name in own.gradients]
+            held = [rank for rank, own in enumerate(of.found) if name in own.gradients]
             if len(held) < self._given.data * self._given.tensor:
-                first = first or Difference("a gradient that no rank has", step, 0, layer, name)
+                first = first or Difference("a gradient that no rank has", of.step, 0, layer, name)
             for rank in held:
-                mine = found[rank].gradients[name]
-                theirs = _part(expected.gradients, shares[rank], name)
+                mine = of.found[rank].gradients[name]
+                theirs = _part(of.expected.gradients, self._shares[rank], name)
                 if torch.equal(mine, theirs):
                     continue
-                apart = distance(mine, theirs, scales[layer])
+                apart = distance(mine, theirs, of.scales[layer])
                 fits = apart.relative <= bound_of(self._allowed, layer)
                 self._note(layer, ROUNDING if fits else DIFFERS, apart)
                 if fits or not (first is None or (first.layer == layer and apart.absolute > most)):
                     continue
                 most = apart.absolute
-                first = _difference(_GRADIENT, step, rank, layer, name, apart)
+                first = _difference(_GRADIENT, of.step, rank, layer, name, apart)
                 first = replace(first, ratio=_ratio(mine, theirs))
         return first
 
-    def _weights(
-        self,
-        step: int,
-        expected: PassResult,
-        found: Sequence[PassResult],
-        shares: Sequence[Mapping[str, TensorShard]],
-        scales: Mapping[str, float],
-        squares: Mapping[str, Tensor],
-    ) -> Difference | None:
+    def _weights(self, of: _Compared, squares: Mapping[str, Tensor]) -> Difference | None:
         """First weight that differs after the optimizer's step, in chain order."""
         layer_of, first = self._reference.layer_of, None
-        for name, whole in expected.weights.items():
+        for name, whole in of.expected.weights.items():
             layer = layer_of[name]
-            slack = bound_of(self._allowed, layer) * scales[layer] / self._job.loss_scale
-            for rank, own in enumerate(found):
+            slack = bound_of(self._allowed, layer) * of.scales[layer] / self._job.loss_scale
+            for rank, own in enumerate(of.found):
                 if name not in own.weights:
                     continue
-                mine, theirs = own.weights[name], _part(expected.weights, shares[rank], name)
+                shares = self._shares[rank]
+                mine, theirs = own.weights[name], _part(of.expected.weights, shares, name)
                 if torch.equal(mine, theirs):
                     continue
-                square = _part(squares, shares[rank], name)
+                square = _part(squares, shares, name)
                 fits = slack > 0 and weights_within(mine, theirs, square, slack)
                 apart = distance(mine, theirs, _most(whole))
                 if not fits:
                     self._note(layer, DIFFERS, apart)
-                    first = first or _difference("the weight", step, rank, layer, name, apart)
+                    first = first or _difference("the weight", of.step, rank, layer, name, apart)
                 elif self._rows[layer].result == EQUAL:
                     self._rows[layer] = replace(self._rows[layer], result=ROUNDING)
         return first
@@ -387,8 +375,7 @@ class _Verifier:
         self._reference.keep_only(names)
         self._run_reference(alone, "alone")
         self._layout(job)
-        place = torch.load(place_file(self._folder, first.rank), mmap=True)
-        shares = {n: TensorShard(*s) for n, s in place["place"]["shares"].items()}
+        shares = _shares_of(torch.load(place_file(self._folder, first.rank), mmap=True))
         bound = bound_of(self._allowed, first.layer)
         for number in range(count):
             expected = self._expected("alone", number).gradients
@@ -403,6 +390,10 @@ class _Verifier:
 
 
 _GRADIENT = "the gradient"
+
+
+def _shares_of(place: Mapping[str, Any]) -> dict[str, TensorShard]:
+    return {name: TensorShard(*share) for name, share in place["place"]["shares"].items()}
 
 
 def _part(values: Mapping[str, Tensor], shares: Mapping[str, TensorShard], name: str) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_pulse.planner.cluster.cluster import BandwidthScope, Link
+from megatron_pulse.runtime.collectives import gather_objects
 
 _SECONDS_OF_A_SIZE = 0.1
 _FEWEST, _MOST = 5, 50
@@ -72,12 +73,6 @@ class LinkMeter:
     def __init__(self, device: torch.device, max_bytes: int) -> None:
         self.device, self.max_bytes = device, max_bytes
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-
-    def gather(self, value: Any) -> list[Any]:
-        """All ranks' values, in rank order."""
-        values: list[Any] = [None] * self.world
-        dist.all_gather_object(values, value)
-        return values
 
     def meet(self) -> None:
         """Barrier over all ranks."""
@@ -171,7 +166,7 @@ class LinkMeter:
                 dist.recv(answer, peer) if sends else dist.send(answer, peer)
                 self.finish()
             seconds = time.perf_counter() - begin
-        return float(count * size / max(self.gather(seconds if sends else 0.0)) / 1e9)
+        return float(count * size / max(gather_objects(seconds if sends else 0.0)) / 1e9)
 
     def fastest(self, call: Callable[[], Any]) -> float:
         seconds = []

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,7 @@ from megatron_pulse.planner.cluster.cluster import (
     DeviceFigures,
 )
 from megatron_pulse.profile.roofline import USABLE, known_device
+from megatron_pulse.runtime.collectives import gather_objects
 from megatron_pulse.runtime.failure_board import PulseError
 from megatron_pulse.runtime.measure.host_copies import host_adam_s, host_copies
 from megatron_pulse.runtime.measure.link_times import LinkMeter, PairTimes, StreamTimes
@@ -190,7 +192,7 @@ class _Prober:
 
     def layout(self) -> tuple[int, int]:
         """Number of nodes and of ranks per node; a node is a host name and network namespace."""
-        places = self.meter.gather((socket.gethostname(), _network_namespace()))
+        places = gather_objects((socket.gethostname(), _network_namespace()))
         order = list(dict.fromkeys(places))
         numbers = [order.index(place) for place in places]
         each = self.world // len(order)
@@ -253,7 +255,7 @@ class _Prober:
                 seconds.append(time.perf_counter() - begin)
             dist.destroy_process_group(group)
         own = statistics.median(seconds[_WARM_UP:]) if seconds else 0.0
-        return float(max(self.meter.gather(own)))
+        return float(max(gather_objects(own)))
 
     def _collective_latency(self, cluster: Cluster) -> float:
         """Latency of a small all-reduce of two ranks between computations, relative to their link.
@@ -303,7 +305,7 @@ class _Prober:
                 added.append(max(0.0, both - alone))
             dist.destroy_process_group(group)
         own = statistics.median(added[_WARM_UP:]) if added else 0.0
-        return float(max(self.meter.gather(own)))
+        return float(max(gather_objects(own)))
 
     def _operation_s(self) -> float:
         """Overhead in seconds of an operation with an empty layer; the slowest rank counts.
@@ -312,7 +314,7 @@ class _Prober:
         """
         groups = [dist.new_group([rank]) for rank in range(self.world)]
         seconds = operation_s(groups[self.rank], self.settings.device)
-        return float(max(self.meter.gather(seconds)))
+        return float(max(gather_objects(seconds)))
 
     def _to_host(self) -> ClusterLink | None:
         """Link to the host of the slowest device while all copy.
@@ -320,7 +322,7 @@ class _Prober:
         None for CPUs, whose copies would take time from computation.
         """
         self.meter.meet()
-        measured = self.meter.gather(host_copies(self.settings.device) if self.cuda else None)
+        measured = gather_objects(host_copies(self.settings.device) if self.cuda else None)
         found = [each for each in measured if each is not None]
         if len(found) < len(measured):
             return None
@@ -330,7 +332,7 @@ class _Prober:
     def _host_memory_gbs(self, each: int) -> float:
         """Memory bandwidth of Adam in GB/s per node while all ``each`` ranks run it."""
         self.meter.meet()
-        slowest_s = max(self.meter.gather(host_adam_s()))
+        slowest_s = max(gather_objects(host_adam_s()))
         return _rounded(each * HOST_ADAM_BYTES / slowest_s / 1e9)
 
     def device(self, each: int) -> tuple[float, str | DeviceFigures]:
@@ -344,7 +346,7 @@ class _Prober:
             known = None
         planned = self.settings.planned_device or (known and known.name)
         figures = (0.0, 0.0) if planned else self._figures()
-        rows = self.meter.gather((memory, planned, *figures))
+        rows: list[Any] = gather_objects((memory, planned, *figures))
         memory_gb = _rounded(min(row[0] for row in rows) / 1e9, 4)
         if all(row[1] is not None and row[1] == rows[0][1] for row in rows):
             return memory_gb, str(rows[0][1])

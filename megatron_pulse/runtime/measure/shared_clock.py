@@ -17,6 +17,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megatron_pulse.runtime.collectives import gather_objects
+
 ROUND_TRIPS = 20
 
 
@@ -39,9 +41,7 @@ def share_clock(
     if group is None or group.size() == 1:
         return SharedClock(0.0, 0.0, "one process")
     own = _clock_identity()
-    identities = [""] * group.size()
-    dist.all_gather_object(identities, own, group=group)
-    if own and len(set(identities)) == 1:
+    if own and len(set(gather_objects(own, group))) == 1:
         return SharedClock(0.0, time.get_clock_info("perf_counter").resolution, "one machine")
     return compare_clocks(group, device, timeout_s, time.perf_counter)
 

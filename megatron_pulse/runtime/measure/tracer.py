@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron_pulse.planner.schedule.operations import Schedule
 from megatron_pulse.planner.trace.trace import DeviceStep, Trace, merge_step, save_trace
 from megatron_pulse.profile.measurement.machine import device_name, num_threads
+from megatron_pulse.runtime.collectives import gather_objects
 from megatron_pulse.runtime.measure.recorder import StepRecorder
 from megatron_pulse.runtime.measure.shared_clock import SharedClock, share_clock
 from megatron_pulse.runtime.p2p.transfers import Links
@@ -100,10 +101,8 @@ class Tracer:
 
     def collect(self) -> Trace:
         """Merge the traces of all devices. Collective."""
-        gathered = [self._done]
-        if self._group is not None:
-            gathered = [self._done] * self._group.size()
-            dist.all_gather_object(gathered, self._done, group=self._group)
+        alone = self._group is None
+        gathered = [self._done] if alone else gather_objects(self._done, self._group)
         schedule = self._traced.schedule
         return Trace(
             machine=describe_machine(self._device),

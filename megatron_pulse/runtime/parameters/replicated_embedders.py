@@ -114,7 +114,7 @@ class _Copy:
         for parameter in _trained(module):
             wide = torch.promote_types(parameter.dtype, torch.float32)
             total = torch.zeros_like(parameter, dtype=wide)
-            parameter.register_post_accumulate_grad_hook(_mover(total))
+            parameter.register_post_accumulate_grad_hook(moves_gradient(total))
             self.gradients.append(total)
 
     def load(self, values: Tensor) -> None:
@@ -139,7 +139,7 @@ def _trained(module: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
-def _mover(total: Tensor) -> Callable[[Tensor], None]:
+def moves_gradient(total: Tensor) -> Callable[[Tensor], None]:
     """Hook that adds a parameter's gradient of one microbatch to ``total`` and clears it."""
 
     def move(parameter: Tensor) -> None:

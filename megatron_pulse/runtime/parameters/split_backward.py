@@ -16,7 +16,6 @@ computed twice, and results are bitwise those of the whole backward pass.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -29,13 +28,15 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from megatron_pulse.runtime.failure_board import PulseError
-from megatron_pulse.runtime.parameters.wgrad_conv import CONVOLUTIONS, deferred_convolution
-from megatron_pulse.runtime.parameters.wgrad_linear import TORCH, deferred_linear
-from megatron_pulse.runtime.parameters.wgrad_queue import (
-    WeightGradStore,
-    detached,
-    require_unmodified,
+from megatron_pulse.runtime.parameters.split_calls import (
+    CONVOLUTIONS,
+    TORCH,
+    SplitCall,
+    deferred_call,
+    deferred_convolution,
+    deferred_linear,
 )
+from megatron_pulse.runtime.parameters.wgrad_queue import WeightGradStore
 
 _OPERATIONS = frozenset({F.linear, *CONVOLUTIONS})
 _BACKWARDS = frozenset({Tensor.backward, torch.autograd.backward})
@@ -65,76 +66,6 @@ def deferring(
 def current_wgrad_store() -> WeightGradStore | None:
     """Weight-gradient queue of the enclosing ``deferring``; None outside."""
     return _wgrad_store.get()
-
-
-class SplitCall(ABC):
-    """One call of ``operation(given, weight, bias)`` with separable gradients.
-
-    It must not hold its inputs: tensors that ``run`` returns as saved come back, possibly
-    recomputed. A computed bias is treated like the input, and its gradient is not deferred.
-    """
-
-    def __init__(self, weight: nn.Parameter, bias: Tensor | None) -> None:
-        self.weight = weight
-        self.bias_is_computed = _is_computed(bias)
-        self.own_bias = None if self.bias_is_computed else bias
-        self.bias_waits = self.own_bias is not None and self.own_bias.requires_grad
-        self.parameters = (weight, self.own_bias) if self.bias_waits else (weight,)
-        """Parameters with deferred gradients."""
-
-    @abstractmethod
-    def run(self, given: Tensor, bias: Tensor | None) -> tuple[Tensor, Sequence[Tensor]]:
-        """Return the result and the tensors that the gradients need."""
-
-    @abstractmethod
-    def input_gradients(
-        self, saved: Sequence[Tensor], gradient: Tensor
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Gradients of the input and of a computed bias; called first."""
-
-    @abstractmethod
-    def weight_gradients(self, saved: Sequence[Tensor], gradient: Tensor) -> tuple[Tensor, ...]:
-        """Gradients of ``parameters``; called once, last."""
-
-
-def deferred_call(
-    split: SplitCall, given: Tensor, bias: Tensor | None, wgrad_store: WeightGradStore
-) -> Tensor:
-    """Run ``split`` and defer its weight gradients to ``wgrad_store``."""
-    # Without a differentiable input the graph would end here.
-    anchor = None if given.requires_grad else torch.empty(0, requires_grad=True)
-    computed = bias if split.bias_is_computed else None
-    result: Tensor = _Node.apply(split, wgrad_store, given, computed, anchor)
-    return result
-
-
-class _Node(torch.autograd.Function):
-    """Returns the input's gradient and enqueues the weights'."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        split: SplitCall,
-        wgrad_store: WeightGradStore,
-        given: Tensor,
-        bias: Tensor | None,
-        anchor: Any,
-    ) -> Tensor:
-        ctx.split, ctx.wgrad_store, ctx.version = split, wgrad_store, split.weight._version
-        ctx.set_materialize_grads(False)
-        result, saved = split.run(given, bias)
-        ctx.save_for_backward(*saved)
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
-        if gradient is None:
-            return (None,) * 5
-        split, saved = ctx.split, detached(ctx.saved_tensors)
-        if ctx.needs_input_grad[2]:
-            require_unmodified(split.weight, ctx.version)
-        ctx.wgrad_store.add(split.parameters, lambda: split.weight_gradients(saved, gradient))
-        return (None, None, *split.input_gradients(saved, gradient), None)
 
 
 class _Interception(TorchFunctionMode):
@@ -285,7 +216,3 @@ def _stand_in(tensor: Tensor | None) -> Tensor | None:
         return tensor
     stood: Tensor = _Root.apply(torch.empty(0, requires_grad=True), tensor.detach())
     return stood
-
-
-def _is_computed(bias: Tensor | None) -> bool:
-    return bias is not None and bias.requires_grad and not isinstance(bias, nn.Parameter)

@@ -43,7 +43,7 @@ from megatron_pulse.runtime.watchdog.peer_status import (
     ask,
     own_host,
 )
-from megatron_pulse.runtime.watchdog.progress import PROGRESS, Progress
+from megatron_pulse.runtime.watchdog.progress import PROGRESS
 
 ANSWER_S = 3.0
 """Seconds within which a rank must answer a query."""
@@ -75,13 +75,11 @@ class Watchdog:
         limit_s: float,
         stacks: Path | None = None,
         on_failure: Callable[[str, bool], None] = lambda text, is_first: None,
-        progress: Progress = PROGRESS,
     ) -> None:
         self._rank = rank
         self._limit_s = limit_s
         self._stacks = stacks
         self._on_failure = on_failure
-        self._progress = progress
         self._tick_s = min(1.0, limit_s / 20)
         # If no rank makes progress, the lowest rank queries first.
         self._asks_after_s = limit_s + min(0.25 * rank, 2.0)
@@ -140,14 +138,14 @@ class Watchdog:
         }
 
     def _watch(self) -> None:
-        signature, asks_at_s = self._progress.signature(), self._asks_after_s
+        signature, asks_at_s = PROGRESS.signature(), self._asks_after_s
         looked = time.monotonic()
         while not self._stopped.wait(self._tick_s):
             # Time during which this process was stopped, or the node slept, does not count.
             now = time.monotonic()
             passed_s, looked = min(now - looked, 2 * self._tick_s), now
             works = self._works(passed_s)
-            if signature != (signature := self._progress.signature()):
+            if signature != (signature := PROGRESS.signature()):
                 self._unmoved_s, asks_at_s = 0.0, self._asks_after_s
             elif works:
                 self._unmoved_s += passed_s / _PATIENCE
@@ -159,11 +157,11 @@ class Watchdog:
     @property
     def _stalled_s(self) -> float:
         """Seconds without progress, less those granted to the current phase."""
-        return max(0.0, self._unmoved_s - self._progress.phase.grants_s)
+        return max(0.0, self._unmoved_s - PROGRESS.phase.grants_s)
 
     def _works(self, passed_s: float) -> bool:
         """True if this process computes or does I/O in a patient phase."""
-        if not self._progress.phase.is_patient:
+        if not PROGRESS.phase.is_patient:
             return False
         before_s, self._computed_s = self._computed_s, time.process_time() - time.thread_time()
         before, self._moved = self._moved, _moved_bytes()
@@ -224,11 +222,11 @@ class Watchdog:
             return
         self._stacks.parent.mkdir(parents=True, exist_ok=True)
         with self._stacks.open("w") as file:
-            print(f"{reason}\nthis rank: {self._progress.position().text}\n", file=file, flush=True)
+            print(f"{reason}\nthis rank: {PROGRESS.position().text}\n", file=file, flush=True)
             faulthandler.dump_traceback(file, all_threads=True)
 
     def _status(self) -> RankStatus:
-        position = self._progress.position()
+        position = PROGRESS.position()
         return RankStatus(position.text[:_MAX_POSITION_LENGTH], self._stalled_s, position.waits)
 
     def _answer(self, question: Answer) -> Answer:
@@ -239,7 +237,7 @@ class Watchdog:
         if question.get("ask", self._rank) < self._rank and self._stalled_s >= self._limit_s / 2:
             self._asked_by_lower = time.monotonic()
         status = call_with_timeout(
-            ANSWER_S / 2, self._status, RankStatus(self._progress.phase.name, self._stalled_s, True)
+            ANSWER_S / 2, self._status, RankStatus(PROGRESS.phase.name, self._stalled_s, True)
         )
         return {"position": status.position, "stalled_s": status.stalled_s, "waits": status.waits}
 

@@ -28,6 +28,7 @@ from megatron_pulse.errors import Faults
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import FileError, read_json, read_text
 from megatron_pulse.paths import is_file_name
+from megatron_pulse.runtime.collectives import gather_objects
 
 METADATA = "metadata.json"
 """File that is written last into a checkpoint's folder."""
@@ -135,9 +136,7 @@ def gather_hashes(folder: Path, mine: Mapping[str, FileHash]) -> dict[str, FileH
     """
     if dist.get_rank() == 0:
         mine = {**mine, INDEX: _hash_file(folder / INDEX)}
-    told: list[Mapping[str, FileHash]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(told, mine)
-    return {name: hashed for part in told for name, hashed in sorted(part.items())}
+    return {name: hashed for part in gather_objects(mine) for name, hashed in sorted(part.items())}
 
 
 def metadata_text(config: Mapping[str, Any], hashes: Mapping[str, FileHash]) -> str:

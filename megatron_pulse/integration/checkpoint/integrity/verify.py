@@ -26,6 +26,7 @@ from megatron_pulse.integration.checkpoint.integrity.hashes import (
 )
 from megatron_pulse.integration.checkpoint.integrity.tensor_locations import Places, read_places
 from megatron_pulse.integration.checkpoint.safe_unpickling import patch_reading
+from megatron_pulse.runtime.collectives import gather_objects
 
 _COMMON = ShardedObject("common_state", None, (1,), (0,)).unique_key
 """Key of the object that holds the flags of the run."""
@@ -101,7 +102,7 @@ def verified_other_steps(
     Each comes with its folder and its faults, which are empty for a step known to be intact.
     Collective at each iteration.
     """
-    for step in all_gather_objects(_other_steps(folder))[0]:
+    for step in gather_objects(_other_steps(folder))[0]:
         if step not in known:
             other = _sibling(folder, step)
             yield step, other, _judged(other)
@@ -158,13 +159,13 @@ def _shared_faults(folder: Path) -> list[str]:
             read_places(folder, hashes)
     except Faults as error:
         faults = error.faults
-    return list(dict.fromkeys(fault for part in all_gather_objects(faults) for fault in part))
+    return list(dict.fromkeys(fault for part in gather_objects(faults) for fault in part))
 
 
 def _judged(folder: Path) -> list[str]:
     """Reasons why a checkpoint is not known to be intact (collective)."""
     by_sizes = dict.fromkeys(
-        fault for faults in all_gather_objects(_size_faults(folder)) for fault in faults
+        fault for faults in gather_objects(_size_faults(folder)) for fault in faults
     )
     return list(by_sizes) or _shared_faults(folder)
 
@@ -176,14 +177,6 @@ def _other_steps(folder: Path) -> list[int]:
 
 def _sibling(folder: Path, step: int) -> Path:
     return folder.parent / step_folder(step)
-
-
-def all_gather_objects[T](value: T) -> list[T]:
-    """Values of all ranks, in rank order (collective)."""
-    values = [value] * _world_size()
-    if dist.is_initialized():
-        dist.all_gather_object(values, value)
-    return values
 
 
 def _rank() -> int:

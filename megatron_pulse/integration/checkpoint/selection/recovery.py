@@ -31,12 +31,12 @@ from megatron_pulse.integration.checkpoint.folders import (
 )
 from megatron_pulse.integration.checkpoint.integrity.verify import (
     UNHASHED,
-    all_gather_objects,
     damaged,
     find_damage,
     verified_other_steps,
 )
 from megatron_pulse.integration.checkpoint.saved_run import SavedRun, read_saved_run
+from megatron_pulse.runtime.collectives import gather_objects
 
 DAMAGED = ".damaged"
 """Suffix of a folder that was set aside."""
@@ -99,7 +99,7 @@ def newest_intact(
     ``known`` are steps skipped before. Raises DamagedError if no step is intact, CheckpointError if
     ranks have read different ones.
     """
-    chosen = all_gather_objects(str(saved.folder))
+    chosen = gather_objects(str(saved.folder))
     if len(set(chosen)) > 1:
         raise CheckpointError(
             f"ranks found different checkpoints ({', '.join(sorted(set(chosen)))}). Use storage "

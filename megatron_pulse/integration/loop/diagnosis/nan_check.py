@@ -23,6 +23,7 @@ from megatron_pulse.encoders.finite import CHECK
 from megatron_pulse.integration.megatron.model import unwrap
 from megatron_pulse.planner.program.device_program import Event, Run
 from megatron_pulse.planner.schedule.operations import Operation, OpType
+from megatron_pulse.runtime.collectives import gather_objects
 from megatron_pulse.runtime.failure_board import PulseError
 from megatron_pulse.runtime.watchdog.progress import PROGRESS
 
@@ -52,8 +53,8 @@ def losses_not_finite(
         for number, loss in enumerate(of_chain)
         if not math.isfinite(loss)
     ]
-    found = dict.fromkeys(text for of_rank in _gathered(own) for text in of_rank)
-    amiss = dict.fromkeys(text for of_rank in _gathered(list(encoders)) for text in of_rank)
+    found = dict.fromkeys(text for of_rank in gather_objects(own) for text in of_rank)
+    amiss = dict.fromkeys(text for of_rank in gather_objects(list(encoders)) for text in of_rank)
     if amiss:
         return f"{_listed(found)}: {_listed(amiss)}. {CHECK}"
     return f"{_listed(found)}: lower --lr, check the data, or use --bf16 instead of --fp16"
@@ -89,7 +90,7 @@ class GradientCheck:
 
         Empty if the gradients of each microbatch alone are finite.
         """
-        told = _gathered((replica, dist.get_rank(), self._broken))
+        told = gather_objects((replica, dist.get_rank(), self._broken))
         first: dict[tuple[int, int], tuple[int, str, int]] = {}
         for of_replica, rank, broken in told:
             for microbatch, (stage, layer) in broken.items():
@@ -181,12 +182,6 @@ def _all_finite(parameters: Iterable[nn.Parameter]) -> bool:
 def _forget(parameters: Iterable[nn.Parameter]) -> None:
     if gradients := _gradients(parameters):
         torch._foreach_zero_(gradients)
-
-
-def _gathered[T](own: T) -> list[T]:
-    every = [own] * dist.get_world_size()
-    dist.all_gather_object(every, own)
-    return every
 
 
 def _listed(found: Iterable[str]) -> str:
