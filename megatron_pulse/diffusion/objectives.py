@@ -172,7 +172,30 @@ class DiffusionProcess:
             faults.append(
                 "zero_terminal_snr excludes epsilon, which is undefined at zero signal; use v"
             )
-        return faults
+        return faults or self._vanishing_signal()
+
+    def _vanishing_signal(self) -> list[str]:
+        """Fault of betas that leave no signal in fp32 where the sampler divides by it."""
+        if not 2 <= self.num_timesteps <= _MOST_TIMESTEPS:
+            return []
+        with torch.device("cpu"):  # the products are those of diffusers' schedulers
+            if self.trained_betas is not None:
+                betas = torch.tensor(self.trained_betas, dtype=torch.float32)
+            elif self.beta_start is not None and self.beta_end is not None:
+                power = 0.5 if self.schedule == NoiseSchedule.SCALED_LINEAR else 1.0
+                ends = self.beta_start**power, self.beta_end**power
+                betas = torch.linspace(*ends, self.num_timesteps) ** (1 / power)
+            else:
+                return []
+            signal = (1 - betas).cumprod(0)
+        needed = signal if self.objective == Objective.EPSILON else signal[:-1]
+        if self.zero_terminal_snr or bool(needed.all()):
+            return []
+        first = int((signal == 0).int().argmax())
+        return [
+            f"the betas leave no signal in fp32 from timestep {first} of {self.num_timesteps} on, "
+            "where predictions cannot be sampled. Give smaller betas or fewer timesteps"
+        ]
 
     def _faults_of_flow(self) -> list[str]:
         if self.objective != Objective.FLOW:

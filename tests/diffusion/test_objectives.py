@@ -13,6 +13,7 @@ from megatron_pulse.diffusion.process_flags import (
     TimeShift,
     TimestepDensity,
 )
+from megatron_pulse.diffusion.sampling import sample
 
 X0, NOISE = torch.randn(2, 5, 3, 4, 4, generator=torch.Generator().manual_seed(0)).unbind()
 STEPS = torch.tensor([0.0, 1.0, 250.0, 500.0, 999.0])
@@ -120,3 +121,28 @@ def test_process_is_a_value_and_lists_all_faults():
         DiffusionProcess("sigma", num_timesteps=1, beta_start=2.0, logit_std=0)
     for part in ("epsilon, v, sample, flow", "num_timesteps", "betas", "logit_std"):
         assert part in str(error.value)
+
+
+@pytest.mark.parametrize("objective", ["epsilon", "v", "sample"])
+def test_betas_that_leave_no_signal_are_refused_before_a_training(objective):
+    """Samples would not be finite, after all steps were spent."""
+    ends = {"beta_start": 0.1, "beta_end": 0.5}
+    with pytest.raises(ValueError, match="no signal in fp32 from timestep 4.. of 1000 on"):
+        DiffusionProcess(objective, "linear", **ends)
+    DiffusionProcess(objective, "linear", 100, **ends)
+    DiffusionProcess(objective, num_timesteps=5000)
+    with pytest.raises(ValueError, match="no signal in fp32 from timestep 6 of 8 on"):
+        DiffusionProcess(objective, trained_betas=(0.9999999,) * 8, num_timesteps=8)
+
+
+@pytest.mark.parametrize("objective", ["epsilon", "v", "sample"])
+def test_a_signal_that_vanishes_at_the_last_timestep_alone(objective):
+    """Noise cannot be predicted there; all else can."""
+    betas = {"trained_betas": (0.9999999,) * 7, "num_timesteps": 7}
+    if objective == "epsilon":
+        with pytest.raises(ValueError, match="no signal in fp32 from timestep 6 of 7 on"):
+            DiffusionProcess(objective, **betas)
+        return
+    process = DiffusionProcess(objective, **betas)
+    found = sample(lambda x, t, c: x / 2, process, (1, 2, 2), 2, {}, 4, progress=False)
+    assert found.isfinite().all()
