@@ -129,6 +129,26 @@ def test_names_are_relative_to_their_list_however_the_folder_is_named(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("where", "name", "meant"),
+    [
+        ("train", "train/a.png", "a.png"),
+        ("train", "Images/train/a.png", "a.png"),
+        (".", "a.png", "train/a.png"),
+        (".", r"train\a.png", "train/a.png"),
+        (".", "train/A.PNG", "train/a.png"),
+    ],
+)
+def test_names_relative_to_another_folder_are_told_how_they_should_be(tmp_path, where, name, meant):
+    picture(tmp_path / "train/a.png")
+    line = json.dumps({"file_name": name, "text": "c"})
+    (tmp_path / where / "metadata.jsonl").write_text(line)
+    with pytest.raises(DataError) as error:
+        CaptionedImages(tmp_path, 8)
+    (fault,) = error.value.faults
+    assert f"there is no file {name}; did you mean {meant}? File names are relative" in fault
+
+
+@pytest.mark.parametrize(
     "name", ["../../secret/s.png", "{}/secret/s.png", "a/../../../secret/s.png"]
 )
 @pytest.mark.parametrize("where", [".", "list"])

@@ -78,6 +78,9 @@ def read_captions(root: Path, column: str = TEXT, default: str = "") -> Captions
     listed, said = list[tuple[Path, str]](), defaultdict[Path, dict[str, str]](dict)
     lists, groups, unread = _lists(listing, faults), dict[Path, str](), Counter[str]()
     aside, bare = dict[Path, None](), dict[Path, None]()
+    by_name = defaultdict[str, list[Path]](list)
+    for picture in pictures:
+        by_name[picture.name.lower()].append(picture)
     for path in lists:
         where = str(path.relative_to(root))
         for number, name, says, group in _rows(path, where, column, faults, unread):
@@ -87,7 +90,7 @@ def read_captions(root: Path, column: str = TEXT, default: str = "") -> Captions
                 faults.append(f"{at}: {repr(name)[:80]} is outside of the folder")
                 continue
             if not os.path.isfile(picture):
-                faults.append(f"{at}: there is no file {name}")
+                faults.append(f"{at}: there is no file {name}{_meant(by_name, path.parent, name)}")
                 continue
             if not is_picture(picture):
                 aside[picture] = None
@@ -145,6 +148,15 @@ def read_captions(root: Path, column: str = TEXT, default: str = "") -> Captions
     ]
     pairs = [*listed, *beside, *((picture, default) for picture in without)]
     return Captions(pairs, pictures, cautions, groups)
+
+
+def _meant(by_name: Mapping[str, Sequence[Path]], folder: Path, name: str) -> str:
+    """Remedy for a list in ``folder``: its name for the one picture that ``name`` may mean."""
+    near = by_name.get(name.replace("\\", "/").rpartition("/")[2].lower(), ())
+    if len(near) != 1:
+        return ""
+    right = os.path.relpath(near[0], folder)
+    return f"; did you mean {right}? File names are relative to the folder of their list"
 
 
 def _ignored_by_lists(
