@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import megatron_pulse as pulse
 from megatron_pulse.backbone.check import BackboneError
-from megatron_pulse.runtime.activations.inplace_check import InplaceWatch
+from megatron_pulse.runtime.activations.inplace_check import InplaceWatch, SharedInputCheck
 from megatron_pulse.runtime.activations.offload import LEAST_BYTES, ActivationOffload
 from megatron_pulse.runtime.activations.recompute import RecomputedLayer
 from megatron_pulse.runtime.activations.selective_recompute import SelectiveRecompute
@@ -210,3 +210,14 @@ def test_what_a_layer_is_given_and_a_later_one_takes_is_not_written_into(
     fault = "layers.1 modifies its input 0, the skip 0 to 2 in place"
     with pytest.raises(BackboneError, match=fault) if refused else nullcontext():
         pipeline.step([{"noisy": torch.randn(SIDE, SIDE)}] * 2)
+
+
+def test_conditioning_that_a_layer_writes_into_is_named() -> None:
+    """Conditioning is one tensor for all layers of a device."""
+    (layer,) = pulse.chain([_Tanh], pulse.TensorSpec((SIDE,))).layers
+    conditioning = {"time": torch.zeros(3), "text": torch.zeros(3)}
+    check = SharedInputCheck(layer, {}, (), {}, conditioning)
+    assert check.fault() is None
+    conditioning["text"].add_(1)
+    fault = check.fault()
+    assert fault is not None and fault.startswith("modifies the conditioning text in place")
