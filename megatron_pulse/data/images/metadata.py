@@ -79,8 +79,8 @@ def read_captions(root: Path, column: str = TEXT, default: str = "") -> Captions
     lists, groups, unread = _lists(listing, faults), dict[Path, str](), Counter[str]()
     aside, bare = dict[Path, None](), dict[Path, None]()
     by_name = defaultdict[str, list[Path]](list)
-    for picture in pictures:
-        by_name[picture.name.lower()].append(picture)
+    for each in pictures:
+        by_name[each.name.lower()].append(each)
     for path in lists:
         where = str(path.relative_to(root))
         for number, name, says, group in _rows(path, where, column, faults, unread):
