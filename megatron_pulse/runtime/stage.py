@@ -22,6 +22,7 @@ from megatron_pulse.backbone.rng_state import generators_kept
 from megatron_pulse.backbone.shape_buckets import set_shape_index
 from megatron_pulse.planner.layout.crossing import SkipCarrier
 from megatron_pulse.planner.layout.routes import Routes, embedders_of
+from megatron_pulse.runtime.activations.gradient_hooks import SummedInputCheck
 from megatron_pulse.runtime.activations.inplace_check import SharedInputCheck, version_of
 from megatron_pulse.runtime.activations.offload import ActivationOffload
 from megatron_pulse.runtime.activations.recompute import RecomputedLayer
@@ -88,6 +89,7 @@ class Stage(Nest):
         self._replicated = routes.replicated
         shared = shared_inputs(backbone)
         self._shared = [shared[i] for i in layers]
+        self._several = {edge.name for edge in backbone.conditioning if len(edge.consumers) > 1}
         self._specs = [backbone.layers[i] for i in routes.partition.layers_of_stage(stage)]
         self._boundary_skips = {
             r.name: r.output_index
@@ -182,6 +184,7 @@ class Stage(Nest):
             for holder in self._holders.get(spec.name, ()):
                 holder()
             untouched = SharedInputCheck(spec, shared, inputs, popped, used)
+            unhooked = SummedInputCheck(self._summed(spec, shared, inputs, popped, used))
             if policy is ActivationPolicy.RECOMPUTE:
                 given = inputs, popped, used
                 call = functools.partial(_run, spec.name, module, None, shape_index, *given)
@@ -203,7 +206,7 @@ class Stage(Nest):
                     results = _run(
                         spec.name, module, wgrad_store, shape_index, inputs, popped, used
                     )
-            if fault := untouched.fault():
+            if fault := untouched.fault() or unhooked.fault():
                 raise BackboneError(self._backbone_name, [f"{spec.name} {fault}"])
             results = self._returned(spec, module, inputs, results, kinds)
             inputs = results[: len(spec.outputs)]
@@ -218,6 +221,25 @@ class Stage(Nest):
             {name: skips[name] for name in self._skips_out},
             {name: conditioning[name] for name in self._provides},
         )
+
+    def _summed(
+        self,
+        spec: Layer,
+        shared: Mapping[int | str, str],
+        inputs: tuple[Tensor, ...],
+        popped: Tensors,
+        used: Tensors,
+    ) -> Tensors:
+        """Inputs, by description, whose gradient has terms of other layers too."""
+        return {
+            **{f"its input {i}": inputs[i] for i in shared if isinstance(i, int)},
+            **{f"the skip {name}": tensor for name, tensor in popped.items()},
+            **{
+                f"the conditioning {spec.own(name)}": used[spec.own(name)]
+                for name in spec.uses
+                if name in self._several
+            },
+        }
 
     def named_layers(self) -> Iterator[tuple[str, nn.Module]]:
         """Modules of the layers by name, in chain order."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from megatron_pulse.runtime.activations.gradient_hooks import hooks_kept
 from megatron_pulse.runtime.activations.inplace_check import (
     InplaceWatch,
     modified_inplace,
@@ -97,6 +98,7 @@ class RecomputedLayer:
             for make_context in self._within:
                 stack.enter_context(make_context())
             stack.enter_context(torch.enable_grad())
+            stack.enter_context(hooks_kept(one for one, _ in self._before.values()))
             stack.enter_context(saved_tensors_hooks(keep, self._never))
             try:
                 if self._saved:
