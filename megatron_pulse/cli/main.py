@@ -203,11 +203,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"pulse: error: {NO_FOLDER}", file=sys.stderr)
         return 2
     words = list(sys.argv[1:] if argv is None else argv)
-    named = words[0] if words and not words[0].startswith("-") else ""
-    if named and (reason := _no_command(named)):
+    named = words[0] if words and not words[0].startswith("-") else None
+    if named is not None and (reason := _no_command(named)):
         print(f"pulse: error: {reason}", file=sys.stderr)
         return 2
-    parser = make_parser(named)
+    parser = make_parser(named or "")
     if words[:1] != ["run"]:  # what stands behind a script is the script's
         words, renamed = with_new_names(words)
         warn(*renamed)

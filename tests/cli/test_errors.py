@@ -143,8 +143,8 @@ def test_unwritable_outputs_are_named(here: Path, capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("name", "instead"),
     [
-        ("train", "pulse run --nproc-per-node N launch/pretrain_diffusion.py"),
-        ("fine_tune", "--pretrained-checkpoint"),
+        ("pretrain", "pulse run --nproc-per-node N launch/pretrain_diffusion.py"),
+        ("fine_tune", "pulse train RECIPE"),
         ("launch", "pulse run"),
         ("generate", "pulse sample"),
         ("convert", "pulse import"),

@@ -306,7 +306,11 @@ FLAGS = {
     "compare over its input": (
         "compare plan.json trace.json -o plan.json --profile profile.json --write-profile "
         "profile.json",
-        ["2 faults", "-o plan.json would replace what is read", "--write-profile profile.json"],
+        [
+            "2 faults",
+            "--output plan.json would replace what is read",
+            "--write-profile profile.json",
+        ],
     ),
     "schedule over itself": (
         "schedule --profile profile.json -p 2 -m 2 --json same.json --draw same.json --csv "
@@ -328,7 +332,7 @@ FLAGS = {
         [
             "3 faults",
             "--output profile.json would replace what is read",
-            "--json profile.json is what --output writes",
+            "--output profile.json is what --json writes",
         ],
     ),
     "compare no trace": (

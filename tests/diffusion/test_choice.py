@@ -8,6 +8,7 @@ import pytest
 from megatron_pulse.dataclass_flags import add_flags, read_flags
 from megatron_pulse.diffusion.objectives import DiffusionProcess
 from megatron_pulse.diffusion.process_flags import (
+    OF_TRAINING,
     DynamicShift,
     ProcessChoice,
     TimeShift,
@@ -147,5 +148,5 @@ def test_one_set_of_options_for_all(capsys):
     for name in ProcessChoice().__dict__:
         flag = "--" + name.replace("_", "-")
         assert flag in seen["import"]
-        drawn = name in ("timestep_density", "logit_mean", "logit_std")
+        drawn = name in OF_TRAINING
         assert (flag in seen["sample"]) != drawn, flag
