@@ -117,6 +117,9 @@ def flag(
     return field(default=default, metadata={"flag": what})
 
 
+RECIPE_KEYS = "PULSE_RECIPE_KEYS"
+"""Environment variable of a run by a recipe: JSON object with the recipe's key of each flag."""
+
 RENAMED = {
     "--pulse-slow-ratio": "--pulse-straggler-threshold",
     "--pulse-verify-every": "--pulse-sdc-check-interval",

@@ -9,7 +9,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from megatron_pulse.cli import run_command
 from megatron_pulse.cli.flag_checks import add_parser, as_user_error
 from megatron_pulse.cli.import_megatron import prepare_megatron
 from megatron_pulse.cli.launcher_env import ranks_of
+from megatron_pulse.dataclass_flags import RECIPE_KEYS
 from megatron_pulse.diffusion.hub import with_local_folders
 from megatron_pulse.errors import UserError, summarize
 from megatron_pulse.files import replacing, unwritable
@@ -75,28 +76,29 @@ def _options_first(
 def run(args: argparse.Namespace) -> None:
     """Read the recipe, import its weights, start or be ranks."""
     file = read_recipe(args.recipe, args.overrides)
-    with as_user_error(ValueError):
-        training_flags(file.recipe)  # its faults, before anything is written
+    with as_user_error(ValueError):  # before anything is written
+        flags = training_flags(file.recipe)
     if args.print:
-        print("\n".join(_commands(file.recipe)))
+        print("\n".join(_commands(file.recipe, flags)))
         return
     output = Path(file.recipe.output)
     if fault := unwritable(output):
         raise UserError(f"output {output}: {fault}")
-    environment = ranks_of(os.environ) if "SLURM_STEP_ID" in os.environ else os.environ
-    is_rank = "RANK" in environment and not args.prepare
-    if not is_rank:
-        start = import_weights(file.recipe.model, output)
+    launched = {"RANK", "SLURM_STEP_ID"} & os.environ.keys() and not args.prepare
+    place = ranks_of(os.environ) if launched else {}
+    rank = int(place["RANK"]) if place else 0
+    if place:
+        start = _imported_by_rank_0(file.recipe.model, output, args, rank)
     else:
-        start = _imported_by_rank_0(file.recipe.model, output, args, int(environment["RANK"]))
-    if not is_rank or environment["RANK"] == "0":
+        start = import_weights(file.recipe.model, output)
+    if rank == 0:
         write_recipe(output / "recipe.toml", file.tables, f"pulse train {output / 'recipe.toml'}")
     if args.prepare:
         return
-    flags = training_flags(file.recipe, (*start.flags, *start.pretrained))
-    os.environ["PULSE_RECIPE_KEYS"] = json.dumps(keys_by_flag())  # for errors of ranks
-    if is_rank:
-        _be_rank(environment, flags)
+    flags = [*start.flags, *start.pretrained, *flags]
+    os.environ[RECIPE_KEYS] = json.dumps(keys_by_flag())  # for errors of ranks
+    if place:
+        _be_rank(place, flags)
     else:
         _start_ranks(file.recipe, flags)
 
@@ -214,7 +216,9 @@ def _local_words(flag: str, value: str) -> str:
 
 
 def _is_checkpoint(place: Path) -> bool:
-    return (place / "latest_checkpointed_iteration.txt").is_file()
+    from megatron_pulse.integration.checkpoint.folders import LATEST
+
+    return (place / LATEST).is_file()
 
 
 def _checkpoint_flags(model: Model, place: Path) -> tuple[str, ...]:
@@ -229,8 +233,8 @@ def _checkpoint_flags(model: Model, place: Path) -> tuple[str, ...]:
         return tuple(flags_of(read_saved_run(place).load_backbone(), place))
 
 
-def _commands(recipe: Recipe) -> list[str]:
-    """Shell commands that the recipe stands for."""
+def _commands(recipe: Recipe, flags: Sequence[str]) -> list[str]:
+    """Shell commands that the recipe, with these ``flags``, stands for."""
     output, model = Path(recipe.output), recipe.model
     found, start = [], TrainingStart()
     if model.weights is not None and (known := _known(model, output)) is not None:
@@ -240,10 +244,9 @@ def _commands(recipe: Recipe) -> list[str]:
         found.append(shlex.join(["pulse", "import", "--from", model.weights, "--to", str(target)]))
         start = TrainingStart((), ("--pretrained-checkpoint", str(target)))
         found.append("# and the flags of the backbone, which it prints:")
-    flags = training_flags(recipe, (*start.flags, *start.pretrained))
     ranks = ["pulse", "run", "--nproc-per-node", str(_num_ranks(recipe)), "-m", _ENTRY]
     lines = [shlex.join(ranks)]
-    for word in flags:
+    for word in (*start.flags, *start.pretrained, *flags):
         if word.startswith("--"):
             lines.append(shlex.quote(word))
         else:
@@ -281,9 +284,9 @@ def _start_ranks(recipe: Recipe, flags: Sequence[str]) -> None:
         print(f"export:  pulse export --load {load} --to exported")
 
 
-def _be_rank(environment: dict[str, str] | os._Environ[str], flags: Sequence[str]) -> None:
-    """Train as the rank that a launcher has started."""
-    os.environ.update(environment)
+def _be_rank(place: Mapping[str, str], flags: Sequence[str]) -> None:
+    """Train as the rank at this ``place`` in the job of a launcher."""
+    os.environ.update(place)
     if "MASTER_ADDR" not in os.environ:
         os.environ["MASTER_ADDR"] = _first_node(os.environ.get("SLURM_JOB_NODELIST", ""))
     if "MASTER_PORT" not in os.environ:

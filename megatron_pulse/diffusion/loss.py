@@ -1,8 +1,8 @@
 """Training losses: error of a prediction, and its weight by the noise of the sample.
 
 A weight depends on the signal-to-noise ratio s of a timestep: abar / (1 - abar), for flow
-((1 - t) / t)^2. Published weights of one objective are converted to the others: with the error
-e of the clean sample, the errors of epsilon, v and flow are s e, (s + 1) e and e / t^2.
+((1 - t) / t)^2. Published weights of one objective are converted to the others. If the squared
+error of the clean sample is e, those of epsilon, v and flow are s e, (s + 1) e and e / t^2.
 Validation uses the plain mean squared error, so that its losses compare between runs.
 """
 
@@ -123,8 +123,8 @@ class LossChoice:
     def error(self, prediction: Tensor, target: Tensor, weights: Tensor) -> Tensor:
         """Weighted mean over a microbatch ``[b, ...]``, in fp32: a scalar.
 
-        huber: 2 c (sqrt(d^2 + c^2) - c) for each difference d, the pseudo-Huber loss as Song and
-        Dhariwal 2023 (2310.14189) have it, scaled by 2 c: it is d^2 for small d.
+        huber: 2 c (sqrt(d^2 + c^2) - c) for each difference d. It is the pseudo-Huber loss of Song
+        and Dhariwal 2023 (2310.14189) times 2 c, so that small d give d^2.
         """
         squares = (prediction.float() - target.float()) ** 2
         if self.loss == "huber":

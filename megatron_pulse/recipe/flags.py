@@ -24,14 +24,12 @@ _WHOLE = ("full", "selective")
 """Values of ``parallel.recompute`` that mean all layers."""
 
 
-def training_flags(recipe: Recipe, backbone: tuple[str, ...] = ()) -> list[str]:
-    """Flags of the training, as words.
+def training_flags(recipe: Recipe) -> list[str]:
+    """Flags of the training, as words, without those of a backbone that the weights name.
 
-    ``backbone`` are the flags of a backbone that the recipe's weights name. Raises Faults for
-    Megatron's flags that do not exist or have a key of their own.
+    Raises Faults for Megatron's flags that do not exist or have a key of their own.
     """
-    output = Path(recipe.output)
-    words = [*backbone]
+    output, words = Path(recipe.output), list[str]()
     for table in TABLES:
         words += _table_words(getattr(recipe, table))
     words += ["--save", str(output / CHECKPOINTS), "--tensorboard-dir", str(output / TENSORBOARD)]
@@ -45,7 +43,7 @@ def training_flags(recipe: Recipe, backbone: tuple[str, ...] = ()) -> list[str]:
 
 
 def is_auto(recipe: Recipe) -> bool:
-    """Whether the training profiles and tunes by itself: unless a plan or a layout is given."""
+    """True if the training profiles and tunes by itself: unless a plan or a layout is given."""
     parallel = recipe.parallel
     if parallel.auto is not None:
         return parallel.auto
@@ -80,14 +78,10 @@ def _words(flag: str, value: Any) -> Iterator[str]:
     elif isinstance(value, tuple):
         for one in value:
             yield from _words(flag, one)
-    elif (text := _text(value)).startswith("-"):
+    elif (text := str(value)).startswith("-"):
         yield f"{flag}={text}"  # argparse would take the next word for a flag
     else:
         yield from (flag, text)
-
-
-def _text(value: object) -> str:
-    return repr(value) if isinstance(value, float) else str(value)
 
 
 def keys_by_flag() -> dict[str, str]:
@@ -124,7 +118,7 @@ def _megatron_words(given: Mapping[str, Any]) -> list[str]:
         elif isinstance(value, dict):
             faults.append(f"megatron.{key} is a table; a flag takes a value or a list of values")
         elif isinstance(value, list):
-            words += [flag, *map(_text, value)]
+            words += [flag, *map(str, value)]
         else:
             words += _words(flag, value)
     if faults:

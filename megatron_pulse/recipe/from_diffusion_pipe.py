@@ -45,7 +45,6 @@ _BUCKETS = "pictures are cropped to the backbone's size here (model.options sets
 _PLANNED = "the plan decides it, by memory and measured times"
 _FOLDER = "weights are read from a diffusers folder: model.weights, encoders.folder"
 _WITHOUT = {
-    "epochs": "",  # beside max_steps
     "eval_datasets": "a tenth of the data is held back here; a set of one's own is not supported",
     "eval_every_n_epochs": _IN_STEPS.format("validation.every"),
     "eval_every_n_examples": _IN_STEPS.format("validation.every"),
@@ -89,6 +88,9 @@ _WITHOUT = {
     "model.merge_adapters": "adapters are not supported",
     "optimizer.gradient_release": "gradients are summed over microbatches",
     "optimizer.stabilize": "Adam is Megatron's",
+    "dataset.resolutions": "pictures have the backbone's size (model.options, e.g. sample_size in "
+    "latents)",
+    "dataset.directory.resolutions": "one size for all",
     "dataset.enable_ar_bucket": _BUCKETS,
     "dataset.min_ar": _BUCKETS,
     "dataset.max_ar": _BUCKETS,
@@ -265,22 +267,11 @@ def _dataset(made: _Conversion, config: Path, name: str) -> None:
     directories = dataset.pop("directory", [])
     made.set("data.source", ",".join(f"captions:{each['path']}" for each in directories))
     for key, value in dataset.items():
-        if key == "resolutions":
-            _resolution(made, value)
-        elif key != "num_repeats" or value != 1:
+        if key != "num_repeats" or value != 1:
             made.leave_out(f"dataset.{key}", value, _WITHOUT.get(f"dataset.{key}", "unknown"))
     for each in directories:
         for key, value in each.items():
             if key == "path" or key == "num_repeats" and value == 1:
                 continue
             known = _WITHOUT.get(f"dataset.directory.{key}") or _WITHOUT.get(f"dataset.{key}")
-            reason = known or ("one size for all" if key == "resolutions" else "unknown")
-            made.leave_out(f"dataset {each['path']}: {key}", value, reason)
-
-
-def _resolution(made: _Conversion, sizes: Any) -> None:
-    made.leave_out(
-        "dataset.resolutions",
-        sizes,
-        "pictures have the backbone's size (model.options, e.g. sample_size in latents)",
-    )
+            made.leave_out(f"dataset {each['path']}: {key}", value, known or "unknown")

@@ -6,8 +6,8 @@ A key without a value leaves its flag out, so that the flag's default holds. Imp
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from dataclasses import MISSING, dataclass, field, is_dataclass
+from typing import Annotated, Any, Literal, get_type_hints
 
 from annotated_types import Ge, Gt
 
@@ -19,7 +19,10 @@ Patterns = tuple[str, ...]
 
 
 def key(meaning: str, flag: str = "", default: Any = None) -> Any:
-    """Field of a table; ``flag`` takes its value, and is empty for keys of the launcher."""
+    """Field of a table; ``flag`` takes its value, and is empty for keys of the launcher.
+
+    A ``default`` of MISSING makes the key required.
+    """
     metadata = {"meaning": meaning, "flag": flag}
     if isinstance(default, Mapping):
         return field(default_factory=lambda: dict(default), metadata=metadata)
@@ -53,11 +56,10 @@ class Model:
 class Data:
     """Training samples."""
 
-    source: Text = field(
-        metadata={
-            "meaning": "mnist, digits8, folder:PATH, captions:PATH, latents:PATH[,latents:PATH]",
-            "flag": "--pulse-data",
-        }
+    source: Text = key(
+        "mnist, digits8, folder:PATH, captions:PATH, latents:PATH[,latents:PATH]",
+        "--pulse-data",
+        MISSING,
     )
     default_caption: str | None = key("of pictures without one", "--pulse-default-caption")
     skip_corrupt: bool = key("replace unreadable pictures", "--pulse-skip-corrupt", False)
@@ -128,7 +130,7 @@ class Loss:
 class Optimizer:
     """Optimizer and learning-rate schedule."""
 
-    lr: Positive = field(metadata={"meaning": "maximum learning rate", "flag": "--lr"})
+    lr: Positive = key("maximum learning rate", "--lr", MISSING)
     type: Annotated[str, OneOf(("adam", "sgd"))] | None = key("adam or sgd", "--optimizer")
     betas: tuple[float, float] | None = key("of Adam", "--adam-beta1 --adam-beta2")
     eps: Positive | None = key("of Adam", "--adam-eps")
@@ -154,9 +156,7 @@ class Optimizer:
 class Training:
     """Steps, batch, numbers."""
 
-    batch_size: Count = field(
-        metadata={"meaning": "samples a step, over all devices", "flag": "--global-batch-size"}
-    )
+    batch_size: Count = key("samples a step, over all devices", "--global-batch-size", MISSING)
     steps: Count | None = key("steps in all, over all starts", "--train-iters")
     epochs: Positive | None = key("passes over the data, in place of steps", "--pulse-epochs")
     micro_batch_size: Count | None = key(
@@ -256,20 +256,18 @@ class Log:
     trace_steps: Text | None = key("FIRST-LAST", "--pulse-trace-steps")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Recipe:
     """A training; each field is a table, but ``output``."""
 
-    output: Text = field(
-        metadata={"meaning": "folder of the run: checkpoints, logs, plan, this recipe", "flag": ""}
-    )
+    output: Text = key("folder of the run: checkpoints, logs, plan, this recipe", default=MISSING)
     model: Model
     data: Data
-    training: Training
-    optimizer: Optimizer
     encoders: Encoders = Encoders()
     process: Process = Process()
     loss: Loss = Loss()
+    training: Training
+    optimizer: Optimizer
     parallel: Parallel = Parallel()
     validation: Validation = Validation()
     checkpoint: Checkpoint = Checkpoint()
@@ -278,15 +276,8 @@ class Recipe:
 
 
 TABLES: Mapping[str, type] = {
-    "model": Model,
-    "data": Data,
-    "encoders": Encoders,
-    "process": Process,
-    "loss": Loss,
-    "training": Training,
-    "optimizer": Optimizer,
-    "parallel": Parallel,
-    "validation": Validation,
-    "checkpoint": Checkpoint,
-    "log": Log,
+    name: kind
+    for name, kind in get_type_hints(Recipe).items()
+    if isinstance(kind, type) and is_dataclass(kind)
 }
+"""Tables with typed keys, by name."""

@@ -5,9 +5,8 @@ recipe = read_recipe(Path("recipe.toml"), ["optimizer.lr=2e-5", "training.steps=
 
 from __future__ import annotations
 
-import copy
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,8 @@ def read_recipe(path: Path, overrides: Sequence[str] = ()) -> RecipeFile:
 
     Raises UserError with every fault of the file and of the overrides.
     """
-    tables, faults = with_overrides(_parse(path), overrides)
+    tables = _parse(path)
+    faults = list(_override(tables, overrides))
     _wrap_single_texts(tables)
     try:
         recipe = validated(Recipe, tables)
@@ -64,26 +64,21 @@ def _parse(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} is no TOML: {error}") from error
 
 
-def with_overrides(
-    tables: Mapping[str, Any], overrides: Sequence[str]
-) -> tuple[dict[str, Any], list[str]]:
-    """``tables`` with each TABLE.KEY=VALUE replaced, and the faults of overrides."""
-    found = copy.deepcopy(dict(tables))
-    faults = []
+def _override(tables: dict[str, Any], overrides: Sequence[str]) -> Iterator[str]:
+    """Replace each TABLE.KEY=VALUE in ``tables``; yield the faults of overrides."""
     for text in overrides:
         name, equals, value = text.partition("=")
         if not equals or not name.strip():
-            faults.append(f"{text}: write it as TABLE.KEY=VALUE, e.g. optimizer.lr=1e-4")
+            yield f"{text}: write it as TABLE.KEY=VALUE, e.g. optimizer.lr=1e-4"
             continue
         *parents, last = name.strip().split(".")
-        place: Any = found
+        place: Any = tables
         for part in parents:
             place = place.setdefault(part, {}) if isinstance(place, dict) else None
         if not isinstance(place, dict):
-            faults.append(f"{text}: {'.'.join(parents)} is no table")
+            yield f"{text}: {'.'.join(parents)} is no table"
             continue
         place[last] = _value(value)
-    return found, faults
 
 
 def _value(text: str) -> Any:
@@ -101,7 +96,7 @@ def _with_nearest_table(fault: str) -> str:
     if not unknown:
         return fault
     last = name.rpartition(".")[2]
-    homes = [f"{table}.{last}" for table, kind in TABLES.items() if last in names_of(kind)]
+    homes = [f"{t}.{last}" for t, kind in TABLES.items() if last in {f.name for f in fields(kind)}]
     return f"{name} is unknown; did you mean {' or '.join(homes)}?" if homes else fault
 
 
@@ -113,11 +108,6 @@ def _wrap_single_texts(tables: dict[str, Any]) -> None:
             for each in fields(kind):
                 if each.default == () and isinstance(table.get(each.name), str):
                     table[each.name] = [table[each.name]]
-
-
-def names_of(kind: type) -> list[str]:
-    """Keys of a table."""
-    return [each.name for each in fields(kind)]
 
 
 def check_combinations(recipe: Recipe) -> list[str]:

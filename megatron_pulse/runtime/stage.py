@@ -229,13 +229,13 @@ class Stage(Nest):
         inputs: tuple[Tensor, ...],
         popped: Tensors,
         used: Tensors,
-    ) -> Tensors:
-        """Inputs, by description, whose gradient has terms of other layers too."""
+    ) -> dict[tuple[str, int | str], Tensor]:
+        """Inputs, by kind and name, whose gradient has terms of other layers too."""
         return {
-            **{f"its input {i}": inputs[i] for i in shared if isinstance(i, int)},
-            **{f"the skip {name}": tensor for name, tensor in popped.items()},
+            **{("its input", i): inputs[i] for i in shared if isinstance(i, int)},
+            **{("the skip", name): tensor for name, tensor in popped.items()},
             **{
-                f"the conditioning {spec.own(name)}": used[spec.own(name)]
+                ("the conditioning", spec.own(name)): used[spec.own(name)]
                 for name in spec.uses
                 if name in self._several
             },

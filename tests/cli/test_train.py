@@ -15,10 +15,11 @@ import torch
 
 from megatron_pulse.cli.main import main
 from megatron_pulse.cli.train_command import import_weights
+from megatron_pulse.dataclass_flags import RECIPE_KEYS
 from megatron_pulse.errors import UserError
 from megatron_pulse.integration.checkpoint.published_weights import load_whole, weights_of
 from megatron_pulse.integration.checkpoint.saved_run import read_saved_run
-from megatron_pulse.integration.flags.startup_checks import RECIPE_KEYS, FlagError
+from megatron_pulse.integration.flags.startup_checks import FlagError
 from megatron_pulse.recipe.flags import keys_by_flag
 from megatron_pulse.recipe.keys import Model
 from tests.integration.runs import BASE, run
@@ -33,7 +34,7 @@ def weights_in(run_folder: Path) -> dict[str, torch.Tensor]:
 
 
 def train(recipe: Path, *words: str) -> str:
-    """What a process of ``pulse train`` prints; it must succeed."""
+    """Output of a ``pulse train`` process, which must succeed."""
     command = [sys.executable, "-m", "megatron_pulse.cli", "train", str(recipe), *words]
     done = subprocess.run(
         command, capture_output=True, text=True, env={**os.environ, "WANDB_MODE": "disabled"}

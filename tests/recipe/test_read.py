@@ -51,7 +51,7 @@ VALUES = {
 }
 """Valid values of keys that take no text or number at will."""
 INSTEAD = {"model.module": 'model.backbone = "uvit-tiny"', "training.epochs": "steps = 10, "}
-"""What a key excludes."""
+"""Part of ``LEAST`` that a key excludes."""
 
 
 def written(tmp_path: Path, text: str = LEAST) -> Path:

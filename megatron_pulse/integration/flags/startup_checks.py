@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_pulse.dataclass_flags import ABOVE_ZERO, flag_faults, flag_name
+from megatron_pulse.dataclass_flags import ABOVE_ZERO, RECIPE_KEYS, flag_faults, flag_name
 from megatron_pulse.errors import faults_in, format_faults
 from megatron_pulse.files import unwritable
 from megatron_pulse.integration.flags.flag_constraints import check_constraints
@@ -26,8 +26,6 @@ from megatron_pulse.integration.flags.pulse_options import (
 from megatron_pulse.profile.roofline import PRESETS
 
 _FLAG = re.compile(r"--[a-z0-9][\w-]*")
-RECIPE_KEYS = "PULSE_RECIPE_KEYS"
-"""Environment variable of a run by a recipe: JSON object with the recipe's key of each flag."""
 
 
 class FlagError(SystemExit):

@@ -37,19 +37,23 @@ def hooks_kept(tensors: Iterable[Tensor]) -> Iterator[None]:
 
 
 class SummedInputCheck:
-    """Hooks on ``tensors``, by description, at construction.
+    """Hooks on ``tensors``, by kind and number or name, at construction.
 
-    Other layers take the same tensors. On one device as on several, a layer's hook runs on the
-    gradient of this layer alone, while in a plain loop it runs on the sum of all.
+    Other layers take the same tensors. A layer's hook runs on the gradient of this layer alone,
+    under any layout. In a plain loop it runs on the sum of all layers' gradients.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, tensors: Mapping[tuple[str, int | str], Tensor]) -> None:
         self._tensors = tensors
         self._hooks = {what: hooks_of(tensor) for what, tensor in tensors.items()}
 
     def fault(self) -> str | None:
         """Description of tensors with a hook registered since; None if there are none."""
-        names = [what for what, one in self._tensors.items() if hooks_of(one) != self._hooks[what]]
+        names = [
+            f"{kind} {name}"
+            for (kind, name), tensor in self._tensors.items()
+            if hooks_of(tensor) != self._hooks[kind, name]
+        ]
         if not names:
             return None
         return (
