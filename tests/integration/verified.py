@@ -90,7 +90,7 @@ class RanksThatStay:
 
         def serve() -> None:
             try:
-                run_ranks(world, _serve, folder, broken)
+                run_ranks(world, _serve, folder, broken, timeout_s=900.0)  # of all tests of a file
             except BaseException as error:
                 self._failure.append(error)
 

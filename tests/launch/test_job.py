@@ -142,9 +142,10 @@ def test_a_job_that_cannot_be_requeued_says_so(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("failing", "status"), [(1, 0), (100, 1)])
 def test_the_first_node_is_asked_for_again(failing: int, status: int, tmp_path: Path) -> None:
-    job = stand(tmp_path, {"scontrol": failing}, PULSE_SLURM_SECONDS="1")
+    seconds = "1" if failing > 1 else "60"
+    job = stand(tmp_path, {"scontrol": failing}, PULSE_SLURM_SECONDS=seconds)
     process = job.bash("pulse_master_addr")
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=90)
     assert process.returncode == status
     assert (output.splitlines()[-1] == "10.0.0.7") == (status == 0), output
 

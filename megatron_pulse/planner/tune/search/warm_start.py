@@ -118,7 +118,9 @@ class WarmStart:
         if not steps.ended and not steps.is_far(first) and (soon or not steps.known.of(first.kind)):
             with suppress(UnfitError, TooLongError):
                 steps.learn(first)
-        if steps.ended or (following := steps.advance(first)) is None:
+        if steps.ended:
+            return candidates
+        if (following := steps.advance(first)) is None:
             return rest
         factor = following.seconds / first.seconds
         for candidate in rest:
