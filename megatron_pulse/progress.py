@@ -9,28 +9,30 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TextIO
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
     from rich.live import Live
-    from rich.table import Table
 
 DELAY_S, CALM_S = 2.0, 0.5
 
 _live: Live | None = None
 """The line that is drawn; there is one at a time."""
+_shown: ProgressLine | None = None
+"""The line that ``_live`` draws."""
 
 
 class ProgressLine:
     """Line with what is being done, how far, the time taken and left, and a note.
 
     ``total`` is in ``unit``; without it only the time is shown. Attributes may be set at any time.
-    If ``timed``, the seconds that passed are what is done. A ``silent`` one draws nothing. A
-    ``calm`` one is drawn by ``advance`` alone, so that no thread disturbs what is timed. In a pipe
-    a plain line is printed every ``log_s``, if given.
+    ``details`` are drawn below. If ``timed``, the seconds that passed are what is done. A
+    ``silent`` one draws nothing. A ``calm`` one is drawn by ``advance`` alone, so that no thread
+    disturbs what is timed. In a pipe a plain line is printed every ``log_s``, if given.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class ProgressLine:
         delay_s: float | None = None,
     ) -> None:
         self.what, self.total, self.unit, self.note, self.done = what, total, unit, "", done
+        self.details: Sequence[str] = ()
         is_terminal = sys.stderr.isatty()
         self._log_s = None if silent or is_terminal else log_s
         self._first, self._began, self._timed = done, time.monotonic(), timed
@@ -68,13 +71,13 @@ class ProgressLine:
         error: BaseException | None = None,
         trace: TracebackType | None = None,
     ) -> None:
-        global _live
+        global _live, _shown
         if self._timer is not None:
             self._timer.cancel()
             self._timer.join()
         if self._live is not None:
             self._live.stop()
-            _live = self._live = None
+            _live = self._live = _shown = None
 
     def advance(self, count: float = 1) -> None:
         """Count ``count`` more as done."""
@@ -109,7 +112,7 @@ class ProgressLine:
         from rich.console import Console
         from rich.live import Live
 
-        global _live
+        global _live, _shown
         if _live is not None:
             return
         console, line = Console(stderr=True), self._line
@@ -120,10 +123,13 @@ class ProgressLine:
             get_renderable=line,
             auto_refresh=not self._calm,
         )
+        _shown = self
         _live.start()
         console.show_cursor()  # it stays where it is if the process is killed
 
-    def _line(self) -> Table:
+    def _line(self) -> RenderableType:
+        from rich.columns import Columns
+        from rich.console import Group
         from rich.progress_bar import ProgressBar
         from rich.table import Table
         from rich.text import Text
@@ -138,7 +144,9 @@ class ProgressLine:
             bar = ProgressBar(self.total, self.done, width=20)
             how = f"{self._how_far()}, {took}, {self._left()} left"
             line.add_row(Text(self.what), bar, Text(how), Text(self.note))
-        return line
+        if not self.details:
+            return line
+        return Group(line, Columns(map(Text, self.details), padding=(0, 3)))
 
 
 def track[T](
@@ -156,6 +164,14 @@ def track[T](
         for item in items:
             yield item
             line.advance()
+
+
+def show_details(stream: TextIO, details: Sequence[str]) -> bool:
+    """Draw ``details`` below the progress line; False without one, or if ``stream`` is a file."""
+    if _shown is None or not stream.isatty():
+        return False
+    _shown.details = details
+    return True
 
 
 def write_above(stream: TextIO, text: str) -> None:

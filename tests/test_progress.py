@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pty
+import queue
 import re
-import select
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,26 +20,36 @@ import torch
 import megatron_pulse as pulse
 from megatron_pulse import progress
 from megatron_pulse.cli.main import main
-from megatron_pulse.progress import ProgressLine, track, write_above
+from megatron_pulse.progress import ProgressLine, show_details, track, write_above
 
 
 class Terminal:
-    """Standard error as a terminal, and what was written to it."""
+    """Standard error as a terminal, and what was written to it.
+
+    A thread reads all along: who writes to a full terminal waits.
+    """
 
     def __init__(self, reads: int) -> None:
-        self._reads = reads
+        self._reads, self._read = reads, queue.SimpleQueue[str]()
+        threading.Thread(target=self._take, daemon=True).start()
+
+    def _take(self) -> None:
+        with contextlib.suppress(OSError):  # nobody writes any more
+            while taken := os.read(self._reads, 65536):
+                self._read.put(taken.decode())
 
     def read_until(self, wanted: str) -> str:
         """Text from the last call on, up to ``wanted``."""
         said, until = "", time.monotonic() + 20
         while wanted not in said and time.monotonic() < until:
-            if select.select([self._reads], [], [], 0.1)[0]:
-                said += os.read(self._reads, 65536).decode()
+            with contextlib.suppress(queue.Empty):
+                said += self._read.get(timeout=0.1)
         assert wanted in said
         return said
 
     def read_nothing(self) -> None:
-        assert not select.select([self._reads], [], [], 0.3)[0]
+        with pytest.raises(queue.Empty):
+            self._read.get(timeout=0.3)
 
 
 @contextmanager
@@ -74,6 +86,10 @@ def test_calm_line_is_drawn_as_work_advances() -> None:
             line.advance()
             progress._live.refresh()  # type: ignore[union-attr]
             terminal.read_until("2 of 3 steps")
+            assert show_details(sys.stderr, ["loss 0.5", "lr 0.1"])
+            progress._live.refresh()  # type: ignore[union-attr]
+            terminal.read_until("loss 0.5   lr 0.1")
+        assert not show_details(sys.stderr, ["no line"])
         assert progress._live is None
 
 

@@ -23,7 +23,7 @@ from megatron_pulse.dataclass_flags import RECIPE_KEYS
 from megatron_pulse.diffusion.hub import with_local_folders
 from megatron_pulse.errors import UserError, summarize
 from megatron_pulse.files import replacing, unwritable
-from megatron_pulse.recipe.flags import CHECKPOINTS, keys_by_flag, training_flags
+from megatron_pulse.recipe.flags import keys_by_flag, training_flags
 from megatron_pulse.recipe.keys import Model, Recipe
 from megatron_pulse.recipe.read import read_recipe, write_recipe
 
@@ -278,10 +278,6 @@ def _start_ranks(recipe: Recipe, flags: Sequence[str]) -> None:
     print(f"training on {ranks} rank(s); the run is in {recipe.output}", flush=True)
     words = ["--nproc-per-node", str(ranks), "-m", _ENTRY, *flags]
     run_command.run(argparse.Namespace(command_line=words))
-    load = Path(recipe.output) / CHECKPOINTS
-    if _is_checkpoint(load):
-        print(f"weights: {load}\nsample:  pulse sample --load {load} -o samples.png")
-        print(f"export:  pulse export --load {load} --to exported")
 
 
 def _be_rank(place: Mapping[str, str], flags: Sequence[str]) -> None:

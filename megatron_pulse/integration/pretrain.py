@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -124,6 +125,8 @@ def main() -> None:
         assert board is not None  # the ranks have met
         with short_log(args):
             train(args, options, plan, data, board, start, begin)
+        if args.rank == 0 and newest_named(args.save) is not None:
+            print(_next_commands(Path(args.save)), flush=True)
     except BaseException as error:
         if not isinstance(error, SystemExit) or error.code:
             fail(error, job, args)
@@ -131,6 +134,16 @@ def main() -> None:
         if lock is not None:
             lock.release()
     finish(job)  # trained, helped, or stopped as all ranks agreed
+
+
+def _next_commands(saved: Path) -> str:
+    """Where the weights of a run are, and the commands that use them."""
+    recipe = saved.parent / "recipe.toml"
+    lines = [f"weights: {saved}"]
+    lines += [f"recipe:  {recipe}"] if recipe.is_file() else []
+    lines.append(f"sample:  pulse sample --load {saved} -o samples.png")
+    lines.append(f"export:  pulse export --load {saved} --to exported")
+    return "\n".join(lines)
 
 
 def _tensor_parallel(argv: Sequence[str]) -> int | None:

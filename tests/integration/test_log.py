@@ -76,11 +76,11 @@ def test_the_log_of_twenty_steps_is_short_and_whole(tmp_path: Path) -> None:
     assert not imported
     lines = out.splitlines()
     assert len(lines) < 2 * NUM_STEPS + 25, out
-    logged = re.findall(r"\] iteration +(\d+)/ +20 \|", out)
+    logged = re.findall(r"^iteration +(\d+)/ +20 \|", out, re.MULTILINE)
     assert [int(step) for step in logged] == list(range(1, NUM_STEPS + 1))
-    losses = [float(loss) for loss in re.findall(r" \| loss: (\S+) \|", out)]
+    losses = [float(loss) for loss in re.findall(r" \| loss (\S+) \|", out)]
     assert losses == pytest.approx(scalars(board, "loss"), rel=1e-5)  # each of its own step
-    rates = [float(rate) for rate in re.findall(r"learning rate: (\S+) \|", out)]
+    rates = [float(rate) for rate in re.findall(r" lr (\S+) \|", out)]
     used = [1e-3 * (1 - step / NUM_STEPS) for step in range(NUM_STEPS)]
     assert rates == pytest.approx(used) == scalars(board, "learning-rate")  # each of its own step
     assert "PPL" not in out
@@ -111,11 +111,11 @@ def test_what_flags_ask_for_is_said(tmp_path: Path) -> None:
         [*steps, "--log-interval", "50"],
         [*GROWING_SCALE, "--eval-iters", "0", "--tensorboard-dir", str(tmp_path / "fp16")],
     )
-    made = [skips == "0" for skips in re.findall(r"skipped iterations: +(\d+)", skipping)]
+    made = ["skipped steps" not in x for x in skipping.splitlines() if x.startswith("iteration")]
     assert not made[0] and not made[-1] and any(made)  # before and after steps that are made
-    losses = [float(loss) for loss in re.findall(r" \| loss: (\S+) \|", skipping)]
+    losses = [float(loss) for loss in re.findall(r" \| loss (\S+) \|", skipping)]
     assert losses == pytest.approx(scalars(tmp_path / "fp16", "loss"), rel=1e-5)
-    assert re.findall(r"\] iteration +(\d+)/ +2 \|", rarely) == ["1"], "a sign that it trains"
+    assert re.findall(r"iteration +(\d+)/ +2 \|", rarely) == ["1"], "a sign that it trains"
     assert imported == {"wandb"}
     assert "optimizer" in some and "time across ranks" in some
     assert "[Rank 0]" in some and "memory (MB)" in some
@@ -133,6 +133,26 @@ def test_only_whole_lines_of_noise_are_left_out() -> None:
     assert stream.getvalue().endswith("loss value: 1.2 | \n")
     log.finish()
     assert stream.getvalue().endswith("\nnot \n")
+
+
+STEP = (
+    " [2026-01-01 00:00:00.000000] iteration        4/      20 | consumed samples: 8 | "
+    "elapsed time per iteration (ms): 9.1 | learning rate: 3.000000E-03 | global batch size:     2 "
+    "| loss: 1.234567E-01 | loss scale: {scale} | grad norm: 0.5 | number of skipped iterations: "
+    "  {skipped} | number of nan iterations:   0 |\n"
+)
+
+
+def test_line_of_a_step_is_short_and_has_the_throughput() -> None:
+    stream = io.StringIO()
+    log = LineFilter(stream)
+    log.write(" throughput: 7.5 samples/s | 0:00:10 left\n" + STEP.format(scale=1.0, skipped=0))
+    log.write(STEP.format(scale=512.0, skipped=2))
+    start = "iteration        4/      20 | lr 0.003 | loss 0.123457 | "
+    assert stream.getvalue().splitlines() == [
+        f"{start}grad norm 0.5 | 7.5 samples/s | 0:00:10 left",
+        f"{start}loss scale 512 | grad norm 0.5 | skipped steps 2",
+    ]
 
 
 def test_losses_of_skipped_steps_count_only_where_no_other_is() -> None:

@@ -62,7 +62,7 @@ class Training:
 
     def steps(self) -> list[int]:
         """Training steps in the order in which the job logged them."""
-        return [int(step) for step in re.findall(r"\] iteration +(\d+)/", self.said())]
+        return [int(step) for step in re.findall(r"iteration +(\d+)/ ", self.said())]
 
     def wait(self, condition: Callable[[], bool], what: str) -> None:
         """Wait for ``condition``; the job's failure ends the wait with what it said."""

@@ -1,8 +1,9 @@
 """Filter of Megatron's log, which keeps only useful lines.
 
 Stock Megatron prints all arguments, every parameter of every bucket, timestamps between phases, and
-perplexities of a loss that has none. ``quiet`` passes only lines that inform a person or a script.
-The arguments go to a file. ``--pulse-verbose`` keeps Megatron's own log.
+perplexities of a loss that has none. ``short_log`` passes only lines that inform a person or a
+script. The line of a step is shortened, with the throughput; on a terminal with a progress bar it
+is drawn below the bar. The arguments go to a file. ``--pulse-verbose`` keeps Megatron's own log.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from megatron.training.log_handler import CustomHandler
 from torch import Tensor
 
 from megatron_pulse.files import replacing
-from megatron_pulse.progress import write_above
+from megatron_pulse.integration.loop.throughput import THROUGHPUT
+from megatron_pulse.progress import show_details, write_above
 
 ARGUMENTS = "arguments.txt"
 _MADE = "advanced iterations"
@@ -70,28 +72,65 @@ _MEMORY = re.compile(r"\[Rank \d+\] \(.*\) memory \(MB\)")
 _PERPLEXITY = re.compile(r" [\w ]+ PPL: [^|]*\|")
 
 
+_STEP = re.compile(r" \[[^]]*\] (iteration +\d+/ +\d+) \|")
+# Values of a step's line that are left out, and those that are left out while they are usual.
+_LEFT_OUT = {"consumed samples", "elapsed time per iteration (ms)", "global batch size"}
+_USUAL = {"loss scale": 1.0, "number of skipped iterations": 0.0, "number of nan iterations": 0.0}
+_SHORT = {"learning rate": "lr", "number of skipped iterations": "skipped steps",
+          "number of nan iterations": "NaN steps"}  # fmt: skip
+
+
+def short_step(line: str) -> tuple[str, list[str]] | None:
+    """("iteration N/ M", its values in words) of Megatron's line of a step; None for others."""
+    if (found := _STEP.match(line)) is None:
+        return None
+    values = []
+    for part in line[found.end() :].split("|"):
+        name, _, value = part.strip().rpartition(": ")
+        try:
+            number = float(value)
+        except ValueError:
+            values += [part.strip()] if part.strip() else []
+            continue
+        if name not in _LEFT_OUT and number != _USUAL.get(name):
+            values.append(f"{_SHORT.get(name, name)} {number:.6g}")
+    return found[1], values
+
+
 class LineFilter(io.TextIOBase):
     """Text stream that passes whole lines to ``stream`` unless they are noise.
 
-    On a terminal, a progress bar is cleared before the lines and drawn again after them.
+    The line of a step is shortened, and gets the line of the throughput before it. On a terminal, a
+    progress bar shows it as its details, and is drawn below other lines.
     """
 
     def __init__(self, stream: TextIO, noise: Sequence[re.Pattern[str]] = (_NOISE,)) -> None:
         self._stream = stream
         self._noise = noise
         self._rest = ""
+        self._throughput: list[str] = []
 
     def write(self, text: str) -> int:
         """Take ``text``; the part after its last line break waits for the rest of the line."""
         *lines, self._rest = (self._rest + text).split("\n")
-        kept = [
-            _PERPLEXITY.sub("", line)
-            for line in lines
-            if not any(noise.match(line) for noise in self._noise)
-        ]
+        kept = [short for line in lines if (short := self._shortened(line)) is not None]
         if kept:
             write_above(self._stream, "\n".join(kept) + "\n")
         return len(text)
+
+    def _shortened(self, line: str) -> str | None:
+        """Form in which ``line`` is written; None if it is not."""
+        if any(noise.match(line) for noise in self._noise):
+            return None
+        if line.startswith(THROUGHPUT):
+            self._throughput = line.removeprefix(THROUGHPUT).split(" | ")
+            return None
+        if (step := short_step(line)) is None:
+            return _PERPLEXITY.sub("", line)
+        values, self._throughput = [*step[1], *self._throughput], []
+        if show_details(self._stream, values):
+            return None
+        return " | ".join([step[0], *values])
 
     def flush(self) -> None:
         """Flush whole lines."""

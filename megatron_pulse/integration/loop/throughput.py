@@ -26,6 +26,9 @@ from megatron_pulse.profile.roofline import known_device
 from megatron_pulse.runtime.collectives import gather_objects
 from megatron_pulse.runtime.measure.recorder import StepTime
 
+THROUGHPUT = " throughput: "
+"""Begin of the throughput's line in Megatron's log."""
+
 
 @dataclass(frozen=True)
 class ThroughputConstants:
@@ -66,10 +69,10 @@ class Throughput:
 
     def line(self) -> str:
         """Line of the log."""
-        return " | ".join(self._parts())
+        return THROUGHPUT + " | ".join(self._parts())
 
     def _parts(self) -> Iterator[str]:
-        yield f" throughput: {self.samples_per_s:.4g} samples/s"
+        yield f"{self.samples_per_s:.4g} samples/s"
         if self.tflops_per_device is not None:
             yield f"{self.tflops_per_device:.3g} TFLOP/s per device"
         if self.mfu is not None:
@@ -212,19 +215,23 @@ class ThroughputLog:
     def logged(
         self, training_log: Callable[..., Any], args: argparse.Namespace
     ) -> Callable[..., Any]:
-        """Wrap ``training_log`` to print the throughput at every interval's end."""
+        """Wrap ``training_log`` to print the throughput before it at every interval's end."""
 
         def log(
             losses: Any, totals: Any, rate: Any, iteration: int, *rest: Any, **named: Any
         ) -> Any:
-            result = training_log(losses, totals, rate, iteration, *rest, **named)
+            warning = ""
             if iteration % args.log_interval == 0 and self._steps:
-                self._say(iteration, max(args.train_iters - iteration, 0))
+                warning = self._say(iteration, max(args.train_iters - iteration, 0))
+            result = training_log(losses, totals, rate, iteration, *rest, **named)
+            if warning:
+                print(warning, flush=True)
             return result
 
         return log
 
-    def _say(self, iteration: int, steps_left: int) -> None:
+    def _say(self, iteration: int, steps_left: int) -> str:
+        """Print the interval's throughput; returns the warning of a slow rank, or nothing."""
         steps = self._steps if self._warm or len(self._steps) == 1 else self._steps[1:]
         peak_bytes, memory = peak_memory()
         ranks = gather_objects(interval_sums(steps, peak_bytes, self._num_corrupt()))
@@ -237,8 +244,7 @@ class ThroughputLog:
             if (wandb := get_wandb_writer()) is not None:
                 wandb.log(found.scalars(), iteration)
         self._steps, self._warm = [], True
-        if self._stragglers is not None and (warning := self._stragglers.look()):
-            print(warning, flush=True)
+        return "" if self._stragglers is None else self._stragglers.look()
 
 
 def peak_memory() -> tuple[int, str]:

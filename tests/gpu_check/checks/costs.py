@@ -119,7 +119,7 @@ def plans(bench: Bench) -> Figures:
                 "--log-interval", "4", "--pulse-no-progress",
             )  # fmt: skip
             peaks = re.findall(r"peak ([\d.e+-]+) GB \((\w+)\)", said)
-            speeds = re.findall(r"throughput: ([\d.e+-]+) samples/s", said)
+            speeds = re.findall(r"\| ([\d.e+-]+) samples/s \|", said)
             assert peaks and speeds, "the log says no peak and no throughput"
             predicted = json.loads(plan.read_text())["predicted"]
             memory_gb = max(predicted["memory_bytes"]) / 1e9
@@ -193,7 +193,7 @@ def auto(bench: Bench) -> Figures:
         "--lr", "1e-4", "--log-interval", "2", "--pulse-no-progress",
         "--save", bench.folder / "run", *["--bf16"] * bench.on_gpu,
     )  # fmt: skip
-    speeds = re.findall(r"throughput: ([\d.e+-]+) samples/s", said)
+    speeds = re.findall(r"\| ([\d.e+-]+) samples/s \|", said)
     expected = re.findall(r"([\d.e+-]+) samples/s expected", said)
     assert speeds and expected, "the log says no throughput, or none that is expected"
     return {
