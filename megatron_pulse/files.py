@@ -60,6 +60,16 @@ class FileError(UserError):
     """A file that cannot be read as its kind; the message names the file and the reason."""
 
 
+def cache_folder() -> Path:
+    """Folder of what costs only time to make again; it need not exist.
+
+    ``$PULSE_CACHE_DIR``, or else ``megatron_pulse`` in ``$XDG_CACHE_HOME`` or in ``~/.cache``.
+    """
+    if named := os.environ.get("PULSE_CACHE_DIR"):
+        return Path(named)
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "megatron_pulse"
+
+
 @contextmanager
 def replacing(path: str | Path) -> Iterator[Path]:
     """Yield a temporary path beside ``path``; on success rename it to ``path``.

@@ -25,6 +25,7 @@ examples:
   pulse recipe --keys                        all keys, with the flag of each
   pulse recipe --keys warmup                 those with the word
   pulse recipe --from-diffusion-pipe main.toml > recipe.toml
+  pulse recipe --devices rtx-4090,dgx-a100   how many devices each needs, by the planner
 """
 
 
@@ -37,6 +38,12 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--keys", nargs="?", const="", metavar="WORD", help="explain keys, or those with a word"
     )
     what.add_argument(
+        "--devices",
+        metavar="CLUSTER[,CLUSTER...]",
+        help="table of the devices and the memory that each recipe needs, by the planner (takes "
+        "minutes): whole nodes of these clusters, or parts of one node",
+    )
+    what.add_argument(
         "--from-diffusion-pipe",
         type=Path,
         metavar="FILE",
@@ -46,12 +53,17 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def run(args: argparse.Namespace) -> None:
     """Print a recipe, the list, keys, or a converted recipe."""
-    if args.name is not None and (args.keys is not None or args.from_diffusion_pipe is not None):
-        raise UserError(f"{args.name}: --keys and --from-diffusion-pipe take no recipe's name")
+    given = [args.keys, args.devices, args.from_diffusion_pipe]
+    if args.name is not None and given != [None, None, None]:
+        raise UserError(f"{args.name}: --keys, --devices, --from-diffusion-pipe take no name")
     if args.from_diffusion_pipe is not None:
         from megatron_pulse.recipe.from_diffusion_pipe import converted
 
         print(converted(args.from_diffusion_pipe), end="")
+    elif args.devices is not None:
+        from megatron_pulse.cli.recipe_devices import device_table
+
+        print("\n".join(device_table(args.devices.split(","))))
     elif args.keys is not None:
         print("\n".join(_key_lines(args.keys.lower())))
     elif args.name is None:

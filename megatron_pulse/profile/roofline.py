@@ -59,6 +59,12 @@ class Device:
 # A100: NVIDIA A100 data sheets (SXM). H100 and H200: their data sheets (SXM).
 _PRESETS = (
     Device("V100-32GB", {"float16": 125e12, "float32": 15.7e12}, 0.9e12, 32 * 10**9),
+    Device(
+        "4090-24GB",
+        {"bfloat16": 165.2e12, "float16": 165.2e12, "float32": 82.6e12},
+        1.008e12,
+        24 * 10**9,
+    ),
     Device("Ascend-910A-32GB", {"float16": 256e12}, 1.2e12, 32 * 10**9),
     Device(
         "A100-40GB",
@@ -85,11 +91,12 @@ PRESETS: Mapping[str, Device] = {device.name: device for device in _PRESETS}
 def known_device(cuda_name: str) -> Device | None:
     """Preset of a GPU from its CUDA name; None without a preset of the same peaks.
 
-    The preset's name must be a word of the CUDA name: an RTX A1000 is no A100. PCIe cards and parts
-    of a GPU (MIG) are slower. A different memory size is a different device.
+    The preset's name must be a word of the CUDA name: an RTX A1000 is no A100. PCIe and laptop
+    cards, an RTX 4090 D, and parts of a GPU (MIG) are slower. A different memory size is a
+    different device.
     """
     words = re.split(r"[^A-Za-z0-9]+", cuda_name)
-    if {"PCIe", "PCIE", "NVL", "MIG"} & {*words}:
+    if {"PCIe", "PCIE", "NVL", "MIG", "Laptop", "D"} & {*words}:
         return None
     sizes = {word for word in words if re.fullmatch(r"\d+GB", word)}
     found = [

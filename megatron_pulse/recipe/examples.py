@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 
 _FOLDER = Path(__file__).with_name("examples")
+_BACKBONES = {
+    "controlnet": "controlnet-sd-v1.5",
+    "flux": "flux-dev",
+    "hunyuan-dit": "hunyuan-dit-v1.2",
+    "pixart": "pixart-sigma",
+    "sd15": "sd-v1.5",
+    "sd3": "sd3.5-medium",
+    "sdxl": "sdxl",
+}
+"""Backbones of recipes that name published weights."""
 
 
 def example_names() -> list[str]:
@@ -15,6 +26,11 @@ def example_names() -> list[str]:
 def example_text(name: str) -> str:
     """Commented TOML text of a recipe."""
     return (_FOLDER / f"{name}.toml").read_text(encoding="utf-8")
+
+
+def example_backbone(name: str) -> str | None:
+    """Backbone that a recipe trains; None for modules."""
+    return _BACKBONES.get(name) or tomllib.loads(example_text(name))["model"].get("backbone")
 
 
 def example_summary(name: str) -> str:

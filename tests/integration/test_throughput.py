@@ -164,12 +164,14 @@ def test_peaks_are_those_of_the_device_at_hand() -> None:
     assert known_device("NVIDIA A100-SXM4-40GB") is PRESETS["A100-40GB"]
     assert known_device("NVIDIA A100-SXM4-80GB") is PRESETS["A100-80GB"]
     assert known_device("Tesla V100-SXM2-32GB") is PRESETS["V100-32GB"]
+    assert known_device("NVIDIA GeForce RTX 4090") is PRESETS["4090-24GB"]
     for other in (
         "NVIDIA A100", "NVIDIA A100 80GB PCIe", "NVIDIA A100-PCIE-40GB", "NVIDIA A100-SXM-64GB",
         "NVIDIA A100-SXM4-80GB MIG 3g.40gb", "Tesla V100-SXM2-16GB", "Tesla V100-PCIE-32GB",
         "Tesla V100S-PCIE-32GB", "NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA H200 NVL",
         "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA GH200 480GB", "NVIDIA H800",
-        "NVIDIA RTX A1000 6GB Laptop GPU", "NVIDIA GeForce RTX 4090",
+        "NVIDIA RTX A1000 6GB Laptop GPU", "NVIDIA GeForce RTX 4090 D",
+            "NVIDIA GeForce RTX 4090 Laptop GPU",
     ):  # fmt: skip
         assert known_device(other) is None, other
 

@@ -14,9 +14,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from megatron_pulse.files import cache_folder
 from megatron_pulse.planner.layout.placement import fold, interleaved
 from megatron_pulse.planner.schedule.bound.bounds import lower_bound
-from megatron_pulse.planner.schedule.cache import cached, directory, key
+from megatron_pulse.planner.schedule.cache import cached, key
 from megatron_pulse.planner.schedule.check.simulate import simulate
 from megatron_pulse.planner.schedule.check.validate import faults_for
 from megatron_pulse.planner.schedule.classic.one_f_one_b import gpipe
@@ -196,13 +197,13 @@ def test_a_folder_that_cannot_be(folder: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_where(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert directory() == tmp_path / "kept"
+    assert cache_folder() == tmp_path / "kept"
     monkeypatch.delenv("PULSE_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert directory() == tmp_path / "megatron_pulse"
+    assert cache_folder() == tmp_path / "megatron_pulse"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert directory() == tmp_path / ".cache" / "megatron_pulse"
+    assert cache_folder() == tmp_path / ".cache" / "megatron_pulse"
 
 
 WRITER = """

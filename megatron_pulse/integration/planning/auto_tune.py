@@ -20,6 +20,7 @@ from megatron_pulse.integration.flags.pulse_options import PulseOptions
 from megatron_pulse.integration.loop_encoders import LoopEncoders, loop_encoders
 from megatron_pulse.integration.planning.encoder_costs import encoder_costs
 from megatron_pulse.integration.planning.memory_format import measured_format
+from megatron_pulse.integration.planning.profile_cache import cached_profile
 from megatron_pulse.integration.planning.run_plan import (
     backbone_of_flags,
     compute_dtype,
@@ -222,12 +223,19 @@ def _measure(args: argparse.Namespace, options: PulseOptions, backbone: Backbone
         )
         return profile if times is None else replace(profile, method=f"{profile.method}; {times}")
 
-    try:
-        return measured(sizes)
-    except ProfileError:
-        if len(sizes) == 1:
-            raise
-    # The error has released the memory of the failed attempt only here.
-    if device == "cuda":
-        torch.cuda.empty_cache()
-    return measured(sizes[:1])
+    def of_fitting_sizes() -> Profile:
+        try:
+            return measured(sizes)
+        except ProfileError:
+            if len(sizes) == 1:
+                raise
+        # The error has released the memory of the failed attempt only here.
+        if device == "cuda":
+            torch.cuda.empty_cache()
+        return measured(sizes[:1])
+
+    settings = dtype, sizes, args.transformer_impl, sorted(options.options.items())
+    profile, kept = cached_profile(backbone, torch.device(device), settings, of_fitting_sizes)
+    if kept is not None:
+        print(f"profile: {kept}, of an earlier start; remove it to measure again", flush=True)
+    return profile

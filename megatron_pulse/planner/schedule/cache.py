@@ -6,10 +6,9 @@ the longest (to 1 %). Further are links in hundredths of the longest, activation
 the requested solver, and the code that solves. A stored order is only a candidate: it is validated
 and timed against the problem at hand.
 
-The folder is ``$PULSE_CACHE_DIR``, or else ``megatron_pulse`` in ``$XDG_CACHE_HOME`` or in
-``~/.cache``. The cache never causes an error. An unreadable file counts as missing and is
-overwritten, and a folder that is not writable is left alone. Processes may share the folder, and
-its removal costs only time.
+The folder is that of ``files.cache_folder``. The cache never causes an error. An unreadable file
+counts as missing and is overwritten, and a folder that is not writable is left alone. Processes may
+share the folder, and its removal costs only time.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_pulse.file_kinds import FileKind
-from megatron_pulse.files import add_checksum, read_json
+from megatron_pulse.files import add_checksum, cache_folder, read_json
 from megatron_pulse.planner.schedule.bound.bounds import lower_bound
 from megatron_pulse.planner.schedule.check.simulate import simulate
 from megatron_pulse.planner.schedule.check.validate import faults_for
@@ -52,13 +51,6 @@ class Entry:
     offered_s: float
 
 
-def directory() -> Path:
-    """Folder of the cache; it need not exist."""
-    if named := os.environ.get("PULSE_CACHE_DIR"):
-        return Path(named)
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "megatron_pulse"
-
-
 def cached(problem: ScheduleProblem, seconds: float, solver: str, find: Find) -> Synthesis:
     """Return the stored solution if ``find`` is unlikely to improve it, else the better of both.
 
@@ -68,7 +60,7 @@ def cached(problem: ScheduleProblem, seconds: float, solver: str, find: Find) ->
     """
     began = time.monotonic()
     seconds = min(seconds, 1e12)  # a number that JSON has
-    path = directory() / f"{key(problem, solver)}.json"
+    path = cache_folder() / f"{key(problem, solver)}.json"
     entry = _read(path)
     known = None if entry is None else _answer(problem, entry)
     if entry is not None and known is not None:

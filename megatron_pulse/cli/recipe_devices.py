@@ -1,0 +1,88 @@
+"""Table of ``pulse recipe --devices``: devices and memory that recipes need, by the planner."""
+
+from __future__ import annotations
+
+import argparse
+import tomllib
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from megatron_pulse.cli.output import table
+from megatron_pulse.cli.plan.tuning import tune_command
+from megatron_pulse.cli.plan.tuning.tune_input import choices_of, evaluator_of, given_profile
+from megatron_pulse.errors import UserError
+from megatron_pulse.planner.cluster.cluster import Cluster, ClusterError, cluster
+from megatron_pulse.planner.tune.tune import UntunableError, tune
+from megatron_pulse.profile.profile import Profile
+from megatron_pulse.progress import ProgressLine
+from megatron_pulse.recipe.examples import example_backbone, example_names, example_text
+
+_SECONDS = 6.0
+_MOST_DEVICES = 32
+_BYTES = 10
+"""Least bytes a parameter takes: bf16 weight and gradient, fp32 weight; Adam may be offloaded."""
+
+
+def device_table(clusters: Sequence[str]) -> list[str]:
+    """Lines of the table: for each recipe and cluster, the fewest devices that can train it.
+
+    Batch and dtype are the recipe's. Text encoders and autoencoder come on top unless their outputs
+    are stored before. Takes some seconds of tuning for each number of devices that is tried.
+    """
+    places = []
+    for name in clusters:
+        try:
+            places.append(cluster(name.strip()))
+        except ClusterError as error:
+            raise UserError(f"--devices: {error}") from error
+    names = [name for name in example_names() if example_backbone(name)]
+    rows = []
+    with ProgressLine("planning", len(names) * len(places), "cells") as line:
+        for name in names:
+            cells, size = [], 0
+            for place in places:
+                line.note = f"{name} on {place.name}"
+                profile, cell = _fewest(name, place)
+                size = sum(layer.parameters for layer in profile.layers)
+                cells.append(cell)
+                line.advance()
+            rows.append((name, f"{size / 1e6:.0f} M", *cells))
+    titles = [f"{p.name} ({p.usable_bytes / 1e9:.3g} usable GB)" for p in places]
+    return table([("recipe", "parameters", *titles), *rows], left=(0, *range(2, len(titles) + 2)))
+
+
+def _fewest(name: str, place: Cluster) -> tuple[Profile, str]:
+    """Profile of the recipe's backbone, and the cell of the table."""
+    recipe = tomllib.loads(example_text(name))
+    parser = argparse.ArgumentParser()
+    tune_command.add_command(parser.add_subparsers())
+    words = ["tune", "--cluster", place.name, "--backbone", str(example_backbone(name))]
+    words += ["--global-batch-size", str(recipe["training"]["batch_size"])]
+    for option, value in recipe["model"].get("options", {}).items():
+        words += ["--option", f"{option}={value}"]
+    args = parser.parse_args(words)
+    profile = given_profile(args, place)
+    least = _BYTES * sum(layer.parameters for layer in profile.layers) / place.usable_bytes
+    for part in _parts(place):
+        if part.num_devices < least:
+            continue
+        evaluator = evaluator_of(args, profile, part)
+        try:
+            best = tune(evaluator, choices_of(args), _SECONDS, solver="none", keep=1).outcomes[0]
+        except UntunableError:
+            continue
+        memory = max(best.memory_bytes) / 1e9
+        return profile, f"{part.num_devices}: {memory:.3g} GB, {best.throughput:.3g} samples/s"
+    return profile, f"more than {_MOST_DEVICES}"
+
+
+def _parts(place: Cluster) -> Iterator[Cluster]:
+    """1, 2, 4, ... devices: parts of one node, then whole nodes."""
+    count = 1
+    while count <= _MOST_DEVICES:
+        one_node = place.part(min(count, place.devices_per_node))
+        if count <= place.devices_per_node and one_node is not None:
+            yield one_node
+        elif count % place.devices_per_node == 0:
+            yield replace(place, nodes=count // place.devices_per_node)
+        count *= 2
