@@ -168,6 +168,7 @@ def _lay_cascade(args: argparse.Namespace, line: CommandLine) -> Iterator[str]:
         "--pulse-plan": args.pulse_plan,
         "--pulse-encoder-schedule": args.pulse_encoder_schedule,
         "--pulse-self-conditioning": args.pulse_self_conditioning,
+        "--pulse-keep-best": args.pulse_keep_best,
     }
     for flag, given in refused.items():
         if given:

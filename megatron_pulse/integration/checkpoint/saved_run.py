@@ -24,6 +24,7 @@ from megatron_pulse.integration.checkpoint.folders import (
     CheckpointError,
     DamagedError,
     MovedError,
+    Step,
     checkpoint_folder,
     step_folder,
 )
@@ -137,8 +138,8 @@ class SavedRun:
         return backbone
 
 
-def read_saved_run(load: str | Path, iteration: int | None = None) -> SavedRun:
-    """Read the latest checkpoint in ``load``, or that of ``iteration``.
+def read_saved_run(load: str | Path, iteration: Step | None = None) -> SavedRun:
+    """Read the latest checkpoint in ``load``, or that of ``iteration`` (a step, or "best").
 
     Raises CheckpointError if there is none, or if another program wrote it. Raises DamagedError if
     it is incomplete, or if the parts read here are damaged. ``require_intact`` reads all parts.
