@@ -1,4 +1,4 @@
-"""``hf:ID[@revision]`` as a folder of a diffusers pipeline or of weights.
+"""``hf:ID[@revision]`` as a folder of a pipeline or of weights, and uploads to the hub.
 
 Such words of a command line are replaced by local folders before anything reads them. The folders
 lie in the cache of huggingface_hub, which downloads only the files that the flag needs. Only one
@@ -16,12 +16,14 @@ from pathlib import Path
 _FOLDER = re.compile(r"((?:[^=]*=)*)(diffusers:)?(hf:.+)")
 """Pattern of a value: prefix with flag or name, optional ``diffusers:``, and ``hf:`` reference."""
 _COMPONENT = ("config.json", "diffusion_pytorch_model*")
-_BACKBONE = ("model_index.json", *_COMPONENT, "unet/*", "transformer/*", "scheduler/*")
+_BACKBONE = ("model_index.json", *_COMPONENT, "unet/*", "transformer/*", "scheduler/*", "README.md")
 _PIPELINE = ("model_index.json", "text_encoder*/*", "tokenizer*/*", "vae/*")
+_WHOLE = (*_PIPELINE, "README.md", "scheduler/*", "*encoder/*", "*extractor/*", "*checker/*")
 _NEEDS = {
     "--from": _BACKBONE,
     "--controlnet": _COMPONENT,
     "--vae": _COMPONENT,
+    "--pipeline": _WHOLE,
     "--encoders": _PIPELINE,
     "--pulse-encoders": _PIPELINE,
     "encoders": _PIPELINE,  # of the command 'data encoders'
@@ -55,6 +57,46 @@ def with_local_folders(words: Sequence[str]) -> tuple[list[str], list[str]]:
             parts.append(part)
         found.append(",".join(parts))
     return found, faults
+
+
+def push_faults(name: str) -> list[str]:
+    """Faults that prevent an upload to the repository ``name``, before anything is exported."""
+    from huggingface_hub import constants, get_token
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    faults = []
+    try:
+        validate_repo_id(name)
+        if "/" not in name:
+            faults.append(f"--push {name}: write OWNER/NAME")
+    except HFValidationError as error:
+        faults.append(f"--push {name}: write OWNER/NAME: {_line(error)}")
+    if constants.HF_HUB_OFFLINE:
+        faults.append("--push: HF_HUB_OFFLINE is set, so nothing can be uploaded. Unset it")
+    elif get_token() is None:
+        faults.append("--push: there is no token of the hub. Call 'hf auth login', or set HF_TOKEN")
+    return faults
+
+
+def push(folder: Path, name: str) -> str:
+    """Upload ``folder`` to the repository ``name``, made private if missing; returns its address.
+
+    Raises ValueError with the reason and the remedy; ``folder`` stays.
+    """
+    from httpx import HTTPError
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    later = f"{folder} is whole: 'hf upload {name} {folder}' uploads it later"
+    try:
+        api = HfApi()
+        api.create_repo(name, private=True, exist_ok=True)
+        return str(api.upload_folder(repo_id=name, folder_path=folder))
+    except HfHubHTTPError as error:
+        raise ValueError(f"--push {name}: the hub refuses: {_line(error)}. {later}") from error
+    except (HTTPError, OSError) as error:
+        raise ValueError(f"--push {name}: the hub is unreachable ({error}). {later}") from error
 
 
 def _folder(text: str, needs: Sequence[str]) -> Path:

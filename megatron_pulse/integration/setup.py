@@ -265,6 +265,7 @@ def prepare(
     with collecting(faults):
         start = find_start(args)
         process = process_of(start, options)
+    args.pulse_base = getattr(start.saved.arguments, "pulse_base", None) if start else None
     try:
         if options.backbone:
             backbone = _continued(start, args, options)

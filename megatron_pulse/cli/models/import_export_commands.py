@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megatron_pulse.backbone.chain import Backbone
+    from megatron_pulse.backbone.published_weights import Published
+    from megatron_pulse.encoders.pipeline_export import PipelineBase
+    from megatron_pulse.integration.checkpoint.saved_run import SavedRun
 
 _IMPORT = """\
 Reads a diffusers folder (a pipeline, or its unet or transformer) and writes a checkpoint for
@@ -67,8 +70,15 @@ or .safetensors) with its names. Imported weights are exported bit for bit. The 
 is written as a diffusers scheduler's configuration, into the folder scheduler, or beside a file
 as NAME.scheduler_config.json.
 
+With --pipeline the folder is a whole pipeline for DiffusionPipeline.from_pretrained: the other
+components are those of the pipeline given, or else of the run's encoders or of the imported one.
+Large files are hard links. README.md says how it was trained. --push uploads the folder to the
+Hugging Face hub; a new repository there is private.
+
 examples:
   pulse export --load checkpoints/sd15 --to exported/unet
+  pulse export --load runs/a --iteration best --to exported/pipeline --pipeline
+  pulse export --load runs/a --to exported --pipeline sd-v1.5 --push me/my-model
   pulse export --load runs/a --iteration 4000 --raw --dtype bfloat16 --to exported/transformer
   pulse export --load runs/uvit --to uvit.pth
 """
@@ -76,6 +86,10 @@ examples:
 
 _FILES = (".pth", ".pt", ".safetensors")
 """Suffixes of a file that holds a whole model."""
+
+
+_KNOWN = ""
+"""Value of --pipeline that means a pipeline known to the run."""
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -113,6 +127,13 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add = partial(add_flag, parser)
     add_checkpoint_flags(parser)
     add("--to PATH", "new folder or file to write", type=Path, required=True)
+    add(
+        "--pipeline [DIR|hf:ID]",
+        "write a whole pipeline, with the components of this one (default: of the run's)",
+        nargs="?",
+        const=_KNOWN,
+    )
+    add("--push OWNER/NAME", "upload the folder to this repository of the Hugging Face hub")
     add("--dtype", "of the written weights (default float32)", choices=DTYPES, default="float32")
 
 
@@ -134,7 +155,8 @@ def import_published(args: argparse.Namespace) -> list[str]:
         backbone, tensors, place = read(args)
         backbone, length = _with_length_of_texts(backbone, args.source)
         process, remark = read_process(place, read_flags(ProcessChoice, args))
-        import_weights(backbone, tensors, str(args.source), args.to, process)
+        base = _pipeline_of(place)
+        import_weights(backbone, tensors, str(args.source), args.to, process, base)
     count = sum(tensor.numel() for tensor in tensors.values())
     print(
         f"{args.to}: {backbone.name}, {len(tensors)} tensors with {count:,} values\n"
@@ -145,15 +167,31 @@ def import_published(args: argparse.Namespace) -> list[str]:
 
 def run_export(args: argparse.Namespace) -> None:
     """Load, convert, write."""
-    require([*flag_faults(args), *(_check_new(args.to) or _check_beside(args.to))])
+    faults = [*flag_faults(args), *(_check_new(args.to) or _check_beside(args.to))]
+    if args.to.suffix in _FILES:
+        given = {"--pipeline": args.pipeline, "--push": args.push}
+        faults += [
+            f"{flag} is for a folder: --to {args.to} is a file"
+            for flag, value in given.items()
+            if value is not None
+        ]
+    if args.pipeline and not Path(args.pipeline).is_dir():
+        faults.append(f"--pipeline {args.pipeline}: there is no such folder")
+    if args.push is not None:
+        from megatron_pulse.diffusion.hub import push_faults
+
+        faults += push_faults(args.push)
+    require(faults)
     prepare_megatron()
     import torch
 
     from megatron_pulse.backbone.published_weights import PublishedError
     from megatron_pulse.diffusion.published import write_folder, write_state_dict
     from megatron_pulse.diffusion.scheduler_export import scheduler_of_process
+    from megatron_pulse.encoders.pipeline_export import write_pipeline
     from megatron_pulse.integration.checkpoint.published_weights import export_weights, load_whole
     from megatron_pulse.integration.checkpoint.saved_run import read_saved_run
+    from megatron_pulse.integration.model_card import Export, model_card
     from megatron_pulse.integration.training_data import makes_pixels
 
     with as_user_error(ValueError):
@@ -170,8 +208,19 @@ def run_export(args: argparse.Namespace) -> None:
     scheduler = scheduler_of_process(saved.process, makes_pixels(saved.arguments))
     if published.library != "diffusers" and args.to.suffix not in _FILES:
         raise UserError(f"--to {args.to}: {backbone.name} is one file, {' or '.join(_FILES)}")
+    base = None
+    if args.pipeline is not None:
+        base = _open_base(args.pipeline, saved, published)
     if published.library == "diffusers":
-        write_folder(args.to, published, tensors, scheduler=scheduler)
+        known = next((one for one in saved.base_pipelines if one.is_dir()), None)
+        exported = Export(saved, published, not args.raw, args.dtype, known)
+        if base is None:
+            write_folder(
+                args.to, published, tensors, scheduler=scheduler, card=model_card(exported)
+            )
+        else:
+            exported = replace(exported, base=base.folder, pipeline_class=base.class_name)
+            write_pipeline(args.to, base, published, tensors, scheduler, model_card(exported))
     else:
         write_state_dict(args.to, tensors, scheduler)
     if backbone.takes_prediction:
@@ -191,6 +240,43 @@ def run_export(args: argparse.Namespace) -> None:
         f"{count:,} values, {args.dtype}, {'raw' if args.raw else 'averaged'} weights, "
         f"{scheduler['_class_name']}: {saved.process.describe()}"
     )
+    if base is not None:
+        print(f"{base.class_name} with {', '.join(base.others)} of {base.folder}")
+    if args.push is not None:
+        from megatron_pulse.diffusion.hub import push
+
+        with as_user_error(ValueError):
+            print(f"pushed: {push(args.to, args.push)}")
+
+
+def _open_base(given: str, saved: SavedRun, published: Published) -> PipelineBase:
+    """Base pipeline that was given, or the first that the run knows and that fits."""
+    from megatron_pulse.backbone.published_weights import PublishedError
+    from megatron_pulse.encoders.pipeline_export import open_base
+
+    if published.part:
+        raise UserError(
+            f"--pipeline: a {published.class_name} is an addition to a pipeline, not its backbone. "
+            "Leave it out, and give the exported folder to the pipeline's class in diffusers"
+        )
+    if given != _KNOWN:
+        return open_base(Path(given), published.class_name)
+    faults = []
+    for folder in saved.base_pipelines:
+        try:
+            return open_base(folder, published.class_name)
+        except PublishedError as error:
+            faults.append(str(error))
+    told = "; ".join(faults) or "the run has neither --pulse-encoders nor an imported pipeline"
+    raise UserError(f"--pipeline: no base pipeline is known: {told}. Give --pipeline DIR")
+
+
+def _pipeline_of(component: Path) -> Path | None:
+    """Pipeline folder that holds a component; None for a component alone."""
+    from megatron_pulse.diffusion.scheduler_import import PIPELINE_INDEX
+
+    folder = component.absolute().parent
+    return folder if (folder / PIPELINE_INDEX).is_file() else None
 
 
 def _open_folder(args: argparse.Namespace) -> tuple[Backbone, Mapping[str, Tensor], Path]:

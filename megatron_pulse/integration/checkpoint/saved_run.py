@@ -110,6 +110,13 @@ class SavedRun:
         return saved_process(self.arguments)
 
     @property
+    def base_pipelines(self) -> list[Path]:
+        """Pipeline folders that the run knows: of its encoders, and of its imported weights."""
+        args = self.arguments
+        known = (getattr(args, name, None) for name in ("pulse_encoders", "pulse_base"))
+        return [Path(folder) for folder in dict.fromkeys(known) if folder]
+
+    @property
     def has_ema(self) -> bool:
         """True if the checkpoint holds an EMA of the weights."""
         return bool(self.arguments.pulse_ema_decay)

@@ -1,0 +1,108 @@
+"""``pulse export --pipeline``: a folder that diffusers loads whole, and its card; ``--push``."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import diffusers
+import pytest
+import torch
+import yaml
+
+from megatron_pulse.backbone.published_weights import PublishedError
+from megatron_pulse.cli.main import main
+from megatron_pulse.encoders import pipeline_export
+from megatron_pulse.encoders.pipeline_export import open_base
+from tests.cli.conftest import Refused
+from tests.cli.small_unet import make_folder
+from tests.cli.test_prompts import FAMILIES, draw, drawn, expected  # noqa: F401
+
+CARD = "---\nlicense: openrail++\nbase_model: stabilityai/a-base\n---\n\n# Base\n"
+
+
+@pytest.mark.parametrize("name", ["sd", "sd3", "pixart"])
+def test_exported_pipeline_gives_the_pictures_of_pulse_sample(
+    name: str,
+    drawn: list[torch.Tensor],  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pipeline_export, "_LINKED_BYTES", 1000)
+    family, base, checkpoint = FAMILIES[name], tmp_path / "base", tmp_path / "checkpoint"
+    base.mkdir()
+    family.write(base)
+    (base / "README.md").write_text(CARD)
+    assert main(["import", "--from", str(base), "--to", str(checkpoint)]) == 0
+    draw(family, base, checkpoint)
+    target = tmp_path / "pipeline"
+    assert main(["export", "--load", str(checkpoint), "--to", str(target), "--pipeline"]) == 0
+    index = json.loads((target / "model_index.json").read_text())
+    assert index["scheduler"] == ["diffusers", type(family.scheduler).__name__]
+    weights = "vae/diffusion_pytorch_model.safetensors"
+    assert os.path.samefile(target / weights, base / weights)
+    assert not os.path.samefile(target / "vae/config.json", base / "vae/config.json")
+    shutil.rmtree(base)
+    without = dict.fromkeys(("safety_checker", "feature_extractor")) if name == "sd" else {}
+    pipeline = diffusers.DiffusionPipeline.from_pretrained(target, **without)
+    assert type(pipeline) is family.pipeline
+    theirs = expected(family, pipeline)
+    torch.testing.assert_close(drawn[0] / 2 + 0.5, theirs, rtol=0, atol=family.close)
+    head = yaml.safe_load((target / "README.md").read_text().split("---\n")[1])
+    assert head["base_model"] == "stabilityai/a-base" and head["license"] == "openrail++"
+    assert head["library_name"] == "diffusers" and head["pipeline_tag"] == "text-to-image"
+
+
+def test_pipeline_without_a_whole_base_is_refused(tmp_path: Path, refused: Refused) -> None:
+    alone = make_folder(tmp_path / "alone")
+    checkpoint = tmp_path / "checkpoint"
+    assert main(["import", "--from", str(alone), "--to", str(checkpoint)]) == 0
+    export = ["export", "--load", str(checkpoint), "--to", str(tmp_path / "to"), "--pipeline"]
+    refused(export, "no base pipeline is known", "Give --pipeline DIR")
+    refused([*export, str(alone)], "holds no model_index.json of a diffusers pipeline")
+    refused([*export, str(tmp_path / "none")], "there is no such folder")
+    whole = tmp_path / "sd3"
+    whole.mkdir()
+    FAMILIES["sd3"].write(whole)
+    refused([*export, str(whole)], "base of another model", "SD3Transformer2DModel")
+    shutil.rmtree(whole / "tokenizer_3")
+    (whole / "vae" / "config.json").unlink()
+    with pytest.raises(PublishedError, match="2 faults") as error:
+        open_base(whole, "SD3Transformer2DModel")
+    assert "tokenizer_3: there is no such folder" in str(error.value)
+
+
+def test_push_is_refused_without_token_or_network(
+    tmp_path: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    push = ["export", "--load", str(tmp_path), "--to", str(tmp_path / "to"), "--push"]
+    refused([*push, "me/model"], "there is no token of the hub", "hf auth login")
+    refused([*push, "model"], "write OWNER/NAME")
+    refused([*push, "me/my model/x"], "write OWNER/NAME")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    refused([*push, "me/model"], "HF_HUB_OFFLINE is set")
+
+
+def test_push_keeps_the_folder_when_the_hub_is_unreachable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import HfApi
+
+    from megatron_pulse.diffusion import hub
+
+    class Nowhere(HfApi):
+        def __init__(self) -> None:
+            super().__init__(endpoint="http://127.0.0.1:9", token="hf_none")
+
+    monkeypatch.setattr("huggingface_hub.HfApi", Nowhere)
+    with pytest.raises(ValueError, match="unreachable .*'hf upload me/model .*' uploads it later"):
+        hub.push(tmp_path, "me/model")
+    assert tmp_path.is_dir()
