@@ -23,6 +23,7 @@ _NEEDS = {
     "--from": _BACKBONE,
     "--controlnet": _COMPONENT,
     "--vae": _COMPONENT,
+    "--config": ("model_index.json", "*config.json", "scheduler/*"),
     "--pipeline": _WHOLE,
     "--encoders": _PIPELINE,
     "--pulse-encoders": _PIPELINE,
@@ -84,7 +85,6 @@ def push(folder: Path, name: str) -> str:
 
     Raises ValueError with the reason and the remedy; ``folder`` stays.
     """
-    from httpx import HTTPError
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -95,7 +95,7 @@ def push(folder: Path, name: str) -> str:
         return str(api.upload_folder(repo_id=name, folder_path=folder))
     except HfHubHTTPError as error:
         raise ValueError(f"--push {name}: the hub refuses: {_line(error)}. {later}") from error
-    except (HTTPError, OSError) as error:
+    except Exception as error:  # of the HTTP library that huggingface_hub uses
         raise ValueError(f"--push {name}: the hub is unreachable ({error}). {later}") from error
 
 

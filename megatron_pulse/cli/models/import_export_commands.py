@@ -44,8 +44,9 @@ _IMPORT = """\
 Reads a diffusers folder (a pipeline, or its unet or transformer) and writes a checkpoint for
 --pretrained-checkpoint DIR, for any layout, with a new optimizer. The EMA starts at the same
 weights. A single file (.pth, .safetensors) is the state dict of U-ViT (--backbone) or of a module
-of your own (--module). A UNet with classes gets no null class unless --null-class is given. Every
-tensor must be there with its shape; faults are listed, and nothing is written.
+of your own (--module), or an original checkpoint of SD, SDXL, SD3 or Flux, of which the backbone is
+read (--backbone, or --config with the folder of a config.json). A UNet with classes gets no null
+class unless --null-class is given. Every tensor must be there with its shape; faults are listed, and nothing is written.
 With --controlnet the UNet is frozen. Training trains and exporting writes a ControlNet: that of a
 diffusers folder, or a new one, which begins as the UNet's encoder.
 hf:ID[@revision] in place of a folder is downloaded to huggingface_hub's cache.
@@ -58,6 +59,9 @@ examples:
   pulse import --from stable-diffusion-v1-5 --controlnet new --to checkpoints/control
   pulse import --from downloads/transformer --objective v --noise-schedule scaled_linear \\
       --beta-end 0.018 --to checkpoints/hunyuan
+  pulse import --from v1-5-pruned.safetensors --backbone sd-v1.5 --objective epsilon \\
+      --noise-schedule scaled_linear --to checkpoints/sd15
+  pulse import --from sd3_medium.safetensors --config sd3-folder --to checkpoints/sd3
   pulse import --from mine.safetensors --module mine.py:build --objective v --to checkpoints/mine
   pulse import --from imagenet256_uvit_huge.pth --backbone uvit-h --objective epsilon \\
       --noise-schedule scaled_linear --to checkpoints/uvit
@@ -66,9 +70,10 @@ examples:
 _EXPORT = """\
 Writes the EMA of a checkpoint's weights (with --raw: the weights) in the published format of the
 model: a folder for diffusers' from_pretrained, or for U-ViT and a module of your own a file (.pth
-or .safetensors) with its names. Imported weights are exported bit for bit. The diffusion process
-is written as a diffusers scheduler's configuration, into the folder scheduler, or beside a file
-as NAME.scheduler_config.json.
+or .safetensors) with its names. For UNets, SD3 and Flux, --to FILE.safetensors writes the backbone
+with the original names, as ComfyUI and from_single_file read them. Imported weights are exported
+bit for bit. The diffusion process is written as a diffusers scheduler's configuration, into the
+folder scheduler, or beside a file as NAME.scheduler_config.json.
 
 With --pipeline the folder is a whole pipeline for DiffusionPipeline.from_pretrained: the other
 components are those of the pipeline given, or else of the run's encoders or of the imported one.
@@ -103,6 +108,11 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     what = parser.add_mutually_exclusive_group()
     add_backbone_flags(what, "for a single file: the backbone that it holds")
     add_option_flag(parser, "with --backbone or --module: override one of its options")
+    add(
+        "--config DIR|hf:ID",
+        "for an original single file: diffusers folder with its config.json; no weights are read",
+        type=Path,
+    )
     process = parser.add_argument_group(
         "diffusion process",
         "Settings that the pipeline's scheduler lacks, or that replace its own.",
@@ -153,7 +163,7 @@ def import_published(args: argparse.Namespace) -> list[str]:
     with as_user_error(ValueError):
         read = _open_file if args.source.is_file() else _open_folder
         backbone, tensors, place = read(args)
-        backbone, length = _with_length_of_texts(backbone, args.source)
+        backbone, length = _with_length_of_texts(backbone, args.config or args.source)
         process, remark = read_process(place, read_flags(ProcessChoice, args))
         base = _pipeline_of(place)
         import_weights(backbone, tensors, str(args.source), args.to, process, base)
@@ -188,6 +198,7 @@ def run_export(args: argparse.Namespace) -> None:
     from megatron_pulse.backbone.published_weights import PublishedError
     from megatron_pulse.diffusion.published import write_folder, write_state_dict
     from megatron_pulse.diffusion.scheduler_export import scheduler_of_process
+    from megatron_pulse.diffusion.single_file import OriginalLayout
     from megatron_pulse.encoders.pipeline_export import write_pipeline
     from megatron_pulse.integration.checkpoint.published_weights import export_weights, load_whole
     from megatron_pulse.integration.checkpoint.saved_run import read_saved_run
@@ -206,12 +217,17 @@ def run_export(args: argparse.Namespace) -> None:
     if beyond := [name for name, tensor in tensors.items() if not tensor.isfinite().all()]:
         raise PublishedError(f"weights that {args.dtype} cannot hold", beyond)
     scheduler = scheduler_of_process(saved.process, makes_pixels(saved.arguments))
+    if published.library == "diffusers" and args.to.suffix in (".pth", ".pt"):
+        raise UserError(f"--to {args.to}: an original single file is a .safetensors")
     if published.library != "diffusers" and args.to.suffix not in _FILES:
         raise UserError(f"--to {args.to}: {backbone.name} is one file, {' or '.join(_FILES)}")
     base = None
     if args.pipeline is not None:
         base = _open_base(args.pipeline, saved, published)
-    if published.library == "diffusers":
+    if published.library == "diffusers" and args.to.suffix in _FILES:
+        tensors = OriginalLayout(published).write(tensors)
+        write_state_dict(args.to, tensors, scheduler)
+    elif published.library == "diffusers":
         known = next((one for one in saved.base_pipelines if one.is_dir()), None)
         exported = Export(saved, published, not args.raw, args.dtype, known)
         if base is None:
@@ -319,14 +335,21 @@ def _with_null_class(
 
 
 def _open_file(args: argparse.Namespace) -> tuple[Backbone, Mapping[str, Tensor], Path]:
-    from megatron_pulse.diffusion.published import read_state_dict
-    from model_specs import load_backbone
+    from megatron_pulse.diffusion.published import find_component, read_state_dict
+    from megatron_pulse.diffusion.single_file import OriginalLayout
+    from megatron_pulse.diffusion.single_file_refusal import find_original
+    from model_specs import load_backbone, load_published, published_form, read_published
 
-    return (
-        load_backbone(args.backbone, options_of(args)),
-        read_state_dict(args.source),
-        args.source,
-    )
+    stored, place = read_state_dict(args.source), args.source
+    if args.config is not None:
+        place = find_component(args.config)
+        backbone: Backbone = load_published(read_published(place))
+    else:
+        backbone = load_backbone(args.backbone, options_of(args))
+    published = published_form(backbone)
+    if published is None or published.library != "diffusers" or find_original(stored) is None:
+        return backbone, stored, place
+    return backbone, OriginalLayout(published).read(stored), place
 
 
 def _check_new(path: Path) -> list[str]:
@@ -352,7 +375,14 @@ def _check_source(args: argparse.Namespace) -> list[str]:
     if args.source.is_file():
         if faults_of_file := _original(args):
             return faults_of_file
-        if args.backbone is None:
+        if args.config is not None:
+            if not args.config.is_dir():
+                faults.append(f"--config {args.config}: there is no such folder")
+            if args.backbone is not None or args.option:
+                faults.append(
+                    "--config names the model: leave --backbone, --module and --option out"
+                )
+        elif args.backbone is None:
             faults.append(f"--from {args.source} is a file: name its --backbone or --module")
         elif not faults:
             faults += backbone_faults(args)
@@ -361,10 +391,10 @@ def _check_source(args: argparse.Namespace) -> list[str]:
                 faults.append(f"--{flag.replace('_', '-')} is for a diffusers folder")
     elif not args.source.is_dir():
         faults.append(f"--from {args.source}: there is no such file or folder")
-    elif args.backbone is not None or args.option:
+    elif args.backbone is not None or args.option or args.config is not None:
         faults.append(
-            "--backbone, --module and --option are for single files; a folder's config.json names "
-            "its model"
+            "--backbone, --module, --option and --config are for single files; a folder's "
+            "config.json names its model"
         )
     if args.controlnet is not None:
         from model_specs.controlnet.attach import NEW
@@ -379,14 +409,24 @@ def _check_source(args: argparse.Namespace) -> list[str]:
 
 
 def _original(args: argparse.Namespace) -> list[str]:
-    """Faults of a single file with another layout than the backbone's; a user's code is exempt."""
+    """Faults of an original single file that is not read; a user's code is exempt."""
     from megatron_pulse.diffusion.published import names_in
-    from megatron_pulse.diffusion.single_file_refusal import original_faults
+    from megatron_pulse.diffusion.single_file_refusal import READ, find_original, original_faults
     from model_specs import is_code
 
     if args.backbone is not None and is_code(args.backbone):
         return []
-    return [f"--from {fault}" for fault in original_faults(args.source, names_in(args.source))]
+    names = names_in(args.source)
+    original = find_original(names)
+    if original is None or original[1] not in READ or args.source.suffix != ".safetensors":
+        return [f"--from {fault}" for fault in original_faults(args.source, names)]
+    if args.backbone is None and args.config is None:
+        return [
+            f"--from {args.source.name} is an original single-file checkpoint ({original[0]}). "
+            "Name its model: --backbone (sd-v1.5, sdxl, sd3-medium, ...), or --config with a "
+            "diffusers folder"
+        ]
+    return []
 
 
 def _with_length_of_texts(backbone: Backbone, folder: Path) -> tuple[Backbone, list[str]]:
