@@ -144,8 +144,8 @@ class OriginalLayout:
             found[self.prefix + name] = rows[0] if len(rows) == 1 else torch.cat(rows)
         return found
 
-    def read(self, stored: StoredTensors) -> OriginalTensors:
-        """View of a file's tensors by diffusers' names.
+    def read(self, stored: StoredTensors, what: str) -> OriginalTensors:
+        """View of the tensors of the file ``what`` by diffusers' names.
 
         Raises PublishedError that lists every missing, misshapen and unknown tensor of the
         backbone. Tensors of other components are not looked at.
@@ -159,7 +159,7 @@ class OriginalLayout:
             if (shape := stored.kind_of(prefix + name)[0]) != wanted[name]:
                 faults.append(f"{name} has the shape {list(shape)}, expected {list(wanted[name])}")
         if faults:
-            raise PublishedError(f"the file is not a {self._class} of this configuration", faults)
+            raise PublishedError(f"{what} is not a {self._class} of this configuration", faults)
         return OriginalTensors(self, stored, prefix)
 
     def rows_of(self, name: str, tensors: Callable[[str], Tensor]) -> Tensor:

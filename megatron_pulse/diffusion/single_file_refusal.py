@@ -9,7 +9,7 @@ such files (``from_single_file``).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 _WHOLE = r"(?:model\.)?diffusion_model\."
@@ -30,11 +30,13 @@ _LAYOUTS = (
 match wins."""
 
 
-READ = (
-    *("StableDiffusionPipeline", "StableDiffusionXLPipeline", "UNet2DConditionModel"),
-    *("StableDiffusion3Pipeline", "SD3Transformer2DModel", "FluxTransformer2DModel"),
-)
-"""diffusers classes of the files whose backbone ``pulse import`` reads."""
+_UNET, _SD3, _FLUX = "UNet2DConditionModel", "SD3Transformer2DModel", "FluxTransformer2DModel"
+READ: Mapping[str, str] = {
+    **dict.fromkeys(("StableDiffusionPipeline", "StableDiffusionXLPipeline", _UNET), _UNET),
+    **dict.fromkeys(("StableDiffusion3Pipeline", _SD3), _SD3),
+    _FLUX: _FLUX,
+}
+"""Class of the backbone that ``pulse import`` reads of a file, by the class found for the file."""
 
 
 def find_original(names: Iterable[str]) -> tuple[str, str] | None:
@@ -51,8 +53,9 @@ def original_faults(path: Path, names: Iterable[str]) -> list[str]:
     if (original := find_original(names)) is None:
         return []
     found, kind = original
+    read = "; 'pulse import --from FILE' reads its backbone (--backbone or --config)"
     return [
         f"{path.name} is an original single-file checkpoint ({found}), not a diffusers folder. "
         f"Convert it once with diffusers.{kind}.from_single_file('{path}')"
-        ".save_pretrained(FOLDER), and give FOLDER"
+        ".save_pretrained(FOLDER), and give FOLDER" + read * (kind in READ)
     ]

@@ -63,7 +63,6 @@ def hub_name(folder: Path) -> str | None:
 
 
 def _front_matter(export: Export) -> dict[str, Any]:
-    texts = export.base is not None or _reads_text(export.saved)
     front: dict[str, Any] = {"library_name": "diffusers"}
     if export.base is not None:
         said = _front_matter_of(export.base / CARD)
@@ -71,16 +70,22 @@ def _front_matter(export: Export) -> dict[str, Any]:
         if isinstance(base, str) and _HUB_NAME.fullmatch(base):
             front["base_model"] = base
         front |= {key: said[key] for key in _LICENCE if isinstance(said.get(key), str)}
-    front["pipeline_tag"] = "text-to-image" if texts else "unconditional-image-generation"
+    front["pipeline_tag"] = _task(export.saved)
     front["tags"] = ["diffusers", "diffusers-training", "megatron_pulse"]
     return front
 
 
-def _reads_text(saved: SavedRun) -> bool:
+def _task(saved: SavedRun) -> str:
+    """Task of the model, by its name on the hub."""
+    backbone = saved.load_backbone()
+    video = len(backbone.sample_spec.shape) == 4
     try:
-        return text_recipe(str(saved.record["name"]), saved.load_backbone()) is not None
-    except ValueError:
-        return False
+        reads_text = text_recipe(str(saved.record["name"]), backbone) is not None
+    except ValueError:  # text states of unknown encoders
+        reads_text = True
+    if reads_text:
+        return "text-to-video" if video else "text-to-image"
+    return "unconditional-image-generation"
 
 
 def _front_matter_of(card: Path) -> Mapping[str, Any]:
@@ -130,7 +135,9 @@ def _sampling(export: Export) -> list[str]:
         loads = f"from diffusers import {export.published.class_name}"
         made = f"{export.published.class_name}.from_pretrained(FOLDER)"
         return ["```python", loads, "", f"backbone = {made}", "```"]
-    call = 'pipeline("a prompt").images[0].save("picture.png")'
+    prompt = '"a prompt"' if _task(export.saved).startswith("text") else ""
+    result = "frames[0]" if _task(export.saved).endswith("video") else 'images[0].save("0.png")'
+    call = f"pipeline({prompt}).{result}"
     return [
         "```python", "from diffusers import DiffusionPipeline", "",
         f"pipeline = DiffusionPipeline.from_pretrained(FOLDER)  # {export.pipeline_class}",

@@ -55,10 +55,13 @@ def test_exported_pipeline_gives_the_pictures_of_pulse_sample(
     assert head["library_name"] == "diffusers" and head["pipeline_tag"] == "text-to-image"
 
 
-def test_pipeline_without_a_whole_base_is_refused(tmp_path: Path, refused: Refused) -> None:
+def test_pipeline_without_a_whole_base_is_refused(
+    tmp_path: Path, refused: Refused, capsys: pytest.CaptureFixture[str]
+) -> None:
     alone = make_folder(tmp_path / "alone")
     checkpoint = tmp_path / "checkpoint"
     assert main(["import", "--from", str(alone), "--to", str(checkpoint)]) == 0
+    capsys.readouterr()
     export = ["export", "--load", str(checkpoint), "--to", str(tmp_path / "to"), "--pipeline"]
     refused(export, "no base pipeline is known", "Give --pipeline DIR")
     refused([*export, str(alone)], "holds no model_index.json of a diffusers pipeline")
@@ -66,6 +69,7 @@ def test_pipeline_without_a_whole_base_is_refused(tmp_path: Path, refused: Refus
     whole = tmp_path / "sd3"
     whole.mkdir()
     FAMILIES["sd3"].write(whole)
+    capsys.readouterr()
     refused([*export, str(whole)], "base of another model", "SD3Transformer2DModel")
     shutil.rmtree(whole / "tokenizer_3")
     (whole / "vae" / "config.json").unlink()

@@ -142,5 +142,5 @@ def test_flags_of_retention_that_cannot_work_are_refused(
     assert "Make it a multiple of --eval-interval, 2" in fault
     (fault,) = refuse(monkeypatch, 1, [*save, "--eval-iters", "0"])
     assert "--pulse-keep-best compares validation losses" in fault
-    (fault,) = refuse(monkeypatch, 1, [*steps, "--ckpt-step", "best", "--load", str(tmp_path)])
+    fault, *_ = refuse(monkeypatch, 1, [*steps, "--ckpt-step", "best", "--load", str(tmp_path)])
     assert "--ckpt-step best" in fault and "records no best checkpoint" in fault

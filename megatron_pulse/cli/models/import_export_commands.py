@@ -46,7 +46,8 @@ Reads a diffusers folder (a pipeline, or its unet or transformer) and writes a c
 weights. A single file (.pth, .safetensors) is the state dict of U-ViT (--backbone) or of a module
 of your own (--module), or an original checkpoint of SD, SDXL, SD3 or Flux, of which the backbone is
 read (--backbone, or --config with the folder of a config.json). A UNet with classes gets no null
-class unless --null-class is given. Every tensor must be there with its shape; faults are listed, and nothing is written.
+class unless --null-class is given. Every tensor must be there with its shape; faults are listed,
+and nothing is written.
 With --controlnet the UNet is frozen. Training trains and exporting writes a ControlNet: that of a
 diffusers folder, or a new one, which begins as the UNet's encoder.
 hf:ID[@revision] in place of a folder is downloaded to huggingface_hub's cache.
@@ -257,7 +258,8 @@ def run_export(args: argparse.Namespace) -> None:
         f"{scheduler['_class_name']}: {saved.process.describe()}"
     )
     if base is not None:
-        print(f"{base.class_name} with {', '.join(base.others)} of {base.folder}")
+        others = "".join(f", {name}" for name in base.others)
+        print(f"{base.class_name} on {base.folder}: {base.backbone} and scheduler here{others}")
     if args.push is not None:
         from megatron_pulse.diffusion.hub import push
 
@@ -337,7 +339,7 @@ def _with_null_class(
 def _open_file(args: argparse.Namespace) -> tuple[Backbone, Mapping[str, Tensor], Path]:
     from megatron_pulse.diffusion.published import find_component, read_state_dict
     from megatron_pulse.diffusion.single_file import OriginalLayout
-    from megatron_pulse.diffusion.single_file_refusal import find_original
+    from megatron_pulse.diffusion.single_file_refusal import READ, find_original
     from model_specs import load_backbone, load_published, published_form, read_published
 
     stored, place = read_state_dict(args.source), args.source
@@ -347,9 +349,15 @@ def _open_file(args: argparse.Namespace) -> tuple[Backbone, Mapping[str, Tensor]
     else:
         backbone = load_backbone(args.backbone, options_of(args))
     published = published_form(backbone)
-    if published is None or published.library != "diffusers" or find_original(stored) is None:
+    original = find_original(stored)
+    if published is None or published.library != "diffusers" or original is None:
         return backbone, stored, place
-    return backbone, OriginalLayout(published).read(stored), place
+    if (kind := READ[original[1]]) != published.class_name:
+        raise UserError(
+            f"--from {args.source} holds a {kind} ({original[0]}), and {backbone.name} is a "
+            f"{published.class_name}: name its own --backbone or --config"
+        )
+    return backbone, OriginalLayout(published).read(stored, str(args.source)), place
 
 
 def _check_new(path: Path) -> list[str]:
