@@ -33,7 +33,7 @@ SUPPORTED = (UNET, SD3, FLUX)
 
 
 @dataclass(frozen=True)
-class Part:
+class RowShare:
     """Share ``index`` of the rows of an original tensor."""
 
     name: str
@@ -45,7 +45,7 @@ class Marker:
 
     shape = (0,)
 
-    def __init__(self, parts: Iterable[Part]) -> None:
+    def __init__(self, parts: Iterable[RowShare]) -> None:
         self.parts = tuple(parts)
 
     @classmethod
@@ -70,17 +70,17 @@ class Marker:
         (whole,) = self.parts
         if dim or whole.index:
             raise NotImplementedError("a part of a part")
-        return tuple(Marker([Part(whole.name, index)]) for index in range(count))
+        return tuple(Marker([RowShare(whole.name, index)]) for index in range(count))
 
 
 class _Asked(dict[str, Any]):
     """Checkpoint that has every tensor that a conversion takes; ``keys`` are known before."""
 
     def pop(self, name: str, *default: Any) -> Any:
-        return Marker([Part(name)])
+        return Marker([RowShare(name)])
 
     def __getitem__(self, name: str) -> Any:
-        return Marker([Part(name)])
+        return Marker([RowShare(name)])
 
 
 class OriginalLayout:
@@ -104,7 +104,9 @@ class OriginalLayout:
         faults += [f"{name} is of no tensor here" for name in learned if name not in self._shapes]
         if faults:
             raise self._unlike(faults)
-        self._parts: dict[str, tuple[Part, ...]] = {name: learned[name] for name in self._shapes}
+        self._parts: dict[str, tuple[RowShare, ...]] = {
+            name: learned[name] for name in self._shapes
+        }
         self._sources: dict[str, dict[int, tuple[str, int]]] = defaultdict(dict)
         for name, parts in self._parts.items():
             for place, part in enumerate(parts):
@@ -255,7 +257,7 @@ def _convert_unet(names: Iterable[str], config: Mapping[str, Any]) -> dict[str, 
 
     names = list(names)
     proposed = [_ldm_name(name, int(config["layers_per_block"]), names) for name in names]
-    markers = {PREFIX + name: Marker([Part(name)]) for name in proposed}
+    markers = {PREFIX + name: Marker([RowShare(name)]) for name in proposed}
     return dict(convert_ldm_unet_checkpoint(markers, config))
 
 

@@ -1,4 +1,4 @@
-"""Model card of an export: README.md with YAML front matter, as the Hugging Face hub reads it."""
+"""Model card of an export, with YAML front matter as the Hugging Face hub reads it."""
 
 from __future__ import annotations
 

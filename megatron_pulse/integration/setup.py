@@ -18,6 +18,7 @@ from megatron_pulse.integration.checkpoint.lr_schedule import record_schedule
 from megatron_pulse.integration.checkpoint.resume_checks import NewRun, faults_of, process_of
 from megatron_pulse.integration.checkpoint.starting_point import (
     StartingPoint,
+    find_best,
     find_start,
     no_step_elsewhere,
     set_load_flags,
@@ -65,7 +66,7 @@ def read_command_line() -> tuple[CommandLine, PulseOptions, PlanFile | None]:
     """
     line = parse()
     args = line.args
-    faults = [*line.faults, *_name_module(args), *_lay_cascade(args, line)]
+    faults = [*line.faults, *find_best(args), *_name_module(args), *_lay_cascade(args, line)]
     if not args.pulse_backbone and not args.pulse_plan and not args.pulse_auto:
         if not {"--pulse-backbone", "--pulse-module", "--pulse-plan"} & set(line.unread):
             faults.append(

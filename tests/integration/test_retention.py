@@ -25,6 +25,7 @@ from megatron_pulse.integration.checkpoint.saved_run import read_saved_run
 from megatron_pulse.integration.checkpoint.selection.pruning import set_removed
 from megatron_pulse.integration.checkpoint.selection.retention import KeepPolicy, Retention
 from megatron_pulse.integration.checkpoint.selection.stored_checkpoints import REMOVED, stored_in
+from megatron_pulse.integration.checkpoint.starting_point import find_best, find_start
 from megatron_pulse.integration.flags.parse import parse
 from tests.integration.runs import BASE, TINY, pipeline, train
 from tests.integration.test_async_saving import newest_whole, write_late
@@ -89,8 +90,9 @@ def test_best_is_listed_pruned_around_and_found_by_name(
     assert complete_checkpoints(copy) == [3, 6]
     assert main(["checkpoint", "list", str(copy)]) == 0
     assert "the best" in capsys.readouterr().out
-    found = parse(["--load", str(copy), "--ckpt-step", BEST]).args.ckpt_step
-    assert found == 3
+    args = parse(["--load", str(copy), "--ckpt-step", BEST]).args
+    assert list(find_best(args)) == [] and args.ckpt_step == 3
+    assert find_start(args).saved.iteration == 3  # type: ignore[union-attr]
     sampled = ["sample", "--load", str(copy), "--iteration", BEST, "--per-class", "1"]
     sampled += ["--classes", "0", "--steps", "1", "-o", str(copy / "one.png"), "--json"]
     assert main(sampled) == 0

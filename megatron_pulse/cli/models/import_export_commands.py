@@ -258,8 +258,8 @@ def run_export(args: argparse.Namespace) -> None:
         f"{scheduler['_class_name']}: {saved.process.describe()}"
     )
     if base is not None:
-        others = "".join(f", {name}" for name in base.others)
-        print(f"{base.class_name} on {base.folder}: {base.backbone} and scheduler here{others}")
+        others = ", ".join(base.others) or "no other component"
+        print(f"{base.class_name}, with {others} of {base.folder}")
     if args.push is not None:
         from megatron_pulse.diffusion.hub import push
 

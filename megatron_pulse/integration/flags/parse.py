@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron.training.argument_utils import ArgumentGroupFactory
@@ -17,7 +16,6 @@ from megatron.training.arguments import add_megatron_arguments
 
 from megatron_pulse.dataclass_flags import with_new_names
 from megatron_pulse.diffusion.hub import with_local_folders
-from megatron_pulse.integration.checkpoint.folders import BEST, CheckpointError, best_step
 from megatron_pulse.integration.flags.megatron_flags import Support, load_table
 from megatron_pulse.integration.flags.pulse_options import add_pulse_arguments
 
@@ -125,7 +123,6 @@ def parse(argv: Sequence[str] | None = None) -> CommandLine:
     faults += valued
     faults += [f"{word!r} belongs to no flag" for word in rest]
     faults += parser.faults.values()
-    faults += _find_best(args)
     # Megatron's own parse_args adds these attributes.
     args._is_global_batch_size_explicitly_specified = args.global_batch_size is not None
     args.rank = int(os.environ.get("RANK", "0"))
@@ -138,21 +135,7 @@ def parse(argv: Sequence[str] | None = None) -> CommandLine:
 
 def _step(text: str) -> int | str:
     """Step of a checkpoint: a number, or ``best``."""
-    return text if text == BEST else int(text)
-
-
-def _find_best(args: argparse.Namespace) -> Iterator[str]:
-    """Replace ``--ckpt-step best`` by its step; yields the fault if it is unknown."""
-    if args.ckpt_step != BEST:
-        return
-    folder, args.ckpt_step = args.load or args.pretrained_checkpoint, None
-    if folder is None:
-        yield "--ckpt-step needs --load or --pretrained-checkpoint"
-        return
-    try:
-        args.ckpt_step = best_step(Path(folder))
-    except CheckpointError as error:
-        yield f"--ckpt-step best: {error}"
+    return text if text == "best" else int(text)
 
 
 def unknown_flags(parser: argparse.ArgumentParser, words: Sequence[str]) -> list[str]:
