@@ -15,6 +15,7 @@ from pathlib import Path
 
 _FOLDER = re.compile(r"((?:[^=]*=)*)(diffusers:)?(hf:.+)")
 """Pattern of a value: prefix with flag or name, optional ``diffusers:``, and ``hf:`` reference."""
+HUB_NAME = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")
 _COMPONENT = ("config.json", "diffusion_pytorch_model*")
 _BACKBONE = ("model_index.json", *_COMPONENT, "unet/*", "transformer/*", "scheduler/*", "README.md")
 _PIPELINE = ("model_index.json", "text_encoder*/*", "tokenizer*/*", "vae/*")
@@ -63,16 +64,8 @@ def with_local_folders(words: Sequence[str]) -> tuple[list[str], list[str]]:
 def push_faults(name: str) -> list[str]:
     """Faults that prevent an upload to the repository ``name``, before anything is exported."""
     from huggingface_hub import constants, get_token
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
 
-    faults = []
-    try:
-        validate_repo_id(name)
-        if "/" not in name:
-            faults.append(f"--push {name}: write OWNER/NAME")
-    except HFValidationError as error:
-        faults.append(f"--push {name}: write OWNER/NAME: {_line(error)}")
+    faults = [] if HUB_NAME.fullmatch(name) else [f"--push {name}: write OWNER/NAME"]
     if constants.HF_HUB_OFFLINE:
         faults.append("--push: HF_HUB_OFFLINE is set, so nothing can be uploaded. Unset it")
     elif get_token() is None:
@@ -89,14 +82,16 @@ def push(folder: Path, name: str) -> str:
     from huggingface_hub.errors import HfHubHTTPError
 
     later = f"{folder} is whole: 'hf upload {name} {folder}' uploads it later"
+    api = HfApi()
     try:
-        api = HfApi()
         api.create_repo(name, private=True, exist_ok=True)
         return str(api.upload_folder(repo_id=name, folder_path=folder))
     except HfHubHTTPError as error:
         raise ValueError(f"--push {name}: the hub refuses: {_line(error)}. {later}") from error
     except Exception as error:  # of the HTTP library that huggingface_hub uses
-        raise ValueError(f"--push {name}: the hub is unreachable ({error}). {later}") from error
+        raise ValueError(
+            f"--push {name}: no upload to {api.endpoint}: {_line(error)}. {later}"
+        ) from error
 
 
 def _folder(text: str, needs: Sequence[str]) -> Path:
@@ -156,4 +151,4 @@ def _holds_weights(folder: Path, needs: Sequence[str]) -> bool:
 
 
 def _line(error: Exception) -> str:
-    return str(error).splitlines()[0]
+    return (str(error) or type(error).__name__).splitlines()[0]

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from megatron_pulse.backbone.published_weights import Published
+from megatron_pulse.diffusion.hub import HUB_NAME
 from megatron_pulse.diffusion.published import CARD
 from megatron_pulse.errors import UserError
 from megatron_pulse.integration.checkpoint.saved_run import SavedRun
@@ -22,7 +23,6 @@ RECIPE = "recipe.toml"
 """Recipe of the last start, in the folder above the checkpoints."""
 PLAN = "plan.json"
 _HUB_CACHE = re.compile(r"models--([^/]+)--([^/]+)/snapshots/")
-_HUB_NAME = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")
 _LICENCE = ("license", "license_name", "license_link")
 
 
@@ -67,7 +67,7 @@ def _front_matter(export: Export) -> dict[str, Any]:
     if export.base is not None:
         said = _front_matter_of(export.base / CARD)
         base = hub_name(export.base) or said.get("base_model")
-        if isinstance(base, str) and _HUB_NAME.fullmatch(base):
+        if isinstance(base, str) and HUB_NAME.fullmatch(base):
             front["base_model"] = base
         front |= {key: said[key] for key in _LICENCE if isinstance(said.get(key), str)}
     front["pipeline_tag"] = _task(export.saved)

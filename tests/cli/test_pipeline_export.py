@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import shutil
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import Any
 
 import diffusers
+import huggingface_hub
 import pytest
 import torch
 import yaml
 
 from megatron_pulse.backbone.published_weights import PublishedError
 from megatron_pulse.cli.main import main
+from megatron_pulse.diffusion import hub
 from megatron_pulse.encoders import pipeline_export
 from megatron_pulse.encoders.pipeline_export import open_base
 from tests.cli.conftest import Refused
@@ -98,15 +104,72 @@ def test_push_is_refused_without_token_or_network(
 def test_push_keeps_the_folder_when_the_hub_is_unreachable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from huggingface_hub import HfApi
-
-    from megatron_pulse.diffusion import hub
-
-    class Nowhere(HfApi):
-        def __init__(self) -> None:
-            super().__init__(endpoint="http://127.0.0.1:9", token="hf_none")
-
-    monkeypatch.setattr("huggingface_hub.HfApi", Nowhere)
-    with pytest.raises(ValueError, match="unreachable .*'hf upload me/model .*' uploads it later"):
+    _at(monkeypatch, "http://127.0.0.1:9")
+    with pytest.raises(
+        ValueError,
+        match="no upload to http://127.0.0.1:9: .*'hf upload me/model .*' uploads it later",
+    ):
         hub.push(tmp_path, "me/model")
     assert tmp_path.is_dir()
+
+
+def _at(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
+    """The hub is at this address, with a token."""
+
+    class Here(huggingface_hub.HfApi):
+        def __init__(self) -> None:
+            super().__init__(endpoint=endpoint, token="hf_none")
+
+    monkeypatch.setattr("huggingface_hub.HfApi", Here)
+
+
+class Hub(BaseHTTPRequestHandler):
+    """As much of the hub as an upload of small files asks."""
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.asked.append((self.path, body))  # type: ignore[attr-defined]
+        answer: dict[str, Any] = {
+            "url": "https://huggingface.co/me/model",
+            "warnings": [],
+            "errors": [],
+        }
+        if "/preupload/" in self.path:
+            files = [{**one, "uploadMode": "regular"} for one in json.loads(body)["files"]]
+            answer = {"files": [{**one, "shouldIgnore": False} for one in files]}
+        elif "/commit/" in self.path:
+            answer = {"commitUrl": "https://huggingface.co/me/model/commit/1", "commitOid": "1"}
+        text = json.dumps(answer).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+def test_push_uploads_every_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {"README.md": b"---\nlicense: mit\n---\n", "unet/config.json": b"{}"}
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    with HTTPServer(("127.0.0.1", 0), Hub) as server:
+        server.asked = []  # type: ignore[attr-defined]
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        _at(monkeypatch, f"http://127.0.0.1:{server.server_port}")
+        said = hub.push(tmp_path, "me/model")
+        server.shutdown()
+        thread.join(10)
+    asked = dict(server.asked)  # type: ignore[attr-defined]
+    created = json.loads(asked["/api/repos/create"])
+    assert created["name"] == "model" and (created.get("private") or "private" in str(created))
+    (commit,) = (body for path, body in asked.items() if "/me/model/commit/main" in path)
+    sent = [json.loads(line) for line in commit.splitlines()]
+    found = {
+        one["value"]["path"]: base64.b64decode(one["value"]["content"])
+        for one in sent
+        if one["key"] == "file"
+    }
+    assert found == files and "me/model" in said

@@ -12,7 +12,9 @@ import yaml
 
 from megatron_pulse.cli.main import main
 from megatron_pulse.integration.checkpoint.folders import BEST
+from megatron_pulse.planner.plan_file.plan_file import save_plan
 from tests.integration.runs import run
+from tests.plans import small_plan
 
 RECIPE = 'output = "runs/digits"\n\n[optimizer]\nlr = 1e-3\n'
 
@@ -34,6 +36,7 @@ def test_trained_pipeline_is_exported_with_its_card(
     flags += ["--global-batch-size", "4", "--eval-interval", "1", "--save-interval", "1"]
     done = run(1, *flags, "--train-iters", "2", "--pulse-keep-best", backbone="none")
     (save.parent / "recipe.toml").write_text(RECIPE)
+    save_plan(small_plan(), save / "plan.json")
     target = tmp_path / "pipeline"
     exported = ["export", "--load", str(save), "--iteration", BEST, "--raw", "--to", str(target)]
     assert main([*exported, "--pipeline"]) == 0
@@ -56,7 +59,7 @@ def test_trained_pipeline_is_exported_with_its_card(
         f"| steps | {best}, {4 * best} samples |", "| batch | 4 samples |",
         "| learning rate | 0.001, constant, adam |", "| data | digits8 |",
         "| process | epsilon, linear betas", "| weights here | as trained, float32 |",
-        "DiffusionPipeline.from_pretrained(FOLDER)  # DDPMPipeline", "1 rank(s): pipeline 1",
-        f"```toml\n{RECIPE}```",
+        "DiffusionPipeline.from_pretrained(FOLDER)  # DDPMPipeline",
+        small_plan().heading, "schedule: ", "; bubble ", f"```toml\n{RECIPE}```",
     ):  # fmt: skip
         assert words in card, words
