@@ -36,6 +36,8 @@ def test_trained_pipeline_is_exported_with_its_card(
     flags += ["--global-batch-size", "4", "--eval-interval", "1", "--save-interval", "1"]
     done = run(1, *flags, "--train-iters", "2", "--pulse-keep-best", backbone="none")
     (save.parent / "recipe.toml").write_text(RECIPE)
+    index = base / "model_index.json"
+    index.write_text(index.read_text().replace("DDPMScheduler", "DDIMScheduler"))
     save_plan(small_plan(), save / "plan.json")
     target = tmp_path / "pipeline"
     exported = ["export", "--load", str(save), "--iteration", BEST, "--raw", "--to", str(target)]
@@ -44,6 +46,8 @@ def test_trained_pipeline_is_exported_with_its_card(
     said = capsys.readouterr().out
     pipeline = diffusers.DiffusionPipeline.from_pretrained(target)
     assert type(pipeline) is diffusers.DDPMPipeline and f"no other component of {base}" in said
+    assert type(pipeline.scheduler) is diffusers.DDPMScheduler
+    assert "DDIM" not in (target / "model_index.json").read_text()
     pictures = pipeline(num_inference_steps=1, output_type="np").images
     assert pictures.shape == (1, 8, 8, 1)
     trained = pipeline.unet.state_dict()

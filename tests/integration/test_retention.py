@@ -114,7 +114,9 @@ def test_retention_removes_nothing_if_the_new_one_is_not_whole(copy: Path) -> No
     shard = copy / step_folder(6) / "__0_0.distcp"
     content = shard.read_bytes()
     shard.write_bytes(content[:-1])
-    assert applied(copy, 6, KeepPolicy(last=1)) == [3, 6]
+    shutil.copytree(copy / step_folder(3), copy / step_folder(1))
+    assert applied(copy, 6, KeepPolicy(last=1)) == [1, 3, 6]
+    shutil.rmtree(copy / step_folder(1))
     shard.write_bytes(content)
     shutil.copytree(copy / step_folder(6), copy / step_folder(9))  # of a run that went back
     assert applied(copy, 6, KeepPolicy()) == [3, 6, 9]
