@@ -31,6 +31,7 @@ class FileKind(Enum):
     INDEX = "an index of weights"
     CHECKPOINT = "the metadata.json of a checkpoint"
     LATEST = "the name of the newest checkpoint"
+    BEST = "the record of the best checkpoint"
 
     def __str__(self) -> str:
         return self.value

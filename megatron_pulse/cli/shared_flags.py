@@ -9,7 +9,7 @@ from typing import Any
 from megatron_pulse.cli.backbone_flags import add_code_flag
 from megatron_pulse.cli.flag_checks import add_flag
 from megatron_pulse.cli.output import DRAWINGS
-from megatron_pulse.dataclass_flags import FROM_ZERO, PIXELS, TO_4096, TO_MILLION, flag_name
+from megatron_pulse.dataclass_flags import PIXELS, TO_4096, TO_MILLION, flag_name
 from megatron_pulse.planner.schedule.ilp.solvers import Solver, read_solver
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -77,11 +77,21 @@ def add_checkpoint_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that choose a checkpoint and its weights."""
     add_flag(parser, "--load DIR", "folder given as --save in training", type=Path, required=True)
     add_flag(
-        parser, "--iteration N", "a checkpoint other than the latest", within=FROM_ZERO, type=int
+        parser,
+        "--iteration N|best",
+        "a checkpoint other than the latest; best: lowest validation loss (--pulse-keep-best)",
+        type=_step,
     )
     add_flag(parser, "--raw", "weights as trained, not their EMA")
     add_flag(parser, "--chain NAME", "backbone of a cascade")
     add_code_flag(parser, "the checkpoint")
+
+
+def _step(text: str) -> int | str:
+    """Step of a checkpoint: a number, or ``best``."""
+    if text == "best" or text.isdecimal():
+        return text if text == "best" else int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is neither a step nor 'best'")
 
 
 def numbers(text: str | None) -> tuple[int, ...] | None:

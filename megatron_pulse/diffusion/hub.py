@@ -1,4 +1,4 @@
-"""``hf:ID[@revision]`` as a folder of a diffusers pipeline or of weights.
+"""``hf:ID[@revision]`` as a folder of a pipeline or of weights, and uploads to the hub.
 
 Such words of a command line are replaced by local folders before anything reads them. The folders
 lie in the cache of huggingface_hub, which downloads only the files that the flag needs. Only one
@@ -15,13 +15,17 @@ from pathlib import Path
 
 _FOLDER = re.compile(r"((?:[^=]*=)*)(diffusers:)?(hf:.+)")
 """Pattern of a value: prefix with flag or name, optional ``diffusers:``, and ``hf:`` reference."""
+HUB_NAME = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")
 _COMPONENT = ("config.json", "diffusion_pytorch_model*")
-_BACKBONE = ("model_index.json", *_COMPONENT, "unet/*", "transformer/*", "scheduler/*")
+_BACKBONE = ("model_index.json", *_COMPONENT, "unet/*", "transformer/*", "scheduler/*", "README.md")
 _PIPELINE = ("model_index.json", "text_encoder*/*", "tokenizer*/*", "vae/*")
+_WHOLE = (*_PIPELINE, "README.md", "scheduler/*", "*encoder/*", "*extractor/*", "*checker/*")
 _NEEDS = {
     "--from": _BACKBONE,
     "--controlnet": _COMPONENT,
     "--vae": _COMPONENT,
+    "--config": ("model_index.json", "*config.json", "scheduler/*"),
+    "--pipeline": _WHOLE,
     "--encoders": _PIPELINE,
     "--pulse-encoders": _PIPELINE,
     "encoders": _PIPELINE,  # of the command 'data encoders'
@@ -55,6 +59,39 @@ def with_local_folders(words: Sequence[str]) -> tuple[list[str], list[str]]:
             parts.append(part)
         found.append(",".join(parts))
     return found, faults
+
+
+def push_faults(name: str) -> list[str]:
+    """Faults that prevent an upload to the repository ``name``, before anything is exported."""
+    from huggingface_hub import constants, get_token
+
+    faults = [] if HUB_NAME.fullmatch(name) else [f"--push {name}: write OWNER/NAME"]
+    if constants.HF_HUB_OFFLINE:
+        faults.append("--push: HF_HUB_OFFLINE is set, so nothing can be uploaded. Unset it")
+    elif get_token() is None:
+        faults.append("--push: there is no token of the hub. Call 'hf auth login', or set HF_TOKEN")
+    return faults
+
+
+def push(folder: Path, name: str) -> str:
+    """Upload ``folder`` to the repository ``name``, made private if missing; returns its address.
+
+    Raises ValueError with the reason and the remedy; ``folder`` stays.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    later = f"{folder} is whole: 'hf upload {name} {folder}' uploads it later"
+    api = HfApi()
+    try:
+        api.create_repo(name, private=True, exist_ok=True)
+        return str(api.upload_folder(repo_id=name, folder_path=folder))
+    except HfHubHTTPError as error:
+        raise ValueError(f"--push {name}: the hub refuses: {_line(error)}. {later}") from error
+    except Exception as error:  # of the HTTP library that huggingface_hub uses
+        raise ValueError(
+            f"--push {name}: no upload to {api.endpoint}: {_line(error)}. {later}"
+        ) from error
 
 
 def _folder(text: str, needs: Sequence[str]) -> Path:
@@ -114,4 +151,4 @@ def _holds_weights(folder: Path, needs: Sequence[str]) -> bool:
 
 
 def _line(error: Exception) -> str:
-    return str(error).splitlines()[0]
+    return (str(error) or type(error).__name__).splitlines()[0]

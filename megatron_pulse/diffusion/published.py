@@ -37,7 +37,10 @@ STEMS: Mapping[str, Mapping[str, str]] = {
     "transformers": {_SAFE: "model", _TORCH: "pytorch_model"},
 }
 """Stems of weight files by library and suffix, in order of precedence."""
-_COMPONENTS = ("unet", "transformer")
+COMPONENTS = ("unet", "transformer")
+"""Folders of the backbone in a pipeline's folder."""
+CARD = "README.md"
+"""Model card."""
 _MAX_HEAD = 16 << 20
 """Largest header of a safetensors file in bytes; a tensor takes about 100."""
 _SHARD_BYTES = 10_000_000_000
@@ -71,10 +74,10 @@ def find_component(folder: Path) -> Path:
 
     Raises PublishedError if there is no ``config.json``.
     """
-    for place in (folder, *(folder / name for name in _COMPONENTS)):
+    for place in (folder, *(folder / name for name in COMPONENTS)):
         if (place / "config.json").is_file():
             return place
-    looked = ", ".join([".", *_COMPONENTS])
+    looked = ", ".join([".", *COMPONENTS])
     fault = f"there is no config.json in {looked}"
     if os.path.lexists(folder / "config.json"):
         fault = no_file(folder / "config.json")
@@ -337,7 +340,7 @@ def write_state_dict(
     """
     with ExitStack() as files:  # the first entered appears last
         if scheduler is not None:
-            _write_json(files.enter_context(replacing(file_beside(path))), scheduler)
+            write_json(files.enter_context(replacing(file_beside(path))), scheduler)
         beside = files.enter_context(replacing(path))
         if path.suffix == ".safetensors":
             save_file(_own(tensors), beside, {"format": "pt"})
@@ -351,12 +354,36 @@ def write_folder(
     tensors: Mapping[str, Tensor],
     shard_bytes: int = _SHARD_BYTES,
     scheduler: Mapping[str, Any] | None = None,
+    card: str = "",
 ) -> None:
     """Write a folder that ``from_pretrained`` of ``published.class_name`` loads, atomically.
 
     ``folder`` must be new or empty. The configuration of a ``scheduler`` goes into the subfolder
-    ``scheduler``. Raises PublishedError, and writes nothing, if the class would reject the tensors.
+    ``scheduler``, a model ``card`` into README.md. Raises PublishedError, and writes nothing, if
+    the class would reject the tensors.
     """
+    require_loadable(published, tensors)
+    with replacing_folder(folder) as beside:
+        write_component(beside, published, tensors, shard_bytes)
+        if scheduler is not None:
+            write_scheduler(beside, scheduler)
+        if card:
+            (beside / CARD).write_text(card, encoding="utf-8")
+
+
+def require_loadable(published: Published, tensors: Mapping[str, Tensor]) -> None:
+    """Raise PublishedError if the class in diffusers would reject the tensors."""
+    if faults := list(_unreadable(published, tensors)):
+        raise PublishedError(f"diffusers' {published.class_name} cannot read this", faults)
+
+
+def write_component(
+    folder: Path,
+    published: Published,
+    tensors: Mapping[str, Tensor],
+    shard_bytes: int = _SHARD_BYTES,
+) -> None:
+    """Write configuration and weights into ``folder``, which is made if missing."""
     import diffusers
     from huggingface_hub import split_torch_state_dict_into_shards
 
@@ -365,26 +392,28 @@ def write_folder(
         "_diffusers_version": diffusers.__version__,
         **published.config,
     }
-    if faults := list(_unreadable(published, tensors)):
-        raise PublishedError(f"diffusers' {published.class_name} cannot read this", faults)
     pattern = f"{_STEM}{{suffix}}.safetensors"
     plan = split_torch_state_dict_into_shards(
         _own(tensors), filename_pattern=pattern, max_shard_size=shard_bytes
     )
-    with replacing_folder(folder) as beside:
-        _write_json(beside / "config.json", config)
-        if scheduler is not None:
-            (beside / "scheduler").mkdir()
-            _write_json(beside / "scheduler" / SCHEDULER_FILE, scheduler)
-        files = plan.filename_to_tensors.items()
-        for name, keys in track(files, "writing", "files"):
-            save_file(_own({key: tensors[key] for key in keys}), beside / name, {"format": "pt"})
-        if plan.is_sharded:
-            index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
-            _write_json(beside / f"{_STEM}.safetensors.index.json", index)
+    folder.mkdir(exist_ok=True)
+    write_json(folder / "config.json", config)
+    files = plan.filename_to_tensors.items()
+    for name, keys in track(files, "writing", "files"):
+        save_file(_own({key: tensors[key] for key in keys}), folder / name, {"format": "pt"})
+    if plan.is_sharded:
+        index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
+        write_json(folder / f"{_STEM}.safetensors.index.json", index)
 
 
-def _write_json(path: Path, config: Mapping[str, Any]) -> None:
+def write_scheduler(folder: Path, scheduler: Mapping[str, Any]) -> None:
+    """Write a scheduler's configuration into the subfolder ``scheduler``."""
+    (folder / "scheduler").mkdir()
+    write_json(folder / "scheduler" / SCHEDULER_FILE, scheduler)
+
+
+def write_json(path: Path, config: Mapping[str, Any]) -> None:
+    """Write an object as diffusers does."""
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 

@@ -25,6 +25,7 @@ from megatron_pulse.diffusion.sampling import Fields, ModelFunction, sample
 from megatron_pulse.encoders.text_encoders import TextEncoders
 from megatron_pulse.encoders.tokens import changed_since, recorded_by
 from megatron_pulse.errors import format_faults
+from megatron_pulse.integration.checkpoint.folders import Step
 from megatron_pulse.integration.checkpoint.published_weights import load_whole
 from megatron_pulse.integration.checkpoint.saved_run import read_saved_run
 from megatron_pulse.integration.flags.pulse_options import pulse_options
@@ -241,7 +242,7 @@ def _request(model: TrainedModel, count: int, given: Fields, null: Fields) -> Re
 
 def load_model(
     load: str | Path,
-    iteration: int | None = None,
+    iteration: Step | None = None,
     *,
     averaged: bool,
     data: str | None = None,

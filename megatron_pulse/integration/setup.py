@@ -18,6 +18,7 @@ from megatron_pulse.integration.checkpoint.lr_schedule import record_schedule
 from megatron_pulse.integration.checkpoint.resume_checks import NewRun, faults_of, process_of
 from megatron_pulse.integration.checkpoint.starting_point import (
     StartingPoint,
+    find_best,
     find_start,
     no_step_elsewhere,
     set_load_flags,
@@ -65,7 +66,7 @@ def read_command_line() -> tuple[CommandLine, PulseOptions, PlanFile | None]:
     """
     line = parse()
     args = line.args
-    faults = [*line.faults, *_name_module(args), *_lay_cascade(args, line)]
+    faults = [*line.faults, *find_best(args), *_name_module(args), *_lay_cascade(args, line)]
     if not args.pulse_backbone and not args.pulse_plan and not args.pulse_auto:
         if not {"--pulse-backbone", "--pulse-module", "--pulse-plan"} & set(line.unread):
             faults.append(
@@ -168,6 +169,7 @@ def _lay_cascade(args: argparse.Namespace, line: CommandLine) -> Iterator[str]:
         "--pulse-plan": args.pulse_plan,
         "--pulse-encoder-schedule": args.pulse_encoder_schedule,
         "--pulse-self-conditioning": args.pulse_self_conditioning,
+        "--pulse-keep-best": args.pulse_keep_best,
     }
     for flag, given in refused.items():
         if given:
@@ -264,6 +266,7 @@ def prepare(
     with collecting(faults):
         start = find_start(args)
         process = process_of(start, options)
+    args.pulse_base = getattr(start.saved.arguments, "pulse_base", None) if start else None
     try:
         if options.backbone:
             backbone = _continued(start, args, options)

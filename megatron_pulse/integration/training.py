@@ -25,6 +25,7 @@ from megatron_pulse.integration.checkpoint.optimizer_main_params import (
 )
 from megatron_pulse.integration.checkpoint.resume_with_new_flags import wrap_load_checkpoint
 from megatron_pulse.integration.checkpoint.saving import Saving, patch_saving
+from megatron_pulse.integration.checkpoint.selection.retention import KeepPolicy, Retention
 from megatron_pulse.integration.checkpoint.starting_point import StartingPoint
 from megatron_pulse.integration.flags.flag_constraints import validate
 from megatron_pulse.integration.flags.pulse_options import PulseOptions
@@ -102,7 +103,13 @@ def train(
         encoders = data.encoders
     if isinstance(data, DiffusionData) and (share := options.self_conditioning) is not None:
         own = SelfConditioning(share, args.seed, lambda: args.curr_iteration, data.estimate)
-    saving = Saving(training.save_checkpoint, training.maybe_finalize_async_save)
+    policy = KeepPolicy(options.keep_last, args.save_retain_interval, options.keep_best)
+    args.save_retain_interval = None  # Megatron would delete without renaming first
+    retention = Retention(Path(args.save) if args.save else None, policy, args.rank)
+    saving = Saving(training.save_checkpoint, training.maybe_finalize_async_save, retention)
+    stopping["evaluate_and_print_results"] = retention.noting_step(
+        stopping["evaluate_and_print_results"]
+    )
     verifier = None
     if options.sdc_check_interval:
         verifier = SdcCheck(options.sdc_check_interval, lambda: args.curr_iteration, plan.backbone)
@@ -151,6 +158,7 @@ def train(
         ),
         training_log=throughput.logged(with_whole_intervals(training.training_log, args), args),
         get_megatron_optimizer=with_main_params(training.get_megatron_optimizer, options.ema_decay),
+        evaluate=retention.noting_loss(training.evaluate),
         save_checkpoint=saving.save,
         maybe_finalize_async_save=saving.finish,
         load_checkpoint=wrap_load_checkpoint(training.load_checkpoint, args, start, keeps_schedule),

@@ -239,6 +239,10 @@ class Checkpoint:
     keep_every: Count | None = key(
         "keep only checkpoints at multiples of this, and the last", "--save-retain-interval"
     )
+    keep_last: Count | None = key("keep the last N checkpoints", "--pulse-keep-last")
+    keep_best: bool = key(
+        "keep and record the one with the lowest validation loss", "--pulse-keep-best", False
+    )
     background: bool = key("write while training goes on", "--async-save", False)
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 import model_specs
 from megatron_pulse.cli.main import main
 from megatron_pulse.diffusion.published import read_folder
+from megatron_pulse.diffusion.single_file_refusal import READ
 from megatron_pulse.encoders.autoencoder import Autoencoder
 from megatron_pulse.encoders.components import components, weight_faults
 from megatron_pulse.encoders.text_encoders import TextEncoders
@@ -234,7 +235,13 @@ def test_original_checkpoints_are_named_with_what_to_do(
     repo.mkdir()
     save_file(tensors, safe := repo / "v1.safetensors")
     words = ("v1.", "original single-file checkpoint", f"diffusers.{kind}.from_single_file(")
-    refused(importing(safe, tmp_path, "--backbone", "sd-tiny"), *words)
+    given = importing(safe, tmp_path, "--backbone", "sd-tiny")
+    if kind in READ:
+        refused(importing(safe, tmp_path), *words[:2], "Name its model: --backbone (sd-v1.5")
+        is_unet = READ[kind] == "UNet2DConditionModel"
+        refused(given, "input_blocks.0.0.bias is missing" if is_unet else "name its own --backbone")
+    else:
+        refused(given, *words)
     refused(importing(repo, tmp_path), "no config.json", *words)
     pickled = tmp_path / "v1.ckpt"
     torch.save({"state_dict": tensors, "callbacks": repo}, pickled)  # as lightning writes it

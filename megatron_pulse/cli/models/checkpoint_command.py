@@ -24,10 +24,10 @@ The folder is what training was given as --save.
 'verify' reads every byte and compares hashes. It ends with status 1 if anything is damaged, or
 moved to another step's name. A step that a live run is saving is no fault. A run that finds its
 newest checkpoint damaged resumes from the newest whole one and renames the damaged one.
-'prune' removes all steps but the --keep newest, those divisible by --every, and the one that a run
-would resume from. What stays is read first; damaged steps do not count. --damaged also removes
-damaged, half-written and renamed ones. A folder that a run writes into is refused. Names of your
-own (iter_0000100.keep) are left alone.
+'prune' removes all steps but the --keep newest, those divisible by --every, the best one, and the
+one that a run would resume from. What stays is read first; damaged steps do not count. --damaged
+also removes damaged, half-written and renamed ones. A folder that a run writes into is refused.
+Names of your own (iter_0000100.keep) are left alone.
 
 examples:
   pulse checkpoint list runs/a
@@ -110,7 +110,8 @@ def _state(one: StoredCheckpoint) -> str:
         or ["sizes as saved" if one.is_hashed else "saved without hashes"]
     )
     said += [f"and {len(one.faults) - 1} more"] * (len(one.faults) > 1)
-    return ", ".join([*said, *["the newest"] * one.is_newest, *["a link"] * one.is_link])
+    said += ["the newest"] * one.is_newest + ["the best"] * one.is_best + ["a link"] * one.is_link
+    return ", ".join(said)
 
 
 def _size(num_bytes: int) -> str:
@@ -137,6 +138,7 @@ def _record(one: StoredCheckpoint) -> dict[str, Any]:
         "bytes": one.num_bytes,
         "written": one.written,
         "newest": one.is_newest,
+        "best": one.is_best,
         "faults": list(one.faults),
     }
 

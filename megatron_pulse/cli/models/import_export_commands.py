@@ -36,13 +36,18 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megatron_pulse.backbone.chain import Backbone
+    from megatron_pulse.backbone.published_weights import Published
+    from megatron_pulse.encoders.pipeline_export import PipelineBase
+    from megatron_pulse.integration.checkpoint.saved_run import SavedRun
 
 _IMPORT = """\
 Reads a diffusers folder (a pipeline, or its unet or transformer) and writes a checkpoint for
 --pretrained-checkpoint DIR, for any layout, with a new optimizer. The EMA starts at the same
 weights. A single file (.pth, .safetensors) is the state dict of U-ViT (--backbone) or of a module
-of your own (--module). A UNet with classes gets no null class unless --null-class is given. Every
-tensor must be there with its shape; faults are listed, and nothing is written.
+of your own (--module), or an original checkpoint of SD, SDXL, SD3 or Flux, of which the backbone is
+read (--backbone, or --config with the folder of a config.json). A UNet with classes gets no null
+class unless --null-class is given. Every tensor must be there with its shape; faults are listed,
+and nothing is written.
 With --controlnet the UNet is frozen. Training trains and exporting writes a ControlNet: that of a
 diffusers folder, or a new one, which begins as the UNet's encoder.
 hf:ID[@revision] in place of a folder is downloaded to huggingface_hub's cache.
@@ -55,6 +60,9 @@ examples:
   pulse import --from stable-diffusion-v1-5 --controlnet new --to checkpoints/control
   pulse import --from downloads/transformer --objective v --noise-schedule scaled_linear \\
       --beta-end 0.018 --to checkpoints/hunyuan
+  pulse import --from v1-5-pruned.safetensors --backbone sd-v1.5 --objective epsilon \\
+      --noise-schedule scaled_linear --to checkpoints/sd15
+  pulse import --from sd3_medium.safetensors --config sd3-folder --to checkpoints/sd3
   pulse import --from mine.safetensors --module mine.py:build --objective v --to checkpoints/mine
   pulse import --from imagenet256_uvit_huge.pth --backbone uvit-h --objective epsilon \\
       --noise-schedule scaled_linear --to checkpoints/uvit
@@ -63,12 +71,20 @@ examples:
 _EXPORT = """\
 Writes the EMA of a checkpoint's weights (with --raw: the weights) in the published format of the
 model: a folder for diffusers' from_pretrained, or for U-ViT and a module of your own a file (.pth
-or .safetensors) with its names. Imported weights are exported bit for bit. The diffusion process
-is written as a diffusers scheduler's configuration, into the folder scheduler, or beside a file
-as NAME.scheduler_config.json.
+or .safetensors) with its names. For UNets, SD3 and Flux, --to FILE.safetensors writes the backbone
+with the original names, as ComfyUI and from_single_file read them. Imported weights are exported
+bit for bit. The diffusion process is written as a diffusers scheduler's configuration, into the
+folder scheduler, or beside a file as NAME.scheduler_config.json.
+
+With --pipeline the folder is a whole pipeline for DiffusionPipeline.from_pretrained: the other
+components are those of the pipeline given, or else of the run's encoders or of the imported one.
+Large files are hard links. README.md says how it was trained. --push uploads the folder to the
+Hugging Face hub; a new repository there is private.
 
 examples:
   pulse export --load checkpoints/sd15 --to exported/unet
+  pulse export --load runs/a --iteration best --to exported/pipeline --pipeline
+  pulse export --load runs/a --to exported --pipeline sd-v1.5 --push me/my-model
   pulse export --load runs/a --iteration 4000 --raw --dtype bfloat16 --to exported/transformer
   pulse export --load runs/uvit --to uvit.pth
 """
@@ -76,6 +92,10 @@ examples:
 
 _FILES = (".pth", ".pt", ".safetensors")
 """Suffixes of a file that holds a whole model."""
+
+
+_KNOWN = ""
+"""Value of --pipeline that means a pipeline known to the run."""
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -89,6 +109,11 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     what = parser.add_mutually_exclusive_group()
     add_backbone_flags(what, "for a single file: the backbone that it holds")
     add_option_flag(parser, "with --backbone or --module: override one of its options")
+    add(
+        "--config DIR|hf:ID",
+        "for an original single file: diffusers folder with its config.json; no weights are read",
+        type=Path,
+    )
     process = parser.add_argument_group(
         "diffusion process",
         "Settings that the pipeline's scheduler lacks, or that replace its own.",
@@ -113,6 +138,13 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add = partial(add_flag, parser)
     add_checkpoint_flags(parser)
     add("--to PATH", "new folder or file to write", type=Path, required=True)
+    add(
+        "--pipeline [DIR|hf:ID]",
+        "write a whole pipeline, with the components of this one (default: of the run's)",
+        nargs="?",
+        const=_KNOWN,
+    )
+    add("--push OWNER/NAME", "upload the folder to this repository of the Hugging Face hub")
     add("--dtype", "of the written weights (default float32)", choices=DTYPES, default="float32")
 
 
@@ -132,9 +164,10 @@ def import_published(args: argparse.Namespace) -> list[str]:
     with as_user_error(ValueError):
         read = _open_file if args.source.is_file() else _open_folder
         backbone, tensors, place = read(args)
-        backbone, length = _with_length_of_texts(backbone, args.source)
+        backbone, length = _with_length_of_texts(backbone, args.config or args.source)
         process, remark = read_process(place, read_flags(ProcessChoice, args))
-        import_weights(backbone, tensors, str(args.source), args.to, process)
+        base = _pipeline_of(place)
+        import_weights(backbone, tensors, str(args.source), args.to, process, base)
     count = sum(tensor.numel() for tensor in tensors.values())
     print(
         f"{args.to}: {backbone.name}, {len(tensors)} tensors with {count:,} values\n"
@@ -145,15 +178,32 @@ def import_published(args: argparse.Namespace) -> list[str]:
 
 def run_export(args: argparse.Namespace) -> None:
     """Load, convert, write."""
-    require([*flag_faults(args), *(_check_new(args.to) or _check_beside(args.to))])
+    faults = [*flag_faults(args), *(_check_new(args.to) or _check_beside(args.to))]
+    if args.to.suffix in _FILES:
+        given = {"--pipeline": args.pipeline, "--push": args.push}
+        faults += [
+            f"{flag} is for a folder: --to {args.to} is a file"
+            for flag, value in given.items()
+            if value is not None
+        ]
+    if args.pipeline and not Path(args.pipeline).is_dir():
+        faults.append(f"--pipeline {args.pipeline}: there is no such folder")
+    if args.push is not None:
+        from megatron_pulse.diffusion.hub import push_faults
+
+        faults += push_faults(args.push)
+    require(faults)
     prepare_megatron()
     import torch
 
     from megatron_pulse.backbone.published_weights import PublishedError
     from megatron_pulse.diffusion.published import write_folder, write_state_dict
     from megatron_pulse.diffusion.scheduler_export import scheduler_of_process
+    from megatron_pulse.diffusion.single_file import OriginalLayout
+    from megatron_pulse.encoders.pipeline_export import write_pipeline
     from megatron_pulse.integration.checkpoint.published_weights import export_weights, load_whole
     from megatron_pulse.integration.checkpoint.saved_run import read_saved_run
+    from megatron_pulse.integration.model_card import Export, model_card
     from megatron_pulse.integration.training_data import makes_pixels
 
     with as_user_error(ValueError):
@@ -168,10 +218,26 @@ def run_export(args: argparse.Namespace) -> None:
     if beyond := [name for name, tensor in tensors.items() if not tensor.isfinite().all()]:
         raise PublishedError(f"weights that {args.dtype} cannot hold", beyond)
     scheduler = scheduler_of_process(saved.process, makes_pixels(saved.arguments))
+    if published.library == "diffusers" and args.to.suffix in (".pth", ".pt"):
+        raise UserError(f"--to {args.to}: an original single file is a .safetensors")
     if published.library != "diffusers" and args.to.suffix not in _FILES:
         raise UserError(f"--to {args.to}: {backbone.name} is one file, {' or '.join(_FILES)}")
-    if published.library == "diffusers":
-        write_folder(args.to, published, tensors, scheduler=scheduler)
+    base = None
+    if args.pipeline is not None:
+        base = _open_base(args.pipeline, saved, published)
+    if published.library == "diffusers" and args.to.suffix in _FILES:
+        tensors = OriginalLayout(published).write(tensors)
+        write_state_dict(args.to, tensors, scheduler)
+    elif published.library == "diffusers":
+        known = next((one for one in saved.base_pipelines if one.is_dir()), None)
+        exported = Export(saved, published, not args.raw, args.dtype, known)
+        if base is None:
+            write_folder(
+                args.to, published, tensors, scheduler=scheduler, card=model_card(exported)
+            )
+        else:
+            exported = replace(exported, base=base.folder, pipeline_class=base.class_name)
+            write_pipeline(args.to, base, published, tensors, scheduler, model_card(exported))
     else:
         write_state_dict(args.to, tensors, scheduler)
     if backbone.takes_prediction:
@@ -191,6 +257,44 @@ def run_export(args: argparse.Namespace) -> None:
         f"{count:,} values, {args.dtype}, {'raw' if args.raw else 'averaged'} weights, "
         f"{scheduler['_class_name']}: {saved.process.describe()}"
     )
+    if base is not None:
+        others = ", ".join(base.others) or "no other component"
+        print(f"{base.class_name}, with {others} of {base.folder}")
+    if args.push is not None:
+        from megatron_pulse.diffusion.hub import push
+
+        with as_user_error(ValueError):
+            print(f"pushed: {push(args.to, args.push)}")
+
+
+def _open_base(given: str, saved: SavedRun, published: Published) -> PipelineBase:
+    """Base pipeline that was given, or the first that the run knows and that fits."""
+    from megatron_pulse.backbone.published_weights import PublishedError
+    from megatron_pulse.encoders.pipeline_export import open_base
+
+    if published.part:
+        raise UserError(
+            f"--pipeline: a {published.class_name} is an addition to a pipeline, not its backbone. "
+            "Leave it out, and give the exported folder to the pipeline's class in diffusers"
+        )
+    if given != _KNOWN:
+        return open_base(Path(given), published.class_name)
+    faults = []
+    for folder in saved.base_pipelines:
+        try:
+            return open_base(folder, published.class_name)
+        except PublishedError as error:
+            faults.append(str(error))
+    told = "; ".join(faults) or "the run has neither --pulse-encoders nor an imported pipeline"
+    raise UserError(f"--pipeline: no base pipeline is known: {told}. Give --pipeline DIR")
+
+
+def _pipeline_of(component: Path) -> Path | None:
+    """Pipeline folder that holds a component; None for a component alone."""
+    from megatron_pulse.diffusion.scheduler_import import PIPELINE_INDEX
+
+    folder = component.absolute().parent
+    return folder if (folder / PIPELINE_INDEX).is_file() else None
 
 
 def _open_folder(args: argparse.Namespace) -> tuple[Backbone, Mapping[str, Tensor], Path]:
@@ -233,14 +337,27 @@ def _with_null_class(
 
 
 def _open_file(args: argparse.Namespace) -> tuple[Backbone, Mapping[str, Tensor], Path]:
-    from megatron_pulse.diffusion.published import read_state_dict
-    from model_specs import load_backbone
+    from megatron_pulse.diffusion.published import find_component, read_state_dict
+    from megatron_pulse.diffusion.single_file import OriginalLayout
+    from megatron_pulse.diffusion.single_file_refusal import READ, find_original
+    from model_specs import load_backbone, load_published, published_form, read_published
 
-    return (
-        load_backbone(args.backbone, options_of(args)),
-        read_state_dict(args.source),
-        args.source,
-    )
+    stored, place = read_state_dict(args.source), args.source
+    if args.config is not None:
+        place = find_component(args.config)
+        backbone: Backbone = load_published(read_published(place))
+    else:
+        backbone = load_backbone(args.backbone, options_of(args))
+    published = published_form(backbone)
+    original = find_original(stored)
+    if published is None or published.library != "diffusers" or original is None:
+        return backbone, stored, place
+    if (kind := READ[original[1]]) != published.class_name:
+        raise UserError(
+            f"--from {args.source} holds a {kind} ({original[0]}), and {backbone.name} is a "
+            f"{published.class_name}: name its own --backbone or --config"
+        )
+    return backbone, OriginalLayout(published).read(stored, str(args.source)), place
 
 
 def _check_new(path: Path) -> list[str]:
@@ -266,7 +383,14 @@ def _check_source(args: argparse.Namespace) -> list[str]:
     if args.source.is_file():
         if faults_of_file := _original(args):
             return faults_of_file
-        if args.backbone is None:
+        if args.config is not None:
+            if not args.config.is_dir():
+                faults.append(f"--config {args.config}: there is no such folder")
+            if args.backbone is not None or args.option:
+                faults.append(
+                    "--config names the model: leave --backbone, --module and --option out"
+                )
+        elif args.backbone is None:
             faults.append(f"--from {args.source} is a file: name its --backbone or --module")
         elif not faults:
             faults += backbone_faults(args)
@@ -275,10 +399,10 @@ def _check_source(args: argparse.Namespace) -> list[str]:
                 faults.append(f"--{flag.replace('_', '-')} is for a diffusers folder")
     elif not args.source.is_dir():
         faults.append(f"--from {args.source}: there is no such file or folder")
-    elif args.backbone is not None or args.option:
+    elif args.backbone is not None or args.option or args.config is not None:
         faults.append(
-            "--backbone, --module and --option are for single files; a folder's config.json names "
-            "its model"
+            "--backbone, --module, --option and --config are for single files; a folder's "
+            "config.json names its model"
         )
     if args.controlnet is not None:
         from model_specs.controlnet.attach import NEW
@@ -293,14 +417,24 @@ def _check_source(args: argparse.Namespace) -> list[str]:
 
 
 def _original(args: argparse.Namespace) -> list[str]:
-    """Faults of a single file with another layout than the backbone's; a user's code is exempt."""
+    """Faults of an original single file that is not read; a user's code is exempt."""
     from megatron_pulse.diffusion.published import names_in
-    from megatron_pulse.diffusion.single_file_refusal import original_faults
+    from megatron_pulse.diffusion.single_file_refusal import READ, find_original, original_faults
     from model_specs import is_code
 
     if args.backbone is not None and is_code(args.backbone):
         return []
-    return [f"--from {fault}" for fault in original_faults(args.source, names_in(args.source))]
+    names = names_in(args.source)
+    original = find_original(names)
+    if original is None or original[1] not in READ or args.source.suffix != ".safetensors":
+        return [f"--from {fault}" for fault in original_faults(args.source, names)]
+    if args.backbone is None and args.config is None:
+        return [
+            f"--from {args.source.name} is an original single-file checkpoint ({original[0]}). "
+            "Name its model: --backbone (sd-v1.5, sdxl, sd3-medium, ...), or --config with a "
+            "diffusers folder"
+        ]
+    return []
 
 
 def _with_length_of_texts(backbone: Backbone, folder: Path) -> tuple[Backbone, list[str]]:

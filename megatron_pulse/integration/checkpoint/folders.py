@@ -1,19 +1,27 @@
-"""Folders of checkpoints inside the folder of ``--save``, and the newest of them."""
+"""Folders of checkpoints inside the folder of ``--save``, the newest and the best of them."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
 from megatron_pulse.backbone.published_weights import PublishedError
 from megatron_pulse.diffusion.published import find_component
 from megatron_pulse.errors import UserError
 from megatron_pulse.file_kinds import FileKind
-from megatron_pulse.files import FileError, read_text
+from megatron_pulse.files import FileError, read_json, read_text, write_with_checksum
 from megatron_pulse.integration.checkpoint.integrity.hashes import INDEX, METADATA
+from megatron_pulse.json_validation import Count, validated
 
 LATEST = "latest_checkpointed_iteration.txt"
+BEST_RECORD = "best_checkpoint.json"
+BEST: Literal["best"] = "best"
+"""Name of the checkpoint with the lowest validation loss, in place of its step."""
+type Step = int | Literal["best"]
 RELEASE = "release"
 """Megatron's name of a checkpoint without iteration, optimizer and random states."""
 HALF = "half-written"
@@ -46,11 +54,13 @@ class MovedError(DamagedError):
         self.step = step
 
 
-def checkpoint_folder(load: str | Path, iteration: int | None = None) -> Path:
+def checkpoint_folder(load: str | Path, iteration: Step | None = None) -> Path:
     """Folder of the latest checkpoint in ``load``, or of ``iteration``."""
     load = Path(load)
     if not load.is_dir():
         raise CheckpointError(f"{load} holds no checkpoint: there is no such folder")
+    if iteration == BEST:
+        iteration = best_step(load)
     complete = complete_checkpoints(load)
     others = f"; complete steps: {', '.join(map(str, complete))}" if complete else ""
     latest = newest(load) if iteration is None else str(iteration)
@@ -94,6 +104,43 @@ def newest(load: str | Path | None) -> str | None:
     if latest != RELEASE and not _ITERATION.fullmatch(latest):
         raise DamagedError(f"{path} does not name an iteration: {ascii(latest[:40])}")
     return latest
+
+
+@dataclass(frozen=True)
+class BestCheckpoint:
+    """Step with the lowest validation loss of a run, and this loss."""
+
+    step: Count
+    validation_loss: float
+
+    def write(self, save: Path) -> None:
+        """Make this the best checkpoint of ``save``, atomically."""
+        write_with_checksum(save / BEST_RECORD, json.dumps(asdict(self), indent=1) + "\n")
+
+
+def read_best(load: Path) -> BestCheckpoint | None:
+    """Best checkpoint that ``load`` records; None without a record.
+
+    Raises DamagedError for a damaged record.
+    """
+    path = load / BEST_RECORD
+    if not os.path.lexists(path):
+        return None
+    try:
+        return validated(BestCheckpoint, read_json(path, FileKind.BEST))
+    except FileError as error:
+        raise DamagedError(str(error)) from error
+    except ValueError as error:
+        raise DamagedError(f"{path}: {error}") from error
+
+
+def best_step(load: Path) -> int:
+    """Step of the best checkpoint in ``load``; raises CheckpointError without a record."""
+    if (best := read_best(load)) is None:
+        raise CheckpointError(
+            f"{load} records no best checkpoint: a run with --pulse-keep-best does. Name a step"
+        )
+    return best.step
 
 
 def newest_named(load: str | Path | None) -> str | None:

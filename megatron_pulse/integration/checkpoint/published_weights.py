@@ -119,9 +119,11 @@ def import_weights(
     what: str,
     save: Path,
     process: DiffusionProcess,
+    base: Path | None = None,
 ) -> None:
     """Write published ``tensors`` as a release checkpoint in ``save``.
 
+    ``base`` is the folder of their pipeline, which runs and exports find in the checkpoint.
     Weights are fp32, and the EMA that training continues equals them. Raises PublishedError with
     every name that is missing, unexpected or of the wrong shape, before anything is built or read.
     A second check finds every name of the wrong dtype or with non-finite values. Memory: the
@@ -142,7 +144,7 @@ def import_weights(
     model.update(like_parameters(model, "", parameters, "ema."))  # not copied
     with replacing_folder(save) as beside:
         state = {
-            "args": _arguments(backbone, process),
+            "args": _arguments(backbone, process, base),
             "checkpoint_version": 3.0,
             "iteration": 0,
             "model": model,
@@ -177,12 +179,15 @@ def _require_fit(
     require_fit(published, like, there, what)
 
 
-def _arguments(backbone: Backbone, process: DiffusionProcess) -> argparse.Namespace:
+def _arguments(
+    backbone: Backbone, process: DiffusionProcess, base: Path | None
+) -> argparse.Namespace:
     """Flags of a run on one process that would have written the checkpoint."""
     parser = add_pulse_arguments(add_megatron_arguments(argparse.ArgumentParser()))
     args = parser.parse_args(["--pulse-backbone", backbone.name])
     args.pulse_record = backbone.saved_record
     args.pulse_process = process.to_dict()
+    args.pulse_base = None if base is None else str(base)
     args.pulse_data = None  # its training data are unknown
     args.world_size = 1
     return args

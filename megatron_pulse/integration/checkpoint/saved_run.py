@@ -24,6 +24,7 @@ from megatron_pulse.integration.checkpoint.folders import (
     CheckpointError,
     DamagedError,
     MovedError,
+    Step,
     checkpoint_folder,
     step_folder,
 )
@@ -109,6 +110,13 @@ class SavedRun:
         return saved_process(self.arguments)
 
     @property
+    def base_pipelines(self) -> list[Path]:
+        """Pipeline folders that the run knows: of its encoders, and of its imported weights."""
+        args = self.arguments
+        known = (getattr(args, name, None) for name in ("pulse_encoders", "pulse_base"))
+        return [Path(folder) for folder in dict.fromkeys(known) if folder]
+
+    @property
     def has_ema(self) -> bool:
         """True if the checkpoint holds an EMA of the weights."""
         return bool(self.arguments.pulse_ema_decay)
@@ -137,8 +145,8 @@ class SavedRun:
         return backbone
 
 
-def read_saved_run(load: str | Path, iteration: int | None = None) -> SavedRun:
-    """Read the latest checkpoint in ``load``, or that of ``iteration``.
+def read_saved_run(load: str | Path, iteration: Step | None = None) -> SavedRun:
+    """Read the latest checkpoint in ``load``, or that of ``iteration`` (a step, or "best").
 
     Raises CheckpointError if there is none, or if another program wrote it. Raises DamagedError if
     it is incomplete, or if the parts read here are damaged. ``require_intact`` reads all parts.

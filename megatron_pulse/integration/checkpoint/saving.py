@@ -36,6 +36,7 @@ from megatron_pulse.integration.checkpoint.integrity.hashes import (
     gather_hashes,
     metadata_text,
 )
+from megatron_pulse.integration.checkpoint.selection.retention import Retention
 from megatron_pulse.integration.megatron.wandb_artifacts import CheckpointArtifacts
 from megatron_pulse.runtime.collectives import gather_objects
 from megatron_pulse.runtime.failure_board import PulseError
@@ -81,8 +82,11 @@ class Saving:
     written at a time.
     """
 
-    def __init__(self, save: Callable[..., Any], finish: Callable[..., Any]) -> None:
+    def __init__(
+        self, save: Callable[..., Any], finish: Callable[..., Any], retention: Retention
+    ) -> None:
         self._save, self._finish = save, finish
+        self._retention = retention
         self._artifacts = CheckpointArtifacts()
         self._unfinished: int | None = None
         """Step that is being written beside training."""
@@ -94,7 +98,7 @@ class Saving:
             result = self._save(iteration, *args, **kwargs)
         self._unfinished = iteration if get_args().async_save else None
         if self._unfinished is None:
-            self._artifacts.log()
+            self._end(iteration)
         return result
 
     def finish(self, blocking: bool = False, terminate: bool = False) -> None:
@@ -102,14 +106,21 @@ class Saving:
 
         Waits for all ranks if ``blocking``.
         """
-        if self._unfinished is None:
+        step = self._unfinished
+        with contextlib.nullcontext() if step is None else _telling("ending the save of", step):
             self._finish(blocking=blocking, terminate=terminate)
-            return
-        with _telling("ending the save of", self._unfinished):
-            self._finish(blocking=blocking, terminate=terminate)
-        if is_empty_async_queue():
+        if step is not None and is_empty_async_queue():
             self._unfinished = None
-            self._artifacts.log()
+            self._end(step)
+        if blocking:
+            with PROGRESS.during("removing checkpoints", patient=True):
+                self._retention.join()
+
+    def _end(self, step: int) -> None:
+        """Act on a checkpoint that all ranks have ended."""
+        self._artifacts.log()
+        with PROGRESS.during("choosing checkpoints to keep", patient=True):
+            self._retention.apply(step)
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,10 +12,12 @@ import torch.distributed as dist
 
 from megatron_pulse.dataclass_flags import flag_name
 from megatron_pulse.integration.checkpoint.folders import (
+    BEST,
     LATEST,
     RELEASE,
     RESTORE,
     CheckpointError,
+    best_step,
     checkpoint_folder,
     complete_checkpoints,
     is_published,
@@ -55,6 +58,20 @@ class StartingPoint:
     named: bool = True
     newest: bool = False
     passed: tuple[SkippedCheckpoint, ...] = ()
+
+
+def find_best(args: argparse.Namespace) -> Iterator[str]:
+    """Replace ``--ckpt-step best`` by its step; yields the fault if it is unknown."""
+    if args.ckpt_step != BEST:
+        return
+    folder, args.ckpt_step = args.load or args.pretrained_checkpoint, None
+    if folder is None:
+        yield "--ckpt-step needs --load or --pretrained-checkpoint"
+        return
+    try:
+        args.ckpt_step = best_step(Path(folder))
+    except CheckpointError as error:
+        yield f"--ckpt-step best: {error}"
 
 
 def find_start(args: argparse.Namespace) -> StartingPoint | None:

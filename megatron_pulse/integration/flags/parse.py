@@ -57,6 +57,8 @@ class Parser(argparse.ArgumentParser):
             flag = table.get(action.option_strings[0])
             if _is_ours(action):
                 continue
+            if action.dest == "ckpt_step":
+                action.type = _step
             if flag is not None and flag.standing is Support.WORKS:
                 action.help = flag.note.replace("%", "%%")
             else:
@@ -129,6 +131,11 @@ def parse(argv: Sequence[str] | None = None) -> CommandLine:
     given = tuple(dict.fromkeys(action.option_strings[0] for action in typed.values()))
     faults += _refuse(parser, args, {n: a for n, a in typed.items() if not _is_ours(a)})
     return CommandLine(args, given, tuple(faults), tuple(parser.faults))
+
+
+def _step(text: str) -> int | str:
+    """Step of a checkpoint: a number, or ``best``."""
+    return text if text == "best" else int(text)
 
 
 def unknown_flags(parser: argparse.ArgumentParser, words: Sequence[str]) -> list[str]:

@@ -369,6 +369,16 @@ class PulseOptions:
         within=BELOW_ONE,
         marks=[FlagMark.STEPS],
     )
+    keep_last: int | None = flag(
+        "remove older checkpoints than the last N, except multiples of --save-retain-interval "
+        "(default: keep all, or the last and these multiples)",
+        metavar="N",
+        within=FROM_ONE,
+    )
+    keep_best: bool = flag(
+        "keep and record the checkpoint with the lowest validation loss: 'best' in place of a step",
+        False,
+    )
     no_progress: bool = flag("disable the progress bar (shown on a terminal only)", False)
     verbose: bool = flag(
         "print all output of Megatron (default: arguments go to arguments.txt under --save or "

@@ -63,6 +63,7 @@ def check_flags(line: CommandLine, options: PulseOptions) -> list[str]:
         *flag_faults(options, PREFIX),
         *_check_folders(args),
         *_check_verifying(args, options),
+        *_check_keeping(args, options),
     ]
     return [*line.faults, *_without_unread(line, found)]
 
@@ -164,6 +165,25 @@ def _check_verifying(args: argparse.Namespace, options: PulseOptions) -> Iterato
         yield (
             "--pulse-sdc-check-interval on GPUs needs --deterministic-mode: other kernels do not "
             "reproduce the same bits"
+        )
+
+
+def _check_keeping(args: argparse.Namespace, options: PulseOptions) -> Iterator[str]:
+    if args.save is None:
+        given = {"--pulse-keep-last": options.keep_last, "--pulse-keep-best": options.keep_best}
+        yield from (f"{flag} was given without --save" for flag, value in given.items() if value)
+        return
+    if not options.keep_best:
+        return
+    if not args.eval_interval or not args.eval_iters:
+        yield (
+            "--pulse-keep-best compares validation losses, and --eval-interval or --eval-iters is "
+            "0: give both"
+        )
+    elif args.save_interval and args.save_interval % args.eval_interval:
+        yield (
+            f"--pulse-keep-best: steps of --save-interval {args.save_interval} have no validation "
+            f"loss. Make it a multiple of --eval-interval, {args.eval_interval}"
         )
 
 

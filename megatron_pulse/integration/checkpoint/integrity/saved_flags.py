@@ -33,6 +33,7 @@ _COUNT, _SWITCH = ("a whole number, or None", (int, NoneType)), ("True or False"
 _FLAGS: dict[str, tuple[str, tuple[type, ...]]] = {
     "pulse_data": _TEXT,
     "pulse_encoders": _TEXT,
+    "pulse_base": _TEXT,
     "pulse_encoded_by": ("a mapping, or None", (dict, NoneType)),
     "pulse_process": ("a mapping, or None", (dict, NoneType)),
     "pulse_lr_schedule": ("a mapping, or None", (dict, NoneType)),

@@ -97,14 +97,15 @@ def to_remove(
 ) -> list[StoredCheckpoint]:
     """Checkpoints to remove, half removed ones first.
 
-    All steps go, except those ``staying``, those divisible by ``every`` and the named newest. With
-    ``damaged``, those with faults go as well. A moved one stays, since perhaps only its name is
-    wrong. Links, targets of any link in the folder, and imported weights stay.
+    All steps go, except those ``staying``, those divisible by ``every``, the named newest and the
+    best. With ``damaged``, those with faults go as well. A moved one stays, since perhaps only its
+    name is wrong. Links, targets of any link in the folder, and imported weights stay.
     """
     led_to = {place for one in stored for path in _links(one) for place in _around(path)}
     found: list[StoredCheckpoint] = []
     for one in stored:
-        if one.is_link or one.is_newest or one.folder.name == RELEASE or one.folder in staying:
+        kept = one.is_newest or one.is_best or one.folder in staying
+        if kept or one.is_link or one.folder.name == RELEASE:
             continue
         if one.folder.resolve() in led_to:
             continue
@@ -129,14 +130,15 @@ def _around(link: Path) -> Iterator[Path]:
     yield from (target, *target.parents)
 
 
-def remove(chosen: Sequence[StoredCheckpoint]) -> Iterator[StoredCheckpoint]:
-    """Remove ``chosen`` from a locked folder one after the other, and yield each removed one.
+def set_removed(one: StoredCheckpoint) -> Path:
+    """Rename a checkpoint, so that a half removed folder is not taken for one."""
+    if one.folder.name.endswith(REMOVED):
+        return one.folder
+    return one.folder.rename(one.folder.with_name(one.folder.name + REMOVED))
 
-    Each is renamed first, so that a half removed folder is not taken for a checkpoint.
-    """
+
+def remove(chosen: Sequence[StoredCheckpoint]) -> Iterator[StoredCheckpoint]:
+    """Remove ``chosen`` from a locked folder one after the other, and yield each removed one."""
     for one in chosen:
-        path = one.folder
-        if not path.name.endswith(REMOVED):
-            path = path.rename(path.with_name(path.name + REMOVED))
-        shutil.rmtree(path)
+        shutil.rmtree(set_removed(one))
         yield one

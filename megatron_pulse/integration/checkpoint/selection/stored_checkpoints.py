@@ -17,6 +17,7 @@ from megatron_pulse.integration.checkpoint.folders import (
     MovedError,
     newest,
     newest_named,
+    read_best,
     step_folder,
 )
 from megatron_pulse.integration.checkpoint.integrity.hashes import (
@@ -44,7 +45,7 @@ class StoredCheckpoint:
     ``step`` is None for imported weights, and for folders set aside or half removed. ``faults`` are
     visible without reading files: without faults, all sizes are as saved. ``is_begun`` marks a
     checkpoint that a live run has not finished writing. ``is_moved`` marks a folder found to hold
-    another step.
+    another step, and ``is_best`` the lowest validation loss.
     """
 
     folder: Path
@@ -56,6 +57,7 @@ class StoredCheckpoint:
     is_newest: bool
     is_begun: bool = False
     is_moved: bool = False
+    is_best: bool = False
 
     @property
     def is_hashed(self) -> bool:
@@ -104,12 +106,12 @@ class StoredCheckpoint:
 def stored_in(folder: Path, is_held: bool = False) -> list[StoredCheckpoint]:
     """Checkpoints below ``folder``, oldest first, with those set aside or half removed.
 
-    ``is_held`` says that this process has the folder's lock, so no run writes there. Raises
-    CheckpointError if there is none.
+    ``is_held`` says that this process has the folder's lock, so no other run writes there. Raises
+    CheckpointError if there is none, and DamagedError if the record of the best is damaged.
     """
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: there is no such folder")
-    named = newest_named(folder)
+    named, best = newest_named(folder), read_best(folder)
     found = []
     for path in sorted(folder.iterdir()):
         match = _STEP.fullmatch(path.name)
@@ -121,7 +123,8 @@ def stored_in(folder: Path, is_held: bool = False) -> list[StoredCheckpoint]:
         )
         one = _look_at(path, step, is_newest)
         begun = one.faults == (HALF,) and not is_held and is_being_saved(one)
-        found.append(replace(one, is_begun=begun))
+        is_best = best is not None and step == best.step
+        found.append(replace(one, is_begun=begun, is_best=is_best))
     if not found:
         hint = ". Give the folder of --save" if (folder / METADATA).exists() else ""
         raise CheckpointError(f"{folder} holds no checkpoint{hint}")
