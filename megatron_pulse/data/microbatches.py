@@ -17,7 +17,7 @@ from megatron_pulse.data.dataset import DataError, DiffusionDataset
 from megatron_pulse.data.sampler import Item, MicrobatchSampler, readable
 from megatron_pulse.diffusion.loss import PLAIN, LossChoice
 from megatron_pulse.diffusion.noise import Stream, draw, offset_noise
-from megatron_pulse.diffusion.objectives import DiffusionProcess
+from megatron_pulse.diffusion.objectives import VALIDATION_TIMES, DiffusionProcess
 from megatron_pulse.encoders.autoencoder import posterior_noise, sampled
 from megatron_pulse.processes import end_with_parent
 
@@ -27,7 +27,7 @@ _GRACE_S = 2.0
 
 class Split(StrEnum):
     """Split of the data. Training redraws at every visit and drops conditioning; validation does
-    not.
+    not, and has the timestep of its position (see ``validation_timestep``).
     """
 
     TRAIN = "train"
@@ -55,6 +55,7 @@ def make_microbatch(
     - the dataset's ``fields``: ``[b, ...]``
     - ``index``: int64 ``[b]``
     - ``dropped``: bool ``[b]``
+    - ``positions``: int64 ``[b]``, in validation only
 
     A ``dropped`` sample loses its label and its other conditioning together. Its values become
     ``null_label`` (None keeps labels) and those of the dataset's ``null_of``. A sample with an
@@ -87,7 +88,10 @@ def make_microbatch(
     visits = [(i, p if training else 0) for i, p in items]
     rows = [draw(seed, i, p, shape, stream) for i, p in visits]
     without_label = [training and row.drop < drop_probability for row in rows]
-    timesteps = torch.tensor([process.timestep(row.u) for row in rows], dtype=torch.float32)
+    times = [process.timestep(row.u) for row in rows]
+    if not training:
+        times = [process.validation_timestep(p % VALIDATION_TIMES) for _, p in items]
+    timesteps = torch.tensor(times, dtype=torch.float32)
 
     reads = needs_image if part.latent_shape is None else needs_pixels
 
@@ -119,6 +123,8 @@ def make_microbatch(
         "index": torch.tensor(indices, dtype=torch.int64) + first,
         "dropped": torch.tensor(dropped),
     }
+    if not training:
+        batch["positions"] = torch.tensor([p for _, p in items])
     if skip_corrupt:
         corrupt = [index for index, other in zip(indices, taken, strict=True) if index != other]
         batch["corrupt"] = torch.tensor(corrupt, dtype=torch.int64) + first
@@ -211,6 +217,7 @@ class DiffusionLoader:
             sampler=self.sampler,
             num_workers=self.num_workers,
             pin_memory=pins,  # the pinning thread calls _Made.pin_memory
+            generator=torch.Generator(),  # else it draws from the run's random numbers
             multiprocessing_context="fork",  # other methods would import torch again, which is slow
             worker_init_fn=_begin_worker,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from megatron_pulse.backbone.chain import Backbone
@@ -168,6 +168,8 @@ def _lay_cascade(args: argparse.Namespace, line: CommandLine) -> Iterator[str]:
         "--pulse-plan": args.pulse_plan,
         "--pulse-encoder-schedule": args.pulse_encoder_schedule,
         "--pulse-self-conditioning": args.pulse_self_conditioning,
+        "--pulse-validation-data": args.pulse_validation_data,
+        "--pulse-validation-target": args.pulse_validation_target,
     }
     for flag, given in refused.items():
         if given:
@@ -283,6 +285,9 @@ def prepare(
         with collecting(faults, (ValueError, OSError)):
             opens = CascadeData if backbone.parts else DiffusionData
             data = opens(options, backbone, process, args.seed)
+        validation_cautions = []
+        if data is not None and can_plan:
+            validation_cautions = _set_eval_iters(line, options, data)
         if start is not None:
             records = {} if data is None else data.record(whole=False)
             several = data is not None and data.several_shapes
@@ -298,6 +303,8 @@ def prepare(
     if faults := faults or no_step_elsewhere(start, args):
         raise FlagError(faults)
     assert plan is not None and data is not None
+    for told in validation_cautions if args.rank == 0 else ():
+        print(f"warning: {told}", flush=True)
     set_load_flags(args, start)
     set_model_arguments(args, plan.placement)
     if args.recompute_granularity == "full":
@@ -305,6 +312,26 @@ def prepare(
     if faults := check_megatron(args):
         raise FlagError(faults)
     return plan, data, start
+
+
+def _set_eval_iters(
+    line: CommandLine, options: PulseOptions, data: DiffusionData | CascadeData
+) -> list[str]:
+    """Limit --eval-iters to one pass over the validation samples, unless it was given.
+
+    A validation set of one's own is read as a whole. Returns warnings.
+    """
+    args, found = line.args, data.num_validation
+    most = max(found.values()) if isinstance(found, Mapping) else found
+    whole = math.ceil(most / (args.eval_global_batch_size or args.global_batch_size))
+    if not line.says("--eval-iters"):
+        args.eval_iters = whole if options.validation_data else min(args.eval_iters, whole)
+    elif args.eval_iters > whole:
+        return [
+            f"--eval-iters {args.eval_iters}: {whole} cover all validation samples; further ones "
+            "repeat them and do not count"
+        ]
+    return []
 
 
 def plan_of_auto(line: CommandLine, options: PulseOptions) -> tuple[PlanFile, PulseOptions]:

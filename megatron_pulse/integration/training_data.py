@@ -110,6 +110,7 @@ class DiffusionData:
         self._loss = options.training_loss
         self._skip_corrupt = options.skip_corrupt
         self._bucket_batch = options.bucket_batch
+        self._times = options.validation_times
         self._corrupt: set[str] = set()
         """Corrupt training files skipped in this process."""
         self._null_label = backbone.null_label
@@ -130,7 +131,7 @@ class DiffusionData:
             wanted = [self.in_loop.unencoded(one) for one in wanted]
         with _naming_encoders(options, wanted[0]):
             self.train, self.validation, shapes = open_buckets(
-                options.data, wanted, options.default_caption
+                options.data, wanted, options.default_caption, options.validation_data
             )
         self._processes = [process.for_tokens(num_tokens[shape_index]) for shape_index in shapes]
         self.held_out, _ = max(
@@ -215,7 +216,7 @@ class DiffusionData:
         return DeviceEncoders(self.in_loop, self.homes, device, self._processes[0])
 
     def loss(self, prediction: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-        """Loss of a microbatch, in fp32: in validation the plain mean squared error.
+        """Training loss of a microbatch, in fp32.
 
         A prediction with twice the sample's channels has a learned sigma in its second half, which
         does not count (see predicted_mean).
@@ -225,6 +226,17 @@ class DiffusionData:
         if "loss_weights" in batch:
             return self._loss.error(mean, target, batch["loss_weights"])
         return self.process.loss(mean, target)
+
+    def sample_losses(self, prediction: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+        """Validation loss of each sample of a microbatch: its mean squared error, fp32 ``[b]``."""
+        mean = predicted_mean(prediction, self._num_channels).float()
+        target = batch["target"].to(mean.device, non_blocking=True)
+        return (mean - target.float()).square().flatten(1).mean(1)
+
+    @property
+    def num_validation(self) -> int:
+        """Number of validation losses: of every sample, at each of its times."""
+        return self._times * len(self.validation)
 
     def estimate(self, prediction: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
         """Clean samples implied by the predictions for a microbatch, in fp32.
@@ -241,8 +253,8 @@ class DiffusionData:
     ) -> tuple[Iterator[dict[str, Tensor]], Iterator[dict[str, Tensor]]]:
         """Endless (training, validation) microbatches of this rank, for one chain of a cascade.
 
-        Every evaluation reads the same validation samples in the same order, shuffled by the seed.
-        Losses of evaluations are thus comparable.
+        Every evaluation reads the same validation samples in the same order, shuffled by the seed,
+        with the same noise and times. Losses of evaluations are thus comparable.
         """
         stages = placement.stages_of_device(parallel_state.get_pipeline_model_parallel_rank())
         num_samples = args.eval_iters * args.eval_global_batch_size
@@ -266,6 +278,7 @@ class DiffusionData:
                 data_parallel_rank=parallel_state.get_data_parallel_rank(),
                 data_parallel_size=parallel_state.get_data_parallel_world_size(),
                 period=None if training else num_samples or None,
+                repeats=1 if training else self._times,
             )
             batches = iter(
                 self._loader(

@@ -225,10 +225,18 @@ class Parallel:
 
 @dataclass(frozen=True)
 class Validation:
-    """Loss on samples held back."""
+    """Loss on samples that are not trained on."""
 
+    source: Text | None = key(
+        "a set of one's own, as data.source (default: a tenth of that is held back)",
+        "--pulse-validation-data",
+    )
+    times: Count | None = key("times of each sample: 1 or 8", "--pulse-validation-times")
+    target: Positive | None = key("loss at which the run ends", "--pulse-validation-target")
     every: Count | None = key("steps between evaluations", "--eval-interval")
-    batches: Natural | None = key("of each evaluation", "--eval-iters")
+    batches: Natural | None = key(
+        "of each evaluation (default: 10; all of 'source')", "--eval-iters"
+    )
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from megatron_pulse.dataclass_flags import (
     read_flags,
 )
 from megatron_pulse.diffusion.loss import LossChoice
+from megatron_pulse.diffusion.objectives import VALIDATION_TIMES
 from megatron_pulse.diffusion.process_flags import ProcessChoice
 from megatron_pulse.planner.layout.embedder_choice import Policy
 from megatron_pulse.planner.layout.placement import PLACEMENTS, Placement, make_placement
@@ -84,6 +85,12 @@ def _skip_corrupt(options: PulseOptions) -> str | None:
 def _bucket_batch(options: PulseOptions) -> str | None:
     if options.bucket_batch is not None and not several_parts(options.data):
         return "is for --pulse-data with several stores: latents:A,latents:B"
+    return None
+
+
+def _validation_times(options: PulseOptions) -> str | None:
+    if options.validation_times not in (1, VALIDATION_TIMES):
+        return f"{options.validation_times}: give 1 or {VALIDATION_TIMES}"
     return None
 
 
@@ -293,6 +300,25 @@ class PulseOptions:
         "passes over the training samples, in place of --train-iters: the steps follow from the "
         "number of samples and --global-batch-size",
         metavar="N",
+        within=ABOVE_ZERO,
+    )
+    validation_data: str | None = flag(
+        "validation set of one's own, as for --pulse-data, which is then trained on as a whole "
+        "(default: a tenth of --pulse-data is held back). Without --eval-iters each evaluation "
+        "covers all of it",
+        metavar="SPEC",
+        marks=[FlagMark.STEPS],
+    )
+    validation_times: int = flag(
+        "times at which a validation sample is evaluated, with one fixed noise: 1 (time i/8 for "
+        "sample i mod 8) or 8 (all). The loss is the mean of the 8 means by time (default 1)",
+        1,
+        metavar="1|8",
+        check=_validation_times,
+    )
+    validation_target: float | None = flag(
+        "validation loss at which the run saves and ends",
+        metavar="LOSS",
         within=ABOVE_ZERO,
     )
     bucket_batch: int | None = flag(
