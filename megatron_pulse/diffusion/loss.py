@@ -68,6 +68,11 @@ class LossChoice:
         within=FROM_ZERO,
         check=_only_with("p2_gamma", "loss_weighting", "p2"),
     )
+    learned_sigma: bool = flag(
+        "train the learned sigma of predictions with twice the sample's channels (DiT, PixArt, "
+        "Hunyuan-DiT) by the variational bound, beside the loss of the mean",
+        False,
+    )
     noise_offset: float = flag(
         "noise offset: share of noise that is constant over a channel, for very dark and bright "
         "pictures (usual 0.05 to 0.1; default 0)",
@@ -88,6 +93,11 @@ class LossChoice:
             return [
                 f"--pulse-loss-weighting {self.loss_weighting} is for flow, not for "
                 f"{process.objective}: give min-snr, debiased or p2"
+            ]
+        if self.learned_sigma and is_flow:
+            return [
+                "--pulse-learned-sigma: flow has no variance to learn. Leave it out, or give "
+                "--pulse-objective epsilon, v or sample"
             ]
         if process.zero_terminal_snr and self.noise_offset:
             return [

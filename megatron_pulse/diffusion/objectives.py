@@ -321,6 +321,11 @@ class DiffusionProcess:
         share: Tensor = _ddpm(self, timesteps.device).alphas_cumprod[timesteps.long()]
         return share
 
+    def betas(self) -> Tensor:
+        """Variance that each timestep adds, float64 ``[num_timesteps]``; not for flow."""
+        betas: Tensor = _ddpm(self, torch.device("cpu")).betas
+        return betas.double()
+
     def clean(self, noisy: Tensor, prediction: Tensor, timesteps: Tensor) -> Tensor:
         """Clean sample ``[b, ...]`` implied by a ``prediction`` for ``noisy``.
 
@@ -422,8 +427,8 @@ def predicted_mean(prediction: Tensor, num_channels: int) -> Tensor:
     """Part of ``prediction [b, c, h, w]`` that predicts the objective's target.
 
     Models with a learned sigma (DiT, PixArt, Hunyuan-DiT) return 2 x ``num_channels``: the mean's
-    prediction, then the variance's (Nichol & Dhariwal 2021). Training and sampling use a fixed
-    variance, so the second half is unused and its weights get no gradient.
+    prediction, then the variance's (Nichol & Dhariwal 2021). Sampling uses a fixed variance. The
+    second half is trained with ``--pulse-learned-sigma`` only (see ``variational_bound``).
     """
     return prediction[:, :num_channels]
 

@@ -40,7 +40,7 @@ from megatron_pulse.integration.loop.stop_requests import stoppable_evaluation, 
 from megatron_pulse.integration.loop.stragglers import Stragglers, Times, planned_times
 from megatron_pulse.integration.loop.throughput import ThroughputLog, describe_work
 from megatron_pulse.integration.loop.train_step_wrapper import wrap_train_step
-from megatron_pulse.integration.loop.validation import Validation
+from megatron_pulse.integration.loop.validation import ValidationLosses
 from megatron_pulse.integration.loop_encoders import DeviceEncoders
 from megatron_pulse.integration.megatron.compat import patch_megatron
 from megatron_pulse.integration.megatron.model import StageFloat16Module, make_model_provider
@@ -65,7 +65,9 @@ def train(
     """Train by ``plan`` until the last step or a stop request; ``begin`` is the start time."""
     if torch.cuda.is_available():  # the log's peak memory is of training, not of measuring before
         torch.cuda.reset_peak_memory_stats()
-    validation = Validation(data.sample_losses, data.num_validation, options.validation_target)
+    validation = ValidationLosses(
+        data.sample_losses, data.num_validation, options.validation_target
+    )
     stopping = stopping_hooks(args, validation)
     if args.async_save:  # save in threads; Megatron demands a process and lowers its priority
         args.use_persistent_ckpt_worker, args.async_strategy = True, "mcore"

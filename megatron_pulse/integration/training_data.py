@@ -24,6 +24,7 @@ from megatron_pulse.data.fields import WantedFields
 from megatron_pulse.data.images.survey import require_readable, surveys
 from megatron_pulse.data.microbatches import DiffusionLoader, Split
 from megatron_pulse.data.sampler import MicrobatchSampler
+from megatron_pulse.diffusion.learned_sigma import variational_bound
 from megatron_pulse.diffusion.objectives import DiffusionProcess, predicted_mean
 from megatron_pulse.encoders.text_recipe import VAE
 from megatron_pulse.integration.flags.pulse_options import PulseOptions
@@ -122,6 +123,8 @@ class DiffusionData:
         self._bound = 1.0 if _are_pixels(options.data, options.encoders) else math.inf
         for chain in chains:
             _require_prediction(chain, options.self_conditioning)
+            if self._loss.learned_sigma:
+                _require_sigma(chain)
         if options.data is None:
             raise no_data_named()
         self.in_loop = loop_encoders(options, backbone)
@@ -219,13 +222,19 @@ class DiffusionData:
         """Training loss of a microbatch, in fp32.
 
         A prediction with twice the sample's channels has a learned sigma in its second half, which
-        does not count (see predicted_mean).
+        counts with --pulse-learned-sigma only (see predicted_mean).
         """
         mean = predicted_mean(prediction, self._num_channels)
         target = batch["target"].to(mean.device, non_blocking=True)
         if "loss_weights" in batch:
-            return self._loss.error(mean, target, batch["loss_weights"])
-        return self.process.loss(mean, target)
+            loss = self._loss.error(mean, target, batch["loss_weights"])
+        else:
+            loss = self.process.loss(mean, target)
+        if not self._loss.learned_sigma:
+            return loss
+        noisy = batch["noisy"].to(mean.device, non_blocking=True)[:, : self._num_channels]
+        bounds = variational_bound(self.process, prediction, noisy, target, batch["timesteps"])
+        return loss + bounds.mean()
 
     def sample_losses(self, prediction: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
         """Validation loss of each sample of a microbatch: its mean squared error, fp32 ``[b]``."""
@@ -372,6 +381,17 @@ class DiffusionData:
                     more = "; further ones are not listed" if len(named) == _MOST_NAMED else ""
                     print(f"corrupt, skipped: {file}{more}", flush=True)
             yield batch
+
+
+def _require_sigma(backbone: Backbone) -> None:
+    """Raise DataError unless the backbone predicts a variance behind the mean."""
+    num_channels, given = backbone.sample_spec.shape[0], backbone.output_spec.shape[0]
+    if given != 2 * num_channels:
+        raise DataError(
+            f"backbone {backbone.name}",
+            [f"--pulse-learned-sigma: it predicts {given} channels for samples of {num_channels}"],
+            "A learned sigma needs twice the sample's channels; leave the flag out.",
+        )
 
 
 def _require_prediction(backbone: Backbone, self_conditioning: float | None) -> None:

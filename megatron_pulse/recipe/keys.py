@@ -123,6 +123,7 @@ class Loss:
     )
     snr_gamma: Positive | None = key("of min-snr", "--pulse-snr-gamma")
     p2_gamma: NotNegative | None = key("of p2", "--pulse-p2-gamma")
+    learned_sigma: bool = key("train it by the variational bound", "--pulse-learned-sigma", False)
     noise_offset: NotNegative | None = key("share of noise by channel", "--pulse-noise-offset")
 
 

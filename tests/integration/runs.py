@@ -63,10 +63,10 @@ class Executed:
 class Run:
     """Results of a run.
 
-    Losses, gradient norms and validation losses are exact; ``by_time`` has the latter's parts. ``weights`` and ``main_params`` are the
-    final parameters and the optimizer's copies, ``averages`` their EMA. ``steps`` holds iteration,
-    samples before it and optimizer settings of each step. ``executed`` records the executed
-    operations.
+    Losses, gradient norms and validation losses are exact; ``by_time`` has the parts of the latter.
+    ``weights`` and ``main_params`` are the final parameters and the optimizer's copies,
+    ``averages`` their EMA. ``steps`` holds iteration, samples before it and optimizer settings of
+    each step. ``executed`` records the executed operations.
     """
 
     losses: list[float]
@@ -96,12 +96,12 @@ def train(argv: list[str], kill: Kill | None = None) -> dict[str, Any]:
     import megatron.training.training as training
 
     from megatron_pulse.integration import pretrain
-    from megatron_pulse.integration.loop.validation import Validation
+    from megatron_pulse.integration.loop.validation import ValidationLosses
     from megatron_pulse.integration.megatron.model import unwrap
 
     seen: dict[str, Any] = {"losses": [], "norms": [], "validation": [], "by_time": []}
     seen["steps"] = []
-    original_step, original_result = training.train_step, Validation.result
+    original_step, original_result = training.train_step, ValidationLosses.result
 
     def step(forward_step: Any, data: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         if kill is not None and int(os.environ["RANK"]) == kill.rank:
@@ -116,14 +116,14 @@ def train(argv: list[str], kill: Kill | None = None) -> dict[str, Any]:
         seen["model"] = model
         return result
 
-    def result(self: Validation) -> Any:
+    def result(self: ValidationLosses) -> Any:
         found = original_result(self)
         means = {name: value for name, value in found.items() if name.endswith("loss")}
         seen["validation"].append(_loss(means))
         seen["by_time"].append({name: value.item() for name, value in found.items()})
         return found
 
-    training.train_step, Validation.result = step, result  # type: ignore[method-assign]
+    training.train_step, ValidationLosses.result = step, result  # type: ignore[method-assign]
     seen["executed"] = _watch()
     sys.argv = ["pretrain_diffusion.py", *argv]
     try:

@@ -53,15 +53,19 @@ def test_captions_on_a_fold(tmp_path: Path) -> None:
     assert kept.losses != expected.losses, "dropped texts count"
 
 
-def test_a_learned_sigma_is_not_trained() -> None:
-    """DiT's last layer begins at zero; only the rows that predict the mean change."""
+def test_learned_sigma_is_trained_by_its_flag_only() -> None:
+    """DiT's last layer begins at zero; else only the rows that predict the mean change."""
     options = {"sample_size": 8, "in_channels": 1, "out_channels": 2}
     flags = [
         flag for key, value in options.items() for flag in ("--pulse-option", f"{key}={value}")
     ]
-    result = run(1, *STEPS, "--pulse-backbone", "dit-tiny", *flags, backbone="none")
+    flags += [*STEPS, "--pulse-backbone", "dit-tiny", "--pulse-objective", "epsilon"]
+    result = run(1, *flags, backbone="none")
     mean, sigma = (result.weights["head.proj_out_2.weight"][i::2] for i in (0, 1))
     assert mean.abs().max() > 0 and sigma.abs().max() == 0
+    learned = run(2, *flags, *pipeline(2), "--pulse-learned-sigma", backbone="none")
+    assert learned.losses[0] > result.losses[0]
+    assert learned.weights["head.proj_out_2.weight"][1::2].abs().max() > 0
 
 
 def test_weighted_losses_on_a_fold() -> None:

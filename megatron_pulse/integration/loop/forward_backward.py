@@ -19,7 +19,7 @@ from megatron_pulse.backbone.layer_selection import tell_layers
 from megatron_pulse.integration.loop.diagnosis.nan_check import GradientCheck, losses_not_finite
 from megatron_pulse.integration.loop.diagnosis.sdc_check import SdcCheck
 from megatron_pulse.integration.loop.encoded_batches import EncodedBatches, EncodedChains, taken
-from megatron_pulse.integration.loop.validation import Validation
+from megatron_pulse.integration.loop.validation import ValidationLosses
 from megatron_pulse.integration.loop_encoders import DeviceEncoders
 from megatron_pulse.integration.megatron.model import unwrap
 from megatron_pulse.planner.program.plan import Plan
@@ -82,7 +82,7 @@ class PulseSchedule:
         tracing: TraceOptions | None = None,
         self_conditioning: SelfConditioning | None = None,
         verifier: SdcCheck | None = None,
-        validation: Validation | None = None,
+        validation: ValidationLosses | None = None,
     ) -> None:
         self._plan = plan
         self._loss = loss

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 
-from megatron_pulse.integration.loop.validation import Validation
+from megatron_pulse.integration.loop.validation import ValidationLosses
 from megatron_pulse.runtime.stop_signals import STOP, order
 from megatron_pulse.runtime.watchdog.progress import PROGRESS
 
@@ -47,7 +47,7 @@ def stoppable_evaluation(forward_backward: Callable[..., Any]) -> Callable[..., 
 
 
 def stopping_hooks(
-    args: argparse.Namespace, validation: Validation
+    args: argparse.Namespace, validation: ValidationLosses
 ) -> dict[str, Callable[..., Any]]:
     """Replacements of Megatron's own functions: a stop request to any rank stops all of them.
 

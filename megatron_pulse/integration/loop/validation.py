@@ -19,7 +19,7 @@ from megatron_pulse.diffusion.objectives import VALIDATION_TIMES
 from megatron_pulse.runtime.tensor_settings import Batch, LossFunction
 
 
-class Validation:
+class ValidationLosses:
     """Validation losses of a run, of one chain or of a cascade's chains by name.
 
     ``losses`` return the losses of a microbatch's samples, and ``sizes`` are the numbers of
@@ -120,6 +120,4 @@ class Validation:
         loss = found["loss"].to(device)
         dist.broadcast(loss, src=0)
         if loss.item() <= self._target:
-            self.reached = (
-                f"validation loss {loss.item():.6g} reached the target {self._target:g}"
-            )
+            self.reached = f"validation loss {loss.item():.6g} reached the target {self._target:g}"
