@@ -29,6 +29,7 @@ from megatron_pulse.data.fields import (
 from megatron_pulse.data.images.conditioning import CONDITIONING, Conditioned
 from megatron_pulse.data.images.digits import DIGIT_SOURCES, all_digits
 from megatron_pulse.data.images.folder import ImageFiles, ImageFolder
+from megatron_pulse.data.images.masks import Masked
 from megatron_pulse.data.images.metadata import TEXT
 from megatron_pulse.data.joined import Joined
 from megatron_pulse.data.latents.folder import LatentFolder
@@ -111,6 +112,7 @@ def open_buckets(
     wanted: Sequence[WantedFields],
     default_caption: str = "",
     validation: str | None = None,
+    masks: str | None = None,
 ) -> tuple[DiffusionDataset, DiffusionDataset, tuple[int, ...]]:
     """(training, validation) of all comma-separated datasets in ``spec``, and the shape of each
     part.
@@ -119,6 +121,8 @@ def open_buckets(
     datasets' ``parts``, its index in ``wanted``, the backbone's shapes. A class name has one label
     in all datasets (see ``labelled_by_name``). Raises DataError as ``open_dataset`` does, for all
     datasets together.
+
+    ``masks`` is a folder with a mask for each picture of ``spec``.
 
     The datasets of ``validation``, if given, are validated on, and all of ``spec`` trained on. Each
     side then has an empty part of the other's datasets.
@@ -149,7 +153,9 @@ def open_buckets(
                     [f"the backbone takes {len(wanted)} shapes, but images do not define a shape"],
                     "Write latents of each shape: pulse data write-latents.",
                 )
-            opened.append((name, _open(name, wanted=only, default_caption=default_caption)))
+            of_samples = masks if name in names[:num_trained] else None
+            source = _open(name, wanted=only, default_caption=default_caption, masks=of_samples)
+            opened.append((name, source))
     mixed = unnamed_beside_named(opened) if wanted[0].num_classes is not None else []
     if wanted[0].num_classes is not None:
         faults[names[-1]] += _only_validated(opened, num_trained)
@@ -247,6 +253,7 @@ def _open(
     wanted: WantedFields | None = None,
     verify: bool = False,
     default_caption: str = "",
+    masks: str | None = None,
 ) -> DiffusionDataset:
     """All samples of one dataset, before any split; at least two."""
     kind, _, path = spec.partition(":")
@@ -271,6 +278,8 @@ def _open(
         source = files
         if CONDITIONING in fields:
             source = Conditioned(files, fields[CONDITIONING], verify)
+        if masks is not None:
+            source = Masked(source, files, Path(masks), verify)
     elif kind == "latents" and path:
         source = LatentFolder(path, verify)
     else:

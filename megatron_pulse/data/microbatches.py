@@ -10,6 +10,7 @@ from enum import StrEnum
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -71,6 +72,9 @@ def make_microbatch(
     ``[b, c, H, W]`` in [-1, 1], if ``needs_pixels``. If ``needs_image``, ``noise`` and the
     posterior's noise ``posterior`` replace ``noisy`` and ``target``, both float32 ``[b,
     *latent_shape]`` (see ``noised_here``).
+
+    In training, a dataset with masks has ``loss_mask`` float32 ``[b, 1, h, w]``, averaged over the
+    pixels of each latent, if ``needs_image``.
 
     ``loss`` offsets the noise in training, and adds ``loss_weights`` float32 ``[b]`` unless it is
     the plain mean squared error.
@@ -143,6 +147,9 @@ def make_microbatch(
             found["noise"] += loss.noise_offset * torch.stack(offsets)
         if training and loss.weights_samples:
             batch["loss_weights"] = loss.weights(process, timesteps)
+        masks = _stacked([part.mask(index) for index in taken] if training else [])
+        if masks is not None:
+            batch["loss_mask"] = F.adaptive_avg_pool2d(masks, noised[-2:])
         if part.latent_shape is not None or deviation is not None:
             drawn = [posterior_noise(seed, *visit, noised) for visit in visits]
             found["posterior"] = torch.stack(drawn)

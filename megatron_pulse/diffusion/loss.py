@@ -21,6 +21,8 @@ from megatron_pulse.diffusion.process_flags import Objective
 
 WEIGHTINGS = ("none", "min-snr", "debiased", "p2", "sigma-sqrt", "cosmap")
 LOSSES = ("mse", "huber")
+_LEAST_MASK = 1e-6
+"""Lower bound of a mask's sum: below the smallest grey of one pixel."""
 
 
 def _only_with(name: str, choice: str, value: str) -> Callable[[LossChoice], str | None]:
@@ -130,8 +132,18 @@ class LossChoice:
             of_sample = snr / (1 + snr) ** gamma
         return (of_sample / _error_ratio(process, timesteps, snr)).float()
 
-    def error(self, prediction: Tensor, target: Tensor, weights: Tensor) -> Tensor:
+    def error(
+        self,
+        prediction: Tensor,
+        target: Tensor,
+        weights: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> Tensor:
         """Weighted mean over a microbatch ``[b, ...]``, in fp32: a scalar.
+
+        ``weights [b]`` are of samples. ``mask [b, 1, h, w]`` weighs the parts of each sample, whose
+        mean stays one of its own. Microbatches therefore do not change the result. A sample with
+        an empty mask has no loss.
 
         huber: 2 c (sqrt(d^2 + c^2) - c) for each difference d. It is the pseudo-Huber loss of Song
         and Dhariwal 2023 (2310.14189) times 2 c, so that small d give d^2.
@@ -140,8 +152,14 @@ class LossChoice:
         if self.loss == "huber":
             c = 0.1 if self.huber_c is None else self.huber_c
             squares = 2 * c * ((squares + c * c).sqrt() - c)
-        weights = weights.to(prediction.device, non_blocking=True)
-        return (squares.flatten(1).mean(1) * weights).mean()
+        if mask is None:
+            errors = squares.flatten(1).mean(1)
+        else:
+            mask = mask.to(squares, non_blocking=True).expand_as(squares).flatten(1)
+            errors = (squares.flatten(1) * mask).sum(1) / mask.sum(1).clamp(min=_LEAST_MASK)
+        if weights is not None:
+            errors = errors * weights.to(prediction.device, non_blocking=True)
+        return errors.mean()
 
 
 PLAIN = LossChoice()

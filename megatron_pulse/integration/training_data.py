@@ -134,7 +134,11 @@ class DiffusionData:
             wanted = [self.in_loop.unencoded(one) for one in wanted]
         with _naming_encoders(options, wanted[0]):
             self.train, self.validation, shapes = open_buckets(
-                options.data, wanted, options.default_caption, options.validation_data
+                options.data,
+                wanted,
+                options.default_caption,
+                options.validation_data,
+                options.masks,
             )
         self._processes = [process.for_tokens(num_tokens[shape_index]) for shape_index in shapes]
         self.held_out, _ = max(
@@ -226,8 +230,9 @@ class DiffusionData:
         """
         mean = predicted_mean(prediction, self._num_channels)
         target = batch["target"].to(mean.device, non_blocking=True)
-        if "loss_weights" in batch:
-            loss = self._loss.error(mean, target, batch["loss_weights"])
+        if "loss_weights" in batch or "loss_mask" in batch:
+            weights, mask = batch.get("loss_weights"), batch.get("loss_mask")
+            loss = self._loss.error(mean, target, weights, mask)
         else:
             loss = self.process.loss(mean, target)
         if not self._loss.learned_sigma:

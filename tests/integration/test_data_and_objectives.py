@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from PIL import Image
 
 from megatron_pulse.cli.main import main
 from megatron_pulse.data.images.digits import load_digits
 from tests.data.captioned import captioned_digits
-from tests.integration.runs import STEPS, TEXT, alone, assert_same, pipeline, run
+from tests.integration.runs import (
+    STEPS,
+    TEXT,
+    alone,
+    assert_equal_to_rounding,
+    assert_same,
+    pipeline,
+    run,
+)
 
 
 def image_folder(root: Path) -> str:
@@ -78,3 +87,18 @@ def test_weighted_losses_on_a_fold() -> None:
     expected = run(1, *flags)
     assert expected.losses != alone(*STEPS).losses, "the flags count"
     assert_same(run(2, *flags, *pipeline(2)), expected)
+
+
+def test_masks_count_alike_in_every_microbatch(tmp_path: Path) -> None:
+    data = image_folder(tmp_path)
+    for number, path in enumerate(sorted((tmp_path / "images").glob("*/*.png"))):
+        mask = np.zeros((8, 8), np.uint8)
+        mask[number % 8 :] = 255
+        at = tmp_path / "masks" / path.relative_to(tmp_path / "images")
+        at.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(mask).save(at)
+    flags = [*STEPS, "--pulse-data", data]
+    masked = [*flags, "--pulse-masks", str(tmp_path / "masks")]
+    expected, single = run(1, *masked), run(2, *masked, *pipeline(2), "--micro-batch-size", "1")
+    assert expected.losses != run(1, *flags).losses, "the flag counts"
+    assert_equal_to_rounding(single, expected)

@@ -88,6 +88,21 @@ def _bucket_batch(options: PulseOptions) -> str | None:
     return None
 
 
+def _masks(options: PulseOptions) -> str | None:
+    if options.masks is None:
+        return None
+    if options.training_loss.learned_sigma:
+        return "excludes --pulse-learned-sigma, whose bound is of whole samples"
+    if several_parts(options.data) or "=" in (options.data or "").partition(":")[0]:
+        return "is for one folder of pictures: --pulse-data names several datasets"
+    if not (options.data or "").startswith(("folder:", "captions:")):
+        return (
+            f"is for image files, not {options.data}: give --pulse-data folder:PATH or "
+            "captions:PATH (encode in the loop with --pulse-encoders)"
+        )
+    return None
+
+
 def _validation_times(options: PulseOptions) -> str | None:
     if options.validation_times not in (1, VALIDATION_TIMES):
         return f"{options.validation_times}: give 1 or {VALIDATION_TIMES}"
@@ -301,6 +316,13 @@ class PulseOptions:
         "number of samples and --global-batch-size",
         metavar="N",
         within=ABOVE_ZERO,
+    )
+    masks: str | None = flag(
+        "folder of masks, grey pictures with the names of those of --pulse-data folder:PATH or "
+        "captions:PATH: the training loss counts white, ignores black",
+        metavar="DIR",
+        marks=[FlagMark.STEPS],
+        check=_masks,
     )
     validation_data: str | None = flag(
         "validation set of one's own, as for --pulse-data, which is then trained on as a whole "
