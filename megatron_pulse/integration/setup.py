@@ -10,7 +10,7 @@ from dataclasses import replace
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.layer_selection import name_of
 from megatron_pulse.data.build import check_dataset
-from megatron_pulse.dataclass_flags import flag_faults
+from megatron_pulse.dataclass_flags import flag_faults, flag_name
 from megatron_pulse.diffusion.process_flags import ProcessChoice
 from megatron_pulse.diffusion.process_from_flags import chosen_process
 from megatron_pulse.errors import collecting, faults_in, format_faults
@@ -96,8 +96,8 @@ def read_command_line() -> tuple[CommandLine, PulseOptions, PlanFile | None]:
         options = apply_plan(given, args, options)
         if contrary:
             faults, given = [*faults, *contrary], None
-    if options.epochs is not None:
-        faults += _set_steps_of_epochs(args, options, options.epochs)
+    if options.epochs is not None or options.warmup_epochs is not None:
+        faults += _set_steps_of_epochs(line, options)
     line = replace(line, faults=tuple(faults))
     if options.auto:
         faults = [*check_flags(line, options), *_check_auto(line, options)]
@@ -106,18 +106,29 @@ def read_command_line() -> tuple[CommandLine, PulseOptions, PlanFile | None]:
     return line, options, given
 
 
-def _set_steps_of_epochs(
-    args: argparse.Namespace, options: PulseOptions, epochs: float
-) -> list[str]:
-    """Set --train-iters for ``epochs`` passes over the training samples.
+def _set_steps_of_epochs(line: CommandLine, options: PulseOptions) -> list[str]:
+    """Set --train-iters and --lr-warmup-iters for passes over the training samples.
 
     Faults of backbone and data are left to the checks that follow, with one step until then.
     """
-    if args.train_iters is not None or args.train_samples is not None:
-        return ["--pulse-epochs excludes --train-iters and --train-samples: give one of them"]
-    args.train_iters = 1
+    args, faults = line.args, list[str]()
+    if options.epochs is not None:
+        if args.train_iters is not None or args.train_samples is not None:
+            faults.append(
+                "--pulse-epochs excludes --train-iters and --train-samples: give one of them"
+            )
+        else:
+            args.train_iters = 1
+    warmups = ("--lr-warmup-iters", "--lr-warmup-samples", "--lr-warmup-fraction")
+    if options.warmup_epochs is not None and (given := [w for w in warmups if line.says(w)]):
+        faults.append(f"--pulse-warmup-epochs excludes {' and '.join(given)}: give one of them")
     if is_cascade(options.backbone or ""):
-        return ["--pulse-epochs: each chain of a cascade has its own data; give --train-iters"]
+        for name, instead in (("epochs", "--train-iters"), ("warmup_epochs", "--lr-warmup-iters")):
+            if getattr(options, name) is not None:
+                flag = flag_name(f"pulse_{name}")
+                faults.append(f"{flag}: each chain of a cascade has its own data; give {instead}")
+    if faults:
+        return faults
     try:
         start = find_start(args)
         batch_size = args.global_batch_size or global_batch_size(args)
@@ -125,12 +136,17 @@ def _set_steps_of_epochs(
         data = DiffusionData(options, backbone, process_of(start, options), args.seed)
     except (ValueError, OSError, TypeError, ZeroDivisionError):
         return []
-    args.train_iters = max(1, math.ceil(epochs * len(data.train) / batch_size))
-    if args.rank == 0:
-        print(
-            f"{epochs:g} epochs of {len(data.train):,} samples: {args.train_iters:,} steps",
-            flush=True,
+    told = []
+    if options.epochs is not None:
+        args.train_iters = max(1, math.ceil(options.epochs * len(data.train) / batch_size))
+        told.append(
+            f"{options.epochs:g} epochs of {len(data.train):,} samples: {args.train_iters:,} steps"
         )
+    if options.warmup_epochs is not None:
+        args.lr_warmup_iters = math.ceil(options.warmup_epochs * len(data.train) / batch_size)
+        told.append(f"warm-up over {args.lr_warmup_iters:,} steps")
+    if args.rank == 0:
+        print(*told, sep="\n", flush=True)
     return []
 
 

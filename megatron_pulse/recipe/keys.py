@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 from annotated_types import Ge, Gt
 
-from megatron_pulse.json_validation import Count, Natural, OneOf, Text
+from megatron_pulse.json_validation import Count, Natural, Text
 
 Positive = Annotated[float, Gt(0)]
 NotNegative = Annotated[float, Ge(0)]
@@ -133,8 +133,10 @@ class Optimizer:
     """Optimizer and learning-rate schedule."""
 
     lr: Positive = key("maximum learning rate", "--lr", MISSING)
-    type: Annotated[str, OneOf(("adam", "sgd"))] | None = key("adam or sgd", "--optimizer")
-    betas: tuple[float, float] | None = key("of Adam", "--adam-beta1 --adam-beta2")
+    type: Text | None = key(
+        "adam or sgd; with emerging-optimizers muon or lion, for matrices", "--optimizer"
+    )
+    betas: tuple[float, float] | None = key("of Adam and Lion", "--adam-beta1 --adam-beta2")
     eps: Positive | None = key("of Adam", "--adam-eps")
     momentum: NotNegative | None = key("of SGD", "--sgd-momentum")
     weight_decay: NotNegative | None = key("of matrices", "--weight-decay")
@@ -145,6 +147,9 @@ class Optimizer:
         "constant, linear, cosine, inverse-square-root or WSD", "--lr-decay-style"
     )
     warmup_steps: Natural | None = key("warm-up of the learning rate", "--lr-warmup-iters")
+    warmup_epochs: Positive | None = key(
+        "warm-up in passes over the data, in place of warmup_steps", "--pulse-warmup-epochs"
+    )
     min_lr: NotNegative | None = key("at the end of the schedule", "--min-lr")
     decay_steps: Count | None = key("length of the schedule", "--lr-decay-iters")
     wsd_decay_steps: Count | None = key("last part of WSD", "--lr-wsd-decay-iters")

@@ -317,6 +317,12 @@ class PulseOptions:
         metavar="N",
         within=ABOVE_ZERO,
     )
+    warmup_epochs: float | None = flag(
+        "warm-up of the learning rate in passes over the training samples, in place of "
+        "--lr-warmup-iters",
+        metavar="N",
+        within=ABOVE_ZERO,
+    )
     masks: str | None = flag(
         "folder of masks, grey pictures with the names of those of --pulse-data folder:PATH or "
         "captions:PATH: the training loss counts white, ignores black",
@@ -499,6 +505,9 @@ def _defaults() -> dict[str, Any]:
         "dataloader_type": "external",
         "dist_ckpt_optim_fully_reshardable": True,
         "lr_decay_style": "constant",
+        # Other settings would depend on the tensor parallelism, or on sizes of language models.
+        "muon_tp_mode": "duplicated",
+        "muon_split_qkv": False,
         "eval_interval": 1000,
         "eval_iters": 10,
         "rerun_mode": "disabled",

@@ -132,7 +132,7 @@ def _tune(
         print(f"warning: {said}", flush=True)
     divided = backbone.divides_sequences
     of = profile, cluster, args.global_batch_size
-    own, state = options.self_conditioning or 0.0, parameter_state(args, options)
+    own, state = options.self_conditioning or 0.0, parameter_state(args, options, backbone)
     evaluator = Evaluator(*of, divided, backbone.num_heads, own, state)
     seconds = options.solver_seconds
     with _refusing(backbone), PROGRESS.during("tuning", patient=True, grants_s=seconds):
