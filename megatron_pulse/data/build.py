@@ -372,7 +372,8 @@ def _given_split(
     """(training, validation) of each dataset: the first ``num_trained`` are trained on."""
     pictures = [list(source.pictures()) for _, source in opened]
     keys = iter(same_files([path for own in pictures for path in own]))
-    trained, found = set[Hashable](), []
+    trained = set[Hashable]()
+    found = list[tuple[DiffusionDataset, DiffusionDataset]]()
     for number, (spec, source) in enumerate(opened):
         own = list(islice(keys, len(pictures[number])))
         none, every = (Subset(source, np.arange(count)) for count in (0, len(source)))

@@ -84,7 +84,7 @@ class ValidationLosses:
 
     def result(self) -> dict[str, Tensor]:
         """Losses by name: the mean of the means by time, and these."""
-        found = {}
+        found: dict[str, Tensor] = {}
         for chain, values in self._values.items():
             name = f"{chain} loss".strip()
             by_time = {
