@@ -199,6 +199,9 @@ def _choices(line: CommandLine) -> Choices:
         if args.recompute_granularity == "full"
         else choices.recompute,
         split=choices.split if can_split_backward(args) else (False,),
+        distributed_optimizer=choices.distributed_optimizer
+        if args.optimizer == "adam"
+        else (False,),
     )
 
 

@@ -142,6 +142,7 @@ def choices_of(args: argparse.Namespace) -> Choices:
         (False,) if args.no_split_backward else choices.split,
         choices.max_in_flight,
         recompute,
+        choices.distributed_optimizer if args.optimizer == "adam" else (False,),
     )
 
 
