@@ -13,17 +13,18 @@ OPTIMIZERS = ("adam", "sgd", "muon", "lion")
 _ADAM, _MOMENTUM = 8, 4
 
 
-def optimizer_bytes(name: str, backbone: Backbone, momentum: bool = True) -> float:
+def optimizer_bytes(name: str, backbone: Backbone | None, momentum: bool = True) -> float:
     """Bytes of the fp32 state of optimizer ``name`` per trained parameter, on average.
 
     Adam keeps two moments, SGD one or none, muon and lion one. The latter two update matrices;
-    Adam updates the other parameters (biases, convolutions), as in Megatron.
+    Adam updates the other parameters (biases, convolutions), as in Megatron. Without a
+    ``backbone`` none is known to be a matrix.
     """
     if name == "sgd":
         return _MOMENTUM if momentum else 0
     if name == "adam":
         return _ADAM
-    share = matrix_share(backbone)
+    share = 0.0 if backbone is None else matrix_share(backbone)
     return _MOMENTUM * share + _ADAM * (1 - share)
 
 

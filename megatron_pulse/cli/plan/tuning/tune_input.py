@@ -117,9 +117,9 @@ def state(args: argparse.Namespace, profile: Profile) -> ParameterState:
     from megatron_pulse.profile.optimizer_state import optimizer_bytes
 
     kept = not args.no_ema, args.grad_reduce_in_bf16
-    if args.optimizer == "adam" or (backbone := backbone_of(profile)) is None:
+    if args.optimizer == "adam":
         return ParameterState(*kept, args.optimizer_cpu_offload)
-    num_bytes = optimizer_bytes(args.optimizer, backbone)
+    num_bytes = optimizer_bytes(args.optimizer, backbone_of(profile))
     return ParameterState(*kept, args.optimizer_cpu_offload, num_bytes)
 
 
