@@ -48,12 +48,13 @@ class BucketSampler(MicrobatchSampler):
         seed: int,
         shuffle: bool = True,
         period: int | None = None,
+        repeats: int = 1,
         *,
         group_size: int,
     ) -> None:
         super().__init__(
             sum(sizes), consumed_samples, micro_batch_size, data_parallel_rank,
-            data_parallel_size, seed, shuffle, period,
+            data_parallel_size, seed, shuffle, period, repeats,
         )  # fmt: skip
         whole = {
             "consecutive samples of one shape": group_size,

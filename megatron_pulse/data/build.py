@@ -8,6 +8,8 @@ from contextlib import AbstractContextManager, nullcontext
 from itertools import chain, islice
 from pathlib import Path
 
+import numpy as np
+
 from megatron_pulse.data.buckets import Buckets
 from megatron_pulse.data.captions import CaptionedImages
 from megatron_pulse.data.data_record import read_provenance
@@ -27,6 +29,7 @@ from megatron_pulse.data.fields import (
 from megatron_pulse.data.images.conditioning import CONDITIONING, Conditioned
 from megatron_pulse.data.images.digits import DIGIT_SOURCES, all_digits
 from megatron_pulse.data.images.folder import ImageFiles, ImageFolder
+from megatron_pulse.data.images.masks import Masked
 from megatron_pulse.data.images.metadata import TEXT
 from megatron_pulse.data.joined import Joined
 from megatron_pulse.data.latents.folder import LatentFolder
@@ -47,6 +50,7 @@ _UNNAMED = (
     "Give sources that all have class folders, or latents written from such ('pulse data "
     "write-latents'), or none"
 )
+_SHOWN = 3
 _NEXT = re.compile(r",(?=(?:folder|captions|latents):|(?:mnist|digits8)(?:,|$))")
 """Comma between two datasets, as opposed to a comma within a path."""
 
@@ -104,7 +108,11 @@ def open_parts(
 
 
 def open_buckets(
-    spec: str, wanted: Sequence[WantedFields], default_caption: str = ""
+    spec: str,
+    wanted: Sequence[WantedFields],
+    default_caption: str = "",
+    validation: str | None = None,
+    masks: str | None = None,
 ) -> tuple[DiffusionDataset, DiffusionDataset, tuple[int, ...]]:
     """(training, validation) of all comma-separated datasets in ``spec``, and the shape of each
     part.
@@ -113,8 +121,21 @@ def open_buckets(
     datasets' ``parts``, its index in ``wanted``, the backbone's shapes. A class name has one label
     in all datasets (see ``labelled_by_name``). Raises DataError as ``open_dataset`` does, for all
     datasets together.
+
+    ``masks`` is a folder with a mask for each picture of ``spec``.
+
+    The datasets of ``validation``, if given, are validated on, and all of ``spec`` trained on. Each
+    side then has an empty part of the other's datasets.
     """
     names = names_of(spec)
+    num_trained = len(names)
+    names += [] if validation is None else names_of(validation)
+    if both := [name for name in names[num_trained:] if name in names[:num_trained]]:
+        raise DataError(
+            f"--pulse-validation-data {validation}",
+            [f"{name} is also trained on (--pulse-data)" for name in both],
+            "Name other data, or leave it out: a tenth of the training data is then held back.",
+        )
     faults: dict[str, list[str]] = {name: [] for name in names}
 
     def gathering(name: str) -> AbstractContextManager[None]:
@@ -132,10 +153,15 @@ def open_buckets(
                     [f"the backbone takes {len(wanted)} shapes, but images do not define a shape"],
                     "Write latents of each shape: pulse data write-latents.",
                 )
-            opened.append((name, _open(name, wanted=only, default_caption=default_caption)))
+            of_samples = masks if name in names[:num_trained] else None
+            source = _open(name, wanted=only, default_caption=default_caption, masks=of_samples)
+            opened.append((name, source))
     mixed = unnamed_beside_named(opened) if wanted[0].num_classes is not None else []
+    if wanted[0].num_classes is not None:
+        faults[names[-1]] += _only_validated(opened, num_trained)
     opened = labelled_by_name(opened)
-    for (name, _), halves in zip(opened, _split(opened), strict=True):
+    split = _split(opened) if validation is None else _given_split(opened, num_trained)
+    for (name, _), halves in zip(opened, split, strict=True):
         with gathering(name):
             found.append(_fitted(name, *halves, wanted))
     if mixed:
@@ -227,6 +253,7 @@ def _open(
     wanted: WantedFields | None = None,
     verify: bool = False,
     default_caption: str = "",
+    masks: str | None = None,
 ) -> DiffusionDataset:
     """All samples of one dataset, before any split; at least two."""
     kind, _, path = spec.partition(":")
@@ -251,6 +278,8 @@ def _open(
         source = files
         if CONDITIONING in fields:
             source = Conditioned(files, fields[CONDITIONING], verify)
+        if masks is not None:
+            source = Masked(source, files, Path(masks), verify)
     elif kind == "latents" and path:
         source = LatentFolder(path, verify)
     else:
@@ -335,6 +364,38 @@ def _split(
                 ]
         found.append((train, validation))
     return found
+
+
+def _given_split(
+    opened: Sequence[tuple[str, DiffusionDataset]], num_trained: int
+) -> list[tuple[DiffusionDataset, DiffusionDataset]]:
+    """(training, validation) of each dataset: the first ``num_trained`` are trained on."""
+    pictures = [list(source.pictures()) for _, source in opened]
+    keys = iter(same_files([path for own in pictures for path in own]))
+    trained = set[Hashable]()
+    found = list[tuple[DiffusionDataset, DiffusionDataset]]()
+    for number, (spec, source) in enumerate(opened):
+        own = list(islice(keys, len(pictures[number])))
+        none, every = (Subset(source, np.arange(count)) for count in (0, len(source)))
+        if number < num_trained:
+            trained |= set(own)
+            found.append((every, none))
+            continue
+        if both := sum(key in trained for key in own):
+            none.cautions = [*none.cautions, f"{both:,} pictures of {spec} are also trained on"]
+        found.append((none, every))
+    return found
+
+
+def _only_validated(
+    opened: Sequence[tuple[str, DiffusionDataset]], num_trained: int
+) -> Iterator[str]:
+    """Faults of validation data with classes that are not trained on."""
+    trained = {name for _, source in opened[:num_trained] for name in source.class_names}
+    for spec, source in opened[num_trained:]:
+        if trained and (others := [name for name in source.class_names if name not in trained]):
+            shown = ", ".join(others[:_SHOWN]) + (", ..." if len(others) > _SHOWN else "")
+            yield f"--pulse-validation-data {spec}: no class of the training data is called {shown}"
 
 
 def _fitted(

@@ -144,6 +144,10 @@ class DiffusionDataset(ABC):
         """
         return None
 
+    def mask(self, index: int) -> Tensor | None:
+        """Weight of each pixel in the loss, float32 ``[1, h, w]`` in [0, 1], or None."""
+        return None
+
     @abstractmethod
     def label(self, index: int) -> int:
         """The class, 0 to ``num_classes`` - 1."""
@@ -298,6 +302,9 @@ class Derived(DiffusionDataset):
 
     def deviation(self, index: int) -> Tensor | None:
         return self.source.deviation(self.at(index))
+
+    def mask(self, index: int) -> Tensor | None:
+        return self.source.mask(self.at(index))
 
     def label(self, index: int) -> int:
         return self.source.label(self.at(index))

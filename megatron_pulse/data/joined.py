@@ -58,6 +58,10 @@ class Joined(DiffusionDataset):
         dataset, own = self._own(index)
         return dataset.deviation(own)
 
+    def mask(self, index: int) -> Tensor | None:
+        dataset, own = self._own(index)
+        return dataset.mask(own)
+
     def label(self, index: int) -> int:
         dataset, own = self._own(index)
         return dataset.label(own)

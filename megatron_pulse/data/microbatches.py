@@ -10,6 +10,7 @@ from enum import StrEnum
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -17,7 +18,7 @@ from megatron_pulse.data.dataset import DataError, DiffusionDataset
 from megatron_pulse.data.sampler import Item, MicrobatchSampler, readable
 from megatron_pulse.diffusion.loss import PLAIN, LossChoice
 from megatron_pulse.diffusion.noise import Stream, draw, offset_noise
-from megatron_pulse.diffusion.objectives import DiffusionProcess
+from megatron_pulse.diffusion.objectives import VALIDATION_TIMES, DiffusionProcess
 from megatron_pulse.encoders.autoencoder import posterior_noise, sampled
 from megatron_pulse.processes import end_with_parent
 
@@ -27,7 +28,7 @@ _GRACE_S = 2.0
 
 class Split(StrEnum):
     """Split of the data. Training redraws at every visit and drops conditioning; validation does
-    not.
+    not, and has the timestep of its position (see ``validation_timestep``).
     """
 
     TRAIN = "train"
@@ -55,6 +56,7 @@ def make_microbatch(
     - the dataset's ``fields``: ``[b, ...]``
     - ``index``: int64 ``[b]``
     - ``dropped``: bool ``[b]``
+    - ``positions``: int64 ``[b]``, in validation only
 
     A ``dropped`` sample loses its label and its other conditioning together. Its values become
     ``null_label`` (None keeps labels) and those of the dataset's ``null_of``. A sample with an
@@ -70,6 +72,9 @@ def make_microbatch(
     ``[b, c, H, W]`` in [-1, 1], if ``needs_pixels``. If ``needs_image``, ``noise`` and the
     posterior's noise ``posterior`` replace ``noisy`` and ``target``, both float32 ``[b,
     *latent_shape]`` (see ``noised_here``).
+
+    In training, a dataset with masks has ``loss_mask`` float32 ``[b, 1, h, w]``, averaged over the
+    pixels of each latent, if ``needs_image``.
 
     ``loss`` offsets the noise in training, and adds ``loss_weights`` float32 ``[b]`` unless it is
     the plain mean squared error.
@@ -87,7 +92,10 @@ def make_microbatch(
     visits = [(i, p if training else 0) for i, p in items]
     rows = [draw(seed, i, p, shape, stream) for i, p in visits]
     without_label = [training and row.drop < drop_probability for row in rows]
-    timesteps = torch.tensor([process.timestep(row.u) for row in rows], dtype=torch.float32)
+    times = [process.timestep(row.u) for row in rows]
+    if not training:
+        times = [process.validation_timestep(p % VALIDATION_TIMES) for _, p in items]
+    timesteps = torch.tensor(times, dtype=torch.float32)
 
     reads = needs_image if part.latent_shape is None else needs_pixels
 
@@ -119,6 +127,8 @@ def make_microbatch(
         "index": torch.tensor(indices, dtype=torch.int64) + first,
         "dropped": torch.tensor(dropped),
     }
+    if not training:
+        batch["positions"] = torch.tensor([p for _, p in items])
     if skip_corrupt:
         corrupt = [index for index, other in zip(indices, taken, strict=True) if index != other]
         batch["corrupt"] = torch.tensor(corrupt, dtype=torch.int64) + first
@@ -137,6 +147,9 @@ def make_microbatch(
             found["noise"] += loss.noise_offset * torch.stack(offsets)
         if training and loss.weights_samples:
             batch["loss_weights"] = loss.weights(process, timesteps)
+        masks = _stacked([part.mask(index) for index in taken] if training else [])
+        if masks is not None:
+            batch["loss_mask"] = F.adaptive_avg_pool2d(masks, noised[-2:])
         if part.latent_shape is not None or deviation is not None:
             drawn = [posterior_noise(seed, *visit, noised) for visit in visits]
             found["posterior"] = torch.stack(drawn)
@@ -211,6 +224,7 @@ class DiffusionLoader:
             sampler=self.sampler,
             num_workers=self.num_workers,
             pin_memory=pins,  # the pinning thread calls _Made.pin_memory
+            generator=torch.Generator(),  # else it draws from the run's random numbers
             multiprocessing_context="fork",  # other methods would import torch again, which is slow
             worker_init_fn=_begin_worker,
         )

@@ -26,7 +26,8 @@ class MicrobatchSampler:
     continue into the next epoch, and no sample is dropped.
 
     With ``period`` (a multiple of mbs * dp) positions restart after that many, so that every
-    evaluation sees the same samples although its iterator continues.
+    evaluation sees the same samples although its iterator continues. With ``repeats`` each sample
+    comes at so many positions in a row.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class MicrobatchSampler:
         seed: int,
         shuffle: bool = True,
         period: int | None = None,
+        repeats: int = 1,
     ) -> None:
         faults = []
         for name, value, least in (
@@ -65,6 +67,7 @@ class MicrobatchSampler:
         self.seed = seed
         self.shuffle = shuffle
         self.period = period
+        self.repeats = repeats
         self._cached: tuple[int, np.ndarray] | None = None
 
     def item(self, position: int) -> Item:
@@ -81,8 +84,12 @@ class MicrobatchSampler:
         while True:
             first = start + self.data_parallel_rank * self.micro_batch_size
             positions = range(first, first + self.micro_batch_size)
-            yield [self.item(p % self.period if self.period else p) for p in positions]
+            yield [self._repeated(p % self.period if self.period else p) for p in positions]
             start += self._stride
+
+    def _repeated(self, position: int) -> Item:
+        index, _ = self.item(position // self.repeats)
+        return index, position
 
 
 TRIES = 64

@@ -21,6 +21,8 @@ from megatron_pulse.diffusion.process_flags import Objective
 
 WEIGHTINGS = ("none", "min-snr", "debiased", "p2", "sigma-sqrt", "cosmap")
 LOSSES = ("mse", "huber")
+_LEAST_MASK = 1e-6
+"""Lower bound of a mask's sum: below the smallest grey of one pixel."""
 
 
 def _only_with(name: str, choice: str, value: str) -> Callable[[LossChoice], str | None]:
@@ -68,6 +70,11 @@ class LossChoice:
         within=FROM_ZERO,
         check=_only_with("p2_gamma", "loss_weighting", "p2"),
     )
+    learned_sigma: bool = flag(
+        "train the learned sigma of predictions with twice the sample's channels (DiT, PixArt, "
+        "Hunyuan-DiT) by the variational bound, beside the loss of the mean",
+        False,
+    )
     noise_offset: float = flag(
         "noise offset: share of noise that is constant over a channel, for very dark and bright "
         "pictures (usual 0.05 to 0.1; default 0)",
@@ -88,6 +95,11 @@ class LossChoice:
             return [
                 f"--pulse-loss-weighting {self.loss_weighting} is for flow, not for "
                 f"{process.objective}: give min-snr, debiased or p2"
+            ]
+        if self.learned_sigma and is_flow:
+            return [
+                "--pulse-learned-sigma: flow has no variance to learn. Leave it out, or give "
+                "--pulse-objective epsilon, v or sample"
             ]
         if process.zero_terminal_snr and self.noise_offset:
             return [
@@ -120,8 +132,18 @@ class LossChoice:
             of_sample = snr / (1 + snr) ** gamma
         return (of_sample / _error_ratio(process, timesteps, snr)).float()
 
-    def error(self, prediction: Tensor, target: Tensor, weights: Tensor) -> Tensor:
+    def error(
+        self,
+        prediction: Tensor,
+        target: Tensor,
+        weights: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> Tensor:
         """Weighted mean over a microbatch ``[b, ...]``, in fp32: a scalar.
+
+        ``weights [b]`` are of samples. ``mask [b, 1, h, w]`` weighs the parts of each sample, whose
+        mean stays one of its own. Microbatches therefore do not change the result. A sample with
+        an empty mask has no loss.
 
         huber: 2 c (sqrt(d^2 + c^2) - c) for each difference d. It is the pseudo-Huber loss of Song
         and Dhariwal 2023 (2310.14189) times 2 c, so that small d give d^2.
@@ -130,8 +152,14 @@ class LossChoice:
         if self.loss == "huber":
             c = 0.1 if self.huber_c is None else self.huber_c
             squares = 2 * c * ((squares + c * c).sqrt() - c)
-        weights = weights.to(prediction.device, non_blocking=True)
-        return (squares.flatten(1).mean(1) * weights).mean()
+        if mask is None:
+            errors = squares.flatten(1).mean(1)
+        else:
+            mask = mask.to(squares, non_blocking=True).expand_as(squares).flatten(1)
+            errors = (squares.flatten(1) * mask).sum(1) / mask.sum(1).clamp(min=_LEAST_MASK)
+        if weights is not None:
+            errors = errors * weights.to(prediction.device, non_blocking=True)
+        return errors.mean()
 
 
 PLAIN = LossChoice()

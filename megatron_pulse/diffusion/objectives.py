@@ -38,6 +38,8 @@ DIFFUSERS_PREDICTION = {
 }
 _OF_BETAS = ("schedule", "beta_start", "beta_end", "trained_betas")
 _MOST_TIMESTEPS = 1_000_000
+VALIDATION_TIMES = 8
+"""Number of times at which validation losses are taken."""
 MODE_SCALE = 1.29
 """Scale of the mode density that Esser et al. 2024 found best."""
 _OF_LOGIT_NORMAL = {"logit_mean": 0.0, "logit_std": 1.0}
@@ -260,6 +262,18 @@ class DiffusionProcess:
             return float(min(int(t * self.num_timesteps), self.num_timesteps - 1))
         return t * self.num_timesteps
 
+    def validation_timestep(self, number: int) -> float:
+        """Timestep ``number`` of the ``VALIDATION_TIMES`` at which validation losses are taken.
+
+        They divide the process's range evenly and include its beginning, whatever the density and
+        the shift of training: i/8 for the whole process, as in MLPerf's text-to-image benchmark.
+        """
+        share = number / VALIDATION_TIMES
+        t = self.min_time + share * (self.max_time - self.min_time)
+        if self.objective != Objective.FLOW:
+            return float(min(int(t * self.num_timesteps), self.num_timesteps - 1))
+        return t * self.num_timesteps
+
     def _time(self, u: float) -> float:
         """Time in [0, 1] for a uniform number: the inverse of the distribution of times, which
         increases with ``u``."""
@@ -306,6 +320,11 @@ class DiffusionProcess:
         flow."""
         share: Tensor = _ddpm(self, timesteps.device).alphas_cumprod[timesteps.long()]
         return share
+
+    def betas(self) -> Tensor:
+        """Variance that each timestep adds, float64 ``[num_timesteps]``; not for flow."""
+        betas: Tensor = _ddpm(self, torch.device("cpu")).betas
+        return betas.double()
 
     def clean(self, noisy: Tensor, prediction: Tensor, timesteps: Tensor) -> Tensor:
         """Clean sample ``[b, ...]`` implied by a ``prediction`` for ``noisy``.
@@ -408,8 +427,8 @@ def predicted_mean(prediction: Tensor, num_channels: int) -> Tensor:
     """Part of ``prediction [b, c, h, w]`` that predicts the objective's target.
 
     Models with a learned sigma (DiT, PixArt, Hunyuan-DiT) return 2 x ``num_channels``: the mean's
-    prediction, then the variance's (Nichol & Dhariwal 2021). Training and sampling use a fixed
-    variance, so the second half is unused and its weights get no gradient.
+    prediction, then the variance's (Nichol & Dhariwal 2021). Sampling uses a fixed variance. The
+    second half is trained with ``--pulse-learned-sigma`` only (see ``variational_bound``).
     """
     return prediction[:, :num_channels]
 

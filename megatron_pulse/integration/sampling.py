@@ -260,7 +260,9 @@ def load_model(
     saved = read_saved_run(load, iteration).of_chain(chain)
     backbone, stage = load_whole(saved, averaged=averaged, options=options)
     args = saved.arguments
-    args.pulse_data = data or args.pulse_data
+    args.pulse_masks = None  # for training alone
+    if data is not None:
+        args.pulse_data, args.pulse_validation_data = data, None
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     stage.to(device).eval()
     kinds = {

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.layer_selection import name_of
 from megatron_pulse.data.build import check_dataset
-from megatron_pulse.dataclass_flags import flag_faults
+from megatron_pulse.dataclass_flags import flag_faults, flag_name
 from megatron_pulse.diffusion.process_flags import ProcessChoice
 from megatron_pulse.diffusion.process_from_flags import chosen_process
 from megatron_pulse.errors import collecting, faults_in, format_faults
@@ -97,8 +97,8 @@ def read_command_line() -> tuple[CommandLine, PulseOptions, PlanFile | None]:
         options = apply_plan(given, args, options)
         if contrary:
             faults, given = [*faults, *contrary], None
-    if options.epochs is not None:
-        faults += _set_steps_of_epochs(args, options, options.epochs)
+    if options.epochs is not None or options.warmup_epochs is not None:
+        faults += _set_steps_of_epochs(line, options)
     line = replace(line, faults=tuple(faults))
     if options.auto:
         faults = [*check_flags(line, options), *_check_auto(line, options)]
@@ -107,18 +107,29 @@ def read_command_line() -> tuple[CommandLine, PulseOptions, PlanFile | None]:
     return line, options, given
 
 
-def _set_steps_of_epochs(
-    args: argparse.Namespace, options: PulseOptions, epochs: float
-) -> list[str]:
-    """Set --train-iters for ``epochs`` passes over the training samples.
+def _set_steps_of_epochs(line: CommandLine, options: PulseOptions) -> list[str]:
+    """Set --train-iters and --lr-warmup-iters for passes over the training samples.
 
     Faults of backbone and data are left to the checks that follow, with one step until then.
     """
-    if args.train_iters is not None or args.train_samples is not None:
-        return ["--pulse-epochs excludes --train-iters and --train-samples: give one of them"]
-    args.train_iters = 1
+    args, faults = line.args, list[str]()
+    if options.epochs is not None:
+        if args.train_iters is not None or args.train_samples is not None:
+            faults.append(
+                "--pulse-epochs excludes --train-iters and --train-samples: give one of them"
+            )
+        else:
+            args.train_iters = 1
+    warmups = ("--lr-warmup-iters", "--lr-warmup-samples", "--lr-warmup-fraction")
+    if options.warmup_epochs is not None and (given := [w for w in warmups if line.says(w)]):
+        faults.append(f"--pulse-warmup-epochs excludes {' and '.join(given)}: give one of them")
     if is_cascade(options.backbone or ""):
-        return ["--pulse-epochs: each chain of a cascade has its own data; give --train-iters"]
+        for name, instead in (("epochs", "--train-iters"), ("warmup_epochs", "--lr-warmup-iters")):
+            if getattr(options, name) is not None:
+                flag = flag_name(f"pulse_{name}")
+                faults.append(f"{flag}: each chain of a cascade has its own data; give {instead}")
+    if faults:
+        return faults
     try:
         start = find_start(args)
         batch_size = args.global_batch_size or global_batch_size(args)
@@ -126,12 +137,17 @@ def _set_steps_of_epochs(
         data = DiffusionData(options, backbone, process_of(start, options), args.seed)
     except (ValueError, OSError, TypeError, ZeroDivisionError):
         return []
-    args.train_iters = max(1, math.ceil(epochs * len(data.train) / batch_size))
-    if args.rank == 0:
-        print(
-            f"{epochs:g} epochs of {len(data.train):,} samples: {args.train_iters:,} steps",
-            flush=True,
+    told = []
+    if options.epochs is not None:
+        args.train_iters = max(1, math.ceil(options.epochs * len(data.train) / batch_size))
+        told.append(
+            f"{options.epochs:g} epochs of {len(data.train):,} samples: {args.train_iters:,} steps"
         )
+    if options.warmup_epochs is not None:
+        args.lr_warmup_iters = math.ceil(options.warmup_epochs * len(data.train) / batch_size)
+        told.append(f"warm-up over {args.lr_warmup_iters:,} steps")
+    if args.rank == 0:
+        print(*told, sep="\n", flush=True)
     return []
 
 
@@ -170,6 +186,8 @@ def _lay_cascade(args: argparse.Namespace, line: CommandLine) -> Iterator[str]:
         "--pulse-encoder-schedule": args.pulse_encoder_schedule,
         "--pulse-self-conditioning": args.pulse_self_conditioning,
         "--pulse-keep-best": args.pulse_keep_best,
+        "--pulse-validation-data": args.pulse_validation_data,
+        "--pulse-validation-target": args.pulse_validation_target,
     }
     for flag, given in refused.items():
         if given:
@@ -286,6 +304,9 @@ def prepare(
         with collecting(faults, (ValueError, OSError)):
             opens = CascadeData if backbone.parts else DiffusionData
             data = opens(options, backbone, process, args.seed)
+        validation_cautions = []
+        if data is not None and can_plan:
+            validation_cautions = _set_eval_iters(line, options, data)
         if start is not None:
             records = {} if data is None else data.record(whole=False)
             several = data is not None and data.several_shapes
@@ -301,6 +322,8 @@ def prepare(
     if faults := faults or no_step_elsewhere(start, args):
         raise FlagError(faults)
     assert plan is not None and data is not None
+    for told in validation_cautions if args.rank == 0 else ():
+        print(f"warning: {told}", flush=True)
     set_load_flags(args, start)
     set_model_arguments(args, plan.placement)
     if args.recompute_granularity == "full":
@@ -308,6 +331,26 @@ def prepare(
     if faults := check_megatron(args):
         raise FlagError(faults)
     return plan, data, start
+
+
+def _set_eval_iters(
+    line: CommandLine, options: PulseOptions, data: DiffusionData | CascadeData
+) -> list[str]:
+    """Limit --eval-iters to one pass over the validation samples, unless it was given.
+
+    A validation set of one's own is read as a whole. Returns warnings.
+    """
+    args, found = line.args, data.num_validation
+    most = max(found.values()) if isinstance(found, Mapping) else found
+    whole = math.ceil(most / (args.eval_global_batch_size or args.global_batch_size))
+    if not line.says("--eval-iters"):
+        args.eval_iters = whole if options.validation_data else min(args.eval_iters, whole)
+    elif args.eval_iters > whole:
+        return [
+            f"--eval-iters {args.eval_iters}: {whole} cover all validation samples; further ones "
+            "repeat them and do not count"
+        ]
+    return []
 
 
 def plan_of_auto(line: CommandLine, options: PulseOptions) -> tuple[PlanFile, PulseOptions]:

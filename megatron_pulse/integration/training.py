@@ -41,6 +41,7 @@ from megatron_pulse.integration.loop.stop_requests import stoppable_evaluation, 
 from megatron_pulse.integration.loop.stragglers import Stragglers, Times, planned_times
 from megatron_pulse.integration.loop.throughput import ThroughputLog, describe_work
 from megatron_pulse.integration.loop.train_step_wrapper import wrap_train_step
+from megatron_pulse.integration.loop.validation import ValidationLosses
 from megatron_pulse.integration.loop_encoders import DeviceEncoders
 from megatron_pulse.integration.megatron.compat import patch_megatron
 from megatron_pulse.integration.megatron.model import StageFloat16Module, make_model_provider
@@ -65,7 +66,10 @@ def train(
     """Train by ``plan`` until the last step or a stop request; ``begin`` is the start time."""
     if torch.cuda.is_available():  # the log's peak memory is of training, not of measuring before
         torch.cuda.reset_peak_memory_stats()
-    stopping = stopping_hooks(args)
+    validation = ValidationLosses(
+        data.sample_losses, data.num_validation, options.validation_target
+    )
+    stopping = stopping_hooks(args, validation)
     if args.async_save:  # save in threads; Megatron demands a process and lowers its priority
         args.use_persistent_ckpt_worker, args.async_strategy = True, "mcore"
         args.async_ckpt_cpu_priority = args.async_ckpt_io_priority = None
@@ -114,8 +118,9 @@ def train(
     if options.sdc_check_interval:
         verifier = SdcCheck(options.sdc_check_interval, lambda: args.curr_iteration, plan.backbone)
     schedule = PulseSchedule(
-        plan, data.loss, board, options.backstop_timeout_s, encoders, tracing, own, verifier
-    )
+        plan, data.loss, board, options.backstop_timeout_s, encoders, tracing, own, verifier,
+        validation,
+    )  # fmt: skip
     whole = load_recorded(plan.backbone.record)
     idle = plan.idle_share(num_microbatches(args))
     work = describe_work(args, whole, compute_dtype(args), idle)
@@ -141,6 +146,7 @@ def train(
     rate = RateOfStep()
     training.set_startup_timestamps(program_start=begin, main_entry=time.time())
     with _hooks(
+        evaluate=validation.wrap_evaluate(training.evaluate),
         get_forward_backward_func=lambda *a, **k: stoppable_evaluation(schedule),
         Float16Module=StageFloat16Module,
         num_floating_point_operations=lambda *a, **k: 0,

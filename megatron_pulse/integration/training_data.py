@@ -24,6 +24,7 @@ from megatron_pulse.data.fields import WantedFields
 from megatron_pulse.data.images.survey import require_readable, surveys
 from megatron_pulse.data.microbatches import DiffusionLoader, Split
 from megatron_pulse.data.sampler import MicrobatchSampler
+from megatron_pulse.diffusion.learned_sigma import variational_bound
 from megatron_pulse.diffusion.objectives import DiffusionProcess, predicted_mean
 from megatron_pulse.encoders.text_recipe import VAE
 from megatron_pulse.integration.flags.pulse_options import PulseOptions
@@ -110,6 +111,7 @@ class DiffusionData:
         self._loss = options.training_loss
         self._skip_corrupt = options.skip_corrupt
         self._bucket_batch = options.bucket_batch
+        self._times = options.validation_times
         self._corrupt: set[str] = set()
         """Corrupt training files skipped in this process."""
         self._null_label = backbone.null_label
@@ -121,6 +123,8 @@ class DiffusionData:
         self._bound = 1.0 if _are_pixels(options.data, options.encoders) else math.inf
         for chain in chains:
             _require_prediction(chain, options.self_conditioning)
+            if self._loss.learned_sigma:
+                _require_sigma(chain)
         if options.data is None:
             raise no_data_named()
         self.in_loop = loop_encoders(options, backbone)
@@ -130,7 +134,11 @@ class DiffusionData:
             wanted = [self.in_loop.unencoded(one) for one in wanted]
         with _naming_encoders(options, wanted[0]):
             self.train, self.validation, shapes = open_buckets(
-                options.data, wanted, options.default_caption
+                options.data,
+                wanted,
+                options.default_caption,
+                options.validation_data,
+                options.masks,
             )
         self._processes = [process.for_tokens(num_tokens[shape_index]) for shape_index in shapes]
         self.held_out, _ = max(
@@ -215,16 +223,34 @@ class DiffusionData:
         return DeviceEncoders(self.in_loop, self.homes, device, self._processes[0])
 
     def loss(self, prediction: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-        """Loss of a microbatch, in fp32: in validation the plain mean squared error.
+        """Training loss of a microbatch, in fp32.
 
         A prediction with twice the sample's channels has a learned sigma in its second half, which
-        does not count (see predicted_mean).
+        counts with --pulse-learned-sigma only (see predicted_mean).
         """
         mean = predicted_mean(prediction, self._num_channels)
         target = batch["target"].to(mean.device, non_blocking=True)
-        if "loss_weights" in batch:
-            return self._loss.error(mean, target, batch["loss_weights"])
-        return self.process.loss(mean, target)
+        if "loss_weights" in batch or "loss_mask" in batch:
+            weights, mask = batch.get("loss_weights"), batch.get("loss_mask")
+            loss = self._loss.error(mean, target, weights, mask)
+        else:
+            loss = self.process.loss(mean, target)
+        if not self._loss.learned_sigma:
+            return loss
+        noisy = batch["noisy"].to(mean.device, non_blocking=True)[:, : self._num_channels]
+        bounds = variational_bound(self.process, prediction, noisy, target, batch["timesteps"])
+        return loss + bounds.mean()
+
+    def sample_losses(self, prediction: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+        """Validation loss of each sample of a microbatch: its mean squared error, fp32 ``[b]``."""
+        mean = predicted_mean(prediction, self._num_channels).float()
+        target = batch["target"].to(mean.device, non_blocking=True)
+        return (mean - target.float()).square().flatten(1).mean(1)
+
+    @property
+    def num_validation(self) -> int:
+        """Number of validation losses: of every sample, at each of its times."""
+        return self._times * len(self.validation)
 
     def estimate(self, prediction: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
         """Clean samples implied by the predictions for a microbatch, in fp32.
@@ -241,8 +267,8 @@ class DiffusionData:
     ) -> tuple[Iterator[dict[str, Tensor]], Iterator[dict[str, Tensor]]]:
         """Endless (training, validation) microbatches of this rank, for one chain of a cascade.
 
-        Every evaluation reads the same validation samples in the same order, shuffled by the seed.
-        Losses of evaluations are thus comparable.
+        Every evaluation reads the same validation samples in the same order, shuffled by the seed,
+        with the same noise and times. Losses of evaluations are thus comparable.
         """
         stages = placement.stages_of_device(parallel_state.get_pipeline_model_parallel_rank())
         num_samples = args.eval_iters * args.eval_global_batch_size
@@ -266,6 +292,7 @@ class DiffusionData:
                 data_parallel_rank=parallel_state.get_data_parallel_rank(),
                 data_parallel_size=parallel_state.get_data_parallel_world_size(),
                 period=None if training else num_samples or None,
+                repeats=1 if training else self._times,
             )
             batches = iter(
                 self._loader(
@@ -359,6 +386,17 @@ class DiffusionData:
                     more = "; further ones are not listed" if len(named) == _MOST_NAMED else ""
                     print(f"corrupt, skipped: {file}{more}", flush=True)
             yield batch
+
+
+def _require_sigma(backbone: Backbone) -> None:
+    """Raise DataError unless the backbone predicts a variance behind the mean."""
+    num_channels, given = backbone.sample_spec.shape[0], backbone.output_spec.shape[0]
+    if given != 2 * num_channels:
+        raise DataError(
+            f"backbone {backbone.name}",
+            [f"--pulse-learned-sigma: it predicts {given} channels for samples of {num_channels}"],
+            "A learned sigma needs twice the sample's channels; leave the flag out.",
+        )
 
 
 def _require_prediction(backbone: Backbone, self_conditioning: float | None) -> None:

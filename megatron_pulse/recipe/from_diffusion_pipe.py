@@ -104,7 +104,7 @@ _WITHOUT = {
     "dataset.caption_prefix": "captions are read as they are",
     "dataset.num_repeats": "every sample comes once an epoch",
     "dataset.skip_empty_caption": "data.default_caption is the caption of pictures without one",
-    "dataset.directory.mask_path": "masks are not supported",
+    "dataset.directory.mask_path": "data.masks is the folder of masks of a single source",
     "dataset.directory.control_path": "control pictures lie in PATH.conditioning here (ControlNet)",
 }
 """Keys without a counterpart, with the reason or what there is in their place."""

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 from annotated_types import Ge, Gt
 
-from megatron_pulse.json_validation import Count, Natural, OneOf, Text
+from megatron_pulse.json_validation import Count, Natural, Text
 
 Positive = Annotated[float, Gt(0)]
 NotNegative = Annotated[float, Ge(0)]
@@ -63,6 +63,7 @@ class Data:
     )
     default_caption: str | None = key("of pictures without one", "--pulse-default-caption")
     skip_corrupt: bool = key("replace unreadable pictures", "--pulse-skip-corrupt", False)
+    masks: Text | None = key("folder of masks of the pictures, for the loss", "--pulse-masks")
     bucket_batch: Count | None = key("samples in a row of one shape", "--pulse-bucket-batch")
     workers: Natural | None = key("processes per rank that read samples", "--num-workers")
 
@@ -123,6 +124,7 @@ class Loss:
     )
     snr_gamma: Positive | None = key("of min-snr", "--pulse-snr-gamma")
     p2_gamma: NotNegative | None = key("of p2", "--pulse-p2-gamma")
+    learned_sigma: bool = key("train it by the variational bound", "--pulse-learned-sigma", False)
     noise_offset: NotNegative | None = key("share of noise by channel", "--pulse-noise-offset")
 
 
@@ -131,8 +133,10 @@ class Optimizer:
     """Optimizer and learning-rate schedule."""
 
     lr: Positive = key("maximum learning rate", "--lr", MISSING)
-    type: Annotated[str, OneOf(("adam", "sgd"))] | None = key("adam or sgd", "--optimizer")
-    betas: tuple[float, float] | None = key("of Adam", "--adam-beta1 --adam-beta2")
+    type: Text | None = key(
+        "adam or sgd; with emerging-optimizers muon or lion, for matrices", "--optimizer"
+    )
+    betas: tuple[float, float] | None = key("of Adam and Lion", "--adam-beta1 --adam-beta2")
     eps: Positive | None = key("of Adam", "--adam-eps")
     momentum: NotNegative | None = key("of SGD", "--sgd-momentum")
     weight_decay: NotNegative | None = key("of matrices", "--weight-decay")
@@ -143,6 +147,9 @@ class Optimizer:
         "constant, linear, cosine, inverse-square-root or WSD", "--lr-decay-style"
     )
     warmup_steps: Natural | None = key("warm-up of the learning rate", "--lr-warmup-iters")
+    warmup_epochs: Positive | None = key(
+        "warm-up in passes over the data, in place of warmup_steps", "--pulse-warmup-epochs"
+    )
     min_lr: NotNegative | None = key("at the end of the schedule", "--min-lr")
     decay_steps: Count | None = key("length of the schedule", "--lr-decay-iters")
     wsd_decay_steps: Count | None = key("last part of WSD", "--lr-wsd-decay-iters")
@@ -225,10 +232,18 @@ class Parallel:
 
 @dataclass(frozen=True)
 class Validation:
-    """Loss on samples held back."""
+    """Loss on samples that are not trained on."""
 
+    source: Text | None = key(
+        "a set of one's own, as data.source (default: a tenth of that is held back)",
+        "--pulse-validation-data",
+    )
+    times: Count | None = key("times of each sample: 1 or 8", "--pulse-validation-times")
+    target: Positive | None = key("loss at which the run ends", "--pulse-validation-target")
     every: Count | None = key("steps between evaluations", "--eval-interval")
-    batches: Natural | None = key("of each evaluation", "--eval-iters")
+    batches: Natural | None = key(
+        "of each evaluation (default: 10; all of 'source')", "--eval-iters"
+    )
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron_pulse.errors import UserError, faults_in, format_faults
 from megatron_pulse.files import replacing
+from megatron_pulse.integration.flags.optimizers import unsupported_optimizer
 from megatron_pulse.json_validation import validated
 from megatron_pulse.recipe.keys import TABLES, Recipe
 
@@ -121,6 +122,8 @@ def check_combinations(recipe: Recipe) -> list[str]:
     for name in ("controlnet", "null_class"):
         if getattr(model, name) and not model.weights:
             faults.append(f"model.{name} is for weights of a diffusers folder: give model.weights")
+    if recipe.optimizer.type and (why := unsupported_optimizer(recipe.optimizer.type)):
+        faults.append(f"optimizer.type {recipe.optimizer.type}: {why}")
     if training.steps is None and training.epochs is None:
         faults.append("training.steps is missing (or training.epochs)")
     if training.steps is not None and training.epochs is not None:

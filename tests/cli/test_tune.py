@@ -287,6 +287,12 @@ def test_optimizer_offload_is_predicted_and_planned(
     assert "of host memory per device" in capsys.readouterr().out
 
 
+def test_state_of_another_optimizer_is_planned_and_never_sharded(here: Path) -> None:
+    assert main(f"{ASKED} {FAST} --optimizer sgd -o plan.json".split()) == 0
+    plan = load_checked(here / "plan.json")
+    assert plan.optimizer_bytes == 4 and not plan.distributed_optimizer
+
+
 def test_unknown_device_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_profile(replace(profile(random.Random(0), 12, 5), device="NVIDIA L40S"), "p.json")
     save_cluster(replace(cluster(), device="p.json"), "c.yaml")

@@ -63,7 +63,7 @@ def test_rows_do_not_depend_on_the_split_into_microbatches(data, process, split)
     cut = data.draw(st.integers(1, len(items) - 1))
     whole = batch(items, process, split=split)
     parts = [batch(part, process, split=split) for part in (items[:cut], items[cut:])]
-    assert whole.keys() == FIELDS
+    assert whole.keys() == FIELDS | ({"positions"} if split == Split.VALIDATION else set())
     for name, value in whole.items():
         assert torch.equal(value, torch.cat([part[name] for part in parts])), name
 
@@ -104,10 +104,20 @@ def test_labels_stay_without_a_null_label():
 def test_another_visit_has_other_noise_but_not_in_validation():
     first, second = batch([(5, 5)]), batch([(5, 25)])
     assert not torch.equal(first["noisy"], second["noisy"])
-    held = [batch([(5, position)], split=Split.VALIDATION) for position in (5, 25)]
+    held = [batch([(5, position)], split=Split.VALIDATION) for position in (5, 29)]
     assert all(torch.equal(held[0][name], held[1][name]) for name in FIELDS)
     assert held[0]["labels"].item() == 1
     assert not torch.equal(held[0]["noisy"], first["noisy"])
+
+
+def test_validation_times_are_eighths_of_the_process_by_position():
+    items = [(3, position) for position in range(10)]
+    flow = batch(items, DiffusionProcess(Objective.FLOW, shift=3.0), split=Split.VALIDATION)
+    expected = [1000 * (i % 8) / 8 for i in range(10)]
+    assert flow["timesteps"].tolist() == expected and flow["positions"].tolist() == [*range(10)]
+    late = DiffusionProcess(Objective.V, min_time=0.5)
+    halved = batch(items[:2], late, split=Split.VALIDATION)["timesteps"]
+    assert halved.tolist() == [500, 562]
 
 
 def test_the_target_belongs_to_the_image():

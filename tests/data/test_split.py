@@ -16,7 +16,7 @@ from megatron_pulse.cli.main import main
 from megatron_pulse.data import split_groups
 from megatron_pulse.data.buckets import BucketSampler
 from megatron_pulse.data.build import open_buckets, open_dataset
-from megatron_pulse.data.dataset import DiffusionDataset, split_indices
+from megatron_pulse.data.dataset import DataError, DiffusionDataset, split_indices
 from megatron_pulse.data.fields import WantedFields
 from megatron_pulse.data.latents.layout import LatentLayout, LatentType
 from megatron_pulse.data.latents.writer import LatentWriter
@@ -208,3 +208,34 @@ def test_equal_latents_of_earlier_versions_are_on_one_side(tmp_path: Path, hashe
     train, held_out = open_dataset(f"latents:{tmp_path}")
     sides = [{float(part.image(i).mean()) for i in range(len(part))} for part in (train, held_out)]
     assert len(held_out) == 3 and not sides[0] & sides[1]
+
+
+def pictures_of(root: Path, seeds: dict[str, range]) -> str:
+    """A folder of 8x8 pictures, one of each seed in its class folder; its name as data."""
+    for label, own in seeds.items():
+        (root / label).mkdir(parents=True)
+        for seed in own:
+            pixels = np.random.default_rng(seed).integers(0, 256, (8, 8), dtype=np.uint8)
+            Image.fromarray(pixels).save(root / label / f"{seed}.png")
+    return f"folder:{root}"
+
+
+def test_own_validation_set_is_held_out_as_a_whole(tmp_path: Path):
+    spec = pictures_of(tmp_path / "a", {"cat": range(5), "dog": range(5, 9)})
+    own = pictures_of(tmp_path / "b", {"dog": range(8, 12)})
+    wanted = [WantedFields((1, 8, 8), num_classes=2)]
+    train, held, _ = open_buckets(spec, wanted, validation=own)
+    assert (len(train), len(held)) == (9, 4)
+    assert {held.label(i) for i in range(4)} == {1}, "a class has one label on both sides"
+    assert [len(part) for part in train.members] == [9, 0]
+    assert any(f"1 pictures of {own} are also trained on" in told for told in train.cautions)
+
+
+def test_validation_set_of_other_classes_or_of_the_training_data_is_refused(tmp_path: Path):
+    spec = pictures_of(tmp_path / "a", {"cat": range(3), "dog": range(3, 6)})
+    own = pictures_of(tmp_path / "b", {"bird": range(6, 9)})
+    wanted = [WantedFields((1, 8, 8), num_classes=3)]
+    with pytest.raises(ValueError, match="no class of the training data is called bird"):
+        open_buckets(spec, wanted, validation=own)
+    with pytest.raises(DataError, match="is also trained on"):
+        open_buckets(spec, wanted, validation=spec)

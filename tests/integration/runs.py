@@ -63,10 +63,10 @@ class Executed:
 class Run:
     """Results of a run.
 
-    Losses, gradient norms and validation losses are exact. ``weights`` and ``main_params`` are the
-    final parameters and the optimizer's copies, ``averages`` their EMA. ``steps`` holds iteration,
-    samples before it and optimizer settings of each step. ``executed`` records the executed
-    operations.
+    Losses, gradient norms and validation losses are exact; ``by_time`` has the parts of the latter.
+    ``weights`` and ``main_params`` are the final parameters and the optimizer's copies,
+    ``averages`` their EMA. ``steps`` holds iteration, samples before it and optimizer settings of
+    each step. ``executed`` records the executed operations.
     """
 
     losses: list[float]
@@ -77,6 +77,7 @@ class Run:
     main_params: dict[str, Any]
     averages: dict[str, Any]
     executed: Executed
+    by_time: list[dict[str, float]]
 
 
 @dataclass
@@ -95,10 +96,12 @@ def train(argv: list[str], kill: Kill | None = None) -> dict[str, Any]:
     import megatron.training.training as training
 
     from megatron_pulse.integration import pretrain
+    from megatron_pulse.integration.loop.validation import ValidationLosses
     from megatron_pulse.integration.megatron.model import unwrap
 
-    seen: dict[str, Any] = {"losses": [], "norms": [], "validation": [], "steps": []}
-    original_step, original_evaluate = training.train_step, training.evaluate
+    seen: dict[str, Any] = {"losses": [], "norms": [], "validation": [], "by_time": []}
+    seen["steps"] = []
+    original_step, original_result = training.train_step, ValidationLosses.result
 
     def step(forward_step: Any, data: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         if kill is not None and int(os.environ["RANK"]) == kill.rank:
@@ -113,13 +116,14 @@ def train(argv: list[str], kill: Kill | None = None) -> dict[str, Any]:
         seen["model"] = model
         return result
 
-    def evaluate(*args: Any, **kwargs: Any) -> Any:
-        result = original_evaluate(*args, **kwargs)
-        if result[0]:
-            seen["validation"].append(_loss(result[0]))
-        return result
+    def result(self: ValidationLosses) -> Any:
+        found = original_result(self)
+        means = {name: value for name, value in found.items() if name.endswith("loss")}
+        seen["validation"].append(_loss(means))
+        seen["by_time"].append({name: value.item() for name, value in found.items()})
+        return found
 
-    training.train_step, training.evaluate = step, evaluate
+    training.train_step, ValidationLosses.result = step, result  # type: ignore[method-assign]
     seen["executed"] = _watch()
     sys.argv = ["pretrain_diffusion.py", *argv]
     try:
@@ -251,6 +255,7 @@ def run(
         main_params,
         averages,
         executed,
+        last["by_time"],
     )
 
 

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from PIL import Image
 
 from megatron_pulse.cli.main import main
 from megatron_pulse.data.images.digits import load_digits
 from tests.data.captioned import captioned_digits
-from tests.integration.runs import STEPS, TEXT, alone, assert_same, pipeline, run
+from tests.integration.runs import (
+    STEPS,
+    TEXT,
+    alone,
+    assert_equal_to_rounding,
+    assert_same,
+    pipeline,
+    run,
+)
 
 
 def image_folder(root: Path) -> str:
@@ -53,15 +62,19 @@ def test_captions_on_a_fold(tmp_path: Path) -> None:
     assert kept.losses != expected.losses, "dropped texts count"
 
 
-def test_a_learned_sigma_is_not_trained() -> None:
-    """DiT's last layer begins at zero; only the rows that predict the mean change."""
+def test_learned_sigma_is_trained_by_its_flag_only() -> None:
+    """DiT's last layer begins at zero; else only the rows that predict the mean change."""
     options = {"sample_size": 8, "in_channels": 1, "out_channels": 2}
     flags = [
         flag for key, value in options.items() for flag in ("--pulse-option", f"{key}={value}")
     ]
-    result = run(1, *STEPS, "--pulse-backbone", "dit-tiny", *flags, backbone="none")
+    flags += [*STEPS, "--pulse-backbone", "dit-tiny", "--pulse-objective", "epsilon"]
+    result = run(1, *flags, backbone="none")
     mean, sigma = (result.weights["head.proj_out_2.weight"][i::2] for i in (0, 1))
     assert mean.abs().max() > 0 and sigma.abs().max() == 0
+    learned = run(2, *flags, *pipeline(2), "--pulse-learned-sigma", backbone="none")
+    assert learned.losses[0] > result.losses[0]
+    assert learned.weights["head.proj_out_2.weight"][1::2].abs().max() > 0
 
 
 def test_weighted_losses_on_a_fold() -> None:
@@ -74,3 +87,18 @@ def test_weighted_losses_on_a_fold() -> None:
     expected = run(1, *flags)
     assert expected.losses != alone(*STEPS).losses, "the flags count"
     assert_same(run(2, *flags, *pipeline(2)), expected)
+
+
+def test_masks_count_alike_in_every_microbatch(tmp_path: Path) -> None:
+    data = image_folder(tmp_path)
+    for number, path in enumerate(sorted((tmp_path / "images").glob("*/*.png"))):
+        mask = np.zeros((8, 8), np.uint8)
+        mask[number % 8 :] = 255
+        at = tmp_path / "masks" / path.relative_to(tmp_path / "images")
+        at.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(mask).save(at)
+    flags = [*STEPS, "--pulse-data", data]
+    masked = [*flags, "--pulse-masks", str(tmp_path / "masks")]
+    expected, single = run(1, *masked), run(2, *masked, *pipeline(2), "--micro-batch-size", "1")
+    assert expected.losses != run(1, *flags).losses, "the flag counts"
+    assert_equal_to_rounding(single, expected)

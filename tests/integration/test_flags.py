@@ -138,7 +138,7 @@ def some_values(action: argparse.Action) -> list[str]:
         (["--seq-length", "64"], "--seq-length has no effect here"),
         (["--yaml-cfg", "/does/not/exist.yaml"], "--yaml-cfg /does/not/exist.yaml cannot be used"),
         (["--enable-msc"], "--enable-msc cannot be used"),
-        (["--optimizer", "muon"], "--optimizer muon cannot be used, only adam or sgd"),
+        (["--optimizer", "soap"], "--optimizer soap: its state is not planned for. Give muon"),
         (["--recompute-granularity", "full", "--recompute-num-layers", "2"], "layers 2 cannot"),
         (["--optimizer", "sgd", "--use-distributed-optimizer"], "--optimizer sgd cannot be used"),
         (["--transformer-impl", "transformer_engine"], "its layers need GPUs"),
@@ -216,7 +216,7 @@ def test_a_typing_error_gets_one_line_and_a_suggestion() -> None:
         (["--pulse-bakbone=uvit-s"], "did you mean --pulse-backbone?"),
         (["--zzz"], "there is no flag --zzz: --help lists the supported flags"),
         (["--lr", "fast"], "--lr: invalid float value: 'fast'"),
-        (["--optimizer", "adamw"], "invalid choice: 'adamw'"),
+        (["--optimizer", "adamw"], "--optimizer adamw: its name here is adam"),
     ):
         (fault,) = parse([*GOOD, *words]).faults
         assert said in fault and "\n" not in fault

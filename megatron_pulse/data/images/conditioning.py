@@ -38,6 +38,9 @@ def others_of(root: Path) -> Path:
 class ControlPictures(ImageFiles):
     """Control pictures; ``photos`` are the pictures that they belong to, in the same order."""
 
+    what = "control picture"
+    """Name of one in messages."""
+
     def __init__(
         self,
         root: Path,
@@ -55,7 +58,7 @@ class ControlPictures(ImageFiles):
 class Pairing:
     """Pairs of (picture, control picture) of a folder.
 
-    - ``faults``: pictures without a control picture.
+    - ``faults``: pictures without a control picture (or mask).
 
     - ``cautions``: ignored and shared control pictures.
     """
@@ -64,13 +67,19 @@ class Pairing:
     pairs: Sequence[tuple[Path, Path]]
     faults: Sequence[str]
     cautions: Sequence[str]
+    kind: type[ControlPictures] = ControlPictures
 
     @classmethod
-    def of(cls, source: ImageFiles) -> Pairing:
-        """Find the control pictures of ``source``."""
-        root = others_of(source.root)
+    def of(
+        cls,
+        source: ImageFiles,
+        root: Path | None = None,
+        kind: type[ControlPictures] = ControlPictures,
+    ) -> Pairing:
+        """Find the control pictures of ``source``, or others of a ``kind`` in ``root``."""
+        root = others_of(source.root) if root is None else root
         if not root.is_dir():
-            return cls(root, [], [f"there is no folder {root}"], [])
+            return cls(root, [], [f"there is no folder {root}"], [], kind)
         pairs, faults, listing = list[tuple[Path, Path]](), list[str](), Listing.of(root)
         there, stems = set(listing.pictures), by_stem(listing.pictures)
         for path in source.files:
@@ -90,40 +99,44 @@ class Pairing:
         if shared := [other for other, count in count_of.items() if count > 1]:
             told = f"{root} has {some(root, shared, 'picture')} that several pictures share"
             cautions.append(told)
-        return cls(root, pairs, faults, cautions)
+        return cls(root, pairs, faults, cautions, kind)
 
     def error(self, source: ImageFiles) -> DataError:
         """Error of the ``faults``."""
         return DataError(
             f"image folder {source.root}",
             self.faults,
-            f"A ControlNet needs a control picture of the same name for each, in {self.root}.",
+            f"Each picture needs a {self.kind.what} of the same name, in {self.root}.",
         )
 
     def pictures(self, image_size: int, channels: int, verify: bool = False) -> ControlPictures:
         """Dataset of the control pictures."""
         files = [other for _, other in self.pairs]
         photos = [photo for photo, _ in self.pairs]
-        return ControlPictures(self.root, files, photos, image_size, channels, verify)
+        return self.kind(self.root, files, photos, image_size, channels, verify)
 
 
-class Conditioned(Derived):
-    """``source`` with the field ``conditioning``: the control picture, float32 in [0, 1].
+class Paired(Derived):
+    """``source``, whose pictures are ``files``, with another picture of each sample.
 
-    Its central square is resized to the field's ``spec`` (c, side, side), as in diffusers'
-    ControlNets. ``verify`` is that of ImageFiles. Raises DataError listing all pictures without a
-    control picture.
+    The other one belongs to the sample's content. ``image_size`` and ``channels`` are its own.
+    Raises DataError listing all pictures without one.
     """
 
-    def __init__(self, source: ImageFiles, spec: FieldSpec, verify: bool = False) -> None:
+    def __init__(
+        self,
+        source: DiffusionDataset,
+        files: ImageFiles,
+        pairing: Pairing,
+        image_size: int,
+        channels: int,
+        verify: bool,
+    ) -> None:
         super().__init__(source)
-        pairing = Pairing.of(source)
         if pairing.faults:
-            raise pairing.error(source)
+            raise pairing.error(files)
         self.cautions = [*source.cautions, *pairing.cautions]
-        channels, side, _ = spec.shape
-        self.fields = {**source.fields, CONDITIONING: spec}
-        self._others = pairing.pictures(side, channels, verify)
+        self._others = pairing.pictures(image_size, channels, verify)
 
     @property
     def sources(self) -> tuple[DiffusionDataset, ...]:
@@ -138,12 +151,12 @@ class Conditioned(Derived):
         super().check(index)
 
     def damaged(self, index: int) -> Sequence[str]:
-        found = []
+        found = list[str]()
         for files in (self.source, self._others):
             try:
                 files.check(index)
             except CorruptSample:
-                found.append(files.describe(index))
+                found += [name for name in files.damaged(index) if name not in found]
         return found
 
     def revision(self, index: int) -> str:
@@ -156,8 +169,22 @@ class Conditioned(Derived):
         pairs = zip(super().fingerprints(indices), self._others.fingerprints(indices), strict=True)
         return [name_hash(f"{own} {other}") for own, other in pairs]
 
+
+class Conditioned(Paired):
+    """``source`` with the field ``conditioning``: the control picture, float32 in [0, 1].
+
+    Its central square is resized to the field's ``spec`` (c, side, side), as in diffusers'
+    ControlNets. ``verify`` is that of ImageFiles. Raises DataError listing all pictures without a
+    control picture.
+    """
+
+    def __init__(self, source: ImageFiles, spec: FieldSpec, verify: bool = False) -> None:
+        channels, side, _ = spec.shape
+        super().__init__(source, source, Pairing.of(source), side, channels, verify)
+        self.fields = {**source.fields, CONDITIONING: spec}
+
     def conditioning(self, index: int) -> dict[str, Tensor]:
-        other = _as_seen(self._others.image(index))
+        other = in_unit_range(self._others.image(index))
         return {**super().conditioning(index), CONDITIONING: other}
 
 
@@ -169,12 +196,12 @@ def control_picture(path: Path, spec: FieldSpec) -> Tensor:
     channels, side, _ = spec.shape
     try:
         with opened(path) as file:
-            return _as_seen(squared(decoded(file, channels), side))
+            return in_unit_range(squared(decoded(file, channels), side))
     except UNREADABLE as error:
         remedy = "Give a picture like those of FOLDER.conditioning in training."
         raise DataError(f"control image {path}", [str(error)], remedy) from error
 
 
-def _as_seen(picture: Tensor) -> Tensor:
+def in_unit_range(picture: Tensor) -> Tensor:
     """Convert from [-1, 1] to [0, 1]: the bits of pixels over 255, as in diffusers' pipelines."""
     return ((picture + 1) * 127.5).round() / 255

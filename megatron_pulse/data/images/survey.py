@@ -35,10 +35,11 @@ class Survey:
     @property
     def cautions(self) -> list[str]:
         """Warnings about control pictures of another aspect ratio than their photos'."""
-        if not self.num_other_crop:
+        if not self.num_other_crop or not isinstance(self.files, ControlPictures):
             return []
+        what = self.files.what
         return [
-            f"{self.files.root}: {self.num_other_crop:,} of {self.num_pictures:,} control pictures "
+            f"{self.files.root}: {self.num_other_crop:,} of {self.num_pictures:,} {what}s "
             "have another aspect ratio than their photos: both are cropped to the central square, "
             "so they no longer show the same part. Crop or scale the files alike"
         ]

@@ -18,6 +18,7 @@ import torch
 from megatron.training.arguments import validate_args
 
 from megatron_pulse.dataclass_flags import ABOVE_ZERO, BELOW_ONE, FROM_ONE, FROM_ZERO, flag_name
+from megatron_pulse.integration.flags.optimizers import EMERGING, missing_package
 from megatron_pulse.integration.flags.parse import CommandLine
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -158,10 +159,14 @@ def _check_optimizer(args: argparse.Namespace) -> Iterator[str]:
             "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each "
             "other: give one"
         )
-    if args.optimizer == "sgd" and args.use_distributed_optimizer:
+    if missing := missing_package(args.optimizer):
+        yield f"--optimizer {args.optimizer}: {missing}"
+    if args.optimizer in EMERGING and args.fp16:
+        yield f"--optimizer {args.optimizer} cannot be used with --fp16 in Megatron: use --bf16"
+    if args.optimizer != "adam" and args.use_distributed_optimizer:
         yield (
-            "--optimizer sgd cannot be used with --use-distributed-optimizer, which shards Adam's "
-            "state: leave one out"
+            f"--optimizer {args.optimizer} cannot be used with --use-distributed-optimizer, which "
+            "shards Adam's state: leave one out"
         )
     if args.optimizer_cpu_offload and args.bf16 and args.log_params_norm:
         yield (

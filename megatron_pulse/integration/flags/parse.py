@@ -17,6 +17,7 @@ from megatron.training.arguments import add_megatron_arguments
 from megatron_pulse.dataclass_flags import with_new_names
 from megatron_pulse.diffusion.hub import with_local_folders
 from megatron_pulse.integration.flags.megatron_flags import Support, load_table
+from megatron_pulse.integration.flags.optimizers import unsupported_optimizer
 from megatron_pulse.integration.flags.pulse_options import add_pulse_arguments
 
 
@@ -37,6 +38,9 @@ class CommandLine:
     def says(self, flag: str) -> bool:
         """True if ``flag`` was given with a readable value."""
         return flag in self.given and flag not in self.unread
+
+
+OPTIMIZER = "--optimizer"
 
 
 class Parser(argparse.ArgumentParser):
@@ -85,6 +89,8 @@ class Parser(argparse.ArgumentParser):
             return super()._get_values(action, arg_strings)
         except argparse.ArgumentError as error:
             self._note(action, error)
+            if _name(action) == OPTIMIZER and (why := unsupported_optimizer(arg_strings[0])):
+                self.faults[OPTIMIZER] = f"{OPTIMIZER} {arg_strings[0]}: {why}"
             return action.default
 
     def _note(self, action: argparse.Action, error: argparse.ArgumentError) -> None:
@@ -214,6 +220,8 @@ def _refuse(
             faults.append(f"{name} has no effect here: {flag.note}. Leave it out")
         elif flag.standing is Support.REFUSED and value != parser.get_default(action.dest):
             faults.append(f"{name}{_shown(action, value)} cannot be used: {flag.note}")
+        elif name == OPTIMIZER and (why := unsupported_optimizer(value)):
+            faults.append(f"{OPTIMIZER} {value}: {why}")
         elif flag.values and str(value) not in flag.values:
             faults.append(
                 f"{name}{_shown(action, value)} cannot be used, only {' or '.join(flag.values)}: "

@@ -9,9 +9,11 @@ from dataclasses import replace
 from megatron_pulse.dataclass_flags import flag_name, marked
 from megatron_pulse.integration.flags.parse import CommandLine
 from megatron_pulse.integration.flags.pulse_options import FlagMark, PulseOptions
+from megatron_pulse.planner.partition.memory import ADAM_BYTES
 from megatron_pulse.planner.plan_file.equivalent_flags import decided_flags
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.profile.channels_last import OPTION, in_format_of, in_given_format
+from megatron_pulse.profile.optimizer_state import optimizer_bytes
 from megatron_pulse.profile.trainable import describe_patterns, identity, patterns_of
 from model_specs import in_dtype, is_module, load_backbone, load_recorded
 
@@ -64,6 +66,15 @@ def contradictions(
             f"{by} reserves no memory for an EMA of the weights. Give --pulse-ema-decay 0, or "
             "make the plan without --no-ema"
         )
+    if plan.optimizer_bytes < ADAM_BYTES:
+        momentum, planned_bytes = args.sgd_momentum > 0, plan.optimizer_bytes
+        needed = optimizer_bytes(args.optimizer, load_recorded(plan.backbone), momentum)
+        if needed > planned_bytes + 1e-6:
+            yield (
+                f"--optimizer {args.optimizer} keeps {needed:.3g} bytes of state per parameter, "
+                f"but {by} reserves {planned_bytes:.3g}. Give the planned optimizer, or make the "
+                f"plan anew with --optimizer {args.optimizer}"
+            )
     if options.backbone or set(options.options) - {OPTION}:
         name = options.backbone or plan.backbone["name"]
         try:

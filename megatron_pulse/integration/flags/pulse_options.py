@@ -26,6 +26,7 @@ from megatron_pulse.dataclass_flags import (
     read_flags,
 )
 from megatron_pulse.diffusion.loss import LossChoice
+from megatron_pulse.diffusion.objectives import VALIDATION_TIMES
 from megatron_pulse.diffusion.process_flags import ProcessChoice
 from megatron_pulse.planner.layout.embedder_choice import Policy
 from megatron_pulse.planner.layout.placement import PLACEMENTS, Placement, make_placement
@@ -84,6 +85,27 @@ def _skip_corrupt(options: PulseOptions) -> str | None:
 def _bucket_batch(options: PulseOptions) -> str | None:
     if options.bucket_batch is not None and not several_parts(options.data):
         return "is for --pulse-data with several stores: latents:A,latents:B"
+    return None
+
+
+def _masks(options: PulseOptions) -> str | None:
+    if options.masks is None:
+        return None
+    if options.training_loss.learned_sigma:
+        return "excludes --pulse-learned-sigma, whose bound is of whole samples"
+    if several_parts(options.data) or "=" in (options.data or "").partition(":")[0]:
+        return "is for one folder of pictures: --pulse-data names several datasets"
+    if not (options.data or "").startswith(("folder:", "captions:")):
+        return (
+            f"is for image files, not {options.data}: give --pulse-data folder:PATH or "
+            "captions:PATH (encode in the loop with --pulse-encoders)"
+        )
+    return None
+
+
+def _validation_times(options: PulseOptions) -> str | None:
+    if options.validation_times not in (1, VALIDATION_TIMES):
+        return f"{options.validation_times}: give 1 or {VALIDATION_TIMES}"
     return None
 
 
@@ -295,6 +317,38 @@ class PulseOptions:
         metavar="N",
         within=ABOVE_ZERO,
     )
+    warmup_epochs: float | None = flag(
+        "warm-up of the learning rate in passes over the training samples, in place of "
+        "--lr-warmup-iters",
+        metavar="N",
+        within=ABOVE_ZERO,
+    )
+    masks: str | None = flag(
+        "folder of masks, grey pictures with the names of those of --pulse-data folder:PATH or "
+        "captions:PATH: the training loss counts white, ignores black",
+        metavar="DIR",
+        marks=[FlagMark.STEPS],
+        check=_masks,
+    )
+    validation_data: str | None = flag(
+        "validation set of one's own, as for --pulse-data, which is then trained on as a whole "
+        "(default: a tenth of --pulse-data is held back). Without --eval-iters each evaluation "
+        "covers all of it",
+        metavar="SPEC",
+        marks=[FlagMark.STEPS],
+    )
+    validation_times: int = flag(
+        "times at which a validation sample is evaluated, with one fixed noise: 1 (time i/8 for "
+        "sample i mod 8) or 8 (all). The loss is the mean of the 8 means by time (default 1)",
+        1,
+        metavar="1|8",
+        check=_validation_times,
+    )
+    validation_target: float | None = flag(
+        "validation loss at which the run saves and ends",
+        metavar="LOSS",
+        within=ABOVE_ZERO,
+    )
     bucket_batch: int | None = flag(
         "consecutive samples of one shape, for data of several shapes (default: the global batch "
         "size)",
@@ -461,6 +515,9 @@ def _defaults() -> dict[str, Any]:
         "dataloader_type": "external",
         "dist_ckpt_optim_fully_reshardable": True,
         "lr_decay_style": "constant",
+        # Other settings would depend on the tensor parallelism, or on sizes of language models.
+        "muon_tp_mode": "duplicated",
+        "muon_split_qkv": False,
         "eval_interval": 1000,
         "eval_iters": 10,
         "rerun_mode": "disabled",

@@ -69,6 +69,16 @@ class CascadeData:
         """Loss function of every chain."""
         return {chain: part.loss for chain, part in self.parts.items()}
 
+    @property
+    def sample_losses(self) -> Mapping[str, LossFunction]:
+        """Validation losses of samples, by chain (see ``DiffusionData``)."""
+        return {chain: part.sample_losses for chain, part in self.parts.items()}
+
+    @property
+    def num_validation(self) -> Mapping[str, int]:
+        """Number of validation losses of every chain."""
+        return {chain: part.num_validation for chain, part in self.parts.items()}
+
     def place_encoders(self, plan: Plan, given: PlanFile | None) -> list[str]:
         """Assign the encoders of every chain to all devices; return the faults."""
         return [fault for part in self.parts.values() for fault in part.place_encoders(plan, given)]

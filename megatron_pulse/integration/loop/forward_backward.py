@@ -19,6 +19,7 @@ from megatron_pulse.backbone.layer_selection import tell_layers
 from megatron_pulse.integration.loop.diagnosis.nan_check import GradientCheck, losses_not_finite
 from megatron_pulse.integration.loop.diagnosis.sdc_check import SdcCheck
 from megatron_pulse.integration.loop.encoded_batches import EncodedBatches, EncodedChains, taken
+from megatron_pulse.integration.loop.validation import ValidationLosses
 from megatron_pulse.integration.loop_encoders import DeviceEncoders
 from megatron_pulse.integration.megatron.model import unwrap
 from megatron_pulse.planner.program.plan import Plan
@@ -64,7 +65,8 @@ class PulseSchedule:
     ``encoders(device)`` loads the encoders of a pipeline device if samples are encoded in the loop;
     a cascade has one such function per chain. With ``self_conditioning``, some training steps run
     an additional forward pass first, and evaluations never do. ``verifier`` lets another rank
-    repeat the computation of one rank and compares. With ``tracing``, the first pipeline (data- and
+    repeat the computation of one rank and compares. ``validation`` takes the losses of samples in
+    evaluations. With ``tracing``, the first pipeline (data- and
     tensor-parallel rank 0) is traced.
     """
 
@@ -80,6 +82,7 @@ class PulseSchedule:
         tracing: TraceOptions | None = None,
         self_conditioning: SelfConditioning | None = None,
         verifier: SdcCheck | None = None,
+        validation: ValidationLosses | None = None,
     ) -> None:
         self._plan = plan
         self._loss = loss
@@ -92,6 +95,7 @@ class PulseSchedule:
         self._tracer: Tracer | None = None
         self._self_conditioning = self_conditioning
         self._verifier = verifier
+        self._validation = validation
         self._predictions: PredictionCarrier | None = None
         self._executors: dict[tuple[int, bool, bool], Executor] = {}
         self._links: Links | None = None
@@ -119,11 +123,12 @@ class PulseSchedule:
         chunks = model if isinstance(model, list) else [model]
         config = get_model_config(chunks[0])
         groups = get_attr_wrapped_model(chunks[0], "pg_collection")
+        validation = self._validation if forward_only else None
         settings = self._settings = RunSettings(
             micro_batch_size=micro_batch_size,
             dtype=config.params_dtype,
             device=next(chunks[0].parameters()).device,
-            loss=self._loss,
+            loss=self._loss if validation is None else validation.keeping(),
             grad_scale=config.grad_scale_func,
         )
         call = _Call(chunks, config, groups, num_microbatches, forward_only)
@@ -165,6 +170,9 @@ class PulseSchedule:
                     chunks, None, pg_collection=groups, force_all_reduce=force_all_reduce
                 )
         shared = self._share_losses(losses, num_microbatches, groups, settings.device)
+        if validation is not None:
+            owners = dict(zip(self._plan.backbone.parts or ("",), self._owners(), strict=True))
+            validation.share(owners, groups, num_microbatches * micro_batch_size, settings.device)
         if not forward_only:  # reading the losses has synchronised with the GPU
             self.step_time = None if meter is None else meter.read()
         return shared
@@ -337,6 +345,11 @@ class PulseSchedule:
             raise PulseError("no step has started")
         return self._settings
 
+    def _owners(self) -> list[int]:
+        """Pipeline device where each chain ends."""
+        placement = self._plan.placement
+        return [placement.device_of_stage[stage] for stage in placement.ends]
+
     def _share_losses(
         self, losses: list[Tensor], num_microbatches: int, groups: Any, device: torch.device
     ) -> list[dict[str, Tensor]]:
@@ -344,8 +357,7 @@ class PulseSchedule:
 
         Megatron reads losses on the pipeline's last rank.
         """
-        placement = self._plan.placement
-        owners = [placement.device_of_stage[stage] for stage in placement.ends]
+        owners = self._owners()
         shape = len(owners), num_microbatches
         values = torch.zeros(shape, dtype=torch.float64, device=device)
         mine = [chain for chain, owner in enumerate(owners) if owner == groups.pp.rank()]

@@ -69,7 +69,7 @@ _NOISE = re.compile(
 )
 _MEMORY = re.compile(r"\[Rank \d+\] \(.*\) memory \(MB\)")
 # Megatron gives every validation loss a perplexity, which only a cross-entropy has.
-_PERPLEXITY = re.compile(r" [\w ]+ PPL: [^|]*\|")
+_PERPLEXITY = re.compile(r" [\w. ]+ PPL: [^|]*\|")
 
 
 _STEP = re.compile(r" \[[^]]*\] (iteration +\d+/ +\d+) \|")

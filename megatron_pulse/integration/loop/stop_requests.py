@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 
+from megatron_pulse.integration.loop.validation import ValidationLosses
 from megatron_pulse.runtime.stop_signals import STOP, order
 from megatron_pulse.runtime.watchdog.progress import PROGRESS
 
@@ -45,12 +46,14 @@ def stoppable_evaluation(forward_backward: Callable[..., Any]) -> Callable[..., 
     return run
 
 
-def stopping_hooks(args: argparse.Namespace) -> dict[str, Callable[..., Any]]:
+def stopping_hooks(
+    args: argparse.Namespace, validation: ValidationLosses
+) -> dict[str, Callable[..., Any]]:
     """Replacements of Megatron's own functions: a stop request to any rank stops all of them.
 
     SIGTERM, SIGINT, SIGHUP and ``--exit-signal`` stop a run, with or without
     ``--exit-signal-handler``. The run saves the finished step, once, and ends with status 0. A step
-    is evaluated once.
+    is evaluated once. A run that reaches the target of its ``validation`` ends in the same way.
     """
     decide, evaluate = training.checkpoint_and_decide_exit, training.evaluate_and_print_results
     # These hooks obey signals instead of Megatron's handler.
@@ -63,6 +66,9 @@ def stopping_hooks(args: argparse.Namespace) -> dict[str, Callable[..., Any]]:
         if request:
             if args.save:
                 _say(f"stop request ({request}): saving step {iteration}")
+                _save(*state)
+        elif request := validation.reached:
+            if args.save:
                 _save(*state)
         elif decide(*state, **kwargs):
             _leave()
@@ -94,6 +100,8 @@ def stopping_hooks(args: argparse.Namespace) -> dict[str, Callable[..., Any]]:
             with PROGRESS.during("evaluating"):
                 evaluate(prefix, forward_step, data, model, iteration, *rest, **kw)
             evaluated = iteration
+            if validation.reached:
+                _say(f"{validation.reached} at iteration {iteration}")
         except EvaluationStopped:
             reruns.set_mode(mode)
             _say(f"stop request: no evaluation at {prefix}")

@@ -133,7 +133,7 @@ def _tune(
         print(f"warning: {said}", flush=True)
     divided = backbone.divides_sequences
     of = profile, cluster, args.global_batch_size
-    own, state = options.self_conditioning or 0.0, parameter_state(args, options)
+    own, state = options.self_conditioning or 0.0, parameter_state(args, options, backbone)
     evaluator = Evaluator(*of, divided, backbone.num_heads, own, state)
     seconds = options.solver_seconds
     with _refusing(backbone), PROGRESS.during("tuning", patient=True, grants_s=seconds):
@@ -200,6 +200,9 @@ def _choices(line: CommandLine) -> Choices:
         if args.recompute_granularity == "full"
         else choices.recompute,
         split=choices.split if can_split_backward(args) else (False,),
+        distributed_optimizer=choices.distributed_optimizer
+        if args.optimizer == "adam"
+        else (False,),
     )
 
 

@@ -39,6 +39,7 @@ from megatron_pulse.profile.files import load_profile
 from megatron_pulse.profile.measurement.layer_call import ExecutionModes, describe_chain
 from megatron_pulse.profile.measurement.machine import device_memory
 from megatron_pulse.profile.measurement.module_sizes import ModuleSizes
+from megatron_pulse.profile.optimizer_state import optimizer_bytes
 from megatron_pulse.profile.parameters import count_parameters, count_trained
 from megatron_pulse.profile.profile import Profile, ProfileError
 from megatron_pulse.profile.roofline import (
@@ -259,7 +260,7 @@ def _by_flags(args: argparse.Namespace, options: PulseOptions, backbone: Backbon
         Goal(
             collocate=placement.kind.keeps_skips and options.partition == "exact",
             link=Link(options.link_us * 1e-6, options.link_gbs * 1e9),
-            memory=_memory(args, options, count),
+            memory=_memory(args, options, backbone, count),
         ),
         activations,
     )
@@ -417,17 +418,23 @@ def _memory_limit(options: PulseOptions) -> float | None:
     return USABLE * device_memory(torch.device("cuda")) if torch.cuda.is_available() else None
 
 
-def parameter_state(args: argparse.Namespace, options: PulseOptions) -> ParameterState:
-    """State that this run keeps for each trained parameter."""
+def parameter_state(
+    args: argparse.Namespace, options: PulseOptions, backbone: Backbone
+) -> ParameterState:
+    """State that this run keeps for each trained parameter of ``backbone``."""
     half = args.bf16 and args.grad_reduce_in_bf16
-    return ParameterState(options.ema_decay > 0, half, args.optimizer_cpu_offload)
+    num_bytes = optimizer_bytes(args.optimizer, backbone, momentum=args.sgd_momentum > 0)
+    return ParameterState(options.ema_decay > 0, half, args.optimizer_cpu_offload, num_bytes)
 
 
-def _memory(args: argparse.Namespace, options: PulseOptions, count: int) -> MemoryRules | None:
+def _memory(
+    args: argparse.Namespace, options: PulseOptions, backbone: Backbone, count: int
+) -> MemoryRules | None:
     """Memory rule of a placement: limit, bytes per parameter, and in-flight microbatches."""
     if (limit := _memory_limit(options)) is None:
         return None
-    how = args.use_distributed_optimizer, _replicas(args), parameter_state(args, options)
+    state = parameter_state(args, options, backbone)
+    how = args.use_distributed_optimizer, _replicas(args), state
     dtype = compute_dtype(args)
     per_parameter = bytes_per_parameter(dtype, *how)
     share = ELEMENT_BYTES[dtype] / per_parameter

@@ -16,6 +16,9 @@ from megatron_pulse.planner.layout.crossing import (
 from megatron_pulse.planner.layout.placement import Partition, Placement
 from megatron_pulse.profile.roofline import ELEMENT_BYTES
 
+ADAM_BYTES = 8.0
+"""Bytes of Adam's moments per parameter."""
+
 
 @dataclass(frozen=True)
 class ParameterState:
@@ -23,12 +26,13 @@ class ParameterState:
 
     ``ema``: an EMA in fp32. ``grad_reduce_in_bf16``: bfloat16 gradients are accumulated and reduced
     in bfloat16. ``optimizer_cpu_offload``: optimizer offload; optimizer state and EMA are in the
-    node's memory.
+    node's memory. ``optimizer_bytes``: of the optimizer's state, by default Adam's moments.
     """
 
     ema: bool = False
     grad_reduce_in_bf16: bool = False
     optimizer_cpu_offload: bool = False
+    optimizer_bytes: float = ADAM_BYTES
 
     def gradient_bytes(self, dtype: str) -> int:
         """Bytes per element of the gradient that is summed over microbatches and replicas.
@@ -59,17 +63,17 @@ def bytes_per_parameter(
     float32   4 parameter, 4 gradient                8 both moments
     ========  =====================================  ==========================================
 
-    An EMA takes 4 more, divided too. Optimizer offload moves all that is divided to the host
-    (``host_bytes_per_parameter``). Workspace memory of the optimizer is ``optimizer_step_bytes``.
-    Source: Megatron-Core's guide to the distributed optimizer, whose figures include both. Raises
-    KeyError for other dtypes.
+    Another optimizer has other ``optimizer_bytes``. An EMA takes 4 more, divided too. Optimizer
+    offload moves all that is divided to the host (``host_bytes_per_parameter``). Workspace memory
+    of the optimizer is ``optimizer_step_bytes``. Source: Megatron-Core's guide to the distributed
+    optimizer, whose figures include both. Raises KeyError for other dtypes.
     """
     replicas = data_parallel if distributed_optimizer else 1
     kept = ELEMENT_BYTES[dtype] + state.gradient_bytes(dtype)
     if state.optimizer_cpu_offload:
         return kept
     copy = 0 if dtype == "float32" else 4
-    return kept + (copy + 8 + 4 * state.ema) / replicas
+    return kept + (copy + state.optimizer_bytes + 4 * state.ema) / replicas
 
 
 def host_bytes_per_parameter(dtype: str, data_parallel: int, state: ParameterState) -> float:

@@ -23,7 +23,7 @@ from megatron_pulse.file_kinds import FileKind, detect_kind
 from megatron_pulse.files import FileError, read_json, write_with_checksum
 from megatron_pulse.planner.layout.layouts import layout_name
 from megatron_pulse.planner.layout.placement import Partition, Placement, make_placement
-from megatron_pulse.planner.partition.memory import ParameterState
+from megatron_pulse.planner.partition.memory import ADAM_BYTES, ParameterState
 from megatron_pulse.planner.plan_file.consistency import (
     edge_faults,
     shape_faults,
@@ -66,8 +66,8 @@ class PlanFile:
 
     ``recompute``, ``selective`` and ``offload`` are layers under full recomputation, selective
     recomputation and activation offload. ``ema`` (EMA), ``grad_reduce_in_bf16`` (bf16 gradient
-    reduction) and ``optimizer_cpu_offload`` (optimizer offload) are the fields of
-    ``ParameterState``.
+    reduction), ``optimizer_cpu_offload`` (optimizer offload) and ``optimizer_bytes`` are the fields
+    of ``ParameterState``.
     """
 
     backbone: Mapping[str, Any]
@@ -96,6 +96,7 @@ class PlanFile:
     policies: tuple[Mapping[str, Any], ...] | None = None
     self_conditioning: float = 0.0
     optimizer_cpu_offload: bool = False
+    optimizer_bytes: float = ADAM_BYTES
 
     @property
     def heading(self) -> str:
@@ -138,7 +139,9 @@ class PlanFile:
     @property
     def state(self) -> ParameterState:
         """State kept for each trained parameter."""
-        return ParameterState(self.ema, self.grad_reduce_in_bf16, self.optimizer_cpu_offload)
+        return ParameterState(
+            self.ema, self.grad_reduce_in_bf16, self.optimizer_cpu_offload, self.optimizer_bytes
+        )
 
     @property
     def layer_names(self) -> list[str]:
@@ -228,6 +231,9 @@ def to_record(plan: PlanFile) -> dict[str, Any]:
             case "self_conditioning" | "optimizer_cpu_offload" as name:
                 if given := getattr(plan, name):
                     record[name] = given
+            case "optimizer_bytes":
+                if plan.optimizer_bytes != ADAM_BYTES:
+                    record["optimizer_bytes"] = plan.optimizer_bytes
             case "stages":
                 record["placement"] = str(plan.placement.kind)
                 record["num_chunks"] = plan.placement.num_chunks

@@ -183,6 +183,7 @@ class _Plan(TypedDict):
     before_step: NotRequired[Some[ComponentRecord]]
     policies: NotRequired[Some[_Policy]]
     optimizer_cpu_offload: NotRequired[bool]
+    optimizer_bytes: NotRequired[Annotated[float, Ge(0), Le(8)]]
     self_conditioning: NotRequired[Annotated[float, Gt(0), Le(1)]]
 
 

@@ -131,6 +131,12 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "to send",
     )
     add(
+        "--optimizer",
+        "optimizer of the run, whose state counts: adam (default), sgd, muon or lion",
+        choices=["adam", "sgd", "muon", "lion"],
+        default="adam",
+    )
+    add(
         "--optimizer-cpu-offload",
         "keep main parameters and Adam in host memory, as Megatron's flag: 6 bytes of a "
         "bfloat16 parameter stay on the device, and a step takes longer",
@@ -284,6 +290,8 @@ def _faults(args: argparse.Namespace) -> list[str]:
             faults.append("--encoders: not with --world-sizes")
         if args.output is None or args.output.suffix:
             faults.append("--world-sizes writes a folder of plans: give -o DIR")
+    if args.optimizer != "adam" and args.optimizer_cpu_offload:
+        faults.append(f"--optimizer-cpu-offload is for Adam, not for --optimizer {args.optimizer}")
     if args.no_offload and args.optimizer_cpu_offload:
         faults.append("--no-offload and --optimizer-cpu-offload exclude each other: give one")
     faults += layers_faults(args, is_file=args.profile is not None)

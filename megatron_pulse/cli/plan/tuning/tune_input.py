@@ -79,7 +79,7 @@ def evaluator_of(args: argparse.Namespace, profile: Profile, where: Cluster) -> 
         backbone is not None and backbone.divides_sequences,
         backbone.num_heads if backbone else (),
         args.self_conditioning or 0.0,
-        state(args),
+        state(args, profile),
     )
 
 
@@ -112,11 +112,15 @@ def no_prediction_taken(args: argparse.Namespace, profile: Profile) -> list[str]
     ]
 
 
-def state(args: argparse.Namespace) -> ParameterState:
+def state(args: argparse.Namespace, profile: Profile) -> ParameterState:
     from megatron_pulse.planner.partition.memory import ParameterState
+    from megatron_pulse.profile.optimizer_state import optimizer_bytes
 
     kept = not args.no_ema, args.grad_reduce_in_bf16
-    return ParameterState(*kept, args.optimizer_cpu_offload)
+    if args.optimizer == "adam":
+        return ParameterState(*kept, args.optimizer_cpu_offload)
+    num_bytes = optimizer_bytes(args.optimizer, backbone_of(profile))
+    return ParameterState(*kept, args.optimizer_cpu_offload, num_bytes)
 
 
 def choices_of(args: argparse.Namespace) -> Choices:
@@ -138,6 +142,7 @@ def choices_of(args: argparse.Namespace) -> Choices:
         (False,) if args.no_split_backward else choices.split,
         choices.max_in_flight,
         recompute,
+        choices.distributed_optimizer if args.optimizer == "adam" else (False,),
     )
 
 

@@ -40,6 +40,7 @@ def plan_of(outcome: Outcome, evaluator: Evaluator, found: Tuning | None = None)
         ema=evaluator.state.ema,
         grad_reduce_in_bf16=evaluator.state.grad_reduce_in_bf16,
         optimizer_cpu_offload=evaluator.state.optimizer_cpu_offload,
+        optimizer_bytes=evaluator.state.optimizer_bytes,
         overlap_grad_reduce=config.data > 1,
         stages=tuple(
             tuple(names[i] for i in partition.layers_of_stage(s))

@@ -1,0 +1,80 @@
+"""Validation: the same number in every layout, without effect on training, and its target."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from megatron_pulse.integration.loss_curve import read_scalars
+from tests.integration.runs import BASE, TINY, assert_same, pipeline, run, train
+from tests.ranks import run_ranks
+
+FLAGS = ["--global-batch-size", "8", "--train-iters", "2", "--eval-interval", "1"]
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Flags of 24 training and 13 validation pictures."""
+    folder = tmp_path_factory.mktemp("pictures")
+    draw = np.random.default_rng(0)
+    for name, count in (("train", 24), ("held", 13)):
+        (folder / name).mkdir()
+        for i in range(count):
+            pixels = draw.integers(0, 256, (8, 8), dtype=np.uint8)
+            Image.fromarray(pixels).save(folder / name / f"{i}.png")
+    own = f"folder:{folder / 'held'}"
+    return ["--pulse-data", f"folder:{folder / 'train'}", "--pulse-validation-data", own]
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "more"),
+    [
+        (2, pipeline(2)),
+        (2, ["--eval-micro-batch-size", "1"]),
+        (4, pipeline(2, "--micro-batch-size", "4")),
+    ],
+)
+def test_validation_loss_is_that_of_every_layout(
+    pictures: list[str], num_ranks: int, more: list[str]
+) -> None:
+    """13 samples at 8 times, which no batch divides."""
+    flags = [*pictures, *FLAGS, "--pulse-validation-times", "8", "--train-iters", "1"]
+    alone, other = run(1, *flags), run(num_ranks, *flags, *more)
+    assert list(alone.by_time[0]) == ["loss", *(f"loss at {i / 8:g}" for i in range(8))]
+    assert len(alone.by_time) == len(other.by_time) == 1
+    assert other.by_time[0] == pytest.approx(alone.by_time[0], rel=1e-6)
+
+
+def test_validation_leaves_training_alone(pictures: list[str]) -> None:
+    """On two ranks, with workers and dropped labels."""
+    flags = [*pictures, *FLAGS, *pipeline(2), "--num-workers", "1"]
+    evaluated, other = run(2, *flags), run(2, *flags, "--eval-iters", "0")
+    assert len(evaluated.validation) == 2 and not other.validation
+    other.validation = evaluated.validation
+    assert_same(evaluated, other)
+
+
+def logged(flags: list[str]) -> tuple[int, str]:
+    """Number of steps of a training, and what it printed."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        losses = train([*TINY["uvit"], *BASE, *flags])["losses"]
+    return len(losses), out.getvalue()
+
+
+def test_validation_target_saves_and_ends_the_run(pictures: list[str], tmp_path: Path) -> None:
+    board = ["--tensorboard-dir", str(tmp_path / "board"), "--save", str(tmp_path / "run")]
+    flags = [*pictures, *FLAGS, *pipeline(2), *board, "--train-iters", "9"]
+    found = run_ranks(2, logged, [*flags, "--pulse-validation-target", "1e3"])
+    said = "".join(text for _, text in found)
+    assert [steps for steps, _ in found] == [1, 1]
+    assert said.count("reached the target 1000 at iteration 1\n") == 1
+    assert "loss at 0.875 value" in said and "PPL" not in said
+    assert (tmp_path / "run/latest_checkpointed_iteration.txt").read_text().strip() == "1"
+    curves = read_scalars(tmp_path / "board")
+    of_times = [curves[f"loss at {i / 8:g} validation"].values[0] for i in range(8)]
+    assert curves["loss validation"].values == pytest.approx([sum(of_times) / 8])
