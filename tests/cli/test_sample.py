@@ -13,11 +13,11 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from megatron_pulse.cli.main import main
-from megatron_pulse.cli.models.sample_output import SampleDecoder
 from megatron_pulse.data.dataset import FieldSpec
 from megatron_pulse.data.latents.layout import LatentLayout, LatentType
 from megatron_pulse.data.latents.writer import LatentWriter
 from megatron_pulse.encoders.autoencoder import Autoencoder
+from megatron_pulse.encoders.sample_decoder import SampleDecoder
 from tests.cli.test_data import make_vae
 from tests.data.captioned import captioned_digits
 from tests.integration.runs import TEXT, pipeline, run

@@ -31,7 +31,6 @@ from megatron_pulse.cli.models.encoder_flags import (
 )
 from megatron_pulse.cli.models.sample_output import (
     Output,
-    SampleDecoder,
     output_faults,
     output_of,
     writer_of,
@@ -53,7 +52,15 @@ from megatron_pulse.diffusion.process_flags import (
     ProcessChoice,
     SamplingNoise,
 )
+from megatron_pulse.encoders.sample_decoder import SampleDecoder
 from megatron_pulse.errors import UserError, collecting
+from megatron_pulse.integration.flags.sample_flags import (
+    DEFAULT_BATCH,
+    DEFAULT_GUIDANCE,
+    DEFAULT_STEPS,
+    SEED,
+    parse_classes,
+)
 
 if TYPE_CHECKING:
     from megatron_pulse.integration.sampling import Request, TrainedModel
@@ -89,11 +96,8 @@ examples:
 """
 
 
-_GUIDANCE = 2.0
-_MOST_CLASS = 1_000_000
 _STEPS_END = "the timesteps of the model's process"
 _STEPS = Range(lambda value: 1 <= value <= 1_000_000, f"from 1 to {_STEPS_END}")
-_SEED = Range(lambda value: 0 <= value < 2**64, "0 or more, and below 2^64")
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -131,7 +135,13 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add("--data SPEC", "dataset of --from-data (default: that of the training)")
     images = "images in each row (default 8)"
     add("--per-class N", images, within=TO_MILLION, default=8)
-    add("--steps N", "sampler steps (default 50)", within=_STEPS, default=50)
+    add("--steps N", "sampler steps (default 50)", within=_STEPS, default=DEFAULT_STEPS)
+    add(
+        "--batch-size N",
+        f"samples of one forward pass; bits depend on it (default {DEFAULT_BATCH})",
+        within=TO_MILLION,
+        default=DEFAULT_BATCH,
+    )
     add(
         "--guidance W",
         "classifier-free guidance; 1 is none (default 2; 1 after training with "
@@ -145,7 +155,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         type=FROM_ZERO_TO_ONE.read,
         default=0.0,
     )
-    add("--seed SEED", "of the starting noise (default 0)", within=_SEED, default=0)
+    add("--seed SEED", "of the starting noise (default 0)", within=SEED, default=0)
     add(
         "--noise",
         "each sample's own, or that of a diffusers pipeline's generator (default per-sample)",
@@ -227,6 +237,7 @@ def run(args: argparse.Namespace) -> None:
             eta=args.eta,
             noise=SamplingNoise(args.noise),
             flow_grid=FlowGrid(args.flow_grid),
+            batch_size=args.batch_size,
             progress=sys.stderr.isatty(),
         )
     weights = "raw" if args.raw else "averaged"
@@ -274,7 +285,7 @@ def _guidance(
     None if there is no conditioning that can be dropped. Guidance away from a null class or caption
     that training never dropped to is guidance away from noise; a negative prompt takes its place.
     """
-    given = _GUIDANCE if args.guidance is None else float(args.guidance)
+    given = DEFAULT_GUIDANCE if args.guidance is None else float(args.guidance)
     if not has_null:
         lacks = f"{model.backbone.name} is unconditional"
         if model.is_conditional:
@@ -328,21 +339,6 @@ def _check(args: argparse.Namespace) -> list[str]:
     if not args.load.is_dir():
         faults.append(f"--load {args.load} is not a folder; give what training had as --save")
     return faults + vae_faults(args.vae)
-
-
-def parse_classes(text: str) -> list[int]:
-    """``"0-9"``, ``"3,5"`` or ``"0-2,7"`` as a list, each class once."""
-    classes: list[int] = []
-    for part in text.split(","):
-        first, dash, last = part.strip().partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()):
-            raise UserError(f"--classes {text!r}: write classes as 0-9 or 3,5")
-        if int(last if dash else first) > _MOST_CLASS:
-            raise UserError(f"--classes {text[:60]!r}: no model has a class above {_MOST_CLASS:,}")
-        if dash and int(last) < int(first):
-            raise UserError(f"--classes {text!r}: {part.strip()} runs backwards")
-        classes += range(int(first), int(last if dash else first) + 1)
-    return list(dict.fromkeys(classes))
 
 
 def _asked(
