@@ -28,7 +28,7 @@ from megatron_pulse.encoders.text_encoders import TextEncoders
 from megatron_pulse.encoders.tokens import changed_since, recorded_by
 from megatron_pulse.errors import format_faults
 from megatron_pulse.integration.checkpoint.published_weights import load_whole
-from megatron_pulse.integration.checkpoint.saved_run import read_saved_run
+from megatron_pulse.integration.checkpoint.saved_run import SavedRun, read_saved_run
 from megatron_pulse.integration.flags.pulse_options import pulse_options
 from megatron_pulse.integration.flags.sample_flags import DEFAULT_BATCH
 from megatron_pulse.integration.training_data import (
@@ -283,8 +283,6 @@ def load_model(
     """
     saved = read_saved_run(load, iteration).of_chain(chain)
     backbone, stage = load_whole(saved, averaged=averaged, options=options)
-    args = saved.arguments
-    args.pulse_data = data or args.pulse_data
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     stage.to(device).eval()
     kinds = {
@@ -306,6 +304,19 @@ def load_model(
             found.append(outputs[0].to(noisy.device))
         return torch.cat(found)
 
+    return trained_model(saved, backbone, predict, data, choice)
+
+
+def trained_model(
+    saved: SavedRun,
+    backbone: Backbone,
+    predict: Predict,
+    data: str | None,
+    choice: ProcessChoice | None,
+) -> TrainedModel:
+    """Model of a saved run, for ``load_model``; raises ValueError."""
+    args = saved.arguments
+    args.pulse_data = data or args.pulse_data
     if backbone.takes_prediction and getattr(args, "pulse_self_conditioning", None) is None:
         raise ValueError(
             f"{saved.folder}: {backbone.name} takes twice as many channels as it predicts, but "
@@ -318,37 +329,9 @@ def load_model(
     return TrainedModel(backbone, at_size, predict, args, saved.folder, changes)
 
 
-def sample_images(
-    model: TrainedModel,
-    request: Request,
-    *,
-    num_steps: int,
-    guidance: float,
-    seed: int,
-    eta: float = 0.0,
-    noise: SamplingNoise = SamplingNoise.PER_SAMPLE,
-    flow_grid: FlowGrid = FlowGrid.EVEN,
-    batch_size: int = DEFAULT_BATCH,
-    progress: bool = True,
-) -> Tensor:
-    """Draw the samples of ``request``: ``[n, *shape]``, pixels in [-1, 1] or latents.
-
-    With diffusers' noise, all samples count as one batch of a pipeline, whatever ``batch_size`` is.
-    Raises ValueError for ``guidance`` other than 1 if nothing of the request can be dropped (no
-    text, no null class), and as ``sample`` does.
-    """
-    sampler = Sampler(num_steps, guidance, seed, eta, noise, flow_grid)
-    parts = Parts.of(request.count, batch_size)
-    images = [
-        sample_parts(model, request, parts, range(i, i + 1), sampler, progress)
-        for i in parts.numbers
-    ]
-    return torch.cat(images)[: request.count]
-
-
 @dataclass(frozen=True)
 class Sampler:
-    """Settings of sampling, as ``sample_images`` takes them."""
+    """Settings of sampling, as ``sample`` takes them; ``noise`` is each sample's or diffusers'."""
 
     num_steps: int
     guidance: float
@@ -356,6 +339,27 @@ class Sampler:
     eta: float = 0.0
     noise: SamplingNoise = SamplingNoise.PER_SAMPLE
     flow_grid: FlowGrid = FlowGrid.EVEN
+
+
+def sample_images(
+    model: TrainedModel,
+    request: Request,
+    sampler: Sampler,
+    batch_size: int = DEFAULT_BATCH,
+    progress: bool = True,
+) -> Tensor:
+    """Draw the samples of ``request``: ``[n, *shape]``, pixels in [-1, 1] or latents.
+
+    With diffusers' noise, all samples count as one batch of a pipeline, whatever ``batch_size`` is.
+    Raises ValueError for guidance other than 1 if nothing of the request can be dropped (no text,
+    no null class), and as ``sample`` does.
+    """
+    parts = Parts.of(request.count, batch_size)
+    images = [
+        sample_parts(model, request, parts, range(i, i + 1), sampler, progress)
+        for i in parts.numbers
+    ]
+    return torch.cat(images)[: request.count]
 
 
 @dataclass(frozen=True)
