@@ -176,6 +176,7 @@ def test_resumed_run_draws_its_first_step_and_warns_of_a_folder_it_cannot_write(
     (tmp_path / "samples" / "step_2").write_text("a file")
     again = drawn(1, *flags)
     assert list(first) == [0] and list(again) == [1, 2]
+    assert (tmp_path / "samples" / "step_2").read_text() == "a file", "the run went on"
     theirs = samples_of(tmp_path, 1, tmp_path / "t.safetensors", "--classes", "3,5,9", "--raw")
     assert relative(again[1], theirs) <= 2e-7
     assert (tmp_path / "samples" / "step_1" / "sheet.png").exists()
@@ -214,3 +215,43 @@ def test_flags_of_pictures_without_an_interval_are_refused(monkeypatch: pytest.M
     good = [*TINY["uvit"], *BASE, *STEPS, "--pulse-sample-steps", "3"]
     (fault,) = refuse(monkeypatch, 1, [], good)
     assert "--pulse-sample-every is missing: --pulse-sample-steps is for pictures" in fault
+
+
+# (ranks, backbone, flags of the run, flags of pulse sample, largest relative difference)
+OTHERS: dict[str, tuple[int, str, list[str], list[str], float]] = {
+    "replicated embedders, routed skips": (
+        2, "unet", pipeline(2, "--pulse-placement", "sequential", "--pulse-conditioning",
+        "replicate"), ["--classes", "0-9"], 2e-7,
+    ),
+    "bf16": (2, "uvit", [*pipeline(2), "--bf16"], ["--classes", "0-9"], 0.05),
+    "tensor parallelism": (
+        2, "uvit", ["--tensor-model-parallel-size", "2"], ["--classes", "0-9"], 1e-5,
+    ),
+    "self-conditioning": (
+        2, "unet", pipeline(2, "--pulse-option", "in_channels=2", "--pulse-self-conditioning",
+        "1"), ["--classes", "0-9"], 2e-7,
+    ),
+    "words": (
+        1, "unet", [*TEXT, "--pulse-sample-prompt", "a dark digit"],
+        ["--prompt", "a dark digit"], 2e-7,
+    ),
+    "conditioning of the data": (
+        1, "unet", [*TEXT, "--pulse-sample-from-data", "2"], ["--from-data", "2"], 2e-7,
+    ),
+    "stochastic DDIM": (
+        2, "uvit", pipeline(2, "--pulse-objective", "v", "--pulse-sample-eta", "0.5"),
+        ["--classes", "0-9", "--eta", "0.5"], 2e-7,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_pictures_of_other_runs_are_those_of_the_checkpoint(case: str, tmp_path: Path):
+    num_ranks, backbone, flags, more, most = OTHERS[case]
+    if backbone == "unet" and TEXT[0] in flags:
+        flags = [*flags, "--pulse-data", captioned_digits(tmp_path)]
+    pictures = ["--pulse-sample-every", "2", "--pulse-sample-steps", "3"]
+    flags = [*STEPS, *flags, *pictures, "--save", str(tmp_path / "run")]
+    samples = drawn(num_ranks, *flags, backbone=backbone)
+    theirs = samples_of(tmp_path / "run", 2, tmp_path / "t.safetensors", *more)
+    assert samples[2].shape == theirs.shape and relative(samples[2], theirs) <= most
