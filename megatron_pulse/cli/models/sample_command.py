@@ -270,7 +270,7 @@ def _run(args: argparse.Namespace, job: SamplingJob | None) -> None:
     with as_user_error(ValueError, OSError):
         wanted = request(model, asked)
     guidance, unguided = _guidance(args, model, bool(wanted.null))
-    sampler = Sampler(
+    settings = Sampler(
         args.steps,
         1.0 if guidance is None else guidance,
         args.seed,
@@ -280,10 +280,10 @@ def _run(args: argparse.Namespace, job: SamplingJob | None) -> None:
     )
     with as_user_error(ValueError, OSError):
         if job is not None:
-            samples = job.draw(model, wanted, sampler, args.batch_size)
+            samples = job.draw(model, wanted, settings, args.batch_size)
         else:
             shows = sys.stderr.isatty()
-            samples = sample_images(model, wanted, sampler, args.batch_size, progress=shows)
+            samples = sample_images(model, wanted, settings, args.batch_size, progress=shows)
     weights = "raw" if args.raw else "averaged"
     sampler, is_flow = describe_sampler(model.process), model.process.objective == Objective.FLOW
     record: dict[str, Any] = {
