@@ -168,9 +168,9 @@ def plan_for_sampling(backbone: Backbone, num_devices: int) -> Plan:
     Raises UserError if there are more devices than stages that the backbone has.
     """
     default = default_placement(len(backbone.layers), backbone.skips, collocate=True)
-    placement = make_placement(default.kind.name, num_devices, 2)
     weights = [1.0 + count for count in count_parameters(backbone)]
     try:
+        placement = make_placement(default.kind.name, num_devices, 2)
         return make_plan(backbone, weighted_costs(backbone, weights), placement)
     except ValueError as error:
         raise UserError(f"--devices {num_devices}: {error}") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from megatron_pulse.cli.main import main
 from tests.data.captioned import captioned_digits
 from tests.integration.runs import BASE, STEPS, TEXT, TINY, pipeline, run, train
 from tests.integration.test_bad_input import refuse
-from tests.ranks import run_ranks
+from tests.ranks import RanksFailed, run_ranks, said_once
 
 EVERY = [
     "--pulse-sample-every",
@@ -35,6 +36,8 @@ def train_recording(argv: list[str]) -> dict[str, Any]:
     """``train``, with the samples that were written, by step."""
     from megatron_pulse.integration.loop.sample_pictures import SamplePictures
 
+    if "--wandb-project" in argv:
+        os.environ["WANDB_MODE"] = "offline"
     seen: dict[int, torch.Tensor] = {}
     write = SamplePictures._write
 
@@ -132,7 +135,8 @@ def test_prompts_are_encoded_by_the_run_and_latents_decoded(tmp_path: Path):
         "--pulse-option", "out_channels=2", "--pulse-option", "sample_size=4",
         "--pulse-option", f"context_length={LENGTH}", "--pulse-data", captioned_digits(tmp_path),
         "--pulse-encoders", str(encoders), "--save", str(tmp_path / "run"),
-        "--tensorboard-dir", str(tmp_path / "board"),
+        "--tensorboard-dir", str(tmp_path / "board"), "--wandb-project", "p",
+        "--wandb-exp-name", "e", "--wandb-save-dir", str(tmp_path),
         *("--pulse-sample-every", "2", "--pulse-sample-steps", "3", "--pulse-sample-guidance", "3"),
         *("--pulse-sample-prompt", prompts[0], "--pulse-sample-prompt", prompts[1]),
         *("--pulse-sample-negative-prompt", "a bird", "--pulse-sample-count", "2"),
@@ -148,6 +152,9 @@ def test_prompts_are_encoded_by_the_run_and_latents_decoded(tmp_path: Path):
     events = EventAccumulator(str(tmp_path / "board")).Reload()
     assert set(events.Tags()["images"]) == {"samples", *(f"samples/{i}" for i in range(4))}
     assert [event.step for event in events.Images("samples/0")] == [0, 2]
+    shown = [path.name for path in tmp_path.glob("wandb/offline*/files/media/images/*.png")]
+    assert len([name for name in shown if name.startswith("samples_")]) == 2 * len(samples[2])
+    assert len([name for name in shown if name.startswith("samples sheet_")]) == 2
 
 
 def told_to_stop(folder: str) -> tuple[list[float], str]:
@@ -168,6 +175,26 @@ def test_stop_request_among_pictures_ends_them_and_saves(tmp_path: Path):
     assert "stop request: no pictures of step 2" in said
     assert f"stopped (SIGTERM) after step 3: saved in {tmp_path}" in said
     assert not (tmp_path / "samples" / "step_2").exists()
+
+
+def failing(folder: str) -> None:
+    """Train, and fail on one rank in the middle of the pictures of step 0."""
+    from megatron_pulse.runtime.executor import Executor
+    from tests.integration.test_stopping import before_call
+
+    def act() -> None:
+        if os.environ["RANK"] == "1":
+            raise ArithmeticError("as tested")
+
+    before_call(Executor, "_forward", 5, act)
+    train([*TINY["uvit"], *BASE, *pipeline(2), *STEPS, "--save", folder, *EVERY])
+
+
+def test_failure_among_pictures_ends_all_ranks_with_its_reason(tmp_path: Path):
+    with pytest.raises(RanksFailed) as failed:
+        run_ranks(2, failing, str(tmp_path))
+    assert said_once(failed.value, "rank 1 stops; first failure in this job: rank 1: ")
+    assert "Traceback" not in failed.value.outputs[0]
 
 
 def test_resumed_run_draws_its_first_step_and_warns_of_a_folder_it_cannot_write(tmp_path: Path):
@@ -236,7 +263,8 @@ OTHERS: dict[str, tuple[int, str, list[str], list[str], float]] = {
         ["--prompt", "a dark digit"], 2e-7,
     ),
     "conditioning of the data": (
-        1, "unet", [*TEXT, "--pulse-sample-from-data", "2"], ["--from-data", "2"], 2e-7,
+        2, "unet", [*pipeline(2), *TEXT, "--pulse-sample-from-data", "2"],
+        ["--from-data", "2"], 2e-7,
     ),
     "stochastic DDIM": (
         2, "uvit", pipeline(2, "--pulse-objective", "v", "--pulse-sample-eta", "0.5"),
