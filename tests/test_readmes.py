@@ -112,6 +112,7 @@ def test_paths_in_the_text_are_there(path: Path) -> None:
         "runs/",
         "checkpoints/",
         "imported/",
+        "samples/",
         "tensorboard/",
         "data/coco",
         "failures/",

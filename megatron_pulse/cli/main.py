@@ -216,6 +216,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"pulse {words[0]}: error: {summarize(faults)}", file=sys.stderr)
         return 2
     args = _parsed(parser, words)
+    args.words = words
     try:
         args.run(args)
         sys.stdout.flush()

@@ -74,7 +74,8 @@ def sample(
     shift must be resolved first (see ``DiffusionProcess.for_tokens``). Raises ValueError for
     invalid settings, and for samples that are not finite.
     """
-    _check(process, num_steps, guidance_scale, eta, flow_grid, null)
+    if faults := setting_faults(process, num_steps, guidance_scale, eta, flow_grid, bool(null)):
+        raise ValueError(format_faults("sampling", faults))
     if noises is None:
         noises = sample_noises(seed, range(first_index, first_index + count), shape)
     x = next(noises)
@@ -155,18 +156,19 @@ def _repeated(value: Tensor, count: int) -> Tensor:
     return value.expand(count, *value.shape)
 
 
-def _check(
+def setting_faults(
     process: DiffusionProcess,
     num_steps: int,
     guidance_scale: float,
     eta: float,
     flow_grid: FlowGrid,
-    null: Fields | None,
-) -> None:
+    has_null: bool,
+) -> list[str]:
+    """Faults of settings with which ``sample`` cannot draw."""
     faults = []
     if not 1 <= num_steps <= process.num_timesteps:
         faults.append(f"num_steps is {num_steps}; use 1 to {process.num_timesteps}")
-    if guidance_scale != 1 and not null:
+    if guidance_scale != 1 and not has_null:
         faults.append("guidance needs null values: the values of dropped conditioning in training")
     if not 0 <= eta <= 1 or (eta > 0 and process.objective == Objective.FLOW):
         faults.append(f"eta is {eta}; DDIM takes 0 to 1, flow's Euler steps only 0")
@@ -174,8 +176,7 @@ def _check(
         faults.append(f"the grid {flow_grid} is for flow; {process.objective} has timesteps")
     if isinstance(process.shift, DynamicShift):
         faults.append("a dynamic shift has no value before the picture's size is known")
-    if faults:
-        raise ValueError(format_faults("sampling", faults))
+    return faults
 
 
 def _scheduler(

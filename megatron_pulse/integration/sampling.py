@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,14 +23,15 @@ from megatron_pulse.diffusion.noise import diffusers_noises
 from megatron_pulse.diffusion.objectives import DiffusionProcess
 from megatron_pulse.diffusion.process_flags import FlowGrid, ProcessChoice, SamplingNoise
 from megatron_pulse.diffusion.process_from_flags import chosen_process
-from megatron_pulse.diffusion.sampling import Fields, ModelFunction, sample
+from megatron_pulse.diffusion.sampling import Fields, sample
 from megatron_pulse.encoders.text_encoders import TextEncoders
 from megatron_pulse.encoders.tokens import changed_since, recorded_by
 from megatron_pulse.errors import format_faults
 from megatron_pulse.integration.checkpoint.folders import Step
 from megatron_pulse.integration.checkpoint.published_weights import load_whole
-from megatron_pulse.integration.checkpoint.saved_run import read_saved_run
+from megatron_pulse.integration.checkpoint.saved_run import SavedRun, read_saved_run
 from megatron_pulse.integration.flags.pulse_options import pulse_options
+from megatron_pulse.integration.flags.sample_flags import DEFAULT_BATCH
 from megatron_pulse.integration.training_data import (
     DiffusionData,
     makes_pixels,
@@ -37,6 +40,19 @@ from megatron_pulse.integration.training_data import (
 from model_specs import compare_models
 
 NO_FIELDS: Fields = MappingProxyType({})
+
+
+class Predict(Protocol):
+    """Prediction for ``noisy [b, ...]``, in forward passes of ``batch_size`` rows (None: one).
+
+    Bits depend on the rows of a pass.
+    """
+
+    def __call__(
+        self, noisy: Tensor, timesteps: Tensor, conditioning: Fields, batch_size: int | None = None
+    ) -> Tensor:
+        """Prediction of the model's shape."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -48,7 +64,7 @@ class TrainedModel:
 
     backbone: Backbone
     process: DiffusionProcess
-    predict: ModelFunction
+    predict: Predict
     arguments: argparse.Namespace
     folder: Path
     changes: tuple[str, ...] = ()
@@ -103,9 +119,17 @@ class Request:
     null: Fields
 
     def part(self, first: int, end: int) -> Request:
-        """Request for the samples from ``first`` to ``end`` (excluded)."""
-        fields = {name: value[first:end] for name, value in self.fields.items()}
-        return Request(min(end, self.count) - first, fields, self.null)
+        """Request for the samples from ``first`` to ``end`` (excluded).
+
+        Beyond the last sample it is repeated.
+        """
+        rows = self.rows(first, end)
+        fields = {name: value[rows] for name, value in self.fields.items()}
+        return Request(end - first, fields, self.null)
+
+    def rows(self, first: int, end: int) -> Tensor:
+        """Indices of the samples of a part."""
+        return torch.arange(first, end).clamp(max=self.count - 1)
 
 
 def request_classes(
@@ -151,7 +175,8 @@ def request_encoded(
     Guidance is away from ``negative``, or from the empty prompt if None. ``pixel_size`` is the size
     (height, width) of the pictures. Raises ValueError if the model reads more fields.
     """
-    rows = [encode(prompt) for prompt in prompts]
+    encoded = {prompt: encode(prompt) for prompt in dict.fromkeys(prompts)}
+    rows = [encoded[prompt] for prompt in prompts]
     given = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
     wanted = wanted_by(model.backbone).fields
     defaults = constants(wanted, {n: wanted[n] for n in given}, Framing.whole(pixel_size))
@@ -259,10 +284,6 @@ def load_model(
     """
     saved = read_saved_run(load, iteration).of_chain(chain)
     backbone, stage = load_whole(saved, averaged=averaged, options=options)
-    args = saved.arguments
-    args.pulse_masks = None  # for training alone
-    if data is not None:
-        args.pulse_data, args.pulse_validation_data = data, None
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     stage.to(device).eval()
     kinds = {
@@ -271,12 +292,34 @@ def load_model(
     }
 
     @torch.no_grad()
-    def predict(noisy: Tensor, timesteps: Tensor, conditioning: Fields) -> Tensor:
+    def predict(
+        noisy: Tensor, timesteps: Tensor, conditioning: Fields, batch_size: int | None = None
+    ) -> Tensor:
         given = {"timesteps": timesteps, **conditioning}
         fields = {name: given[name].to(device, kinds[name]) for name in backbone.batch_fields}
-        outputs, _, _ = stage((noisy.to(device).float(),), {}, fields)
-        return outputs[0].to(noisy.device)
+        found, size = [], batch_size or len(noisy)
+        for first in range(0, len(noisy), size):
+            rows = slice(first, first + size)
+            part = {name: value[rows] for name, value in fields.items()}
+            outputs, _, _ = stage((noisy[rows].to(device).float(),), {}, part)
+            found.append(outputs[0].to(noisy.device))
+        return torch.cat(found)
 
+    return trained_model(saved, backbone, predict, data, choice)
+
+
+def trained_model(
+    saved: SavedRun,
+    backbone: Backbone,
+    predict: Predict,
+    data: str | None,
+    choice: ProcessChoice | None,
+) -> TrainedModel:
+    """Model of a saved run, for ``load_model``; raises ValueError."""
+    args = saved.arguments
+    args.pulse_masks = None  # for training alone
+    if data is not None:
+        args.pulse_data, args.pulse_validation_data = data, None
     if backbone.takes_prediction and getattr(args, "pulse_self_conditioning", None) is None:
         raise ValueError(
             f"{saved.folder}: {backbone.name} takes twice as many channels as it predicts, but "
@@ -289,51 +332,96 @@ def load_model(
     return TrainedModel(backbone, at_size, predict, args, saved.folder, changes)
 
 
+@dataclass(frozen=True)
+class Sampler:
+    """Settings of sampling, as ``sample`` takes them; ``noise`` is each sample's or diffusers'."""
+
+    num_steps: int
+    guidance: float
+    seed: int
+    eta: float = 0.0
+    noise: SamplingNoise = SamplingNoise.PER_SAMPLE
+    flow_grid: FlowGrid = FlowGrid.EVEN
+
+
 def sample_images(
     model: TrainedModel,
     request: Request,
-    *,
-    num_steps: int,
-    guidance: float,
-    seed: int,
-    eta: float = 0.0,
-    noise: SamplingNoise = SamplingNoise.PER_SAMPLE,
-    flow_grid: FlowGrid = FlowGrid.EVEN,
-    batch_size: int = 100,
+    sampler: Sampler,
+    batch_size: int = DEFAULT_BATCH,
     progress: bool = True,
 ) -> Tensor:
     """Draw the samples of ``request``: ``[n, *shape]``, pixels in [-1, 1] or latents.
 
-    With diffusers' noise, all samples count as one batch of a pipeline, so ``batch_size`` does not
-    change them. Raises ValueError for ``guidance`` other than 1 if nothing of the request can be
-    dropped (no text, no null class), and as ``sample`` does.
+    With diffusers' noise, all samples count as one batch of a pipeline, whatever ``batch_size`` is.
+    Raises ValueError for guidance other than 1 if nothing of the request can be dropped (no text,
+    no null class), and as ``sample`` does.
     """
-    images = []
-    shape = model.backbone.sample_spec.shape
-    for first in range(0, request.count, batch_size):
-        part = request.part(first, first + batch_size)
-        noises = None
-        if noise == SamplingNoise.DIFFUSERS:
-            rows = range(first, first + part.count)
-            noises = diffusers_noises(seed, request.count, rows, shape)
-        images.append(
-            sample(
-                model.predict,
-                model.process,
-                shape,
-                part.count,
-                part.fields,
-                num_steps=num_steps,
-                guidance_scale=guidance,
-                seed=seed,
-                null=request.null,
-                progress=progress,
-                clip=1.0 if model.makes_pixels else None,
-                first_index=first,
-                self_conditioned=model.is_self_conditioned,
-                eta=eta,
-                noises=noises,
-                flow_grid=flow_grid,
-            )
-        )
-    return torch.cat(images)
+    parts = Parts.of(request.count, batch_size)
+    images = [
+        sample_parts(model, request, parts, range(i, i + 1), sampler, progress)
+        for i in parts.numbers
+    ]
+    return torch.cat(images)[: request.count]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Division of samples into ``num`` parts of ``size``, each one batch of forward passes.
+
+    The last part may extend beyond the samples, so that bits of a sample depend neither on its part
+    nor on the process that draws it.
+    """
+
+    num: int
+    size: int
+
+    @classmethod
+    def of(cls, count: int, batch_size: int) -> Parts:
+        """As few parts of at most ``batch_size`` samples as possible, of equal size."""
+        num = math.ceil(count / batch_size)
+        return cls(num, math.ceil(count / num))
+
+    @property
+    def numbers(self) -> range:
+        """Numbers of the parts."""
+        return range(self.num)
+
+
+def sample_parts(
+    model: TrainedModel,
+    request: Request,
+    parts: Parts,
+    numbers: range,
+    sampler: Sampler,
+    progress: bool = False,
+) -> Tensor:
+    """Draw the parts ``numbers`` of ``request`` together, as ``sample_images`` does."""
+    first, end = numbers.start * parts.size, numbers.stop * parts.size
+    part, shape = request.part(first, end), model.backbone.sample_spec.shape
+    noises: Iterator[Tensor] | None = None
+    if sampler.noise == SamplingNoise.DIFFUSERS:
+        whole = diffusers_noises(sampler.seed, request.count, range(request.count), shape)
+        noises = (noise[request.rows(first, end)] for noise in whole)
+
+    def predict(noisy: Tensor, timesteps: Tensor, conditioning: Fields) -> Tensor:
+        return model.predict(noisy, timesteps, conditioning, parts.size)
+
+    return sample(
+        predict,
+        model.process,
+        shape,
+        part.count,
+        part.fields,
+        num_steps=sampler.num_steps,
+        guidance_scale=sampler.guidance,
+        seed=sampler.seed,
+        null=request.null,
+        progress=progress,
+        clip=1.0 if model.makes_pixels else None,
+        first_index=first,
+        self_conditioned=model.is_self_conditioned,
+        eta=sampler.eta,
+        noises=noises,
+        flow_grid=sampler.flow_grid,
+    )

@@ -39,6 +39,7 @@ from megatron_pulse.integration.flags.startup_checks import (
     refusing,
 )
 from megatron_pulse.integration.loop.cascade_data import CascadeData
+from megatron_pulse.integration.loop.sample_pictures import picture_faults
 from megatron_pulse.integration.planning.auto_tune import auto_plan
 from megatron_pulse.integration.planning.run_plan import (
     backbone_options,
@@ -301,6 +302,7 @@ def prepare(
         args.pulse_process = process.to_dict()
         faults += _model_faults(backbone, options)
         faults += options.training_loss.faults(process)
+        faults += picture_faults(args, options.samples, backbone, process)
         with collecting(faults, (ValueError, OSError)):
             opens = CascadeData if backbone.parts else DiffusionData
             data = opens(options, backbone, process, args.seed)

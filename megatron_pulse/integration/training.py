@@ -29,6 +29,7 @@ from megatron_pulse.integration.checkpoint.selection.retention import KeepPolicy
 from megatron_pulse.integration.checkpoint.starting_point import StartingPoint
 from megatron_pulse.integration.flags.flag_constraints import validate
 from megatron_pulse.integration.flags.pulse_options import PulseOptions
+from megatron_pulse.integration.flags.startup_checks import refusing
 from megatron_pulse.integration.loop.cascade_data import CascadeData
 from megatron_pulse.integration.loop.diagnosis.sdc_check import SdcCheck
 from megatron_pulse.integration.loop.forward_backward import PulseSchedule, TraceOptions
@@ -37,6 +38,7 @@ from megatron_pulse.integration.loop.grad_norm import (
     use_layout_independent_grad_norm,
 )
 from megatron_pulse.integration.loop.log_filter import RateOfStep, with_whole_intervals
+from megatron_pulse.integration.loop.sample_pictures import SamplePictures
 from megatron_pulse.integration.loop.stop_requests import stoppable_evaluation, stopping_hooks
 from megatron_pulse.integration.loop.stragglers import Stragglers, Times, planned_times
 from megatron_pulse.integration.loop.throughput import ThroughputLog, describe_work
@@ -121,6 +123,13 @@ def train(
         plan, data.loss, board, options.backstop_timeout_s, encoders, tracing, own, verifier,
         validation,
     )  # fmt: skip
+    pictures = None
+    if options.samples.sample_every is not None and isinstance(data, DiffusionData):
+        with refusing(ValueError, where="pictures: "):
+            pictures = SamplePictures(args, options, plan, data.process, schedule)
+        stopping["checkpoint_and_decide_exit"] = pictures.after_steps(
+            stopping["checkpoint_and_decide_exit"]
+        )
     whole = load_recorded(plan.backbone.record)
     idle = plan.idle_share(num_microbatches(args))
     work = describe_work(args, whole, compute_dtype(args), idle)
@@ -142,29 +151,33 @@ def train(
             print(said)
         if own is not None:
             print(own.describe(plan.placement))
+        if pictures is not None:
+            print(pictures.describe())
         print(f"process: {data.description}", flush=True)
     rate = RateOfStep()
+    train_step = throughput.timed(
+        wrap_train_step(
+            rate.noted(training.train_step),
+            args,
+            options,
+            checks,
+            lambda scale: schedule.not_finite(data.iterators(args, plan.placement)[0], scale),
+        ),
+        args,
+    )
+    if pictures is not None:
+        train_step = pictures.before_first_step(train_step)
     training.set_startup_timestamps(program_start=begin, main_entry=time.time())
     with _hooks(
-        evaluate=validation.wrap_evaluate(training.evaluate),
         get_forward_backward_func=lambda *a, **k: stoppable_evaluation(schedule),
         Float16Module=StageFloat16Module,
         num_floating_point_operations=lambda *a, **k: 0,
         report_theoretical_memory=lambda *a, **k: None,  # knows language models only
         get_canonical_lr_for_logging=rate.read,
-        train_step=throughput.timed(
-            wrap_train_step(
-                rate.noted(training.train_step),
-                args,
-                options,
-                checks,
-                lambda scale: schedule.not_finite(data.iterators(args, plan.placement)[0], scale),
-            ),
-            args,
-        ),
+        train_step=train_step,
         training_log=throughput.logged(with_whole_intervals(training.training_log, args), args),
         get_megatron_optimizer=with_main_params(training.get_megatron_optimizer, options.ema_decay),
-        evaluate=retention.noting_loss(training.evaluate),
+        evaluate=retention.noting_loss(validation.wrap_evaluate(training.evaluate)),
         save_checkpoint=saving.save,
         maybe_finalize_async_save=saving.finish,
         load_checkpoint=wrap_load_checkpoint(training.load_checkpoint, args, start, keeps_schedule),

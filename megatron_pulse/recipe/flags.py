@@ -20,6 +20,7 @@ from megatron_pulse.recipe.keys import TABLES, Recipe
 CHECKPOINTS = "checkpoints"
 """Folder of the checkpoints in ``output``."""
 TENSORBOARD = "tensorboard"
+SAMPLES = "samples"
 _WHOLE = ("full", "selective")
 """Values of ``parallel.recompute`` that mean all layers."""
 
@@ -33,6 +34,8 @@ def training_flags(recipe: Recipe) -> list[str]:
     for table in TABLES:
         words += _table_words(getattr(recipe, table))
     words += ["--save", str(output / CHECKPOINTS), "--tensorboard-dir", str(output / TENSORBOARD)]
+    if recipe.samples.every is not None and recipe.samples.folder is None:
+        words += ["--pulse-sample-folder", str(output / SAMPLES)]
     if is_auto(recipe) and recipe.parallel.auto is None:
         words.append("--pulse-auto")
     if recipe.training.dtype != "fp32":

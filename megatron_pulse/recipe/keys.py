@@ -247,6 +247,37 @@ class Validation:
 
 
 @dataclass(frozen=True)
+class Samples:
+    """Pictures drawn while the run trains, as 'pulse sample' draws them."""
+
+    every: Count | None = key("steps between pictures; without it none", "--pulse-sample-every")
+    prompts: Patterns = key("texts to draw", "--pulse-sample-prompt", ())
+    negative_prompt: str | None = key(
+        "text to be guided away from", "--pulse-sample-negative-prompt"
+    )
+    classes: Text | None = key("classes to draw, such as 0-9 or 3,5", "--pulse-sample-classes")
+    from_data: Count | None = key(
+        "validation samples whose conditioning is drawn", "--pulse-sample-from-data"
+    )
+    count: Count | None = key("pictures of each", "--pulse-sample-count")
+    steps: Count | None = key("of the sampler", "--pulse-sample-steps")
+    guidance: NotNegative | None = key(
+        "classifier-free guidance; 1 is none", "--pulse-sample-guidance"
+    )
+    eta: NotNegative | None = key("share of fresh noise of DDIM", "--pulse-sample-eta")
+    flow_grid: Text | None = key("times of flow: even or scheduler", "--pulse-sample-flow-grid")
+    seed: Natural | None = key("of the starting noise", "--pulse-sample-seed")
+    batch_size: Count | None = key("samples of a forward pass", "--pulse-sample-batch-size")
+    encoders: Text | None = key(
+        "pipeline folder for prompts and latents (default: encoders.folder)",
+        "--pulse-sample-encoders",
+    )
+    vae: Text | None = key("autoencoder that decodes latents", "--pulse-sample-vae")
+    raw: bool = key("trained weights instead of their EMA", "--pulse-sample-raw", False)
+    folder: Text | None = key("of the pictures (default: output/samples)", "--pulse-sample-folder")
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     """Saved states."""
 
@@ -289,6 +320,7 @@ class Recipe:
     optimizer: Optimizer
     parallel: Parallel = Parallel()
     validation: Validation = Validation()
+    samples: Samples = Samples()
     checkpoint: Checkpoint = Checkpoint()
     log: Log = Log()
     megatron: Mapping[str, Any] = key("further flags of Megatron ('pulse flags')", default={})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,14 +14,15 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from megatron_pulse.cli.main import main
-from megatron_pulse.cli.models.sample_output import SampleDecoder
 from megatron_pulse.data.dataset import FieldSpec
 from megatron_pulse.data.latents.layout import LatentLayout, LatentType
 from megatron_pulse.data.latents.writer import LatentWriter
 from megatron_pulse.encoders.autoencoder import Autoencoder
+from megatron_pulse.encoders.sample_decoder import SampleDecoder
 from tests.cli.test_data import make_vae
 from tests.data.captioned import captioned_digits
 from tests.integration.runs import TEXT, pipeline, run
+from tests.ranks import RanksFailed, run_ranks, said_once
 from tests.tracing.zoo.videos import wan
 
 
@@ -347,3 +349,44 @@ def test_curve_draws_losses(
     assert values["training"]["steps"] == [1, 2]
     assert values["validation"]["steps"][-1] == 2
     assert Image.open(picture).width > 500
+
+
+def sample_on_a_rank(argv: list[str]) -> int:
+    """``pulse sample`` as one of several ranks; the number of parameters that it holds."""
+    from megatron_pulse.integration.pipeline_sampling import SamplingJob
+
+    held, stages = 0, SamplingJob._stages
+
+    def count(self: SamplingJob, plan: Any) -> Any:
+        nonlocal held
+        own = stages(self, plan)
+        held = sum(p.numel() for stage in own for p in stage.parameters())
+        return own
+
+    SamplingJob._stages = count  # type: ignore[method-assign]
+    assert main(argv) == 0
+    return held
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_ranks_share_a_model_and_draw_the_samples_of_one(
+    num_ranks: int, trained: Path, tmp_path: Path
+) -> None:
+    def argv(name: str, *more: str) -> list[str]:
+        flags = ["--load", str(trained / "checkpoints"), "--steps", "3", "--classes", "3,5,7"]
+        size = ["--per-class", "2", "--batch-size", "4", "--guidance", "1.5"]
+        return ["sample", *flags, *size, "-o", str(tmp_path / name), *more]
+
+    assert main(argv("one.safetensors")) == 0
+    held = run_ranks(num_ranks, sample_on_a_rank, argv("several.safetensors"))
+    one, several = (
+        load_file(tmp_path / f"{name}.safetensors")["samples"] for name in ("one", "several")
+    )
+    assert float((one - several).abs().max() / one.abs().max()) <= 2e-7
+    assert max(held) < 0.8 * sum(held), "no rank holds the model"
+    with pytest.raises(RanksFailed) as failed:
+        run_ranks(num_ranks, sample_on_a_rank, argv("a.safetensors", "--classes", "10"))
+    assert said_once(failed.value, "the model has classes 0-9, not 10")
+    with pytest.raises(RanksFailed) as failed:
+        run_ranks(num_ranks, sample_on_a_rank, argv("a.safetensors", "--iteration", "7"))
+    assert said_once(failed.value, "iter_0000007 is not a complete")

@@ -249,11 +249,16 @@ def test_code_of_ones_own_reads_text_in_bf16_and_its_weights_come_and_go_as_a_fi
     assert torch.equal(exported["table"], module.table)
     assert all(torch.equal(exported[key], master) for key, master in expected.main_params.items())
 
-    from megatron_pulse.integration.sampling import load_model, request_from_data, sample_images
+    from megatron_pulse.integration.sampling import (
+        Sampler,
+        load_model,
+        request_from_data,
+        sample_images,
+    )
 
     model = load_model(save[1], averaged=True)
     drawn = sample_images(
-        model, request_from_data(model, [0, 1]), num_steps=2, guidance=2.0, seed=0, progress=False
+        model, request_from_data(model, [0, 1]), Sampler(2, 2.0, seed=0), progress=False
     )
     assert drawn.shape == (2, 4, 4, 4) and drawn.isfinite().all()
 

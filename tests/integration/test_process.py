@@ -96,12 +96,17 @@ def test_through_import_training_sampling_and_export(
     assert saved.process == process and saved.process.scheduler == process.scheduler
 
     # Latents of 4 or 16 channels need a decoder to be a picture: stop before that.
-    from megatron_pulse.integration.sampling import load_model, request_from_data, sample_images
+    from megatron_pulse.integration.sampling import (
+        Sampler,
+        load_model,
+        request_from_data,
+        sample_images,
+    )
 
     model = load_model(trained, averaged=True)
     assert model.process == process.for_tokens(backbone.image_tokens)
     latents = sample_images(
-        model, request_from_data(model, [0]), num_steps=2, guidance=1.0, seed=0, progress=False
+        model, request_from_data(model, [0]), Sampler(2, 1.0, seed=0), progress=False
     )
     assert latents.isfinite().all()
 

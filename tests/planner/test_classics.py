@@ -21,9 +21,10 @@ from megatron_pulse.planner.schedule.check.simulate import Timeline, grid, simul
 from megatron_pulse.planner.schedule.check.validate import peak_activations, validate
 from megatron_pulse.planner.schedule.classic.catalog import CLASSICS, SPLIT
 from megatron_pulse.planner.schedule.classic.compare import chimera
+from megatron_pulse.planner.schedule.classic.forward_pass import forward_pass
 from megatron_pulse.planner.schedule.classic.hanayo import hanayo
 from megatron_pulse.planner.schedule.classic.zero_bubble import dualpipe_v
-from megatron_pulse.planner.schedule.operations import Operation, Schedule
+from megatron_pulse.planner.schedule.operations import Operation, OpType, Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
 from megatron_pulse.planner.schedule.registry import make_schedule
 from megatron_pulse.planner.schedule.search.jobshop import job_shop
@@ -276,3 +277,16 @@ def test_other_placements_are_refused(name: str, reason: str) -> None:
             make_schedule(name, fold(2, 2), 4)
     with pytest.raises(ValueError, match="at least one microbatch"):
         CLASSICS[name](runs_on(name, 4)[0], 0)
+
+
+@pytest.mark.parametrize("kind", PLACEMENTS)
+@pytest.mark.parametrize("num_devices", [1, 2, 4])
+def test_forward_pass_runs_on_every_placement(kind: str, num_devices: int) -> None:
+    chunks = 4 if kind == "opposite" else 2 if PLACEMENTS[kind].allows(2) else 1
+    placement = make_placement(kind, num_devices, chunks)
+    for count in (1, 3, 8):
+        schedule = forward_pass(placement, count)
+        run = {op for line in schedule.order for op in line}
+        stages = range(placement.num_stages)
+        assert run == {Operation(OpType.FORWARD, s, m) for s in stages for m in range(count)}
+        assert validate(schedule) == []

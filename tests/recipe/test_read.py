@@ -48,6 +48,8 @@ VALUES = {
     "parallel.solver": "none",
     "parallel.straggler_threshold": 2.0,
     "log.trace_steps": "2-3",
+    "samples.flow_grid": "scheduler",
+    "samples.classes": "0-3",
 }
 """Valid values of keys that take no text or number at will."""
 INSTEAD = {"model.module": 'model.backbone = "uvit-tiny"', "training.epochs": "steps = 10, "}

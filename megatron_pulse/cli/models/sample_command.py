@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -10,6 +11,7 @@ from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
+from megatron_pulse.cli import run_command
 from megatron_pulse.cli.backbone_flags import add_option_flag, option_faults, options_of
 from megatron_pulse.cli.flag_checks import (
     add_flag,
@@ -31,7 +33,6 @@ from megatron_pulse.cli.models.encoder_flags import (
 )
 from megatron_pulse.cli.models.sample_output import (
     Output,
-    SampleDecoder,
     output_faults,
     output_of,
     writer_of,
@@ -41,6 +42,7 @@ from megatron_pulse.cli.shared_flags import add_checkpoint_flags
 from megatron_pulse.dataclass_flags import (
     FROM_ZERO,
     FROM_ZERO_TO_ONE,
+    TO_4096,
     TO_MILLION,
     Range,
     add_flags,
@@ -53,14 +55,23 @@ from megatron_pulse.diffusion.process_flags import (
     ProcessChoice,
     SamplingNoise,
 )
+from megatron_pulse.encoders.sample_decoder import SampleDecoder
 from megatron_pulse.errors import UserError, collecting
+from megatron_pulse.integration.flags.sample_flags import (
+    DEFAULT_BATCH,
+    DEFAULT_GUIDANCE,
+    DEFAULT_STEPS,
+    SEED,
+    parse_classes,
+)
 
 if TYPE_CHECKING:
+    from megatron_pulse.integration.pipeline_sampling import SamplingJob
     from megatron_pulse.integration.sampling import Request, TrainedModel
 
 _DESCRIPTION = """\
-Runs in one process (on a GPU if there is one), for checkpoints of any layout, with EMA weights
-unless --raw. The output is
+Runs in one process (on a GPU if there is one) or on --devices, for checkpoints of any layout, with
+EMA weights unless --raw. The output is
 
   -o FILE.png           a sheet with one row per class, prompt, or sample of the data
   -o DIR                a file for each picture or video frame, which --json lists
@@ -85,15 +96,13 @@ examples:
   pulse sample --load runs/photos --prompt "a red bird" --encoders sd-v1.5 -o birds/ --json
   pulse sample --load runs/control --prompt "a red bird" --control-image edges.png -o bird.png
   pulse sample --load runs/text --from-data 4 --vae sd-vae-ft-mse -o held-out.png
+  pulse sample --load runs/flux --prompt "a red bird" --devices 4 -o bird.png
   pulse sample --load runs/a --option sample_size=96 --vae sd-vae-ft-mse -o larger.png
 """
 
 
-_GUIDANCE = 2.0
-_MOST_CLASS = 1_000_000
 _STEPS_END = "the timesteps of the model's process"
 _STEPS = Range(lambda value: 1 <= value <= 1_000_000, f"from 1 to {_STEPS_END}")
-_SEED = Range(lambda value: 0 <= value < 2**64, "0 or more, and below 2^64")
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -131,7 +140,20 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add("--data SPEC", "dataset of --from-data (default: that of the training)")
     images = "images in each row (default 8)"
     add("--per-class N", images, within=TO_MILLION, default=8)
-    add("--steps N", "sampler steps (default 50)", within=_STEPS, default=50)
+    add("--steps N", "sampler steps (default 50)", within=_STEPS, default=DEFAULT_STEPS)
+    add(
+        "--devices N",
+        "ranks of this machine that share the model, for one that exceeds a device (default 1; "
+        "torchrun's ranks share it without the flag)",
+        within=TO_4096,
+        type=int,
+    )
+    add(
+        "--batch-size N",
+        f"samples of one forward pass; bits depend on it (default {DEFAULT_BATCH})",
+        within=TO_MILLION,
+        default=DEFAULT_BATCH,
+    )
     add(
         "--guidance W",
         "classifier-free guidance; 1 is none (default 2; 1 after training with "
@@ -145,7 +167,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         type=FROM_ZERO_TO_ONE.read,
         default=0.0,
     )
-    add("--seed SEED", "of the starting noise (default 0)", within=_SEED, default=0)
+    add("--seed SEED", "of the starting noise (default 0)", within=SEED, default=0)
     add(
         "--noise",
         "each sample's own, or that of a diffusers pipeline's generator (default per-sample)",
@@ -174,18 +196,37 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def run(args: argparse.Namespace) -> None:
-    """Load, sample, score, write."""
-    require(_check(args))
+    """Load, sample, score, write; with ``--devices`` on ranks that this process starts."""
+    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if num_ranks == 1:
+        require(_check(args))
+        if (args.devices or 1) > 1:
+            words = ["--nproc-per-node", str(args.devices), "-m", "megatron_pulse.cli"]
+            run_command.run(argparse.Namespace(command_line=[*words, *args.words]))
+        else:
+            _run(args, None)
+        return
     prepare_megatron()
-    import torch
+    from megatron_pulse.integration.pipeline_sampling import joined_job
 
-    from megatron_pulse.data.digit_score import digit_score
-    from megatron_pulse.diffusion.sampling import noise_left
-    from megatron_pulse.diffusion.scheduler_export import describe_sampler
-    from megatron_pulse.integration.sampling import load_model, sample_images
+    with joined_job() as job:
+        try:
+            require(_check(args))
+            if args.devices not in (None, num_ranks):
+                raise UserError(f"--devices {args.devices}: {num_ranks} ranks were started")
+            _run(args, job) if job.rank == 0 else job.serve(_load(args, job))
+        except UserError as error:
+            job.release()
+            job.say_once(f"pulse sample: error: {error}")
+            sys.exit(2)
 
+
+def _load(args: argparse.Namespace, job: SamplingJob | None) -> TrainedModel:
+    from megatron_pulse.integration.sampling import load_model
+
+    load = load_model if job is None else job.load_model
     with as_user_error(ValueError):
-        model = load_model(
+        return load(
             args.load,
             args.iteration,
             averaged=not args.raw,
@@ -194,6 +235,18 @@ def run(args: argparse.Namespace) -> None:
             choice=read_flags(ProcessChoice, args),
             chain=args.chain,
         )
+
+
+def _run(args: argparse.Namespace, job: SamplingJob | None) -> None:
+    prepare_megatron()
+    import torch
+
+    from megatron_pulse.data.digit_score import digit_score
+    from megatron_pulse.diffusion.sampling import noise_left
+    from megatron_pulse.diffusion.scheduler_export import describe_sampler
+    from megatron_pulse.integration.sampling import Sampler, sample_images
+
+    model = _load(args, job)
     for change in model.changes:
         print(change, file=sys.stderr)
     if (shapes := model.backbone.num_shapes) > 1:
@@ -217,18 +270,20 @@ def run(args: argparse.Namespace) -> None:
     with as_user_error(ValueError, OSError):
         wanted = request(model, asked)
     guidance, unguided = _guidance(args, model, bool(wanted.null))
+    settings = Sampler(
+        args.steps,
+        1.0 if guidance is None else guidance,
+        args.seed,
+        args.eta,
+        SamplingNoise(args.noise),
+        FlowGrid(args.flow_grid),
+    )
     with as_user_error(ValueError, OSError):
-        samples = sample_images(
-            model,
-            wanted,
-            num_steps=args.steps,
-            guidance=1.0 if guidance is None else guidance,
-            seed=args.seed,
-            eta=args.eta,
-            noise=SamplingNoise(args.noise),
-            flow_grid=FlowGrid(args.flow_grid),
-            progress=sys.stderr.isatty(),
-        )
+        if job is not None:
+            samples = job.draw(model, wanted, settings, args.batch_size)
+        else:
+            shows = sys.stderr.isatty()
+            samples = sample_images(model, wanted, settings, args.batch_size, progress=shows)
     weights = "raw" if args.raw else "averaged"
     sampler, is_flow = describe_sampler(model.process), model.process.objective == Objective.FLOW
     record: dict[str, Any] = {
@@ -274,7 +329,7 @@ def _guidance(
     None if there is no conditioning that can be dropped. Guidance away from a null class or caption
     that training never dropped to is guidance away from noise; a negative prompt takes its place.
     """
-    given = _GUIDANCE if args.guidance is None else float(args.guidance)
+    given = DEFAULT_GUIDANCE if args.guidance is None else float(args.guidance)
     if not has_null:
         lacks = f"{model.backbone.name} is unconditional"
         if model.is_conditional:
@@ -328,21 +383,6 @@ def _check(args: argparse.Namespace) -> list[str]:
     if not args.load.is_dir():
         faults.append(f"--load {args.load} is not a folder; give what training had as --save")
     return faults + vae_faults(args.vae)
-
-
-def parse_classes(text: str) -> list[int]:
-    """``"0-9"``, ``"3,5"`` or ``"0-2,7"`` as a list, each class once."""
-    classes: list[int] = []
-    for part in text.split(","):
-        first, dash, last = part.strip().partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()):
-            raise UserError(f"--classes {text!r}: write classes as 0-9 or 3,5")
-        if int(last if dash else first) > _MOST_CLASS:
-            raise UserError(f"--classes {text[:60]!r}: no model has a class above {_MOST_CLASS:,}")
-        if dash and int(last) < int(first):
-            raise UserError(f"--classes {text!r}: {part.strip()} runs backwards")
-        classes += range(int(first), int(last if dash else first) + 1)
-    return list(dict.fromkeys(classes))
 
 
 def _asked(

@@ -63,7 +63,14 @@ def whole_stage(backbone: Backbone, *, initialise: bool = False) -> MegatronStag
     patch_saving()
     one_process_groups()
     whole = Partition(sequential(1), (0, len(backbone.layers)))
-    config = TransformerConfig(
+    config = stage_config(initialise=initialise)
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    return MegatronStage(config, backbone, trace_routes(backbone, whole), 0, 0, groups)
+
+
+def stage_config(*, initialise: bool = False) -> TransformerConfig:
+    """Megatron's settings of a stage outside a training: fp32, without parallel layers."""
+    return TransformerConfig(
         num_layers=1,
         hidden_size=64,
         num_attention_heads=8,
@@ -71,8 +78,6 @@ def whole_stage(backbone: Backbone, *, initialise: bool = False) -> MegatronStag
         perform_initialization=initialise,
         transformer_impl="local",
     )
-    groups = ProcessGroupCollection.use_mpu_process_groups()
-    return MegatronStage(config, backbone, trace_routes(backbone, whole), 0, 0, groups)
 
 
 def load_whole(

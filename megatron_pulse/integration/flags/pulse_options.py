@@ -28,6 +28,7 @@ from megatron_pulse.dataclass_flags import (
 from megatron_pulse.diffusion.loss import LossChoice
 from megatron_pulse.diffusion.objectives import VALIDATION_TIMES
 from megatron_pulse.diffusion.process_flags import ProcessChoice
+from megatron_pulse.integration.flags.sample_flags import SampleChoice
 from megatron_pulse.planner.layout.embedder_choice import Policy
 from megatron_pulse.planner.layout.placement import PLACEMENTS, Placement, make_placement
 from megatron_pulse.planner.partition.find import DefaultPlacement, default_placement
@@ -439,6 +440,7 @@ class PulseOptions:
         "--tensorboard-dir, the rest is dropped)",
         False,
     )
+    samples: SampleChoice = flags_of(SampleChoice)
     trace: str | None = flag(
         "write DIR/trace.json: operations, waits and messages of every device in some steps; "
         "'pulse compare' compares them with the plan",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from megatron_pulse.integration.loop.encoded_batches import EncodedBatches, Enco
 from megatron_pulse.integration.loop.validation import ValidationLosses
 from megatron_pulse.integration.loop_encoders import DeviceEncoders
 from megatron_pulse.integration.megatron.model import unwrap
-from megatron_pulse.planner.program.plan import Plan
+from megatron_pulse.planner.program.plan import Plan, StepPlan
 from megatron_pulse.runtime.encoding.encoding import Encoding
 from megatron_pulse.runtime.executor import Executor
 from megatron_pulse.runtime.failure_board import FailureBoard, PulseError
@@ -31,6 +31,8 @@ from megatron_pulse.runtime.measure.tracer import TracedRun, Tracer
 from megatron_pulse.runtime.p2p.transfers import Links
 from megatron_pulse.runtime.parameters.replicated_embedders import Replicas
 from megatron_pulse.runtime.pipeline import replicate
+from megatron_pulse.runtime.predictions import ReturnedPredictions
+from megatron_pulse.runtime.protocols import Carrier, SliceFunction
 from megatron_pulse.runtime.self_conditioning import PredictionCarrier, SelfConditioning, joined
 from megatron_pulse.runtime.tensor_settings import Batch, LossFunction, RunSettings
 from megatron_pulse.runtime.watchdog.progress import PROGRESS
@@ -97,7 +99,9 @@ class PulseSchedule:
         self._verifier = verifier
         self._validation = validation
         self._predictions: PredictionCarrier | None = None
+        self._returned = ReturnedPredictions(plan.backbone)
         self._executors: dict[tuple[int, bool, bool], Executor] = {}
+        self._samplers: dict[int, Executor] = {}
         self._links: Links | None = None
         self._replicas: Replicas | None = None
         self._settings: RunSettings | None = None
@@ -176,6 +180,31 @@ class PulseSchedule:
         if not forward_only:  # reading the losses has synchronised with the GPU
             self.step_time = None if meter is None else meter.read()
         return shared
+
+    def predict(
+        self, chunks: list[nn.Module], noisy: Tensor, fields: Batch, micro_batch_size: int
+    ) -> Tensor:
+        """Predictions for ``noisy [n, ...]`` in fp32, in the place of ``noisy`` (collective).
+
+        The rows, and those of ``fields``, are whole microbatches. All ranks of the pipeline pass
+        the same fields; only the first stage's device reads ``noisy`` and gets the predictions.
+        The others get zeros.
+        """
+        config = get_model_config(chunks[0])
+        groups = get_attr_wrapped_model(chunks[0], "pg_collection")
+        device = next(chunks[0].parameters()).device
+        settings = RunSettings(micro_batch_size, config.params_dtype, device, self._returned.keep)
+        self._settings = self._settings or settings
+        rows = {name: value.split(micro_batch_size) for name, value in fields.items()}
+        batches: list[Batch] = [
+            {"noisy": part, **{name: parts[i] for name, parts in rows.items()}}
+            for i, part in enumerate(noisy.split(micro_batch_size))
+        ]
+        executor = self._sampler(_Call(chunks, config, groups, len(batches), True))
+        executor.run(self._returned.of(batches), settings, forward_only=True)
+        if found := self._returned.taken():
+            return torch.cat(found).to(noisy.device)
+        return noisy.new_zeros((len(noisy), *self._plan.backbone.output_spec.shape))
 
     def not_finite(self, batches: Iterator[Batch], loss_scale: float | None = None) -> str:
         """Origin of the non-finite gradients of the last step, in words (collective).
@@ -267,17 +296,9 @@ class PulseSchedule:
     def _executor(self, call: _Call, predicts: bool = False) -> Executor:
         key = (call.num_microbatches, call.forward_only, predicts)
         if key not in self._executors:
-            plan, pipeline = self._plan, call.groups.pp
-            device = pipeline.rank()
+            plan, device = self._plan, call.groups.pp.rank()
             step = plan.step(key[0], forward_only=call.forward_only, predicts=predicts)
-            stages = dict(zip(plan.placement.stages_of_device(device), call.chunks, strict=True))
-            if self._links is None and pipeline.size() > 1:
-                # NCCL makes the group's communicator in its first call, which all ranks must join.
-                here = self._settings_or_fail().device
-                dist.all_reduce(torch.zeros(1, device=here), group=pipeline)
-                self._links = Links(pipeline, self._board, self._timeout_s, here)
-                if plan.routes.replicated:
-                    self._replicas = self._replicate(stages, device)
+            self._connect(call)
             if self._encoded is None and self._encoders is not None:
                 with PROGRESS.during("loading encoders", patient=True):
                     self._encoded = self._load_encoders(device)
@@ -286,23 +307,60 @@ class PulseSchedule:
                 self._predictions = PredictionCarrier(
                     plan.backbone, self._self_conditioning.estimate, self._settings_or_fail()
                 )
-            if self._links is not None:
-                self._links.connect(step.communication)
-            self._executors[key] = Executor(
-                plan.backbone,
-                plan.routes,
-                step.schedule,
-                step.programs[device],
-                device,
-                stages,
-                self._links,
-                self._board,
-                _no_sync(call.config.no_sync_func, stages),
-                self._replicas,
-                self._encoding.workloads(step.schedule) if self._encoding is not None else (),
-                self._predictions if predicts else self._encoding,
-            )
+            tasks = self._encoding.workloads(step.schedule) if self._encoding is not None else ()
+            carrier = self._predictions if predicts else self._encoding
+            self._executors[key] = self._make_executor(call, step, tasks, carrier)
         return self._executors[key]
+
+    def _sampler(self, call: _Call) -> Executor:
+        """Executor of a pass whose predictions return to the first stage's device."""
+        count = call.num_microbatches
+        if count not in self._samplers:
+            self._connect(call)
+            step = self._plan.predicting_step(count)
+            self._samplers[count] = self._make_executor(call, step, (), self._returned)
+        return self._samplers[count]
+
+    def _stages(self, call: _Call) -> dict[int, nn.Module]:
+        own = self._plan.placement.stages_of_device(call.groups.pp.rank())
+        return dict(zip(own, call.chunks, strict=True))
+
+    def _connect(self, call: _Call) -> None:
+        """Make the links of the pipeline, and the copies of replicated embedders, once."""
+        pipeline = call.groups.pp
+        if self._links is not None or pipeline.size() == 1:
+            return
+        # NCCL makes the group's communicator in its first call, which all ranks must join.
+        here = self._settings_or_fail().device
+        dist.all_reduce(torch.zeros(1, device=here), group=pipeline)
+        self._links = Links(pipeline, self._board, self._timeout_s, here)
+        if self._plan.routes.replicated:
+            self._replicas = self._replicate(self._stages(call), pipeline.rank())
+
+    def _make_executor(
+        self,
+        call: _Call,
+        step: StepPlan,
+        bubble_tasks: Sequence[SliceFunction],
+        carrier: Carrier | None,
+    ) -> Executor:
+        plan, device, stages = self._plan, call.groups.pp.rank(), self._stages(call)
+        if self._links is not None:
+            self._links.connect(step.communication)
+        return Executor(
+            plan.backbone,
+            plan.routes,
+            step.schedule,
+            step.programs[device],
+            device,
+            stages,
+            self._links,
+            self._board,
+            _no_sync(call.config.no_sync_func, stages),
+            self._replicas,
+            bubble_tasks,
+            carrier,
+        )
 
     def _load_encoders(self, device: int) -> EncodedBatches | EncodedChains:
         where = self._settings_or_fail().device

@@ -27,6 +27,7 @@ from megatron_pulse.planner.program.device_program import Event, compile_program
 from megatron_pulse.planner.program.nccl_check import check_events
 from megatron_pulse.planner.schedule.check.simulate import simulate
 from megatron_pulse.planner.schedule.check.validate import validate
+from megatron_pulse.planner.schedule.classic.forward_pass import forward_pass
 from megatron_pulse.planner.schedule.operations import BACKWARDS, Schedule
 from megatron_pulse.planner.schedule.passes.insert_offload import offload_all
 from megatron_pulse.planner.schedule.problem import (
@@ -114,6 +115,16 @@ class Plan:
         if faults := wrong_count("num_microbatches", num_microbatches):
             raise PlanError(format_faults("a step", faults))
         return _compile_step(self, num_microbatches, forward_only or predicts, predicts)
+
+    def predicting_step(self, num_microbatches: int) -> StepPlan:
+        """Compile and check a pass of forwards alone, for sampling.
+
+        Predictions go to the first stage's device. The schedule is that of ``forward_pass``, so any
+        number of microbatches works without a search. Raises PlanError with all faults.
+        """
+        if faults := wrong_count("num_microbatches", num_microbatches):
+            raise PlanError(format_faults("a step", faults))
+        return _compile_predicting(self, num_microbatches)
 
     @property
     def is_synthesized(self) -> bool:
@@ -270,9 +281,19 @@ def _compile_step(
         schedule = schedule.forward_only()
     elif not any(op.kind in BACKWARDS for order in schedule.order for op in order):
         raise PlanError(f"{schedule.name} has no backward: it can only evaluate, not train")
+    return _compiled(plan, schedule, predicts)
+
+
+@lru_cache(maxsize=64)
+def _compile_predicting(plan: Plan, num_microbatches: int) -> StepPlan:
+    return _compiled(plan, forward_pass(plan.placement, num_microbatches), predicts=True)
+
+
+def _compiled(plan: Plan, schedule: Schedule, predicts: bool) -> StepPlan:
+    """Programs of the devices for ``schedule``; raises PlanError with all faults."""
     if faults := validate(schedule, plan.partition):
         raise PlanError(format_faults("the plan cannot run", faults))
-    problem = plan.problem_of(num_microbatches)
+    problem = plan.problem_of(schedule.num_microbatches)
     communication = compile_communication(plan.routes, schedule, problem, predicts)
     replicated = bool(plan.routes.replicated)
     programs = tuple(
