@@ -92,7 +92,7 @@ pulse_show_progress() {
     while kill -0 "$1" 2>/dev/null; do
         sleep 1
         # Condense the newest iteration line of Megatron's log to one line.
-        now=$(sed -nE 's/.*iteration +([0-9]+)\/ +([0-9]+) .*loss: ([0-9.E+-]+) .*/\1 of \2, loss \3/p' \
+        now=$(sed -nE 's/.*iteration +([0-9]+)\/ +([0-9]+) .*[|] loss ([0-9.e+-]+) .*/\1 of \2, loss \3/p' \
             "$2" | tail -n 1)
         if [ "$now" != "$shown" ]; then
             if [ -t 1 ]; then

@@ -35,6 +35,15 @@ FIRST = (
 """Folders with the longest files: begun first, nothing waits for them at the end."""
 
 
+SLOW = Path(__file__).with_name("slow.txt")
+"""Node ids of slow tests, a line each, whose faults others beside them find too."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add ``--slow``."""
+    parser.addoption("--slow", action="store_true", help=f"run the tests of {SLOW.name} as well")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Processes that share the files of tests out share what their ranks are forked from."""
     config.addinivalue_line("markers", "gpu: skipped without one; launch/gpu_check.sh runs them")
@@ -51,8 +60,20 @@ def pytest_collection() -> Generator[None, object, object]:
     return result
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest first; the order within a folder stays."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The longest first; the order within a folder stays. Slow ones are left out unless asked for.
+
+    Who names one test by its id asks for it. A line of the list without a test is a fault.
+    """
+    slow = {line for line in SLOW.read_text().splitlines() if line}
+    if config.args in (["tests"], [str(config.rootpath / "tests")]):
+        gone = slow - {item.nodeid for item in items}
+        if gone and not config.getoption("keyword") and not config.getoption("markexpr"):
+            raise pytest.UsageError(f"{SLOW.name} lists tests that are gone: {sorted(gone)}")
+    if not config.getoption("slow") and not any("::" in arg for arg in config.args):
+        left_out = [item for item in items if item.nodeid in slow]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item.nodeid not in slow]
     root = Path(__file__).parent
 
     def place(item: pytest.Item) -> int:

@@ -2,6 +2,7 @@
 # Sets up .venv where needed, then runs every check: ruff, mypy, and all tests, four files at a
 # time: on two cores two wait for their processes while two compute.
 # Arguments go to pytest: bash tests/run.sh tests/planner -k fold
+# Slow tests, those of tests/slow.txt, run with: bash tests/run.sh --slow
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source launch/setup.sh

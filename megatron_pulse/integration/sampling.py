@@ -405,7 +405,8 @@ def sample_parts(
         noises = (noise[request.rows(first, end)] for noise in whole)
 
     def predict(noisy: Tensor, timesteps: Tensor, conditioning: Fields) -> Tensor:
-        return model.predict(noisy, timesteps, conditioning, parts.size)
+        size = parts.size * (len(noisy) // part.count)  # guidance doubles a pass, as in diffusers
+        return model.predict(noisy, timesteps, conditioning, size)
 
     return sample(
         predict,

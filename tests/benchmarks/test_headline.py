@@ -23,7 +23,6 @@ COUNT = 2
 SPLIT = Config(2, 1, 1, 4, ROW, split=True, max_in_flight=True)
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(bool(unavailable()), reason=f"no network namespaces: {unavailable()}")
 def test_contestants_send_what_they_should_and_take_as_long_as_they_must() -> None:
     from tests.benchmarks.cell import compute_s, run_cell

@@ -17,8 +17,6 @@ from tests.integration.runs import BASE, TINY, pipeline
 from tests.launch.sessions import BIN, Session, session
 from tests.ranks import free_port
 
-pytestmark = pytest.mark.slow
-
 TRAINING = [
     "launch/pretrain_diffusion.py", *TINY["uvit"], *BASE,
     "--global-batch-size", "4", "--train-iters", "100000", "--save-interval", "3",

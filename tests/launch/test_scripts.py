@@ -23,7 +23,6 @@ from tests.launch.sessions import ROOT, session
 from tests.ranks import run_ranks
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.timeout(900),
     pytest.mark.skipif(
         Path(sys.prefix) != ROOT / ".venv", reason="the scripts would set up another .venv"

@@ -18,7 +18,6 @@ from tests.launch.sessions import session
 from tests.launch.slurm import SlurmCluster, SlurmError, slurm_cluster, why_no_slurm
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.timeout(600),
     pytest.mark.skipif(bool(why_no_slurm()), reason=f"no Slurm cluster: {why_no_slurm()}"),
 ]

@@ -66,7 +66,6 @@ def run_cases(cases: list[Case]) -> list[Trace]:
     return traces
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("num_devices", [2, 4])
 def test_makespans_are_what_the_simulator_says(num_devices: int) -> None:
     plain, row = fold(num_devices), sequential(num_devices)

@@ -279,13 +279,13 @@ def _open_base(given: str, saved: SavedRun, published: Published) -> PipelineBas
         )
     if given != _KNOWN:
         return open_base(Path(given), published.class_name)
-    faults = []
+    reasons = []
     for folder in saved.base_pipelines:
         try:
             return open_base(folder, published.class_name)
         except PublishedError as error:
-            faults.append(str(error))
-    told = "; ".join(faults) or "the run has neither --pulse-encoders nor an imported pipeline"
+            reasons.append(str(error))
+    told = "; ".join(reasons) or "the run has neither --pulse-encoders nor an imported pipeline"
     raise UserError(f"--pipeline: no base pipeline is known: {told}. Give --pipeline DIR")
 
 

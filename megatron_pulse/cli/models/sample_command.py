@@ -150,7 +150,8 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     add(
         "--batch-size N",
-        f"samples of one forward pass; bits depend on it (default {DEFAULT_BATCH})",
+        f"samples of one forward pass, which guidance doubles; bits depend on it (default "
+        f"{DEFAULT_BATCH})",
         within=TO_MILLION,
         default=DEFAULT_BATCH,
     )

@@ -180,7 +180,7 @@ def test_says_what_would_fit() -> None:
 
 def test_refusals_add_up() -> None:
     """Every config is counted once: refused, left, or simulated with cuts of its own."""
-    for seed, seconds in product(range(4, 8), (None, 0.0, 0.2, 0.4, 1.0)):
+    for seed, seconds in [(4, None), *product(range(4, 8), (0.0, 0.3))]:
         evaluator, candidates = random_evaluator(seed)
         seen: list[Tuning] = []
         budget = None if seconds is None else Budget(seconds, time.process_time)
