@@ -117,6 +117,9 @@ def flag(
     return field(default=default, metadata={"flag": what})
 
 
+RECIPE, STARTING_RECIPE = "recipe.toml", "recipe.starting.toml"
+"""File of the recipe in the folder of a run, and of a start's until its ranks have accepted it."""
+
 RECIPE_KEYS = "PULSE_RECIPE_KEYS"
 """Environment variable of a run by a recipe: JSON object with the recipe's key of each flag."""
 

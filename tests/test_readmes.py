@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from megatron_pulse.cli.main import main, make_parser
+from megatron_pulse.recipe.examples import example_text
 from model_specs.derived import user_code
 from tests.ranks import run_ranks
 
@@ -71,6 +72,10 @@ def test_pages_are_short(path: Path) -> None:
 def test_all_pages_together_are_short() -> None:
     assert len(NAMES) >= 20
     assert sum(len(path.read_text().split()) for path in READMES) <= 20_000
+
+
+def test_front_page_has_the_recipe_of_the_digits() -> None:
+    assert f"```toml\n{example_text('digits')}```" in (ROOT / "README.md").read_text()
 
 
 def test_pages_of_rooms_have_a_picture() -> None:
@@ -163,7 +168,7 @@ def test_pulse_commands_are_taken() -> None:
 def test_other_commands_name_what_is_there(path: Path) -> None:
     for line in lines(path.read_text()):
         words = shlex.split(line)
-        known = ("pulse", "bash", "source", "sbatch", "srun", "torchrun", ".venv/bin/python")
+        known = ("pulse", "bash", "source", "sbatch", "srun", "torchrun", "pip", ".venv/bin/python")
         assert not words or words[0] in known, line
         for word in words:
             if re.fullmatch(r"(launch|tests)/[\w/]+\.(py|sh|sbatch)|tests/\w+", word):

@@ -19,7 +19,7 @@ from megatron_pulse.cli import run_command
 from megatron_pulse.cli.flag_checks import add_parser, as_user_error
 from megatron_pulse.cli.import_megatron import prepare_megatron
 from megatron_pulse.cli.launcher_env import ranks_of
-from megatron_pulse.dataclass_flags import RECIPE_KEYS
+from megatron_pulse.dataclass_flags import RECIPE, RECIPE_KEYS, STARTING_RECIPE
 from megatron_pulse.diffusion.hub import with_local_folders
 from megatron_pulse.errors import UserError, summarize
 from megatron_pulse.files import replacing, unwritable
@@ -92,7 +92,8 @@ def run(args: argparse.Namespace) -> None:
     else:
         start = import_weights(file.recipe.model, output)
     if rank == 0:
-        write_recipe(output / "recipe.toml", file.tables, f"pulse train {output / 'recipe.toml'}")
+        again = f"pulse train {output / RECIPE}"
+        write_recipe(output / (RECIPE if args.prepare else STARTING_RECIPE), file.tables, again)
     if args.prepare:
         return
     flags = [*start.flags, *start.pretrained, *flags]

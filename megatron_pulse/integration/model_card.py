@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from megatron_pulse.backbone.published_weights import Published
+from megatron_pulse.dataclass_flags import RECIPE
 from megatron_pulse.diffusion.hub import HUB_NAME
 from megatron_pulse.diffusion.published import CARD
 from megatron_pulse.errors import UserError
@@ -19,8 +20,6 @@ from megatron_pulse.planner.plan_file.certificate import certificate_path, load_
 from megatron_pulse.planner.plan_file.plan_file import read_plan
 from model_specs import text_recipe
 
-RECIPE = "recipe.toml"
-"""Recipe of the last start, in the folder above the checkpoints."""
 PLAN = "plan.json"
 _HUB_CACHE = re.compile(r"models--([^/]+)--([^/]+)/snapshots/")
 _LICENCE = ("license", "license_name", "license_link")

@@ -18,8 +18,10 @@ import torch
 import torch.distributed as dist
 from megatron.training.determinism import apply_determinism_env
 
+from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.data.data_record import to_saved
 from megatron_pulse.data.dataset import DataError
+from megatron_pulse.dataclass_flags import RECIPE, STARTING_RECIPE
 from megatron_pulse.integration.checkpoint.folders import CheckpointError, newest_named
 from megatron_pulse.integration.checkpoint.lock import FolderInUse, FolderLock
 from megatron_pulse.integration.checkpoint.resume_checks import NewRun, describe
@@ -55,7 +57,7 @@ from megatron_pulse.runtime.collectives import broadcast_from_rank_0
 from megatron_pulse.runtime.rendezvous import Job
 from megatron_pulse.runtime.stop_signals import STOP
 from megatron_pulse.runtime.watchdog.progress import PROGRESS
-from model_specs import describe_weights
+from model_specs import describe_weights, published_form
 
 
 def main() -> None:
@@ -123,10 +125,13 @@ def main() -> None:
         plan = with_schedules(plan, args, options)
         board = job.board()
         assert board is not None  # the ranks have met
+        starting = Path(args.save or ".").parent / STARTING_RECIPE
+        if args.rank == 0 and starting.is_file():
+            starting.replace(starting.with_name(RECIPE))
         with short_log(args):
             train(args, options, plan, data, board, start, begin)
         if args.rank == 0 and newest_named(args.save) is not None:
-            print(_next_commands(Path(args.save)), flush=True)
+            print(_next_commands(Path(args.save), plan.backbone), flush=True)
     except BaseException as error:
         if not isinstance(error, SystemExit) or error.code:
             fail(error, job, args)
@@ -136,13 +141,15 @@ def main() -> None:
     finish(job)  # trained, helped, or stopped as all ranks agreed
 
 
-def _next_commands(saved: Path) -> str:
+def _next_commands(saved: Path, backbone: Backbone) -> str:
     """Where the weights of a run are, and the commands that use them."""
-    recipe = saved.parent / "recipe.toml"
+    recipe = saved.parent / RECIPE
     lines = [f"weights: {saved}"]
     lines += [f"recipe:  {recipe}"] if recipe.is_file() else []
     lines.append(f"sample:  pulse sample --load {saved} -o samples.png")
-    lines.append(f"export:  pulse export --load {saved} --to exported")
+    if not backbone.parts and (form := published_form(backbone)) is not None:
+        suffix = "" if form.library == "diffusers" else ".safetensors"
+        lines.append(f"export:  pulse export --load {saved} --to exported{suffix}")
     return "\n".join(lines)
 
 

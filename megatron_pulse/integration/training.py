@@ -109,7 +109,14 @@ def train(
         encoders = data.encoders
     if isinstance(data, DiffusionData) and (share := options.self_conditioning) is not None:
         own = SelfConditioning(share, args.seed, lambda: args.curr_iteration, data.estimate)
-    policy = KeepPolicy(options.keep_last, args.save_retain_interval, options.keep_best)
+    measured_on = args.pulse_validation_data or f"held back of {args.pulse_data}"
+    policy = KeepPolicy(
+        options.keep_last,
+        args.save_retain_interval,
+        options.keep_best,
+        f"{measured_on}, {args.eval_iters} batches of {args.global_batch_size}, "
+        f"times {options.validation_times}, seed {args.seed}",
+    )
     args.save_retain_interval = None  # Megatron would delete without renaming first
     retention = Retention(Path(args.save) if args.save else None, policy, args.rank)
     saving = Saving(training.save_checkpoint, training.maybe_finalize_async_save, retention)

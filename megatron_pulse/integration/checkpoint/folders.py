@@ -108,10 +108,11 @@ def newest(load: str | Path | None) -> str | None:
 
 @dataclass(frozen=True)
 class BestCheckpoint:
-    """Step with the lowest validation loss of a run, and this loss."""
+    """Step with the lowest validation loss of a run, this loss, and the validation it is of."""
 
     step: Count
     validation_loss: float
+    validation: str = ""
 
     def write(self, save: Path) -> None:
         """Make this the best checkpoint of ``save``, atomically."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import gc
 import math
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -298,7 +297,8 @@ class SamplePictures:
             self._decoder = _decoder(self._args, self._choice, self._plan.backbone, weighs=True)
         with generators_kept():
             pictures = self._decoder(samples).cpu()
-        shutil.rmtree(folder, ignore_errors=True)  # of this step, before the run was resumed
+        for old in folder.glob("[0-9]*.png"):  # of this step, before the run was resumed
+            old.unlink()
         files = write_folder(pictures, folder)["files"]
         each = self._choice.sample_count
         titles = [text if i % each == 0 else "" for i, text in enumerate(self._captions)]

@@ -39,12 +39,14 @@ _LONGEST_REMOVAL_S = 600.0
 class KeepPolicy:
     """Checkpoints that stay: the last ``last``, multiples of ``every``, the best with ``best``.
 
-    Without ``last`` and ``every`` all stay; with ``every`` alone, the last one.
+    Without ``last`` and ``every`` all stay; with ``every`` alone, the last one. ``validation``
+    describes the validation: losses of another are not compared.
     """
 
     last: int | None = None
     every: int | None = None
     best: bool = False
+    validation: str = ""
 
     @property
     def num_last(self) -> int | None:
@@ -69,6 +71,12 @@ class Retention:
                 self._best = read_best(self._save)
             except DamagedError as error:
                 _say(f"warning: {error}; the best checkpoint so far is unknown")
+        if self._best is not None and self._best.validation != policy.validation:
+            _say(
+                f"step {self._best.step} was the best checkpoint by another validation "
+                f"({self._best.validation}, now {policy.validation}): the best is sought anew"
+            )
+            self._best = None
 
     def noting_loss(self, evaluate: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap Megatron's ``evaluate``, whose losses the last pipeline rank has (collective)."""
@@ -155,7 +163,7 @@ class Retention:
         if best is not None and (best.step == step or best.step not in complete):
             best = None  # overwritten, or removed by hand
         if math.isfinite(loss) and (best is None or loss < best.validation_loss):
-            self._best = BestCheckpoint(step, loss)
+            self._best = BestCheckpoint(step, loss, self._policy.validation)
             self._best.write(self._save)
             _say(f"best checkpoint: step {step}, validation loss {loss:.6g}")
 
