@@ -130,13 +130,18 @@ def test_limits_of_files_count_as_well(tmp_path: Path) -> None:
 
 @contextmanager
 def limited(num_bytes: int) -> Iterator[None]:
-    """No file of this process grows beyond this size, within."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    """No file of this process grows beyond this size, within.
+
+    Python would leave truncated bytecode of modules that it imports for the first time.
+    """
+    before, writes_none = resource.getrlimit(resource.RLIMIT_FSIZE), sys.dont_write_bytecode
+    sys.dont_write_bytecode = True
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        sys.dont_write_bytecode = writes_none
 
 
 WRITERS: dict[str, Callable[[Path], object]] = {
@@ -196,6 +201,7 @@ def test_limits_of_what_commands_write(tmp_path: Path, capsys: pytest.CaptureFix
 def train_limited(*flags: str) -> None:
     """Train; files of rank 1 are limited, and it writes a share of the checkpoint."""
     if os.environ["RANK"] == "1":
+        sys.dont_write_bytecode = True  # it would be truncated
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
     train([*LONG, *flags])
 
