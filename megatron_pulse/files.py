@@ -7,6 +7,7 @@ the values are those of the file, or FileError gives the reasons.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -68,6 +69,15 @@ def cache_folder() -> Path:
     if named := os.environ.get("PULSE_CACHE_DIR"):
         return Path(named)
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "megatron_pulse"
+
+
+def digest_of_sources(*folders: Path) -> str:
+    """Digest of all Python files in ``folders``, for caches whose results depend on this code."""
+    digest = hashlib.sha256()
+    for folder in folders:
+        for path in sorted(folder.rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 @contextmanager

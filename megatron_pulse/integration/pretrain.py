@@ -142,7 +142,7 @@ def main() -> None:
 
 
 def _next_commands(saved: Path, backbone: Backbone) -> str:
-    """Where the weights of a run are, and the commands that use them."""
+    """Lines on a run's weights and recipe, and the commands that use them."""
     recipe = saved.parent / RECIPE
     lines = [f"weights: {saved}"]
     lines += [f"recipe:  {recipe}"] if recipe.is_file() else []

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from megatron_pulse.backbone.chain import Backbone
-from megatron_pulse.files import cache_folder
+from megatron_pulse.files import cache_folder, digest_of_sources
 from megatron_pulse.profile.files import load_profile, save_profile
 from megatron_pulse.profile.measurement.machine import driver, measured_device, num_threads
 from megatron_pulse.profile.profile import Profile, ProfileError
@@ -62,8 +62,7 @@ def _key(backbone: Backbone, device: torch.device, settings: Sequence[object]) -
 
 def _code() -> str:
     """Digest of the code that is measured and that measures."""
-    digest, package = hashlib.sha256(), Path(__file__).parents[2]
-    for folder in (package / "profile", package / "runtime", package.parent / "model_specs"):
-        for path in sorted(folder.rglob("*.py")):
-            digest.update(path.read_bytes())
-    return digest.hexdigest()
+    package = Path(__file__).parents[2]
+    return digest_of_sources(
+        package / "profile", package / "runtime", package.parent / "model_specs"
+    )

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_pulse.file_kinds import FileKind
-from megatron_pulse.files import add_checksum, cache_folder, read_json
+from megatron_pulse.files import add_checksum, cache_folder, digest_of_sources, read_json
 from megatron_pulse.planner.schedule.bound.bounds import lower_bound
 from megatron_pulse.planner.schedule.check.simulate import simulate
 from megatron_pulse.planner.schedule.check.validate import faults_for
@@ -122,10 +122,7 @@ def exact(problem: ScheduleProblem) -> str:
 @lru_cache
 def _code() -> str:
     """Digest of the scheduling code, because other code may find other solutions."""
-    digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.rglob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
+    return digest_of_sources(Path(__file__).parent)
 
 
 def _answer(problem: ScheduleProblem, entry: Entry) -> Synthesis | None:

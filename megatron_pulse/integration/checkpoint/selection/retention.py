@@ -30,7 +30,6 @@ from megatron_pulse.integration.checkpoint.selection.stored_checkpoints import (
     StoredCheckpoint,
     stored_in,
 )
-from megatron_pulse.runtime.collectives import gather_objects
 
 _LONGEST_REMOVAL_S = 600.0
 
@@ -55,7 +54,7 @@ class KeepPolicy:
 
 
 class Retention:
-    """Policy applied to the folder of ``--save`` by one rank; other ranks report losses only."""
+    """Policy applied to the folder of ``--save`` by rank 0; other ranks do nothing."""
 
     def __init__(self, save: Path | None, policy: KeepPolicy, rank: int) -> None:
         self._save = save if rank == 0 else None
@@ -79,15 +78,13 @@ class Retention:
             self._best = None
 
     def noting_loss(self, evaluate: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap Megatron's ``evaluate``, whose losses the last pipeline rank has (collective)."""
+        """Wrap an ``evaluate`` that returns its losses on all ranks."""
         if not self._policy.best:
             return evaluate
 
         def run(*args: Any, **kwargs: Any) -> Any:
             result = evaluate(*args, **kwargs)
-            loss = float(result[0]["loss"]) if result[0] else None
-            known = [one for one in gather_objects(loss) if one is not None]
-            self._evaluated = known[0] if known else None
+            self._evaluated = float(result[0]["loss"]) if result[0] else None
             return result
 
         return run
