@@ -38,6 +38,7 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
 
+from megatron_pulse.adapters.choice import Adapter
 from megatron_pulse.backbone.cascade import CASCADE, cascade
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.check import BackboneError, require_valid
@@ -45,7 +46,7 @@ from megatron_pulse.backbone.published_weights import Published
 from megatron_pulse.dataclass_flags import flag_value
 from megatron_pulse.encoders.text_recipe import TextRecipe, folder_name, padded_length, text_fields
 from megatron_pulse.errors import UserError, describe_exception, format_faults, unknown_name
-from megatron_pulse.profile.trainable import trained_as
+from megatron_pulse.profile.trainable import TrainedPart, choose_trained, trained_part
 from model_specs.common.compare_configs import BackboneComparison, compare_configs, left_open
 from model_specs.common.options import (
     FamilyConfig,
@@ -254,7 +255,21 @@ def load_recorded(record: Mapping[str, Any]) -> Backbone:
     family = backbone.record["family"]
     if (said := record.get("family", family)) != family:
         raise ValueError(f"{record['name']} belongs to the family {family}, not {said!r}")
-    return trained_as(backbone, record)
+    return trained_as(backbone, trained_part(record))
+
+
+def trained_as(backbone: Backbone, part: TrainedPart) -> Backbone:
+    """``backbone`` with the adapter, and the selection of parameters, of ``part``.
+
+    Raises ValueError for patterns or an adapter that do not fit.
+    """
+    if part.adapter is not None:
+        from megatron_pulse.adapters.attach import with_adapter
+
+        backbone = with_adapter(backbone, Adapter.from_record(part.adapter))
+    if part.train or part.freeze:
+        backbone = choose_trained(backbone, part.train, part.freeze)
+    return backbone
 
 
 def compare_models(there: Mapping[str, Any], here: Mapping[str, Any]) -> BackboneComparison:

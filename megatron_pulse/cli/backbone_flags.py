@@ -1,6 +1,6 @@
 """Flags for the backbone, shared by several commands.
 
-They are ``--backbone``, ``--module``, ``--option``, ``--train`` and ``--freeze``.
+They are ``--backbone``, ``--module``, ``--option``, ``--train``, ``--freeze`` and ``--adapter``.
 """
 
 from __future__ import annotations
@@ -8,9 +8,11 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from megatron_pulse.adapters.choice import AdapterChoice
 from megatron_pulse.cli.flag_checks import add_flag
 from megatron_pulse.cli.import_megatron import prepare_megatron
-from megatron_pulse.dataclass_flags import key_values
+from megatron_pulse.dataclass_flags import add_flags, key_values, read_flags
+from megatron_pulse.dataclass_flags import flag_faults as dataclass_faults
 from megatron_pulse.errors import collecting
 
 if TYPE_CHECKING:
@@ -43,16 +45,18 @@ def add_layers_flags(parser: argparse.ArgumentParser, file_flag: str, meaning: s
         ("--freeze", "freeze matching parameters, as down_blocks.0.*"),
     ):
         add_flag(parser, f"{flag} PATTERN", f"{does} (repeatable)", action="append", default=[])
+    add_flags(AdapterChoice, parser)
 
 
 def layers_faults(args: argparse.Namespace, is_file: bool) -> list[str]:
     """Faults of the backbone flags; beside a file there are none."""
     if not is_file:
-        return backbone_faults(args)
+        return [*backbone_faults(args), *dataclass_faults(read_flags(AdapterChoice, args))]
     return [
-        f"--{name} is for --backbone" for name in ("option", "train", "freeze")
+        f"--{name} is for --backbone"
+        for name in ("option", "train", "freeze", "adapter")
         if getattr(args, name)
-    ]  # fmt: skip
+    ]
 
 
 def add_code_flag(parser: Any, what: str) -> None:
@@ -92,14 +96,16 @@ def add_option_flag(parser: argparse.ArgumentParser, meaning: str) -> None:
 
 def trained_backbone(args: argparse.Namespace, dtype: str) -> Backbone:
     """Backbone of the backbone flags, for parameters of ``dtype``."""
-    from megatron_pulse.profile.trainable import trained_as
-    from model_specs import in_dtype, load_backbone
+    from megatron_pulse.profile.trainable import TrainedPart
+    from model_specs import in_dtype, load_backbone, trained_as
 
     options = in_dtype(args.backbone, options_of(args), dtype)
     backbone = load_backbone(args.backbone, options)
-    if args.train or args.freeze:
+    adapter = read_flags(AdapterChoice, args).record
+    part = TrainedPart(tuple(args.train), tuple(args.freeze), adapter)
+    if any(part):
         prepare_megatron()
-    return trained_as(backbone, {"train": args.train, "freeze": args.freeze})
+    return trained_as(backbone, part)
 
 
 def option_faults(args: argparse.Namespace) -> list[str]:

@@ -1,4 +1,4 @@
-"""Selection of the parameters that a run trains; the others are frozen."""
+"""Parameters that a run trains; the others are frozen."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
+from megatron_pulse.adapters.choice import describe
 from megatron_pulse.backbone.chain import Backbone, Layer
 from megatron_pulse.errors import UserError, format_faults, unmatched_patterns
 from megatron_pulse.profile.measurement.layer_context import meta_context
@@ -70,26 +71,29 @@ def _none_left(count: int) -> str:
     return f"none of its {count} parameters is trained"
 
 
-def patterns_of(record: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """``train`` and ``freeze`` patterns of a backbone's record."""
-    return tuple(record.get("train", ())), tuple(record.get("freeze", ()))
+class TrainedPart(NamedTuple):
+    """What a run trains of a model: parameters by patterns, and an adapter (its record)."""
+
+    train: tuple[str, ...] = ()
+    freeze: tuple[str, ...] = ()
+    adapter: Mapping[str, Any] | None = None
+
+    def __str__(self) -> str:
+        every = "everything" if self.adapter is None else describe(self.adapter)
+        said = ", ".join(self.train) or every
+        return said + (f" but {', '.join(self.freeze)}" if self.freeze else "")
+
+
+def trained_part(record: Mapping[str, Any]) -> TrainedPart:
+    """What a run with this backbone's record trains."""
+    return TrainedPart(
+        tuple(record.get("train", ())), tuple(record.get("freeze", ())), record.get("adapter")
+    )
 
 
 def identity(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Record without its patterns, equal for all selections from one model."""
-    return {key: value for key, value in record.items() if key not in ("train", "freeze")}
-
-
-def trained_as(backbone: Backbone, record: Mapping[str, Any]) -> Backbone:
-    """Apply the training patterns of ``record`` to ``backbone``."""
-    patterns = patterns_of(record)
-    return choose_trained(backbone, *patterns) if any(patterns) else backbone
-
-
-def describe_patterns(patterns: tuple[Sequence[str], Sequence[str]]) -> str:
-    """Short text of the patterns."""
-    train, freeze = patterns
-    return (", ".join(train) or "everything") + (f" but {', '.join(freeze)}" if freeze else "")
+    """Record without what is trained, equal for all trainings of one model."""
+    return {key: value for key, value in record.items() if key not in TrainedPart._fields}
 
 
 def _recorded(train: Sequence[str], freeze: Sequence[str]) -> dict[str, list[str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from megatron_pulse.adapters.low_rank import factor_names, first_factors
 from megatron_pulse.backbone.chain import TensorSpec
+from megatron_pulse.tracing.adapted_graph import UnitAdapter, adaptable_weights, adapted
 from megatron_pulse.tracing.chains import Chains
 from megatron_pulse.tracing.dotted_parameters import Nest, container_of, register_parameters
 from megatron_pulse.tracing.graph_analysis import operation
@@ -120,6 +122,7 @@ class DerivedLayer(Nest):
             name: nn.Parameter(self._first(name, values, device), name in chain.trained)
             for name in unit.weights
         }
+        self._adapter: UnitAdapter | None = None
         self._compiled: dict[tuple[UnitChain, torch.device], Any] = {}
         self._containers: dict[str, tuple[nn.Module, str]] = {}
         self._undivided = undivided(unit)
@@ -145,6 +148,24 @@ class DerivedLayer(Nest):
         if dtype == value.dtype and self._source.weights.is_new:
             return value
         return torch.empty_like(weight, dtype=dtype, device=value.device).copy_(value)
+
+    def adaptable(self) -> list[str]:
+        """Names of the layers with a weight that takes an adapter. See ``adapters.attach``."""
+        return [name.removesuffix(".weight") for name in adaptable_weights(self._unit)]
+
+    def add_adapter(self, layers: Collection[str], rank: int, scale: float) -> None:
+        """Add trained factors beside the weights of ``layers``. See ``adapters.attach``."""
+        weights = tuple(f"{layer}.weight" for layer in layers)
+        self._adapter = UnitAdapter(weights, scale)
+        self._unit = adapted(self._unit, self._adapter)
+        self._undivided = undivided(self._unit)
+        made: dict[str, nn.Parameter] = {}
+        for name in weights:
+            weight = self._parameter(name)
+            factors = first_factors(weight, rank, name, torch.initial_seed(), weight.device)
+            made.update(zip(factor_names(name), factors, strict=True))
+        register_parameters(self, made)
+        self._containers.update((name, container_of(self, name)) for name in made)
 
     @property
     def undivided(self) -> list[nn.Parameter]:
@@ -197,7 +218,7 @@ class DerivedLayer(Nest):
                 break
         exported = source.chains.first.state
         for name, p in weights.items():
-            if p.dtype != exported[name].dtype:
+            if name in exported and p.dtype != exported[name].dtype:
                 raise ValueError(
                     f"{self._unit.name}: parameters are {p.dtype}, but the module was exported in "
                     f"{exported[name].dtype}. Give from_module a module with the run's dtype"
@@ -222,6 +243,8 @@ class DerivedLayer(Nest):
     def _executable(self, chain: UnitChain, device: torch.device) -> Any:
         if (chain, device) not in self._compiled:
             unit = chain.units[self._index]
+            if self._adapter is not None:
+                unit = adapted(unit, self._adapter)
             self._compiled[chain, device] = executable(unit.graph, chain, device)
         return self._compiled[chain, device]
 

@@ -140,14 +140,14 @@ def _against_the_world(
     )
     from megatron_pulse.planner.tune.plans.verify_figures import figure_faults
     from megatron_pulse.profile.parameters import count_parameters
-    from megatron_pulse.profile.trainable import patterns_of
+    from megatron_pulse.profile.trainable import trained_part
     from model_specs import load_recorded
 
     faults: list[str] = []
     fine: dict[str, str] = {}
     parameters: tuple[int, ...] | None = None
     try:
-        if count or any(patterns_of(record["backbone"])):
+        if count or any(trained_part(record["backbone"])):
             prepare_megatron()
         backbone = load_recorded(record["backbone"])
         if count:

@@ -28,8 +28,13 @@ from megatron_pulse.errors import format_faults
 from megatron_pulse.integration.checkpoint.diffusion_process import continued_process, saved_process
 from megatron_pulse.integration.checkpoint.lr_schedule import LENGTHS, SHAPE, given_schedule
 from megatron_pulse.integration.checkpoint.starting_point import StartingPoint
-from megatron_pulse.integration.flags.pulse_options import FlagMark, PulseOptions, pulse_flags
-from megatron_pulse.profile.trainable import describe_patterns, patterns_of
+from megatron_pulse.integration.flags.pulse_options import (
+    TRAINED_FLAGS,
+    FlagMark,
+    PulseOptions,
+    pulse_flags,
+)
+from megatron_pulse.profile.trainable import trained_part
 from model_specs import compare_models, weights_folder
 
 
@@ -110,13 +115,13 @@ def _other_sizes(start: StartingPoint, wanted: NewRun) -> Iterator[str]:
 
 def has_ema_of(start: StartingPoint, record: Mapping[str, Any]) -> bool:
     """True if it holds an EMA of all weights that a run of this record trains."""
-    return start.saved.has_ema and patterns_of(start.saved.record) == patterns_of(record)
+    return start.saved.has_ema and trained_part(start.saved.record) == trained_part(record)
 
 
 def _newly_trained(start: StartingPoint, wanted: NewRun) -> Iterator[str]:
-    theirs, ours = patterns_of(start.saved.record), patterns_of(wanted.record)
+    theirs, ours = trained_part(start.saved.record), trained_part(wanted.record)
     if theirs != ours:
-        yield f"trained parameters: {describe_patterns(ours)} (was {describe_patterns(theirs)})"
+        yield f"trained parameters: {ours} (was {theirs})"
 
 
 def _new_ema(start: StartingPoint, wanted: NewRun) -> Iterator[str]:
@@ -139,11 +144,11 @@ def _no_optimizer(start: StartingPoint, wanted: NewRun) -> Iterator[str]:
         )
         return
     before = saved.arguments
-    theirs, ours = patterns_of(saved.record), patterns_of(wanted.record)
+    theirs, ours = trained_part(saved.record), trained_part(wanted.record)
     if theirs != ours:
         yield (
-            f"its optimizer state is for training {describe_patterns(theirs)}, but this run trains "
-            f"{describe_patterns(ours)}. Give the same --pulse-train and --pulse-freeze, {_OR_NEW}"
+            f"its optimizer state is for training {theirs}, but this run trains {ours}. Give the "
+            f"same {TRAINED_FLAGS}, {_OR_NEW}"
         )
     if before.optimizer != args.optimizer:
         yield f"it was trained with --optimizer {before.optimizer}. Give the same, {_OR_NEW}"

@@ -6,15 +6,16 @@ import argparse
 from collections.abc import Iterator
 from dataclasses import replace
 
+from megatron_pulse.adapters.choice import AdapterChoice
 from megatron_pulse.dataclass_flags import flag_name, marked
 from megatron_pulse.integration.flags.parse import CommandLine
-from megatron_pulse.integration.flags.pulse_options import FlagMark, PulseOptions
+from megatron_pulse.integration.flags.pulse_options import TRAINED_FLAGS, FlagMark, PulseOptions
 from megatron_pulse.planner.partition.memory import ADAM_BYTES
 from megatron_pulse.planner.plan_file.equivalent_flags import decided_flags
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.profile.channels_last import OPTION, in_format_of, in_given_format
 from megatron_pulse.profile.optimizer_state import optimizer_bytes
-from megatron_pulse.profile.trainable import describe_patterns, identity, patterns_of
+from megatron_pulse.profile.trainable import identity, trained_part
 from model_specs import in_dtype, is_module, load_backbone, load_recorded
 
 
@@ -33,8 +34,9 @@ def apply_plan(plan: PlanFile, args: argparse.Namespace, options: PulseOptions) 
         self_conditioning=own,
         backbone=options.backbone if is_module(options.backbone or "") else plan.backbone["name"],
         options=dict(in_given_format(plan.backbone, options.options)["options"]),
-        train=patterns_of(plan.backbone)[0],
-        freeze=patterns_of(plan.backbone)[1],
+        train=trained_part(plan.backbone).train,
+        freeze=trained_part(plan.backbone).freeze,
+        adapter=AdapterChoice.of_record(trained_part(plan.backbone).adapter),
         placement=str(plan.placement.kind),
         num_chunks=plan.placement.num_chunks,
     )
@@ -92,12 +94,9 @@ def contradictions(
                 f"{flag} {name} with these options differs from the backbone of {by} "
                 f"({plan.backbone['name']}). Leave both flags out, or tune for this backbone"
             )
-    patterns = options.train, options.freeze
-    if any(patterns) and patterns != patterns_of(plan.backbone):
-        yield (
-            f"--pulse-train and --pulse-freeze say {describe_patterns(patterns)}, but {by} says "
-            f"{describe_patterns(patterns_of(plan.backbone))}. Leave the flags out"
-        )
+    ours, theirs = options.trained_part, trained_part(plan.backbone)
+    if any(ours) and ours != theirs:
+        yield f"{TRAINED_FLAGS} say {ours}, but {by} says {theirs}. Leave the flags out"
     yield from decided_by(by, line)
 
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 
+from megatron_pulse.adapters.choice import AdapterChoice
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.data.build import several_parts
 from megatron_pulse.dataclass_flags import (
@@ -35,9 +36,11 @@ from megatron_pulse.planner.partition.find import DefaultPlacement, default_plac
 from megatron_pulse.planner.schedule.ilp.solvers import Solver, read_solver
 from megatron_pulse.planner.schedule.registry import SCHEDULES
 from megatron_pulse.profile.roofline import PRESETS
+from megatron_pulse.profile.trainable import TrainedPart
 from megatron_pulse.runtime.watchdog.call_with_timeout import backstop_timeout_s
 
 PREFIX = "pulse-"
+TRAINED_FLAGS = "--pulse-train, --pulse-freeze and --pulse-adapter"
 ENCODER_SCHEDULES = ("auto", "store", "fill", "before-step")
 """When an encoder runs (see the flag)."""
 
@@ -163,6 +166,7 @@ class PulseOptions:
         (),
         metavar="PATTERN",
     )
+    adapter: AdapterChoice = flags_of(AdapterChoice)
     recompute: tuple[str, ...] = flag(
         "full activation recomputation in the layers whose names match, e.g. blocks.* "
         "(repeatable; for all layers: --recompute-granularity full)",
@@ -453,6 +457,11 @@ class PulseOptions:
         metavar="FIRST-LAST",
         read=_steps,
     )
+
+    @property
+    def trained_part(self) -> TrainedPart:
+        """What these flags train of the model."""
+        return TrainedPart(self.train, self.freeze, self.adapter.record)
 
     def make_placement(self, num_devices: int, backbone: Backbone) -> Placement:
         """Placement of ``backbone`` on ``num_devices`` pipeline devices.

@@ -51,17 +51,18 @@ from megatron_pulse.profile.roofline import (
     custom_device,
     known_device,
 )
-from megatron_pulse.profile.trainable import (
-    TrainedError,
-    describe_patterns,
-    none_trained,
-    patterns_of,
-    trained_as,
-)
+from megatron_pulse.profile.trainable import TrainedError, none_trained, trained_part
 from megatron_pulse.runtime.collectives import broadcast_from_rank_0
 from megatron_pulse.runtime.measure.execution_modes import RUNNING
 from megatron_pulse.runtime.watchdog.progress import PROGRESS
-from model_specs import in_dtype, is_module, load_backbone, load_recorded, with_texts_of
+from model_specs import (
+    in_dtype,
+    is_module,
+    load_backbone,
+    load_recorded,
+    trained_as,
+    with_texts_of,
+)
 
 
 def plan_run(
@@ -313,7 +314,7 @@ def backbone_of_flags(args: argparse.Namespace, options: PulseOptions) -> Backbo
 
 def with_trainable_params(backbone: Backbone, options: PulseOptions) -> Backbone:
     """``backbone`` with the trainable parameters of the flags; raises ValueError if impossible."""
-    backbone = trained_as(backbone, {"train": options.train, "freeze": options.freeze})
+    backbone = trained_as(backbone, options.trained_part)
     if fault := none_trained(backbone):
         raise TrainedError(fault)
     return backbone
@@ -346,11 +347,10 @@ def _profile(
                 f"({profile.backbone.get('name')}, {len(names)} layers). Profile this one with "
                 f"'pulse profile --{kind} {backbone.name}' and the same options"
             )
-        if (theirs := patterns_of(profile.backbone)) != patterns_of(backbone.record):
+        if (theirs := trained_part(profile.backbone)) != trained_part(backbone.record):
             raise ValueError(
-                f"--pulse-profile {options.profile} was measured for training "
-                f"{describe_patterns(theirs)}. Profile with the same patterns ('pulse profile "
-                "--train P --freeze P')"
+                f"--pulse-profile {options.profile} was measured for training {theirs}. Profile "
+                "what this run trains ('pulse profile --train P --freeze P', or --adapter)"
             )
         by = f"--pulse-profile {options.profile}"
         if args.rank == 0 and (said := format_caution(profile.backbone, backbone.record, by)):

@@ -28,10 +28,10 @@ from megatron_pulse.planner.layout.embedder_choice import Policy
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.planner.program.plan import Plan
 from megatron_pulse.planner.tune.plans.verify_figures import load_checked
-from megatron_pulse.profile.trainable import patterns_of, trained_as
+from megatron_pulse.profile.trainable import trained_part
 from megatron_pulse.runtime.stage import layer_seed
 from megatron_pulse.runtime.tensor_settings import Batch
-from model_specs import allow, load_backbone
+from model_specs import allow, load_backbone, trained_as
 
 NUMBER, WEIGHT = "verify.number", "verify.weight"
 """Fields of a microbatch: its number in the step, and the factor of its loss."""
@@ -120,9 +120,8 @@ def read_plan_of(job: VerifyJob) -> tuple[PlanFile, Backbone]:
     """Plan of the job's file, and its chain as the job names it."""
     given = load_checked(job.plan)
     allow(job.backbone)
-    train, freeze = patterns_of(given.backbone)
     backbone = load_backbone(job.backbone, job.options)
-    return given, trained_as(backbone, {"train": train, "freeze": freeze})
+    return given, trained_as(backbone, trained_part(given.backbone))
 
 
 def planned(job: VerifyJob, given: PlanFile, backbone: Backbone) -> Plan:

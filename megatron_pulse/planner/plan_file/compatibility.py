@@ -17,7 +17,7 @@ from megatron_pulse.planner.program.plan import Plan, PlanError
 from megatron_pulse.planner.schedule.check.validate import peak_memory
 from megatron_pulse.profile.channels_last import format_of
 from megatron_pulse.profile.roofline import ELEMENT_BYTES
-from megatron_pulse.profile.trainable import patterns_of
+from megatron_pulse.profile.trainable import trained_part
 
 
 def check_backbone(
@@ -193,7 +193,7 @@ def _gradient_faults(given: PlanFile, backbone: Backbone) -> Iterator[str]:
     for name in left_out:
         yield f"profile.{name} is false; {backbone.name}, trained as the plan says, needs it"
     frozen = [i for i, layer in enumerate(profile.layers) if layer.frozen_parameters]
-    freezes = any(patterns_of(backbone.record)) or not all(la.trained for la in backbone.layers)
+    freezes = any(trained_part(backbone.record)) or not all(la.trained for la in backbone.layers)
     if frozen and backbone.record and not freezes:
         yield (
             f"profile.layers.{frozen[0]}.frozen_parameters is "

@@ -1,0 +1,63 @@
+"""Arithmetic of low-rank adapters, in the operations and order of peft's LoRA."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+A, B = "lora_A.weight", "lora_B.weight"
+"""Names of the two factors below the name of a layer, as in peft."""
+
+
+def factor_names(weight: str) -> tuple[str, str]:
+    """Names of the factors A and B beside the parameter ``weight``."""
+    layer = weight.removesuffix(".weight")
+    return f"{layer}.{A}", f"{layer}.{B}"
+
+
+def add_linear(result: Tensor, inputs: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """``result + scale B A x`` of a linear map; ``a [r, in]``, ``b [out, r]``, ``inputs [.., in]``."""
+    return result + F.linear(F.linear(inputs, a), b) * scale
+
+
+def add_conv2d(
+    result: Tensor, inputs: Tensor, a: Tensor, b: Tensor, scale: float, settings: Mapping[str, Any]
+) -> Tensor:
+    """``add_linear`` of a convolution; ``a [r, in, k, k]`` has its ``settings``, ``b [out, r, 1, 1]``."""
+    return result + F.conv2d(F.conv2d(inputs, a, **settings), b) * scale
+
+
+def factor_shapes(weight: Tensor, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes of A and B for a weight ``[out, in, *kernel]``."""
+    out, *rest = weight.shape
+    return (rank, *rest), (out, rank, *(1 for _ in rest[1:]))
+
+
+def first_factors(
+    weight: Tensor, rank: int, name: str, seed: int, device: torch.device
+) -> tuple[nn.Parameter, nn.Parameter]:
+    """Factors of a new adapter at ``weight``: A uniform as peft draws it, B zero.
+
+    A depends on ``seed`` and the layer's ``name`` alone, and so not on the layout.
+    """
+    shape_a, shape_b = factor_shapes(weight, rank)
+    b = nn.Parameter(torch.zeros(shape_b, dtype=weight.dtype, device=device))
+    if device.type == "meta":
+        return nn.Parameter(torch.empty(shape_a, dtype=weight.dtype, device=device)), b
+    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    bound = 1 / math.sqrt(math.prod(shape_a[1:]))  # Kaiming's uniform bound with a = sqrt(5)
+    a = (torch.rand(shape_a, generator=generator) * 2 - 1) * bound
+    return nn.Parameter(a.to(device, weight.dtype)), b
+
+
+def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """Weight with the adapter's effect, ``W + scale B A``, computed in fp64."""
+    change = b.double().flatten(1) @ a.double().flatten(1)
+    return (weight.double() + scale * change.view(weight.shape)).to(weight.dtype)

@@ -1,0 +1,92 @@
+"""Graphs of units with low-rank adapters beside their linear maps and convolutions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from megatron_pulse.adapters.low_rank import add_conv2d, add_linear, factor_names
+from megatron_pulse.tracing.units import Unit
+
+_LINEAR = torch.ops.aten.linear.default
+_CONVOLUTIONS = (torch.ops.aten.conv2d.default, torch.ops.aten.conv2d.padding)
+
+
+@dataclass(frozen=True)
+class UnitAdapter:
+    """Adapter of a unit: the ``weights`` beside which it has factors, and their ``scale``."""
+
+    weights: tuple[str, ...]
+    scale: float
+
+
+def adaptable_weights(unit: Unit) -> list[str]:
+    """Weights of a unit that only linear maps and ungrouped 2D convolutions use, and as weights."""
+    used: dict[str, bool] = {}
+    own = _weights(unit)
+    for node in unit.graph.nodes:
+        for given in node.all_input_nodes:
+            if given in own:
+                fits = _takes_adapter(node) and node.args[1] is given and node.args[0] is not given
+                used[own[given]] = used.get(own[given], True) and fits
+    return [name for name, fits in used.items() if fits and name.endswith(".weight")]
+
+
+def adapted(unit: Unit, adapter: UnitAdapter) -> Unit:
+    """``unit`` with the factors of ``adapter`` as further weights."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(unit.graph, {}))
+    of_graph = replace(unit, graph=graph)
+    names = {node: name for node, name in _weights(of_graph).items() if name in adapter.weights}
+    last = [node for node in graph.nodes if node.op == "placeholder"][-1]
+    factors: dict[str, tuple[fx.Node, fx.Node]] = {}
+    added: list[str] = []
+    for name in adapter.weights:
+        pair = []
+        for factor in factor_names(name):
+            with graph.inserting_after(last):
+                last = graph.placeholder(f"adapter_{len(added)}")
+            pair.append(last)
+            added.append(factor)
+        factors[name] = pair[0], pair[1]
+    for node in list(graph.nodes):
+        if not _takes_adapter(node) or node.args[1] not in names:
+            continue
+        arguments = (node, node.args[0], *factors[names[node.args[1]]], adapter.scale)
+        with graph.inserting_after(node):
+            if node.target == _LINEAR:
+                result = graph.call_function(add_linear, arguments)
+            else:
+                result = graph.call_function(add_conv2d, (*arguments, dict(_settings(node))))
+        node.replace_all_uses_with(result, delete_user_cb=lambda user, own=result: user is not own)
+    graph.lint()
+    return replace(of_graph, state=(*unit.state, *added), weights=(*unit.weights, *added))
+
+
+def _weights(unit: Unit) -> dict[fx.Node, str]:
+    """Placeholders of the unit's weights, with their names."""
+    placeholders = (node for node in unit.graph.nodes if node.op == "placeholder")
+    names = zip(placeholders, (*unit.takes, *unit.state), strict=True)
+    return {node: name for node, name in names if name in unit.weights}
+
+
+def _takes_adapter(node: fx.Node) -> bool:
+    if node.target == _LINEAR:
+        return True
+    groups = dict(_arguments(node)).get("groups", 1) if node.target in _CONVOLUTIONS else 0
+    return groups == 1
+
+
+def _settings(node: fx.Node) -> Iterator[tuple[str, Any]]:
+    """Stride, padding and dilation of a convolution."""
+    return ((name, value) for name, value in _arguments(node) if name != "groups")
+
+
+def _arguments(node: fx.Node) -> Iterator[tuple[str, Any]]:
+    names = ("stride", "padding", "dilation", "groups")
+    yield from zip(names, node.args[3:], strict=False)
+    yield from ((name, node.kwargs[name]) for name in names if name in node.kwargs)
