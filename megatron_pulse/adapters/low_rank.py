@@ -22,14 +22,14 @@ def factor_names(weight: str) -> tuple[str, str]:
 
 
 def add_linear(result: Tensor, inputs: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """``result + scale B A x`` of a linear map; ``a [r, in]``, ``b [out, r]``, ``inputs [.., in]``."""
+    """``result + scale B A x``; A is ``[r, in]``, B ``[out, r]``, ``inputs`` are ``[..., in]``."""
     return result + F.linear(F.linear(inputs, a), b) * scale
 
 
 def add_conv2d(
     result: Tensor, inputs: Tensor, a: Tensor, b: Tensor, scale: float, settings: Mapping[str, Any]
 ) -> Tensor:
-    """``add_linear`` of a convolution; ``a [r, in, k, k]`` has its ``settings``, ``b [out, r, 1, 1]``."""
+    """``add_linear`` of a convolution: A ``[r, in, k, k]`` has its ``settings``, B is pointwise."""
     return result + F.conv2d(F.conv2d(inputs, a, **settings), b) * scale
 
 
