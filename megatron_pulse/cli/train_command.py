@@ -88,9 +88,9 @@ def run(args: argparse.Namespace) -> None:
     place = ranks_of(os.environ) if launched else {}
     rank = int(place["RANK"]) if place else 0
     if place:
-        start = _imported_by_rank_0(file.recipe.model, output, args, rank)
+        start = _imported_by_rank_0(file.recipe, args, rank)
     else:
-        start = import_weights(file.recipe.model, output)
+        start = start_of(file.recipe)
     if rank == 0:
         again = f"pulse train {output / RECIPE}"
         write_recipe(output / (RECIPE if args.prepare else STARTING_RECIPE), file.tables, again)
@@ -110,6 +110,29 @@ class TrainingStart:
 
     flags: tuple[str, ...] = ()
     pretrained: tuple[str, ...] = ()
+
+
+def start_of(recipe: Recipe) -> TrainingStart:
+    """Backbone and weights of the recipe, imported if they must be.
+
+    An adapter's frozen weights are read where they are, if they are a diffusers folder: each rank
+    reads its own layers. Tensor parallelism divides imported weights only.
+    """
+    if (folder := _folder_in_place(recipe)) is not None:
+        return TrainingStart(("--pulse-module", f"diffusers:{_local(folder)}"))
+    return import_weights(recipe.model, Path(recipe.output))
+
+
+def _folder_in_place(recipe: Recipe) -> str | None:
+    """Weights that are read where they are; None if they must be imported."""
+    model = recipe.model
+    if recipe.adapter.type is None or model.weights is None or (recipe.parallel.tensor or 1) > 1:
+        return None
+    if model.backbone or model.module or model.controlnet or model.null_class:
+        return None
+    place = Path(model.weights)
+    in_hub = model.weights.startswith("hf:")
+    return model.weights if in_hub or place.is_dir() and not _is_checkpoint(place) else None
 
 
 def import_weights(model: Model, output: Path) -> TrainingStart:
@@ -179,12 +202,11 @@ def _known(model: Model, output: Path) -> TrainingStart | None:
     return TrainingStart(flags, ("--pretrained-checkpoint", str(output / _IMPORTED)))
 
 
-def _imported_by_rank_0(
-    model: Model, output: Path, args: argparse.Namespace, rank: int
-) -> TrainingStart:
+def _imported_by_rank_0(recipe: Recipe, args: argparse.Namespace, rank: int) -> TrainingStart:
     """Weights that rank 0 imports, in a process of its own: an import is a world of one rank."""
-    if model.weights is None or _is_checkpoint(Path(model.weights)):
-        return import_weights(model, output)
+    model, output = recipe.model, Path(recipe.output)
+    if model.weights is None or _is_checkpoint(Path(model.weights)) or _folder_in_place(recipe):
+        return start_of(recipe)
     if rank == 0 and _known(model, output) is None:
         command = [sys.executable, "-m", "megatron_pulse.cli", "train", "--prepare"]
         alone = {k: v for k, v in os.environ.items() if k not in _OF_A_RANK}
@@ -238,7 +260,9 @@ def _commands(recipe: Recipe, flags: Sequence[str]) -> list[str]:
     """Shell commands that the recipe, with these ``flags``, stands for."""
     output, model = Path(recipe.output), recipe.model
     found, start = [], TrainingStart()
-    if model.weights is not None and (known := _known(model, output)) is not None:
+    if (folder := _folder_in_place(recipe)) is not None:
+        start = TrainingStart(("--pulse-module", f"diffusers:{folder}"))
+    elif model.weights is not None and (known := _known(model, output)) is not None:
         start = known
     elif model.weights is not None:
         target = output / _IMPORTED

@@ -53,6 +53,23 @@ class Model:
 
 
 @dataclass(frozen=True)
+class Adapter:
+    """Adapter that is trained in place of the weights, which stay as they are."""
+
+    type: Text | None = key("lora", "--pulse-adapter")
+    rank: Count | None = key("rank of its matrices (default: 16)", "--pulse-adapter-rank")
+    alpha: Positive | None = key(
+        "its effect is multiplied by alpha / rank (default: the rank)", "--pulse-adapter-alpha"
+    )
+    targets: Patterns = key(
+        "layers that it changes: ends of their names in diffusers, or patterns (default: the "
+        "projections of attention)",
+        "--pulse-adapter-target",
+        (),
+    )
+
+
+@dataclass(frozen=True)
 class Data:
     """Training samples."""
 
@@ -312,6 +329,7 @@ class Recipe:
 
     output: Text = key("folder of the run: checkpoints, logs, plan, this recipe", default=MISSING)
     model: Model
+    adapter: Adapter = Adapter()
     data: Data
     encoders: Encoders = Encoders()
     process: Process = Process()
