@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Annotated, Any, TypedDict
+
+from annotated_types import Gt
 
 from megatron_pulse.dataclass_flags import ABOVE_ZERO, FROM_ONE, flag
 from megatron_pulse.errors import Faults, did_you_mean
+from megatron_pulse.json_validation import Count, OneOf, Text
 
 ADAPTERS = ("lora",)
 RANK = 16
@@ -17,6 +20,15 @@ ATTENTION = (
     "to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out",
 )  # fmt: skip
 """Default targets: projections of attention, under the names of diffusers' classes."""
+
+
+class AdapterRecord(TypedDict):
+    """Adapter in a backbone's record."""
+
+    type: Annotated[str, OneOf(ADAPTERS)]
+    rank: Count
+    alpha: Annotated[float, Gt(0)]
+    targets: tuple[Text, ...]
 
 
 @dataclass(frozen=True)

@@ -84,6 +84,12 @@ def add_checkpoint_flags(parser: argparse.ArgumentParser) -> None:
     )
     add_flag(parser, "--raw", "weights as trained, not their EMA")
     add_flag(parser, "--chain NAME", "backbone of a cascade")
+    add_flag(
+        parser,
+        "--frozen-weights DIR",
+        "of an adapter's run: the model that it was trained on, if that has moved",
+        type=Path,
+    )
     add_code_flag(parser, "the checkpoint")
 
 

@@ -87,17 +87,18 @@ class SamplingJob:
         options: Mapping[str, str],
         choice: ProcessChoice | None = None,
         chain: str | None = None,
+        frozen_folder: Path | None = None,
     ) -> TrainedModel:
         """Load this rank's stages (collective); otherwise as ``sampling.load_model``."""
-        saved = read_saved_run(load, iteration).of_chain(chain)
+        saved = read_saved_run(load, iteration, frozen_folder).of_chain(chain)
         if averaged and not saved.has_ema:
             raise CheckpointError(f"{saved.folder} holds no EMA weights: use --raw")
         backbone = saved.load_backbone(options)
         require_intact(saved.folder)
         plan = plan_for_sampling(backbone, self.num_ranks)
-        stages = self._stages(plan)
+        stages = self._stages(plan, initialise=saved.frozen_weights is not None)
         for stage in stages:
-            load_weights(stage, saved.folder, averaged=averaged, chain=saved.chain)
+            load_weights(stage, saved, averaged=averaged)
             stage.to(_device()).eval()
         model = trained_model(saved, backbone, self._predict(plan, stages), data, choice)
         self._is_over = False
@@ -136,13 +137,14 @@ class SamplingJob:
             return torch.empty(0)
         return drawn[: order.request.count]
 
-    def _stages(self, plan: Plan) -> list[MegatronStage]:
+    def _stages(self, plan: Plan, *, initialise: bool) -> list[MegatronStage]:
         patch_megatron()
         patch_saving()
         if not parallel_state.model_parallel_is_initialized():
             parallel_state.initialize_model_parallel(pipeline_model_parallel_size=self.num_ranks)
             model_parallel_cuda_manual_seed(0)
-        groups, config = ProcessGroupCollection.use_mpu_process_groups(), stage_config()
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        config = stage_config(initialise=initialise)
         return [
             MegatronStage(config, plan.backbone, plan.routes, number, 0, groups)
             for number in plan.placement.stages_of_device(self.rank)

@@ -274,15 +274,17 @@ def load_model(
     options: Mapping[str, str] = MappingProxyType({}),
     choice: ProcessChoice | None = None,
     chain: str | None = None,
+    frozen_folder: Path | None = None,
 ) -> TrainedModel:
     """Load the backbone of a checkpoint on one process, with EMA weights if ``averaged``.
 
     ``data`` replaces the data set of the training. ``options`` replace options that are not part of
     the model. ``choice`` replaces settings of the diffusion process. ``chain`` names one chain of a
-    cascade. Raises CheckpointError if there is no checkpoint, no EMA, or another model in it.
+    cascade. ``frozen_folder`` is the present place of an adapter's frozen weights. Raises
+    CheckpointError if there is no checkpoint, no EMA, or another model in it.
     Raises ValueError for invalid options or choices.
     """
-    saved = read_saved_run(load, iteration).of_chain(chain)
+    saved = read_saved_run(load, iteration, frozen_folder).of_chain(chain)
     backbone, stage = load_whole(saved, averaged=averaged, options=options)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     stage.to(device).eval()

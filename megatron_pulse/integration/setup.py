@@ -14,6 +14,7 @@ from megatron_pulse.dataclass_flags import flag_faults, flag_name
 from megatron_pulse.diffusion.process_flags import ProcessChoice
 from megatron_pulse.diffusion.process_from_flags import chosen_process
 from megatron_pulse.errors import collecting, faults_in, format_faults
+from megatron_pulse.integration.checkpoint.frozen_weights import FrozenWeights
 from megatron_pulse.integration.checkpoint.lr_schedule import record_schedule
 from megatron_pulse.integration.checkpoint.resume_checks import NewRun, faults_of, process_of
 from megatron_pulse.integration.checkpoint.starting_point import (
@@ -286,6 +287,10 @@ def prepare(
         start = find_start(args)
         process = process_of(start, options)
     args.pulse_base = getattr(start.saved.arguments, "pulse_base", None) if start else None
+    args.pulse_frozen_weights = None
+    with collecting(faults):
+        if (frozen := FrozenWeights.of_run(options)) is not None:
+            args.pulse_frozen_weights = frozen.to_record()
     try:
         if options.backbone:
             backbone = _continued(start, args, options)

@@ -207,7 +207,8 @@ def run_export(args: argparse.Namespace) -> None:
     from megatron_pulse.integration.training_data import makes_pixels
 
     with as_user_error(ValueError):
-        saved = read_saved_run(args.load, args.iteration).of_chain(args.chain)
+        saved = read_saved_run(args.load, args.iteration, args.frozen_weights)
+        saved = saved.of_chain(args.chain)
         backbone, stage = load_whole(saved, averaged=not args.raw)
         published, tensors = export_weights(backbone, stage)
     dtype = getattr(torch, args.dtype)

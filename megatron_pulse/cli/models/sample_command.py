@@ -235,6 +235,7 @@ def _load(args: argparse.Namespace, job: SamplingJob | None) -> TrainedModel:
             options=options_of(args),
             choice=read_flags(ProcessChoice, args),
             chain=args.chain,
+            frozen_folder=args.frozen_weights,
         )
 
 

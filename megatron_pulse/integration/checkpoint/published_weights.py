@@ -92,8 +92,8 @@ def load_whole(
         raise CheckpointError(f"{saved.folder} holds no EMA weights: use --raw")
     backbone = saved.load_backbone(options)
     require_intact(saved.folder)
-    stage = whole_stage(backbone)
-    load_weights(stage, saved.folder, averaged=averaged, chain=saved.chain)
+    stage = whole_stage(backbone, initialise=saved.frozen_weights is not None)
+    load_weights(stage, saved, averaged=averaged)
     return backbone, stage
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from megatron_pulse.adapters.choice import describe as describe_adapter
 from megatron_pulse.data.build import several_parts
 from megatron_pulse.data.data_record import (
     DataRecord,
@@ -26,6 +27,7 @@ from megatron_pulse.encoders.text_recipe import VAE
 from megatron_pulse.encoders.tokens import recorded_by
 from megatron_pulse.errors import format_faults
 from megatron_pulse.integration.checkpoint.diffusion_process import continued_process, saved_process
+from megatron_pulse.integration.checkpoint.frozen_weights import FrozenWeights
 from megatron_pulse.integration.checkpoint.lr_schedule import LENGTHS, SHAPE, given_schedule
 from megatron_pulse.integration.checkpoint.starting_point import StartingPoint
 from megatron_pulse.integration.flags.pulse_options import (
@@ -109,6 +111,31 @@ def _other_backbone(start: StartingPoint, wanted: NewRun) -> Iterator[str]:
         yield format_faults(f"it holds {what}", different, remedy)
 
 
+def _other_adapter(start: StartingPoint, wanted: NewRun) -> Iterator[str]:
+    """A continued run keeps its adapter, and the weights below it."""
+    saved, args = start.saved, wanted.arguments
+    theirs, ours = (trained_part(record).adapter for record in (saved.record, wanted.record))
+    if not start.continued:
+        if theirs is not None:
+            yield (
+                f"it holds weights with an adapter ({describe_adapter(theirs)}). Merge them into "
+                "a model with 'pulse export --merge', and start with that"
+            )
+        return
+    if theirs != ours:
+        yield (
+            f"it trains {describe_adapter(theirs)}, but this run trains {describe_adapter(ours)}. "
+            "Give the same adapter, or name another --save for another run"
+        )
+    elif saved.frozen_weights is not None:
+        now = FrozenWeights.of_checkpoint(args)
+        if now is None or now.digest != saved.frozen_weights.digest:
+            yield (
+                f"its adapter was trained on the weights of {saved.frozen_weights.folder}, and "
+                f"{'they have changed' if now else 'this run has others'}. Give the same weights"
+            )
+
+
 def _other_sizes(start: StartingPoint, wanted: NewRun) -> Iterator[str]:
     yield from compare_models(start.saved.record, wanted.record).changed
 
@@ -145,7 +172,7 @@ def _no_optimizer(start: StartingPoint, wanted: NewRun) -> Iterator[str]:
         return
     before = saved.arguments
     theirs, ours = trained_part(saved.record), trained_part(wanted.record)
-    if theirs != ours:
+    if theirs[:2] != ours[:2]:  # adapters are compared by themselves
         yield (
             f"its optimizer state is for training {theirs}, but this run trains {ours}. Give the "
             f"same {TRAINED_FLAGS}, {_OR_NEW}"
@@ -374,6 +401,7 @@ def _other_process(start: StartingPoint, wanted: NewRun) -> Iterator[str]:
 _Comparison = Callable[[StartingPoint, NewRun], Iterator[str]]
 _FAULTS: tuple[_Comparison, ...] = (
     _other_backbone,
+    _other_adapter,
     _no_optimizer,
     _other_count,
     _other_unit,

@@ -28,11 +28,21 @@ from megatron_pulse.integration.checkpoint.folders import (
     checkpoint_folder,
     step_folder,
 )
+from megatron_pulse.integration.checkpoint.frozen_weights import FrozenWeights
 from megatron_pulse.integration.checkpoint.integrity.saved_flags import find_flag_faults, is_ours
 from megatron_pulse.integration.checkpoint.integrity.verify import damaged, require_readable
 from megatron_pulse.integration.flags.pulse_options import add_pulse_arguments
 from megatron_pulse.integration.megatron.stage import MegatronStage
-from model_specs import DTYPE, compare_models, continue_model, in_dtype, is_cascade, part_record
+from megatron_pulse.profile.trainable import TrainedPart, trained_part
+from model_specs import (
+    DTYPE,
+    compare_models,
+    continue_model,
+    in_dtype,
+    is_cascade,
+    part_record,
+    trained_as,
+)
 from model_specs.derived.names import parts_of
 
 _REFUSED = "Check the documentation of torch.load"
@@ -52,6 +62,8 @@ class SavedRun:
     """Flags of the run; flags newer than the checkpoint have their defaults."""
     chain: str = ""
     """Selected chain of a cascade, which prefixes the names of its weights; empty for none."""
+    frozen_folder: Path | None = None
+    """Present place of the frozen weights that the checkpoint leaves out, if it was given."""
 
     def of_chain(self, chain: str | None) -> SavedRun:
         """One chain of a cascade, as if trained alone; any other run unchanged.
@@ -126,28 +138,40 @@ class SavedRun:
         """True if the checkpoint holds the states of optimizer and learning-rate schedule."""
         return not (self.released or getattr(self.arguments, "no_save_optim", False))
 
-    def load_backbone(self, options: Mapping[str, str] = MappingProxyType({})) -> Backbone:
-        """Build the run's backbone in fp32, with ``options`` changed.
+    @property
+    def frozen_weights(self) -> FrozenWeights | None:
+        """Frozen weights that the checkpoint leaves out, if any."""
+        return FrozenWeights.of_checkpoint(self.arguments)
 
-        Raises CheckpointError for options that would make another model, and ValueError for invalid
-        ones.
+    def load_backbone(self, options: Mapping[str, str] = MappingProxyType({})) -> Backbone:
+        """Build the run's backbone in fp32, with ``options`` changed, and with its adapter.
+
+        Its layers begin with the frozen weights that the checkpoint leaves out. Raises
+        CheckpointError for options that would make another model, ValueError for invalid ones, and
+        UserError if the frozen weights are gone.
         """
         theirs = self.record
+        name = theirs["name"]
+        if (frozen := self.frozen_weights) is not None:
+            name = f"diffusers:{frozen.located(self.frozen_folder)}"
         kept = {key: value for key, value in theirs["options"].items() if key != DTYPE}
-        wanted = in_dtype(theirs["name"], {**kept, **options}, "float32", "it")
-        backbone = continue_model(theirs, theirs["name"], wanted)
+        wanted = in_dtype(name, {**kept, **options}, "float32", "it")
+        backbone = continue_model(theirs, name, wanted)
         if different := compare_models(theirs, backbone.record).different:
             raise CheckpointError(
                 format_faults(
                     f"{self.folder} holds another model than these options describe", different
                 )
             )
-        return backbone
+        return trained_as(backbone, TrainedPart(adapter=trained_part(theirs).adapter))
 
 
-def read_saved_run(load: str | Path, iteration: Step | None = None) -> SavedRun:
+def read_saved_run(
+    load: str | Path, iteration: Step | None = None, frozen_folder: Path | None = None
+) -> SavedRun:
     """Read the latest checkpoint in ``load``, or that of ``iteration`` (a step, or "best").
 
+    ``frozen_folder`` is the present place of frozen weights that it leaves out.
     Raises CheckpointError if there is none, or if another program wrote it. Raises DamagedError if
     it is incomplete, or if the parts read here are damaged. ``require_intact`` reads all parts.
     """
@@ -166,7 +190,7 @@ def read_saved_run(load: str | Path, iteration: Step | None = None) -> SavedRun:
     if faults := list(find_flag_faults(args)):
         raise damaged(folder, faults)
     require_in_place(folder, common)
-    return SavedRun(folder, args)
+    return SavedRun(folder, args, frozen_folder=frozen_folder)
 
 
 def read_common(folder: Path) -> dict[str, Any]:
@@ -184,14 +208,19 @@ def require_in_place(folder: Path, common: Mapping[str, Any]) -> None:
         raise MovedError(folder, held)
 
 
-def load_weights(stage: MegatronStage, folder: Path, *, averaged: bool, chain: str = "") -> None:
+def load_weights(stage: MegatronStage, saved: SavedRun, *, averaged: bool) -> None:
     """Fill ``stage`` from a checkpoint, with EMA weights if ``averaged``.
 
-    Frozen parameters have no EMA and keep their plain values. ``stage`` may be of one ``chain`` of
-    a cascade. Raises CheckpointError if the files are damaged or hold other weights.
+    Frozen parameters have no EMA and keep their plain values. Those that the checkpoint leaves out
+    keep the stage's. ``stage`` may be of one chain of a cascade. Raises CheckpointError if the
+    files are damaged or hold other weights.
     """
+    folder, chain = saved.folder, saved.chain
+    if saved.frozen_weights is not None:
+        stage.left_out = stage.frozen_names
     # Extra states belong to Transformer Engine's fp8 recipes; weights do not depend on them.
     names = {name for name in stage.state_dict() if not name.endswith("_extra_state")}
+    names -= stage.left_out
     state = {name: entry for name, entry in stage.sharded_state_dict().items() if name in names}
     if chain:
         for entry in state.values():

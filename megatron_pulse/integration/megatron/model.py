@@ -46,7 +46,8 @@ def make_model_provider(plan: Plan, args: argparse.Namespace) -> Callable[..., M
         config.qk_layernorm = True
         # Weights are drawn in fp32 and then rounded, since main parameters start from fp32 values.
         dtype, config.params_dtype = config.params_dtype, torch.float32
-        config.perform_initialization &= args.load is None  # else loading overwrites everything
+        # Otherwise loading overwrites everything.
+        config.perform_initialization &= args.load is None or args.pulse_frozen_weights is not None
         stage = MegatronStage(
             config,
             plan.backbone,
@@ -57,6 +58,8 @@ def make_model_provider(plan: Plan, args: argparse.Namespace) -> Callable[..., M
             activations=plan.activations,
         )
         config.params_dtype = dtype
+        if args.pulse_frozen_weights is not None:
+            stage.left_out = stage.frozen_names
         if dtype != torch.float32 and not args.skip_train:
             stage.drawn = {
                 name: value

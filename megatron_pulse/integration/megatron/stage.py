@@ -35,6 +35,7 @@ class MegatronStage(Stage, MegatronModule):
     - ``main_params``: fp32 parameters from which the stage's parameters are rounded, if any.
     - ``ema``: average of the main parameters.
     - ``drawn``: initial weights, until the main parameters take them.
+    - ``left_out``: names of parameters that are neither saved nor loaded.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class MegatronStage(Stage, MegatronModule):
         self.drawn: Tensors = {}
         self.main_params: MainParams | None = None
         self.ema: ExponentialMovingAverage | None = None
+        self.left_out: frozenset[str] = frozenset()
         # Megatron's training loop reads these attributes of every model chunk.
         self.pg_collection = pg_collection
         self.pre_process = routes.partition.placement.before[stage] is None
@@ -70,6 +72,11 @@ class MegatronStage(Stage, MegatronModule):
         """Names of the parameters that are not frozen."""
         return [name for name, p in self.named_parameters() if p.requires_grad]
 
+    @property
+    def frozen_names(self) -> frozenset[str]:
+        """Names of the parameters that are frozen."""
+        return frozenset(name for name, p in self.named_parameters() if not p.requires_grad)
+
     def set_input_tensor(self, input_tensor: Any) -> None:
         """Do nothing; Megatron's wrappers need the method, the executor passes inputs to
         forward.
@@ -83,6 +90,8 @@ class MegatronStage(Stage, MegatronModule):
         Collective over the ranks that shard main parameters, if these have an EMA.
         """
         state = sharded_module_state(self, prefix, metadata)
+        for name in self.left_out:
+            del state[prefix + name]
         if self.ema is not None:
             averages = self.ema.state
             if self.main_params is not None:
@@ -99,7 +108,9 @@ class MegatronStage(Stage, MegatronModule):
             rounded = [
                 name
                 for name, value in self.state_dict().items()
-                if name in self.main_params.shapes and value.dtype != torch.float32
+                if name in self.main_params.shapes
+                and name not in self.left_out
+                and value.dtype != torch.float32
             ]
             state.update(
                 like_parameters(
@@ -119,6 +130,7 @@ class MegatronStage(Stage, MegatronModule):
             )
         if self.main_params is not None:
             self.main_params.load(own)
+        own |= {k: v for k, v in self.state_dict().items() if k in self.left_out}
         return super().load_state_dict(own, strict=strict, assign=assign)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from types import NoneType
 from typing import Annotated, Any, NotRequired, TypedDict
 
+from megatron_pulse.adapters.choice import AdapterRecord
 from megatron_pulse.data.data_record import saved_faults
 from megatron_pulse.errors import describe_exception
 from megatron_pulse.integration.checkpoint.diffusion_process import saved_process
@@ -19,12 +20,13 @@ class _Backbone(TypedDict):
     family: NotRequired[Text]
     train: NotRequired[tuple[Text, ...]]
     freeze: NotRequired[tuple[Text, ...]]
+    adapter: NotRequired[AdapterRecord]
     kept: NotRequired[Mapping[str, Any]]
 
 
 class _Flags(TypedDict):
     pulse_record: Annotated[
-        _Backbone, "a backbone's record: name, options, family, train, freeze, kept"
+        _Backbone, "a backbone's record: name, options, family, train, freeze, adapter, kept"
     ]
 
 
@@ -34,6 +36,7 @@ _FLAGS: dict[str, tuple[str, tuple[type, ...]]] = {
     "pulse_data": _TEXT,
     "pulse_encoders": _TEXT,
     "pulse_base": _TEXT,
+    "pulse_frozen_weights": ("a mapping, or None", (dict, NoneType)),
     "pulse_encoded_by": ("a mapping, or None", (dict, NoneType)),
     "pulse_process": ("a mapping, or None", (dict, NoneType)),
     "pulse_lr_schedule": ("a mapping, or None", (dict, NoneType)),
