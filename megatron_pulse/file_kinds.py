@@ -24,6 +24,7 @@ class FileKind(Enum):
     LATENTS = "the meta.json of latents"
     CAPTIONS = "a list of captions"
     CAPTION = "a caption"
+    ADAPTER = "an adapter_config.json"
     MODEL = "a model's config.json"
     PIPELINE = "a pipeline's model_index.json"
     SCHEDULER = "a scheduler's config"

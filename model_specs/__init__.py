@@ -258,15 +258,20 @@ def load_recorded(record: Mapping[str, Any]) -> Backbone:
     return trained_as(backbone, trained_part(record))
 
 
-def trained_as(backbone: Backbone, part: TrainedPart) -> Backbone:
+def trained_as(
+    backbone: Backbone, part: TrainedPart, adapter_weights: str | None = None
+) -> Backbone:
     """``backbone`` with the adapter, and the selection of parameters, of ``part``.
 
-    Raises ValueError for patterns or an adapter that do not fit.
+    ``adapter_weights`` is a file of first values for the adapter. Raises ValueError for patterns or
+    an adapter that do not fit.
     """
     if part.adapter is not None:
         from megatron_pulse.adapters.attach import with_adapter
+        from megatron_pulse.adapters.files import read_adapter
 
-        backbone = with_adapter(backbone, Adapter.from_record(part.adapter))
+        start = None if adapter_weights is None else read_adapter(Path(adapter_weights))
+        backbone = with_adapter(backbone, Adapter.from_record(part.adapter), start)
     if part.train or part.freeze:
         backbone = choose_trained(backbone, part.train, part.freeze)
     return backbone

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from megatron_pulse.adapters.choice import Adapter
+from megatron_pulse.adapters.files import AdapterFile
+from megatron_pulse.adapters.low_rank import factor_names
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.profile.measurement.layer_context import meta_context
 from megatron_pulse.profile.measurement.module_check import naming_module_faults
@@ -27,23 +30,39 @@ class Adaptable(Protocol):
         ...
 
 
-def with_adapter(backbone: Backbone, adapter: Adapter) -> Backbone:
+def with_adapter(
+    backbone: Backbone, adapter: Adapter, start: AdapterFile | None = None
+) -> Backbone:
     """``backbone`` with frozen weights, and with the adapter's factors beside them.
 
-    Names of the weights do not change. The record contains the adapter. Raises Faults for targets
-    without a match.
+    Names of the weights do not change. The record contains the adapter. New factors have no effect;
+    those of ``start`` are copied. Raises Faults for targets without a match, and UserError for a
+    file of another model.
     """
     every = _adaptable_layers(backbone)
     targeted = [tuple(filter(adapter.matches, names)) for names in every]
-    adapter.require_matches([name for names in every for name in names])
-    layers = tuple(
+    layers = [name for names in every for name in names]
+    adapter.require_matches(layers)
+    first = {} if start is None else start.named_as(layers).factors
+    chain = tuple(
         dataclasses.replace(
-            layer, build=functools.partial(_build, layer.build, names, adapter), trained=bool(names)
+            layer,
+            build=functools.partial(_build, layer.build, names, adapter, first),
+            trained=bool(names),
         )
         for layer, names in zip(backbone.layers, targeted, strict=True)
     )
     record = {**backbone.record, "adapter": adapter.to_record()} if backbone.record else {}
-    return dataclasses.replace(backbone, layers=layers, record=record)
+    return dataclasses.replace(backbone, layers=chain, record=record)
+
+
+def adapter_names(backbone: Backbone) -> dict[str, str]:
+    """Names of an adapter's factors in the backbone, each with its name in files."""
+    if "adapter" not in backbone.record:
+        return {}
+    adapter = Adapter.from_record(backbone.record["adapter"])
+    targeted = [n for names in _adaptable_layers(backbone) for n in names if adapter.matches(n)]
+    return {name: name for layer in targeted for name in factor_names(f"{layer}.weight")}
 
 
 def _adaptable_layers(backbone: Backbone) -> list[tuple[str, ...]]:
@@ -60,10 +79,18 @@ def _adaptable(module: Any) -> Adaptable:
 
 
 def _build(
-    build: Callable[[Any], Any], layers: Collection[str], adapter: Adapter, context: Any
+    build: Callable[[Any], Any],
+    layers: Collection[str],
+    adapter: Adapter,
+    start: Mapping[str, Tensor],
+    context: Any,
 ) -> Any:
     module = build(context)
     module.requires_grad_(False)
     if layers:
         module.add_adapter(layers, adapter.rank, adapter.scale)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if name in start and not parameter.is_meta:
+                parameter.copy_(start[name])
     return module

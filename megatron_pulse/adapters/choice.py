@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
 from annotated_types import Gt
 
 from megatron_pulse.dataclass_flags import ABOVE_ZERO, FROM_ONE, flag
-from megatron_pulse.errors import Faults, did_you_mean
+from megatron_pulse.errors import Faults, UserError, did_you_mean
 from megatron_pulse.json_validation import Count, OneOf, Text
 
 ADAPTERS = ("lora",)
+FORMATS = ("diffusers", "peft", "kohya")
+"""Formats of adapter files."""
 RANK = 16
 """Default rank."""
 ATTENTION = (
@@ -85,7 +88,8 @@ class Adapter:
 
 
 def _matches(layer: str, target: str) -> bool:
-    return fnmatchcase(layer, target) or fnmatchcase(layer, f"*.{target}")
+    of_kohya = f"lora_unet_{layer.replace('.', '_')}"
+    return fnmatchcase(layer, target) or fnmatchcase(layer, f"*.{target}") or of_kohya == target
 
 
 def _some(layers: Collection[str]) -> str:
@@ -108,6 +112,26 @@ def _only_with_adapter(name: str) -> Callable[[AdapterChoice], str | None]:
         return "is for the training of an adapter, and none is given"
 
     return check
+
+
+def _file_alone(given: AdapterChoice) -> str | None:
+    """Fault of a file of weights beside settings that differ from it."""
+    if given.adapter_weights is None:
+        return None
+    if given.adapter is None:
+        return "is for the training of an adapter, and none is given"
+    try:
+        found = given.record
+    except UserError as error:
+        return str(error)
+    assert found is not None
+    told = {
+        "rank": (given.adapter_rank, found["rank"]),
+        "alpha": (given.adapter_alpha, found["alpha"]),
+        "targets": (list(given.adapter_targets) or None, found["targets"]),
+    }
+    differing = [name for name, (ours, its) in told.items() if ours not in (None, its)]
+    return f"has another {' and '.join(differing)}: leave these out" if differing else None
 
 
 @dataclass(frozen=True)
@@ -138,19 +162,31 @@ class AdapterChoice:
         metavar="NAME",
         check=_only_with_adapter("adapter_targets"),
     )
+    adapter_weights: str | None = flag(
+        "begin with the adapter of this file or folder (of diffusers, peft or kohya), which has "
+        "rank, alpha and layers",
+        metavar="PATH",
+        check=_file_alone,
+    )
 
-    @classmethod
-    def of_record(cls, record: Mapping[str, Any] | None) -> AdapterChoice:
-        """Flags that give the adapter of a record."""
+    def of_record(self, record: Mapping[str, Any] | None) -> AdapterChoice:
+        """Flags that give the adapter of a record, and begin with the same weights."""
         if record is None:
-            return cls()
-        return cls(record["type"], record["rank"], record["alpha"], tuple(record["targets"]))
+            return AdapterChoice()
+        targets = tuple(record["targets"])
+        given = record["type"], record["rank"], record["alpha"], targets, self.adapter_weights
+        return AdapterChoice(*given)
 
     @property
     def record(self) -> dict[str, Any] | None:
-        """Record of the adapter; None without one."""
+        """Record of the adapter; None without one. Raises UserError for an unreadable file."""
         if self.adapter is None:
             return None
+        if self.adapter_weights is not None:
+            from megatron_pulse.adapters.files import read_adapter
+
+            found = read_adapter(Path(self.adapter_weights))
+            return Adapter(found.rank, found.alpha, found.layers).to_record()
         rank = self.adapter_rank or RANK
         alpha = float(rank) if self.adapter_alpha is None else self.adapter_alpha
         return Adapter(rank, alpha, self.adapter_targets or ATTENTION).to_record()

@@ -57,7 +57,14 @@ def first_factors(
     return nn.Parameter(a.to(device, weight.dtype)), b
 
 
-def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """Weight with the adapter's effect, ``W + scale B A``, computed in fp64."""
-    change = b.double().flatten(1) @ a.double().flatten(1)
-    return (weight.double() + scale * change.view(weight.shape)).to(weight.dtype)
+def merged(
+    weights: Mapping[str, Tensor], factors: Mapping[str, Tensor], scale: float
+) -> dict[str, Tensor]:
+    """Those of ``weights`` that have ``factors``, with the effect: ``W + scale B A``, in fp64."""
+    found = {}
+    for name, weight in weights.items():
+        a, b = (factors.get(factor) for factor in factor_names(name))
+        if a is not None and b is not None:
+            change = b.double().flatten(1) @ a.double().flatten(1)
+            found[name] = (weight.double() + scale * change.view(weight.shape)).to(weight.dtype)
+    return found

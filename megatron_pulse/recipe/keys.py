@@ -67,6 +67,10 @@ class Adapter:
         "--pulse-adapter-target",
         (),
     )
+    weights: Text | None = key(
+        "adapter to begin with: a file or folder of diffusers, peft or kohya",
+        "--pulse-adapter-weights",
+    )
 
 
 @dataclass(frozen=True)

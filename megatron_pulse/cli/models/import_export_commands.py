@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_pulse.adapters.choice import FORMATS
 from megatron_pulse.cli.backbone_flags import (
     add_backbone_flags,
     add_option_flag,
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from megatron_pulse.backbone.published_weights import Published
     from megatron_pulse.encoders.pipeline_export import PipelineBase
     from megatron_pulse.integration.checkpoint.saved_run import SavedRun
+    from megatron_pulse.integration.megatron.stage import MegatronStage
 
 _IMPORT = """\
 Reads a diffusers folder (a pipeline, or its unet or transformer) and writes a checkpoint for
@@ -76,6 +78,9 @@ with the original names, as ComfyUI and from_single_file read them. Imported wei
 bit for bit. The diffusion process is written as a diffusers scheduler's configuration, into the
 folder scheduler, or beside a file as NAME.scheduler_config.json.
 
+Of an adapter's run it writes the adapter alone: a folder for load_lora_weights, or one file
+(.safetensors). With --merge it writes the whole model, with the adapter's effect in its weights.
+
 With --pipeline the folder is a whole pipeline for DiffusionPipeline.from_pretrained: the other
 components are those of the pipeline given, or else of the run's encoders or of the imported one.
 Large files are hard links. README.md says how it was trained. --push uploads the folder to the
@@ -87,6 +92,8 @@ examples:
   pulse export --load runs/a --to exported --pipeline sd-v1.5 --push me/my-model
   pulse export --load runs/a --iteration 4000 --raw --dtype bfloat16 --to exported/transformer
   pulse export --load runs/uvit --to uvit.pth
+  pulse export --load runs/lora/checkpoints --to adapter
+  pulse export --load runs/lora/checkpoints --to merged --merge --pipeline
 """
 
 
@@ -144,6 +151,12 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         nargs="?",
         const=_KNOWN,
     )
+    add(
+        "--adapter-format",
+        "of an adapter's run: that of diffusers and ComfyUI (default), of peft, or of kohya",
+        choices=FORMATS,
+    )
+    add("--merge", "of an adapter's run: the whole model, with the adapter's effect in its weights")
     add("--push OWNER/NAME", "upload the folder to this repository of the Hugging Face hub")
     add("--dtype", "of the written weights (default float32)", choices=DTYPES, default="float32")
 
@@ -179,6 +192,8 @@ def import_published(args: argparse.Namespace) -> list[str]:
 def run_export(args: argparse.Namespace) -> None:
     """Load, convert, write."""
     faults = [*flag_faults(args), *(_check_new(args.to) or _check_beside(args.to))]
+    if args.merge and args.adapter_format is not None:
+        faults.append("--merge writes a whole model; leave --adapter-format out")
     if args.to.suffix in _FILES:
         given = {"--pipeline": args.pipeline, "--push": args.push}
         faults += [
@@ -210,6 +225,12 @@ def run_export(args: argparse.Namespace) -> None:
         saved = read_saved_run(args.load, args.iteration, args.frozen_weights)
         saved = saved.of_chain(args.chain)
         backbone, stage = load_whole(saved, averaged=not args.raw)
+        if "adapter" in backbone.record and not args.merge:
+            _export_adapter(args, saved, backbone, stage)
+            return
+        for flag, value in (("--merge", args.merge), ("--adapter-format", args.adapter_format)):
+            if value:
+                raise UserError(f"{flag} is for an adapter, and {args.load} trains none")
         published, tensors = export_weights(backbone, stage)
     dtype = getattr(torch, args.dtype)
     tensors = {
@@ -261,6 +282,43 @@ def run_export(args: argparse.Namespace) -> None:
     if base is not None:
         others = ", ".join(base.others) or "no other component"
         print(f"{base.class_name}, with {others} of {base.folder}")
+    if args.push is not None:
+        from megatron_pulse.diffusion.hub import push
+
+        with as_user_error(ValueError):
+            print(f"pushed: {push(args.to, args.push)}")
+
+
+def _export_adapter(
+    args: argparse.Namespace, saved: SavedRun, backbone: Backbone, stage: MegatronStage
+) -> None:
+    """Write the adapter alone."""
+    import torch
+
+    from megatron_pulse.adapters.choice import Adapter, describe
+    from megatron_pulse.adapters.files import write_adapter
+    from megatron_pulse.integration.checkpoint.published_weights import adapter_factors
+    from megatron_pulse.integration.model_card import Export, model_card
+    from model_specs import published_form
+
+    if args.pipeline is not None:
+        raise UserError("--pipeline is for a whole model: add --merge, or leave it out")
+    published = published_form(backbone)
+    assert published is not None  # its targets are names in it
+    dtype = getattr(torch, args.dtype)
+    factors = {n: tensor.to(dtype) for n, tensor in adapter_factors(backbone, stage).items()}
+    record = backbone.record["adapter"]
+    kind = args.adapter_format or ("diffusers" if published.library == "diffusers" else "peft")
+    card = model_card(Export(saved, published, not args.raw, args.dtype))
+    adapter = Adapter.from_record(record)
+    write_adapter(args.to, kind, adapter, factors, published.class_name, card)
+    count = sum(tensor.numel() for tensor in factors.values())
+    print(
+        f"{args.to}: {describe(record)}, {len(factors) // 2} layers with {count:,} values, "
+        f"{args.dtype}, {'raw' if args.raw else 'averaged'} weights, in the format of {kind}"
+    )
+    if kind == "diffusers":
+        print(f"load it with load_lora_weights('{args.to}') of a diffusers pipeline, or in ComfyUI")
     if args.push is not None:
         from megatron_pulse.diffusion.hub import push
 

@@ -17,6 +17,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.arguments import add_megatron_arguments
 from torch import Tensor
 
+from megatron_pulse.adapters.attach import adapter_names
+from megatron_pulse.adapters.choice import Adapter
+from megatron_pulse.adapters.low_rank import merged
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.published_weights import (
     Published,
@@ -98,12 +101,26 @@ def load_whole(
 
 
 def export_weights(backbone: Backbone, stage: MegatronStage) -> tuple[Published, dict[str, Tensor]]:
-    """Published form of the backbone, and its tensors by their published names."""
+    """Published form of the backbone, and its tensors by their published names.
+
+    An adapter is merged into them.
+    """
     published = _published(backbone)
-    tensors = {**to_published(published, weights_of(stage)), **published.constants()}
+    factors, weights = adapter_factors(backbone, stage), weights_of(stage)
+    for name in adapter_names(backbone):
+        del weights[name]
+    tensors = {**to_published(published, weights), **published.constants()}
+    if factors:
+        tensors |= merged(tensors, factors, Adapter.from_record(backbone.record["adapter"]).scale)
     tensors |= {other: tensors[own] for other, own in published.tied().items()}
     part = published.part
     return published, {n.removeprefix(part): t for n, t in tensors.items() if n.startswith(part)}
+
+
+def adapter_factors(backbone: Backbone, stage: MegatronStage) -> dict[str, Tensor]:
+    """Factors of the adapter by their published names; empty without an adapter."""
+    weights = weights_of(stage)
+    return {name: weights[ours] for ours, name in adapter_names(backbone).items()}
 
 
 def _published(backbone: Backbone) -> Published:

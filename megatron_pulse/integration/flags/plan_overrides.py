@@ -6,7 +6,6 @@ import argparse
 from collections.abc import Iterator
 from dataclasses import replace
 
-from megatron_pulse.adapters.choice import AdapterChoice
 from megatron_pulse.dataclass_flags import flag_name, marked
 from megatron_pulse.integration.flags.parse import CommandLine
 from megatron_pulse.integration.flags.pulse_options import TRAINED_FLAGS, FlagMark, PulseOptions
@@ -36,7 +35,7 @@ def apply_plan(plan: PlanFile, args: argparse.Namespace, options: PulseOptions) 
         options=dict(in_given_format(plan.backbone, options.options)["options"]),
         train=trained_part(plan.backbone).train,
         freeze=trained_part(plan.backbone).freeze,
-        adapter=AdapterChoice.of_record(trained_part(plan.backbone).adapter),
+        adapter=options.adapter.of_record(trained_part(plan.backbone).adapter),
         placement=str(plan.placement.kind),
         num_chunks=plan.placement.num_chunks,
     )

@@ -314,7 +314,8 @@ def backbone_of_flags(args: argparse.Namespace, options: PulseOptions) -> Backbo
 
 def with_trainable_params(backbone: Backbone, options: PulseOptions) -> Backbone:
     """``backbone`` with the trainable parameters of the flags; raises ValueError if impossible."""
-    backbone = trained_as(backbone, options.trained_part)
+    weights = options.adapter.adapter_weights
+    backbone = trained_as(backbone, options.trained_part, weights)
     if fault := none_trained(backbone):
         raise TrainedError(fault)
     return backbone

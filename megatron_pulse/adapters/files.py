@@ -1,0 +1,222 @@
+"""Adapter files: of diffusers, peft and kohya.
+
+diffusers' file names each factor ``unet.LAYER.lora_A.weight`` (or ``transformer.``), with the rank
+and alpha in its header. ComfyUI reads it too. peft's folder has the same factors, and a
+configuration beside them. kohya's names are those of sd-scripts, with one alpha a layer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron_pulse.adapters.choice import Adapter
+from megatron_pulse.adapters.low_rank import A, B
+from megatron_pulse.errors import UserError, format_faults, unmatched_patterns
+from megatron_pulse.file_kinds import FileKind
+from megatron_pulse.files import read_json, replacing, replacing_folder
+
+DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"
+PEFT_FILE, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+_METADATA = "lora_adapter_metadata"
+"""Key of the configuration in a diffusers file's header."""
+_PEFT = "base_model.model."
+_PREFIXES = (_PEFT, "unet.", "transformer.", "diffusion_model.")
+_KOHYA = {A: "lora_down.weight", B: "lora_up.weight"}
+_OLD = {"lora.down.weight": A, "lora.up.weight": B, "lora_down.weight": A, "lora_up.weight": B}
+"""Names of the factors in files of other programs."""
+
+
+def is_unet(class_name: str) -> bool:
+    """True if pipelines call a model of this class ``unet``, otherwise ``transformer``."""
+    return class_name.startswith("UNet")
+
+
+def write_adapter(
+    place: Path,
+    kind: str,
+    adapter: Adapter,
+    factors: Mapping[str, Tensor],
+    class_name: str,
+    card: str = "",
+) -> None:
+    """Write ``factors`` (``LAYER.lora_A.weight``) of a model of ``class_name`` in format ``kind``.
+
+    ``place`` is a file (.safetensors), or a folder that also gets the ``card``. Raises UserError if
+    the format has no names for the model.
+    """
+    config = _config(adapter, factors)
+    component = "unet" if is_unet(class_name) else "transformer"
+    header = {"format": "pt"}
+    if kind == "peft":
+        tensors = {_PEFT + name: tensor for name, tensor in factors.items()}
+    elif kind == "kohya":
+        if component != "unet":
+            raise UserError(
+                f"kohya's names are for UNets, and this is a {class_name}; ComfyUI reads the "
+                "format 'diffusers'"
+            )
+        tensors = _to_kohya(adapter, factors)
+    else:
+        tensors = {f"{component}.{name}": tensor for name, tensor in factors.items()}
+        named = {f"{component}.{key}": value for key, value in config.items()}
+        header[_METADATA] = json.dumps(named, indent=2, sort_keys=True)
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    if place.suffix == ".safetensors":
+        with replacing(place) as beside:
+            save_file(tensors, beside, header)
+        return
+    with replacing_folder(place) as beside:
+        save_file(tensors, beside / (PEFT_FILE if kind == "peft" else DIFFUSERS_FILE), header)
+        if kind == "peft":
+            (beside / PEFT_CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+        if card:
+            (beside / "README.md").write_text(card, encoding="utf-8")
+
+
+def _config(adapter: Adapter, factors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Settings of peft's ``LoraConfig``; targets are the whole names of layers."""
+    layers = sorted(name.removesuffix(f".{A}") for name in factors if name.endswith(A))
+    alpha = int(adapter.alpha) if float(adapter.alpha).is_integer() else adapter.alpha
+    return {
+        "peft_type": "LORA",
+        "r": adapter.rank,
+        "lora_alpha": alpha,
+        "target_modules": layers,
+        "lora_dropout": 0.0,
+        "bias": "none",
+    }
+
+
+def _to_kohya(adapter: Adapter, factors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in factors.items():
+        part = A if name.endswith(A) else B
+        layer = f"lora_unet_{name.removesuffix(f'.{part}').replace('.', '_')}"
+        tensors[f"{layer}.{_KOHYA[part]}"] = tensor
+        tensors[f"{layer}.alpha"] = torch.tensor(float(adapter.alpha))
+    return tensors
+
+
+@dataclass(frozen=True)
+class AdapterFile:
+    """Adapter in files: rank, alpha and factors (``LAYER.lora_A.weight``)."""
+
+    path: Path
+    rank: int
+    alpha: float
+    factors: Mapping[str, Tensor]
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """Names of the layers, dots in kohya's names being underscores."""
+        return tuple(sorted(name.removesuffix(f".{A}") for name in self.factors if A in name))
+
+    def named_as(self, layers: Collection[str]) -> AdapterFile:
+        """The same with names of ``layers`` of a model in place of kohya's.
+
+        Raises UserError for layers that the model lacks.
+        """
+        known = {layer: layer for layer in layers}
+        known |= {f"lora_unet_{layer.replace('.', '_')}": layer for layer in layers}
+        if lacking := [layer for layer in self.layers if layer not in known]:
+            faults = unmatched_patterns(lacking, list(layers), "layer that takes an adapter")
+            raise UserError(format_faults(f"{self.path} is of another model", faults))
+        factors = {
+            f"{known[name.removesuffix(f'.{part}')]}.{part}": tensor
+            for name, tensor in self.factors.items()
+            for part in (A, B)
+            if name.endswith(f".{part}")
+        }
+        return AdapterFile(self.path, self.rank, self.alpha, factors)
+
+
+def read_adapter(path: Path) -> AdapterFile:
+    """Read an adapter's file or folder, in the format of diffusers, peft or kohya.
+
+    Raises UserError, with every fault, for files that hold no LoRA of one rank and alpha.
+    """
+    file = _file_of(path)
+    try:
+        with safe_open(file, "pt") as opened:
+            header = opened.metadata() or {}
+            stored = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    except Exception as error:  # safetensors has kinds of its own
+        raise UserError(f"{file} cannot be read as a .safetensors file: {error}") from error
+    factors, alphas, faults = _factors(stored)
+    config = _read_config(file, header)
+    for name in ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern"):
+        if config.get(name):
+            faults.append(f"its setting {name} is unsupported")
+    pairs = {name.removesuffix(f".{part}") for name in factors for part in (A, B)
+             if name.endswith(f".{part}")}  # fmt: skip
+    faults += [
+        f"{layer}.{part} is missing" for layer in sorted(pairs) for part in (A, B)
+        if f"{layer}.{part}" not in factors
+    ]  # fmt: skip
+    ranks = {tensor.shape[0] for name, tensor in factors.items() if name.endswith(A)}
+    if not faults and not factors:
+        faults.append("it holds no LoRA (names with lora_A and lora_B, or lora_down and lora_up)")
+    if len(ranks) > 1:
+        faults.append(f"its layers are of ranks {', '.join(map(str, sorted(ranks)))}, not of one")
+    if len(alphas) > 1:
+        faults.append(f"its layers have alphas {', '.join(map(str, sorted(alphas)))}, not one")
+    if faults:
+        raise UserError(format_faults(f"{file} holds no adapter that can be trained", faults))
+    (rank,) = ranks
+    alpha = config.get("lora_alpha", next(iter(alphas), rank))
+    return AdapterFile(path, rank, float(alpha), factors)
+
+
+def _file_of(path: Path) -> Path:
+    if not path.is_dir():
+        if not path.exists():
+            raise UserError(f"{path}: there is no such file or folder")
+        return path
+    for name in (DIFFUSERS_FILE, PEFT_FILE):
+        if (path / name).is_file():
+            return path / name
+    raise UserError(f"{path} has neither {DIFFUSERS_FILE} nor {PEFT_FILE}")
+
+
+def _factors(
+    stored: Mapping[str, Tensor],
+) -> tuple[dict[str, Tensor], set[float], list[str]]:
+    """Factors without a component's prefix, the alphas of layers, and names of other tensors."""
+    factors: dict[str, Tensor] = {}
+    alphas: set[float] = set()
+    faults = []
+    for name, tensor in stored.items():
+        plain = name
+        for prefix in _PREFIXES:
+            plain = plain.removeprefix(prefix)
+        for old, new in _OLD.items():
+            if plain.endswith(f".{old}"):
+                plain = plain.removesuffix(old) + new
+        if plain.endswith((f".{A}", f".{B}")):
+            factors[plain] = tensor
+        elif plain.endswith(".alpha"):
+            alphas.add(float(tensor))
+        else:
+            faults.append(f"{name} is neither a factor nor an alpha")
+    return factors, alphas, faults
+
+
+def _read_config(file: Path, header: Mapping[str, str]) -> dict[str, Any]:
+    """Settings of ``LoraConfig``: beside a peft file, or in a diffusers file's header."""
+    beside = file.with_name(PEFT_CONFIG)
+    if file.name == PEFT_FILE and beside.is_file():
+        return read_json(beside, FileKind.ADAPTER)
+    try:
+        found = json.loads(header.get(_METADATA, "{}"))
+    except ValueError:
+        found = {}
+    return {str(key).rpartition(".")[2]: value for key, value in dict(found).items()}

@@ -1,0 +1,173 @@
+"""LoRA in whole runs: saved without the frozen weights, resumed, exported, and begun with."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core import dist_checkpointing
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megatron_pulse.adapters.files import read_adapter
+from megatron_pulse.cli.main import main
+from megatron_pulse.errors import UserError
+from tests.cli.small_diffusion import make_diffusion
+from tests.integration.runs import BASE, Run, pipeline, run
+from tests.ranks import RanksFailed
+
+ADAPTER = ["--pulse-adapter", "lora", "--pulse-adapter-rank", "3", "--pulse-adapter-alpha", "6"]
+ADAPTER += ["--pulse-adapter-target", "to_q", "--pulse-adapter-target", "to_out.0"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with a pipeline, pictures, and a run of two steps saved after each."""
+    folder = tmp_path_factory.mktemp("lora")
+    (folder / "sd").mkdir()
+    make_diffusion(folder / "sd")
+    (folder / "pictures").mkdir()
+    for i in range(6):
+        Image.new("RGB", (8, 8), (40 * i, 100, 20)).save(folder / "pictures" / f"{i}.png")
+        (folder / "pictures" / f"{i}.txt").write_text("a cat")
+    return folder
+
+
+def flags(place: Path, *more: str) -> list[str]:
+    sd = str(place / "sd")
+    words = ["--pulse-module", f"diffusers:{sd}", "--pulse-option", "height=4"]
+    words += ["--pulse-option", "width=4", "--pulse-encoders", sd, *BASE]
+    words += ["--pulse-data", f"captions:{place / 'pictures'}", "--lr", "1e-2"]
+    words += ["--global-batch-size", "4", "--train-iters", "2", "--pulse-ema-decay", "0.5"]
+    return [*words, *more]
+
+
+@pytest.fixture(scope="module")
+def trained(place: Path) -> Run:
+    save = ["--save", str(place / "run"), "--save-interval", "1"]
+    return run(2, *flags(place, *ADAPTER, *save, *pipeline(2)), backbone="none")
+
+
+def folder_of(place: Path, step: int) -> Path:
+    return place / "run" / f"iter_{step:07d}"
+
+
+def test_a_checkpoint_holds_the_adapter_alone_and_continues_in_another_layout(
+    place: Path, trained: Run
+) -> None:
+    held = dist_checkpointing.load_tensors_metadata(str(folder_of(place, 2)))
+    assert held and all(".lora_A." in name or ".lora_B." in name for name in held)
+    rest = ["--load", str(place / "run"), "--ckpt-step", "1"]
+    got = run(1, *flags(place, *ADAPTER, *rest), backbone="none")
+    assert got.losses == trained.losses[1:]
+    assert all(torch.equal(got.weights[name], trained.weights[name]) for name in trained.weights)
+    assert all(torch.equal(got.averages[name], trained.averages[name]) for name in got.averages)
+
+
+def test_another_adapter_or_other_weights_are_refused(
+    place: Path, trained: Run, tmp_path: Path
+) -> None:
+    save = ["--save", str(place / "run"), "--train-iters", "3"]
+    with pytest.raises(
+        RanksFailed, match="it trains lora of rank 3.*this run trains lora of rank 4"
+    ):
+        run(1, *flags(place, *ADAPTER, *save, "--pulse-adapter-rank", "4"), backbone="none")
+    with pytest.raises(RanksFailed, match="this run trains no adapter"):
+        run(1, *flags(place, *save), backbone="none")
+    weights = place / "sd" / "unet" / "diffusion_pytorch_model.safetensors"
+    kept = tmp_path / "kept.safetensors"
+    shutil.copy(weights, kept)
+    try:
+        tensors = load_file(weights)
+        tensors["conv_out.weight"] *= 1.001
+        save_file(tensors, weights, {"format": "pt"})
+        with pytest.raises(RanksFailed, match="they have changed"):
+            run(1, *flags(place, *ADAPTER, *save), backbone="none")
+        out = ["--to", str(tmp_path / "out")]
+        assert main(["export", "--load", str(place / "run"), *out]) == 2
+    finally:
+        shutil.copy(kept, weights)
+    assert not (tmp_path / "out").exists()
+
+
+def predict(unet: Any) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    sample, states = (torch.randn(s, generator=generator) for s in ((2, 4, 4, 4), (2, 5, 8)))
+    with torch.no_grad():
+        return unet(sample, torch.tensor([7, 400]), states).sample  # type: ignore[no-any-return]
+
+
+def test_every_format_predicts_as_the_merged_model_does(
+    place: Path, trained: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from diffusers import StableDiffusionPipeline, UNet2DConditionModel
+    from peft import PeftModel
+
+    def export(name: str, *words: str) -> Path:
+        to = tmp_path / name
+        assert main(["export", "--load", str(place / "run"), "--to", str(to), *words]) == 0
+        return to
+
+    merged = UNet2DConditionModel.from_pretrained(export("merged", "--merge"))
+    expected = predict(merged)
+    base = UNet2DConditionModel.from_pretrained(place / "sd" / "unet")
+    assert (expected - predict(base)).abs().max() > 1e-4
+    for name in ("diffusers", "kohya"):
+        pipe = StableDiffusionPipeline.from_pretrained(place / "sd", safety_checker=None)
+        pipe.load_lora_weights(str(export(name, "--adapter-format", name)))
+        torch.testing.assert_close(predict(pipe.unet), expected, atol=1e-6, rtol=1e-6)
+    by_peft = PeftModel.from_pretrained(base, str(export("peft", "--adapter-format", "peft")))
+    torch.testing.assert_close(predict(by_peft), expected, atol=1e-6, rtol=1e-6)
+    whole = export("whole", "--merge", "--pipeline")
+    assert torch.equal(predict(StableDiffusionPipeline.from_pretrained(whole).unet), expected)
+    assert main(["export", "--load", str(place / "run"), "--to", str(tmp_path / "x"),
+                 "--pipeline"]) == 2  # fmt: skip
+    assert "add --merge" in capsys.readouterr().err
+
+    averages = {name: value for name, value in trained.averages.items()}
+    for name in ("diffusers", "kohya", "peft"):
+        found = read_adapter(tmp_path / name)
+        assert (found.rank, found.alpha) == (3, 6.0)
+        layers = {name.rpartition(".lora_")[0] for name in averages}
+        factors = found.named_as(layers).factors
+        assert factors.keys() == averages.keys()
+        assert all(torch.equal(factors[key], averages[key]) for key in averages)
+
+
+def test_a_run_begins_with_an_adapter_file(place: Path, trained: Run, tmp_path: Path) -> None:
+    to = ["--to", str(tmp_path / "a.safetensors"), "--raw", "--adapter-format", "kohya"]
+    assert main(["export", "--load", str(place / "run"), "--iteration", "1", *to]) == 0
+    begin = ["--pulse-adapter", "lora", "--pulse-adapter-weights", to[1], "--train-iters", "1"]
+    got = run(2, *flags(place, *begin, *pipeline(2)), backbone="none")
+    fresh = run(2, *flags(place, *ADAPTER, "--train-iters", "1", *pipeline(2)), backbone="none")
+    assert fresh.losses == trained.losses[:1] and got.losses != fresh.losses
+    assert got.weights.keys() == fresh.weights.keys()
+    with pytest.raises(RanksFailed, match="has another rank"):
+        run(1, *flags(place, *begin, "--pulse-adapter-rank", "5"), backbone="none")
+
+
+def test_files_that_hold_no_adapter_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "a.safetensors"
+    tensors = {"unet.a.lora_A.weight": torch.ones(2, 3), "unet.b.lora_A.weight": torch.ones(3, 3)}
+    save_file({**tensors, "unet.b.lora_B.weight": torch.ones(3, 3), "odd": torch.ones(1)}, file)
+    with pytest.raises(UserError) as refused:
+        read_adapter(file)
+    for fault in ("odd is neither", "a.lora_B.weight is missing", "ranks 2, 3"):
+        assert fault in str(refused.value)
+    with pytest.raises(UserError, match="no such file"):
+        read_adapter(tmp_path / "none")
+    (tmp_path / "peft").mkdir()
+    config = {"r": 2, "lora_alpha": 4, "use_dora": True}
+    (tmp_path / "peft" / "adapter_config.json").write_text(json.dumps(config))
+    save_file(
+        {"base_model.model.a.lora_A.weight": torch.ones(2, 3),
+         "base_model.model.a.lora_B.weight": torch.ones(3, 2)},
+        tmp_path / "peft" / "adapter_model.safetensors",
+    )  # fmt: skip
+    with pytest.raises(UserError, match="use_dora is unsupported"):
+        read_adapter(tmp_path / "peft")
