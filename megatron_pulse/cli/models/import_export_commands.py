@@ -229,7 +229,7 @@ def run_export(args: argparse.Namespace) -> None:
             _export_adapter(args, saved, backbone, stage)
             return
         for flag, value in (("--merge", args.merge), ("--adapter-format", args.adapter_format)):
-            if value:
+            if value and "adapter" not in backbone.record:
                 raise UserError(f"{flag} is for an adapter, and {args.load} trains none")
         published, tensors = export_weights(backbone, stage)
     dtype = getattr(torch, args.dtype)

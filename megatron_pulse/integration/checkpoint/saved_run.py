@@ -229,7 +229,7 @@ def load_weights(stage: MegatronStage, saved: SavedRun, *, averaged: bool) -> No
         if averaged:
             known = dist_checkpointing.load_tensors_metadata(str(folder))
             for name, _ in stage.named_parameters():
-                if (key := f"ema.{state[name].key}") in known:
+                if name in state and (key := f"ema.{state[name].key}") in known:
                     state[name].key = key
         loaded = dist_checkpointing.load({"model": state}, str(folder))["model"]
     except (Exception, CheckpointException) as error:  # the latter is a BaseException
