@@ -14,6 +14,8 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import FrameType
+from typing import NoReturn
 
 NO_FOLDER = "the working folder was deleted. Change to another folder"
 
@@ -24,6 +26,26 @@ def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
     """Let the kernel send ``number`` to this process when the parent's starting thread ends."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number))
+
+
+def end_on_interrupt() -> None:
+    """End this process at once on SIGINT, with one line, until ``raise_on_interrupt``.
+
+    Imports of compiled modules may swallow a KeyboardInterrupt, and the command would go on.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not ignored, as by nohup
+        signal.signal(signal.SIGINT, _interrupted)
+
+
+def raise_on_interrupt() -> None:
+    """Let SIGINT raise KeyboardInterrupt again, after ``end_on_interrupt``."""
+    if signal.getsignal(signal.SIGINT) is _interrupted:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _interrupted(number: int, frame: FrameType | None) -> NoReturn:
+    print("\npulse: interrupted", file=sys.stderr, flush=True)
+    os._exit(128 + number)
 
 
 def parent_has_ended(pid: int) -> bool:

@@ -2,16 +2,15 @@
 
 import sys
 
+from megatron_pulse.processes import end_on_interrupt
+
 
 def start() -> int:
-    """Run one command; an interrupt during slow imports also ends it quietly."""
-    try:
-        from megatron_pulse.cli.main import main
+    """Run one command; an interrupt during slow imports ends it with one line."""
+    end_on_interrupt()
+    from megatron_pulse.cli.main import main
 
-        return main()
-    except KeyboardInterrupt:
-        print("\npulse: interrupted", file=sys.stderr)
-        return 130
+    return main()
 
 
 if __name__ == "__main__":

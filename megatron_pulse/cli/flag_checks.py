@@ -133,7 +133,7 @@ def add_flag(
     writes: Sequence[str] = (),
     **takes: Any,
 ) -> None:
-    """Add a flag to a parser or a group of one, with checks for ``flag_faults``.
+    """Add a flag to a parser or a group of one, with checks for ``command_faults``.
 
     ``form`` is how help writes it: ``-o, --output FILE``, or ``--raw`` for a flag without a value.
     ``within`` is the range of its number. It names a file that is read, or one that is written with
@@ -155,7 +155,7 @@ def add_flag(
     _CHECKS[action] = _FlagCheck(within, reads, tuple(writes))
 
 
-def flag_faults(args: argparse.Namespace, without: Collection[str] = ()) -> list[str]:
+def command_faults(args: argparse.Namespace, without: Collection[str] = ()) -> list[str]:
     """Faults of numbers, of files to read and to write, in the order of the command's flags.
 
     Flags ``without`` are not checked.

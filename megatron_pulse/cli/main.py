@@ -20,7 +20,7 @@ from megatron_pulse.dataclass_flags import with_new_names
 from megatron_pulse.diffusion.hub import with_local_folders
 from megatron_pulse.errors import UserError, did_you_mean, summarize, unknown_name
 from megatron_pulse.full_disk import full_remedy, why_full
-from megatron_pulse.processes import NO_FOLDER, open_closed_streams
+from megatron_pulse.processes import NO_FOLDER, open_closed_streams, raise_on_interrupt
 
 _EPILOG = """\
 Training is started with 'pulse train', or by flags with 'pulse run'. A first tour:
@@ -217,6 +217,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     args = _parsed(parser, words)
     args.words = words
+    raise_on_interrupt()
     try:
         args.run(args)
         sys.stdout.flush()

@@ -7,13 +7,14 @@ import logging
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
 from types import FrameType
 
 from megatron_pulse.cli.flag_checks import add_parser, require
 from megatron_pulse.dataclass_flags import TO_4096
 from megatron_pulse.errors import UserError
-from megatron_pulse.processes import port_is_taken
+from megatron_pulse.processes import end_on_interrupt, port_is_taken
 
 _DESCRIPTION = """\
 Starts ranks as torchrun does, with torchrun's flags. Errors of ranks come last, without
@@ -52,6 +53,7 @@ def run(args: argparse.Namespace) -> None:
         return
     if not args.command_line:
         raise UserError("no script: pulse run --nproc-per-node 2 launch/pretrain_diffusion.py ...")
+    end_on_interrupt()  # until ranks start
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "86400")
     import torch.distributed.elastic.multiprocessing.api as processes
     from torch.distributed import run as torchrun
@@ -84,6 +86,16 @@ def run(args: argparse.Namespace) -> None:
                 "one node leave it out"
             )
         raise UserError(f"ranks cannot be started: {reason}") from error
+
+
+def hold_interrupts_of_ranks() -> None:
+    """Block SIGINT in ranks until ``STOP.listen``: a starting interpreter prints a traceback.
+
+    Ranks inherit the signal mask of the main thread. Another thread receives the signal for this
+    process, whose handlers run in the main thread nevertheless.
+    """
+    threading.Thread(target=threading.Event().wait, name="interrupts", daemon=True).start()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
 
 
 def _read(words: list[str]) -> argparse.Namespace:

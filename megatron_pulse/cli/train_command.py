@@ -23,6 +23,7 @@ from megatron_pulse.dataclass_flags import RECIPE, RECIPE_KEYS, STARTING_RECIPE
 from megatron_pulse.diffusion.hub import with_local_folders
 from megatron_pulse.errors import UserError, summarize
 from megatron_pulse.files import replacing, unwritable
+from megatron_pulse.processes import end_on_interrupt
 from megatron_pulse.recipe.flags import keys_by_flag, training_flags
 from megatron_pulse.recipe.keys import Model, Recipe
 from megatron_pulse.recipe.read import read_recipe, write_recipe
@@ -299,9 +300,11 @@ def _num_ranks(recipe: Recipe) -> int:
 
 def _start_ranks(recipe: Recipe, flags: Sequence[str]) -> None:
     """Start the ranks of this machine; ends the process with their status if it is not 0."""
+    end_on_interrupt()
     ranks = _num_ranks(recipe)
     print(f"training on {ranks} rank(s); the run is in {recipe.output}", flush=True)
     words = ["--nproc-per-node", str(ranks), "-m", _ENTRY, *flags]
+    run_command.hold_interrupts_of_ranks()
     run_command.run(argparse.Namespace(command_line=words))
 
 

@@ -33,8 +33,14 @@ from megatron_pulse.integration.checkpoint.starting_point import (
 )
 from megatron_pulse.integration.flags.flag_constraints import CONNECTIONS
 from megatron_pulse.integration.flags.pulse_options import PulseOptions
-from megatron_pulse.integration.flags.startup_checks import FlagError, check_world, refusing
+from megatron_pulse.integration.flags.startup_checks import (
+    FlagError,
+    check_world,
+    refusing,
+    with_recipe_keys,
+)
 from megatron_pulse.integration.loop.log_filter import short_log
+from megatron_pulse.integration.loop.sample_pictures import lacks_pictures
 from megatron_pulse.integration.loop.shutdown import (
     fail,
     finish,
@@ -87,12 +93,19 @@ def main() -> None:
             lock = _connect(args, options, job, found)
             given, options = plan_of_auto(line, options)
         plan, data, start = prepare(line, options, given)
+        starting = Path(args.save or ".").parent / STARTING_RECIPE
         if said := finished(start, args):
             if args.rank == 0:
-                print(said, flush=True)
-            raise SystemExit(0)
+                print(with_recipe_keys(said), flush=True)
+                starting.unlink(missing_ok=True)
+            if options.samples.sample_every is None:
+                raise SystemExit(0)
         if not options.auto:
             lock = _connect(args, options, job, found)
+        if start is not None and said:
+            step = start.saved.iteration
+            if not broadcast_from_rank_0(lambda: lacks_pictures(args, options.samples, step)):
+                raise SystemExit(0)
         check_world(args, plan.digest())
         # One rank reads the encoders' files, since saved flags are the same on all.
         with PROGRESS.during("loading encoders", patient=True):
@@ -100,14 +113,15 @@ def main() -> None:
         if start is not None:
             with refusing(CheckpointError, where=f"{start.given}: "):
                 start = verified_start(start, args, holds=lock is not None)
+            said = said and finished(start, args)  # an older step, if the last one is damaged
             set_load_flags(args, start)
         with PROGRESS.during("reading the data", patient=True):
             records = broadcast_from_rank_0(lambda: data.record(whole=True))
         args.pulse_data_record = to_saved(records)
-        if start is not None and args.rank == 0:
+        if start is not None and not said and args.rank == 0:
             begun = NewRun(args, options, args.pulse_record, args.pulse_encoded_by, records)
             print(describe(start, begun), flush=True)
-        elif args.rank == 0 and (weights := describe_weights(options.backbone or "")):
+        elif not said and args.rank == 0 and (weights := describe_weights(options.backbone or "")):
             print(weights, flush=True)
         with PROGRESS.during("reading picture headers", patient=True), refusing(DataError):
             looked_at = broadcast_from_rank_0(data.survey)
@@ -125,15 +139,16 @@ def main() -> None:
         plan = with_schedules(plan, args, options)
         board = job.board()
         assert board is not None  # the ranks have met
-        starting = Path(args.save or ".").parent / STARTING_RECIPE
         if args.rank == 0 and starting.is_file():
             starting.replace(starting.with_name(RECIPE))
         with short_log(args):
-            train(args, options, plan, data, board, start, begin)
+            train(args, options, plan, data, board, start, begin, only_pictures=bool(said))
         if args.rank == 0 and newest_named(args.save) is not None:
             print(_next_commands(Path(args.save), plan.backbone), flush=True)
     except BaseException as error:
         if not isinstance(error, SystemExit) or error.code:
+            if lock is not None and STOP.is_leaving:  # saved and agreed; another rank left first
+                lock.release()
             fail(error, job, args)
     finally:
         if lock is not None:

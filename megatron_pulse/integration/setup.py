@@ -11,6 +11,7 @@ from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.layer_selection import name_of
 from megatron_pulse.data.build import check_dataset
 from megatron_pulse.dataclass_flags import flag_faults, flag_name
+from megatron_pulse.diffusion.objectives import DiffusionProcess
 from megatron_pulse.diffusion.process_flags import ProcessChoice
 from megatron_pulse.diffusion.process_from_flags import chosen_process
 from megatron_pulse.errors import collecting, faults_in, format_faults
@@ -136,21 +137,34 @@ def _set_steps_of_epochs(line: CommandLine, options: PulseOptions) -> list[str]:
         start = find_start(args)
         batch_size = args.global_batch_size or global_batch_size(args)
         backbone = _continued(start, args, options)
-        data = DiffusionData(options, backbone, process_of(start, options), args.seed)
+        data = open_data(line, options, backbone, process_of(start, options))
+        assert isinstance(data, DiffusionData)  # a cascade was refused above
+        num_samples = len(data.train)
     except (ValueError, OSError, TypeError, ZeroDivisionError):
         return []
     told = []
     if options.epochs is not None:
-        args.train_iters = max(1, math.ceil(options.epochs * len(data.train) / batch_size))
+        args.train_iters = max(1, math.ceil(options.epochs * num_samples / batch_size))
         told.append(
-            f"{options.epochs:g} epochs of {len(data.train):,} samples: {args.train_iters:,} steps"
+            f"{options.epochs:g} epochs of {num_samples:,} samples: {args.train_iters:,} steps"
         )
     if options.warmup_epochs is not None:
-        args.lr_warmup_iters = math.ceil(options.warmup_epochs * len(data.train) / batch_size)
+        args.lr_warmup_iters = math.ceil(options.warmup_epochs * num_samples / batch_size)
         told.append(f"warm-up over {args.lr_warmup_iters:,} steps")
     if args.rank == 0:
         print(*told, sep="\n", flush=True)
     return []
+
+
+def open_data(
+    line: CommandLine, options: PulseOptions, backbone: Backbone, process: DiffusionProcess
+) -> DiffusionData | CascadeData:
+    """Data of the run, opened once: for the steps of epochs, for tuning and for training."""
+    wanted = {"backbone": backbone.record, "process": process}
+    if any(line.opened.get(name) != value for name, value in wanted.items()):
+        opens = CascadeData if backbone.parts else DiffusionData
+        line.opened.update(wanted, data=opens(options, backbone, process, line.args.seed))
+    return line.opened["data"]  # type: ignore[no-any-return]
 
 
 def _name_module(args: argparse.Namespace) -> Iterator[str]:
@@ -204,7 +218,7 @@ def _lay_cascade(args: argparse.Namespace, line: CommandLine) -> Iterator[str]:
 def _check_auto(line: CommandLine, options: PulseOptions) -> Iterator[str]:
     args = line.args
     backbone = process = start = None
-    data: DiffusionData | None = None
+    data: DiffusionData | CascadeData | None = None
     try:
         start = find_start(args)
         process = process_of(start, options)
@@ -233,7 +247,7 @@ def _check_auto(line: CommandLine, options: PulseOptions) -> Iterator[str]:
     else:
         faults: list[str] = []
         with collecting(faults, (ValueError, OSError)):
-            data = DiffusionData(options, backbone, process, args.seed)
+            data = open_data(line, options, backbone, process)
         yield from faults
     if backbone is not None and start is not None:
         records = {} if data is None else data.record(whole=False)
@@ -309,8 +323,7 @@ def prepare(
         faults += options.training_loss.faults(process)
         faults += picture_faults(args, options.samples, backbone, process)
         with collecting(faults, (ValueError, OSError)):
-            opens = CascadeData if backbone.parts else DiffusionData
-            data = opens(options, backbone, process, args.seed)
+            data = open_data(line, options, backbone, process)
         validation_cautions = []
         if data is not None and can_plan:
             validation_cautions = _set_eval_iters(line, options, data)

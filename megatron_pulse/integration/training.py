@@ -17,6 +17,7 @@ from megatron.core import parallel_state
 from megatron.core.enums import ModelType
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.global_vars import get_wandb_writer, set_global_variables
+from torch import nn
 
 from megatron_pulse.integration.checkpoint.lr_schedule import keep_saved_schedule
 from megatron_pulse.integration.checkpoint.optimizer_main_params import (
@@ -26,7 +27,7 @@ from megatron_pulse.integration.checkpoint.optimizer_main_params import (
 from megatron_pulse.integration.checkpoint.resume_with_new_flags import wrap_load_checkpoint
 from megatron_pulse.integration.checkpoint.saving import Saving, patch_saving
 from megatron_pulse.integration.checkpoint.selection.retention import KeepPolicy, Retention
-from megatron_pulse.integration.checkpoint.starting_point import StartingPoint
+from megatron_pulse.integration.checkpoint.starting_point import StartingPoint, describe_validation
 from megatron_pulse.integration.flags.flag_constraints import validate
 from megatron_pulse.integration.flags.pulse_options import PulseOptions
 from megatron_pulse.integration.flags.startup_checks import refusing
@@ -64,14 +65,24 @@ def train(
     board: FailureBoard,
     start: StartingPoint | None,
     begin: float,
+    only_pictures: bool = False,
 ) -> None:
-    """Train by ``plan`` until the last step or a stop request; ``begin`` is the start time."""
+    """Train by ``plan`` until the last step, the target or a stop request.
+
+    ``begin`` is the start time. With ``only_pictures`` a finished run draws those of its end.
+    """
     if torch.cuda.is_available():  # the log's peak memory is of training, not of measuring before
         torch.cuda.reset_peak_memory_stats()
     validation = ValidationLosses(
         data.sample_losses, data.num_validation, options.validation_target
     )
-    stopping = stopping_hooks(args, validation)
+    pictures: SamplePictures | None = None
+
+    def draw_end(chunks: list[nn.Module], optimizer: Any, iteration: int) -> None:
+        if pictures is not None:
+            pictures.draw(chunks, optimizer, iteration)
+
+    stopping = stopping_hooks(args, validation, draw_end)
     if args.async_save:  # save in threads; Megatron demands a process and lowers its priority
         args.use_persistent_ckpt_worker, args.async_strategy = True, "mcore"
         args.async_ckpt_cpu_priority = args.async_ckpt_io_priority = None
@@ -109,13 +120,11 @@ def train(
         encoders = data.encoders
     if isinstance(data, DiffusionData) and (share := options.self_conditioning) is not None:
         own = SelfConditioning(share, args.seed, lambda: args.curr_iteration, data.estimate)
-    measured_on = args.pulse_validation_data or f"held back of {args.pulse_data}"
     policy = KeepPolicy(
         options.keep_last,
         args.save_retain_interval,
         options.keep_best,
-        f"{measured_on}, {args.eval_iters} batches of {args.global_batch_size}, "
-        f"times {options.validation_times}, seed {args.seed}",
+        describe_validation(args),
     )
     args.save_retain_interval = None  # Megatron would delete without renaming first
     retention = Retention(Path(args.save) if args.save else None, policy, args.rank)
@@ -130,7 +139,6 @@ def train(
         plan, data.loss, board, options.backstop_timeout_s, encoders, tracing, own, verifier,
         validation,
     )  # fmt: skip
-    pictures = None
     if options.samples.sample_every is not None and isinstance(data, DiffusionData):
         with refusing(ValueError, where="pictures: "):
             pictures = SamplePictures(args, options, plan, data.process, schedule)
@@ -174,6 +182,8 @@ def train(
     )
     if pictures is not None:
         train_step = pictures.before_first_step(train_step)
+        if only_pictures:
+            stopping["train"] = pictures.in_place_of_training
     training.set_startup_timestamps(program_start=begin, main_entry=time.time())
     with _hooks(
         get_forward_backward_func=lambda *a, **k: stoppable_evaluation(schedule),
@@ -190,15 +200,19 @@ def train(
         load_checkpoint=wrap_load_checkpoint(training.load_checkpoint, args, start, keeps_schedule),
         **stopping,
     ):
-        training.pretrain(
-            pretrain_cfg_container_from_args(args, None),
-            _make_dataset_provider(args, plan, data),
-            ModelType.encoder_or_decoder,
-            _forward_step,
-            model_provider=make_model_provider(plan, args),
-            get_embedding_ranks=lambda ranks, *rest: [ranks[0]],
-            get_position_embedding_ranks=lambda ranks, *rest: [ranks[0]],
-        )
+        try:
+            training.pretrain(
+                pretrain_cfg_container_from_args(args, None),
+                _make_dataset_provider(args, plan, data),
+                ModelType.encoder_or_decoder,
+                _forward_step,
+                model_provider=make_model_provider(plan, args),
+                get_embedding_ranks=lambda ranks, *rest: [ranks[0]],
+                get_position_embedding_ranks=lambda ranks, *rest: [ranks[0]],
+            )
+        except SystemExit as end:
+            if end.code or validation.reached is None:
+                raise
     schedule.close()
 
 

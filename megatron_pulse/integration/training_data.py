@@ -21,7 +21,7 @@ from megatron_pulse.data.captions import cut_short
 from megatron_pulse.data.data_record import DataRecord, record_of
 from megatron_pulse.data.dataset import DataError, DiffusionDataset, FieldSpec
 from megatron_pulse.data.fields import WantedFields
-from megatron_pulse.data.images.survey import require_readable, surveys
+from megatron_pulse.data.images.survey import require_readable, require_white, surveys
 from megatron_pulse.data.microbatches import DiffusionLoader, Split
 from megatron_pulse.data.sampler import MicrobatchSampler
 from megatron_pulse.diffusion.learned_sigma import variational_bound
@@ -180,6 +180,7 @@ class DiffusionData:
         found = surveys([self.train, self.validation])
         if not self._skip_corrupt:
             require_readable(found)
+        require_white(found)
         held = f"{len(self.train):,} training samples, {len(self.validation):,} validation samples"
         told = [f"{each.describe()}; {held}" for each in found]
         return told + [f"warning: {caution}" for each in found for caution in each.cautions]

@@ -55,6 +55,7 @@ class StopSignals:
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         for number in SIGNALS:
             self.listen_for(number)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # ``pulse train`` blocks SIGINT
         os.register_at_fork(after_in_child=self._in_child)
         threading.Thread(target=self._read, args=(reader,), name="stop", daemon=True).start()
 

@@ -109,11 +109,13 @@ def test_faults_name_the_recipes_keys(monkeypatch: pytest.MonkeyPatch):
 
 
 def _steps_of(argv: list[str]) -> int:
-    from megatron_pulse.integration.setup import read_command_line
+    from megatron_pulse.integration.setup import prepare, read_command_line
 
     sys.argv = ["pretrain_diffusion.py", *argv]
-    line, _, _ = read_command_line()
+    line, options, given = read_command_line()
     assert not line.faults, line.faults
+    opened = line.opened["data"]
+    assert prepare(line, options, given)[1] is opened, "the data were opened twice"
     return int(line.args.train_iters)
 
 

@@ -12,6 +12,7 @@ from PIL import Image
 from megatron_pulse.data.build import open_buckets
 from megatron_pulse.data.dataset import DataError, DiffusionDataset
 from megatron_pulse.data.fields import WantedFields
+from megatron_pulse.data.images.survey import require_white, surveys
 from megatron_pulse.data.microbatches import Split, make_microbatch
 from megatron_pulse.diffusion.loss import LossChoice
 from megatron_pulse.diffusion.objectives import DiffusionProcess, Objective
@@ -94,3 +95,26 @@ def test_missing_mask_is_refused_by_name(folder: Path):
     (folder / "masks/3.png").unlink()
     with pytest.raises(DataError, match=r"(?s)there is no .*masks/3\.png.*needs a mask"):
         opened(folder)
+
+
+def paint_black(folder: Path, count: int) -> None:
+    for i in range(count):
+        Image.new("L", (8, 8)).save(folder / f"masks/{i}.png")
+
+
+def test_black_masks_are_counted(folder: Path):
+    paint_black(folder, 2)
+    _, masks = found = surveys([opened(folder)], whole=True)
+    (caution,) = masks.cautions
+    assert "2 of 12 masks are all black, so nothing is learned" in caution
+    require_white(found)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_masks_that_are_all_black_are_refused(whole: bool, folder: Path):
+    paint_black(folder, 11)
+    data = opened(folder)
+    require_white(surveys([data], whole))
+    paint_black(folder, 12)
+    with pytest.raises(DataError, match=r"(?s)masks: .*all 12 are black.*White counts"):
+        require_white(surveys([data], whole))

@@ -239,9 +239,9 @@ def test_finished(saved: Path) -> None:
     """The same command again: no error, no step, and how to go on."""
     before = sorted(saved.rglob("*"))
     ends = {
-        "--train-iters 6": "iteration 6 of --train-iters 6. Raise --train-iters",
-        "--train-iters 4": "iteration 6 of --train-iters 4. Raise --train-iters",
-        "--train-samples 55": "48 samples of --train-samples 55. Raise --train-samples",
+        "--train-iters 6": "iteration 6, and --train-iters 6 leaves no step. Raise --train-iters",
+        "--train-iters 4": "iteration 6, and --train-iters 4 leaves no step. Raise --train-iters",
+        "--train-samples 55": "48 samples, and --train-samples 55 leaves no step. Raise --train-s",
     }
     for text, done in zip(
         run_ranks(1, said_at_end, saved, list(ends))[0], ends.values(), strict=True

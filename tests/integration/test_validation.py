@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 from pathlib import Path
@@ -10,6 +11,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from megatron_pulse.integration.checkpoint.saved_run import read_saved_run
+from megatron_pulse.integration.checkpoint.starting_point import StartingPoint, finished
 from megatron_pulse.integration.loss_curve import read_scalars
 from tests.integration.runs import BASE, TINY, assert_same, pipeline, run, train
 from tests.ranks import run_ranks
@@ -66,15 +69,36 @@ def logged(flags: list[str]) -> tuple[int, str]:
     return len(losses), out.getvalue()
 
 
-def test_validation_target_saves_and_ends_the_run(pictures: list[str], tmp_path: Path) -> None:
-    board = ["--tensorboard-dir", str(tmp_path / "board"), "--save", str(tmp_path / "run")]
+def test_validation_target_saves_and_finishes_the_run(pictures: list[str], tmp_path: Path) -> None:
+    """A rerun makes no step, and draws the last pictures if they are missing."""
+    folder, sheet = tmp_path / "run", tmp_path / "run/samples/step_1/sheet.png"
+    board = ["--tensorboard-dir", str(tmp_path / "board"), "--save", str(folder)]
     flags = [*pictures, *FLAGS, *pipeline(2), *board, "--train-iters", "9"]
-    found = run_ranks(2, logged, [*flags, "--pulse-validation-target", "1e3"])
+    flags += ["--pulse-validation-target", "1e3"]
+    flags += ["--pulse-sample-every", "4", "--pulse-sample-steps", "2"]
+    found = run_ranks(2, logged, flags)
     said = "".join(text for _, text in found)
     assert [steps for steps, _ in found] == [1, 1]
     assert said.count("reached the target 1000 at iteration 1\n") == 1
     assert "loss at 0.875 value" in said and "PPL" not in said
-    assert (tmp_path / "run/latest_checkpointed_iteration.txt").read_text().strip() == "1"
+    assert (folder / "latest_checkpointed_iteration.txt").read_text().strip() == "1"
+    assert f"sample:  pulse sample --load {folder}" in said and sheet.exists()
     curves = read_scalars(tmp_path / "board")
     of_times = [curves[f"loss at {i / 8:g} validation"].values[0] for i in range(8)]
     assert curves["loss validation"].values == pytest.approx([sum(of_times) / 8])
+
+    sheet.unlink()
+    files = {path: path.stat().st_mtime_ns for path in folder.glob("iter_*/*")}
+    found = run_ranks(2, logged, flags)
+    assert [steps for steps, _ in found] == [0, 0] and sheet.exists()
+    assert files == {path: path.stat().st_mtime_ns for path in folder.glob("iter_*/*")}
+    loss = f"{curves['loss validation'].values[0]:.6g}"
+    assert f"run is finished: it holds validation loss {loss}" in "".join(t for _, t in found)
+
+    saved = read_saved_run(folder)
+    start, args = StartingPoint(saved, f"--save {folder}", True), saved.arguments
+    changed = {"pulse_validation_target": 0.01, "eval_iters": 99, "train_iters": 1}
+    assert "Lower --pulse-validation-target or leave it out" in str(finished(start, args))
+    for name, value in changed.items():  # a stricter target, another validation, the last step
+        now = argparse.Namespace(**{**vars(args), name: value})
+        assert (finished(start, now) is None) == (name != "train_iters"), name

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_pulse.recipe.examples import example_text
 from tests.integration.runs import BASE, TINY, pipeline
 from tests.launch.sessions import BIN, Session, session
 from tests.ranks import free_port
@@ -98,6 +99,28 @@ def test_ctrl_c_in_start_up_and_in_training(tmp_path: Path) -> None:
         run.process.send_signal(signal.SIGINT)
         assert run.ended() == 128 + signal.SIGINT
         assert run.said() == "trains\n" * 2 + "saved (SIGINT)\n" * 2
+
+
+@pytest.mark.parametrize("moment", ["", "training on 2 rank(s)"])
+def test_ctrl_c_before_ranks_are_up_is_one_line(moment: str, tmp_path: Path) -> None:
+    """To all processes, as a terminal sends it: during imports, and as ranks are started."""
+    recipe = ["digits.toml", f"output={tmp_path / 'run'}", "parallel.pipeline=2"]
+    (tmp_path / "digits.toml").write_text(example_text("digits"))
+    command = [BIN / "pulse", "train", tmp_path / recipe[0], *recipe[1:]]
+    with session(command) as run:
+        if moment:
+            run.wait_for(moment)
+        else:
+            run.wait_until(lambda: imports_torch(run.process.pid), "imports", 120)
+        os.killpg(run.process.pid, signal.SIGINT)
+        assert run.ended() == 128 + signal.SIGINT
+        lines = [line for line in run.said().splitlines() if line]
+        assert len(lines) <= 2 and "Traceback" not in run.said()
+        assert lines[-1] == "pulse: interrupted" or lines[-1].startswith("stopped (SIG")
+
+
+def imports_torch(pid: int) -> bool:
+    return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
 
 
 def test_torchrun_killed(tmp_path: Path) -> None:

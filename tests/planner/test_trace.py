@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_pulse.backbone.activations import ActivationPolicies
 from megatron_pulse.planner.layout.placement import Partition, fold
 from megatron_pulse.planner.layout.routes import trace_routes
 from megatron_pulse.planner.program.communication import compile_communication
@@ -22,8 +23,10 @@ from megatron_pulse.planner.trace.trace import (
     load_trace,
     save_trace,
 )
+from megatron_pulse.planner.trace.trace_to_profile import rescale
+from megatron_pulse.profile.profile import ProfileError
 from tests.planner.schedules import wave
-from tests.plans import steps_of
+from tests.plans import small_plan, steps_of
 from tests.reference import unsealed_record
 from tests.toys import nested, toy_backbone
 
@@ -168,3 +171,30 @@ def test_evaluations_have_no_backward_times() -> None:
     assert Operation(OpType.FORWARD, 0, 0) in {t.operation for t in trace.steps[0].operations}
     with pytest.raises(TraceError, match="no backward"):
         measured_problem(equal_stages(PLACEMENT, M), trace)
+
+
+def test_rescale_counts_recomputed_forwards_in_the_backward() -> None:
+    """One layer of each stage is recomputed; its forward counts at the measured speed."""
+    plan = small_plan()
+    held = [plan.partition.layers_of_stage(stage) for stage in range(len(plan.stages))]
+    again = [stage[0] for stage in held]
+    plan = replace(plan, activations=ActivationPolicies(frozenset(again)))
+    layers = plan.profile.times_at(plan.micro_batch_size)
+    forward = tuple(2 * sum(layers[i].forward_s for i in stage) for stage in held)
+    backward = tuple(
+        2 * layers[first].forward_s
+        + 3 * sum(layers[i].input_grad_s + layers[i].weight_grad_s for i in stage)
+        for first, stage in zip(again, held, strict=True)
+    )
+    measured = replace(plan.problem, forward=forward, backward=backward, weight_grad=None)
+    for layer, new in zip(
+        layers,
+        rescale(plan.profile, plan, measured).times_at(plan.micro_batch_size),
+        strict=True,
+    ):
+        assert new.forward_s == pytest.approx(2 * layer.forward_s)
+        assert new.input_grad_s == pytest.approx(3 * layer.input_grad_s)
+        assert new.weight_grad_s == pytest.approx(3 * layer.weight_grad_s)
+    short = replace(measured, backward=(2 * layers[again[0]].forward_s, *backward[1:]))
+    with pytest.raises(ProfileError, match="stage 0: .* no longer than the forward"):
+        rescale(plan.profile, plan, short)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from megatron_pulse.cli.flag_checks import (
     add_flag,
     add_parser,
-    flag_faults,
+    command_faults,
     no_such_file,
     require,
     warn,
@@ -101,4 +101,4 @@ def _faults(args: argparse.Namespace) -> list[str]:
     ]
     if (args.profile is None) != (args.write_profile is None):
         faults.append("--profile and --write-profile: give both")
-    return faults + flag_faults(args)
+    return faults + command_faults(args)

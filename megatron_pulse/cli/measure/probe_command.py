@@ -17,7 +17,7 @@ from megatron_pulse.cli.flag_checks import (
     add_flag,
     add_parser,
     as_user_error,
-    flag_faults,
+    command_faults,
     require,
 )
 from megatron_pulse.cli.launcher_env import ranks_of
@@ -210,7 +210,7 @@ def _faults(args: argparse.Namespace, ranks: Mapping[str, str]) -> list[str]:
         faults.append("a link has two ends: start 2 ranks or more")
     if args.output is None and args.json is None:
         faults.append("give -o cluster.yaml, or --json to print the measurements")
-    faults += flag_faults(args)
+    faults += command_faults(args)
     if not args.name:
         faults.append("--name is empty")
     if args.backend == "nccl":

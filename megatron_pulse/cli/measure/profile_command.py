@@ -22,7 +22,7 @@ from megatron_pulse.cli.flag_checks import (
     add_flag,
     add_parser,
     as_user_error,
-    flag_faults,
+    command_faults,
     require,
     warn,
 )
@@ -140,7 +140,7 @@ def run(args: argparse.Namespace) -> None:
     faults = number_list_faults(args, "micro_batch_size")
     sizes = () if faults else numbers(args.micro_batch_size) or ()
     faults += TO_MILLION.faults("--micro-batch-size", max(sizes, default=None))
-    faults += [*flag_faults(args), *layers_faults(args, is_file=args.from_table is not None)]
+    faults += [*command_faults(args), *layers_faults(args, is_file=args.from_table is not None)]
     faults += _device_faults(args)
     if args.encoders is not None:
         faults += _encoder_faults(args)

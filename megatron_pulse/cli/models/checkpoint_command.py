@@ -9,7 +9,13 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_pulse.cli.flag_checks import add_flag, add_parser, as_user_error, flag_faults, require
+from megatron_pulse.cli.flag_checks import (
+    add_flag,
+    add_parser,
+    as_user_error,
+    command_faults,
+    require,
+)
 from megatron_pulse.cli.import_megatron import prepare_megatron
 from megatron_pulse.cli.output import add_json, print_result, table
 from megatron_pulse.progress import ProgressLine
@@ -54,7 +60,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def run(args: argparse.Namespace) -> None:
     """Run the action."""
-    require([*_faults(args), *flag_faults(args)])
+    require([*_faults(args), *command_faults(args)])
     prepare_megatron()
     from megatron_pulse.integration.checkpoint.folders import CheckpointError
     from megatron_pulse.integration.checkpoint.lock import FolderInUse

@@ -5,7 +5,13 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megatron_pulse.cli.flag_checks import add_flag, add_parser, as_user_error, flag_faults, require
+from megatron_pulse.cli.flag_checks import (
+    add_flag,
+    add_parser,
+    as_user_error,
+    command_faults,
+    require,
+)
 from megatron_pulse.cli.output import add_json, print_result
 
 _DESCRIPTION = """\
@@ -36,7 +42,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def run(args: argparse.Namespace) -> None:
     """Draw the picture, and print the first and last losses."""
-    faults = flag_faults(args)
+    faults = command_faults(args)
     if not args.tensorboard_dir.is_dir():
         faults.append(f"--tensorboard-dir {args.tensorboard_dir} is not a folder")
     require(faults)

@@ -12,7 +12,7 @@ from megatron_pulse.cli.flag_checks import (
     add_flag,
     add_parser,
     as_user_error,
-    flag_faults,
+    command_faults,
     require,
     warn,
 )
@@ -99,7 +99,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def run_check(args: argparse.Namespace) -> None:
     """Decode every picture, or compare every row of latents with its hash, and print what is so."""
-    require(flag_faults(args) + caption_faults(args, args.spec))
+    require(command_faults(args) + caption_faults(args, args.spec))
     from megatron_pulse.data.build import open_parts
     from megatron_pulse.data.images.survey import require_readable, surveys
 
@@ -168,7 +168,7 @@ def _pairings(data: Sequence[DiffusionDataset]) -> list[tuple[ImageFiles, Pairin
 
 def run_info(args: argparse.Namespace) -> None:
     """Open the datasets as training does and print what they hold."""
-    require(flag_faults(args))
+    require(command_faults(args))
     from megatron_pulse.data.build import open_parts
 
     lines, reports = list[str](), list[dict[str, Any]]()

@@ -12,7 +12,7 @@ from megatron_pulse.cli.flag_checks import (
     add_parser,
     as_user_error,
     check_folder,
-    flag_faults,
+    command_faults,
     require,
 )
 from megatron_pulse.dataclass_flags import FROM_ONE, PIXELS
@@ -44,7 +44,7 @@ def add_emoji(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 def run(args: argparse.Namespace) -> None:
     """Render the emoji."""
-    require(flag_faults(args) + check_folder(args.to.parent, "--to"))
+    require(command_faults(args) + check_folder(args.to.parent, "--to"))
     from megatron_pulse.data.images.emoji import FONT, render_emoji
 
     with as_user_error(OSError):

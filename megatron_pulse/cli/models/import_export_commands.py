@@ -24,7 +24,7 @@ from megatron_pulse.cli.flag_checks import (
     add_parser,
     as_user_error,
     check_folder,
-    flag_faults,
+    command_faults,
     require,
 )
 from megatron_pulse.cli.import_megatron import prepare_megatron
@@ -191,7 +191,7 @@ def import_published(args: argparse.Namespace) -> list[str]:
 
 def run_export(args: argparse.Namespace) -> None:
     """Load, convert, write."""
-    faults = [*flag_faults(args), *(_check_new(args.to) or _check_beside(args.to))]
+    faults = [*command_faults(args), *(_check_new(args.to) or _check_beside(args.to))]
     if args.merge and args.adapter_format is not None:
         faults.append("--merge writes a whole model; leave --adapter-format out")
     if args.to.suffix in _FILES:

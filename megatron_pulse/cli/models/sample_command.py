@@ -17,7 +17,7 @@ from megatron_pulse.cli.flag_checks import (
     add_flag,
     add_parser,
     as_user_error,
-    flag_faults,
+    command_faults,
     require,
     vae_faults,
     warn,
@@ -362,7 +362,7 @@ def _guidance(
 
 def _check(args: argparse.Namespace) -> list[str]:
     faults = output_faults(args.output, "--output")
-    faults += flag_faults(args) + option_faults(args)
+    faults += command_faults(args) + option_faults(args)
     if args.vae is not None and output_of(args.output) is Output.TENSORS:
         faults.append("--vae decodes samples, and -o FILE.safetensors writes them undecoded")
     faults += encoder_faults(args)

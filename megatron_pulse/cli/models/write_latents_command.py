@@ -16,7 +16,7 @@ from megatron_pulse.cli.flag_checks import (
     add_flag,
     add_parser,
     check_folder,
-    flag_faults,
+    command_faults,
     require,
     vae_faults,
 )
@@ -112,7 +112,7 @@ def run(args: argparse.Namespace) -> None:
 
 def _check(args: argparse.Namespace) -> list[str]:
     faults = check_folder(args.output, "--output")
-    faults += flag_faults(args)
+    faults += command_faults(args)
     if args.source.startswith("latents:"):
         faults.append(f"--from {args.source}: these are latents already")
     captions = args.source.startswith("captions:")

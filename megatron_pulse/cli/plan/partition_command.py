@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from megatron_pulse.backbone.activations import ActivationPolicy
-from megatron_pulse.cli.flag_checks import add_flag, add_parser, flag_faults, require, warn
+from megatron_pulse.cli.flag_checks import add_flag, add_parser, command_faults, require, warn
 from megatron_pulse.cli.output import add_json, print_result, write
 from megatron_pulse.cli.shared_flags import add_micro_batch_size, add_num_devices, add_profile
 from megatron_pulse.dataclass_flags import ABOVE_ZERO, FROM_ZERO, TO_MILLION, flag_name
@@ -219,7 +219,7 @@ def _memory_rules(args: argparse.Namespace, dtype: str, limit_bytes: float | Non
 
 def _faults(args: argparse.Namespace) -> list[str]:
 
-    faults = flag_faults(args)
+    faults = command_faults(args)
     if args.from_table is None and args.preset is not None:
         faults.append("--preset is for --from-table; a profile knows its device")
     if args.from_table is not None and args.preset not in PRESETS:

@@ -12,7 +12,7 @@ from megatron_pulse.cli.flag_checks import (
     add_flag,
     add_parser,
     as_user_error,
-    flag_faults,
+    command_faults,
     require,
     warn,
 )
@@ -305,7 +305,7 @@ def _cap(text: str) -> float:
 
 def _faults(args: argparse.Namespace) -> list[str]:
 
-    faults = flag_faults(args)
+    faults = command_faults(args)
     if args.encoders is not None:
         if args.times is not None:
             faults.append("--encoders is for --profile: --times has no number of samples")

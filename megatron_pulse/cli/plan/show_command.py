@@ -6,7 +6,7 @@ import argparse
 from functools import partial
 from typing import TYPE_CHECKING
 
-from megatron_pulse.cli.flag_checks import add_flag, add_parser, flag_faults, require, warn
+from megatron_pulse.cli.flag_checks import add_flag, add_parser, command_faults, require, warn
 from megatron_pulse.cli.shared_flags import add_drawing, add_plan
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def run(args: argparse.Namespace) -> None:
     """Print, then draw."""
-    require(flag_faults(args))
+    require(command_faults(args))
     from megatron_pulse.cli.plan.plan_text import describe
     from megatron_pulse.planner.tune.plans.verify_figures import load_checked
 

@@ -20,7 +20,7 @@ from megatron_pulse.cli.flag_checks import (
     add_flag,
     add_parser,
     as_user_error,
-    flag_faults,
+    command_faults,
     require,
     warn,
 )
@@ -115,7 +115,7 @@ def run(args: argparse.Namespace) -> None:
     from megatron_pulse.planner.tune.plans.verify_figures import load_checked
 
     output = args.output = args.output or certificate_path(args.plan)
-    faults = flag_faults(args)
+    faults = command_faults(args)
     if args.backbone:
         faults += backbone_faults(args)
     elif args.option:

@@ -25,6 +25,10 @@ class Masks(ControlPictures):
 
     what = "mask"
 
+    def is_black(self, index: int) -> bool:
+        """True if no part of the picture counts."""
+        return not in_unit_range(self.image(index)).any()
+
 
 class Masked(Paired):
     """``source``, whose pictures are ``files``, with masks from the folder ``root``.

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_pulse.data.dataset import DataError, DiffusionDataset
+from megatron_pulse.data.dataset import CorruptSample, DataError, DiffusionDataset
 from megatron_pulse.data.images.conditioning import ControlPictures
 from megatron_pulse.data.images.folder import NUM_READERS, ImageFiles
+from megatron_pulse.data.images.masks import Masks
 from megatron_pulse.data.images.pictures import has_alpha, upright_size
 from megatron_pulse.progress import track
 
@@ -30,19 +32,27 @@ class Survey:
     num_enlarged: int = 0
     num_with_alpha: int = 0
     num_other_crop: int = 0
+    num_black: int = 0
     unreadable: list[str] = field(default_factory=list)
 
     @property
     def cautions(self) -> list[str]:
-        """Warnings about control pictures of another aspect ratio than their photos'."""
-        if not self.num_other_crop or not isinstance(self.files, ControlPictures):
+        """Warnings about black masks, and pictures of another aspect ratio than their photos'."""
+        if not isinstance(self.files, ControlPictures):
             return []
-        what = self.files.what
-        return [
-            f"{self.files.root}: {self.num_other_crop:,} of {self.num_pictures:,} {what}s "
-            "have another aspect ratio than their photos: both are cropped to the central square, "
-            "so they no longer show the same part. Crop or scale the files alike"
-        ]
+        of_all, found = f"of {self.num_pictures:,} {self.files.what}s", list[str]()
+        if self.num_other_crop:
+            found.append(
+                f"{self.files.root}: {self.num_other_crop:,} {of_all} have another aspect ratio "
+                "than their photos: both are cropped to the central square, so they no longer show "
+                "the same part. Crop or scale the files alike"
+            )
+        if self.num_black:
+            found.append(
+                f"{self.files.root}: {self.num_black:,} {of_all} are all black, so nothing is "
+                "learned from their pictures. Remove these pictures, or paint what counts white"
+            )
+        return found
 
     def describe(self) -> str:
         """Line with the number of pictures and their treatment."""
@@ -84,6 +94,17 @@ def require_readable(found: Sequence[Survey]) -> None:
         raise DataError(f"image folder {first.files.root}", faults, first.files.remedy)
 
 
+def require_white(found: Sequence[Survey]) -> None:
+    """Raise DataError for masks that are all black, from which a run would learn nothing."""
+    for each in found:
+        if each.num_pictures and each.num_black == each.num_pictures:
+            raise DataError(
+                f"masks {each.files.root}",
+                [f"all {each.num_black:,} are black, so nothing would be learned"],
+                "White counts in the loss, black does not: invert them, or leave the masks out.",
+            )
+
+
 def _num_other_crop(controls: ControlPictures, sizes: Mapping[Path, tuple[int, int]]) -> int:
     """Number of control pictures whose aspect ratio differs from their photo's by over a pixel."""
     other = set[Path]()
@@ -106,17 +127,19 @@ def _survey(
     if whole is None:
         whole = _num_bytes(list(first)) <= MOST_DECODED
     found = Survey(files, len(first), whole)
+    masks = files if isinstance(files, Masks) else None
 
-    def look(index: int) -> tuple[int, int, bool] | DataError:
-        """(width, height) of a picture, and whether it has transparency."""
+    def look(index: int) -> tuple[int, int, bool, bool] | DataError:
+        """(width, height) of a picture, and whether it has transparency and is a black mask."""
         try:
             with files.opened(index) as file:
                 seen = *upright_size(file), has_alpha(file)
+            is_black = whole and masks is not None and masks.is_black(index)
             if whole:
                 files.check(index)
         except DataError as error:
             return error
-        return seen
+        return *seen, is_black
 
     what = "decoding pictures" if whole else "reading picture headers"
     with ThreadPoolExecutor(1 if whole else NUM_READERS) as readers:
@@ -125,12 +148,16 @@ def _survey(
             if isinstance(seen, DataError):
                 found.unreadable += seen.faults
                 continue
-            width, height, alpha = seen
+            width, height, alpha, is_black = seen
             if sizes is not None:
                 sizes[path] = width, height
             found.num_cropped += width != height
             found.num_enlarged += min(width, height) < files.image_shape[1]
             found.num_with_alpha += alpha
+            found.num_black += is_black
+    if masks is not None and not whole and not found.unreadable:
+        with suppress(CorruptSample):  # decoded until one is not black: mostly one alone
+            found.num_black = len(first) * all(map(masks.is_black, first.values()))
     return found
 
 

@@ -219,10 +219,9 @@ def finished(start: StartingPoint | None, args: argparse.Namespace) -> str | Non
     """Message that no step is left to make, with the remedy; None if a step is left."""
     if start is None or (done := _done(start, args)) is None:
         return None
-    reached, flag = done
     return (
-        f"{start.saved.folder.parent} is finished: it holds {reached} of {flag}. Raise "
-        f"{flag.split()[0]} to continue, or name another --save for a new run."
+        f"{start.saved.folder.parent} is finished: it holds {done.reached}, and {done.limit} "
+        f"leaves no step. {done.remedy} to continue, or name another --save for a new run."
     )
 
 
@@ -233,26 +232,66 @@ def no_step_elsewhere(start: StartingPoint | None, args: argparse.Namespace) -> 
     folder = start.saved.folder.parent
     if Path(args.save).resolve() == folder.resolve() or (done := _done(start, args)) is None:
         return []
-    reached, flag = done
     return [
-        f"{start.given} holds {reached}, so {flag} leaves no steps for --save {args.save}. Raise "
-        f"{flag.split()[0]}, or start a new run with its weights: --pretrained-checkpoint {folder}"
+        f"{start.given} holds {done.reached}, so {done.limit} leaves no steps for --save "
+        f"{args.save}. {done.remedy}, or start a new run with its weights: "
+        f"--pretrained-checkpoint {folder}"
     ]
 
 
-def _done(start: StartingPoint, args: argparse.Namespace) -> tuple[str, str] | None:
-    """(progress of the run, flag that it has reached); None if a step is left."""
+@dataclass(frozen=True)
+class _Done:
+    """Progress of a run that has ended, the flag that ended it, and what to do to continue."""
+
+    reached: str
+    limit: str
+    remedy: str
+
+
+def _done(start: StartingPoint, args: argparse.Namespace) -> _Done | None:
+    """End that the run has reached; None if a step is left."""
     saved = start.saved
     if not start.continued or args.skip_train:
         return None
+    if (done := _target_reached(saved, args)) is not None:
+        return done
     if args.train_samples is not None:
         if steps_left(args, saved.num_samples) > 0:
             return None
-        return f"{saved.num_samples} samples", f"--train-samples {args.train_samples}"
+        limit = f"--train-samples {args.train_samples}"
+        return _Done(f"{saved.num_samples} samples", limit, "Raise --train-samples")
     counted = args.override_ckpt_iteration
     if args.train_iters > (saved.iteration if counted is None else counted):
         return None
-    return f"iteration {saved.iteration}", f"--train-iters {args.train_iters}"
+    limit = f"--train-iters {args.train_iters}"
+    return _Done(f"iteration {saved.iteration}", limit, "Raise --train-iters")
+
+
+def _target_reached(saved: SavedRun, args: argparse.Namespace) -> _Done | None:
+    """End by the validation target, if the loss with which ``saved`` ended is of this validation
+    and at most this target.
+    """
+    target = args.pulse_validation_target
+    loss = getattr(saved.arguments, "pulse_reached_loss", None)
+    if target is None or loss is None or loss > target:
+        return None
+    if saved.arguments.pulse_reached_by != describe_validation(args):
+        return None
+    reached = f"validation loss {loss:.6g} at iteration {saved.iteration}"
+    return _Done(reached, f"--pulse-validation-target {target:g}", LOWER_TARGET)
+
+
+LOWER_TARGET = "Lower --pulse-validation-target or leave it out"
+"""Remedy for a run that ended by its target."""
+
+
+def describe_validation(args: argparse.Namespace) -> str:
+    """Description of a run's validation: losses of another are not compared."""
+    data = args.pulse_validation_data or f"held back of {args.pulse_data}"
+    return (
+        f"{data}, {args.eval_iters} batches of {args.global_batch_size}, "
+        f"times {args.pulse_validation_times}, seed {args.seed}"
+    )
 
 
 def steps_left(args: argparse.Namespace, num_samples: int) -> int:

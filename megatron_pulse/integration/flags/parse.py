@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from megatron.training.argument_utils import ArgumentGroupFactory
@@ -34,6 +34,8 @@ class CommandLine:
     faults: tuple[str, ...]
     """Faults of unknown flags, of values, and of Megatron's flags that cannot be used."""
     unread: tuple[str, ...] = ()
+    opened: dict[str, Any] = field(default_factory=dict)
+    """The run's data, once they are opened, with what they were opened for (see ``open_data``)."""
 
     def says(self, flag: str) -> bool:
         """True if ``flag`` was given with a readable value."""

@@ -28,6 +28,12 @@ from megatron_pulse.profile.roofline import PRESETS
 _FLAG = re.compile(r"--[a-z0-9][\w-]*")
 
 
+def with_recipe_keys(text: str) -> str:
+    """``text`` with the recipe's keys in place of flags, in a run by a recipe."""
+    keys = json.loads(os.environ.get(RECIPE_KEYS, "{}"))
+    return _FLAG.sub(lambda flag: keys.get(flag[0], flag[0]), text)
+
+
 class FlagError(SystemExit):
     """Refusal to start the run; the message lists every fault with its remedy.
 
@@ -35,9 +41,7 @@ class FlagError(SystemExit):
     """
 
     def __init__(self, faults: list[str]) -> None:
-        keys = json.loads(os.environ.get(RECIPE_KEYS, "{}"))
-        faults = [_FLAG.sub(lambda flag: keys.get(flag[0], flag[0]), fault) for fault in faults]
-        self.faults = faults
+        self.faults = faults = [with_recipe_keys(fault) for fault in faults]
         super().__init__(format_faults("error: this run cannot start", faults))
 
 

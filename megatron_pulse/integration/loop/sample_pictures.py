@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import megatron.training.training as training
 import torch
@@ -129,6 +129,10 @@ def _folder(args: argparse.Namespace, choice: SampleChoice) -> Path:
     return Path(choice.sample_folder or Path(args.save) / FOLDER)
 
 
+def _folder_of_step(args: argparse.Namespace, choice: SampleChoice, iteration: int) -> Path:
+    return _folder(args, choice) / f"step_{iteration}"
+
+
 def _encoders_folder(args: argparse.Namespace, choice: SampleChoice) -> Path | None:
     named = choice.sample_encoders or args.pulse_encoders
     return None if named is None else Path(named)
@@ -145,6 +149,13 @@ def _decoder(
     if folder is None or makes_pixels(args):
         return SampleDecoder(backbone.sample_spec.shape, None)
     return SampleDecoder(backbone.sample_spec.shape, Autoencoder(folder, weighs=weighs))
+
+
+def lacks_pictures(args: argparse.Namespace, choice: SampleChoice, iteration: int) -> bool:
+    """True if the run draws pictures, and those of ``iteration`` are missing."""
+    if choice.sample_every is None:
+        return False
+    return not (_folder_of_step(args, choice, iteration) / SHEET).exists()
 
 
 class SamplePictures:
@@ -219,6 +230,14 @@ class SamplePictures:
 
         return decide_and_draw
 
+    def in_place_of_training(
+        self, forward: Any, chunks: list[nn.Module], optimizer: Any, *rest: Any, **kw: Any
+    ) -> NoReturn:
+        """Replacement of Megatron's ``train``: draw a finished run's last pictures, and end."""
+        get_timers()("interval-time", log_level=0).start()
+        self.draw(chunks, optimizer, self._args.iteration)
+        raise SystemExit(0)
+
     def draw(self, chunks: list[nn.Module], optimizer: Any, iteration: int) -> None:
         """Draw and write the pictures of a step (collective).
 
@@ -281,7 +300,7 @@ class SamplePictures:
 
     def _finish(self, samples: Tensor, fault: str, iteration: int) -> None:
         """Write pictures, or warn of the reason why there are none."""
-        folder = _folder(self._args, self._choice) / f"step_{iteration}"
+        folder = _folder_of_step(self._args, self._choice, iteration)
         with PROGRESS.during(f"writing the pictures of step {iteration}", patient=True):
             try:
                 if fault:

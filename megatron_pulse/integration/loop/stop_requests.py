@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 
+from megatron_pulse.integration.checkpoint.starting_point import LOWER_TARGET, describe_validation
+from megatron_pulse.integration.flags.startup_checks import with_recipe_keys
 from megatron_pulse.integration.loop.validation import ValidationLosses
 from megatron_pulse.runtime.stop_signals import STOP, order
 from megatron_pulse.runtime.watchdog.progress import PROGRESS
@@ -47,13 +49,16 @@ def stoppable_evaluation(forward_backward: Callable[..., Any]) -> Callable[..., 
 
 
 def stopping_hooks(
-    args: argparse.Namespace, validation: ValidationLosses
+    args: argparse.Namespace,
+    validation: ValidationLosses,
+    draw_end: Callable[[Any, Any, int], None],
 ) -> dict[str, Callable[..., Any]]:
     """Replacements of Megatron's own functions: a stop request to any rank stops all of them.
 
     SIGTERM, SIGINT, SIGHUP and ``--exit-signal`` stop a run, with or without
     ``--exit-signal-handler``. The run saves the finished step, once, and ends with status 0. A step
-    is evaluated once. A run that reaches the target of its ``validation`` ends in the same way.
+    is evaluated once. A run that reaches the target of its ``validation`` also saves and ends,
+    after ``draw_end(model, optimizer, step)``. Its checkpoint records the loss.
     """
     decide, evaluate = training.checkpoint_and_decide_exit, training.evaluate_and_print_results
     # These hooks obey signals instead of Megatron's handler.
@@ -67,9 +72,17 @@ def stopping_hooks(
             if args.save:
                 _say(f"stop request ({request}): saving step {iteration}")
                 _save(*state)
-        elif request := validation.reached:
+        elif validation.reached is not None:
             if args.save:
                 _save(*state)
+            draw_end(state[0], state[1], iteration)
+            _leave()
+            saved = f"saved in {args.save}" if args.save else _NOT
+            _say(
+                f"finished ({validation.describe_reached()}) after step {iteration}: {saved}. "
+                + with_recipe_keys(f"{LOWER_TARGET} to continue")
+            )
+            return True
         elif decide(*state, **kwargs):
             _leave()
             return True
@@ -100,8 +113,10 @@ def stopping_hooks(
             with PROGRESS.during("evaluating"):
                 evaluate(prefix, forward_step, data, model, iteration, *rest, **kw)
             evaluated = iteration
-            if validation.reached:
-                _say(f"{validation.reached} at iteration {iteration}")
+            if validation.reached is not None:
+                args.pulse_reached_loss = validation.reached
+                args.pulse_reached_by = describe_validation(args)
+                _say(f"{validation.describe_reached()} at iteration {iteration}")
         except EvaluationStopped:
             reruns.set_mode(mode)
             _say(f"stop request: no evaluation at {prefix}")

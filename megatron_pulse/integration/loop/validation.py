@@ -38,8 +38,12 @@ class ValidationLosses:
         self._kept: dict[str, list[Tensor]] = {}
         self._values: dict[str, Tensor] = {}
         self._begin()
-        self.reached = ""
-        """Description of the loss that is at most the target; empty before."""
+        self.reached: float | None = None
+        """Loss that is at most the target; None before."""
+
+    def describe_reached(self) -> str:
+        """Description of the loss that reached the target."""
+        return f"validation loss {self.reached:.6g} reached the target {self._target:g}"
 
     def keeping(self) -> LossFunction | Mapping[str, LossFunction]:
         """Loss functions of an evaluation's batch, which keep the losses of samples."""
@@ -120,4 +124,4 @@ class ValidationLosses:
         loss = found["loss"].to(device)
         dist.broadcast(loss, src=0)
         if loss.item() <= self._target:
-            self.reached = f"validation loss {loss.item():.6g} reached the target {self._target:g}"
+            self.reached = loss.item()

@@ -13,7 +13,7 @@ from megatron_pulse.cli.flag_checks import (
     add_flag,
     add_parser,
     as_user_error,
-    flag_faults,
+    command_faults,
     require,
     warn,
 )
@@ -280,7 +280,7 @@ def _faults(args: argparse.Namespace) -> list[str]:
     from megatron_pulse.planner.cluster.cluster import ClusterError, cluster
 
     is_folder = args.world_sizes is not None
-    faults = flag_faults(args, without=["output"] if is_folder else [])
+    faults = command_faults(args, without=["output"] if is_folder else [])
     faults += number_list_faults(args, "pipeline", "tensor", "micro_batch_size", "world_sizes")
     for name in (args.layouts or "").split(","):
         if args.layouts is not None and not layouts_called(name.strip()):
