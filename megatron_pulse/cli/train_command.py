@@ -9,21 +9,23 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from megatron_pulse.cli import run_command
-from megatron_pulse.cli.flag_checks import add_parser, as_user_error
+from megatron_pulse.cli.flag_checks import add_parser, as_user_error, warn
 from megatron_pulse.cli.import_megatron import prepare_megatron
 from megatron_pulse.cli.launcher_env import ranks_of
 from megatron_pulse.dataclass_flags import RECIPE, RECIPE_KEYS, STARTING_RECIPE
 from megatron_pulse.diffusion.hub import with_local_folders
-from megatron_pulse.errors import UserError, summarize
+from megatron_pulse.errors import UserError, collecting, format_faults, summarize
 from megatron_pulse.files import replacing, unwritable
-from megatron_pulse.recipe.flags import keys_by_flag, training_flags
+from megatron_pulse.integration.flags.recipe_keys import with_keys
+from megatron_pulse.recipe.flags import flags_and_faults, keys_by_flag, training_flags
 from megatron_pulse.recipe.keys import Model, Recipe
 from megatron_pulse.recipe.read import read_recipe, write_recipe
 
@@ -74,34 +76,89 @@ def _options_first(
 
 
 def run(args: argparse.Namespace) -> None:
-    """Read the recipe, import its weights, start or be ranks."""
-    file = read_recipe(args.recipe, args.overrides)
-    with as_user_error(ValueError):  # before anything is written
-        flags = training_flags(file.recipe)
-    if args.print:
-        print("\n".join(_commands(file.recipe, flags)))
-        return
-    output = Path(file.recipe.output)
-    if fault := unwritable(output):
-        raise UserError(f"output {output}: {fault}")
-    launched = {"RANK", "SLURM_STEP_ID"} & os.environ.keys() and not args.prepare
+    """Read the recipe, check it, import its weights, start or be ranks."""
+    launched = {"RANK", "SLURM_STEP_ID"} & os.environ.keys() and not (args.prepare or args.print)
     place = ranks_of(os.environ) if launched else {}
+    try:
+        _train(args, place)
+    except UserError as error:
+        text = with_keys(str(error), keys_by_flag())
+        if not place:
+            raise UserError(text) from error
+        _refuse_as_rank(place, f"pulse train: error: {text}")
+
+
+def _train(args: argparse.Namespace, place: Mapping[str, str]) -> None:
+    """Train by the recipe, as the rank at this ``place`` or as the parent of all ranks."""
+    file = read_recipe(args.recipe, args.overrides)
+    recipe, output = file.recipe, Path(file.recipe.output)
+    num_ranks = int(place["WORLD_SIZE"]) if place else _num_ranks(recipe)
     rank = int(place["RANK"]) if place else 0
-    if place:
-        start = _imported_by_rank_0(file.recipe.model, output, args, rank)
-    else:
-        start = import_weights(file.recipe.model, output)
+    with _environment_kept():
+        start = _without_import(recipe.model, output)
+        if args.print:
+            with as_user_error(ValueError):
+                print("\n".join(_commands(recipe, start, num_ranks)), flush=True)
+        if not (args.prepare or place and start):  # ranks check all that they know
+            _check(args, recipe, start, num_ranks)
+        if args.print:
+            return
+        if fault := unwritable(output):
+            raise UserError(f"output {output}: {fault}")
+        if start is None and place:
+            start = _imported_by_rank_0(recipe.model, output, args, rank)
+        elif start is None:
+            start = import_weights(recipe.model, output)
+            if not args.prepare:
+                _check(args, recipe, start, num_ranks)
     if rank == 0:
         again = f"pulse train {output / RECIPE}"
         write_recipe(output / (RECIPE if args.prepare else STARTING_RECIPE), file.tables, again)
     if args.prepare:
         return
-    flags = [*start.flags, *start.pretrained, *flags]
-    os.environ[RECIPE_KEYS] = json.dumps(keys_by_flag())  # for errors of ranks
+    os.environ[RECIPE_KEYS] = json.dumps(keys_by_flag())  # for what ranks print
+    flags = [*start.flags, *start.pretrained, *training_flags(recipe)]
     if place:
         _be_rank(place, flags)
     else:
-        _start_ranks(file.recipe, flags)
+        _start_ranks(recipe, flags, num_ranks)
+
+
+@contextmanager
+def _environment_kept() -> Iterator[None]:
+    """Undo changes of the environment within, which are not for ranks."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _check(
+    args: argparse.Namespace, recipe: Recipe, start: TrainingStart | None, num_ranks: int
+) -> None:
+    """Raise UserError with all faults that can be found before ranks start.
+
+    Without ``start``, before weights are imported, those that need no model.
+    """
+    flags, faults = flags_and_faults(recipe)
+    if start is not None:
+        flags = [*start.flags, *start.pretrained, *flags]
+    flags, absent = with_local_folders(flags, download=not args.print)
+    if absent and args.print:
+        warn(f"unchecked: {with_keys(summarize(absent), keys_by_flag())}")
+        return
+    weights = recipe.model.weights
+    if start is None and weights and not (args.print and weights.startswith("hf:")):
+        with collecting(faults):
+            _local(weights)
+    prepare_megatron()
+    from megatron_pulse.integration.setup import faults_before_ranks
+
+    faults += absent or faults_before_ranks(flags, num_ranks, has_backbone=start is not None)
+    if faults:
+        raise UserError(format_faults(str(args.recipe), faults))
 
 
 @dataclass(frozen=True)
@@ -117,15 +174,10 @@ def import_weights(model: Model, output: Path) -> TrainingStart:
 
     Weights that are a checkpoint already are used in their place.
     """
-    if model.weights is None:
-        return TrainingStart()
-    if (known := _known(model, output)) is not None:
-        return known
+    if (start := _without_import(model, output)) is not None:
+        return start
+    assert model.weights is not None
     place = _local(model.weights)
-    if _is_checkpoint(place):
-        return TrainingStart(
-            _checkpoint_flags(model, place), ("--pretrained-checkpoint", str(place))
-        )
     from megatron_pulse.cli.models.import_export_commands import import_published
 
     target = output / _IMPORTED
@@ -145,6 +197,16 @@ def import_weights(model: Model, output: Path) -> TrainingStart:
     with replacing(output / _RECORD) as new:
         new.write_text(json.dumps({"of": _identity(model), "flags": flags}, indent=1) + "\n")
     return TrainingStart(tuple(flags), ("--pretrained-checkpoint", str(target)))
+
+
+def _without_import(model: Model, output: Path) -> TrainingStart | None:
+    """Start of a model whose weights need no import; None if they do."""
+    if model.weights is None:
+        return TrainingStart()
+    if (known := _known(model, output)) is None and _is_checkpoint(place := Path(model.weights)):
+        flags = _checkpoint_flags(model, place)
+        return TrainingStart(flags, ("--pretrained-checkpoint", str(place)))
+    return known
 
 
 def _import_arguments(words: Sequence[str]) -> argparse.Namespace:
@@ -183,8 +245,6 @@ def _imported_by_rank_0(
     model: Model, output: Path, args: argparse.Namespace, rank: int
 ) -> TrainingStart:
     """Weights that rank 0 imports, in a process of its own: an import is a world of one rank."""
-    if model.weights is None or _is_checkpoint(Path(model.weights)):
-        return import_weights(model, output)
     if rank == 0 and _known(model, output) is None:
         command = [sys.executable, "-m", "megatron_pulse.cli", "train", "--prepare"]
         alone = {k: v for k, v in os.environ.items() if k not in _OF_A_RANK}
@@ -234,20 +294,16 @@ def _checkpoint_flags(model: Model, place: Path) -> tuple[str, ...]:
         return tuple(flags_of(read_saved_run(place).load_backbone(), place))
 
 
-def _commands(recipe: Recipe, flags: Sequence[str]) -> list[str]:
-    """Shell commands that the recipe, with these ``flags``, stands for."""
-    output, model = Path(recipe.output), recipe.model
-    found, start = [], TrainingStart()
-    if model.weights is not None and (known := _known(model, output)) is not None:
-        start = known
-    elif model.weights is not None:
-        target = output / _IMPORTED
-        found.append(shlex.join(["pulse", "import", "--from", model.weights, "--to", str(target)]))
-        start = TrainingStart((), ("--pretrained-checkpoint", str(target)))
-        found.append("# and the flags of the backbone, which it prints:")
-    ranks = ["pulse", "run", "--nproc-per-node", str(_num_ranks(recipe)), "-m", _ENTRY]
-    lines = [shlex.join(ranks)]
-    for word in (*start.flags, *start.pretrained, *flags):
+def _commands(recipe: Recipe, start: TrainingStart | None, num_ranks: int) -> list[str]:
+    """Shell commands that the recipe stands for; without ``start``, one imports its weights."""
+    found = []
+    if start is None:
+        target = str(Path(recipe.output) / _IMPORTED)
+        words = ["pulse", "import", "--from", str(recipe.model.weights), "--to", target]
+        found = [shlex.join(words), "# and the flags of the backbone, which it prints:"]
+        start = TrainingStart((), ("--pretrained-checkpoint", target))
+    lines = [shlex.join(["pulse", "run", "--nproc-per-node", str(num_ranks), "-m", _ENTRY])]
+    for word in (*start.flags, *start.pretrained, *training_flags(recipe)):
         if word.startswith("--"):
             lines.append(shlex.quote(word))
         else:
@@ -273,26 +329,40 @@ def _num_ranks(recipe: Recipe) -> int:
     return (parallel.pipeline or 1) * (parallel.tensor or 1)
 
 
-def _start_ranks(recipe: Recipe, flags: Sequence[str]) -> None:
+def _start_ranks(recipe: Recipe, flags: Sequence[str], num_ranks: int) -> None:
     """Start the ranks of this machine; ends the process with their status if it is not 0."""
-    ranks = _num_ranks(recipe)
-    print(f"training on {ranks} rank(s); the run is in {recipe.output}", flush=True)
-    words = ["--nproc-per-node", str(ranks), "-m", _ENTRY, *flags]
+    print(f"training on {num_ranks} rank(s); the run is in {recipe.output}", flush=True)
+    words = ["--nproc-per-node", str(num_ranks), "-m", _ENTRY, *flags]
     run_command.run(argparse.Namespace(command_line=words))
 
 
 def _be_rank(place: Mapping[str, str], flags: Sequence[str]) -> None:
     """Train as the rank at this ``place`` in the job of a launcher."""
+    _join(place)
+    from megatron_pulse.integration.train_entry import start
+
+    sys.argv = ["pulse train", *flags]
+    start()
+
+
+def _refuse_as_rank(place: Mapping[str, str], text: str) -> NoReturn:
+    """End the rank at this ``place``; equal texts of several ranks are printed once."""
+    _join(place)
+    prepare_megatron()
+    from megatron_pulse.integration.loop.shutdown import UsageError, fail
+    from megatron_pulse.runtime.rendezvous import Job
+
+    fail(UsageError(text), Job(), None)
+
+
+def _join(place: Mapping[str, str]) -> None:
+    """Set the environment of the rank at this ``place``."""
     os.environ.update(place)
     if "MASTER_ADDR" not in os.environ:
         os.environ["MASTER_ADDR"] = _first_node(os.environ.get("SLURM_JOB_NODELIST", ""))
     if "MASTER_PORT" not in os.environ:
         job = int(os.environ.get("SLURM_JOB_ID", "0"))
         os.environ["MASTER_PORT"] = str(20_000 + job % 20_000)
-    from megatron_pulse.integration.train_entry import start
-
-    sys.argv = ["pulse train", *flags]
-    start()
 
 
 def _first_node(nodes: str) -> str:

@@ -30,6 +30,14 @@ def training_flags(recipe: Recipe) -> list[str]:
 
     Raises Faults for Megatron's flags that do not exist or have a key of their own.
     """
+    words, faults = flags_and_faults(recipe)
+    if faults:
+        raise Faults(faults)
+    return words
+
+
+def flags_and_faults(recipe: Recipe) -> tuple[list[str], list[str]]:
+    """Flags as of ``training_flags`` without faulty ones, and the faults of these."""
     output, words = Path(recipe.output), list[str]()
     for table in TABLES:
         words += _table_words(getattr(recipe, table))
@@ -42,7 +50,8 @@ def training_flags(recipe: Recipe) -> list[str]:
         words.append(f"--{recipe.training.dtype}")
     if not recipe.log.progress:
         words.append("--pulse-no-progress")
-    return [*words, *_megatron_words(recipe.megatron)]
+    further, faults = _megatron_words(recipe.megatron)
+    return [*words, *further], faults
 
 
 def is_auto(recipe: Recipe) -> bool:
@@ -101,14 +110,25 @@ def keys_by_flag() -> dict[str, str]:
         "--fp16": "training.dtype",
         "--recompute-granularity": "parallel.recompute",
         "--pretrained-checkpoint": "model.weights",
+        "--nproc-per-node": "parallel.devices",
+        # of the import of weights
+        "--from": "model.weights",
+        "--backbone": "model.backbone",
+        "--module": "model.module",
+        "--option": "model.options",
+        "--controlnet": "model.controlnet",
+        "--null-class": "model.null_class",
     }
 
 
-def _megatron_words(given: Mapping[str, Any]) -> list[str]:
-    """Words of the table ``megatron``, whose keys are flags without dashes, or with underscores."""
+def _megatron_words(given: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """(words, faults) of the table ``megatron``.
+
+    Its keys are flags without dashes, or with underscores.
+    """
     names = {_plain(name): name for name in load_table()}
     own = keys_by_flag()
-    words, faults = [], []
+    words, faults = list[str](), list[str]()
     for key, value in given.items():
         flag = names.get(_plain(key))
         if flag is None:
@@ -124,9 +144,7 @@ def _megatron_words(given: Mapping[str, Any]) -> list[str]:
             words += [flag, *map(str, value)]
         else:
             words += _words(flag, value)
-    if faults:
-        raise Faults(faults)
-    return words
+    return words, faults
 
 
 def _plain(name: str) -> str:

@@ -16,7 +16,7 @@ from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.costs import ChainCosts, SkipCost
 from megatron_pulse.backbone.dataflow import required_gradients
 from megatron_pulse.backbone.layer_selection import matching_layers
-from megatron_pulse.errors import Faults, collecting, summarize
+from megatron_pulse.errors import Faults, collecting, naming, summarize
 from megatron_pulse.integration.flags.pulse_options import PulseOptions
 from megatron_pulse.integration.planning.transformer_impl import (
     require_deferrable_wgrad,
@@ -313,7 +313,9 @@ def backbone_of_flags(args: argparse.Namespace, options: PulseOptions) -> Backbo
 
 def with_trainable_params(backbone: Backbone, options: PulseOptions) -> Backbone:
     """``backbone`` with the trainable parameters of the flags; raises ValueError if impossible."""
-    backbone = trained_as(backbone, {"train": options.train, "freeze": options.freeze})
+    patterns = {"train": options.train, "freeze": options.freeze}
+    with naming(*(f"--pulse-{name}" for name, given in patterns.items() if given)):
+        backbone = trained_as(backbone, patterns)
     if fault := none_trained(backbone):
         raise TrainedError(fault)
     return backbone
