@@ -25,7 +25,7 @@ from megatron_pulse.diffusion.hub import with_local_folders
 from megatron_pulse.errors import UserError, collecting, format_faults, summarize
 from megatron_pulse.files import replacing, unwritable
 from megatron_pulse.integration.flags.recipe_keys import with_keys
-from megatron_pulse.recipe.flags import flags_and_faults, keys_by_flag, training_flags
+from megatron_pulse.recipe.flags import keys_by_flag, training_flags
 from megatron_pulse.recipe.keys import Model, Recipe
 from megatron_pulse.recipe.read import read_recipe, write_recipe
 
@@ -52,6 +52,7 @@ _RECORD = "imported.json"
 _OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_STEP_ID", "TORCHELASTIC_RUN_ID")
 _POLL_S = 1.0
 _LONGEST_IMPORT_S = 3600.0
+_LAST_RANK_S = 10.0
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -94,12 +95,12 @@ def _train(args: argparse.Namespace, place: Mapping[str, str]) -> None:
     recipe, output = file.recipe, Path(file.recipe.output)
     num_ranks = int(place["WORLD_SIZE"]) if place else _num_ranks(recipe)
     rank = int(place["RANK"]) if place else 0
+    flags, faults = training_flags(recipe)
     with _environment_kept():
         start = _without_import(recipe.model, output)
         if args.print:
-            with as_user_error(ValueError):
-                print("\n".join(_commands(recipe, start, num_ranks)), flush=True)
-        if not (args.prepare or place and start):  # ranks check all that they know
+            print("\n".join(_commands(recipe, flags, start, num_ranks)), flush=True)
+        if faults or not (args.prepare or place and start):  # ranks check all that they know
             _check(args, recipe, start, num_ranks)
         if args.print:
             return
@@ -117,7 +118,7 @@ def _train(args: argparse.Namespace, place: Mapping[str, str]) -> None:
     if args.prepare:
         return
     os.environ[RECIPE_KEYS] = json.dumps(keys_by_flag())  # for what ranks print
-    flags = [*start.flags, *start.pretrained, *training_flags(recipe)]
+    flags = [*start.flags, *start.pretrained, *flags]
     if place:
         _be_rank(place, flags)
     else:
@@ -142,7 +143,7 @@ def _check(
 
     Without ``start``, before weights are imported, those that need no model.
     """
-    flags, faults = flags_and_faults(recipe)
+    flags, faults = training_flags(recipe)
     if start is not None:
         flags = [*start.flags, *start.pretrained, *flags]
     flags, absent = with_local_folders(flags, download=not args.print)
@@ -294,7 +295,9 @@ def _checkpoint_flags(model: Model, place: Path) -> tuple[str, ...]:
         return tuple(flags_of(read_saved_run(place).load_backbone(), place))
 
 
-def _commands(recipe: Recipe, start: TrainingStart | None, num_ranks: int) -> list[str]:
+def _commands(
+    recipe: Recipe, flags: Sequence[str], start: TrainingStart | None, num_ranks: int
+) -> list[str]:
     """Shell commands that the recipe stands for; without ``start``, one imports its weights."""
     found = []
     if start is None:
@@ -303,7 +306,7 @@ def _commands(recipe: Recipe, start: TrainingStart | None, num_ranks: int) -> li
         found = [shlex.join(words), "# and the flags of the backbone, which it prints:"]
         start = TrainingStart((), ("--pretrained-checkpoint", target))
     lines = [shlex.join(["pulse", "run", "--nproc-per-node", str(num_ranks), "-m", _ENTRY])]
-    for word in (*start.flags, *start.pretrained, *training_flags(recipe)):
+    for word in (*start.flags, *start.pretrained, *flags):
         if word.startswith("--"):
             lines.append(shlex.quote(word))
         else:
@@ -348,11 +351,13 @@ def _be_rank(place: Mapping[str, str], flags: Sequence[str]) -> None:
 def _refuse_as_rank(place: Mapping[str, str], text: str) -> NoReturn:
     """End the rank at this ``place``; equal texts of several ranks are printed once."""
     _join(place)
-    prepare_megatron()
-    from megatron_pulse.integration.loop.shutdown import UsageError, fail
-    from megatron_pulse.runtime.rendezvous import Job
+    from megatron_pulse.runtime.rendezvous import Job, report_to_torchrun
 
-    fail(UsageError(text), Job(), None)
+    job = Job()
+    job.say_once(text)
+    report_to_torchrun(text, is_first=True)
+    job.part(_LAST_RANK_S)
+    sys.exit(2)
 
 
 def _join(place: Mapping[str, str]) -> None:

@@ -1,6 +1,6 @@
 """Flags of a training, from its recipe.
 
-    flags = training_flags(recipe)     # ["--pulse-backbone", "uvit-s", "--lr", "0.0001", ...]
+    flags, faults = training_flags(recipe)     # ["--pulse-backbone", "uvit-s", ...], []
 
 One path of checks: what a value may be is decided by its flag, when the training starts.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_pulse.dataclass_flags import flag_value
-from megatron_pulse.errors import Faults, did_you_mean
+from megatron_pulse.errors import did_you_mean
 from megatron_pulse.integration.flags.megatron_flags import load_table
 from megatron_pulse.recipe.keys import TABLES, Recipe
 
@@ -25,19 +25,12 @@ _WHOLE = ("full", "selective")
 """Values of ``parallel.recompute`` that mean all layers."""
 
 
-def training_flags(recipe: Recipe) -> list[str]:
-    """Flags of the training, as words, without those of a backbone that the weights name.
+def training_flags(recipe: Recipe) -> tuple[list[str], list[str]]:
+    """(flags, faults) of the training, the flags as words.
 
-    Raises Faults for Megatron's flags that do not exist or have a key of their own.
+    Those of a backbone that the weights name are not among them. Faulty are Megatron's flags that
+    do not exist or have a key of their own.
     """
-    words, faults = flags_and_faults(recipe)
-    if faults:
-        raise Faults(faults)
-    return words
-
-
-def flags_and_faults(recipe: Recipe) -> tuple[list[str], list[str]]:
-    """Flags as of ``training_flags`` without faulty ones, and the faults of these."""
     output, words = Path(recipe.output), list[str]()
     for table in TABLES:
         words += _table_words(getattr(recipe, table))

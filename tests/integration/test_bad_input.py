@@ -63,7 +63,11 @@ BAD: dict[str, tuple[int, list[str], str]] = {
     "cap too small": (2, pipeline(2, "--pulse-activation-cap", "1"), "cap"),
     "schedule file": (2, pipeline(2, "--pulse-schedule", "none.csv"), "none.csv"),
     "dropout": (1, ["--attention-dropout", "0.1"], "--attention-dropout"),
-    "heads do not divide": (3, ["--tensor-model-parallel-size", "3"], "2 attention heads"),
+    "heads do not divide": (
+        3,
+        ["--tensor-model-parallel-size", "3"],
+        "attention heads of uvit-tiny",
+    ),
     "sequence parallel": (
         2,
         [*TENSOR_PARALLEL, "--sequence-parallel", "--pulse-option", "num_classes=0"],
