@@ -28,7 +28,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields, is_dataclass
 from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
-from megatron_pulse.errors import Faults
+from megatron_pulse.errors import Faults, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -153,6 +153,18 @@ def with_new_names(words: Sequence[str]) -> tuple[list[str], list[str]]:
                 told[old] = f"{flag} {old} is now called {new}"
         found.append(word)
     return found, list(told.values())
+
+
+class NearestChoiceParser(argparse.ArgumentParser):
+    """Parser that names the choices most like a wrong one, of flags and of commands."""
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            near = did_you_mean(str(value), map(str, action.choices or ())).strip()
+            error.message += f"; {near}" if near else ""
+            raise
 
 
 def flags_of(kind: type, **words: str) -> Any:

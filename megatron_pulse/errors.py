@@ -80,6 +80,27 @@ def collecting(
         faults += faults_in(error)
 
 
+@contextmanager
+def naming(*flags: str, kinds: type[ValueError] = ValueError) -> Iterator[None]:
+    """Begin the text of an error raised within by the ``flags`` that it is about, if any.
+
+    A text that begins with a flag stays.
+    """
+
+    def named(text: str) -> str:
+        return text if not flags or text.startswith("--") else f"{', '.join(flags)}: {text}"
+
+    try:
+        yield
+    except kinds as error:
+        if isinstance(error, Faults):
+            error.faults = [named(fault) for fault in error.faults]
+            error.args = (summarize(error.faults),)
+        else:
+            error.args = (named(str(error)),)
+        raise
+
+
 def format_faults(what: str, faults: Sequence[str], remedy: str = "") -> str:
     """Text of faults of ``what``: ``what: fault``, or a counted list; ``remedy`` is a further line.
 

@@ -120,7 +120,7 @@ def _family(name: str) -> ModuleType | DerivedFamily:
     if is_module(name):
         return family_of(name)
     if fault := unknown_backbone(name):
-        raise ValueError(fault)
+        raise UserError(fault)
     return _families()[name]
 
 

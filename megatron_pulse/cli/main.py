@@ -13,10 +13,10 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from megatron_pulse.cli.flag_checks import warn
-from megatron_pulse.dataclass_flags import with_new_names
+from megatron_pulse.dataclass_flags import NearestChoiceParser, with_new_names
 from megatron_pulse.diffusion.hub import with_local_folders
 from megatron_pulse.errors import UserError, did_you_mean, summarize, unknown_name
 from megatron_pulse.full_disk import full_remedy, why_full
@@ -93,24 +93,12 @@ _ELSEWHERE = {
 """Guessed names of commands, with the command that does the same here."""
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser that names the choices most like a wrong one, of flags and of commands."""
-
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
-        try:
-            super()._check_value(action, value)
-        except argparse.ArgumentError as error:
-            near = did_you_mean(str(value), map(str, action.choices or ())).strip()
-            error.message += f"; {near}" if near else ""
-            raise
-
-
 def make_parser(only: str = "") -> argparse.ArgumentParser:
     """Make the parser of all commands, or of the one that is named.
 
     Each sets ``run``, which takes the parsed arguments.
     """
-    parser = _Parser(
+    parser = NearestChoiceParser(
         prog="pulse",
         description="Plan and run pipeline-parallel training of diffusion backbones.",
         epilog=_EPILOG,

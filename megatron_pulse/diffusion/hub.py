@@ -36,10 +36,12 @@ _SECOND_CHOICE = ("*.fp16.*", "*.bf16.*", "*.non_ema.*", "*.bin", "*.pth")
 """Weights stored beside other formats, needed only if no other weights are there."""
 
 
-def with_local_folders(words: Sequence[str]) -> tuple[list[str], list[str]]:
+def with_local_folders(
+    words: Sequence[str], *, download: bool = True
+) -> tuple[list[str], list[str]]:
     """Replace each ``hf:ID[@revision]`` that a flag takes by its local folder.
 
-    Returns the new words and the faults.
+    Without ``download`` only the cache is searched. Returns the new words and the faults.
     """
     found: list[str] = []
     faults: list[str] = []
@@ -53,9 +55,9 @@ def with_local_folders(words: Sequence[str]) -> tuple[list[str], list[str]]:
             needs = _BACKBONE if match and match[2] else _NEEDS.get(flag)
             if match and needs:
                 try:
-                    part = f"{match[1]}{match[2] or ''}{_folder(match[3], needs)}"
+                    part = f"{match[1]}{match[2] or ''}{_folder(match[3], needs, download)}"
                 except ValueError as error:
-                    faults.append(str(error))
+                    faults.append(f"{flag} {error}" if flag.startswith("--") else str(error))
             parts.append(part)
         found.append(",".join(parts))
     return found, faults
@@ -94,7 +96,7 @@ def push(folder: Path, name: str) -> str:
         ) from error
 
 
-def _folder(text: str, needs: Sequence[str]) -> Path:
+def _folder(text: str, needs: Sequence[str], downloads: bool) -> Path:
     """Local folder of ``hf:ID[@revision]``; raises ValueError with a one-line text."""
     name, _, revision = text.removeprefix("hf:").partition("@")
     from huggingface_hub import snapshot_download
@@ -117,7 +119,7 @@ def _folder(text: str, needs: Sequence[str]) -> Path:
                 revision=revision or None,
                 allow_patterns=list(needs),
                 ignore_patterns=list(left_out),
-                local_files_only=several,
+                local_files_only=several or not downloads,
             )
         )
 
@@ -139,7 +141,9 @@ def _folder(text: str, needs: Sequence[str]) -> Path:
     except (LocalEntryNotFoundError, IncompleteSnapshotError, HfHubHTTPError, OSError) as error:
         part = "only partly " if isinstance(error, IncompleteSnapshotError) else "not "
         why = "the hub is unreachable"
-        if several:
+        if not downloads:
+            why = "is downloaded at the start"
+        elif several:
             why = "ranks do not download; 'pulse run' downloads before it starts them"
         remedy = f"On a machine with network, run '{by_hand}', and give DIR."
         raise ValueError(f"{text}: it is {part}in the cache, and {why}. {remedy}") from error

@@ -37,7 +37,6 @@ from megatron_pulse.integration.flags.startup_checks import (
     FlagError,
     check_world,
     refusing,
-    with_recipe_keys,
 )
 from megatron_pulse.integration.loop.log_filter import short_log
 from megatron_pulse.integration.loop.sample_pictures import lacks_pictures
@@ -96,7 +95,7 @@ def main() -> None:
         starting = Path(args.save or ".").parent / STARTING_RECIPE
         if said := finished(start, args):
             if args.rank == 0:
-                print(with_recipe_keys(said), flush=True)
+                print(said, flush=True)
                 starting.unlink(missing_ok=True)
             if options.samples.sample_every is None:
                 raise SystemExit(0)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.layer_selection import name_of
 from megatron_pulse.data.build import check_dataset
-from megatron_pulse.dataclass_flags import flag_faults, flag_name
+from megatron_pulse.dataclass_flags import flag_faults, flag_name, marked
 from megatron_pulse.diffusion.objectives import DiffusionProcess
 from megatron_pulse.diffusion.process_flags import ProcessChoice
 from megatron_pulse.diffusion.process_from_flags import chosen_process
-from megatron_pulse.errors import collecting, faults_in, format_faults
+from megatron_pulse.errors import UserError, collecting, faults_in, format_faults, naming
 from megatron_pulse.integration.checkpoint.frozen_weights import FrozenWeights
 from megatron_pulse.integration.checkpoint.lr_schedule import record_schedule
 from megatron_pulse.integration.checkpoint.resume_checks import NewRun, faults_of, process_of
@@ -30,6 +32,7 @@ from megatron_pulse.integration.flags.parse import CommandLine, parse
 from megatron_pulse.integration.flags.plan_overrides import apply_plan, contradictions, decided_by
 from megatron_pulse.integration.flags.pulse_options import (
     PREFIX,
+    FlagMark,
     PulseOptions,
     pulse_options,
     set_model_arguments,
@@ -59,18 +62,39 @@ from megatron_pulse.planner.program.plan import Plan
 from megatron_pulse.planner.tune.plans.verify_figures import load_checked
 from megatron_pulse.tracing.from_module import check_weights, source_of
 from model_specs import allow, continue_model, is_cascade, is_module, misnamed
+from model_specs.common.options import OptionError
 from model_specs.derived.names import parts_of
 
 
-def read_command_line() -> tuple[CommandLine, PulseOptions, PlanFile | None]:
-    """Read the flags, and the plan that they name unless they contradict it.
+def faults_before_ranks(argv: Sequence[str], num_ranks: int, *, has_backbone: bool) -> list[str]:
+    """Faults of a start by the flags ``argv`` that one process finds, as each rank would.
+
+    Without a backbone, which weights to be imported name, those that need none.
+    """
+    with contextlib.redirect_stdout(io.StringIO()):  # ranks print the same
+        try:
+            line, options, given = read_command_line(argv, num_ranks, has_backbone=has_backbone)
+            if not has_backbone:
+                layout = [] if options.auto else check_layout(line, options)
+                return [*check_flags(line, options), *layout, *check_dataset(options.data)]
+            if not options.auto:
+                prepare(line, options, given)
+        except FlagError as error:
+            return error.faults
+    return []
+
+
+def read_command_line(
+    argv: Sequence[str] | None = None, num_ranks: int | None = None, *, has_backbone: bool = True
+) -> tuple[CommandLine, PulseOptions, PlanFile | None]:
+    """Read the flags ``argv`` (see ``parse``), and their plan unless they contradict it.
 
     The returned line holds the faults.
     """
-    line = parse()
+    line = parse(argv, num_ranks)
     args = line.args
     faults = [*line.faults, *find_best(args), *_name_module(args), *_lay_cascade(args, line)]
-    if not args.pulse_backbone and not args.pulse_plan and not args.pulse_auto:
+    if has_backbone and not args.pulse_backbone and not args.pulse_plan and not args.pulse_auto:
         if not {"--pulse-backbone", "--pulse-module", "--pulse-plan"} & set(line.unread):
             faults.append(
                 "--pulse-backbone must name a backbone ('pulse backbones' lists them), or give "
@@ -86,7 +110,7 @@ def read_command_line() -> tuple[CommandLine, PulseOptions, PlanFile | None]:
         args.pulse_option = [text for text in args.pulse_option if "=" in text]
         options = pulse_options(args)
     if options.plan is not None:
-        with collecting(faults):
+        with collecting(faults), naming("--pulse-plan"):
             args.pulse_plan = str(plan_for_world(options.plan, args.world_size))
             options = replace(options, plan=args.pulse_plan)
             given = load_checked(args.pulse_plan)
@@ -103,7 +127,7 @@ def read_command_line() -> tuple[CommandLine, PulseOptions, PlanFile | None]:
     if options.epochs is not None or options.warmup_epochs is not None:
         faults += _set_steps_of_epochs(line, options)
     line = replace(line, faults=tuple(faults))
-    if options.auto:
+    if options.auto and has_backbone:
         faults = [*check_flags(line, options), *_check_auto(line, options)]
         if faults := faults or no_step_elsewhere(find_start(args), args):
             raise FlagError(faults)  # before anything is measured
@@ -262,7 +286,10 @@ def _continued(
     """The backbone of these flags, which leave open what ``start`` says of it; raises ValueError
     where there is none."""
     there = {} if start is None else start.saved.record
-    backbone = continue_model(there, options.backbone or "", backbone_options(args, options))
+    given = backbone_options(args, options)
+    model = naming("--pulse-module" if args.pulse_module else "--pulse-backbone", kinds=UserError)
+    with model, naming("--pulse-option", kinds=OptionError):
+        backbone = continue_model(there, options.backbone or "", given)
     return with_trainable_params(backbone, options)
 
 
@@ -336,7 +363,9 @@ def prepare(
             try:
                 plan = plan_run(args, options, backbone, given)
             except ValueError as error:
-                faults.append(format_faults("no plan can be made", faults_in(error)))
+                given_by = ", ".join(_plan_flags(line))
+                what = f"no plan can be made ({given_by})" if given_by else "no plan can be made"
+                faults.append(format_faults(what, faults_in(error)))
         if plan is not None and data is not None:
             faults += data.place_encoders(plan, given)
     if faults := faults or no_step_elsewhere(start, args):
@@ -351,6 +380,14 @@ def prepare(
     if faults := check_megatron(args):
         raise FlagError(faults)
     return plan, data, start
+
+
+def _plan_flags(line: CommandLine) -> Iterator[str]:
+    """Given flags that decide the plan, with their values."""
+    names = ("placement", "num_chunks", *marked(PulseOptions, FlagMark.PLAN))
+    for name in ("pipeline_model_parallel_size", *(f"pulse_{name}" for name in names)):
+        if line.says(flag := flag_name(name)):
+            yield f"{flag} {getattr(line.args, name)}"
 
 
 def _set_eval_iters(
@@ -390,15 +427,19 @@ def with_schedules(plan: Plan, args: argparse.Namespace, options: PulseOptions) 
     return plan
 
 
-def _undivided(backbone: Backbone, tensor_parallel: int) -> list[str]:
-    """Fault if tensor parallelism is asked for an exported module, which cannot be divided."""
-    if tensor_parallel == 1 or source_of(backbone) is None:
-        return []
-    return [
-        f"--tensor-model-parallel-size {tensor_parallel}: a module ({backbone.name}) has no "
-        "tensor parallelism; the families of 'pulse backbones' have tensor and sequence "
-        "parallelism. Leave it out, or train one of those"
-    ]
+def _undivided(backbone: Backbone, tensor_parallel: int) -> Iterator[str]:
+    """Faults of tensor parallelism of an exported module, or beyond the attention's heads."""
+    if tensor_parallel > 1 and source_of(backbone) is not None:
+        yield (
+            f"--tensor-model-parallel-size {tensor_parallel}: a module ({backbone.name}) has no "
+            "tensor parallelism; the families of 'pulse backbones' have tensor and sequence "
+            "parallelism. Leave it out, or train one of those"
+        )
+    if odd := sorted({heads for heads in backbone.num_heads if heads % max(tensor_parallel, 1)}):
+        yield (
+            f"--tensor-model-parallel-size {tensor_parallel} does not divide the "
+            f"{' and '.join(map(str, odd))} attention heads of {backbone.name}. Give a divisor"
+        )
 
 
 def _divide(backbone: Backbone, tensor_parallel: int) -> Backbone:

@@ -1,6 +1,6 @@
 """Flags of a training, from its recipe.
 
-    flags = training_flags(recipe)     # ["--pulse-backbone", "uvit-s", "--lr", "0.0001", ...]
+    flags, faults = training_flags(recipe)     # ["--pulse-backbone", "uvit-s", ...], []
 
 One path of checks: what a value may be is decided by its flag, when the training starts.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_pulse.dataclass_flags import flag_value
-from megatron_pulse.errors import Faults, did_you_mean
+from megatron_pulse.errors import did_you_mean
 from megatron_pulse.integration.flags.megatron_flags import load_table
 from megatron_pulse.recipe.keys import TABLES, Recipe
 
@@ -25,10 +25,11 @@ _WHOLE = ("full", "selective")
 """Values of ``parallel.recompute`` that mean all layers."""
 
 
-def training_flags(recipe: Recipe) -> list[str]:
-    """Flags of the training, as words, without those of a backbone that the weights name.
+def training_flags(recipe: Recipe) -> tuple[list[str], list[str]]:
+    """(flags, faults) of the training, the flags as words.
 
-    Raises Faults for Megatron's flags that do not exist or have a key of their own.
+    Those of a backbone that the weights name are not among them. Faulty are Megatron's flags that
+    do not exist or have a key of their own.
     """
     output, words = Path(recipe.output), list[str]()
     for table in TABLES:
@@ -42,7 +43,8 @@ def training_flags(recipe: Recipe) -> list[str]:
         words.append(f"--{recipe.training.dtype}")
     if not recipe.log.progress:
         words.append("--pulse-no-progress")
-    return [*words, *_megatron_words(recipe.megatron)]
+    further, faults = _megatron_words(recipe.megatron)
+    return [*words, *further], faults
 
 
 def is_auto(recipe: Recipe) -> bool:
@@ -101,14 +103,25 @@ def keys_by_flag() -> dict[str, str]:
         "--fp16": "training.dtype",
         "--recompute-granularity": "parallel.recompute",
         "--pretrained-checkpoint": "model.weights",
+        "--nproc-per-node": "parallel.devices",
+        # of the import of weights
+        "--from": "model.weights",
+        "--backbone": "model.backbone",
+        "--module": "model.module",
+        "--option": "model.options",
+        "--controlnet": "model.controlnet",
+        "--null-class": "model.null_class",
     }
 
 
-def _megatron_words(given: Mapping[str, Any]) -> list[str]:
-    """Words of the table ``megatron``, whose keys are flags without dashes, or with underscores."""
+def _megatron_words(given: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """(words, faults) of the table ``megatron``.
+
+    Its keys are flags without dashes, or with underscores.
+    """
     names = {_plain(name): name for name in load_table()}
     own = keys_by_flag()
-    words, faults = [], []
+    words, faults = list[str](), list[str]()
     for key, value in given.items():
         flag = names.get(_plain(key))
         if flag is None:
@@ -124,9 +137,7 @@ def _megatron_words(given: Mapping[str, Any]) -> list[str]:
             words += [flag, *map(str, value)]
         else:
             words += _words(flag, value)
-    if faults:
-        raise Faults(faults)
-    return words
+    return words, faults
 
 
 def _plain(name: str) -> str:

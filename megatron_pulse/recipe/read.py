@@ -13,7 +13,6 @@ from typing import Any
 
 from megatron_pulse.errors import UserError, faults_in, format_faults
 from megatron_pulse.files import replacing
-from megatron_pulse.integration.flags.optimizers import unsupported_optimizer
 from megatron_pulse.json_validation import validated
 from megatron_pulse.recipe.keys import TABLES, Recipe
 
@@ -113,23 +112,12 @@ def _wrap_single_texts(tables: dict[str, Any]) -> None:
 
 def check_combinations(recipe: Recipe) -> list[str]:
     """Faults of keys beside each other, as far as no flag is made of them."""
-    model, training, parallel = recipe.model, recipe.training, recipe.parallel
-    faults = []
-    if not (model.weights or model.backbone or model.module or parallel.plan):
+    model, faults = recipe.model, []
+    if not (model.weights or model.backbone or model.module or recipe.parallel.plan):
         faults.append("[model] names nothing to train: give weights, backbone or module")
-    if model.backbone and model.module:
-        faults.append("model.backbone and model.module exclude each other: give one")
     for name in ("controlnet", "null_class"):
         if getattr(model, name) and not model.weights:
             faults.append(f"model.{name} is for weights of a diffusers folder: give model.weights")
-    if recipe.optimizer.type and (why := unsupported_optimizer(recipe.optimizer.type)):
-        faults.append(f"optimizer.type {recipe.optimizer.type}: {why}")
-    if training.steps is None and training.epochs is None:
-        faults.append("training.steps is missing (or training.epochs)")
-    if training.steps is not None and training.epochs is not None:
-        faults.append("training.steps and training.epochs exclude each other: give one")
-    if parallel.auto and parallel.plan:
-        faults.append("parallel.auto and parallel.plan exclude each other: give one")
     return faults
 
 

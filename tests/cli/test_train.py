@@ -15,12 +15,9 @@ import torch
 
 from megatron_pulse.cli.main import main
 from megatron_pulse.cli.train_command import import_weights
-from megatron_pulse.dataclass_flags import RECIPE_KEYS
 from megatron_pulse.errors import UserError
 from megatron_pulse.integration.checkpoint.published_weights import load_whole, weights_of
 from megatron_pulse.integration.checkpoint.saved_run import read_saved_run
-from megatron_pulse.integration.flags.startup_checks import FlagError
-from megatron_pulse.recipe.flags import keys_by_flag
 from megatron_pulse.recipe.keys import Model
 from tests.integration.runs import BASE, run
 from tests.integration.test_families import FAMILIES, write_latents
@@ -99,13 +96,6 @@ def test_other_weights_need_another_folder(tmp_path: Path):
         import_weights(model, tmp_path)
     with pytest.raises(UserError, match="there is no such file or folder"):
         import_weights(Model(weights=str(tmp_path / "none")), tmp_path / "elsewhere")
-
-
-def test_faults_name_the_recipes_keys(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv(RECIPE_KEYS, json.dumps(keys_by_flag()))
-    told = str(FlagError(["--lr-warmup-iters 9 must be below 4: --train-iters", "--no-such 1"]))
-    assert "optimizer.warmup_steps 9 must be below 4: training.steps" in told
-    assert "--no-such 1" in told
 
 
 def _steps_of(argv: list[str]) -> int:

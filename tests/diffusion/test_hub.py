@@ -67,10 +67,11 @@ def test_what_is_not_there_is_refused_in_a_line_each(
     assert same == words
     why = ["the hub is unreachable", "ranks do not download; 'pulse run' downloads"][ranks - 1]
     first, second, third = faults
-    assert first.startswith(f"hf:me/other: it is not in the cache, and {why}")
+    assert first.startswith(f"--vae hf:me/other: it is not in the cache, and {why}")
     assert first.endswith("run 'hf download me/other --local-dir DIR', and give DIR.")
-    assert second.startswith("hf:me/pipe@v2: ") and "me/pipe --revision v2 --local" in second
-    assert third.startswith("hf:a/b/c: write hf:OWNER/NAME[@REVISION]: ")
+    assert second.startswith("--encoders hf:me/pipe@v2: ")
+    assert "me/pipe --revision v2 --local" in second
+    assert third.startswith("--from hf:a/b/c: write hf:OWNER/NAME[@REVISION]: ")
     assert not any("\n" in fault for fault in faults)
 
 
@@ -90,7 +91,7 @@ def test_weights_are_imported_from_the_cache(
     capsys.readouterr()
     assert main(["import", "--from", "hf:me/none", *to]) == 2
     said = capsys.readouterr().err
-    assert said.startswith("pulse import: error: hf:me/none: it is not in the cache")
+    assert said.startswith("pulse import: error: --from hf:me/none: it is not in the cache")
     assert said.count("\n") == 1
 
 

@@ -25,7 +25,11 @@ TENSOR_PARALLEL = ["--tensor-model-parallel-size", "2"]
 # (ranks, flags that are added to a good run, what the error must say)
 BAD: dict[str, tuple[int, list[str], str]] = {
     "too many devices": (8, pipeline(8, "--pulse-option", "depth=4"), "largest legal P"),
-    "ranks do not divide": (3, pipeline(2), "cannot be divided into pipeline 2"),
+    "ranks do not divide": (
+        3,
+        pipeline(2),
+        "cannot be divided into --pipeline-model-parallel-size 2",
+    ),
     "batch does not divide": (2, ["--global-batch-size", "7"], "not a positive multiple"),
     "eval batch does not divide": (2, ["--eval-global-batch-size", "7"], "eval-global-batch-size"),
     "unknown backbone": (1, ["--pulse-backbone", "uvit-xs"], "uvit-s"),
@@ -59,6 +63,11 @@ BAD: dict[str, tuple[int, list[str], str]] = {
     "cap too small": (2, pipeline(2, "--pulse-activation-cap", "1"), "cap"),
     "schedule file": (2, pipeline(2, "--pulse-schedule", "none.csv"), "none.csv"),
     "dropout": (1, ["--attention-dropout", "0.1"], "--attention-dropout"),
+    "heads do not divide": (
+        3,
+        ["--tensor-model-parallel-size", "3"],
+        "attention heads of uvit-tiny",
+    ),
     "sequence parallel": (
         2,
         [*TENSOR_PARALLEL, "--sequence-parallel", "--pulse-option", "num_classes=0"],

@@ -101,7 +101,7 @@ def test_settings_are_taken_over_or_listed(tmp_path: Path):
 def test_converted_recipe_makes_flags(tmp_path: Path):
     path = tmp_path / "recipe.toml"
     path.write_text(convert(tmp_path))
-    words = training_flags(read_recipe(path).recipe)
+    words, _ = training_flags(read_recipe(path).recipe)
     assert words[words.index("--global-batch-size") + 1] == "8"
     assert "--bf16" in words and "--pulse-auto" in words
 

@@ -25,7 +25,7 @@ from megatron_pulse.diffusion.process_from_flags import chosen_process
 from megatron_pulse.diffusion.scheduler_import import read_process
 from megatron_pulse.encoders.text_recipe import VAE
 from megatron_pulse.encoders.tokens import recorded_by
-from megatron_pulse.errors import format_faults
+from megatron_pulse.errors import format_faults, naming
 from megatron_pulse.integration.checkpoint.diffusion_process import continued_process, saved_process
 from megatron_pulse.integration.checkpoint.frozen_weights import FrozenWeights
 from megatron_pulse.integration.checkpoint.lr_schedule import LENGTHS, SHAPE, given_schedule
@@ -65,17 +65,19 @@ def process_of(start: StartingPoint | None, options: PulseOptions) -> DiffusionP
     Weights of a module's folder have that of the scheduler beside them. Raises ValueError for flags
     that contradict it, and where nothing says which it is.
     """
+    given = [flag_name(f"pulse_{name}") for name in options.process.said]
     if start is None:
         folder = weights_folder(options.backbone or "")
         if folder is not None and not options.new_process:
             return read_process(folder, options.process, "--pulse-")[0]
         if folder is None and options.new_process:
             raise ValueError("--pulse-new-process: the run has no initial weights")
-        return chosen_process(options.process)
+        with naming(*given):
+            return chosen_process(options.process)
     try:
-        return continued_process(
-            start.saved.process, options.process, continued=start.continued, new=options.new_process
-        )
+        saved, new = start.saved.process, options.new_process
+        with naming(*given):
+            return continued_process(saved, options.process, continued=start.continued, new=new)
     except ValueError as error:
         raise ValueError(f"{start.given}: {error}") from error
 

@@ -212,8 +212,11 @@ def _check_rate(args: argparse.Namespace) -> Iterator[str]:
     if decay is not None and decay < 1 and decay != total:
         yield f"--lr-decay-{unit} is {decay}; it must be 1 or more"
     elif decay is not None and warmup >= max(decay, 1) and not args.skip_train:
+        given = f"--lr-warmup-{unit} {warmup}"
+        if args.pulse_warmup_epochs is not None:
+            given = f"--pulse-warmup-epochs {args.pulse_warmup_epochs:g} ({warmup} steps)"
         yield (
-            f"--lr-warmup-{unit} {warmup} must be below {decay}, the length of the learning-rate "
+            f"{given} must be below {decay}, the length of the learning-rate "
             f"schedule: --lr-decay-{unit} (default --train-{unit})"
         )
     wsd = getattr(args, f"lr_wsd_decay_{unit}")

@@ -31,6 +31,8 @@ def unsupported_optimizer(name: str) -> str:
     """Reason why ``name`` is no optimizer here, and the nearest that is; empty if it is one."""
     if name in SUPPORTED:
         return ""
+    if name.lower() in SUPPORTED:
+        return f"did you mean {name.lower()}?"
     plain = re.sub(r"[^a-z0-9]", "", name.lower())
     found = [why for part, why in _UNSUPPORTED.items() if part in plain]
     if not found:

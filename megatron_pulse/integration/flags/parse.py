@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from megatron.training.argument_utils import ArgumentGroupFactory
 from megatron.training.arguments import add_megatron_arguments
 
-from megatron_pulse.dataclass_flags import with_new_names
+from megatron_pulse.dataclass_flags import NearestChoiceParser, with_new_names
 from megatron_pulse.diffusion.hub import with_local_folders
 from megatron_pulse.integration.flags.megatron_flags import Support, load_table
 from megatron_pulse.integration.flags.optimizers import unsupported_optimizer
@@ -45,7 +45,7 @@ class CommandLine:
 OPTIMIZER = "--optimizer"
 
 
-class Parser(argparse.ArgumentParser):
+class Parser(NearestChoiceParser):
     """Megatron's parser with the ``--pulse-*`` flags, whose help lists the supported flags only."""
 
     def __init__(self) -> None:
@@ -115,8 +115,8 @@ def _without_their_texts() -> Iterator[None]:
         ArgumentGroupFactory._get_field_docstrings = original
 
 
-def parse(argv: Sequence[str] | None = None) -> CommandLine:
-    """Parse ``argv`` (default: the process's).
+def parse(argv: Sequence[str] | None = None, num_ranks: int | None = None) -> CommandLine:
+    """Parse ``argv`` (default: the process's) for ``num_ranks`` (default: the environment's).
 
     Unknown flags and invalid values are among the faults.
     """
@@ -134,7 +134,7 @@ def parse(argv: Sequence[str] | None = None) -> CommandLine:
     # Megatron's own parse_args adds these attributes.
     args._is_global_batch_size_explicitly_specified = args.global_batch_size is not None
     args.rank = int(os.environ.get("RANK", "0"))
-    args.world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    args.world_size = num_ranks or int(os.environ.get("WORLD_SIZE", "1"))
     typed = _typed(parser, words)
     given = tuple(dict.fromkeys(action.option_strings[0] for action in typed.values()))
     faults += _refuse(parser, args, {n: a for n, a in typed.items() if not _is_ours(a)})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_pulse.dataclass_flags import ABOVE_ZERO, RECIPE_KEYS, flag_faults, flag_name
+from megatron_pulse.dataclass_flags import ABOVE_ZERO, flag_faults, flag_name
 from megatron_pulse.errors import faults_in, format_faults
 from megatron_pulse.files import unwritable
 from megatron_pulse.integration.flags.flag_constraints import check_constraints
@@ -25,23 +24,12 @@ from megatron_pulse.integration.flags.pulse_options import (
 )
 from megatron_pulse.profile.roofline import PRESETS
 
-_FLAG = re.compile(r"--[a-z0-9][\w-]*")
-
-
-def with_recipe_keys(text: str) -> str:
-    """``text`` with the recipe's keys in place of flags, in a run by a recipe."""
-    keys = json.loads(os.environ.get(RECIPE_KEYS, "{}"))
-    return _FLAG.sub(lambda flag: keys.get(flag[0], flag[0]), text)
-
 
 class FlagError(SystemExit):
-    """Refusal to start the run; the message lists every fault with its remedy.
-
-    In a run by a recipe, flags are named by the recipe's keys.
-    """
+    """Refusal to start the run; the message lists every fault with its remedy."""
 
     def __init__(self, faults: list[str]) -> None:
-        self.faults = faults = [with_recipe_keys(fault) for fault in faults]
+        self.faults = faults
         super().__init__(format_faults("error: this run cannot start", faults))
 
 
@@ -90,8 +78,9 @@ def _check_sizes(args: argparse.Namespace) -> Iterator[str]:
         return
     if args.world_size % (pipeline * tensor):
         yield (
-            f"{args.world_size} ranks cannot be divided into pipeline {pipeline} x tensor "
-            f"{tensor}. Start a multiple of {pipeline * tensor} ranks"
+            f"{args.world_size} ranks cannot be divided into --pipeline-model-parallel-size "
+            f"{pipeline} x --tensor-model-parallel-size {tensor}. Start a multiple of "
+            f"{pipeline * tensor} ranks (--nproc-per-node)"
         )
         return
     replicas = args.world_size // (pipeline * tensor)
@@ -115,9 +104,11 @@ def _check_sizes(args: argparse.Namespace) -> Iterator[str]:
         sizes.append(("eval_global_batch_size", size, args.eval_micro_batch_size or micro))
     for name, size, part in sizes:
         if size is not None and (size < 1 or size % (part * replicas)):
+            unit = part * replicas
+            near = max(size // unit * unit, unit)
             yield (
-                f"{flag_name(name)} {size} is not a positive multiple of micro batch {part} x "
-                f"{replicas} data-parallel replicas = {part * replicas}"
+                f"{flag_name(name)} {size} is not a positive multiple of --micro-batch-size {part} "
+                f"x {replicas} data-parallel replicas = {unit}. Give {near} or {near + unit}"
             )
 
 

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 
 from megatron_pulse.integration.checkpoint.starting_point import LOWER_TARGET, describe_validation
-from megatron_pulse.integration.flags.startup_checks import with_recipe_keys
 from megatron_pulse.integration.loop.validation import ValidationLosses
 from megatron_pulse.runtime.stop_signals import STOP, order
 from megatron_pulse.runtime.watchdog.progress import PROGRESS
@@ -80,7 +79,7 @@ def stopping_hooks(
             saved = f"saved in {args.save}" if args.save else _NOT
             _say(
                 f"finished ({validation.describe_reached()}) after step {iteration}: {saved}. "
-                + with_recipe_keys(f"{LOWER_TARGET} to continue")
+                + f"{LOWER_TARGET} to continue"
             )
             return True
         elif decide(*state, **kwargs):

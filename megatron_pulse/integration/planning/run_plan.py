@@ -16,7 +16,7 @@ from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.costs import ChainCosts, SkipCost
 from megatron_pulse.backbone.dataflow import required_gradients
 from megatron_pulse.backbone.layer_selection import matching_layers
-from megatron_pulse.errors import Faults, collecting, summarize
+from megatron_pulse.errors import Faults, collecting, naming, summarize
 from megatron_pulse.integration.flags.pulse_options import PulseOptions
 from megatron_pulse.integration.planning.transformer_impl import (
     require_deferrable_wgrad,
@@ -314,8 +314,10 @@ def backbone_of_flags(args: argparse.Namespace, options: PulseOptions) -> Backbo
 
 def with_trainable_params(backbone: Backbone, options: PulseOptions) -> Backbone:
     """``backbone`` with the trainable parameters of the flags; raises ValueError if impossible."""
-    weights = options.adapter.adapter_weights
-    backbone = trained_as(backbone, options.trained_part, weights)
+    part = options.trained_part
+    given = [name for name, value in part._asdict().items() if value]
+    with naming(*(f"--pulse-{name}" for name in given)):
+        backbone = trained_as(backbone, part, options.adapter.adapter_weights)
     if fault := none_trained(backbone):
         raise TrainedError(fault)
     return backbone
