@@ -143,7 +143,7 @@ def test_changed_methods_and_closures_miss(tmp_path: Path) -> None:
 
     def wrapped(factor: float) -> bool:
         module, given = own(tmp_path)
-        module.forward = around(module.forward, factor)  # type: ignore[method-assign]
+        module.forward = around(module.forward, factor)
         return chain_of(module, given)[1]
 
     assert not chain_of(*own(tmp_path))[1]
@@ -156,7 +156,7 @@ def test_module_of_unknown_content_is_derived_each_time(
     caplog.set_level(logging.DEBUG, chain_cache.__name__)
     for _ in range(2):
         module, given = own(tmp_path)
-        module.lock = threading.Lock()  # type: ignore[assignment]
+        module.lock = threading.Lock()
         assert not chain_of(module, given)[1]
     assert not folder.exists()
     assert "Own is derived at each start: lock is of type lock" in caplog.text

@@ -21,6 +21,7 @@ from enum import Enum
 from pathlib import Path, PurePath
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -155,7 +156,7 @@ class _Digest:
             if not all(isinstance(each, _BY_REPR) for each in value):
                 raise UnknownContent(f"{where} is a set of objects")
             yield from sorted(f"{type(each).__name__} {each!r}" for each in value)
-        elif type(value).__module__ == "numpy" and not getattr(value, "dtype", object).hasobject:
+        elif isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
             yield f"{value.dtype} {value.shape} {hashlib.sha256(value.tobytes()).hexdigest()}"
         elif not isinstance(value, nn.Module | types.SimpleNamespace) and not _is_plain(value):
             raise UnknownContent(f"{where or 'it'} is of type {type(value).__name__}")
@@ -247,10 +248,8 @@ def _codes_of(member: Any) -> list[str]:
 
 def _is_plain(value: Any) -> bool:
     """True if an object has no content besides its attributes."""
-    kind = type(value)
-    if kind.__reduce__ is not object.__reduce__ or kind.__reduce_ex__ is not object.__reduce_ex__:
-        return False
-    if kind.__getstate__ is not object.__getstate__:
+    plainly = ("__reduce__", "__reduce_ex__", "__getstate__")
+    if any(getattr(type(value), name) is not getattr(object, name) for name in plainly):
         return False
     try:
         value.__reduce_ex__(2)  # refuses what C code keeps in an object

@@ -65,7 +65,7 @@ def from_record(record: Mapping[str, Any], own: Mapping[str, Tensor]) -> UnitCha
 
 
 def _unit_in(record: Mapping[str, Any]) -> Unit:
-    values = {
+    values: dict[str, Any] = {
         each.name: tuple(value) if isinstance(value := record[each.name], list) else value
         for each in fields(Unit)
         if each.name != "graph"
@@ -146,7 +146,7 @@ def _target_out(node: fx.Node) -> str:
     if isinstance(target, torch._ops.HigherOrderOperator):
         name = f"higher_order.{target.name()}"
     elif getattr(target, "__module__", "") == "_operator":
-        name = f"operator.{target.__name__}"  # type: ignore[union-attr]
+        name = f"operator.{target.__name__}"
     else:
         name = str(target)
     try:
@@ -206,4 +206,8 @@ def _in(value: Any, known: Mapping[str, fx.Node]) -> Any:
     if kind == "dict":
         return {key: _in(each, known) for key, each in zip(parts[::2], parts[1::2], strict=True)}
     inner = [_in(part, known) for part in parts]
-    return {"tuple": tuple, "list": list, "slice": lambda given: slice(*given)}[kind](inner)
+    if kind == "slice":
+        return slice(*inner)
+    if kind not in ("tuple", "list"):
+        raise ValueError(f"{kind} is no kind of argument")
+    return tuple(inner) if kind == "tuple" else inner

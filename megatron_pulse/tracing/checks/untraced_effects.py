@@ -131,7 +131,7 @@ def _called_by_torch() -> bool:
 
 
 @contextmanager
-def calls(function: FunctionType, argument: str, tell: Callable[[Any], None]) -> Iterator[None]:
+def calls(function: Any, argument: str, tell: Callable[[Any], None]) -> Iterator[None]:
     """Call ``tell`` with an argument of each call of ``function``, under any name."""
     events = sys.monitoring
     tool = next(i for i in (3, 4, 1, 2, 0, 5) if events.get_tool(i) is None)
