@@ -21,6 +21,7 @@ class FileKind(Enum):
     ENCODERS = "a table of encoders"
     TUNING = "the output of 'pulse tune --json'"
     SCHEDULE = "a schedule"
+    GRAPH = "a traced graph"
     LATENTS = "the meta.json of latents"
     CAPTIONS = "a list of captions"
     CAPTION = "a caption"
@@ -66,6 +67,7 @@ _USES = {
     FileKind.ENCODERS: "'pulse tune --encoders {path} ...' reads it",
     FileKind.TUNING: "'pulse tune ... -o plan.json' writes the best of it as a plan",
     FileKind.SCHEDULE: "a plan holds it; 'pulse schedule --schedule' reads orders as CSV",
+    FileKind.GRAPH: "it is in the cache of derived modules, which may be removed",
     FileKind.LATENTS: "--pulse-data latents:FOLDER reads its folder",
     FileKind.CAPTIONS: "--pulse-data captions:FOLDER reads its folder",
     FileKind.CAPTION: "--pulse-data captions:FOLDER reads its folder",
@@ -88,6 +90,7 @@ def detect_kind(record: Mapping[str, Any]) -> FileKind | None:
             (FileKind.VERIFICATION, "verification"),
             (FileKind.PROFILE, "profile"),
             (FileKind.ENCODERS, "encoders"),
+            (FileKind.GRAPH, "graph"),
         ):
             if form.startswith(f"megatron_pulse {name} "):
                 return kind

@@ -13,10 +13,13 @@ from torch.nn.modules import module as torch_module
 
 from megatron_pulse.backbone.rng_state import generators_kept
 from megatron_pulse.processes import without_collecting
+from megatron_pulse.tracing.cache.chain_cache import cached_chain
+from megatron_pulse.tracing.checks.module_state import is_small
 from megatron_pulse.tracing.graph_analysis import UNKNOWN
 from megatron_pulse.tracing.input_roles import Inputs
 from megatron_pulse.tracing.module_modes import ModuleModes
 from megatron_pulse.tracing.torch_export import DerivationError, export
+from megatron_pulse.tracing.unit_assignment import SizeDecisions
 from megatron_pulse.tracing.units import UnitChain, derive, unit_difference
 
 
@@ -76,13 +79,26 @@ class Chains:
         )
 
     def _derive(self, shape_index: int, size: int, training: bool) -> UnitChain:
-        with self._modes.of_chain(training):
+        inputs = self._inputs[shape_index]
+        given = inputs.make(size)
+
+        def derived() -> tuple[UnitChain, bool]:
             try:
-                return self._derived(shape_index, size, with_lines=False)
+                chain = self._derived(inputs, given, with_lines=False)
             except DerivationError as error:
                 if UNKNOWN not in str(error):
                     raise
-            return self._derived(shape_index, size, with_lines=True)
+                chain = self._derived(inputs, given, with_lines=True)
+            return chain, self._modes.is_read
+
+        with self._modes.of_chain(training):
+            if is_small(self.module):  # takes no time, and is compared with its chain
+                return derived()[0]
+            like = self._like and (self._like.begins, sorted(self._like.small))
+            settings = inputs.sample, sorted(inputs.constants), self.output, self._pieces, like
+            chain, is_read = cached_chain(self.module, given, settings, derived)
+            self._modes.is_read |= is_read
+            return chain
 
     def example(self) -> Mapping[str, Any]:
         """Example inputs of the first chain."""
@@ -103,12 +119,13 @@ class Chains:
         with ThreadPoolExecutor(1) as thread, without_collecting():
             return thread.submit(called).result()
 
-    def _derived(self, shape_index: int, size: int, with_lines: bool) -> UnitChain:
-        inputs = self._inputs[shape_index]
-        given = inputs.make(size)
+    def _derived(self, inputs: Inputs, given: Mapping[str, Any], with_lines: bool) -> UnitChain:
         exported = export(self.module, given, inputs.constants, self.output, with_lines)
-        like = self.first.decided if self._found else None
-        return derive(exported, self._name, inputs.sample, self._pieces, like)
+        return derive(exported, self._name, inputs.sample, self._pieces, self._like)
+
+    @property
+    def _like(self) -> SizeDecisions | None:
+        return self.first.decided if self._found else None
 
 
 @contextmanager

@@ -282,7 +282,7 @@ def executable(graph: fx.Graph, chain: UnitChain, device: torch.device) -> Any:
     copy = fx.Graph()
     copy.output(copy.graph_copy(graph, {}))
     regions = {n.target: chain.state[n.target] for n in copy.nodes if n.op == "get_attr"}
-    here = ("cpu", chain.values[chain.sample].device.type)  # other devices are named by the model
+    here = ("cpu", chain.device)  # other devices are named by the model
     for node in copy.nodes:
         if node.op != "call_function":
             continue

@@ -18,18 +18,18 @@ _PARTS_OF_TORCH = str(Path(TORCH) / "nn")
 class ModuleModes:
     """Modes of a module's parts at construction: those of the training mode of its chain.
 
-    In the chain's evaluation mode all parts are in evaluation mode. ``matters`` is true if an
-    export read a mode, and both modes differ.
+    In the chain's evaluation mode all parts are in evaluation mode. ``is_read`` is true if an
+    export read a mode; ``matters`` if both modes differ besides.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._training = {part: part.training for part in module.modules()}
-        self._is_read = False
+        self.is_read = False
 
     @property
     def matters(self) -> bool:
         """True if graphs may differ between the modes."""
-        return self._is_read and any(self._training.values())
+        return self.is_read and any(self._training.values())
 
     @contextmanager
     def of_chain(self, training: bool) -> Iterator[None]:
@@ -46,7 +46,7 @@ class ModuleModes:
 
     def _read(self, part: nn.Module) -> None:
         is_void = isinstance(part, nn.modules.dropout._DropoutNd) and not part.p
-        self._is_read |= part in self._training and not is_void
+        self.is_read |= part in self._training and not is_void
 
 
 @contextmanager

@@ -14,19 +14,14 @@ from torch.utils import _pytree as pytree
 
 from megatron_pulse.errors import describe_exception
 from megatron_pulse.tracing.chains import Chains
+from megatron_pulse.tracing.checks.module_state import is_small
 from megatron_pulse.tracing.derived_layer import run
 from megatron_pulse.tracing.initial_weights.meta_init import has_no_memory
 from megatron_pulse.tracing.input_leaves import leaves_of
 from megatron_pulse.tracing.torch_export import dataclasses_as_dictionaries
 from megatron_pulse.tracing.units import UnitChain
 
-_PARAMETERS, _SECONDS = 1 << 22, 1.0
-
-
-def is_small(module: nn.Module) -> bool:
-    """True if a module has few enough parameters for a trial."""
-    count: int = sum(p.numel() for p in module.parameters())
-    return count <= _PARAMETERS
+_SECONDS = 1.0
 
 
 def compare_with_module(module: nn.Module, chains: Chains) -> list[str]:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.export.graph_signature import InputKind
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.utils import _pytree as pytree
 
 from megatron_pulse.errors import PicklableError, describe_exception, format_faults
@@ -88,6 +89,7 @@ def export(
             watched(module) as unseen,
             dataclasses_as_dictionaries(module),
             nullcontext() if with_lines else _without_lines(),
+            _use_lazy_graph_module(True),  # else every pass compiles code that nobody runs
             _quiet(),
         ):
             program = torch.export.export(module, (), dict(given), strict=False)

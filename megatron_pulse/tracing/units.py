@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
-from torch import fx
+import torch
+from torch import Tensor, fx
 
 from megatron_pulse.tracing.graph_analysis import can_travel, place_of, value_of
 from megatron_pulse.tracing.torch_export import DerivationError, Exported
@@ -43,8 +44,9 @@ class Unit:
 
 @dataclass(frozen=True, eq=False)
 class UnitChain:
-    """Embedders, followed by the links; ``values`` holds a fake tensor of every value.
+    """Embedders, followed by the links; ``values`` holds a meta tensor of what units exchange.
 
+    - ``device``: type of the device on which the module was exported.
     - ``inputs``: the module's inputs with the caller's names; ``sample`` is the noisy one.
     - ``constants``: graph of the constants that units take, by name.
     - ``state``: the module's own parameters and buffers, by qualified name.
@@ -54,9 +56,10 @@ class UnitChain:
 
     units: tuple[Unit, ...]
     sample: str
+    device: str
     inputs: dict[str, str]
     output: str
-    values: dict[str, Any]
+    values: dict[str, Tensor]
     state: dict[str, Any]
     trained: frozenset[str]
     constants: fx.Graph
@@ -91,12 +94,16 @@ def derive(
     kept = [n for n in placing.constants if any(u not in constant for u in users[n])]
     graph, taken = _graph(exported, placing.constants, [], kept)
     trained = {exported.names[n] for n in exported.reading.with_gradient() & exported.weights}
+    source = placing.source
+    used = {source.name, *(n for unit in units for n in (*unit.takes, *unit.gives))}
+    values = {n.name: value_of(n) for n in exported.reading.order if n.name in used}
     return UnitChain(
         (*units[placing.num_links :], *units[: placing.num_links]),
-        placing.source.name,
+        source.name,
+        value_of(source).device.type,
         {node.name: name for node, name in exported.inputs.items()},
         exported.output.name,
-        {n.name: value_of(n) for n in exported.reading.order if n.op != "output"},
+        {n: torch.empty(v.shape, dtype=v.dtype, device="meta") for n, v in values.items()},
         dict(exported.state),
         frozenset(n for n in trained if exported.state[n].requires_grad),
         graph,

@@ -142,10 +142,10 @@ def _derived(
     """Chain of the factory's result ``made``; ``make`` builds the module again with values."""
     import torch
 
+    from megatron_pulse.tracing.checks.module_state import is_small
     from megatron_pulse.tracing.from_module import from_module, require_equal_results
     from megatron_pulse.tracing.initial_weights.deferred_init import from_scratch
     from megatron_pulse.tracing.initial_weights.meta_init import release_parameter_memory
-    from megatron_pulse.tracing.self_check import is_small
     from model_specs.derived.classes import CLASSES
 
     parts = made if isinstance(made, tuple) else (made,)

@@ -21,6 +21,9 @@ from torch.nn.parameter import is_lazy
 _DEEPEST, _MOST = 5, 1000
 """Limits on the depth of nested containers, and on inspected entries per container."""
 
+_SMALL = 1 << 22
+"""Most parameters of a module that is called to compare it with its chain."""
+
 _OF_TORCH = frozenset((*vars(nn.Module()), "_flat_weights"))  # recurrent parts have the latter
 
 
@@ -157,3 +160,9 @@ def lazy_modules(module: nn.Module) -> Iterator[str]:
                 f"({', '.join(lazy)}). Give its sizes in the constructor, or call the module once "
                 "with an example before pulse.from_module"
             )
+
+
+def is_small(module: nn.Module) -> bool:
+    """True if a module has few enough parameters for a trial."""
+    count: int = sum(p.numel() for p in module.parameters())
+    return count <= _SMALL

@@ -43,16 +43,16 @@ _EXPORTING = str(Path(__file__).parents[1] / "torch_export.py")
 @contextmanager
 def changed_settings(faults: list[str]) -> Iterator[None]:
     """Add a fault for each setting that a module changes to another value than outside."""
-    outside, of_export = _now(), dict[str, object]()
+    outside, of_export = settings_now(), dict[str, object]()
 
     def telling(setter: Callable[..., Any]) -> Callable[..., Any]:
         def checked_setter(*args: Any, **kwargs: Any) -> Any:
-            before = _now()
+            before = settings_now()
             result = setter(*args, **kwargs)
             of = getattr(args[0], "setter", setter) if args else setter  # a ContextProp's
             own = of.__name__.replace("_set_", "_get_", 1)
             place = caller()
-            for name, value in _now().items():
+            for name, value in settings_now().items():
                 if place.startswith(_EXPORTING):
                     of_export[name] = value
                     continue
@@ -75,7 +75,7 @@ def changed_settings(faults: list[str]) -> Iterator[None]:
         yield
 
 
-def _now() -> dict[str, object]:
+def settings_now() -> dict[str, object]:
     """Current settings, by getter or description."""
     found = {name: getattr(torch._C, name)() for name in _GETTERS if hasattr(torch._C, name)}
     return {**found, "the default dtype": torch.get_default_dtype(), _PRECISION: _precisions()}

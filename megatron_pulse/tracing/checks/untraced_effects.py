@@ -98,7 +98,7 @@ def watched(module: nn.Module) -> Iterator[UntracedEffects]:
     after = module.register_forward_hook(compare)  # a trace leaves the module unchanged
     try:
         with (
-            _calls(_APPLY, own_backward),
+            calls(_APPLY, "cls", own_backward),
             telling(Tensor, "register_hook", own_hook),
             telling(Tensor, "register_post_accumulate_grad_hook", own_hook),
             telling(saved_tensors_hooks, "__enter__", own_saving),
@@ -131,13 +131,13 @@ def _called_by_torch() -> bool:
 
 
 @contextmanager
-def _calls(function: FunctionType, tell: Callable[[Any], None]) -> Iterator[None]:
-    """Call ``tell`` with the first argument of each call of ``function``, under any name."""
+def calls(function: Any, argument: str, tell: Callable[[Any], None]) -> Iterator[None]:
+    """Call ``tell`` with an argument of each call of ``function``, under any name."""
     events = sys.monitoring
     tool = next(i for i in (3, 4, 1, 2, 0, 5) if events.get_tool(i) is None)
 
     def begun(_code: Any, _offset: int) -> None:
-        tell(sys._getframe(1).f_locals[function.__code__.co_varnames[0]])
+        tell(sys._getframe(1).f_locals[argument])
 
     events.use_tool_id(tool, __name__)
     try:
