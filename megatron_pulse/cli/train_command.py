@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import shlex
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -155,12 +157,21 @@ def _check(
     if start is None and weights and not (args.print and weights.startswith("hf:")):
         with collecting(faults):
             _local(weights)
+    if absent:
+        faults += absent
+    else:
+        # In a process that ends: it may have taken memory of a GPU.
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as pool:
+            faults += pool.submit(_flag_faults, flags, num_ranks, start is not None).result()
+    if faults:
+        raise UserError(format_faults(str(args.recipe), faults))
+
+
+def _flag_faults(flags: Sequence[str], num_ranks: int, has_backbone: bool) -> list[str]:
     prepare_megatron()
     from megatron_pulse.integration.setup import faults_before_ranks
 
-    faults += absent or faults_before_ranks(flags, num_ranks, has_backbone=start is not None)
-    if faults:
-        raise UserError(format_faults(str(args.recipe), faults))
+    return faults_before_ranks(flags, num_ranks, has_backbone=has_backbone)
 
 
 @dataclass(frozen=True)
