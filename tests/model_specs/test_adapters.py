@@ -244,6 +244,9 @@ def read(backbone: Backbone, folder: Path) -> dict[str, Tensor]:
 
 def compare_layouts(folder: Path) -> dict[str, float]:
     """Largest difference of factors between layouts, relative to their change, for each case."""
+    from megatron_pulse.integration.checkpoint.saving import patch_saving
+
+    patch_saving()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     found = {}
