@@ -42,7 +42,7 @@ from megatron_pulse.adapters.choice import Adapter
 from megatron_pulse.backbone.cascade import CASCADE, cascade
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.check import BackboneError, require_valid
-from megatron_pulse.backbone.published_weights import Published
+from megatron_pulse.backbone.published_weights import Published, Rule
 from megatron_pulse.dataclass_flags import flag_value
 from megatron_pulse.encoders.text_recipe import TextRecipe, folder_name, padded_length, text_fields
 from megatron_pulse.errors import UserError, describe_exception, format_faults, unknown_name
@@ -269,12 +269,23 @@ def trained_as(
     if part.adapter is not None:
         from megatron_pulse.adapters.attach import with_adapter
         from megatron_pulse.adapters.files import read_adapter
+        from model_specs.common.adapters import adapt
 
         start = None if adapter_weights is None else read_adapter(Path(adapter_weights))
-        backbone = with_adapter(backbone, Adapter.from_record(part.adapter), start)
+        rules = {chain: _rules(one) for chain, one in (backbone.parts or {"": backbone}).items()}
+        of_rules = functools.partial(adapt, rules)
+        backbone = with_adapter(backbone, Adapter.from_record(part.adapter), start, of_rules)
     if part.train or part.freeze:
         backbone = choose_trained(backbone, part.train, part.freeze)
     return backbone
+
+
+def _rules(backbone: Backbone) -> tuple[Rule, ...]:
+    """Rules from a family's parameter names to the published ones; none for other backbones."""
+    if not backbone.record or is_module(backbone.record["name"]):
+        return ()
+    form = published_form(backbone)
+    return form.rules if form is not None else ()
 
 
 def compare_models(there: Mapping[str, Any], here: Mapping[str, Any]) -> BackboneComparison:

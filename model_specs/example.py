@@ -62,17 +62,19 @@ def _build(width: int, kind: str, into: int, out: int, context: LayerContext) ->
     """Module of a layer, called with (inputs, skips, conditioning); returns the outputs."""
     import torch
 
-    class Time(torch.nn.Linear):
-        def forward(self, inputs: Any, skips: Any, conditioning: Any) -> Any:
-            times = conditioning["timesteps"][:, None] / 1000
-            return (*inputs, super().forward(times.to(self.weight.dtype)))
+    class Module(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            conv = functools.partial(torch.nn.Conv2d, into, out, 3, padding=1)
+            self.linear = torch.nn.Linear(1, width) if kind == "time" else conv()
 
-    class Conv(torch.nn.Conv2d):
         def forward(self, inputs: Any, skips: Any, conditioning: Any) -> Any:
-            change = super().forward(torch.cat([*inputs, *skips.values()], dim=1))
+            if kind == "time":
+                times = conditioning["timesteps"][:, None] / 1000
+                return (*inputs, self.linear(times.to(self.linear.weight.dtype)))
+            change = self.linear(torch.cat([*inputs, *skips.values()], dim=1))
             if kind == "conv":
                 return (change,)
             return (inputs[0] + torch.tanh(change + conditioning["temb"][:, :, None, None]),)
 
-    module = Time(1, width) if kind == "time" else Conv(into, out, 3, padding=1)
-    return module.to(context.config.params_dtype)
+    return Module().to(context.config.params_dtype)

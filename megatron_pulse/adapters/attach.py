@@ -12,8 +12,8 @@ from torch import Tensor
 
 from megatron_pulse.adapters.choice import Adapter
 from megatron_pulse.adapters.files import AdapterFile
-from megatron_pulse.adapters.low_rank import factor_names
-from megatron_pulse.backbone.chain import Backbone
+from megatron_pulse.adapters.low_rank import PART, A, B
+from megatron_pulse.backbone.chain import Backbone, Layer
 from megatron_pulse.profile.measurement.layer_context import meta_context
 from megatron_pulse.profile.measurement.module_check import naming_module_faults
 
@@ -25,13 +25,31 @@ class Adaptable(Protocol):
         """Names of the layers whose weight takes an adapter, as adapter files have them."""
         ...
 
-    def add_adapter(self, layers: Collection[str], rank: int, scale: float) -> None:
-        """Add trained factors beside the weights of ``layers``."""
+    def add_adapter(
+        self, layers: Collection[str], rank: int, scale: float, start: Mapping[str, Tensor]
+    ) -> None:
+        """Add trained factors beside the weights of ``layers``.
+
+        First values are those of ``start``, by their names in adapter files, or new ones.
+        """
         ...
 
 
+Adapt = Callable[[Layer, Any], Adaptable]
+"""Function that maps a layer and its module to what takes the layer's adapters."""
+
+
+def _itself(layer: Layer, module: Any) -> Adaptable:
+    if not hasattr(module, "adaptable"):
+        raise ValueError(f"{layer.name}: {type(module).__name__} takes no adapter")
+    return module  # type: ignore[no-any-return]
+
+
 def with_adapter(
-    backbone: Backbone, adapter: Adapter, start: AdapterFile | None = None
+    backbone: Backbone,
+    adapter: Adapter,
+    start: AdapterFile | None = None,
+    adapt: Adapt = _itself,
 ) -> Backbone:
     """``backbone`` with frozen weights, and with the adapter's factors beside them.
 
@@ -39,7 +57,7 @@ def with_adapter(
     those of ``start`` are copied. Raises Faults for targets without a match, and UserError for a
     file of another model.
     """
-    every = _adaptable_layers(backbone)
+    every = [tuple(_adaptable(adapt, *pair)) for pair in _on_meta(backbone)]
     targeted = [tuple(filter(adapter.matches, names)) for names in every]
     layers = [name for names in every for name in names]
     adapter.require_matches(layers)
@@ -47,7 +65,7 @@ def with_adapter(
     chain = tuple(
         dataclasses.replace(
             layer,
-            build=functools.partial(_build, layer.build, names, adapter, first),
+            build=functools.partial(_build, layer, names, adapter, first, adapt),
             trained=bool(names),
         )
         for layer, names in zip(backbone.layers, targeted, strict=True)
@@ -57,40 +75,48 @@ def with_adapter(
 
 
 def adapter_names(backbone: Backbone) -> dict[str, str]:
-    """Names of an adapter's factors in the backbone, each with its name in files."""
+    """Names of an adapter's factors in the backbone, each with its name in files.
+
+    In a cascade, names in files begin with their chain's name.
+    """
     if "adapter" not in backbone.record:
         return {}
-    adapter = Adapter.from_record(backbone.record["adapter"])
-    targeted = [n for names in _adaptable_layers(backbone) for n in names if adapter.matches(n)]
-    return {name: name for layer in targeted for name in factor_names(f"{layer}.weight")}
+    return {
+        layer.prefix + name: _of_chain(layer) + name.removeprefix(f"{PART}.")
+        for layer, module in _on_meta(backbone)
+        for name, _ in module.named_parameters()
+        if name.endswith((f".{A}", f".{B}"))
+    }
 
 
-def _adaptable_layers(backbone: Backbone) -> list[tuple[str, ...]]:
-    """Names of the layers that take an adapter, for each link of the chain."""
+def _adaptable(adapt: Adapt, layer: Layer, module: Any) -> list[str]:
+    return [_of_chain(layer) + name for name in adapt(layer, module).adaptable()]
+
+
+def _of_chain(layer: Layer) -> str:
+    return f"{layer.chain}." if layer.chain else ""
+
+
+def _on_meta(backbone: Backbone) -> list[tuple[Layer, Any]]:
+    """Each layer, with its module on the meta device."""
     context = meta_context()
     with naming_module_faults(backbone), torch.device("meta"):
-        return [tuple(_adaptable(layer.build(context)).adaptable()) for layer in backbone.layers]
-
-
-def _adaptable(module: Any) -> Adaptable:
-    if not hasattr(module, "adaptable"):
-        raise ValueError(f"{type(module).__name__} takes no adapter")
-    return module  # type: ignore[no-any-return]
+        return [(layer, layer.build(context)) for layer in backbone.layers]
 
 
 def _build(
-    build: Callable[[Any], Any],
+    layer: Layer,
     layers: Collection[str],
     adapter: Adapter,
     start: Mapping[str, Tensor],
+    adapt: Adapt,
     context: Any,
 ) -> Any:
-    module = build(context)
+    module = layer.build(context)
     module.requires_grad_(False)
     if layers:
-        module.add_adapter(layers, adapter.rank, adapter.scale)
-    with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            if name in start and not parameter.is_meta:
-                parameter.copy_(start[name])
+        chain = _of_chain(layer)
+        own = {name.removeprefix(chain): tensor for name, tensor in start.items()}
+        names = [name.removeprefix(chain) for name in layers]
+        adapt(layer, module).add_adapter(names, adapter.rank, adapter.scale, own)
     return module

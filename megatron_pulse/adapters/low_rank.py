@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 A, B = "lora_A.weight", "lora_B.weight"
 """Names of the two factors below the name of a layer, as in peft."""
+PART = "adapter"
+"""Part of a hand-written layer's module that holds its factors under their published names."""
 
 
 def factor_names(weight: str) -> tuple[str, str]:
@@ -40,12 +42,22 @@ def factor_shapes(weight: Tensor, rank: int) -> tuple[tuple[int, ...], tuple[int
 
 
 def first_factors(
-    weight: Tensor, rank: int, name: str, seed: int, device: torch.device
+    weight: Tensor,
+    rank: int,
+    name: str,
+    seed: int,
+    device: torch.device,
+    start: Mapping[str, Tensor],
 ) -> tuple[nn.Parameter, nn.Parameter]:
-    """Factors of a new adapter at ``weight``: A uniform as peft draws it, B zero.
+    """Factors at ``weight``, whose name is ``name``: those of ``start`` if they are there.
 
-    A depends on ``seed`` and the layer's ``name`` alone, and so not on the layout.
+    Otherwise A is uniform as peft draws it, and B zero. A depends on ``seed`` and ``name`` alone,
+    and so not on the layout.
     """
+    name_a, name_b = factor_names(name)
+    if name_a in start and device.type != "meta":
+        given = (start[factor].to(device, weight.dtype, copy=True) for factor in (name_a, name_b))
+        return nn.Parameter(next(given)), nn.Parameter(next(given))
     shape_a, shape_b = factor_shapes(weight, rank)
     b = nn.Parameter(torch.zeros(shape_b, dtype=weight.dtype, device=device))
     if device.type == "meta":

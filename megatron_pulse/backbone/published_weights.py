@@ -322,18 +322,23 @@ def is_finite(tensor: Tensor) -> bool:
     return all(bool(extreme.float().isfinite()) for extreme in torch.aminmax(tensor))
 
 
-_Group = tuple[tuple[str, ...], tuple[str, ...], WeightLayout]
+Group = tuple[tuple[str, ...], tuple[str, ...], WeightLayout]
+"""Parameters that are published together: our names, published names, layout."""
 
 
-def _groups(published: Published, names: Mapping[str, Any]) -> list[_Group]:
-    """All groups as (our names, published names, layout), without duplicates."""
-    groups: dict[tuple[str, ...], _Group] = {}
+def group_of(rules: Iterable[Rule], name: str) -> Group:
+    """Group of our parameter ``name``: by the first rule that matches, else unchanged."""
+    for rule in rules:
+        if matched := rule.match(name):
+            return (*matched, rule.layout)
+    return (name,), (name,), Unchanged()
+
+
+def _groups(published: Published, names: Mapping[str, Any]) -> list[Group]:
+    """All groups of our ``names``, without duplicates."""
+    groups: dict[tuple[str, ...], Group] = {}
     for name in names:
-        group: _Group = ((name,), (name,), Unchanged())
-        for rule in published.rules:
-            if matched := rule.match(name):
-                group = (*matched, rule.layout)
-                break
+        group = group_of(published.rules, name)
         groups.setdefault(group[0], group)
     return list(groups.values())
 

@@ -153,7 +153,9 @@ class DerivedLayer(Nest):
         """Names of the layers with a weight that takes an adapter. See ``adapters.attach``."""
         return [name.removesuffix(".weight") for name in adaptable_weights(self._unit)]
 
-    def add_adapter(self, layers: Collection[str], rank: int, scale: float) -> None:
+    def add_adapter(
+        self, layers: Collection[str], rank: int, scale: float, start: Mapping[str, Tensor]
+    ) -> None:
         """Add trained factors beside the weights of ``layers``. See ``adapters.attach``."""
         weights = tuple(f"{layer}.weight" for layer in layers)
         self._adapter = UnitAdapter(weights, scale)
@@ -162,7 +164,8 @@ class DerivedLayer(Nest):
         made: dict[str, nn.Parameter] = {}
         for name in weights:
             weight = self._parameter(name)
-            factors = first_factors(weight, rank, name, torch.initial_seed(), weight.device)
+            seed = torch.initial_seed()
+            factors = first_factors(weight, rank, name, seed, weight.device, start)
             made.update(zip(factor_names(name), factors, strict=True))
         register_parameters(self, made)
         self._containers.update((name, container_of(self, name)) for name in made)

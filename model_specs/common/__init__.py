@@ -11,6 +11,7 @@ layers             norms, tables, entry to and exit from sequence parallelism, e
 patches            images to tokens and back, fixed positions
 attention          attention, MLP and their linears, from Megatron's parts or Transformer Engine's
 joint_attention    attention over two streams of tokens
+adapters           low-rank adapters beside linear maps, divided over tensor-parallel ranks
 mmdit              blocks, embeddings and head of SD3 and Flux
 =================  ================================================================================
 

@@ -16,6 +16,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from megatron.core.utils import get_tensor_model_parallel_group_if_none
 from torch import nn
 
 from megatron_pulse.backbone.activations import ActivationPolicies
@@ -157,7 +158,10 @@ def sharded_module_state(
     if own:
         state.update(
             make_sharded_tensors_for_checkpoint(
-                own, prefix, dp_cp_group=(metadata or {}).get("dp_cp_group")
+                own,
+                prefix,
+                tp_group=get_tensor_model_parallel_group_if_none(None),
+                dp_cp_group=(metadata or {}).get("dp_cp_group"),
             )
         )
     return state

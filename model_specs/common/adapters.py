@@ -1,0 +1,355 @@
+"""Low-rank adapters beside the linear maps of hand-written layers, under tensor parallelism too.
+
+Factors are those of the published weights: a fused projection has factors for each weight that it
+fuses. They are divided over tensor-parallel ranks like the weight, and rank-r tensors are
+exchanged:
+
+- column-parallel: y_i + B_i gather(A x). A is whole, and B is divided by rows.
+- row-parallel: y + B reduce(A_i x_i). A is divided by columns, and B is whole.
+
+Under sequence parallelism, ``gather`` also gathers tokens and ``reduce`` also scatters them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.extensions.transformer_engine import (
+    HAVE_TE,
+    TEColumnParallelLinear,
+    TERowParallelLinear,
+)
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.utils import (
+    ensure_metadata_has_dp_cp_group,
+    make_sharded_tensors_for_checkpoint,
+)
+from megatron.core.utils import (
+    get_pg_rank,
+    get_pg_size,
+    get_tensor_model_parallel_group_if_none,
+)
+from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from megatron_pulse.adapters.attach import Adaptable
+from megatron_pulse.adapters.low_rank import PART, factor_names, first_factors
+from megatron_pulse.backbone.chain import Layer
+from megatron_pulse.backbone.published_weights import (
+    Concatenated,
+    FusedPerHead,
+    PerHead,
+    Rule,
+    SwappedHalves,
+    Unchanged,
+    WeightLayout,
+    group_of,
+)
+from megatron_pulse.tracing.dotted_parameters import Nest, container_of, register_parameters
+
+_COLUMN: tuple[Any, ...] = (ColumnParallelLinear,)
+_ROW: tuple[Any, ...] = (RowParallelLinear,)
+if HAVE_TE:
+    _COLUMN, _ROW = (*_COLUMN, TEColumnParallelLinear), (*_ROW, TERowParallelLinear)
+
+_DIVISIBLE = (Unchanged, PerHead, FusedPerHead, SwappedHalves)
+"""Layouts whose rows ranks can divide."""
+
+Rules = Mapping[str, Sequence[Rule]]
+"""Rules of the published weights, by name of the chain ("" if there is one)."""
+
+
+def adapt(rules: Rules, layer: Layer, module: Any) -> Adaptable:
+    """Object that takes the adapters of a layer: its module, or the module's linear maps."""
+    if hasattr(module, "adaptable"):
+        return module  # type: ignore[no-any-return]
+    return LinearMaps(module, layer, rules[layer.chain])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Group:
+    """Linear maps whose weights are published together, as the weights of the layers ``theirs``.
+
+    ``divided`` is the dimension of the weights that tensor-parallel ranks share, if any.
+    """
+
+    maps: tuple[nn.Module, ...]
+    theirs: tuple[str, ...]
+    layout: WeightLayout
+    divided: int | None
+    tp_group: Any
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks that share the weights."""
+        return 1 if self.divided is None else int(get_pg_size(self.tp_group))
+
+    @property
+    def rows(self) -> int:
+        """Rows of each published weight."""
+        ranks = self.ranks if self.divided == 0 else 1
+        return int(_weight(self.maps[0]).shape[0]) * ranks // len(self.theirs)
+
+    @property
+    def columns(self) -> list[int]:
+        """Columns of a published weight that each linear map has."""
+        ranks = self.ranks if self.divided == 1 else 1
+        return [_weight(linear).shape[1] * ranks for linear in self.maps]
+
+    def segments(self, dim: int) -> list[int]:
+        """Sizes along ``dim`` of a published weight's segments, each of which ranks divide."""
+        if dim:
+            return self.columns
+        count = getattr(_weight(self.maps[0]), "partition_stride", 1)
+        count = 3 if isinstance(self.layout, FusedPerHead) else count
+        return [self.rows // count] * count
+
+    def our_rows(self, changes: Mapping[str, Tensor], channels: int) -> Tensor:
+        """``changes`` of published outputs in the order of our rows; 0 where there is none."""
+        first, *_ = changes.values()
+        if isinstance(self.layout, Unchanged | Concatenated):
+            return first
+        layout = self.layout
+        if isinstance(layout, PerHead | FusedPerHead):
+            ranks = self.ranks if self.divided == 0 else 1
+            layout = dataclasses.replace(layout, num_heads=layout.num_heads // ranks)
+        every = [changes[n] if n in changes else torch.zeros_like(first) for n in self.theirs]
+        (moved,) = layout.adopt([change.movedim(channels, 0) for change in every], 1)
+        return moved.movedim(0, channels)
+
+    def shard(self, tensor: Tensor, dim: int) -> Tensor:
+        """This rank's part of a factor that is divided along ``dim``."""
+        rank = get_pg_rank(self.tp_group)
+        parts = tensor.split(self.segments(dim), dim)
+        return torch.cat([part.chunk(self.ranks, dim)[rank] for part in parts], dim)
+
+
+class LinearMaps:
+    """Linear layers and ungrouped 2D convolutions in a layer's module, by published names.
+
+    They must be called as modules. Those that the layer freezes take no adapter.
+    """
+
+    def __init__(self, module: nn.Module, layer: Layer, rules: Sequence[Rule]) -> None:
+        if hasattr(module, PART) or isinstance(module, nn.Sequential):
+            raise ValueError(
+                f"{layer.name}: {type(module).__name__} cannot hold an adapter, because it is a "
+                f"torch.nn.Sequential or has an attribute {PART!r}. Wrap it in a module"
+            )
+        self._module = module
+        found = dict(module.named_modules())
+        prefix = layer.own(layer.prefix)
+        self._groups: dict[str, _Group] = {}
+        for path, linear in found.items():
+            if not path or not _takes_adapter(linear):
+                continue
+            ours, theirs, layout = group_of(rules, f"{prefix}{path}.weight")
+            maps = [found.get(n.removeprefix(prefix).removesuffix(".weight")) for n in ours]
+            group = _group(maps, theirs, layout)
+            if group is not None:
+                self._groups.setdefault(group.theirs[0], group)
+
+    def adaptable(self) -> list[str]:
+        """Names of the published layers with a trained weight. See ``adapters.attach``."""
+        groups = self._groups.values()
+        return [n for g in groups if _weight(g.maps[0]).requires_grad for n in g.theirs]
+
+    def add_adapter(
+        self, layers: Collection[str], rank: int, scale: float, start: Mapping[str, Tensor]
+    ) -> None:
+        """Add trained factors beside the weights of ``layers``. See ``adapters.attach``."""
+        factors = Factors(getattr(self._module, "tp_group", None))
+        for group in self._groups.values():
+            if names := [name for name in group.theirs if name in layers]:
+                factors.add(group, names, rank, start)
+                for i, linear in enumerate(group.maps):
+                    linear.register_forward_hook(_Change(factors, group, names, i, scale))
+        self._module.add_module(PART, factors)
+
+
+class Factors(Nest):
+    """Factors of a layer's adapter under their published names, sharded like the weights."""
+
+    def __init__(self, tp_group: Any) -> None:
+        super().__init__()
+        self.tp_group = tp_group
+        self._divided: dict[str, tuple[int, list[int]]] = {}
+
+    def add(
+        self, group: _Group, names: Iterable[str], rank: int, start: Mapping[str, Tensor]
+    ) -> None:
+        """Add new factors for ``names`` of ``group``."""
+        weight = _weight(group.maps[0])
+        shape = (group.rows, sum(group.columns), *weight.shape[2:])
+        whole = torch.empty(shape, dtype=weight.dtype, device="meta")
+        of_shards = getattr(weight, "sequence_parallel", False)
+        if group.divided is not None:
+            self.tp_group, of_shards = group.tp_group, group.maps[0].sequence_parallel
+        for name in names:
+            seed = torch.initial_seed()
+            made = first_factors(whole, rank, f"{name}.weight", seed, weight.device, start)
+            for dim, factor in zip((1, 0), made, strict=True):
+                own = f"{factor_names(name)[1 - dim]}"
+                if group.divided == dim:
+                    segments = group.segments(dim)
+                    self._divided[own] = dim, segments
+                    factor = nn.Parameter(group.shard(factor.detach(), dim))
+                    set_tensor_model_parallel_attributes(factor, True, dim, len(segments))
+                else:
+                    mark: Any = factor
+                    mark.sequence_parallel = of_shards
+                register_parameters(self, {own: factor})
+
+    def pair(self, name: str) -> tuple[nn.Parameter, nn.Parameter]:
+        """Factors A and B beside the published layer ``name``."""
+        a, b = (container_of(self, factor) for factor in factor_names(name))
+        a[0](), b[0]()  # see Holder
+        return a[0]._parameters[a[1]], b[0]._parameters[b[1]]
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        """Sharded state for Megatron's checkpoints."""
+        state: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            self.state_dict(keep_vars=True),
+            prefix,
+            {name: dim for name, (dim, _) in self._divided.items()},
+            sharded_offsets,
+            tp_group=get_tensor_model_parallel_group_if_none(self.tp_group),
+            dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
+        )
+        for name, (dim, segments) in self._divided.items():
+            if len(segments) > 1:
+                ranks, rank = get_pg_size(self.tp_group), get_pg_rank(self.tp_group)
+                entry = state[prefix + name]
+                state[prefix + name] = _by_segment(entry, dim, segments, ranks, rank)
+        return state
+
+
+def _by_segment(
+    entry: ShardedTensor, dim: int, segments: Sequence[int], ranks: int, rank: int
+) -> ShardedTensorFactory:
+    """Entry of a tensor whose ``segments`` along ``dim`` are each divided over ``ranks``."""
+    unit = math.gcd(*segments) // ranks
+    positions = [
+        (start + rank * size // ranks) // unit + i
+        for start, size in zip(accumulate(segments, initial=0), segments, strict=False)
+        for i in range(size // ranks // unit)
+    ]
+    total = sum(segments) // unit
+
+    @torch.no_grad()
+    def build(key: str, tensor: Tensor, replica_id: Any, flattened_range: Any) -> Any:
+        return [
+            ShardedTensor.from_rank_offsets(
+                key, piece.contiguous(), (dim, position, total), replica_id=replica_id
+            )
+            for position, piece in zip(positions, tensor.split(unit, dim), strict=True)
+        ]
+
+    @torch.no_grad()
+    def merge(pieces: Sequence[Tensor]) -> Tensor:
+        return torch.cat(list(pieces), dim)
+
+    return ShardedTensorFactory(entry.key, entry.data, build, merge, replica_id=entry.replica_id)
+
+
+class _Change:
+    """Forward hook that adds the change of ``names`` to the output of map ``index`` of a group."""
+
+    def __init__(
+        self, factors: Factors, group: _Group, names: Sequence[str], index: int, scale: float
+    ) -> None:
+        self._factors, self._group, self._names = factors, group, names
+        self._index, self._scale = index, scale
+
+    def __call__(self, linear: Any, given: tuple[Any, ...], output: Any) -> Any:
+        """See ``torch.nn.Module.register_forward_hook``."""
+        channels = 1 if isinstance(linear, nn.Conv2d) else -1
+        pairs = [self._factors.pair(name) for name in self._names]
+        inner = [_product(linear, given[0], self._own(a), True) for a, _ in pairs]
+        if self._group.divided is not None:
+            inner = list(self._exchange(linear, torch.cat(inner, -1)).chunk(len(inner), -1))
+        changes = [_product(linear, t, b, False) for t, (_, b) in zip(inner, pairs, strict=True)]
+        change = self._group.our_rows(dict(zip(self._names, changes, strict=True)), channels)
+        if isinstance(output, tuple):  # Megatron's linears return their bias apart
+            return (output[0] + change * self._scale, *output[1:])
+        return output + change * self._scale
+
+    def _own(self, a: Tensor) -> Tensor:
+        """Columns of A that belong to this map."""
+        maps = self._group.maps
+        if len(maps) == 1:
+            return a
+        return a.split([_weight(linear).shape[1] for linear in maps], 1)[self._index]
+
+    def _exchange(self, linear: Any, inner: Tensor) -> Tensor:
+        """Products with A, as this rank multiplies them with B."""
+        if self._group.divided == 0:
+            shared = (
+                gather_from_sequence_parallel_region
+                if linear.sequence_parallel
+                else copy_to_tensor_model_parallel_region
+            )
+        else:
+            shared = (
+                reduce_scatter_to_sequence_parallel_region
+                if linear.sequence_parallel
+                else reduce_from_tensor_model_parallel_region
+            )
+        return shared(inner, group=self._group.tp_group)
+
+
+def _product(linear: Any, given: Tensor, factor: Tensor, first: bool) -> Tensor:
+    """Product with a factor; the first of a convolution is like the convolution."""
+    if not isinstance(linear, nn.Conv2d):
+        return F.linear(given, factor)
+    if not first:
+        return F.conv2d(given, factor)
+    return F.conv2d(given, factor, None, linear.stride, linear.padding, linear.dilation)
+
+
+def _takes_adapter(module: nn.Module | None) -> bool:
+    if isinstance(module, nn.Conv2d):
+        return bool(module.groups == 1 and module.padding_mode == "zeros")
+    if isinstance(module, NonDynamicallyQuantizableLinear):  # torch's attention does not call it
+        return False
+    return isinstance(module, (nn.Linear, *_COLUMN, *_ROW))
+
+
+def _group(
+    maps: Sequence[nn.Module | None], theirs: Sequence[str], layout: WeightLayout
+) -> _Group | None:
+    """Group of linear maps; None if it takes no adapter."""
+    found = tuple(linear for linear in maps if linear is not None and _takes_adapter(linear))
+    first: Any = found[0]
+    divided = 0 if isinstance(first, _COLUMN) else 1 if isinstance(first, _ROW) else None
+    beside = isinstance(layout, Concatenated) and layout.dim == 1
+    if len(found) < len(maps) or (len(maps) > 1 and not beside):
+        return None
+    if divided == 0 and not isinstance(layout, _DIVISIBLE):
+        return None
+    tp_group = first._tp_group if hasattr(first, "_tp_group") else getattr(first, "tp_group", None)
+    layers = tuple(name.removesuffix(".weight") for name in theirs)
+    return _Group(found, layers, layout, divided, tp_group)
+
+
+def _weight(linear: Any) -> Tensor:
+    return linear.weight
