@@ -38,7 +38,7 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
 
-from megatron_pulse.adapters.choice import Adapter
+from megatron_pulse.adapters.adapter import Adapter
 from megatron_pulse.backbone.cascade import CASCADE, cascade
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.check import BackboneError, require_valid
@@ -267,9 +267,9 @@ def trained_as(
     an adapter that do not fit.
     """
     if part.adapter is not None:
-        from megatron_pulse.adapters.attach import with_adapter
         from megatron_pulse.adapters.files import read_adapter
         from model_specs.common.adapters import adapt
+        from model_specs.common.attach_adapter import with_adapter
 
         start = None if adapter_weights is None else read_adapter(Path(adapter_weights))
         rules = {chain: _rules(one) for chain, one in (backbone.parts or {"": backbone}).items()}

@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[1]
 ORDER = (
     "megatron_pulse",  # the ground floor: errors, files, processes ...
     "megatron_pulse.backbone",
+    "megatron_pulse.adapters",
     "megatron_pulse.tracing",
     "megatron_pulse.diffusion",
     "megatron_pulse.encoders",

@@ -1,7 +1,8 @@
 """Adapters: small trained parts beside frozen weights (LoRA).
 
-- ``choice.py``: flags and record of an adapter, and the layers that it targets.
-- ``attach.py``: a backbone with an adapter.
+- ``adapter.py``: settings, record, and the layers that it targets; ``choice.py``: its flags.
 - ``low_rank.py``: the arithmetic, and initial values.
 - ``files.py``: adapter files of diffusers, peft and kohya.
+
+A backbone gets its adapter in ``model_specs/common/attach_adapter.py``.
 """

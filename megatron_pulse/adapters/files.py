@@ -18,7 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_pulse.adapters.choice import Adapter
+from megatron_pulse.adapters.adapter import Adapter
 from megatron_pulse.adapters.low_rank import A, B
 from megatron_pulse.errors import UserError, format_faults, unmatched_patterns
 from megatron_pulse.file_kinds import FileKind

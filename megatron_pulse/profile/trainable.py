@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
-from megatron_pulse.adapters.choice import describe
+from megatron_pulse.adapters.adapter import describe
 from megatron_pulse.backbone.chain import Backbone, Layer
 from megatron_pulse.errors import UserError, format_faults, unmatched_patterns
 from megatron_pulse.profile.measurement.layer_context import meta_context

@@ -53,7 +53,7 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Adapter:
+class AdapterKeys:
     """Adapter that is trained in place of the weights, which stay as they are."""
 
     type: Text | None = key("lora", "--pulse-adapter")
@@ -333,7 +333,7 @@ class Recipe:
 
     output: Text = key("folder of the run: checkpoints, logs, plan, this recipe", default=MISSING)
     model: Model
-    adapter: Adapter = Adapter()
+    adapter: AdapterKeys = AdapterKeys()
     data: Data
     encoders: Encoders = Encoders()
     process: Process = Process()

@@ -150,13 +150,13 @@ class DerivedLayer(Nest):
         return torch.empty_like(weight, dtype=dtype, device=value.device).copy_(value)
 
     def adaptable(self) -> list[str]:
-        """Names of the layers with a weight that takes an adapter. See ``adapters.attach``."""
+        """Names of the layers with a weight that takes an adapter. See ``Adaptable``."""
         return [name.removesuffix(".weight") for name in adaptable_weights(self._unit)]
 
     def add_adapter(
         self, layers: Collection[str], rank: int, scale: float, start: Mapping[str, Tensor]
     ) -> None:
-        """Add trained factors beside the weights of ``layers``. See ``adapters.attach``."""
+        """Add trained factors beside the weights of ``layers``. See ``Adaptable``."""
         weights = tuple(f"{layer}.weight" for layer in layers)
         self._adapter = UnitAdapter(weights, scale)
         self._unit = adapted(self._unit, self._adapter)

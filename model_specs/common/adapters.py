@@ -49,7 +49,6 @@ from megatron.core.utils import (
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from megatron_pulse.adapters.attach import Adaptable
 from megatron_pulse.adapters.low_rank import PART, factor_names, first_factors
 from megatron_pulse.backbone.chain import Layer
 from megatron_pulse.backbone.published_weights import (
@@ -63,6 +62,7 @@ from megatron_pulse.backbone.published_weights import (
     group_of,
 )
 from megatron_pulse.tracing.dotted_parameters import Nest, container_of, register_parameters
+from model_specs.common.attach_adapter import Adaptable
 
 _COLUMN: tuple[Any, ...] = (ColumnParallelLinear,)
 _ROW: tuple[Any, ...] = (RowParallelLinear,)
@@ -167,14 +167,14 @@ class LinearMaps:
                 self._groups.setdefault(group.theirs[0], group)
 
     def adaptable(self) -> list[str]:
-        """Names of the published layers with a trained weight. See ``adapters.attach``."""
+        """Names of the published layers with a trained weight. See ``Adaptable``."""
         groups = self._groups.values()
         return [n for g in groups if _weight(g.maps[0]).requires_grad for n in g.theirs]
 
     def add_adapter(
         self, layers: Collection[str], rank: int, scale: float, start: Mapping[str, Tensor]
     ) -> None:
-        """Add trained factors beside the weights of ``layers``. See ``adapters.attach``."""
+        """Add trained factors beside the weights of ``layers``. See ``Adaptable``."""
         factors = Factors(getattr(self._module, "tp_group", None))
         for group in self._groups.values():
             if names := [name for name in group.theirs if name in layers]:

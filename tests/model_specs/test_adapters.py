@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import model_specs
-from megatron_pulse.adapters.attach import adapter_names, with_adapter
-from megatron_pulse.adapters.choice import Adapter
+from megatron_pulse.adapters.adapter import Adapter
 from megatron_pulse.adapters.files import write_adapter
 from megatron_pulse.adapters.low_rank import A, B
 from megatron_pulse.backbone.chain import Backbone, Layer, TensorSpec
@@ -24,6 +23,7 @@ from megatron_pulse.backbone.published_weights import to_published
 from megatron_pulse.errors import Faults
 from megatron_pulse.profile.trainable import TrainedPart
 from model_specs.common.adapters import adapt
+from model_specs.common.attach_adapter import adapter_names, with_adapter
 from tests.model_specs.chains import Chain, build_chain, relative_error
 from tests.model_specs.test_tensor_parallel import CASES as DIVIDED
 from tests.model_specs.test_twins import PUBLISHED

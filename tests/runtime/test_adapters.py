@@ -11,11 +11,11 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 
 import megatron_pulse as pulse
-from megatron_pulse.adapters.attach import with_adapter
-from megatron_pulse.adapters.choice import ATTENTION, Adapter
+from megatron_pulse.adapters.adapter import ATTENTION, Adapter
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.errors import Faults
 from megatron_pulse.runtime.stage import layer_seed
+from model_specs.common.attach_adapter import with_adapter
 from tests.ranks import run_ranks
 from tests.runtime.equality import (
     SEED,

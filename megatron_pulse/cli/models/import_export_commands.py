@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_pulse.adapters.choice import FORMATS
+from megatron_pulse.adapters.adapter import FORMATS
 from megatron_pulse.cli.backbone_flags import (
     add_backbone_flags,
     add_option_flag,
@@ -295,7 +295,7 @@ def _export_adapter(
     """Write the adapter alone."""
     import torch
 
-    from megatron_pulse.adapters.choice import Adapter, describe
+    from megatron_pulse.adapters.adapter import Adapter, describe
     from megatron_pulse.adapters.files import write_adapter
     from megatron_pulse.integration.checkpoint.published_weights import adapter_factors
     from megatron_pulse.integration.model_card import Export, model_card

@@ -17,8 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.arguments import add_megatron_arguments
 from torch import Tensor
 
-from megatron_pulse.adapters.attach import adapter_names
-from megatron_pulse.adapters.choice import Adapter
+from megatron_pulse.adapters.adapter import Adapter
 from megatron_pulse.adapters.low_rank import merged
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.published_weights import (
@@ -45,6 +44,7 @@ from megatron_pulse.planner.layout.routes import trace_routes
 from megatron_pulse.profile.parameters import meta_weights
 from megatron_pulse.tracing.initial_weights.sources import altered
 from model_specs import published_form
+from model_specs.common.attach_adapter import adapter_names
 
 _FAR = 4
 """Ratio of numbers of values from which a backbone is another model, whatever its tensor names."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from megatron_pulse.adapters.choice import describe as describe_adapter
+from megatron_pulse.adapters.adapter import describe as describe_adapter
 from megatron_pulse.data.build import several_parts
 from megatron_pulse.data.data_record import (
     DataRecord,

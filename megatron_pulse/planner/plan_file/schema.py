@@ -7,7 +7,7 @@ from typing import Annotated, Any, NotRequired, TypedDict
 
 from annotated_types import Ge, Gt, Le
 
-from megatron_pulse.adapters.choice import AdapterRecord
+from megatron_pulse.adapters.adapter import AdapterRecord
 from megatron_pulse.backbone.activations import ActivationPolicy
 from megatron_pulse.json_validation import (
     Count,

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from types import NoneType
 from typing import Annotated, Any, NotRequired, TypedDict
 
-from megatron_pulse.adapters.choice import AdapterRecord
+from megatron_pulse.adapters.adapter import AdapterRecord
 from megatron_pulse.data.data_record import saved_faults
 from megatron_pulse.errors import describe_exception
 from megatron_pulse.integration.checkpoint.diffusion_process import saved_process

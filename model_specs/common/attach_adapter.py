@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megatron_pulse.adapters.choice import Adapter
+from megatron_pulse.adapters.adapter import Adapter
 from megatron_pulse.adapters.files import AdapterFile
 from megatron_pulse.adapters.low_rank import PART, A, B
 from megatron_pulse.backbone.chain import Backbone, Layer
@@ -65,7 +65,7 @@ def with_adapter(
     chain = tuple(
         dataclasses.replace(
             layer,
-            build=functools.partial(_build, layer, names, adapter, first, adapt),
+            build=functools.partial(_build, layer.build, layer, names, adapter, first, adapt),
             trained=bool(names),
         )
         for layer, names in zip(backbone.layers, targeted, strict=True)
@@ -105,6 +105,7 @@ def _on_meta(backbone: Backbone) -> list[tuple[Layer, Any]]:
 
 
 def _build(
+    build: Callable[[Any], Any],
     layer: Layer,
     layers: Collection[str],
     adapter: Adapter,
@@ -112,7 +113,7 @@ def _build(
     adapt: Adapt,
     context: Any,
 ) -> Any:
-    module = layer.build(context)
+    module = build(context)
     module.requires_grad_(False)
     if layers:
         chain = _of_chain(layer)

@@ -1,0 +1,103 @@
+"""Adapters of a model: settings, record, and the layers that they target. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Annotated, Any, TypedDict
+
+from annotated_types import Gt
+
+from megatron_pulse.errors import Faults, did_you_mean
+from megatron_pulse.json_validation import Count, OneOf, Text
+
+ADAPTERS = ("lora",)
+FORMATS = ("diffusers", "peft", "kohya")
+"""Formats of adapter files."""
+RANK = 16
+"""Default rank."""
+ATTENTION = (
+    "to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out",
+)  # fmt: skip
+"""Default targets: projections of attention, under the names of diffusers' classes."""
+
+
+class AdapterRecord(TypedDict):
+    """Adapter in a backbone's record."""
+
+    type: Annotated[str, OneOf(ADAPTERS)]
+    rank: Count
+    alpha: Annotated[float, Gt(0)]
+    targets: tuple[Text, ...]
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """LoRA (Hu et al. 2021, 2106.09685): W x becomes W x + alpha / rank B A x.
+
+    W is frozen. A begins at random, and B at 0. ``targets`` are names of layers, as in peft: a
+    layer matches by its whole name, by its last parts (``attn.to_q``), or by a pattern of these
+    (``blocks.*.to_?``).
+    """
+
+    rank: int = RANK
+    alpha: float = RANK
+    targets: tuple[str, ...] = ATTENTION
+
+    @property
+    def scale(self) -> float:
+        """Factor of the product B A."""
+        return self.alpha / self.rank
+
+    def to_record(self) -> dict[str, Any]:
+        """JSON values for a backbone's record; ``from_record`` takes them back."""
+        return {
+            "type": "lora", "rank": self.rank, "alpha": self.alpha, "targets": list(self.targets)
+        }  # fmt: skip
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> Adapter:
+        """Adapter of a backbone's record. Raises ValueError for another type."""
+        if record.get("type") not in ADAPTERS:
+            raise ValueError(f"adapter type {record.get('type')!r} is unknown: lora")
+        return cls(int(record["rank"]), float(record["alpha"]), tuple(record["targets"]))
+
+    def matches(self, layer: str) -> bool:
+        """True if the adapter targets the layer of this name."""
+        return any(_matches(layer, target) for target in self.targets)
+
+    def require_matches(self, layers: Collection[str]) -> None:
+        """Raise Faults for targets that are none of ``layers``, unless they are the default."""
+        if self.targets == ATTENTION:
+            if not any(map(self.matches, layers)):
+                raise Faults([f"the adapter's default targets match no layer; {_some(layers)}"])
+            return
+        lacking = [t for t in self.targets if not any(_matches(name, t) for name in layers)]
+        if lacking:
+            ends = {name.rpartition(".")[2] for name in layers}
+            raise Faults(
+                [
+                    f"the adapter's target {target!r} matches no linear layer or convolution; "
+                    f"{did_you_mean(target, [*ends, *layers])}{_some(layers)}"
+                    for target in lacking
+                ]
+            )
+
+
+def _matches(layer: str, target: str) -> bool:
+    of_kohya = f"lora_unet_{layer.replace('.', '_')}"
+    return fnmatchcase(layer, target) or fnmatchcase(layer, f"*.{target}") or of_kohya == target
+
+
+def _some(layers: Collection[str]) -> str:
+    ends = sorted({name.rpartition(".")[2] for name in layers if not name[-1].isdigit()})
+    return f"its layers are called {', '.join(ends[:12])}" if ends else "it has no linear layer"
+
+
+def describe(record: Mapping[str, Any] | None) -> str:
+    """Short text of a record's adapter: ``lora of rank 16, alpha 16 on to_q, to_k``."""
+    if not record:
+        return "no adapter"
+    targets = ", ".join(record["targets"])
+    return f"{record['type']} of rank {record['rank']}, alpha {record['alpha']:g} on {targets}"
