@@ -21,6 +21,7 @@ _SECONDS = 6.0
 _MOST_DEVICES = 32
 _BYTES = 10
 """Least bytes a parameter takes: bf16 weight and gradient, fp32 weight; Adam may be offloaded."""
+_FROZEN_BYTES = 2
 
 
 def device_table(clusters: Sequence[str]) -> list[str]:
@@ -60,9 +61,15 @@ def _fewest(name: str, place: Cluster) -> tuple[Profile, str]:
     words += ["--global-batch-size", str(recipe["training"]["batch_size"])]
     for option, value in recipe["model"].get("options", {}).items():
         words += ["--option", f"{option}={value}"]
+    for key, value in recipe.get("adapter", {}).items():
+        words += [f"--adapter{'' if key == 'type' else f'-{key}'}", str(value)]
     args = parser.parse_args(words)
     profile = given_profile(args, place)
-    least = _BYTES * sum(layer.parameters for layer in profile.layers) / place.usable_bytes
+    state = sum(
+        _FROZEN_BYTES * layer.frozen_parameters + _BYTES * layer.trained_parameters
+        for layer in profile.layers
+    )
+    least = state / place.usable_bytes
     for part in _parts(place):
         if part.num_devices < least:
             continue

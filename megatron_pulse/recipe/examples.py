@@ -9,11 +9,13 @@ _FOLDER = Path(__file__).with_name("examples")
 _BACKBONES = {
     "controlnet": "controlnet-sd-v1.5",
     "flux": "flux-dev",
+    "flux-lora": "flux-dev",
     "hunyuan-dit": "hunyuan-dit-v1.2",
     "pixart": "pixart-sigma",
     "sd15": "sd-v1.5",
     "sd3": "sd3.5-medium",
     "sdxl": "sdxl",
+    "sdxl-lora": "sdxl",
 }
 """Backbones of recipes that name published weights."""
 

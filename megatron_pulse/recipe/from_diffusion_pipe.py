@@ -33,6 +33,8 @@ _SAME = {
     "optimizer.weight_decay": "optimizer.weight_decay",
     "optimizer.momentum": "optimizer.momentum",
     "model.diffusers_path": "model.weights",
+    "adapter.rank": "adapter.rank",
+    "adapter.init_from_existing": "adapter.weights",
     "model.timestep_sample_method": "process.timestep_density",
     "model.shift": "process.flow_shift",
     "monitoring.wandb_tracker_name": "log.wandb_project",
@@ -72,7 +74,9 @@ _WITHOUT = {
     "logging_steps": "as steps_per_print",
     "resume_from_checkpoint": "the same command resumes from the newest checkpoint",
     "regenerate_cache": "edited pictures are noticed",
-    "adapter": "adapters are not supported: the recipe trains all weights",
+    "adapter.type": "lora is there; other adapters are not",
+    "adapter.dropout": "adapters have no dropout",
+    "adapter.dtype": "an adapter's main weights are fp32",
     "monitoring.wandb_api_key": "'wandb login' keeps it",
     "monitoring.enable_wandb": "log.wandb_project turns it on",
     "model.transformer_dtype": "weights are not quantised: main weights are fp32",
@@ -85,7 +89,7 @@ _WITHOUT = {
     "model.cache_text_embeddings": "'pulse data write-latents' stores text states",
     "model.cfg": "distillation is not trained",
     "model.image_shift": "one shift for all samples",
-    "model.merge_adapters": "adapters are not supported",
+    "model.merge_adapters": "merge them before, with diffusers' fuse_lora",
     "optimizer.gradient_release": "gradients are summed over microbatches",
     "optimizer.stabilize": "Adam is Megatron's",
     "dataset.resolutions": "pictures have the backbone's size (model.options, e.g. sample_size in "
@@ -145,6 +149,7 @@ def converted(path: Path) -> str:
         "model": _model,
         "optimizer": _optimizer,
         "monitoring": _monitoring,
+        "adapter": _adapter,
     }
     _batch(made, config)
     for key, value in config.items():
@@ -229,6 +234,18 @@ def _model(made: _Conversion, model: Mapping[str, Any]) -> None:
         made.left_out.append(
             f"model.type = {kind!r}: traced from its diffusers class, if it can be"
         )
+
+
+def _adapter(made: _Conversion, adapter: Mapping[str, Any]) -> None:
+    """LoRA of all linear layers in blocks, with alpha equal to the rank."""
+    if adapter.get("type") == "lora":
+        made.set("adapter.type", "lora")
+        made.set("adapter.targets", ["*blocks.*"])
+    for key, value in adapter.items():
+        if key == "alpha":
+            made.set("adapter.alpha", value)
+        elif key != "type" or value != "lora":
+            _plain(made, f"adapter.{key}", value)
 
 
 def _optimizer(made: _Conversion, optimizer: Mapping[str, Any]) -> None:

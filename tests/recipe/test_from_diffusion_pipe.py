@@ -69,6 +69,7 @@ def test_settings_are_taken_over_or_listed(tmp_path: Path):
     assert tomllib.loads(text) == {
         "output": "/runs/flux",
         "model": {"weights": "/models/flux"},
+        "adapter": {"type": "lora", "rank": 8, "targets": ["*blocks.*"]},
         "data": {"source": "captions:/pictures/a,captions:/pictures/b"},
         "encoders": {"folder": "/models/flux"},
         "process": {"flow_shift": "dynamic"},
@@ -89,7 +90,6 @@ def test_settings_are_taken_over_or_listed(tmp_path: Path):
         "blocks_to_swap = 4",
         "mystery = 1: unknown",
         "model.transformer_dtype = 'float8': weights are not quantised",
-        "adapter = ...: adapters are not supported: the recipe trains all weights",
         "dataset.resolutions",
         "dataset.enable_ar_bucket",
         "dataset /pictures/a: num_repeats = 3",
@@ -115,6 +115,7 @@ def test_no_key_vanishes(tmp_path: Path, key: str):
             "dataset": "pictures.toml",
             "model": {"type": "flux"},
             "optimizer": {},
+            "adapter": {},
             "monitoring": {"enable_wandb": True},
         }
         directory = {"path": "/pictures"}
