@@ -24,6 +24,7 @@ training = { steps = 10, batch_size = 8 }
 optimizer.lr = 1e-4
 """
 VALUES = {
+    "adapter.type": "lora",
     "optimizer.betas": [0.8, 0.9],
     "model.options": {"depth": 4, "skips": True},
     "data.workers": 2,

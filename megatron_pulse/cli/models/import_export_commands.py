@@ -92,8 +92,8 @@ examples:
   pulse export --load runs/a --to exported --pipeline sd-v1.5 --push me/my-model
   pulse export --load runs/a --iteration 4000 --raw --dtype bfloat16 --to exported/transformer
   pulse export --load runs/uvit --to uvit.pth
-  pulse export --load runs/lora/checkpoints --to adapter
-  pulse export --load runs/lora/checkpoints --to merged --merge --pipeline
+  pulse export --load runs/lora/checkpoints --to exported/lora
+  pulse export --load runs/lora/checkpoints --to exported/merged --merge --pipeline
 """
 
 
