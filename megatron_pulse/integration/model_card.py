@@ -18,6 +18,7 @@ from megatron_pulse.errors import UserError
 from megatron_pulse.integration.checkpoint.saved_run import SavedRun
 from megatron_pulse.planner.plan_file.certificate import certificate_path, load_verification
 from megatron_pulse.planner.plan_file.plan_file import read_plan
+from megatron_pulse.profile.trainable import trained_part
 from model_specs import text_recipe
 
 PLAN = "plan.json"
@@ -37,6 +38,8 @@ class Export:
     """Folder of the base pipeline."""
     pipeline_class: str = ""
     """Class of the exported pipeline; empty if the backbone alone is exported."""
+    adapter_format: str = ""
+    """Format of an adapter that is exported alone."""
 
 
 def model_card(export: Export) -> str:
@@ -69,8 +72,12 @@ def _front_matter(export: Export) -> dict[str, Any]:
         if isinstance(base, str) and HUB_NAME.fullmatch(base):
             front["base_model"] = base
         front |= {key: said[key] for key in _LICENCE if isinstance(said.get(key), str)}
+    elif (frozen := export.saved.frozen_weights) is not None:
+        base = hub_name(Path(frozen.folder))
+        front |= {"base_model": base, "base_model_relation": "adapter"} if base else {}
     front["pipeline_tag"] = _task(export.saved)
     front["tags"] = ["diffusers", "diffusers-training", "megatron_pulse"]
+    front["tags"] += ["lora"] * bool(export.adapter_format)
     return front
 
 
@@ -117,8 +124,8 @@ def _facts(export: Export) -> Iterator[tuple[str, str]]:
     yield "learning rate", f"{args.lr:g}, {args.lr_decay_style}, {args.optimizer}"
     yield "data", str(args.pulse_data or "")
     yield "encoders", str(getattr(args, "pulse_encoders", None) or "")
-    yield "trained", ", ".join(saved.record.get("train", ())) or "all parameters"
-    yield "frozen", ", ".join(saved.record.get("freeze", ()))
+    yield "trained", str(trained_part(saved.record))
+    yield "frozen weights", saved.frozen_weights.folder if saved.frozen_weights else ""
     numbers = "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
     yield "numbers", f"{numbers}, main weights fp32"
     weights = f"EMA (decay {args.pulse_ema_decay:g})" if export.averaged else "as trained"
@@ -130,6 +137,15 @@ def _cell(text: str) -> str:
 
 
 def _sampling(export: Export) -> list[str]:
+    if export.adapter_format == "peft":
+        loads = "model = PeftModel.from_pretrained(MODEL, FOLDER)"
+        return ["```python", "from peft import PeftModel", "", loads, "```"]
+    if export.adapter_format:
+        return [
+            "```python", "from diffusers import DiffusionPipeline", "",
+            "pipeline = DiffusionPipeline.from_pretrained(BASE)",
+            "pipeline.load_lora_weights(FOLDER)", "```",
+        ]  # fmt: skip
     if not export.pipeline_class:
         loads = f"from diffusers import {export.published.class_name}"
         made = f"{export.published.class_name}.from_pretrained(FOLDER)"

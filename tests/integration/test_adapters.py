@@ -127,6 +127,8 @@ def test_every_format_predicts_as_the_merged_model_does(
                  "--pipeline"]) == 2  # fmt: skip
     assert "add --merge" in capsys.readouterr().err
 
+    card = (tmp_path / "diffusers" / "README.md").read_text()
+    assert "lora of rank 3, alpha 6 on to_q, to_out.0" in card and "load_lora_weights" in card
     averages = {name: value for name, value in trained.averages.items()}
     for name in ("diffusers", "kohya", "peft"):
         found = read_adapter(tmp_path / name)

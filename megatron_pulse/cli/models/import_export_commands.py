@@ -309,9 +309,9 @@ def _export_adapter(
     factors = {n: tensor.to(dtype) for n, tensor in adapter_factors(backbone, stage).items()}
     record = backbone.record["adapter"]
     kind = args.adapter_format or ("diffusers" if published.library == "diffusers" else "peft")
-    card = model_card(Export(saved, published, not args.raw, args.dtype))
+    exported = Export(saved, published, not args.raw, args.dtype, adapter_format=kind)
     adapter = Adapter.from_record(record)
-    write_adapter(args.to, kind, adapter, factors, published.class_name, card)
+    write_adapter(args.to, kind, adapter, factors, published.class_name, model_card(exported))
     count = sum(tensor.numel() for tensor in factors.values())
     print(
         f"{args.to}: {describe(record)}, {len(factors) // 2} layers with {count:,} values, "

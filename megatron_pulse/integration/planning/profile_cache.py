@@ -63,6 +63,5 @@ def _key(backbone: Backbone, device: torch.device, settings: Sequence[object]) -
 def _code() -> str:
     """Digest of the code that is measured and that measures."""
     package = Path(__file__).parents[2]
-    return digest_of_sources(
-        package / "profile", package / "runtime", package.parent / "model_specs"
-    )
+    parts = (package / name for name in ("adapters", "profile", "runtime", "tracing"))
+    return digest_of_sources(*parts, package.parent / "model_specs")
