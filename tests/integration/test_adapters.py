@@ -171,3 +171,50 @@ def test_files_that_hold_no_adapter_are_refused(tmp_path: Path) -> None:
     )  # fmt: skip
     with pytest.raises(UserError, match="use_dora is unsupported"):
         read_adapter(tmp_path / "peft")
+
+
+def test_a_family_trains_it_over_tensors_and_diffusers_predicts_the_same(tmp_path: Path) -> None:
+    from diffusers import SD3Transformer2DModel
+
+    from tests.integration.test_families import FAMILIES, write_latents
+    from tests.integration.test_process import write_pipeline
+
+    given = write_pipeline(tmp_path / "published", "sd3")
+    assert main(["import", *given, "--to", str(tmp_path / "start")]) == 0
+    write_latents(tmp_path / "latents", FAMILIES["sd3"])
+    words = ["--pulse-backbone", "sd3-tiny", "--pulse-data", f"latents:{tmp_path / 'latents'}"]
+    words += ["--global-batch-size", "4", "--lr", "1e-2", "--pulse-ema-decay", "0.5"]
+    words += ["--pulse-adapter", "lora", "--pulse-adapter-rank", "3"]
+    begin = ["--pretrained-checkpoint", str(tmp_path / "start")]
+    save = ["--save", str(tmp_path / "run"), "--save-interval", "1"]
+    shards = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
+    got = run(
+        4, *words, *begin, *shards, *pipeline(2), *save, "--train-iters", "2", backbone="none"
+    )
+    alone = run(1, *words, *begin, "--train-iters", "2", backbone="none")
+    assert got.losses == pytest.approx(alone.losses, rel=1e-5)
+    assert got.grad_norms == pytest.approx(alone.grad_norms, rel=1e-4)
+    rest = ["--load", save[1], "--ckpt-step", "1"]
+    again = run(1, *words, *rest, backbone="none")
+    assert again.losses == pytest.approx(got.losses[1:], rel=1e-5)
+
+    export = ["export", "--load", save[1], "--to"]
+    assert main([*export, str(tmp_path / "lora")]) == 0
+    assert main([*export, str(tmp_path / "merged"), "--merge"]) == 0
+    torch.manual_seed(0)
+    model = SD3Transformer2DModel.from_pretrained(tmp_path / "published" / "transformer")
+    merged = SD3Transformer2DModel.from_pretrained(tmp_path / "merged")
+    size = merged.config.sample_size
+    inputs = {
+        "hidden_states": torch.randn(2, merged.config.in_channels, size, size),
+        "encoder_hidden_states": torch.randn(2, 5, merged.config.joint_attention_dim),
+        "pooled_projections": torch.randn(2, merged.config.pooled_projection_dim),
+        "timestep": torch.tensor([7.0, 400.0]),
+    }
+    with torch.no_grad():
+        before, expected = (each(**inputs).sample for each in (model, merged))
+        file = "pytorch_lora_weights.safetensors"
+        model.load_lora_adapter(str(tmp_path / "lora"), prefix="transformer", weight_name=file)
+        found = model(**inputs).sample
+    assert (before - expected).abs().max() > 1e-5
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)

@@ -30,6 +30,7 @@ from megatron_pulse.integration.checkpoint.starting_point import (
     steps_left,
 )
 from megatron_pulse.integration.megatron.model import unwrap
+from megatron_pulse.profile.trainable import trained_part
 from megatron_pulse.runtime.failure_board import PulseError
 from megatron_pulse.runtime.watchdog.progress import PROGRESS
 
@@ -64,6 +65,10 @@ def wrap_load_checkpoint(
             for group in optimizer.param_groups
         ]
         stages = [unwrap(chunk) for chunk in model]
+        before = [stage.left_out for stage in stages]
+        if _adds_adapter(start, args):
+            for stage in stages:
+                stage.left_out |= stage.factor_names
         averages_begin = args.pulse_ema_decay and not has_ema_of(start, args.pulse_record)
         if averages_begin:
             for stage in stages:
@@ -75,6 +80,8 @@ def wrap_load_checkpoint(
             PROGRESS.during("loading", patient=True),
         ):
             result = load_checkpoint(model, optimizer, opt_param_scheduler, *rest, **kwargs)
+        for stage, left_out in zip(stages, before, strict=True):
+            stage.left_out = left_out
         if averages_begin:
             for stage in stages:
                 begin_ema(stage, args.pulse_ema_decay)
@@ -85,6 +92,12 @@ def wrap_load_checkpoint(
         return result
 
     return load
+
+
+def _adds_adapter(start: StartingPoint, args: argparse.Namespace) -> bool:
+    """True if the run trains an adapter beside the weights of a checkpoint without one."""
+    here, there = trained_part(args.pulse_record), trained_part(start.saved.record)
+    return here.adapter is not None and there.adapter is None
 
 
 @contextmanager

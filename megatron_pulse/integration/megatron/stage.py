@@ -19,6 +19,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from megatron.core.utils import get_tensor_model_parallel_group_if_none
 from torch import nn
 
+from megatron_pulse.adapters.low_rank import A, B
 from megatron_pulse.backbone.activations import ActivationPolicies
 from megatron_pulse.backbone.build_context import LayerContext
 from megatron_pulse.backbone.chain import Backbone
@@ -77,6 +78,12 @@ class MegatronStage(Stage, MegatronModule):
     def frozen_names(self) -> frozenset[str]:
         """Names of the parameters that are frozen."""
         return frozenset(name for name, p in self.named_parameters() if not p.requires_grad)
+
+    @property
+    def factor_names(self) -> frozenset[str]:
+        """Names of the factors of an adapter."""
+        names = (name for name, _ in self.named_parameters())
+        return frozenset(name for name in names if name.endswith((f".{A}", f".{B}")))
 
     def set_input_tensor(self, input_tensor: Any) -> None:
         """Do nothing; Megatron's wrappers need the method, the executor passes inputs to
