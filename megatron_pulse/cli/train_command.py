@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import shlex
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +25,7 @@ from megatron_pulse.diffusion.hub import with_local_folders
 from megatron_pulse.errors import UserError, collecting, format_faults, summarize
 from megatron_pulse.files import replacing, unwritable
 from megatron_pulse.integration.flags.recipe_keys import with_keys
-from megatron_pulse.processes import end_on_interrupt
+from megatron_pulse.processes import end_on_interrupt, in_forked_process
 from megatron_pulse.recipe.flags import keys_by_flag, training_flags
 from megatron_pulse.recipe.keys import Model, Recipe
 from megatron_pulse.recipe.read import read_recipe, write_recipe
@@ -161,8 +159,7 @@ def _check(
         faults += absent
     else:
         # In a process that ends: it may have taken memory of a GPU.
-        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as pool:
-            faults += pool.submit(_flag_faults, flags, num_ranks, start is not None).result()
+        faults += in_forked_process(partial(_flag_faults, flags, num_ranks, start is not None))
     if faults:
         raise UserError(format_faults(str(args.recipe), faults))
 
