@@ -201,12 +201,17 @@ def test_resumed_run_draws_its_first_step_and_warns_of_a_folder_it_cannot_write(
     flags = [*STEPS, "--save", str(tmp_path), *EVERY, "--pulse-sample-raw"]
     first = drawn(1, *flags, "--exit-interval", "1", "--save-interval", "1")
     (tmp_path / "samples" / "step_2").write_text("a file")
+    before = tmp_path / "samples" / "step_1"  # pictures of before, beside a file of the user's
+    before.mkdir()
+    for name in ("0009.png", "sheet.png", "notes.txt"):
+        (before / name).write_text("old")
     again = drawn(1, *flags)
     assert list(first) == [0] and list(again) == [1, 2]
     assert (tmp_path / "samples" / "step_2").read_text() == "a file", "the run went on"
     theirs = samples_of(tmp_path, 1, tmp_path / "t.safetensors", "--classes", "3,5,9", "--raw")
     assert relative(again[1], theirs) <= 2e-7
-    assert (tmp_path / "samples" / "step_1" / "sheet.png").exists()
+    assert Image.open(before / "sheet.png").size and not (before / "0009.png").exists()
+    assert (before / "notes.txt").read_text() == "old"
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,12 @@ from __future__ import annotations
 import argparse
 import gc
 import math
+import os
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NoReturn
 
 import megatron.training.training as training
@@ -318,7 +321,7 @@ class SamplePictures:
             pictures = self._decoder(samples).cpu()
         for old in folder.glob("[0-9]*.png"):  # of this step, before the run was resumed
             old.unlink()
-        files = write_folder(pictures, folder)["files"]
+        files = _write_beside_others(pictures, folder)
         each = self._choice.sample_count
         titles = [text if i % each == 0 else "" for i, text in enumerate(self._captions)]
         write_sheet(pictures, folder / SHEET, each, titles)
@@ -428,6 +431,24 @@ def _take_ema(chunk: nn.Module, kept: list[tuple[Tensor, Tensor]]) -> None:
         average = stage.main_params.gather(stage.ema.state, [name])[name]
         kept.append((parameters[name], parameters[name].detach().to("cpu", copy=True)))
         parameters[name].copy_(average)
+
+
+def _write_beside_others(pictures: Tensor, folder: Path) -> list[Any]:
+    """Write pictures into ``folder``, which may hold other files; returns their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as beside:
+        files = write_folder(pictures, Path(beside) / "new")["files"]
+        for made in (Path(beside) / "new").iterdir():
+            if (folder / made.name).is_dir():
+                shutil.rmtree(folder / made.name)
+            os.replace(made, folder / made.name)
+
+    def moved(path: Any) -> Any:
+        if isinstance(path, list):
+            return [moved(each) for each in path]
+        return str(folder / Path(path).relative_to(Path(beside) / "new"))
+
+    return [moved(path) for path in files]
 
 
 def _log_images(sheet: Path, files: Sequence[Any], captions: Sequence[str], step: int) -> None:
