@@ -9,11 +9,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -36,31 +35,6 @@ def end_on_interrupt() -> None:
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not ignored, as by nohup
         signal.signal(signal.SIGINT, _interrupted)
-
-
-def in_forked_process[T](call: Callable[[], T]) -> T:
-    """Result of ``call`` in a process that ends with it, and with this one.
-
-    Raises RuntimeError if that process ends without a result.
-    """
-    fork = multiprocessing.get_context("fork")
-    ours, theirs = fork.Pipe(duplex=False)
-
-    def work() -> None:
-        end_with_parent()
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's is enough
-        theirs.send(call())
-
-    process = fork.Process(target=work)
-    process.start()
-    theirs.close()
-    try:
-        result: T = ours.recv()
-    except EOFError:
-        process.join()
-        raise RuntimeError(f"a check ended with status {process.exitcode}") from None
-    process.join()
-    return result
 
 
 def raise_on_interrupt() -> None:

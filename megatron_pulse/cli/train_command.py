@@ -25,7 +25,7 @@ from megatron_pulse.diffusion.hub import with_local_folders
 from megatron_pulse.errors import UserError, collecting, format_faults, summarize
 from megatron_pulse.files import replacing, unwritable
 from megatron_pulse.integration.flags.recipe_keys import with_keys
-from megatron_pulse.processes import end_on_interrupt, in_forked_process
+from megatron_pulse.processes import end_on_interrupt, raise_on_interrupt
 from megatron_pulse.recipe.flags import keys_by_flag, training_flags
 from megatron_pulse.recipe.keys import Model, Recipe
 from megatron_pulse.recipe.read import read_recipe, write_recipe
@@ -155,20 +155,14 @@ def _check(
     if start is None and weights and not (args.print and weights.startswith("hf:")):
         with collecting(faults):
             _local(weights)
-    if absent:
-        faults += absent
-    else:
-        # In a process that ends: it may have taken memory of a GPU.
-        faults += in_forked_process(partial(_flag_faults, flags, num_ranks, start is not None))
-    if faults:
-        raise UserError(format_faults(str(args.recipe), faults))
-
-
-def _flag_faults(flags: Sequence[str], num_ranks: int, has_backbone: bool) -> list[str]:
+    end_on_interrupt()  # imports may swallow a KeyboardInterrupt
     prepare_megatron()
     from megatron_pulse.integration.setup import faults_before_ranks
 
-    return faults_before_ranks(flags, num_ranks, has_backbone=has_backbone)
+    raise_on_interrupt()
+    faults += absent or faults_before_ranks(flags, num_ranks, has_backbone=start is not None)
+    if faults:
+        raise UserError(format_faults(str(args.recipe), faults))
 
 
 @dataclass(frozen=True)

@@ -358,9 +358,9 @@ def sample_on_a_rank(argv: list[str]) -> int:
 
     held, stages = 0, SamplingJob._stages
 
-    def count(self: SamplingJob, plan: Any) -> Any:
+    def count(self: SamplingJob, plan: Any, **kwargs: Any) -> Any:
         nonlocal held
-        own = stages(self, plan)
+        own = stages(self, plan, **kwargs)
         held = sum(p.numel() for stage in own for p in stage.parameters())
         return own
 
