@@ -16,7 +16,7 @@ def _only_with_adapter(name: str) -> Callable[[AdapterChoice], str | None]:
     def check(given: AdapterChoice) -> str | None:
         if given.adapter is not None or getattr(given, name) in (None, ()):
             return None
-        return "is for the training of an adapter, and none is given"
+        return "is for an adapter: give --pulse-adapter lora too, or leave it out"
 
     return check
 
@@ -26,7 +26,7 @@ def _file_alone(given: AdapterChoice) -> str | None:
     if given.adapter_weights is None:
         return None
     if given.adapter is None:
-        return "is for the training of an adapter, and none is given"
+        return "is for an adapter: give --pulse-adapter lora too, or leave it out"
     try:
         found = given.record
     except UserError as error:
@@ -37,8 +37,14 @@ def _file_alone(given: AdapterChoice) -> str | None:
         "alpha": (given.adapter_alpha, found["alpha"]),
         "targets": (list(given.adapter_targets) or None, found["targets"]),
     }
-    differing = [name for name, (ours, its) in told.items() if ours not in (None, its)]
-    return f"has another {' and '.join(differing)}: leave these out" if differing else None
+    differing = [
+        f"{name} {its if name != 'targets' else 'of its own'}, not {ours}"
+        for name, (ours, its) in told.items()
+        if ours not in (None, its)
+    ]
+    if not differing:
+        return None
+    return f"{given.adapter_weights} has {' and '.join(differing)}: leave out what it says"
 
 
 @dataclass(frozen=True)

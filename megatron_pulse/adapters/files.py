@@ -163,8 +163,9 @@ def read_adapter(path: Path) -> AdapterFile:
         if f"{layer}.{part}" not in factors
     ]  # fmt: skip
     ranks = {tensor.shape[0] for name, tensor in factors.items() if name.endswith(A)}
-    if not faults and not factors:
-        faults.append("it holds no LoRA (names with lora_A and lora_B, or lora_down and lora_up)")
+    if not factors:
+        what = f"{len(stored)} tensor(s), such as {next(iter(stored))}" if stored else "nothing"
+        faults = [f"it holds {what}; LoRA has names with lora_A and lora_B, or lora_down, lora_up"]
     if len(ranks) > 1:
         faults.append(f"its layers are of ranks {', '.join(map(str, sorted(ranks)))}, not of one")
     if len(alphas) > 1:
@@ -179,7 +180,7 @@ def read_adapter(path: Path) -> AdapterFile:
 def _file_of(path: Path) -> Path:
     if not path.is_dir():
         if not path.exists():
-            raise UserError(f"{path}: there is no such file or folder")
+            raise UserError(f"{path}: there is no such file or folder; name an exported adapter")
         return path
     for name in (DIFFUSERS_FILE, PEFT_FILE):
         if (path / name).is_file():

@@ -53,8 +53,12 @@ def makes_pixels(args: argparse.Namespace) -> bool:
 
 
 def _are_pixels(data: str | None, encoders: str | None) -> bool:
-    latents = data is None or data.startswith("latents:")
-    return not latents and not (encoders is not None and (Path(encoders) / VAE).is_dir())
+    if data is None or data.startswith("latents:"):
+        return False
+    if encoders is None:
+        return True
+    place = Path(encoders)  # if it has moved, it is taken for that of latents
+    return place.is_dir() and not (place / VAE).is_dir()
 
 
 def wanted_by(backbone: Backbone) -> WantedFields:

@@ -241,6 +241,11 @@ def _adapter(made: _Conversion, adapter: Mapping[str, Any]) -> None:
     if adapter.get("type") == "lora":
         made.set("adapter.type", "lora")
         made.set("adapter.targets", ["*blocks.*"])
+    elif "type" in adapter:
+        reason = _WITHOUT["adapter.type"] + ": the recipe trains all weights"
+        for key, value in adapter.items():
+            made.leave_out(f"adapter.{key}", value, reason)
+        return
     for key, value in adapter.items():
         if key == "alpha":
             made.set("adapter.alpha", value)

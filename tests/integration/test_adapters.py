@@ -147,7 +147,7 @@ def test_a_run_begins_with_an_adapter_file(place: Path, trained: Run, tmp_path: 
     fresh = run(2, *flags(place, *ADAPTER, "--train-iters", "1", *pipeline(2)), backbone="none")
     assert fresh.losses == trained.losses[:1] and got.losses != fresh.losses
     assert got.weights.keys() == fresh.weights.keys()
-    with pytest.raises(RanksFailed, match="has another rank"):
+    with pytest.raises(RanksFailed, match="has rank 3, not 5"):
         run(1, *flags(place, *begin, "--pulse-adapter-rank", "5"), backbone="none")
 
 
@@ -159,6 +159,9 @@ def test_files_that_hold_no_adapter_are_refused(tmp_path: Path) -> None:
         read_adapter(file)
     for fault in ("odd is neither", "a.lora_B.weight is missing", "ranks 2, 3"):
         assert fault in str(refused.value)
+    save_file({"conv_in.weight": torch.ones(2, 3)}, file)
+    with pytest.raises(UserError, match="it holds 1 tensor.s., such as conv_in.weight"):
+        read_adapter(file)
     with pytest.raises(UserError, match="no such file"):
         read_adapter(tmp_path / "none")
     (tmp_path / "peft").mkdir()

@@ -63,7 +63,8 @@ class FrozenWeights:
             )
         if digest_of(found) != self.digest:
             raise UserError(
-                f"the adapter was trained on other weights than {found} holds now: {remedy}"
+                f"the adapter was trained on the weights that {self.folder} held; {found} holds "
+                f"others: {remedy}"
             )
         return found
 

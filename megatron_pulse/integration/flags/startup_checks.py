@@ -29,7 +29,7 @@ class FlagError(SystemExit):
     """Refusal to start the run; the message lists every fault with its remedy."""
 
     def __init__(self, faults: list[str]) -> None:
-        self.faults = faults
+        self.faults = faults = list(dict.fromkeys(faults))
         super().__init__(format_faults("error: this run cannot start", faults))
 
 

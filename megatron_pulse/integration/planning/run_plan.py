@@ -316,7 +316,8 @@ def with_trainable_params(backbone: Backbone, options: PulseOptions) -> Backbone
     """``backbone`` with the trainable parameters of the flags; raises ValueError if impossible."""
     part = options.trained_part
     given = [name for name, value in part._asdict().items() if value]
-    with naming(*(f"--pulse-{name}" for name in given)):
+    flags = {"adapter": "adapter-target"}
+    with naming(*(f"--pulse-{flags.get(name, name)}" for name in given)):
         backbone = trained_as(backbone, part, options.adapter.adapter_weights)
     if fault := none_trained(backbone):
         raise TrainedError(fault)
