@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -45,6 +46,8 @@ class Own(nn.Module):
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PULSE_CACHE_DIR", str(tmp_path / "cache"))
+    # Bytecode of a file that is written again in the same second, in the same size, would be used.
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
     return tmp_path / "cache" / "graphs"
 
 
