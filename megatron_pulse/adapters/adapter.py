@@ -86,8 +86,13 @@ class Adapter:
 
 
 def _matches(layer: str, target: str) -> bool:
-    of_kohya = f"lora_unet_{layer.replace('.', '_')}"
-    return fnmatchcase(layer, target) or fnmatchcase(layer, f"*.{target}") or of_kohya == target
+    by_name = fnmatchcase(layer, target) or fnmatchcase(layer, f"*.{target}")
+    return by_name or kohya_name(layer) == target
+
+
+def kohya_name(layer: str) -> str:
+    """Name of a UNet's layer in kohya's files."""
+    return f"lora_unet_{layer.replace('.', '_')}"
 
 
 def _some(layers: Collection[str]) -> str:

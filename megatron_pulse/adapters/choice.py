@@ -11,12 +11,14 @@ from megatron_pulse.adapters.adapter import ADAPTERS, ATTENTION, RANK, Adapter
 from megatron_pulse.dataclass_flags import ABOVE_ZERO, FROM_ONE, flag
 from megatron_pulse.errors import UserError
 
+_WITHOUT = "is for an adapter: give --pulse-adapter lora too, or leave it out"
+
 
 def _only_with_adapter(name: str) -> Callable[[AdapterChoice], str | None]:
     def check(given: AdapterChoice) -> str | None:
         if given.adapter is not None or getattr(given, name) in (None, ()):
             return None
-        return "is for an adapter: give --pulse-adapter lora too, or leave it out"
+        return _WITHOUT
 
     return check
 
@@ -26,7 +28,7 @@ def _file_alone(given: AdapterChoice) -> str | None:
     if given.adapter_weights is None:
         return None
     if given.adapter is None:
-        return "is for an adapter: give --pulse-adapter lora too, or leave it out"
+        return _WITHOUT
     try:
         found = given.record
     except UserError as error:

@@ -18,7 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_pulse.adapters.adapter import Adapter
+from megatron_pulse.adapters.adapter import Adapter, kohya_name
 from megatron_pulse.adapters.low_rank import A, B
 from megatron_pulse.errors import UserError, format_faults, unmatched_patterns
 from megatron_pulse.file_kinds import FileKind
@@ -100,7 +100,7 @@ def _to_kohya(adapter: Adapter, factors: Mapping[str, Tensor]) -> dict[str, Tens
     tensors: dict[str, Tensor] = {}
     for name, tensor in factors.items():
         part = A if name.endswith(A) else B
-        layer = f"lora_unet_{name.removesuffix(f'.{part}').replace('.', '_')}"
+        layer = kohya_name(name.removesuffix(f".{part}"))
         tensors[f"{layer}.{_KOHYA[part]}"] = tensor
         tensors[f"{layer}.alpha"] = torch.tensor(float(adapter.alpha))
     return tensors
@@ -126,7 +126,7 @@ class AdapterFile:
         Raises UserError for layers that the model lacks.
         """
         known = {layer: layer for layer in layers}
-        known |= {f"lora_unet_{layer.replace('.', '_')}": layer for layer in layers}
+        known |= {kohya_name(layer): layer for layer in layers}
         if lacking := [layer for layer in self.layers if layer not in known]:
             faults = unmatched_patterns(lacking, list(layers), "layer that takes an adapter")
             raise UserError(format_faults(f"{self.path} is of another model", faults))

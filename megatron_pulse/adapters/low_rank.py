@@ -17,6 +17,11 @@ PART = "adapter"
 """Part of a hand-written layer's module that holds its factors under their published names."""
 
 
+def is_factor(name: str) -> bool:
+    """True if a parameter of this name is a factor of an adapter."""
+    return name.endswith((f".{A}", f".{B}"))
+
+
 def factor_names(weight: str) -> tuple[str, str]:
     """Names of the factors A and B beside the parameter ``weight``."""
     layer = weight.removesuffix(".weight")

@@ -33,11 +33,7 @@ from megatron_pulse.integration.checkpoint.starting_point import (
 )
 from megatron_pulse.integration.flags.flag_constraints import CONNECTIONS
 from megatron_pulse.integration.flags.pulse_options import PulseOptions
-from megatron_pulse.integration.flags.startup_checks import (
-    FlagError,
-    check_world,
-    refusing,
-)
+from megatron_pulse.integration.flags.startup_checks import FlagError, check_world, refusing
 from megatron_pulse.integration.loop.log_filter import short_log
 from megatron_pulse.integration.loop.sample_pictures import lacks_pictures
 from megatron_pulse.integration.loop.shutdown import (

@@ -72,7 +72,7 @@ def _none_left(count: int) -> str:
 
 
 class TrainedPart(NamedTuple):
-    """What a run trains of a model: parameters by patterns, and an adapter (its record)."""
+    """Part of a model that a run trains: parameters by patterns, and an adapter (its record)."""
 
     train: tuple[str, ...] = ()
     freeze: tuple[str, ...] = ()
@@ -85,7 +85,7 @@ class TrainedPart(NamedTuple):
 
 
 def trained_part(record: Mapping[str, Any]) -> TrainedPart:
-    """What a run with this backbone's record trains."""
+    """Part that a run with this backbone's record trains."""
     return TrainedPart(
         tuple(record.get("train", ())), tuple(record.get("freeze", ())), record.get("adapter")
     )

@@ -34,6 +34,7 @@ _SAME = {
     "optimizer.momentum": "optimizer.momentum",
     "model.diffusers_path": "model.weights",
     "adapter.rank": "adapter.rank",
+    "adapter.alpha": "adapter.alpha",
     "adapter.init_from_existing": "adapter.weights",
     "model.timestep_sample_method": "process.timestep_density",
     "model.shift": "process.flow_shift",
@@ -247,9 +248,7 @@ def _adapter(made: _Conversion, adapter: Mapping[str, Any]) -> None:
             made.leave_out(f"adapter.{key}", value, reason)
         return
     for key, value in adapter.items():
-        if key == "alpha":
-            made.set("adapter.alpha", value)
-        elif key != "type" or value != "lora":
+        if key != "type" or value != "lora":
             _plain(made, f"adapter.{key}", value)
 
 

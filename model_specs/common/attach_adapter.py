@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_pulse.adapters.adapter import Adapter
 from megatron_pulse.adapters.files import AdapterFile
-from megatron_pulse.adapters.low_rank import PART, A, B
+from megatron_pulse.adapters.low_rank import PART, is_factor
 from megatron_pulse.backbone.chain import Backbone, Layer
 from megatron_pulse.profile.measurement.layer_context import meta_context
 from megatron_pulse.profile.measurement.module_check import naming_module_faults
@@ -85,7 +85,7 @@ def adapter_names(backbone: Backbone) -> dict[str, str]:
         layer.prefix + name: _of_chain(layer) + name.removeprefix(f"{PART}.")
         for layer, module in _on_meta(backbone)
         for name, _ in module.named_parameters()
-        if name.endswith((f".{A}", f".{B}"))
+        if is_factor(name)
     }
 
 

@@ -242,6 +242,25 @@ def train(
     return outcome
 
 
+def train_split(
+    make_chain: Callable[[], Backbone], cases: Sequence[tuple[Case, int | None]], num_devices: int
+) -> list[Outcome]:
+    """Outcomes of all cases on this rank.
+
+    Each case has the number of backwards after which a weight gradient follows; None: whole ones.
+    """
+    torch.set_num_threads(1)
+    config, group = join_pipeline()
+    backbone, outcomes = make_chain(), []
+    for case, delay in cases:
+        if delay is not None:
+            schedule = plan_of(backbone, case, num_devices).step(case.num_microbatches).schedule
+            case = replace(case, schedule=split(schedule, delay))
+        outcomes.append(train(backbone, case, config, group))
+    dist.barrier()
+    return outcomes
+
+
 @contextmanager
 def counting_made() -> Iterator[list[object]]:
     """Count selectively recomputed tensors that backward reads within the context."""

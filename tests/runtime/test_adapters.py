@@ -22,14 +22,12 @@ from tests.runtime.equality import (
     Case,
     Outcome,
     differences,
-    join_pipeline,
     make_batches,
     mean_squared_error,
     merge,
-    plan_of,
     references,
-    split,
     train,
+    train_split,
 )
 
 M = 2
@@ -93,17 +91,7 @@ def chain() -> Backbone:
 
 
 def run_cases(cases: list[tuple[Case, int | None]]) -> list[Outcome]:
-    """All of them on this rank."""
-    torch.set_num_threads(1)
-    config, group = join_pipeline()
-    backbone, outcomes = chain(), []
-    for case, delay in cases:
-        if delay is not None:
-            schedule = plan_of(backbone, case, 2).step(case.num_microbatches).schedule
-            case = replace(case, schedule=split(schedule, delay))
-        outcomes.append(train(backbone, case, config, group))
-    torch.distributed.barrier()
-    return outcomes
+    return train_split(chain, cases, 2)
 
 
 def by_peft(backbone: Backbone, case: Case, module: nn.Module, config: Any) -> dict[str, Tensor]:

@@ -23,14 +23,11 @@ from tests.runtime.equality import (
     Case,
     Outcome,
     differences,
-    join_pipeline,
     make_batches,
     mean_squared_error,
     merge,
-    plan_of,
     references,
-    split,
-    train,
+    train_split,
 )
 
 P, M = 4, 3
@@ -107,17 +104,7 @@ def chain() -> Backbone:
 
 
 def run_cases(cases: list[tuple[Case, int | None]]) -> list[Outcome]:
-    """All of them on this rank."""
-    torch.set_num_threads(1)
-    config, group = join_pipeline()
-    backbone, outcomes = chain(), []
-    for case, delay in cases:
-        if delay is not None:
-            schedule = plan_of(backbone, case, P).step(case.num_microbatches).schedule
-            case = replace(case, schedule=split(schedule, delay))
-        outcomes.append(train(backbone, case, config, group))
-    torch.distributed.barrier()
-    return outcomes
+    return train_split(chain, cases, P)
 
 
 def by_plain_torch(case: Case) -> dict[str, Tensor]:

@@ -78,7 +78,7 @@ def results_of(chain: UnitChain, module: nn.Module, given: Mapping[str, Any]) ->
 
 @pytest.mark.parametrize("name", ["flux", "small_unet", "wan", "mochi"])
 def test_a_hit_gives_the_chain_bit_for_bit(name: str) -> None:
-    """Of a module that was built again; Mochi has a region of autocast."""
+    """A hit is for a module that was built again; Mochi has a region of autocast."""
     module, given = make(name)
     first, hit = chain_of(module, given)
     assert not hit

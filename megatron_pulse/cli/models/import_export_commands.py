@@ -282,6 +282,11 @@ def run_export(args: argparse.Namespace) -> None:
     if base is not None:
         others = ", ".join(base.others) or "no other component"
         print(f"{base.class_name}, with {others} of {base.folder}")
+    _push(args)
+
+
+def _push(args: argparse.Namespace) -> None:
+    """Upload the exported folder, if ``--push`` names a repository."""
     if args.push is not None:
         from megatron_pulse.diffusion.hub import push
 
@@ -319,11 +324,7 @@ def _export_adapter(
     )
     if kind == "diffusers":
         print(f"load it with load_lora_weights('{args.to}') of a diffusers pipeline, or in ComfyUI")
-    if args.push is not None:
-        from megatron_pulse.diffusion.hub import push
-
-        with as_user_error(ValueError):
-            print(f"pushed: {push(args.to, args.push)}")
+    _push(args)
 
 
 def _open_base(given: str, saved: SavedRun, published: Published) -> PipelineBase:

@@ -460,7 +460,7 @@ class PulseOptions:
 
     @property
     def trained_part(self) -> TrainedPart:
-        """What these flags train of the model."""
+        """Part of the model that these flags train."""
         return TrainedPart(self.train, self.freeze, self.adapter.record)
 
     def make_placement(self, num_devices: int, backbone: Backbone) -> Placement:

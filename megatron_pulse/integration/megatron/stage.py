@@ -19,7 +19,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from megatron.core.utils import get_tensor_model_parallel_group_if_none
 from torch import nn
 
-from megatron_pulse.adapters.low_rank import A, B
+from megatron_pulse.adapters.low_rank import is_factor
 from megatron_pulse.backbone.activations import ActivationPolicies
 from megatron_pulse.backbone.build_context import LayerContext
 from megatron_pulse.backbone.chain import Backbone
@@ -82,8 +82,7 @@ class MegatronStage(Stage, MegatronModule):
     @property
     def factor_names(self) -> frozenset[str]:
         """Names of the factors of an adapter."""
-        names = (name for name, _ in self.named_parameters())
-        return frozenset(name for name in names if name.endswith((f".{A}", f".{B}")))
+        return frozenset(name for name, _ in self.named_parameters() if is_factor(name))
 
     def set_input_tensor(self, input_tensor: Any) -> None:
         """Do nothing; Megatron's wrappers need the method, the executor passes inputs to

@@ -130,7 +130,7 @@ class _Digest:
             yield from self._object(value, where)
 
     def _wrapped(self, value: Any) -> tuple[Any, ...] | None:
-        """What an object that is called like a function consists of; None for other objects."""
+        """Content of an object that is called like a function; None for other objects."""
         if isinstance(value, types.MethodType):
             return value.__self__, value.__func__
         if isinstance(value, staticmethod | classmethod):
@@ -265,7 +265,7 @@ def _slots(kind: type) -> Iterator[str]:
 
 
 def _code(code: types.CodeType) -> str:
-    """What code does, without lines and files."""
+    """Digest of code, without lines and files."""
     consts = [
         _code(each) if isinstance(each, types.CodeType) else _constant(each)
         for each in code.co_consts
