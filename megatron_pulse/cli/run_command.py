@@ -14,7 +14,7 @@ from types import FrameType
 from megatron_pulse.cli.flag_checks import add_parser, require
 from megatron_pulse.dataclass_flags import TO_4096
 from megatron_pulse.errors import UserError
-from megatron_pulse.processes import end_on_interrupt, port_is_taken
+from megatron_pulse.processes import end_on_interrupt, port_is_taken, raise_on_interrupt
 
 _DESCRIPTION = """\
 Starts ranks as torchrun does, with torchrun's flags. Errors of ranks come last, without
@@ -86,6 +86,8 @@ def run(args: argparse.Namespace) -> None:
                 "one node leave it out"
             )
         raise UserError(f"ranks cannot be started: {reason}") from error
+    finally:
+        raise_on_interrupt()
 
 
 def hold_interrupts_of_ranks() -> None:
