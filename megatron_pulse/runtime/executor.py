@@ -45,6 +45,7 @@ from megatron_pulse.runtime.parameters.replicated_embedders import Replicas
 from megatron_pulse.runtime.parameters.wgrad_queue import WeightGradStore
 from megatron_pulse.runtime.protocols import Carrier, Recorder, SliceFunction
 from megatron_pulse.runtime.random_draws import RngWatch
+from megatron_pulse.runtime.stage import Stage
 from megatron_pulse.runtime.tensor_settings import META, Batch, RunSettings
 from megatron_pulse.runtime.watchdog.progress import PROGRESS, of_operation
 
@@ -392,6 +393,8 @@ class Executor:
             self._backward_from_edges(op, saved)
         if saved.offload is not None:
             saved.offload.close()
+        if isinstance(inside := _inside(self._stages[stage]), Stage):
+            inside.weight_offload.release()
         gradients = {key: _gradient(leaf) for key, leaf in saved.inputs.items()}
         self._exchange.deliver_gradients(op, gradients)
         if saved.wgrad_store is not None:

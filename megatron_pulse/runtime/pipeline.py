@@ -110,7 +110,10 @@ class Pipeline:
         try:
             self.stages = {
                 s: cast_floats(
-                    Stage(plan.backbone, plan.routes, s, seed, context, plan.activations),
+                    Stage(
+                        *(plan.backbone, plan.routes, s, seed, context, plan.activations),
+                        plan.offloaded_weights,
+                    ),
                     dtype,
                     device,
                 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from typing import Any, Self
@@ -31,6 +31,7 @@ from megatron_pulse.runtime.failure_board import PulseError
 from megatron_pulse.runtime.module_checks import shared_buffers, unsound
 from megatron_pulse.runtime.parameters.replicated_embedders import Replicas
 from megatron_pulse.runtime.parameters.split_backward import deferring
+from megatron_pulse.runtime.parameters.weight_offload import WeightOffload
 from megatron_pulse.runtime.parameters.wgrad_queue import WeightGradStore
 from megatron_pulse.runtime.random_draws import RngWatch, reserves_numbers
 from megatron_pulse.tracing.checks.module_state import kept
@@ -64,6 +65,8 @@ class Stage(Nest):
     - ``selective``: saved tensors that cheap operators can rebuild are dropped
     (``SelectiveRecompute``).
 
+    Frozen weights of the layers ``offloaded_weights`` are in host memory (``WeightOffload``).
+
     A replicated embedder belongs to one stage as any layer, but runs only through ``replicas``.
     ``replicas`` must be set if ``routes`` replicates embedders. ``base`` is passed to the next base
     class, for subclasses that also derive from a Megatron class.
@@ -77,6 +80,7 @@ class Stage(Nest):
         seed: int,
         context: LayerContext | None = None,
         activations: ActivationPolicies | None = None,
+        offloaded_weights: Collection[int] = (),
         **base: Any,
     ) -> None:
         super().__init__(**base)
@@ -117,7 +121,8 @@ class Stage(Nest):
         self.shared_buffers: Mapping[str, Mapping[str, str]] = {}
         self._chain: tuple[nn.Module, ...] = ()  # no list: a ModuleList would rename parameters
         self._holders: dict[str, tuple[Holder, ...]] = {}
-        for spec in self._specs:
+        self.weight_offload = WeightOffload()
+        for index, spec in zip(layers, self._specs, strict=True):
             own = spec.own(spec.name)
             with generators_kept(seed if spec.qualified else layer_seed(seed, own)):
                 module = spec.build(context)
@@ -128,6 +133,8 @@ class Stage(Nest):
                 container, leaf = container_of(self, spec.name)
                 container._modules[leaf] = module
             self._chain += (module,)
+            if index in offloaded_weights and spec.name not in self._replicated:
+                self.weight_offload.add(spec.name, module)
         frozen = {spec.name for spec in self._specs if not spec.trained}
         if faults := unsound(list(self.named_layers()), frozen):
             raise BackboneError(backbone.name, faults)
@@ -139,6 +146,12 @@ class Stage(Nest):
         copies = [] if self.replicas is None else self.replicas.modules()
         for module in (*self._chain, *copies):  # qualified layers are no submodules
             module.train(mode)
+        return self
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        """Cast or move the stage; offloaded weights stay on the host."""
+        with self.weight_offload.hidden():
+            super()._apply(fn, recurse)
         return self
 
     def forward(
@@ -187,7 +200,7 @@ class Stage(Nest):
             unhooked = SummedInputCheck(self._summed(spec, shared, inputs, popped, used))
             if policy is ActivationPolicy.RECOMPUTE:
                 given = inputs, popped, used
-                call = functools.partial(_run, spec.name, module, None, shape_index, *given)
+                call = functools.partial(self._run, spec, module, None, shape_index, *given)
                 state = functools.partial(_state, module, *given)
                 layer = RecomputedLayer(spec.name, call, state)
                 with self._watching(spec, module, shape_index, faults):
@@ -202,9 +215,11 @@ class Stage(Nest):
                     saving = SelectiveRecompute(
                         spec.name, module.parameters(), module.buffers()
                     ).saving()
+                elif self.weight_offload.offloads(spec.name) and torch.is_grad_enabled():
+                    saving = self.weight_offload.saving(spec.name, inputs[0].device)
                 with saving, self._watching(spec, module, shape_index, faults):
-                    results = _run(
-                        spec.name, module, wgrad_store, shape_index, inputs, popped, used
+                    results = self._run(
+                        spec, module, wgrad_store, shape_index, inputs, popped, used
                     )
             if fault := untouched.fault() or unhooked.fault():
                 raise BackboneError(self._backbone_name, [f"{spec.name} {fault}"])
@@ -214,6 +229,7 @@ class Stage(Nest):
                 conditioning[name] = summed(tensor)
             inputs, pushed = self._fan_out(inputs, spec.pushes)
             skips.update(pushed)
+        self.weight_offload.release()
         if faults:
             raise BackboneError(self._backbone_name, faults)
         return (
@@ -221,6 +237,27 @@ class Stage(Nest):
             {name: skips[name] for name in self._skips_out},
             {name: conditioning[name] for name in self._provides},
         )
+
+    def _run(
+        self,
+        spec: Layer,
+        module: nn.Module,
+        wgrad_store: WeightGradStore | None,
+        shape_index: int,
+        inputs: tuple[Tensor, ...],
+        *given: Tensors,
+    ) -> Any:
+        """Run a layer; a recomputation uses a microbatch of the same shape."""
+        set_shape_index(module, shape_index)
+        try:
+            with (
+                self.weight_offload.on_device(spec.name, inputs[0].device),
+                deferring(wgrad_store, getattr(module, "undivided", ())),
+            ):
+                return module(inputs, *given)
+        except Exception as error:
+            error.add_note(f"layer {spec.name}")
+            raise
 
     def _summed(
         self,
@@ -398,19 +435,6 @@ class Stage(Nest):
 def summed(tensor: Tensor) -> Tensor:
     """Conditioning as stages pass it on: fp64; integers and masks unchanged."""
     return tensor.double() if tensor.is_floating_point() else tensor
-
-
-def _run(
-    name: str, module: nn.Module, wgrad_store: WeightGradStore | None, shape_index: int, *given: Any
-) -> Any:
-    """Run a layer; a recomputation uses a microbatch of the same shape."""
-    set_shape_index(module, shape_index)
-    try:
-        with deferring(wgrad_store, getattr(module, "undivided", ())):
-            return module(*given)
-    except Exception as error:
-        error.add_note(f"layer {name}")
-        raise
 
 
 def _state(

@@ -41,7 +41,8 @@ class Case:
     ``dtype`` and ``device`` are torch's names, ``train`` and ``freeze`` patterns of parameter
     names. Every ``recompute``-th layer is recomputed (0: none). Of the others, every ``offload``-th
     is offloaded, and of the rest every ``selective``-th is recomputed selectively, for tensors of
-    any size. ``schedule`` by name, ``cuts`` and ``replicated`` are for several devices.
+    any size. Frozen weights of every ``offload_weights``-th layer are in host memory. ``schedule``
+    by name, ``cuts`` and ``replicated`` are for several devices.
     """
 
     placement: str
@@ -59,6 +60,7 @@ class Case:
     device: str = "cpu"
     offload: int = 0
     selective: int = 0
+    offload_weights: int = 0
 
     @property
     def alone(self) -> Case:
@@ -70,6 +72,7 @@ class Case:
             recompute=0,
             offload=0,
             selective=0,
+            offload_weights=0,
             cuts=None,
             replicated=frozenset(),
             placement="sequential",
@@ -155,8 +158,14 @@ def plan_of(backbone: Backbone, case: Case, num_devices: int) -> Plan:
         for number in (case.recompute, case.offload, case.selective)
     )
     policies = ActivationPolicies(again, moved - again, part - moved - again)
-    schedules = given or plan.schedules
-    return replace(plan, embedders=choices, schedules=schedules, activations=policies)
+    weights = frozenset(every[:: case.offload_weights] if case.offload_weights else ())
+    return replace(
+        plan,
+        embedders=choices,
+        schedules=given or plan.schedules,
+        activations=policies,
+        offloaded_weights=weights,
+    )
 
 
 def make_pipeline(

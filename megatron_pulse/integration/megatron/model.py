@@ -56,6 +56,7 @@ def make_model_provider(plan: Plan, args: argparse.Namespace) -> Callable[..., M
             args.seed,
             pg_collection,
             activations=plan.activations,
+            offloaded_weights=plan.offloaded_weights,
         )
         config.params_dtype = dtype
         if args.pulse_frozen_weights is not None:

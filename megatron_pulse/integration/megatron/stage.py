@@ -6,7 +6,7 @@ The sharded state covers tensor-parallel layers below plain containers, and the 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -49,6 +49,7 @@ class MegatronStage(Stage, MegatronModule):
         seed: int,
         pg_collection: ProcessGroupCollection | None = None,
         activations: ActivationPolicies | None = None,
+        offloaded_weights: Collection[int] = (),
     ) -> None:
         self.drawn: Tensors = {}
         self.main_params: MainParams | None = None
@@ -60,7 +61,8 @@ class MegatronStage(Stage, MegatronModule):
         self.post_process = routes.partition.placement.after[stage] is None
         self.share_embeddings_and_output_weights = False
         context = LayerContext(config, pg_collection)
-        super().__init__(backbone, routes, stage, seed, context, activations, config=config)
+        of = backbone, routes, stage, seed, context, activations, offloaded_weights
+        super().__init__(*of, config=config)
         layers = self.named_layers()
         if faults := [fault for layer in layers for fault in untrained_biases(*layer)]:
             raise BackboneError(backbone.name, faults)

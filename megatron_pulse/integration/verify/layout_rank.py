@@ -173,6 +173,7 @@ class LayoutRank:
                 self._job.seed,
                 self._groups,
                 activations=plan.activations,
+                offloaded_weights=plan.offloaded_weights,
             )
         finally:
             self._config.params_dtype = dtype

@@ -61,7 +61,7 @@ class Plan:
     precedence over ``schedule_name`` for their numbers of microbatches. ``recompute``,
     ``selective`` and ``offload`` are layers under full recomputation, selective recomputation and
     activation offload. Offload and reload happen where the schedule has O and L, or wherever they
-    can if it has none.
+    can if it has none. Frozen weights of the layers ``offloaded_weights`` are in host memory.
     """
 
     backbone: Backbone
@@ -71,6 +71,7 @@ class Plan:
     problem: ScheduleProblem | None = None
     schedules: tuple[Schedule, ...] = ()
     activations: ActivationPolicies = ActivationPolicies()
+    offloaded_weights: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         cuts, num_stages = self.partition.cuts, self.placement.num_stages
@@ -83,7 +84,14 @@ class Plan:
             )
         if len(cuts) != num_stages + 1:
             raise PlanError(f"cuts {cuts} make {len(cuts) - 1} stages, the placement {num_stages}")
-        if faults := list(self.activations.faults(num_layers)):
+        faults = list(self.activations.faults(num_layers))
+        both = self.offloaded_weights & (self.activations.offload | self.activations.selective)
+        if both:
+            faults.append(
+                f"{tell_layers(sorted(both), num_layers)}: offloaded weights are beside kept or "
+                "recomputed activations, not beside offload or selective recomputation"
+            )
+        if faults:
             raise PlanError(format_faults("the plan is invalid", faults))
         starts = tuple(cuts[stage] for stage in self.placement.starts)
         if starts != self.backbone.starts:
