@@ -13,7 +13,7 @@ def installation_fault(kind: str | None) -> str | None:
     """Fault if what computes this quantisation is not installed."""
     if kind != "nf4" or importlib.util.find_spec("bitsandbytes") is not None:
         return None
-    return "nf4 needs bitsandbytes: pip install 'megatron-pulse[quantization]', or take int8"
+    return "needs bitsandbytes: pip install 'megatron-pulse[quantization]', or take int8"
 
 
 def quantized_names(weight: str, kind: str) -> tuple[str, str]:

@@ -46,7 +46,7 @@ def quantize(weight: Tensor, kind: str) -> tuple[nn.Parameter, nn.Parameter]:
     tensors = integers.to(place), scales.view(torch.int32).to(place)
     held = nn.Parameter(tensors[0], False), nn.Parameter(tensors[1], False)
     for parameter, count in zip(held, (weight.numel(), 0), strict=True):
-        parameter.num_values = count  # type: ignore[attr-defined]
+        parameter.num_values = count
     return held
 
 
@@ -109,7 +109,8 @@ class _QuantizedLinear(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         of_inputs = of_bias = None
         if ctx.needs_input_grad[0]:
-            weight = dequantize(*ctx.saved_tensors, ctx.kind, ctx.shape, gradient.dtype)
+            integers, scales = ctx.saved_tensors
+            weight = dequantize(integers, scales, ctx.kind, ctx.shape, gradient.dtype)
             of_inputs = gradient.matmul(weight)
         if ctx.needs_input_grad[3]:
             of_bias = gradient.reshape(-1, gradient.shape[-1]).sum(0)

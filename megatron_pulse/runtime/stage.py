@@ -180,7 +180,9 @@ class Stage(Nest):
             if spec.name in self._replicated:
                 continue
             popped = {spec.own(name): _alias(skips.pop(name)) for name in spec.pops}
-            used = {spec.own(name): self._use(name, conditioning[name], dtype) for name in spec.uses}
+            used = {
+                spec.own(name): self._use(name, conditioning[name], dtype) for name in spec.uses
+            }
             inputs = tuple(_alias(tensor) for tensor in inputs)
             for holder in self._holders.get(spec.name, ()):
                 holder()

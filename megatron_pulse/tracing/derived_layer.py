@@ -106,8 +106,8 @@ class DerivedLayer(Nest):
 
     Parameters have qualified names and begin with the source's weights for the seed of torch's
     generator. Without ``initialise`` they are uninitialised. Buffers are constants of the chain.
-    Every shape (``chain_shape``) and mode has its own graph on the same parameters. Weights that the
-    source quantises are read, quantised and released one by one.
+    Every shape (``chain_shape``) and mode has its own graph on the same parameters. Weights are
+    read, quantised if the source says so, and released one by one.
     """
 
     def __init__(self, source: ChainSource, index: int, initialise: bool = True) -> None:

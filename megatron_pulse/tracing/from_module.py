@@ -192,9 +192,7 @@ def _rebuilt(backbone: Backbone, source: ChainSource) -> Backbone:
     )
 
 
-def with_quantization(
-    backbone: Backbone, kind: str, dtype: torch.dtype | None = None
-) -> Backbone:
+def with_quantization(backbone: Backbone, kind: str, dtype: torch.dtype | None = None) -> Backbone:
     """Derived chain with the linear maps of its blocks quantised (one of ``QUANTIZATIONS``).
 
     Norms, biases, embeddings, convolutions and the layers around the blocks stay as they are.
