@@ -68,11 +68,10 @@ def dequantize(
     if kind == "nf4":
         import bitsandbytes  # noqa: F401 - registers its operators
 
-        result: Tensor = torch.ops.bitsandbytes.dequantize_4bit(
-            integers, scales, BLOCK, kind, shape, dtype
-        )
-        return result
-    return (integers * (scales / _INT8_MAX)[:, None]).to(dtype)
+        operands = integers, scales, BLOCK, kind, shape, dtype
+        return torch.ops.bitsandbytes.dequantize_4bit(*operands)
+    result = torch.empty(shape, dtype=dtype, device=integers.device)
+    return torch.mul(integers, (scales / _INT8_MAX)[:, None], out=result)  # without an fp32 copy
 
 
 def quantized_linear(

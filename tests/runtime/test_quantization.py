@@ -14,8 +14,19 @@ from torch import Tensor, nn
 
 import megatron_pulse as pulse
 from megatron_pulse.adapters.adapter import ATTENTION
-from megatron_pulse.adapters.quantized_linear import dequantize, quantize, quantized_linear
+from megatron_pulse.adapters.quantized_linear import (
+    dequantize,
+    is_quantized,
+    num_values,
+    quantize,
+    quantized_linear,
+)
 from megatron_pulse.backbone.chain import Backbone
+from megatron_pulse.planner.partition.memory import effective_parameters
+from megatron_pulse.planner.tune.fsdp.configs import FsdpConfigs
+from megatron_pulse.profile.analytic import analyse
+from megatron_pulse.profile.roofline import Roofline, custom_device
+from megatron_pulse.runtime.stage import Stage
 from megatron_pulse.tracing.from_module import with_quantization
 from model_specs import load_backbone
 from model_specs.common.attach_adapter import with_adapter
@@ -29,6 +40,7 @@ from tests.runtime.equality import (
     make_batches,
     mean_squared_error,
     merge,
+    plan_of,
     references,
     train_split,
 )
@@ -181,6 +193,40 @@ def test_whatever_is_outside_of_blocks_stays() -> None:
     linear = {f"{n}.weight" for n, part in module.named_modules() if isinstance(part, nn.Linear)}
     assert held == {name for name in linear if name.startswith("transformer_blocks.")}
     assert linear - held <= set(names)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_plan_has_the_bytes_of_each_stage_and_the_time_of_dequantising(kind: str) -> None:
+    backbone, device = chain(kind), custom_device(1e9, 10, 0)
+    plain = with_adapter(pulse.from_module(transformer(), of_transformer()), OF_TRANSFORMER)
+    roofline = Roofline(device, "float32", launch_s=0.0, bandwidth_efficiency=1.0)
+    profile, without = (analyse(each, [2], roofline) for each in (backbone, plain))
+    costs = profile.at(2)
+    assert costs.parameters == without.at(2).parameters
+    assert costs.trained_parameters == without.at(2).trained_parameters
+    assert costs.stored_parameters == effective_parameters(costs, 1.0)
+
+    plan = plan_of(backbone, FOLD, 2)
+    stored = plan.partition.per_stage(costs.stored_parameters)
+    for stage, count in enumerate(stored):
+        held = sum(p.nbytes for p in Stage(backbone, plan.routes, stage, SEED).parameters())
+        assert 0 <= 4 * count - held < 4 * len(backbone.layers)
+    units = FsdpConfigs(profile, 2, 4, 1e9, [2]).bare(12)
+    assert sum(unit.moved_bytes for unit in units) == 4 * sum(costs.stored_parameters)
+
+    forward_s, backward_s = (
+        [a - b for a, b in zip(with_it, without_it, strict=True)]
+        for with_it, without_it in (
+            (costs.forward_s, without.at(2).forward_s),
+            (costs.backward_s, without.at(2).backward_s),
+        )
+    )
+    for layer, more_s in zip(backbone.layers, forward_s, strict=True):
+        held = [p for p in layer.build(None).parameters() if is_quantized(p)]
+        least_s = sum(p.nbytes + 4 * num_values(p) for p in held) / 10e9  # read, and written
+        assert more_s == pytest.approx(least_s, abs=1e-12) if kind == "nf4" else more_s >= least_s
+    # Nothing before the first adapter has a backward pass.
+    assert 0.5 * sum(forward_s) < sum(backward_s) < sum(forward_s)
 
 
 def test_a_family_and_a_module_without_blocks_are_refused() -> None:
