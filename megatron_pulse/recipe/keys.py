@@ -74,7 +74,7 @@ class AdapterKeys:
 
 
 @dataclass(frozen=True)
-class Quantization:
+class QuantizationKeys:
     """Storage of the frozen weights below an adapter."""
 
     type: Literal["nf4", "int8"] | None = key(
@@ -344,7 +344,7 @@ class Recipe:
     output: Text = key("folder of the run: checkpoints, logs, plan, this recipe", default=MISSING)
     model: Model
     adapter: AdapterKeys = AdapterKeys()
-    quantization: Quantization = Quantization()
+    quantization: QuantizationKeys = QuantizationKeys()
     data: Data
     encoders: Encoders = Encoders()
     process: Process = Process()

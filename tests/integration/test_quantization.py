@@ -135,7 +135,7 @@ def test_what_cannot_be_quantised_is_refused(place: Path) -> None:
     with pytest.raises(RanksFailed) as refused:
         run(1, *family, backbone="unet")
     assert "quantised weights cannot be trained. Leave --pulse-train out" in str(refused.value)
-    assert "reads published weights, and" in str(refused.value)
+    assert "of a diffusers folder, and unet-tiny has none" in str(refused.value)
 
 
 def test_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

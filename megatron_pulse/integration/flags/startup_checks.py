@@ -191,10 +191,11 @@ def _check_quantization(options: PulseOptions) -> Iterator[str]:
     flag, backbone = f"--pulse-quantization {kind}", options.backbone or ""
     if options.train:
         yield f"{flag}: quantised weights cannot be trained. Leave --pulse-train out"
-    if backbone and weights_folder(backbone) is None:
+    if weights_folder(backbone) is None:
+        lacking = f", and {backbone} has none" if backbone else ""
         yield (
-            f"{flag} reads published weights, and {backbone} has none. Give --pulse-module "
-            "diffusers:FOLDER, the folder of a diffusers pipeline or component with weights"
+            f"{flag} quantises the weights of a diffusers folder{lacking}. Give --pulse-module "
+            "diffusers:FOLDER; in a recipe, model.weights alone"
         )
 
 
