@@ -259,13 +259,24 @@ def load_recorded(record: Mapping[str, Any]) -> Backbone:
 
 
 def trained_as(
-    backbone: Backbone, part: TrainedPart, adapter_weights: str | None = None
+    backbone: Backbone,
+    part: TrainedPart,
+    adapter_weights: str | None = None,
+    quantized_from: str | None = None,
 ) -> Backbone:
-    """``backbone`` with the adapter, and the selection of parameters, of ``part``.
+    """``backbone`` with the quantisation, adapter and selection of parameters of ``part``.
 
-    ``adapter_weights`` is a file of first values for the adapter. Raises ValueError for patterns or
-    an adapter that do not fit.
+    ``adapter_weights`` is a file of first values for the adapter. ``quantized_from`` is the dtype
+    to which weights are rounded before quantisation (default: the chain's). Raises ValueError for
+    patterns, an adapter or a quantisation that do not fit.
     """
+    if part.quantization is not None:
+        import torch
+
+        from megatron_pulse.tracing.from_module import with_quantization
+
+        dtype = None if quantized_from is None else getattr(torch, quantized_from)
+        backbone = with_quantization(backbone, part.quantization, dtype)
     if part.adapter is not None:
         from megatron_pulse.adapters.files import read_adapter
         from model_specs.common.adapters import adapt

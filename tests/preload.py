@@ -46,6 +46,7 @@ model_specs.available()
 IMPORTED = frozenset(sys.modules)
 """What every rank imports; the rest is for those that derive a chain."""
 with without_collecting():
+    import bitsandbytes  # noqa: F401
     import diffusers
 
     diffusers.UNet2DModel  # noqa: B018

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_pulse.adapters.adapter import ADAPTERS, ATTENTION, RANK, Adapter
+from megatron_pulse.adapters.quantization import QUANTIZATIONS, installation_fault
 from megatron_pulse.dataclass_flags import ABOVE_ZERO, FROM_ONE, flag
 from megatron_pulse.errors import UserError
 
@@ -21,6 +22,12 @@ def _only_with_adapter(name: str) -> Callable[[AdapterChoice], str | None]:
         return _WITHOUT
 
     return check
+
+
+def _quantization(given: AdapterChoice) -> str | None:
+    """Fault of a quantisation without an adapter, or without the library that it needs."""
+    fault = _only_with_adapter("quantization")(given) or installation_fault(given.quantization)
+    return fault and f"{given.quantization} {fault}"
 
 
 def _file_alone(given: AdapterChoice) -> str | None:
@@ -84,13 +91,22 @@ class AdapterChoice:
         check=_file_alone,
     )
 
-    def of_record(self, record: Mapping[str, Any] | None) -> AdapterChoice:
+    quantization: str | None = flag(
+        "keep the frozen weights of the blocks' linear layers quantised, of a diffusers model: nf4 "
+        "(4 bits, as bitsandbytes) or int8",
+        choices=QUANTIZATIONS,
+        check=_quantization,
+    )
+
+    def of_record(
+        self, record: Mapping[str, Any] | None, quantization: str | None
+    ) -> AdapterChoice:
         """Flags that give the adapter of a record, and begin with the same weights."""
         if record is None:
             return AdapterChoice()
         targets = tuple(record["targets"])
         given = record["type"], record["rank"], record["alpha"], targets, self.adapter_weights
-        return AdapterChoice(*given)
+        return AdapterChoice(*given, quantization)
 
     @property
     def record(self) -> dict[str, Any] | None:

@@ -46,6 +46,8 @@ class ChainCosts:
     - ``split_forward_s``, ``split_backward_s`` (optional: as unsplit): times of both passes with
       split backward.
     - ``trained`` (optional: all): number of parameters with a gradient.
+    - ``stored`` (optional: ``parameters``): parameters, where quantised ones count as as many as
+      take their bytes.
     - ``needs_grad[i]`` (optional: true): the tensors before layer i need a gradient.
     - ``recompute_s`` (optional: none): part of the backward time spent on recomputation.
     - ``recompute_bytes``: bytes recomputed, in addition to saved ones.
@@ -62,6 +64,7 @@ class ChainCosts:
     skips: tuple[SkipCost, ...] = ()
     weight_grad_s: tuple[float, ...] = ()
     trained: tuple[int, ...] = ()
+    stored: tuple[int, ...] = ()
     needs_grad: tuple[bool, ...] = ()
     split_forward_s: tuple[float, ...] = ()
     split_backward_s: tuple[float, ...] = ()
@@ -79,7 +82,7 @@ class ChainCosts:
         lengths |= {
             len(column)
             for column in (
-                *(self.weight_grad_s, self.trained, self.needs_grad, *of_split),
+                *(self.weight_grad_s, self.trained, self.stored, self.needs_grad, *of_split),
                 *(self.recompute_s, self.recompute_bytes, self.shared_bytes, self.wgrad_bytes),
             )
             if column
@@ -110,6 +113,11 @@ class ChainCosts:
     def trained_parameters(self) -> tuple[int, ...]:
         """Number of each layer's parameters with a gradient and optimizer state."""
         return self.trained or self.parameters
+
+    @property
+    def stored_parameters(self) -> tuple[int, ...]:
+        """Parameters of each layer by the bytes that they take, in units of one of the run's."""
+        return self.stored or self.parameters
 
     def __len__(self) -> int:
         return len(self.names)

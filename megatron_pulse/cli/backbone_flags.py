@@ -1,6 +1,7 @@
 """Flags for the backbone, shared by several commands.
 
-They are ``--backbone``, ``--module``, ``--option``, ``--train``, ``--freeze`` and ``--adapter``.
+They are ``--backbone``, ``--module``, ``--option``, ``--train``, ``--freeze``, ``--adapter`` and
+``--quantization``.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def layers_faults(args: argparse.Namespace, is_file: bool) -> list[str]:
         return [*backbone_faults(args), *dataclass_faults(read_flags(AdapterChoice, args))]
     return [
         f"--{name} is for --backbone"
-        for name in ("option", "train", "freeze", "adapter")
+        for name in ("option", "train", "freeze", "adapter", "quantization")
         if getattr(args, name)
     ]
 
@@ -101,8 +102,8 @@ def trained_backbone(args: argparse.Namespace, dtype: str) -> Backbone:
 
     options = in_dtype(args.backbone, options_of(args), dtype)
     backbone = load_backbone(args.backbone, options)
-    adapter = read_flags(AdapterChoice, args).record
-    part = TrainedPart(tuple(args.train), tuple(args.freeze), adapter)
+    adapter = read_flags(AdapterChoice, args)
+    part = TrainedPart(tuple(args.train), tuple(args.freeze), adapter.record, adapter.quantization)
     if any(part):
         prepare_megatron()
     return trained_as(backbone, part)

@@ -21,7 +21,7 @@ _SECONDS = 6.0
 _MOST_DEVICES = 32
 _BYTES = 10
 """Least bytes a parameter takes: bf16 weight and gradient, fp32 weight; Adam may be offloaded."""
-_FROZEN_BYTES = 2
+_FROZEN_BYTES = 2  # or fewer if quantised
 
 
 def device_table(clusters: Sequence[str]) -> list[str]:
@@ -63,10 +63,13 @@ def _fewest(name: str, place: Cluster) -> tuple[Profile, str]:
         words += ["--option", f"{option}={value}"]
     for key, value in recipe.get("adapter", {}).items():
         words += [f"--adapter{'' if key == 'type' else f'-{key}'}", str(value)]
+    if kind := recipe.get("quantization", {}).get("type"):
+        words += ["--quantization", kind]
     args = parser.parse_args(words)
     profile = given_profile(args, place)
     state = sum(
-        _FROZEN_BYTES * layer.frozen_parameters + _BYTES * layer.trained_parameters
+        _FROZEN_BYTES * layer.stored_parameters(_FROZEN_BYTES)
+        + (_BYTES - _FROZEN_BYTES) * layer.trained_parameters
         for layer in profile.layers
     )
     least = state / place.usable_bytes

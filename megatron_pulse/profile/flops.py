@@ -82,7 +82,7 @@ def _count(
 ) -> LayerFlops:
     """Operations of one layer; ``runs`` is true if it has a backward pass."""
     compute = next(
-        (p.dtype for p in module.parameters()), torch.float32
+        (p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32
     )  # derived chains may have any dtype
 
     def make(spec: TensorSpec, trained: bool = runs) -> torch.Tensor:

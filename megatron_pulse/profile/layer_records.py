@@ -38,6 +38,8 @@ class ProfiledLayer:
       field.
     - ``begins``: the layer begins a further chain of a cascade, and takes nothing from the previous
       layer.
+    - ``quantized_parameters``: number of frozen parameters that are quantised; they take
+      ``quantized_bytes``.
     """
 
     name: str
@@ -50,11 +52,18 @@ class ProfiledLayer:
     frozen_parameters: int = 0
     needs_grad: bool = True
     begins: bool = False
+    quantized_parameters: int = 0
+    quantized_bytes: int = 0
 
     @property
     def trained_parameters(self) -> int:
         """Number of parameters with gradients and optimizer state."""
         return self.parameters - self.frozen_parameters
+
+    def stored_parameters(self, element_bytes: int) -> int:
+        """Parameters, where quantised ones count as as many as take their bytes."""
+        whole = self.parameters - self.quantized_parameters
+        return whole + math.ceil(self.quantized_bytes / element_bytes)
 
     def of_rank(self, tensor: int) -> tuple[int, int]:
         """Parameters per rank, and trained ones, with ``tensor`` tensor-parallel ranks.

@@ -9,12 +9,17 @@ from typing import TYPE_CHECKING
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.check import BackboneError
 from megatron_pulse.errors import describe_exception
-from megatron_pulse.profile.measurement.layer_context import count_module_parameters, meta_context
+from megatron_pulse.profile.measurement.layer_context import (
+    count_module_parameters,
+    count_quantized,
+    meta_context,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_counted: dict[str, tuple[tuple[int, int], ...]] = {}
+_counted: dict[str, tuple[tuple[int, int, int, int], ...]] = {}
+"""Parameters of each layer, trained ones, quantised ones, and the bytes of these."""
 
 
 def count_parameters(backbone: Backbone) -> tuple[int, ...]:
@@ -24,22 +29,33 @@ def count_parameters(backbone: Backbone) -> tuple[int, ...]:
     a distributed run of any layout, and without one. Raises BackboneError naming every layer that
     cannot be built.
     """
-    return tuple(whole for whole, _ in _counts(backbone))
+    return tuple(whole for whole, *_ in _counts(backbone))
 
 
 def count_trained(backbone: Backbone) -> tuple[int, ...]:
     """Number of each layer's parameters with ``requires_grad``. See ``count_parameters``."""
-    return tuple(trained for _, trained in _counts(backbone))
+    return tuple(trained for _, trained, *_ in _counts(backbone))
 
 
-def _counts(backbone: Backbone) -> tuple[tuple[int, int], ...]:
+def weight_bytes(backbone: Backbone, each: int) -> tuple[int, ...]:
+    """Bytes of each layer's parameters: ``each``, and what quantised ones take.
+
+    See ``count_parameters``.
+    """
+    return tuple(
+        each * (whole - quantized) + num_bytes
+        for whole, _, quantized, num_bytes in _counts(backbone)
+    )
+
+
+def _counts(backbone: Backbone) -> tuple[tuple[int, int, int, int], ...]:
     key = json.dumps([backbone.record, [layer.name for layer in backbone.layers]])
     if not backbone.record or key not in _counted:
         _counted[key] = _count(backbone)
     return _counted[key]
 
 
-def _count(backbone: Backbone) -> tuple[tuple[int, int], ...]:
+def _count(backbone: Backbone) -> tuple[tuple[int, int, int, int], ...]:
     import torch
 
     from megatron_pulse.profile.measurement.module_check import naming_module_faults
@@ -48,7 +64,8 @@ def _count(backbone: Backbone) -> tuple[tuple[int, int], ...]:
     with naming_module_faults(backbone), torch.device("meta"):
         modules = (layer.build(context) for layer in backbone.layers)
         return tuple(
-            (count_module_parameters(m), count_module_parameters(m, True)) for m in modules
+            (count_module_parameters(m), count_module_parameters(m, True), *count_quantized(m))
+            for m in modules
         )
 
 

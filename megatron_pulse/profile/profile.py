@@ -86,6 +86,21 @@ class Profile:
             raise ProfileError(format_faults("the profile is not sound", faults))
 
     @property
+    def quantized(self) -> str:
+        """Number and bytes of the quantised parameters as text; empty if there are none."""
+        count = sum(layer.quantized_parameters for layer in self.layers)
+        num_bytes = sum(layer.quantized_bytes for layer in self.layers)
+        kind = self.backbone.get("quantization", "integers")
+        said = f"{count:,} frozen parameters in {kind}: {num_bytes / 1e6:,.1f} MB"
+        return said if count else ""
+
+    @property
+    def stored_parameters(self) -> tuple[int, ...]:
+        """Parameters of each layer, where quantised ones count as as many as take their bytes."""
+        element_bytes = ELEMENT_BYTES[self.dtype]
+        return tuple(layer.stored_parameters(element_bytes) for layer in self.layers)
+
+    @property
     def embedders(self) -> frozenset[int]:
         """Indices of the layers that can run on every device."""
         return frozenset(edge.source for edge in self.conditioning if edge.embedder)
@@ -229,6 +244,7 @@ class Profile:
                 for (_, inputs, weight), more in zip(split_s, more_split_s, strict=True)
             ),
             trained=tuple(layer.trained_parameters for layer in self.layers),
+            stored=self.stored_parameters if self.quantized else (),
             needs_grad=tuple(layer.needs_grad for layer in self.layers),
             recompute_s=tuple(
                 runs * layer.forward_s for layer, runs in zip(times, again, strict=True)
@@ -281,13 +297,19 @@ class Profile:
         for i, layer in enumerate(self.layers):
             if first.setdefault(layer.name, i) != i:
                 yield f"layers {first[layer.name]} and {i} are both named {layer.name!r}"
-            counts = ("parameters", "boundary_bytes", "sharded_parameters", "optimizer_s")
-            yield from _beyond(f"layers[{i}]", layer, counts)
+            counts = "parameters", "boundary_bytes", "sharded_parameters", "optimizer_s"
+            yield from _beyond(f"layers[{i}]", layer, (*counts, "quantized_bytes"))
             if not 0 <= layer.sharded_time <= 1:
                 yield f"layers[{i}].sharded_time is {layer.sharded_time}; it must be from 0 to 1"
             if not 0 <= layer.frozen_parameters <= max(0, layer.parameters):
                 frozen = layer.frozen_parameters
                 yield f"layers[{i}].frozen_parameters is {frozen}; it must be 0 to its parameters"
+            if not 0 <= layer.quantized_parameters <= max(0, layer.frozen_parameters):
+                quantized = layer.quantized_parameters
+                yield (
+                    f"layers[{i}].quantized_parameters is {quantized}; it must be 0 to its frozen "
+                    "parameters"
+                )
             sums = layer.shard_sums
             if not all(0 <= n <= _MOST for n in (*sums.rows, *sums.columns, *sums.contexts)):
                 yield f"layers[{i}].shard_sums: bytes must be from 0 to {_MOST:g}"

@@ -72,14 +72,19 @@ def _none_left(count: int) -> str:
 
 
 class TrainedPart(NamedTuple):
-    """Part of a model that a run trains: parameters by patterns, and an adapter (its record)."""
+    """Part of a model that a run trains: parameters by patterns, and an adapter (its record).
+
+    ``quantization`` is that of the frozen weights below an adapter (None: they are not quantised).
+    """
 
     train: tuple[str, ...] = ()
     freeze: tuple[str, ...] = ()
     adapter: Mapping[str, Any] | None = None
+    quantization: str | None = None
 
     def __str__(self) -> str:
         every = "everything" if self.adapter is None else describe(self.adapter)
+        every += f" over {self.quantization} weights" if self.quantization else ""
         said = ", ".join(self.train) or every
         return said + (f" but {', '.join(self.freeze)}" if self.freeze else "")
 
@@ -87,7 +92,10 @@ class TrainedPart(NamedTuple):
 def trained_part(record: Mapping[str, Any]) -> TrainedPart:
     """Part that a run with this backbone's record trains."""
     return TrainedPart(
-        tuple(record.get("train", ())), tuple(record.get("freeze", ())), record.get("adapter")
+        tuple(record.get("train", ())),
+        tuple(record.get("freeze", ())),
+        record.get("adapter"),
+        record.get("quantization"),
     )
 
 

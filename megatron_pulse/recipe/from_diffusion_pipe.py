@@ -47,6 +47,7 @@ _IN_STEPS = "counted in steps here: give {} a number of steps"
 _BUCKETS = "pictures are cropped to the backbone's size here (model.options sets it)"
 _PLANNED = "the plan decides it, by memory and measured times"
 _FOLDER = "weights are read from a diffusers folder: model.weights, encoders.folder"
+_QUANTIZED = "weights are not quantised to it; below an adapter, quantization.type has nf4 and int8"
 _WITHOUT = {
     "eval_datasets": "a tenth of the data is held back here; a set of one's own is not supported",
     "eval_every_n_epochs": _IN_STEPS.format("validation.every"),
@@ -80,8 +81,8 @@ _WITHOUT = {
     "adapter.dtype": "an adapter's main weights are fp32",
     "monitoring.wandb_api_key": "'wandb login' keeps it",
     "monitoring.enable_wandb": "log.wandb_project turns it on",
-    "model.transformer_dtype": "weights are not quantised: main weights are fp32",
-    "model.diffusion_model_dtype": "weights are not quantised: main weights are fp32",
+    "model.transformer_dtype": _QUANTIZED,
+    "model.diffusion_model_dtype": _QUANTIZED,
     "model.guidance": "Flux trains at the guidance of its configuration",
     "model.v_pred": "the process is that of the weights; process.objective = 'v' sets it",
     "model.unet_lr": "one learning rate for all weights: optimizer.lr",

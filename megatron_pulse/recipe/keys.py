@@ -74,6 +74,16 @@ class AdapterKeys:
 
 
 @dataclass(frozen=True)
+class QuantizationKeys:
+    """Storage of the frozen weights below an adapter."""
+
+    type: Literal["nf4", "int8"] | None = key(
+        "quantise the linear layers of blocks; 'weights' is a diffusers folder of a traced class",
+        "--pulse-quantization",
+    )
+
+
+@dataclass(frozen=True)
 class Data:
     """Training samples."""
 
@@ -334,6 +344,7 @@ class Recipe:
     output: Text = key("folder of the run: checkpoints, logs, plan, this recipe", default=MISSING)
     model: Model
     adapter: AdapterKeys = AdapterKeys()
+    quantization: QuantizationKeys = QuantizationKeys()
     data: Data
     encoders: Encoders = Encoders()
     process: Process = Process()

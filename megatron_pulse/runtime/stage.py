@@ -180,7 +180,8 @@ class Stage(Nest):
         inputs, carried = self._fan_out(inputs, self._boundary_skips)
         skips = {**skips, **carried}
         conditioning = {**conditioning, **self._embed(conditioning, shape_index)}
-        expected = self._kinds(inputs, skips, shape_index)
+        dtype = self._dtype(inputs)
+        expected = self._kinds(inputs, skips, dtype, shape_index)
         policies = (
             self.policies
             if torch.is_grad_enabled()
@@ -192,7 +193,9 @@ class Stage(Nest):
             if spec.name in self._replicated:
                 continue
             popped = {spec.own(name): _alias(skips.pop(name)) for name in spec.pops}
-            used = {spec.own(name): self._use(name, conditioning[name]) for name in spec.uses}
+            used = {
+                spec.own(name): self._use(name, conditioning[name], dtype) for name in spec.uses
+            }
             inputs = tuple(_alias(tensor) for tensor in inputs)
             for holder in self._holders.get(spec.name, ()):
                 holder()
@@ -336,16 +339,20 @@ class Stage(Nest):
         if not found and not settles:
             self._known.add(key)
 
+    def _dtype(self, inputs: tuple[Tensor, ...]) -> torch.dtype:
+        """dtype in which layers compute: that of boundary tensors, or of parameters."""
+        specs = self._specs[0].inputs
+        computed = (t.dtype for t, s in zip(inputs, specs, strict=True) if s.dtype == COMPUTE)
+        of_parameters = (p.dtype for p in self.parameters() if p.is_floating_point())
+        return next(chain(computed, of_parameters), torch.get_default_dtype())
+
     def _kinds(
-        self, inputs: tuple[Tensor, ...], skips: Tensors, shape_index: int
+        self, inputs: tuple[Tensor, ...], skips: Tensors, dtype: torch.dtype, shape_index: int
     ) -> list[tuple[TensorMeta, ...]]:
         """Expected shapes and dtypes of each layer's results, for these boundary
         tensors and skips.
         """
         specs = self._specs[0].inputs
-        computed = (t.dtype for t, s in zip(inputs, specs, strict=True) if s.dtype == COMPUTE)
-        of_parameters = (p.dtype for p in self.parameters())
-        dtype = next(chain(computed, of_parameters), torch.get_default_dtype())
         popped = [(skips[n], s) for la in self._specs for n, s in la.pops.items() if n in skips]
         sizes = (
             tensor.shape[spec.batch_dim]
@@ -414,8 +421,8 @@ class Stage(Nest):
             )
         return provided
 
-    def _use(self, name: str, tensor: Tensor) -> Tensor:
-        """Conditioning in the dtype that layers use.
+    def _use(self, name: str, tensor: Tensor, compute: torch.dtype) -> Tensor:
+        """Conditioning in the dtype that layers use; layers compute in ``compute``.
 
         Conditioning computed by a layer has many users. Its gradients are summed in fp64 and
         rounded once, so the sum does not depend on the distribution of users over stages.
@@ -423,7 +430,7 @@ class Stage(Nest):
         if name not in self._computed:
             return tensor
         dtype = self._computed[name]
-        return _alias(tensor).to(next(self.parameters()).dtype if dtype is None else dtype)
+        return _alias(tensor).to(compute if dtype is None else dtype)
 
     def replicated_parameters(self) -> Iterator[nn.Parameter]:
         """Parameters of this stage's embedders that run as copies on every device."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import fx
 from megatron_pulse.adapters.low_rank import add_conv2d, add_linear, factor_names
 from megatron_pulse.tracing.units import Unit
 
-_LINEAR = torch.ops.aten.linear.default
+LINEAR = torch.ops.aten.linear.default
 _CONVOLUTIONS = (torch.ops.aten.conv2d.default, torch.ops.aten.conv2d.padding)
 
 
@@ -26,14 +26,19 @@ class UnitAdapter:
 
 def adaptable_weights(unit: Unit) -> list[str]:
     """Weights of a unit that only linear maps and ungrouped 2D convolutions use, and as weights."""
+    return [name for name in weights_used_by(unit, _takes_adapter) if name.endswith(".weight")]
+
+
+def weights_used_by(unit: Unit, fits: Callable[[fx.Node], bool]) -> list[str]:
+    """Weights of a unit that only operations that fit use, and as their second operand."""
     used: dict[str, bool] = {}
-    own = _weights(unit)
+    own = weight_nodes(unit)
     for node in unit.graph.nodes:
         for given in node.all_input_nodes:
             if given in own:
-                fits = _takes_adapter(node) and node.args[1] is given and node.args[0] is not given
-                used[own[given]] = used.get(own[given], True) and fits
-    return [name for name, fits in used.items() if fits and name.endswith(".weight")]
+                is_weight = fits(node) and node.args[1] is given and node.args[0] is not given
+                used[own[given]] = used.get(own[given], True) and is_weight
+    return [name for name, all_fit in used.items() if all_fit]
 
 
 def adapted(unit: Unit, adapter: UnitAdapter) -> Unit:
@@ -41,7 +46,7 @@ def adapted(unit: Unit, adapter: UnitAdapter) -> Unit:
     graph = fx.Graph()
     graph.output(graph.graph_copy(unit.graph, {}))
     of_graph = replace(unit, graph=graph)
-    names = {node: name for node, name in _weights(of_graph).items() if name in adapter.weights}
+    names = {node: name for node, name in weight_nodes(of_graph).items() if name in adapter.weights}
     last = [node for node in graph.nodes if node.op == "placeholder"][-1]
     factors: dict[str, tuple[fx.Node, fx.Node]] = {}
     added: list[str] = []
@@ -58,7 +63,7 @@ def adapted(unit: Unit, adapter: UnitAdapter) -> Unit:
             continue
         arguments = (node, node.args[0], *factors[names[node.args[1]]], adapter.scale)
         with graph.inserting_after(node):
-            if node.target == _LINEAR:
+            if node.target == LINEAR:
                 result = graph.call_function(add_linear, arguments)
             else:
                 result = graph.call_function(add_conv2d, (*arguments, dict(_settings(node))))
@@ -67,7 +72,7 @@ def adapted(unit: Unit, adapter: UnitAdapter) -> Unit:
     return replace(of_graph, state=(*unit.state, *added), weights=(*unit.weights, *added))
 
 
-def _weights(unit: Unit) -> dict[fx.Node, str]:
+def weight_nodes(unit: Unit) -> dict[fx.Node, str]:
     """Placeholders of the unit's weights, with their names."""
     placeholders = (node for node in unit.graph.nodes if node.op == "placeholder")
     names = zip(placeholders, (*unit.takes, *unit.state), strict=True)
@@ -75,7 +80,7 @@ def _weights(unit: Unit) -> dict[fx.Node, str]:
 
 
 def _takes_adapter(node: fx.Node) -> bool:
-    if node.target == _LINEAR:
+    if node.target == LINEAR:
         return True
     groups = dict(_arguments(node)).get("groups", 1) if node.target in _CONVOLUTIONS else 0
     return groups == 1

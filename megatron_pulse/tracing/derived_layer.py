@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from megatron_pulse.adapters.low_rank import factor_names, first_factors
+from megatron_pulse.adapters.quantization import quantized_names
+from megatron_pulse.adapters.quantized_linear import quantize
 from megatron_pulse.backbone.chain import TensorSpec
 from megatron_pulse.tracing.adapted_graph import UnitAdapter, adaptable_weights, adapted
 from megatron_pulse.tracing.chains import Chains
@@ -19,6 +21,7 @@ from megatron_pulse.tracing.dotted_parameters import Nest, container_of, registe
 from megatron_pulse.tracing.graph_analysis import operation
 from megatron_pulse.tracing.initial_weights.meta_init import has_no_memory
 from megatron_pulse.tracing.initial_weights.sources import Weights
+from megatron_pulse.tracing.quantized_graph import Quantization, quantized
 from megatron_pulse.tracing.units import Unit, UnitChain
 
 _PRODUCTS = {
@@ -68,7 +71,7 @@ class ChainSource:
 
     ``chains`` has the chain for every shape and microbatch size, with equal units. ``samples`` has
     the sample layout of every value, per shape. ``field_of`` maps the module's inputs to batch
-    fields; ``scale_of`` gives factors for field values.
+    fields; ``scale_of`` gives factors for field values. ``quantization`` is that of frozen weights.
     """
 
     chains: Chains
@@ -78,6 +81,7 @@ class ChainSource:
     scale_of: Mapping[str, float]
     dtype: torch.dtype
     weights: Weights
+    quantization: Quantization | None = None
     known: dict[tuple[UnitChain, torch.device], dict[str, Any]] = field(default_factory=dict)
 
     def constants(self, chain: UnitChain, device: torch.device) -> dict[str, Any]:
@@ -102,7 +106,8 @@ class DerivedLayer(Nest):
 
     Parameters have qualified names and begin with the source's weights for the seed of torch's
     generator. Without ``initialise`` they are uninitialised. Buffers are constants of the chain.
-    Every shape (``chain_shape``) and mode has its own graph on the same parameters.
+    Every shape (``chain_shape``) and mode has its own graph on the same parameters. Weights are
+    read, quantised if the source says so, and released one by one.
     """
 
     def __init__(self, source: ChainSource, index: int, initialise: bool = True) -> None:
@@ -110,7 +115,7 @@ class DerivedLayer(Nest):
         self._source, self._index = source, index
         self.chain_shape = 0
         chain = source.chains.first
-        self._unit = unit = chain.units[index]
+        unit = chain.units[index]
         links = [u for u in chain.units if not u.embedder]
         number = next((i for i, u in enumerate(links) if u is unit), 0)
         self._before = links[number - 1].boundary if number else (chain.sample,)
@@ -118,11 +123,19 @@ class DerivedLayer(Nest):
         values: Mapping[str, Tensor] | None = None
         if initialise and device.type != "meta" and unit.weights:
             values = source.weights.parameters(torch.initial_seed())
-        parameters = {
-            name: nn.Parameter(self._first(name, values, device), name in chain.trained)
-            for name in unit.weights
-        }
+        parameters: dict[str, nn.Parameter] = {}
+        quantization = source.quantization
+        self._quantized = () if quantization is None else quantization.of_unit(unit)
+        for name in unit.weights:
+            if quantization is None or name not in self._quantized:
+                first = self._first(name, values, device)
+                parameters[name] = nn.Parameter(first, name in chain.trained)
+                continue
+            value = self._first(name, values, device, quantization.dtype)
+            held = quantize(value, quantization.kind)
+            parameters.update(zip(quantized_names(name, quantization.kind), held, strict=True))
         self._adapter: UnitAdapter | None = None
+        self._unit = self._changed(unit)
         self._compiled: dict[tuple[UnitChain, torch.device], Any] = {}
         self._containers: dict[str, tuple[nn.Module, str]] = {}
         self._undivided = undivided(unit)
@@ -130,10 +143,15 @@ class DerivedLayer(Nest):
         self._containers.update((name, container_of(self, name)) for name in parameters)
 
     def _first(
-        self, name: str, values: Mapping[str, Tensor] | None, device: torch.device
+        self,
+        name: str,
+        values: Mapping[str, Tensor] | None,
+        device: torch.device,
+        dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """Initial value of a parameter in the finer of both dtypes; uninitialised without
-        ``values``.
+        """Initial value of a parameter; uninitialised without ``values``.
+
+        By default its dtype is the finer of those of the chain and of the values.
         """
         weight = self._source.chains.first.state[name]
         if values is None:
@@ -144,14 +162,15 @@ class DerivedLayer(Nest):
                 f"{name} is on the meta device, without values: such a chain is for planning "
                 "only. To run it, give from_module a module with weights"
             )
-        dtype = torch.promote_types(weight.dtype, value.dtype)
+        dtype = dtype or torch.promote_types(weight.dtype, value.dtype)
         if dtype == value.dtype and self._source.weights.is_new:
             return value
         return torch.empty_like(weight, dtype=dtype, device=value.device).copy_(value)
 
     def adaptable(self) -> list[str]:
         """Names of the layers with a weight that takes an adapter. See ``Adaptable``."""
-        return [name.removesuffix(".weight") for name in adaptable_weights(self._unit)]
+        unit = self._source.chains.first.units[self._index]
+        return [name.removesuffix(".weight") for name in adaptable_weights(unit)]
 
     def add_adapter(
         self, layers: Collection[str], rank: int, scale: float, start: Mapping[str, Tensor]
@@ -159,13 +178,16 @@ class DerivedLayer(Nest):
         """Add trained factors beside the weights of ``layers``. See ``Adaptable``."""
         weights = tuple(f"{layer}.weight" for layer in layers)
         self._adapter = UnitAdapter(weights, scale)
-        self._unit = adapted(self._unit, self._adapter)
-        self._undivided = undivided(self._unit)
+        chain = self._source.chains.first
+        unit = chain.units[self._index]
+        self._undivided = undivided(adapted(unit, self._adapter))
+        self._unit = self._changed(unit)
         made: dict[str, nn.Parameter] = {}
         for name in weights:
-            weight = self._parameter(name)
-            seed = torch.initial_seed()
-            factors = first_factors(weight, rank, name, seed, weight.device, start)
+            weight, device = chain.state[name], next(self.parameters()).device
+            if name in self._containers:
+                weight = self._parameter(name)
+            factors = first_factors(weight, rank, name, torch.initial_seed(), device, start)
             made.update(zip(factor_names(name), factors, strict=True))
         register_parameters(self, made)
         self._containers.update((name, container_of(self, name)) for name in made)
@@ -173,7 +195,7 @@ class DerivedLayer(Nest):
     @property
     def undivided(self) -> list[nn.Parameter]:
         """Parameters whose gradients are not deferred. See Layer."""
-        return [self._parameter(name) for name in self._undivided]
+        return [self._parameter(name) for name in self._undivided if name in self._containers]
 
     def extra_repr(self) -> str:
         """Name of the unit. See nn.Module."""
@@ -245,11 +267,18 @@ class DerivedLayer(Nest):
 
     def _executable(self, chain: UnitChain, device: torch.device) -> Any:
         if (chain, device) not in self._compiled:
-            unit = chain.units[self._index]
-            if self._adapter is not None:
-                unit = adapted(unit, self._adapter)
+            unit = self._changed(chain.units[self._index])
             self._compiled[chain, device] = executable(unit.graph, chain, device)
         return self._compiled[chain, device]
+
+    def _changed(self, unit: Unit) -> Unit:
+        """The unit, of any shape, with the adapter and with quantised weights."""
+        if self._adapter is not None:
+            unit = adapted(unit, self._adapter)
+        if self._quantized and (quantization := self._source.quantization) is not None:
+            shapes = {n: tuple(self._source.chains.first.state[n].shape) for n in self._quantized}
+            unit = quantized(unit, quantization.kind, shapes)
+        return unit
 
 
 def undivided(unit: Unit) -> frozenset[str]:

@@ -23,6 +23,7 @@ from megatron_pulse.tracing.initial_weights.sources import (
     other_names,
 )
 from megatron_pulse.tracing.input_roles import Make, read_inputs, read_others
+from megatron_pulse.tracing.quantized_graph import Quantization, weights_of_blocks
 from megatron_pulse.tracing.self_check import compare_with_module
 from megatron_pulse.tracing.torch_export import DerivationError
 from megatron_pulse.tracing.units import UnitChain
@@ -176,15 +177,43 @@ def _source(backbone: Backbone) -> ChainSource:
 
 def with_weights(backbone: Backbone, weights: Weights) -> Backbone:
     """Derived chain with other initial ``weights``."""
-    source = _source(backbone)
-    other = replace(source, weights=weights, known={})
+    return _rebuilt(backbone, replace(_source(backbone), weights=weights))
+
+
+def _rebuilt(backbone: Backbone, source: ChainSource) -> Backbone:
+    """Derived chain whose layers are built from ``source``."""
+    source = replace(source, known={})
     return replace(
         backbone,
         layers=tuple(
-            replace(layer, build=functools.partial(_build, other, i))
+            replace(layer, build=functools.partial(_build, source, i))
             for i, layer in enumerate(backbone.layers)
         ),
     )
+
+
+def with_quantization(backbone: Backbone, kind: str, dtype: torch.dtype | None = None) -> Backbone:
+    """Derived chain with the linear maps of its blocks quantised (one of ``QUANTIZATIONS``).
+
+    Norms, biases, embeddings, convolutions and the layers around the blocks stay as they are.
+    Values are rounded to ``dtype`` first, by default that of the chain, as diffusers does with
+    ``BitsAndBytesConfig``. Raises ValueError if the backbone is not derived, or has no such weight.
+    """
+    source = source_of(backbone)
+    if source is None:
+        raise ValueError(
+            f"{backbone.name} is a hand-written family, whose weights cannot be quantised. Take "
+            "its diffusers class (diffusers:FOLDER), or leave the quantisation out"
+        )
+    weights = weights_of_blocks(source.chains.module)
+    quantization = Quantization(kind, weights, dtype or source.dtype)
+    if not any(map(quantization.of_unit, source.chains.first.units)):
+        raise ValueError(
+            f"{backbone.name} has no linear layer in a list of blocks that can be quantised: leave "
+            "the quantisation out"
+        )
+    record = {**backbone.record, "quantization": kind} if backbone.record else {}
+    return replace(_rebuilt(backbone, replace(source, quantization=quantization)), record=record)
 
 
 def buffers_of(backbone: Backbone) -> dict[str, torch.Tensor]:

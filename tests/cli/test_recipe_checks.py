@@ -34,6 +34,7 @@ BAD = {
     "model.options": "{depht = 4}",
     "model.train": "'embd.*'",
     "model.freeze": "'embd.*'",
+    "quantization.type": "'nf4'",  # without an adapter
     "data.source": "'mnst'",
     "data.default_caption": "'of digits'",
     "data.skip_corrupt": "true",  # of digits

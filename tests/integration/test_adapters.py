@@ -28,7 +28,11 @@ ADAPTER += ["--pulse-adapter-target", "to_q", "--pulse-adapter-target", "to_out.
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with a pipeline, pictures, and a run of two steps saved after each."""
-    folder = tmp_path_factory.mktemp("lora")
+    return make_place(tmp_path_factory.mktemp("lora"))
+
+
+def make_place(folder: Path) -> Path:
+    """Write a pipeline and pictures into ``folder``."""
     (folder / "sd").mkdir()
     make_diffusion(folder / "sd")
     (folder / "pictures").mkdir()

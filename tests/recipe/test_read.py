@@ -27,6 +27,7 @@ VALUES = {
     "adapter.type": "lora",
     "optimizer.betas": [0.8, 0.9],
     "model.options": {"depth": 4, "skips": True},
+    "quantization.type": "nf4",
     "data.workers": 2,
     "training.dtype": "bf16",
     "encoders.schedule": ["vae=fill"],

@@ -296,8 +296,9 @@ def leave_zero(model: Pipeline | nn.Module, chains: Collection[str] = ()) -> Non
             if (parts := name.split(".", 1))[0] in chains:
                 name = parts[1]
             generator = torch.Generator().manual_seed(layer_seed(SEED, name))
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter += 0.02 * noise.to(parameter.device)
+            if parameter.is_floating_point():  # not quantised
+                noise = torch.randn(parameter.shape, generator=generator)
+                parameter += 0.02 * noise.to(parameter.device)
 
 
 def split(schedule: Schedule, delay: int) -> Schedule:

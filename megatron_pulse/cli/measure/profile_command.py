@@ -210,6 +210,7 @@ def report(profile: Profile, size: int, top: int) -> list[str]:
         f"ms, backward {1e3 * backward:.2f} ms (x{backward / forward if forward else 0:.2f}), "
         f"{sum(costs.saved_bytes) / 1e6:,.1f} MB saved, {len(costs.skips)} skips of "
         f"{sum(skip.num_bytes for skip in costs.skips) / 1e6:,.1f} MB",
+        *([profile.quantized] if profile.quantized else []),
         *_selective(costs, profile.at(size, profile.all_layers(ActivationPolicy.SELECTIVE))),
     ]
 

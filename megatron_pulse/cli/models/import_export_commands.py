@@ -80,6 +80,7 @@ folder scheduler, or beside a file as NAME.scheduler_config.json.
 
 Of an adapter's run it writes the adapter alone: a folder for load_lora_weights, or one file
 (.safetensors). With --merge it writes the whole model, with the adapter's effect in its weights.
+These are the published ones, not their quantisation.
 
 With --pipeline the folder is a whole pipeline for DiffusionPipeline.from_pretrained: the other
 components are those of the pipeline given, or else of the run's encoders or of the imported one.
@@ -224,7 +225,7 @@ def run_export(args: argparse.Namespace) -> None:
     with as_user_error(ValueError):
         saved = read_saved_run(args.load, args.iteration, args.frozen_weights)
         saved = saved.of_chain(args.chain)
-        backbone, stage = load_whole(saved, averaged=not args.raw)
+        backbone, stage = load_whole(saved, averaged=not args.raw, quantized=False)
         if "adapter" in backbone.record and not args.merge:
             _export_adapter(args, saved, backbone, stage)
             return

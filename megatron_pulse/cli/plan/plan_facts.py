@@ -34,6 +34,7 @@ def predicted(plan: PlanFile) -> list[tuple[str, str]]:
         *own,
         ("bubble", f"{100 * p['bubble']:.1f} % of the devices' time in the pipeline"),
         ("memory", f"at most {max(p['memory_bytes']) / 1e9:.3g} GB on a device"),
+        *([("weights", plan.profile.quantized)] if plan.profile.quantized else []),
         *_for_optimizer(plan),
         (
             "sent",

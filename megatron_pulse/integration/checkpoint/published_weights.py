@@ -84,16 +84,21 @@ def stage_config(*, initialise: bool = False) -> TransformerConfig:
 
 
 def load_whole(
-    saved: SavedRun, *, averaged: bool, options: Mapping[str, str] = MappingProxyType({})
+    saved: SavedRun,
+    *,
+    averaged: bool,
+    options: Mapping[str, str] = MappingProxyType({}),
+    quantized: bool = True,
 ) -> tuple[Backbone, MegatronStage]:
     """Load the backbone of a saved run (with other ``options``) as one stage with its weights.
 
+    Without ``quantized``, frozen weights are as published.
     Raises CheckpointError if the weights are damaged or unreadable, if there is no EMA, or if the
     options make another model.
     """
     if averaged and not saved.has_ema:
         raise CheckpointError(f"{saved.folder} holds no EMA weights: use --raw")
-    backbone = saved.load_backbone(options)
+    backbone = saved.load_backbone(options, quantized=quantized)
     require_intact(saved.folder)
     stage = whole_stage(backbone, initialise=saved.frozen_weights is not None)
     load_weights(stage, saved, averaged=averaged)

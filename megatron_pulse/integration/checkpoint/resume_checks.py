@@ -116,14 +116,27 @@ def _other_backbone(start: StartingPoint, wanted: NewRun) -> Iterator[str]:
 def _other_adapter(start: StartingPoint, wanted: NewRun) -> Iterator[str]:
     """A continued run keeps its adapter, and the weights below it."""
     saved, args = start.saved, wanted.arguments
-    theirs, ours = (trained_part(record).adapter for record in (saved.record, wanted.record))
+    parts = [trained_part(record) for record in (saved.record, wanted.record)]
+    theirs, ours = (part.adapter for part in parts)
+    before, now_quantized = (part.quantization for part in parts)
     if not start.continued:
         if theirs is not None:
             yield (
                 f"it holds weights with an adapter ({describe_adapter(theirs)}). Merge them into "
                 "a model with 'pulse export --merge', and start with that"
             )
+        elif now_quantized is not None:
+            yield (
+                f"--pulse-quantization {now_quantized} quantises the weights of a diffusers "
+                "folder, not those of a checkpoint. Export it ('pulse export'), and start with that"
+            )
         return
+    if before != now_quantized:
+        yield (
+            f"its frozen weights are quantised as {before or 'none'}, and those of this run as "
+            f"{now_quantized or 'none'}. Give the same --pulse-quantization, or name another "
+            "--save for another run"
+        )
     if theirs != ours:
         yield (
             f"it trains {describe_adapter(theirs)}, but this run trains {describe_adapter(ours)}. "

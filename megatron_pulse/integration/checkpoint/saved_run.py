@@ -143,10 +143,13 @@ class SavedRun:
         """Frozen weights that the checkpoint leaves out, if any."""
         return FrozenWeights.of_checkpoint(self.arguments)
 
-    def load_backbone(self, options: Mapping[str, str] = MappingProxyType({})) -> Backbone:
+    def load_backbone(
+        self, options: Mapping[str, str] = MappingProxyType({}), *, quantized: bool = True
+    ) -> Backbone:
         """Build the run's backbone in fp32, with ``options`` changed, and with its adapter.
 
-        Its layers begin with the frozen weights that the checkpoint leaves out. Raises
+        Its layers begin with the frozen weights that the checkpoint leaves out, quantised as in the
+        run if ``quantized``. Raises
         CheckpointError for options that would make another model, ValueError for invalid ones, and
         UserError if the frozen weights are gone.
         """
@@ -163,7 +166,9 @@ class SavedRun:
                     f"{self.folder} holds another model than these options describe", different
                 )
             )
-        return trained_as(backbone, TrainedPart(adapter=trained_part(theirs).adapter))
+        part = trained_part(theirs)
+        kept_part = TrainedPart((), (), part.adapter, part.quantization if quantized else None)
+        return trained_as(backbone, kept_part, quantized_from=theirs["options"].get(DTYPE))
 
 
 def read_saved_run(

@@ -28,14 +28,15 @@ def apply_plan(plan: PlanFile, args: argparse.Namespace, options: PulseOptions) 
         setattr(args, name, value)
     own = options.self_conditioning or plan.self_conditioning or None
     args.pulse_self_conditioning = own
+    part = trained_part(plan.backbone)
     return replace(
         options,
         self_conditioning=own,
         backbone=options.backbone if is_module(options.backbone or "") else plan.backbone["name"],
         options=dict(in_given_format(plan.backbone, options.options)["options"]),
-        train=trained_part(plan.backbone).train,
-        freeze=trained_part(plan.backbone).freeze,
-        adapter=options.adapter.of_record(trained_part(plan.backbone).adapter),
+        train=part.train,
+        freeze=part.freeze,
+        adapter=options.adapter.of_record(part.adapter, part.quantization),
         placement=str(plan.placement.kind),
         num_chunks=plan.placement.num_chunks,
     )

@@ -40,7 +40,7 @@ from megatron_pulse.profile.trainable import TrainedPart
 from megatron_pulse.runtime.watchdog.call_with_timeout import backstop_timeout_s
 
 PREFIX = "pulse-"
-TRAINED_FLAGS = "--pulse-train, --pulse-freeze and --pulse-adapter"
+TRAINED_FLAGS = "--pulse-train, --pulse-freeze, --pulse-adapter and --pulse-quantization"
 ENCODER_SCHEDULES = ("auto", "store", "fill", "before-step")
 """When an encoder runs (see the flag)."""
 
@@ -461,7 +461,8 @@ class PulseOptions:
     @property
     def trained_part(self) -> TrainedPart:
         """Part of the model that these flags train."""
-        return TrainedPart(self.train, self.freeze, self.adapter.record)
+        adapter = self.adapter
+        return TrainedPart(self.train, self.freeze, adapter.record, adapter.quantization)
 
     def make_placement(self, num_devices: int, backbone: Backbone) -> Placement:
         """Placement of ``backbone`` on ``num_devices`` pipeline devices.

@@ -23,6 +23,7 @@ from megatron_pulse.integration.flags.pulse_options import (
     pulse_flags,
 )
 from megatron_pulse.profile.roofline import PRESETS
+from model_specs import weights_folder
 
 
 class FlagError(SystemExit):
@@ -56,6 +57,7 @@ def check_flags(line: CommandLine, options: PulseOptions) -> list[str]:
         *_check_folders(args),
         *_check_verifying(args, options),
         *_check_keeping(args, options),
+        *_check_quantization(options),
     ]
     return [*line.faults, *_without_unread(line, found)]
 
@@ -179,6 +181,21 @@ def _check_keeping(args: argparse.Namespace, options: PulseOptions) -> Iterator[
         yield (
             f"--pulse-keep-best: steps of --save-interval {args.save_interval} have no validation "
             f"loss. Make it a multiple of --eval-interval, {args.eval_interval}"
+        )
+
+
+def _check_quantization(options: PulseOptions) -> Iterator[str]:
+    kind = options.adapter.quantization
+    if kind is None or options.adapter.adapter is None:
+        return
+    flag, backbone = f"--pulse-quantization {kind}", options.backbone or ""
+    if options.train:
+        yield f"{flag}: quantised weights cannot be trained. Leave --pulse-train out"
+    if weights_folder(backbone) is None:
+        lacking = f", and {backbone} has none" if backbone else ""
+        yield (
+            f"{flag} quantises the weights of a diffusers folder{lacking}. Give --pulse-module "
+            "diffusers:FOLDER; in a recipe, model.weights alone"
         )
 
 

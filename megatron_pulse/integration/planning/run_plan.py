@@ -40,7 +40,7 @@ from megatron_pulse.profile.measurement.layer_call import ExecutionModes, descri
 from megatron_pulse.profile.measurement.machine import device_memory
 from megatron_pulse.profile.measurement.module_sizes import ModuleSizes
 from megatron_pulse.profile.optimizer_state import optimizer_bytes
-from megatron_pulse.profile.parameters import count_parameters, count_trained
+from megatron_pulse.profile.parameters import count_parameters, count_trained, weight_bytes
 from megatron_pulse.profile.profile import Profile, ProfileError
 from megatron_pulse.profile.roofline import (
     ELEMENT_BYTES,
@@ -85,7 +85,7 @@ def plan_run(
     counts = count_parameters(backbone)
     if given is not None and (faults := parameter_faults(given, backbone, counts)):
         raise PlanError(summarize(faults))
-    _require_memory(args, plan, counts)
+    _require_memory(args, plan)
     samples = num_microbatches(args) * args.micro_batch_size
     plan = _with_embedders(plan, counts, samples, compute_dtype(args), options.conditioning)
     if not plan.is_synthesized:
@@ -118,14 +118,13 @@ def _with_embedders(
     return replace(plan, embedders=tuple(choices.values()))
 
 
-def _require_memory(args: argparse.Namespace, plan: Plan, counts: Sequence[int]) -> None:
+def _require_memory(args: argparse.Namespace, plan: Plan) -> None:
     """Raise PlanError if a device cannot hold its weights alone."""
     place = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     memory = device_memory(place)
-    partition = plan.partition
+    partition, sizes = plan.partition, weight_bytes(plan.backbone, 4)
     held = [
-        4
-        * sum(counts[i] for s in stages for i in partition.layers_of_stage(s))
+        sum(sizes[i] for s in stages for i in partition.layers_of_stage(s))
         // args.tensor_model_parallel_size
         for stages in map(plan.placement.stages_of_device, range(plan.placement.num_devices))
     ]  # fmt: skip

@@ -13,6 +13,12 @@ LEARNING_RATE = 1e-3
 _GROUP = {"lr": LEARNING_RATE, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01}
 
 
+def unrounded(parameter: Tensor) -> Tensor:
+    """Copy in fp32; integers of a quantised weight stay integers."""
+    value = parameter.detach().clone()
+    return value.float() if value.is_floating_point() else value
+
+
 class AdamWeights:
     """fp32 weights by name with Adam's moments, and constant ``frozen`` ones.
 

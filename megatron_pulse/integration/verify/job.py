@@ -216,6 +216,8 @@ def perturb(
     Gates and projections initialised to zero would hide the gradients of everything behind them.
     """
     for name, parameter in named.items():
+        if not parameter.is_floating_point():  # quantised
+            continue
         generator = torch.Generator().manual_seed(layer_seed(seed, name))
         share = shares.get(name)
         shape = tuple(parameter.shape) if share is None else share.whole(parameter.shape)

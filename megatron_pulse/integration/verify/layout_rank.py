@@ -24,7 +24,7 @@ from megatron_pulse.integration.loop.forward_backward import PulseSchedule
 from megatron_pulse.integration.megatron.linear_wgrad import defer_wgrad
 from megatron_pulse.integration.megatron.model import StageFloat16Module
 from megatron_pulse.integration.megatron.stage import MegatronStage
-from megatron_pulse.integration.verify.adam import AdamWeights
+from megatron_pulse.integration.verify.adam import AdamWeights, unrounded
 from megatron_pulse.integration.verify.job import (
     Digests,
     Pass,
@@ -109,7 +109,7 @@ class LayoutRank:
             perturb(job.seed, every, shares)
             for name, parameter in every.items():
                 kind = main if parameter.requires_grad else frozen
-                kind[name] = parameter.detach().float().clone()
+                kind[name] = unrounded(parameter)
             if given.tensor == 1:
                 for name, layer in stage.named_layers():
                     self._digests.watch(name, layer)

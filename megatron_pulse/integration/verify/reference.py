@@ -25,7 +25,7 @@ from megatron_pulse.backbone.cast_floats import cast_floats
 from megatron_pulse.backbone.chain import COMPUTE, Backbone, TensorSpec
 from megatron_pulse.backbone.shape_buckets import own_fields, sample_field, shape_of
 from megatron_pulse.errors import UserError
-from megatron_pulse.integration.verify.adam import AdamWeights
+from megatron_pulse.integration.verify.adam import AdamWeights, unrounded
 from megatron_pulse.integration.verify.job import (
     Digests,
     Pass,
@@ -156,7 +156,7 @@ class Reference:
                         every[name].copy_(value)
             else:
                 perturb(self._job.seed, every, {})
-                values = {n: p.detach().float().clone() for n, p in every.items()}
+                values = {n: unrounded(p) for n, p in every.items()}
                 frozen = {n: values.pop(n) for n in every if n not in named}
                 weights = AdamWeights(values, frozen)
                 self._save_weights(stage, 0, weights)

@@ -105,10 +105,13 @@ def optimizer_step_bytes(
 
 
 def effective_parameters(costs: ChainCosts, share: float) -> tuple[float, ...]:
-    """Parameters of each layer; a frozen parameter counts as ``share`` of a trained one."""
+    """Parameters of each layer; a frozen parameter counts as ``share`` of a trained one.
+
+    A quantised one counts by its bytes.
+    """
     if not costs.trained:
         return costs.parameters
-    pairs = zip(costs.parameters, costs.trained, strict=True)
+    pairs = zip(costs.stored_parameters, costs.trained, strict=True)
     return tuple(trained + share * (whole - trained) for whole, trained in pairs)
 
 

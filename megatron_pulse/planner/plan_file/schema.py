@@ -8,6 +8,7 @@ from typing import Annotated, Any, NotRequired, TypedDict
 from annotated_types import Ge, Gt, Le
 
 from megatron_pulse.adapters.adapter import AdapterRecord
+from megatron_pulse.adapters.quantization import QUANTIZATIONS
 from megatron_pulse.backbone.activations import ActivationPolicy
 from megatron_pulse.json_validation import (
     Count,
@@ -67,6 +68,7 @@ class _Backbone(TypedDict, total=False):
     train: Some[Text]
     freeze: Some[Text]
     adapter: AdapterRecord
+    quantization: Annotated[str, OneOf(QUANTIZATIONS)]
     table: Text
 
 

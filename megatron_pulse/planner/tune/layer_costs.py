@@ -63,9 +63,9 @@ class Totals:
     """Sums over a chain's layers.
 
     ``largest_s`` is the work of the largest layer, ``forward_share`` the smallest ratio of forward
-    to work of a layer. ``trained`` and ``frozen`` are parameter counts. Embedders may be
-    replicated: their recomputation and their activations are left out. With recomputation as
-    needed, times are those without, and bytes the smaller of both.
+    to work of a layer. ``trained`` and ``frozen`` are parameter counts; a quantised one counts by
+    its bytes. Embedders may be replicated: their recomputation and their activations are left out.
+    With recomputation as needed, times are those without, and bytes the smaller of both.
     """
 
     forward_s: float
@@ -331,7 +331,7 @@ class LayerCosts:
             sum(backward_s),
             sum(costs.weight_grad_s),
             sum(costs.trained_parameters),
-            sum(costs.parameters) - sum(costs.trained_parameters),
+            sum(costs.stored_parameters) - sum(costs.trained_parameters),
             sum(n for i, n in enumerate(saved) if i not in self.profile.embedders),
             max(f + b for f, b in layers),
             min((f / (f + b) for f, b in layers if f + b > 0), default=0.0),

@@ -250,7 +250,7 @@ class StageBuilder:
         if activations.offload:
             stages = self._with_host(config, stages)
         trained = stages.per_device(stages.trained)
-        whole = stages.per_device(partition.per_stage(costs.parameters))
+        whole = stages.per_device(partition.per_stage(costs.stored_parameters))
         copies = sum(e.parameter_bytes + e.gradient_bytes for e in copied)
         state = (
             self.costs.state_bytes(config, t, w - t) for t, w in zip(trained, whole, strict=True)

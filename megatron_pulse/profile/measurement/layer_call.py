@@ -212,6 +212,8 @@ def describe_chain(
                 frozen_parameters=held.frozen,
                 needs_grad=any(needs_grad),
                 begins=i > 0 and i in backbone.starts,
+                quantized_parameters=held.quantized,
+                quantized_bytes=held.quantized_bytes,
             )
             for i, (layer, held, needs_grad) in enumerate(
                 zip(backbone.layers, sizes, wanted.boundaries, strict=True)

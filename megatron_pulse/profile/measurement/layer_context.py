@@ -70,4 +70,14 @@ def count_module_parameters(module: Any, trained: bool = False) -> int:
     """Number of parameters of one built layer; with ``trained`` only those with
     ``requires_grad``.
     """
-    return sum(p.numel() for p in module.parameters() if p.requires_grad or not trained)
+    from megatron_pulse.adapters.quantized_linear import num_values
+
+    return sum(num_values(p) for p in module.parameters() if p.requires_grad or not trained)
+
+
+def count_quantized(module: Any) -> tuple[int, int]:
+    """Number of a built layer's quantised parameters, and their bytes."""
+    from megatron_pulse.adapters.quantized_linear import is_quantized, num_values
+
+    found = [p for p in module.parameters() if is_quantized(p)]
+    return sum(map(num_values, found)), sum(p.nbytes for p in found)

@@ -42,7 +42,7 @@ from megatron_pulse.profile.measurement.module_sizes import (
     module_sizes,
     sharded_time,
 )
-from megatron_pulse.profile.parameters import count_parameters
+from megatron_pulse.profile.parameters import weight_bytes
 from megatron_pulse.profile.profile import Profile, ProfileError, Source
 from megatron_pulse.progress import track
 
@@ -202,9 +202,9 @@ def require_memory(backbone: Backbone, place: torch.device, dtype: str) -> None:
     """Raise ProfileError listing the layers whose weights and gradients exceed memory."""
     memory, each = device_memory(place), 2 * getattr(torch, dtype).itemsize
     faults = [
-        f"{layer.name}: weights and their gradients are {each * count:,} bytes"
-        for layer, count in zip(backbone.layers, count_parameters(backbone), strict=True)
-        if each * count > memory
+        f"{layer.name}: weights and their gradients are {size:,} bytes"
+        for layer, size in zip(backbone.layers, weight_bytes(backbone, each), strict=True)
+        if size > memory
     ]
     if faults:
         raise ProfileError(
@@ -217,10 +217,12 @@ def require_memory(backbone: Backbone, place: torch.device, dtype: str) -> None:
 
 @torch.no_grad()
 def fill(module: Any) -> None:
-    """Fill every parameter with finite random values; times do not depend on them."""
+    """Fill every parameter with finite values, random or zero; times do not depend on them."""
     for parameter in module.parameters():
         if parameter.is_floating_point():
             parameter.normal_(0, 0.02)
+        else:
+            parameter.zero_()
 
 
 def _times(

@@ -8,17 +8,25 @@ from typing import Any
 
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.profile.layer_records import ShardSums
-from megatron_pulse.profile.measurement.layer_context import count_module_parameters
+from megatron_pulse.profile.measurement.layer_context import (
+    count_module_parameters,
+    count_quantized,
+)
 
 
 @dataclass(frozen=True)
 class ModuleSizes:
-    """Sizes of a built layer, with effects of tensor parallelism (see ``ProfiledLayer``)."""
+    """Sizes of a built layer, with effects of tensor parallelism (see ``ProfiledLayer``).
+
+    ``quantized`` of the frozen parameters take ``quantized_bytes``.
+    """
 
     parameters: int
     sharded: int = 0
     sums: ShardSums = ShardSums()
     frozen: int = 0
+    quantized: int = 0
+    quantized_bytes: int = 0
 
 
 def sharded_time(whole_s: float, half_s: float) -> float:
@@ -40,7 +48,8 @@ def module_sizes(module: Any, forward: Callable[[], object], samples: int) -> Mo
     sharded = (p for p in module.parameters() if getattr(p, "tensor_model_parallel", False))
     sums = _shard_sums(module, forward, samples)
     whole, trained = count_module_parameters(module), count_module_parameters(module, True)
-    return ModuleSizes(whole, sum(p.numel() for p in sharded), sums, whole - trained)
+    num_sharded = sum(p.numel() for p in sharded)
+    return ModuleSizes(whole, num_sharded, sums, whole - trained, *count_quantized(module))
 
 
 def _shard_sums(module: Any, forward: Callable[[], object], samples: int) -> ShardSums:

@@ -8,10 +8,11 @@ from types import NoneType
 from typing import Annotated, Any, NotRequired, TypedDict
 
 from megatron_pulse.adapters.adapter import AdapterRecord
+from megatron_pulse.adapters.quantization import QUANTIZATIONS
 from megatron_pulse.data.data_record import saved_faults
 from megatron_pulse.errors import describe_exception
 from megatron_pulse.integration.checkpoint.diffusion_process import saved_process
-from megatron_pulse.json_validation import Text, faults_of
+from megatron_pulse.json_validation import OneOf, Text, faults_of
 
 
 class _Backbone(TypedDict):
@@ -21,12 +22,14 @@ class _Backbone(TypedDict):
     train: NotRequired[tuple[Text, ...]]
     freeze: NotRequired[tuple[Text, ...]]
     adapter: NotRequired[AdapterRecord]
+    quantization: NotRequired[Annotated[str, OneOf(QUANTIZATIONS)]]
     kept: NotRequired[Mapping[str, Any]]
 
 
 class _Flags(TypedDict):
     pulse_record: Annotated[
-        _Backbone, "a backbone's record: name, options, family, train, freeze, adapter, kept"
+        _Backbone,
+        "a backbone's record: name, options, family, train, freeze, adapter, quantization, kept",
     ]
 
 

@@ -92,7 +92,7 @@ class FsdpConfigs:
         self.recomputing = cache(partial(RecomputeCosts, profile))
         self.bare = cache(self._bare)
         self._room = cache(self._room_of)
-        self._grouped = cache(lambda about: grouped([x.parameters for x in profile.layers], about))
+        self._grouped = cache(lambda about: grouped(profile.stored_parameters, about))
 
     def configs(self, group: int) -> Iterator[FsdpConfig]:
         """Configurations with groups of ``group`` devices, without duplicates."""
@@ -136,7 +136,7 @@ class FsdpConfigs:
         found = []
         for own in self._grouped(about):
             layers = [self.profile.layers[i] for i in own]
-            count = sum(layer.parameters for layer in layers)
+            count = sum(layer.stored_parameters(self.element_bytes) for layer in layers)
             trained = sum(layer.trained_parameters for layer in layers)
             size = float(self.element_bytes)
             state = float(self.trained_bytes * trained + self.element_bytes * (count - trained))
