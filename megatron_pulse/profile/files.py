@@ -29,7 +29,7 @@ _OLDER: Mapping[type, Mapping[str, Any]] = {
     ProfiledLayer: {
         **{"optimizer_s": 0.0, "sharded_time": 1.0, "frozen_parameters": 0},
         **{"needs_grad": True, "begins": False},
-        **{"quantized_parameters": 0, "quantized_bytes": 0},
+        **{"quantized_parameters": 0, "quantized_bytes": 0, "offloaded": False},
     },
     ProfiledSkip: {"needs_grad": True},
     ProfiledConditioning: {"needs_grad": True},

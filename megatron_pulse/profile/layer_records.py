@@ -40,6 +40,7 @@ class ProfiledLayer:
       layer.
     - ``quantized_parameters``: number of frozen parameters that are quantised; they take
       ``quantized_bytes``.
+    - ``offloaded``: the frozen parameters are in host memory.
     """
 
     name: str
@@ -54,6 +55,7 @@ class ProfiledLayer:
     begins: bool = False
     quantized_parameters: int = 0
     quantized_bytes: int = 0
+    offloaded: bool = False
 
     @property
     def trained_parameters(self) -> int:

@@ -68,8 +68,7 @@ _WITHOUT = {
     "caching_batch_size": "'pulse data write-latents' stores latents",
     "map_num_proc": "data.workers read samples",
     "video_clip_mode": "video data is not supported",
-    "blocks_to_swap": f"layers are not swapped; {_PLANNED} (activation and optimizer offload)",
-    "disable_block_swap_for_eval": "layers are not swapped",
+    "disable_block_swap_for_eval": "weights on the host are copied in validation too",
     "compile": "torch.compile is not used",
     "force_constant_lr": "optimizer.lr may change at a resume",
     "x_axis_examples": "trackers count steps",
@@ -163,6 +162,9 @@ def converted(path: Path) -> str:
             made.set("parallel.pipeline", value)
         elif key in ("pipeline_stages", "activation_checkpointing"):
             made.leave_out(key, value, _PLANNED)
+        elif key == "blocks_to_swap":
+            if value:
+                made.set("parallel.offload_weights", ["*"])
         elif key == "pseudo_huber_c":
             made.set("loss.type", "huber")
             made.set("loss.huber_c", value)

@@ -247,6 +247,11 @@ class Parallel:
     offload: Patterns = key(
         "patterns of layers whose activations wait in host memory", "--pulse-offload", ()
     )
+    offload_weights: Patterns = key(
+        "patterns of layers whose frozen weights are in host memory (with auto too)",
+        "--pulse-offload-weights",
+        (),
+    )
     solver: Text | None = key("auto, highs, glpk or none", "--pulse-solver")
     solver_seconds: Positive | None = key("of the schedule search", "--pulse-solver-seconds")
     timeout_s: Positive | None = key("longest wait without progress", "--pulse-timeout-s")

@@ -65,7 +65,8 @@ class Stage(Nest):
     - ``selective``: saved tensors that cheap operators can rebuild are dropped
     (``SelectiveRecompute``).
 
-    Frozen weights of the layers ``offloaded_weights`` are in host memory (``WeightOffload``).
+    Frozen weights of the layers ``offloaded_weights`` are in host memory (``WeightOffload``). All
+    frozen weights are cast to ``frozen_dtype`` layer by layer.
 
     A replicated embedder belongs to one stage as any layer, but runs only through ``replicas``.
     ``replicas`` must be set if ``routes`` replicates embedders. ``base`` is passed to the next base
@@ -81,6 +82,7 @@ class Stage(Nest):
         context: LayerContext | None = None,
         activations: ActivationPolicies | None = None,
         offloaded_weights: Collection[int] = (),
+        frozen_dtype: torch.dtype | None = None,
         **base: Any,
     ) -> None:
         super().__init__(**base)
@@ -133,6 +135,8 @@ class Stage(Nest):
                 container, leaf = container_of(self, spec.name)
                 container._modules[leaf] = module
             self._chain += (module,)
+            if frozen_dtype is not None:
+                _cast_frozen(module, frozen_dtype)
             if index in offloaded_weights and spec.name not in self._replicated:
                 self.weight_offload.add(spec.name, module)
         frozen = {spec.name for spec in self._specs if not spec.trained}
@@ -455,6 +459,13 @@ def _state(
         **{f"the skip {name}": tensor for name, tensor in popped.items()},
         **{f"the conditioning {name}": tensor for name, tensor in used.items()},
     }
+
+
+def _cast_frozen(module: nn.Module, dtype: torch.dtype) -> None:
+    """Cast the frozen real parameters of a module in place."""
+    for parameter in module.parameters():
+        if parameter.is_floating_point() and not parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
 
 
 def _trained(module: nn.Module) -> set[str]:

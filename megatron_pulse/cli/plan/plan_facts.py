@@ -10,6 +10,8 @@ from megatron_pulse.planner.bubble_fill.filled_schedule import FilledSchedule
 from megatron_pulse.planner.partition.memory import host_bytes_per_parameter
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.planner.schedule.operations import BACKWARDS, OpType, Schedule
+from megatron_pulse.profile.roofline import ELEMENT_BYTES
+from megatron_pulse.profile.weight_offload import offloaded_bytes
 
 
 def predicted(plan: PlanFile) -> list[tuple[str, str]]:
@@ -35,12 +37,33 @@ def predicted(plan: PlanFile) -> list[tuple[str, str]]:
         ("bubble", f"{100 * p['bubble']:.1f} % of the devices' time in the pipeline"),
         ("memory", f"at most {max(p['memory_bytes']) / 1e9:.3g} GB on a device"),
         *([("weights", plan.profile.quantized)] if plan.profile.quantized else []),
+        *_offloaded_weights(plan),
         *_for_optimizer(plan),
         (
             "sent",
             f"{in_mb(p['pipeline_bytes_per_sample'])} a sample in the pipeline, "
             f"{in_mb(p['data_bytes_per_sample'])} for gradient reduction",
         ),
+    ]
+
+
+def _offloaded_weights(plan: PlanFile) -> list[tuple[str, str]]:
+    """Node memory that the frozen weights of a device take at most."""
+    size, stages = ELEMENT_BYTES[plan.dtype], plan.partition
+    moved = [offloaded_bytes(layer, size) / plan.tensor for layer in plan.profile.layers]
+    most = max(
+        sum(moved[i] for s in held for i in stages.layers_of_stage(s))
+        for held in map(stages.placement.stages_of_device, range(plan.pipeline))
+    )
+    if not most:
+        return []
+    per_node = int(plan.provenance["cluster"].get("devices_per_node", 1))
+    return [
+        (
+            "on the host",
+            f"frozen weights, at most {most / 1e9:.3g} GB of host memory per device, "
+            f"{per_node * most / 1e9:.3g} GB for the {per_node} of a node",
+        )
     ]
 
 

@@ -191,6 +191,14 @@ class PulseOptions:
         metavar="PATTERN",
         marks=[FlagMark.PLAN],
     )
+    offload_weights: tuple[str, ...] = flag(
+        "weight offload in the layers whose names match, e.g. blocks.* (repeatable): keep frozen "
+        "weights in pinned host memory and copy them to the device before each use. Copies overlap "
+        "with the layer before. A plan file has its own choice",
+        (),
+        metavar="PATTERN",
+        marks=[FlagMark.PLAN, FlagMark.AUTO],
+    )
     plan: str | None = flag(
         "run a plan that 'pulse tune' wrote. The plan sets backbone, parallel degrees, batch "
         "sizes, partition and schedule; contradicting flags are refused. From a folder ('pulse "

@@ -57,6 +57,7 @@ def make_model_provider(plan: Plan, args: argparse.Namespace) -> Callable[..., M
             pg_collection,
             activations=plan.activations,
             offloaded_weights=plan.offloaded_weights,
+            frozen_dtype=dtype,
         )
         config.params_dtype = dtype
         if args.pulse_frozen_weights is not None:
@@ -65,7 +66,9 @@ def make_model_provider(plan: Plan, args: argparse.Namespace) -> Callable[..., M
             stage.drawn = {
                 name: value
                 for name, value in stage.state_dict().items()
-                if isinstance(value, torch.Tensor) and value.is_floating_point()
+                if isinstance(value, torch.Tensor)
+                and value.is_floating_point()
+                and name not in stage.frozen_names
             }
         return stage
 

@@ -50,6 +50,7 @@ class MegatronStage(Stage, MegatronModule):
         pg_collection: ProcessGroupCollection | None = None,
         activations: ActivationPolicies | None = None,
         offloaded_weights: Collection[int] = (),
+        frozen_dtype: torch.dtype | None = None,
     ) -> None:
         self.drawn: Tensors = {}
         self.main_params: MainParams | None = None
@@ -61,7 +62,8 @@ class MegatronStage(Stage, MegatronModule):
         self.post_process = routes.partition.placement.after[stage] is None
         self.share_embeddings_and_output_weights = False
         context = LayerContext(config, pg_collection)
-        of = backbone, routes, stage, seed, context, activations, offloaded_weights
+        frozen = offloaded_weights, frozen_dtype
+        of = backbone, routes, stage, seed, context, activations, *frozen
         super().__init__(*of, config=config)
         layers = self.named_layers()
         if faults := [fault for layer in layers for fault in untrained_biases(*layer)]:

@@ -40,6 +40,7 @@ from megatron_pulse.profile.measurement.measure import measure
 from megatron_pulse.profile.profile import Profile, ProfileError
 from megatron_pulse.profile.roofline import USABLE
 from megatron_pulse.profile.warnings import spread_caution
+from megatron_pulse.profile.weight_offload import offload_weights
 from megatron_pulse.runtime.collectives import broadcast_from_rank_0
 from megatron_pulse.runtime.measure.execution_modes import RUNNING
 from megatron_pulse.runtime.measure.probe import ProbeSettings, probe, probe_device
@@ -131,6 +132,7 @@ def _tune(
     profile = _measure(args, options, backbone)
     if said := spread_caution(profile):
         print(f"warning: {said}", flush=True)
+    profile = offload_weights(profile, options.offload_weights)
     divided = backbone.divides_sequences
     of = profile, cluster, args.global_batch_size
     own, state = options.self_conditioning or 0.0, parameter_state(args, options, backbone)

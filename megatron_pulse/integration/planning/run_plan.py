@@ -52,6 +52,7 @@ from megatron_pulse.profile.roofline import (
     known_device,
 )
 from megatron_pulse.profile.trainable import TrainedError, none_trained, trained_part
+from megatron_pulse.profile.weight_offload import frozen_layers
 from megatron_pulse.runtime.collectives import broadcast_from_rank_0
 from megatron_pulse.runtime.measure.execution_modes import RUNNING
 from megatron_pulse.runtime.watchdog.progress import PROGRESS
@@ -122,7 +123,13 @@ def _require_memory(args: argparse.Namespace, plan: Plan) -> None:
     """Raise PlanError if a device cannot hold its weights alone."""
     place = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     memory = device_memory(place)
-    partition, sizes = plan.partition, weight_bytes(plan.backbone, 4)
+    partition, size = plan.partition, ELEMENT_BYTES[compute_dtype(args)]
+    sizes = [
+        4 * trained + (0 if i in plan.offloaded_weights else whole - size * trained)
+        for i, (whole, trained) in enumerate(
+            zip(weight_bytes(plan.backbone, size), count_trained(plan.backbone), strict=True)
+        )
+    ]
     held = [
         sum(sizes[i] for s in stages for i in partition.layers_of_stage(s))
         // args.tensor_model_parallel_size
@@ -130,8 +137,9 @@ def _require_memory(args: argparse.Namespace, plan: Plan) -> None:
     ]  # fmt: skip
     if max(held) > memory:
         raise PlanError(
-            f"device {held.index(max(held))}: its weights take {max(held):,} bytes in fp32, but "
-            f"the {place.type} has {memory:,}. Use more devices, or a smaller {plan.backbone.name}"
+            f"device {held.index(max(held))}: its weights take {max(held):,} bytes (fp32 for "
+            f"trained ones), but the {place.type} has {memory:,}. Use more devices, or a smaller "
+            f"{plan.backbone.name}"
         )
 
 
@@ -174,6 +182,9 @@ def _by_file(given: PlanFile, backbone: Backbone) -> Plan:
         problem=given.problem,
         schedules=(given.schedule,),
         activations=given.activations,
+        offloaded_weights=frozenset(
+            i for i, layer in enumerate(given.profile.layers) if layer.offloaded
+        ),
     )
 
 
@@ -224,6 +235,20 @@ def _activations(
     return ActivationPolicies(recompute, offload, selective)
 
 
+def _offloaded_weights(options: PulseOptions, backbone: Backbone) -> frozenset[int]:
+    """Layers whose frozen weights the flags leave on the host; ValueError if there are none."""
+    if not options.offload_weights:
+        return frozenset()
+    frozen = [
+        whole > trained
+        for whole, trained in zip(count_parameters(backbone), count_trained(backbone), strict=True)
+    ]
+    with naming("--pulse-offload-weights"):
+        return frozen_layers(
+            [layer.name for layer in backbone.layers], options.offload_weights, frozen
+        )
+
+
 def _keeping(flag: str, patterns: Sequence[str], backbone: Backbone) -> frozenset[int]:
     """Layers matched by ``patterns`` that keep activations; raises ValueError if none does.
 
@@ -249,9 +274,17 @@ def _by_flags(args: argparse.Namespace, options: PulseOptions, backbone: Backbon
     # Costs are those of the whole model; ``backbone`` may hold parts of its sequences.
     whole = load_recorded(backbone.record)
     activations = _activations(args, options, backbone)
+    weights = _offloaded_weights(options, backbone)
     profile = _profile(args, options, whole, RUNNING if activations.selective else None)
     costs = _costs(args, profile, backbone, activations)
-    return make_plan(
+    on_device = [
+        trained if i in weights else stored
+        for i, (trained, stored) in enumerate(
+            zip(costs.trained_parameters, costs.stored_parameters, strict=True)
+        )
+    ]
+    costs = replace(costs, stored=tuple(on_device))
+    plan = make_plan(
         backbone,
         costs,
         placement,
@@ -264,6 +297,7 @@ def _by_flags(args: argparse.Namespace, options: PulseOptions, backbone: Backbon
         ),
         activations,
     )
+    return replace(plan, offloaded_weights=weights)
 
 
 def num_microbatches(args: argparse.Namespace) -> int:

@@ -59,6 +59,9 @@ def _equivalent(plan: PlanFile) -> Iterator[str]:
             ("selective", "--pulse-recompute-selective"),
         ):
             yield from (f"{flag} {shlex.quote(name)}" for name, p in policies if p == wanted)
+    for layer in plan.profile.layers:
+        if layer.offloaded:
+            yield f"--pulse-offload-weights {shlex.quote(layer.name)}"
     if not plan.ema:
         yield NO_AVERAGES
 

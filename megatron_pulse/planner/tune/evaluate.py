@@ -28,6 +28,7 @@ from megatron_pulse.planner.tune.partitions.feasible import FeasiblePartitioner
 from megatron_pulse.planner.tune.partitions.gradient_balance import GradientBalancer
 from megatron_pulse.planner.tune.partitions.least_load import Partitioner
 from megatron_pulse.planner.tune.stages import StageBuilder, Stages
+from megatron_pulse.planner.tune.weight_copies import with_weight_copies
 from megatron_pulse.profile.profile import Profile
 
 CORE = 4
@@ -125,7 +126,13 @@ class Evaluator:
         self.profile, self.cluster, self.state = profile, cluster, state
         self.global_batch_size, self.self_conditioning = global_batch_size, self_conditioning
         self.costs = LayerCosts(
-            profile, cluster, global_batch_size, sequence_parallel, num_heads, state, transform
+            with_weight_copies(profile, cluster),
+            cluster,
+            global_batch_size,
+            sequence_parallel,
+            num_heads,
+            state,
+            transform,
         )
         self.stages = StageBuilder(self.costs)
         self.planner = ActivationPlanner(self.stages)
@@ -162,6 +169,12 @@ class Evaluator:
         of = self.profile, self.cluster, self.global_batch_size
         return fsdp_baseline(*of, self.estimator.adam_s, self.state.ema, self.stopped)
 
+    @property
+    def offloads_activations(self) -> bool:
+        """True if activations may be offloaded: not beside offloaded weights."""
+        weights = any(layer.offloaded for layer in self.profile.layers)
+        return self.cluster.host is not None and not weights
+
     def candidates(self, choices: Choices) -> list[Config]:
         """Configs of ``choices`` that use every device and divide the batch.
 
@@ -171,7 +184,7 @@ class Evaluator:
         devices, inside = cluster.num_devices, cluster.devices_per_node
         if self.state.optimizer_cpu_offload:
             choices = replace(choices, distributed_optimizer=(True,))
-        if not self.profile.selects:
+        if not self.costs.profile.selects:
             known = tuple(r for r in choices.recompute if r is not Recompute.SELECTIVE)
             choices = replace(choices, recompute=known)
         return list(configs(devices, inside, self.global_batch_size, has_skips, choices))

@@ -123,6 +123,13 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--no-offload",
         "offload no activations (default: offload if the cluster has a host link and it is faster)",
     )
+    add(
+        "--offload-weights PATTERN",
+        "keep the frozen weights of matching layers in host memory and copy them before each use "
+        "(repeatable)",
+        action="append",
+        default=[],
+    )
     add("--no-split-backward", "no split backward")
     add("--no-ema", "keep no EMA, 4 bytes a parameter: for --pulse-ema-decay 0")
     add(
@@ -182,6 +189,7 @@ def run(args: argparse.Namespace) -> None:
     from megatron_pulse.planner.tune.plans.to_plan import plan_of
     from megatron_pulse.planner.tune.report.fewer_devices_advice import scale_down
     from megatron_pulse.planner.tune.tune import UntunableError, check_choices
+    from megatron_pulse.planner.tune.weight_copies import with_weight_copies
     from megatron_pulse.profile.warnings import (
         device_caution,
         rank_threads,
@@ -189,6 +197,7 @@ def run(args: argparse.Namespace) -> None:
         thread_caution,
         whole_caution,
     )
+    from megatron_pulse.profile.weight_offload import offload_weights
 
     where = cluster(args.cluster)
     if args.no_offload:
@@ -205,7 +214,8 @@ def run(args: argparse.Namespace) -> None:
     if args.optimizer_cpu_offload and sooner and where.to_host is None:
         raise no_way_to_host(where)
     with as_user_error(ValueError):
-        profile = given_profile(args, where)
+        profile = offload_weights(given_profile(args, where), args.offload_weights)
+        with_weight_copies(profile, where)  # raises without a link to the host
     require(
         no_cascade(profile) + no_half_gradients(args, profile) + no_prediction_taken(args, profile)
     )
@@ -292,6 +302,8 @@ def _faults(args: argparse.Namespace) -> list[str]:
             faults.append("--world-sizes writes a folder of plans: give -o DIR")
     if args.optimizer != "adam" and args.optimizer_cpu_offload:
         faults.append(f"--optimizer-cpu-offload is for Adam, not for --optimizer {args.optimizer}")
+    if args.no_offload and args.offload_weights:
+        faults.append("--no-offload and --offload-weights exclude each other: give one")
     if args.no_offload and args.optimizer_cpu_offload:
         faults.append("--no-offload and --optimizer-cpu-offload exclude each other: give one")
     faults += layers_faults(args, is_file=args.profile is not None)

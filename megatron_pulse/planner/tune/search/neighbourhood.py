@@ -71,9 +71,9 @@ class Neighbourhood:
         """Allow a config, with its offload and selective recomputation variants."""
         self.bounds[config] = bound
         if config.recompute is Recompute.NEEDED:
-            if self.evaluator.cluster.host is not None:
+            if self.evaluator.offloads_activations:
                 self.bounds[replace(config, recompute=Recompute.HOST)] = bound
-            if self.evaluator.profile.selects:
+            if self.evaluator.costs.profile.selects:
                 self.bounds[replace(config, recompute=Recompute.SELECTIVE)] = bound
 
     def add(self, outcome: Outcome) -> None:
