@@ -81,13 +81,12 @@ def test_settings_are_taken_over_or_listed(tmp_path: Path):
             "lr": 2e-5,
             "betas": [0.9, 0.99],
         },
-        "parallel": {"auto": True, "pipeline": 2},
+        "parallel": {"auto": True, "offload_weights": ["*"], "pipeline": 2},
         "checkpoint": {"every": 50},
     }
     for part in (
         "epochs = 7: max_steps ends the run",
         "activation_checkpointing = True: the plan decides it",
-        "blocks_to_swap = 4",
         "mystery = 1: unknown",
         "model.transformer_dtype = 'float8': weights are not quantised",
         "dataset.resolutions",
