@@ -30,6 +30,7 @@ from megatron_pulse.planner.tune.partitions.least_load import Partitioner
 from megatron_pulse.planner.tune.stages import StageBuilder, Stages
 from megatron_pulse.planner.tune.weight_copies import with_weight_copies
 from megatron_pulse.profile.profile import Profile
+from megatron_pulse.profile.weight_offload import offload_weights
 
 CORE = 4
 """Maximum number of simulated microbatches per pipeline device. Each further microbatch adds the
@@ -142,12 +143,30 @@ class Evaluator:
         self.balancer = GradientBalancer(self.feasible, self.estimator)
         self._simulated = lru_cache(maxsize=128)(self._simulate)
 
-    def on(self, cluster: Cluster, state: ParameterState | None = None) -> Evaluator:
-        """Evaluator of the same backbone and batch on another cluster, or with another parameter
-        state."""
+    def on(
+        self,
+        cluster: Cluster,
+        state: ParameterState | None = None,
+        profile: Profile | None = None,
+    ) -> Evaluator:
+        """Evaluator of the same batch on another cluster, or with another parameter state or
+        profile."""
         costs = self.costs
-        of = self.profile, cluster, self.global_batch_size, costs.sequence_parallel, costs.num_heads
-        return Evaluator(*of, self.self_conditioning, state or self.state, costs.transform)
+        of = profile or self.profile, cluster, self.global_batch_size
+        heads = costs.sequence_parallel, costs.num_heads
+        return Evaluator(*of, *heads, self.self_conditioning, state or self.state, costs.transform)
+
+    @property
+    def offloading_weights(self) -> Evaluator | None:
+        """Evaluator with all frozen weights in host memory.
+
+        None if there are none, if some are there already, or without a link to the host.
+        """
+        layers = self.profile.layers
+        frozen = any(layer.frozen_parameters for layer in layers)
+        if not frozen or self.cluster.host is None or any(layer.offloaded for layer in layers):
+            return None
+        return self.on(self.cluster, profile=offload_weights(self.profile, ["*"]))
 
     @property
     def not_sharded(self) -> str:

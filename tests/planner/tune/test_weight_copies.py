@@ -15,6 +15,8 @@ from megatron_pulse.planner.tune.config import Choices, Config, Recompute
 from megatron_pulse.planner.tune.evaluate import Evaluator
 from megatron_pulse.planner.tune.plans.to_plan import plan_of
 from megatron_pulse.planner.tune.plans.verify_figures import recomputed
+from megatron_pulse.planner.tune.report.oom_advice import oom_advice
+from megatron_pulse.planner.tune.search.budget import Budget
 from megatron_pulse.planner.tune.weight_copies import with_weight_copies
 from megatron_pulse.profile.profile import Profile
 from megatron_pulse.profile.weight_offload import offload_weights
@@ -26,11 +28,11 @@ FROZEN = 10_000_000
 GBS = 10.0
 
 
-def frozen_profile() -> Profile:
+def frozen_profile(frozen: int = FROZEN) -> Profile:
     """Layers with frozen weights of 20 MB, which take 2 ms over the link, and few trained."""
     made = profile(random.Random(2), 12, 5)
     layers = tuple(
-        replace(la, parameters=FROZEN + 1000, frozen_parameters=FROZEN, sharded_parameters=0)
+        replace(la, parameters=frozen + 1000, frozen_parameters=frozen, sharded_parameters=0)
         for la in made.layers
     )
     return replace(made, layers=layers)
@@ -103,6 +105,17 @@ def test_what_cannot_be_offloaded_is_refused() -> None:
         offload_weights(plain, ["*"])
     with pytest.raises(ClusterError, match="no link to the host, which weight offload requires"):
         Evaluator(offload_weights(frozen_profile(), ["*"]), machine(host=None), 8)
+
+
+def test_it_is_advised_where_it_is_faster_and_where_nothing_else_fits() -> None:
+    heavy = frozen_profile(40 * FROZEN)  # 0.8 GB a layer, three a device
+    of = Evaluator(heavy, replace(machine(), memory_gb=2.0), 8)
+    choices = Choices(layouts=(LAYOUTS["sequential"],), pipeline=(4,), tensor=(1,))
+    said = oom_advice(of, choices, of.candidates(choices), Budget(8.0))
+    assert "with frozen weights in host memory (--offload-weights '*'): P=" in said
+    assert of.offloading_weights is not None and of.offloading_weights.offloading_weights is None
+    assert Evaluator(frozen_profile(), machine(host=None), 8).offloading_weights is None
+    assert Evaluator(profile(random.Random(2), 12, 5), machine(), 8).offloading_weights is None
 
 
 @pytest.fixture(scope="module")

@@ -9,11 +9,13 @@ from megatron_pulse.cli.output import name_value_lines
 from megatron_pulse.format import format_number, in_ms
 from megatron_pulse.planner.plan_file.equivalent_flags import run_command
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
-from megatron_pulse.planner.tune.evaluate import Evaluator
+from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
 from megatron_pulse.planner.tune.fsdp.baseline import ALIKE
 from megatron_pulse.planner.tune.report.data_parallel import data_parallel
 from megatron_pulse.planner.tune.report.fewer_devices_advice import ScaleDown
 from megatron_pulse.planner.tune.search.result import Tuning
+
+_WEIGHT_OFFLOAD = "data parallelism with --offload-weights '*'"
 
 PREDICTION_ERROR = "3.6 % median of 177, 17 % 90th percentile"
 """Error of predicted steps against measured ones, from ``tests/benchmarks/README.md``."""
@@ -35,13 +37,16 @@ def summary(
     full = max(plan.predicted["memory_bytes"]) / 1e9
     usable = evaluator.cluster.usable_bytes / 1e9
     memory = f"{full:.3g} of {usable:.3g} usable GB on the fullest device"
+    on_host = None
+    if not found.stopped and (offloading := evaluator.offloading_weights) is not None:
+        on_host = data_parallel(offloading)
     return [
-        *_faster(found, evaluator, fewer),
+        *_faster(found, evaluator, fewer, on_host),
         *name_value_lines(
             [
                 ("plan", _plan(plan)),
                 ("predicted", f"{rate} ({evaluator.profile.source.value} profile); {memory}"),
-                ("compared", _compared(found, evaluator)),
+                ("compared", _compared(found, evaluator, on_host)),
                 ("certainty", _certainty(found)),
                 ("train", _train(plan, path)),
             ],
@@ -51,14 +56,21 @@ def summary(
     ]
 
 
-def _faster(found: Tuning, evaluator: Evaluator, fewer: ScaleDown | None) -> list[str]:
-    """Line on what trains faster than the best plan: FSDP2, or a part of the devices."""
+def _faster(
+    found: Tuning, evaluator: Evaluator, fewer: ScaleDown | None, on_host: Outcome | None
+) -> list[str]:
+    """Line on what trains faster than the best plan: FSDP2, a part of the devices, or data
+    parallelism with weight offload."""
     rate, other = found.outcomes[0].throughput, found.fsdp_baseline
     faster: list[tuple[float, str]] = []
     if other is not None and other.throughput > (1 + ALIKE) * rate:
         times = format_number(other.throughput / rate)
         said = f"use {other.name}: {times} times as fast as the best plan ({other.facts})"
         faster.append((other.throughput, said))
+    if on_host is not None and on_host.throughput > (1 + ALIKE) * rate:
+        times = format_number(on_host.throughput / rate)
+        said = f"use {_WEIGHT_OFFLOAD}: {times} times as fast as the best plan ({on_host.config})"
+        faster.append((on_host.throughput, said))
     if fewer is not None:
         part = "one device" if fewer.num_devices == 1 else f"{fewer.num_devices} devices"
         times, every = format_number(fewer.outcome.throughput / rate), evaluator.cluster.num_devices
@@ -93,7 +105,7 @@ def _plan(plan: PlanFile) -> str:
     return ", ".join([*parts, *["optimizer offload"] * plan.optimizer_cpu_offload])
 
 
-def _compared(found: Tuning, evaluator: Evaluator) -> str:
+def _compared(found: Tuning, evaluator: Evaluator, on_host: Outcome | None) -> str:
     """Speed of the best plan, without encoders, beside FSDP2 and data parallelism."""
     num_devices = evaluator.cluster.num_devices
     if num_devices == 1:
@@ -119,6 +131,8 @@ def _compared(found: Tuning, evaluator: Evaluator) -> str:
         told.append("data parallelism does not fit")
     else:
         told.append(beside("data parallelism", alone.throughput))
+    if on_host is not None:
+        told.append(beside(_WEIGHT_OFFLOAD, on_host.throughput))
     return "; ".join(told)
 
 

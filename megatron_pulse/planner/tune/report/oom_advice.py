@@ -59,6 +59,9 @@ def oom_advice(
         if need[0] <= cluster.usable_bytes and not (found and found.num_left):
             said.append("all simulated schedules exceed it")
     remedies: list[str] = []
+    if (offloading := evaluator.offloading_weights) is not None:
+        words = "frozen weights in host memory (--offload-weights '*')"
+        remedies += _remedy(words, offloading, offloading.candidates(choices), budget)
     for words, state in _smaller_states(evaluator):
         lighter = evaluator.on(cluster, state)
         remedies += _remedy(words, lighter, lighter.candidates(choices), budget)
