@@ -73,6 +73,7 @@ def main() -> None:
     flags.add("--memory-gb", [24.0, 48.0], "of a device, with commas between", type=positives)
     flags.add("--rates", [10.0, 5.0, 2.5, 1.25], "GB/s, with commas between", type=positives)
     flags.add("--batches", [2, 8], "samples of a step for each device", type=count, nargs="+")
+    flags.add("--decision-seconds", 5.0, "of processor time for the tuner's pick")
     args = flags.parse_args()
     report = Report(args.json)
     for name in args.models:
@@ -86,8 +87,9 @@ def main() -> None:
             for devices in args.devices:
                 for memory_gb in args.memory_gb:
                     of = argparse.Namespace(
-                        ranks=devices, memory_gb=memory_gb, solver_seconds=0.0, only=[]
-                    )
+                        ranks=devices, memory_gb=memory_gb, solver_seconds=0.0,
+                        decision_seconds=args.decision_seconds,
+                    )  # fmt: skip
                     for each in args.batches:
                         for rate in args.rates:
                             report.add(row(emulation, rate, each * devices, of))

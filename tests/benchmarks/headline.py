@@ -185,7 +185,8 @@ def tune(
         micro_batch_size=tuple(pipeline_sizes(emulation, samples) if args.memory_gb else usual),
         recompute=(Recompute.NEVER, *[Recompute.NEEDED] * bool(args.memory_gb)),
     )
-    found = decide(Evaluator(emulation.profile, cluster, samples), choices, DECISION_S)
+    evaluator = Evaluator(emulation.profile, cluster, samples)
+    found = decide(evaluator, choices, args.decision_seconds)
     return None if found is None else found.outcomes[0]
 
 
@@ -205,6 +206,7 @@ def parse() -> argparse.Namespace:
     flags.add("--memory-gb", 0.0, "of a device: what does not fit 0.9 of it is refused")
     flags.add("--model-seconds", MODEL_S, "a microbatch, emulated")
     flags.add("--solver-seconds", help=f"of each ILP (default: {SOLVER_S:g}); 0: none", type=float)
+    flags.add("--decision-seconds", DECISION_S, "of processor time for the tuner's pick")
     flags.add("--only", [], "the pick, and whose name has one of these words", type=names)
     flags.add(
         "--within", math.inf,
