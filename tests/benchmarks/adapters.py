@@ -20,6 +20,7 @@ from tests.benchmarks.contestant import Contestant, Engine
 from tests.benchmarks.emulation import ADAPTERS, NF4, Emulation, emulate, quantized, setup_of
 from tests.benchmarks.headline import enter
 from tests.benchmarks.report import Flags, Report, count, positives, some_of
+from tests.benchmarks.sharded_best import HOST_GBS
 
 SIZES = (1, 2, 4)
 """Samples of a microbatch."""
@@ -30,9 +31,8 @@ KINDS = {
     "DeepSpeed 1F1B": (Engine.DEEPSPEED_1F1B,),
     "FSDP2": (Engine.FSDP2, Engine.HSDP),
     "DDP": (Engine.DATA_PARALLEL,),
-    "DDP, streamed": (Engine.STREAMED,),
 }  # fmt: skip
-"""Kinds of the other contestants."""
+"""Kinds of the other contestants, beside the streamed ones."""
 
 
 def rates(
@@ -40,8 +40,13 @@ def rates(
 ) -> dict[str, float | None]:
     """Samples/s of the fastest contestant of each kind; None where none fits."""
     found: dict[str, float | None] = {}
-    for kind, engines in KINDS.items():
-        least_s = min((c.predicted_s for c in entered if c.engine in engines), default=None)
+    streamed = {f"streamed, {rate:g} GB/s": f", {rate:g} GB/s" for rate in HOST_GBS}
+    of_kind = {kind: [c for c in entered if c.engine in KINDS[kind]] for kind in KINDS} | {
+        kind: [c for c in entered if c.engine is Engine.STREAMED and c.name.endswith(end)]
+        for kind, end in streamed.items()
+    }
+    for kind, several in of_kind.items():
+        least_s = min((c.predicted_s for c in several), default=None)
         found[kind] = least_s and samples * emulation.time_scale / least_s
     return found
 

@@ -30,8 +30,9 @@ from tests.benchmarks.emulation import Emulation, element_count, setup_of
 NEAR = 1.1
 """Of FSDP2 the best of each way to gather runs, if it is predicted to take so much at most."""
 
-HOST_BYTES_PER_S = 25e9
-"""From the host's memory to a device: PCIe 4.0 with 16 lanes."""
+HOST_GBS = (25.0, 6.5)
+"""GB/s from the host's memory to each device: 16 lanes of PCIe 4.0, or a quarter of 26 GB/s, what
+four devices of a PC share (preset rtx-4090)."""
 
 FP32_BYTES = 4
 
@@ -55,7 +56,7 @@ class DataParallel:
         refused: list[Refused] = []
         ways = [(Engine.DATA_PARALLEL, self._replicated())]
         if setup_of(self.emulation.name).adapter_of:
-            ways += [(Engine.STREAMED, self._streamed())]
+            ways += [(Engine.STREAMED, self._streamed(rate)) for rate in HOST_GBS]
         ways += [(Engine.FSDP2, self._sharded(self.num_devices, Engine.FSDP2))]
         groups = [g for g in range(2, self.num_devices) if self.num_devices % g == 0]
         if groups:
@@ -94,11 +95,11 @@ class DataParallel:
             Engine.DATA_PARALLEL, self.emulation.layer_state(self.num_devices)
         )
 
-    def _streamed(self) -> Iterator[Contestant | Refused]:
+    def _streamed(self, rate: float) -> Iterator[Contestant | Refused]:
         """The same with frozen weights in the host's memory, from where they come before each use.
 
-        A layer takes the longer of its own time and its weights' at ``HOST_BYTES_PER_S``. The
-        device holds two layers' weights.
+        A layer takes the longer of its own time and its weights' at ``rate`` GB/s. The device holds
+        two layers' weights.
         """
         costs = self.emulation.costs
         size = ELEMENT_BYTES[self.emulation.profile.dtype]
@@ -109,9 +110,12 @@ class DataParallel:
         held = self.emulation.layer_state(self.num_devices)
         state = [own - base for own, base in zip(held, frozen, strict=True)]
         state[0] += max(map(sum, pairwise(frozen)))
-        return self._data_parallel(
-            Engine.STREAMED, state, [each / HOST_BYTES_PER_S for each in frozen]
-        )
+        copies_s = [each / (rate * 1e9) for each in frozen]
+        for one in self._data_parallel(Engine.STREAMED, state, copies_s):
+            if isinstance(one, Refused):
+                yield one
+            else:
+                yield replace(one, name=f"{one.name}, {rate:g} GB/s")
 
     def _data_parallel(
         self, engine: Engine, held: Sequence[float], least_s: Sequence[float] = ()
