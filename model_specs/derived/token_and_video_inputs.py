@@ -33,8 +33,8 @@ _SIDE = 2
 """Side of the square of latents that forms one Flux token."""
 
 
-def _flux(config: Config, size: Sizes) -> Declared:
-    """Flux: one token for each 2 x 2 square of latents; positions are constants."""
+def _squares(size: Sizes) -> tuple[Around, int, int]:
+    """Wrapper that makes one token of each 2 x 2 square of latents, and the sides in tokens."""
     height, width = size.height // _SIDE, size.width // _SIDE
     if (height * _SIDE, width * _SIDE) != (size.height, size.width):
         raise ValueError(
@@ -51,6 +51,12 @@ def _flux(config: Config, size: Sizes) -> Declared:
             .permute(0, 3, 1, 4, 2, 5).flatten(4).flatten(2, 3)
         ),
     )  # fmt: skip
+    return packed, height, width
+
+
+def _flux(config: Config, size: Sizes) -> Declared:
+    """Flux: one token for each 2 x 2 square of latents; positions are constants."""
+    packed, height, width = _squares(size)
     inputs: list[Input | SameInput] = [
         Input("hidden_states", (config.in_channels // _SIDE**2, size.height, size.width)),
         Input("timestep", (), "float32"),
@@ -66,6 +72,47 @@ def _flux(config: Config, size: Sizes) -> Declared:
     return Declared(
         "hidden_states", "timestep", tuple(inputs), _THOUSANDTH, patch_size=_SIDE, around=packed
     )
+
+
+def _qwen_image(config: Config, size: Sizes) -> Declared:
+    """Qwen-Image: tokens as Flux's; positions follow from the sides."""
+    packed, height, width = _squares(size)
+    inputs: tuple[Input | SameInput, ...] = (
+        Input("hidden_states", (config.in_channels // _SIDE**2, size.height, size.width)),
+        Input("timestep", (), "float32"),
+        Input(
+            "encoder_hidden_states", (size.text_length, config.joint_attention_dim), field="context"
+        ),
+        Input("encoder_hidden_states_mask", (size.text_length,), "bool", "context_mask"),
+        SameInput("img_shapes", lambda batch: [[(1, height, width)]] * batch),
+    )
+    return Declared(
+        "hidden_states", "timestep", inputs, _THOUSANDTH, patch_size=_SIDE, around=packed
+    )
+
+
+def _flux2(config: Config, size: Sizes) -> Declared:
+    """Flux.2: one token for each place of latents whose channels hold 2 x 2 squares already."""
+    packed = _packed(lambda x: x.flatten(2).mT, lambda x, shape: x.mT.unflatten(2, shape[2:]))
+    inputs: list[Input | SameInput] = [
+        Input("hidden_states", (config.in_channels, size.height, size.width)),
+        Input("timestep", (), "float32"),
+        Input(
+            "encoder_hidden_states", (size.text_length, config.joint_attention_dim), field="context"
+        ),
+        SameInput("img_ids", lambda batch: _grid(1, size.height, size.width, 1)),
+        SameInput("txt_ids", lambda batch: _grid(1, 1, 1, size.text_length)),
+    ]
+    if config.guidance_embeds:
+        inputs.append(Input("guidance", (), "float32"))
+    return Declared("hidden_states", "timestep", tuple(inputs), _THOUSANDTH, around=packed)
+
+
+def _grid(*sides: int) -> Any:
+    """Coordinates of all places of a grid: [places, axes]."""
+    import torch
+
+    return torch.cartesian_prod(*map(torch.arange, sides))
 
 
 def _places(height: int, width: int) -> Any:
@@ -175,6 +222,10 @@ def _cogvideox_rotary(config: Config, frames: int, grid: tuple[int, int]) -> Any
 
 TOKENS = {
     "FluxTransformer2DModel": Known({"height": 128, "width": 128, "text_length": 512}, _flux),
+    "Flux2Transformer2DModel": Known({"height": 64, "width": 64, "text_length": 512}, _flux2),
+    "QwenImageTransformer2DModel": Known(
+        {"height": 128, "width": 128, "text_length": 512}, _qwen_image
+    ),
     "HunyuanVideoTransformer3DModel": Known(
         {"frames": 33, "height": 90, "width": 160, "text_length": 256}, _hunyuan_video
     ),

@@ -16,12 +16,13 @@ from megatron_pulse.planner.cluster.cluster import Link
 from megatron_pulse.planner.layout.placement import Partition, Placement
 from megatron_pulse.planner.partition.evaluate import MemoryRule
 from megatron_pulse.planner.partition.find import Goal, PartitionError, find_partition
-from megatron_pulse.planner.partition.memory import in_flight
+from megatron_pulse.planner.partition.memory import bytes_per_parameter, in_flight
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
 from megatron_pulse.planner.tune.config import Recompute
+from megatron_pulse.profile.roofline import ELEMENT_BYTES
 from tests.benchmarks.contestant import Contestant, Engine, Refused
 from tests.benchmarks.contestants import Planner, needed_bytes
-from tests.benchmarks.emulation import Emulation
+from tests.benchmarks.emulation import Emulation, setup_of
 from tests.benchmarks.sharded_best import NEAR, DataParallel
 
 TIGHTER = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
@@ -73,6 +74,8 @@ def capped(
             variant = emulation.variant(size, policies)
             plan = CappedPlanner(variant, link, num_devices, samples // size, solver_s, usable)
             found = list(plan.theirs())
+            if every and setup_of(emulation.name).adapter_of:
+                found.append(plan.deepspeed())
             if usual and (again is Recompute.NEVER or (every and _refused(offers, usable))):
                 found += plan.ours()
             for one in found:
@@ -132,8 +135,10 @@ class CappedPlanner(Planner):
         if best is None or self._fits(best, costs):
             return best
         for share in TIGHTER[:: placement.num_chunks]:
-            limits = share * self.usable, self.per_parameter(1), in_flight(placement, self.count)
-            rule = MemoryRule(*limits)
+            dtype = self.emulation.profile.dtype
+            each = bytes_per_parameter(dtype)
+            limits = share * self.usable, each, in_flight(placement, self.count)
+            rule = MemoryRule(*limits, frozen_share=ELEMENT_BYTES[dtype] / each)
             goal = Goal(collocate=collocate, link=self.link, memory=lambda _, rule=rule: rule)
             try:
                 found = find_partition(costs, placement, goal, explain=False)

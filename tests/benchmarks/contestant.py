@@ -28,12 +28,14 @@ class Engine(StrEnum):
     TORCH_1F1B = "torch 1F1B"
     TORCH_INTERLEAVED = "torch interleaved 1F1B"
     TORCH_ZBV = "torch ZBV"
+    DEEPSPEED_1F1B = "DeepSpeed's 1F1B"
     DATA_PARALLEL = "Megatron DDP"
+    STREAMED = "DDP, base streamed from the host"
     FSDP2 = "FSDP2"
     HSDP = "HSDP"
 
 
-REPLICAS = (Engine.DATA_PARALLEL, Engine.FSDP2, Engine.HSDP)
+REPLICAS = (Engine.DATA_PARALLEL, Engine.STREAMED, Engine.FSDP2, Engine.HSDP)
 """Those whose devices run the whole backbone each."""
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import accumulate
+from math import inf
 
 from megatron_pulse.backbone.costs import ChainCosts
 from megatron_pulse.planner.cluster.cluster import Link
@@ -15,7 +17,7 @@ from megatron_pulse.planner.layout.placement import (
     sequential,
 )
 from megatron_pulse.planner.partition.find import Goal, PartitionError, find_partition
-from megatron_pulse.planner.partition.memory import bytes_per_parameter, wgrad_bytes
+from megatron_pulse.planner.partition.memory import wgrad_bytes
 from megatron_pulse.planner.partition.volume import relayed, volume
 from megatron_pulse.planner.program.simulate import edges_of, simulate_step
 from megatron_pulse.planner.schedule.operations import Schedule
@@ -98,6 +100,26 @@ def needed_bytes(contestant: Contestant) -> float:
     return max(map(sum, zip(state, contestant.peak_memory(order), strict=True)))
 
 
+def balanced_cuts(weights: Sequence[int], parts: int) -> tuple[int, ...]:
+    """Cuts into contiguous parts, none empty, whose largest sum of ``weights`` is least."""
+    sums = [0, *accumulate(weights)]
+    least: list[list[float]] = [[0.0] + [inf] * len(weights)]
+    begins: list[list[int]] = []
+    for _ in range(parts):
+        row, begin = [inf] * len(sums), [0] * len(sums)
+        for end in range(1, len(sums)):
+            for start in range(end):
+                largest = max(least[-1][start], sums[end] - sums[start])
+                if largest < row[end]:
+                    row[end], begin[end] = largest, start
+        least.append(row)
+        begins.append(begin)
+    ends = [len(weights)]
+    for begin in reversed(begins[1:]):
+        ends.append(begin[ends[-1]])
+    return (0, *reversed(ends))
+
+
 class Planner:
     """Contestants of one backbone over one kind of link."""
 
@@ -139,6 +161,12 @@ class Planner:
         yield self.relay(Engine.TORCH_INTERLEAVED, loop)
         yield self.relay(Engine.TORCH_ZBV, folded)
 
+    def deepspeed(self) -> Contestant:
+        """diffusion-pipe's way: cuts balance trained parameters, as DeepSpeed counts them."""
+        placement = sequential(self.num_devices)
+        cuts = balanced_cuts(self.costs.trained_parameters, self.num_devices)
+        return self.relay(Engine.DEEPSPEED_1F1B, Partition(placement, cuts))
+
     def data_parallel(self) -> Iterator[Contestant]:
         """Layers as they are; a gradient is as many bytes as the parameter, in half precision."""
         if self.count % self.num_devices:
@@ -147,10 +175,10 @@ class Planner:
         layers = tuple(
             (forward, backward, element_count(2 * n, divisor))
             for forward, backward, n in zip(
-                self.costs.forward_s, self.costs.backward_s, costs.parameters, strict=True
+                self.costs.forward_s, self.costs.backward_s, costs.trained_parameters, strict=True
             )
         )
-        state = sum(costs.parameters) * self.per_parameter(self.num_devices)
+        state = sum(self.emulation.layer_state(self.num_devices))
         yield replace(
             replicated(layers, self.link, self.num_devices, self.count),
             state_bytes=(state,) * self.num_devices,
@@ -225,19 +253,12 @@ class Planner:
             state_bytes=self.state(partition),
         )
 
-    def per_parameter(self, data_parallel: int) -> float:
-        """Bytes, with gradient and optimizer."""
-        return bytes_per_parameter("float16", data_parallel > 1, data_parallel)
-
     def state(self, partition: Partition) -> tuple[float, ...]:
         """Real bytes of parameters, gradients and optimizer on each device."""
-        count, placement = self.emulation.costs.parameters, partition.placement
+        held, placement = self.emulation.layer_state(), partition.placement
         return tuple(
-            self.per_parameter(1)
-            * sum(
-                count[i]
-                for s in placement.stages_of_device(d)
-                for i in partition.layers_of_stage(s)
+            sum(
+                held[i] for s in placement.stages_of_device(d) for i in partition.layers_of_stage(s)
             )
             for d in range(self.num_devices)
         )

@@ -16,13 +16,17 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from typing import Any
 
+from megatron_pulse.adapters.adapter import ATTENTION, Adapter
 from megatron_pulse.backbone.activations import ActivationPolicies
 from megatron_pulse.backbone.chain import Backbone, Layer, TensorSpec
 from megatron_pulse.backbone.costs import ChainCosts, SkipCost
 from megatron_pulse.planner.cluster.cluster import Link
+from megatron_pulse.planner.partition.memory import bytes_per_parameter
+from megatron_pulse.profile.layer_records import LayerTimes
 from megatron_pulse.profile.profile import Profile
+from megatron_pulse.profile.roofline import ELEMENT_BYTES, Kernel, Roofline
 from megatron_pulse.runtime.measure.execution_modes import RUNNING
-from tests.benchmarks.setups import V100
+from tests.benchmarks.setups import RTX_4090, V100
 
 FULL_RATE_BYTES_PER_S = 20e6
 """What 10 GB/s become: little enough for two cores to serve several ranks."""
@@ -40,11 +44,19 @@ PAPER_LINK_BYTES_PER_S = 10e9
 
 @dataclass(frozen=True)
 class Setup:
-    """A backbone as the paper trains it: options, samples in a microbatch, microbatches over P."""
+    """How a backbone is trained: options, samples in a microbatch, microbatches over P, devices.
+
+    ``adapter_of`` is the backbone on which an adapter alone is trained: LoRA of rank 16 at the
+    projections of attention and those of ``targets``. ``quantized``: its frozen weights are NF4.
+    """
 
     options: Mapping[str, Any] = field(default_factory=dict)
     micro_batch_size: int = 16
     microbatches_per_device: int = 2
+    adapter_of: str = ""
+    targets: tuple[str, ...] = ()
+    device: Roofline = V100
+    quantized: bool = False
 
 
 BACKBONES: Mapping[str, Setup] = {
@@ -55,6 +67,30 @@ BACKBONES: Mapping[str, Setup] = {
     "dit-xl-2": Setup(micro_batch_size=16),
 }
 """The paper's three, SDXL, and one without skips. Others are taken as they are."""
+
+
+def _adapter(of: str, targets: tuple[str, ...] = (), **options: Any) -> Setup:
+    options = {"dtype": RTX_4090.dtype, **options} if of.startswith("diffusers:") else options
+    return Setup(options, 1, 2, of, targets, RTX_4090)
+
+
+_WAN = "diffusers:WanTransformer3DModel"
+ADAPTERS: Mapping[str, Setup] = {
+    "sdxl-lora": _adapter("sdxl", sample_size=128),
+    "flux-lora": _adapter("flux-dev"),
+    "qwen-image-lora": _adapter("diffusers:QwenImageTransformer2DModel"),
+    "flux2-lora": _adapter("diffusers:Flux2Transformer2DModel", ("to_qkv_mlp_proj", "to_out")),
+    "wan-1-lora": _adapter(_WAN, frames=1),
+    "wan-17-lora": _adapter(_WAN, frames=5),
+    "wan-81-lora": _adapter(_WAN, frames=21),
+}
+"""Models whose adapter is trained; Wan 14B on 1, 17 and 81 frames of 480 x 832."""
+
+NF4 = ", NF4"
+"""End of the name of a model whose frozen weights are quantised."""
+
+NF4_BYTES = 0.5 + 4 / 64
+"""Of a weight, with its share of a block's fp32 scale."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +136,15 @@ class Emulation:
         small = shrink(real_backbone(self.name), micro_batch_size, self.byte_divisor)
         return replace(self, costs=costs, backbone=small, micro_batch_size=micro_batch_size)
 
+    def layer_state(self, data_parallel: int = 1) -> list[float]:
+        """Real bytes of each layer's parameters, gradients and optimizer on a device."""
+        dtype, costs = self.profile.dtype, self.costs
+        trained = bytes_per_parameter(dtype, data_parallel > 1, data_parallel)
+        return [
+            trained * count + ELEMENT_BYTES[dtype] * (total - count)
+            for total, count in zip(costs.parameters, costs.trained_parameters, strict=True)
+        ]
+
     def link(self, bytes_per_s: float) -> Link:
         """The emulated link in the place of a real one; its latency is gloo's, about."""
         return Link(5e-4, bytes_per_s / (self.byte_divisor * self.time_scale))
@@ -120,17 +165,47 @@ def num_bytes(spec: TensorSpec) -> int:
 
 def setup_of(name: str) -> Setup:
     """How ``name`` is trained here."""
-    return BACKBONES.get(name, Setup())
+    if name.endswith(NF4):
+        return replace(setup_of(name.removesuffix(NF4)), quantized=True)
+    return BACKBONES.get(name) or ADAPTERS.get(name) or Setup()
 
 
 @cache
 def real_profile(name: str, sizes: tuple[int, ...] = ()) -> Profile:
-    """The analytic profile of ``name`` on a V100 in half precision, at the usual microbatch or at
-    these."""
+    """The analytic profile of ``name`` on its devices in half precision, at the usual microbatch or
+    at these."""
     from megatron_pulse.profile.analytic import analyse
 
-    sizes = sizes or (setup_of(name).micro_batch_size,)
-    return analyse(real_backbone(name), sizes, V100, running=RUNNING)
+    setup = setup_of(name)
+    if setup.quantized:
+        return quantized(real_profile(name.removesuffix(NF4), sizes), setup.device)
+    sizes = sizes or (setup.micro_batch_size,)
+    return analyse(real_backbone(name), sizes, setup.device, running=RUNNING)
+
+
+def quantized(profile: Profile, device: Roofline) -> Profile:
+    """``profile`` with frozen weights in NF4, dequantised in each forward and each backward.
+
+    A frozen parameter counts as the share of one whose bytes it takes.
+    """
+    size = ELEMENT_BYTES[profile.dtype]
+    layers = []
+    for layer in profile.layers:
+        frozen = round(layer.frozen_parameters * NF4_BYTES / size)
+        count = layer.parameters - layer.frozen_parameters + frozen
+        layers.append(replace(layer, parameters=count, frozen_parameters=frozen))
+    apart_s = [
+        device.seconds([Kernel(0, round((NF4_BYTES + size) * layer.frozen_parameters))])
+        for layer in profile.layers
+    ]
+    names = ("forward_s", "input_grad_s", "split_forward_s", "split_input_grad_s")
+
+    def longer(row: LayerTimes, seconds: float) -> LayerTimes:
+        given = {name: getattr(row, name) for name in names}
+        return replace(row, **{name: had + seconds for name, had in given.items() if had})
+
+    times = {number: tuple(map(longer, rows, apart_s)) for number, rows in profile.times.items()}
+    return replace(profile, layers=tuple(layers), times=times)
 
 
 def more_sizes(name: str) -> tuple[int, ...]:
@@ -141,10 +216,15 @@ def more_sizes(name: str) -> tuple[int, ...]:
 
 @cache
 def real_backbone(name: str) -> Backbone:
-    """``name`` as the paper trains it."""
-    from model_specs import load_backbone
+    """``name`` as it is trained here."""
+    from model_specs import TrainedPart, load_backbone, trained_as
 
-    return load_backbone(name, setup_of(name).options)
+    setup = setup_of(name)
+    backbone = load_backbone(setup.adapter_of or name, setup.options)
+    if not setup.adapter_of:
+        return backbone
+    adapter = Adapter(targets=(*ATTENTION, *setup.targets) if setup.targets else ATTENTION)
+    return trained_as(backbone, TrainedPart(adapter=adapter.to_record()))
 
 
 def emulate(name: str, model_s: float = MODEL_S, sizes: tuple[int, ...] = ()) -> Emulation:

@@ -28,11 +28,13 @@ from megatron_pulse.planner.tune.tune import DECISION_S
 from model_specs import available
 from tests.benchmarks.capped import capped, pipeline_sizes, way
 from tests.benchmarks.cell import require_network, run_cell
-from tests.benchmarks.contestant import Contestant, Engine, Refused
+from tests.benchmarks.contestant import REPLICAS, Contestant, Engine, Refused
 from tests.benchmarks.contestants import SOLVER_S, contestants, needed_bytes, tuned
 from tests.benchmarks.emulation import (
+    ADAPTERS,
     BACKBONES,
     MODEL_S,
+    NF4,
     OPERATION_S,
     Emulation,
     emulate,
@@ -83,35 +85,12 @@ def measure(
     emulation: Emulation, rate: float, count: int, args: argparse.Namespace
 ) -> dict[str, Any]:
     """One cell, of ``count`` microbatches."""
-    link, rate_mbit = emulation.link(rate * 1e9), emulation.rate_mbit(rate * 1e9)
-    samples = count * emulation.micro_batch_size
-    refused: list[Refused] = []
-    if args.memory_gb:
-        given = args.ranks, samples, USABLE * args.memory_gb * 1e9, args.solver_seconds
-        entered, refused = capped(emulation, link, *given)
-        memories = [args.memory_gb]
-    else:
-        entered = contestants(emulation, link, args.ranks, count, args.solver_seconds)
-        base = next(c for c in entered if c.engine is Engine.MEGATRON_1F1B)
-        # As much memory as the baseline has, where nothing fits.
-        memories = [V100_GB, needed_bytes(base) / 1e9 / USABLE]
-    found = (tune(emulation, rate, samples, args, memory) for memory in memories)
-    pick: dict[str, Any] | None = None
-    if (outcome := next(filter(None, found), None)) is not None:
-        config, emulated, said = outcome.config, emulation, ""
-        if args.memory_gb:
-            chosen = outcome.stages.activations
-            again, part = len(chosen.recompute), len(chosen.selective)
-            said = way(config.micro_batch_size, again, len(emulation.costs), part)
-            emulated = emulation.variant(config.micro_batch_size, chosen)
-        best = tuned(emulated, link, outcome, entered, said)
-        entered += [best] if best not in entered else []
-        predicted_s = outcome.step_s * emulation.time_scale
-        pick = {"config": str(config), "contestant": best.name, "predicted_s": predicted_s}
+    entered, refused, pick = enter(emulation, rate, count, args)
     if args.only:
         name = pick and pick["contestant"]
         entered = [c for c in entered if c.name == name or any(w in c.name for w in args.only)]
     entered, passed_over = within(entered, args.within)
+    rate_mbit = emulation.rate_mbit(rate * 1e9)
     results = run_cell(emulation.backbone, entered, args.ranks, rate_mbit, args.repetitions)
     return {
         "backbone": emulation.name,
@@ -119,7 +98,7 @@ def measure(
         "ranks": args.ranks,
         "microbatches": count,
         "micro_batch_size": emulation.micro_batch_size,
-        "batch": samples,
+        "batch": count * emulation.micro_batch_size,
         "memory_gb": args.memory_gb or None,
         "time_scale": emulation.time_scale,
         "byte_divisor": emulation.byte_divisor,
@@ -132,6 +111,37 @@ def measure(
     }
 
 
+def enter(
+    emulation: Emulation, rate: float, count: int, args: argparse.Namespace
+) -> tuple[list[Contestant], list[Refused], dict[str, Any] | None]:
+    """Who may run in a cell, what does not fit, and the tuner's pick, if anything of ours fits."""
+    link, samples = emulation.link(rate * 1e9), count * emulation.micro_batch_size
+    refused: list[Refused] = []
+    if args.memory_gb:
+        given = args.ranks, samples, USABLE * args.memory_gb * 1e9, args.solver_seconds
+        entered, refused = capped(emulation, link, *given)
+        memories = [args.memory_gb]
+    else:
+        entered = contestants(emulation, link, args.ranks, count, args.solver_seconds)
+        base = next(c for c in entered if c.engine is Engine.MEGATRON_1F1B)
+        # As much memory as the baseline has, where nothing fits.
+        memories = [V100_GB, needed_bytes(base) / 1e9 / USABLE]
+    found = (tune(emulation, rate, samples, args, memory) for memory in memories)
+    if (outcome := next(filter(None, found), None)) is None:
+        return entered, refused, None
+    config, emulated, said = outcome.config, emulation, ""
+    if args.memory_gb:
+        chosen = outcome.stages.activations
+        again, part = len(chosen.recompute), len(chosen.selective)
+        said = way(config.micro_batch_size, again, len(emulation.costs), part)
+        emulated = emulation.variant(config.micro_batch_size, chosen)
+    best = tuned(emulated, link, outcome, entered, said)
+    entered += [best] if best not in entered else []
+    predicted_s = outcome.step_s * emulation.time_scale
+    pick = {"config": str(config), "contestant": best.name, "predicted_s": predicted_s}
+    return entered, refused, pick
+
+
 def within(
     entered: Sequence[Contestant], factor: float
 ) -> tuple[list[Contestant], list[Contestant]]:
@@ -139,7 +149,10 @@ def within(
     soonest of the others. Ours, Megatron's 1F1B, with which all are compared, and the soonest
     relayed pipeline, the soonest that shards (FSDP2, HSDP) and DDP, whose collectives are taken as
     ideal, always run."""
-    kinds = {Engine.FSDP2: "sharded", Engine.HSDP: "sharded", Engine.DATA_PARALLEL: "replicated"}
+    kinds = dict.fromkeys(REPLICAS, "replicated") | {
+        Engine.FSDP2: "sharded",
+        Engine.HSDP: "sharded",
+    }
     soonest: dict[str, Contestant] = {}
     for one in (one for one in entered if one.engine is not Engine.OURS):
         before = soonest.setdefault(kinds.get(one.engine, "relayed"), one)
@@ -163,7 +176,8 @@ def tune(
     under a cap those that pipelines may take, recomputed or not.
     """
     operation_us = 1e6 * OPERATION_S / emulation.time_scale
-    cluster = cluster_of(args.ranks, rate, memory_gb, operation_us=operation_us)
+    device = setup_of(emulation.name).device.device.name
+    cluster = cluster_of(args.ranks, rate, memory_gb, device, operation_us=operation_us)
     usual = [emulation.micro_batch_size]
     choices = Choices(
         pipeline=(1, args.ranks),
@@ -171,7 +185,8 @@ def tune(
         micro_batch_size=tuple(pipeline_sizes(emulation, samples) if args.memory_gb else usual),
         recompute=(Recompute.NEVER, *[Recompute.NEEDED] * bool(args.memory_gb)),
     )
-    found = decide(Evaluator(emulation.profile, cluster, samples), choices, DECISION_S)
+    evaluator = Evaluator(emulation.profile, cluster, samples)
+    found = decide(evaluator, choices, args.decision_seconds)
     return None if found is None else found.outcomes[0]
 
 
@@ -191,6 +206,7 @@ def parse() -> argparse.Namespace:
     flags.add("--memory-gb", 0.0, "of a device: what does not fit 0.9 of it is refused")
     flags.add("--model-seconds", MODEL_S, "a microbatch, emulated")
     flags.add("--solver-seconds", help=f"of each ILP (default: {SOLVER_S:g}); 0: none", type=float)
+    flags.add("--decision-seconds", DECISION_S, "of processor time for the tuner's pick")
     flags.add("--only", [], "the pick, and whose name has one of these words", type=names)
     flags.add(
         "--within", math.inf,
@@ -210,7 +226,8 @@ def parse() -> argparse.Namespace:
     for name, value in zip(names_of, usual, strict=True):
         if getattr(args, name) is None:
             setattr(args, name, value)
-    unknown = [name for name in args.backbones if name not in available()]
+    known = {*available(), *ADAPTERS, *(f"{name}{NF4}" for name in ADAPTERS)}
+    unknown = [name for name in args.backbones if name not in known]
     faults = [f"no backbone is called {name!r}: see pulse backbones" for name in unknown]
     if not 0 <= args.solver_seconds < math.inf:
         faults.append(f"--solver-seconds {args.solver_seconds:g} is no number from 0 on")

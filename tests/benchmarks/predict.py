@@ -19,6 +19,7 @@ from tests.benchmarks.contestant import Contestant, Engine
 CLASSIC = {
     Engine.MEGATRON_1F1B: "1f1b",
     Engine.TORCH_1F1B: "1f1b",
+    Engine.DEEPSPEED_1F1B: "1f1b",
     Engine.MEGATRON_INTERLEAVED: "interleaved",
     Engine.TORCH_INTERLEAVED: "interleaved",
     Engine.TORCH_ZBV: "zb-v",
@@ -30,7 +31,7 @@ def predict(contestant: Contestant, link: Link) -> float:
     """Seconds of a step over links like ``link``."""
     problem, packed = contestant.problem, contestant.packed
     assert problem is not None
-    if contestant.engine in (Engine.MEGATRON_1F1B, Engine.TORCH_1F1B):
+    if CLASSIC[contestant.engine] == "1f1b":
         forward = tuple(
             link.time_s(4 * packed[s]) if 0 < s < len(packed) else 0.0
             for s in range(len(packed) + 1)

@@ -19,17 +19,17 @@ def make_runner(contestant: Contestant, backbone: Any, groups: Groups) -> Runner
         return runner
     from tests.benchmarks.sleeping_encoders import before_step
 
-    alone = contestant.engine is Engine.DATA_PARALLEL
+    alone = contestant.engine in (Engine.DATA_PARALLEL, Engine.STREAMED)
     return before_step(runner, contestant.encoders, alone)
 
 
 def _others(contestant: Contestant, groups: Groups) -> Runner:
     match contestant.engine:
-        case Engine.MEGATRON_1F1B | Engine.MEGATRON_INTERLEAVED:
+        case Engine.MEGATRON_1F1B | Engine.MEGATRON_INTERLEAVED | Engine.DEEPSPEED_1F1B:
             from tests.benchmarks.relays import megatron
 
             return megatron(contestant, groups)
-        case Engine.DATA_PARALLEL:
+        case Engine.DATA_PARALLEL | Engine.STREAMED:
             from tests.benchmarks.data_parallel import data_parallel
 
             return data_parallel(contestant)

@@ -24,6 +24,7 @@ V100 = Roofline(PRESETS["V100-32GB"], "float16")
 """The paper's device, in half precision."""
 
 A100 = Roofline(PRESETS["A100-80GB"], "bfloat16")
+RTX_4090 = Roofline(PRESETS["4090-24GB"], "bfloat16")
 H200 = Roofline(PRESETS["H200"], "bfloat16")
 
 

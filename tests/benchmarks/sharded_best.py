@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from megatron_pulse.backbone.activations import ActivationPolicies
 from megatron_pulse.planner.cluster.cluster import Link
-from megatron_pulse.planner.partition.memory import bytes_per_parameter
 from megatron_pulse.planner.tune.fsdp.configs import FsdpConfigs
 from megatron_pulse.planner.tune.fsdp.layer_dp import ActivationRoom
 from megatron_pulse.planner.tune.fsdp.step import (
@@ -23,11 +23,16 @@ from megatron_pulse.planner.tune.fsdp.step import (
     step_bytes,
     step_s,
 )
+from megatron_pulse.profile.roofline import ELEMENT_BYTES
 from tests.benchmarks.contestant import Contestant, Engine, Refused
-from tests.benchmarks.emulation import Emulation, element_count
+from tests.benchmarks.emulation import Emulation, element_count, setup_of
 
 NEAR = 1.1
 """Of FSDP2 the best of each way to gather runs, if it is predicted to take so much at most."""
+
+HOST_GBS = (25.0, 6.5)
+"""GB/s from the host's memory to each device: 16 lanes of PCIe 4.0, or a quarter of 26 GB/s, what
+four devices of a PC share (preset rtx-4090)."""
 
 FP32_BYTES = 4
 
@@ -40,7 +45,7 @@ class DataParallel:
     ) -> None:
         self.emulation, self.link, self.num_devices = emulation, link, num_devices
         self.samples, self.usable = samples, usable
-        self.parameters = emulation.costs.parameters
+        self.num_layers = len(emulation.costs)
         sizes, scale = list(self.sizes()), emulation.time_scale
         of = emulation.profile, num_devices, samples, usable, sizes
         self.ways = FsdpConfigs(*of, self._moved_bytes, scale)
@@ -50,6 +55,8 @@ class DataParallel:
         entered: list[Contestant] = []
         refused: list[Refused] = []
         ways = [(Engine.DATA_PARALLEL, self._replicated())]
+        if setup_of(self.emulation.name).adapter_of:
+            ways += [(Engine.STREAMED, self._streamed(rate)) for rate in HOST_GBS]
         ways += [(Engine.FSDP2, self._sharded(self.num_devices, Engine.FSDP2))]
         groups = [g for g in range(2, self.num_devices) if self.num_devices % g == 0]
         if groups:
@@ -84,29 +91,61 @@ class DataParallel:
 
     def _replicated(self) -> Iterator[Contestant | Refused]:
         """Megatron's DDP with the distributed optimizer."""
-        num = self.num_devices
-        state = sum(self.parameters) * bytes_per_parameter("float16", True, num)
+        return self._data_parallel(
+            Engine.DATA_PARALLEL, self.emulation.layer_state(self.num_devices)
+        )
+
+    def _streamed(self, rate: float) -> Iterator[Contestant | Refused]:
+        """The same with frozen weights in the host's memory, from where they come before each use.
+
+        A layer takes the longer of its own time and its weights' at ``rate`` GB/s. The device holds
+        two layers' weights.
+        """
+        costs = self.emulation.costs
+        size = ELEMENT_BYTES[self.emulation.profile.dtype]
+        frozen = [
+            size * (count - trained)
+            for count, trained in zip(costs.parameters, costs.trained_parameters, strict=True)
+        ]
+        held = self.emulation.layer_state(self.num_devices)
+        state = [own - base for own, base in zip(held, frozen, strict=True)]
+        state[0] += max(map(sum, pairwise(frozen)))
+        copies_s = [each / (rate * 1e9) for each in frozen]
+        for one in self._data_parallel(Engine.STREAMED, state, copies_s):
+            if isinstance(one, Refused):
+                yield one
+            else:
+                yield replace(one, name=f"{one.name}, {rate:g} GB/s")
+
+    def _data_parallel(
+        self, engine: Engine, held: Sequence[float], least_s: Sequence[float] = ()
+    ) -> Iterator[Contestant | Refused]:
+        """Replicas that hold ``held`` bytes of state, and whose layers take ``least_s`` or more."""
+        num, state = self.num_devices, sum(held)
         for size in self.sizes():
             recomputing = self.ways.recomputing(size)
             room = self.usable - state
-            again = recomputing.chosen((ActivationRoom(room, room),) * len(self.parameters))
+            again = recomputing.chosen((ActivationRoom(room, room),) * self.num_layers)
             chain, way = recomputing.chain(again), self._way(size, again)
             saved, most = float(sum(chain.saved_bytes)), recomputing.needed_bytes(again)
             needs = state + most
             if needs > self.usable:
-                yield Refused(str(Engine.DATA_PARALLEL), Engine.DATA_PARALLEL, way, needs)
+                yield Refused(str(engine), engine, way, needs)
                 continue
-            scale = self.emulation.time_scale
+            scale, least = self.emulation.time_scale, least_s or (0.0,) * self.num_layers
             layers = tuple(
                 (
-                    scale * chain.forward_s[i],
-                    scale * chain.backward_s[i],
+                    scale * max(chain.forward_s[i], least[i]),
+                    scale * max(chain.backward_s[i], least[i]),
                     self._elements(n),
                 )
-                for i, n in enumerate(self.parameters)
+                for i, n in enumerate(chain.trained_parameters)
             )
+            made = replicated(layers, self.link, num, self.samples // size)
             yield replace(
-                replicated(layers, self.link, num, self.samples // size),
+                made,
+                name=str(engine),
+                engine=engine,
                 state_bytes=(state,) * num,
                 saved_bytes=(saved, most - saved),
                 way=way,
@@ -144,7 +183,7 @@ class DataParallel:
         return element_count(2 * parameters, self.emulation.byte_divisor)
 
     def _way(self, size: int, again: ActivationPolicies) -> str:
-        told = f"{len(again.recompute)} of {len(self.parameters)} layers recomputed"
+        told = f"{len(again.recompute)} of {self.num_layers} layers recomputed"
         part = f"what is cheap of {len(again.selective)}"
         return (
             f"b={size}" + f", {told}" * bool(again.recompute) + f", {part}" * bool(again.selective)
