@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from megatron_pulse.adapters.quantization import BLOCK
 
 _INT8_MAX = 127
+PART = 1 << 22
+"""Weights quantised at a time, a multiple of the block: on a CPU they are copied in fp32."""
 
 
 def quantize(weight: Tensor, kind: str) -> tuple[nn.Parameter, nn.Parameter]:
@@ -36,8 +38,9 @@ def quantize(weight: Tensor, kind: str) -> tuple[nn.Parameter, nn.Parameter]:
         from bitsandbytes.functional import quantize_4bit
 
         how = {"blocksize": BLOCK, "compress_statistics": False, "quant_type": kind}
-        integers, state = quantize_4bit(weight.contiguous(), **how)
-        scales = state.absmax
+        parts = [quantize_4bit(part, **how) for part in weight.reshape(-1).split(PART)]
+        integers = torch.cat([packed for packed, _ in parts])
+        scales = torch.cat([state.absmax for _, state in parts])
     else:
         values = weight.float()
         scales = values.abs().amax(1)

@@ -92,6 +92,13 @@ def test_linear_map_of_nf4_is_bitsandbytes(shape: tuple[int, int], dtype: torch.
     assert a.grad is not None and b.grad is not None and torch.equal(a.grad, b.grad)
 
 
+def test_parts_of_a_weight_are_quantised_as_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(10, 75)
+    whole = quantize(weight, "nf4")
+    monkeypatch.setattr("megatron_pulse.adapters.quantized_linear.PART", 128)
+    assert all(map(torch.equal, quantize(weight, "nf4"), whole))
+
+
 def test_int8_has_the_integers_of_bitsandbytes() -> None:
     torch.manual_seed(0)
     weight = torch.randn(24, 40)
