@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Annotated, Any, TypedDict
+from typing import Annotated, Any, NotRequired, TypedDict
 
-from annotated_types import Gt
+from annotated_types import Gt, Lt
 
 from megatron_pulse.errors import Faults, did_you_mean
 from megatron_pulse.json_validation import Count, OneOf, Text
@@ -30,6 +30,7 @@ class AdapterRecord(TypedDict):
     rank: Count
     alpha: Annotated[float, Gt(0)]
     targets: tuple[Text, ...]
+    dropout: NotRequired[Annotated[float, Gt(0), Lt(1)]]
 
 
 @dataclass(frozen=True)
@@ -38,12 +39,14 @@ class Adapter:
 
     W is frozen. A begins at random, and B at 0. ``targets`` are names of layers, as in peft: a
     layer matches by its whole name, by its last parts (``attn.to_q``), or by a pattern of these
-    (``blocks.*.to_?``).
+    (``blocks.*.to_?``). ``dropout`` is the probability with which training drops an entry of x in
+    the added term.
     """
 
     rank: int = RANK
     alpha: float = RANK
     targets: tuple[str, ...] = ATTENTION
+    dropout: float = 0.0
 
     @property
     def scale(self) -> float:
@@ -52,16 +55,22 @@ class Adapter:
 
     def to_record(self) -> dict[str, Any]:
         """JSON values for a backbone's record; ``from_record`` takes them back."""
-        return {
+        record: dict[str, Any] = {
             "type": "lora", "rank": self.rank, "alpha": self.alpha, "targets": list(self.targets)
         }  # fmt: skip
+        return {**record, "dropout": self.dropout} if self.dropout else record
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Adapter:
         """Adapter of a backbone's record. Raises ValueError for another type."""
         if record.get("type") not in ADAPTERS:
             raise ValueError(f"adapter type {record.get('type')!r} is unknown: lora")
-        return cls(int(record["rank"]), float(record["alpha"]), tuple(record["targets"]))
+        return cls(
+            int(record["rank"]),
+            float(record["alpha"]),
+            tuple(record["targets"]),
+            float(record.get("dropout", 0.0)),
+        )
 
     def matches(self, layer: str) -> bool:
         """True if the adapter targets the layer of this name."""
@@ -105,4 +114,6 @@ def describe(record: Mapping[str, Any] | None) -> str:
     if not record:
         return "no adapter"
     targets = ", ".join(record["targets"])
-    return f"{record['type']} of rank {record['rank']}, alpha {record['alpha']:g} on {targets}"
+    dropout = f", dropout {record['dropout']:g}" if record.get("dropout") else ""
+    size = f"rank {record['rank']}, alpha {record['alpha']:g}{dropout}"
+    return f"{record['type']} of {size} on {targets}"

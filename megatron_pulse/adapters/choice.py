@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_pulse.adapters.adapter import ADAPTERS, ATTENTION, RANK, Adapter
-from megatron_pulse.dataclass_flags import ABOVE_ZERO, FROM_ONE, flag
+from megatron_pulse.dataclass_flags import ABOVE_ZERO, BELOW_ONE, FROM_ONE, flag
 from megatron_pulse.errors import UserError
 
 _WITHOUT = "is for an adapter: give --pulse-adapter lora too, or leave it out"
@@ -77,6 +77,12 @@ class AdapterChoice:
         metavar="NAME",
         check=_only_with_adapter("adapter_targets"),
     )
+    adapter_dropout: float | None = flag(
+        "probability with which training drops an entry of an adapter's input (default 0)",
+        metavar="P",
+        within=BELOW_ONE,
+        check=_only_with_adapter("adapter_dropout"),
+    )
     adapter_weights: str | None = flag(
         "begin with the adapter of this file or folder (of diffusers, peft or kohya), which has "
         "rank, alpha and layers",
@@ -89,8 +95,9 @@ class AdapterChoice:
         if record is None:
             return AdapterChoice()
         targets = tuple(record["targets"])
-        given = record["type"], record["rank"], record["alpha"], targets, self.adapter_weights
-        return AdapterChoice(*given)
+        dropout = record.get("dropout")
+        given = record["type"], record["rank"], record["alpha"], targets, dropout
+        return AdapterChoice(*given, self.adapter_weights)
 
     @property
     def record(self) -> dict[str, Any] | None:
@@ -101,7 +108,9 @@ class AdapterChoice:
             from megatron_pulse.adapters.files import read_adapter
 
             found = read_adapter(Path(self.adapter_weights))
-            return Adapter(found.rank, found.alpha, found.layers).to_record()
+            dropout = found.dropout if self.adapter_dropout is None else self.adapter_dropout
+            return Adapter(found.rank, found.alpha, found.layers, dropout).to_record()
         rank = self.adapter_rank or RANK
         alpha = float(rank) if self.adapter_alpha is None else self.adapter_alpha
-        return Adapter(rank, alpha, self.adapter_targets or ATTENTION).to_record()
+        targets = self.adapter_targets or ATTENTION
+        return Adapter(rank, alpha, targets, self.adapter_dropout or 0.0).to_record()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,8 @@ def write_adapter(
     the format has no names for the model.
     """
     config = _config(adapter, factors)
+    if kind == "diffusers":
+        config["lora_dropout"] = 0.0  # diffusers applies it in sampling too
     component = "unet" if is_unet(class_name) else "transformer"
     header = {"format": "pt"}
     if kind == "peft":
@@ -91,7 +93,7 @@ def _config(adapter: Adapter, factors: Mapping[str, Tensor]) -> dict[str, Any]:
         "r": adapter.rank,
         "lora_alpha": alpha,
         "target_modules": layers,
-        "lora_dropout": 0.0,
+        "lora_dropout": adapter.dropout,
         "bias": "none",
     }
 
@@ -108,12 +110,13 @@ def _to_kohya(adapter: Adapter, factors: Mapping[str, Tensor]) -> dict[str, Tens
 
 @dataclass(frozen=True)
 class AdapterFile:
-    """Adapter in files: rank, alpha and factors (``LAYER.lora_A.weight``)."""
+    """Adapter in files: rank, alpha, factors (``LAYER.lora_A.weight``), and dropout in training."""
 
     path: Path
     rank: int
     alpha: float
     factors: Mapping[str, Tensor]
+    dropout: float = 0.0
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -136,7 +139,7 @@ class AdapterFile:
             for part in (A, B)
             if name.endswith(f".{part}")
         }
-        return AdapterFile(self.path, self.rank, self.alpha, factors)
+        return replace(self, factors=factors)
 
 
 def read_adapter(path: Path) -> AdapterFile:
@@ -174,7 +177,7 @@ def read_adapter(path: Path) -> AdapterFile:
         raise UserError(format_faults(f"{file} holds no adapter that can be trained", faults))
     (rank,) = ranks
     alpha = config.get("lora_alpha", next(iter(alphas), rank))
-    return AdapterFile(path, rank, float(alpha), factors)
+    return AdapterFile(path, rank, float(alpha), factors, float(config.get("lora_dropout") or 0.0))
 
 
 def _file_of(path: Path) -> Path:

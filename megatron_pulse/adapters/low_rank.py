@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +16,51 @@ A, B = "lora_A.weight", "lora_B.weight"
 """Names of the two factors below the name of a layer, as in peft."""
 PART = "adapter"
 """Part of a hand-written layer's module that holds its factors under their published names."""
+
+
+@dataclass
+class AdapterDropout:
+    """Dropout of the inputs of a layer's adapters, with the same masks in every layout.
+
+    A mask depends on ``seed``, the name of the adapted layer, and ``key``: the position in the run
+    of the microbatch's first sample. None as ``key``: no dropout.
+    """
+
+    probability: float
+    seed: int
+    key: int | None = 0
+
+    def __call__(
+        self, inputs: Tensor, name: str, shard: tuple[int, int, int] | None = None
+    ) -> Tensor:
+        """Inputs of layer ``name``, each entry zero or divided by the probability of staying.
+
+        ``shard`` is (dimension, number of ranks, rank) if ranks share the inputs; each draws the
+        whole mask.
+        """
+        if self.key is None:
+            return inputs
+        dim, ranks, rank = shard or (0, 1, 0)
+        shape = list(inputs.shape)
+        shape[dim] *= ranks
+        noise = torch.empty(shape, dtype=inputs.dtype, device=inputs.device)
+        if not noise.is_meta:
+            generator = torch.Generator(noise.device)
+            generator.manual_seed(seed_of(self.seed, name, self.key))
+            noise.bernoulli_(1 - self.probability, generator=generator)
+        noise.div_(1 - self.probability)
+        return inputs * noise.chunk(ranks, dim)[rank]
+
+
+def drop(inputs: Tensor, dropout: AdapterDropout | None, name: str) -> Tensor:
+    """``inputs`` of layer ``name`` after ``dropout``, if there is one."""
+    return inputs if dropout is None else dropout(inputs, name)
+
+
+def seed_of(*parts: object) -> int:
+    """Seed that depends on ``parts``."""
+    digest = hashlib.sha256(" ".join(map(str, parts)).encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
 
 
 def is_factor(name: str) -> bool:
@@ -67,8 +113,7 @@ def first_factors(
     b = nn.Parameter(torch.zeros(shape_b, dtype=weight.dtype, device=device))
     if device.type == "meta":
         return nn.Parameter(torch.empty(shape_a, dtype=weight.dtype, device=device)), b
-    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    generator = torch.Generator().manual_seed(seed_of(seed, name))
     bound = 1 / math.sqrt(math.prod(shape_a[1:]))  # Kaiming's uniform bound with a = sqrt(5)
     a = (torch.rand(shape_a, generator=generator) * 2 - 1) * bound
     return nn.Parameter(a.to(device, weight.dtype)), b

@@ -96,6 +96,8 @@ class Layer:
       operation without deferral uses them too.
     - ``chain_shape``: set to the index of the microbatch's shape before each call, in a chain of
       several shapes (0 is the first).
+    - ``adapter_dropout``: its ``key`` is set before each call to the microbatch's first position,
+      or to None outside of training.
     """
 
     name: str

@@ -67,6 +67,9 @@ class AdapterKeys:
         "--pulse-adapter-target",
         (),
     )
+    dropout: Annotated[float, Ge(0)] | None = key(
+        "probability of dropping an entry of its input", "--pulse-adapter-dropout"
+    )
     weights: Text | None = key(
         "adapter to begin with: a file or folder of diffusers, peft or kohya",
         "--pulse-adapter-weights",

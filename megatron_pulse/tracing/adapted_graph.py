@@ -9,19 +9,26 @@ from typing import Any
 import torch
 from torch import fx
 
-from megatron_pulse.adapters.low_rank import add_conv2d, add_linear, factor_names
+from megatron_pulse.adapters.low_rank import add_conv2d, add_linear, drop, factor_names
 from megatron_pulse.tracing.units import Unit
 
 _LINEAR = torch.ops.aten.linear.default
 _CONVOLUTIONS = (torch.ops.aten.conv2d.default, torch.ops.aten.conv2d.padding)
 
+DROPOUT = "dropout of the adapter"
+"""Name of a unit's dropout among its state."""
+
 
 @dataclass(frozen=True)
 class UnitAdapter:
-    """Adapter of a unit: the ``weights`` beside which it has factors, and their ``scale``."""
+    """Adapter of a unit: the ``weights`` beside which it has factors, and their ``scale``.
+
+    If it ``drops``, the unit takes the layer's dropout.
+    """
 
     weights: tuple[str, ...]
     scale: float
+    drops: bool = False
 
 
 def adaptable_weights(unit: Unit) -> list[str]:
@@ -53,18 +60,27 @@ def adapted(unit: Unit, adapter: UnitAdapter) -> Unit:
             pair.append(last)
             added.append(factor)
         factors[name] = pair[0], pair[1]
+    state = list(added)
+    if adapter.drops:
+        with graph.inserting_after(last):
+            dropout = graph.placeholder("adapter_dropout")
+        state.append(DROPOUT)
     for node in list(graph.nodes):
         if not _takes_adapter(node) or node.args[1] not in names:
             continue
-        arguments = (node, node.args[0], *factors[names[node.args[1]]], adapter.scale)
-        with graph.inserting_after(node):
+        name, inputs, before = names[node.args[1]], node.args[0], node
+        if adapter.drops:
+            with graph.inserting_after(node):
+                inputs = before = graph.call_function(drop, (inputs, dropout, name))
+        arguments = (node, inputs, *factors[name], adapter.scale)
+        with graph.inserting_after(before):
             if node.target == _LINEAR:
                 result = graph.call_function(add_linear, arguments)
             else:
                 result = graph.call_function(add_conv2d, (*arguments, dict(_settings(node))))
         node.replace_all_uses_with(result, delete_user_cb=lambda user, own=result: user is not own)
     graph.lint()
-    return replace(of_graph, state=(*unit.state, *added), weights=(*unit.weights, *added))
+    return replace(of_graph, state=(*unit.state, *state), weights=(*unit.weights, *added))
 
 
 def _weights(unit: Unit) -> dict[fx.Node, str]:

@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from megatron_pulse.adapters.low_rank import factor_names, first_factors
+from megatron_pulse.adapters.adapter import Adapter
+from megatron_pulse.adapters.low_rank import AdapterDropout, factor_names, first_factors
 from megatron_pulse.backbone.chain import TensorSpec
-from megatron_pulse.tracing.adapted_graph import UnitAdapter, adaptable_weights, adapted
+from megatron_pulse.tracing.adapted_graph import DROPOUT, UnitAdapter, adaptable_weights, adapted
 from megatron_pulse.tracing.chains import Chains
 from megatron_pulse.tracing.dotted_parameters import Nest, container_of, register_parameters
 from megatron_pulse.tracing.graph_analysis import operation
@@ -123,6 +124,7 @@ class DerivedLayer(Nest):
             for name in unit.weights
         }
         self._adapter: UnitAdapter | None = None
+        self.adapter_dropout: AdapterDropout | None = None
         self._compiled: dict[tuple[UnitChain, torch.device], Any] = {}
         self._containers: dict[str, tuple[nn.Module, str]] = {}
         self._undivided = undivided(unit)
@@ -154,18 +156,18 @@ class DerivedLayer(Nest):
         return [name.removesuffix(".weight") for name in adaptable_weights(self._unit)]
 
     def add_adapter(
-        self, layers: Collection[str], rank: int, scale: float, start: Mapping[str, Tensor]
+        self, layers: Collection[str], adapter: Adapter, start: Mapping[str, Tensor]
     ) -> None:
         """Add trained factors beside the weights of ``layers``. See ``Adaptable``."""
         weights = tuple(f"{layer}.weight" for layer in layers)
-        self._adapter = UnitAdapter(weights, scale)
+        self._adapter = UnitAdapter(weights, adapter.scale, self.adapter_dropout is not None)
         self._unit = adapted(self._unit, self._adapter)
         self._undivided = undivided(self._unit)
         made: dict[str, nn.Parameter] = {}
         for name in weights:
             weight = self._parameter(name)
             seed = torch.initial_seed()
-            factors = first_factors(weight, rank, name, seed, weight.device, start)
+            factors = first_factors(weight, adapter.rank, name, seed, weight.device, start)
             made.update(zip(factor_names(name), factors, strict=True))
         register_parameters(self, made)
         self._containers.update((name, container_of(self, name)) for name in made)
@@ -235,6 +237,8 @@ class DerivedLayer(Nest):
     def _state(self, name: str, chain: UnitChain, device: torch.device) -> Any:
         if name in self._containers:
             return self._parameter(name)
+        if name == DROPOUT:
+            return self.adapter_dropout if self.training else None
         constants = self._source.constants(chain, device)
         if name in constants:
             return constants[name]

@@ -49,7 +49,8 @@ from megatron.core.utils import (
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from megatron_pulse.adapters.low_rank import PART, factor_names, first_factors
+from megatron_pulse.adapters.adapter import Adapter
+from megatron_pulse.adapters.low_rank import PART, AdapterDropout, factor_names, first_factors
 from megatron_pulse.backbone.chain import Layer
 from megatron_pulse.backbone.published_weights import (
     Concatenated,
@@ -172,15 +173,17 @@ class LinearMaps:
         return [n for g in groups if _weight(g.maps[0]).requires_grad for n in g.theirs]
 
     def add_adapter(
-        self, layers: Collection[str], rank: int, scale: float, start: Mapping[str, Tensor]
+        self, layers: Collection[str], adapter: Adapter, start: Mapping[str, Tensor]
     ) -> None:
         """Add trained factors beside the weights of ``layers``. See ``Adaptable``."""
         factors = Factors(getattr(self._module, "tp_group", None))
+        dropout = getattr(self._module, "adapter_dropout", None)
         for group in self._groups.values():
             if names := [name for name in group.theirs if name in layers]:
-                factors.add(group, names, rank, start)
+                factors.add(group, names, adapter.rank, start)
                 for i, linear in enumerate(group.maps):
-                    linear.register_forward_hook(_Change(factors, group, names, i, scale))
+                    change = _Change(factors, group, names, i, adapter.scale, dropout)
+                    linear.register_forward_hook(change)
         self._module.add_module(PART, factors)
 
 
@@ -275,16 +278,25 @@ class _Change:
     """Forward hook that adds the change of ``names`` to the output of map ``index`` of a group."""
 
     def __init__(
-        self, factors: Factors, group: _Group, names: Sequence[str], index: int, scale: float
+        self,
+        factors: Factors,
+        group: _Group,
+        names: Sequence[str],
+        index: int,
+        scale: float,
+        dropout: AdapterDropout | None,
     ) -> None:
         self._factors, self._group, self._names = factors, group, names
-        self._index, self._scale = index, scale
+        self._index, self._scale, self._dropout = index, scale, dropout
 
     def __call__(self, linear: Any, given: tuple[Any, ...], output: Any) -> Any:
         """See ``torch.nn.Module.register_forward_hook``."""
         channels = 1 if isinstance(linear, nn.Conv2d) else -1
         pairs = [self._factors.pair(name) for name in self._names]
-        inner = [_product(linear, given[0], self._own(a), True) for a, _ in pairs]
+        inner = [
+            _product(linear, self._dropped(linear, given[0], name), self._own(a), True)
+            for name, (a, _) in zip(self._names, pairs, strict=True)
+        ]
         if self._group.divided is not None:
             inner = list(self._exchange(linear, torch.cat(inner, -1)).chunk(len(inner), -1))
         changes = [_product(linear, t, b, False) for t, (_, b) in zip(inner, pairs, strict=True)]
@@ -292,6 +304,24 @@ class _Change:
         if isinstance(output, tuple):  # Megatron's linears return their bias apart
             return (output[0] + change * self._scale, *output[1:])
         return output + change * self._scale
+
+    def _dropped(self, linear: Any, inputs: Tensor, name: str) -> Tensor:
+        """Inputs of the published layer ``name`` after dropout."""
+        if self._dropout is None or not linear.training:
+            return inputs
+        group = self._group
+        if group.divided is None:  # tokens [s, b, h] are divided, vectors [b, h] are whole
+            marked = getattr(_weight(linear), "sequence_parallel", False)
+            of_sequence = marked and inputs.dim() == 3
+        else:
+            of_sequence = group.divided == 0 and linear.sequence_parallel
+        shard = None
+        if of_sequence or group.divided == 1:
+            ranks = get_tensor_model_parallel_group_if_none(
+                group.tp_group or self._factors.tp_group
+            )
+            shard = 0 if of_sequence else -1, get_pg_size(ranks), get_pg_rank(ranks)
+        return self._dropout(inputs, f"{name} {self._index}", shard)
 
     def _own(self, a: Tensor) -> Tensor:
         """Columns of A that belong to this map."""

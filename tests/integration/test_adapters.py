@@ -23,6 +23,7 @@ from tests.ranks import RanksFailed
 
 ADAPTER = ["--pulse-adapter", "lora", "--pulse-adapter-rank", "3", "--pulse-adapter-alpha", "6"]
 ADAPTER += ["--pulse-adapter-target", "to_q", "--pulse-adapter-target", "to_out.0"]
+ADAPTER += ["--pulse-adapter-dropout", "0.25"]
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +78,8 @@ def test_another_adapter_or_other_weights_are_refused(
         run(1, *flags(place, *ADAPTER, *save, "--pulse-adapter-rank", "4"), backbone="none")
     with pytest.raises(RanksFailed, match="this run trains no adapter"):
         run(1, *flags(place, *save), backbone="none")
+    with pytest.raises(RanksFailed, match="alpha 6, dropout 0.25 on.*alpha 6, dropout 0.5 on"):
+        run(1, *flags(place, *ADAPTER, *save, "--pulse-adapter-dropout", "0.5"), backbone="none")
     weights = place / "sd" / "unet" / "diffusion_pytorch_model.safetensors"
     kept = tmp_path / "kept.safetensors"
     shutil.copy(weights, kept)
@@ -128,7 +131,10 @@ def test_every_format_predicts_as_the_merged_model_does(
     assert "add --merge" in capsys.readouterr().err
 
     card = (tmp_path / "diffusers" / "README.md").read_text()
-    assert "lora of rank 3, alpha 6 on to_q, to_out.0" in card and "load_lora_weights" in card
+    assert (
+        "lora of rank 3, alpha 6, dropout 0.25 on to_q, to_out.0" in card
+        and "load_lora_weights" in card
+    )
     averages = {name: value for name, value in trained.averages.items()}
     for name in ("diffusers", "kohya", "peft"):
         found = read_adapter(tmp_path / name)
@@ -144,6 +150,7 @@ def test_a_run_begins_with_an_adapter_file(place: Path, trained: Run, tmp_path: 
     assert main(["export", "--load", str(place / "run"), "--iteration", "1", *to]) == 0
     begin = ["--pulse-adapter", "lora", "--pulse-adapter-weights", to[1], "--train-iters", "1"]
     got = run(2, *flags(place, *begin, *pipeline(2)), backbone="none")
+    begin += ["--pulse-adapter-dropout", "0.25"]  # kohya's files hold none
     fresh = run(2, *flags(place, *ADAPTER, "--train-iters", "1", *pipeline(2)), backbone="none")
     assert fresh.losses == trained.losses[:1] and got.losses != fresh.losses
     assert got.weights.keys() == fresh.weights.keys()

@@ -34,6 +34,7 @@ from tests.runtime.equality import train as train_stages
 from tests.runtime.tiny import FAMILIES
 
 EVERYTHING = Adapter(3, 6.0, ("*",))
+DROPPING = replace(EVERYTHING, dropout=0.25)
 EVERY: Mapping[str, tuple[str, dict[str, Any]]] = {**FAMILIES, "example": ("example-tiny", {})}
 SOME = {"unet-text": Adapter(3, 6.0), "hunyuan": Adapter(3, 6.0, ("to_q", "attn2.to_v", "net.2"))}
 """Adapters beside some of the weights that projections fuse; other families have ``EVERYTHING``."""
@@ -251,7 +252,7 @@ def compare_layouts(folder: Path) -> dict[str, float]:
     dist.init_process_group("gloo")
     found = {}
     for case, (name, options) in TENSOR.items():
-        backbone = adapted(name, options)
+        backbone = adapted(name, options, DROPPING)
         start, alone = factors_after(backbone, 1, False)
         for sequence_parallel in (False, True):
             saved = folder if case == SAVED and sequence_parallel else None
@@ -274,7 +275,7 @@ def test_tensor_and_sequence_parallel_ranks_train_the_same_factors(tmp_path: Pat
     """Initial weights are equal, trained factors to rounding; one process reads what two saved."""
     found, _ = run_ranks(2, compare_layouts, tmp_path, timeout_s=300)
     assert len(found) == 2 * len(TENSOR)
-    assert max(found.values()) < 1e-6, found
+    assert max(found.values()) < 1e-6, {k: v for k, v in found.items() if v > 1e-6}
 
 
 def test_training_starts_from_a_file_of_published_names(tmp_path: Path, one_rank: None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,9 @@ from torch import Tensor, nn
 
 import megatron_pulse as pulse
 from megatron_pulse.adapters.adapter import ATTENTION, Adapter
+from megatron_pulse.adapters.low_rank import AdapterDropout, seed_of
 from megatron_pulse.backbone.chain import Backbone
+from megatron_pulse.backbone.check import BackboneError
 from megatron_pulse.errors import Faults
 from megatron_pulse.runtime.stage import layer_seed
 from model_specs.common.attach_adapter import with_adapter
@@ -23,6 +26,7 @@ from tests.runtime.equality import (
     Outcome,
     differences,
     make_batches,
+    make_pipeline,
     mean_squared_error,
     merge,
     references,
@@ -32,6 +36,7 @@ from tests.runtime.equality import (
 
 M = 2
 OF_TRANSFORMER = Adapter(3, 6.0)
+DROPPING = replace(OF_TRANSFORMER, dropout=0.3)
 OF_UNET = Adapter(4, 6.0, ("to_q", "to_out.0", "mid_block.*.conv1", "conv_in", "linear_2"))
 FOLD = Case("fold", M, dtype="float32", steps=2)
 SEQUENTIAL = replace(FOLD, placement="sequential")
@@ -86,16 +91,21 @@ def of_unet() -> dict[str, Tensor]:
     return {"sample": torch.randn(2, 3, 8, 8).double(), "timestep": torch.tensor([3.0, 500.0])}
 
 
-def chain() -> Backbone:
-    return with_adapter(pulse.from_module(transformer(), of_transformer()), OF_TRANSFORMER)
+def chain(adapter: Adapter = OF_TRANSFORMER) -> Backbone:
+    return with_adapter(pulse.from_module(transformer(), of_transformer()), adapter)
 
 
-def run_cases(cases: list[tuple[Case, int | None]]) -> list[Outcome]:
-    return train_split(chain, cases, 2)
+def run_cases(
+    cases: list[tuple[Case, int | None]], adapter: Adapter = OF_TRANSFORMER
+) -> list[Outcome]:
+    return train_split(functools.partial(chain, adapter), cases, 2)
 
 
 def by_peft(backbone: Backbone, case: Case, module: nn.Module, config: Any) -> dict[str, Tensor]:
-    """Parameters after the same training of peft's module, under our names."""
+    """Parameters after the same training of peft's module, under our names.
+
+    Its dropout draws from torch's generator, which has the seed of our masks before each.
+    """
     named = {
         name.replace(".base_layer.", ".").replace(".default.", "."): parameter
         for name, parameter in inject_adapter_in_model(config, module).named_parameters()
@@ -112,9 +122,19 @@ def by_peft(backbone: Backbone, case: Case, module: nn.Module, config: Any) -> d
     parameters = [named[name] for name in sorted(trained[0])]
     optimizer = torch.optim.AdamW(parameters, lr=1e-2, foreach=False)
     fields = {"hidden_states": "noisy", "sample": "noisy", "timestep": "timesteps"}
+    key = 0
+
+    def seeded(name: str, dropout: nn.Module, given: Any) -> None:
+        layer = name.removesuffix(".lora_dropout.default")
+        torch.manual_seed(seed_of(SEED, f"{layer}.weight", key))
+
+    for name, part in module.named_modules():
+        if isinstance(part, nn.Dropout) and ".lora_dropout." in name:
+            part.register_forward_pre_hook(functools.partial(seeded, name))
     for step in range(case.steps):
         optimizer.zero_grad()
         for batch in make_batches(backbone, case, step):
+            key = int(batch["positions"][0])
             inputs = of_unet() if "sample" in module.forward.__code__.co_varnames else None
             given = {
                 name: batch[fields.get(name, name)].to(value.dtype)
@@ -137,6 +157,51 @@ def test_a_pipeline_with_lora_trains_bit_for_bit_as_peft_does() -> None:
         assert not differences(got.gradients, reference.gradients), case
         assert not differences(got.parameters, reference.parameters), case
         assert all(".lora_" in name for name in got.gradients)
+
+
+def test_dropout_has_the_bits_of_pefts_in_every_layout() -> None:
+    cases = [*CASES, (replace(FOLD, selective=1), None), (replace(FOLD, offload=1), 1)]
+    run = functools.partial(run_cases, adapter=DROPPING)
+    (expected,) = references(run, [(FOLD.alone, None)])
+    config = LoraConfig(r=3, lora_alpha=6, lora_dropout=0.3, target_modules=list(ATTENTION))
+    theirs = by_peft(chain(DROPPING), FOLD, transformer(), config)
+    assert not differences(expected.parameters, theirs)
+    ranks = run_ranks(2, run, cases)
+    for i, (case, _) in enumerate(cases):
+        got = merge([outcomes[i] for outcomes in ranks])
+        assert not differences(got.parameters, expected.parameters), case
+    (without,) = references(run_cases, [(FOLD.alone, None)])
+    assert without.losses[0] != expected.losses[0] and without.losses[M] != expected.losses[M]
+
+
+def test_dropout_drops_the_given_share_by_layer_and_microbatch() -> None:
+    dropout, inputs = AdapterDropout(0.25, 7), torch.full((64, 64), 3.0)
+    first = dropout(inputs, "a")
+    assert set(first.unique().tolist()) == {0.0, 4.0}
+    assert abs((first == 0).double().mean() - 0.25) < 0.03
+    assert torch.equal(dropout(inputs, "a"), first)
+    halves = [dropout(inputs[:, :32], "a", (-1, 2, rank)) for rank in range(2)]
+    assert torch.equal(torch.cat(halves, 1), first)
+    others = [dropout(inputs, "b"), AdapterDropout(0.25, 7, 1)(inputs, "a")]
+    for other in others:  # independent: both drop 1 of 16
+        assert abs(((first == 0) & (other == 0)).double().mean() - 1 / 16) < 0.02
+    assert torch.equal(AdapterDropout(0.25, 7, None)(inputs, "a"), inputs)
+
+
+def test_dropout_is_off_without_training() -> None:
+    backbone = chain(DROPPING)
+    modules = [layer.build(None) for layer in backbone.layers]
+    dropping = [module for module in modules if module.adapter_dropout is not None]
+    assert len(dropping) == 3 and all(m.adapter_dropout.probability == 0.3 for m in dropping)
+    case = replace(FOLD.alone, steps=1)
+    pipeline, batches = make_pipeline(backbone, case, None, None), make_batches(backbone, case, 0)
+    moved = [{**batch, "positions": batch["positions"] + 5} for batch in batches]
+    bare = [{n: t for n, t in batch.items() if n != "positions"} for batch in batches]
+    told = [pipeline.evaluate(each)[0].item() for each in (batches, moved, bare)]
+    assert told[0] == told[1] == told[2]
+    assert pipeline.step(batches)[0].item() != pipeline.step(moved)[0].item()
+    with pytest.raises(BackboneError, match="give each microbatch the field 'positions'"):
+        pipeline.step(bare)
 
 
 def test_convolutions_and_any_linear_layer_take_it() -> None:
