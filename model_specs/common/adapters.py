@@ -88,7 +88,8 @@ def adapt(rules: Rules, layer: Layer, module: Any) -> Adaptable:
 class _Group:
     """Linear maps whose weights are published together, as the weights of the layers ``theirs``.
 
-    ``divided`` is the dimension of the weights that tensor-parallel ranks share, if any.
+    ``divided`` is the dimension of the weights that tensor-parallel ranks share, if any. Inputs
+    ``of_sequence`` are this rank's tokens ``[s, b, h]`` under sequence parallelism.
     """
 
     maps: tuple[nn.Module, ...]
@@ -96,6 +97,7 @@ class _Group:
     layout: WeightLayout
     divided: int | None
     tp_group: Any
+    of_sequence: bool
 
     @property
     def ranks(self) -> int:
@@ -163,7 +165,7 @@ class LinearMaps:
                 continue
             ours, theirs, layout = group_of(rules, f"{prefix}{path}.weight")
             maps = [found.get(n.removeprefix(prefix).removesuffix(".weight")) for n in ours]
-            group = _group(maps, theirs, layout)
+            group = _group(maps, theirs, layout, layer)
             if group is not None:
                 self._groups.setdefault(group.theirs[0], group)
 
@@ -310,11 +312,7 @@ class _Change:
         if self._dropout is None or not linear.training:
             return inputs
         group = self._group
-        if group.divided is None:  # tokens [s, b, h] are divided, vectors [b, h] are whole
-            marked = getattr(_weight(linear), "sequence_parallel", False)
-            of_sequence = marked and inputs.dim() == 3
-        else:
-            of_sequence = group.divided == 0 and linear.sequence_parallel
+        of_sequence = group.of_sequence and inputs.dim() == 3  # vectors [b, h] are whole
         shard = None
         if of_sequence or group.divided == 1:
             ranks = get_tensor_model_parallel_group_if_none(
@@ -365,7 +363,7 @@ def _takes_adapter(module: nn.Module | None) -> bool:
 
 
 def _group(
-    maps: Sequence[nn.Module | None], theirs: Sequence[str], layout: WeightLayout
+    maps: Sequence[nn.Module | None], theirs: Sequence[str], layout: WeightLayout, layer: Layer
 ) -> _Group | None:
     """Group of linear maps; None if it takes no adapter."""
     found = tuple(linear for linear in maps if linear is not None and _takes_adapter(linear))
@@ -378,7 +376,11 @@ def _group(
         return None
     tp_group = first._tp_group if hasattr(first, "_tp_group") else getattr(first, "tp_group", None)
     layers = tuple(name.removesuffix(".weight") for name in theirs)
-    return _Group(found, layers, layout, divided, tp_group)
+    if divided is None:  # embedders see whole inputs
+        of_sequence = getattr(_weight(first), "sequence_parallel", False) and not layer.embedder
+    else:
+        of_sequence = divided == 0 and first.sequence_parallel
+    return _Group(found, layers, layout, divided, tp_group, of_sequence)
 
 
 def _weight(linear: Any) -> Tensor:
