@@ -12,7 +12,7 @@ from annotated_types import Gt, Lt
 from megatron_pulse.errors import Faults, did_you_mean
 from megatron_pulse.json_validation import Count, OneOf, Text
 
-ADAPTERS = ("lora",)
+ADAPTERS = ("lora", "dora")
 FORMATS = ("diffusers", "peft", "kohya")
 """Formats of adapter files."""
 RANK = 16
@@ -35,7 +35,10 @@ class AdapterRecord(TypedDict):
 
 @dataclass(frozen=True)
 class Adapter:
-    """LoRA (Hu et al. 2021, 2106.09685): W x becomes W x + alpha / rank B A x.
+    """Low-rank adapter: LoRA (Hu et al. 2021, 2106.09685) or DoRA (Liu et al. 2024, 2402.09353).
+
+    With D = alpha / rank B A, LoRA makes W x into W x + D x. DoRA makes it m / |W + D| (W x + D x),
+    with the norms of rows, a trained magnitude m that begins as |W|, and no gradient of the norm.
 
     W is frozen. A begins at random, and B at 0. ``targets`` are names of layers, as in peft: a
     layer matches by its whole name, by its last parts (``attn.to_q``), or by a pattern of these
@@ -47,6 +50,7 @@ class Adapter:
     alpha: float = RANK
     targets: tuple[str, ...] = ATTENTION
     dropout: float = 0.0
+    type: str = "lora"
 
     @property
     def scale(self) -> float:
@@ -56,7 +60,7 @@ class Adapter:
     def to_record(self) -> dict[str, Any]:
         """JSON values for a backbone's record; ``from_record`` takes them back."""
         record: dict[str, Any] = {
-            "type": "lora", "rank": self.rank, "alpha": self.alpha, "targets": list(self.targets)
+            "type": self.type, "rank": self.rank, "alpha": self.alpha, "targets": list(self.targets)
         }  # fmt: skip
         return {**record, "dropout": self.dropout} if self.dropout else record
 
@@ -64,12 +68,14 @@ class Adapter:
     def from_record(cls, record: Mapping[str, Any]) -> Adapter:
         """Adapter of a backbone's record. Raises ValueError for another type."""
         if record.get("type") not in ADAPTERS:
-            raise ValueError(f"adapter type {record.get('type')!r} is unknown: lora")
+            known = ", ".join(ADAPTERS)
+            raise ValueError(f"adapter type {record.get('type')!r} is unknown; there is {known}")
         return cls(
             int(record["rank"]),
             float(record["alpha"]),
             tuple(record["targets"]),
             float(record.get("dropout", 0.0)),
+            record["type"],
         )
 
     def matches(self, layer: str) -> bool:

@@ -11,7 +11,7 @@ from megatron_pulse.adapters.adapter import ADAPTERS, ATTENTION, RANK, Adapter
 from megatron_pulse.dataclass_flags import ABOVE_ZERO, BELOW_ONE, FROM_ONE, flag
 from megatron_pulse.errors import UserError
 
-_WITHOUT = "is for an adapter: give --pulse-adapter lora too, or leave it out"
+_WITHOUT = "is for an adapter: give --pulse-adapter TYPE too, or leave it out"
 
 
 def _only_with_adapter(name: str) -> Callable[[AdapterChoice], str | None]:
@@ -35,6 +35,7 @@ def _file_alone(given: AdapterChoice) -> str | None:
         return str(error)
     assert found is not None
     told = {
+        "type": (given.adapter, found["type"]),
         "rank": (given.adapter_rank, found["rank"]),
         "alpha": (given.adapter_alpha, found["alpha"]),
         "targets": (list(given.adapter_targets) or None, found["targets"]),
@@ -54,7 +55,8 @@ class AdapterChoice:
     """Flags of an adapter."""
 
     adapter: str | None = flag(
-        "train an adapter and freeze the model: lora (low-rank adaptation)",
+        "train an adapter and freeze the model: lora (low-rank adaptation), or dora (with "
+        "trained magnitudes of rows too)",
         choices=ADAPTERS,
     )
     adapter_rank: int | None = flag(
@@ -109,8 +111,10 @@ class AdapterChoice:
 
             found = read_adapter(Path(self.adapter_weights))
             dropout = found.dropout if self.adapter_dropout is None else self.adapter_dropout
-            return Adapter(found.rank, found.alpha, found.layers, dropout).to_record()
+            told = found.rank, found.alpha, found.layers, dropout, found.type
+            return Adapter(*told).to_record()
         rank = self.adapter_rank or RANK
         alpha = float(rank) if self.adapter_alpha is None else self.adapter_alpha
         targets = self.adapter_targets or ATTENTION
-        return Adapter(rank, alpha, targets, self.adapter_dropout or 0.0).to_record()
+        told = rank, alpha, targets, self.adapter_dropout or 0.0, self.adapter
+        return Adapter(*told).to_record()

@@ -98,6 +98,8 @@ class Layer:
       several shapes (0 is the first).
     - ``adapter_dropout``: its ``key`` is set before each call to the microbatch's first position,
       or to None outside of training.
+    - ``begin_magnitudes()``, also of modules within: sets DoRA's magnitudes to the norms of the
+      present weights, but for those of a file.
     """
 
     name: str

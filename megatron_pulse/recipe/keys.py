@@ -56,7 +56,7 @@ class Model:
 class AdapterKeys:
     """Adapter that is trained in place of the weights, which stay as they are."""
 
-    type: Text | None = key("lora", "--pulse-adapter")
+    type: Text | None = key("lora or dora", "--pulse-adapter")
     rank: Count | None = key("rank of its matrices (default: 16)", "--pulse-adapter-rank")
     alpha: Positive | None = key(
         "its effect is multiplied by alpha / rank (default: the rank)", "--pulse-adapter-alpha"

@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from megatron_pulse.adapters.low_rank import add_conv2d, add_linear, drop, factor_names
+from megatron_pulse.adapters.low_rank import (
+    add_conv2d,
+    add_dora_conv2d,
+    add_dora_linear,
+    add_linear,
+    drop,
+    factor_names,
+    magnitude_name,
+)
 from megatron_pulse.tracing.units import Unit
 
 _LINEAR = torch.ops.aten.linear.default
 _CONVOLUTIONS = (torch.ops.aten.conv2d.default, torch.ops.aten.conv2d.padding)
 
+_ADDING: Mapping[tuple[bool, bool], Callable[..., Any]] = {
+    (True, False): add_linear,
+    (False, False): add_conv2d,
+    (True, True): add_dora_linear,
+    (False, True): add_dora_conv2d,
+}
+"""Functions that add an adapter: of (linear map, with magnitudes)."""
 DROPOUT = "dropout of the adapter"
 """Name of a unit's dropout among its state."""
 
@@ -23,12 +38,18 @@ DROPOUT = "dropout of the adapter"
 class UnitAdapter:
     """Adapter of a unit: the ``weights`` beside which it has factors, and their ``scale``.
 
-    If it ``drops``, the unit takes the layer's dropout.
+    If it ``drops``, the unit takes the layer's dropout. With ``magnitudes`` it is DoRA.
     """
 
     weights: tuple[str, ...]
     scale: float
     drops: bool = False
+    magnitudes: bool = False
+
+    def names_beside(self, weight: str) -> tuple[str, ...]:
+        """Names of the trained parameters beside ``weight``."""
+        more = (magnitude_name(weight),) if self.magnitudes else ()
+        return (*factor_names(weight), *more)
 
 
 def adaptable_weights(unit: Unit) -> list[str]:
@@ -50,16 +71,15 @@ def adapted(unit: Unit, adapter: UnitAdapter) -> Unit:
     of_graph = replace(unit, graph=graph)
     names = {node: name for node, name in _weights(of_graph).items() if name in adapter.weights}
     last = [node for node in graph.nodes if node.op == "placeholder"][-1]
-    factors: dict[str, tuple[fx.Node, fx.Node]] = {}
+    factors: dict[str, list[fx.Node]] = {}
     added: list[str] = []
     for name in adapter.weights:
-        pair = []
-        for factor in factor_names(name):
+        factors[name] = []
+        for factor in adapter.names_beside(name):
             with graph.inserting_after(last):
                 last = graph.placeholder(f"adapter_{len(added)}")
-            pair.append(last)
+            factors[name].append(last)
             added.append(factor)
-        factors[name] = pair[0], pair[1]
     state = list(added)
     if adapter.drops:
         with graph.inserting_after(last):
@@ -68,16 +88,20 @@ def adapted(unit: Unit, adapter: UnitAdapter) -> Unit:
     for node in list(graph.nodes):
         if not _takes_adapter(node) or node.args[1] not in names:
             continue
-        name, inputs, before = names[node.args[1]], node.args[0], node
+        given, weight, *_ = node.args
+        name, inputs, before = names[weight], given, node
         if adapter.drops:
             with graph.inserting_after(node):
-                inputs = before = graph.call_function(drop, (inputs, dropout, name))
-        arguments = (node, inputs, *factors[name], adapter.scale)
+                inputs = before = graph.call_function(drop, (given, dropout, name))
+        a, b, *magnitude = factors[name]
+        arguments: tuple[Any, ...] = node, inputs, a, b, adapter.scale
+        if adapter.magnitudes:
+            arguments = node, given, inputs, a, b, adapter.scale, *magnitude, weight, _bias(node)
+        if node.target != _LINEAR:
+            arguments = *arguments, dict(_settings(node))
         with graph.inserting_after(before):
-            if node.target == _LINEAR:
-                result = graph.call_function(add_linear, arguments)
-            else:
-                result = graph.call_function(add_conv2d, (*arguments, dict(_settings(node))))
+            function = _ADDING[node.target == _LINEAR, adapter.magnitudes]
+            result = graph.call_function(function, arguments)
         node.replace_all_uses_with(result, delete_user_cb=lambda user, own=result: user is not own)
     graph.lint()
     return replace(of_graph, state=(*unit.state, *state), weights=(*unit.weights, *added))
@@ -95,6 +119,11 @@ def _takes_adapter(node: fx.Node) -> bool:
         return True
     groups = dict(_arguments(node)).get("groups", 1) if node.target in _CONVOLUTIONS else 0
     return groups == 1
+
+
+def _bias(node: fx.Node) -> Any:
+    """Bias of a linear map or convolution; None without one."""
+    return node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")
 
 
 def _settings(node: fx.Node) -> Iterator[tuple[str, Any]]:

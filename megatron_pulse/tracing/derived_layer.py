@@ -12,7 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from megatron_pulse.adapters.adapter import Adapter
-from megatron_pulse.adapters.low_rank import AdapterDropout, factor_names, first_factors
+from megatron_pulse.adapters.low_rank import (
+    AdapterDropout,
+    factor_names,
+    first_factors,
+    first_magnitude,
+    magnitude_name,
+    row_norms,
+)
 from megatron_pulse.backbone.chain import TensorSpec
 from megatron_pulse.tracing.adapted_graph import DROPOUT, UnitAdapter, adaptable_weights, adapted
 from megatron_pulse.tracing.chains import Chains
@@ -125,6 +132,7 @@ class DerivedLayer(Nest):
         }
         self._adapter: UnitAdapter | None = None
         self.adapter_dropout: AdapterDropout | None = None
+        self._norms: dict[str, str] = {}
         self._compiled: dict[tuple[UnitChain, torch.device], Any] = {}
         self._containers: dict[str, tuple[nn.Module, str]] = {}
         self._undivided = undivided(unit)
@@ -160,7 +168,8 @@ class DerivedLayer(Nest):
     ) -> None:
         """Add trained factors beside the weights of ``layers``. See ``Adaptable``."""
         weights = tuple(f"{layer}.weight" for layer in layers)
-        self._adapter = UnitAdapter(weights, adapter.scale, self.adapter_dropout is not None)
+        drops, has_magnitudes = self.adapter_dropout is not None, adapter.type == "dora"
+        self._adapter = UnitAdapter(weights, adapter.scale, drops, has_magnitudes)
         self._unit = adapted(self._unit, self._adapter)
         self._undivided = undivided(self._unit)
         made: dict[str, nn.Parameter] = {}
@@ -169,8 +178,22 @@ class DerivedLayer(Nest):
             seed = torch.initial_seed()
             factors = first_factors(weight, adapter.rank, name, seed, weight.device, start)
             made.update(zip(factor_names(name), factors, strict=True))
+            if has_magnitudes:
+                own = magnitude_name(name)
+                made[own] = first_magnitude(weight, start.get(own), weight.device)
+                self._norms.update({} if own in start else {own: name})
         register_parameters(self, made)
         self._containers.update((name, container_of(self, name)) for name in made)
+        self.begin_magnitudes()
+
+    @torch.no_grad()
+    def begin_magnitudes(self) -> None:
+        """Set new magnitudes to the norms of rows. See ``Layer``."""
+        assert self._adapter is not None
+        for own, name in self._norms.items():
+            a, b = map(self._parameter, factor_names(name))
+            weight, magnitude = self._parameter(name), self._parameter(own)
+            magnitude.copy_(row_norms(weight, a, b, self._adapter.scale))
 
     @property
     def undivided(self) -> list[nn.Parameter]:

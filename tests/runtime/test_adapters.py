@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import megatron_pulse as pulse
 from megatron_pulse.adapters.adapter import ATTENTION, Adapter
 from megatron_pulse.adapters.low_rank import AdapterDropout, seed_of
+from megatron_pulse.adapters.low_rank import M as MAGNITUDE
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.check import BackboneError
 from megatron_pulse.errors import Faults
@@ -37,6 +38,7 @@ from tests.runtime.equality import (
 M = 2
 OF_TRANSFORMER = Adapter(3, 6.0)
 DROPPING = replace(OF_TRANSFORMER, dropout=0.3)
+DORA = replace(OF_TRANSFORMER, type="dora")
 OF_UNET = Adapter(4, 6.0, ("to_q", "to_out.0", "mid_block.*.conv1", "conv_in", "linear_2"))
 FOLD = Case("fold", M, dtype="float32", steps=2)
 SEQUENTIAL = replace(FOLD, placement="sequential")
@@ -160,7 +162,7 @@ def test_a_pipeline_with_lora_trains_bit_for_bit_as_peft_does() -> None:
 
 
 def test_dropout_has_the_bits_of_pefts_in_every_layout() -> None:
-    cases = [*CASES, (replace(FOLD, selective=1), None), (replace(FOLD, offload=1), 1)]
+    cases = [CASES[1], (replace(FOLD, selective=1), None), (replace(FOLD, offload=1), 1)]
     run = functools.partial(run_cases, adapter=DROPPING)
     (expected,) = references(run, [(FOLD.alone, None)])
     config = LoraConfig(r=3, lora_alpha=6, lora_dropout=0.3, target_modules=list(ATTENTION))
@@ -172,6 +174,26 @@ def test_dropout_has_the_bits_of_pefts_in_every_layout() -> None:
         assert not differences(got.parameters, expected.parameters), case
     (without,) = references(run_cases, [(FOLD.alone, None)])
     assert without.losses[0] != expected.losses[0] and without.losses[M] != expected.losses[M]
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_dora_has_the_bits_of_pefts_in_every_layout(dropout: float) -> None:
+    adapter = replace(DORA, dropout=dropout)
+    cases = CASES[:1] if dropout else CASES[1:]
+    run = functools.partial(run_cases, adapter=adapter)
+    (expected,) = references(run, [(FOLD.alone, None)])
+    targets = list(ATTENTION)
+    config = LoraConfig(
+        r=3, lora_alpha=6, lora_dropout=dropout, target_modules=targets, use_dora=True
+    )
+    theirs = by_peft(chain(adapter), FOLD, transformer(), config)
+    assert not differences(expected.parameters, theirs)
+    magnitudes = [name for name in expected.gradients if name.endswith(MAGNITUDE)]
+    assert 3 * len(magnitudes) == len(expected.gradients)
+    ranks = run_ranks(2, run, cases)
+    for i, (case, _) in enumerate(cases):
+        got = merge([outcomes[i] for outcomes in ranks])
+        assert not differences(got.parameters, expected.parameters), case
 
 
 def test_dropout_drops_the_given_share_by_layer_and_microbatch() -> None:
@@ -204,11 +226,12 @@ def test_dropout_is_off_without_training() -> None:
         pipeline.step(bare)
 
 
-def test_convolutions_and_any_linear_layer_take_it() -> None:
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_convolutions_and_any_linear_layer_take_it(kind: str) -> None:
     case = replace(FOLD.alone, dtype="float64")
-    backbone = with_adapter(pulse.from_module(unet(), of_unet()), OF_UNET)
+    backbone = with_adapter(pulse.from_module(unet(), of_unet()), replace(OF_UNET, type=kind))
     pattern = r".*\.(to_q|to_out\.0|linear_2)|mid_block\..*\.conv1|conv_in"
-    config = LoraConfig(r=4, lora_alpha=6, target_modules=pattern)
+    config = LoraConfig(r=4, lora_alpha=6, target_modules=pattern, use_dora=kind == "dora")
     expected = by_peft(backbone, case, unet(), config)
     got = train(backbone, case, None, None).parameters
     # Where a skip begins, plain torch adds gradients in another order.
