@@ -38,9 +38,13 @@ DROPPING = replace(EVERYTHING, dropout=0.25)
 EVERY: Mapping[str, tuple[str, dict[str, Any]]] = {**FAMILIES, "example": ("example-tiny", {})}
 SOME = {"unet-text": Adapter(3, 6.0), "hunyuan": Adapter(3, 6.0, ("to_q", "attn2.to_v", "net.2"))}
 """Adapters beside some of the weights that projections fuse; other families have ``EVERYTHING``."""
+WITH_DORA = ("sd3", "unet-text", "hunyuan")
+"""Families that the fold trains with DoRA."""
 FOLD = Case("fold", 2, dtype="float32", steps=1)
 SAVED = "flux"
 """Case whose checkpoint is also written: some of its factors consist of several segments."""
+WITH_DORA_TOO = (SAVED, "unet", "sd3")
+"""Cases whose layouts are compared with DoRA too: row-parallel, convolutions, fused by heads."""
 TENSOR = {**DIVIDED, "controlnet": FAMILIES["controlnet"], "example": EVERY["example"]}
 
 
@@ -66,9 +70,12 @@ def factors_of(chain: Chain) -> dict[str, nn.Parameter]:
 
 
 @pytest.mark.parametrize("family", PUBLISHED)
-def test_a_family_with_lora_is_the_derived_chain_with_lora(family: str, one_rank: None) -> None:
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_a_family_with_an_adapter_is_the_derived_chain_with_it(
+    family: str, kind: str, one_rank: None
+) -> None:
     """The same factors by published name, predictions and gradients of factors."""
-    adapter = SOME.get(family, EVERYTHING)
+    adapter = replace(SOME.get(family, EVERYTHING), type=kind)
     ours = build_chain(adapted(*PUBLISHED[family], adapter), torch.float64)
     perturb(ours)
     names = adapter_names(ours.backbone)
@@ -113,7 +120,8 @@ def run_cases(cases: list[tuple[str, Case, int | None]]) -> list[Outcome]:
     defer_wgrad()
     outcomes = []
     for family, case, delay in cases:
-        backbone = adapted(*EVERY[family])
+        kind = "dora" if family in WITH_DORA else "lora"
+        backbone = adapted(*EVERY[family], replace(EVERYTHING, type=kind))
         if delay is not None:
             schedule = plan_of(backbone, case, 2).step(case.num_microbatches).schedule
             case = replace(case, schedule=split(schedule, delay))
@@ -131,7 +139,7 @@ def test_a_fold_of_every_family_is_bit_for_bit_one_process() -> None:
         assert got.losses == alone[i].losses and len(got.losses) == 2, family
         assert not differences(got.gradients, alone[i].gradients), family
         assert not differences(got.parameters, alone[i].parameters), family
-        assert got.gradients and all(name.endswith((A, B)) for name in got.gradients), family
+        assert got.gradients and all(name.endswith((A, B, M)) for name in got.gradients), family
 
 
 def factors_after(
@@ -251,11 +259,15 @@ def compare_layouts(folder: Path) -> dict[str, float]:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     found = {}
-    for case, (name, options) in TENSOR.items():
-        backbone = adapted(name, options, DROPPING)
+    every = [(case, DROPPING) for case in TENSOR]
+    every += [(case, replace(DROPPING, type="dora")) for case in WITH_DORA_TOO]
+    for case, adapter in every:
+        backbone = adapted(*TENSOR[case], adapter)
         start, alone = factors_after(backbone, 1, False)
         for sequence_parallel in (False, True):
-            saved = folder if case == SAVED and sequence_parallel else None
+            saved = (
+                folder if case == SAVED and adapter.type == "dora" and sequence_parallel else None
+            )
             before, after = factors_after(backbone, 2, sequence_parallel, saved)
             for name in start:
                 same = torch.allclose if name.endswith(M) else torch.equal
@@ -264,7 +276,7 @@ def compare_layouts(folder: Path) -> dict[str, float]:
                 ((after[n] - p).abs().max() / (p - start[n]).abs().max().clamp_min(1e-12)).item()
                 for n, p in alone.items()
             ]
-            found[f"{case} {sequence_parallel}"] = max(errors)
+            found[f"{case} {adapter.type} {sequence_parallel}"] = max(errors)
             if saved is not None:
                 loaded = read(backbone, folder)
                 assert loaded.keys() == after.keys()
@@ -276,7 +288,7 @@ def compare_layouts(folder: Path) -> dict[str, float]:
 def test_tensor_and_sequence_parallel_ranks_train_the_same_factors(tmp_path: Path) -> None:
     """Initial weights are equal, trained factors to rounding; one process reads what two saved."""
     found, _ = run_ranks(2, compare_layouts, tmp_path, timeout_s=300)
-    assert len(found) == 2 * len(TENSOR)
+    assert len(found) == 2 * (len(TENSOR) + len(WITH_DORA_TOO))
     assert max(found.values()) < 1e-6, {k: v for k, v in found.items() if v > 1e-6}
 
 
