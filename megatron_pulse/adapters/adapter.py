@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, NotRequired, TypedDict
 
@@ -21,6 +21,15 @@ ATTENTION = (
     "to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out",
 )  # fmt: skip
 """Default targets: projections of attention, under the names of diffusers' classes."""
+DEFAULT_TARGETS = (
+    ATTENTION,
+    ("self_attention.*", "cross_attention.*"),  # Kandinsky 5 and 6
+    ("img_attn_qkv", "img_attn_proj", "txt_attn_qkv", "txt_attn_proj"),  # JoyImage
+    ("attn.qkv", "attn.proj"),  # U-ViT, Sana-WM
+    ("query", "key", "value", "proj_attn"),  # UNet1D
+    ("linear_qkv", "linear_q", "linear_kv", "linear_proj"),  # families in unpublished sizes
+)
+"""Projections of attention by convention of names: a model's default is the first that matches."""
 
 
 class AdapterRecord(TypedDict):
@@ -82,9 +91,16 @@ class Adapter:
         """True if the adapter targets the layer of this name."""
         return any(_matches(layer, target) for target in self.targets)
 
+    def fitted(self, layers: Collection[str]) -> Adapter:
+        """This adapter with the default targets of a model's ``layers``, unless it has others."""
+        if self.targets != ATTENTION:
+            return self
+        every = (replace(self, targets=targets) for targets in DEFAULT_TARGETS)
+        return next((each for each in every if any(map(each.matches, layers))), self)
+
     def require_matches(self, layers: Collection[str]) -> None:
         """Raise Faults for targets that are none of ``layers``, unless they are the default."""
-        if self.targets == ATTENTION:
+        if self.targets in DEFAULT_TARGETS:
             if not any(map(self.matches, layers)):
                 raise Faults([f"the adapter's default targets match no layer; {_some(layers)}"])
             return

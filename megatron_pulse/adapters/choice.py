@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_pulse.adapters.adapter import ADAPTERS, ATTENTION, RANK, Adapter
+from megatron_pulse.adapters.adapter import ADAPTERS, ATTENTION, DEFAULT_TARGETS, RANK, Adapter
 from megatron_pulse.dataclass_flags import ABOVE_ZERO, BELOW_ONE, FROM_ONE, flag
 from megatron_pulse.errors import UserError
 
@@ -100,6 +100,15 @@ class AdapterChoice:
         dropout = record.get("dropout")
         given = record["type"], record["rank"], record["alpha"], targets, dropout
         return AdapterChoice(*given, self.adapter_weights)
+
+    def describes(self, record: Mapping[str, Any] | None) -> bool:
+        """True if these flags give the adapter of a record, whose targets may be a default."""
+        if (ours := self.record) is None or record is None:
+            return ours == record
+        found = [tuple(each["targets"]) for each in (ours, record)]
+        if found[0] == ATTENTION and found[1] in DEFAULT_TARGETS:
+            ours["targets"] = record["targets"]
+        return ours == record
 
     @property
     def record(self) -> dict[str, Any] | None:

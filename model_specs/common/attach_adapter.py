@@ -59,9 +59,10 @@ def with_adapter(
     file of another model.
     """
     every = [tuple(_adaptable(adapt, *pair)) for pair in _on_meta(backbone)]
-    targeted = [tuple(filter(adapter.matches, names)) for names in every]
     layers = [name for names in every for name in names]
+    adapter = adapter.fitted(layers)
     adapter.require_matches(layers)
+    targeted = [tuple(filter(adapter.matches, names)) for names in every]
     first = {} if start is None else start.named_as(layers).factors
     chain = tuple(
         dataclasses.replace(

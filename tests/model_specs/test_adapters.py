@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import model_specs
-from megatron_pulse.adapters.adapter import Adapter
+from megatron_pulse.adapters.adapter import DEFAULT_TARGETS, Adapter
+from megatron_pulse.adapters.choice import AdapterChoice
 from megatron_pulse.adapters.files import write_adapter
 from megatron_pulse.adapters.low_rank import A, B, M
 from megatron_pulse.backbone.chain import Backbone, Layer, TensorSpec
@@ -308,6 +309,26 @@ def test_training_starts_from_a_file_of_published_names(tmp_path: Path, one_rank
 def test_locked_weights_take_no_adapter() -> None:
     names = adapter_names(adapted(*FAMILIES["controlnet"], Adapter(2, 2.0)))
     assert names and all(name.startswith("controlnet.") for name in names.values())
+
+
+@pytest.mark.parametrize("family", EVERY)
+def test_default_targets_are_the_projections_of_attention(family: str) -> None:
+    if family == "example":  # has no attention
+        with pytest.raises(Faults, match="default targets match no layer"):
+            adapted(*EVERY[family], Adapter())
+        return
+    backbone = adapted(*EVERY[family], Adapter())
+    names = {name.rpartition(".lora_")[0] for name in adapter_names(backbone).values()}
+    ends = ("to_out.0", "to_add_out", "attn.proj", "linear_proj")
+    outputs = [name for name in names if name.endswith(ends)]
+    others = [name for name in names if not name.endswith(ends)]
+    assert outputs and others and all("proj_mlp" not in n and "ff" not in n for n in names)
+    taken = Adapter.from_record(backbone.record["adapter"]).targets
+    assert taken in DEFAULT_TARGETS
+    choice = AdapterChoice("lora")
+    assert choice.describes(backbone.record["adapter"])
+    other = AdapterChoice("lora", adapter_targets=("to_q",))
+    assert not other.describes(backbone.record["adapter"])
 
 
 def test_targets_are_published_names() -> None:
