@@ -98,6 +98,28 @@ def test_another_adapter_or_other_weights_are_refused(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_recipe_with_another_adapter_is_refused_before_anything_is_planned(
+    place: Path, trained: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(place / "run", tmp_path / "out" / "checkpoints")
+    text = f"""
+        output = "{tmp_path}/out"
+        model = {{ weights = "{place}/sd", options = {{ height = 4, width = 4 }} }}
+        data = {{ source = "captions:{place}/pictures" }}
+        encoders = {{ folder = "{place}/sd" }}
+        optimizer = {{ lr = 1e-2 }}
+        training = {{ batch_size = 4, steps = 3 }}
+        parallel = {{ devices = 1 }}
+    """
+    (tmp_path / "whole.toml").write_text(text)
+    (tmp_path / "other.toml").write_text(f'{text}\nadapter = {{ type = "lora", rank = 4 }}')
+    for name, ours in (("whole", "no adapter"), ("other", "lora of rank 4")):
+        assert main(["train", str(tmp_path / f"{name}.toml"), "--print"]) == 2
+        told = capsys.readouterr().err
+        assert "it trains lora of rank 3, alpha 6, dropout 0.25 on to_q, to_out.0" in told
+        assert f"but this run trains {ours}" in told and "another output" in told, told
+
+
 def predict(unet: Any) -> Tensor:
     generator = torch.Generator().manual_seed(1)
     sample, states = (torch.randn(s, generator=generator) for s in ((2, 4, 4, 4), (2, 5, 8)))
