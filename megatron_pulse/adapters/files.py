@@ -7,6 +7,7 @@ configuration beside them. kohya's names are those of sd-scripts, with one alpha
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
@@ -169,9 +170,17 @@ class AdapterFile:
 def read_adapter(path: Path) -> AdapterFile:
     """Read an adapter's file or folder, in the format of diffusers, peft or kohya.
 
-    Raises UserError, with every fault, for files that hold no LoRA of one rank and alpha.
+    Unchanged files are read once. Raises UserError, with every fault, for files that hold no LoRA
+    or DoRA of one rank and alpha.
     """
     file = _file_of(path)
+    found = [each.stat() for each in (file, file.with_name(PEFT_CONFIG)) if each.is_file()]
+    return _read(path, file.absolute(), tuple((s.st_mtime_ns, s.st_size) for s in found))
+
+
+@functools.lru_cache(maxsize=1)
+def _read(path: Path, file: Path, state: tuple[tuple[int, int], ...]) -> AdapterFile:
+    """See ``read_adapter``; ``state`` has the times and sizes of the files."""
     try:
         with safe_open(file, "pt") as opened:
             header = opened.metadata() or {}

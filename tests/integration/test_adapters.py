@@ -11,13 +11,17 @@ import pytest
 import torch
 from megatron.core import dist_checkpointing
 from PIL import Image
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from megatron_pulse.adapters import files
 from megatron_pulse.adapters.adapter import FORMATS, Adapter
+from megatron_pulse.adapters.choice import AdapterChoice
 from megatron_pulse.adapters.files import read_adapter, write_adapter
 from megatron_pulse.adapters.low_rank import A, B, M, factor_shapes, first_magnitude, merged
 from megatron_pulse.cli.main import main
+from megatron_pulse.dataclass_flags import flag_faults
 from megatron_pulse.errors import UserError
 from tests.cli.small_diffusion import make_diffusion
 from tests.integration.runs import BASE, Run, pipeline, run
@@ -251,6 +255,23 @@ def test_files_that_hold_no_adapter_are_refused(tmp_path: Path) -> None:
         read_adapter(tmp_path / "peft")
     for fault in ("use_rslora is unsupported", "a.lora_magnitude_vector.weight is missing"):
         assert fault in str(refused.value)
+
+
+def test_an_unchanged_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, opened = tmp_path / "a.safetensors", list[Any]()
+
+    def counting(*given: Any) -> Any:
+        opened.append(given)
+        return safe_open(*given)
+
+    monkeypatch.setattr(files, "safe_open", counting)
+    for rank in (2, 3):
+        factors = {"a.lora_A.weight": torch.ones(rank, 3), "a.lora_B.weight": torch.ones(3, rank)}
+        write_adapter(file, "diffusers", Adapter(rank, 1.0), factors, "UNet2DModel")
+        choice = AdapterChoice("lora", adapter_weights=str(file))
+        assert not list(flag_faults(choice)) and choice.record is not None
+        assert choice.record["rank"] == read_adapter(file).rank == rank
+    assert len(opened) == 2
 
 
 def test_a_family_trains_it_over_tensors_and_diffusers_predicts_the_same(tmp_path: Path) -> None:
