@@ -24,13 +24,12 @@ PART = "adapter"
 class AdapterDropout:
     """Dropout of the inputs of a layer's adapters, with the same masks in every layout.
 
-    A mask depends on ``seed``, the name of the adapted layer, and ``key``: the position in the run
-    of the microbatch's first sample. None as ``key``: no dropout.
+    A mask depends on the name of the adapted layer and on ``key``: the run's seed, and the position
+    in the run of the microbatch's first sample. None as ``key``: no dropout.
     """
 
     probability: float
-    seed: int
-    key: int | None = 0
+    key: tuple[int, int] | None = (0, 0)
 
     def __call__(
         self, inputs: Tensor, name: str, shard: tuple[int, int, int] | None = None
@@ -48,7 +47,7 @@ class AdapterDropout:
         noise = torch.empty(shape, dtype=inputs.dtype, device=inputs.device)
         if not noise.is_meta:
             generator = torch.Generator(noise.device)
-            generator.manual_seed(seed_of(self.seed, name, self.key))
+            generator.manual_seed(seed_of(*self.key, name))
             noise.bernoulli_(1 - self.probability, generator=generator)
         noise.div_(1 - self.probability)
         return inputs * noise.chunk(ranks, dim)[rank]

@@ -82,6 +82,7 @@ class Stage(Nest):
     ) -> None:
         super().__init__(**base)
         self.stage = stage
+        self._seed = seed
         layers = routes.partition.layers_of_stage(stage)
         activations = activations or ActivationPolicies()
         self.policies = tuple(activations.of(i) for i in layers)
@@ -151,7 +152,7 @@ class Stage(Nest):
         shape_index: int = 0,
         recomputed: list[RecomputedLayer] | None = None,
         offload: ActivationOffload | None = None,
-        dropout_key: int | None = None,
+        position: int | None = None,
     ) -> tuple[tuple[Tensor, ...], Tensors, Tensors]:
         """Run the stage's layers on one microbatch.
 
@@ -163,12 +164,13 @@ class Stage(Nest):
         - ``shape_index``: index of the microbatch's shape among the chain's shapes.
         - ``recomputed``: list to which recomputed layers are appended.
         - ``offload``: recorder of tensors that offloaded layers save.
-        - ``dropout_key``: key of adapter dropout; None disables it.
+        - ``position``: position in the run of the first sample; None disables adapter dropout.
 
         Returns the boundary tensors, the outgoing skips, and the outgoing conditioning (fp64).
         """
         inputs, carried = self._fan_out(inputs, self._boundary_skips)
         skips = {**skips, **carried}
+        dropout_key = None if position is None else (self._seed, position)
         if dropout_key is None and torch.is_grad_enabled():
             self._require_positions()
         conditioning = {**conditioning, **self._embed(conditioning, shape_index, dropout_key)}
@@ -366,7 +368,9 @@ class Stage(Nest):
                 )
                 raise BackboneError(self._backbone_name, [fault])
 
-    def _embed(self, conditioning: Tensors, shape_index: int, dropout_key: int | None) -> Tensors:
+    def _embed(
+        self, conditioning: Tensors, shape_index: int, dropout_key: tuple[int, int] | None
+    ) -> Tensors:
         """Conditioning computed by the replicated embedders for this stage, in fp64."""
         provided: Tensors = {}
         for spec in self._embedders:
@@ -421,7 +425,7 @@ def _run(
     module: nn.Module,
     wgrad_store: WeightGradStore | None,
     shape_index: int,
-    dropout_key: int | None,
+    dropout_key: tuple[int, int] | None,
     *given: Any,
 ) -> Any:
     """Run a layer; a recomputation uses the same shape and dropout."""

@@ -122,6 +122,6 @@ def _build(
         own = {name.removeprefix(chain): tensor for name, tensor in start.items()}
         names = [name.removeprefix(chain) for name in layers]
         if adapter.dropout:
-            module.adapter_dropout = AdapterDropout(adapter.dropout, torch.initial_seed())
+            module.adapter_dropout = AdapterDropout(adapter.dropout)
         adapt(layer, module).add_adapter(names, adapter, own)
     return module

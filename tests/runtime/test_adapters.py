@@ -37,7 +37,7 @@ from tests.runtime.equality import (
 
 M = 2
 OF_TRANSFORMER = Adapter(3, 6.0)
-DROPPING = replace(OF_TRANSFORMER, dropout=0.3)
+DROPPING = Adapter(3, 6.0, (*ATTENTION, "text_embedder.linear_1"), dropout=0.3)
 DORA = replace(OF_TRANSFORMER, type="dora")
 OF_UNET = Adapter(4, 6.0, ("to_q", "to_out.0", "mid_block.*.conv1", "conv_in", "linear_2"))
 FOLD = Case("fold", M, dtype="float32", steps=2)
@@ -128,7 +128,7 @@ def by_peft(backbone: Backbone, case: Case, module: nn.Module, config: Any) -> d
 
     def seeded(name: str, dropout: nn.Module, given: Any) -> None:
         layer = name.removesuffix(".lora_dropout.default")
-        torch.manual_seed(seed_of(SEED, f"{layer}.weight", key))
+        torch.manual_seed(seed_of(SEED, key, f"{layer}.weight"))
 
     for name, part in module.named_modules():
         if isinstance(part, nn.Dropout) and ".lora_dropout." in name:
@@ -162,16 +162,23 @@ def test_a_pipeline_with_lora_trains_bit_for_bit_as_peft_does() -> None:
 
 
 def test_dropout_has_the_bits_of_pefts_in_every_layout() -> None:
-    cases = [CASES[1], (replace(FOLD, selective=1), None), (replace(FOLD, offload=1), 1)]
+    embedders = frozenset({"embed.time_text_embed"})
+    cases = [CASES[1], (replace(FOLD, selective=1, replicated=embedders), None)]
+    cases += [(replace(FOLD, offload=1), 1)]
     run = functools.partial(run_cases, adapter=DROPPING)
     (expected,) = references(run, [(FOLD.alone, None)])
-    config = LoraConfig(r=3, lora_alpha=6, lora_dropout=0.3, target_modules=list(ATTENTION))
+    config = LoraConfig(r=3, lora_alpha=6, lora_dropout=0.3, target_modules=list(DROPPING.targets))
     theirs = by_peft(chain(DROPPING), FOLD, transformer(), config)
-    assert not differences(expected.parameters, theirs)
+    # Gradients of conditioning are summed in fp64 here.
+    found = differences(expected.parameters, theirs)
+    assert all(".text_embedder." in name and error < 1e-6 for name, error in found.items()), found
     ranks = run_ranks(2, run, cases)
     for i, (case, _) in enumerate(cases):
-        got = merge([outcomes[i] for outcomes in ranks])
-        assert not differences(got.parameters, expected.parameters), case
+        found = differences(
+            merge([outcomes[i] for outcomes in ranks]).parameters, expected.parameters
+        )
+        # Copies of an embedder sum its gradients in another order.
+        assert max(found.values(), default=0.0) < (1e-6 if case.replicated else 1e-30), found
     (without,) = references(run_cases, [(FOLD.alone, None)])
     assert without.losses[0] != expected.losses[0] and without.losses[M] != expected.losses[M]
 
@@ -197,24 +204,25 @@ def test_dora_has_the_bits_of_pefts_in_every_layout(dropout: float) -> None:
 
 
 def test_dropout_drops_the_given_share_by_layer_and_microbatch() -> None:
-    dropout, inputs = AdapterDropout(0.25, 7), torch.full((64, 64), 3.0)
+    dropout, inputs = AdapterDropout(0.25, (7, 0)), torch.full((64, 64), 3.0)
     first = dropout(inputs, "a")
     assert set(first.unique().tolist()) == {0.0, 4.0}
     assert abs((first == 0).double().mean() - 0.25) < 0.03
     assert torch.equal(dropout(inputs, "a"), first)
     halves = [dropout(inputs[:, :32], "a", (-1, 2, rank)) for rank in range(2)]
     assert torch.equal(torch.cat(halves, 1), first)
-    others = [dropout(inputs, "b"), AdapterDropout(0.25, 7, 1)(inputs, "a")]
+    others = [dropout(inputs, "b"), AdapterDropout(0.25, (7, 1))(inputs, "a")]
+    others.append(AdapterDropout(0.25, (8, 0))(inputs, "a"))
     for other in others:  # independent: both drop 1 of 16
         assert abs(((first == 0) & (other == 0)).double().mean() - 1 / 16) < 0.02
-    assert torch.equal(AdapterDropout(0.25, 7, None)(inputs, "a"), inputs)
+    assert torch.equal(AdapterDropout(0.25, None)(inputs, "a"), inputs)
 
 
 def test_dropout_is_off_without_training() -> None:
     backbone = chain(DROPPING)
     modules = [layer.build(None) for layer in backbone.layers]
     dropping = [module for module in modules if module.adapter_dropout is not None]
-    assert len(dropping) == 3 and all(m.adapter_dropout.probability == 0.3 for m in dropping)
+    assert len(dropping) == 4 and all(m.adapter_dropout.probability == 0.3 for m in dropping)
     case = replace(FOLD.alone, steps=1)
     pipeline, batches = make_pipeline(backbone, case, None, None), make_batches(backbone, case, 0)
     moved = [{**batch, "positions": batch["positions"] + 5} for batch in batches]

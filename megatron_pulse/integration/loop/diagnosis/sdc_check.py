@@ -65,7 +65,7 @@ class CheckedLayerCall:
     microbatch: int
     state: dict[str, Any] = field(default_factory=dict)
     shape: int = 0
-    dropout_key: int | None = None
+    dropout_key: tuple[int, int] | None = None
     names: tuple[int, list[str], list[str]] = (0, [], [])
     given: Tensors = field(default_factory=list)
     wants: list[bool] = field(default_factory=list)
