@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Annotated, Any, TypedDict
+from typing import Annotated, Any, NotRequired, TypedDict
 
-from annotated_types import Gt
+from annotated_types import Gt, Lt
 
 from megatron_pulse.errors import Faults, did_you_mean
 from megatron_pulse.json_validation import Count, OneOf, Text
 
-ADAPTERS = ("lora",)
+ADAPTERS = ("lora", "dora")
 FORMATS = ("diffusers", "peft", "kohya")
 """Formats of adapter files."""
 RANK = 16
@@ -21,6 +21,15 @@ ATTENTION = (
     "to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out",
 )  # fmt: skip
 """Default targets: projections of attention, under the names of diffusers' classes."""
+DEFAULT_TARGETS = (
+    ATTENTION,
+    ("self_attention.*", "cross_attention.*"),  # Kandinsky 5 and 6
+    ("img_attn_qkv", "img_attn_proj", "txt_attn_qkv", "txt_attn_proj"),  # JoyImage
+    ("attn.qkv", "attn.proj"),  # U-ViT, Sana-WM
+    ("query", "key", "value", "proj_attn"),  # UNet1D
+    ("linear_qkv", "linear_q", "linear_kv", "linear_proj"),  # families in unpublished sizes
+)
+"""Projections of attention by convention of names: a model's default is the first that matches."""
 
 
 class AdapterRecord(TypedDict):
@@ -30,20 +39,27 @@ class AdapterRecord(TypedDict):
     rank: Count
     alpha: Annotated[float, Gt(0)]
     targets: tuple[Text, ...]
+    dropout: NotRequired[Annotated[float, Gt(0), Lt(1)]]
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """LoRA (Hu et al. 2021, 2106.09685): W x becomes W x + alpha / rank B A x.
+    """Low-rank adapter: LoRA (Hu et al. 2021, 2106.09685) or DoRA (Liu et al. 2024, 2402.09353).
+
+    With D = alpha / rank B A, LoRA makes W x into W x + D x. DoRA makes it m / |W + D| (W x + D x),
+    with the norms of rows, a trained magnitude m that begins as |W|, and no gradient of the norm.
 
     W is frozen. A begins at random, and B at 0. ``targets`` are names of layers, as in peft: a
     layer matches by its whole name, by its last parts (``attn.to_q``), or by a pattern of these
-    (``blocks.*.to_?``).
+    (``blocks.*.to_?``). ``dropout`` is the probability with which training drops an entry of x in
+    the added term.
     """
 
     rank: int = RANK
     alpha: float = RANK
     targets: tuple[str, ...] = ATTENTION
+    dropout: float = 0.0
+    type: str = "lora"
 
     @property
     def scale(self) -> float:
@@ -52,24 +68,39 @@ class Adapter:
 
     def to_record(self) -> dict[str, Any]:
         """JSON values for a backbone's record; ``from_record`` takes them back."""
-        return {
-            "type": "lora", "rank": self.rank, "alpha": self.alpha, "targets": list(self.targets)
+        record: dict[str, Any] = {
+            "type": self.type, "rank": self.rank, "alpha": self.alpha, "targets": list(self.targets)
         }  # fmt: skip
+        return {**record, "dropout": self.dropout} if self.dropout else record
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Adapter:
         """Adapter of a backbone's record. Raises ValueError for another type."""
         if record.get("type") not in ADAPTERS:
-            raise ValueError(f"adapter type {record.get('type')!r} is unknown: lora")
-        return cls(int(record["rank"]), float(record["alpha"]), tuple(record["targets"]))
+            known = ", ".join(ADAPTERS)
+            raise ValueError(f"adapter type {record.get('type')!r} is unknown; there is {known}")
+        return cls(
+            int(record["rank"]),
+            float(record["alpha"]),
+            tuple(record["targets"]),
+            float(record.get("dropout", 0.0)),
+            record["type"],
+        )
 
     def matches(self, layer: str) -> bool:
         """True if the adapter targets the layer of this name."""
         return any(_matches(layer, target) for target in self.targets)
 
+    def fitted(self, layers: Collection[str]) -> Adapter:
+        """This adapter with the default targets of a model's ``layers``, unless it has others."""
+        if self.targets != ATTENTION:
+            return self
+        every = (replace(self, targets=targets) for targets in DEFAULT_TARGETS)
+        return next((each for each in every if any(map(each.matches, layers))), self)
+
     def require_matches(self, layers: Collection[str]) -> None:
         """Raise Faults for targets that are none of ``layers``, unless they are the default."""
-        if self.targets == ATTENTION:
+        if self.targets in DEFAULT_TARGETS:
             if not any(map(self.matches, layers)):
                 raise Faults([f"the adapter's default targets match no layer; {_some(layers)}"])
             return
@@ -105,4 +136,6 @@ def describe(record: Mapping[str, Any] | None) -> str:
     if not record:
         return "no adapter"
     targets = ", ".join(record["targets"])
-    return f"{record['type']} of rank {record['rank']}, alpha {record['alpha']:g} on {targets}"
+    dropout = f", dropout {record['dropout']:g}" if record.get("dropout") else ""
+    size = f"rank {record['rank']}, alpha {record['alpha']:g}{dropout}"
+    return f"{record['type']} of {size} on {targets}"

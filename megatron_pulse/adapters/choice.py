@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_pulse.adapters.adapter import ADAPTERS, ATTENTION, RANK, Adapter
+from megatron_pulse.adapters.adapter import ADAPTERS, ATTENTION, DEFAULT_TARGETS, RANK, Adapter
 from megatron_pulse.adapters.quantization import QUANTIZATIONS, installation_fault
-from megatron_pulse.dataclass_flags import ABOVE_ZERO, FROM_ONE, flag
+from megatron_pulse.dataclass_flags import ABOVE_ZERO, BELOW_ONE, FROM_ONE, flag
 from megatron_pulse.errors import UserError
 
-_WITHOUT = "is for an adapter: give --pulse-adapter lora too, or leave it out"
+_WITHOUT = "is for an adapter: give --pulse-adapter TYPE too, or leave it out"
 
 
 def _only_with_adapter(name: str) -> Callable[[AdapterChoice], str | None]:
@@ -27,6 +27,8 @@ def _only_with_adapter(name: str) -> Callable[[AdapterChoice], str | None]:
 def _quantization(given: AdapterChoice) -> str | None:
     """Fault of a quantisation without an adapter, or without the library that it needs."""
     fault = _only_with_adapter("quantization")(given) or installation_fault(given.quantization)
+    if given.quantization is not None and given.adapter == "dora":
+        fault = "is not for dora, which needs the norms of the weights: take lora"
     return fault and f"{given.quantization} {fault}"
 
 
@@ -42,6 +44,7 @@ def _file_alone(given: AdapterChoice) -> str | None:
         return str(error)
     assert found is not None
     told = {
+        "type": (given.adapter, found["type"]),
         "rank": (given.adapter_rank, found["rank"]),
         "alpha": (given.adapter_alpha, found["alpha"]),
         "targets": (list(given.adapter_targets) or None, found["targets"]),
@@ -61,7 +64,8 @@ class AdapterChoice:
     """Flags of an adapter."""
 
     adapter: str | None = flag(
-        "train an adapter and freeze the model: lora (low-rank adaptation)",
+        "train an adapter and freeze the model: lora (low-rank adaptation), or dora (with "
+        "trained magnitudes of rows too)",
         choices=ADAPTERS,
     )
     adapter_rank: int | None = flag(
@@ -84,13 +88,18 @@ class AdapterChoice:
         metavar="NAME",
         check=_only_with_adapter("adapter_targets"),
     )
+    adapter_dropout: float | None = flag(
+        "probability with which training drops an entry of an adapter's input (default 0)",
+        metavar="P",
+        within=BELOW_ONE,
+        check=_only_with_adapter("adapter_dropout"),
+    )
     adapter_weights: str | None = flag(
         "begin with the adapter of this file or folder (of diffusers, peft or kohya), which has "
         "rank, alpha and layers",
         metavar="PATH",
         check=_file_alone,
     )
-
     quantization: str | None = flag(
         "keep the frozen weights of the blocks' linear layers quantised, of a diffusers model: nf4 "
         "(4 bits, as bitsandbytes) or int8",
@@ -105,8 +114,18 @@ class AdapterChoice:
         if record is None:
             return AdapterChoice()
         targets = tuple(record["targets"])
-        given = record["type"], record["rank"], record["alpha"], targets, self.adapter_weights
-        return AdapterChoice(*given, quantization)
+        dropout = record.get("dropout")
+        given = record["type"], record["rank"], record["alpha"], targets, dropout
+        return AdapterChoice(*given, self.adapter_weights, quantization)
+
+    def describes(self, record: Mapping[str, Any] | None) -> bool:
+        """True if these flags give the adapter of a record, whose targets may be a default."""
+        if (ours := self.record) is None or record is None:
+            return ours == record
+        found = [tuple(each["targets"]) for each in (ours, record)]
+        if found[0] == ATTENTION and found[1] in DEFAULT_TARGETS:
+            ours["targets"] = record["targets"]
+        return ours == record
 
     @property
     def record(self) -> dict[str, Any] | None:
@@ -117,7 +136,11 @@ class AdapterChoice:
             from megatron_pulse.adapters.files import read_adapter
 
             found = read_adapter(Path(self.adapter_weights))
-            return Adapter(found.rank, found.alpha, found.layers).to_record()
+            dropout = found.dropout if self.adapter_dropout is None else self.adapter_dropout
+            told = found.rank, found.alpha, found.layers, dropout, found.type
+            return Adapter(*told).to_record()
         rank = self.adapter_rank or RANK
         alpha = float(rank) if self.adapter_alpha is None else self.adapter_alpha
-        return Adapter(rank, alpha, self.adapter_targets or ATTENTION).to_record()
+        targets = self.adapter_targets or ATTENTION
+        told = rank, alpha, targets, self.adapter_dropout or 0.0, self.adapter
+        return Adapter(*told).to_record()

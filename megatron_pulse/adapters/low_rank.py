@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,19 +14,70 @@ from torch import Tensor, nn
 
 A, B = "lora_A.weight", "lora_B.weight"
 """Names of the two factors below the name of a layer, as in peft."""
+M = "lora_magnitude_vector.weight"
+"""Name of DoRA's magnitudes, likewise."""
 PART = "adapter"
 """Part of a hand-written layer's module that holds its factors under their published names."""
 
 
+@dataclass
+class AdapterDropout:
+    """Dropout of the inputs of a layer's adapters, with the same masks in every layout.
+
+    A mask depends on the name of the adapted layer and on ``key``: the run's seed, and the position
+    in the run of the microbatch's first sample. None as ``key``: no dropout.
+    """
+
+    probability: float
+    key: tuple[int, int] | None = (0, 0)
+
+    def __call__(
+        self, inputs: Tensor, name: str, shard: tuple[int, int, int] | None = None
+    ) -> Tensor:
+        """Inputs of layer ``name``, each entry zero or divided by the probability of staying.
+
+        ``shard`` is (dimension, number of ranks, rank) if ranks share the inputs; each draws the
+        whole mask.
+        """
+        if self.key is None:
+            return inputs
+        dim, ranks, rank = shard or (0, 1, 0)
+        shape = list(inputs.shape)
+        shape[dim] *= ranks
+        noise = torch.empty(shape, dtype=inputs.dtype, device=inputs.device)
+        if not noise.is_meta:
+            generator = torch.Generator(noise.device)
+            generator.manual_seed(seed_of(*self.key, name))
+            noise.bernoulli_(1 - self.probability, generator=generator)
+        noise.div_(1 - self.probability)
+        return inputs * noise.chunk(ranks, dim)[rank]
+
+
+def drop(inputs: Tensor, dropout: AdapterDropout | None, name: str) -> Tensor:
+    """``inputs`` of layer ``name`` after ``dropout``, if there is one."""
+    return inputs if dropout is None else dropout(inputs, name)
+
+
+def seed_of(*parts: object) -> int:
+    """Seed that depends on ``parts``."""
+    digest = hashlib.sha256(" ".join(map(str, parts)).encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
 def is_factor(name: str) -> bool:
-    """True if a parameter of this name is a factor of an adapter."""
-    return name.endswith((f".{A}", f".{B}"))
+    """True if a parameter of this name is a factor, or the magnitudes, of an adapter."""
+    return name.endswith((f".{A}", f".{B}", f".{M}"))
 
 
 def factor_names(weight: str) -> tuple[str, str]:
     """Names of the factors A and B beside the parameter ``weight``."""
     layer = weight.removesuffix(".weight")
     return f"{layer}.{A}", f"{layer}.{B}"
+
+
+def magnitude_name(weight: str) -> str:
+    """Name of DoRA's magnitudes of the parameter ``weight``."""
+    return f"{weight.removesuffix('.weight')}.{M}"
 
 
 def add_linear(result: Tensor, inputs: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
@@ -38,6 +90,67 @@ def add_conv2d(
 ) -> Tensor:
     """``add_linear`` of a convolution: A ``[r, in, k, k]`` has its ``settings``, B is pointwise."""
     return result + F.conv2d(F.conv2d(inputs, a, **settings), b) * scale
+
+
+def add_dora_linear(
+    result: Tensor,
+    inputs: Tensor,
+    dropped: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scale: float,
+    magnitude: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+) -> Tensor:
+    """DoRA's output of a linear map whose ``result`` of ``inputs`` includes the ``bias``.
+
+    The added term takes the ``dropped`` inputs, also for its product with ``weight``.
+    """
+    ratio = (magnitude / row_norms(weight, a, b, scale)).view(1, -1)
+    change = F.linear(F.linear(dropped, a), b)
+    if dropped is not inputs:
+        base = F.linear(dropped, weight)
+    else:
+        base = result if bias is None else result - bias
+    return result + ((ratio - 1) * base + ratio * change * scale)
+
+
+def add_dora_conv2d(
+    result: Tensor,
+    inputs: Tensor,
+    dropped: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scale: float,
+    magnitude: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    settings: Mapping[str, Any],
+) -> Tensor:
+    """``add_dora_linear`` of a convolution with ``settings``."""
+    ratio = magnitude / row_norms(weight, a, b, scale)
+    if dropped is not inputs:
+        base = F.conv2d(dropped, weight, None, **settings)
+    else:
+        base = result if bias is None else result - bias.view(1, -1, 1, 1)
+    change = F.conv2d(F.conv2d(dropped, a, **settings), b)
+    return result + ((ratio - 1) * base + ratio * change * scale)
+
+
+@torch.no_grad()
+def row_norms(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """Norms |W + scale B A| of rows, in the shape of magnitudes: ``[out]``, or ``[1, out, 1, 1]``.
+
+    The order of operations is that of peft.
+    """
+    if weight.dim() == 2:
+        change = F.linear(a.T.contiguous(), b).T
+        return torch.linalg.norm(weight + scale * change, dim=1).to(weight.dtype)
+    rank = len(a)
+    change = torch.mm(b.view(-1, rank), a.view(rank, -1)).reshape(weight.shape)
+    dims = tuple(range(1, weight.dim()))
+    return (weight + scale * change).norm(p=2, dim=dims, keepdim=True).transpose(1, 0)
 
 
 def factor_shapes(weight: Tensor, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -67,21 +180,38 @@ def first_factors(
     b = nn.Parameter(torch.zeros(shape_b, dtype=weight.dtype, device=device))
     if device.type == "meta":
         return nn.Parameter(torch.empty(shape_a, dtype=weight.dtype, device=device)), b
-    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    generator = torch.Generator().manual_seed(seed_of(seed, name))
     bound = 1 / math.sqrt(math.prod(shape_a[1:]))  # Kaiming's uniform bound with a = sqrt(5)
     a = (torch.rand(shape_a, generator=generator) * 2 - 1) * bound
     return nn.Parameter(a.to(device, weight.dtype)), b
 
 
+def first_magnitude(weight: Tensor, start: Tensor | None, device: torch.device) -> nn.Parameter:
+    """DoRA's magnitudes beside ``weight``: those of ``start``, or uninitialised ones."""
+    shape = (
+        (len(weight),) if weight.dim() == 2 else (1, len(weight), *(1 for _ in weight.shape[2:]))
+    )
+    values = torch.empty(shape, dtype=weight.dtype, device=device)
+    if start is not None and not values.is_meta:
+        values.copy_(start.view(shape))
+    return nn.Parameter(values)
+
+
 def merged(
     weights: Mapping[str, Tensor], factors: Mapping[str, Tensor], scale: float
 ) -> dict[str, Tensor]:
-    """Those of ``weights`` that have ``factors``, with the effect: ``W + scale B A``, in fp64."""
+    """Those of ``weights`` that have ``factors``, with the effect: ``W + scale B A``, in fp64.
+
+    With DoRA's magnitudes, rows have these norms.
+    """
     found = {}
     for name, weight in weights.items():
         a, b = (factors.get(factor) for factor in factor_names(name))
         if a is not None and b is not None:
             change = b.double().flatten(1) @ a.double().flatten(1)
-            found[name] = (weight.double() + scale * change.view(weight.shape)).to(weight.dtype)
+            whole = weight.double() + scale * change.view(weight.shape)
+            if (magnitude := factors.get(magnitude_name(name))) is not None:
+                ratio = magnitude.double().flatten() / whole.flatten(1).norm(dim=1)
+                whole = whole * ratio.view(-1, *(1 for _ in weight.shape[1:]))
+            found[name] = whole.to(weight.dtype)
     return found

@@ -96,6 +96,10 @@ class Layer:
       operation without deferral uses them too.
     - ``chain_shape``: set to the index of the microbatch's shape before each call, in a chain of
       several shapes (0 is the first).
+    - ``adapter_dropout``: its ``key`` is set before each call to the run's seed and the
+      microbatch's first position, or to None outside of training.
+    - ``begin_magnitudes()``, also of modules within: sets DoRA's magnitudes to the norms of the
+      present weights, but for those of a file.
     """
 
     name: str

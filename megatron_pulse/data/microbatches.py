@@ -56,7 +56,7 @@ def make_microbatch(
     - the dataset's ``fields``: ``[b, ...]``
     - ``index``: int64 ``[b]``
     - ``dropped``: bool ``[b]``
-    - ``positions``: int64 ``[b]``, in validation only
+    - ``positions``: int64 ``[b]``, of the items
 
     A ``dropped`` sample loses its label and its other conditioning together. Its values become
     ``null_label`` (None keeps labels) and those of the dataset's ``null_of``. A sample with an
@@ -126,9 +126,8 @@ def make_microbatch(
         "labels": torch.tensor(labels, dtype=torch.int64),
         "index": torch.tensor(indices, dtype=torch.int64) + first,
         "dropped": torch.tensor(dropped),
+        "positions": torch.tensor([p for _, p in items]),
     }
-    if not training:
-        batch["positions"] = torch.tensor([p for _, p in items])
     if skip_corrupt:
         corrupt = [index for index, other in zip(indices, taken, strict=True) if index != other]
         batch["corrupt"] = torch.tensor(corrupt, dtype=torch.int64) + first

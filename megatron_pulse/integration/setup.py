@@ -19,7 +19,12 @@ from megatron_pulse.diffusion.process_from_flags import chosen_process
 from megatron_pulse.errors import UserError, collecting, faults_in, format_faults, naming
 from megatron_pulse.integration.checkpoint.frozen_weights import FrozenWeights
 from megatron_pulse.integration.checkpoint.lr_schedule import record_schedule
-from megatron_pulse.integration.checkpoint.resume_checks import NewRun, faults_of, process_of
+from megatron_pulse.integration.checkpoint.resume_checks import (
+    NewRun,
+    adapter_faults,
+    faults_of,
+    process_of,
+)
 from megatron_pulse.integration.checkpoint.starting_point import (
     StartingPoint,
     find_best,
@@ -76,7 +81,11 @@ def faults_before_ranks(argv: Sequence[str], num_ranks: int, *, has_backbone: bo
             line, options, given = read_command_line(argv, num_ranks, has_backbone=has_backbone)
             if not has_backbone:
                 layout = [] if options.auto else check_layout(line, options)
-                return [*check_flags(line, options), *layout, *check_dataset(options.data)]
+                faults = [*check_flags(line, options), *layout, *check_dataset(options.data)]
+                if not faults:
+                    with collecting(faults):
+                        faults += adapter_faults(find_start(line.args), options)
+                return faults
             if not options.auto:
                 prepare(line, options, given)
         except FlagError as error:
@@ -129,7 +138,8 @@ def read_command_line(
     line = replace(line, faults=tuple(faults))
     if options.auto and has_backbone:
         faults = [*check_flags(line, options), *_check_auto(line, options)]
-        if faults := faults or no_step_elsewhere(find_start(args), args):
+        start = None if faults else find_start(args)
+        if faults := faults or no_step_elsewhere(start, args) + adapter_faults(start, options):
             raise FlagError(faults)  # before anything is measured
     return line, options, given
 

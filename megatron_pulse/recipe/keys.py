@@ -56,7 +56,7 @@ class Model:
 class AdapterKeys:
     """Adapter that is trained in place of the weights, which stay as they are."""
 
-    type: Text | None = key("lora", "--pulse-adapter")
+    type: Text | None = key("lora or dora", "--pulse-adapter")
     rank: Count | None = key("rank of its matrices (default: 16)", "--pulse-adapter-rank")
     alpha: Positive | None = key(
         "its effect is multiplied by alpha / rank (default: the rank)", "--pulse-adapter-alpha"
@@ -66,6 +66,9 @@ class AdapterKeys:
         "projections of attention)",
         "--pulse-adapter-target",
         (),
+    )
+    dropout: Annotated[float, Ge(0)] | None = key(
+        "probability of dropping an entry of its input", "--pulse-adapter-dropout"
     )
     weights: Text | None = key(
         "adapter to begin with: a file or folder of diffusers, peft or kohya",

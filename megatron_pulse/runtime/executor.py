@@ -19,6 +19,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron_pulse.backbone.chain import Backbone, TensorSpec
 from megatron_pulse.backbone.check import BackboneError
+from megatron_pulse.backbone.dropout_key import first_position
 from megatron_pulse.backbone.shape_buckets import own_fields, sample_field, shape_of
 from megatron_pulse.planner.layout.routes import Payload, Routes, batch_fields_of
 from megatron_pulse.planner.program.communication import message_spec
@@ -337,6 +338,7 @@ class Executor:
             shape_index,
             saved.recomputed,
             saved.offload,
+            first_position(self._backbone, head.chain, batch) if self._training else None,
         )
         results = [(Payload.SKIP, name, tensor) for name, tensor in skips.items()]
         results += [(Payload.CONDITIONING, name, tensor) for name, tensor in provided.items()]

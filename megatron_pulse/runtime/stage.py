@@ -17,6 +17,7 @@ from megatron_pulse.backbone.build_context import LayerContext
 from megatron_pulse.backbone.chain import COMPUTE, Backbone, Layer
 from megatron_pulse.backbone.check import BackboneError
 from megatron_pulse.backbone.dataflow import shared_inputs
+from megatron_pulse.backbone.dropout_key import set_dropout_key
 from megatron_pulse.backbone.result_check import TensorMeta, declared, result_mismatch
 from megatron_pulse.backbone.rng_state import generators_kept
 from megatron_pulse.backbone.shape_buckets import set_shape_index
@@ -87,6 +88,7 @@ class Stage(Nest):
     ) -> None:
         super().__init__(**base)
         self.stage = stage
+        self._seed = seed
         layers = routes.partition.layers_of_stage(stage)
         activations = activations or ActivationPolicies()
         self.policies = tuple(activations.of(i) for i in layers)
@@ -167,6 +169,7 @@ class Stage(Nest):
         shape_index: int = 0,
         recomputed: list[RecomputedLayer] | None = None,
         offload: ActivationOffload | None = None,
+        position: int | None = None,
     ) -> tuple[tuple[Tensor, ...], Tensors, Tensors]:
         """Run the stage's layers on one microbatch.
 
@@ -178,12 +181,15 @@ class Stage(Nest):
         - ``shape_index``: index of the microbatch's shape among the chain's shapes.
         - ``recomputed``: list to which recomputed layers are appended.
         - ``offload``: recorder of tensors that offloaded layers save.
+        - ``position``: position in the run of the first sample; None disables adapter dropout.
 
         Returns the boundary tensors, the outgoing skips, and the outgoing conditioning (fp64).
         """
         inputs, carried = self._fan_out(inputs, self._boundary_skips)
         skips = {**skips, **carried}
-        conditioning = {**conditioning, **self._embed(conditioning, shape_index)}
+        if dropout_key is None and torch.is_grad_enabled():
+            self._require_positions()
+        conditioning = {**conditioning, **self._embed(conditioning, shape_index, dropout_key)}
         dtype = self._dtype(inputs)
         expected = self._kinds(inputs, skips, dtype, shape_index)
         policies = (
@@ -207,7 +213,8 @@ class Stage(Nest):
             unhooked = SummedInputCheck(self._summed(spec, shared, inputs, popped, used))
             if policy is ActivationPolicy.RECOMPUTE:
                 given = inputs, popped, used
-                call = functools.partial(self._run, spec, module, None, shape_index, *given)
+                keys = shape_index, dropout_key
+                call = functools.partial(self._run, spec, module, None, *keys, *given)
                 state = functools.partial(_state, module, *given)
                 layer = RecomputedLayer(spec.name, call, state)
                 with self._watching(spec, module, shape_index, faults):
@@ -225,9 +232,8 @@ class Stage(Nest):
                 elif self.weight_offload.offloads(spec.name) and torch.is_grad_enabled():
                     saving = self.weight_offload.saving(spec.name, inputs[0].device)
                 with saving, self._watching(spec, module, shape_index, faults):
-                    results = self._run(
-                        spec, module, wgrad_store, shape_index, inputs, popped, used
-                    )
+                    keys = shape_index, dropout_key
+                    results = self._run(spec, module, wgrad_store, *keys, inputs, popped, used)
             if fault := untouched.fault() or unhooked.fault():
                 raise BackboneError(self._backbone_name, [f"{spec.name} {fault}"])
             results = self._returned(spec, module, inputs, results, kinds)
@@ -251,11 +257,13 @@ class Stage(Nest):
         module: nn.Module,
         wgrad_store: WeightGradStore | None,
         shape_index: int,
+        dropout_key: int | None,
         inputs: tuple[Tensor, ...],
         *given: Tensors,
     ) -> Any:
-        """Run a layer; a recomputation uses a microbatch of the same shape."""
+        """Run a layer; a recomputation uses the same shape and dropout."""
         set_shape_index(module, shape_index)
+        set_dropout_key(module, dropout_key)
         try:
             with (
                 self.weight_offload.on_device(spec.name, inputs[0].device),
@@ -399,7 +407,19 @@ class Stage(Nest):
                 found.update(zip(names, others, strict=True))
         return tuple(onward), found
 
-    def _embed(self, conditioning: Tensors, shape_index: int) -> Tensors:
+    def _require_positions(self) -> None:
+        """Raise BackboneError if a layer has adapter dropout in training."""
+        for name, module in self.named_layers():
+            if module.training and getattr(module, "adapter_dropout", None) is not None:
+                fault = (
+                    f"{name} has adapter dropout, whose masks depend on the positions of samples: "
+                    "give each microbatch the field 'positions'"
+                )
+                raise BackboneError(self._backbone_name, [fault])
+
+    def _embed(
+        self, conditioning: Tensors, shape_index: int, dropout_key: tuple[int, int] | None
+    ) -> Tensors:
         """Conditioning computed by the replicated embedders for this stage, in fp64."""
         provided: Tensors = {}
         for spec in self._embedders:
@@ -408,6 +428,7 @@ class Stage(Nest):
             fields = {spec.own(name): conditioning[name] for name in spec.uses}
             module = self.replicas.module(spec.name)
             set_shape_index(module, shape_index)
+            set_dropout_key(module, dropout_key)
             before, faults = _buffers(module), list[str]()
             with self._watching(spec, module, shape_index, faults):
                 results = module((), {}, fields)

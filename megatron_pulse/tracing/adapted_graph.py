@@ -2,26 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from megatron_pulse.adapters.low_rank import add_conv2d, add_linear, factor_names
+from megatron_pulse.adapters.low_rank import (
+    add_conv2d,
+    add_dora_conv2d,
+    add_dora_linear,
+    add_linear,
+    drop,
+    factor_names,
+    magnitude_name,
+)
 from megatron_pulse.tracing.units import Unit
 
 LINEAR = torch.ops.aten.linear.default
 _CONVOLUTIONS = (torch.ops.aten.conv2d.default, torch.ops.aten.conv2d.padding)
 
+_ADDING: Mapping[tuple[bool, bool], Callable[..., Any]] = {
+    (True, False): add_linear,
+    (False, False): add_conv2d,
+    (True, True): add_dora_linear,
+    (False, True): add_dora_conv2d,
+}
+"""Functions that add an adapter: of (linear map, with magnitudes)."""
+DROPOUT = "dropout of the adapter"
+"""Name of a unit's dropout among its state."""
+
 
 @dataclass(frozen=True)
 class UnitAdapter:
-    """Adapter of a unit: the ``weights`` beside which it has factors, and their ``scale``."""
+    """Adapter of a unit: the ``weights`` beside which it has factors, and their ``scale``.
+
+    If it ``drops``, the unit takes the layer's dropout. With ``magnitudes`` it is DoRA.
+    """
 
     weights: tuple[str, ...]
     scale: float
+    drops: bool = False
+    magnitudes: bool = False
+
+    def names_beside(self, weight: str) -> tuple[str, ...]:
+        """Names of the trained parameters beside ``weight``."""
+        more = (magnitude_name(weight),) if self.magnitudes else ()
+        return (*factor_names(weight), *more)
 
 
 def adaptable_weights(unit: Unit) -> list[str]:
@@ -48,28 +76,40 @@ def adapted(unit: Unit, adapter: UnitAdapter) -> Unit:
     of_graph = replace(unit, graph=graph)
     names = {node: name for node, name in weight_nodes(of_graph).items() if name in adapter.weights}
     last = [node for node in graph.nodes if node.op == "placeholder"][-1]
-    factors: dict[str, tuple[fx.Node, fx.Node]] = {}
+    factors: dict[str, list[fx.Node]] = {}
     added: list[str] = []
     for name in adapter.weights:
-        pair = []
-        for factor in factor_names(name):
+        factors[name] = []
+        for factor in adapter.names_beside(name):
             with graph.inserting_after(last):
                 last = graph.placeholder(f"adapter_{len(added)}")
-            pair.append(last)
+            factors[name].append(last)
             added.append(factor)
-        factors[name] = pair[0], pair[1]
+    state = list(added)
+    if adapter.drops:
+        with graph.inserting_after(last):
+            dropout = graph.placeholder("adapter_dropout")
+        state.append(DROPOUT)
     for node in list(graph.nodes):
         if not _takes_adapter(node) or node.args[1] not in names:
             continue
-        arguments = (node, node.args[0], *factors[names[node.args[1]]], adapter.scale)
-        with graph.inserting_after(node):
-            if node.target == LINEAR:
-                result = graph.call_function(add_linear, arguments)
-            else:
-                result = graph.call_function(add_conv2d, (*arguments, dict(_settings(node))))
+        given, weight, *_ = node.args
+        name, inputs, before = names[weight], given, node
+        if adapter.drops:
+            with graph.inserting_after(node):
+                inputs = before = graph.call_function(drop, (given, dropout, name))
+        a, b, *magnitude = factors[name]
+        arguments: tuple[Any, ...] = node, inputs, a, b, adapter.scale
+        if adapter.magnitudes:
+            arguments = node, given, inputs, a, b, adapter.scale, *magnitude, weight, _bias(node)
+        if node.target != LINEAR:
+            arguments = *arguments, dict(_settings(node))
+        with graph.inserting_after(before):
+            function = _ADDING[node.target == LINEAR, adapter.magnitudes]
+            result = graph.call_function(function, arguments)
         node.replace_all_uses_with(result, delete_user_cb=lambda user, own=result: user is not own)
     graph.lint()
-    return replace(of_graph, state=(*unit.state, *added), weights=(*unit.weights, *added))
+    return replace(of_graph, state=(*unit.state, *state), weights=(*unit.weights, *added))
 
 
 def weight_nodes(unit: Unit) -> dict[fx.Node, str]:
@@ -84,6 +124,11 @@ def _takes_adapter(node: fx.Node) -> bool:
         return True
     groups = dict(_arguments(node)).get("groups", 1) if node.target in _CONVOLUTIONS else 0
     return groups == 1
+
+
+def _bias(node: fx.Node) -> Any:
+    """Bias of a linear map or convolution; None without one."""
+    return node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")
 
 
 def _settings(node: fx.Node) -> Iterator[tuple[str, Any]]:

@@ -11,11 +11,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from megatron_pulse.adapters.low_rank import factor_names, first_factors
+from megatron_pulse.adapters.adapter import Adapter
+from megatron_pulse.adapters.low_rank import (
+    AdapterDropout,
+    factor_names,
+    first_factors,
+    first_magnitude,
+    magnitude_name,
+    row_norms,
+)
 from megatron_pulse.adapters.quantization import quantized_names
 from megatron_pulse.adapters.quantized_linear import quantize
 from megatron_pulse.backbone.chain import TensorSpec
-from megatron_pulse.tracing.adapted_graph import UnitAdapter, adaptable_weights, adapted
+from megatron_pulse.tracing.adapted_graph import DROPOUT, UnitAdapter, adaptable_weights, adapted
 from megatron_pulse.tracing.chains import Chains
 from megatron_pulse.tracing.dotted_parameters import Nest, container_of, register_parameters
 from megatron_pulse.tracing.graph_analysis import operation
@@ -136,6 +144,8 @@ class DerivedLayer(Nest):
             parameters.update(zip(quantized_names(name, quantization.kind), held, strict=True))
         self._adapter: UnitAdapter | None = None
         self._unit = self._changed(unit)
+        self.adapter_dropout: AdapterDropout | None = None
+        self._norms: dict[str, str] = {}
         self._compiled: dict[tuple[UnitChain, torch.device], Any] = {}
         self._containers: dict[str, tuple[nn.Module, str]] = {}
         self._undivided = undivided(unit)
@@ -173,24 +183,40 @@ class DerivedLayer(Nest):
         return [name.removesuffix(".weight") for name in adaptable_weights(unit)]
 
     def add_adapter(
-        self, layers: Collection[str], rank: int, scale: float, start: Mapping[str, Tensor]
+        self, layers: Collection[str], adapter: Adapter, start: Mapping[str, Tensor]
     ) -> None:
         """Add trained factors beside the weights of ``layers``. See ``Adaptable``."""
         weights = tuple(f"{layer}.weight" for layer in layers)
-        self._adapter = UnitAdapter(weights, scale)
+        drops, has_magnitudes = self.adapter_dropout is not None, adapter.type == "dora"
+        self._adapter = UnitAdapter(weights, adapter.scale, drops, has_magnitudes)
         chain = self._source.chains.first
         unit = chain.units[self._index]
         self._undivided = undivided(adapted(unit, self._adapter))
         self._unit = self._changed(unit)
         made: dict[str, nn.Parameter] = {}
+        seed = torch.initial_seed()
         for name in weights:
             weight, device = chain.state[name], next(self.parameters()).device
             if name in self._containers:
                 weight = self._parameter(name)
-            factors = first_factors(weight, rank, name, torch.initial_seed(), device, start)
+            factors = first_factors(weight, adapter.rank, name, seed, device, start)
             made.update(zip(factor_names(name), factors, strict=True))
+            if has_magnitudes:
+                own = magnitude_name(name)
+                made[own] = first_magnitude(weight, start.get(own), weight.device)
+                self._norms.update({} if own in start else {own: name})
         register_parameters(self, made)
         self._containers.update((name, container_of(self, name)) for name in made)
+        self.begin_magnitudes()
+
+    @torch.no_grad()
+    def begin_magnitudes(self) -> None:
+        """Set new magnitudes to the norms of rows. See ``Layer``."""
+        assert self._adapter is not None
+        for own, name in self._norms.items():
+            a, b = map(self._parameter, factor_names(name))
+            weight, magnitude = self._parameter(name), self._parameter(own)
+            magnitude.copy_(row_norms(weight, a, b, self._adapter.scale))
 
     @property
     def undivided(self) -> list[nn.Parameter]:
@@ -257,6 +283,8 @@ class DerivedLayer(Nest):
     def _state(self, name: str, chain: UnitChain, device: torch.device) -> Any:
         if name in self._containers:
             return self._parameter(name)
+        if name == DROPOUT:
+            return self.adapter_dropout if self.training else None
         constants = self._source.constants(chain, device)
         if name in constants:
             return constants[name]

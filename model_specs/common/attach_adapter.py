@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_pulse.adapters.adapter import Adapter
 from megatron_pulse.adapters.files import AdapterFile
-from megatron_pulse.adapters.low_rank import PART, is_factor
+from megatron_pulse.adapters.low_rank import PART, AdapterDropout, is_factor
 from megatron_pulse.backbone.chain import Backbone, Layer
 from megatron_pulse.profile.measurement.layer_context import meta_context
 from megatron_pulse.profile.measurement.module_check import naming_module_faults
@@ -26,11 +26,12 @@ class Adaptable(Protocol):
         ...
 
     def add_adapter(
-        self, layers: Collection[str], rank: int, scale: float, start: Mapping[str, Tensor]
+        self, layers: Collection[str], adapter: Adapter, start: Mapping[str, Tensor]
     ) -> None:
         """Add trained factors beside the weights of ``layers``.
 
-        First values are those of ``start``, by their names in adapter files, or new ones.
+        First values are those of ``start``, by their names in adapter files, or new ones. The
+        layer's module has its ``adapter_dropout`` already.
         """
         ...
 
@@ -58,9 +59,10 @@ def with_adapter(
     file of another model.
     """
     every = [tuple(_adaptable(adapt, *pair)) for pair in _on_meta(backbone)]
-    targeted = [tuple(filter(adapter.matches, names)) for names in every]
     layers = [name for names in every for name in names]
+    adapter = adapter.fitted(layers)
     adapter.require_matches(layers)
+    targeted = [tuple(filter(adapter.matches, names)) for names in every]
     first = {} if start is None else start.named_as(layers).factors
     chain = tuple(
         dataclasses.replace(
@@ -119,5 +121,7 @@ def _build(
         chain = _of_chain(layer)
         own = {name.removeprefix(chain): tensor for name, tensor in start.items()}
         names = [name.removeprefix(chain) for name in layers]
-        adapt(layer, module).add_adapter(names, adapter.rank, adapter.scale, own)
+        if adapter.dropout:
+            module.adapter_dropout = AdapterDropout(adapter.dropout)
+        adapt(layer, module).add_adapter(names, adapter, own)
     return module

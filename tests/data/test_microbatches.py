@@ -46,7 +46,16 @@ class WithText(ArrayDataset):
 
 IMAGES = np.random.default_rng(0).uniform(-1, 1, (20, 1, 5, 5))
 DATASET = WithText(IMAGES, np.arange(20) % 4, num_classes=4)
-FIELDS = {"noisy", "target", "timesteps", "labels", "index", "dropped", *WithText.fields}
+FIELDS = {
+    "noisy",
+    "target",
+    "timesteps",
+    "labels",
+    "index",
+    "dropped",
+    "positions",
+    *WithText.fields,
+}
 
 
 def batch(items, process=PROCESSES[0], **options):
@@ -63,7 +72,7 @@ def test_rows_do_not_depend_on_the_split_into_microbatches(data, process, split)
     cut = data.draw(st.integers(1, len(items) - 1))
     whole = batch(items, process, split=split)
     parts = [batch(part, process, split=split) for part in (items[:cut], items[cut:])]
-    assert whole.keys() == FIELDS | ({"positions"} if split == Split.VALIDATION else set())
+    assert whole.keys() == FIELDS
     for name, value in whole.items():
         assert torch.equal(value, torch.cat([part[name] for part in parts])), name
 

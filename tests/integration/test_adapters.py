@@ -11,11 +11,17 @@ import pytest
 import torch
 from megatron.core import dist_checkpointing
 from PIL import Image
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megatron_pulse.adapters.files import read_adapter
+from megatron_pulse.adapters import files
+from megatron_pulse.adapters.adapter import FORMATS, Adapter
+from megatron_pulse.adapters.choice import AdapterChoice
+from megatron_pulse.adapters.files import read_adapter, write_adapter
+from megatron_pulse.adapters.low_rank import A, B, M, factor_shapes, first_magnitude, merged
 from megatron_pulse.cli.main import main
+from megatron_pulse.dataclass_flags import flag_faults
 from megatron_pulse.errors import UserError
 from tests.cli.small_diffusion import make_diffusion
 from tests.integration.runs import BASE, Run, pipeline, run
@@ -23,6 +29,7 @@ from tests.ranks import RanksFailed
 
 ADAPTER = ["--pulse-adapter", "lora", "--pulse-adapter-rank", "3", "--pulse-adapter-alpha", "6"]
 ADAPTER += ["--pulse-adapter-target", "to_q", "--pulse-adapter-target", "to_out.0"]
+ADAPTER += ["--pulse-adapter-dropout", "0.25"]
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +88,8 @@ def test_another_adapter_or_other_weights_are_refused(
         run(1, *flags(place, *ADAPTER, *save, "--pulse-adapter-rank", "4"), backbone="none")
     with pytest.raises(RanksFailed, match="this run trains no adapter"):
         run(1, *flags(place, *save), backbone="none")
+    with pytest.raises(RanksFailed, match="alpha 6, dropout 0.25 on.*alpha 6, dropout 0.5 on"):
+        run(1, *flags(place, *ADAPTER, *save, "--pulse-adapter-dropout", "0.5"), backbone="none")
     weights = place / "sd" / "unet" / "diffusion_pytorch_model.safetensors"
     kept = tmp_path / "kept.safetensors"
     shutil.copy(weights, kept)
@@ -95,6 +104,28 @@ def test_another_adapter_or_other_weights_are_refused(
     finally:
         shutil.copy(kept, weights)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_recipe_with_another_adapter_is_refused_before_anything_is_planned(
+    place: Path, trained: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(place / "run", tmp_path / "out" / "checkpoints")
+    text = f"""
+        output = "{tmp_path}/out"
+        model = {{ weights = "{place}/sd", options = {{ height = 4, width = 4 }} }}
+        data = {{ source = "captions:{place}/pictures" }}
+        encoders = {{ folder = "{place}/sd" }}
+        optimizer = {{ lr = 1e-2 }}
+        training = {{ batch_size = 4, steps = 3 }}
+        parallel = {{ devices = 1 }}
+    """
+    (tmp_path / "whole.toml").write_text(text)
+    (tmp_path / "other.toml").write_text(f'{text}\nadapter = {{ type = "lora", rank = 4 }}')
+    for name, ours in (("whole", "no adapter"), ("other", "lora of rank 4")):
+        assert main(["train", str(tmp_path / f"{name}.toml"), "--print"]) == 2
+        told = capsys.readouterr().err
+        assert "it trains lora of rank 3, alpha 6, dropout 0.25 on to_q, to_out.0" in told
+        assert f"but this run trains {ours}" in told and "another output" in told, told
 
 
 def predict(unet: Any) -> Tensor:
@@ -132,7 +163,10 @@ def test_every_format_predicts_as_the_merged_model_does(
     assert "add --merge" in capsys.readouterr().err
 
     card = (tmp_path / "diffusers" / "README.md").read_text()
-    assert "lora of rank 3, alpha 6 on to_q, to_out.0" in card and "load_lora_weights" in card
+    assert (
+        "lora of rank 3, alpha 6, dropout 0.25 on to_q, to_out.0" in card
+        and "load_lora_weights" in card
+    )
     averages = {name: value for name, value in trained.averages.items()}
     for name in ("diffusers", "kohya", "peft"):
         found = read_adapter(tmp_path / name)
@@ -143,11 +177,56 @@ def test_every_format_predicts_as_the_merged_model_does(
         assert all(torch.equal(factors[key], averages[key]) for key in averages)
 
 
+@pytest.mark.parametrize("kind", FORMATS)
+def test_files_of_dora_predict_as_the_merged_model_does(
+    place: Path, kind: str, tmp_path: Path
+) -> None:
+    from diffusers import StableDiffusionPipeline, UNet2DConditionModel
+    from peft import PeftModel
+
+    base = UNet2DConditionModel.from_pretrained(place / "sd" / "unet")
+    weights = base.state_dict()
+    factors: dict[str, Tensor] = {}
+    generator = torch.Generator().manual_seed(0)
+    for name in ("conv_in", "mid_block.attentions.0.proj_in", "time_embedding.linear_1"):
+        weight = weights[f"{name}.weight"]
+        shapes = factor_shapes(weight, 2)
+        for factor, shape in zip((A, B), shapes, strict=True):
+            factors[f"{name}.{factor}"] = torch.randn(shape, generator=generator)
+        magnitude = first_magnitude(weight, None, weight.device).detach()
+        factors[f"{name}.{M}"] = torch.rand(magnitude.shape, generator=generator) + 0.5
+    adapter = Adapter(2, 3.0, type="dora")
+    write_adapter(tmp_path / "a", kind, adapter, factors, "UNet2DConditionModel")
+    found = read_adapter(tmp_path / "a")
+    assert (found.type, found.rank, found.alpha) == ("dora", 2, 3.0)
+    again = found.named_as([name.removesuffix(".weight") for name in weights]).factors
+    assert again.keys() == factors.keys()
+    assert all(torch.equal(again[name], factors[name]) for name in factors)
+    expected = UNet2DConditionModel.from_pretrained(place / "sd" / "unet")
+    expected.load_state_dict({**weights, **merged(weights, factors, adapter.scale)})
+    difference = predict(base) - predict(expected)
+    assert difference.abs().max() > 1e-3
+    if kind == "kohya":  # diffusers leaves dora_scale out
+        stored = load_file(tmp_path / "a" / "pytorch_lora_weights.safetensors")
+        out = len(weights["conv_in.weight"])
+        assert stored["lora_unet_conv_in.dora_scale"].shape == (out, 1, 1, 1)
+        assert stored["lora_unet_time_embedding_linear_1.dora_scale"].dim() == 2
+        return
+    if kind == "peft":
+        model: Any = PeftModel.from_pretrained(base, str(tmp_path / "a"))
+    else:
+        pipe = StableDiffusionPipeline.from_pretrained(place / "sd", safety_checker=None)
+        pipe.load_lora_weights(str(tmp_path / "a"))
+        model = pipe.unet
+    torch.testing.assert_close(predict(model), predict(expected), atol=1e-5, rtol=1e-5)
+
+
 def test_a_run_begins_with_an_adapter_file(place: Path, trained: Run, tmp_path: Path) -> None:
     to = ["--to", str(tmp_path / "a.safetensors"), "--raw", "--adapter-format", "kohya"]
     assert main(["export", "--load", str(place / "run"), "--iteration", "1", *to]) == 0
     begin = ["--pulse-adapter", "lora", "--pulse-adapter-weights", to[1], "--train-iters", "1"]
     got = run(2, *flags(place, *begin, *pipeline(2)), backbone="none")
+    begin += ["--pulse-adapter-dropout", "0.25"]  # kohya's files hold none
     fresh = run(2, *flags(place, *ADAPTER, "--train-iters", "1", *pipeline(2)), backbone="none")
     assert fresh.losses == trained.losses[:1] and got.losses != fresh.losses
     assert got.weights.keys() == fresh.weights.keys()
@@ -169,15 +248,34 @@ def test_files_that_hold_no_adapter_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such file"):
         read_adapter(tmp_path / "none")
     (tmp_path / "peft").mkdir()
-    config = {"r": 2, "lora_alpha": 4, "use_dora": True}
+    config = {"r": 2, "lora_alpha": 4, "use_dora": True, "use_rslora": True}
     (tmp_path / "peft" / "adapter_config.json").write_text(json.dumps(config))
     save_file(
         {"base_model.model.a.lora_A.weight": torch.ones(2, 3),
          "base_model.model.a.lora_B.weight": torch.ones(3, 2)},
         tmp_path / "peft" / "adapter_model.safetensors",
     )  # fmt: skip
-    with pytest.raises(UserError, match="use_dora is unsupported"):
+    with pytest.raises(UserError) as refused:
         read_adapter(tmp_path / "peft")
+    for fault in ("use_rslora is unsupported", "a.lora_magnitude_vector.weight is missing"):
+        assert fault in str(refused.value)
+
+
+def test_an_unchanged_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, opened = tmp_path / "a.safetensors", list[Any]()
+
+    def counting(*given: Any) -> Any:
+        opened.append(given)
+        return safe_open(*given)
+
+    monkeypatch.setattr(files, "safe_open", counting)
+    for rank in (2, 3):
+        factors = {"a.lora_A.weight": torch.ones(rank, 3), "a.lora_B.weight": torch.ones(3, rank)}
+        write_adapter(file, "diffusers", Adapter(rank, 1.0), factors, "UNet2DModel")
+        choice = AdapterChoice("lora", adapter_weights=str(file))
+        assert not list(flag_faults(choice)) and choice.record is not None
+        assert choice.record["rank"] == read_adapter(file).rank == rank
+    assert len(opened) == 2
 
 
 def test_a_family_trains_it_over_tensors_and_diffusers_predicts_the_same(tmp_path: Path) -> None:
@@ -199,13 +297,16 @@ def test_a_family_trains_it_over_tensors_and_diffusers_predicts_the_same(tmp_pat
     write_latents(tmp_path / "latents", FAMILIES["sd3"])
     words = ["--pulse-backbone", "sd3-tiny", "--pulse-data", f"latents:{tmp_path / 'latents'}"]
     words += ["--global-batch-size", "4", "--lr", "1e-2", "--pulse-ema-decay", "0.5"]
-    words += ["--pulse-adapter", "lora", "--pulse-adapter-rank", "3"]
+    words += ["--pulse-adapter", "dora", "--pulse-adapter-rank", "3"]
     begin = ["--pretrained-checkpoint", str(tmp_path / "start")]
     save = ["--save", str(tmp_path / "run"), "--save-interval", "1"]
     shards = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
     words += ["--train-iters", "2"]
     got = run(4, *words, *begin, *shards, *pipeline(2), *save, backbone="none")
     alone = run(1, *words, *begin, backbone="none")
+    lora = ["--pulse-adapter", "lora", "--train-iters", "1"]
+    plain = run(1, *words, *begin, *lora, backbone="none")
+    assert alone.losses[0] == pytest.approx(plain.losses[0], rel=1e-6)  # an adapter without effect
     assert got.losses == pytest.approx(alone.losses, rel=1e-5)
     assert got.grad_norms == pytest.approx(alone.grad_norms, rel=1e-4) and all(got.grad_norms)
     rest = ["--load", save[1], "--ckpt-step", "1"]

@@ -132,7 +132,8 @@ def make_batch(backbone: Backbone, case: Case, step: int, microbatch: int) -> di
             batch[name] = torch.randint(0, 2, shape, generator=generator)
         else:
             batch[name] = torch.randn(shape, generator=generator)
-    return batch
+    first = (step * case.num_microbatches + microbatch) * num
+    return {**batch, "positions": torch.arange(first, first + num)}
 
 
 def mean_squared_error(prediction: Tensor, batch: Any) -> Tensor:

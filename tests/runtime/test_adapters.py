@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,10 @@ from torch import Tensor, nn
 
 import megatron_pulse as pulse
 from megatron_pulse.adapters.adapter import ATTENTION, Adapter
+from megatron_pulse.adapters.low_rank import AdapterDropout, seed_of
+from megatron_pulse.adapters.low_rank import M as MAGNITUDE
 from megatron_pulse.backbone.chain import Backbone
+from megatron_pulse.backbone.check import BackboneError
 from megatron_pulse.errors import Faults
 from megatron_pulse.runtime.stage import layer_seed
 from model_specs.common.attach_adapter import with_adapter
@@ -23,6 +27,7 @@ from tests.runtime.equality import (
     Outcome,
     differences,
     make_batches,
+    make_pipeline,
     mean_squared_error,
     merge,
     references,
@@ -32,6 +37,8 @@ from tests.runtime.equality import (
 
 M = 2
 OF_TRANSFORMER = Adapter(3, 6.0)
+DROPPING = Adapter(3, 6.0, (*ATTENTION, "text_embedder.linear_1"), dropout=0.3)
+DORA = replace(OF_TRANSFORMER, type="dora")
 OF_UNET = Adapter(4, 6.0, ("to_q", "to_out.0", "mid_block.*.conv1", "conv_in", "linear_2"))
 FOLD = Case("fold", M, dtype="float32", steps=2)
 SEQUENTIAL = replace(FOLD, placement="sequential")
@@ -86,16 +93,21 @@ def of_unet() -> dict[str, Tensor]:
     return {"sample": torch.randn(2, 3, 8, 8).double(), "timestep": torch.tensor([3.0, 500.0])}
 
 
-def chain() -> Backbone:
-    return with_adapter(pulse.from_module(transformer(), of_transformer()), OF_TRANSFORMER)
+def chain(adapter: Adapter = OF_TRANSFORMER) -> Backbone:
+    return with_adapter(pulse.from_module(transformer(), of_transformer()), adapter)
 
 
-def run_cases(cases: list[tuple[Case, int | None]]) -> list[Outcome]:
-    return train_split(chain, cases, 2)
+def run_cases(
+    cases: list[tuple[Case, int | None]], adapter: Adapter = OF_TRANSFORMER
+) -> list[Outcome]:
+    return train_split(functools.partial(chain, adapter), cases, 2)
 
 
 def by_peft(backbone: Backbone, case: Case, module: nn.Module, config: Any) -> dict[str, Tensor]:
-    """Parameters after the same training of peft's module, under our names."""
+    """Parameters after the same training of peft's module, under our names.
+
+    Its dropout draws from torch's generator, which has the seed of our masks before each.
+    """
     named = {
         name.replace(".base_layer.", ".").replace(".default.", "."): parameter
         for name, parameter in inject_adapter_in_model(config, module).named_parameters()
@@ -112,9 +124,19 @@ def by_peft(backbone: Backbone, case: Case, module: nn.Module, config: Any) -> d
     parameters = [named[name] for name in sorted(trained[0])]
     optimizer = torch.optim.AdamW(parameters, lr=1e-2, foreach=False)
     fields = {"hidden_states": "noisy", "sample": "noisy", "timestep": "timesteps"}
+    key = 0
+
+    def seeded(name: str, dropout: nn.Module, given: Any) -> None:
+        layer = name.removesuffix(".lora_dropout.default")
+        torch.manual_seed(seed_of(SEED, key, f"{layer}.weight"))
+
+    for name, part in module.named_modules():
+        if isinstance(part, nn.Dropout) and ".lora_dropout." in name:
+            part.register_forward_pre_hook(functools.partial(seeded, name))
     for step in range(case.steps):
         optimizer.zero_grad()
         for batch in make_batches(backbone, case, step):
+            key = int(batch["positions"][0])
             inputs = of_unet() if "sample" in module.forward.__code__.co_varnames else None
             given = {
                 name: batch[fields.get(name, name)].to(value.dtype)
@@ -139,11 +161,85 @@ def test_a_pipeline_with_lora_trains_bit_for_bit_as_peft_does() -> None:
         assert all(".lora_" in name for name in got.gradients)
 
 
-def test_convolutions_and_any_linear_layer_take_it() -> None:
+def test_dropout_has_the_bits_of_pefts_in_every_layout() -> None:
+    embedders = frozenset({"embed.time_text_embed"})
+    cases = [CASES[1], (replace(FOLD, selective=1, replicated=embedders), None)]
+    cases += [(replace(FOLD, offload=1), 1)]
+    run = functools.partial(run_cases, adapter=DROPPING)
+    (expected,) = references(run, [(FOLD.alone, None)])
+    config = LoraConfig(r=3, lora_alpha=6, lora_dropout=0.3, target_modules=list(DROPPING.targets))
+    theirs = by_peft(chain(DROPPING), FOLD, transformer(), config)
+    # Gradients of conditioning are summed in fp64 here.
+    found = differences(expected.parameters, theirs)
+    assert all(".text_embedder." in name and error < 1e-6 for name, error in found.items()), found
+    ranks = run_ranks(2, run, cases)
+    for i, (case, _) in enumerate(cases):
+        found = differences(
+            merge([outcomes[i] for outcomes in ranks]).parameters, expected.parameters
+        )
+        # Copies of an embedder sum its gradients in another order.
+        assert max(found.values(), default=0.0) < (1e-6 if case.replicated else 1e-30), found
+    (without,) = references(run_cases, [(FOLD.alone, None)])
+    assert without.losses[0] != expected.losses[0] and without.losses[M] != expected.losses[M]
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_dora_has_the_bits_of_pefts_in_every_layout(dropout: float) -> None:
+    adapter = replace(DORA, dropout=dropout)
+    cases = CASES[:1] if dropout else CASES[1:]
+    run = functools.partial(run_cases, adapter=adapter)
+    (expected,) = references(run, [(FOLD.alone, None)])
+    targets = list(ATTENTION)
+    config = LoraConfig(
+        r=3, lora_alpha=6, lora_dropout=dropout, target_modules=targets, use_dora=True
+    )
+    theirs = by_peft(chain(adapter), FOLD, transformer(), config)
+    assert not differences(expected.parameters, theirs)
+    magnitudes = [name for name in expected.gradients if name.endswith(MAGNITUDE)]
+    assert 3 * len(magnitudes) == len(expected.gradients)
+    ranks = run_ranks(2, run, cases)
+    for i, (case, _) in enumerate(cases):
+        got = merge([outcomes[i] for outcomes in ranks])
+        assert not differences(got.parameters, expected.parameters), case
+
+
+def test_dropout_drops_the_given_share_by_layer_and_microbatch() -> None:
+    dropout, inputs = AdapterDropout(0.25, (7, 0)), torch.full((64, 64), 3.0)
+    first = dropout(inputs, "a")
+    assert set(first.unique().tolist()) == {0.0, 4.0}
+    assert abs((first == 0).double().mean() - 0.25) < 0.03
+    assert torch.equal(dropout(inputs, "a"), first)
+    halves = [dropout(inputs[:, :32], "a", (-1, 2, rank)) for rank in range(2)]
+    assert torch.equal(torch.cat(halves, 1), first)
+    others = [dropout(inputs, "b"), AdapterDropout(0.25, (7, 1))(inputs, "a")]
+    others.append(AdapterDropout(0.25, (8, 0))(inputs, "a"))
+    for other in others:  # independent: both drop 1 of 16
+        assert abs(((first == 0) & (other == 0)).double().mean() - 1 / 16) < 0.02
+    assert torch.equal(AdapterDropout(0.25, None)(inputs, "a"), inputs)
+
+
+def test_dropout_is_off_without_training() -> None:
+    backbone = chain(DROPPING)
+    modules = [layer.build(None) for layer in backbone.layers]
+    dropping = [module for module in modules if module.adapter_dropout is not None]
+    assert len(dropping) == 4 and all(m.adapter_dropout.probability == 0.3 for m in dropping)
+    case = replace(FOLD.alone, steps=1)
+    pipeline, batches = make_pipeline(backbone, case, None, None), make_batches(backbone, case, 0)
+    moved = [{**batch, "positions": batch["positions"] + 5} for batch in batches]
+    bare = [{n: t for n, t in batch.items() if n != "positions"} for batch in batches]
+    told = [pipeline.evaluate(each)[0].item() for each in (batches, moved, bare)]
+    assert told[0] == told[1] == told[2]
+    assert pipeline.step(batches)[0].item() != pipeline.step(moved)[0].item()
+    with pytest.raises(BackboneError, match="give each microbatch the field 'positions'"):
+        pipeline.step(bare)
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_convolutions_and_any_linear_layer_take_it(kind: str) -> None:
     case = replace(FOLD.alone, dtype="float64")
-    backbone = with_adapter(pulse.from_module(unet(), of_unet()), OF_UNET)
+    backbone = with_adapter(pulse.from_module(unet(), of_unet()), replace(OF_UNET, type=kind))
     pattern = r".*\.(to_q|to_out\.0|linear_2)|mid_block\..*\.conv1|conv_in"
-    config = LoraConfig(r=4, lora_alpha=6, target_modules=pattern)
+    config = LoraConfig(r=4, lora_alpha=6, target_modules=pattern, use_dora=kind == "dora")
     expected = by_peft(backbone, case, unet(), config)
     got = train(backbone, case, None, None).parameters
     # Where a skip begins, plain torch adds gradients in another order.

@@ -138,10 +138,7 @@ def _other_adapter(start: StartingPoint, wanted: NewRun) -> Iterator[str]:
             "--save for another run"
         )
     if theirs != ours:
-        yield (
-            f"it trains {describe_adapter(theirs)}, but this run trains {describe_adapter(ours)}. "
-            "Give the same adapter, or name another --save for another run"
-        )
+        yield _other_than(theirs, ours)
     elif saved.frozen_weights is not None:
         now = FrozenWeights.of_checkpoint(args)
         if now is None or now.digest != saved.frozen_weights.digest:
@@ -149,6 +146,23 @@ def _other_adapter(start: StartingPoint, wanted: NewRun) -> Iterator[str]:
                 f"its adapter was trained on the weights of {saved.frozen_weights.folder}, and "
                 f"{'they have changed' if now else 'this run has others'}. Give the same weights"
             )
+
+
+def _other_than(theirs: Mapping[str, Any] | None, ours: Mapping[str, Any] | None) -> str:
+    return (
+        f"it trains {describe_adapter(theirs)}, but this run trains {describe_adapter(ours)}. "
+        "Give the same adapter, or name another --save for another run"
+    )
+
+
+def adapter_faults(start: StartingPoint | None, options: PulseOptions) -> list[str]:
+    """Fault of continuing with another adapter, as far as flags tell, without the model."""
+    if start is None or not start.continued:
+        return []
+    theirs = trained_part(start.saved.record).adapter
+    if options.adapter.describes(theirs):
+        return []
+    return [f"{start.given}: {_other_than(theirs, options.adapter.record)}"]
 
 
 def _other_sizes(start: StartingPoint, wanted: NewRun) -> Iterator[str]:

@@ -69,6 +69,7 @@ def wrap_load_checkpoint(
         if _adds_adapter(start, args):
             for stage in stages:
                 stage.left_out |= stage.factor_names
+                stage.begins_adapter = True
         averages_begin = args.pulse_ema_decay and not has_ema_of(start, args.pulse_record)
         if averages_begin:
             for stage in stages:
@@ -81,7 +82,7 @@ def wrap_load_checkpoint(
         ):
             result = load_checkpoint(model, optimizer, opt_param_scheduler, *rest, **kwargs)
         for stage, left_out in zip(stages, before, strict=True):
-            stage.left_out = left_out
+            stage.left_out, stage.begins_adapter = left_out, False
         if averages_begin:
             for stage in stages:
                 begin_ema(stage, args.pulse_ema_decay)

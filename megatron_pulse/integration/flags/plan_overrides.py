@@ -95,7 +95,8 @@ def contradictions(
                 f"({plan.backbone['name']}). Leave both flags out, or tune for this backbone"
             )
     ours, theirs = options.trained_part, trained_part(plan.backbone)
-    if any(ours) and ours != theirs:
+    same = ours[:2] == theirs[:2] and options.adapter.describes(theirs.adapter)
+    if any(ours) and not same:
         yield f"{TRAINED_FLAGS} say {ours}, but {by} says {theirs}. Leave the flags out"
     yield from decided_by(by, line)
 

@@ -38,6 +38,7 @@ class MegatronStage(Stage, MegatronModule):
     - ``ema``: average of the main parameters.
     - ``drawn``: initial weights, until the main parameters take them.
     - ``left_out``: names of parameters that are neither saved nor loaded.
+    - ``begins_adapter``: loaded weights are those beside which an adapter begins.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class MegatronStage(Stage, MegatronModule):
         self.main_params: MainParams | None = None
         self.ema: ExponentialMovingAverage | None = None
         self.left_out: frozenset[str] = frozenset()
+        self.begins_adapter = False
         # Megatron's training loop reads these attributes of every model chunk.
         self.pg_collection = pg_collection
         self.pre_process = routes.partition.placement.before[stage] is None
@@ -142,7 +144,20 @@ class MegatronStage(Stage, MegatronModule):
         if self.main_params is not None:
             self.main_params.load(own)
         own |= {k: v for k, v in self.state_dict().items() if k in self.left_out}
-        return super().load_state_dict(own, strict=strict, assign=assign)
+        result = super().load_state_dict(own, strict=strict, assign=assign)
+        if self.begins_adapter:
+            self._begin_magnitudes()
+        return result
+
+    def _begin_magnitudes(self) -> None:
+        """Set an adapter's new magnitudes to the norms of the loaded weights."""
+        for _, layer in self.named_layers():
+            for module in layer.modules():
+                if (begin := getattr(module, "begin_magnitudes", None)) is not None:
+                    begin()
+        if self.main_params is not None:
+            own = dict(self.named_parameters())
+            self.main_params.load({name: own[name].detach() for name in self.factor_names})
 
 
 def sharded_module_state(

@@ -169,7 +169,10 @@ def _random(backbone: Backbone, size: int, job: VerifyJob, number: int) -> dict[
         return values.to(kind)
 
     specs = {**fields_of(backbone), "target": backbone.output_spec}
-    return {name: made(name, spec) for name, spec in sorted(specs.items())}
+    positions = torch.arange(number * size, (number + 1) * size)
+    return {name: made(name, spec) for name, spec in sorted(specs.items())} | {
+        "positions": positions
+    }
 
 
 class VerifiedLoss:

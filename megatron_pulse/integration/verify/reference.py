@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from megatron_pulse.backbone.cast_floats import cast_floats
 from megatron_pulse.backbone.chain import COMPUTE, Backbone, TensorSpec
+from megatron_pulse.backbone.dropout_key import first_position
 from megatron_pulse.backbone.shape_buckets import own_fields, sample_field, shape_of
 from megatron_pulse.errors import UserError
 from megatron_pulse.integration.verify.adam import AdamWeights, unrounded
@@ -223,7 +224,11 @@ class Reference:
         fields |= {n: t for (_, kind, n, _), t in taken.items() if kind is Payload.CONDITIONING}
         self._number = number
         outputs, pushed, provided = module(
-            boundary, skips, fields, shape_index=shape_of(self._backbone, batch)
+            boundary,
+            skips,
+            fields,
+            shape_index=shape_of(self._backbone, batch),
+            position=first_position(self._backbone, head.chain, batch),
         )
         self._number = None
         given: dict[_Key, Tensor] = {}

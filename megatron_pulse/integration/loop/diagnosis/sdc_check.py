@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from megatron_pulse.backbone.build_context import LayerContext
 from megatron_pulse.backbone.chain import Backbone
+from megatron_pulse.backbone.dropout_key import set_dropout_key
 from megatron_pulse.backbone.shape_buckets import set_shape_index
 from megatron_pulse.integration.megatron.model import unwrap
 from megatron_pulse.planner.program.device_program import Run
@@ -64,6 +65,7 @@ class CheckedLayerCall:
     microbatch: int
     state: dict[str, Any] = field(default_factory=dict)
     shape: int = 0
+    dropout_key: tuple[int, int] | None = None
     names: tuple[int, list[str], list[str]] = (0, [], [])
     given: Tensors = field(default_factory=list)
     wants: list[bool] = field(default_factory=list)
@@ -192,6 +194,7 @@ class SdcCheck:
             assign=True,
         )
         set_shape_index(module, task.shape)
+        set_dropout_key(module, task.dropout_key)
         given = [
             tensor.to(device).requires_grad_(wants)
             for tensor, wants in zip(task.given, task.wants, strict=True)
@@ -226,6 +229,7 @@ def _keep(
     tensors = [*inputs, *popped.values(), *used.values()]
     task.names = len(inputs), list(popped), list(used)
     task.shape = getattr(module, "chain_shape", 0)
+    task.dropout_key = getattr(getattr(module, "adapter_dropout", None), "key", None)
     task.given, task.wants = [_kept(t) for t in tensors], [t.requires_grad for t in tensors]
     seen.results = {i: _kept(result) for i, result in enumerate(results)}
     for i, tensor in enumerate(tensors):
