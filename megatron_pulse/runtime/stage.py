@@ -187,6 +187,7 @@ class Stage(Nest):
         """
         inputs, carried = self._fan_out(inputs, self._boundary_skips)
         skips = {**skips, **carried}
+        dropout_key = None if position is None else (self._seed, position)
         if dropout_key is None and torch.is_grad_enabled():
             self._require_positions()
         conditioning = {**conditioning, **self._embed(conditioning, shape_index, dropout_key)}
@@ -214,7 +215,7 @@ class Stage(Nest):
             if policy is ActivationPolicy.RECOMPUTE:
                 given = inputs, popped, used
                 keys = shape_index, dropout_key
-                call = functools.partial(self._run, spec, module, None, *keys, *given)
+                call = functools.partial(self._run, spec, module, None, *keys, inputs, popped, used)
                 state = functools.partial(_state, module, *given)
                 layer = RecomputedLayer(spec.name, call, state)
                 with self._watching(spec, module, shape_index, faults):
@@ -257,7 +258,7 @@ class Stage(Nest):
         module: nn.Module,
         wgrad_store: WeightGradStore | None,
         shape_index: int,
-        dropout_key: int | None,
+        dropout_key: tuple[int, int] | None,
         inputs: tuple[Tensor, ...],
         *given: Tensors,
     ) -> Any:
