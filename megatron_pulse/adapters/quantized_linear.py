@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from megatron_pulse.adapters.quantization import BLOCK
 
 _INT8_MAX = 127
-PART = 1 << 22
+PART = 1 << 20
 """Weights quantised at a time, a multiple of the block: on a CPU they are copied in fp32."""
 
 

@@ -139,7 +139,7 @@ class DerivedLayer(Nest):
                 first = self._first(name, values, device)
                 parameters[name] = nn.Parameter(first, name in chain.trained)
                 continue
-            value = self._first(name, values, device, quantization.dtype)
+            value = self._first(name, values, device, as_read=True).to(quantization.dtype)
             held = quantize(value, quantization.kind)
             parameters.update(zip(quantized_names(name, quantization.kind), held, strict=True))
         self._adapter: UnitAdapter | None = None
@@ -157,11 +157,12 @@ class DerivedLayer(Nest):
         name: str,
         values: Mapping[str, Tensor] | None,
         device: torch.device,
-        dtype: torch.dtype | None = None,
+        as_read: bool = False,
     ) -> Tensor:
         """Initial value of a parameter; uninitialised without ``values``.
 
-        By default its dtype is the finer of those of the chain and of the values.
+        Its dtype is the finer of those of the chain and of the values. With ``as_read`` it is not
+        copied, and is not to be changed.
         """
         weight = self._source.chains.first.state[name]
         if values is None:
@@ -172,7 +173,9 @@ class DerivedLayer(Nest):
                 f"{name} is on the meta device, without values: such a chain is for planning "
                 "only. To run it, give from_module a module with weights"
             )
-        dtype = dtype or torch.promote_types(weight.dtype, value.dtype)
+        if as_read:
+            return value
+        dtype = torch.promote_types(weight.dtype, value.dtype)
         if dtype == value.dtype and self._source.weights.is_new:
             return value
         return torch.empty_like(weight, dtype=dtype, device=value.device).copy_(value)
