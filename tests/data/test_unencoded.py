@@ -73,7 +73,7 @@ def test_what_a_step_is_given(data: DiffusionDataset) -> None:
     batch = batch_of(data)
     assert {name: tuple(value.shape[1:]) for name, value in batch.items()} == {
         "pixels": (3, 8, 8), "noise": (2, 4, 4), "posterior": (2, 4, 4), "time_ids": (6,),
-        **dict.fromkeys(("timesteps", "labels", "index", "dropped"), ()),
+        **dict.fromkeys(("timesteps", "labels", "index", "dropped", "positions"), ()),
         **dict.fromkeys(TOKENS, (LENGTH,)),
     }  # fmt: skip
     assert 0 < batch["dropped"].sum() < len(ITEMS)
