@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,6 +16,26 @@ A, B = "lora_A.weight", "lora_B.weight"
 """Names of the two factors below the name of a layer, as in peft."""
 PART = "adapter"
 """Part of a hand-written layer's module that holds its factors under their published names."""
+_disabled = False
+
+
+@contextmanager
+def adapters_disabled() -> Iterator[None]:
+    """Within, all layers of this process compute as the frozen model does, without adapters.
+
+    For forward passes without gradients: a backward pass outside may recompute layers.
+    """
+    global _disabled
+    before, _disabled = _disabled, True
+    try:
+        yield
+    finally:
+        _disabled = before
+
+
+def are_disabled() -> bool:
+    """True within ``adapters_disabled``."""
+    return _disabled
 
 
 def is_factor(name: str) -> bool:
@@ -30,6 +51,8 @@ def factor_names(weight: str) -> tuple[str, str]:
 
 def add_linear(result: Tensor, inputs: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     """``result + scale B A x``; A is ``[r, in]``, B ``[out, r]``, ``inputs`` are ``[..., in]``."""
+    if _disabled:
+        return result
     return result + F.linear(F.linear(inputs, a), b) * scale
 
 
@@ -37,6 +60,8 @@ def add_conv2d(
     result: Tensor, inputs: Tensor, a: Tensor, b: Tensor, scale: float, settings: Mapping[str, Any]
 ) -> Tensor:
     """``add_linear`` of a convolution: A ``[r, in, k, k]`` has its ``settings``, B is pointwise."""
+    if _disabled:
+        return result
     return result + F.conv2d(F.conv2d(inputs, a, **settings), b) * scale
 
 

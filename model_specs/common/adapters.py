@@ -49,7 +49,7 @@ from megatron.core.utils import (
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from megatron_pulse.adapters.low_rank import PART, factor_names, first_factors
+from megatron_pulse.adapters.low_rank import PART, are_disabled, factor_names, first_factors
 from megatron_pulse.backbone.chain import Layer
 from megatron_pulse.backbone.published_weights import (
     Concatenated,
@@ -282,6 +282,8 @@ class _Change:
 
     def __call__(self, linear: Any, given: tuple[Any, ...], output: Any) -> Any:
         """See ``torch.nn.Module.register_forward_hook``."""
+        if are_disabled():
+            return output
         channels = 1 if isinstance(linear, nn.Conv2d) else -1
         pairs = [self._factors.pair(name) for name in self._names]
         inner = [_product(linear, given[0], self._own(a), True) for a, _ in pairs]
