@@ -17,6 +17,7 @@ from tests.cli.test_train import train as train_recipe
 from tests.integration.runs import BASE, TINY, Run, assert_same, pipeline, run
 from tests.integration.test_bad_input import refuse
 from tests.ranks import RanksFailed
+from tests.reference import unsealed_record
 
 DPO = ["--pulse-loss", "dpo", "--pulse-adapter", "lora", "--pulse-adapter-rank", "3"]
 STEPS = ["--global-batch-size", "8", "--train-iters", "3", "--pulse-ema-decay", "0.5"]
@@ -113,7 +114,7 @@ def test_a_plan_counts_the_pass_of_the_reference(
     assert main(["show", plan]) == 0
     assert "all forwards once more in every step" in capsys.readouterr().out
     assert main(["check", plan]) == 0
-    assert json.loads(Path(plan).read_text().split("\n", 1)[1])["micro_batch_size"] == 2
+    assert unsealed_record(Path(plan))["micro_batch_size"] == 2
     assert main([*ask, "--dpo", "--micro-batch-size", "1"]) == 2
     assert "none is even and divides" in capsys.readouterr().err
     assert main(["tune", *of[:2], *ask[7:], "--dpo"]) == 2

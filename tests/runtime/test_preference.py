@@ -111,9 +111,8 @@ def step_of(backbone: Backbone, case: Case, config: Any, group: Any, zero_b: boo
 def run_cases(chain: str, cases: list[tuple[Case, int | None]], zero_b: bool) -> list[Step]:
     torch.set_num_threads(1)
     config, group = join_pipeline()
-    found = []
+    backbone, found = CHAINS[chain](getattr(torch, cases[0][0].dtype)), []
     for case, delay in cases:
-        backbone = CHAINS[chain](getattr(torch, case.dtype))
         if delay is not None:
             schedule = plan_of(backbone, case, 2).step(case.num_microbatches).schedule
             case = replace(case, schedule=split(schedule, delay))
