@@ -91,8 +91,14 @@ def test_a_resumed_pipeline_is_one_uninterrupted_process(
     assert_same(rest, expected)
 
 
-def test_replicas_and_microbatches_change_nothing(place: Path, expected: Run) -> None:
-    got = run(2, *flags(place, "--micro-batch-size", "4"), backbone="none")
+@pytest.mark.parametrize(
+    "layout",
+    [["--micro-batch-size", "4"], ["--tensor-model-parallel-size", "2", "--sequence-parallel"]],
+    ids=["dp2", "tp2"],
+)
+def test_replicas_and_tensors_change_nothing(layout: list[str], place: Path, expected: Run) -> None:
+    got = run(2, *flags(place, *layout), backbone="none")
+    assert got.losses[0] == pytest.approx(math.log(2), abs=1e-6)
     assert got.losses == pytest.approx(expected.losses, rel=1e-5)
     assert got.grad_norms == pytest.approx(expected.grad_norms, rel=1e-4)
     assert got.validation == pytest.approx(expected.validation, rel=1e-5)
