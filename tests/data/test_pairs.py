@@ -42,13 +42,14 @@ def test_a_list_names_winner_and_loser(tmp_path: Path) -> None:
     folder = make_pictures(tmp_path, "a.png", "b.png", "c.png", "lone.png")
     write(
         folder,
-        {"winner": "a.png", "loser": "b.png", "text": "one"},
+        {"winner": "a.png", "loser": "b.png", "text": "one", "grop": "x"},
         {"winner": "c.png", "loser": "c.png", "text": "same"},
         {"winner": "c.png", "loser": "a.png", "text": " "},
     )
     found = [("a.png", "one"), ("b.png", "one"), ("c.png", ""), ("a.png", "")]
     assert names_of(folder) == found
     cautions = "\n".join(read_pairs(folder, "text").cautions)
+    assert "the key 'grop', on 1 line of its lists" in cautions
     assert "1 of 3 pairs are ties: left out" in cautions
     assert "1 picture (lone.png) in no pair" in cautions and "1 picture (c.png) without" in cautions
     table = "winner;loser;says\na.png;b.png;one\n"

@@ -47,6 +47,7 @@ BETA = 5000.0
 FOLD = Case("fold", 2, micro_batch_size=4)
 CASES: list[tuple[Case, int | None]] = [
     (replace(FOLD, placement="sequential", recompute=2), None),
+    (replace(FOLD, placement="interleaved", selective=1), None),
     (FOLD, 1),  # with the number of backwards after which a weight gradient follows
 ]
 

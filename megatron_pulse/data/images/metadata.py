@@ -118,9 +118,14 @@ def read_captions(root: Path, column: str = TEXT, default: str = "") -> Captions
     if not listed and not beside and not default:
         return Captions([], pictures, list(listing.ignored_files()))
     bare |= dict.fromkeys(without)
+    unsupported = []
+    if aside:
+        few = some(root, aside, "listed file")
+        unsupported.append(f"{root}: {few} of unsupported format: ignored")
     cautions = [
         *listing.ignored_files(),
-        *_ignored_by_lists(root, aside, unread, column),
+        *unsupported,
+        *misspelt(root, unread, columns.known),
         *_shared(root, [picture for picture, _ in beside]),
         *uncaptioned(root, bare, default),
     ]
@@ -128,13 +133,8 @@ def read_captions(root: Path, column: str = TEXT, default: str = "") -> Captions
     return Captions(pairs, pictures, cautions, groups)
 
 
-def _ignored_by_lists(
-    root: Path, aside: Collection[Path], unread: Counter[str], column: str
-) -> Iterator[str]:
-    """Cautions on ignored parts of lists: files of other formats, keys that may be misspelt."""
-    if aside:
-        yield f"{root}: {some(root, aside, 'listed file')} of unsupported format: ignored"
-    known = (FILE_NAME, column, GROUP)
+def misspelt(root: Path, unread: Counter[str], known: Collection[str]) -> Iterator[str]:
+    """Cautions on ``unread`` keys of lists that are like ``known`` ones."""
     for key, count in unread.items():
         if near := get_close_matches(key.lower(), known, n=1, cutoff=_ALIKE):
             yield (

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from megatron_pulse.data.dataset import DataError
 from megatron_pulse.data.images.listing import Listing, is_picture, some
-from megatron_pulse.data.images.lists import Columns, Files, lists_of, rows
-from megatron_pulse.data.images.metadata import Captions, uncaptioned, unprintable
+from megatron_pulse.data.images.lists import GROUP, Columns, Files, lists_of, rows
+from megatron_pulse.data.images.metadata import Captions, misspelt, uncaptioned, unprintable
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import FileError, read_lines
 
@@ -70,7 +70,9 @@ def read_pairs(root: Path, column: str, default: str = "") -> Captions:
     if faults:
         remedy = _REMEDY.format(column=column, root=root)
         raise DataError(f"pairs of pictures {root}", faults, remedy)
-    cautions = [*listing.ignored_files(), *uncaptioned(root, bare, default)]
+    known = (*_NAMED, *_PICKED, _LABEL, column, GROUP)
+    cautions = [*listing.ignored_files(), *misspelt(root, unread, known)]
+    cautions += uncaptioned(root, bare, default)
     if num_ties:
         pairs = num_ties + len(found) // 2
         cautions.append(f"{root}: {num_ties} of {pairs} pairs are ties: left out")
