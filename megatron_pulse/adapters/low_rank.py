@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,26 @@ M = "lora_magnitude_vector.weight"
 """Name of DoRA's magnitudes, likewise."""
 PART = "adapter"
 """Part of a hand-written layer's module that holds its factors under their published names."""
+_disabled = False
+
+
+@contextmanager
+def adapters_disabled() -> Iterator[None]:
+    """Within, all layers of this process compute as the frozen model does, without adapters.
+
+    For forward passes without gradients: a backward pass outside may recompute layers.
+    """
+    global _disabled
+    before, _disabled = _disabled, True
+    try:
+        yield
+    finally:
+        _disabled = before
+
+
+def are_disabled() -> bool:
+    """True within ``adapters_disabled``."""
+    return _disabled
 
 
 @dataclass
@@ -82,6 +103,8 @@ def magnitude_name(weight: str) -> str:
 
 def add_linear(result: Tensor, inputs: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     """``result + scale B A x``; A is ``[r, in]``, B ``[out, r]``, ``inputs`` are ``[..., in]``."""
+    if _disabled:
+        return result
     return result + F.linear(F.linear(inputs, a), b) * scale
 
 
@@ -89,6 +112,8 @@ def add_conv2d(
     result: Tensor, inputs: Tensor, a: Tensor, b: Tensor, scale: float, settings: Mapping[str, Any]
 ) -> Tensor:
     """``add_linear`` of a convolution: A ``[r, in, k, k]`` has its ``settings``, B is pointwise."""
+    if _disabled:
+        return result
     return result + F.conv2d(F.conv2d(inputs, a, **settings), b) * scale
 
 
@@ -107,6 +132,8 @@ def add_dora_linear(
 
     The added term takes the ``dropped`` inputs, also for its product with ``weight``.
     """
+    if _disabled:
+        return result
     ratio = (magnitude / row_norms(weight, a, b, scale)).view(1, -1)
     change = F.linear(F.linear(dropped, a), b)
     if dropped is not inputs:
@@ -129,6 +156,8 @@ def add_dora_conv2d(
     settings: Mapping[str, Any],
 ) -> Tensor:
     """``add_dora_linear`` of a convolution with ``settings``."""
+    if _disabled:
+        return result
     ratio = magnitude / row_norms(weight, a, b, scale)
     if dropped is not inputs:
         base = F.conv2d(dropped, weight, None, **settings)

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_pulse.data.buckets import Buckets
-from megatron_pulse.data.captions import CaptionedImages
+from megatron_pulse.data.captions import CaptionedImages, PairedImages
 from megatron_pulse.data.data_record import read_provenance
 from megatron_pulse.data.dataset import (
     NO_FIELDS,
@@ -43,6 +43,8 @@ OPTIONS = {
     "folder:PATH": "a folder of images, in one subfolder per class or none (needs image_size)",
     "captions:PATH": "a folder of images with texts beside them, in metadata.jsonl or metadata.csv "
     "(needs image_size); PATH#NAME: captions are called NAME there",
+    "pairs:PATH": "a folder of pairs of images for --pulse-loss dpo, listed as winner, loser and "
+    "text in metadata.jsonl or metadata.csv",
     "latents:PATH": "a folder of precomputed latents, written by LatentWriter",
     "A,B,...": "several of these; of several shapes, for a backbone of several",
 }
@@ -51,7 +53,9 @@ _UNNAMED = (
     "write-latents'), or none"
 )
 _SHOWN = 3
-_NEXT = re.compile(r",(?=(?:folder|captions|latents):|(?:mnist|digits8)(?:,|$))")
+IMAGES = ("folder", "captions", "pairs")
+"""Kinds of datasets that are image files."""
+_NEXT = re.compile(r",(?=(?:folder|captions|pairs|latents):|(?:mnist|digits8)(?:,|$))")
 """Comma between two datasets, as opposed to a comma within a path."""
 
 
@@ -113,6 +117,7 @@ def open_buckets(
     default_caption: str = "",
     validation: str | None = None,
     masks: str | None = None,
+    pairs: bool = False,
 ) -> tuple[DiffusionDataset, DiffusionDataset, tuple[int, ...]]:
     """(training, validation) of all comma-separated datasets in ``spec``, and the shape of each
     part.
@@ -122,7 +127,8 @@ def open_buckets(
     in all datasets (see ``labelled_by_name``). Raises DataError as ``open_dataset`` does, for all
     datasets together.
 
-    ``masks`` is a folder with a mask for each picture of ``spec``.
+    ``masks`` is a folder with a mask for each picture of ``spec``. With ``pairs`` all datasets must
+    have pairs, and else none.
 
     The datasets of ``validation``, if given, are validated on, and all of ``spec`` trained on. Each
     side then has an empty part of the other's datasets.
@@ -157,6 +163,7 @@ def open_buckets(
             of_samples = masks if is_trained else None
             with naming("--pulse-data" if is_trained else "--pulse-validation-data"):
                 source = _open(name, wanted=only, default_caption=default_caption, masks=of_samples)
+                _require_pairs(name, source, pairs)
             opened.append((name, source))
     mixed = unnamed_beside_named(opened) if wanted[0].num_classes is not None else []
     if wanted[0].num_classes is not None:
@@ -182,6 +189,17 @@ def open_buckets(
     if len(shapes) == 1:
         return trains[0], validations[0], shapes
     return Buckets(trains), Buckets(validations), shapes
+
+
+def _require_pairs(name: str, source: DiffusionDataset, pairs: bool) -> None:
+    """Raise DataError unless ``source`` has pairs exactly if ``pairs`` are trained on."""
+    if pairs and not source.has_pairs:
+        fault = "its samples are no pairs, which --pulse-loss dpo trains on"
+        remedy = "Give pairs:PATH, or latents written from pairs."
+        raise DataError(f"dataset {name}", [fault], remedy)
+    if source.has_pairs and not pairs:
+        fault = "its samples are pairs of a winner and a loser"
+        raise DataError(f"dataset {name}", [fault], "Train on them with --pulse-loss dpo.")
 
 
 def _pooled(datasets: Sequence[DiffusionDataset]) -> DiffusionDataset:
@@ -259,14 +277,14 @@ def _open(
 ) -> DiffusionDataset:
     """All samples of one dataset, before any split; at least two."""
     kind, _, path = spec.partition(":")
-    path, column = _column_of(path) if kind in ("folder", "captions") else (path, TEXT)
+    path, column = _column_of(path) if kind in IMAGES else (path, TEXT)
     if wanted is not None and kind != "latents":
         channels, image_size = wanted.shape[:2]
     fields = NO_FIELDS if wanted is None else wanted.fields
     source: DiffusionDataset
     if spec in DIGIT_SOURCES:
         source = all_digits(spec, image_size)
-    elif kind in ("folder", "captions") and path:
+    elif kind in IMAGES and path:
         if image_size is None:
             raise DataError(spec, ["a folder of images needs an image size"], "Give image_size.")
 
@@ -274,9 +292,8 @@ def _open(
         if kind == "folder":
             files = ImageFolder(path, image_size, channels, verify, column, default_caption)
         else:
-            files = CaptionedImages(
-                path, image_size, channels, fields, verify, column, default_caption
-            )
+            of_texts = PairedImages if kind == "pairs" else CaptionedImages
+            files = of_texts(path, image_size, channels, fields, verify, column, default_caption)
         source = files
         if CONDITIONING in fields:
             source = Conditioned(files, fields[CONDITIONING], verify)
@@ -287,6 +304,8 @@ def _open(
         source = LatentFolder(path, verify)
     else:
         raise no_dataset(f"there is no dataset {spec!r}")
+    if source.has_pairs and len(source) < 4:
+        raise DataError(spec, [f"it has {len(source) // 2} pair(s)"], "Training needs 2 or more.")
     if len(source) < 2:
         raise DataError(spec, [f"it has {len(source)} sample(s)"], "Training needs 2 or more.")
     return source
@@ -348,8 +367,11 @@ def _split(
     every, sides = iter(units_of(ties)), dict[int, bool]()
     found: list[tuple[DiffusionDataset, DiffusionDataset]] = []
     for (spec, source), caution in zip(opened, too_many, strict=True):
-        units = list(islice(every, len(source)))
-        first, second = split_indices(len(source), fraction, units, sides)
+        units, together = list(islice(every, len(source))), 2 if source.has_pairs else 1
+        first, second = (
+            np.repeat(side * together, together) + np.tile(np.arange(together), len(side))
+            for side in split_indices(len(source) // together, fraction, units[::together], sides)
+        )
         train, validation = Subset(source, first), Subset(source, second)
         if caution:
             train.cautions = [*train.cautions, f"{spec}: {caution}"]

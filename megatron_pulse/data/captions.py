@@ -12,7 +12,7 @@ import hashlib
 import math
 import re
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Protocol
@@ -23,7 +23,8 @@ from torch import Tensor
 
 from megatron_pulse.data.dataset import NO_FIELDS, DataError, Derived, DiffusionDataset, FieldSpec
 from megatron_pulse.data.images.folder import ImageFiles
-from megatron_pulse.data.images.metadata import TEXT, read_captions
+from megatron_pulse.data.images.metadata import TEXT, Captions, read_captions
+from megatron_pulse.data.images.pairs import read_pairs
 from megatron_pulse.encoders.text_recipe import is_text
 
 _END = ""
@@ -109,7 +110,7 @@ class CaptionedImages(ImageFiles):
         default: str = "",
     ) -> None:
         root = Path(root)
-        said = read_captions(root, column, default)
+        said = self._read(root, column, default)
         if not said.pairs:
             raise DataError(
                 f"captioned images {root}",
@@ -127,6 +128,9 @@ class CaptionedImages(ImageFiles):
         self._encoder = WordEncoder(fields)
         self.fields = self._encoder.fields
 
+    def _read(self, root: Path, column: str, default: str) -> Captions:
+        return read_captions(root, column, default)
+
     def excess(self, index: int) -> int:
         return self._encoder.excess(self.captions[index])
 
@@ -135,6 +139,22 @@ class CaptionedImages(ImageFiles):
 
     def null_conditioning(self) -> dict[str, Tensor]:
         return self._encoder("")
+
+
+class PairedImages(CaptionedImages):
+    """Pairs of images of one caption (see ``images/pairs.py``): samples 2k, the winner, and 2k + 1.
+
+    Arguments are those of CaptionedImages.
+    """
+
+    kind = "pairs"
+    has_pairs = True
+
+    def _read(self, root: Path, column: str, default: str) -> Captions:
+        return read_pairs(root, column, default)
+
+    def ties(self) -> Sequence[Sequence[Hashable]]:
+        return [(*tie, ("pair", i // 2)) for i, tie in enumerate(super().ties())]
 
 
 class Encodes(Protocol):

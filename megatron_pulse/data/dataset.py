@@ -103,6 +103,8 @@ class DiffusionDataset(ABC):
     """True if each sample belongs to a file that may change."""
     has_groups: bool = False
     """True if samples have a ``group``."""
+    has_pairs: bool = False
+    """True if samples 2k and 2k + 1 are the winner and the loser of pair k."""
     made_by: Mapping[str, str] = {}
     """Provenance of precomputed fields (and of the images, as LATENT), where known."""
     cautions: Sequence[str] = ()
@@ -282,6 +284,7 @@ class Derived(DiffusionDataset):
         self.has_captions = source.has_captions
         self.has_files = source.has_files
         self.has_groups = source.has_groups
+        self.has_pairs = source.has_pairs
         self.made_by = source.made_by
         self.cautions = source.cautions
         self.latent_shape = source.latent_shape

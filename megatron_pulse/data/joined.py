@@ -28,6 +28,7 @@ class Joined(DiffusionDataset):
         self.fields = self._joined[0].fields
         self.frames = any(each.frames for each in self._joined)
         self.has_captions = any(each.has_captions for each in self._joined)
+        self.has_pairs = self._joined[0].has_pairs
         self.cautions = [caution for each in self._joined for caution in each.cautions]
 
     @property

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from megatron_pulse.data.dataset import DataError, DiffusionDataset
-from megatron_pulse.data.sampler import Item, MicrobatchSampler, readable
+from megatron_pulse.data.sampler import Item, MicrobatchSampler, PairSampler, readable
 from megatron_pulse.diffusion.loss import PLAIN, LossChoice
 from megatron_pulse.diffusion.noise import Stream, draw, offset_noise
 from megatron_pulse.diffusion.objectives import VALIDATION_TIMES, DiffusionProcess
@@ -73,6 +73,9 @@ def make_microbatch(
     posterior's noise ``posterior`` replace ``noisy`` and ``target``, both float32 ``[b,
     *latent_shape]`` (see ``noised_here``).
 
+    If the dataset has pairs, ``items`` are whole pairs, whose members share noise, timestep and
+    dropping.
+
     In training, a dataset with masks has ``loss_mask`` float32 ``[b, 1, h, w]``, averaged over the
     pixels of each latent, if ``needs_image``.
 
@@ -90,7 +93,9 @@ def make_microbatch(
     noised = part.latent_shape or part.image_shape
     shape = noised if needs_image else None
     visits = [(i, p if training else 0) for i, p in items]
-    rows = [draw(seed, i, p, shape, stream) for i, p in visits]
+    # Both members of a pair have the noise, the time and the dropping of their pair.
+    draws = [(i // 2, p) for i, p in visits] if part.has_pairs else visits
+    rows = [draw(seed, i, p, shape, stream) for i, p in draws]
     without_label = [training and row.drop < drop_probability for row in rows]
     times = [process.timestep(row.u) for row in rows]
     if not training:
@@ -142,7 +147,7 @@ def make_microbatch(
     if needs_image:
         found["noise"] = torch.stack([row.noise for row in rows if row.noise is not None])
         if training and loss.noise_offset:
-            offsets = [offset_noise(seed, *visit, noised[0]) for visit in visits]
+            offsets = [offset_noise(seed, *drawn, noised[0]) for drawn in draws]
             found["noise"] += loss.noise_offset * torch.stack(offsets)
         if training and loss.weights_samples:
             batch["loss_weights"] = loss.weights(process, timesteps)
@@ -150,8 +155,8 @@ def make_microbatch(
         if masks is not None:
             batch["loss_mask"] = F.adaptive_avg_pool2d(masks, noised[-2:])
         if part.latent_shape is not None or deviation is not None:
-            drawn = [posterior_noise(seed, *visit, noised) for visit in visits]
-            found["posterior"] = torch.stack(drawn)
+            posteriors = [posterior_noise(seed, *visit, noised) for visit in visits]
+            found["posterior"] = torch.stack(posteriors)
     if part.latent_shape is not None:
         batch |= found
     elif needs_image:
@@ -199,7 +204,7 @@ class DiffusionLoader:
     """
 
     dataset: DiffusionDataset
-    sampler: MicrobatchSampler
+    sampler: MicrobatchSampler | PairSampler
     process: DiffusionProcess
     seed: int
     drop_probability: float = 0.0

@@ -92,6 +92,19 @@ class MicrobatchSampler:
         return index, position
 
 
+class PairSampler:
+    """Microbatches of pairs: winner and loser of each pair of ``pairs``, at the pair's position."""
+
+    def __init__(self, pairs: MicrobatchSampler) -> None:
+        self.pairs = pairs
+
+    def __iter__(self) -> Iterator[list[Item]]:
+        for microbatch in self.pairs:
+            yield [
+                (2 * pair + member, position) for pair, position in microbatch for member in (0, 1)
+            ]
+
+
 TRIES = 64
 
 

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from megatron_pulse.dataclass_flags import ABOVE_ZERO, FROM_ZERO, flag
 from megatron_pulse.diffusion.objectives import DiffusionProcess
+from megatron_pulse.diffusion.preference import BETA
 from megatron_pulse.diffusion.process_flags import Objective
 
 WEIGHTINGS = ("none", "min-snr", "debiased", "p2", "sigma-sqrt", "cosmap")
-LOSSES = ("mse", "huber")
+LOSSES = ("mse", "huber", "dpo")
 _LEAST_MASK = 1e-6
 """Lower bound of a mask's sum: below the smallest grey of one pixel."""
 
@@ -36,13 +37,20 @@ def _only_with(name: str, choice: str, value: str) -> Callable[[LossChoice], str
     return check
 
 
+def _not_with_dpo(given: LossChoice) -> str | None:
+    if given.learned_sigma and given.is_preference:
+        return "excludes --pulse-loss dpo, which compares the errors of the mean alone"
+    return None
+
+
 @dataclass(frozen=True)
 class LossChoice:
     """Flags of the training loss; None for numbers that were not given."""
 
     loss: str = flag(
-        "training loss: mse (mean squared error), or huber (pseudo-Huber, robust to outliers). "
-        "Validation always uses mse (default mse)",
+        "training loss: mse (mean squared error), huber (pseudo-Huber, robust to outliers), or dpo "
+        "(Diffusion-DPO: an adapter on pairs of pictures). Validation uses mse, or dpo (default "
+        "mse)",
         "mse",
         choices=LOSSES,
     )
@@ -51,6 +59,12 @@ class LossChoice:
         metavar="C",
         within=ABOVE_ZERO,
         check=_only_with("huber_c", "loss", "huber"),
+    )
+    dpo_beta: float | None = flag(
+        f"beta of dpo: how close the model stays to the reference (default {BETA:g})",
+        metavar="B",
+        within=ABOVE_ZERO,
+        check=_only_with("dpo_beta", "loss", "dpo"),
     )
     loss_weighting: str = flag(
         "weight of a sample's loss by its noise: min-snr, debiased, p2, or for flow sigma-sqrt or "
@@ -74,6 +88,7 @@ class LossChoice:
         "train the learned sigma of predictions with twice the sample's channels (DiT, PixArt, "
         "Hunyuan-DiT) by the variational bound, beside the loss of the mean",
         False,
+        check=_not_with_dpo,
     )
     noise_offset: float = flag(
         "noise offset: share of noise that is constant over a channel, for very dark and bright "
@@ -84,9 +99,19 @@ class LossChoice:
     )
 
     @property
+    def is_preference(self) -> bool:
+        """True if the loss is of pairs of samples, the first of which is preferred."""
+        return self.loss == "dpo"
+
+    @property
+    def beta(self) -> float:
+        """Beta of a preference loss."""
+        return BETA if self.dpo_beta is None else self.dpo_beta
+
+    @property
     def weights_samples(self) -> bool:
-        """True unless the loss is the plain mean squared error."""
-        return self.loss != "mse" or self.loss_weighting != "none"
+        """True unless the errors are plain mean squared errors."""
+        return self.loss == "huber" or self.loss_weighting != "none"
 
     def faults(self, process: DiffusionProcess) -> list[str]:
         """Faults of these choices for trainings of ``process``."""
@@ -139,16 +164,28 @@ class LossChoice:
         weights: Tensor | None = None,
         mask: Tensor | None = None,
     ) -> Tensor:
-        """Weighted mean over a microbatch ``[b, ...]``, in fp32: a scalar.
+        """Mean of the ``errors`` of a microbatch's samples: a scalar."""
+        return self.errors(prediction, target, weights, mask).mean()
+
+    def errors(
+        self,
+        prediction: Tensor,
+        target: Tensor,
+        weights: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        """Weighted mean error of each sample of a microbatch ``[b, ...]``, fp32 ``[b]``.
 
         ``weights [b]`` are of samples. ``mask [b, 1, h, w]`` weighs the parts of each sample, whose
         mean stays one of its own. Microbatches therefore do not change the result. A sample with
-        an empty mask has no loss.
+        an empty mask has no loss. Errors of a preference loss are fp64, since it multiplies small
+        differences between them by beta.
 
         huber: 2 c (sqrt(d^2 + c^2) - c) for each difference d. It is the pseudo-Huber loss of Song
         and Dhariwal 2023 (2310.14189) times 2 c, so that small d give d^2.
         """
-        squares = (prediction.float() - target.float()) ** 2
+        wide = torch.float64 if self.is_preference else torch.float32
+        squares = (prediction.to(wide) - target.to(wide)) ** 2
         if self.loss == "huber":
             c = 0.1 if self.huber_c is None else self.huber_c
             squares = 2 * c * ((squares + c * c).sqrt() - c)
@@ -159,7 +196,7 @@ class LossChoice:
             errors = (squares.flatten(1) * mask).sum(1) / mask.sum(1).clamp(min=_LEAST_MASK)
         if weights is not None:
             errors = errors * weights.to(prediction.device, non_blocking=True)
-        return errors.mean()
+        return errors
 
 
 PLAIN = LossChoice()

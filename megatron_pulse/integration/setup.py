@@ -235,6 +235,7 @@ def _lay_cascade(args: argparse.Namespace, line: CommandLine) -> Iterator[str]:
         "--pulse-plan": args.pulse_plan,
         "--pulse-encoder-schedule": args.pulse_encoder_schedule,
         "--pulse-self-conditioning": args.pulse_self_conditioning,
+        "--pulse-loss dpo": args.pulse_loss == "dpo",
         "--pulse-keep-best": args.pulse_keep_best,
         "--pulse-validation-data": args.pulse_validation_data,
         "--pulse-validation-target": args.pulse_validation_target,

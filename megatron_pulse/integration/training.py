@@ -73,9 +73,14 @@ def train(
     """
     if torch.cuda.is_available():  # the log's peak memory is of training, not of measuring before
         torch.cuda.reset_peak_memory_stats()
-    validation = ValidationLosses(
-        data.sample_losses, data.num_validation, options.validation_target
-    )
+    preference = data.preference() if isinstance(data, DiffusionData) else None
+    if isinstance(data, DiffusionData) and preference is not None:  # positions are those of pairs
+        evaluated = preference.sample_losses, data.num_validation // 2
+        validation = ValidationLosses(*evaluated, options.validation_target)
+    else:
+        validation = ValidationLosses(
+            data.sample_losses, data.num_validation, options.validation_target
+        )
     pictures: SamplePictures | None = None
 
     def draw_end(chunks: list[nn.Module], optimizer: Any, iteration: int) -> None:
@@ -136,8 +141,8 @@ def train(
     if options.sdc_check_interval:
         verifier = SdcCheck(options.sdc_check_interval, lambda: args.curr_iteration, plan.backbone)
     schedule = PulseSchedule(
-        plan, data.loss, board, options.backstop_timeout_s, encoders, tracing, own, verifier,
-        validation,
+        plan, data.loss if preference is None else preference, board,
+        options.backstop_timeout_s, encoders, tracing, own, verifier, validation, preference,
     )  # fmt: skip
     if options.samples.sample_every is not None and isinstance(data, DiffusionData):
         with refusing(ValueError, where="pictures: "):
@@ -166,6 +171,8 @@ def train(
             print(said)
         if own is not None:
             print(own.describe(plan.placement))
+        if preference is not None:
+            print(preference.describe())
         if pictures is not None:
             print(pictures.describe())
         print(f"process: {data.description}", flush=True)

@@ -23,9 +23,10 @@ from megatron_pulse.data.dataset import DataError, DiffusionDataset, FieldSpec
 from megatron_pulse.data.fields import WantedFields
 from megatron_pulse.data.images.survey import require_readable, require_white, surveys
 from megatron_pulse.data.microbatches import DiffusionLoader, Split
-from megatron_pulse.data.sampler import MicrobatchSampler
+from megatron_pulse.data.sampler import MicrobatchSampler, PairSampler
 from megatron_pulse.diffusion.learned_sigma import variational_bound
 from megatron_pulse.diffusion.objectives import DiffusionProcess, predicted_mean
+from megatron_pulse.diffusion.preference import PreferenceLoss
 from megatron_pulse.encoders.text_recipe import VAE
 from megatron_pulse.integration.flags.pulse_options import PulseOptions
 from megatron_pulse.integration.loop_encoders import DeviceEncoders, loop_encoders
@@ -143,6 +144,7 @@ class DiffusionData:
                 options.default_caption,
                 options.validation_data,
                 options.masks,
+                pairs=self._loss.is_preference,
             )
         self._processes = [process.for_tokens(num_tokens[shape_index]) for shape_index in shapes]
         self.held_out, _ = max(
@@ -246,6 +248,18 @@ class DiffusionData:
         bounds = variational_bound(self.process, prediction, noisy, target, batch["timesteps"])
         return loss + bounds.mean()
 
+    def preference(self) -> PreferenceLoss | None:
+        """New preference loss, if that is what is trained."""
+        if not self._loss.is_preference:
+            return None
+        return PreferenceLoss(self._sample_errors, self._loss.beta)
+
+    def _sample_errors(self, prediction: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+        """Error of each sample of a microbatch, fp64 ``[b]``; weighted in training."""
+        mean = predicted_mean(prediction, self._num_channels)
+        target = batch["target"].to(mean.device, non_blocking=True)
+        return self._loss.errors(mean, target, batch.get("loss_weights"))
+
     def sample_losses(self, prediction: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
         """Validation loss of each sample of a microbatch: its mean squared error, fp32 ``[b]``."""
         mean = predicted_mean(prediction, self._num_channels).float()
@@ -343,17 +357,28 @@ class DiffusionData:
         )
         return iter(self._loader(Split.TRAIN, sampler))
 
-    def _sampler(self, split: Split, global_batch_size: int, **places: Any) -> MicrobatchSampler:
+    def _sampler(
+        self, split: Split, global_batch_size: int, **places: Any
+    ) -> MicrobatchSampler | PairSampler:
         """Sampler of a split; ``places`` assign samples to ranks."""
         parts = (self.train if split is Split.TRAIN else self.validation).parts
         sizes = [len(part) for part in parts]
+        in_a_row = self._bucket_batch or global_batch_size
+        if self._loss.is_preference:  # all numbers of samples become those of pairs
+            sizes, in_a_row = [size // 2 for size in sizes], in_a_row // 2
+            for name in ("consumed_samples", "micro_batch_size", "period"):
+                if places.get(name) is not None:
+                    places[name] //= 2
         order = {**places, "seed": self._seed}
         if len(sizes) > 1:
-            in_a_row = self._bucket_batch or global_batch_size
-            return BucketSampler(sizes, **order, group_size=in_a_row)
-        return MicrobatchSampler(sizes[0], **order)
+            sampler: MicrobatchSampler = BucketSampler(sizes, **order, group_size=in_a_row)
+        else:
+            sampler = MicrobatchSampler(sizes[0], **order)
+        return PairSampler(sampler) if self._loss.is_preference else sampler
 
-    def _loader(self, split: Split, sampler: MicrobatchSampler, **how: Any) -> DiffusionLoader:
+    def _loader(
+        self, split: Split, sampler: MicrobatchSampler | PairSampler, **how: Any
+    ) -> DiffusionLoader:
         return DiffusionLoader(
             self.train if split is Split.TRAIN else self.validation,
             sampler,

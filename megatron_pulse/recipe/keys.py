@@ -91,7 +91,7 @@ class Data:
     """Training samples."""
 
     source: Text = key(
-        "mnist, digits8, folder:PATH, captions:PATH, latents:PATH[,latents:PATH]",
+        "mnist, digits8, folder:PATH, captions:PATH, pairs:PATH, latents:PATH[,latents:PATH]",
         "--pulse-data",
         MISSING,
     )
@@ -151,8 +151,9 @@ class Process:
 class Loss:
     """Training loss."""
 
-    type: Text | None = key("mse or huber", "--pulse-loss")
+    type: Text | None = key("mse, huber, or dpo on pairs", "--pulse-loss")
     huber_c: Positive | None = key("of huber", "--pulse-huber-c")
+    dpo_beta: Positive | None = key("of dpo", "--pulse-dpo-beta")
     weighting: Text | None = key(
         "min-snr, debiased or p2; for flow also sigma-sqrt or cosmap", "--pulse-loss-weighting"
     )

@@ -55,6 +55,7 @@ from megatron_pulse.adapters.adapter import Adapter
 from megatron_pulse.adapters.low_rank import (
     PART,
     AdapterDropout,
+    are_disabled,
     factor_names,
     first_factors,
     first_magnitude,
@@ -365,6 +366,8 @@ class _Change:
 
     def __call__(self, linear: Any, given: tuple[Any, ...], output: Any) -> Any:
         """See ``torch.nn.Module.register_forward_hook``."""
+        if are_disabled():
+            return output
         channels, group = 1 if isinstance(linear, nn.Conv2d) else -1, self._group
         pairs = [self._factors.pair(name) for name in self._names]
         inputs = [self._dropped(linear, given[0], name) for name in self._names]

@@ -61,6 +61,7 @@ BAD = {
     "process.replace": "true",
     "loss.type": "'l1'",
     "loss.huber_c": "0.1",
+    "loss.dpo_beta": "2000.0",
     "loss.weighting": "'minsnr'",
     "loss.snr_gamma": "5.0",
     "loss.p2_gamma": "1.0",
@@ -148,7 +149,7 @@ def test_all_faults_are_listed_at_once(tmp_path: Path, capsys: pytest.CaptureFix
         "megatron.no-such=1", "megatron.lr_warmup_fraction=2.0",
     )  # fmt: skip
     for fault in (
-        "loss.type: invalid choice: 'l1' (choose from 'mse', 'huber')",
+        "loss.type: invalid choice: 'l1' (choose from 'mse', 'huber', 'dpo')",
         "samples.classes: the model has classes 0-1, not 2, 3, 4, 5, 6, ...",
         "training.batch_size 5 is not a positive multiple of training.micro_batch_size 2 x 1 "
         "data-parallel replicas = 2. Give 4 or 6",
@@ -156,6 +157,17 @@ def test_all_faults_are_listed_at_once(tmp_path: Path, capsys: pytest.CaptureFix
         "use model.options.num_classes=10",
         "megatron.no-such is no flag of Megatron",
         "megatron.lr-warmup-fraction is 2",
+    ):
+        assert said.count(fault) == 1, said
+
+
+def test_preferences_need_pairs_and_an_adapter(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    said = refused(capsys, tmp_path, "loss.type=dpo", "training.micro_batch_size=1")
+    for fault in (
+        "loss.type dpo without an adapter needs a second, frozen copy of the model",
+        "give adapter.type lora",
+        "training.micro_batch_size 1 is odd, and loss.type dpo counts the samples of pairs",
+        "digits8: its samples are no pairs",
     ):
         assert said.count(fault) == 1, said
 

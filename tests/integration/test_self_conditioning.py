@@ -88,7 +88,7 @@ def test_a_sequence_sends_predictions_and_a_plan_says_how_often(
     record["self_conditioning"] = 0.5
     (tmp_path / "edited.json").write_text(json.dumps(record))
     assert main(["check", str(tmp_path / "edited.json")]) == 2
-    assert "predicted.self_conditioning_s is" in capsys.readouterr().err
+    assert "predicted.first_pass_s is" in capsys.readouterr().err
     got = run(4, "--pulse-plan", str(plan), *STEPS[2:], backbone="none")
     assert got.executed.operations == {"F", "I", "W"}
     assert_same(got, expected)

@@ -38,6 +38,9 @@ A dataset is named as for --pulse-data:
                  "text": ...} a line; or metadata.csv. PATH#NAME where the lists call the
                  captions NAME (needs --image-size); folder:PATH has such captions too. Pictures
                  of one "group" there are held back for validation together
+  pairs:PATH     pairs of images for --pulse-loss dpo: metadata.jsonl, one {"winner": ...,
+                 "loser": ..., "text": ...} a line, or metadata.csv; or Pick-a-Pic's jpg_0, jpg_1
+                 and label_0, of which ties are left out (needs --image-size)
   latents:PATH   latents written by 'pulse data write-latents'
 """
 _MOST_CLASSES = 20
@@ -230,14 +233,14 @@ def _described(
 def _others(spec: str, train: DiffusionDataset, verify: bool) -> Path | None:
     """The folder that has another picture of each, as a ControlNet needs it; what is wrong with
     one that is there is told."""
-    from megatron_pulse.data.build import open_dataset
+    from megatron_pulse.data.build import IMAGES, open_dataset
     from megatron_pulse.data.dataset import DataError, FieldSpec
     from megatron_pulse.data.fields import WantedFields
     from megatron_pulse.data.images.conditioning import CONDITIONING, others_of
 
     kind, _, path = spec.partition(":")
     others = others_of(Path(path.partition("#")[0])) if path else Path()
-    if kind not in ("folder", "captions") or not others.is_dir():
+    if kind not in IMAGES or not others.is_dir():
         return None
     wanted = WantedFields(train.image_shape, {CONDITIONING: FieldSpec(train.image_shape)})
     try:

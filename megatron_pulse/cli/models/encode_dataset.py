@@ -104,6 +104,7 @@ def write_latents(
         pictures=dataset.has_files,
         groups=dataset.has_groups,
         classes=tuple(dataset.class_names),
+        pairs=dataset.has_pairs,
     )
     with as_user_error(OSError):
         writer = LatentWriter(args.output, layout, dataset.null_conditioning(), len(dataset))

@@ -50,10 +50,10 @@ def caption_faults(args: argparse.Namespace, source: str) -> list[str]:
     """Fault of a ``--default-caption`` that ``source`` makes no use of."""
     if not args.default_caption:
         return []
-    from megatron_pulse.data.build import names_of
+    from megatron_pulse.data.build import IMAGES, names_of
 
-    if not any(name.startswith(("folder:", "captions:")) for name in names_of(source)):
-        return ["--default-caption is for image files: folder:PATH or captions:PATH"]
+    if not any(name.partition(":")[0] in IMAGES for name in names_of(source)):
+        return ["--default-caption is for image files: folder:PATH, captions:PATH or pairs:PATH"]
     return []
 
 

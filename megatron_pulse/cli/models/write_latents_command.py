@@ -115,7 +115,7 @@ def _check(args: argparse.Namespace) -> list[str]:
     faults += command_faults(args)
     if args.source.startswith("latents:"):
         faults.append(f"--from {args.source}: these are latents already")
-    captions = args.source.startswith("captions:")
+    captions = args.source.startswith(("captions:", "pairs:"))
     if captions and args.text_states is None and args.encoders is None:
         faults.append(
             f"--from {args.source} has captions: give --encoders and --backbone, or --text-states"
@@ -139,8 +139,10 @@ def _check(args: argparse.Namespace) -> list[str]:
     elif args.backbone is None:
         faults.append("--encoders: name the --backbone or --module that will read the states")
     else:
+        from megatron_pulse.data.build import IMAGES
+
         faults += backbone_faults(args)
-        if not args.source.startswith(("captions:", "folder:")):
+        if args.source.partition(":")[0] not in IMAGES:
             faults.append("--encoders is for images with captions; for other data give only --vae")
         if args.text_states is not None:
             faults.append("--text-states and --encoders: give one")
@@ -148,7 +150,7 @@ def _check(args: argparse.Namespace) -> list[str]:
         faults.append(f"--from {args.source}: give --image-size")
     if args.text_states is not None:
         if not captions:
-            faults.append("--text-states is for data with captions (captions:PATH)")
+            faults.append("--text-states is for data with captions (captions:PATH, pairs:PATH)")
         with collecting(faults):
             _text_states(args.text_states)
     faults += vae_faults(args.vae)

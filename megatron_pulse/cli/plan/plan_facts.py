@@ -18,14 +18,12 @@ def predicted(plan: PlanFile) -> list[tuple[str, str]]:
     """Names and values of the tuner's predictions."""
     p = plan.predicted
     own: list[tuple[str, str]] = []
-    if plan.self_conditioning:
-        own = [
-            (
-                "before",
-                f"all forwards once more in {100 * plan.self_conditioning:g} % of the steps, for "
-                f"self-conditioning: {in_ms(p['self_conditioning_s'])} in the mean",
-            )
-        ]
+    if plan.dpo or plan.self_conditioning:
+        which = f"in {100 * plan.self_conditioning:g} % of the steps, for self-conditioning"
+        if plan.dpo:
+            which = "in every step, for the reference of dpo"
+        mean = f"{in_ms(p['first_pass_s'])} in the mean"
+        own = [("before", f"all forwards once more {which}: {mean}")]
     return [
         ("step", f"{in_ms(p['step_s'])}, {p['samples_per_s']:.4g} samples/s"),
         (

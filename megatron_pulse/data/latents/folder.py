@@ -41,6 +41,8 @@ class LatentFolder(DiffusionDataset):
         ]
         if not meta.complete:
             faults.append(f"the folder is incomplete: {meta.count} samples so far")
+        if meta.layout.pairs and meta.count % 2:
+            faults.append(f"it has pairs, but {meta.count} samples")
         if not meta.count:
             faults.append("the folder has no samples")
         if not faults:
@@ -53,6 +55,7 @@ class LatentFolder(DiffusionDataset):
         self.num_classes = meta.layout.num_classes
         self.class_names = meta.layout.classes
         self.made_by = meta.layout.made_by
+        self.has_pairs = meta.layout.pairs
         self.frames = FRAMING in self.fields and self.fields[FRAMING].fits(FRAMING_SPEC)
         self._null = {
             name: self._decoded(name, mapped(self.root / file.name))
@@ -101,6 +104,8 @@ class LatentFolder(DiffusionDataset):
             tuple((name, number) for name in names if (number := int(self._row(name, index))))
             for index in range(len(self))
         ]
+        if self.has_pairs:
+            kept = [(*tie, ("pair", i // 2)) for i, tie in enumerate(kept)]
         if self.layout.pictures:
             return kept
         # Folders of earlier versions hold no picture hashes; one picture then has one latent.

@@ -76,8 +76,9 @@ class LatentLayout:
     of weights. A resuming writer compares both.
 
     With ``deviates``, latents are means of posteriors, stored with their standard deviations. With
-    ``pictures`` and ``groups``, hashes of pictures and of groups are stored (see above). Raises
-    DataError for invalid field names.
+    ``pictures`` and ``groups``, hashes of pictures and of groups are stored (see above). With
+    ``pairs``, samples 2k and 2k + 1 are the winner and the loser of a pair. Raises DataError for
+    invalid field names.
     """
 
     shape: Some[Size]
@@ -92,6 +93,7 @@ class LatentLayout:
     pictures: bool = False
     groups: bool = False
     classes: tuple[Text, ...] = ()
+    pairs: bool = False
 
     def __post_init__(self) -> None:
         faults = [f"not allowed as a field name: {n!r}" for n in self.fields if n in RESERVED]
@@ -249,7 +251,8 @@ class _File(TypedDict):
 def _with_current_form(record: dict[str, Any]) -> dict[str, Any]:
     """Content of ``meta.json``, with what earlier versions lacked."""
     found = {name: value for name, value in record.items() if name != "format"}
-    older = {"made_by": {}, "deviates": False, "pictures": False, "groups": False, "classes": []}
+    absent = dict.fromkeys(("deviates", "pictures", "groups", "pairs"), False)
+    older = {"made_by": {}, "classes": [], **absent}
     if isinstance(layout := found.get("layout"), dict):
         found["layout"] = {**older, **layout}
     if isinstance(shards := found.get("shards"), list):

@@ -63,6 +63,13 @@ def contradictions(
         if line.says(flag) and given != value:
             said = "has no such flag" if value is None else f"says {value}"
             yield f"{flag} {given}, but {by} {said}. Leave the flag out"
+    if options.training_loss.is_preference and not plan.dpo:
+        yield f"--pulse-loss dpo: {by} counts no pass of the reference. Make it anew with --dpo"
+    elif plan.dpo and not options.training_loss.is_preference:
+        yield (
+            f"{by} counts a pass of the reference in every step. Give --pulse-loss dpo, or make it "
+            "anew without --dpo"
+        )
     if options.ema_decay and not plan.ema:
         yield (
             f"{by} reserves no memory for an EMA of the weights. Give --pulse-ema-decay 0, or "

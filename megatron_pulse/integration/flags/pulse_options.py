@@ -12,7 +12,7 @@ import torch
 
 from megatron_pulse.adapters.choice import AdapterChoice
 from megatron_pulse.backbone.chain import Backbone
-from megatron_pulse.data.build import several_parts
+from megatron_pulse.data.build import IMAGES, several_parts
 from megatron_pulse.dataclass_flags import (
     ABOVE_ZERO,
     BELOW_ONE,
@@ -114,9 +114,15 @@ def _validation_times(options: PulseOptions) -> str | None:
 
 
 def _default_caption(options: PulseOptions) -> str | None:
-    files = any(f"{kind}:" in (options.data or "") for kind in ("folder", "captions"))
+    files = any(f"{kind}:" in (options.data or "") for kind in IMAGES)
     if options.default_caption and not files:
-        return "is for image files: --pulse-data folder:PATH or captions:PATH"
+        return "is for image files: --pulse-data folder:PATH, captions:PATH or pairs:PATH"
+    return None
+
+
+def _self_conditioning(options: PulseOptions) -> str | None:
+    if options.self_conditioning is not None and options.training_loss.is_preference:
+        return "excludes --pulse-loss dpo: the first pass of a step is that of the reference"
     return None
 
 
@@ -320,7 +326,8 @@ class PulseOptions:
     )
     data: str | None = flag(
         "training data: mnist, digits8, folder:PATH (images), captions:PATH (images with "
-        "captions), or latents:PATH (see 'pulse data'); for a cascade base=SPEC,upper=SPEC",
+        "captions), pairs:PATH (of images, for --pulse-loss dpo), or latents:PATH (see 'pulse "
+        "data'); for a cascade base=SPEC,upper=SPEC",
         metavar="SPEC",
         marks=[FlagMark.STEPS],
     )
@@ -427,6 +434,7 @@ class PulseOptions:
         metavar="P",
         within=SHARE,
         marks=[FlagMark.STEPS],
+        check=_self_conditioning,
     )
     ema_decay: float = flag(
         "decay of the EMA of the weights; lower in the first steps, 0 disables it. Samples and "

@@ -58,6 +58,7 @@ def check_flags(line: CommandLine, options: PulseOptions) -> list[str]:
         *_check_verifying(args, options),
         *_check_keeping(args, options),
         *_check_quantization(options),
+        *_check_pairs(args, options),
     ]
     return [*line.faults, *_without_unread(line, found)]
 
@@ -197,6 +198,22 @@ def _check_quantization(options: PulseOptions) -> Iterator[str]:
             f"{flag} quantises the weights of a diffusers folder{lacking}. Give --pulse-module "
             "diffusers:FOLDER; in a recipe, model.weights alone"
         )
+
+
+def _check_pairs(args: argparse.Namespace, options: PulseOptions) -> Iterator[str]:
+    if not options.training_loss.is_preference:
+        return
+    if options.adapter.adapter is None:
+        yield (
+            "--pulse-loss dpo without an adapter needs a second, frozen copy of the model, which "
+            "is not supported: give --pulse-adapter lora, whose frozen weights are the reference"
+        )
+    for name in ("micro_batch_size", "eval_micro_batch_size", "pulse_bucket_batch"):
+        if (size := getattr(args, name)) is not None and size % 2:
+            yield (
+                f"{flag_name(name)} {size} is odd, and --pulse-loss dpo counts the samples of "
+                "pairs: give an even number"
+            )
 
 
 def _check_plan_files(options: PulseOptions) -> Iterator[str]:

@@ -14,8 +14,10 @@ import torch.distributed as dist
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import Tensor, nn
 
+from megatron_pulse.adapters.low_rank import adapters_disabled
 from megatron_pulse.backbone.build_context import LayerContext
 from megatron_pulse.backbone.layer_selection import tell_layers
+from megatron_pulse.diffusion.preference import PreferenceLoss
 from megatron_pulse.integration.loop.diagnosis.nan_check import GradientCheck, losses_not_finite
 from megatron_pulse.integration.loop.diagnosis.sdc_check import SdcCheck
 from megatron_pulse.integration.loop.encoded_batches import EncodedBatches, EncodedChains, taken
@@ -36,6 +38,9 @@ from megatron_pulse.runtime.protocols import Carrier, SliceFunction
 from megatron_pulse.runtime.self_conditioning import PredictionCarrier, SelfConditioning, joined
 from megatron_pulse.runtime.tensor_settings import Batch, LossFunction, RunSettings
 from megatron_pulse.runtime.watchdog.progress import PROGRESS
+
+IMPLICIT_ACCURACY = "implicit accuracy"
+"""Name in logs of the share of pairs whose winner the model prefers more than the reference."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,8 @@ class PulseSchedule:
 
     ``encoders(device)`` loads the encoders of a pipeline device if samples are encoded in the loop;
     a cascade has one such function per chain. With ``self_conditioning``, some training steps run
-    an additional forward pass first, and evaluations never do. ``verifier`` lets another rank
+    an additional forward pass first, and evaluations never do. With ``preference``, which is then
+    the loss, every step runs a forward pass without adapters first. ``verifier`` lets another rank
     repeat the computation of one rank and compares. ``validation`` takes the losses of samples in
     evaluations. With ``tracing``, the first pipeline (data- and
     tensor-parallel rank 0) is traced.
@@ -85,6 +91,7 @@ class PulseSchedule:
         self_conditioning: SelfConditioning | None = None,
         verifier: SdcCheck | None = None,
         validation: ValidationLosses | None = None,
+        preference: PreferenceLoss | None = None,
     ) -> None:
         self._plan = plan
         self._loss = loss
@@ -98,6 +105,7 @@ class PulseSchedule:
         self._self_conditioning = self_conditioning
         self._verifier = verifier
         self._validation = validation
+        self._preference = preference
         self._predictions: PredictionCarrier | None = None
         self._returned = ReturnedPredictions(plan.backbone)
         self._executors: dict[tuple[int, bool, bool], Executor] = {}
@@ -173,7 +181,7 @@ class PulseSchedule:
                 config.finalize_model_grads_func(
                     chunks, None, pg_collection=groups, force_all_reduce=force_all_reduce
                 )
-        shared = self._share_losses(losses, num_microbatches, groups, settings.device)
+        shared = self._share_losses(losses, call, settings.device)
         if validation is not None:
             owners = dict(zip(self._plan.backbone.parts or ("",), self._owners(), strict=True))
             validation.share(owners, groups, num_microbatches * micro_batch_size, settings.device)
@@ -250,11 +258,13 @@ class PulseSchedule:
     def _ready(
         self, batches: Iterator[Batch], encoded: EncodedBatches | EncodedChains | None, call: _Call
     ) -> Iterator[Batch]:
-        """Microbatches of a step, encoded, and with predictions for self-conditioning."""
+        """Microbatches of a step, encoded, after its first forward pass, if there is one."""
         count, training = call.num_microbatches, not call.forward_only
         if encoded is not None:
             step = self._plan.step(count, forward_only=call.forward_only)
             batches = encoded.begin(batches, step.schedule, training=training)
+        if self._preference is not None:
+            return self._compared(self._preference, taken(batches, count), call)
         if (own := self._self_conditioning) is None:
             return batches
         if training and own.is_now:
@@ -262,6 +272,17 @@ class PulseSchedule:
             return self._predicted(predicting, taken(batches, count))
         # Megatron's iterators have only __next__
         return (joined(next(batches)) for _ in range(count))
+
+    def _compared(
+        self, preference: PreferenceLoss, batches: list[Batch], call: _Call
+    ) -> Iterator[Batch]:
+        """``batches``, after a forward pass of the reference model: the model without adapters."""
+        executor = self._executor(replace(call, forward_only=True))
+        preference.begin()
+        with adapters_disabled():
+            settings = replace(self._settings_or_fail(), loss=preference.keep)
+            executor.run(iter(batches), settings, forward_only=True)
+        return iter(batches)
 
     def _predicted(self, executor: Executor, batches: list[Batch]) -> Iterator[Batch]:
         """``batches`` with the predictions of a forward pass concatenated behind the samples."""
@@ -409,13 +430,18 @@ class PulseSchedule:
         return [placement.device_of_stage[stage] for stage in placement.ends]
 
     def _share_losses(
-        self, losses: list[Tensor], num_microbatches: int, groups: Any, device: torch.device
+        self, losses: list[Tensor], call: _Call, device: torch.device
     ) -> list[dict[str, Tensor]]:
         """Average the losses over replicas and send them to the whole pipeline.
 
-        Megatron reads losses on the pipeline's last rank.
+        Megatron reads losses on the pipeline's last rank. Training with a preference loss adds the
+        implicit accuracy.
         """
-        owners = self._owners()
+        owners, groups, num_microbatches = self._owners(), call.groups, call.num_microbatches
+        names = [f"{chain} loss" for chain in self._plan.backbone.parts] or ["loss"]
+        if self._preference is not None and not call.forward_only:
+            owners, names = [*owners, owners[-1]], [*names, IMPLICIT_ACCURACY]
+            losses = [*losses, *self._preference.accuracies()]
         shape = len(owners), num_microbatches
         values = torch.zeros(shape, dtype=torch.float64, device=device)
         mine = [chain for chain, owner in enumerate(owners) if owner == groups.pp.rank()]
@@ -427,7 +453,6 @@ class PulseSchedule:
             for chain, owner in enumerate(owners):
                 source = dist.get_global_rank(groups.pp, owner)
                 dist.broadcast(values[chain], src=source, group=groups.pp)
-        names = [f"{chain} loss" for chain in self._plan.backbone.parts] or ["loss"]
         if not math.isfinite(values.sum().item()):
             own = torch.stack(losses).view(len(mine), -1).tolist() if mine else []
             by_chain = dict(zip(mine, own, strict=True))

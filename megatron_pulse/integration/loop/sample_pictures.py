@@ -119,7 +119,7 @@ def _row_faults(
     folder = _encoders_folder(args, choice)
     if choice.sample_encoders is not None and folder is not None:
         yield from (f"{_PREFIX}encoders {fault}" for fault in pipeline_folder_faults(folder))
-    if not choice.sample_prompt or (args.pulse_data or "").startswith("captions:"):
+    if not choice.sample_prompt or (args.pulse_data or "").startswith(("captions:", "pairs:")):
         return
     if folder is None:
         yield (

@@ -125,7 +125,8 @@ def _tune(
     assert cluster is not None
     if options.memory_gb is not None:
         cluster = replace(cluster, memory_gb=options.memory_gb, usable_memory=1.0)
-    backbone, choices = backbone_of_flags(args, options), _choices(line)
+    dpo = options.training_loss.is_preference
+    backbone, choices = backbone_of_flags(args, options), _choices(line, pairs=dpo)
     with _refusing(backbone):
         check_choices(cluster, args.global_batch_size, choices)
     print(f"measuring {backbone.name} and tuning for {cluster.num_devices} ranks", flush=True)
@@ -136,7 +137,7 @@ def _tune(
     divided = backbone.divides_sequences
     of = profile, cluster, args.global_batch_size
     own, state = options.self_conditioning or 0.0, parameter_state(args, options, backbone)
-    evaluator = Evaluator(*of, divided, backbone.num_heads, own, state)
+    evaluator = Evaluator(*of, divided, backbone.num_heads, own, state, dpo=dpo)
     seconds = options.solver_seconds
     with _refusing(backbone), PROGRESS.during("tuning", patient=True, grants_s=seconds):
         found = tune(evaluator, choices, DECISION_S + seconds, seconds, options.solver)
@@ -178,7 +179,7 @@ def _filled(plan: PlanFile, options: PulseOptions, backbone: Backbone) -> PlanFi
     return recomputed(found.plan)
 
 
-def _choices(line: CommandLine) -> Choices:
+def _choices(line: CommandLine, pairs: bool) -> Choices:
     """Search space without the dimensions that flags fix; raises ValueError."""
     if line.args.recompute_granularity == "selective":
         raise ValueError(
@@ -205,6 +206,7 @@ def _choices(line: CommandLine) -> Choices:
         distributed_optimizer=choices.distributed_optimizer
         if args.optimizer == "adam"
         else (False,),
+        pairs=pairs,
     )
 
 

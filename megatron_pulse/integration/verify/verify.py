@@ -138,6 +138,8 @@ def _cautions(given: PlanFile) -> Iterator[str]:
         yield "encoders in pipeline bubbles: the schedule runs without them"
     if given.self_conditioning:
         yield "the first pass of a self-conditioning step"
+    if given.dpo:
+        yield "the pass of the reference of dpo"
     if given.distributed_optimizer:
         yield (
             "the distributed optimizer: gradients are all-reduced, and each rank updates all "

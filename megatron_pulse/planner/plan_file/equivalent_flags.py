@@ -14,6 +14,8 @@ from megatron_pulse.planner.plan_file.plan_file import PlanFile
 
 NO_AVERAGES = "--pulse-ema-decay 0"
 """Flag of a run whose plan has no memory for an EMA of the weights."""
+PREFERENCE = "--pulse-loss dpo"
+"""Flag of a run whose plan counts the pass of a reference in every step."""
 
 
 def decided_flags(plan: PlanFile) -> dict[str, Any]:
@@ -62,6 +64,8 @@ def _equivalent(plan: PlanFile) -> Iterator[str]:
     for layer in plan.profile.layers:
         if layer.offloaded:
             yield f"--pulse-offload-weights {shlex.quote(layer.name)}"
+    if plan.dpo:
+        yield PREFERENCE
     if not plan.ema:
         yield NO_AVERAGES
 
@@ -77,6 +81,7 @@ def run_command(plan: PlanFile, path: Path) -> str:
     return (
         f"pulse run {several}--nproc-per-node {per_node} launch/pretrain_diffusion.py --pulse-plan "
         f"{shlex.quote(str(path))} {_data(plan)} --train-iters 1000 --lr 1e-4 "
+        + f"{PREFERENCE} " * plan.dpo
         + f"{NO_AVERAGES} " * (not plan.ema)
         + f"--save {shlex.quote(f'runs/{name_of(plan.backbone)}')}"
     )
@@ -88,4 +93,5 @@ def _data(plan: PlanFile) -> str:
     if not encoders:
         return "--pulse-data latents:PATH"
     images = any(one["name"] == VAE for one in encoders)
-    return f"--pulse-data {'folder' if images else 'latents'}:PATH --pulse-encoders DIR"
+    kind = ("pairs" if plan.dpo else "folder") if images else "latents"
+    return f"--pulse-data {kind}:PATH --pulse-encoders DIR"

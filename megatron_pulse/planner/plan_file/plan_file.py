@@ -62,7 +62,8 @@ class PlanFile:
     ``encoders`` are the frozen components (in the form of ``bubble_fill.encoder_table``) that the
     schedule's bubble tasks run. ``before_step`` are those that run before the step. ``policies``
     are the decision for each of them, with its reason (see ``plans.encoder_policies``).
-    ``self_conditioning`` is the share of steps with an additional forward-only pass.
+    ``self_conditioning`` is the share of steps with an additional forward-only pass. With ``dpo``
+    all steps have one, of the reference model.
 
     ``recompute``, ``selective`` and ``offload`` are layers under full recomputation, selective
     recomputation and activation offload. ``ema`` (EMA), ``grad_reduce_in_bf16`` (bf16 gradient
@@ -97,6 +98,7 @@ class PlanFile:
     self_conditioning: float = 0.0
     optimizer_cpu_offload: bool = False
     optimizer_bytes: float = ADAM_BYTES
+    dpo: bool = False
 
     @property
     def heading(self) -> str:
@@ -228,7 +230,7 @@ def to_record(plan: PlanFile) -> dict[str, Any]:
                     record[name] = list(given)
             case "activations":
                 record["activations"] = plan.activations.by_name(plan.layer_names)
-            case "self_conditioning" | "optimizer_cpu_offload" as name:
+            case "self_conditioning" | "optimizer_cpu_offload" | "dpo" as name:
                 if given := getattr(plan, name):
                     record[name] = given
             case "optimizer_bytes":

@@ -189,6 +189,7 @@ class _Plan(TypedDict):
     optimizer_cpu_offload: NotRequired[bool]
     optimizer_bytes: NotRequired[Annotated[float, Ge(0), Le(8)]]
     self_conditioning: NotRequired[Annotated[float, Gt(0), Le(1)]]
+    dpo: NotRequired[bool]
 
 
 def plan_faults(content: Any) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import product
@@ -89,7 +89,7 @@ class Choices:
     """Values that the search may choose from, per field of a config.
 
     One replica has no optimizer state to divide, so it takes the first of
-    ``distributed_optimizer``.
+    ``distributed_optimizer``. With ``pairs``, microbatches have even sizes.
     """
 
     layouts: tuple[Layout, ...] = tuple(LAYOUTS.values())
@@ -100,6 +100,7 @@ class Choices:
     max_in_flight: tuple[bool, ...] = (False, True)
     recompute: tuple[Recompute, ...] = (Recompute.NEVER, Recompute.NEEDED)
     distributed_optimizer: tuple[bool, ...] = (False, True)
+    pairs: bool = False
 
 
 def configs(
@@ -123,7 +124,7 @@ def configs(
         data = num_devices // (pipeline * tensor)
         if global_batch_size % data:
             continue
-        for size in _sizes(global_batch_size // data, choices.micro_batch_size):
+        for size in _sizes(global_batch_size // data, choices):
             for layout in choices.layouts:
                 if (layout == WHOLE) != (pipeline == 1):
                     continue
@@ -195,10 +196,11 @@ def why_none(
             f"global batch size {global_batch_size}: not a multiple of any possible number of "
             f"replicas ({_listed(shares)})"
         )
-    if not any(_sizes(each, choices.micro_batch_size) for each in samples):
+    if not any(_sizes(each, choices) for each in samples):
+        sizes, even = choices.micro_batch_size, "is even and " * choices.pairs
         return (
-            f"microbatch size {_listed(choices.micro_batch_size or ())}: none divides a replica's "
-            f"samples ({_listed(samples)}) of global batch size {global_batch_size}"
+            f"microbatch size {_listed(sizes) if sizes else 'of pairs'}: none {even}divides a "
+            f"replica's samples ({_listed(samples)}) of global batch size {global_batch_size}"
         )
     return None
 
@@ -231,7 +233,8 @@ def divisors(number: int) -> list[int]:
     return [d for d in range(1, number + 1) if number % d == 0]
 
 
-def _sizes(samples: int, wanted: Sequence[int] | None) -> list[int]:
-    """Microbatch sizes that divide a pipeline's samples: the wanted ones, or powers of two."""
-    candidates = wanted or [2**k for k in range(samples.bit_length())]
-    return [size for size in candidates if samples % size == 0]
+def _sizes(samples: int, choices: Choices) -> list[int]:
+    """Microbatch sizes that divide a pipeline's samples: the chosen ones, or powers of two."""
+    candidates = choices.micro_batch_size or [2**k for k in range(samples.bit_length())]
+    unit = 2 if choices.pairs else 1
+    return [size for size in candidates if samples % size == 0 and size % unit == 0]

@@ -92,12 +92,12 @@ def _is_cpu(profile: Profile) -> bool:
 class Estimator:
     """Lower bounds and estimates of step times, before and after partitioning.
 
-    ``self_conditioning`` is the share of steps that run all forwards once before; times are the
+    ``first_pass`` is the share of steps that run all forwards once before; times are the
     mean of steps with and without. Raises ClusterError if the optimizer's time is not known.
     """
 
-    def __init__(self, planner: ActivationPlanner, self_conditioning: float = 0.0) -> None:
-        self.planner, self.self_conditioning = planner, self_conditioning
+    def __init__(self, planner: ActivationPlanner, first_pass: float = 0.0) -> None:
+        self.planner, self.first_pass = planner, first_pass
         self.stages, self.costs = planner.stages, planner.costs
         profile, cluster, state = self.costs.profile, self.costs.cluster, self.costs.state
         self._spreads: dict[tuple[object, ...], tuple[float, float, float]] = {}
@@ -142,10 +142,10 @@ class Estimator:
 
     def _forwards_s(self, config: Config) -> float:
         """Mean seconds per step of the forwards before a step, spread evenly."""
-        if not self.self_conditioning:
+        if not self.first_pass:
             return 0.0
         count, forward_s = self.costs.num_microbatches(config), self.costs.totals(config).forward_s
-        return self.self_conditioning * count * forward_s / config.pipeline
+        return self.first_pass * count * forward_s / config.pipeline
 
     def _least_reduction(self, config: Config) -> float:
         """Lower bound on the device-seconds of gradient reduction and parameter gathering, over all

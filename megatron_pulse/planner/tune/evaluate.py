@@ -49,8 +49,8 @@ class Outcome:
     """Predicted step of a config that can run. Traffic is in bytes per sample, over all ranks.
 
     ``step_s`` sums the makespan of the pipeline, the exposed gradient reduction, the optimizer and
-    ``self_conditioning_s``. The last is the mean cost of the forwards that the share
-    ``self_conditioning`` of the steps runs once before. ``timeline`` belongs to ``problem``, which
+    ``first_pass_s``. The last is the mean cost of the forwards that a share of the steps runs once
+    before. ``timeline`` belongs to ``problem``, which
     has fewer microbatches than the step if ``extrapolated``.
     """
 
@@ -69,8 +69,7 @@ class Outcome:
     pipeline_bytes: float
     data_bytes: float
     extrapolated: bool
-    self_conditioning: float = 0.0
-    self_conditioning_s: float = 0.0
+    first_pass_s: float = 0.0
 
     @property
     def throughput(self) -> float:
@@ -79,7 +78,7 @@ class Outcome:
 
     def figures(self) -> dict[str, float | list[float]]:
         """Predicted figures for plans and reports."""
-        own = {"self_conditioning_s": self.self_conditioning_s} if self.self_conditioning else {}
+        own = {"first_pass_s": self.first_pass_s} if self.first_pass_s else {}
         return {
             **own,
             "step_s": self.step_s,
@@ -103,10 +102,11 @@ class Evaluator:
                                 |                                    ^
                                 +--> estimator ----------------------+
 
-    Arguments are those of ``LayerCosts`` and ``Estimator``. ``effort`` bounds the search for a
-    schedule (see ``synthesize``), so that evaluations are reproducible. ``overlap`` hides gradient
-    reduction behind computation where possible. Once ``stopped`` returns True, neither partitions
-    nor FSDP2 are searched further.
+    Arguments are those of ``LayerCosts``, the share ``self_conditioning`` of steps with
+    self-conditioning, and ``dpo`` for a reference pass in every step. ``effort`` bounds the search
+    for a schedule (see ``synthesize``), so that evaluations are reproducible. ``overlap`` hides
+    gradient reduction behind computation where possible. Once ``stopped`` returns True, neither
+    partitions nor FSDP2 are searched further.
     """
 
     effort = 6
@@ -123,9 +123,13 @@ class Evaluator:
         self_conditioning: float = 0.0,
         state: ParameterState = DEFAULT_STATE,
         transform: Callable[[ChainCosts], ChainCosts] | None = None,
+        dpo: bool = False,
     ) -> None:
         self.profile, self.cluster, self.state = profile, cluster, state
-        self.global_batch_size, self.self_conditioning = global_batch_size, self_conditioning
+        self.global_batch_size = global_batch_size
+        self.self_conditioning, self.dpo = self_conditioning, dpo
+        self.first_pass = 1.0 if dpo else self_conditioning
+        """Share of steps that run all forwards once before."""
         self.costs = LayerCosts(
             with_weight_copies(profile, cluster),
             cluster,
@@ -137,7 +141,7 @@ class Evaluator:
         )
         self.stages = StageBuilder(self.costs)
         self.planner = ActivationPlanner(self.stages)
-        self.estimator = Estimator(self.planner, self_conditioning)
+        self.estimator = Estimator(self.planner, self.first_pass)
         self.partitioner = Partitioner(self.planner)
         self.feasible = FeasiblePartitioner(self.partitioner, lambda: self.stopped())
         self.balancer = GradientBalancer(self.feasible, self.estimator)
@@ -154,7 +158,9 @@ class Evaluator:
         costs = self.costs
         of = profile or self.profile, cluster, self.global_batch_size
         heads = costs.sequence_parallel, costs.num_heads
-        return Evaluator(*of, *heads, self.self_conditioning, state or self.state, costs.transform)
+        state = state or self.state
+        more = self.self_conditioning, state, costs.transform, self.dpo
+        return Evaluator(*of, *heads, *more)
 
     @property
     def offloading_weights(self) -> Evaluator | None:
@@ -172,8 +178,8 @@ class Evaluator:
     def not_sharded(self) -> str:
         """Reason why FSDP2 and HSDP are not predicted; empty if they are."""
         devices, batch = self.cluster.num_devices, self.global_batch_size
-        if self.self_conditioning:
-            return "not predicted with --self-conditioning"
+        if self.first_pass:
+            return f"not predicted with {'--dpo' if self.dpo else '--self-conditioning'}"
         if batch % devices:
             return f"not predicted: {devices} devices do not divide a global batch of {batch}"
         return ""
@@ -277,10 +283,10 @@ class Evaluator:
         }
         reduce_s = self.exposed_reduction(config, stages, last, makespan)
         own_s = 0.0
-        if self.self_conditioning:
+        if self.first_pass:
             forwards = simulate_step(problem, found.schedule.forward_only(), stages.edges).timeline
             more_s = (count - core) * max(forwards.busy) / core
-            own_s = self.self_conditioning * (forwards.makespan + more_s)
+            own_s = self.first_pass * (forwards.makespan + more_s)
         held = stages.per_device(stages.trained)
         optimizer_s = self.estimator.optimizer_s(config, max(held))
         busy = sum(timeline.busy) / core * count / config.pipeline
@@ -304,8 +310,7 @@ class Evaluator:
             pipeline_bytes=moved / config.micro_batch_size,
             data_bytes=reduced / self.global_batch_size,
             extrapolated=count > core,
-            self_conditioning=self.self_conditioning,
-            self_conditioning_s=own_s,
+            first_pass_s=own_s,
         )
 
     def has_room(self, outcome: Outcome) -> bool:

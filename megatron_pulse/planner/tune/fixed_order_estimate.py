@@ -48,5 +48,5 @@ class FixedOrder:
         pipeline_s = makespan + stages.embedder_copy_s + self._more * busy
         reduce_s = evaluator.exposed_reduction(config, stages, last, makespan)
         held = max(stages.per_device(stages.trained))
-        own_s = outcome.self_conditioning_s
+        own_s = outcome.first_pass_s
         return pipeline_s + reduce_s + evaluator.estimator.optimizer_s(config, held) + own_s

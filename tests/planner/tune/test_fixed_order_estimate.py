@@ -20,7 +20,7 @@ from tests.planner.tune.problems import cluster, profile, random_evaluator
 def parts_s(outcome: Outcome) -> float:
     """A step, if it is not held to its bound."""
     parts = outcome.pipeline_s + outcome.reduce_s + outcome.optimizer_s
-    return parts + outcome.self_conditioning_s
+    return parts + outcome.first_pass_s
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -27,6 +27,7 @@ from megatron_pulse.cli.plan.tuning.tune_input import (
     no_cascade,
     no_half_gradients,
     no_prediction_taken,
+    no_reference,
     run_search,
     unused_caution,
 )
@@ -164,6 +165,11 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         type=float,
     )
     add(
+        "--dpo",
+        "every step has a pass of the reference, and microbatches hold pairs, as with --pulse-loss "
+        "dpo",
+    )
+    add(
         "--world-sizes N[,N...]",
         "elastic plans for these numbers of devices, into the folder of -o; --pulse-plan DIR "
         "takes the one for the ranks that are there",
@@ -217,7 +223,10 @@ def run(args: argparse.Namespace) -> None:
         profile = offload_weights(given_profile(args, where), args.offload_weights)
         with_weight_copies(profile, where)  # raises without a link to the host
     require(
-        no_cascade(profile) + no_half_gradients(args, profile) + no_prediction_taken(args, profile)
+        no_cascade(profile)
+        + no_half_gradients(args, profile)
+        + no_prediction_taken(args, profile)
+        + no_reference(args, profile)
     )
     warn(
         where.memory_caution,

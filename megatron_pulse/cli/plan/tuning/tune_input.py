@@ -80,6 +80,7 @@ def evaluator_of(args: argparse.Namespace, profile: Profile, where: Cluster) -> 
         backbone.num_heads if backbone else (),
         args.self_conditioning or 0.0,
         state(args, profile),
+        dpo=args.dpo,
     )
 
 
@@ -110,6 +111,18 @@ def no_prediction_taken(args: argparse.Namespace, profile: Profile) -> list[str]
         f"--self-conditioning: {backbone.name} takes {takes} channels and predicts {predicts}; it "
         f"must take twice as many as it predicts ({of} --option in_channels=8)"
     ]
+
+
+def no_reference(args: argparse.Namespace, profile: Profile) -> list[str]:
+    if not args.dpo:
+        return []
+    faults = []
+    if args.self_conditioning is not None:
+        faults.append("--dpo and --self-conditioning exclude each other: leave one out")
+    if "adapter" not in profile.backbone:
+        of = "a profile with" if args.profile is not None else "give"
+        faults.append(f"--dpo: the model trains no adapter, the reference of dpo ({of} --adapter)")
+    return faults
 
 
 def state(args: argparse.Namespace, profile: Profile) -> ParameterState:
@@ -143,6 +156,7 @@ def choices_of(args: argparse.Namespace) -> Choices:
         choices.max_in_flight,
         recompute,
         choices.distributed_optimizer if args.optimizer == "adam" else (False,),
+        pairs=args.dpo,
     )
 
 

@@ -85,7 +85,9 @@ def _beyond(found: Tuning, profile: Profile) -> list[str]:
 
 
 def _conditioned(evaluator: Evaluator) -> list[str]:
-    """Note on self-conditioning: a step time is the mean with and without extra forwards."""
+    """Note on extra forwards: a step time is the mean of steps with and without."""
+    if evaluator.dpo:
+        return ["dpo: every step runs all forwards twice, first for the reference"]
     share = 100 * evaluator.self_conditioning
     return [f"self-conditioning: {share:g} % of the steps run all forwards twice"] * (share > 0)
 
@@ -138,6 +140,7 @@ def as_json(
         "cluster": evaluator.cluster.name,
         "global_batch_size": evaluator.global_batch_size,
         "self_conditioning": evaluator.self_conditioning,
+        "dpo": evaluator.dpo,
         "outcomes": [_record(outcome, evaluator.profile) for outcome in found.outcomes],
         "fsdp_baseline": found.fsdp_baseline and found.fsdp_baseline.record(),
         "scale_down": fewer

@@ -61,7 +61,8 @@ def plan_of(outcome: Outcome, evaluator: Evaluator, found: Tuning | None = None)
             **({} if found is None else {"search": _searched(found)}),
         },
         profile=costs,
-        self_conditioning=outcome.self_conditioning,
+        self_conditioning=evaluator.self_conditioning,
+        dpo=evaluator.dpo,
     )
 
 

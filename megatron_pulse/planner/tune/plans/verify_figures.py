@@ -124,7 +124,8 @@ def fullest_stepping(plan: PlanFile) -> set[int]:
 def _stages_of(plan: PlanFile) -> tuple[Evaluator, Config, Stages]:
     cluster = from_record(plan.provenance["cluster"], "provenance.cluster")
     of = plan.profile, cluster, plan.global_batch_size, plan.sequence_parallel
-    evaluator = Evaluator(*of, self_conditioning=plan.self_conditioning, state=plan.state)
+    share = plan.self_conditioning
+    evaluator = Evaluator(*of, self_conditioning=share, state=plan.state, dpo=plan.dpo)
     config = _config(plan)
     evaluator.refuse(config)
     return evaluator, config, evaluator.stages.build(config, plan.partition, plan.activations)

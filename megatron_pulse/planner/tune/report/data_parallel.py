@@ -17,6 +17,7 @@ def data_parallel(evaluator: Evaluator) -> Outcome | None:
 
     Returns None if none fits, or if the devices do not divide the batch.
     """
-    configs = evaluator.candidates(Choices(layouts=(WHOLE,), pipeline=(1,), tensor=(1,)))
+    choices = Choices(layouts=(WHOLE,), pipeline=(1,), tensor=(1,), pairs=evaluator.dpo)
+    configs = evaluator.candidates(choices)
     found = search(evaluator, configs, 1, Budget(SECONDS)).outcomes
     return found[0] if found else None
