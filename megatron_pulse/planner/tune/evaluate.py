@@ -157,10 +157,8 @@ class Evaluator:
         profile."""
         costs = self.costs
         of = profile or self.profile, cluster, self.global_batch_size
-        heads = costs.sequence_parallel, costs.num_heads
-        state = state or self.state
-        more = self.self_conditioning, state, costs.transform, self.dpo
-        return Evaluator(*of, *heads, *more)
+        own = costs.sequence_parallel, costs.num_heads, self.self_conditioning
+        return Evaluator(*of, *own, state or self.state, costs.transform, self.dpo)
 
     @property
     def offloading_weights(self) -> Evaluator | None:
