@@ -144,11 +144,12 @@ def by_peft(chain: str, before: Mapping[str, Tensor]) -> tuple[list[float], dict
         factors[theirs].data.copy_(before[name])
     case = FOLD
     losses = []
+    left_out = ("noisy", "target", "positions")
     for batch in make_batches(backbone, case, 0):
         target = batch["target"]
 
         def of(batch: dict[str, Tensor], target: Tensor = target) -> tuple[Tensor, Tensor]:
-            fields = {n: x.double() for n, x in batch.items() if n not in ("noisy", "target")}
+            fields = {n: x.double() for n, x in batch.items() if n not in left_out}
             if twin is not None:
                 prediction = twin(batch["noisy"], fields)
             else:

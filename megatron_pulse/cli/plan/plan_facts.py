@@ -22,7 +22,8 @@ def predicted(plan: PlanFile) -> list[tuple[str, str]]:
         which = f"in {100 * plan.self_conditioning:g} % of the steps, for self-conditioning"
         if plan.dpo:
             which = "in every step, for the reference of dpo"
-        mean = f"{in_ms(p['first_pass_s'])} in the mean"
+        first_s = p.get("first_pass_s", p.get("self_conditioning_s", 0.0))  # older plans' name
+        mean = f"{in_ms(first_s)} in the mean"
         own = [("before", f"all forwards once more {which}: {mean}")]
     return [
         ("step", f"{in_ms(p['step_s'])}, {p['samples_per_s']:.4g} samples/s"),
