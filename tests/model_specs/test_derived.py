@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+import megatron_pulse as pulse
 import model_specs
 from megatron_pulse.backbone.chain import Backbone, TensorSpec
 from megatron_pulse.cli.main import main
@@ -125,6 +126,57 @@ def test_classes_are_called_as_they_want(name: str) -> None:
 
         assert torch.equal(declared.around(forward)(**inputs), latents)
     assert kinds(called) == kinds(given(2))
+
+
+@pytest.mark.parametrize("name", ["Flux2Transformer2DModel", "QwenImageTransformer2DModel"])
+def test_tokens_are_those_of_the_pipeline(name: str) -> None:
+    """Latents become tokens with positions as in diffusers' pipeline, and the chain predicts."""
+    import diffusers
+
+    is_flux = name.startswith("Flux2")
+    options: dict[str, Any] = {
+        "in_channels": 16, "num_layers": 1, "attention_head_dim": 16, "num_attention_heads": 2,
+        "joint_attention_dim": 24,
+    }  # fmt: skip
+    if is_flux:
+        options |= {"num_single_layers": 1, "axes_dims_rope": [4, 4, 4, 4]}
+    else:
+        options |= {"out_channels": 4, "axes_dims_rope": [4, 6, 6]}
+    module = getattr(diffusers, name)(
+        **{k: tuple(v) if isinstance(v, list) else v for k, v in options.items()}
+    )
+    known, sizes = CLASSES[name], {"height": 4, "width": 6, "text_length": 5}
+    declared = known.declared(module.config, sizes)
+    torch.manual_seed(0)
+    inputs = declared.make("float32")(2)
+    inputs = {
+        key: torch.rand_like(value) if isinstance(value, torch.Tensor) and value.is_floating_point()
+        and not key.endswith("_ids") else value
+        for key, value in inputs.items()
+    }  # fmt: skip
+    latents = inputs.pop("hidden_states")
+    given = dict(inputs)
+    if is_flux:
+        pipeline = diffusers.Flux2Pipeline
+        assert torch.equal(given["img_ids"], pipeline._prepare_latent_ids(latents)[0])
+        assert torch.equal(
+            given["txt_ids"], pipeline._prepare_text_ids(given["encoder_hidden_states"])[0]
+        )
+        given["hidden_states"] = pipeline._pack_latents(latents)
+        (expected,) = module(**given, return_dict=False)
+        places = pipeline._prepare_latent_ids(latents)
+        expected = pipeline._unpack_latents_with_ids(expected, places).view_as(latents)
+    else:
+        packing = diffusers.QwenImagePipeline
+        given["hidden_states"] = packing._pack_latents(latents, *latents.shape)
+        (expected,) = module(**given, return_dict=False)
+        expected = packing._unpack_latents(expected, 8 * 4, 8 * 6, 8).squeeze(2)
+    found = declared.wrap(module)(hidden_states=latents, **inputs)
+    assert torch.equal(found, expected)
+    chain = pulse.from_module(
+        module, {"hidden_states": latents, **inputs}, **declared.keywords()
+    )  # compares its prediction
+    assert chain.input_spec.shape == tuple(latents.shape[1:])
 
 
 def test_weights_are_those_of_the_folder_or_of_the_class_s_own_initialisation(
