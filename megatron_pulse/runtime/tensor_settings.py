@@ -18,6 +18,13 @@ META = torch.device("meta")
 """Device of tensors with a shape and no memory."""
 
 
+def compute_device() -> torch.device:
+    """Device on which this process computes. Offloaded weights may be elsewhere."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
 @dataclass(frozen=True)
 class RunSettings:
     """Tensor settings of a run and its loss, or one loss per chain of a cascade, by name."""

@@ -36,7 +36,7 @@ from megatron_pulse.runtime.pipeline import replicate
 from megatron_pulse.runtime.predictions import ReturnedPredictions
 from megatron_pulse.runtime.protocols import Carrier, SliceFunction
 from megatron_pulse.runtime.self_conditioning import PredictionCarrier, SelfConditioning, joined
-from megatron_pulse.runtime.tensor_settings import Batch, LossFunction, RunSettings
+from megatron_pulse.runtime.tensor_settings import Batch, LossFunction, RunSettings, compute_device
 from megatron_pulse.runtime.watchdog.progress import PROGRESS
 
 IMPLICIT_ACCURACY = "implicit accuracy"
@@ -139,7 +139,7 @@ class PulseSchedule:
         settings = self._settings = RunSettings(
             micro_batch_size=micro_batch_size,
             dtype=config.params_dtype,
-            device=next(chunks[0].parameters()).device,
+            device=compute_device(),
             loss=self._loss if validation is None else validation.keeping(),
             grad_scale=config.grad_scale_func,
         )
@@ -200,7 +200,7 @@ class PulseSchedule:
         """
         config = get_model_config(chunks[0])
         groups = get_attr_wrapped_model(chunks[0], "pg_collection")
-        device = next(chunks[0].parameters()).device
+        device = compute_device()
         settings = RunSettings(micro_batch_size, config.params_dtype, device, self._returned.keep)
         self._settings = self._settings or settings
         rows = {name: value.split(micro_batch_size) for name, value in fields.items()}

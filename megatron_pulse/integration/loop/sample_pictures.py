@@ -65,6 +65,7 @@ from megatron_pulse.integration.training_data import makes_pixels
 from megatron_pulse.integration.training_encoders import other_autoencoder, require_same_encoders
 from megatron_pulse.planner.program.plan import Plan
 from megatron_pulse.runtime.collectives import broadcast_from_rank_0, gather_objects
+from megatron_pulse.runtime.tensor_settings import compute_device
 from megatron_pulse.runtime.watchdog.progress import PROGRESS
 from model_specs import text_recipe
 
@@ -292,7 +293,7 @@ class SamplePictures:
             drawn = sample_parts(self._model, self._request, parts, numbers, self._sampler)
         except ValueError as error:  # samples that are not finite, after all passes
             fault = str(error)
-        device = next(self._chunks[0].parameters()).device
+        device = compute_device()
         shape = self._model.backbone.sample_spec.shape
         whole = torch.zeros((num_replicas * own * parts.size, *shape), device=device)
         if has_samples and drawn is not None:

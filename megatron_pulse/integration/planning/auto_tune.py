@@ -44,6 +44,7 @@ from megatron_pulse.profile.weight_offload import offload_weights
 from megatron_pulse.runtime.collectives import broadcast_from_rank_0
 from megatron_pulse.runtime.measure.execution_modes import RUNNING
 from megatron_pulse.runtime.measure.probe import ProbeSettings, probe, probe_device
+from megatron_pulse.runtime.tensor_settings import compute_device
 from megatron_pulse.runtime.watchdog.progress import PROGRESS
 from model_specs import load_recorded
 
@@ -103,9 +104,7 @@ def _decided(loop: LoopEncoders | None) -> list[str]:
 
 def _cluster(args: argparse.Namespace) -> Cluster | None:
     """Cluster measured from the ranks' links and devices, on rank 0 (collective)."""
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", torch.cuda.current_device())
+    device = compute_device()
     timeout_s = timedelta(minutes=args.distributed_timeout_minutes).total_seconds()
     settings = ProbeSettings("this job", device, timeout_s=timeout_s)
     if dist.get_world_size() > 1:

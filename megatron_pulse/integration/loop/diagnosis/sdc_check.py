@@ -30,6 +30,7 @@ from megatron_pulse.integration.megatron.model import unwrap
 from megatron_pulse.planner.program.device_program import Run
 from megatron_pulse.planner.schedule.operations import OpType
 from megatron_pulse.runtime.failure_board import PulseError
+from megatron_pulse.runtime.tensor_settings import compute_device
 from megatron_pulse.runtime.watchdog.progress import PROGRESS
 
 Tensors = list[Tensor]
@@ -111,7 +112,7 @@ class SdcCheck:
             return
         inner = [unwrap(chunk) for chunk in chunks]
         context = LayerContext(copy.copy(inner[0].config), inner[0].pg_collection)
-        device = next(inner[0].parameters()).device
+        device = compute_device()
         if group.rank() == owner:
             layers = [
                 (name, module)
