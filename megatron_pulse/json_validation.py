@@ -200,7 +200,7 @@ def _split(kind: Any) -> tuple[tuple[Any, ...], Any]:
 
 def _limits(notes: tuple[Any, ...]) -> dict[str, Any]:
     """Limits among the annotations, as arguments of pydantic's schemas."""
-    names = ("ge", "gt", "le", "min_length", "pattern")
+    names = ("ge", "gt", "le", "lt", "min_length", "pattern")
     return {name: getattr(note, name) for note in notes for name in names if hasattr(note, name)}
 
 
@@ -312,6 +312,8 @@ def _range(notes: tuple[Any, ...]) -> str:
     match limits:
         case {"ge": least, "le": most}:
             return f" from {least} to {most}"
+        case {"ge": least, "lt": below}:
+            return f" from {least}, below {below}"
         case {"gt": above, "le": most}:
             return f" above {above}, at most {most}"
         case {"ge": least}:

@@ -186,7 +186,10 @@ def _read(path: Path, file: Path, state: tuple[tuple[int, int], ...]) -> Adapter
             header = opened.metadata() or {}
             stored = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     except Exception as error:  # safetensors has kinds of its own
-        raise UserError(f"{file} cannot be read as a .safetensors file: {error}") from error
+        raise UserError(
+            f"{file} cannot be read as a .safetensors file: {error}. Name an adapter of diffusers, "
+            "peft or kohya"
+        ) from error
     factors, alphas, faults = _factors(stored)
     config = _read_config(file, header)
     for name in ("use_rslora", "rank_pattern", "alpha_pattern"):
@@ -222,7 +225,9 @@ def _file_of(path: Path) -> Path:
     for name in (DIFFUSERS_FILE, PEFT_FILE):
         if (path / name).is_file():
             return path / name
-    raise UserError(f"{path} has neither {DIFFUSERS_FILE} nor {PEFT_FILE}")
+    raise UserError(
+        f"{path} has neither {DIFFUSERS_FILE} nor {PEFT_FILE}: name an exported adapter"
+    )
 
 
 def _factors(

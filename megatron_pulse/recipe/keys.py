@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, is_dataclass
 from typing import Annotated, Any, Literal, get_type_hints
 
-from annotated_types import Ge, Gt
+from annotated_types import Ge, Gt, Lt
 
-from megatron_pulse.json_validation import Count, Natural, Text
+from megatron_pulse.adapters.adapter import ADAPTERS
+from megatron_pulse.json_validation import Count, Natural, OneOf, Some, Text
 
 Positive = Annotated[float, Gt(0)]
 NotNegative = Annotated[float, Ge(0)]
@@ -56,18 +57,18 @@ class Model:
 class AdapterKeys:
     """Adapter that is trained in place of the weights, which stay as they are."""
 
-    type: Text | None = key("lora or dora", "--pulse-adapter")
+    type: Annotated[str, OneOf(ADAPTERS)] | None = key("lora or dora", "--pulse-adapter")
     rank: Count | None = key("rank of its matrices (default: 16)", "--pulse-adapter-rank")
     alpha: Positive | None = key(
         "its effect is multiplied by alpha / rank (default: the rank)", "--pulse-adapter-alpha"
     )
-    targets: Patterns = key(
+    targets: Some[Text] = key(
         "layers that it changes: ends of their names in diffusers, or patterns (default: the "
         "projections of attention)",
         "--pulse-adapter-target",
         (),
     )
-    dropout: Annotated[float, Ge(0)] | None = key(
+    dropout: Annotated[float, Ge(0), Lt(1)] | None = key(
         "probability of dropping an entry of its input", "--pulse-adapter-dropout"
     )
     weights: Text | None = key(

@@ -121,9 +121,12 @@ def test_merged_model_has_the_published_weights_and_samples_the_quantised(
 
 def test_another_quantization_is_refused(place: Path, trained: Run) -> None:
     save = ["--save", str(place / "run"), "--train-iters", "3"]
-    with pytest.raises(RanksFailed, match="quantised as nf4, and those of this run as int8"):
+    with pytest.raises(
+        RanksFailed,
+        match="in nf4, and those of this run in int8. Give --pulse-quant",
+    ):
         run(1, *flags(place, *NF4[:-1], "int8", *save), backbone="none")
-    with pytest.raises(RanksFailed, match="quantised as nf4, and those of this run as none"):
+    with pytest.raises(RanksFailed, match="are in nf4, and those of this run not quantised"):
         run(1, *flags(place, *ADAPTER, *save), backbone="none")
 
 

@@ -66,5 +66,5 @@ def test_what_cannot_be_offloaded_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     (fault,) = refuse(monkeypatch, 1, HOST)
     assert "--pulse-offload-weights: *: the matching layers have no frozen weights" in str(fault)
     adapter = ["--pulse-adapter", "lora", "--pulse-adapter-target", "qkv", *HOST]
-    with pytest.raises(RanksFailed, match="offloaded weights are beside kept or recomputed"):
+    with pytest.raises(RanksFailed, match="layers 1-15 offload their weights, and offload or"):
         run(1, *STEPS, *adapter, "--pulse-offload", "*", backbone="uvit")

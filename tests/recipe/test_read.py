@@ -230,3 +230,15 @@ def test_recomputation_of_all_layers_is_megatrons_flag(tmp_path: Path):
     assert "--recompute-granularity" in flags_of(tmp_path, "parallel.recompute=full")
     patterns = flags_of(tmp_path, 'parallel.recompute=["blocks.*"]')
     assert patterns[patterns.index("--pulse-recompute") + 1] == "blocks.*"
+
+
+def test_faults_of_an_adapter_are_said_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.toml"
+    path.write_text(LEAST)
+    with pytest.raises(UserError) as refused:
+        read_recipe(path, ["adapter.type=loha", "adapter.dropout=1.0", "adapter.targets=[]"])
+    assert str(refused.value).splitlines()[1:] == [
+        "  - adapter.type is 'loha'; allowed is one of lora, dora",
+        "  - adapter.targets is []; allowed is a list, not empty, each text",
+        "  - adapter.dropout is 1.0; allowed is a number from 0, below 1",
+    ]

@@ -132,9 +132,13 @@ def _other_adapter(start: StartingPoint, wanted: NewRun) -> Iterator[str]:
             )
         return
     if before != now_quantized:
+        kinds = (before, now_quantized)
+        there, here = (f"in {kind}" if kind else "not quantised" for kind in kinds)
+        wanted = (
+            f"Give --pulse-quantization {before}" if before else "Leave --pulse-quantization out"
+        )
         yield (
-            f"its frozen weights are quantised as {before or 'none'}, and those of this run as "
-            f"{now_quantized or 'none'}. Give the same --pulse-quantization, or name another "
+            f"its frozen weights are {there}, and those of this run {here}. {wanted}, or name another "
             "--save for another run"
         )
     if theirs != ours:

@@ -30,7 +30,10 @@ class FlagError(SystemExit):
     """Refusal to start the run; the message lists every fault with its remedy."""
 
     def __init__(self, faults: list[str]) -> None:
-        self.faults = faults = list(dict.fromkeys(faults))
+        faults = list(dict.fromkeys(faults))
+        # Of two that differ by the flag in front, the one with the flag.
+        faults = [f for f in faults if not any(other.endswith(f" {f}") for other in faults)]
+        self.faults = faults
         super().__init__(format_faults("error: this run cannot start", faults))
 
 

@@ -88,8 +88,8 @@ class Plan:
         both = self.offloaded_weights & (self.activations.offload | self.activations.selective)
         if both:
             faults.append(
-                f"{tell_layers(sorted(both), num_layers)}: offloaded weights are beside kept or "
-                "recomputed activations, not beside offload or selective recomputation"
+                f"layers {tell_layers(both, num_layers)} offload their weights, and offload or "
+                "selectively recompute activations. Exclude them from one (--pulse-offload-weights)"
             )
         if faults:
             raise PlanError(format_faults("the plan is invalid", faults))
