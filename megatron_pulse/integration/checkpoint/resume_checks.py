@@ -138,8 +138,8 @@ def _other_adapter(start: StartingPoint, wanted: NewRun) -> Iterator[str]:
             f"Give --pulse-quantization {before}" if before else "Leave --pulse-quantization out"
         )
         yield (
-            f"its frozen weights are {there}, and those of this run {here}. {wanted}, or name another "
-            "--save for another run"
+            f"its frozen weights are {there}, and those of this run {here}. {wanted}, or name "
+            "another --save for another run"
         )
     if theirs != ours:
         yield _other_than(theirs, ours)
