@@ -38,6 +38,9 @@ class Engine(StrEnum):
 REPLICAS = (Engine.DATA_PARALLEL, Engine.STREAMED, Engine.FSDP2, Engine.HSDP)
 """Those whose devices run the whole backbone each."""
 
+OF_ADAPTERS = (Engine.DEEPSPEED_1F1B, Engine.STREAMED)
+"""Those that enter where an adapter is trained."""
+
 
 @dataclass(frozen=True)
 class Contestant:

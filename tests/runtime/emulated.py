@@ -80,6 +80,7 @@ class EmulatedStage(nn.Module):
         shape_index: int = 0,
         recomputed: list[RecomputedLayer] | None = None,
         offload: ActivationOffload | None = None,
+        position: int | None = None,
     ) -> tuple[tuple[Tensor, ...], dict[str, Tensor], dict[str, Tensor]]:
         """See Stage.forward."""
         crossing = (*inputs, *skips.values(), *(conditioning[name] for name in self._taken))

@@ -133,13 +133,13 @@ def _other_adapter(start: StartingPoint, wanted: NewRun) -> Iterator[str]:
         return
     if before != now_quantized:
         kinds = (before, now_quantized)
-        there, here = (f"in {kind}" if kind else "not quantised" for kind in kinds)
+        theirs_in, ours_in = (f"in {kind}" if kind else "not quantised" for kind in kinds)
         wanted = (
             f"Give --pulse-quantization {before}" if before else "Leave --pulse-quantization out"
         )
         yield (
-            f"its frozen weights are {there}, and those of this run {here}. {wanted}, or name "
-            "another --save for another run"
+            f"its frozen weights are {theirs_in}, and those of this run {ours_in}. {wanted}, or "
+            "name another --save for another run"
         )
     if theirs != ours:
         yield _other_than(theirs, ours)
