@@ -134,11 +134,11 @@ def _other_adapter(start: StartingPoint, wanted: NewRun) -> Iterator[str]:
     if before != now_quantized:
         kinds = (before, now_quantized)
         theirs_in, ours_in = (f"in {kind}" if kind else "not quantised" for kind in kinds)
-        wanted = (
+        remedy = (
             f"Give --pulse-quantization {before}" if before else "Leave --pulse-quantization out"
         )
         yield (
-            f"its frozen weights are {theirs_in}, and those of this run {ours_in}. {wanted}, or "
+            f"its frozen weights are {theirs_in}, and those of this run {ours_in}. {remedy}, or "
             "name another --save for another run"
         )
     if theirs != ours:
