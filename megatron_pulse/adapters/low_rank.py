@@ -136,10 +136,7 @@ def add_dora_linear(
         return result
     ratio = (magnitude / row_norms(weight, a, b, scale)).view(1, -1)
     change = F.linear(F.linear(dropped, a), b)
-    if dropped is not inputs:
-        base = F.linear(dropped, weight)
-    else:
-        base = result if bias is None else result - bias
+    base = F.linear(dropped, weight) if dropped is not inputs else _without(result, bias)
     return result + ((ratio - 1) * base + ratio * change * scale)
 
 
@@ -159,12 +156,16 @@ def add_dora_conv2d(
     if _disabled:
         return result
     ratio = magnitude / row_norms(weight, a, b, scale)
+    change = F.conv2d(F.conv2d(dropped, a, **settings), b)
     if dropped is not inputs:
         base = F.conv2d(dropped, weight, None, **settings)
     else:
-        base = result if bias is None else result - bias.view(1, -1, 1, 1)
-    change = F.conv2d(F.conv2d(dropped, a, **settings), b)
+        base = _without(result, None if bias is None else bias.view(1, -1, 1, 1))
     return result + ((ratio - 1) * base + ratio * change * scale)
+
+
+def _without(result: Tensor, bias: Tensor | None) -> Tensor:
+    return result if bias is None else result - bias
 
 
 @torch.no_grad()

@@ -86,6 +86,11 @@ class Profile:
             raise ProfileError(format_faults("the profile is not sound", faults))
 
     @property
+    def offloads_weights(self) -> bool:
+        """True if frozen weights of any layer are in host memory."""
+        return any(layer.offloaded for layer in self.layers)
+
+    @property
     def quantized(self) -> str:
         """Number and bytes of the quantised parameters as text; empty if there are none."""
         count = sum(layer.quantized_parameters for layer in self.layers)

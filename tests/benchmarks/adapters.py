@@ -1,4 +1,4 @@
-"""Who trains an adapter soonest: pipelines, FSDP2, and data parallelism under one memory cap.
+"""Contestants in training an adapter: pipelines, FSDP2, and data parallelism under one memory cap.
 
     .venv/bin/python -m tests.benchmarks.adapters --json adapters.json
 

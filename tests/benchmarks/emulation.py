@@ -17,6 +17,7 @@ from functools import cache
 from typing import Any
 
 from megatron_pulse.adapters.adapter import ATTENTION, Adapter
+from megatron_pulse.adapters.quantization import BLOCK
 from megatron_pulse.backbone.activations import ActivationPolicies
 from megatron_pulse.backbone.chain import Backbone, Layer, TensorSpec
 from megatron_pulse.backbone.costs import ChainCosts, SkipCost
@@ -44,7 +45,7 @@ PAPER_LINK_BYTES_PER_S = 10e9
 
 @dataclass(frozen=True)
 class Setup:
-    """How a backbone is trained: options, samples in a microbatch, microbatches over P, devices.
+    """Training of a backbone: options, samples in a microbatch, microbatches over P, devices.
 
     ``adapter_of`` is the backbone on which an adapter alone is trained: LoRA of rank 16 at the
     projections of attention and those of ``targets``. ``quantized``: its frozen weights are NF4.
@@ -89,8 +90,8 @@ ADAPTERS: Mapping[str, Setup] = {
 NF4 = ", NF4"
 """End of the name of a model whose frozen weights are quantised."""
 
-NF4_BYTES = 0.5 + 4 / 64
-"""Of a weight, with its share of a block's fp32 scale."""
+NF4_BYTES = 0.5 + 4 / BLOCK
+"""Bytes of a weight, with its share of a block's fp32 scale."""
 
 
 @dataclass(frozen=True)

@@ -114,7 +114,7 @@ def measure(
 def enter(
     emulation: Emulation, rate: float, count: int, args: argparse.Namespace
 ) -> tuple[list[Contestant], list[Refused], dict[str, Any] | None]:
-    """Who may run in a cell, what does not fit, and the tuner's pick, if anything of ours fits."""
+    """Contestants of a cell, what does not fit, and the tuner's pick, if anything of ours fits."""
     link, samples = emulation.link(rate * 1e9), count * emulation.micro_batch_size
     refused: list[Refused] = []
     if args.memory_gb:

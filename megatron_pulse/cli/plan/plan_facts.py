@@ -47,44 +47,35 @@ def predicted(plan: PlanFile) -> list[tuple[str, str]]:
 
 
 def _offloaded_weights(plan: PlanFile) -> list[tuple[str, str]]:
-    """Node memory that the frozen weights of a device take at most."""
-    size, stages = ELEMENT_BYTES[plan.dtype], plan.partition
+    """Node memory that the frozen weights of a device, and of a node's devices, take at most."""
+    size = ELEMENT_BYTES[plan.dtype]
     moved = [offloaded_bytes(layer, size) / plan.tensor for layer in plan.profile.layers]
-    most = max(
-        sum(moved[i] for s in held for i in stages.layers_of_stage(s))
-        for held in map(stages.placement.stages_of_device, range(plan.pipeline))
-    )
-    if not most:
+    if not any(moved):
         return []
-    per_node = int(plan.provenance["cluster"].get("devices_per_node", 1))
-    return [
-        (
-            "on the host",
-            f"frozen weights, at most {most / 1e9:.3g} GB of host memory per device, "
-            f"{per_node * most / 1e9:.3g} GB for the {per_node} of a node",
-        )
-    ]
+    return [("on the host", f"frozen weights, {_host_memory(plan, moved)}")]
 
 
 def _for_optimizer(plan: PlanFile) -> list[tuple[str, str]]:
     """Node memory that the optimizers of a device, and of a node's devices, take at most."""
     if not plan.optimizer_cpu_offload:
         return []
+    each = host_bytes_per_parameter(plan.dtype, plan.data, plan.state)
+    held = [each * layer.of_rank(plan.tensor)[1] for layer in plan.profile.layers]
+    return [("optimizer", _host_memory(plan, held))]
+
+
+def _host_memory(plan: PlanFile, of_layers: Sequence[float]) -> str:
+    """Text of the host memory of the fullest device, whose layers take ``of_layers`` bytes."""
     stages = plan.partition
-    trained = [layer.of_rank(plan.tensor)[1] for layer in plan.profile.layers]
-    most = max(
-        sum(trained[i] for s in held for i in stages.layers_of_stage(s))
+    num_bytes = max(
+        sum(of_layers[i] for s in held for i in stages.layers_of_stage(s))
         for held in map(stages.placement.stages_of_device, range(plan.pipeline))
     )
     per_node = int(plan.provenance["cluster"].get("devices_per_node", 1))
-    num_bytes = most * host_bytes_per_parameter(plan.dtype, plan.data, plan.state)
-    return [
-        (
-            "optimizer",
-            f"at most {num_bytes / 1e9:.3g} GB of host memory per device, "
-            f"{per_node * num_bytes / 1e9:.3g} GB for the {per_node} of a node",
-        )
-    ]
+    return (
+        f"at most {num_bytes / 1e9:.3g} GB of host memory per device, "
+        f"{per_node * num_bytes / 1e9:.3g} GB for the {per_node} of a node"
+    )
 
 
 def filling_facts(found: FilledSchedule) -> list[tuple[str, str]]:

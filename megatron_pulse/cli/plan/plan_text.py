@@ -42,7 +42,7 @@ def batch(plan: PlanFile) -> str:
     for name in ("sequence_parallel", "distributed_optimizer"):
         parts += [name.replace("_", " ")] * getattr(plan, name)
     parts += ["optimizer offload"] * plan.optimizer_cpu_offload
-    parts += ["weight offload"] * any(layer.offloaded for layer in plan.profile.layers)
+    parts += ["weight offload"] * plan.profile.offloads_weights
     for policy, layers in plan.activations.sets():
         if layers:
             parts.append(f"activations: {policy} {tell_layers(layers, len(plan.profile.layers))}")

@@ -166,9 +166,8 @@ class Evaluator:
 
         None if there are none, if some are there already, or without a link to the host.
         """
-        layers = self.profile.layers
-        frozen = any(layer.frozen_parameters for layer in layers)
-        if not frozen or self.cluster.host is None or any(layer.offloaded for layer in layers):
+        frozen = any(layer.frozen_parameters for layer in self.profile.layers)
+        if not frozen or self.cluster.host is None or self.profile.offloads_weights:
             return None
         return self.on(self.cluster, profile=offload_weights(self.profile, ["*"]))
 
@@ -195,8 +194,7 @@ class Evaluator:
     @property
     def offloads_activations(self) -> bool:
         """True if activations may be offloaded: not beside offloaded weights."""
-        weights = any(layer.offloaded for layer in self.profile.layers)
-        return self.cluster.host is not None and not weights
+        return self.cluster.host is not None and not self.profile.offloads_weights
 
     def candidates(self, choices: Choices) -> list[Config]:
         """Configs of ``choices`` that use every device and divide the batch.

@@ -22,7 +22,7 @@ def with_weight_copies(profile: Profile, cluster: Cluster) -> Profile:
     with the layer before. Two layers' weights are in its working memory. Its activations are kept
     or fully recomputed. Raises ClusterError without a link to the host.
     """
-    if not any(layer.offloaded for layer in profile.layers):
+    if not profile.offloads_weights:
         return profile
     if (host := cluster.to_host) is None:
         raise ClusterError(

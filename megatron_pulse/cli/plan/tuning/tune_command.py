@@ -195,7 +195,6 @@ def run(args: argparse.Namespace) -> None:
     from megatron_pulse.planner.tune.plans.to_plan import plan_of
     from megatron_pulse.planner.tune.report.fewer_devices_advice import scale_down
     from megatron_pulse.planner.tune.tune import UntunableError, check_choices
-    from megatron_pulse.planner.tune.weight_copies import with_weight_copies
     from megatron_pulse.profile.warnings import (
         device_caution,
         rank_threads,
@@ -221,7 +220,6 @@ def run(args: argparse.Namespace) -> None:
         raise no_way_to_host(where)
     with as_user_error(ValueError):
         profile = offload_weights(given_profile(args, where), args.offload_weights)
-        with_weight_copies(profile, where)  # raises without a link to the host
     require(
         no_cascade(profile)
         + no_half_gradients(args, profile)

@@ -101,7 +101,7 @@ def _plan(plan: PlanFile) -> str:
         if layers
     ]
     parts += ["distributed optimizer"] * plan.distributed_optimizer
-    parts += ["weight offload"] * any(layer.offloaded for layer in plan.profile.layers)
+    parts += ["weight offload"] * plan.profile.offloads_weights
     return ", ".join([*parts, *["optimizer offload"] * plan.optimizer_cpu_offload])
 
 
