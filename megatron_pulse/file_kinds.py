@@ -25,6 +25,8 @@ class FileKind(Enum):
     LATENTS = "the meta.json of latents"
     CAPTIONS = "a list of captions"
     CAPTION = "a caption"
+    SPLITS = "the split.yaml of Megatron-Energon"
+    DATASETS = "the state.json of a saved dataset"
     ADAPTER = "an adapter_config.json"
     MODEL = "a model's config.json"
     PIPELINE = "a pipeline's model_index.json"
@@ -71,6 +73,8 @@ _USES = {
     FileKind.LATENTS: "--pulse-data latents:FOLDER reads its folder",
     FileKind.CAPTIONS: "--pulse-data captions:FOLDER reads its folder",
     FileKind.CAPTION: "--pulse-data captions:FOLDER reads its folder",
+    FileKind.DATASETS: "--pulse-data datasets:FOLDER reads its folder",
+    FileKind.SPLITS: "--pulse-data webdataset:FOLDER reads the folder of its tars",
     FileKind.MODEL: "'pulse import --from FOLDER' reads its folder",
     FileKind.PIPELINE: "'pulse import --from FOLDER' reads its folder",
     FileKind.SCHEDULER: "'pulse import --from FOLDER' reads its pipeline's folder",

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
 
+from megatron_pulse.data.archives.tables import DatasetImages, ParquetImages, TableImages
+from megatron_pulse.data.archives.webdataset import WebDataset
 from megatron_pulse.data.buckets import Buckets
 from megatron_pulse.data.captions import CaptionedImages, PairedImages
 from megatron_pulse.data.data_record import read_provenance
@@ -17,6 +19,7 @@ from megatron_pulse.data.dataset import (
     NO_FIELDS,
     DataError,
     DiffusionDataset,
+    FieldSpec,
     Subset,
     split_indices,
 )
@@ -35,6 +38,7 @@ from megatron_pulse.data.joined import Joined
 from megatron_pulse.data.latents.folder import LatentFolder
 from megatron_pulse.data.shared_class_labels import labelled_by_name, unnamed_beside_named
 from megatron_pulse.data.split_groups import same_files, uncompared, units_of
+from megatron_pulse.data.stored_file import StoredFile
 from megatron_pulse.errors import Faults, collecting, format_faults, naming
 
 OPTIONS = {
@@ -45,6 +49,10 @@ OPTIONS = {
     "(needs image_size); PATH#NAME: captions are called NAME there",
     "pairs:PATH": "a folder of pairs of images for --pulse-loss dpo, listed as winner, loser and "
     "text in metadata.jsonl or metadata.csv",
+    "webdataset:PATH": "tars of images, with txt, json (PATH#NAME: NAME of it is the caption) or "
+    "cls, as of WebDataset: a folder, a tar, or PATH-{000..012}.tar",
+    "parquet:PATH": "parquet files with pictures in a column; PATH#NAME: the column of captions",
+    "datasets:PATH": "a folder of Dataset.save_to_disk of Hugging Face's datasets; PATH#NAME also",
     "latents:PATH": "a folder of precomputed latents, written by LatentWriter",
     "A,B,...": "several of these; of several shapes, for a backbone of several",
 }
@@ -53,9 +61,15 @@ _UNNAMED = (
     "write-latents'), or none"
 )
 _SHOWN = 3
-IMAGES = ("folder", "captions", "pairs")
+FOLDERS = ("folder", "captions", "pairs")
+"""Kinds of datasets that are folders of image files."""
+ARCHIVES: Mapping[str, type[WebDataset | TableImages]] = {
+    each.kind: each for each in (WebDataset, ParquetImages, DatasetImages)
+}
+"""Classes of archives of images by their kinds."""
+IMAGES = (*FOLDERS, *ARCHIVES)
 """Kinds of datasets that are image files."""
-_NEXT = re.compile(r",(?=(?:folder|captions|pairs|latents):|(?:mnist|digits8)(?:,|$))")
+_NEXT = re.compile(rf",(?=(?:{'|'.join(IMAGES)}|latents):|(?:mnist|digits8)(?:,|$))")
 """Comma between two datasets, as opposed to a comma within a path."""
 
 
@@ -289,7 +303,13 @@ def _open(
             raise DataError(spec, ["a folder of images needs an image size"], "Give image_size.")
 
         files: ImageFiles
-        if kind == "folder":
+        if kind in ARCHIVES:
+            named = None if column == TEXT else column
+            files = ARCHIVES[kind](
+                path, image_size, channels, fields, verify, named, default_caption
+            )
+            _require_no_companions(spec, fields, masks)
+        elif kind == "folder":
             files = ImageFolder(path, image_size, channels, verify, column, default_caption)
         else:
             of_texts = PairedImages if kind == "pairs" else CaptionedImages
@@ -309,6 +329,14 @@ def _open(
     if len(source) < 2:
         raise DataError(spec, [f"it has {len(source)} sample(s)"], "Training needs 2 or more.")
     return source
+
+
+def _require_no_companions(spec: str, fields: Mapping[str, FieldSpec], masks: str | None) -> None:
+    """Raise DataError if pictures beside those of an archive are asked for."""
+    asked = {"control pictures": CONDITIONING in fields, "masks (--pulse-masks)": masks is not None}
+    faults = [f"{what} belong to files in folders" for what, is_so in asked.items() if is_so]
+    if faults:
+        raise DataError(spec, faults, "Give folder:PATH or captions:PATH.")
 
 
 def _column_of(path: str) -> tuple[str, str]:
@@ -352,7 +380,7 @@ def _split(
         own = source.ties() if fraction else ()
         ties += own or [((number, i),) for i in range(len(source))]
     if fraction and len(opened) > 1:  # a folder may hold copies of another folder's pictures
-        pictures: list[Sequence[Path | None]] = [
+        pictures: list[Sequence[StoredFile | None]] = [
             source.pictures() or [None] * len(source) for _, source in opened
         ]
         files = [path for path in chain.from_iterable(pictures) if path is not None]

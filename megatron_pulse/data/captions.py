@@ -15,7 +15,7 @@ import unicodedata
 from collections.abc import Hashable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -89,12 +89,35 @@ def _vector(kind: str, text: str, width: int) -> np.ndarray:
     return drawn
 
 
-class CaptionedImages(ImageFiles):
+class WordedImages(ImageFiles):
+    """Images with captions, which WordEncoder encodes to those of ``fields`` that are text.
+
+    Dropped samples get the encoding of the empty text. The other arguments are those of ImageFiles.
+    """
+
+    def __init__(
+        self, *args: Any, fields: Mapping[str, FieldSpec] = NO_FIELDS, **given: Any
+    ) -> None:
+        super().__init__(*args, **given)
+        self._encoder = WordEncoder(fields if self.has_captions else NO_FIELDS)
+        self.fields = self._encoder.fields
+
+    def excess(self, index: int) -> int:
+        return self._encoder.excess(self.caption(index))
+
+    def conditioning(self, index: int) -> dict[str, Tensor]:
+        return self._encoder(self.caption(index))
+
+    def null_conditioning(self) -> dict[str, Tensor]:
+        return self._encoder("")
+
+
+class CaptionedImages(WordedImages):
     """Images and captions below ``root`` (see ``images/metadata.py``), encoded by WordEncoder.
 
-    ``fields`` are a backbone's inputs; the dataset has those that are text. Dropped samples get the
-    encoding of the empty text. ``verify`` is that of ImageFiles, ``column`` the caption column of
-    lists, ``default`` the caption of images without one. Raises DataError with every fault.
+    ``fields`` are a backbone's inputs. ``verify`` is that of ImageFiles, ``column`` the caption
+    column of lists, ``default`` the caption of images without one. Raises DataError with every
+    fault.
     """
 
     kind = "captions"
@@ -122,23 +145,21 @@ class CaptionedImages(ImageFiles):
         files, captions = zip(*said.pairs, strict=True)
         groups = [said.groups.get(path, "") for path in files]
         super().__init__(
-            root, list(files), [0] * len(files), 1, image_size, channels, verify, captions, groups
+            root,
+            files,
+            [0] * len(files),
+            1,
+            image_size,
+            channels,
+            verify,
+            list(captions),
+            groups,
+            fields=fields,
         )
         self.cautions = said.cautions
-        self._encoder = WordEncoder(fields)
-        self.fields = self._encoder.fields
 
     def _read(self, root: Path, column: str, default: str) -> Captions:
         return read_captions(root, column, default)
-
-    def excess(self, index: int) -> int:
-        return self._encoder.excess(self.captions[index])
-
-    def conditioning(self, index: int) -> dict[str, Tensor]:
-        return self._encoder(self.captions[index])
-
-    def null_conditioning(self) -> dict[str, Tensor]:
-        return self._encoder("")
 
 
 class PairedImages(CaptionedImages):

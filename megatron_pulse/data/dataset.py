@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 import numpy as np
@@ -13,6 +12,7 @@ import torch
 from annotated_types import Ge, Le
 from torch import Tensor
 
+from megatron_pulse.data.stored_file import StoredFile
 from megatron_pulse.diffusion.noise import Stream, philox
 from megatron_pulse.errors import PicklableError, UserError, format_faults
 from megatron_pulse.json_validation import Text
@@ -210,7 +210,7 @@ class DiffusionDataset(ABC):
         """
         return ()
 
-    def pictures(self) -> Sequence[Path]:
+    def pictures(self) -> Sequence[StoredFile]:
         """Picture file of each sample; empty if samples are no files."""
         return ()
 
@@ -346,7 +346,7 @@ class Derived(DiffusionDataset):
         ties = self.source.ties()
         return [ties[self.at(i)] for i in range(len(self))] if ties else ()
 
-    def pictures(self) -> Sequence[Path]:
+    def pictures(self) -> Sequence[StoredFile]:
         files = self.source.pictures()
         return [files[self.at(i)] for i in range(len(self))] if files else ()
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
+import io
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import suppress
-from pathlib import Path
 
 import xxhash
 
-from megatron_pulse.files import open_regular
+from megatron_pulse.data.stored_file import StoredFile, open_stored, stored_size
 
 MOST_COMPARED = 100_000
 """Files; of more, only names are compared: every rank looks at each when a run starts."""
@@ -38,20 +37,20 @@ def units_of(ties: Sequence[Sequence[Hashable]]) -> list[int]:
     return [numbers.setdefault(root(sample), len(numbers)) for sample in range(len(ties))]
 
 
-def content_hash(*paths: Path) -> int:
+def content_hash(*paths: StoredFile) -> int:
     """Hash of the bytes of files (XXH3, 63 bits); raises OSError."""
     whole = xxhash.xxh3_64()
     for path in paths:
-        with open_regular(path) as file:
+        with open_stored(path) as file:
             while piece := file.read(1 << 20):
                 whole.update(piece)
     return int(whole.intdigest()) >> 1
 
 
-def ends_hash(path: Path) -> int:
+def ends_hash(path: StoredFile) -> int:
     """Hash of a file's size, beginning and end (XXH3, 63 bits); 0 if unreadable."""
     try:
-        size, ends = os.stat(path).st_size, _ends(path)
+        size, ends = stored_size(path), _ends(path)
     except OSError:  # told where it is read
         return 0
     return int(xxhash.xxh3_64_intdigest(size.to_bytes(8, "little") + ends)) >> 1
@@ -62,23 +61,23 @@ def name_hash(name: str) -> int:
     return int(xxhash.xxh3_64_intdigest(name.encode())) >> 1
 
 
-def same_files(files: Sequence[Path]) -> list[Hashable]:
+def same_files(files: Sequence[StoredFile]) -> list[Hashable]:
     """Key of each file, equal for files with equal bytes.
 
     Whole files are read only if size, beginning and end are equal. The key is the path for more
     than 100,000 files, and for unreadable ones.
     """
     unique = list(dict.fromkeys(files))
-    keys: dict[Path, Hashable] = {path: path for path in unique}
+    keys: dict[StoredFile, Hashable] = {path: path for path in unique}
     if len(unique) <= MOST_COMPARED:
-        for sized in _alike(unique, lambda path: os.stat(path).st_size):
+        for sized in _alike(unique, stored_size):
             for ended in _alike(sized, _ends):
                 for same in _alike(ended, content_hash):
                     keys |= dict.fromkeys(same, same[0])
     return [keys[path] for path in files]
 
 
-def uncompared(files: Sequence[Path]) -> str:
+def uncompared(files: Sequence[StoredFile]) -> str:
     """Caution that these files are too many for ``same_files`` to compare; else empty."""
     if (count := len(set(files))) <= MOST_COMPARED:
         return ""
@@ -89,17 +88,19 @@ def uncompared(files: Sequence[Path]) -> str:
     )
 
 
-def _alike(paths: Sequence[Path], key: Callable[[Path], Hashable]) -> Iterator[list[Path]]:
+def _alike(
+    paths: Sequence[StoredFile], key: Callable[[StoredFile], Hashable]
+) -> Iterator[list[StoredFile]]:
     """Groups of at least two paths with equal keys."""
-    found = defaultdict[Hashable, list[Path]](list)
+    found = defaultdict[Hashable, list[StoredFile]](list)
     for path in paths:
         with suppress(OSError):  # told where it is read
             found[key(path)].append(path)
     yield from (same for same in found.values() if len(same) > 1)
 
 
-def _ends(path: Path) -> bytes:
-    with open_regular(path) as file:
+def _ends(path: StoredFile) -> bytes:
+    with open_stored(path) as file:
         head = file.read(_END_BYTES)
-        file.seek(max(os.fstat(file.fileno()).st_size - _END_BYTES, 0))
+        file.seek(max(file.seek(0, io.SEEK_END) - _END_BYTES, 0))
         return head + file.read(_END_BYTES)

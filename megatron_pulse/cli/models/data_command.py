@@ -41,6 +41,13 @@ A dataset is named as for --pulse-data:
   pairs:PATH     pairs of images for --pulse-loss dpo: metadata.jsonl, one {"winner": ...,
                  "loser": ..., "text": ...} a line, or metadata.csv; or Pick-a-Pic's jpg_0, jpg_1
                  and label_0, of which ties are left out (needs --image-size)
+  webdataset:PATH  tars of images as of WebDataset, with a.txt, a.json or a.cls beside a.jpg: a
+                 folder, a tar, or photos-{000..012}.tar; of a folder that Megatron-Energon has
+                 prepared its training split, or PATH/SPLIT. PATH#NAME where the json calls the
+                 caption NAME (needs --image-size)
+  parquet:PATH, datasets:PATH  rows with an image, perhaps a text (or PATH#NAME) and a label: files
+                 of parquet, or a folder of Dataset.save_to_disk; read with
+                 pip install megatron-pulse[data] (needs --image-size)
   latents:PATH   latents written by 'pulse data write-latents'
 """
 _MOST_CLASSES = 20

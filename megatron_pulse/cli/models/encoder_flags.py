@@ -53,7 +53,7 @@ def caption_faults(args: argparse.Namespace, source: str) -> list[str]:
     from megatron_pulse.data.build import IMAGES, names_of
 
     if not any(name.partition(":")[0] in IMAGES for name in names_of(source)):
-        return ["--default-caption is for image files: folder:PATH, captions:PATH or pairs:PATH"]
+        return [f"--default-caption is for image files: {':PATH, '.join(IMAGES)}:PATH"]
     return []
 
 

@@ -149,8 +149,10 @@ def _check(args: argparse.Namespace) -> list[str]:
     if captions and args.image_size is None:
         faults.append(f"--from {args.source}: give --image-size")
     if args.text_states is not None:
-        if not captions:
-            faults.append("--text-states is for data with captions (captions:PATH, pairs:PATH)")
+        from megatron_pulse.data.build import IMAGES
+
+        if args.source.partition(":")[0] not in IMAGES:
+            faults.append(f"--text-states is for captions, which {args.source} cannot have")
         with collecting(faults):
             _text_states(args.text_states)
     faults += vae_faults(args.vae)

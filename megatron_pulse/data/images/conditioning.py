@@ -83,6 +83,7 @@ class Pairing:
         pairs, faults, listing = list[tuple[Path, Path]](), list[str](), Listing.of(root)
         there, stems = set(listing.pictures), by_stem(listing.pictures)
         for path in source.files:
+            assert isinstance(path, Path), "archives have no companions"
             at = root / path.relative_to(source.root)
             found = [at] if at in there else stems.get(at.with_suffix(""), [])
             if not found:

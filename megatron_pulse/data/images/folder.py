@@ -23,6 +23,7 @@ from megatron_pulse.data.images.pictures import (
     upright_size,
 )
 from megatron_pulse.data.split_groups import content_hash, ends_hash, name_hash, same_files
+from megatron_pulse.data.stored_file import StoredFile
 from megatron_pulse.progress import track
 
 NUM_READERS = 8
@@ -46,8 +47,8 @@ class ImageFiles(DiffusionDataset):
     def __init__(
         self,
         root: Path,
-        files: list[Path],
-        labels: list[int],
+        files: Sequence[StoredFile],
+        labels: Sequence[int],
         num_classes: int,
         image_size: int,
         channels: int = 3,
@@ -58,8 +59,8 @@ class ImageFiles(DiffusionDataset):
         self.root = root
         self.files = files
         self.labels = labels
-        self.captions = list(captions)
-        self.has_captions = bool(captions)
+        self.captions = captions
+        self.has_captions = len(captions) > 0
         self._groups = groups
         self.has_groups = any(groups)
         self.num_classes = num_classes
@@ -75,7 +76,7 @@ class ImageFiles(DiffusionDataset):
         return self.labels[index]
 
     def caption(self, index: int) -> str:
-        return self.captions[index] if self.captions else ""
+        return self.captions[index] if self.has_captions else ""
 
     def image(self, index: int) -> Tensor:
         return squared(self._decoded(index), self.image_shape[1])
@@ -96,7 +97,7 @@ class ImageFiles(DiffusionDataset):
         return str(self.files[index])
 
     def revision(self, index: int) -> str:
-        return os.path.relpath(self.files[index], self.root)
+        return os.path.relpath(str(self.files[index]), self.root)
 
     def identity(self, index: int) -> int:
         with self._told(index):
@@ -121,7 +122,7 @@ class ImageFiles(DiffusionDataset):
             for picture, group in zip(pictures, named, strict=True)
         ]
 
-    def pictures(self) -> Sequence[Path]:
+    def pictures(self) -> Sequence[StoredFile]:
         return self.files
 
     def _decoded(self, index: int) -> Image.Image:

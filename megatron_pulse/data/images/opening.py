@@ -7,14 +7,13 @@ or is rejected.
 
 from __future__ import annotations
 
-import os
+import io
 import re
 import struct
 import warnings
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 
 from PIL.BmpImagePlugin import BmpImageFile
 from PIL.GifImagePlugin import GifImageFile
@@ -24,7 +23,7 @@ from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
-from megatron_pulse.files import open_regular
+from megatron_pulse.data.stored_file import StoredFile, open_stored
 
 UNREADABLE = (OSError, SyntaxError, ValueError)
 """Exceptions for files without a whole picture, and for storage errors."""
@@ -80,16 +79,16 @@ warnings.filterwarnings("ignore", module=r"PIL\.")
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[ImageFile]:
+def opened(path: StoredFile) -> Iterator[ImageFile]:
     """Open a picture file and read only its beginning (all of a WEBP file, as its reader does).
 
     Raises ``UNREADABLE`` for files that are not regular, or of a format outside ``_READERS``. Also
     raises for samples of 32 bits, and for files above ``MAX_PIXELS`` or ``MAX_BYTES``.
     """
-    with open_regular(path) as content:
+    with open_stored(path) as content:
         head = content.read(_HEAD)
         name = _format_of(head)
-        if (size := os.fstat(content.fileno()).st_size) > MAX_BYTES:
+        if (size := content.seek(0, io.SEEK_END)) > MAX_BYTES:
             raise ValueError(
                 f"it has {size:,} bytes; at most {MAX_BYTES:,} are read. Write it again"
             )

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from megatron_pulse.data.dataset import CorruptSample, DataError, DiffusionDataset
 from megatron_pulse.data.images.conditioning import ControlPictures
 from megatron_pulse.data.images.folder import NUM_READERS, ImageFiles
 from megatron_pulse.data.images.masks import Masks
 from megatron_pulse.data.images.pictures import has_alpha, upright_size
+from megatron_pulse.data.stored_file import StoredFile, stored_size
 from megatron_pulse.progress import track
 
 MOST_DECODED = 32 << 20
@@ -78,7 +77,7 @@ def surveys(data: Sequence[DiffusionDataset], whole: bool | None = None) -> list
     sources = dict.fromkeys(source for one in data for source in one.sources)
     files = [one for one in sources if isinstance(one, ImageFiles)]
     paired = any(isinstance(one, ControlPictures) for one in files)
-    sizes: dict[Path, tuple[int, int]] | None = {} if paired else None
+    sizes: dict[StoredFile, tuple[int, int]] | None = {} if paired else None
     found = [_survey(one, whole, sizes) for one in files]
     for each in found:
         if isinstance(each.files, ControlPictures) and sizes is not None:
@@ -105,9 +104,9 @@ def require_white(found: Sequence[Survey]) -> None:
             )
 
 
-def _num_other_crop(controls: ControlPictures, sizes: Mapping[Path, tuple[int, int]]) -> int:
+def _num_other_crop(controls: ControlPictures, sizes: Mapping[StoredFile, tuple[int, int]]) -> int:
     """Number of control pictures whose aspect ratio differs from their photo's by over a pixel."""
-    other = set[Path]()
+    other = set[StoredFile]()
     for photo, control in zip(controls.photos, controls.files, strict=True):
         if photo in sizes and control in sizes:
             (width, height), (own_width, own_height) = sizes[photo], sizes[control]
@@ -118,10 +117,10 @@ def _num_other_crop(controls: ControlPictures, sizes: Mapping[Path, tuple[int, i
 
 
 def _survey(
-    files: ImageFiles, whole: bool | None, sizes: dict[Path, tuple[int, int]] | None
+    files: ImageFiles, whole: bool | None, sizes: dict[StoredFile, tuple[int, int]] | None
 ) -> Survey:
     """Survey of one folder; adds (width, height) of its pictures to ``sizes``."""
-    first: dict[Path, int] = {}
+    first: dict[StoredFile, int] = {}
     for index, path in enumerate(files.files):
         first.setdefault(path, index)
     if whole is None:
@@ -161,11 +160,12 @@ def _survey(
     return found
 
 
-def _num_bytes(paths: Sequence[Path]) -> int:
+def _num_bytes(paths: Sequence[StoredFile]) -> int:
     """Total size of files, counted up to the limit of decoding."""
     total = 0
     for path in paths:
-        total += os.stat(path).st_size if os.path.exists(path) else 0
+        with suppress(OSError):  # told where it is read
+            total += stored_size(path)
         if total > MOST_DECODED:
             break
     return total

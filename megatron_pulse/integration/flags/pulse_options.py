@@ -12,7 +12,7 @@ import torch
 
 from megatron_pulse.adapters.choice import AdapterChoice
 from megatron_pulse.backbone.chain import Backbone
-from megatron_pulse.data.build import IMAGES, several_parts
+from megatron_pulse.data.build import ARCHIVES, IMAGES, several_parts
 from megatron_pulse.dataclass_flags import (
     ABOVE_ZERO,
     BELOW_ONE,
@@ -81,8 +81,9 @@ def _num_chunks(options: PulseOptions) -> str | None:
 
 
 def _skip_corrupt(options: PulseOptions) -> str | None:
-    if options.skip_corrupt and not (options.data or "").startswith(("folder:", "captions:")):
-        return "is for image files: --pulse-data folder:PATH or captions:PATH"
+    kinds = tuple(f"{kind}:" for kind in ("folder", "captions", *ARCHIVES))
+    if options.skip_corrupt and not (options.data or "").startswith(kinds):
+        return f"is for image files: --pulse-data {'PATH, '.join(kinds)}PATH"
     return None
 
 
@@ -116,7 +117,7 @@ def _validation_times(options: PulseOptions) -> str | None:
 def _default_caption(options: PulseOptions) -> str | None:
     files = any(f"{kind}:" in (options.data or "") for kind in IMAGES)
     if options.default_caption and not files:
-        return "is for image files: --pulse-data folder:PATH, captions:PATH or pairs:PATH"
+        return f"is for image files: --pulse-data {':PATH, '.join(IMAGES)}:PATH"
     return None
 
 

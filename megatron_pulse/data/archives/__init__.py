@@ -1,0 +1,1 @@
+"""Pictures within archives and tables, read by index."""

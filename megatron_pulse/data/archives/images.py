@@ -1,0 +1,41 @@
+"""Pictures in archives as a dataset, whatever the archive."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from megatron_pulse.data.captions import WordedImages
+from megatron_pulse.data.dataset import NO_FIELDS, FieldSpec
+from megatron_pulse.data.stored_file import ArchivedFile
+
+
+class ArchivedImages(WordedImages):
+    """Pictures of archives below ``root``, with captions and classes where there are any.
+
+    ``labels`` are class numbers; ``class_names`` are empty where classes have none. The other
+    arguments are those of WordedImages.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        files: Sequence[ArchivedFile],
+        labels: Sequence[int],
+        image_size: int,
+        channels: int = 3,
+        fields: Mapping[str, FieldSpec] = NO_FIELDS,
+        verify: bool = False,
+        captions: Sequence[str] = (),
+        class_names: Sequence[str] = (),
+    ) -> None:
+        num_classes = len(class_names) or 1 + max(labels, default=0)
+        self.class_names = class_names
+        super().__init__(
+            root, files, labels, num_classes, image_size, channels, verify, captions, fields=fields
+        )
+
+    def revision(self, index: int) -> str:
+        file = self.files[index]
+        assert isinstance(file, ArchivedFile)
+        return file.relative_to(self.root)
