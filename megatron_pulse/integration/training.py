@@ -158,6 +158,7 @@ def train(
         lambda: schedule.step_time,
         data.count_corrupt,
         _stragglers(args, options, plan),
+        lambda: data.waited_s,
     )
     args.log_throughput = False  # Megatron's throughput line; ours is always printed
     if args.rank == 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -117,6 +118,8 @@ class DiffusionData:
         self._skip_corrupt = options.skip_corrupt
         self._bucket_batch = options.bucket_batch
         self._times = options.validation_times
+        self.waited_s = 0.0
+        """Seconds for which this process has waited for training microbatches."""
         self._corrupt: set[str] = set()
         """Corrupt training files skipped in this process."""
         self._null_label = backbone.null_label
@@ -322,6 +325,8 @@ class DiffusionData:
                     needs_pixels=reads_pixels,
                 )
             )
+            if training:
+                batches = self._timed(batches)
             if not self._skip_corrupt:
                 return batches
             return self._counted(batches, dataset, training, first_to_read)
@@ -392,6 +397,16 @@ class DiffusionData:
             loss=self._loss,
             **how,
         )
+
+    def _timed(self, batches: Iterator[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+        """Add the time that each of ``batches`` takes to ``waited_s``."""
+        while True:
+            began = time.perf_counter()
+            batch = next(batches, None)
+            self.waited_s += time.perf_counter() - began
+            if batch is None:
+                return
+            yield batch
 
     def _counted(
         self,

@@ -153,7 +153,14 @@ def test_rows_have_classes_and_a_named_caption(kind, tmp_path):
     place.mkdir()
     spec = _saved(rows, place, kind, **kinds, label=datasets.ClassLabel(names=["owl", "cat"]))
     every, _ = open_dataset(f"{spec}#prompt", 8, validation_fraction=0.0, default_caption="none")
-    assert [every.caption(i) for i in range(6)] == ["p\ufffd 0", "none", "p 2", "p 3", "p 4", "none"]
+    assert [every.caption(i) for i in range(6)] == [
+        "p\ufffd 0",
+        "none",
+        "p 2",
+        "p 3",
+        "p 4",
+        "none",
+    ]
     assert list(every.class_names) == ["owl", "cat"]
     assert [every.label(i) for i in range(6)] == rows["label"]
     assert values(every) == list(range(6))

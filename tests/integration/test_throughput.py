@@ -80,7 +80,8 @@ def test_the_line_says_what_was_measured(said: tuple[list[Any], Path]) -> None:
         assert 0.5 * BATCH < speed * slowest / num_steps < 1.1 * BATCH
     for line in lines:
         assert re.search(r"TFLOP/s per device \| bubble \d+\.\d % \(plan \d+\.\d %\) \| peak", line)
-        assert re.search(r"peak 0\.\d+ GB \(RSS\) \| 0:00:0\d left$", line)
+        end = r"peak 0\.\d+ GB \(RSS\) \| 0:00:0\d left( \| waiting for data \d+ %)?$"
+        assert re.search(end, line)
         assert "MFU" not in line  # nobody publishes a peak of this CPU
 
 
@@ -92,7 +93,7 @@ def test_tensorboard_has_it_too(said: tuple[list[Any], Path]) -> None:
     values = {
         tag: {event.step: event.value for event in events.Scalars(tag)}
         for tag in ("samples-per-second", "tflops-per-device", "bubble", "bubble-planned",
-                    "peak-memory-gb", "seconds-left")
+                    "peak-memory-gb", "seconds-left", "waiting-for-data")
     }  # fmt: skip
     assert all(set(found) == {2, 4} for found in values.values()), values
     options = dict(text.split("=") for text in TINY["uvit"] if "=" in text)
@@ -125,8 +126,23 @@ def test_figures() -> None:
     )
     assert unknown.line() == " throughput: 8 samples/s | peak 0 GB (RSS) | 0:00:00 left"
     assert set(unknown.scalars()) == {
-        "samples-per-second", "bubble-planned", "peak-memory-gb", "seconds-left"
+        "samples-per-second", "bubble-planned", "peak-memory-gb", "seconds-left",
+        "waiting-for-data",
     }  # fmt: skip
+
+
+def test_steps_that_wait_for_data_are_told() -> None:
+    """A rank waits for a third of the time: without that, half more samples."""
+    steps = [TimedStep(16, 2.0, None, 0.5), TimedStep(16, 2.0, None, 0.5)]
+    ranks = [interval_sums(steps, 0), IntervalSums(3.0, 0, 0, 0, waited_s=4 / 3)]
+    work = ThroughputConstants(None, None, 0.0, 2)
+    found = throughput_of(work, steps, ranks, 0, "RSS")
+    assert found.waiting == pytest.approx(1 / 3)
+    assert found.line().endswith("waiting for data 33 %")
+    assert "8 samples/s are loaded, and 12 could be trained on" in found.starved(2)
+    assert "(now 2 a rank)" in found.starved(2)
+    little = throughput_of(work, steps, [IntervalSums(4.0, 0, 0, 0, waited_s=0.3)], 0, "RSS")
+    assert not little.starved(2) and little.line().endswith("waiting for data 8 %")
 
 
 def test_the_meter_counts_operations_and_not_waiting() -> None:

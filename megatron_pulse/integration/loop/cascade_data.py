@@ -79,6 +79,11 @@ class CascadeData:
         """Number of validation losses of every chain."""
         return {chain: part.num_validation for chain, part in self.parts.items()}
 
+    @property
+    def waited_s(self) -> float:
+        """Seconds for which this process has waited for training microbatches."""
+        return sum(part.waited_s for part in self.parts.values())
+
     def place_encoders(self, plan: Plan, given: PlanFile | None) -> list[str]:
         """Assign the encoders of every chain to all devices; return the faults."""
         return [fault for part in self.parts.values() for fault in part.place_encoders(plan, given)]

@@ -26,6 +26,8 @@ from megatron_pulse.profile.roofline import known_device
 from megatron_pulse.runtime.collectives import gather_objects
 from megatron_pulse.runtime.measure.recorder import StepTime
 
+_SHOWN_WAITING, _MOST_WAITING = 0.01, 0.1
+"""Shares of the time spent on waiting for data from which the log tells it, and warns."""
 THROUGHPUT = " throughput: "
 """Begin of the throughput's line in Megatron's log."""
 
@@ -46,11 +48,15 @@ class ThroughputConstants:
 
 @dataclass(frozen=True)
 class TimedStep:
-    """Training step on one rank; ``time`` is None if the step was traced instead."""
+    """Training step on one rank; ``time`` is None if the step was traced instead.
+
+    It waited ``waited_s`` of its ``seconds`` for microbatches.
+    """
 
     num_samples: int
     seconds: float
     time: StepTime | None
+    waited_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -66,6 +72,8 @@ class Throughput:
     memory: str
     seconds_left: float
     num_corrupt: int = 0
+    waiting: float = 0.0
+    """Share of the time in which the rank that waits longest for its microbatches does so."""
 
     def line(self) -> str:
         """Line of the log."""
@@ -81,8 +89,22 @@ class Throughput:
             yield f"bubble {100 * self.idle:.1f} % (plan {100 * max(0.0, self.planned_idle):.1f} %)"
         yield f"peak {self.peak_gb:.3g} GB ({self.memory})"
         yield f"{timedelta(seconds=round(self.seconds_left))} left"
+        if self.waiting >= _SHOWN_WAITING:
+            yield f"waiting for data {100 * self.waiting:.0f} %"
         if self.num_corrupt:
             yield f"corrupt files skipped: {self.num_corrupt}"
+
+    def starved(self, num_workers: int) -> str:
+        """Warning of steps that wait for their data, with its remedy; empty if few do."""
+        if self.waiting <= _MOST_WAITING:
+            return ""
+        needed = self.samples_per_s / max(1 - self.waiting, 1e-3)
+        return (
+            f"warning: steps wait for data {100 * self.waiting:.0f} % of the time: "
+            f"{self.samples_per_s:.4g} samples/s are loaded, and {needed:.4g} could be trained on. "
+            f"Use more --num-workers (now {num_workers} a rank), faster storage, or latents "
+            "('pulse data write-latents')"
+        )
 
     def scalars(self) -> dict[str, float]:
         """Tags and values for TensorBoard and W&B."""
@@ -94,6 +116,7 @@ class Throughput:
             "bubble-planned": self.planned_idle,
             "peak-memory-gb": self.peak_gb,
             "seconds-left": self.seconds_left,
+            "waiting-for-data": self.waiting,
         }
         if self.num_corrupt:
             values["corrupt-files"] = self.num_corrupt
@@ -102,13 +125,16 @@ class Throughput:
 
 @dataclass(frozen=True)
 class IntervalSums:
-    """Sums of an interval on one rank: seconds of steps, computing and schedule; peak memory."""
+    """Sums of an interval on one rank: seconds of steps, computing, schedule and waiting for
+    microbatches; peak memory.
+    """
 
     step_s: float
     busy_s: float
     window_s: float
     peak_bytes: float
     num_corrupt: int = 0
+    waited_s: float = 0.0
 
 
 def interval_sums(
@@ -122,6 +148,7 @@ def interval_sums(
         sum(t.window_s for t in times),
         peak_bytes,
         num_corrupt,
+        sum(step.waited_s for step in steps),
     )
 
 
@@ -154,6 +181,7 @@ def throughput_of(
         memory,
         steps_left * seconds / len(steps),
         max(rank.num_corrupt for rank in ranks),
+        max(rank.waited_s for rank in ranks) / seconds,
     )
 
 
@@ -179,7 +207,8 @@ class ThroughputLog:
     """Timer of training steps, which logs the throughput when Megatron logs.
 
     ``step_time`` returns the computing time of the last step. ``num_corrupt`` returns the number of
-    corrupt files on all ranks (collective). ``stragglers`` checks each interval for slow ranks.
+    corrupt files on all ranks (collective), ``waited_s`` the seconds for which this process has
+    waited for microbatches so far. ``stragglers`` checks each interval for slow ranks.
     Communication is a few small gathers per interval. The first step of a run opens connections and
     warms up, so it counts only if it is the only one.
     """
@@ -190,7 +219,9 @@ class ThroughputLog:
         step_time: Callable[[], StepTime | None],
         num_corrupt: Callable[[], int] = lambda: 0,
         stragglers: Stragglers | None = None,
+        waited_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
+        self._waited_s = waited_s
         self._stragglers = stragglers
         self._work = work
         self._step_time = step_time
@@ -203,9 +234,10 @@ class ThroughputLog:
 
         def step(*given: Any, **named: Any) -> Any:
             count = get_num_microbatches() * args.micro_batch_size * args.data_parallel_size
-            began = time.perf_counter()
+            began, waited_s = time.perf_counter(), self._waited_s()
             result = train_step(*given, **named)
-            self._steps.append(TimedStep(count, time.perf_counter() - began, self._step_time()))
+            seconds, waited_s = time.perf_counter() - began, self._waited_s() - waited_s
+            self._steps.append(TimedStep(count, seconds, self._step_time(), waited_s))
             if self._stragglers is not None:
                 self._stragglers.note(self._steps[-1].time)
             return result
@@ -222,7 +254,7 @@ class ThroughputLog:
         ) -> Any:
             warning = ""
             if iteration % args.log_interval == 0 and self._steps:
-                warning = self._say(iteration, max(args.train_iters - iteration, 0))
+                warning = self._say(iteration, max(args.train_iters - iteration, 0), args)
             result = training_log(losses, totals, rate, iteration, *rest, **named)
             if warning:
                 print(warning, flush=True)
@@ -230,7 +262,7 @@ class ThroughputLog:
 
         return log
 
-    def _say(self, iteration: int, steps_left: int) -> str:
+    def _say(self, iteration: int, steps_left: int, args: argparse.Namespace) -> str:
         """Print the interval's throughput; returns the warning of a slow rank, or nothing."""
         steps = self._steps if self._warm or len(self._steps) == 1 else self._steps[1:]
         peak_bytes, memory = peak_memory()
@@ -238,6 +270,8 @@ class ThroughputLog:
         if dist.get_rank() == dist.get_world_size() - 1:
             found = throughput_of(self._work, steps, ranks, steps_left, memory)
             print(found.line(), flush=True)
+            if starved := found.starved(args.num_workers):
+                print(starved, flush=True)
             if (writer := get_tensorboard_writer()) is not None:
                 for tag, value in found.scalars().items():
                     writer.add_scalar(tag, value, iteration)
