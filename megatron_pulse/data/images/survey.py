@@ -11,9 +11,10 @@ from pathlib import Path
 
 from megatron_pulse.data.dataset import CorruptSample, DataError, DiffusionDataset
 from megatron_pulse.data.images.conditioning import ControlPictures
-from megatron_pulse.data.images.folder import NUM_READERS, ImageFiles
+from megatron_pulse.data.images.folder import ImageFiles
 from megatron_pulse.data.images.masks import Masks
 from megatron_pulse.data.images.pictures import has_alpha, upright_size
+from megatron_pulse.data.images.sizes import NUM_READERS
 from megatron_pulse.progress import track
 
 MOST_DECODED = 32 << 20
