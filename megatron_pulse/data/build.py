@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron_pulse.data.augmentation import Augmentation
 from megatron_pulse.data.buckets import Buckets
 from megatron_pulse.data.captions import CaptionedImages, PairedImages
 from megatron_pulse.data.data_record import read_provenance
@@ -228,7 +230,7 @@ def open_buckets(
     shapes = tuple(dict.fromkeys(shape for _, shape, _, _ in found))
     trains = [_pooled([train for _, own, train, _ in found if own == shape]) for shape in shapes]
     validations = [_pooled([held for _, own, _, held in found if own == shape]) for shape in shapes]
-    if len(shapes) == 1:
+    if len(wanted) == 1:
         return trains[0], validations[0], shapes
     return Buckets(trains), Buckets(validations), shapes
 
@@ -276,6 +278,24 @@ def _repeated(name: str, train: DiffusionDataset) -> DiffusionDataset:
     """Training samples as often as the name says."""
     repeats = DataName.of(name).repeats
     return train if repeats == 1 else Subset(train, np.tile(np.arange(len(train)), repeats))
+
+
+def unvaried(data: DiffusionDataset, augmentation: Augmentation) -> Iterator[str]:
+    """Faults of augmentation that the sources of ``data`` cannot have."""
+    for source in data.sources:
+        latents = source if isinstance(source, LatentFolder) else None
+        if latents is not None and augmentation.flip and not latents.layout.mirrored:
+            yield (
+                f"flip: {latents.root} has no latents of mirrored pictures. Write them with 'pulse "
+                "data write-latents --flip'"
+            )
+        if augmentation.random_crop and not source.has_files:
+            name = "samples in memory" if latents is None else str(latents.root)
+            yield f"crop: {name} cannot be cropped otherwise; pictures of a folder can"
+        if augmentation.shuffle_tags and latents is not None:
+            yield f"shuffle_tags: {latents.root} has no captions, only what was made of them"
+    if augmentation.shuffle_tags and not data.has_captions:
+        yield "shuffle_tags: the data has no captions"
 
 
 def _prefixes(spec: str, prefixes: Sequence[str]) -> dict[str, str]:
@@ -330,8 +350,7 @@ def _unlike(found: Sequence[tuple[str, DiffusionDataset]]) -> list[str]:
 
 
 def names_of(spec: str) -> list[str]:
-    """Dataset names in ``--pulse-data``; a folder of stores of several shapes has a name for each.
-    """
+    """Datasets in ``--pulse-data``, one for each store of a folder of several shapes."""
     return [each for name in _NEXT.split(spec) for each in _stores(name)]
 
 
@@ -443,6 +462,22 @@ def _column_of(path: str) -> tuple[str, str]:
     """Folder, and the caption column named after it."""
     folder, mark, column = path.rpartition("#")
     return (folder, column) if mark and column and not Path(path).is_dir() else (path, TEXT)
+
+
+def picture_sizes(spec: str) -> dict[tuple[int, int], int]:
+    """Number of samples of each picture size (height, width) in the datasets of ``spec``.
+
+    Reads the heads of all pictures. Pairs count by their winners. Raises DataError.
+    """
+    found = Counter[tuple[int, int]]()
+    for name in names_of(spec):
+        if DataName.of(name).kind in IMAGES:
+            source = _open(name, image_size=8)
+            assert isinstance(source, ImageFiles)
+            sizes = [size for size in source.deciding_sizes if size is not None]
+            for size, count in Counter(sizes).items():
+                found[size] += count * DataName.of(name).repeats
+    return found
 
 
 def check_dataset(spec: str | None) -> list[str]:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from megatron_pulse.data.augmentation import NO_AUGMENTATION, Augmentation
+from megatron_pulse.data.buckets import Buckets
 from megatron_pulse.data.dataset import DataError, DiffusionDataset, Variation
 from megatron_pulse.data.sampler import Item, MicrobatchSampler, PairSampler, readable
 from megatron_pulse.diffusion.loss import PLAIN, LossChoice
@@ -166,7 +167,7 @@ def make_microbatch(
         batch |= found
     elif needs_image:
         batch |= noised_here(found, found["pixels"], deviation, process)
-    if "noisy" not in batch and len(dataset.parts) > 1:
+    if "noisy" not in batch and isinstance(dataset, Buckets):
         batch["noisy"] = torch.empty((len(items), *noised), device="meta")
     return batch
 

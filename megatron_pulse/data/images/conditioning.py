@@ -185,8 +185,8 @@ class Conditioned(Paired):
     """``source`` with the field ``conditioning``: the control picture, float32 in [0, 1].
 
     It is fitted to the field's spec (c, height, width), as the picture to its size. ``specs`` has
-    one for each shape of ``source``. ``verify`` is that of ImageFiles. Raises DataError listing all pictures without a
-    control picture.
+    one for each shape of ``source``. ``verify`` is that of ImageFiles. Raises DataError listing all
+    pictures without a control picture.
     """
 
     def __init__(

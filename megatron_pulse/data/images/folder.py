@@ -42,9 +42,9 @@ class ImageFiles(DiffusionDataset):
 
     Images are scaled to cover ``image_size`` (bicubic, antialiased), cropped to their centre and
     scaled to [-1, 1]. Of several shapes each image has the one with the nearest aspect ratio (see
-    ``NearestShape``), unless ``assigned`` gives the index of each. ``verify`` decodes every file at once and lists all unreadable ones.
-    Otherwise a bad file raises CorruptSample with its name when it is read. A file that storage
-    does not deliver raises DataError.
+    ``NearestShape``), unless ``assigned`` gives the index of each. ``verify`` decodes every file at
+    once and lists all unreadable ones. Otherwise a bad file raises CorruptSample with its name when
+    it is read. A file that storage does not deliver raises DataError.
     """
 
     frames = True

@@ -79,9 +79,7 @@ def has_alpha(file: ImageFile) -> bool:
     return file.has_transparency_data
 
 
-def fitted(
-    image: Image.Image, size: tuple[int, int], variation: Variation | None = None
-) -> Tensor:
+def fitted(image: Image.Image, size: tuple[int, int], variation: Variation | None = None) -> Tensor:
     """Picture of ``size`` (height, width): float32 [c, height, width] in [-1, 1].
 
     The image is mirrored if so varied, scaled to cover the size (bicubic, antialiased), and cropped

@@ -105,9 +105,7 @@ def _candidates(resolution: int, step: int) -> Iterator[Size]:
                 yield height, width
 
 
-def _least_cropped(
-    candidates: Sequence[Size], sizes: Mapping[Size, int], most: int
-) -> list[Size]:
+def _least_cropped(candidates: Sequence[Size], sizes: Mapping[Size, int], most: int) -> list[Size]:
     """Exact choice by dynamic programming over candidates in order of aspect ratio."""
     counted = sorted((math.log(width / height), n) for (height, width), n in sizes.items())
     at, weights = np.array([a for a, _ in counted]), np.array([n for _, n in counted], np.float64)

@@ -82,9 +82,8 @@ class LatentLayout:
 
     With ``deviates``, latents are means of posteriors, stored with their standard deviations. With
     ``pictures`` and ``groups``, hashes of pictures and of groups are stored (see above). With
-    ``pairs``, samples 2k and 2k + 1 are the winner and the loser of a pair. If ``mirrored``, latents
-    of mirrored pictures are stored too. Raises DataError for
-    invalid field names.
+    ``pairs``, samples 2k and 2k + 1 are the winner and the loser of a pair. If ``mirrored``,
+    latents of mirrored pictures are stored too. Raises DataError for invalid field names.
     """
 
     shape: Some[Size]
