@@ -37,7 +37,7 @@ from megatron_pulse.data.images.masks import Masked
 from megatron_pulse.data.images.metadata import TEXT
 from megatron_pulse.data.joined import Joined
 from megatron_pulse.data.latents.folder import LatentFolder
-from megatron_pulse.data.latents.index import stores_of
+from megatron_pulse.data.latents.stores import LatentStores, has_index
 from megatron_pulse.data.shared_class_labels import labelled_by_name, unnamed_beside_named
 from megatron_pulse.data.split_groups import same_files, uncompared, units_of
 from megatron_pulse.errors import Faults, collecting, format_faults, naming
@@ -253,7 +253,7 @@ def _pooled(datasets: Sequence[DiffusionDataset]) -> DiffusionDataset:
 def _by_shape(
     train: DiffusionDataset, validation: DiffusionDataset, wanted: Sequence[WantedFields]
 ) -> Iterator[tuple[int | None, DiffusionDataset, DiffusionDataset]]:
-    """(shape, training, validation) of the samples of each shape of pictures.
+    """(shape, training, validation) of the samples of each shape.
 
     The shape is None for a dataset of one shape, which may be any of ``wanted``.
     """
@@ -266,12 +266,29 @@ def _by_shape(
         one = wanted[shape]
         fields = {name: spec for name, spec in one.fields.items() if name == CONDITIONING}
         first, second = (
-            OfShape(half, np.flatnonzero(own == shape), one.shape, fields)
+            OfShape(half, np.flatnonzero(own == shape), shape, one.shape, fields)
             for half, own in zip(halves, shapes, strict=True)
         )
         if number:  # the first says them
             first.cautions = second.cautions = ()
         yield shape, first, second
+
+
+def open_by_shape(
+    spec: str, wanted: Sequence[WantedFields], verify: bool = False, default_caption: str = ""
+) -> tuple[np.ndarray, dict[int, DiffusionDataset]]:
+    """(shape of each sample, all samples of each shape) of one dataset of pictures.
+
+    Shapes are indices in ``wanted``. Raises DataError as ``open_dataset`` does.
+    """
+    source = _open(spec, wanted=wanted, verify=verify, default_caption=default_caption)
+    none = Subset(source, np.arange(0))
+    order = np.array([source.shape_index(i) for i in range(len(source))])
+    parts = {
+        0 if shape is None else shape: _fitted(spec, *halves, [wanted[shape or 0]])[1]
+        for shape, *halves in _by_shape(source, none, wanted)
+    }
+    return order, parts
 
 
 def _repeated(name: str, train: DiffusionDataset) -> DiffusionDataset:
@@ -300,7 +317,7 @@ def unvaried(data: DiffusionDataset, augmentation: Augmentation) -> Iterator[str
 
 def _prefixes(spec: str, prefixes: Sequence[str]) -> dict[str, str]:
     """Caption prefix of each dataset, where each has its own; raises DataError for other counts."""
-    given = _NEXT.split(spec)
+    given = names_of(spec)
     if len(prefixes) < 2:
         return {}
     if len(prefixes) != len(given):
@@ -350,16 +367,8 @@ def _unlike(found: Sequence[tuple[str, DiffusionDataset]]) -> list[str]:
 
 
 def names_of(spec: str) -> list[str]:
-    """Datasets in ``--pulse-data``, one for each store of a folder of several shapes."""
-    return [each for name in _NEXT.split(spec) for each in _stores(name)]
-
-
-def _stores(name: str) -> list[str]:
-    named = DataName.of(name)
-    if named.kind != "latents" or not (stores := stores_of(Path(named.path))):
-        return [name]
-    often = f"*{named.repeats}" if named.repeats > 1 else ""
-    return [f"latents:{store}{often}" for store in stores]
+    """Dataset names in ``--pulse-data``."""
+    return _NEXT.split(spec)
 
 
 def several_parts(spec: str | None) -> bool:
@@ -448,7 +457,11 @@ def _open(
             with naming("--pulse-masks"):
                 source = Masked(source, files, Path(masks), verify)
     elif kind == "latents" and path:
-        source = LatentFolder(path, verify)
+        source = (
+            LatentStores(Path(path), verify, [one.shape for one in wanted])
+            if has_index(Path(path))
+            else LatentFolder(path, verify)
+        )
     else:
         raise no_dataset(f"there is no dataset {spec!r}")
     if source.has_pairs and len(source) < 4:

@@ -265,6 +265,10 @@ class DiffusionDataset(ABC):
         height, width = self.image_shape[-2:]
         return height, width
 
+    def pixels_of(self, shape: int) -> tuple[int, int]:
+        """``pixel_size`` of the samples with this ``shape_index``."""
+        return self.pixel_size
+
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """Sample with ``image``, ``label`` and ``index`` (int64 scalars), and its ``fields``."""
         if not 0 <= index < len(self):
@@ -393,6 +397,9 @@ class Derived(DiffusionDataset):
     def pixel_size(self) -> tuple[int, int]:
         return self.source.pixel_size
 
+    def pixels_of(self, shape: int) -> tuple[int, int]:
+        return self.source.pixels_of(shape)
+
 
 class Subset(Derived):
     """Samples of ``source`` at ``indices``, renumbered from 0."""
@@ -409,26 +416,27 @@ class Subset(Derived):
 
 
 class OfShape(Subset):
-    """Samples of ``source`` at ``indices``, all of one ``image_shape``.
+    """Samples of ``source`` at ``indices``, all with the ``shape_index`` ``shape``.
 
-    ``fields`` replace those that depend on the shape.
+    ``image_shape`` is theirs; ``fields`` replace those that depend on it.
     """
 
     def __init__(
         self,
         source: DiffusionDataset,
         indices: np.ndarray,
+        shape: int,
         image_shape: tuple[int, ...],
         fields: Mapping[str, FieldSpec] = NO_FIELDS,
     ) -> None:
         super().__init__(source, indices)
         self.image_shape, self.num_shapes = image_shape, 1
         self.fields = {**self.fields, **fields}
+        self._pixel_size = source.pixels_of(shape)
 
     @property
     def pixel_size(self) -> tuple[int, int]:
-        height, width = self.image_shape[-2:]
-        return height, width
+        return self._pixel_size
 
 
 def permutation(size: int, seed: int, epoch: int) -> np.ndarray:

@@ -7,17 +7,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_pulse.data.build import DataName, names_of, picture_sizes
-from megatron_pulse.data.images.shapes import (
-    AUTO,
-    Size,
-    chosen_shapes,
-    read_shapes,
-    shown,
-    used_shapes,
-)
+from megatron_pulse.data.build import DataName, names_of
+from megatron_pulse.data.images.shapes import Size, read_shapes
 from megatron_pulse.data.latents.layout import META, Meta
-from megatron_pulse.data.picture_choice import BUCKETS, ShapeChoice
+from megatron_pulse.data.latents.stores import has_index, store_folders
+from megatron_pulse.data.picture_choice import BUCKETS
+from megatron_pulse.data.picture_shapes import picture_shapes
 from megatron_pulse.encoders.autoencoder import Autoencoder
 from megatron_pulse.encoders.text_recipe import VAE
 from megatron_pulse.errors import UserError
@@ -54,7 +49,8 @@ def with_data_shapes(
                 "--pulse-resolution and --pulse-buckets are for pictures; latents have the shapes "
                 "with which they were written"
             )
-        shapes = _kept(options, start) or _in_latents(picture_shapes(data, choice), options)
+        factor, shapes = _factor(options), _kept(options, start)
+        shapes = shapes or _in_latents(picture_shapes(data, choice, factor), factor)
     elif kinds == {"latents"}:
         shapes = _stored(data)
     else:
@@ -67,24 +63,6 @@ def with_data_shapes(
     given |= {name: str(n) for name, n in texts.items() if name not in options.options}
     args.pulse_option = [*args.pulse_option, *(f"{name}={text}" for name, text in given.items())]
     return replace(options, options={**options.options, **given})
-
-
-def picture_shapes(data: str, choice: ShapeChoice, factor: int = 1) -> list[Size]:
-    """(height, width) in pixels of the shapes that ``choice`` gives the pictures of ``data``.
-
-    Sides are multiples of ``factor``. Shapes without a picture are left out. Raises UserError.
-    """
-    if choice.buckets is None:
-        assert choice.resolution is not None
-        return [(choice.resolution, choice.resolution)]
-    sizes = picture_sizes(data)
-    if choice.buckets != AUTO:
-        shapes = read_shapes(choice.buckets)
-        used = used_shapes(shapes, sizes)
-        return [shape for shape in shapes if shape in used] or shapes[:1]
-    assert choice.resolution is not None
-    step = -(-choice.step // factor) * factor
-    return chosen_shapes(sizes, choice.resolution, step, choice.max_buckets)
 
 
 def _kept(options: PulseOptions, start: StartingPoint | None) -> list[Size]:
@@ -100,21 +78,24 @@ def _kept(options: PulseOptions, start: StartingPoint | None) -> list[Size]:
     return [(h, w) for w, h in read_shapes(text)] if same and text else []
 
 
-def _in_latents(shapes: Sequence[Size], options: PulseOptions) -> list[Size]:
-    """``shapes`` of pictures in the sizes of the samples that they become."""
-    factor = 1
+def _factor(options: PulseOptions) -> int:
+    """Pixels a side of a sample's element: those of the autoencoder in the loop."""
     if options.encoders is not None and (vae := Path(options.encoders) / VAE).is_dir():
-        factor = Autoencoder(vae, weighs=False).factor
-    if odd := [shown(shape) for shape in shapes if any(side % factor for side in shape)]:
-        raise UserError(
-            f"pictures of {', '.join(odd)} cannot be encoded: sides must be multiples of {factor}"
-        )
+        return Autoencoder(vae, weighs=False).factor
+    return 1
+
+
+def _in_latents(shapes: Sequence[Size], factor: int) -> list[Size]:
+    """``shapes`` of pictures in the sizes of the samples that they become."""
     return [(height // factor, width // factor) for height, width in shapes]
 
 
 def _stored(data: str) -> list[Size]:
     """Shapes of the stores of ``data``."""
-    folders = [Path(DataName.of(name).path) for name in names_of(data)]
+    folders = list[Path]()
+    for name in names_of(data):
+        place = Path(DataName.of(name).path)
+        folders += store_folders(place) if has_index(place) else [place]
     layouts = [Meta.load(folder).layout for folder in folders if (folder / META).is_file()]
     sizes = [layout.shape[-2:] for layout in layouts]
     return list(dict.fromkeys((height, width) for height, width in sizes))

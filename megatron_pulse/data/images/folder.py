@@ -129,6 +129,9 @@ class ImageFiles(DiffusionDataset):
     def shape_index(self, index: int) -> int:
         return self.assigned[index] if self.num_shapes > 1 else 0
 
+    def pixels_of(self, shape: int) -> tuple[int, int]:
+        return self.shapes[shape]
+
     def begin_captions(self, prefix: str) -> None:
         """Put ``prefix`` before each caption that is not empty."""
         self.captions = [prefix + caption if caption else "" for caption in self.captions]

@@ -89,7 +89,8 @@ def _skip_corrupt(options: PulseOptions) -> str | None:
 
 def _bucket_batch(options: PulseOptions) -> str | None:
     shapes = options.shapes.buckets is not None or "," in str(options.options.get("buckets", ""))
-    if options.bucket_batch is not None and not shapes and not several_parts(options.data):
+    stored = several_parts(options.data) or (options.data or "").startswith("latents:")
+    if options.bucket_batch is not None and not shapes and not stored:
         return "is for data of several shapes: --pulse-buckets, or latents:A,latents:B"
     return None
 
