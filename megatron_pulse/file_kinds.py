@@ -23,6 +23,7 @@ class FileKind(Enum):
     SCHEDULE = "a schedule"
     GRAPH = "a traced graph"
     LATENTS = "the meta.json of latents"
+    STORES = "the buckets.json of latents"
     CAPTIONS = "a list of captions"
     CAPTION = "a caption"
     SPLITS = "the split.yaml of Megatron-Energon"
@@ -71,6 +72,7 @@ _USES = {
     FileKind.SCHEDULE: "a plan holds it; 'pulse schedule --schedule' reads orders as CSV",
     FileKind.GRAPH: "it is in the cache of derived modules, which may be removed",
     FileKind.LATENTS: "--pulse-data latents:FOLDER reads its folder",
+    FileKind.STORES: "--pulse-data latents:FOLDER reads its folder",
     FileKind.CAPTIONS: "--pulse-data captions:FOLDER reads its folder",
     FileKind.CAPTION: "--pulse-data captions:FOLDER reads its folder",
     FileKind.DATASETS: "--pulse-data datasets:FOLDER reads its folder",
@@ -114,6 +116,7 @@ _KEYS = {
     FileKind.TABLE: {"units", "skips"},
     FileKind.CLUSTER: {"nodes", "devices_per_node", "links"},
     FileKind.LATENTS: {"layout", "shards"},
+    FileKind.STORES: {"stores"},
     FileKind.INDEX: {"weight_map"},
     FileKind.CHECKPOINT: {"sharded_backend"},
     FileKind.SCHEDULE: {"device_of_stage", "order"},

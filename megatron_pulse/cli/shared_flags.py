@@ -9,7 +9,15 @@ from typing import Any
 from megatron_pulse.cli.backbone_flags import add_code_flag
 from megatron_pulse.cli.flag_checks import add_flag
 from megatron_pulse.cli.output import DRAWINGS
-from megatron_pulse.dataclass_flags import PIXELS, TO_4096, TO_MILLION, flag_name
+from megatron_pulse.data.picture_choice import ShapeChoice
+from megatron_pulse.dataclass_flags import (
+    PIXELS,
+    TO_4096,
+    TO_MILLION,
+    flag_faults,
+    flag_name,
+    read_flags,
+)
 from megatron_pulse.planner.schedule.ilp.solvers import Solver, read_solver
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -71,6 +79,16 @@ def add_image_flags(parser: argparse.ArgumentParser) -> None:
     """Add ``--image-size`` and ``--channels`` of a dataset."""
     add_flag(parser, "--image-size N", "resize images to NxN", within=PIXELS, type=int)
     add_flag(parser, "--channels", "of a folder (3)", type=int, choices=[1, 3], default=3)
+
+
+def shape_faults(args: argparse.Namespace) -> list[str]:
+    """Faults of the flags of ``ShapeChoice`` beside --image-size."""
+    choice = read_flags(ShapeChoice, args)
+    faults = list(flag_faults(choice))
+    asked = choice.resolution is not None or choice.buckets is not None
+    if asked and args.image_size is not None:
+        faults.append("--image-size excludes --resolution and --buckets: give one of them")
+    return faults
 
 
 def add_checkpoint_flags(parser: argparse.ArgumentParser) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import accumulate
 
 import numpy as np
 
-from megatron_pulse.data.dataset import DiffusionDataset, permutation
+from megatron_pulse.data.dataset import CorruptSample, DiffusionDataset, permutation
+from megatron_pulse.data.images.shapes import cropped_fraction
 from megatron_pulse.data.joined import Joined
 from megatron_pulse.data.sampler import Item, MicrobatchSampler
 from megatron_pulse.errors import format_faults
@@ -22,6 +24,30 @@ class Buckets(Joined):
 
     def part_of(self, index: int) -> tuple[int, int]:
         return self._at(index)
+
+
+def describe_buckets(data: DiffusionDataset) -> list[str]:
+    """Line for each shape of ``data``: samples, their share, and the mean fraction cropped."""
+    lines = []
+    for part in data.parts:
+        height, width = part.pixel_size
+        cropped = mean_cropped(part)
+        said = "" if cropped is None else f", {cropped:.1%} of a picture cropped on average"
+        share = len(part) / max(len(data), 1)
+        lines.append(f"bucket {width}x{height}: {len(part):,} samples ({share:.1%}){said}")
+    return lines
+
+
+def mean_cropped(part: DiffusionDataset) -> float | None:
+    """Mean fraction of pictures that is cropped, where they are files and their sizes are known."""
+    if not part.frames or not len(part) or not all(one.has_files for one in part.sources):
+        return None
+    found = []
+    for index in range(len(part)):
+        with suppress(CorruptSample):  # told where it is read
+            framing = part.framing(index)
+            found.append(cropped_fraction(framing.original, framing.target))
+    return sum(found) / max(len(found), 1)
 
 
 class BucketSampler(MicrobatchSampler):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import numpy as np
 
 from megatron_pulse.data.archives.tables import DatasetImages, ParquetImages, TableImages
 from megatron_pulse.data.archives.webdataset import WebDataset
+from megatron_pulse.data.augmentation import Augmentation
 from megatron_pulse.data.buckets import Buckets
 from megatron_pulse.data.captions import CaptionedImages, PairedImages
 from megatron_pulse.data.data_record import read_provenance
@@ -20,6 +23,7 @@ from megatron_pulse.data.dataset import (
     DataError,
     DiffusionDataset,
     FieldSpec,
+    OfShape,
     Subset,
     split_indices,
 )
@@ -31,11 +35,12 @@ from megatron_pulse.data.fields import (
 )
 from megatron_pulse.data.images.conditioning import CONDITIONING, Conditioned
 from megatron_pulse.data.images.digits import DIGIT_SOURCES, all_digits
-from megatron_pulse.data.images.folder import ImageFiles, ImageFolder
+from megatron_pulse.data.images.folder import ImageFiles, ImageFolder, ImageSize
 from megatron_pulse.data.images.masks import Masked
 from megatron_pulse.data.images.metadata import TEXT
 from megatron_pulse.data.joined import Joined
 from megatron_pulse.data.latents.folder import LatentFolder
+from megatron_pulse.data.latents.stores import LatentStores, has_index
 from megatron_pulse.data.shared_class_labels import labelled_by_name, unnamed_beside_named
 from megatron_pulse.data.split_groups import same_files, uncompared, units_of
 from megatron_pulse.data.stored_file import StoredFile
@@ -54,7 +59,7 @@ OPTIONS = {
     "parquet:PATH": "parquet files with pictures in a column; PATH#NAME: the column of captions",
     "datasets:PATH": "a folder of Dataset.save_to_disk of Hugging Face's datasets; PATH#NAME also",
     "latents:PATH": "a folder of precomputed latents, written by LatentWriter",
-    "A,B,...": "several of these; of several shapes, for a backbone of several",
+    "A,B,...": "several of these, each perhaps with *N: every sample comes N times an epoch",
 }
 _UNNAMED = (
     "Give sources that all have class folders, or latents written from such ('pulse data "
@@ -73,9 +78,36 @@ _NEXT = re.compile(rf",(?=(?:{'|'.join(IMAGES)}|latents):|(?:mnist|digits8)(?:,|
 """Comma between two datasets, as opposed to a comma within a path."""
 
 
+@dataclass(frozen=True)
+class DataName:
+    """Name of one dataset in ``--pulse-data``: ``KIND:PATH#COLUMN*REPEATS``, or digits."""
+
+    kind: str
+    path: str = ""
+    column: str = TEXT
+    repeats: int = 1
+
+    @classmethod
+    def of(cls, name: str) -> DataName:
+        """Parts of a name; raises DataError for repeats of 0."""
+        kind, _, path = name.partition(":")
+        repeats = 1
+        if (found := _REPEATED.fullmatch(path)) and not Path(path).exists():
+            path, repeats = found[1], int(found[2])
+            if not repeats:
+                raise DataError(f"dataset {name}", ["it comes 0 times an epoch"], "Leave it out.")
+        column = TEXT
+        if kind in IMAGES:
+            path, column = _column_of(path)
+        return cls(kind, path, column, repeats)
+
+
+_REPEATED = re.compile(r"(.+)\*(\d{1,6})", re.DOTALL)
+
+
 def open_dataset(
     spec: str,
-    image_size: int | None = None,
+    image_size: ImageSize | None = None,
     channels: int = 3,
     wanted: WantedFields | None = None,
     validation_fraction: float = 0.1,
@@ -91,14 +123,15 @@ def open_dataset(
     """
     if len(names := names_of(spec)) > 1:
         raise DataError(spec, [f"it names {len(names)} datasets"], "Give one at a time.")
-    source = _open(spec, image_size, channels, wanted, verify, default_caption)
+    shapes = () if wanted is None else (wanted,)
+    source = _open(spec, image_size, channels, shapes, verify, default_caption)
     ((train, validation),) = _split([(spec, source)], validation_fraction)
-    return (train, validation) if wanted is None else _fitted(spec, train, validation, [wanted])[1:]
+    return (train, validation) if wanted is None else _fitted(spec, train, validation, shapes)[1:]
 
 
 def open_parts(
     spec: str,
-    image_size: int | None = None,
+    image_size: ImageSize | None = None,
     channels: int = 3,
     verify: Callable[[str], bool] = lambda name: False,
     default_caption: str = "",
@@ -113,13 +146,16 @@ def open_parts(
     for name in names:
         several = len(names) > 1
         with collecting(faults, (ValueError, OSError)) if several else nullcontext():
-            source = _open(name, image_size, channels, None, verify(name), default_caption)
+            source = _open(name, image_size, channels, (), verify(name), default_caption)
             opened.append((name, source))
     if faults:
         raise Faults(faults)
     mixed = unnamed_beside_named(opened)
     opened = labelled_by_name(opened)
-    parts = [(name, *halves) for (name, _), halves in zip(opened, _split(opened), strict=True)]
+    parts = [
+        (name, _repeated(name, train), validation)
+        for (name, _), (train, validation) in zip(opened, _split(opened), strict=True)
+    ]
     _, first, _ = parts[0]
     first.cautions = [*first.cautions, *(f"{fault}. {_UNNAMED}" for fault in mixed)]
     return parts
@@ -132,14 +168,17 @@ def open_buckets(
     validation: str | None = None,
     masks: str | None = None,
     pairs: bool = False,
+    prefixes: Sequence[str] = (),
 ) -> tuple[DiffusionDataset, DiffusionDataset, tuple[int, ...]]:
     """(training, validation) of all comma-separated datasets in ``spec``, and the shape of each
     part.
 
-    Datasets of one shape are one part, a pool of samples. The third value gives, for each of the
-    datasets' ``parts``, its index in ``wanted``, the backbone's shapes. A class name has one label
-    in all datasets (see ``labelled_by_name``). Raises DataError as ``open_dataset`` does, for all
-    datasets together.
+    Samples of one shape are one part, a pool. The third value gives, for each of the datasets'
+    ``parts``, its index in ``wanted``, the backbone's shapes. Pictures are divided by shape after
+    the split into training and validation. A class name has one label in all datasets (see
+    ``labelled_by_name``). Raises DataError as ``open_dataset`` does, for all datasets together.
+
+    ``prefixes`` begin the captions: one for all datasets, or one for each of ``spec``.
 
     ``masks`` is a folder with a mask for each picture of ``spec``. With ``pairs`` all datasets must
     have pairs, and else none.
@@ -163,20 +202,20 @@ def open_buckets(
         several = len(names) > 1
         return collecting(faults[name], (ValueError, OSError)) if several else nullcontext()
 
-    only = wanted[0] if len(wanted) == 1 else None
+    prefix_of = _prefixes(spec, prefixes)
     opened, found = list[tuple[str, DiffusionDataset]](), []
     for name in names:
         with gathering(name):
-            if only is None and not name.startswith("latents:"):
-                raise DataError(
-                    f"dataset {name}",
-                    [f"the backbone takes {len(wanted)} shapes, but images do not define a shape"],
-                    "Write latents of each shape: pulse data write-latents.",
-                )
             is_trained = name in names[:num_trained]
             of_samples = masks if is_trained else None
             with naming("--pulse-data" if is_trained else "--pulse-validation-data"):
-                source = _open(name, wanted=only, default_caption=default_caption, masks=of_samples)
+                source = _open(
+                    name,
+                    wanted=wanted,
+                    default_caption=default_caption,
+                    masks=of_samples,
+                    prefix=prefix_of.get(name, prefixes[0] if len(prefixes) == 1 else ""),
+                )
                 _require_pairs(name, source, pairs)
             opened.append((name, source))
     mixed = unnamed_beside_named(opened) if wanted[0].num_classes is not None else []
@@ -184,23 +223,28 @@ def open_buckets(
         faults[names[-1]] += _only_validated(opened, num_trained)
     opened = labelled_by_name(opened)
     split = _split(opened) if validation is None else _given_split(opened, num_trained)
-    for (name, _), halves in zip(opened, split, strict=True):
+    if others := _stores_of_other_shapes(opened, wanted):
+        raise DataError(f"--pulse-data {spec}", [others], _OTHER_SHAPES)
+    for (name, _), (train, held) in zip(opened, split, strict=True):
         with gathering(name):
-            found.append(_fitted(name, *halves, wanted))
+            for shape, *halves in _by_shape(_repeated(name, train), held, wanted):
+                these = wanted if shape is None else [wanted[shape]]
+                fits, *fitted = _fitted(name, *halves, these)
+                found.append((name, fits if shape is None else shape, *fitted))
     if mixed:
         faults[names[0]].append(format_faults(f"--pulse-data {spec}", mixed, f"{_UNNAMED}."))
     if any(faults.values()):
         raise Faults([fault for own in faults.values() for fault in own])
-    if unlike := _unlike(names, [train for _, train, _ in found]):
+    if unlike := _unlike([(name, train) for name, _, train, _ in found]):
         raise DataError(
             f"--pulse-data {spec}",
             unlike,
             "Write all of them with the same encoders (pulse data write-latents), or train on one.",
         )
-    shapes = tuple(dict.fromkeys(shape for shape, _, _ in found))
-    trains = [_pooled([train for own, train, _ in found if own == shape]) for shape in shapes]
-    validations = [_pooled([held for own, _, held in found if own == shape]) for shape in shapes]
-    if len(shapes) == 1:
+    shapes = tuple(dict.fromkeys(shape for _, shape, _, _ in found))
+    trains = [_pooled([train for _, own, train, _ in found if own == shape]) for shape in shapes]
+    validations = [_pooled([held for _, own, _, held in found if own == shape]) for shape in shapes]
+    if len(wanted) == 1:
         return trains[0], validations[0], shapes
     return Buckets(trains), Buckets(validations), shapes
 
@@ -220,11 +264,112 @@ def _pooled(datasets: Sequence[DiffusionDataset]) -> DiffusionDataset:
     return datasets[0] if len(datasets) == 1 else Joined(datasets)
 
 
-def _unlike(names: Sequence[str], datasets: Sequence[DiffusionDataset]) -> list[str]:
+def _by_shape(
+    train: DiffusionDataset, validation: DiffusionDataset, wanted: Sequence[WantedFields]
+) -> Iterator[tuple[int | None, DiffusionDataset, DiffusionDataset]]:
+    """(shape, training, validation) of the samples of each shape.
+
+    The shape is None for a dataset of one shape, which may be any of ``wanted``.
+    """
+    if train.num_shapes == 1:
+        yield None, train, validation
+        return
+    halves = (train, validation)
+    shapes = [np.array([half.shape_index(i) for i in range(len(half))]) for half in halves]
+    for number, shape in enumerate(sorted({*shapes[0].tolist(), *shapes[1].tolist()})):
+        one = wanted[shape]
+        fields = {name: spec for name, spec in one.fields.items() if name == CONDITIONING}
+        first, second = (
+            OfShape(half, np.flatnonzero(own == shape), shape, one.shape, fields)
+            for half, own in zip(halves, shapes, strict=True)
+        )
+        if number:  # the first says them
+            first.cautions = second.cautions = ()
+        yield shape, first, second
+
+
+def open_by_shape(
+    spec: str, wanted: Sequence[WantedFields], verify: bool = False, default_caption: str = ""
+) -> tuple[np.ndarray, dict[int, DiffusionDataset]]:
+    """(shape of each sample, all samples of each shape) of one dataset of pictures.
+
+    Shapes are indices in ``wanted``. Raises DataError as ``open_dataset`` does.
+    """
+    source = _open(spec, wanted=wanted, verify=verify, default_caption=default_caption)
+    none = Subset(source, np.arange(0))
+    order = np.array([source.shape_index(i) for i in range(len(source))])
+    parts = {
+        0 if shape is None else shape: _fitted(spec, *halves, [wanted[shape or 0]])[1]
+        for shape, *halves in _by_shape(source, none, wanted)
+    }
+    return order, parts
+
+
+def _repeated(name: str, train: DiffusionDataset) -> DiffusionDataset:
+    """Training samples as often as the name says."""
+    repeats = DataName.of(name).repeats
+    return train if repeats == 1 else Subset(train, np.tile(np.arange(len(train)), repeats))
+
+
+def unvaried(data: DiffusionDataset, augmentation: Augmentation) -> Iterator[str]:
+    """Faults of augmentation that the sources of ``data`` cannot have."""
+    for source in data.sources:
+        latents = source if isinstance(source, LatentFolder) else None
+        if latents is not None and augmentation.flip and not latents.layout.mirrored:
+            yield (
+                f"flip: {latents.root} has no latents of mirrored pictures. Write them with 'pulse "
+                "data write-latents --flip'"
+            )
+        if augmentation.random_crop and not source.has_files:
+            name = "samples in memory" if latents is None else str(latents.root)
+            yield f"crop: {name} cannot be cropped otherwise; pictures of a folder can"
+        if augmentation.shuffle_tags and latents is not None:
+            yield f"shuffle_tags: {latents.root} has no captions, only what was made of them"
+    if augmentation.shuffle_tags and not data.has_captions:
+        yield "shuffle_tags: the data has no captions"
+
+
+def _prefixes(spec: str, prefixes: Sequence[str]) -> dict[str, str]:
+    """Caption prefix of each dataset, where each has its own; raises DataError for other counts."""
+    given = names_of(spec)
+    if len(prefixes) < 2:
+        return {}
+    if len(prefixes) != len(given):
+        fault = f"there are {len(prefixes)} of it, and {len(given)} datasets in --pulse-data"
+        raise DataError("--pulse-caption-prefix", [fault], "Give one, or one for each.")
+    return dict(zip(given, prefixes, strict=True))
+
+
+_OTHER_SHAPES = (
+    "Give the model the shapes of the data (--pulse-option buckets), or write the data again "
+    "('pulse data write-latents --buckets')."
+)
+
+
+def _stores_of_other_shapes(
+    opened: Sequence[tuple[str, DiffusionDataset]], wanted: Sequence[WantedFields]
+) -> str:
+    """Shapes of several stores and of the backbone, if more than one store has another shape."""
+    taken = list(dict.fromkeys(_size(one.shape) for one in wanted))
+    there = list(
+        dict.fromkeys(
+            _size(source.image_shape) for _, source in opened if isinstance(source, LatentFolder)
+        )
+    )
+    if sum(shape not in taken for shape in there) < 2:
+        return ""
+    return f"its latents are {', '.join(there)}, the backbone takes {', '.join(taken)}"
+
+
+def _size(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape))
+
+
+def _unlike(found: Sequence[tuple[str, DiffusionDataset]]) -> list[str]:
     """Fields that datasets of one run have from different encoders, where these are known."""
     first: dict[str, tuple[str, str]] = {}
     faults = []
-    for name, dataset in zip(names, datasets, strict=True):
+    for name, dataset in found:
         made_by = read_provenance(dataset)
         for field in made_differently(made_by, {key: text for key, (_, text) in first.items()}):
             other, text = first[field]
@@ -282,31 +427,41 @@ def _split_by_chain(spec: str, chains: Sequence[str]) -> list[str]:
 
 def _open(
     spec: str,
-    image_size: int | None = None,
+    image_size: ImageSize | None = None,
     channels: int = 3,
-    wanted: WantedFields | None = None,
+    wanted: Sequence[WantedFields] = (),
     verify: bool = False,
     default_caption: str = "",
     masks: str | None = None,
+    prefix: str = "",
 ) -> DiffusionDataset:
-    """All samples of one dataset, before any split; at least two."""
-    kind, _, path = spec.partition(":")
-    path, column = _column_of(path) if kind in IMAGES else (path, TEXT)
-    if wanted is not None and kind != "latents":
-        channels, image_size = wanted.shape[:2]
-    fields = NO_FIELDS if wanted is None else wanted.fields
+    """All samples of one dataset, before any split; at least two. Pictures of the ``wanted`` shapes
+    are not yet divided."""
+    named = DataName.of(spec)
+    kind, path, column = named.kind, named.path, named.column
+    if wanted and kind != "latents":
+        channels = wanted[0].shape[0]
+        image_size = [(height, width) for _, height, width in (one.shape for one in wanted)]
+    fields = wanted[0].fields if wanted else NO_FIELDS
     source: DiffusionDataset
     if spec in DIGIT_SOURCES:
-        source = all_digits(spec, image_size)
+        if len(wanted) > 1:
+            raise DataError(
+                f"dataset {spec}",
+                [f"the backbone takes {len(wanted)} shapes, but digits have one"],
+                "Give the backbone one shape, or pictures of several.",
+            )
+        side = image_size if image_size is None or isinstance(image_size, int) else image_size[0][0]
+        source = all_digits(spec, side)
     elif kind in IMAGES and path:
         if image_size is None:
             raise DataError(spec, ["a folder of images needs an image size"], "Give image_size.")
 
         files: ImageFiles
         if kind in ARCHIVES:
-            named = None if column == TEXT else column
+            given = None if column == TEXT else column
             files = ARCHIVES[kind](
-                path, image_size, channels, fields, verify, named, default_caption
+                path, image_size, channels, fields, verify, given, default_caption
             )
             _require_no_companions(spec, fields, masks)
         elif kind == "folder":
@@ -314,14 +469,19 @@ def _open(
         else:
             of_texts = PairedImages if kind == "pairs" else CaptionedImages
             files = of_texts(path, image_size, channels, fields, verify, column, default_caption)
+        files.begin_captions(prefix)
         source = files
         if CONDITIONING in fields:
-            source = Conditioned(files, fields[CONDITIONING], verify)
+            source = Conditioned(files, [one.fields[CONDITIONING] for one in wanted], verify)
         if masks is not None:
             with naming("--pulse-masks"):
                 source = Masked(source, files, Path(masks), verify)
     elif kind == "latents" and path:
-        source = LatentFolder(path, verify)
+        source = (
+            LatentStores(Path(path), verify, [one.shape for one in wanted])
+            if has_index(Path(path))
+            else LatentFolder(path, verify)
+        )
     else:
         raise no_dataset(f"there is no dataset {spec!r}")
     if source.has_pairs and len(source) < 4:
@@ -343,6 +503,22 @@ def _column_of(path: str) -> tuple[str, str]:
     """Folder, and the caption column named after it."""
     folder, mark, column = path.rpartition("#")
     return (folder, column) if mark and column and not Path(path).is_dir() else (path, TEXT)
+
+
+def picture_sizes(spec: str) -> dict[tuple[int, int], int]:
+    """Number of samples of each picture size (height, width) in the datasets of ``spec``.
+
+    Reads the heads of all pictures. Pairs count by their winners. Raises DataError.
+    """
+    found = Counter[tuple[int, int]]()
+    for name in names_of(spec):
+        if DataName.of(name).kind in IMAGES:
+            source = _open(name, image_size=8)
+            assert isinstance(source, ImageFiles)
+            sizes = [size for size in source.deciding_sizes if size is not None]
+            for size, count in Counter(sizes).items():
+                found[size] += count * DataName.of(name).repeats
+    return found
 
 
 def check_dataset(spec: str | None) -> list[str]:

@@ -21,8 +21,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_pulse.data.dataset import NO_FIELDS, DataError, Derived, DiffusionDataset, FieldSpec
-from megatron_pulse.data.images.folder import ImageFiles
+from megatron_pulse.data.augmentation import with_tags_in_order
+from megatron_pulse.data.dataset import (
+    NO_FIELDS,
+    DataError,
+    Derived,
+    DiffusionDataset,
+    FieldSpec,
+    Variation,
+)
+from megatron_pulse.data.images.folder import ImageFiles, ImageSize
 from megatron_pulse.data.images.metadata import TEXT, Captions, read_captions
 from megatron_pulse.data.images.pairs import read_pairs
 from megatron_pulse.encoders.text_recipe import is_text
@@ -105,8 +113,8 @@ class WordedImages(ImageFiles):
     def excess(self, index: int) -> int:
         return self._encoder.excess(self.caption(index))
 
-    def conditioning(self, index: int) -> dict[str, Tensor]:
-        return self._encoder(self.caption(index))
+    def conditioning(self, index: int, variation: Variation | None = None) -> dict[str, Tensor]:
+        return self._encoder(with_tags_in_order(self.caption(index), variation))
 
     def null_conditioning(self) -> dict[str, Tensor]:
         return self._encoder("")
@@ -125,7 +133,7 @@ class CaptionedImages(WordedImages):
     def __init__(
         self,
         root: str | Path,
-        image_size: int,
+        image_size: ImageSize,
         channels: int = 3,
         fields: Mapping[str, FieldSpec] = NO_FIELDS,
         verify: bool = False,
@@ -173,6 +181,12 @@ class PairedImages(CaptionedImages):
 
     def _read(self, root: Path, column: str, default: str) -> Captions:
         return read_pairs(root, column, default)
+
+    @property
+    def deciding_sizes(self) -> Sequence[tuple[int, int] | None]:
+        """Size of each pair's winner, for both."""
+        own = self.sizes
+        return [own[i - i % 2] for i in range(len(own))]
 
     def ties(self) -> Sequence[Sequence[Hashable]]:
         return [(*tie, ("pair", i // 2)) for i, tie in enumerate(super().ties())]
@@ -230,10 +244,10 @@ class Encoded(Derived):
         self.fields = {**source.fields, **fields}
         self._encode = encode
 
-    def conditioning(self, index: int) -> dict[str, Tensor]:
-        caption = self.caption(index)
+    def conditioning(self, index: int, variation: Variation | None = None) -> dict[str, Tensor]:
+        caption = with_tags_in_order(self.caption(index), variation)
         made = self._encode(caption) if caption else self._encode.null()
-        return {**self.source.conditioning(index), **made}
+        return {**self.source.conditioning(index, variation), **made}
 
     def excess(self, index: int) -> int:
         return self._encode.excess(self.caption(index))

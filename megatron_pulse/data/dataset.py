@@ -84,11 +84,30 @@ class Framing:
         return cls(size, (0, 0), size)
 
 
+@dataclass(frozen=True)
+class Variation:
+    """Random change of a sample at one visit (see ``augmentation.py``).
+
+    - ``flip``: mirror the picture from left to right.
+
+    - ``crop``: (down, across), place of the crop in [0, 1) of its free way; None for the centre.
+
+    - ``tag_order``: seed of the order of the caption's tags, after the first ``keep_tags``; None
+      leaves the caption as it is.
+    """
+
+    flip: bool = False
+    crop: tuple[float, float] | None = None
+    tag_order: int | None = None
+    keep_tags: int = 0
+
+
 class DiffusionDataset(ABC):
     """Samples by index. Image, label and conditioning are read separately.
 
     A device in the middle of the pipeline thus reads no images. ``image_shape`` is ``(c, h, w)``;
-    ``fields`` names the conditioning, such as text states.
+    ``fields`` names the conditioning, such as text states. Pictures of several shapes are divided
+    by ``shape_index`` (see ``OfShape``). A ``variation`` changes what is read.
     """
 
     image_shape: tuple[int, ...]
@@ -103,6 +122,8 @@ class DiffusionDataset(ABC):
     """True if each sample belongs to a file that may change."""
     has_groups: bool = False
     """True if samples have a ``group``."""
+    num_shapes: int = 1
+    """Number of shapes for which the dataset was opened (see ``shape_index``)."""
     has_pairs: bool = False
     """True if samples 2k and 2k + 1 are the winner and the loser of pair k."""
     made_by: Mapping[str, str] = {}
@@ -135,10 +156,10 @@ class DiffusionDataset(ABC):
     def __len__(self) -> int: ...
 
     @abstractmethod
-    def image(self, index: int) -> Tensor:
+    def image(self, index: int, variation: Variation | None = None) -> Tensor:
         """Float32 ``image_shape``, pixels in [-1, 1]."""
 
-    def deviation(self, index: int) -> Tensor | None:
+    def deviation(self, index: int, variation: Variation | None = None) -> Tensor | None:
         """Standard deviation of a posterior whose mean is ``image(index)``, of the same shape, or
         None.
 
@@ -146,7 +167,7 @@ class DiffusionDataset(ABC):
         """
         return None
 
-    def mask(self, index: int) -> Tensor | None:
+    def mask(self, index: int, variation: Variation | None = None) -> Tensor | None:
         """Weight of each pixel in the loss, float32 ``[1, h, w]`` in [0, 1], or None."""
         return None
 
@@ -214,9 +235,13 @@ class DiffusionDataset(ABC):
         """Picture file of each sample; empty if samples are no files."""
         return ()
 
-    def conditioning(self, index: int) -> dict[str, Tensor]:
+    def conditioning(self, index: int, variation: Variation | None = None) -> dict[str, Tensor]:
         """The tensor of every name in ``fields``."""
         return {}
+
+    def shape_index(self, index: int) -> int:
+        """Index of the sample's shape, where the dataset was opened for several."""
+        return 0
 
     def null_conditioning(self) -> dict[str, Tensor]:
         """Replacement values of a sample whose conditioning is dropped, for classifier-free
@@ -230,7 +255,7 @@ class DiffusionDataset(ABC):
         """``null_conditioning`` of one sample, where joined datasets differ."""
         return self.null_conditioning()
 
-    def framing(self, index: int) -> Framing:
+    def framing(self, index: int, variation: Variation | None = None) -> Framing:
         """Framing of ``image(index)``, or of the image behind a latent."""
         return Framing.whole(self.pixel_size)
 
@@ -239,6 +264,10 @@ class DiffusionDataset(ABC):
         """(height, width) of the images, even if ``image_shape`` is that of latents."""
         height, width = self.image_shape[-2:]
         return height, width
+
+    def pixels_of(self, shape: int) -> tuple[int, int]:
+        """``pixel_size`` of the samples with this ``shape_index``."""
+        return self.pixel_size
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """Sample with ``image``, ``label`` and ``index`` (int64 scalars), and its ``fields``."""
@@ -264,8 +293,9 @@ class ArrayDataset(DiffusionDataset):
     def __len__(self) -> int:
         return len(self.images)
 
-    def image(self, index: int) -> Tensor:
-        return self.images[index]
+    def image(self, index: int, variation: Variation | None = None) -> Tensor:
+        image = self.images[index]
+        return image.flip(-1) if variation is not None and variation.flip else image
 
     def label(self, index: int) -> int:
         return int(self.labels[index])
@@ -285,6 +315,7 @@ class Derived(DiffusionDataset):
         self.has_files = source.has_files
         self.has_groups = source.has_groups
         self.has_pairs = source.has_pairs
+        self.num_shapes = source.num_shapes
         self.made_by = source.made_by
         self.cautions = source.cautions
         self.latent_shape = source.latent_shape
@@ -300,14 +331,14 @@ class Derived(DiffusionDataset):
     def __len__(self) -> int:
         return len(self.source)
 
-    def image(self, index: int) -> Tensor:
-        return self.source.image(self.at(index))
+    def image(self, index: int, variation: Variation | None = None) -> Tensor:
+        return self.source.image(self.at(index), variation)
 
-    def deviation(self, index: int) -> Tensor | None:
-        return self.source.deviation(self.at(index))
+    def deviation(self, index: int, variation: Variation | None = None) -> Tensor | None:
+        return self.source.deviation(self.at(index), variation)
 
-    def mask(self, index: int) -> Tensor | None:
-        return self.source.mask(self.at(index))
+    def mask(self, index: int, variation: Variation | None = None) -> Tensor | None:
+        return self.source.mask(self.at(index), variation)
 
     def label(self, index: int) -> int:
         return self.source.label(self.at(index))
@@ -350,11 +381,14 @@ class Derived(DiffusionDataset):
         files = self.source.pictures()
         return [files[self.at(i)] for i in range(len(self))] if files else ()
 
-    def conditioning(self, index: int) -> dict[str, Tensor]:
-        return self.source.conditioning(self.at(index))
+    def conditioning(self, index: int, variation: Variation | None = None) -> dict[str, Tensor]:
+        return self.source.conditioning(self.at(index), variation)
 
-    def framing(self, index: int) -> Framing:
-        return self.source.framing(self.at(index))
+    def framing(self, index: int, variation: Variation | None = None) -> Framing:
+        return self.source.framing(self.at(index), variation)
+
+    def shape_index(self, index: int) -> int:
+        return self.source.shape_index(self.at(index))
 
     def null_conditioning(self) -> dict[str, Tensor]:
         return self.source.null_conditioning()
@@ -362,6 +396,9 @@ class Derived(DiffusionDataset):
     @property
     def pixel_size(self) -> tuple[int, int]:
         return self.source.pixel_size
+
+    def pixels_of(self, shape: int) -> tuple[int, int]:
+        return self.source.pixels_of(shape)
 
 
 class Subset(Derived):
@@ -376,6 +413,30 @@ class Subset(Derived):
 
     def at(self, index: int) -> int:
         return int(self.indices[index])
+
+
+class OfShape(Subset):
+    """Samples of ``source`` at ``indices``, all with the ``shape_index`` ``shape``.
+
+    ``image_shape`` is theirs; ``fields`` replace those that depend on it.
+    """
+
+    def __init__(
+        self,
+        source: DiffusionDataset,
+        indices: np.ndarray,
+        shape: int,
+        image_shape: tuple[int, ...],
+        fields: Mapping[str, FieldSpec] = NO_FIELDS,
+    ) -> None:
+        super().__init__(source, indices)
+        self.image_shape, self.num_shapes = image_shape, 1
+        self.fields = {**self.fields, **fields}
+        self._pixel_size = source.pixels_of(shape)
+
+    @property
+    def pixel_size(self) -> tuple[int, int]:
+        return self._pixel_size
 
 
 def permutation(size: int, seed: int, epoch: int) -> np.ndarray:

@@ -38,6 +38,7 @@ from megatron_pulse.data.dataset import (
     DiffusionDataset,
     FieldSpec,
     Framing,
+    Variation,
 )
 from megatron_pulse.data.images.conditioning import CONDITIONING
 
@@ -203,14 +204,14 @@ class Fitted(Derived):
         if self._known:
             self.faults += self._unknown_tokens(source.null_conditioning())
 
-    def conditioning(self, index: int) -> dict[str, Tensor]:
-        given = self.source.conditioning(index) if self._taken else {}
+    def conditioning(self, index: int, variation: Variation | None = None) -> dict[str, Tensor]:
+        given = self.source.conditioning(index, variation) if self._taken else {}
         if faults := self._unknown_tokens(given):
             remedy = "Rewrite the folder with these encoders."
             raise DataError(self.source.describe(index), faults, remedy)
         sizes = {}
         if self._framed:
-            sizes = constants(self._framed, {}, self.source.framing(index))
+            sizes = constants(self._framed, {}, self.source.framing(index, variation))
         return {**self._constants, **sizes, **{name: given[name] for name in self._taken}}
 
     def uncaptioned(self, index: int) -> bool:

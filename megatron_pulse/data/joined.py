@@ -8,7 +8,7 @@ from itertools import accumulate
 
 from torch import Tensor
 
-from megatron_pulse.data.dataset import DiffusionDataset, Framing
+from megatron_pulse.data.dataset import DiffusionDataset, Framing, Variation
 
 
 class Joined(DiffusionDataset):
@@ -51,17 +51,17 @@ class Joined(DiffusionDataset):
     def __len__(self) -> int:
         return self._ends[-1]
 
-    def image(self, index: int) -> Tensor:
+    def image(self, index: int, variation: Variation | None = None) -> Tensor:
         dataset, own = self._own(index)
-        return dataset.image(own)
+        return dataset.image(own, variation)
 
-    def deviation(self, index: int) -> Tensor | None:
+    def deviation(self, index: int, variation: Variation | None = None) -> Tensor | None:
         dataset, own = self._own(index)
-        return dataset.deviation(own)
+        return dataset.deviation(own, variation)
 
-    def mask(self, index: int) -> Tensor | None:
+    def mask(self, index: int, variation: Variation | None = None) -> Tensor | None:
         dataset, own = self._own(index)
-        return dataset.mask(own)
+        return dataset.mask(own, variation)
 
     def label(self, index: int) -> int:
         dataset, own = self._own(index)
@@ -91,9 +91,9 @@ class Joined(DiffusionDataset):
         dataset, own = self._own(index)
         return dataset.damaged(own)
 
-    def conditioning(self, index: int) -> dict[str, Tensor]:
+    def conditioning(self, index: int, variation: Variation | None = None) -> dict[str, Tensor]:
         dataset, own = self._own(index)
-        return dataset.conditioning(own)
+        return dataset.conditioning(own, variation)
 
     def null_of(self, index: int) -> dict[str, Tensor]:
         dataset, own = self._own(index)
@@ -102,9 +102,9 @@ class Joined(DiffusionDataset):
     def null_conditioning(self) -> dict[str, Tensor]:
         return self._joined[0].null_conditioning()
 
-    def framing(self, index: int) -> Framing:
+    def framing(self, index: int, variation: Variation | None = None) -> Framing:
         dataset, own = self._own(index)
-        return dataset.framing(own)
+        return dataset.framing(own, variation)
 
     @property
     def pixel_size(self) -> tuple[int, int]:

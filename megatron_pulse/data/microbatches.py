@@ -14,7 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from megatron_pulse.data.dataset import DataError, DiffusionDataset
+from megatron_pulse.data.augmentation import NO_AUGMENTATION, Augmentation
+from megatron_pulse.data.buckets import Buckets
+from megatron_pulse.data.dataset import DataError, DiffusionDataset, Variation
 from megatron_pulse.data.sampler import Item, MicrobatchSampler, PairSampler, readable
 from megatron_pulse.diffusion.loss import PLAIN, LossChoice
 from megatron_pulse.diffusion.noise import Stream, draw, offset_noise
@@ -47,6 +49,7 @@ def make_microbatch(
     skip_corrupt: bool = False,
     needs_pixels: bool = True,
     loss: LossChoice = PLAIN,
+    augmentation: Augmentation = NO_AUGMENTATION,
 ) -> dict[str, Tensor]:
     """Make one microbatch of b = ``len(items)``, on the CPU. Each row depends on its item alone.
 
@@ -73,8 +76,8 @@ def make_microbatch(
     posterior's noise ``posterior`` replace ``noisy`` and ``target``, both float32 ``[b,
     *latent_shape]`` (see ``noised_here``).
 
-    If the dataset has pairs, ``items`` are whole pairs, whose members share noise, timestep and
-    dropping.
+    If the dataset has pairs, ``items`` are whole pairs, whose members share noise, timestep,
+    dropping and ``augmentation``, which applies in training.
 
     In training, a dataset with masks has ``loss_mask`` float32 ``[b, 1, h, w]``, averaged over the
     pixels of each latent, if ``needs_image``.
@@ -104,12 +107,14 @@ def make_microbatch(
 
     reads = needs_image if part.latent_shape is None else needs_pixels
 
-    def read(index: int) -> tuple[int, Tensor | None]:
+    varied = [augmentation.draw(seed, *drawn) if training else None for drawn in draws]
+
+    def read(index: int, variation: Variation | None) -> tuple[int, Tensor | None]:
         """Index of the sample of ``part`` that is used, and its image if needed."""
 
         def image(candidate: int) -> Tensor | None:
             if reads:
-                return part.image(candidate)
+                return part.image(candidate, variation)
             part.check(candidate)
             return None
 
@@ -118,7 +123,7 @@ def make_microbatch(
         return index, image(index) if reads else None
 
     indices = [index - first for index, _ in items]
-    taken, images = zip(*map(read, indices), strict=True)
+    taken, images = zip(*map(read, indices, varied), strict=True)
     labels = [
         null_label if drop and null_label is not None else part.label(index)
         for drop, index in zip(without_label, taken, strict=True)
@@ -138,12 +143,13 @@ def make_microbatch(
         batch["corrupt"] = torch.tensor(corrupt, dtype=torch.int64) + first
     if part.fields:
         given = [
-            {**part.conditioning(index), **(part.null_of(index) if drop else {})}
-            for drop, index in zip(dropped, taken, strict=True)
+            {**part.conditioning(index, variation), **(part.null_of(index) if drop else {})}
+            for drop, index, variation in zip(dropped, taken, varied, strict=True)
         ]
         batch.update({name: torch.stack([row[name] for row in given]) for name in part.fields})
     found = {"timesteps": timesteps} | ({"pixels": torch.stack(images)} if reads else {})
-    deviation = _stacked([part.deviation(index) for index in taken] if needs_image else [])
+    visited = list(zip(taken, varied, strict=True)) if needs_image else []
+    deviation = _stacked([part.deviation(*one) for one in visited])
     if needs_image:
         found["noise"] = torch.stack([row.noise for row in rows if row.noise is not None])
         if training and loss.noise_offset:
@@ -151,7 +157,7 @@ def make_microbatch(
             found["noise"] += loss.noise_offset * torch.stack(offsets)
         if training and loss.weights_samples:
             batch["loss_weights"] = loss.weights(process, timesteps)
-        masks = _stacked([part.mask(index) for index in taken] if training else [])
+        masks = _stacked([part.mask(*one) for one in visited] if training else [])
         if masks is not None:
             batch["loss_mask"] = F.adaptive_avg_pool2d(masks, noised[-2:])
         if part.latent_shape is not None or deviation is not None:
@@ -161,7 +167,7 @@ def make_microbatch(
         batch |= found
     elif needs_image:
         batch |= noised_here(found, found["pixels"], deviation, process)
-    if "noisy" not in batch and len(dataset.parts) > 1:
+    if "noisy" not in batch and isinstance(dataset, Buckets):
         batch["noisy"] = torch.empty((len(items), *noised), device="meta")
     return batch
 
@@ -216,6 +222,7 @@ class DiffusionLoader:
     other_processes: tuple[DiffusionProcess, ...] = ()
     needs_pixels: bool = True
     loss: LossChoice = PLAIN
+    augmentation: Augmentation = NO_AUGMENTATION
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         pins = torch.cuda.is_available()
@@ -249,6 +256,7 @@ class DiffusionLoader:
             self.skip_corrupt,
             self.needs_pixels,
             self.loss,
+            self.augmentation,
         )
 
 

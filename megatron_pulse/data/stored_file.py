@@ -27,6 +27,12 @@ class ArchivedFile(ABC):
         """Number of bytes; raises OSError."""
 
     @abstractmethod
+    def version(self) -> str:
+        """Text that is another one for another file, or if the archive has changed; raises
+        OSError.
+        """
+
+    @abstractmethod
     def relative_to(self, root: Path) -> str:
         """Name of the file, with that of its archive below ``root``."""
 
@@ -45,6 +51,14 @@ def open_stored(file: StoredFile) -> Iterator[BinaryIO]:
 def stored_size(file: StoredFile) -> int:
     """Number of bytes of a file; raises OSError."""
     return file.num_bytes() if isinstance(file, ArchivedFile) else file.stat().st_size
+
+
+def version_of(file: StoredFile) -> str:
+    """Text that is another one for another file, or a changed one; raises OSError."""
+    if isinstance(file, ArchivedFile):
+        return file.version()
+    told = file.stat()
+    return f"{file} {told.st_size} {told.st_mtime_ns}"
 
 
 class Window(io.RawIOBase):

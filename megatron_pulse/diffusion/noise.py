@@ -30,6 +30,7 @@ class Stream(IntEnum):
     POSTERIOR = 6
     SELF_CONDITIONING = 7
     NOISE_OFFSET = 8
+    VARIATION = 9
 
 
 class Draw(NamedTuple):

@@ -17,10 +17,11 @@ from pathlib import Path
 import torch
 
 from megatron_pulse.backbone.chain import Backbone
-from megatron_pulse.data.build import names_of
+from megatron_pulse.data.build import DataName, names_of
 from megatron_pulse.data.dataset import LATENT
 from megatron_pulse.data.fields import WantedFields, unencoded
 from megatron_pulse.data.latents.layout import META, Meta
+from megatron_pulse.data.latents.stores import has_index, store_folders
 from megatron_pulse.data.microbatches import noised_here
 from megatron_pulse.dataclass_flags import DTYPES
 from megatron_pulse.diffusion.objectives import DiffusionProcess
@@ -283,7 +284,10 @@ def _stored(data: str) -> frozenset[str] | None:
     names = names_of(data)
     if not all(name.startswith("latents:") for name in names):
         return None
-    folders = [Path(name.removeprefix("latents:")) for name in names]
+    places = [Path(DataName.of(name).path) for name in names]
+    folders = [
+        f for place in places for f in (store_folders(place) if has_index(place) else [place])
+    ]
     fields = [Meta.load(f).layout.fields.keys() for f in folders if (f / META).is_file()]
     return frozenset.intersection(*map(frozenset, fields)) if fields else frozenset()
 

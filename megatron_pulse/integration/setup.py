@@ -32,6 +32,7 @@ from megatron_pulse.integration.checkpoint.starting_point import (
     no_step_elsewhere,
     set_load_flags,
 )
+from megatron_pulse.integration.data_shapes import with_data_shapes
 from megatron_pulse.integration.flags.flag_constraints import check_megatron
 from megatron_pulse.integration.flags.parse import CommandLine, parse
 from megatron_pulse.integration.flags.plan_overrides import apply_plan, contradictions, decided_by
@@ -133,6 +134,9 @@ def read_command_line(
         options = apply_plan(given, args, options)
         if contrary:
             faults, given = [*faults, *contrary], None
+    if has_backbone and not any(flag_faults(options, PREFIX)):
+        with collecting(faults, (ValueError, OSError)):
+            options = with_data_shapes(args, options, find_start(args))
     if options.epochs is not None or options.warmup_epochs is not None:
         faults += _set_steps_of_epochs(line, options)
     line = replace(line, faults=tuple(faults))
@@ -362,6 +366,8 @@ def prepare(
         faults += picture_faults(args, options.samples, backbone, process)
         with collecting(faults, (ValueError, OSError)):
             data = open_data(line, options, backbone, process)
+        if isinstance(data, DiffusionData):
+            backbone = replace(backbone, shares=data.shares)
         validation_cautions = []
         if data is not None and can_plan:
             validation_cautions = _set_eval_iters(line, options, data)

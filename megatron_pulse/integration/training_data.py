@@ -16,8 +16,8 @@ from torch import Tensor
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.layer_selection import class_option
 from megatron_pulse.backbone.shape_buckets import at_shape
-from megatron_pulse.data.buckets import BucketSampler
-from megatron_pulse.data.build import no_data_named, open_buckets
+from megatron_pulse.data.buckets import BucketSampler, describe_buckets
+from megatron_pulse.data.build import no_data_named, open_buckets, unvaried
 from megatron_pulse.data.captions import cut_short
 from megatron_pulse.data.data_record import DataRecord, record_of
 from megatron_pulse.data.dataset import DataError, DiffusionDataset, FieldSpec
@@ -38,6 +38,8 @@ from megatron_pulse.planner.schedule.operations import BubbleTask
 from megatron_pulse.runtime.collectives import gather_objects
 from model_specs import text_recipe
 
+_RARE = 1e-3
+"""Number of samples that stands for none, since each shape has a share above 0."""
 _MOST_NAMED = 20
 """Largest number of corrupt files named in a run's log; further ones are only counted."""
 
@@ -148,7 +150,18 @@ class DiffusionData:
                 options.validation_data,
                 options.masks,
                 pairs=self._loss.is_preference,
+                prefixes=options.augmented.caption_prefix,
             )
+        self._augmentation = options.augmented.augmentation
+        if faults := list(unvaried(self.train, self._augmentation)):
+            remedy = "Leave these flags out, or give other data."
+            raise DataError(f"--pulse-data {options.data}", faults, remedy)
+        counts = dict(zip(shapes, map(len, self.train.parts), strict=True))
+        every = [counts.get(shape, 0) for shape in range(backbone.num_shapes)]
+        self.shares = tuple(max(count, _RARE) / len(self.train) for count in every)
+        """Fraction of the training samples of each of the backbone's shapes."""
+        if len(self.shares) < 2:
+            self.shares = ()
         self._processes = [process.for_tokens(num_tokens[shape_index]) for shape_index in shapes]
         self.held_out, _ = max(
             zip(self.validation.parts, shapes, strict=True),
@@ -192,6 +205,8 @@ class DiffusionData:
         require_white(found)
         held = f"{len(self.train):,} training samples, {len(self.validation):,} validation samples"
         told = [f"{each.describe()}; {held}" for each in found]
+        if self.several_shapes:
+            told += describe_buckets(self.train)
         return told + [f"warning: {caution}" for each in found for caution in each.cautions]
 
     def count_corrupt(self) -> int:
@@ -343,8 +358,8 @@ class DiffusionData:
         if few:
             print(
                 f"warning: {in_a_row} consecutive samples have one shape, but the data has only "
-                f"{', '.join(few)}, so samples repeat within a batch. Use --pulse-bucket-batch N "
-                "to mix shapes within a step",
+                f"{', '.join(few)}, so samples repeat within a batch; none is dropped. Use "
+                "--pulse-bucket-batch N to mix shapes within a step",
                 flush=True,
             )
 
@@ -395,6 +410,7 @@ class DiffusionData:
             skip_corrupt=self._skip_corrupt,
             other_processes=tuple(self._processes[1:]),
             loss=self._loss,
+            augmentation=self._augmentation,
             **how,
         )
 

@@ -20,7 +20,7 @@ class Texts(ArrayDataset):
     def __init__(self):
         super().__init__(np.zeros((6, 2, 4, 4)), np.zeros(6), num_classes=1)
 
-    def conditioning(self, index):
+    def conditioning(self, index, variation=None):
         return {"context": torch.full((4, 3), float(index)), "pooled": torch.ones(5)}
 
     def null_conditioning(self):

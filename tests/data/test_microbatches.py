@@ -33,7 +33,7 @@ class WithText(ArrayDataset):
         "guidance": FieldSpec((), "float32"),
     }
 
-    def conditioning(self, index):
+    def conditioning(self, index, variation=None):
         return {
             "context": torch.full((2, 3), float(index + 1)),
             "context_mask": torch.tensor([1, index % 2]),
@@ -214,9 +214,9 @@ class Damaged(WithText):
 
     every = 3
 
-    def image(self, index):
+    def image(self, index, variation=None):
         self.check(index)
-        return super().image(index)
+        return super().image(index, variation)
 
     def check(self, index):
         if index % self.every == 0:

@@ -112,7 +112,7 @@ def test_encoding_them_gives_the_bits_of_data_encoded_ahead(
         def caption(self, index: int) -> str:
             return pictures.caption(index)
 
-        def deviation(self, index: int) -> Tensor:
+        def deviation(self, index: int, variation: object = None) -> Tensor:
             return deviations[index]
 
     latents = Latents(means.numpy(), np.zeros(len(means)), 1)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron_pulse.data.dataset import FieldSpec
 from megatron_pulse.data.images.conditioning import control_picture
-from megatron_pulse.data.images.pictures import decoded, squared
+from megatron_pulse.data.images.pictures import decoded, fitted
 from megatron_pulse.encoders.autoencoder import Autoencoder, AutoencoderError
 from tests.cli.test_data import make_vae
 
@@ -32,7 +32,7 @@ def test_pixels_have_the_bits_of_the_image_processor(tmp_path: Path) -> None:
     image = picture()
     image.save(tmp_path / "a.png")
     plain = VaeImageProcessor(vae_scale_factor=8)
-    assert torch.equal(squared(decoded(image, 3), 16), plain.preprocess(image)[0])
+    assert torch.equal(fitted(decoded(image, 3), (16, 16)), plain.preprocess(image)[0])
     control = VaeImageProcessor(vae_scale_factor=8, do_convert_rgb=True, do_normalize=False)
     seen = control_picture(tmp_path / "a.png", FieldSpec((3, 16, 16)))
     assert torch.equal(seen, control.preprocess(image)[0])
@@ -71,7 +71,7 @@ def flux(vae: Any, image: torch.Tensor, generator: torch.Generator) -> Any:
 @torch.no_grad()
 def test_latents_are_the_pipelines_samples(pipeline: Any, settings: Any, tmp_path: Path) -> None:
     vae = vae_at(tmp_path, **settings)
-    pixels = squared(decoded(picture(), 3), 16)[None]
+    pixels = fitted(decoded(picture(), 3), (16, 16))[None]
     ours = Autoencoder(tmp_path)
     noise = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(3))
     theirs = pipeline(vae, pixels, torch.Generator().manual_seed(3))
@@ -83,7 +83,7 @@ def test_latents_are_the_pipelines_samples(pipeline: Any, settings: Any, tmp_pat
 
 @torch.no_grad()
 def test_an_autoencoder_runs_in_fp16_only_where_it_may(tmp_path: Path) -> None:
-    pixels = squared(decoded(picture(), 3), 16)[None]
+    pixels = fitted(decoded(picture(), 3), (16, 16))[None]
     for force, dtype in ((True, torch.float32), (False, torch.float16)):
         folder = tmp_path / str(force)
         vae_at(folder, force_upcast=force)

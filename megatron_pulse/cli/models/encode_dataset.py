@@ -5,12 +5,16 @@ from __future__ import annotations
 import argparse
 import hashlib
 import time
+from collections.abc import Callable, Mapping
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from megatron_pulse.backbone.layer_selection import size_options
+from megatron_pulse.backbone.shape_buckets import at_shape
 from megatron_pulse.cli.backbone_flags import options_of
 from megatron_pulse.cli.flag_checks import as_user_error, require, warn
 from megatron_pulse.cli.launcher_env import RankOfJob
@@ -19,13 +23,18 @@ from megatron_pulse.cli.models.encoder_flags import (
     open_encoders,
     open_tokenizers,
 )
-from megatron_pulse.data.build import open_dataset
+from megatron_pulse.data.buckets import Buckets, describe_buckets
+from megatron_pulse.data.build import open_by_shape, open_dataset
 from megatron_pulse.data.captions import Encoded, cut_short
-from megatron_pulse.data.dataset import LATENT, FieldSpec
+from megatron_pulse.data.dataset import LATENT, FieldSpec, Variation
 from megatron_pulse.data.fields import FRAMING, FRAMING_SPEC, WantedFields, framing_field
 from megatron_pulse.data.images.conditioning import CONDITIONING
-from megatron_pulse.data.latents.layout import FILES, LatentLayout, LatentType
+from megatron_pulse.data.images.shapes import AUTO, shown
+from megatron_pulse.data.latents.layout import FILES, MIRRORED, LatentLayout, LatentType
+from megatron_pulse.data.latents.stores import Store, has_index, stores_below, write_index
 from megatron_pulse.data.latents.writer import LatentWriter
+from megatron_pulse.data.picture_choice import BUCKETS, ShapeChoice
+from megatron_pulse.data.picture_shapes import picture_shapes
 from megatron_pulse.data.split_groups import name_hash
 from megatron_pulse.dataclass_flags import DTYPES
 from megatron_pulse.encoders.autoencoder import Autoencoder, posterior_noise, sampled
@@ -36,8 +45,10 @@ from model_specs import load_backbone, with_texts_of
 
 if TYPE_CHECKING:
     from megatron_pulse.backbone.chain import Backbone
+    from megatron_pulse.data.captions import Encodes
     from megatron_pulse.data.dataset import DiffusionDataset
 
+type _Texts = tuple[Encodes, Mapping[str, FieldSpec], Mapping[str, str]]
 _POSTERIORS = {
     "distribution": "mean and deviation of each posterior",
     "sample": "a sample of each posterior",
@@ -51,18 +62,23 @@ _LOG_S = 60.0
 
 
 def write_latents(
-    args: argparse.Namespace, place: RankOfJob, text_states: tuple[int, int] | None
+    args: argparse.Namespace,
+    place: RankOfJob,
+    text_states: tuple[int, int] | None,
+    choice: ShapeChoice,
 ) -> None:
     """Encode what is not yet in the folder, of this rank's share."""
     if torch.cuda.is_available():
         torch.cuda.set_device(place.local_rank % torch.cuda.device_count())
     else:
         compute_as_a_rank()  # the bits of text states are those of a step that encodes
-    backbone = None
-    if args.encoders is not None:
-        with as_user_error(ValueError):
-            options = with_texts_of(args.backbone, options_of(args), args.encoders)
-            backbone = load_backbone(args.backbone, options)
+    autoencoder = _open_autoencoder(args)
+    if choice.buckets is not None:
+        _write_stores(args, place, text_states, choice, autoencoder)
+        return
+    if choice.resolution is not None:
+        args.image_size = choice.resolution
+    backbone = _backbone(args, {})
     with as_user_error(OSError):
         dataset, _ = open_dataset(
             args.source,
@@ -73,11 +89,74 @@ def write_latents(
             verify=args.verify,
             default_caption=args.default_caption,
         )
+    texts = partial(_open_texts, args, backbone)
+    _write_store(args, place, text_states, autoencoder, dataset, backbone, texts, args.output)
+
+
+def _write_stores(
+    args: argparse.Namespace,
+    place: RankOfJob,
+    text_states: tuple[int, int] | None,
+    choice: ShapeChoice,
+    autoencoder: Autoencoder | None,
+) -> None:
+    """Encode pictures of several shapes, each shape into a store below the folder."""
+    factor = 1 if autoencoder is None else autoencoder.factor
+    with as_user_error(OSError):
+        sizes = _shapes_there(args.output, choice) or picture_shapes(args.source, choice, factor)
+        latents = ",".join(f"{height // factor}x{width // factor}" for height, width in sizes)
+        backbone = _backbone(args, {BUCKETS: latents})
+        chains = [None if backbone is None else at_shape(backbone, k) for k in range(len(sizes))]
+        wanted = [
+            _wanted(args, text_states, chain, size) or WantedFields((args.channels, *size))
+            for chain, size in zip(chains, sizes, strict=True)
+        ]
+        order, parts = open_by_shape(args.source, wanted, args.verify, args.default_caption)
+        number_of = {shape: number for number, shape in enumerate(sorted(parts))}
+        stores = [Store(folder=shown(sizes[k]), pixels=sizes[k]) for k in number_of]
+        write_index(args.output, stores, np.array([number_of[k] for k in order.tolist()]))
+    if not place.rank:
+        print(*describe_buckets(Buckets(list(parts.values()))), sep="\n")
+    texts = cache(partial(_open_texts, args, chains[0]))
+    for number, (shape, dataset) in enumerate(sorted(parts.items())):
+        of = args, place, text_states, autoencoder, dataset, chains[shape], texts
+        _write_store(*of, args.output / stores[number]["folder"])
+    if not place.rank:
+        print(f"train on all shapes with --pulse-data latents:{args.output}")
+
+
+def _shapes_there(output: Path, choice: ShapeChoice) -> list[tuple[int, int]]:
+    """Shapes of stores that were begun with buckets auto; pictures may have changed since."""
+    if choice.buckets != AUTO or not has_index(output):
+        return []
+    return [store["pixels"] for store in stores_below(output)]
+
+
+def _backbone(args: argparse.Namespace, shapes: Mapping[str, str]) -> Backbone | None:
+    """Backbone that reads the results of --encoders, of these ``shapes``; None without."""
+    if args.encoders is None:
+        return None
+    with as_user_error(ValueError):
+        options = with_texts_of(args.backbone, options_of(args), args.encoders)
+        return load_backbone(args.backbone, {**options, **shapes})
+
+
+def _write_store(
+    args: argparse.Namespace,
+    place: RankOfJob,
+    text_states: tuple[int, int] | None,
+    autoencoder: Autoencoder | None,
+    dataset: DiffusionDataset,
+    backbone: Backbone | None,
+    open_texts: Callable[[], _Texts | None],
+    output: Path,
+) -> None:
+    """Encode what is not yet in the store ``output`` of samples of one shape."""
     if args.encoders is not None and not dataset.has_captions:
         require([f"--encoders: {args.source} has no captions; give only --vae"])
     if dataset.has_captions and args.encoders is None and text_states is None and not place.rank:
         print(f"captions of {args.source} are left out: --encoders writes their states")
-    autoencoder = _open_autoencoder(args, dataset)
+    _require_encodable(args, dataset, autoencoder)
     shape = dataset.image_shape
     if autoencoder is not None:
         side = tuple(size // autoencoder.factor for size in shape[1:])
@@ -85,7 +164,7 @@ def write_latents(
     made_by = {} if autoencoder is None else {LATENT: autoencoder.made_by()}
     revision = _revision(dataset, texts=args.encoders is not None or text_states is not None)
     if backbone is not None:
-        dataset, texts = _encoded(args, dataset, shape, backbone)
+        dataset, texts = _encoded(args, dataset, shape, backbone, open_texts)
         made_by |= texts
     if not place.rank:
         remark = "" if autoencoder is None else autoencoder.remark
@@ -105,13 +184,16 @@ def write_latents(
         groups=dataset.has_groups,
         classes=tuple(dataset.class_names),
         pairs=dataset.has_pairs,
+        mirrored=args.flip,
     )
+    if args.flip and CONDITIONING in fields:
+        require(["--flip: control pictures are stored once; mirror their files instead"])
     with as_user_error(OSError):
-        writer = LatentWriter(args.output, layout, dataset.null_conditioning(), len(dataset))
+        writer = LatentWriter(output, layout, dataset.null_conditioning(), len(dataset))
         _encode_edited_anew(writer, dataset, place)
         there = writer.count()
         if writer.complete:
-            print(f"{args.output} is already complete: {there} samples")
+            print(f"{output} is already complete: {there} samples")
             return
         if there and not place.rank:
             print(f"resuming after {there} of {len(dataset)} samples")
@@ -119,18 +201,22 @@ def write_latents(
     if not writer.complete:
         print(
             f"rank {place.rank} has written its share; {writer.count()} of {len(dataset)} samples "
-            f"are in {args.output}, the rest is with other ranks: if one stops, give the command "
+            f"are in {output}, the rest is with other ranks: if one stops, give the command "
             "again"
         )
         return
     print(
         f"{len(dataset)} samples of {'x'.join(map(str, shape))} ({args.dtype}): "
-        f"train on them with --pulse-data latents:{args.output}"
+        f"train on them with --pulse-data latents:{output}"
     )
 
 
 def _encoded(
-    args: argparse.Namespace, dataset: DiffusionDataset, shape: tuple[int, ...], backbone: Backbone
+    args: argparse.Namespace,
+    dataset: DiffusionDataset,
+    shape: tuple[int, ...],
+    backbone: Backbone,
+    open_texts: Callable[[], _Texts | None],
 ) -> tuple[DiffusionDataset, dict[str, str]]:
     """The dataset with its captions as the backbone reads them, and what made each field."""
     takes = backbone.sample_spec.shape
@@ -151,17 +237,24 @@ def _encoded(
                 f"--image-size{own}"
             ]
         )
+    if (texts := open_texts()) is None:
+        return dataset, {}
+    encoders, fields, made_by = texts
+    return Encoded(dataset, encoders, fields), dict(made_by)
+
+
+def _open_texts(args: argparse.Namespace, backbone: Backbone | None) -> _Texts | None:
+    """Text encoders or tokenizers of the backbone, its fields, and what made each."""
+    if backbone is None:
+        return None
     if args.store_text == "tokens":
         tokenizers = open_tokenizers(args, args.backbone, backbone)
         if tokenizers is None:
-            return dataset, {}
+            return None
         tokens = {name: FieldSpec(shape, "int64") for name, shape in tokenizers.shapes.items()}
-        return Encoded(dataset, tokenizers, tokens), tokenizers.made_by()
+        return tokenizers, tokens, tokenizers.made_by()
     opened = open_encoders(args, args.backbone, backbone)
-    if opened is None:
-        return dataset, {}
-    encoders, fields = opened
-    return Encoded(dataset, encoders, fields), encoders.made_by()
+    return None if opened is None else (*opened, opened[0].made_by())
 
 
 def _encode_edited_anew(writer: LatentWriter, dataset: DiffusionDataset, place: RankOfJob) -> None:
@@ -199,18 +292,24 @@ def _write(
             todo = writer.begin(number)
             for first in range(todo.start, todo.stop, args.batch_size):
                 indices = range(first, min(first + args.batch_size, todo.stop))
-                images = torch.stack([dataset.image(i) for i in indices])
-                latents, deviations = images, images
-                if autoencoder is not None:
-                    latents, deviations = autoencoder.posterior(images)
-                for i, latent, deviation in zip(indices, latents, deviations, strict=True):
+                latents, deviations = _posteriors(dataset, indices, autoencoder)
+                other_way = latents, deviations
+                if args.flip:
+                    other_way = _posteriors(dataset, indices, autoencoder, mirrored=True)
+                for n, (i, latent, deviation) in enumerate(
+                    zip(indices, latents, deviations, strict=True)
+                ):
                     given = dataset.conditioning(i)
                     if dataset.frames:
                         given[FRAMING] = framing_field(dataset.framing(i))
                     if autoencoder is not None and _posterior(args) == "sample":
                         noise = posterior_noise(0, i, 0, tuple(latent.shape))
                         latent = sampled(latent, deviation, noise)
+                        if args.flip:
+                            noise = posterior_noise(0, i, 1, tuple(latent.shape))
+                            other_way[0][n] = sampled(other_way[0][n], other_way[1][n], noise)
                     kept = deviation if writer.layout.deviates else None
+                    both = {"latent": other_way[0][n], "deviation": other_way[1][n]}
                     group = dataset.group(i)
                     writer.add(
                         latent,
@@ -219,10 +318,27 @@ def _write(
                         kept,
                         dataset.identity(i),
                         name_hash(group) if group else 0,
+                        {
+                            name: value
+                            for name, value in both.items()
+                            if f"{MIRRORED}{name}" in writer.layout.columns()
+                        },
                     )
                 progress.line.advance(len(indices))
             if place.num_ranks > 1:
                 progress.look_aside()
+
+
+def _posteriors(
+    dataset: DiffusionDataset,
+    indices: range,
+    autoencoder: Autoencoder | None,
+    mirrored: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Means and deviations of pictures; both are the pixels without an autoencoder."""
+    variation = Variation(flip=True) if mirrored else None
+    images = torch.stack([dataset.image(i, variation) for i in indices])
+    return (images, images) if autoencoder is None else autoencoder.posterior(images)
 
 
 class _Ranks:
@@ -241,7 +357,10 @@ class _Ranks:
 
 
 def _wanted(
-    args: argparse.Namespace, text_states: tuple[int, int] | None, backbone: Backbone | None
+    args: argparse.Namespace,
+    text_states: tuple[int, int] | None,
+    backbone: Backbone | None,
+    size: tuple[int, int] | None = None,
 ) -> WantedFields | None:
     """Captions as random states with their mask, and the other picture that a control branch sees;
     nothing else is asked of the data."""
@@ -250,19 +369,28 @@ def _wanted(
         length, width = text_states
         fields["context"] = FieldSpec((length, width))
         fields["context_mask"] = FieldSpec((length,), "int64")
-    if backbone is not None and CONDITIONING in backbone.batch_fields and args.image_size:
+    if size is None and args.image_size is not None:
+        size = args.image_size, args.image_size
+    if backbone is not None and CONDITIONING in backbone.batch_fields and size is not None:
         fields[CONDITIONING] = FieldSpec(backbone.batch_fields[CONDITIONING].shape)
-    if not fields:
+    if not fields or size is None:
         return None
-    return WantedFields((args.channels, args.image_size, args.image_size), fields)
+    return WantedFields((args.channels, *size), fields)
 
 
-def _open_autoencoder(args: argparse.Namespace, dataset: DiffusionDataset) -> Autoencoder | None:
+def _open_autoencoder(args: argparse.Namespace) -> Autoencoder | None:
     vae = autoencoder_folder(args)
     if vae is None:
         return None
-    autoencoder = Autoencoder(vae, getattr(torch, DTYPES[args.encoders_dtype or "fp32"]))
-    channels, height, _ = dataset.image_shape
+    return Autoencoder(vae, getattr(torch, DTYPES[args.encoders_dtype or "fp32"]))
+
+
+def _require_encodable(
+    args: argparse.Namespace, dataset: DiffusionDataset, autoencoder: Autoencoder | None
+) -> None:
+    if autoencoder is None:
+        return
+    (channels, height, _), vae = dataset.image_shape, autoencoder.folder
     faults = []
     if channels != autoencoder.in_channels:
         faults.append(f"--vae {vae} takes {autoencoder.in_channels} channels, not {channels}")
@@ -272,7 +400,6 @@ def _open_autoencoder(args: argparse.Namespace, dataset: DiffusionDataset) -> Au
             f"{autoencoder.factor}"
         )
     require(faults)
-    return autoencoder
 
 
 def _posterior(args: argparse.Namespace) -> str:

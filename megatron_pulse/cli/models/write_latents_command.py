@@ -28,14 +28,18 @@ from megatron_pulse.cli.models.encoder_flags import (
     caption_faults,
     encoder_faults,
 )
-from megatron_pulse.cli.shared_flags import add_image_flags
-from megatron_pulse.dataclass_flags import DTYPES, TO_MILLION
+from megatron_pulse.cli.shared_flags import add_image_flags, shape_faults
+from megatron_pulse.data.picture_choice import ShapeChoice
+from megatron_pulse.dataclass_flags import DTYPES, TO_MILLION, add_flags, read_flags
 from megatron_pulse.errors import UserError, collecting
 
 _DESCRIPTION = """\
 Without --vae the latents are the pixels. With it they are mean and deviation of the posterior of a
 diffusers AutoencoderKL, shifted and scaled by its configuration; training draws a new sample at
 every reading, as diffusers' trainers do. --posterior sample or mean keeps half the bytes.
+
+--buckets writes pictures of several shapes, each into a store below DIR. --flip writes latents of
+mirrored pictures beside the others.
 
 Files are written in whole shards. The same command again resumes, and encodes shards anew whose
 pictures were edited. Ranks of torchrun or srun share the shards; the folder is equal byte for byte.
@@ -51,6 +55,8 @@ makes states of random word vectors, as training on captions:PATH does. Nothing 
 examples:
   pulse data write-latents --from mnist --image-size 16 -o runs/mnist16
   pulse data write-latents --from folder:photos --image-size 256 --vae sd-vae -o runs/latents
+  pulse data write-latents --from folder:photos --resolution 512 --buckets auto --vae sd-vae \\
+      -o runs/latents
   pulse data write-latents --from captions:runs/emoji/images --image-size 32 --text-states 12x64 \\
       -o runs/emoji-latents
   pulse data write-latents --from captions:photos --image-size 512 --encoders sd-v1.5 \\
@@ -75,6 +81,8 @@ def add_write_latents(
     add("--from SPEC", "dataset to encode", dest="source", required=True)
     add("-o, --output DIR", "the folder to write", type=Path, required=True)
     add_image_flags(parser)
+    add_flags(ShapeChoice, parser)
+    add("--flip", "latents of mirrored pictures too, for --pulse-flip")
     add("--dtype", "type on disk (default fp16)", choices=list(DTYPES), default="fp16")
     add("--vae DIR|hf:ID", "a diffusers AutoencoderKL folder", type=Path)
     add_encoder_flags(parser)
@@ -107,7 +115,8 @@ def run(args: argparse.Namespace) -> None:
     require(faults)
     from megatron_pulse.cli.models.encode_dataset import write_latents
 
-    write_latents(args, place, _text_states(args.text_states) if args.text_states else None)
+    text_states = _text_states(args.text_states) if args.text_states else None
+    write_latents(args, place, text_states, read_flags(ShapeChoice, args))
 
 
 def _check(args: argparse.Namespace) -> list[str]:
@@ -146,8 +155,11 @@ def _check(args: argparse.Namespace) -> list[str]:
             faults.append("--encoders is for images with captions; for other data give only --vae")
         if args.text_states is not None:
             faults.append("--text-states and --encoders: give one")
-    if captions and args.image_size is None:
-        faults.append(f"--from {args.source}: give --image-size")
+    faults += shape_faults(args)
+    if captions and args.image_size is None and args.resolution is None and args.buckets is None:
+        faults.append(f"--from {args.source}: give --image-size, or --resolution")
+    if any(name.rpartition("*")[2].isdecimal() for name in [args.source] if "*" in name):
+        faults.append(f"--from {args.source}: repeats are for training, --pulse-data latents:DIR*N")
     if args.text_states is not None:
         from megatron_pulse.data.build import IMAGES
 
@@ -156,7 +168,8 @@ def _check(args: argparse.Namespace) -> list[str]:
         with collecting(faults):
             _text_states(args.text_states)
     faults += vae_faults(args.vae)
-    if args.output.is_dir() and not (args.output / "meta.json").exists():
+    kept = ("meta.json", "buckets.json")
+    if args.output.is_dir() and not any((args.output / name).exists() for name in kept):
         if any(not path.name.startswith((".", "null-")) for path in args.output.iterdir()):
             faults.append(f"--output {args.output} holds other files; name a new folder")
     return faults

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megatron_pulse.data.captions import WordedImages
 from megatron_pulse.data.dataset import NO_FIELDS, FieldSpec
+from megatron_pulse.data.images.folder import ImageSize
 from megatron_pulse.data.stored_file import ArchivedFile
 
 
@@ -22,7 +23,7 @@ class ArchivedImages(WordedImages):
         root: Path,
         files: Sequence[ArchivedFile],
         labels: Sequence[int],
-        image_size: int,
+        image_size: ImageSize,
         channels: int = 3,
         fields: Mapping[str, FieldSpec] = NO_FIELDS,
         verify: bool = False,

@@ -15,6 +15,7 @@ from typing import Any, BinaryIO, overload
 
 from megatron_pulse.data.archives.images import ArchivedImages
 from megatron_pulse.data.dataset import NO_FIELDS, DataError, FieldSpec
+from megatron_pulse.data.images.folder import ImageSize
 from megatron_pulse.data.split_groups import ends_hash, name_hash
 from megatron_pulse.data.stored_file import ArchivedFile
 from megatron_pulse.errors import UserError
@@ -40,7 +41,7 @@ class TableImages(ArchivedImages):
     def __init__(
         self,
         place: str | Path,
-        image_size: int,
+        image_size: ImageSize,
         channels: int = 3,
         fields: Mapping[str, FieldSpec] = NO_FIELDS,
         verify: bool = False,
@@ -144,6 +145,9 @@ class TableRow(ArchivedFile):
     def num_bytes(self) -> int:
         return len(self.rows.content(self.index))
 
+    def version(self) -> str:
+        return f"{self.rows.version} {self.index}"
+
     def relative_to(self, root: Path) -> str:
         return f"row {self.index}"
 
@@ -157,6 +161,8 @@ class TableRows(Sequence[TableRow]):
     def __init__(self, place: Path, table: Any) -> None:
         self.place = place
         self._table = table
+        self.version = str(table._fingerprint)
+        """Text that is another one for other rows, as ``datasets`` names them."""
         (self._column,) = table.column_names
 
     def __len__(self) -> int:

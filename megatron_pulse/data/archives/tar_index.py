@@ -64,6 +64,9 @@ class TarMember(ArchivedFile):
     def num_bytes(self) -> int:
         return self.size
 
+    def version(self) -> str:
+        return f"{self.archive} {self.archive.stat().st_mtime_ns} {self.offset} {self.size}"
+
     def relative_to(self, root: Path) -> str:
         return f"{os.path.relpath(self.archive, root)}: {self.name}"
 

@@ -16,7 +16,8 @@ from typing import Any, overload
 from megatron_pulse.data.archives.images import ArchivedImages
 from megatron_pulse.data.archives.tar_index import TarIndex, TarMember
 from megatron_pulse.data.dataset import NO_FIELDS, CorruptSample, DataError, FieldSpec
-from megatron_pulse.data.images.folder import NUM_READERS
+from megatron_pulse.data.images.folder import ImageSize
+from megatron_pulse.data.images.sizes import NUM_READERS
 from megatron_pulse.data.split_groups import name_hash
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import parse_json, read_yaml
@@ -45,7 +46,7 @@ class WebDataset(ArchivedImages):
     def __init__(
         self,
         place: str | Path,
-        image_size: int,
+        image_size: ImageSize,
         channels: int = 3,
         fields: Mapping[str, FieldSpec] = NO_FIELDS,
         verify: bool = False,

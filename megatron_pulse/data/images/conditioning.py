@@ -19,11 +19,12 @@ from megatron_pulse.data.dataset import (
     Derived,
     DiffusionDataset,
     FieldSpec,
+    Variation,
 )
-from megatron_pulse.data.images.folder import ImageFiles
+from megatron_pulse.data.images.folder import ImageFiles, ImageSize
 from megatron_pulse.data.images.listing import Listing, by_stem, some
 from megatron_pulse.data.images.opening import UNREADABLE, opened
-from megatron_pulse.data.images.pictures import decoded, squared
+from megatron_pulse.data.images.pictures import decoded, fitted
 from megatron_pulse.data.split_groups import name_hash
 
 CONDITIONING = "conditioning"
@@ -46,12 +47,15 @@ class ControlPictures(ImageFiles):
         root: Path,
         files: list[Path],
         photos: Sequence[Path],
-        image_size: int,
+        image_size: ImageSize,
         channels: int = 3,
         verify: bool = False,
+        assigned: Sequence[int] = (),
     ) -> None:
         self.photos = photos
-        super().__init__(root, files, [0] * len(files), 1, image_size, channels, verify)
+        super().__init__(
+            root, files, [0] * len(files), 1, image_size, channels, verify, assigned=assigned
+        )
 
 
 @dataclass(frozen=True)
@@ -110,18 +114,24 @@ class Pairing:
             f"Each picture needs a {self.kind.what} of the same name, in {self.root}.",
         )
 
-    def pictures(self, image_size: int, channels: int, verify: bool = False) -> ControlPictures:
-        """Dataset of the control pictures."""
+    def pictures(
+        self,
+        image_size: ImageSize,
+        channels: int,
+        verify: bool = False,
+        assigned: Sequence[int] = (),
+    ) -> ControlPictures:
+        """Dataset of the control pictures, of the shapes ``assigned`` to their pictures."""
         files = [other for _, other in self.pairs]
         photos = [photo for photo, _ in self.pairs]
-        return self.kind(self.root, files, photos, image_size, channels, verify)
+        return self.kind(self.root, files, photos, image_size, channels, verify, assigned)
 
 
 class Paired(Derived):
     """``source``, whose pictures are ``files``, with another picture of each sample.
 
-    The other one belongs to the sample's content. ``image_size`` and ``channels`` are its own.
-    Raises DataError listing all pictures without one.
+    The other one belongs to the sample's content. ``image_size`` and ``channels`` are its own. Of
+    several shapes it has that of its picture. Raises DataError listing all pictures without one.
     """
 
     def __init__(
@@ -129,7 +139,7 @@ class Paired(Derived):
         source: DiffusionDataset,
         files: ImageFiles,
         pairing: Pairing,
-        image_size: int,
+        image_size: ImageSize,
         channels: int,
         verify: bool,
     ) -> None:
@@ -137,15 +147,16 @@ class Paired(Derived):
         if pairing.faults:
             raise pairing.error(files)
         self.cautions = [*source.cautions, *pairing.cautions]
-        self._others = pairing.pictures(image_size, channels, verify)
+        assigned = files.assigned if files.num_shapes > 1 else ()
+        self._others = pairing.pictures(image_size, channels, verify, assigned)
 
     @property
     def sources(self) -> tuple[DiffusionDataset, ...]:
         return (*super().sources, self._others)
 
-    def image(self, index: int) -> Tensor:
+    def image(self, index: int, variation: Variation | None = None) -> Tensor:
         self._others.check(index)
-        return super().image(index)
+        return super().image(index, variation)
 
     def check(self, index: int) -> None:
         self._others.check(index)
@@ -174,19 +185,22 @@ class Paired(Derived):
 class Conditioned(Paired):
     """``source`` with the field ``conditioning``: the control picture, float32 in [0, 1].
 
-    Its central square is resized to the field's ``spec`` (c, side, side), as in diffusers'
-    ControlNets. ``verify`` is that of ImageFiles. Raises DataError listing all pictures without a
-    control picture.
+    It is fitted to the field's spec (c, height, width), as the picture to its size. ``specs`` has
+    one for each shape of ``source``. ``verify`` is that of ImageFiles. Raises DataError listing all
+    pictures without a control picture.
     """
 
-    def __init__(self, source: ImageFiles, spec: FieldSpec, verify: bool = False) -> None:
-        channels, side, _ = spec.shape
-        super().__init__(source, source, Pairing.of(source), side, channels, verify)
-        self.fields = {**source.fields, CONDITIONING: spec}
+    def __init__(
+        self, source: ImageFiles, specs: Sequence[FieldSpec], verify: bool = False
+    ) -> None:
+        channels = specs[0].shape[0]
+        sizes = [(height, width) for _, height, width in (spec.shape for spec in specs)]
+        super().__init__(source, source, Pairing.of(source), sizes, channels, verify)
+        self.fields = {**source.fields, CONDITIONING: specs[0]}
 
-    def conditioning(self, index: int) -> dict[str, Tensor]:
-        other = in_unit_range(self._others.image(index))
-        return {**super().conditioning(index), CONDITIONING: other}
+    def conditioning(self, index: int, variation: Variation | None = None) -> dict[str, Tensor]:
+        other = in_unit_range(self._others.image(index, variation))
+        return {**super().conditioning(index, variation), CONDITIONING: other}
 
 
 def control_picture(path: Path, spec: FieldSpec) -> Tensor:
@@ -194,10 +208,10 @@ def control_picture(path: Path, spec: FieldSpec) -> Tensor:
 
     Raises DataError if the file is no picture.
     """
-    channels, side, _ = spec.shape
+    channels, height, width = spec.shape
     try:
         with opened(path) as file:
-            return in_unit_range(squared(decoded(file, channels), side))
+            return in_unit_range(fitted(decoded(file, channels), (height, width)))
     except UNREADABLE as error:
         remedy = "Give a picture like those of FOLDER.conditioning in training."
         raise DataError(f"control image {path}", [str(error)], remedy) from error

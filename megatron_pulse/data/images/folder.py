@@ -13,30 +13,39 @@ from PIL import Image
 from PIL.ImageFile import ImageFile
 from torch import Tensor
 
-from megatron_pulse.data.dataset import CorruptSample, DataError, DiffusionDataset, Framing
+from megatron_pulse.data.dataset import (
+    CorruptSample,
+    DataError,
+    DiffusionDataset,
+    Framing,
+    Variation,
+)
 from megatron_pulse.data.images.metadata import TEXT, read_captions
 from megatron_pulse.data.images.opening import SUFFIXES, UNREADABLE, opened
 from megatron_pulse.data.images.pictures import (
-    central_square,
+    Crop,
     decoded,
-    squared,
+    fitted,
     upright_size,
 )
+from megatron_pulse.data.images.shapes import NearestShape, shown
+from megatron_pulse.data.images.sizes import NUM_READERS, upright_sizes
 from megatron_pulse.data.split_groups import content_hash, ends_hash, name_hash, same_files
 from megatron_pulse.data.stored_file import StoredFile
 from megatron_pulse.progress import track
 
-NUM_READERS = 8
-"""Threads that read heads of files, each of which waits for storage most of the time."""
+ImageSize = int | Sequence[tuple[int, int]]
+"""Side of square pictures, or the (height, width) of each of several shapes."""
 
 
 class ImageFiles(DiffusionDataset):
     """Images by their ``files``, each with a class in ``labels`` and possibly a caption.
 
-    Images are cropped to their central square, resized (bicubic, antialiased) to ``image_size`` and
-    scaled to [-1, 1]. ``verify`` decodes every file at once and lists all unreadable ones.
-    Otherwise a bad file raises CorruptSample with its name when it is read. A file that storage
-    does not deliver raises DataError.
+    Images are scaled to cover ``image_size`` (bicubic, antialiased), cropped to their centre and
+    scaled to [-1, 1]. Of several shapes each image has the one with the nearest aspect ratio (see
+    ``NearestShape``), unless ``assigned`` gives the index of each. ``verify`` decodes every file at
+    once and lists all unreadable ones. Otherwise a bad file raises CorruptSample with its name when
+    it is read. A file that storage does not deliver raises DataError.
     """
 
     frames = True
@@ -50,21 +59,28 @@ class ImageFiles(DiffusionDataset):
         files: Sequence[StoredFile],
         labels: Sequence[int],
         num_classes: int,
-        image_size: int,
+        image_size: ImageSize,
         channels: int = 3,
         verify: bool = False,
         captions: Sequence[str] = (),
         groups: Sequence[str] = (),
+        assigned: Sequence[int] = (),
     ) -> None:
         self.root = root
         self.files = files
         self.labels = labels
         self.captions = captions
+        self._prefix = ""
         self.has_captions = len(captions) > 0
         self._groups = groups
         self.has_groups = any(groups)
         self.num_classes = num_classes
-        self.image_shape = (channels, image_size, image_size)
+        self.shapes = [(image_size, image_size)] if isinstance(image_size, int) else [*image_size]
+        """(height, width) of each shape."""
+        self.num_shapes = len(self.shapes)
+        self.image_shape = (channels, *self.shapes[0])
+        self._sizes: Sequence[tuple[int, int] | None] | None = None
+        self._assigned = assigned
         self._sound = bytearray(len(files))  # 1: was decoded
         if verify and (faults := list(self._verified())):
             raise DataError(f"image folder {self.root}", faults, "Replace or remove these files.")
@@ -76,18 +92,52 @@ class ImageFiles(DiffusionDataset):
         return self.labels[index]
 
     def caption(self, index: int) -> str:
-        return self.captions[index] if self.has_captions else ""
+        caption = self.captions[index] if self.has_captions else ""
+        return self._prefix + caption if caption else ""
 
-    def image(self, index: int) -> Tensor:
-        return squared(self._decoded(index), self.image_shape[1])
+    def image(self, index: int, variation: Variation | None = None) -> Tensor:
+        return fitted(self._decoded(index), self.shapes[self.shape_index(index)], variation)
 
-    def framing(self, index: int) -> Framing:
-        size = self.image_shape[1]
-        with self.opened(index) as file:
-            width, height = upright_size(file)
-        left, top, side = central_square(width, height)
-        crop = (round(top * size / side), round(left * size / side))
-        return Framing((height, width), crop, (size, size))
+    def framing(self, index: int, variation: Variation | None = None) -> Framing:
+        known = None if self._sizes is None else self._sizes[index]
+        if known is None:
+            with self.opened(index) as file:
+                width, height = upright_size(file)
+        else:
+            height, width = known
+        target = self.shapes[self.shape_index(index)]
+        place = None if variation is None else variation.crop
+        return Framing((height, width), Crop.of((width, height), target, place).corner, target)
+
+    @property
+    def sizes(self) -> Sequence[tuple[int, int] | None]:
+        """(height, width) of each image as it is; None for unreadable ones."""
+        if self._sizes is None:
+            self._sizes = upright_sizes(self.root, self.files)
+        return self._sizes
+
+    @property
+    def assigned(self) -> Sequence[int]:
+        """Index of each image's shape; unreadable images have the first."""
+        if not self._assigned:
+            nearest = NearestShape(self.shapes)
+            self._assigned = [0 if size is None else nearest(size) for size in self.deciding_sizes]
+        return self._assigned
+
+    @property
+    def deciding_sizes(self) -> Sequence[tuple[int, int] | None]:
+        """Size by which each sample has its shape."""
+        return self.sizes
+
+    def shape_index(self, index: int) -> int:
+        return self.assigned[index] if self.num_shapes > 1 else 0
+
+    def pixels_of(self, shape: int) -> tuple[int, int]:
+        return self.shapes[shape]
+
+    def begin_captions(self, prefix: str) -> None:
+        """Put ``prefix`` before each caption that is not empty."""
+        self._prefix = prefix
 
     def check(self, index: int) -> None:
         if not self._sound[index]:
@@ -141,11 +191,13 @@ class ImageFiles(DiffusionDataset):
     @property
     def remedy(self) -> str:
         """The remedy for files that cannot be read."""
-        channels, size, _ = self.image_shape
-        spec = shlex.quote(f"{self.kind}:{self.root}")
+        channels, (height, width) = self.image_shape[0], self.shapes[0]
+        spec, size = shlex.quote(f"{self.kind}:{self.root}"), f"--image-size {height}"
+        if len(self.shapes) > 1 or height != width:
+            size = f"--resolution {height} --buckets {','.join(map(shown, self.shapes))}"
         return (
             "Replace or remove this file, or train with --pulse-skip-corrupt to skip such files. "
-            f"'pulse data info {spec} --image-size {size} --channels {channels} --verify' lists "
+            f"'pulse data info {spec} {size} --channels {channels} --verify' lists "
             "them all."
         )
 
@@ -180,7 +232,7 @@ class ImageFolder(ImageFiles):
     def __init__(
         self,
         root: str | Path,
-        image_size: int,
+        image_size: ImageSize,
         channels: int = 3,
         verify: bool = False,
         column: str = TEXT,

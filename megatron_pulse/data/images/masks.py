@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from megatron_pulse.data.dataset import DiffusionDataset
+from megatron_pulse.data.dataset import DiffusionDataset, Variation
 from megatron_pulse.data.images.conditioning import (
     ControlPictures,
     Paired,
@@ -40,7 +40,7 @@ class Masked(Paired):
         self, source: DiffusionDataset, files: ImageFiles, root: Path, verify: bool = False
     ) -> None:
         pairing = Pairing.of(files, root, Masks)
-        super().__init__(source, files, pairing, files.image_shape[1], 1, verify)
+        super().__init__(source, files, pairing, files.shapes, 1, verify)
 
-    def mask(self, index: int) -> Tensor:
-        return in_unit_range(self._others.image(index))
+    def mask(self, index: int, variation: Variation | None = None) -> Tensor:
+        return in_unit_range(self._others.image(index, variation))

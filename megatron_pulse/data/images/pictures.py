@@ -1,10 +1,11 @@
-"""Decoding of one picture file: upright, in sRGB, with the requested channels, as a square."""
+"""Decoding of one picture file: upright, in sRGB, with the requested channels and size."""
 
 from __future__ import annotations
 
 import io
 import struct
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -15,6 +16,7 @@ from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import BITSPERSAMPLE, PHOTOMETRIC_INTERPRETATION, TiffImageFile
 from torch import Tensor
 
+from megatron_pulse.data.dataset import Variation
 from megatron_pulse.data.images.opening import load
 
 _UPRIGHT = {
@@ -77,19 +79,64 @@ def has_alpha(file: ImageFile) -> bool:
     return file.has_transparency_data
 
 
-def squared(image: Image.Image, size: int) -> Tensor:
-    """Central square, resized (bicubic, antialiased): float32 [c, size, size] in [-1, 1]."""
-    left, top, side = central_square(*image.size)
-    box = (left, top, left + side, top + side)
-    pixels = np.asarray(image.resize((size, size), Image.Resampling.BICUBIC, box=box))
-    planes = pixels.reshape(size, size, -1).transpose(2, 0, 1)
+def fitted(image: Image.Image, size: tuple[int, int], variation: Variation | None = None) -> Tensor:
+    """Picture of ``size`` (height, width): float32 [c, height, width] in [-1, 1].
+
+    The image is mirrored if so varied, scaled to cover the size (bicubic, antialiased), and cropped
+    to its centre, or where the variation says.
+    """
+    rows, columns = size
+    if variation is not None and variation.flip:
+        image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+    part = Crop.of(image.size, size, None if variation is None else variation.crop)
+    pixels = np.asarray(image.resize((columns, rows), Image.Resampling.BICUBIC, box=part.box))
+    planes = pixels.reshape(rows, columns, -1).transpose(2, 0, 1)
     return torch.from_numpy(planes.astype(np.float32) / 127.5 - 1)
 
 
-def central_square(width: int, height: int) -> tuple[int, int, int]:
-    """Left, top and side of the central square."""
-    side = min(width, height)
-    return (width - side) // 2, (height - side) // 2, side
+@dataclass(frozen=True)
+class Crop:
+    """Part of an image that becomes a picture.
+
+    - ``box``: left, top, right and bottom in the image.
+
+    - ``corner``: (top, left) in the image after scaling.
+    """
+
+    box: tuple[float, float, float, float]
+    corner: tuple[int, int]
+
+    @classmethod
+    def of(
+        cls,
+        image: tuple[int, int],
+        size: tuple[int, int],
+        place: tuple[float, float] | None = None,
+    ) -> Crop:
+        """Crop of an ``image`` (width, height) to ``size`` (height, width): at its centre, or at
+        ``place`` (down, across) in [0, 1).
+
+        Only the box is read: a whole image of extreme aspect ratio, scaled to cover the size, may
+        be too large for memory.
+        """
+        (width, height), (rows, columns) = image, size
+        if rows == columns and place is None:
+            side = min(width, height)
+            left, top = (width - side) // 2, (height - side) // 2
+            box = (left, top, left + side, top + side)
+            return cls(box, (round(top * rows / side), round(left * rows / side)))
+        if columns * height >= rows * width:  # scaled to these sides, as torchvision's Resize does
+            whole = columns, max(rows, height * columns // width)
+        else:
+            whole = max(columns, width * rows // height), rows
+        free = whole[1] - rows, whole[0] - columns
+        if place is None:
+            top, left = (round(way / 2) for way in free)
+        else:
+            top, left = (int(at * (way + 1)) for at, way in zip(place, free, strict=True))
+        across, down = width / whole[0], height / whole[1]
+        right, bottom = min((left + columns) * across, width), min((top + rows) * down, height)
+        return cls((left * across, top * down, right, bottom), (top, left))
 
 
 def _in_srgb(image: Image.Image, profile: object) -> Image.Image:

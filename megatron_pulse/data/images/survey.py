@@ -9,9 +9,11 @@ from dataclasses import dataclass, field
 
 from megatron_pulse.data.dataset import CorruptSample, DataError, DiffusionDataset
 from megatron_pulse.data.images.conditioning import ControlPictures
-from megatron_pulse.data.images.folder import NUM_READERS, ImageFiles
+from megatron_pulse.data.images.folder import ImageFiles
 from megatron_pulse.data.images.masks import Masks
 from megatron_pulse.data.images.pictures import has_alpha, upright_size
+from megatron_pulse.data.images.shapes import cropped_fraction
+from megatron_pulse.data.images.sizes import NUM_READERS
 from megatron_pulse.data.stored_file import StoredFile, stored_size
 from megatron_pulse.progress import track
 
@@ -43,8 +45,8 @@ class Survey:
         if self.num_other_crop:
             found.append(
                 f"{self.files.root}: {self.num_other_crop:,} {of_all} have another aspect ratio "
-                "than their photos: both are cropped to the central square, so they no longer show "
-                "the same part. Crop or scale the files alike"
+                "than their photos: both are cropped to their centre, so they no longer show the "
+                "same part. Crop or scale the files alike"
             )
         if self.num_black:
             found.append(
@@ -56,10 +58,12 @@ class Survey:
     def describe(self) -> str:
         """Line with the number of pictures and their treatment."""
         _, height, width = self.files.image_shape
+        least = f"{width}x{height}" if self.files.num_shapes == 1 else "their bucket"
+        square = " to the central square" if height == width and least != "their bucket" else ""
         told = [
             f"{self.num_pictures:,} pictures",
-            f"{self.num_cropped:,} cropped to the central square",
-            f"{self.num_enlarged:,} smaller than {width}x{height} and enlarged",
+            f"{self.num_cropped:,} cropped{square}",
+            f"{self.num_enlarged:,} smaller than {least} and enlarged",
             f"{self.num_with_alpha:,} with transparency, which is ignored",
         ]
         if self.unreadable:
@@ -150,8 +154,9 @@ def _survey(
             width, height, alpha, is_black = seen
             if sizes is not None:
                 sizes[path] = width, height
-            found.num_cropped += width != height
-            found.num_enlarged += min(width, height) < files.image_shape[1]
+            shape = files.shapes[files.shape_index(first[path])]
+            found.num_cropped += cropped_fraction((height, width), shape) > 0
+            found.num_enlarged += height < shape[0] or width < shape[1]
             found.num_with_alpha += alpha
             found.num_black += is_black
     if masks is not None and not whole and not found.unreadable:

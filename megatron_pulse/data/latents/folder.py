@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_pulse.data.dataset import DataError, DiffusionDataset, Framing
+from megatron_pulse.data.dataset import DataError, DiffusionDataset, Framing, Variation
 from megatron_pulse.data.fields import FRAMING, FRAMING_SPEC, default_null
-from megatron_pulse.data.latents.layout import Meta, Shard, ShardFile, mapped, sha256_of
+from megatron_pulse.data.latents.layout import MIRRORED, Meta, Shard, ShardFile, mapped, sha256_of
 from megatron_pulse.data.latents.row_hashes import HASH_TYPE, header_hash, row_hash
 from megatron_pulse.paths import no_file
 from megatron_pulse.progress import track
@@ -76,13 +76,13 @@ class LatentFolder(DiffusionDataset):
     def __len__(self) -> int:
         return int(self._ends[-1])
 
-    def image(self, index: int) -> Tensor:
-        return self._finite("latent", index)
+    def image(self, index: int, variation: Variation | None = None) -> Tensor:
+        return self._finite(_column("latent", variation), index)
 
-    def deviation(self, index: int) -> Tensor | None:
+    def deviation(self, index: int, variation: Variation | None = None) -> Tensor | None:
         if not self.layout.deviates:
             return None
-        return self._finite("deviation", index)
+        return self._finite(_column("deviation", variation), index)
 
     def label(self, index: int) -> int:
         label = int(self._row("label", index))
@@ -95,7 +95,7 @@ class LatentFolder(DiffusionDataset):
         shard, place = self._place(index)
         return f"sample {place} of {self.root / self._shards[shard].files['latent'].name}"
 
-    def conditioning(self, index: int) -> dict[str, Tensor]:
+    def conditioning(self, index: int, variation: Variation | None = None) -> dict[str, Tensor]:
         return {name: self._finite(name, index) for name in self.fields}
 
     def ties(self) -> Sequence[Sequence[Hashable]]:
@@ -136,7 +136,7 @@ class LatentFolder(DiffusionDataset):
             return self._latent_hashes(number)
         return [row_hash(row) for row in self._hash_table(shard)[:, 1:].T]
 
-    def framing(self, index: int) -> Framing:
+    def framing(self, index: int, variation: Variation | None = None) -> Framing:
         if not self.frames:
             return super().framing(index)
         sizes = self._row(FRAMING, index).tolist()
@@ -246,6 +246,11 @@ class LatentFolder(DiffusionDataset):
         if verify and sha256_of(path) != file.sha256:
             return [f"{file.name} differs from what was written (SHA-256)"]
         return []
+
+
+def _column(name: str, variation: Variation | None) -> str:
+    """Column of a latent or deviation, or of that of the mirrored picture."""
+    return name if variation is None or not variation.flip else f"{MIRRORED}{name}"
 
 
 def _files(meta: Meta) -> Iterator[tuple[ShardFile, tuple[int, ...], np.dtype]]:

@@ -49,8 +49,13 @@ _RECORDS = "shard-*.json"
 RESERVED = (
     *("latent", "label", "null", "image", "index", "noisy", "target", "timesteps", "labels"),
     *("dropped", "pixels", "noise", "posterior", "deviation", "picture", "group"),
+    *("mirrored_latent", "mirrored_deviation"),
 )
 """Names that no conditioning field can have."""
+
+
+MIRRORED = "mirrored_"
+"""Prefix of the columns of mirrored pictures."""
 
 
 class LatentType(StrEnum):
@@ -77,8 +82,8 @@ class LatentLayout:
 
     With ``deviates``, latents are means of posteriors, stored with their standard deviations. With
     ``pictures`` and ``groups``, hashes of pictures and of groups are stored (see above). With
-    ``pairs``, samples 2k and 2k + 1 are the winner and the loser of a pair. Raises DataError for
-    invalid field names.
+    ``pairs``, samples 2k and 2k + 1 are the winner and the loser of a pair. If ``mirrored``,
+    latents of mirrored pictures are stored too. Raises DataError for invalid field names.
     """
 
     shape: Some[Size]
@@ -94,6 +99,7 @@ class LatentLayout:
     groups: bool = False
     classes: tuple[Text, ...] = ()
     pairs: bool = False
+    mirrored: bool = False
 
     def __post_init__(self) -> None:
         faults = [f"not allowed as a field name: {n!r}" for n in self.fields if n in RESERVED]
@@ -123,6 +129,8 @@ class LatentLayout:
         return {
             "latent": latent,
             **({"deviation": latent} if self.deviates else {}),
+            **({f"{MIRRORED}latent": latent} if self.mirrored else {}),
+            **({f"{MIRRORED}deviation": latent} if self.mirrored and self.deviates else {}),
             **{name: ((), np.dtype("int64")) for name in self.numbers},
             **{name: (spec.shape, self.stored(name)) for name, spec in self.fields.items()},
         }
@@ -251,7 +259,7 @@ class _File(TypedDict):
 def _with_current_form(record: dict[str, Any]) -> dict[str, Any]:
     """Content of ``meta.json``, with what earlier versions lacked."""
     found = {name: value for name, value in record.items() if name != "format"}
-    absent = dict.fromkeys(("deviates", "pictures", "groups", "pairs"), False)
+    absent = dict.fromkeys(("deviates", "pictures", "groups", "pairs", "mirrored"), False)
     older = {"made_by": {}, "classes": [], **absent}
     if isinstance(layout := found.get("layout"), dict):
         found["layout"] = {**older, **layout}

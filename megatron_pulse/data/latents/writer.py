@@ -14,6 +14,7 @@ from megatron_pulse.data.dataset import DataError
 from megatron_pulse.data.latents.layout import (
     FILES,
     META,
+    MIRRORED,
     LatentLayout,
     Meta,
     Shard,
@@ -120,11 +121,13 @@ class LatentWriter:
         deviation: Tensor | None = None,
         picture: int = 0,
         group: int = 0,
+        mirrored: Mapping[str, Tensor] = _NONE,
     ) -> None:
         """Append a sample with a tensor for every field.
 
         ``latent`` has the layout's ``shape``. ``deviation`` is given exactly if the layout
-        deviates. ``picture`` and ``group`` are the hashes that the layout stores.
+        deviates. ``picture`` and ``group`` are the hashes that the layout stores. ``mirrored`` has
+        ``latent`` and ``deviation`` of the mirrored picture, exactly if the layout stores them.
         """
         layout, faults = self.layout, []
         if self.complete:
@@ -136,6 +139,10 @@ class LatentWriter:
                 if layout.deviates
                 else ("deviation is not part of the layout")
             )
+        other_way = {f"{MIRRORED}{name}": value for name, value in mirrored.items()}
+        if other_way.keys() != {name for name in layout.columns() if name.startswith(MIRRORED)}:
+            faults.append("latents of mirrored pictures are missing, or not part of the layout")
+        given |= other_way
         for name, value in given.items():
             if tuple(value.shape) != layout.shape:
                 faults.append(f"{name} has shape {tuple(value.shape)}, not {layout.shape}")

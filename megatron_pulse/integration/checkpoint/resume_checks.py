@@ -18,6 +18,7 @@ from megatron_pulse.data.data_record import (
 )
 from megatron_pulse.data.dataset import LATENT
 from megatron_pulse.data.fields import made_differently
+from megatron_pulse.data.picture_choice import AUGMENTATION, BUCKETS, AugmentationChoice
 from megatron_pulse.dataclass_flags import flag_name
 from megatron_pulse.diffusion.loss import LossChoice
 from megatron_pulse.diffusion.objectives import DiffusionProcess
@@ -270,7 +271,14 @@ def _other_unit(start: StartingPoint, wanted: NewRun) -> Iterator[str]:
 def _other_buckets(start: StartingPoint, wanted: NewRun) -> Iterator[str]:
     """Samples of several shapes come in an order that depends on how many of one are in a row."""
     args, before = wanted.arguments, start.saved.arguments
-    buckets = several_parts(args.pulse_data) and several_parts(before.pulse_data)
+    shapes = [each.get("options", {}).get(BUCKETS) for each in (start.saved.record, wanted.record)]
+    if start.continued and wanted.several_shapes and shapes[0] != shapes[1]:
+        was, now = (each or "one" for each in shapes)
+        yield (
+            f"its samples are of the shapes {was}, those of this run {now}: they come in another "
+            f"order. Give --pulse-option {BUCKETS}={was}, or {_new_run(start)}"
+        )
+    buckets = "," in str(shapes[0]) or several_parts(before.pulse_data)
     if not start.continued or not buckets or not wanted.several_shapes:
         return
     was, now = (each.pulse_bucket_batch or each.global_batch_size for each in (before, args))
@@ -279,6 +287,23 @@ def _other_buckets(start: StartingPoint, wanted: NewRun) -> Iterator[str]:
             f"its sample order has {was} consecutive samples of one shape, this run {now}, so "
             f"some samples would come twice in an epoch. Give --pulse-bucket-batch {was}"
         )
+
+
+def _other_augmentation(start: StartingPoint, wanted: NewRun) -> Iterator[str]:
+    """Samples are varied, captions begun and sources repeated as before, at every position."""
+    args, before = wanted.arguments, start.saved.arguments
+    if not start.continued:
+        return
+    choice = AugmentationChoice()
+    for name in AUGMENTATION:
+        flag = f"pulse_{name}"
+        none = getattr(choice, name)
+        was, now = (getattr(each, flag, none) or none for each in (before, args))
+        if was != now and list(was if isinstance(was, tuple) else [was]) != now:
+            yield (
+                f"its samples were made with {flag_name(flag)} {was}, those of this run with "
+                f"{now}. Give the same, or {_new_run(start)}"
+            )
 
 
 def _pairs(
@@ -439,6 +464,7 @@ _FAULTS: tuple[_Comparison, ...] = (
     _other_count,
     _other_unit,
     _other_buckets,
+    _other_augmentation,
     _moved_classes,
     _other_provenance,
     _other_seed,

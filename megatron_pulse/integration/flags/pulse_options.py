@@ -13,6 +13,7 @@ import torch
 from megatron_pulse.adapters.choice import AdapterChoice
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.data.build import ARCHIVES, IMAGES, several_parts
+from megatron_pulse.data.picture_choice import AugmentationChoice, ShapeChoice
 from megatron_pulse.dataclass_flags import (
     ABOVE_ZERO,
     BELOW_ONE,
@@ -88,8 +89,10 @@ def _skip_corrupt(options: PulseOptions) -> str | None:
 
 
 def _bucket_batch(options: PulseOptions) -> str | None:
-    if options.bucket_batch is not None and not several_parts(options.data):
-        return "is for --pulse-data with several stores: latents:A,latents:B"
+    shapes = options.shapes.buckets is not None or "," in str(options.options.get("buckets", ""))
+    stored = several_parts(options.data) or (options.data or "").startswith("latents:")
+    if options.bucket_batch is not None and not shapes and not stored:
+        return "is for data of several shapes: --pulse-buckets, or latents:A,latents:B"
     return None
 
 
@@ -377,6 +380,8 @@ class PulseOptions:
         within=FROM_ONE,
         check=_bucket_batch,
     )
+    shapes: ShapeChoice = flags_of(ShapeChoice)
+    augmented: AugmentationChoice = flags_of(AugmentationChoice)
     encoders: str | None = flag(
         "diffusers pipeline folder whose vae/ and text_encoder*/ encode the pictures and captions "
         "of --pulse-data in the loop. Latents and text states stored in latents:PATH are read "

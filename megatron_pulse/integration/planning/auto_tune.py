@@ -27,6 +27,7 @@ from megatron_pulse.integration.planning.run_plan import (
     parameter_state,
 )
 from megatron_pulse.integration.planning.transformer_impl import can_split_backward
+from megatron_pulse.integration.training_data import DiffusionData
 from megatron_pulse.planner.cluster.cluster import BandwidthScope, Cluster, ClusterLink
 from megatron_pulse.planner.plan_file.plan_file import PlanFile, save_plan
 from megatron_pulse.planner.tune.config import Choices, Recompute
@@ -126,6 +127,8 @@ def _tune(
         cluster = replace(cluster, memory_gb=options.memory_gb, usable_memory=1.0)
     dpo = options.training_loss.is_preference
     backbone, choices = backbone_of_flags(args, options), _choices(line, pairs=dpo)
+    if isinstance(data := line.opened.get("data"), DiffusionData):
+        backbone = replace(backbone, shares=data.shares)
     with _refusing(backbone):
         check_choices(cluster, args.global_batch_size, choices)
     print(f"measuring {backbone.name} and tuning for {cluster.num_devices} ranks", flush=True)
@@ -240,7 +243,8 @@ def _measure(args: argparse.Namespace, options: PulseOptions, backbone: Backbone
             torch.cuda.empty_cache()
         return measured(sizes[:1])
 
-    settings = dtype, sizes, args.transformer_impl, sorted(options.options.items())
+    given = sorted(options.options.items())
+    settings = dtype, sizes, args.transformer_impl, given, backbone.shares
     profile, kept = cached_profile(backbone, torch.device(device), settings, of_fitting_sizes)
     if kept is not None:
         print(f"profile: {kept}, of an earlier start; remove it to measure again", flush=True)

@@ -272,7 +272,7 @@ def _by_flags(args: argparse.Namespace, options: PulseOptions, backbone: Backbon
     count = num_microbatches(args)
     placement = options.make_placement(args.pipeline_model_parallel_size, backbone)
     # Costs are those of the whole model; ``backbone`` may hold parts of its sequences.
-    whole = load_recorded(backbone.record)
+    whole = replace(load_recorded(backbone.record), shares=backbone.shares)
     activations = _activations(args, options, backbone)
     weights = _offloaded_weights(options, backbone)
     profile = _profile(args, options, whole, RUNNING if activations.selective else None)

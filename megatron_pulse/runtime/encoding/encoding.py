@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -23,11 +24,12 @@ from megatron_pulse.encoders.encoder_piece import EncoderPiece, States, run_piec
 from megatron_pulse.errors import format_faults, unknown_name
 from megatron_pulse.planner.schedule.message import STEP_END, Message
 from megatron_pulse.planner.schedule.operations import BubbleTask, OpType, Schedule
-from megatron_pulse.runtime.encoding.packing import PackedLayout
+from megatron_pulse.runtime.encoding.packing import PackedLayout, pack, packed_bytes, unpack
 from megatron_pulse.runtime.failure_board import PulseError
 from megatron_pulse.runtime.p2p.transfers import Links
 from megatron_pulse.runtime.tensor_settings import META, Batch
 
+type _Shape = tuple[int, ...]
 type Encoded = dict[str, dict[str, Tensor]]
 """States ``[b, ...]`` of a microbatch's samples, by component and name."""
 
@@ -76,7 +78,7 @@ class Encoding:
     ) -> None:
         self.components = tuple(components)
         self._device, self._number, self._links = device, number, links
-        self._sizes: dict[str, _Sizes] = {}
+        self._sizes: dict[tuple[str, _Shape], _Sizes] = {}
         self._bubble_tasks: tuple[BubbleTask, ...] = ()
         self._batches: tuple[Batch, ...] = ()
         self._samples: list[tuple[Batch, int]] = []
@@ -100,7 +102,7 @@ class Encoding:
             for sample in share if home == self._number else ():
                 found[component.name, sample] = self._whole(component, *samples[sample])
         for component, home, share in shares if self._links is not None else ():
-            self._tell(component, home, share, found)
+            self._tell(component, home, share, samples, found)
         return _by_microbatch(batches, encoding, found)
 
     def _whole(self, component: FrozenComponent, batch: Batch, row: int) -> States:
@@ -113,36 +115,38 @@ class Encoding:
         component: FrozenComponent,
         home: int,
         share: Sequence[int],
+        samples: Sequence[tuple[Batch, int]],
         found: dict[tuple[str, int], States],
     ) -> None:
         """Broadcast the results that ``home`` has encoded."""
         assert self._links is not None
-        layout = self._sizes[component.name].results
         if not len(share):
             return
+        layouts = [self._sizes[component.name, _shape(samples[s][0])].results for s in share]
         if home == self._number:
-            buffer = layout.pack([found[component.name, s] for s in share], self._device)
+            buffer = pack(layouts, [found[component.name, s] for s in share], self._device)
         else:
-            buffer = torch.empty(
-                len(share) * layout.num_bytes, dtype=torch.uint8, device=self._device
-            )
+            buffer = torch.empty(packed_bytes(layouts), dtype=torch.uint8, device=self._device)
         self._links.broadcast(buffer, home, f"results of {component.name}")
-        for sample, states in zip(share, layout.unpack(buffer, len(share)), strict=True):
+        for sample, states in zip(share, unpack(layouts, buffer), strict=True):
             found[component.name, sample] = states
 
     def _learn(self, batches: Sequence[Batch]) -> None:
-        """Determine layouts of states; the first home of each component measures them."""
-        for component in self.components:
-            if component.name in self._sizes:
+        """Determine layouts of states by shape; a component's first home measures them."""
+        first: dict[_Shape, Batch] = {}
+        for batch in batches:
+            first.setdefault(_shape(batch), batch)
+        for component, (shape, batch) in product(self.components, first.items()):
+            if (component.name, shape) in self._sizes:
                 continue
             sizes: _Sizes | None = None
             if component.homes[0] == self._number:
-                sizes = _measured(component, batches[0])
+                sizes = _measured(component, batch)
             if self._links is not None:
                 what = f"the sizes of {component.name}"
                 sizes = self._links.broadcast_object(sizes, component.homes[0], what)
             assert sizes is not None
-            self._sizes[component.name] = sizes
+            self._sizes[component.name, shape] = sizes
 
     def fill(self, schedule: Schedule, batches: Sequence[Batch]) -> None:
         """Assign ``batches`` to the bubble tasks of ``schedule``; PulseError if they do not fit."""
@@ -193,22 +197,21 @@ class Encoding:
 
     def outgoing(self, message: Message) -> Tensor:
         """States that a slice leaves, packed as bytes."""
-        name, samples, layout = self._content(message)
+        name, samples, layouts = self._content(message)
         if message.consumer == STEP_END:
-            return layout.pack([self._results[name, s] for s in samples], self._device)
+            return pack(layouts, [self._results[name, s] for s in samples], self._device)
         found = [self._states.pop((name, sample)) for sample in samples]
-        return layout.pack(found, self._device, self._kept(message))
+        return pack(layouts, found, self._device, self._kept(message))
 
     def like(self, message: Message) -> Tensor:
         """Meta tensor of a message from another device's slice."""
-        _, samples, layout = self._content(message)
-        size = len(samples) * layout.num_bytes
-        return torch.empty(size, dtype=torch.uint8, device=META)
+        _, _, layouts = self._content(message)
+        return torch.empty(packed_bytes(layouts), dtype=torch.uint8, device=META)
 
     def take(self, message: Message, tensor: Tensor) -> None:
         """Store the states received from another device's slice."""
-        name, samples, layout = self._content(message)
-        states = layout.unpack(tensor, len(samples))
+        name, samples, layouts = self._content(message)
+        states = unpack(layouts, tensor)
         if message.consumer == STEP_END:
             self._results |= {(name, s): one for s, one in zip(samples, states, strict=True)}
             return
@@ -222,17 +225,22 @@ class Encoding:
     def _kept(self, message: Message) -> tuple[str, ...]:
         """Names of component inputs that later layers need; every device has these inputs."""
         task = self._bubble_tasks[message.producer.stage]
-        return self._sizes[task.name].kept[task.slices[message.producer.microbatch][1] - 1]
+        _, last, one, _ = task.slices[message.producer.microbatch]
+        return self._sizes_of(task.name, one).kept[last - 1]
 
-    def _content(self, message: Message) -> tuple[str, range, PackedLayout]:
-        """Component, samples, and layout of a message."""
+    def _content(self, message: Message) -> tuple[str, range, list[PackedLayout]]:
+        """Component, samples, and the layout of each, of a message."""
         task = self._bubble_tasks[message.producer.stage]
         _, last, one, end = task.slices[message.producer.microbatch]
-        sizes = self._sizes[task.name]
         if message.consumer == STEP_END:
-            return task.name, range(one, end), sizes.results
+            samples = range(one, end)
+            return task.name, samples, [self._sizes_of(task.name, s).results for s in samples]
         _, _, first, after = task.slices[message.consumer.microbatch]
-        return task.name, range(max(one, first), min(end, after)), sizes.layers[last - 1]
+        samples = range(max(one, first), min(end, after))
+        return task.name, samples, [self._sizes_of(task.name, s).layers[last - 1] for s in samples]
+
+    def _sizes_of(self, name: str, sample: int) -> _Sizes:
+        return self._sizes[name, _shape(self._samples[sample][0])]
 
     def _component(self, name: str) -> FrozenComponent:
         return next(c for c in self.components if c.name == name)
@@ -264,6 +272,11 @@ class Encoding:
                 op.kind is OpType.BUBBLE_TASK and op.stage == number for op in own
             ):
                 yield f"{task.name} runs on device {self._number}, which has no copy of it"
+
+
+def _shape(batch: Batch) -> _Shape:
+    """Shape of a microbatch's samples, which every device knows; empty if all have one shape."""
+    return tuple(batch["noisy"].shape[1:]) if "noisy" in batch else ()
 
 
 def _measured(component: FrozenComponent, batch: Batch) -> _Sizes:

@@ -29,48 +29,50 @@ class PackedLayout:
         """Bytes of one sample."""
         return sum(_padded(prod(shape) * dtype.itemsize) for _, shape, dtype in self.entries)
 
-    def pack(
-        self,
-        samples: Sequence[Mapping[str, Tensor]],
-        device: torch.device,
-        beside: Collection[str] = (),
-    ) -> Tensor:
-        """Pack samples into uint8 ``[len(samples) * num_bytes]``, without the names in ``beside``.
 
-        Raises ValueError if names, shapes or dtypes differ from the first sample's.
-        """
-        buffer = torch.empty(len(samples) * self.num_bytes, dtype=torch.uint8, device=device)
-        names = {name for name, _, _ in self.entries}
-        for sample, views in zip(samples, self._views(buffer, len(samples)), strict=True):
-            if other := {n for n in sample if not n.startswith("_")} - {*beside} ^ names:
+def packed_bytes(layouts: Sequence[PackedLayout]) -> int:
+    """Bytes of samples with these layouts."""
+    return sum(layout.num_bytes for layout in layouts)
+
+
+def pack(
+    layouts: Sequence[PackedLayout],
+    samples: Sequence[Mapping[str, Tensor]],
+    device: torch.device,
+    beside: Collection[str] = (),
+) -> Tensor:
+    """Pack samples, each with its layout, into uint8, without the names in ``beside``.
+
+    Raises ValueError if names, shapes or dtypes differ from the layout's.
+    """
+    buffer = torch.empty(packed_bytes(layouts), dtype=torch.uint8, device=device)
+    for layout, sample, views in zip(layouts, samples, unpack(layouts, buffer), strict=True):
+        names = {name for name, _, _ in layout.entries}
+        if other := {n for n in sample if not n.startswith("_")} - {*beside} ^ names:
+            raise ValueError(f"samples differ in their encoder states: {', '.join(sorted(other))}")
+        for name, view in views.items():
+            given = sample[name]
+            if given.shape != view.shape or given.dtype != view.dtype:
                 raise ValueError(
-                    f"samples differ in their encoder states: {', '.join(sorted(other))}"
+                    f"{name} is {given.dtype} {tuple(given.shape)}, was "
+                    f"{view.dtype} {tuple(view.shape)} in the first sample of its shape"
                 )
-            for name, view in views.items():
-                given = sample[name]
-                if given.shape != view.shape or given.dtype != view.dtype:
-                    raise ValueError(
-                        f"{name} is {given.dtype} {tuple(given.shape)}, was "
-                        f"{view.dtype} {tuple(view.shape)} in the first sample"
-                    )
-                view.copy_(given)
-        return buffer
+            view.copy_(given)
+    return buffer
 
-    def unpack(self, buffer: Tensor, count: int) -> list[dict[str, Tensor]]:
-        """Tensors of ``count`` samples, as views of ``buffer``."""
-        return self._views(buffer, count)
 
-    def _views(self, buffer: Tensor, count: int) -> list[dict[str, Tensor]]:
-        found: list[dict[str, Tensor]] = []
-        at = 0
-        for _ in range(count):
-            views = {}
-            for name, shape, dtype in self.entries:
-                size = prod(shape) * dtype.itemsize
-                views[name] = buffer[at : at + size].view(dtype).view(shape)
-                at += _padded(size)
-            found.append(views)
-        return found
+def unpack(layouts: Sequence[PackedLayout], buffer: Tensor) -> list[dict[str, Tensor]]:
+    """Tensors of samples with these layouts, as views of ``buffer``."""
+    found: list[dict[str, Tensor]] = []
+    at = 0
+    for layout in layouts:
+        views = {}
+        for name, shape, dtype in layout.entries:
+            size = prod(shape) * dtype.itemsize
+            views[name] = buffer[at : at + size].view(dtype).view(shape)
+            at += _padded(size)
+        found.append(views)
+    return found
 
 
 def _padded(size: int) -> int:

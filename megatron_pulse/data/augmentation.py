@@ -1,0 +1,57 @@
+"""Augmentation: random changes of samples, as a function of (seed, sample, position)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_pulse.data.dataset import Variation, permutation
+from megatron_pulse.diffusion.noise import Stream, philox
+
+_UNIT = 2.0**-64
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """Changes that training draws at every visit of a sample.
+
+    - ``flip``: probability of mirroring a picture.
+
+    - ``random_crop``: crop pictures anywhere, in place of the centre.
+
+    - ``shuffle_tags``: reorder the comma-separated tags of captions after the first ``keep_tags``.
+    """
+
+    flip: float = 0.0
+    random_crop: bool = False
+    shuffle_tags: bool = False
+    keep_tags: int = 0
+
+    @property
+    def changes_samples(self) -> bool:
+        """True if anything is drawn."""
+        return bool(self.flip or self.random_crop or self.shuffle_tags)
+
+    def draw(self, seed: int, index: int, position: int) -> Variation | None:
+        """Variation of a sample at a position of the run; None without augmentation."""
+        if not self.changes_samples:
+            return None
+        flip, down, across, order = philox(seed, Stream.VARIATION, index, position).random_raw(4)
+        return Variation(
+            flip=float(flip) * _UNIT < self.flip,
+            crop=(float(down) * _UNIT, float(across) * _UNIT) if self.random_crop else None,
+            tag_order=int(order) if self.shuffle_tags else None,
+            keep_tags=self.keep_tags,
+        )
+
+
+NO_AUGMENTATION = Augmentation()
+
+
+def with_tags_in_order(caption: str, variation: Variation | None) -> str:
+    """``caption`` with its tags in the order that ``variation`` draws."""
+    if variation is None or variation.tag_order is None:
+        return caption
+    tags = [tag.strip() for tag in caption.split(",")]
+    kept, others = tags[: variation.keep_tags], tags[variation.keep_tags :]
+    order = permutation(len(others), variation.tag_order, epoch=0)
+    return ", ".join([*kept, *(others[i] for i in order)])

@@ -1,0 +1,123 @@
+"""Flags of pictures: their shapes, and the augmentation of samples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_pulse.data.augmentation import Augmentation
+from megatron_pulse.data.images.shapes import AUTO, MOST_BUCKETS, STEP, read_shapes
+from megatron_pulse.dataclass_flags import BELOW_ONE, FROM_ONE, FROM_ZERO, flag
+from megatron_pulse.errors import UserError
+
+BUCKETS = "buckets"
+"""Option of backbones that lists their shapes, HEIGHTxWIDTH in the sizes of samples."""
+
+
+def _buckets(choice: ShapeChoice) -> str | None:
+    text = choice.buckets
+    if text is None:
+        return None
+    if text == AUTO:
+        return None if choice.resolution else "auto: give the resolution, whose area they have"
+    try:
+        read_shapes(text)
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def _of_auto(choice: ShapeChoice) -> str | None:
+    given = choice.bucket_step is not None or choice.max_buckets != MOST_BUCKETS
+    return "is for buckets that are chosen: give auto" if given and choice.buckets != AUTO else None
+
+
+def _step(choice: ShapeChoice) -> str | None:
+    step, resolution = choice.bucket_step, choice.resolution
+    if step is not None and resolution is not None and step > resolution:
+        return f"{step} is above the resolution, {resolution}"
+    return _of_auto(choice) if step is not None else None
+
+
+@dataclass(frozen=True)
+class ShapeChoice:
+    """Shapes of pictures, in pixels."""
+
+    resolution: int | None = flag(
+        "side of square pictures in pixels; with buckets auto, their area is about its square",
+        metavar="PX",
+        within=FROM_ONE,
+    )
+    buckets: str | None = flag(
+        "shapes of pictures, width x height in pixels: auto (chosen from the aspect ratios of the "
+        "data, so that little is cropped), or a list. Each picture has the shape with the nearest "
+        "aspect ratio. Sets the model's option buckets, in latent sizes (default: one square)",
+        metavar="auto|WxH,...",
+        check=_buckets,
+    )
+    bucket_step: int | None = flag(
+        "sides of buckets auto are multiples of this (default 64, less below a resolution of 256)",
+        metavar="PX",
+        within=FROM_ONE,
+        check=_step,
+    )
+    max_buckets: int = flag(
+        "buckets auto are at most so many (default 9)",
+        MOST_BUCKETS,
+        metavar="N",
+        within=FROM_ONE,
+        check=_of_auto,
+    )
+
+    @property
+    def step(self) -> int:
+        """Multiple of the sides of chosen buckets."""
+        if self.bucket_step is not None:
+            return self.bucket_step
+        small = self.resolution is not None and self.resolution < 4 * STEP
+        return max((self.resolution or 0) // 4, 1) if small else STEP
+
+
+def _keep_tags(choice: AugmentationChoice) -> str | None:
+    return "is for shuffled tags" if choice.keep_tags and not choice.shuffle_tags else None
+
+
+@dataclass(frozen=True)
+class AugmentationChoice:
+    """Changes of training samples, functions of (seed, sample, position)."""
+
+    flip: float = flag(
+        "probability of mirroring a picture (with its mask and control picture) from left to "
+        "right (default 0)",
+        0.0,
+        metavar="P",
+        within=BELOW_ONE,
+    )
+    crop: Literal["center", "random"] = flag(
+        "where pictures are cropped after scaling (default center)", "center"
+    )
+    shuffle_tags: bool = flag("draw the order of the comma-separated tags of captions", False)
+    keep_tags: int = flag(
+        "first tags that keep their place (default 0)",
+        0,
+        metavar="N",
+        within=FROM_ZERO,
+        check=_keep_tags,
+    )
+    caption_prefix: tuple[str, ...] = flag(
+        "text before each caption, such as a trigger word and a comma (repeatable: one for each "
+        "dataset)",
+        (),
+        metavar="TEXT",
+    )
+
+    @property
+    def augmentation(self) -> Augmentation:
+        """What is drawn at every visit."""
+        random_crop = self.crop == "random"
+        return Augmentation(self.flip, random_crop, self.shuffle_tags, self.keep_tags)
+
+
+AUGMENTATION: Sequence[str] = ("flip", "crop", "shuffle_tags", "keep_tags", "caption_prefix")
+"""Fields of AugmentationChoice."""
