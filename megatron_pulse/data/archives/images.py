@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 
 from megatron_pulse.data.captions import WordedImages
 from megatron_pulse.data.dataset import NO_FIELDS, FieldSpec
 from megatron_pulse.data.images.folder import ImageSize
+from megatron_pulse.data.split_groups import MOST_COMPARED
 from megatron_pulse.data.stored_file import ArchivedFile
 
 
@@ -35,6 +36,10 @@ class ArchivedImages(WordedImages):
         super().__init__(
             root, files, labels, num_classes, image_size, channels, verify, captions, fields=fields
         )
+
+    def ties(self) -> Sequence[Sequence[Hashable]]:
+        # No two are one file, and contents of so many are not compared.
+        return super().ties() if len(self) <= MOST_COMPARED else ()
 
     def revision(self, index: int) -> str:
         file = self.files[index]
