@@ -263,7 +263,7 @@ class Backbone:
         """
         lengths = {each for each in self._sequences if each[-1] % parts}
         if lengths:
-            first = {length: each for *each, length in sorted(lengths, reverse=True)}
+            first = {n: (name, shape) for name, shape, n in sorted(lengths, reverse=True)}
             raise ValueError(
                 f"sequence parallelism over {parts} ranks: "
                 + "; ".join(
