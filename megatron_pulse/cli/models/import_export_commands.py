@@ -273,7 +273,7 @@ def run_export(args: argparse.Namespace) -> None:
     if spaced is not None and any({*shape[-2:]} != {spaced} for shape in shapes):
         sizes = ", ".join("x".join(map(str, shape[-2:])) for shape in shapes)
         print(
-            f"trained at {sizes}; sample_size {spaced} in config.json is the spacing of its "
+            f"trained at {sizes}; config.json has sample_size {spaced}, the spacing of any fixed "
             "positions, so ask pipelines for the size that you want"
         )
     count = sum(tensor.numel() for tensor in tensors.values())
