@@ -126,12 +126,17 @@ def resolve[C: FamilyConfig](name: str, default: C, options: Mapping[str, Value]
     faults += config.faults()
     if faults:
         legal = "legal options are:" + "".join(
-            f"\n  {key} ({_KINDS[kinds[key]]}; default {flag_value(getattr(default, key))})"
+            f"\n  {key} ({_KINDS[kinds[key]]}; default {option_text(getattr(default, key))})"
             for key in kinds
         )
         what = f"options of backbone {name!r}"
         raise OptionError(format_faults(what, faults, legal if all_shown else ""), faults)
     return config
+
+
+def option_text(value: object) -> str:
+    """Value of an option in messages."""
+    return flag_value(value) or "empty"
 
 
 def to_record(config: FamilyConfig) -> dict[str, Any]:

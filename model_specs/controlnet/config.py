@@ -23,7 +23,7 @@ class ControlNetConfig(UNetConfig):
     @property
     def conditioning_factor(self) -> int:
         """Height and width of the control image, as multiples of the sample's."""
-        return 2 ** (len(self.conditioning_widths) - 1)
+        return 1 << (len(self.conditioning_widths) - 1)
 
     def faults(self) -> list[str]:
         """Inconsistencies between the fields, one text each."""

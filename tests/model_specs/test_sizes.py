@@ -181,7 +181,7 @@ def test_buckets_are_a_choice_of_the_run(name):
     compared = compare_models(square.record, several.record)
     assert compared.different == ()
     (text,) = compared.changed
-    assert text.endswith("8x16,24x8 here: samples are of 16x16, 8x16, 24x8")
+    assert text == ("buckets empty there, 16x16,8x16,24x8 here: samples are of 16x16, 8x16, 24x8")
     assert published_form(several).config == published_form(square).config
     for shape_index, size in enumerate(sizes):
         alone, here = load_backbone(name, {"buckets": size}), at_shape(several, shape_index)
