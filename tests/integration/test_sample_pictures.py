@@ -250,7 +250,7 @@ def test_flags_of_pictures_without_an_interval_are_refused(monkeypatch: pytest.M
     assert "--pulse-sample-every is missing: --pulse-sample-steps is for pictures" in fault
 
 
-BUCKETS = "buckets=8x4,4x12"
+SEVERAL = Family("dit-tiny", options=("in_channels=1", "out_channels=1"), buckets="8x4,4x12")
 # (ranks, backbone, flags of the run, flags of pulse sample, largest relative difference)
 OTHERS: dict[str, tuple[int, str, list[str], list[str], float]] = {
     "replicated embedders, routed skips": (
@@ -278,7 +278,9 @@ OTHERS: dict[str, tuple[int, str, list[str], list[str], float]] = {
         ["--classes", "0-9", "--eta", "0.5"], 2e-7,
     ),
     "the first of several sizes": (
-        2, "none", pipeline(2, "--pulse-backbone", "dit-tiny", "--pulse-option", BUCKETS),
+        2, "none", pipeline(2, "--pulse-backbone", SEVERAL.backbone, *(
+            f"--pulse-option={option}" for option in SEVERAL.every_option
+        )),
         ["--classes", "0-9"], 2e-7,
     ),
 }  # fmt: skip
@@ -289,9 +291,8 @@ def test_pictures_of_other_runs_are_those_of_the_checkpoint(case: str, tmp_path:
     num_ranks, backbone, flags, more, most = OTHERS[case]
     if backbone == "unet" and TEXT[0] in flags:
         flags = [*flags, "--pulse-data", captioned_digits(tmp_path)]
-    if BUCKETS in flags:
-        family = Family("dit-tiny", buckets=BUCKETS.removeprefix("buckets="))
-        flags = [*flags, "--pulse-data", write_latents(tmp_path / "latents", family)]
+    if SEVERAL.backbone in flags:
+        flags = [*flags, "--pulse-data", write_latents(tmp_path / "latents", SEVERAL)]
     pictures = ["--pulse-sample-every", "2", "--pulse-sample-steps", "3"]
     flags = [*STEPS, *flags, *pictures, "--save", str(tmp_path / "run")]
     samples = drawn(num_ranks, *flags, backbone=backbone)
