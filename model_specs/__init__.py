@@ -57,9 +57,10 @@ from model_specs.common.options import (
     resolve,
     to_record,
 )
+from model_specs.common.sample_sizes import BUCKETS
 from model_specs.derived.classes import CLASSES
-from model_specs.derived.diffusers_modules import BUCKETS, class_of, pipeline_folder, split
 from model_specs.derived.diffusers_modules import PREFIX as DIFFUSERS
+from model_specs.derived.diffusers_modules import class_of, pipeline_folder, split
 from model_specs.derived.diffusers_modules import describe_weights as describe_weights
 from model_specs.derived.diffusers_modules import read_published as read_published
 from model_specs.derived.diffusers_modules import weights_folder as weights_folder

@@ -242,17 +242,17 @@ class Backbone:
     @property
     def divides_sequences(self) -> bool:
         """True if there are sequences between layers, all of even length."""
-        lengths = [length for _, length in self._sequences]
+        lengths = [length for _, _, length in self._sequences]
         return bool(lengths) and not any(length % 2 for length in lengths)
 
     @property
-    def _sequences(self) -> list[tuple[str, int]]:
-        """Layer name and length of every sequence in layer inputs and outputs."""
+    def _sequences(self) -> list[tuple[str, int, int]]:
+        """Layer name, shape index and length of every sequence in layer inputs and outputs."""
         return [
-            (layer.name, shape[0])
+            (layer.name, shape_index, shape[0])
             for layer in self.layers
             for spec in (*layer.inputs, *layer.outputs)
-            for shape in (spec.shape, *spec.others)
+            for shape_index, shape in enumerate((spec.shape, *spec.others))
             if spec.sequence
         ]
 
@@ -261,12 +261,14 @@ class Backbone:
 
         Raises ValueError listing the sequences that do not divide.
         """
-        lengths = {(name, length) for name, length in self._sequences if length % parts}
+        lengths = {each for each in self._sequences if each[-1] % parts}
         if lengths:
-            first = {length: name for name, length in sorted(lengths, reverse=True)}
+            first = {n: (name, shape) for name, shape, n in sorted(lengths, reverse=True)}
             raise ValueError(
                 f"sequence parallelism over {parts} ranks: "
-                + "; ".join(f"{n} tokens of {first[n]} do not divide" for n in sorted(first))
+                + "; ".join(
+                    f"{n} tokens of {self._where(*first[n])} do not divide" for n in sorted(first)
+                )
             )
 
         def divide(spec: TensorSpec) -> TensorSpec:
@@ -288,6 +290,13 @@ class Backbone:
             for layer in self.layers
         )
         return replace(self, layers=layers)
+
+    def _where(self, layer_name: str, shape_index: int) -> str:
+        """A layer in messages, with the sample's shape if there are several."""
+        if self.num_shapes == 1:
+            return layer_name
+        shape = "x".join(map(str, self.input_spec.at(shape_index).shape))
+        return f"{layer_name} in samples of {shape}"
 
     @property
     def skips(self) -> tuple[Skip, ...]:

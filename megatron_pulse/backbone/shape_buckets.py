@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -108,6 +108,35 @@ def at_shape(backbone: Backbone, shape_index: int) -> Backbone:
     )
     fields = {name: spec.at(shape_index) for name, spec in backbone.batch_fields.items()}
     return replace(backbone, layers=layers, batch_fields=fields, shares=())
+
+
+def join_shapes(chains: Sequence[Backbone]) -> Backbone:
+    """Chain of several shapes, from the same chain at each of them; the inverse of ``at_shape``."""
+    first = chains[0]
+    if len(chains) == 1:
+        return first
+
+    def join(*specs: TensorSpec) -> TensorSpec:
+        return replace(specs[0], others=tuple(spec.shape for spec in specs[1:]))
+
+    def join_all(*every: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
+        return tuple(join(*specs) for specs in zip(*every, strict=True))
+
+    def join_named(*every: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
+        return {name: join(*(specs[name] for specs in every)) for name in every[0]}
+
+    layers = tuple(
+        replace(
+            same[0],
+            inputs=join_all(*(layer.inputs for layer in same)),
+            outputs=join_all(*(layer.outputs for layer in same)),
+            pops=join_named(*(layer.pops for layer in same)),
+            provides=join_named(*(layer.provides for layer in same)),
+        )
+        for same in zip(*(chain.layers for chain in chains), strict=True)
+    )
+    fields = join_named(*(chain.batch_fields for chain in chains))
+    return replace(first, layers=layers, batch_fields=fields)
 
 
 def _build_at(build: Callable[[Any], Any], shape_index: int, context: Any) -> Any:

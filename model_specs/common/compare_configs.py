@@ -7,8 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_pulse.dataclass_flags import flag_value
-from model_specs.common.options import CHOICE, REASON, SETTLED_BY, FamilyConfig, Value
+from model_specs.common.options import (
+    CHOICE,
+    REASON,
+    SETTLED_BY,
+    FamilyConfig,
+    Value,
+    option_text,
+)
 
 
 @dataclass(frozen=True)
@@ -52,14 +58,14 @@ def compare_configs[C: FamilyConfig](
     """
     there, here = settle(there), settle(here)
     different = [
-        f"{key} {flag_value(value)} there, no option here" for key, value in unknown.items()
+        f"{key} {option_text(value)} there, no option here" for key, value in unknown.items()
     ]
     changed = []
     for field in dataclasses.fields(here):
         theirs, ours = getattr(there, field.name), getattr(here, field.name)
         if theirs == ours:
             continue
-        text = f"{field.name} {flag_value(theirs)} there, {flag_value(ours)} here"
+        text = f"{field.name} {option_text(theirs)} there, {option_text(ours)} here"
         if CHOICE in field.metadata:
             changed.append(f"{text}: {field.metadata[CHOICE].format(here)}")
         else:

@@ -31,7 +31,13 @@ def indivisible(config: FamilyConfig, **divisors: int | str) -> list[str]:
     return found
 
 
-class _Patched(FamilyConfig, Protocol):
+class _Sized(FamilyConfig, Protocol):
+    @property
+    def patch_size(self) -> int: ...
+    def bucket_faults(self, divisor: int, divisor_text: str) -> list[str]: ...
+
+
+class _Patched(_Sized, Protocol):
     @property
     def dim(self) -> int: ...
     @property
@@ -53,4 +59,14 @@ def unfit_for_patches(config: _Patched, divisor: int = 4) -> list[str]:
         )
     if config.base_sample_size != config.sample_size:
         found += indivisible(config, base_sample_size="patch_size")
-    return [*found, *indivisible(config, sample_size="patch_size")]
+    return [*found, *unfit_sizes(config)]
+
+
+def unfit_sizes(config: _Sized) -> list[str]:
+    """Faults of ``sample_size`` and ``buckets``, which must be divisible by ``patch_size``."""
+    patch = config.patch_size
+    is_option = "patch_size" in config.__dataclass_fields__
+    return [
+        *indivisible(config, sample_size="patch_size" if is_option else patch),
+        *config.bucket_faults(patch, f"patch_size={patch}" if is_option else str(patch)),
+    ]

@@ -7,7 +7,7 @@ modulations and the last linear are 0.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -164,7 +164,8 @@ class ContextEmbedder(LayerModule):
 class Head(LayerModule):
     """Map image tokens to the prediction: modulated norm, linear, ``to_image``.
 
-    ``to_image`` places the features [s, b, features] of all tokens in the image.
+    ``to_image`` places the features [s, b, features] of all tokens in the image, given the rows and
+    columns of tokens: those in ``grids`` of the microbatch's shape.
     """
 
     def __init__(
@@ -172,10 +173,12 @@ class Head(LayerModule):
         sizes: DiTSizes,
         context: LayerContext,
         features: int,
-        to_image: Callable[[torch.Tensor], torch.Tensor],
+        grids: Sequence[tuple[int, int]],
+        to_image: Callable[[torch.Tensor, tuple[int, int]], torch.Tensor],
     ) -> None:
         config = dit_config(sizes, context.config)
         super().__init__(config, context.pg_collection)
+        self.chain_shape, self.grids = 0, grids
         self.to_image = to_image
         self.norm_out = Modulation(config, 2)
         self.proj_out = linear(sizes.dim, features, config, torch.nn.init.zeros_)
@@ -185,4 +188,4 @@ class Head(LayerModule):
         """``conditioning``: temb [b, D]."""
         scale, shift = self.norm_out(conditioning["temb"])
         features = self.proj_out(normed(inputs[0], shift, scale))
-        return (self.to_image(self.leave_sequence(features)),)
+        return (self.to_image(self.leave_sequence(features), self.grids[self.chain_shape]),)

@@ -27,8 +27,8 @@ _MOST, _MOST_LAYERS = 10_000_000, 1_000
 CHOICE, SETTLED_BY, REASON = "choice", "settled_by", "reason"
 """Metadata keys of a field, set by ``run_choice``, ``settled_by`` and ``fixed``."""
 
-RESPACED = "positions are computed at {0.sample_size}, with the spacing of {0.base_size}"
-"""Effect of another ``sample_size`` if positions span ``base_size``."""
+RESPACED = "positions are computed at {0.sizes_text}, with the spacing of {0.base_size}"
+"""Effect of other sizes if positions span ``base_size``."""
 
 
 def run_choice(default: Any, effect: str) -> Any:
@@ -53,7 +53,10 @@ def fixed(default: Any, reason: str) -> Any:
 
 
 class FamilyConfig(Protocol):
-    """A family's configuration: a frozen dataclass of ints, bools, strings and tuples of ints."""
+    """A family's configuration: a frozen dataclass of ints, bools, strings and tuples of ints.
+
+    An attribute ``UNSUPPORTED`` maps options of other families to the reason why this one has none.
+    """
 
     __dataclass_fields__: typing.ClassVar[dict[str, Any]]
 
@@ -98,10 +101,14 @@ class OptionError(PicklableError, ValueError):
 def resolve[C: FamilyConfig](name: str, default: C, options: Mapping[str, Value]) -> C:
     """``default`` with ``options`` applied; raises one OptionError that lists every fault."""
     kinds = typing.get_type_hints(type(default))
+    unsupported: Mapping[str, str] = getattr(default, "UNSUPPORTED", {})
     values: dict[str, Any] = {}
     faults = []
     all_shown = False  # an unmatched name gets the whole list of options
     for key, value in options.items():
+        if key not in kinds and key in unsupported:
+            faults.append(f"{key}: unsupported: {unsupported[key]}")
+            continue
         if key not in kinds:
             near = did_you_mean(key, kinds)
             all_shown = all_shown or not near
@@ -119,12 +126,17 @@ def resolve[C: FamilyConfig](name: str, default: C, options: Mapping[str, Value]
     faults += config.faults()
     if faults:
         legal = "legal options are:" + "".join(
-            f"\n  {key} ({_KINDS[kinds[key]]}; default {flag_value(getattr(default, key))})"
+            f"\n  {key} ({_KINDS[kinds[key]]}; default {option_text(getattr(default, key))})"
             for key in kinds
         )
         what = f"options of backbone {name!r}"
         raise OptionError(format_faults(what, faults, legal if all_shown else ""), faults)
     return config
+
+
+def option_text(value: object) -> str:
+    """Value of an option in messages."""
+    return flag_value(value) or "empty"
 
 
 def to_record(config: FamilyConfig) -> dict[str, Any]:

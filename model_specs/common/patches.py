@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,21 +14,34 @@ from model_specs.common.layers import LayerModule, Named, Table, Tensors
 
 
 def sincos_positions(
-    dim: int, side: int, *, base_size: int, interpolation_scale: float = 1.0
+    dim: int, count: int, *, base_size: int, interpolation_scale: float = 1.0
 ) -> torch.Tensor:
-    """Sinusoids of each patch's position: [side * side, dim], as in diffusers' ``PatchEmbed``.
+    """Sinusoids of ``count`` positions along one side: [count, dim / 2].
 
-    The first half of the features encodes the column, the second the row. Each half is (sines,
-    cosines) of frequencies 10000^(-i / (dim/4)). Coordinates run from 0 to ``base_size`` /
-    ``interpolation_scale`` for any number of patches.
+    As in diffusers' ``PatchEmbed``: sines, then cosines, of frequencies 10000^(-i / (dim/4)).
+    Coordinates run from 0 to ``base_size`` / ``interpolation_scale`` for any ``count``.
     """
-    index = torch.arange(side, dtype=torch.float32)
-    places = index / (side / base_size) / interpolation_scale
+    index = torch.arange(count, dtype=torch.float32)
+    places = index / (count / base_size) / interpolation_scale
     quarter = dim // 4
     frequencies = 1.0 / 10000 ** (torch.arange(quarter, dtype=torch.float64) / quarter)
     angles = torch.outer(places.double(), frequencies)
-    sinusoids = torch.cat([angles.sin(), angles.cos()], dim=1)
-    pairs = [sinusoids.expand(side, -1, -1), sinusoids[:, None].expand(-1, side, -1)]
+    return torch.cat([angles.sin(), angles.cos()], dim=1)
+
+
+@functools.cache
+def sincos_table(dim: int, count: int, base_size: int, interpolation_scale: float = 1.0) -> Table:
+    """``sincos_positions`` as a table; all chains share one."""
+    scale = interpolation_scale
+    return Table(
+        lambda: sincos_positions(dim, count, base_size=base_size, interpolation_scale=scale)
+    )
+
+
+def of_grid(of_rows: torch.Tensor, of_columns: torch.Tensor) -> torch.Tensor:
+    """Features [rows * columns, d] of patches, row by row: those of the column, then of the row."""
+    rows, columns = len(of_rows), len(of_columns)
+    pairs = [of_columns.expand(rows, -1, -1), of_rows[:, None].expand(-1, columns, -1)]
     return torch.cat(pairs, dim=2).flatten(0, 1)
 
 
@@ -34,8 +49,8 @@ class PatchEmbed(LayerModule):
     """First layer of a chain: one linear map of each p x p patch, plus fixed positions.
 
     The map is the convolution ``proj``, initialised as in ViT: Xavier over the flattened patch,
-    bias 0. ``positions`` [tokens, dim] are added in fp32. Under sequence parallelism every rank
-    computes all tokens and keeps its part.
+    bias 0. ``positions`` gives those [count, dim / 2] of a number of rows, or of columns; they are
+    added in fp32. Under sequence parallelism every rank computes all tokens and keeps its part.
     """
 
     def __init__(
@@ -44,7 +59,7 @@ class PatchEmbed(LayerModule):
         in_channels: int,
         dim: int,
         patch_size: int,
-        positions: Table | None = None,
+        positions: Callable[[int], Table] | None = None,
     ) -> None:
         super().__init__(context.config, context.pg_collection)
         self.positions = positions
@@ -56,9 +71,11 @@ class PatchEmbed(LayerModule):
 
     def tokens(self, image: torch.Tensor) -> torch.Tensor:
         """Image [b, c, h, w] to all tokens [h/p * w/p, b, dim], row by row."""
-        tokens = self.proj(image).flatten(2).permute(2, 0, 1)
+        patches = self.proj(image)
+        tokens = patches.flatten(2).permute(2, 0, 1)
         if self.positions is not None:
-            positions = self.positions.on(tokens.device)
+            sides = (self.positions(count).on(tokens.device) for count in patches.shape[-2:])
+            positions = of_grid(*sides)
             tokens = (tokens + positions[:, None]).to(tokens.dtype)
         return tokens.contiguous()
 
@@ -67,14 +84,15 @@ class PatchEmbed(LayerModule):
         return (self.enter_sequence(self.tokens(inputs[0])),)
 
 
-def unpatchify(tokens: torch.Tensor, side: int, patch_size: int) -> torch.Tensor:
-    """Tokens [side * side, b, p * p * c] to the image [b, c, side * p, side * p].
+def unpatchify(tokens: torch.Tensor, grid: tuple[int, int], patch_size: int) -> torch.Tensor:
+    """Tokens [rows * columns, b, p * p * c] of a grid to the image [b, c, rows * p, columns * p].
 
     A token's features are ordered (row, column, channel) of its patch.
     """
-    samples, pixels = tokens.shape[1], side * patch_size
-    grid = tokens.reshape(side, side, samples, patch_size, patch_size, -1)
-    return grid.permute(2, 5, 0, 3, 1, 4).reshape(samples, -1, pixels, pixels)
+    (rows, columns), samples = grid, tokens.shape[1]
+    squares = tokens.reshape(rows, columns, samples, patch_size, patch_size, -1)
+    image = squares.permute(2, 5, 0, 3, 1, 4)
+    return image.reshape(samples, -1, rows * patch_size, columns * patch_size)
 
 
 def normed(

@@ -8,6 +8,7 @@ from typing import Any
 from megatron_pulse.backbone.published_weights import PerHead, Rule
 from megatron_pulse.errors import format_faults
 from model_specs.common.options import FamilyConfig
+from model_specs.common.sample_sizes import BUCKETS
 
 
 def require_settings(
@@ -31,8 +32,8 @@ def require_settings(
 
 
 def same_settings(config: FamilyConfig, *without: str) -> dict[str, Any]:
-    """Fields with the same name in the library: all but those of ``without``."""
-    return {key: value for key, value in vars(config).items() if key not in without}
+    """Fields with the same name in the library: all but ``buckets`` and those of ``without``."""
+    return {key: value for key, value in vars(config).items() if key not in (BUCKETS, *without)}
 
 
 def attention_rules(ours: str, theirs: str, num_heads: int) -> tuple[Rule, ...]:

@@ -9,9 +9,10 @@ from typing import Any
 
 from megatron_pulse.backbone.build_context import LayerContext
 from megatron_pulse.backbone.chain import Backbone, Layer, TensorSpec
+from megatron_pulse.backbone.shape_buckets import join_shapes
 from model_specs.common.deferred_build import builder
 from model_specs.controlnet.config import ControlNetConfig
-from model_specs.unet.chain import build_backbone as build_unet
+from model_specs.unet.chain import chain_at as unet_at
 
 BRANCH = "controlnet."
 """Prefix of the names of the branch's layers and skips."""
@@ -23,9 +24,13 @@ Build = Callable[[LayerContext], Any]
 
 def build_backbone(name: str, config: ControlNetConfig) -> Backbone:
     """Chain of the UNet, with each encoder layer followed by the branch's copy."""
-    unet = build_unet(name, config)
-    side, channels = config.conditioning_size, config.conditioning_channels
-    picture = {"conditioning": TensorSpec((channels, side, side))}
+    return join_shapes([_chain(name, config, *size) for size in config.sizes])
+
+
+def _chain(name: str, config: ControlNetConfig, height: int, width: int) -> Backbone:
+    unet, factor = unet_at(name, config, height, width), config.conditioning_factor
+    shape = (config.conditioning_channels, factor * height, factor * width)
+    picture = {"conditioning": TensorSpec(shape)}
     layers = tuple(_Chain(config).layers(unet.layers))
     return dataclasses.replace(unet, layers=layers, batch_fields={**unet.batch_fields, **picture})
 

@@ -14,16 +14,16 @@ class ControlNetConfig(UNetConfig):
     """Sizes of the locked UNet, and of the network that encodes the control image.
 
     The control image has ``conditioning_channels``. Each of ``conditioning_widths`` but the first
-    halves its side, down to the side of the sample.
+    halves its sides, down to those of the sample.
     """
 
     conditioning_channels: int = 3
     conditioning_widths: tuple[int, ...] = (16, 32, 96, 256)
 
     @property
-    def conditioning_size(self) -> int:
-        """Side of the control image in pixels."""
-        return self.sample_size << (len(self.conditioning_widths) - 1)
+    def conditioning_factor(self) -> int:
+        """Height and width of the control image, as multiples of the sample's."""
+        return 1 << (len(self.conditioning_widths) - 1)
 
     def faults(self) -> list[str]:
         """Inconsistencies between the fields, one text each."""

@@ -14,6 +14,7 @@ from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.published_weights import Published, PublishedError, names_on_load
 from megatron_pulse.errors import describe_exception, unknown_name
 from model_specs.common.options import FamilyConfig
+from model_specs.common.sample_sizes import BUCKETS
 from model_specs.derived.classes import CLASSES
 from model_specs.derived.family import DTYPE, DTYPES, DerivedFamily, options_class
 from model_specs.derived.rank0_messages import report_if_slow, say_once
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PREFIX = "diffusers:"
-BUCKETS = "buckets"
-"""Option that lists the allowed shapes of microbatches."""
 _CLASS_OF_NORM = {
     "ada_norm_zero": "DiTTransformer2DModel",
     "ada_norm_single": "PixArtTransformer2DModel",

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from megatron_pulse.errors import Faults
+from model_specs.common.sample_sizes import parse_buckets
 
 if TYPE_CHECKING:
     from torch import nn
@@ -123,7 +124,7 @@ class Known:
         """Sizes of each of ``buckets``, written "8x12,12x8" in the order of ``defaults``.
 
         Sizes after the last given side come from ``chosen``, as do all sizes without buckets.
-        Raises ValueError for malformed buckets or sizes below 1.
+        Raises ValueError for sizes below 1, for malformed and for repeated buckets.
         """
         names = list(self.defaults(config))
         chosen = {name: chosen.get(name) for name in names}
@@ -132,16 +133,11 @@ class Known:
             raise Faults(faults)
         if not buckets:
             return [chosen]
-        every = [text.split("x") for text in buckets.split(",")]
-        if not all(0 < len(one) <= len(names) for one in every) or not all(
-            side.isdecimal() and int(side) for one in every for side in one
-        ):
-            form = "x".join(name.upper() for name in names)
-            raise ValueError(f"buckets={buckets}: must be a list of {form}, as in 64x96,96x64")
+        every = parse_buckets(buckets, names)
         longest = max(map(len, every))
         if twice := [name for name in names[:longest] if chosen.get(name)]:
             raise ValueError(f"buckets={buckets}: give {', '.join(twice)} there or alone, not both")
-        return [{**chosen, **dict(zip(names, map(int, one), strict=False))} for one in every]
+        return [{**chosen, **dict(zip(names, one, strict=False))} for one in every]
 
     def defaults(self, config: Mapping[str, Any]) -> Mapping[str, int]:
         """Default sizes for a module with this config."""

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 from model_specs.common.config_faults import below, unfit_for_patches
 from model_specs.common.options import RESPACED, run_choice, settled_by
+from model_specs.common.sample_sizes import SAMPLES_ARE, SampleSizes
 
 
 @dataclass(frozen=True)
-class DiTConfig:
+class DiTConfig(SampleSizes):
     """Sizes of a DiT; ``sample_size`` is the side of its input (usually latents).
 
     Positions are spaced for ``base_sample_size`` (None: ``sample_size``), so that a published model
@@ -21,6 +22,7 @@ class DiTConfig:
     num_attention_heads: int = 16
     attention_head_dim: int = 72
     sample_size: int = run_choice(32, RESPACED)
+    buckets: str = run_choice("", SAMPLES_ARE)
     patch_size: int = 2
     in_channels: int = 4
     out_channels: int = 8
@@ -35,11 +37,6 @@ class DiTConfig:
     def dim(self) -> int:
         """Width of the tokens."""
         return self.num_attention_heads * self.attention_head_dim
-
-    @property
-    def side(self) -> int:
-        """Patches along one side of the image."""
-        return self.sample_size // self.patch_size
 
     @property
     def base_size(self) -> int:

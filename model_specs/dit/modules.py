@@ -5,6 +5,7 @@ Initialised as in DiT: Xavier in blocks, N(0, 0.02) in embeddings, zeros in modu
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 
 import torch
@@ -15,14 +16,13 @@ from model_specs.common.attention import mlp, self_attention
 from model_specs.common.layers import (
     LayerModule,
     Named,
-    Table,
     Tensors,
     TimestepEmbedder,
     linear,
     works_on_shards,
 )
 from model_specs.common.megatron_config import dit_config
-from model_specs.common.patches import PatchEmbed, gated, normed, sincos_positions, unpatchify
+from model_specs.common.patches import PatchEmbed, gated, normed, sincos_table, unpatchify
 from model_specs.dit.config import DiTConfig
 
 _FEED_FORWARD_NORM_EPS = 1e-5
@@ -32,9 +32,9 @@ class PatchLayer(PatchEmbed):
     """Patches plus fixed positions."""
 
     def __init__(self, sizes: DiTConfig, context: LayerContext) -> None:
-        dim, side, base = sizes.dim, sizes.side, sizes.base_size // sizes.patch_size
-        positions = Table(lambda: sincos_positions(dim, side, base_size=base))
-        super().__init__(context, sizes.in_channels, dim, sizes.patch_size, positions)
+        base = sizes.base_size // sizes.patch_size
+        positions = functools.partial(sincos_table, sizes.dim, base_size=base)
+        super().__init__(context, sizes.in_channels, sizes.dim, sizes.patch_size, positions)
 
 
 class TimeClassEmbedder(torch.nn.Module):
@@ -121,7 +121,7 @@ class Head(LayerModule):
     def __init__(self, sizes: DiTConfig, context: LayerContext) -> None:
         config = context.config
         super().__init__(config, context.pg_collection)
-        self.sizes = sizes
+        self.chain_shape, self.sizes = 0, sizes
         self.proj_out_1 = linear(sizes.dim, 2 * sizes.dim, config, torch.nn.init.zeros_)
         features = sizes.patch_size**2 * sizes.out_channels
         self.proj_out_2 = linear(sizes.dim, features, config, torch.nn.init.zeros_)
@@ -132,4 +132,5 @@ class Head(LayerModule):
         """``conditioning``: temb0."""
         shift, scale = self.proj_out_1(F.silu(conditioning["temb0"])).chunk(2, dim=1)
         patches = self.leave_sequence(self.proj_out_2(normed(inputs[0], shift, scale)))
-        return (unpatchify(patches, self.sizes.side, self.sizes.patch_size),)
+        grid = self.sizes.grids[self.chain_shape]
+        return (unpatchify(patches, grid, self.sizes.patch_size),)

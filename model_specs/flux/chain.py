@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from megatron_pulse.backbone.chain import Backbone, Layer, TensorSpec
+from megatron_pulse.backbone.shape_buckets import join_shapes
 from model_specs.common.deferred_build import builder, embedder
-from model_specs.flux.config import PACKED, FluxConfig
+from model_specs.flux.config import FluxConfig
 
 
 def build_backbone(name: str, config: FluxConfig) -> Backbone:
     """Chain: ``time_text_embed``, ``x_embedder``, ``context_embedder``, both kinds of
     blocks, head."""
-    latent = TensorSpec((config.in_channels, config.sample_size, config.sample_size))
-    image = TensorSpec((config.side**2, config.dim), batch_dim=1, sequence=True)
+    return join_shapes([_chain(name, config, *size) for size in config.sizes])
+
+
+def _chain(name: str, config: FluxConfig, height: int, width: int) -> Backbone:
+    latent = TensorSpec((config.in_channels, height, width))
+    num_tokens = (height // config.patch_size) * (width // config.patch_size)
+    image = TensorSpec((num_tokens, config.dim), batch_dim=1, sequence=True)
     text = TensorSpec((config.context_length, config.dim), batch_dim=1, sequence=True)
     scalars = ("timesteps", "guidance") if config.guidance_embeds else ("timesteps",)
     fields = {
@@ -46,4 +52,4 @@ def build_backbone(name: str, config: FluxConfig) -> Backbone:
         Layer("head", build("head"), (image,), (latent,), uses=("temb",)),
     )
     heads = (config.num_attention_heads,)
-    return Backbone(name, layers, fields, num_heads=heads, patch_size=PACKED)
+    return Backbone(name, layers, fields, num_heads=heads, patch_size=config.patch_size)

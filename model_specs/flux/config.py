@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from model_specs.common.config_faults import below, indivisible
+from model_specs.common.config_faults import below, unfit_sizes
 from model_specs.common.options import run_choice
+from model_specs.common.sample_sizes import SAMPLES_ARE, SampleSizes
 
 PACKED = 2
 """Side in latent pixels of the square that forms one token."""
 
 
 @dataclass(frozen=True)
-class FluxConfig:
+class FluxConfig(SampleSizes):
     """Sizes of a Flux; latents have ``in_channels`` and the side ``sample_size``.
 
     ``num_layers`` two-stream blocks come first, then ``num_single_layers``. ``axes_dims_rope`` are
@@ -25,27 +26,24 @@ class FluxConfig:
     num_single_layers: int = 38
     num_attention_heads: int = 24
     attention_head_dim: int = 128
-    sample_size: int = run_choice(128, "positions are those of {0.side} rows and columns")
+    sample_size: int = run_choice(128, "positions count rows and columns of any size")
+    buckets: str = run_choice("", SAMPLES_ARE)
     in_channels: int = 16
     joint_attention_dim: int = 4096
     pooled_projection_dim: int = 768
     context_length: int = run_choice(512, "text has no positions")
     guidance_embeds: bool = True
     axes_dims_rope: tuple[int, ...] = (16, 56, 56)
+    patch_size = PACKED
 
     @property
     def dim(self) -> int:
         """Width of the tokens."""
         return self.num_attention_heads * self.attention_head_dim
 
-    @property
-    def side(self) -> int:
-        """Tokens along one side of the latent."""
-        return self.sample_size // PACKED
-
     def faults(self) -> list[str]:
         """Inconsistencies between the fields, one text each."""
-        found = [*below(self, 1), *indivisible(self, sample_size=PACKED)]
+        found = [*below(self, 1), *unfit_sizes(self)]
         axes = self.axes_dims_rope
         if len(axes) != 3 or any(axis < 2 or axis % 2 for axis in axes):
             found.append(f"axes_dims_rope: must be three even numbers from 2 on, is {axes}")

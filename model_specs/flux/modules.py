@@ -7,7 +7,7 @@ import functools
 import torch
 
 from megatron_pulse.backbone.build_context import LayerContext
-from model_specs.common.attention import Rotary, column_linear, row_linear
+from model_specs.common.attention import column_linear, row_linear
 from model_specs.common.joint_attention import StreamProjections, attend, core_attention
 from model_specs.common.layers import (
     LayerModule,
@@ -20,6 +20,7 @@ from model_specs.common.layers import (
 from model_specs.common.megatron_config import dit_config, xavier_init
 from model_specs.common.mmdit import ContextEmbedder, Head, JointBlock, Modulation, TimeTextEmbed
 from model_specs.common.patches import normed
+from model_specs.common.rotary import RotaryOfShape, RotatedLayer
 from model_specs.flux.config import PACKED, FluxConfig
 
 __all__ = [
@@ -43,50 +44,52 @@ def pack(latents: torch.Tensor) -> torch.Tensor:
     return squares.permute(2, 4, 0, 1, 3, 5).reshape(-1, b, c * PACKED**2)
 
 
-def unpack(tokens: torch.Tensor, side: int) -> torch.Tensor:
-    """Inverse of ``pack`` for ``side`` tokens along each side."""
-    squares = tokens.reshape(side, side, tokens.shape[1], -1, PACKED, PACKED)
-    return squares.permute(2, 3, 0, 4, 1, 5).reshape(
-        tokens.shape[1], -1, side * PACKED, side * PACKED
-    )
+def unpack(tokens: torch.Tensor, grid: tuple[int, int]) -> torch.Tensor:
+    """Inverse of ``pack`` for rows and columns of tokens."""
+    (rows, columns), samples = grid, tokens.shape[1]
+    squares = tokens.reshape(rows, columns, samples, -1, PACKED, PACKED)
+    image = squares.permute(2, 3, 0, 4, 1, 5)
+    return image.reshape(samples, -1, rows * PACKED, columns * PACKED)
 
 
-class PairRotary:
-    """Rotary embedding: rotates features 2i and 2i+1 of every head by a token's angle i,
-    in fp32."""
+def _turn(table: Table, heads: torch.Tensor) -> torch.Tensor:
+    """Rotate features 2i and 2i+1 of heads [s, b, heads, d] by their token's angle i, in fp32.
 
-    def __init__(self, sizes: FluxConfig) -> None:
-        self.cosines = Table(lambda: _angles(sizes).cos())
-        self.sines = Table(lambda: _angles(sizes).sin())
-
-    def __call__(self, heads: torch.Tensor) -> torch.Tensor:
-        """Rotate heads [s, b, heads, d]; s is text, then image."""
-        cos = self.cosines.on(heads.device)[:, None, None]
-        sin = self.sines.on(heads.device)[:, None, None]
-        even, odd = heads.float().unflatten(-1, (-1, 2)).unbind(-1)
-        turned = torch.stack([even * cos - odd * sin, odd * cos + even * sin], dim=-1)
-        return turned.flatten(-2).to(heads.dtype)
+    s is text, then image.
+    """
+    cos, sin = table.on(heads.device)[:, :, None, None]
+    even, odd = heads.float().unflatten(-1, (-1, 2)).unbind(-1)
+    turned = torch.stack([even * cos - odd * sin, odd * cos + even * sin], dim=-1)
+    return turned.flatten(-2).to(heads.dtype)
 
 
-def _angles(sizes: FluxConfig) -> torch.Tensor:
+@functools.cache
+def _rotary_table(grid: tuple[int, int], context_length: int, axes: tuple[int, ...]) -> Table:
+    """Cosines and sines [2, s, d / 2] of every token and feature pair; all blocks share one."""
+
+    def make() -> torch.Tensor:
+        angles = _angles(grid, context_length, axes)
+        return torch.stack([angles.cos(), angles.sin()])
+
+    return Table(make)
+
+
+def _angles(grid: tuple[int, int], context_length: int, axes: tuple[int, ...]) -> torch.Tensor:
     """Angles of every token and feature pair, in fp64: [s, d / 2] (diffusers' ``FluxPosEmbed``)."""
-    rows, columns = torch.meshgrid(
-        torch.arange(sizes.side), torch.arange(sizes.side), indexing="ij"
-    )
+    rows, columns = torch.meshgrid(*map(torch.arange, grid), indexing="ij")
     image = torch.stack([torch.zeros_like(rows), rows, columns], dim=-1).flatten(0, 1)
-    coordinates = torch.cat([image.new_zeros(sizes.context_length, 3), image]).double()
+    coordinates = torch.cat([image.new_zeros(context_length, 3), image]).double()
 
     def turned(axis: int, width: int) -> torch.Tensor:
         exponents = torch.arange(0, width, 2, dtype=torch.float64) / width
         return torch.outer(coordinates[:, axis], 1.0 / _THETA**exponents)
 
-    return torch.cat([turned(*axis) for axis in enumerate(sizes.axes_dims_rope)], dim=1)
+    return torch.cat([turned(*axis) for axis in enumerate(axes)], dim=1)
 
 
-@functools.cache
-def _rotary(sizes: FluxConfig) -> Rotary:
-    """Rotary embedding shared by all blocks: one table on each device."""
-    return PairRotary(sizes)
+def _rotary(sizes: FluxConfig) -> RotaryOfShape:
+    length, axes = sizes.context_length, sizes.axes_dims_rope
+    return RotaryOfShape(_turn, [_rotary_table(grid, length, axes) for grid in sizes.grids])
 
 
 class PackedEmbed(LayerModule):
@@ -129,11 +132,13 @@ def within_half(tokens: torch.Tensor) -> torch.Tensor:
     return tokens.clip(-limit, limit) if tokens.dtype == torch.float16 else tokens
 
 
-class DoubleBlock(JointBlock):
+class DoubleBlock(RotatedLayer, JointBlock):
     """MMDiT block with text first in its attention, and text outputs clipped to fp16's range."""
 
     def __init__(self, sizes: FluxConfig, context: LayerContext) -> None:
-        super().__init__(sizes, context, head_norm=True, text_first=True, rotary=_rotary(sizes))
+        rotary = _rotary(sizes)
+        super().__init__(sizes, context, head_norm=True, text_first=True, rotary=rotary)
+        self.rotary = rotary
 
     def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
         """Map (image, text) tokens to the same; ``conditioning``: temb [b, D]."""
@@ -141,7 +146,7 @@ class DoubleBlock(JointBlock):
         return image, within_half(text)
 
 
-class SingleBlock(LayerModule):
+class SingleBlock(RotatedLayer):
     """Attention and MLP in parallel on one modulated norm; both streams share all weights.
 
     The streams stay separate while sharded and are joined only for attention. The last projection,
@@ -156,7 +161,8 @@ class SingleBlock(LayerModule):
         width, hidden = config.hidden_size, config.ffn_hidden_size
         self.norm = Modulation(config, 3)
         self.attn = StreamProjections(config, groups, head_norm=True, leads_back=False)
-        self.core_attention = core_attention(config, groups, _rotary(sizes))
+        self.rotary = _rotary(sizes)
+        self.core_attention = core_attention(config, groups, self.rotary)
         self.proj_mlp = column_linear(config, groups, width, hidden, "fc1")
         bound = (6 / (width + hidden + width)) ** 0.5  # Xavier's bound of the two parts together
         draw = functools.partial(torch.nn.init.uniform_, a=-bound, b=bound)
@@ -185,5 +191,4 @@ class SingleBlock(LayerModule):
 def head(sizes: FluxConfig, context: LayerContext) -> Head:
     """Last layer; a token's features are unpacked in the order of ``pack``."""
     features = sizes.in_channels * PACKED**2
-    to_image = functools.partial(unpack, side=sizes.side)
-    return Head(sizes, context, features, to_image)
+    return Head(sizes, context, features, sizes.grids, unpack)

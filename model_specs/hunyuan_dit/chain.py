@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from megatron_pulse.backbone.chain import Backbone, Layer, TensorSpec
+from megatron_pulse.backbone.shape_buckets import join_shapes
 from model_specs.common.deferred_build import builder, embedder
 from model_specs.hunyuan_dit.config import HunyuanDiTConfig
 
 
 def build_backbone(name: str, config: HunyuanDiTConfig) -> Backbone:
     """The chain: two embedders, ``pos_embed``, each block's ``attn1 attn2 ff``, ``head``."""
-    image = TensorSpec((config.in_channels, config.sample_size, config.sample_size))
-    tokens = TensorSpec((config.side**2, config.dim), batch_dim=1, sequence=True)
+    return join_shapes([_chain(name, config, *size) for size in config.sizes])
+
+
+def _chain(name: str, config: HunyuanDiTConfig, height: int, width: int) -> Backbone:
+    image = TensorSpec((config.in_channels, height, width))
+    num_tokens = (height // config.patch_size) * (width // config.patch_size)
+    tokens = TensorSpec((num_tokens, config.dim), batch_dim=1, sequence=True)
     text = TensorSpec((config.text_len + config.text_len_t5, config.cross_attention_dim), 1)
     prediction = TensorSpec((config.out_channels, *image.shape[1:]))
     fields = {

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from model_specs.common.config_faults import below, indivisible
+from model_specs.common.config_faults import below, indivisible, unfit_sizes
 from model_specs.common.options import fixed, run_choice
+from model_specs.common.sample_sizes import SAMPLES_ARE, SampleSizes
 
 _LEARNED = "the replacement of padding is learned for each token"
 
 
 @dataclass(frozen=True)
-class HunyuanDiTConfig:
+class HunyuanDiTConfig(SampleSizes):
     """Sizes of a Hunyuan-DiT; ``sample_size`` is the side of the latent.
 
     Text is ``text_len`` CLIP states of width ``cross_attention_dim`` and ``text_len_t5`` mT5 states
@@ -20,8 +21,9 @@ class HunyuanDiTConfig:
     """
 
     sample_size: int = run_choice(
-        128, "rotary positions are computed at {0.sample_size}, with the spacing of 64"
+        128, "rotary positions are computed at {0.sizes_text}, with the spacing of 64"
     )
+    buckets: str = run_choice("", SAMPLES_ARE)
     patch_size: int = 2
     in_channels: int = 4
     learn_sigma: bool = True
@@ -38,13 +40,13 @@ class HunyuanDiTConfig:
 
     def faults(self) -> list[str]:
         """Inconsistencies between the fields, one text each."""
-        return below(self, 1, num_layers=2) or indivisible(
-            self,
-            num_layers=2,
-            attention_head_dim=4,
-            sample_size="patch_size",
-            cross_attention_dim_t5=self.pooling_heads,
-        )
+        if found := below(self, 1, num_layers=2):
+            return found
+        return [
+            *indivisible(self, num_layers=2, attention_head_dim=4),
+            *unfit_sizes(self),
+            *indivisible(self, cross_attention_dim_t5=self.pooling_heads),
+        ]
 
     @property
     def dim(self) -> int:
@@ -60,11 +62,6 @@ class HunyuanDiTConfig:
     def out_channels(self) -> int:
         """Channels of the prediction; with ``learn_sigma`` the variance follows the mean."""
         return 2 * self.in_channels if self.learn_sigma else self.in_channels
-
-    @property
-    def side(self) -> int:
-        """Patches in a row."""
-        return self.sample_size // self.patch_size
 
     @property
     def num_skips(self) -> int:

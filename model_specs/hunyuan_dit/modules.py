@@ -23,7 +23,8 @@ from model_specs.common.layers import (
     works_on_shards,
 )
 from model_specs.common.megatron_config import dit_config, xavier_init
-from model_specs.common.patches import PatchEmbed, normed, unpatchify
+from model_specs.common.patches import PatchEmbed, normed, of_grid, unpatchify
+from model_specs.common.rotary import RotaryOfShape, RotatedLayer
 from model_specs.hunyuan_dit.config import HunyuanDiTConfig
 from model_specs.hunyuan_dit.embedders import TextEmbedding, TimeEmbedding, drawn_zeros, silu_fp32
 
@@ -41,19 +42,23 @@ _BASE_SIDE = 512 // 8  # side of the latent whose positions run from 0 to its nu
 
 
 @functools.cache
-def _rotary_table(side: int, base: int, width: int) -> Table:
-    """Cosines and sines [2, side^2, width] of the patch positions; all blocks share one table.
+def _rotary_table(grid: tuple[int, int], base: int, width: int) -> Table:
+    """Cosines and sines [2, rows * columns, width] of the patch positions; all blocks share one.
 
     The first half of the features rotates with the column, the second with the row, in pairs of
-    neighbours. Positions are scaled so that any number of patches spans ``base``.
+    neighbours. Positions are scaled so that the longer side spans ``base``. The shorter side spans
+    the centre of ``base``, in proportion, in whole positions.
     """
 
-    def make() -> torch.Tensor:
-        places = torch.linspace(0, base * (side - 1) / side, side)
+    def angles(count: int) -> torch.Tensor:
+        span = round(base / max(grid) * count)
+        start = round((base - span) / 2)
+        places = torch.linspace(start, (start + span) * (count - 1) / count, count)
         exponents = torch.arange(0, width // 2, 2, dtype=torch.float32) / (width // 2)
-        angles = torch.outer(places, 1.0 / 10000**exponents).repeat_interleave(2, dim=1)
-        column, row = angles.expand(side, -1, -1), angles[:, None].expand(-1, side, -1)
-        both = torch.cat([column, row], dim=2).flatten(0, 1)
+        return torch.outer(places, 1.0 / 10000**exponents).repeat_interleave(2, dim=1)
+
+    def make() -> torch.Tensor:
+        both = of_grid(*map(angles, grid))
         return torch.stack([both.cos(), both.sin()])
 
     return Table(make)
@@ -67,9 +72,9 @@ def _turn(table: Table, heads: torch.Tensor) -> torch.Tensor:
     return (heads.float() * cos + turned.float() * sin).to(heads.dtype)
 
 
-def _rotary(sizes: HunyuanDiTConfig) -> functools.partial[torch.Tensor]:
-    base = _BASE_SIDE // sizes.patch_size
-    return functools.partial(_turn, _rotary_table(sizes.side, base, sizes.attention_head_dim))
+def _rotary(sizes: HunyuanDiTConfig) -> RotaryOfShape:
+    base, width = _BASE_SIDE // sizes.patch_size, sizes.attention_head_dim
+    return RotaryOfShape(_turn, [_rotary_table(grid, base, width) for grid in sizes.grids])
 
 
 class Patches(PatchEmbed):
@@ -93,7 +98,7 @@ class ShiftedNorm(torch.nn.Module):
         return shifted
 
 
-class SelfAttentionLayer(LayerModule):
+class SelfAttentionLayer(RotatedLayer):
     """x + attention(norm(x) + shift); with ``pop``, x is Linear(2D -> D) of norm([x, skip]).
 
     ``skip_linear`` is replicated over tensor-parallel ranks. Under sequence parallelism each rank
@@ -113,12 +118,13 @@ class SelfAttentionLayer(LayerModule):
         self.norm1 = ShiftedNorm(dim, config)
         self.to(dtype=config.params_dtype)
         works_on_shards(self, config)
+        self.rotary = _rotary(sizes)
         self.attention = self_attention(
             config,
             context.pg_collection,
             qkv_bias=True,
             head_norm=_head_norm(config),
-            rotary=_rotary(sizes),
+            rotary=self.rotary,
         )
 
     def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
@@ -131,20 +137,21 @@ class SelfAttentionLayer(LayerModule):
         return (tokens + (out + bias),)
 
 
-class CrossAttentionLayer(LayerModule):
+class CrossAttentionLayer(RotatedLayer):
     """x + cross-attention(norm(x), text), with rotary positions on the queries."""
 
     def __init__(self, sizes: HunyuanDiTConfig, context: LayerContext) -> None:
         config = dit_config(sizes, context.config, sizes.ffn_dim)
         super().__init__(config, context.pg_collection)
         self.norm2 = LayerNorm(config, sizes.dim)
+        self.rotary = _rotary(sizes)
         self.attention = cross_attention(
             config,
             context.pg_collection,
             sizes.cross_attention_dim,
             qkv_bias=True,
             head_norm=_head_norm(config),
-            rotary=_rotary(sizes),
+            rotary=self.rotary,
         )
 
     def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
@@ -197,7 +204,7 @@ class Head(LayerModule):
     def __init__(self, sizes: HunyuanDiTConfig, context: LayerContext) -> None:
         config = context.config
         super().__init__(config, context.pg_collection)
-        self.sizes = sizes
+        self.chain_shape, self.sizes = 0, sizes
         dim, features = sizes.dim, sizes.patch_size**2 * sizes.out_channels
         self.norm_out = ModulatedNorm(dim, config)
         self.proj_out = linear(dim, features, config, drawn_zeros)
@@ -208,4 +215,5 @@ class Head(LayerModule):
         """``conditioning``: temb."""
         features = self.proj_out(self.norm_out(inputs[0], conditioning["temb"]))
         patches = self.leave_sequence(features)
-        return (unpatchify(patches, self.sizes.side, self.sizes.patch_size),)
+        grid = self.sizes.grids[self.chain_shape]
+        return (unpatchify(patches, grid, self.sizes.patch_size),)

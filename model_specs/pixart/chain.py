@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from megatron_pulse.backbone.chain import Backbone, Layer, TensorSpec
+from megatron_pulse.backbone.shape_buckets import join_shapes
 from model_specs.common.deferred_build import builder, embedder
 from model_specs.pixart.config import PixArtConfig
 
 
 def build_backbone(name: str, config: PixArtConfig) -> Backbone:
     """``adaln_single``, ``caption_projection``, ``pos_embed``, blocks of three layers, ``head``."""
-    image = TensorSpec((config.in_channels, config.sample_size, config.sample_size))
-    prediction = TensorSpec((config.out_channels, config.sample_size, config.sample_size))
-    tokens = TensorSpec((config.side**2, config.dim), batch_dim=1, sequence=True)
+    return join_shapes([_chain(name, config, *size) for size in config.sizes])
+
+
+def _chain(name: str, config: PixArtConfig, height: int, width: int) -> Backbone:
+    image = TensorSpec((config.in_channels, height, width))
+    prediction = TensorSpec((config.out_channels, height, width))
+    num_tokens = (height // config.patch_size) * (width // config.patch_size)
+    tokens = TensorSpec((num_tokens, config.dim), batch_dim=1, sequence=True)
     times = {"timesteps": TensorSpec((), dtype="float32")}
     if config.use_additional_conditions:
         times["resolution"] = TensorSpec((2,), dtype="float32")

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 from model_specs.common.config_faults import below, unfit_for_patches
 from model_specs.common.options import RESPACED, run_choice, settled_by
+from model_specs.common.sample_sizes import SAMPLES_ARE, SampleSizes
 
 
 @dataclass(frozen=True)
-class PixArtConfig:
+class PixArtConfig(SampleSizes):
     """Sizes of a PixArt; ``sample_size`` is the side of the latent.
 
     Positions span ``base_sample_size`` / ``patch_size`` / ``interpolation_scale`` at any size, so
@@ -22,6 +23,7 @@ class PixArtConfig:
     num_attention_heads: int = 16
     attention_head_dim: int = 72
     sample_size: int = run_choice(128, RESPACED)
+    buckets: str = run_choice("", SAMPLES_ARE)
     patch_size: int = 2
     in_channels: int = 4
     out_channels: int = 8
@@ -42,11 +44,6 @@ class PixArtConfig:
     def dim(self) -> int:
         """Width of the tokens."""
         return self.num_attention_heads * self.attention_head_dim
-
-    @property
-    def side(self) -> int:
-        """Patches along one side of the image."""
-        return self.sample_size // self.patch_size
 
     @property
     def base_size(self) -> int:

@@ -6,6 +6,8 @@ at the end of cross-attention and in the head.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
 
@@ -14,14 +16,13 @@ from model_specs.common.attention import cross_attention, left_out, mlp, self_at
 from model_specs.common.layers import (
     LayerModule,
     Named,
-    Table,
     Tensors,
     TimestepEmbedder,
     linear,
     works_on_shards,
 )
 from model_specs.common.megatron_config import dit_config, normal_init, tanh_gelu
-from model_specs.common.patches import PatchEmbed, gated, normed, sincos_positions, unpatchify
+from model_specs.common.patches import PatchEmbed, gated, normed, sincos_table, unpatchify
 from model_specs.pixart.config import PixArtConfig
 
 
@@ -33,12 +34,13 @@ class PatchLayer(PatchEmbed):
     """Patches plus fixed positions."""
 
     def __init__(self, sizes: PixArtConfig, context: LayerContext) -> None:
-        dim, side, scale = sizes.dim, sizes.side, sizes.position_scale
-        base = sizes.base_size // sizes.patch_size
-        positions = Table(
-            lambda: sincos_positions(dim, side, base_size=base, interpolation_scale=scale)
+        positions = functools.partial(
+            sincos_table,
+            sizes.dim,
+            base_size=sizes.base_size // sizes.patch_size,
+            interpolation_scale=sizes.position_scale,
         )
-        super().__init__(context, sizes.in_channels, dim, sizes.patch_size, positions)
+        super().__init__(context, sizes.in_channels, sizes.dim, sizes.patch_size, positions)
 
 
 class AdalnSingle(LayerModule):
@@ -167,7 +169,7 @@ class Head(LayerModule):
     def __init__(self, sizes: PixArtConfig, context: LayerContext) -> None:
         config = context.config
         super().__init__(config, context.pg_collection)
-        self.sizes = sizes
+        self.chain_shape, self.sizes = 0, sizes
         self.scale_shift_table = _table(2, sizes.dim)
         features = sizes.patch_size**2 * sizes.out_channels
         self.proj_out = linear(sizes.dim, features, config, torch.nn.init.zeros_)
@@ -179,4 +181,5 @@ class Head(LayerModule):
         embedded = conditioning["embedded_timestep"]
         shift, scale = (self.scale_shift_table + embedded[:, None]).unbind(1)
         patches = self.leave_sequence(self.proj_out(normed(inputs[0], shift, scale)))
-        return (unpatchify(patches, self.sizes.side, self.sizes.patch_size),)
+        grid = self.sizes.grids[self.chain_shape]
+        return (unpatchify(patches, grid, self.sizes.patch_size),)

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from megatron_pulse.backbone.chain import Backbone, Layer, TensorSpec
+from megatron_pulse.backbone.shape_buckets import join_shapes
 from model_specs.common.deferred_build import builder, embedder
 from model_specs.sd3.config import SD3Config
 
 
 def build_backbone(name: str, config: SD3Config) -> Backbone:
     """Chain: ``time_text_embed``, ``pos_embed``, ``context_embedder``, blocks, head."""
-    latent = (config.sample_size, config.sample_size)
-    sample = TensorSpec((config.in_channels, *latent))
-    prediction = TensorSpec((config.out_channels, *latent))
-    image = TensorSpec((config.side**2, config.dim), batch_dim=1, sequence=True)
+    return join_shapes([_chain(name, config, *size) for size in config.sizes])
+
+
+def _chain(name: str, config: SD3Config, height: int, width: int) -> Backbone:
+    sample = TensorSpec((config.in_channels, height, width))
+    prediction = TensorSpec((config.out_channels, height, width))
+    num_tokens = (height // config.patch_size) * (width // config.patch_size)
+    image = TensorSpec((num_tokens, config.dim), batch_dim=1, sequence=True)
     text = TensorSpec((config.context_length, config.dim), batch_dim=1, sequence=True)
     fields = {
         "timesteps": TensorSpec((), dtype="float32"),

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 from model_specs.common.config_faults import below, unfit_for_patches
 from model_specs.common.options import run_choice
+from model_specs.common.sample_sizes import SAMPLES_ARE, SampleSizes
 
 
 @dataclass(frozen=True)
-class SD3Config:
+class SD3Config(SampleSizes):
     """Sizes of an SD3; ``sample_size`` is the side of its input latents.
 
     The position table has ``pos_embed_max_size`` squared entries, spaced for latents of the side
@@ -24,9 +25,9 @@ class SD3Config:
     attention_head_dim: int = 64
     sample_size: int = run_choice(
         128,
-        "positions are the central {0.side} of the {0.pos_embed_max_size} rows and columns "
-        "of the table",
+        "positions are the central ones of the table of {0.pos_embed_max_size} rows and columns",
     )
+    buckets: str = run_choice("", SAMPLES_ARE)
     patch_size: int = 2
     in_channels: int = 16
     out_channels: int = 16
@@ -43,21 +44,13 @@ class SD3Config:
         """Width of the tokens."""
         return self.num_attention_heads * self.attention_head_dim
 
-    @property
-    def side(self) -> int:
-        """Patches along one side of the latent."""
-        return self.sample_size // self.patch_size
-
     def faults(self) -> list[str]:
         """Inconsistencies between the fields, one text each."""
         if found := below(self, 1):
             return found
         found = unfit_for_patches(self)
-        if self.side > self.pos_embed_max_size:
-            found.append(
-                f"sample_size: {self.side} patches per side exceed "
-                f"pos_embed_max_size={self.pos_embed_max_size}"
-            )
+        most = self.pos_embed_max_size
+        found += self.faults_beyond(most, f"pos_embed_max_size={most}")
         if not set(self.dual_attention_layers) <= set(range(self.num_layers)):
             found.append(
                 f"dual_attention_layers: must be among the {self.num_layers} blocks, "

@@ -10,7 +10,7 @@ import torch
 
 from megatron_pulse.backbone.build_context import LayerContext
 from model_specs.common.mmdit import ContextEmbedder, Head, JointBlock, TimeTextEmbed
-from model_specs.common.patches import PatchEmbed, sincos_positions, unpatchify
+from model_specs.common.patches import PatchEmbed, of_grid, sincos_positions, unpatchify
 from model_specs.sd3.config import SD3Config
 
 __all__ = ["ContextEmbedder", "PositionedPatches", "TimeTextEmbed", "block", "head"]
@@ -30,9 +30,9 @@ class PositionedPatches(PatchEmbed):
         self.sizes = sizes
         places = sizes.pos_embed_max_size
         base_size = sizes.base_sample_size // sizes.patch_size
-        table = sincos_positions(sizes.dim, places, base_size=base_size)
+        side = sincos_positions(sizes.dim, places, base_size=base_size)
         dtype = torch.promote_types(torch.float32, context.config.params_dtype)
-        self.register_buffer("pos_embed", table.float().to(dtype)[None])
+        self.register_buffer("pos_embed", of_grid(side, side).float().to(dtype)[None])
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> PositionedPatches:
         table = self._buffers.get("pos_embed")
@@ -44,10 +44,12 @@ class PositionedPatches(PatchEmbed):
     def tokens(self, image: torch.Tensor) -> torch.Tensor:
         """Latents [b, c, h, w] to all tokens [s, b, D]."""
         tokens = super().tokens(image)
-        places, side = self.sizes.pos_embed_max_size, self.sizes.side
-        first = (places - side) // 2
-        square = self.pos_embed.view(places, places, 1, -1)
-        centre = square[first : first + side, first : first + side].flatten(0, 1)
+        places = self.sizes.pos_embed_max_size
+        rows, columns = (
+            slice((places - count) // 2, (places + count) // 2)
+            for count in (side // self.sizes.patch_size for side in image.shape[-2:])
+        )
+        centre = self.pos_embed.view(places, places, 1, -1)[rows, columns].flatten(0, 1)
         return (tokens + centre).to(tokens.dtype)
 
 
@@ -64,5 +66,6 @@ def block(sizes: SD3Config, context: LayerContext, index: int) -> JointBlock:
 
 def head(sizes: SD3Config, context: LayerContext) -> Head:
     """Last layer; a patch's features are ordered (row, column, channel)."""
-    to_image = functools.partial(unpatchify, side=sizes.side, patch_size=sizes.patch_size)
-    return Head(sizes, context, sizes.patch_size**2 * sizes.out_channels, to_image)
+    to_image = functools.partial(unpatchify, patch_size=sizes.patch_size)
+    features = sizes.patch_size**2 * sizes.out_channels
+    return Head(sizes, context, features, sizes.grids, to_image)

@@ -10,12 +10,18 @@ from typing import Any
 
 from megatron_pulse.backbone.build_context import LayerContext
 from megatron_pulse.backbone.chain import Backbone, Layer, TensorSpec
+from megatron_pulse.backbone.shape_buckets import join_shapes
 from model_specs.common.deferred_build import builder, embedder
 from model_specs.unet.config import UNetConfig
 
 
 def build_backbone(name: str, config: UNetConfig) -> Backbone:
     """Chain of SD's units; skips are named after the layer that pushes them."""
+    return join_shapes([chain_at(name, config, *size) for size in config.sizes])
+
+
+def chain_at(name: str, config: UNetConfig, height: int, width: int) -> Backbone:
+    """Chain for samples of one size."""
     fields = {"timesteps": TensorSpec((), dtype="float32")}
     if config.num_classes:
         fields["labels"] = TensorSpec((), dtype="int64")
@@ -28,7 +34,7 @@ def build_backbone(name: str, config: UNetConfig) -> Backbone:
         fields["context"] = TensorSpec((config.context_length, config.cross_attention_dim))
     return Backbone(
         name,
-        _Chain(config).layers(embedded),
+        _Chain(config, height, width).layers(embedded),
         fields,
         num_classes=config.num_classes or None,
         null_label=config.num_classes if config.num_classes and config.null_class else None,
@@ -39,11 +45,11 @@ def build_backbone(name: str, config: UNetConfig) -> Backbone:
 class _Chain:
     """Builder that appends layers, tracking the current tensors and the stack of skips."""
 
-    def __init__(self, config: UNetConfig) -> None:
+    def __init__(self, config: UNetConfig, height: int, width: int) -> None:
         self.config = config
         self.on_images = builder("model_specs.unet.modules", config)
         self.on_tokens = builder("model_specs.unet.transformer", config)
-        self.image = TensorSpec((config.in_channels, config.sample_size, config.sample_size))
+        self.image = TensorSpec((config.in_channels, height, width))
         self.current: tuple[TensorSpec, ...] = (self.image,)
         self.stack: list[tuple[str, TensorSpec]] = []
         self.done: list[Layer] = []

@@ -6,10 +6,11 @@ from dataclasses import dataclass, replace
 
 from model_specs.common.config_faults import below
 from model_specs.common.options import run_choice
+from model_specs.common.sample_sizes import SAMPLES_ARE, SampleSizes
 
 
 @dataclass(frozen=True)
-class UNetConfig:
+class UNetConfig(SampleSizes):
     """Sizes of a UNet; per-level tuples go from the full resolution down.
 
     ``transformer_depth`` is the number of transformer blocks after each resnet of a level (0: no
@@ -22,6 +23,7 @@ class UNetConfig:
     """
 
     sample_size: int = run_choice(64, "convolutions and attention take any size")
+    buckets: str = run_choice("", SAMPLES_ARE)
     in_channels: int = 4
     out_channels: int = 4
     block_out_channels: tuple[int, ...] = (320, 640, 1280, 1280)
@@ -97,6 +99,7 @@ class UNetConfig:
                 f"sample_size: must be divisible by {factor} ({self.num_levels} levels), "
                 f"is {self.sample_size}"
             )
+        found += self.bucket_faults(factor, f"{factor} ({self.num_levels} levels)")
         if self.block_out_channels[0] % 2:
             found.append(
                 f"block_out_channels: the first must be even, is {self.block_out_channels[0]}"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from model_specs.common.config_faults import below, indivisible
 from model_specs.common.options import fixed
+from model_specs.common.sample_sizes import BUCKETS
 
 _LEARNED = "positions are learned, one per token"
 
@@ -30,6 +32,9 @@ class UViTConfig:
     context_length: int = fixed(0, _LEARNED)
     context_dim: int = 0
     final_conv: bool = True
+    UNSUPPORTED = MappingProxyType(
+        {BUCKETS: f"{_LEARNED}, for squares of image_size. Give image_size, or use another family"}
+    )
 
     def faults(self) -> list[str]:
         """Inconsistencies between the fields, one text each."""

@@ -134,5 +134,5 @@ class Head(LayerModule):
         tokens = self.leave_sequence(self.decoder_pred(self.norm(inputs[0])))
         side = self.sizes.image_size // self.sizes.patch_size
         patches = tokens[self.sizes.num_extra_tokens :]
-        image = unpatchify(patches, side, self.sizes.patch_size)
+        image = unpatchify(patches, (side, side), self.sizes.patch_size)
         return (self.final_layer(image),)

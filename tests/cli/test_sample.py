@@ -86,6 +86,10 @@ def test_sample_writes_a_folder_of_pictures(
         assert torch.equal(picture, expected)
     assert sample(trained, "-o", str(folder), *flags) == 2
     assert f"{folder} exists and is not empty; name a new folder" in capsys.readouterr().err
+    assert sample(trained, "-o", str(tmp_path / "b"), "--height", "8", "--width", "16") == 2
+    assert "uvit-tiny has no option for a height and width (options of its size: image_size)" in (
+        capsys.readouterr().err
+    )
     assert sample(trained, "-o", str(tmp_path / "a.jpg"), *flags, "--seed", str(2**64)) == 2
     said = capsys.readouterr().err
     assert "must end in .png (a sheet), .safetensors" in said and "below 2^64" in said

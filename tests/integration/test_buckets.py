@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 
 from megatron_pulse.cli.main import main
+from tests.cli.test_data import make_vae
 from tests.integration.runs import (
     BASE,
     STEPS,
@@ -95,7 +96,7 @@ def test_another_order_of_shapes_in_mid_epoch_is_refused(
     assert "--pulse-bucket-batch 3 does not divide --global-batch-size 8" in said
 
 
-def test_samples_are_of_the_first_shape(
+def test_samples_are_of_the_first_shape_or_of_that_asked_for(
     buckets: Buckets, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The command reports it; an option may put another shape first."""
@@ -105,6 +106,19 @@ def test_samples_are_of_the_first_shape(
     assert "samples are 1x8x4, the first of its 2 shapes;" in capsys.readouterr().err
     picture = Image.open(tmp_path / "a.png")
     assert picture.height > picture.width
+    command = [*command[:-2], "--steps", "1", "--per-class", "1", "--height"]
+    assert main([*command, "32", "--width", "128"]) == 2
+    assert "latents need an autoencoder for these: give --vae or" in capsys.readouterr().err
+    make_vae(
+        tmp_path / "vae", latent_channels=1, block_out_channels=(8, 8),
+        down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
+    )  # fmt: skip
+    command += ["32", "--vae", str(tmp_path / "vae"), "--width"]
+    assert main([*command, "129"]) == 2
+    assert "--width is 129: must be a multiple of 2, the autoencoder" in capsys.readouterr().err
+    assert main([*command, "128"]) == 0
+    picture = Image.open(tmp_path / "a.png")
+    assert (picture.width, picture.height > picture.width) == (128 + 4, False)
 
 
 def test_stores_of_other_shapes_are_refused(

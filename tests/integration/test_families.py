@@ -1,5 +1,6 @@
-"""Every family through whole runs: alone, and over a pipeline with tensor parallelism beside it;
-its trained weights then compute the same in the library that publishes them."""
+"""Every family through whole runs on a store of latents of each size: alone, and over a pipeline
+with tensor parallelism beside it; its trained weights then compute the same in the library that
+publishes them."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_pulse.backbone.chain import TensorSpec
+from megatron_pulse.backbone.chain import Backbone, TensorSpec
+from megatron_pulse.backbone.shape_buckets import at_shape
 from model_specs import load_backbone
 from tests.integration.runs import pipeline, run
 from tests.model_specs.chains import relative_error
@@ -23,7 +25,7 @@ SMALL_UNET = ("sample_size=8", "block_out_channels=16,32", "layers_per_block=1")
 class Family:
     """A tiny configuration, how it is laid over devices by default, and who publishes it.
 
-    ``reference`` is diffusers' class.
+    ``reference`` is diffusers' class, and ``buckets`` are the sizes of microbatches.
     ``replicated``: by default its text embedder runs on every device.
     """
 
@@ -33,10 +35,15 @@ class Family:
     options: tuple[str, ...] = ()
     reference: str = ""
     replicated: bool = False
+    buckets: str = "8x4,4x8"
+
+    @property
+    def every_option(self) -> tuple[str, ...]:
+        return (*self.options, f"buckets={self.buckets}") if self.buckets else self.options
 
 
 FAMILIES = {
-    "uvit": Family("uvit-tiny"),
+    "uvit": Family("uvit-tiny", buckets=""),
     "sd": Family(
         "sd-tiny",
         "fold",
@@ -52,7 +59,7 @@ FAMILIES = {
         reference="UNet2DConditionModel",
     ),
     "hunyuan": Family("hunyuan-tiny", reference="HunyuanDiT2DModel", replicated=True),
-    "dit": Family("dit-tiny", "sequential", reference="DiTTransformer2DModel"),
+    "dit": Family("dit-tiny", "sequential", reference="DiTTransformer2DModel", buckets="4x16,16x4"),
     "pixart": Family(
         "pixart-tiny",
         "sequential",
@@ -70,13 +77,21 @@ def draw(spec: TensorSpec, generator: torch.Generator) -> torch.Tensor:
     return torch.randn(spec.shape, generator=generator)
 
 
-def write_latents(folder: Path, family: Family) -> None:
-    """Random latents with every field that the backbone reads."""
+def write_latents(folder: Path, family: Family) -> str:
+    """Random latents of each size, with every field that the backbone reads; their names."""
+    options = dict(option.split("=", 1) for option in family.every_option)
+    several = load_backbone(family.backbone, options)
+    stores = [folder / str(shape_index) for shape_index in range(several.num_shapes)]
+    for shape_index, store in enumerate(stores):
+        _write_store(store, at_shape(several, shape_index))
+    return ",".join(f"latents:{store}" for store in stores)
+
+
+def _write_store(folder: Path, chain: Backbone) -> None:
     from megatron_pulse.data.dataset import FieldSpec
     from megatron_pulse.data.latents.layout import LatentLayout, LatentType
     from megatron_pulse.data.latents.writer import LatentWriter
 
-    chain = load_backbone(family.backbone, dict(option.split("=", 1) for option in family.options))
     generator = torch.Generator().manual_seed(0)
     specs = {k: v for k, v in chain.batch_fields.items() if k not in ("timesteps", "labels")}
     fields = {name: FieldSpec(spec.shape, spec.dtype) for name, spec in specs.items()}
@@ -93,12 +108,14 @@ def test_trains_alike_over_pipeline_and_tensors_and_leaves_to_diffusers(
     name: str, tmp_path: Path
 ) -> None:
     family = FAMILIES[name]
-    write_latents(tmp_path / "latents", family)
+    data = write_latents(tmp_path / "latents", family)
     flags = [
-        *("--pulse-backbone", family.backbone, "--pulse-data", f"latents:{tmp_path / 'latents'}"),
+        *("--pulse-backbone", family.backbone, "--pulse-data", data),
         *("--global-batch-size", "8", "--train-iters", "2"),
     ]
-    for option in family.options:
+    if family.buckets:
+        flags += ["--pulse-bucket-batch", "4"]
+    for option in family.every_option:
         flags += ["--pulse-option", option]
     save = ["--save", str(tmp_path / "run"), "--save-interval", "2"]
     alone = run(1, *flags, backbone="none")
@@ -129,12 +146,14 @@ def same_in_diffusers(checkpoint: Path, exported: Path, family: Family) -> None:
     backbone, stage = load_whole(read_saved_run(checkpoint), averaged=True)
     stage.eval()
     generator = torch.Generator().manual_seed(1)
-    fields = {
-        name: torch.stack([draw(spec, generator) for _ in range(2)])
-        for name, spec in backbone.batch_fields.items()
-    } | {"timesteps": torch.tensor([100.0, 700.0])}
-    image = torch.stack([draw(backbone.input_spec, generator) for _ in range(2)])
-    with torch.no_grad():
-        ours = stage((image,), {}, fields)[0][0]
-        expected = call(theirs, image, fields)
-    assert relative_error(ours, expected) < 1e-5
+    for shape_index in range(backbone.num_shapes):
+        chain = at_shape(backbone, shape_index)
+        fields = {
+            name: torch.stack([draw(spec, generator) for _ in range(2)])
+            for name, spec in chain.batch_fields.items()
+        } | {"timesteps": torch.tensor([100.0, 700.0])}
+        image = torch.stack([draw(chain.input_spec, generator) for _ in range(2)])
+        with torch.no_grad():
+            ours = stage((image,), {}, fields, shape_index=shape_index)[0][0]
+            expected = call(theirs, image, fields)
+        assert relative_error(ours, expected) < 1e-5

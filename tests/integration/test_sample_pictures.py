@@ -19,6 +19,7 @@ from megatron_pulse.cli.main import main
 from tests.data.captioned import captioned_digits
 from tests.integration.runs import BASE, STEPS, TEXT, TINY, pipeline, run, train
 from tests.integration.test_bad_input import refuse
+from tests.integration.test_families import Family, write_latents
 from tests.ranks import RanksFailed, run_ranks, said_once
 
 EVERY = [
@@ -249,6 +250,7 @@ def test_flags_of_pictures_without_an_interval_are_refused(monkeypatch: pytest.M
     assert "--pulse-sample-every is missing: --pulse-sample-steps is for pictures" in fault
 
 
+SEVERAL = Family("dit-tiny", options=("in_channels=1", "out_channels=1"), buckets="8x4,4x12")
 # (ranks, backbone, flags of the run, flags of pulse sample, largest relative difference)
 OTHERS: dict[str, tuple[int, str, list[str], list[str], float]] = {
     "replicated embedders, routed skips": (
@@ -275,6 +277,12 @@ OTHERS: dict[str, tuple[int, str, list[str], list[str], float]] = {
         2, "uvit", pipeline(2, "--pulse-objective", "v", "--pulse-sample-eta", "0.5"),
         ["--classes", "0-9", "--eta", "0.5"], 2e-7,
     ),
+    "the first of several sizes": (
+        2, "none", pipeline(2, "--pulse-backbone", SEVERAL.backbone, *(
+            f"--pulse-option={option}" for option in SEVERAL.every_option
+        )),
+        ["--classes", "0-9"], 2e-7,
+    ),
 }  # fmt: skip
 
 
@@ -283,6 +291,8 @@ def test_pictures_of_other_runs_are_those_of_the_checkpoint(case: str, tmp_path:
     num_ranks, backbone, flags, more, most = OTHERS[case]
     if backbone == "unet" and TEXT[0] in flags:
         flags = [*flags, "--pulse-data", captioned_digits(tmp_path)]
+    if SEVERAL.backbone in flags:
+        flags = [*flags, "--pulse-data", write_latents(tmp_path / "latents", SEVERAL)]
     pictures = ["--pulse-sample-every", "2", "--pulse-sample-steps", "3"]
     flags = [*STEPS, *flags, *pictures, "--save", str(tmp_path / "run")]
     samples = drawn(num_ranks, *flags, backbone=backbone)

@@ -47,7 +47,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert main(["import", *source, "--to", str(folder / "imported")]) == 0
     load = ["--load", str(folder / "imported"), "--save", str(folder / "trained")]
     ((said, _),) = run_ranks(1, timed_run, [*FLAGS, *BASE, *load])
-    change = "sample_size 16 there, 8 here: positions are computed at 8, with the spacing of 16"
+    change = "sample_size 16 there, 8 here: positions are computed at 8x8, with the spacing of 16"
     assert f"{folder / 'imported'}" in said and change in said
     return folder
 
@@ -84,10 +84,17 @@ def test_samples_of_another_size(
     argv += ["--steps", "2", "--classes", "3", "--per-class", "1"]
     size = ["--option", "sample_size=64", "--json", str(report)]
     assert main([*argv, *size]) == 0
-    said = "sample_size 8 there, 64 here: positions are computed at 64, with the spacing of 16"
+    said = "sample_size 8 there, 64 here: positions are computed at 64x64, with the spacing of 16"
     assert said in capsys.readouterr().err
     assert Image.open(picture).width == 64 + 4
     assert json.loads(report.read_text())["options"] == {"sample_size": "64"}
+    assert main([*argv, "--height", "8", "--width", "80", "--option", "sample_size=16"]) == 2
+    assert "--option sample_size and --height, --width give the same" in capsys.readouterr().err
+    assert main([*argv, "--height", "8", "--vae", "x"]) == 2
+    assert "--height and --width are given together" in capsys.readouterr().err
+    assert main([*argv, "--height", "8", "--width", "80"]) == 0
+    assert "samples are of 8x80" in capsys.readouterr().err
+    assert Image.open(picture).width == 80 + 4 > Image.open(picture).height
     assert main([*argv, "--option", "num_layers=3", "--option", "base_sample_size=8"]) == 2
     error = capsys.readouterr().err
     assert "num_layers 2 there, 3 here" in error and "base_sample_size 16 there, 8 here" in error

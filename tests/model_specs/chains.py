@@ -4,6 +4,8 @@ import dataclasses
 
 import torch
 
+from megatron_pulse.backbone.shape_buckets import at_shape, set_shape_index, shape_of
+
 
 def make_context(dtype=torch.float32, **overrides):
     """A LayerContext whose base config has sizes that no layer may use."""
@@ -32,11 +34,12 @@ class Chain:
         assert tuple(tensor.shape) == spec.full_shape(batch), where
         assert tensor.dtype == dtype, where
 
-    def batch(self, size, seed=0):
+    def batch(self, size, seed=0, shape=0):
         """A random image and batch fields of ``size`` samples; masks are of 0 and 1."""
         generator = torch.Generator().manual_seed(seed)
 
         def draw(spec, name=""):
+            spec = spec.at(shape)
             if spec.dtype == "int64":
                 end = 2 if name.endswith("_mask") else 11
                 return torch.randint(0, end, spec.full_shape(size), generator=generator)
@@ -48,8 +51,11 @@ class Chain:
 
     def __call__(self, image, fields):
         size = image.shape[0]
+        shape = shape_of(self.backbone, {"noisy": image, **fields})
+        backbone = at_shape(self.backbone, shape)
         tensors, skips, conditioning = (image,), {}, dict(fields)
-        for layer, module in zip(self.backbone.layers, self.modules, strict=True):
+        for layer, module in zip(backbone.layers, self.modules, strict=True):
+            set_shape_index(module, shape)
             for tensor, spec in zip(tensors, layer.inputs, strict=True):
                 self.check(tensor, spec, size, layer.name)
             popped = {name: skips.pop(name) for name in layer.pops}
@@ -63,7 +69,7 @@ class Chain:
                 conditioning[name] = tensor
             skips.update((name, tensors[index]) for name, index in layer.pushes.items())
         assert not skips
-        self.check(tensors[0], self.backbone.output_spec, size, "prediction")
+        self.check(tensors[0], backbone.output_spec, size, "prediction")
         return tensors[0]
 
     def parameters(self):

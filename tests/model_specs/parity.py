@@ -9,7 +9,8 @@ from tests.model_specs.twins import Twin
 
 
 def assert_same_numbers(chain, tolerance, batch_size=2, run_chooses=(), gradient_tolerance=None):
-    """Gives the published module the chain's weights and compares prediction and gradients.
+    """Gives the published module the chain's weights and compares prediction and gradients of every
+    shape.
 
     Weights go out and come back bit for bit, and ``config.json`` describes the same backbone, but
     for the options that ``run_chooses``. Gradients are compared to ``gradient_tolerance``, or to
@@ -24,32 +25,42 @@ def assert_same_numbers(chain, tolerance, batch_size=2, run_chooses=(), gradient
     for name, tensor in chain.state().items():
         assert torch.equal(back[name], tensor), name
     adopted = load_published({**dict(reference.config), "_class_name": published.class_name})
-    left = dict.fromkeys(run_chooses)
+    left = dict.fromkeys((*run_chooses, "buckets"))
     assert adopted.record["options"] | left == chain.backbone.record["options"] | left
     assert type(reference).__name__ == published.class_name
     for key, value in published.config.items():
         assert comparable(reference.config[key]) == comparable(value), key
 
-    image, fields = chain.batch(batch_size)
-    image.requires_grad_()
-    ours = chain(image, fields)
-    theirs = twin(image, fields)
-    assert relative_error(ours, theirs) < tolerance
-    tolerance = gradient_tolerance or tolerance
-    factors = torch.randn(ours.shape, generator=torch.Generator().manual_seed(2)).to(ours.dtype)
-    (image_grad,) = torch.autograd.grad((ours * factors).sum(), image, retain_graph=True)
-    (ours * factors).sum().backward()
-    image.grad = None
-    (theirs * factors).sum().backward()
-    assert relative_error(image_grad, image.grad) < tolerance
-    gradients = {name: gradient_of(p) for name, p in chain.parameters().items()}
-    parameters = dict(reference.named_parameters())
-    converted = to_published(published, gradients)
+    for shape in range(chain.backbone.num_shapes):
+        image, fields = chain.batch(batch_size, shape=shape)
+        image.requires_grad_()
+        ours = chain(image, fields)
+        theirs = twin(image, fields)
+        assert relative_error(ours, theirs) < tolerance
+        factors = torch.randn(ours.shape, generator=torch.Generator().manual_seed(2)).to(ours.dtype)
+        inputs = {"": image, **chain.parameters()}
+        found = gradients_of((ours * factors).sum(), inputs)
+        expected = gradients_of(
+            (theirs * factors).sum(), {"": image, **dict(reference.named_parameters())}
+        )
+        assert_same_gradients(published, found, expected, gradient_tolerance or tolerance)
+
+
+def gradients_of(loss, tensors):
+    """Gradients by name; zeros of what the loss does not depend on."""
+    found = torch.autograd.grad(loss, list(tensors.values()), allow_unused=True)
+    pairs = zip(tensors.items(), found, strict=True)
+    return {name: torch.zeros_like(of) if grad is None else grad for (name, of), grad in pairs}
+
+
+def assert_same_gradients(published, found, parameters, tolerance):
+    assert relative_error(found.pop(""), parameters.pop("")) < tolerance
+    converted = to_published(published, found)
     assert converted.keys() == parameters.keys()
     # Softmax does not see a bias of keys: its gradient is 0 but for rounding.
-    negligible = 1e-3 * max(gradient_of(p).abs().max().item() for p in parameters.values())
+    negligible = 1e-3 * max(gradient.abs().max().item() for gradient in parameters.values())
     for name, gradient in converted.items():
-        expected = gradient_of(parameters[name])
+        expected = parameters[name]
         scale = max(expected.abs().max().item(), negligible)
         assert (gradient - expected).abs().max().item() < tolerance * scale, name
 

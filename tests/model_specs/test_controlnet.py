@@ -70,9 +70,10 @@ def predict(unet, control, image, fields):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_same_numbers_as_diffusers(variant, dtype, one_rank):
-    """Prediction and every gradient of the branch; the UNet has none. Weights go out and come
-    back bit for bit, under the names of both classes."""
-    backbone = model_specs.load_backbone(*VARIANTS[variant])
+    """Prediction and every gradient of the branch, at every size; the UNet has none. Weights go out
+    and come back bit for bit, under the names of both classes."""
+    name, options = VARIANTS[variant]
+    backbone = model_specs.load_backbone(name, {**options, "buckets": "8x8,4x8,12x4"})
     chain = build_chain(backbone, dtype)
     perturb(chain.parameters().values())
     unet, control = twins(backbone, dtype)
@@ -92,19 +93,26 @@ def test_same_numbers_as_diffusers(variant, dtype, one_rank):
         {**control.config, "_class_name": "ControlNetModel"},
     )
     again = model_specs.load_published(settings)
-    left = {"context_length": None}
+    left = {"context_length": None, "buckets": None}
     assert again.record["options"] | left == backbone.record["options"] | left
 
-    image, fields = chain.batch(2)
-    ours, theirs = chain(image, fields), predict(unet, control, image, fields)
     tolerance = 1e-5 if dtype == torch.float32 else 1e-10
+    for shape in range(3):
+        assert_same_at(shape, chain, unet, control, form, tolerance)
+
+
+def assert_same_at(shape, chain, unet, control, form, tolerance):
+    for parameter in (*chain.parameters().values(), *control.parameters()):
+        parameter.grad = None
+    image, fields = chain.batch(2, shape=shape)
+    ours, theirs = chain(image, fields), predict(unet, control, image, fields)
     assert relative_error(ours, theirs) < tolerance / 10
     zeros = {name: torch.zeros_like(p) for name, p in control.named_parameters()}
     without = predict(
         unet, lambda *a, **k: torch.func.functional_call(control, zeros, a, k), image, fields
     )
     assert relative_error(without, theirs) > 1e-3
-    factors = torch.randn(ours.shape, generator=torch.Generator().manual_seed(2)).to(dtype)
+    factors = torch.randn(ours.shape, generator=torch.Generator().manual_seed(2)).to(image.dtype)
     (ours * factors).sum().backward()
     (theirs * factors).sum().backward()
     trained = {n: gradient_of(p) for n, p in chain.parameters().items() if p.requires_grad}

@@ -471,8 +471,8 @@ def test_microbatches_of_a_class_may_be_of_several_sizes() -> None:
     chain = model_specs.load_backbone("diffusers:FluxTransformer2DModel", flux)
     assert chain.output_spec == TensorSpec((4, 4, 8), others=((4, 8, 4),))
     for options, said in (
-        ({"buckets": "8x,4x4"}, "must be a list of HEIGHTxWIDTH, as in 64x96,96x64"),
-        ({"buckets": "8x8x8"}, "must be a list of HEIGHTxWIDTH"),
+        ({"buckets": "8x,4x4"}, "'8x' is not HEIGHTxWIDTH, as in buckets=64x96,96x64"),
+        ({"buckets": "8x8x8,0x4"}, r"(?s)2 faults.*'8x8x8' is not HEIGHTxWIDTH.*'0x4' is not"),
         ({"buckets": "8x8,4x4", "width": 8}, "give width there or alone, not both"),
         ({"height": 0, "width": -8}, r"(?s)2 faults.*height is 0.*width is -8: must be 1 or more"),
         ({"sample_size": 0}, "^sample_size is 0: must be a whole number up to 16384, or two$"),

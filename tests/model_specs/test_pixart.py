@@ -68,6 +68,10 @@ def test_operations_and_boundaries_are_those_measured(sample_size, patches, bloc
 )
 def test_same_numbers_as_diffusers(options, one_rank):
     """About half of the words are masked out."""
+    patch = options.get("patch_size", 2)
+    options = {**options, "buckets": ",".join(
+        f"{patch * rows}x{patch * columns}" for rows, columns in ((4, 4), (4, 2), (2, 6))
+    )}  # fmt: skip
     chain = build_chain(model_specs.load_backbone("pixart-tiny", options), torch.float64)
     assert_same_numbers(chain, 1e-10, run_chooses=["caption_length"])
 

@@ -1,6 +1,7 @@
 """A model at another size or text length than its own: the same model, as diffusers runs it."""
 
 import json
+from dataclasses import replace
 
 import diffusers
 import pytest
@@ -8,6 +9,7 @@ import torch
 from diffusers.models.normalization import FP32LayerNorm
 
 from megatron_pulse.backbone.published_weights import to_published
+from megatron_pulse.backbone.shape_buckets import at_shape
 from model_specs import (
     compare_models,
     continue_model,
@@ -15,6 +17,7 @@ from model_specs import (
     load_published,
     published_form,
 )
+from model_specs.common.options import OptionError
 from tests.model_specs.chains import build_chain, relative_error
 from tests.model_specs.parity import from_published
 from tests.model_specs.twins import call
@@ -132,7 +135,7 @@ def test_every_difference_is_told_and_says_what_it_does():
     here = continue_model(dit, "dit-tiny", {"sample_size": 16})
     (text,) = compare_models(dit, here.record).changed
     assert text == (
-        "sample_size 8 there, 16 here: positions are computed at 16, with the spacing of 8"
+        "sample_size 8 there, 16 here: positions are computed at 16x16, with the spacing of 8"
     )
     assert compare_models(dit, there).different == ("family dit there, unet here",)
 
@@ -147,6 +150,55 @@ def test_records_from_before_positions_had_a_base_mean_their_size(name):
     assert here.record["options"]["base_sample_size"] == 16
     record["options"]["gone"] = 1
     assert compare_models(record, here.record).different == ("gone 1 there, no option here",)
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "said"),
+    [
+        ("sd-tiny", "16x8,8x12", ["8 (4 levels), are 8x12"]),
+        ("controlnet-tiny", "16,9x8", ["'16' is not HEIGHTxWIDTH, as in"]),
+        ("sd3-tiny", "7x8,20x4", ["patch_size=2, are 7x8", "10 patches per side exceed pos_embed"]),
+        ("flux-tiny", "8x3", ["divisible by 2, are 8x3"]),
+        ("pixart-tiny", "8x8x8,0x4, 4x4,8x8", ["'8x8x8' is", "'0x4' is", "' 4x4' is"]),
+        ("dit-tiny", "8x4,4x4,8x4,4x4", ["8x4 is repeated. Give it once", "4x4 is repeated"]),
+        ("hunyuan-tiny", "8x99999999", ["'8x99999999' is not"]),
+        ("uvit-tiny", "8x4", ["unsupported: positions are learned, one per token, for squares"]),
+    ],
+)
+def test_faulty_buckets_are_refused(name, option, said):
+    with pytest.raises(OptionError) as caught:
+        load_backbone(name, {"buckets": option})
+    assert len(caught.value.faults) == len(said)
+    for fault, text in zip(caught.value.faults, said, strict=True):
+        assert fault.startswith("buckets: ") and text in fault
+
+
+@pytest.mark.parametrize("name", ["sdxl-tiny", "controlnet-tiny", "hunyuan-tiny", "flux-tiny"])
+def test_buckets_are_a_choice_of_the_run(name):
+    """Of the same model, in the same published form; each shape is the chain of that size alone."""
+    sizes = ("16x16", "8x16", "24x8")
+    square, several = load_backbone(name), load_backbone(name, {"buckets": ",".join(sizes)})
+    compared = compare_models(square.record, several.record)
+    assert compared.different == ()
+    (text,) = compared.changed
+    assert text == ("buckets empty there, 16x16,8x16,24x8 here: samples are of 16x16, 8x16, 24x8")
+    assert published_form(several).config == published_form(square).config
+    for shape_index, size in enumerate(sizes):
+        alone, here = load_backbone(name, {"buckets": size}), at_shape(several, shape_index)
+        assert here.batch_fields == alone.batch_fields
+        assert here.image_tokens == alone.image_tokens
+        for there, one in zip(here.layers, alone.layers, strict=True):
+            assert replace(there, build=None) == replace(one, build=None)
+
+
+def test_sequences_that_do_not_divide_name_their_size():
+    chain = load_backbone("sd3-tiny", {"buckets": "8x8,6x10,6x6"})
+    assert not chain.divides_sequences
+    said = (
+        r"9 tokens of \w+ in samples of 4x6x6 do not divide; 15 tokens of \w+ in samples of 4x6x10"
+    )
+    with pytest.raises(ValueError, match=f"2 ranks: {said}"):
+        chain.divide_sequences(2)
 
 
 def test_a_spacing_that_is_said_is_kept():

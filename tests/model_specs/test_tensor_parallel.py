@@ -17,13 +17,16 @@ CASES = {
         "uvit-tiny",
         {"depth": 2, "num_classes": 0, "context_length": 5, "context_dim": 12, "image_size": 4},
     ),
-    "hunyuan-dit": ("hunyuan-tiny", {"num_layers": 4, "style_and_size": True}),
+    "hunyuan-dit": ("hunyuan-tiny", {"num_layers": 4, "style_and_size": True, "buckets": "4x12"}),
     "unet": ("sd-tiny", {**UNET, "norm_num_groups": 4, "layers_per_block": 1}),
-    "dit": ("dit-tiny", {"sample_size": 4}),
-    "pixart": ("pixart-tiny", {"sample_size": 4, "use_additional_conditions": True}),
+    "dit": ("dit-tiny", {"buckets": "8x4"}),
+    "pixart": ("pixart-tiny", {"buckets": "4x8", "use_additional_conditions": True}),
     "sd3": ("sd3-tiny", {"num_layers": 2}),
-    "sd3.5": ("sd3-tiny", {"num_layers": 2, "qk_norm": True, "dual_attention_layers": [0]}),
-    "flux": ("flux-tiny", {"num_layers": 1}),
+    "sd3.5": (
+        "sd3-tiny",
+        {"num_layers": 2, "buckets": "8x4", "qk_norm": True, "dual_attention_layers": [0]},
+    ),
+    "flux": ("flux-tiny", {"num_layers": 1, "buckets": "4x8"}),
 }
 
 

@@ -61,11 +61,22 @@ def call(module: Any, image: Tensor, fields: Fields) -> Tensor:
 
 
 def _unpacked(module: Any, prediction: Tensor, image: Tensor) -> Tensor:
+    if type(module).__name__ == "DiTTransformer2DModel":
+        return _placed(prediction, module.config.patch_size, *image.shape[-2:])
     if type(module).__name__ != "FluxTransformer2DModel":
         return prediction
     height, width = image.shape[-2:]
     found: Tensor = diffusers.FluxPipeline._unpack_latents(prediction, 8 * height, 8 * width, 8)
     return found
+
+
+def _placed(prediction: Tensor, patch: int, height: int, width: int) -> Tensor:
+    """A prediction of DiT's, whose patches diffusers places in a square for any size."""
+    side = prediction.shape[-1] // patch
+    patches = prediction.unflatten(3, (side, patch)).unflatten(2, (side, patch))
+    in_order = patches.permute(0, 2, 4, 1, 3, 5).flatten(1, 2)
+    grid = in_order.unflatten(1, (height // patch, width // patch))
+    return grid.permute(0, 3, 1, 4, 2, 5).flatten(4, 5).flatten(2, 3)
 
 
 def _unet(config: Any, image: Tensor, fields: Fields) -> dict[str, Any]:
@@ -85,8 +96,10 @@ def _unet(config: Any, image: Tensor, fields: Fields) -> dict[str, Any]:
 def _hunyuan(config: Any, image: Tensor, fields: Fields) -> dict[str, Any]:
     from diffusers.pipelines.hunyuandit import pipeline_hunyuandit  # a slow import
 
-    side, base = image.shape[-1] // config.patch_size, 512 // 8 // config.patch_size
-    region = pipeline_hunyuandit.get_resize_crop_region_for_grid((side, side), base)
+    height, width = image.shape[-2:]
+    grid = height // config.patch_size, width // config.patch_size
+    base = 512 // 8 // config.patch_size
+    region = pipeline_hunyuandit.get_resize_crop_region_for_grid(grid, base)
     given = {
         "hidden_states": image,
         "timestep": fields["timesteps"].to(image.dtype),
@@ -95,7 +108,7 @@ def _hunyuan(config: Any, image: Tensor, fields: Fields) -> dict[str, Any]:
         "encoder_hidden_states_t5": fields["context_t5"],
         "text_embedding_mask_t5": fields["context_t5_mask"],
         "image_rotary_emb": get_2d_rotary_pos_embed(
-            config.attention_head_dim, region, (side, side), output_type="pt"
+            config.attention_head_dim, region, grid, output_type="pt"
         ),
     }
     if config.use_style_cond_and_image_meta_size:

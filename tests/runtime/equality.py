@@ -17,6 +17,7 @@ from megatron_pulse.backbone.activations import ActivationPolicies
 from megatron_pulse.backbone.build_context import LayerContext
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.costs import weighted_costs
+from megatron_pulse.backbone.shape_buckets import at_shape
 from megatron_pulse.planner.layout.embedder_choice import EmbedderChoice
 from megatron_pulse.planner.layout.placement import Partition, make_placement
 from megatron_pulse.planner.program.make_plan import make_plan
@@ -195,7 +196,10 @@ def make_pipeline(
 
 
 def make_batches(backbone: Backbone, case: Case, step: int) -> list[dict[str, Tensor]]:
-    """The microbatches of a step; those of a cascade hold those of its chains alone."""
+    """The microbatches of a step, of all shapes in turn.
+
+    Those of a cascade hold those of its chains alone.
+    """
     if backbone.parts:
         of_chains = {name: make_batches(part, case, step) for name, part in backbone.parts.items()}
         return [
@@ -206,7 +210,11 @@ def make_batches(backbone: Backbone, case: Case, step: int) -> list[dict[str, Te
             }
             for m in range(case.num_microbatches)
         ]
-    return [make_batch(backbone, case, step, m) for m in range(case.num_microbatches)]
+    chains = [at_shape(backbone, shape_index) for shape_index in range(backbone.num_shapes)]
+    return [
+        make_batch(chains[(step + m) % len(chains)], case, step, m)
+        for m in range(case.num_microbatches)
+    ]
 
 
 def train(

@@ -1,7 +1,11 @@
-"""Every family, built from Megatron's modules, under every placement: bit for bit."""
+"""Every family, built from Megatron's modules, under every placement: bit for bit.
+
+Microbatches have two shapes in turn, where the family takes several.
+"""
 
 from __future__ import annotations
 
+import functools
 import random
 from dataclasses import replace
 
@@ -17,7 +21,7 @@ from tests.runtime.equality import (
     references,
     split,
 )
-from tests.runtime.tiny import FAMILIES, backbone, run_cases
+from tests.runtime.tiny import FAMILIES, SEVERAL, backbone, run_cases
 
 P, M, STEPS = 2, 3, 2
 CASES: list[tuple[Case, int | None]] = [
@@ -33,10 +37,12 @@ gradient follows; None: whole ones."""
 
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f != "sdxl"])  # in test_cascade
 def test_whole_and_split_backwards_equal_one_process(family: str) -> None:
+    options = {} if family == "uvit" else SEVERAL
+    run = functools.partial(run_cases, options=options)
     cases = []
     for case, delay in CASES:
         case = replace(case, steps=STEPS)
-        plan = plan_of(backbone(family), case, P)
+        plan = plan_of(backbone(family, options), case, P)
         schedule = plan.step(case.num_microbatches).schedule
         if delay is not None:
             schedule = split(schedule, delay)
@@ -44,8 +50,8 @@ def test_whole_and_split_backwards_equal_one_process(family: str) -> None:
         assert bool(apart.recomputed_apart) == bool(case.recompute)
         case = replace(case, schedule=apart)
         cases.append((family, case))
-    expected = references(run_cases, [(family, case.alone) for _, case in cases])
-    ranks = run_ranks(P, run_cases, cases)
+    expected = references(run, [(family, case.alone) for _, case in cases])
+    ranks = run_ranks(P, run, cases)
     for i, (_, case) in enumerate(cases):
         got = merge([outcomes[i] for outcomes in ranks])
         reference = expected[i]

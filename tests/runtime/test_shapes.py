@@ -15,7 +15,7 @@ from megatron_pulse.backbone.check import BackboneError
 from megatron_pulse.backbone.shape_buckets import ShapeError, at_shape, shape_of
 from megatron_pulse.runtime.failure_board import PulseError
 from tests.ranks import run_ranks
-from tests.runtime.equality import Case, Outcome, differences, make_batch, merge, train
+from tests.runtime.equality import Case, Outcome, differences, make_batches, merge, train
 
 WIDTH = 6
 IMAGE = pulse.TensorSpec((WIDTH, 4, 6), others=((WIDTH, 6, 4), (WIDTH, 2, 8)))
@@ -73,12 +73,6 @@ def several() -> pulse.Backbone:
     return pulse.Backbone("several", (reading, *map(layer, range(8))), {"text": TEXT})
 
 
-def batches_of(case: Case, step: int) -> list[dict[str, Tensor]]:
-    """All shapes in turn."""
-    chains = [at_shape(several(), shape_index) for shape_index in range(3)]
-    return [make_batch(chains[(step + m) % 3], case, step, m) for m in range(case.num_microbatches)]
-
-
 CASES = [
     Case("fold", 4, dtype="float32"),
     Case("sequential", 4, "zb-h1", dtype="float32", recompute=2),
@@ -92,10 +86,7 @@ def _train_here(cases: list[Case]) -> list[Outcome]:
     dist.init_process_group("gloo")
     group = dist.group.WORLD if dist.get_world_size() > 1 else None
     chain = several()
-    return [
-        train(chain, case, None, group, batches_of=lambda step, c=case: batches_of(c, step))
-        for case in cases
-    ]
+    return [train(chain, case, None, group) for case in cases]
 
 
 def test_steps_of_several_shapes_equal_one_process() -> None:
@@ -119,7 +110,7 @@ def _with_an_unknown_shape() -> str:
     chain = several()
     plan = pulse.make_plan(chain, pulse.weighted_costs(chain, [1.0] * 9), pulse.fold(2))
     pipeline = pulse.Pipeline(plan, lambda y, batch: y.square().mean(), 2, timeout_s=2.0)
-    batches = batches_of(Case("fold", 4, dtype="float32"), 0)
+    batches = make_batches(chain, Case("fold", 4, dtype="float32"), 0)
     bad = {**batches[2], "noisy": torch.zeros(2, WIDTH, 5, 5)}
     executor = pipeline.executor(4)
     try:  # as a loader gives them: each device for itself, without a check of all before
@@ -140,7 +131,7 @@ def test_an_unknown_shape_is_told_by_all() -> None:
 
 def test_a_batch_says_its_shape() -> None:
     chain = several()
-    batches = batches_of(Case("fold", 3), 0)
+    batches = make_batches(chain, Case("fold", 3), 0)
     assert [shape_of(chain, batch) for batch in batches] == [0, 1, 2]
     middle = {**batches[1], "noisy": batches[1]["noisy"].to("meta")}
     assert shape_of(chain, middle) == 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -36,19 +38,25 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def backbone(family: str) -> Backbone:
+SEVERAL = {"buckets": "8x4,4x8"}
+"""Options of a family whose microbatches have two shapes, with as many tokens."""
+
+
+def backbone(family: str, options: Mapping[str, Any] = MappingProxyType({})) -> Backbone:
     """A small backbone; each has an odd chain and a middle without skips, or no skips."""
-    name, options = FAMILIES[family]
-    return load_backbone(name, options)
+    name, own = FAMILIES[family]
+    return load_backbone(name, {**own, **options})
 
 
-def run_cases(cases: list[tuple[str, Case]]) -> list[Outcome]:
+def run_cases(
+    cases: list[tuple[str, Case]], options: Mapping[str, Any] = MappingProxyType({})
+) -> list[Outcome]:
     """(family, case) after (family, case) on this rank."""
     from megatron_pulse.integration.megatron.linear_wgrad import defer_wgrad
 
     on_gpu = any(case.device.startswith("cuda") for _, case in cases)
     config, group = join_pipeline("nccl" if on_gpu else "gloo")
     defer_wgrad()
-    outcomes = [train(backbone(family), case, config, group) for family, case in cases]
+    outcomes = [train(backbone(family, options), case, config, group) for family, case in cases]
     torch.distributed.barrier()
     return outcomes

@@ -268,10 +268,12 @@ def run_export(args: argparse.Namespace) -> None:
             "diffusers loads it, but its pipelines do not feed predictions back: the channels "
             "behind the sample's are the x_0 estimated in the step before"
         )
-    size, spaced = backbone.input_spec.shape[-1], published.config.get("sample_size")
-    if spaced not in (None, size):
+    shapes = (backbone.input_spec.shape, *backbone.input_spec.others)
+    spaced = published.config.get("sample_size")
+    if spaced is not None and any({*shape[-2:]} != {spaced} for shape in shapes):
+        sizes = ", ".join("x".join(map(str, shape[-2:])) for shape in shapes)
         print(
-            f"trained at {size}; sample_size {spaced} in config.json is the spacing of its "
+            f"trained at {sizes}; config.json has sample_size {spaced}, the spacing of any fixed "
             "positions, so ask pipelines for the size that you want"
         )
     count = sum(tensor.numel() for tensor in tensors.values())

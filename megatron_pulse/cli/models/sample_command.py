@@ -11,6 +11,7 @@ from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
+from megatron_pulse.backbone.recorded_sizes import GIVES_SIZE, options_at_size
 from megatron_pulse.cli import run_command
 from megatron_pulse.cli.backbone_flags import add_option_flag, option_faults, options_of
 from megatron_pulse.cli.flag_checks import (
@@ -42,6 +43,7 @@ from megatron_pulse.cli.shared_flags import add_checkpoint_flags
 from megatron_pulse.dataclass_flags import (
     FROM_ZERO,
     FROM_ZERO_TO_ONE,
+    PIXELS,
     TO_4096,
     TO_MILLION,
     Range,
@@ -97,7 +99,7 @@ examples:
   pulse sample --load runs/control --prompt "a red bird" --control-image edges.png -o bird.png
   pulse sample --load runs/text --from-data 4 --vae sd-vae-ft-mse -o held-out.png
   pulse sample --load runs/flux --prompt "a red bird" --devices 4 -o bird.png
-  pulse sample --load runs/a --option sample_size=96 --vae sd-vae-ft-mse -o larger.png
+  pulse sample --load runs/a --height 768 --width 512 --vae sd-vae-ft-mse -o tall.png
 """
 
 
@@ -182,7 +184,10 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         choices=[str(kind) for kind in FlowGrid],
         default=str(FlowGrid.EVEN),
     )
-    add_option_flag(parser, "draw at another size or text length: sample_size=64")
+    size = "of the pictures in pixels (default: that of training, the first of several)"
+    add("--height H", size, within=PIXELS, type=int)
+    add("--width W", size, within=PIXELS, type=int)
+    add_option_flag(parser, "draw at another size of latents or text length: sample_size=64")
     add("--vae DIR|hf:ID", "decode latents with this AutoencoderKL folder", type=Path)
     add(
         "--score",
@@ -232,11 +237,39 @@ def _load(args: argparse.Namespace, job: SamplingJob | None) -> TrainedModel:
             args.iteration,
             averaged=not args.raw,
             data=args.data,
-            options=options_of(args),
+            options={**options_of(args), **_size(args)},
             choice=read_flags(ProcessChoice, args),
             chain=args.chain,
             frozen_folder=args.frozen_weights,
         )
+
+
+def _size(args: argparse.Namespace) -> dict[str, str]:
+    """Options for samples of ``--height`` and ``--width``; empty without these flags."""
+    if args.height is None:
+        return {}
+    from megatron_pulse.encoders.autoencoder import Autoencoder
+    from megatron_pulse.integration.checkpoint.saved_run import read_saved_run
+    from megatron_pulse.integration.training_data import makes_pixels
+
+    saved = read_saved_run(args.load, args.iteration, args.frozen_weights).of_chain(args.chain)
+    of_run, factor = argparse.Namespace(**vars(args)), 1
+    take_encoders_of(of_run, saved.arguments)
+    if (vae := autoencoder_folder(of_run)) is not None:
+        factor = Autoencoder(vae, weighs=False).factor
+    elif not makes_pixels(saved.arguments):
+        raise UserError(
+            "--height and --width count pixels of pictures, and latents need an autoencoder for "
+            "these: give --vae or --encoders, or --option buckets=HEIGHTxWIDTH in latents"
+        )
+    require(
+        [
+            f"--{name} is {side}: must be a multiple of {factor}, the autoencoder's factor"
+            for name, side in (("height", args.height), ("width", args.width))
+            if side % factor
+        ]
+    )
+    return options_at_size(saved.record, args.height // factor, args.width // factor)
 
 
 def _run(args: argparse.Namespace, job: SamplingJob | None) -> None:
@@ -254,8 +287,8 @@ def _run(args: argparse.Namespace, job: SamplingJob | None) -> None:
     if (shapes := model.backbone.num_shapes) > 1:
         shape = "x".join(map(str, model.backbone.sample_spec.shape))
         print(
-            f"samples are {shape}, the first of its {shapes} shapes; for a diffusers class, "
-            "--option buckets=HEIGHTxWIDTH draws another size",
+            f"samples are {shape}, the first of its {shapes} shapes; --height H --width W draws "
+            "another size",
             file=sys.stderr,
         )
     if args.from_data is not None and args.encoders is not None:
@@ -292,6 +325,8 @@ def _run(args: argparse.Namespace, job: SamplingJob | None) -> None:
         "checkpoint": str(model.folder),
         "backbone": model.backbone.name,
         "options": options_of(args),
+        "height": args.height,
+        "width": args.width,
         "weights": weights,
         "process": model.process.describe(),
         "sampler": sampler,
@@ -382,6 +417,11 @@ def _check(args: argparse.Namespace) -> list[str]:
     if args.classes is not None:
         with collecting(faults):
             parse_classes(args.classes)
+    if (args.height is None) != (args.width is None):
+        faults.append("--height and --width are given together")
+    elif args.height is not None and not option_faults(args):
+        sized = [f"--option {key}" for key in options_of(args) if key in GIVES_SIZE]
+        faults += [f"{option} and --height, --width give the same size twice" for option in sized]
     if not args.load.is_dir():
         faults.append(f"--load {args.load} is not a folder; give what training had as --save")
     return faults + vae_faults(args.vae)

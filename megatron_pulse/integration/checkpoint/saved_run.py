@@ -14,6 +14,7 @@ from megatron.core import dist_checkpointing
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_pulse.backbone.chain import Backbone
+from megatron_pulse.backbone.recorded_sizes import with_options
 from megatron_pulse.data.build import data_of_chains, encoders_of_chains, several_parts
 from megatron_pulse.diffusion.objectives import DiffusionProcess
 from megatron_pulse.encoders.tokens import recorded_by
@@ -158,7 +159,7 @@ class SavedRun:
         if (frozen := self.frozen_weights) is not None:
             name = f"diffusers:{frozen.located(self.frozen_folder)}"
         kept = {key: value for key, value in theirs["options"].items() if key != DTYPE}
-        wanted = in_dtype(name, {**kept, **options}, "float32", "it")
+        wanted = in_dtype(name, with_options(kept, options), "float32", "it")
         backbone = continue_model(theirs, name, wanted)
         if different := compare_models(theirs, backbone.record).different:
             raise CheckpointError(

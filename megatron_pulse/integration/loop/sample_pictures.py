@@ -201,8 +201,11 @@ class SamplePictures:
         """Line on what is drawn, when, and where it is written."""
         choice = self._choice
         weights = "raw" if choice.sample_raw or not self._args.pulse_ema_decay else "EMA"
+        backbone, what = self._plan.backbone, f"{self._request.count}"
+        if backbone.num_shapes > 1:
+            what += f" of {'x'.join(map(str, backbone.sample_spec.shape))} (the first shape)"
         return (
-            f"pictures: {self._request.count} every {choice.sample_every} steps, with {weights} "
+            f"pictures: {what} every {choice.sample_every} steps, with {weights} "
             f"weights, {self._sampler.num_steps} steps, guidance {self._sampler.guidance:g}, in "
             f"{_folder(self._args, choice)}"
         )

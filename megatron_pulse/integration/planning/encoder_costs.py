@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
@@ -93,7 +94,8 @@ def _components(
     if is_wanted(VAE) and (folder / VAE).is_dir():
         vae = Autoencoder(folder / VAE, dtype or torch.float32, weighs)
         dtypes[VAE] = str(vae.dtype).removeprefix("torch.")
-        _, height, width = backbone.input_spec.shape
+        sample = backbone.input_spec
+        _, height, width = max((sample.shape, *sample.others), key=math.prod)
         shape = (1, vae.in_channels, height * vae.factor, width * vae.factor)
         pixels = torch.zeros(shape, dtype=vae.dtype, device=device)
         yield _component(VAE, vae.pieces, {PIXELS: pixels}, [MOMENTS], roofline)
