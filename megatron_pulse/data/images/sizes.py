@@ -48,7 +48,7 @@ def upright_sizes(root: Path, files: Sequence[Path]) -> list[Size | None]:
 def _sizes(root: Path, files: Sequence[Path]) -> list[Size | None]:
     if len(files) < _FEWEST_KEPT:
         return _read(files)
-    name = xxhash.xxh3_128_hexdigest(str(root.resolve()))
+    name = xxhash.xxh3_128_hexdigest(str(root.resolve()).encode())
     place = cache_folder() / "picture-sizes" / f"{name}.npy"
     keys = _keys(files)
     if (found := _known(place, keys)) is not None:
@@ -87,7 +87,8 @@ def _keys(files: Sequence[Path]) -> list[int]:
             told = os.stat(path)
         except OSError:
             return 0
-        return xxhash.xxh3_64_intdigest(f"{path} {told.st_size} {told.st_mtime_ns}")
+        name = f"{path} {told.st_size} {told.st_mtime_ns}"
+        return xxhash.xxh3_64_intdigest(name.encode())
 
     return list(map(key, files))
 
