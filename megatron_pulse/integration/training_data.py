@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.layer_selection import class_option
 from megatron_pulse.backbone.shape_buckets import at_shape
-from megatron_pulse.data.buckets import BucketSampler, describe_buckets
+from megatron_pulse.data.buckets import BucketSampler, buckets_of
 from megatron_pulse.data.build import no_data_named, open_buckets, unvaried
 from megatron_pulse.data.captions import cut_short
 from megatron_pulse.data.data_record import DataRecord, record_of
@@ -203,7 +203,8 @@ class DiffusionData:
         held = f"{len(self.train):,} training samples, {len(self.validation):,} validation samples"
         told = [f"{each.describe()}; {held}" for each in found]
         if self.several_shapes:
-            told += describe_buckets(self.train)
+            found_in = buckets_of(self.train, self.validation)
+            told += [bucket.describe(of=len(self.train)) for bucket in found_in]
         return told + [f"warning: {caution}" for each in found for caution in each.cautions]
 
     def count_corrupt(self) -> int:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from PIL import ExifTags, Image, ImageOps
 
 from megatron_pulse.data.augmentation import Augmentation, with_tags_in_order
-from megatron_pulse.data.buckets import Buckets, BucketSampler, describe_buckets
+from megatron_pulse.data.buckets import Buckets, BucketSampler, buckets_of
 from megatron_pulse.data.build import open_buckets, picture_sizes
 from megatron_pulse.data.dataset import CorruptSample, DataError, DiffusionDataset, FieldSpec
 from megatron_pulse.data.fields import WantedFields
@@ -118,8 +118,15 @@ def test_pictures_are_in_the_nearest_shape_as_pil_makes_them(photos: Path) -> No
                 at_once, in_two = by_pil(path, size, flip, corner)
                 assert np.abs(found - at_once).max() < 0.01, path
                 assert np.abs(found - in_two.astype(float)).mean() < 1.5, path
-    told = describe_buckets(train)
-    assert len(told) == 4 and told[0].startswith("bucket 16x16: ")
+    told = buckets_of(train, held)
+    assert [bucket.pixels for bucket in told] == SHAPES
+    assert [bucket.num_training for bucket in told] == [len(part) for part in train.parts]
+    assert told[0].describe(of=len(train)).startswith("bucket 16x16: ")
+    crops = [
+        cropped_fraction(framing.original, (12, 20))
+        for framing in map(train.parts[1].framing, range(len(train.parts[1])))
+    ]
+    assert told[1].cropped == pytest.approx(sum(crops) / len(crops))
     twice, _ = opened(photos, f"folder:{photos}*2")
     assert Counter(paths(twice)) == Counter(paths(train) * 2)
 
