@@ -205,6 +205,11 @@ class DiffusionData:
         if self.several_shapes:
             found_in = buckets_of(self.train, self.validation)
             told += [bucket.describe(of=len(self.train)) for bucket in found_in]
+            in_a_row = f"{self._bucket_batch} samples" if self._bucket_batch else "a global batch"
+            told.append(
+                f"buckets: {in_a_row} in a row have one shape. No sample is dropped: those left at "
+                "the end of an epoch come first in the next one"
+            )
         return told + [f"warning: {caution}" for each in found for caution in each.cautions]
 
     def count_corrupt(self) -> int:
