@@ -98,7 +98,7 @@ def _kept(options: PulseOptions, start: StartingPoint | None) -> list[Size]:
 def _factor(options: PulseOptions) -> int:
     """Pixels a side of a sample's element: those of the autoencoder in the loop."""
     if options.encoders is not None and (vae := Path(options.encoders) / VAE).is_dir():
-        return Autoencoder(vae, weighs=False).factor
+        return int(Autoencoder(vae, weighs=False).factor)
     return 1
 
 

@@ -85,6 +85,6 @@ def run(args: argparse.Namespace) -> None:
         path = args.output
         if len(of_shape) > 1:
             path = path.with_name(f"{path.stem}-{width}x{height}{path.suffix}")
-        pictures, captions = zip(*found, strict=True)
-        write_sheet(torch.stack(pictures), path, args.columns, captions)
-        print(f"{len(pictures)} pictures of {width}x{height}: {path}")
+        captions = [caption for _, caption in found]
+        write_sheet(torch.stack([picture for picture, _ in found]), path, args.columns, captions)
+        print(f"{len(found)} pictures of {width}x{height}: {path}")
