@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -175,6 +176,19 @@ class DiffusionData:
     def several_shapes(self) -> bool:
         """True if the samples have several shapes, which come in groups of one shape."""
         return len(self.train.parts) > 1
+
+    def shapes_digest(self) -> str:
+        """Digest of the shapes of all samples, which ranks find by themselves; empty for one."""
+        if not self.several_shapes:
+            return ""
+        halves = (self.train, self.validation)
+        names = [
+            (number, part.revision(i))
+            for half in halves
+            for number, part in enumerate(half.parts)
+            for i in range(len(part))
+        ]
+        return hashlib.sha256(repr(names).encode()).hexdigest()[:16]
 
     def _without_effect(self) -> Iterator[str]:
         """Notes on labels without samples, and on a flag without effect."""
