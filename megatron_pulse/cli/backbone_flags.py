@@ -7,6 +7,8 @@ They are ``--backbone``, ``--module``, ``--option``, ``--train``, ``--freeze``, 
 from __future__ import annotations
 
 import argparse
+import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from megatron_pulse.adapters.choice import AdapterChoice
@@ -14,7 +16,7 @@ from megatron_pulse.cli.flag_checks import add_flag
 from megatron_pulse.cli.import_megatron import prepare_megatron
 from megatron_pulse.dataclass_flags import add_flags, key_values, read_flags
 from megatron_pulse.dataclass_flags import flag_faults as dataclass_faults
-from megatron_pulse.errors import collecting
+from megatron_pulse.errors import UserError, collecting
 
 if TYPE_CHECKING:
     from megatron_pulse.backbone.chain import Backbone
@@ -106,7 +108,33 @@ def trained_backbone(args: argparse.Namespace, dtype: str) -> Backbone:
     part = TrainedPart(tuple(args.train), tuple(args.freeze), adapter.record, adapter.quantization)
     if any(part):
         prepare_megatron()
-    return trained_as(backbone, part)
+    backbone = trained_as(backbone, part)
+    shares = getattr(args, "shares", None)
+    return backbone if shares is None else with_shares(backbone, shares)
+
+
+def add_shares(parser: argparse.ArgumentParser) -> None:
+    """Add ``--shares``."""
+    add_flag(
+        parser,
+        "--shares X,X,...",
+        "how often samples have each shape of --option buckets ('pulse data info' counts them; "
+        "default: equally often)",
+    )
+
+
+def with_shares(backbone: Backbone, text: str) -> Backbone:
+    """``backbone`` with the shares of its shapes; raises UserError for others."""
+    try:
+        shares = tuple(map(float, text.split(",")))
+        if len(shares) != backbone.num_shapes or not all(0 < x < math.inf for x in shares):
+            raise ValueError
+    except ValueError as error:
+        raise UserError(
+            f"--shares {text}: give a number above 0 for each of the {backbone.num_shapes} "
+            f"shape(s) of {backbone.name}"
+        ) from error
+    return replace(backbone, shares=shares)
 
 
 def option_faults(args: argparse.Namespace) -> list[str]:

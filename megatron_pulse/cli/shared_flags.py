@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_pulse.cli.backbone_flags import add_code_flag
 from megatron_pulse.cli.flag_checks import add_flag
@@ -14,11 +14,15 @@ from megatron_pulse.dataclass_flags import (
     PIXELS,
     TO_4096,
     TO_MILLION,
+    add_flags,
     flag_faults,
     flag_name,
     read_flags,
 )
 from megatron_pulse.planner.schedule.ilp.solvers import Solver, read_solver
+
+if TYPE_CHECKING:
+    from megatron_pulse.data.images.folder import ImageSize
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -79,6 +83,22 @@ def add_image_flags(parser: argparse.ArgumentParser) -> None:
     """Add ``--image-size`` and ``--channels`` of a dataset."""
     add_flag(parser, "--image-size N", "resize images to NxN", within=PIXELS, type=int)
     add_flag(parser, "--channels", "of a folder (3)", type=int, choices=[1, 3], default=3)
+
+
+def add_shape_flags(parser: argparse.ArgumentParser) -> None:
+    """Add --resolution, --buckets and the flags beside them."""
+    add_flags(ShapeChoice, parser)
+
+
+def image_size_of(args: argparse.Namespace) -> ImageSize | None:
+    """Sizes of pictures that the flags ask for; raises UserError."""
+    from megatron_pulse.data.picture_shapes import picture_shapes
+
+    choice = read_flags(ShapeChoice, args)
+    if choice.resolution is None and choice.buckets is None:
+        size: int | None = args.image_size
+        return size
+    return picture_shapes(args.spec, choice)
 
 
 def shape_faults(args: argparse.Namespace) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
@@ -26,28 +27,53 @@ class Buckets(Joined):
         return self._at(index)
 
 
-def describe_buckets(data: DiffusionDataset) -> list[str]:
-    """Line for each shape of ``data``: samples, their share, and the mean fraction cropped."""
-    lines = []
-    for part in data.parts:
-        height, width = part.pixel_size
-        cropped = mean_cropped(part)
-        said = "" if cropped is None else f", {cropped:.1%} of a picture cropped on average"
-        share = len(part) / max(len(data), 1)
-        lines.append(f"bucket {width}x{height}: {len(part):,} samples ({share:.1%}){said}")
-    return lines
+@dataclass(frozen=True)
+class Bucket:
+    """Samples of one shape of pictures: ``pixels`` (height, width), counts, and the mean fraction
+    of a picture that is ``cropped`` (None if unknown).
+    """
+
+    pixels: tuple[int, int]
+    num_training: int
+    num_validation: int
+    cropped: float | None
+
+    def describe(self, of: int) -> str:
+        """Line on this bucket ``of`` so many training samples in all."""
+        height, width = self.pixels
+        told = f"{self.num_training:,} samples ({self.num_training / max(of, 1):.1%})"
+        if self.cropped is not None:
+            told += f", {self.cropped:.1%} of a picture cropped on average"
+        return f"bucket {width}x{height}: {told}"
 
 
-def mean_cropped(part: DiffusionDataset) -> float | None:
-    """Mean fraction of pictures that is cropped, where they are files and their sizes are known."""
-    if not part.frames or not len(part) or not all(one.has_files for one in part.sources):
+def buckets_of(train: DiffusionDataset, validation: DiffusionDataset) -> list[Bucket]:
+    """Buckets of both sides: ``parts``, or shapes of data that are not yet divided."""
+    found = []
+    if len(train.parts) > 1 or train.num_shapes == 1:
+        for one, other in zip(train.parts, validation.parts, strict=True):
+            cropped = _mean_cropped(one, range(len(one)))
+            found.append(Bucket(one.pixel_size, len(one), len(other), cropped))
+        return found
+    shapes = [[half.shape_index(i) for i in range(len(half))] for half in (train, validation)]
+    for shape in sorted({*shapes[0], *shapes[1]}):
+        own = [i for i, each in enumerate(shapes[0]) if each == shape]
+        cropped = _mean_cropped(train, own)
+        counts = len(own), shapes[1].count(shape)
+        found.append(Bucket(train.pixels_of(shape), *counts, cropped))
+    return found
+
+
+def _mean_cropped(data: DiffusionDataset, indices: Sequence[int]) -> float | None:
+    """Mean fraction of the pictures at ``indices`` that is cropped, if they are files."""
+    if not data.frames or not len(indices) or not all(one.has_files for one in data.sources):
         return None
     found = []
-    for index in range(len(part)):
+    for index in indices:
         with suppress(CorruptSample):  # told where it is read
-            framing = part.framing(index)
+            framing = data.framing(index)
             found.append(cropped_fraction(framing.original, framing.target))
-    return sum(found) / max(len(found), 1)
+    return sum(found) / len(found) if found else None
 
 
 class BucketSampler(MicrobatchSampler):

@@ -203,7 +203,8 @@ def open_buckets(
         return collecting(faults[name], (ValueError, OSError)) if several else nullcontext()
 
     prefix_of = _prefixes(spec, prefixes)
-    opened, found = list[tuple[str, DiffusionDataset]](), []
+    opened = list[tuple[str, DiffusionDataset]]()
+    found = list[tuple[str, int, DiffusionDataset, DiffusionDataset]]()
     for name in names:
         with gathering(name):
             is_trained = name in names[:num_trained]
@@ -227,10 +228,10 @@ def open_buckets(
         raise DataError(f"--pulse-data {spec}", [others], _OTHER_SHAPES)
     for (name, _), (train, held) in zip(opened, split, strict=True):
         with gathering(name):
-            for shape, *halves in _by_shape(_repeated(name, train), held, wanted):
+            for shape, first, second in _by_shape(_repeated(name, train), held, wanted):
                 these = wanted if shape is None else [wanted[shape]]
-                fits, *fitted = _fitted(name, *halves, these)
-                found.append((name, fits if shape is None else shape, *fitted))
+                fits, first, second = _fitted(name, first, second, these)
+                found.append((name, fits if shape is None else shape, first, second))
     if mixed:
         faults[names[0]].append(format_faults(f"--pulse-data {spec}", mixed, f"{_UNNAMED}."))
     if any(faults.values()):
@@ -299,8 +300,8 @@ def open_by_shape(
     none = Subset(source, np.arange(0))
     order = np.array([source.shape_index(i) for i in range(len(source))])
     parts = {
-        0 if shape is None else shape: _fitted(spec, *halves, [wanted[shape or 0]])[1]
-        for shape, *halves in _by_shape(source, none, wanted)
+        shape or 0: _fitted(spec, own, others, [wanted[shape or 0]])[1]
+        for shape, own, others in _by_shape(source, none, wanted)
     }
     return order, parts
 

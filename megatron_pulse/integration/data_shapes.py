@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_pulse.data.build import DataName, names_of
-from megatron_pulse.data.images.shapes import Size, read_shapes
+from megatron_pulse.data.images.shapes import AUTO, Size, read_shapes
 from megatron_pulse.data.latents.layout import META, Meta
 from megatron_pulse.data.latents.stores import has_index, store_folders
 from megatron_pulse.data.picture_choice import BUCKETS
@@ -33,8 +33,11 @@ def with_data_shapes(
     asked = choice.resolution is not None or choice.buckets is not None
     if asked and is_cascade(options.backbone or ""):
         raise UserError("--pulse-resolution and --pulse-buckets do not apply to a cascade")
-    if options.plan is not None or data is None or is_cascade(options.backbone or ""):
-        return options  # a plan has shapes
+    if data is None or is_cascade(options.backbone or ""):
+        return options
+    if options.plan is not None:
+        _require_planned(options)
+        return options
     if BUCKETS in options.options:
         if asked:
             raise UserError(
@@ -65,6 +68,20 @@ def with_data_shapes(
     return replace(options, options={**options.options, **given})
 
 
+def _require_planned(options: PulseOptions) -> None:
+    """Raise UserError for a list of shapes that are not those of the plan."""
+    text, planned = options.shapes.buckets, str(options.options.get(BUCKETS) or "")
+    if text in (None, AUTO) or not planned:
+        return
+    shapes = _in_latents(read_shapes(text or ""), _factor(options))
+    named = [f"{height}x{width}" for height, width in shapes]
+    if not {*planned.split(",")} <= {*named}:
+        raise UserError(
+            f"--pulse-buckets {text}: in the sizes of samples {','.join(named)}, but the plan is "
+            f"for {planned}. Leave it out, or tune for these shapes"
+        )
+
+
 def _kept(options: PulseOptions, start: StartingPoint | None) -> list[Size]:
     """Shapes of the run that is continued by the same flags; in the model's sizes."""
     if start is None or not start.continued:
@@ -81,7 +98,7 @@ def _kept(options: PulseOptions, start: StartingPoint | None) -> list[Size]:
 def _factor(options: PulseOptions) -> int:
     """Pixels a side of a sample's element: those of the autoencoder in the loop."""
     if options.encoders is not None and (vae := Path(options.encoders) / VAE).is_dir():
-        return Autoencoder(vae, weighs=False).factor
+        return int(Autoencoder(vae, weighs=False).factor)
     return 1
 
 

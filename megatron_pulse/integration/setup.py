@@ -368,6 +368,7 @@ def prepare(
             data = open_data(line, options, backbone, process)
         if isinstance(data, DiffusionData):
             backbone = replace(backbone, shares=data.shares)
+            args.pulse_sample_shapes = data.shapes_digest()  # ranks compare it with the flags
         validation_cautions = []
         if data is not None and can_plan:
             validation_cautions = _set_eval_iters(line, options, data)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from torch import Tensor
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.layer_selection import class_option
 from megatron_pulse.backbone.shape_buckets import at_shape
-from megatron_pulse.data.buckets import BucketSampler, describe_buckets
+from megatron_pulse.data.buckets import BucketSampler, buckets_of
 from megatron_pulse.data.build import no_data_named, open_buckets, unvaried
 from megatron_pulse.data.captions import cut_short
 from megatron_pulse.data.data_record import DataRecord, record_of
@@ -179,6 +180,19 @@ class DiffusionData:
         """True if the samples have several shapes, which come in groups of one shape."""
         return len(self.train.parts) > 1
 
+    def shapes_digest(self) -> str:
+        """Digest of the shapes of all samples, which ranks find by themselves; empty for one."""
+        if not self.several_shapes:
+            return ""
+        halves = (self.train, self.validation)
+        names = [
+            (number, part.revision(i))
+            for half in halves
+            for number, part in enumerate(half.parts)
+            for i in range(len(part))
+        ]
+        return hashlib.sha256(repr(names).encode()).hexdigest()[:16]
+
     def _without_effect(self) -> Iterator[str]:
         """Notes on labels without samples, and on a flag without effect."""
         most, given = self._num_classes or 0, self.train.num_classes
@@ -206,7 +220,13 @@ class DiffusionData:
         held = f"{len(self.train):,} training samples, {len(self.validation):,} validation samples"
         told = [f"{each.describe()}; {held}" for each in found]
         if self.several_shapes:
-            told += describe_buckets(self.train)
+            found_in = buckets_of(self.train, self.validation)
+            told += [bucket.describe(of=len(self.train)) for bucket in found_in]
+            in_a_row = f"{self._bucket_batch} samples" if self._bucket_batch else "a global batch"
+            told.append(
+                f"buckets: {in_a_row} in a row have one shape. No sample is dropped: those left at "
+                "the end of an epoch come first in the next one"
+            )
         return told + [f"warning: {caution}" for each in found for caution in each.cautions]
 
     def count_corrupt(self) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 from megatron_pulse.dataclass_flags import flag_value
 from megatron_pulse.errors import did_you_mean
 from megatron_pulse.integration.flags.megatron_flags import load_table
-from megatron_pulse.recipe.keys import TABLES, Recipe
+from megatron_pulse.recipe.keys import TABLES, Data, Recipe
 
 CHECKPOINTS = "checkpoints"
 """Folder of the checkpoints in ``output``."""
@@ -34,6 +34,7 @@ def training_flags(recipe: Recipe) -> tuple[list[str], list[str]]:
     output, words = Path(recipe.output), list[str]()
     for table in TABLES:
         words += _table_words(getattr(recipe, table))
+    words += _sources_words(recipe.data)
     words += ["--save", str(output / CHECKPOINTS), "--tensorboard-dir", str(output / TENSORBOARD)]
     if recipe.samples.every is not None and recipe.samples.folder is None:
         words += ["--pulse-sample-folder", str(output / SAMPLES)]
@@ -62,10 +63,26 @@ def _table_words(table: Any) -> Iterator[str]:
         value, flag = getattr(table, each.name), each.metadata["flag"]
         if not flag or value is None or value is False and flag != "--pulse-zero-terminal-snr":
             continue
-        if each.name == "recompute" and len(value) == 1 and value[0] in _WHOLE:
+        if each.name == "buckets" and isinstance(value, tuple):
+            yield from (flag, ",".join(f"{width}x{height}" for width, height in value))
+        elif each.name == "recompute" and len(value) == 1 and value[0] in _WHOLE:
             yield from ("--recompute-granularity", value[0])
         else:
             yield from _words(flag, value)
+
+
+def _sources_words(data: Data) -> Iterator[str]:
+    """Words of the data and captions of several sources."""
+    if not data.sources:
+        return
+    names = [
+        source.path if source.repeats is None else f"{source.path}*{source.repeats}"
+        for source in data.sources
+    ]
+    yield from ("--pulse-data", ",".join(names))
+    prefixes = [source.caption_prefix or "" for source in data.sources]
+    for prefix in prefixes if any(prefixes) else ():
+        yield from _words("--pulse-caption-prefix", prefix)
 
 
 def _words(flag: str, value: Any) -> Iterator[str]:

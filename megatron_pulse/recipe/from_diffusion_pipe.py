@@ -6,8 +6,9 @@ diffusion-pipe as of November 2026.
 
 from __future__ import annotations
 
+import math
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,10 @@ _SAME = {
 """Keys with the same values under another name."""
 
 _IN_STEPS = "counted in steps here: give {} a number of steps"
-_BUCKETS = "pictures are cropped to the backbone's size here (model.options sets it)"
+_BUCKETS = "buckets auto have aspect ratios of 1:2 to 2:1; data.buckets may list others"
+_CAPTIONS = "data.shuffle_tags draws another order at every visit"
+_STEP = 32
+"""Multiple of the sides of diffusion-pipe's buckets, in pixels."""
 _PLANNED = "the plan decides it, by memory and measured times"
 _FOLDER = "weights are read from a diffusers folder: model.weights, encoders.folder"
 _QUANTIZED = "weights are not quantised to it; below an adapter, quantization.type has nf4 and int8"
@@ -93,9 +97,8 @@ _WITHOUT = {
     "model.merge_adapters": "merge them before, with diffusers' fuse_lora",
     "optimizer.gradient_release": "gradients are summed over microbatches",
     "optimizer.stabilize": "Adam is Megatron's",
-    "dataset.resolutions": "pictures have the backbone's size (model.options, e.g. sample_size in "
-    "latents)",
-    "dataset.directory.resolutions": "one size for all",
+    "dataset.resolutions": "data.resolution is one number for all pictures",
+    "dataset.directory.resolutions": "data.resolution is one number for all pictures",
     "dataset.enable_ar_bucket": _BUCKETS,
     "dataset.min_ar": _BUCKETS,
     "dataset.max_ar": _BUCKETS,
@@ -103,11 +106,11 @@ _WITHOUT = {
     "dataset.ar_buckets": _BUCKETS,
     "dataset.size_buckets": _BUCKETS,
     "dataset.frame_buckets": "video data is not supported",
-    "dataset.cache_shuffle_num": "captions are read as they are",
-    "dataset.cache_shuffle_delimiter": "captions are read as they are",
-    "dataset.shuffle_tags": "captions are read as they are",
-    "dataset.caption_prefix": "captions are read as they are",
-    "dataset.num_repeats": "every sample comes once an epoch",
+    "dataset.cache_shuffle_num": _CAPTIONS,
+    "dataset.cache_shuffle_delimiter": "tags are separated by commas",
+    "dataset.shuffle_tags": "data.shuffle_tags holds for all sources",
+    "dataset.caption_prefix": "it is a text",
+    "dataset.num_repeats": "it is a whole number",
     "dataset.skip_empty_caption": "data.default_caption is the caption of pictures without one",
     "dataset.directory.mask_path": "data.masks is the folder of masks of a single source",
     "dataset.directory.control_path": "control pictures lie in PATH.conditioning here (ControlNet)",
@@ -289,13 +292,68 @@ def _dataset(made: _Conversion, config: Path, name: str) -> None:
         return
     dataset = _read(place)
     directories = dataset.pop("directory", [])
-    made.set("data.source", ",".join(f"captions:{each['path']}" for each in directories))
+    taken = {*_sources(made, dataset, directories), *_shapes(made, dataset)}
     for key, value in dataset.items():
-        if key != "num_repeats" or value != 1:
+        if key not in taken:
             made.leave_out(f"dataset.{key}", value, _WITHOUT.get(f"dataset.{key}", "unknown"))
     for each in directories:
         for key, value in each.items():
-            if key == "path" or key == "num_repeats" and value == 1:
+            if key in ("path", "num_repeats", "caption_prefix"):
                 continue
             known = _WITHOUT.get(f"dataset.directory.{key}") or _WITHOUT.get(f"dataset.{key}")
             made.leave_out(f"dataset {each['path']}: {key}", value, known or "unknown")
+
+
+def _sources(
+    made: _Conversion, dataset: Mapping[str, Any], directories: Sequence[Mapping[str, Any]]
+) -> Iterator[str]:
+    """Set the folders with their repeats and captions; yield the keys that are taken over."""
+    sources = []
+    for each in directories:
+        source = {"path": f"captions:{each['path']}"}
+        if (repeats := each.get("num_repeats", dataset.get("num_repeats", 1))) != 1:
+            source["repeats"] = repeats
+        if prefix := each.get("caption_prefix", dataset.get("caption_prefix", "")):
+            source["caption_prefix"] = str(prefix)
+        sources.append(source)
+    if all(source.keys() == {"path"} for source in sources):
+        made.set("data.source", ",".join(source["path"] for source in sources))
+    else:
+        made.set("data.sources", sources)
+    yield from ("num_repeats", "caption_prefix")
+    if dataset.get("shuffle_tags"):
+        made.set("data.shuffle_tags", True)
+        yield "shuffle_tags"
+
+
+def _shapes(made: _Conversion, dataset: Mapping[str, Any]) -> Iterator[str]:
+    """Set the resolution and the buckets; yield the keys that are taken over."""
+    resolutions, side = dataset.get("resolutions"), None
+    if (
+        isinstance(resolutions, list)
+        and resolutions
+        and all(isinstance(one, int) for one in resolutions)
+    ):
+        side = max(resolutions)
+        made.set("data.resolution", side)
+        if len(resolutions) == 1:
+            yield "resolutions"
+    ratios = dataset.get("ar_buckets", dataset.get("size_buckets"))
+    if isinstance(ratios, list) and ratios and (side or isinstance(ratios[0], list)):
+        made.set("data.buckets", [_shape(one, side) for one in ratios])
+        yield from ("ar_buckets", "size_buckets", "enable_ar_bucket")
+    elif dataset.get("enable_ar_bucket") and side:
+        made.set("data.buckets", "auto")
+        yield "enable_ar_bucket"
+        if isinstance(count := dataset.get("num_ar_buckets"), int):
+            made.set("data.max_buckets", count)
+            yield "num_ar_buckets"
+
+
+def _shape(given: float | Sequence[int], side: int | None) -> list[int]:
+    """Width and height of a bucket given by them, or by its aspect ratio beside a resolution."""
+    if isinstance(given, list):
+        return [int(given[0]), int(given[1])]
+    assert side is not None and isinstance(given, int | float)
+    width, height = side * math.sqrt(given), side / math.sqrt(given)
+    return [max(round(size / _STEP), 1) * _STEP for size in (width, height)]

@@ -88,13 +88,43 @@ class QuantizationKeys:
 
 
 @dataclass(frozen=True)
+class Source:
+    """One of several sources of samples."""
+
+    path: Text = key("as data.source", default=MISSING)
+    repeats: Count | None = key("times that each sample comes in an epoch")
+    caption_prefix: Text | None = key("text before each caption")
+
+
+@dataclass(frozen=True)
 class Data:
     """Training samples."""
 
-    source: Text = key(
-        "mnist, digits8, folder:PATH, captions:PATH, pairs:PATH, latents:PATH[,latents:PATH]",
+    source: Text | None = key(
+        "mnist, digits8, folder:PATH, captions:PATH, pairs:PATH, latents:PATH; several with "
+        "commas, each perhaps with *REPEATS",
         "--pulse-data",
-        MISSING,
+    )
+    sources: tuple[Source, ...] = key(
+        "in place of source: tables [[data.sources]] with path, repeats, caption_prefix",
+        default=(),
+    )
+    resolution: Count | None = key(
+        "side of pictures in pixels, or with buckets auto that of their area", "--pulse-resolution"
+    )
+    buckets: Text | Some[tuple[Count, Count]] | None = key(
+        "shapes of pictures in pixels: auto, or [[width, height], ...]", "--pulse-buckets"
+    )
+    bucket_step: Count | None = key("of the sides of buckets auto", "--pulse-bucket-step")
+    max_buckets: Count | None = key("most buckets auto (9)", "--pulse-max-buckets")
+    flip: Annotated[float, Ge(0), Lt(1)] | None = key(
+        "probability of mirroring a picture", "--pulse-flip"
+    )
+    crop: Literal["center", "random"] | None = key("where pictures are cropped", "--pulse-crop")
+    shuffle_tags: bool = key("draw the order of captions' tags", "--pulse-shuffle-tags", False)
+    keep_tags: Natural | None = key("first tags that keep their place", "--pulse-keep-tags")
+    caption_prefix: Patterns = key(
+        "text before each caption: one, or one for each source", "--pulse-caption-prefix", ()
     )
     default_caption: str | None = key("of pictures without one", "--pulse-default-caption")
     skip_corrupt: bool = key("replace unreadable pictures", "--pulse-skip-corrupt", False)

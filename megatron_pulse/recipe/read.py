@@ -34,6 +34,8 @@ def read_recipe(path: Path, overrides: Sequence[str] = ()) -> RecipeFile:
     """
     tables = _parse(path)
     faults = list(_override(tables, overrides))
+    if isinstance(data := tables.get("data"), dict) and not data.keys() & {"source", "sources"}:
+        faults.append("data.source is missing: give it, or [[data.sources]]")
     _wrap_single_texts(tables)
     try:
         recipe = validated(Recipe, tables)
@@ -115,6 +117,11 @@ def check_combinations(recipe: Recipe) -> list[str]:
     model, faults = recipe.model, []
     if not (model.weights or model.backbone or model.module or recipe.parallel.plan):
         faults.append("[model] names nothing to train: give weights, backbone or module")
+    data = recipe.data
+    if data.source and data.sources:
+        faults.append("data.source and [[data.sources]] exclude each other: give one of them")
+    if data.caption_prefix and any(source.caption_prefix for source in data.sources):
+        faults.append("data.caption_prefix excludes those of [[data.sources]]: give one of them")
     for name in ("controlnet", "null_class"):
         if getattr(model, name) and not model.weights:
             faults.append(f"model.{name} is for weights of a diffusers folder: give model.weights")

@@ -98,7 +98,10 @@ def test_info_describes_captions(tmp_path: Path, capsys: pytest.CaptureFixture[s
     report = json.loads(capsys.readouterr().out)
     assert report["fields"] == {} and report["longest_caption"] == 4
     assert main([*argv, "--verify"]) == 0
-    assert "such as 'a dark digit zero'; the longest has 4 words" in capsys.readouterr().out
+    assert (
+        "such as 'a dark digit zero'; the median has 4 words, the longest 4"
+        in capsys.readouterr().out
+    )
 
 
 def test_write_latents_keeps_captions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

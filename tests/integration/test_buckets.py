@@ -130,4 +130,4 @@ def test_stores_of_other_shapes_are_refused(
     said = refuse(monkeypatch, 1, flags, BASE)
     assert len(said) == 2
     assert "its images are 1x6x6, the backbone takes 1x4x8 or 1x8x8 or 1x8x4" in said[0]
-    assert "dataset digits8: the backbone takes 3 shapes, but images do not define" in said[1]
+    assert "dataset digits8: the backbone takes 3 shapes, but digits have one" in said[1]

@@ -48,6 +48,10 @@ DATASET = """
 resolutions = [512]
 enable_ar_bucket = true
 num_repeats = 1
+num_ar_buckets = 7
+caption_prefix = "ohwx, "
+shuffle_tags = true
+min_ar = 0.4
 [[directory]]
 path = "/pictures/a"
 num_repeats = 3
@@ -70,7 +74,16 @@ def test_settings_are_taken_over_or_listed(tmp_path: Path):
         "output": "/runs/flux",
         "model": {"weights": "/models/flux"},
         "adapter": {"type": "lora", "rank": 8, "targets": ["*blocks.*"]},
-        "data": {"source": "captions:/pictures/a,captions:/pictures/b"},
+        "data": {
+            "sources": [
+                {"path": "captions:/pictures/a", "repeats": 3, "caption_prefix": "ohwx, "},
+                {"path": "captions:/pictures/b", "caption_prefix": "ohwx, "},
+            ],
+            "shuffle_tags": True,
+            "resolution": 512,
+            "buckets": "auto",
+            "max_buckets": 7,
+        },
         "encoders": {"folder": "/models/flux"},
         "process": {"flow_shift": "dynamic"},
         "training": {"batch_size": 8, "steps": 500, "micro_batch_size": 2, "dtype": "bf16"},
@@ -89,9 +102,7 @@ def test_settings_are_taken_over_or_listed(tmp_path: Path):
         "activation_checkpointing = True: the plan decides it",
         "mystery = 1: unknown",
         "model.transformer_dtype = 'float8': weights are not quantised",
-        "dataset.resolutions",
-        "dataset.enable_ar_bucket",
-        "dataset /pictures/a: num_repeats = 3",
+        "dataset.min_ar = 0.4: buckets auto have aspect ratios",
         "dataset /pictures/b: mask_path",
     ):
         assert f"#   {part}" in text
@@ -102,6 +113,8 @@ def test_converted_recipe_makes_flags(tmp_path: Path):
     path.write_text(convert(tmp_path))
     words, _ = training_flags(read_recipe(path).recipe)
     assert words[words.index("--global-batch-size") + 1] == "8"
+    assert "captions:/pictures/a*3,captions:/pictures/b" in words
+    assert words.count("--pulse-caption-prefix") == 2
     assert "--bf16" in words and "--pulse-auto" in words
 
 

@@ -29,6 +29,8 @@ VALUES = {
     "model.options": {"depth": 4, "skips": True},
     "quantization.type": "nf4",
     "data.workers": 2,
+    "data.buckets": "512x768,768x512",
+    "data.crop": "random",
     "training.dtype": "bf16",
     "encoders.schedule": ["vae=fill"],
     "encoders.dtype": "bf16",
@@ -77,8 +79,8 @@ def flags_of(tmp_path: Path, *overrides: str, text: str = LEAST) -> list[str]:
 @pytest.mark.parametrize("key", keys())
 def test_misspelt_key_is_refused_with_its_name(tmp_path: Path, key: str):
     table, _, name = key.partition(".")
-    with pytest.raises(UserError, match=rf"{key[:-1]}x is unknown; did you mean .*\b{name}\b"):
-        read_recipe(written(tmp_path), [f"{table}.{name[:-1]}x=1"])
+    with pytest.raises(UserError, match=rf"{key[:-1]}q is unknown; did you mean .*\b{name}\b"):
+        read_recipe(written(tmp_path), [f"{table}.{name[:-1]}q=1"])
 
 
 @pytest.mark.parametrize("key", keys())
@@ -167,6 +169,7 @@ def test_faults_are_listed_together(tmp_path: Path):
     [
         ("model.controlnet=new", "is for weights of a diffusers folder"),
         ("model.null_class=true", "is for weights of a diffusers folder"),
+        ('data.sources=[{path = "folder:a"}]', "exclude each other"),
     ],
 )
 def test_contradicting_keys_are_refused(tmp_path: Path, override: str, fault: str):

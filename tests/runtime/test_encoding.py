@@ -70,16 +70,17 @@ def components(number: int, homes: dict[str, tuple[int, ...]]) -> list[FrozenCom
 
 
 def raw(case: Case, step: int) -> list[dict[str, Tensor]]:
-    """Input of a step that encodes."""
+    """Input of a step that encodes; pictures of every second microbatch are larger."""
     generator = torch.Generator().manual_seed(step)
     size = case.micro_batch_size
     return [
         {
             "index": torch.arange(size),
             "ids": torch.randint(0, 6, (size, 3), generator=generator),
-            "pixels": torch.randn(size, 6, generator=generator),
+            "pixels": torch.randn(size, 1 + number % 2, 6, generator=generator),
+            "noisy": torch.empty(size, 1 + number % 2, device="meta"),
         }
-        for _ in range(case.num_microbatches)
+        for number in range(case.num_microbatches)
     ]
 
 

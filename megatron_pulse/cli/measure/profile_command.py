@@ -14,6 +14,7 @@ from megatron_pulse.backbone.build_context import LOCAL, TRANSFORMER_IMPLS
 from megatron_pulse.backbone.layer_selection import name_of
 from megatron_pulse.cli.backbone_flags import (
     add_layers_flags,
+    add_shares,
     layers_faults,
     options_of,
     trained_backbone,
@@ -76,6 +77,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     add = partial(add_flag, parser)
     add_layers_flags(parser, "--from-table", "a table of layers, as JSON")
+    add_shares(parser)
     add(
         "--micro-batch-size N[,N...]",
         "microbatch sizes to profile (default 1,2,4)",
@@ -141,6 +143,8 @@ def run(args: argparse.Namespace) -> None:
     sizes = () if faults else numbers(args.micro_batch_size) or ()
     faults += TO_MILLION.faults("--micro-batch-size", max(sizes, default=None))
     faults += [*command_faults(args), *layers_faults(args, is_file=args.from_table is not None)]
+    if args.shares is not None and (args.from_table or args.encoders):
+        faults.append("--shares is for the shapes of a backbone's layers")
     faults += _device_faults(args)
     if args.encoders is not None:
         faults += _encoder_faults(args)

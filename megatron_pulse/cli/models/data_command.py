@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,13 +19,20 @@ from megatron_pulse.cli.flag_checks import (
 )
 from megatron_pulse.cli.models.data_emoji_command import add_emoji
 from megatron_pulse.cli.models.data_encoders_command import add_encoders
+from megatron_pulse.cli.models.data_show_command import add_show
 from megatron_pulse.cli.models.encoder_flags import add_default_caption, caption_faults
 from megatron_pulse.cli.models.write_latents_command import add_write_latents
 from megatron_pulse.cli.output import add_json, name_value_lines, print_result
-from megatron_pulse.cli.shared_flags import add_image_flags
+from megatron_pulse.cli.shared_flags import (
+    add_image_flags,
+    add_shape_flags,
+    image_size_of,
+    shape_faults,
+)
 from megatron_pulse.errors import Faults
 
 if TYPE_CHECKING:
+    from megatron_pulse.data.buckets import Bucket
     from megatron_pulse.data.dataset import DiffusionDataset
     from megatron_pulse.data.images.conditioning import Pairing
     from megatron_pulse.data.images.folder import ImageFiles
@@ -79,6 +87,7 @@ _INFO = f"""\
 examples:
   pulse data info mnist --image-size 16
   pulse data info latents:runs/latents --verify
+  pulse data info folder:photos --resolution 512 --buckets auto
 """
 
 
@@ -93,6 +102,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     add_flag(info, "spec SPEC", "a dataset, as above")
     add_image_flags(info)
+    add_shape_flags(info)
     add_flag(
         info, "--verify", "read every image file, or compare every latent file with its SHA-256"
     )
@@ -100,8 +110,10 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     check = add_parser(parts, "data check", "read every file of a dataset", _CHECK, run_check)
     add_flag(check, "spec SPEC", "a dataset, as above")
     add_image_flags(check)
+    add_shape_flags(check)
     add_default_caption(check)
     add_json(check, to_file=False)
+    add_show(parts, _SPECS)
     add_write_latents(parts, _SPECS)
     add_encoders(parts)
     add_emoji(parts)
@@ -109,14 +121,15 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def run_check(args: argparse.Namespace) -> None:
     """Decode every picture, or compare every row of latents with its hash, and print what is so."""
-    require(command_faults(args) + caption_faults(args, args.spec))
+    require(command_faults(args) + shape_faults(args) + caption_faults(args, args.spec))
+    from megatron_pulse.data.buckets import buckets_of
     from megatron_pulse.data.build import open_parts
     from megatron_pulse.data.images.survey import require_readable, surveys
 
     with as_user_error(OSError, Faults):
         parts = open_parts(
             args.spec,
-            args.image_size,
+            image_size_of(args),
             args.channels,
             lambda name: name.startswith("latents:"),
             args.default_caption,
@@ -124,7 +137,11 @@ def run_check(args: argparse.Namespace) -> None:
         halves = [half for _, *both in parts for half in both]
         pairings = _pairings(halves)
         controls = [
-            pairing.pictures(photos.image_shape[1], photos.image_shape[0])
+            pairing.pictures(
+                photos.shapes,
+                photos.image_shape[0],
+                assigned=photos.assigned if photos.num_shapes > 1 else (),
+            )
             for photos, pairing in pairings
         ]
         found = surveys([*halves, *controls], whole=True)
@@ -157,6 +174,9 @@ def run_check(args: argparse.Namespace) -> None:
         "cautions": cautions,
     }
     told = [*(each.describe() for each in found)]
+    for _, train, held in parts:
+        if train.num_shapes > 1:
+            told += [bucket.describe(of=len(train)) for bucket in buckets_of(train, held)]
     if classes:
         shown = [f"{label} {name}" for label, name in enumerate(classes[:_MOST_CLASSES])]
         more = [f"... ({len(classes)})"] if len(classes) > _MOST_CLASSES else []
@@ -178,12 +198,13 @@ def _pairings(data: Sequence[DiffusionDataset]) -> list[tuple[ImageFiles, Pairin
 
 def run_info(args: argparse.Namespace) -> None:
     """Open the datasets as training does and print what they hold."""
-    require(command_faults(args))
+    require(command_faults(args) + shape_faults(args))
     from megatron_pulse.data.build import open_parts
 
     lines, reports = list[str](), list[dict[str, Any]]()
     with as_user_error(OSError, Faults):
-        parts = open_parts(args.spec, args.image_size, args.channels, lambda name: args.verify)
+        sizes = image_size_of(args)
+        parts = open_parts(args.spec, sizes, args.channels, lambda name: args.verify)
         for name, train, validation in parts:
             pairs, report = _described(name, train, validation, args.verify)
             lines += (
@@ -199,6 +220,8 @@ def _described(
     name: str, train: DiffusionDataset, validation: DiffusionDataset, verify: bool
 ) -> tuple[list[tuple[str, str]], dict[str, Any]]:
     """Contents of one dataset, for people and as a record; adds cautions to ``train``."""
+    from megatron_pulse.data.buckets import buckets_of
+
     others = _others(name, train, verify)
     counts = Counter(part.label(i) for part in (train, validation) for i in range(len(part)))
     report = {
@@ -214,11 +237,13 @@ def _described(
         "samples_per_class": {str(label): counts[label] for label in sorted(counts)},
         "verified": verify,
     }
+    buckets = buckets_of(train, validation)
+    report["buckets"] = [asdict(bucket) for bucket in buckets]
     empty = train.num_classes - len(counts)
     pairs = [
         ("dataset", name),
         ("samples", f"{len(train)} for training, {len(validation)} for validation"),
-        ("shape", f"{'x'.join(map(str, train.image_shape))} (channels x height x width)"),
+        *_shapes(train, buckets),
         (
             "classes",
             f"{train.num_classes}, with {min(counts.values())} to {max(counts.values())} samples "
@@ -229,7 +254,9 @@ def _described(
     pairs += [("made by", f"{name}: {text}") for name, text in train.made_by.items()]
     if "longest_caption" in report:
         example, longest = report["example_caption"], report["longest_caption"]
-        pairs.append(("captions", f"such as {example!r}; the longest has {longest} words"))
+        middle = report["median_caption"]
+        told = f"such as {example!r}; the median has {middle} words, the longest {longest}"
+        pairs.append(("captions", told))
     if others is not None:
         pairs.append(("conditioning", f"another picture of each, in {others}"))
     if verify and Path(name.partition(":")[2]).is_dir():
@@ -266,5 +293,16 @@ def _captions(train: DiffusionDataset) -> dict[str, Any]:
     if not train.has_captions or not len(train):
         return {}
     texts = [train.caption(i) for i in range(len(train))]
-    longest = max(len(split_words(text)) for text in texts)
-    return {"example_caption": texts[0], "longest_caption": longest}
+    lengths = sorted(len(split_words(text)) for text in texts)
+    middle, longest = lengths[len(lengths) // 2], lengths[-1]
+    return {"example_caption": texts[0], "median_caption": middle, "longest_caption": longest}
+
+
+def _shapes(train: DiffusionDataset, buckets: Sequence[Bucket]) -> list[tuple[str, str]]:
+    """The shape of samples, or a line for each bucket and the options of a model for them."""
+    if train.num_shapes == 1:
+        shape = "x".join(map(str, train.image_shape))
+        return [("shape", f"{shape} (channels x height x width)")]
+    lines = [("bucket", bucket.describe(of=len(train))[7:]) for bucket in buckets]
+    counts = ",".join(str(max(bucket.num_training, 1)) for bucket in buckets)
+    return [*lines, ("shares", f"pulse profile --shares {counts}")]

@@ -23,7 +23,7 @@ from megatron_pulse.cli.models.encoder_flags import (
     open_encoders,
     open_tokenizers,
 )
-from megatron_pulse.data.buckets import Buckets, describe_buckets
+from megatron_pulse.data.buckets import Buckets, buckets_of
 from megatron_pulse.data.build import open_by_shape, open_dataset
 from megatron_pulse.data.captions import Encoded, cut_short
 from megatron_pulse.data.dataset import LATENT, FieldSpec, Variation
@@ -116,7 +116,8 @@ def _write_stores(
         stores = [Store(folder=shown(sizes[k]), pixels=sizes[k]) for k in number_of]
         write_index(args.output, stores, np.array([number_of[k] for k in order.tolist()]))
     if not place.rank:
-        print(*describe_buckets(Buckets(list(parts.values()))), sep="\n")
+        for bucket in buckets_of(Buckets(list(parts.values())), Buckets(list(parts.values()))):
+            print(bucket.describe(of=len(order)))
     texts = cache(partial(_open_texts, args, chains[0]))
     for number, (shape, dataset) in enumerate(sorted(parts.items())):
         of = args, place, text_states, autoencoder, dataset, chains[shape], texts

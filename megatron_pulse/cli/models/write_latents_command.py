@@ -28,9 +28,9 @@ from megatron_pulse.cli.models.encoder_flags import (
     caption_faults,
     encoder_faults,
 )
-from megatron_pulse.cli.shared_flags import add_image_flags, shape_faults
+from megatron_pulse.cli.shared_flags import add_image_flags, add_shape_flags, shape_faults
 from megatron_pulse.data.picture_choice import ShapeChoice
-from megatron_pulse.dataclass_flags import DTYPES, TO_MILLION, add_flags, read_flags
+from megatron_pulse.dataclass_flags import DTYPES, TO_MILLION, read_flags
 from megatron_pulse.errors import UserError, collecting
 
 _DESCRIPTION = """\
@@ -81,7 +81,7 @@ def add_write_latents(
     add("--from SPEC", "dataset to encode", dest="source", required=True)
     add("-o, --output DIR", "the folder to write", type=Path, required=True)
     add_image_flags(parser)
-    add_flags(ShapeChoice, parser)
+    add_shape_flags(parser)
     add("--flip", "latents of mirrored pictures too, for --pulse-flip")
     add("--dtype", "type on disk (default fp16)", choices=list(DTYPES), default="fp16")
     add("--vae DIR|hf:ID", "a diffusers AutoencoderKL folder", type=Path)

@@ -117,7 +117,8 @@ def _least_cropped(candidates: Sequence[Size], sizes: Mapping[Size, int], most: 
 
     def kept(first: float, last: float, ratio: float) -> float:
         """Number of pictures from ``first`` to ``last`` times their fraction kept at ``ratio``."""
-        a, b, c = np.searchsorted(at, [first, max(min(ratio, last), first), last], side="right")
+        ends = [first, max(min(ratio, last), first), last]
+        a, b, c = (int(np.searchsorted(at, end, side="right")) for end in ends)
         below = math.exp(-ratio) * (sums[1][b] - sums[1][a])
         above = math.exp(ratio) * (sums[2][c] - sums[2][b])
         return float(below + above)
@@ -131,7 +132,9 @@ def _least_cropped(candidates: Sequence[Size], sizes: Mapping[Size, int], most: 
         for i, one in enumerate(ratios)
         for j in range(i + 1, len(ratios))
     }
-    best = [{i: (kept(-math.inf, ratio, ratio), (i,)) for i, ratio in enumerate(ratios)}]
+    best: list[dict[int, tuple[float, tuple[int, ...]]]] = [
+        {i: (kept(-math.inf, ratio, ratio), (i,)) for i, ratio in enumerate(ratios)}
+    ]
     for _ in range(min(most, len(ratios)) - 1):
         best.append(
             {

@@ -48,7 +48,7 @@ def upright_sizes(root: Path, files: Sequence[StoredFile]) -> list[Size | None]:
 def _sizes(root: Path, files: Sequence[StoredFile]) -> list[Size | None]:
     if len(files) < _FEWEST_KEPT:
         return _read(files)
-    name = xxhash.xxh3_128_hexdigest(str(root.resolve()))
+    name = xxhash.xxh3_128_hexdigest(str(root.resolve()).encode())
     place = cache_folder() / "picture-sizes" / f"{name}.npy"
     keys = _keys(files)
     if (found := _known(place, keys)) is not None:
@@ -84,7 +84,7 @@ def _keys(files: Sequence[StoredFile]) -> list[int]:
 
     def key(file: StoredFile) -> int:
         try:
-            return int(xxhash.xxh3_64_intdigest(version_of(file)))
+            return int(xxhash.xxh3_64_intdigest(version_of(file).encode()))
         except OSError:
             return 0
 
