@@ -51,7 +51,12 @@ from megatron_pulse.profile.roofline import (
     custom_device,
     known_device,
 )
-from megatron_pulse.profile.trainable import TrainedError, none_trained, trained_part
+from megatron_pulse.profile.trainable import (
+    TrainedError,
+    copies_reference,
+    none_trained,
+    trained_part,
+)
 from megatron_pulse.profile.weight_offload import frozen_layers
 from megatron_pulse.runtime.collectives import broadcast_from_rank_0
 from megatron_pulse.runtime.measure.execution_modes import RUNNING
@@ -461,7 +466,9 @@ def parameter_state(
     """State that this run keeps for each trained parameter of ``backbone``."""
     half = args.bf16 and args.grad_reduce_in_bf16
     num_bytes = optimizer_bytes(args.optimizer, backbone, momentum=args.sgd_momentum > 0)
-    return ParameterState(options.ema_decay > 0, half, args.optimizer_cpu_offload, num_bytes)
+    copied = options.training_loss.is_preference and copies_reference(backbone.record)
+    kept = options.ema_decay > 0, half, args.optimizer_cpu_offload
+    return ParameterState(*kept, num_bytes, copied)
 
 
 def _memory(
