@@ -18,7 +18,7 @@ from megatron.training.arguments import add_megatron_arguments
 from torch import Tensor
 
 from megatron_pulse.adapters.adapter import Adapter
-from megatron_pulse.adapters.low_rank import merged
+from megatron_pulse.adapters.merge import merged
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.published_weights import (
     Published,
