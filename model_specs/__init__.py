@@ -280,9 +280,15 @@ def trained_as(
         backbone = with_quantization(backbone, part.quantization, dtype)
     if part.adapter is not None:
         from megatron_pulse.adapters.files import read_adapter
+        from megatron_pulse.tracing.from_module import source_of
         from model_specs.common.adapters import adapt
         from model_specs.common.attach_adapter import with_adapter
 
+        if part.adapter["type"] == "lokr" and source_of(backbone) is None:
+            raise ValueError(
+                f"{backbone.name} is a hand-written family, which takes no lokr. Train lora or "
+                "dora, or its diffusers class (diffusers:FOLDER)"
+            )
         start = None if adapter_weights is None else read_adapter(Path(adapter_weights))
         rules = {chain: _rules(one) for chain, one in (backbone.parts or {"": backbone}).items()}
         of_rules = functools.partial(adapt, rules)

@@ -12,11 +12,13 @@ from annotated_types import Gt, Lt
 from megatron_pulse.errors import Faults, did_you_mean
 from megatron_pulse.json_validation import Count, OneOf, Text
 
-ADAPTERS = ("lora", "dora")
+ADAPTERS = ("lora", "dora", "lokr")
 FORMATS = ("diffusers", "peft", "kohya")
 """Formats of adapter files."""
 RANK = 16
 """Default rank."""
+NEAREST = -1
+"""Factor of LoKr that divides a dimension near its square root."""
 ATTENTION = (
     "to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out",
 )  # fmt: skip
@@ -40,16 +42,19 @@ class AdapterRecord(TypedDict):
     alpha: Annotated[float, Gt(0)]
     targets: tuple[Text, ...]
     dropout: NotRequired[Annotated[float, Gt(0), Lt(1)]]
+    factor: NotRequired[Count]
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """Low-rank adapter: LoRA (Hu et al. 2021, 2106.09685) or DoRA (Liu et al. 2024, 2402.09353).
+    """Adapter: LoRA (2106.09685), DoRA (2402.09353), or LoKr (2309.14859).
 
     With D = alpha / rank B A, LoRA makes W x into W x + D x. DoRA makes it m / |W + D| (W x + D x),
     with the norms of rows, a trained magnitude m that begins as |W|, and no gradient of the norm.
+    LoKr has D = alpha / rank W1 (x) W2: a Kronecker product, with W2 = A B if the rank is small.
+    ``factor`` is the first number of rows and of columns (see ``kronecker.divide``).
 
-    W is frozen. A begins at random, and B at 0. ``targets`` are names of layers, as in peft: a
+    W is frozen. A begins at random, B and W1 at 0. ``targets`` are names of layers, as in peft: a
     layer matches by its whole name, by its last parts (``attn.to_q``), or by a pattern of these
     (``blocks.*.to_?``). ``dropout`` is the probability with which training drops an entry of x in
     the added term.
@@ -60,6 +65,7 @@ class Adapter:
     targets: tuple[str, ...] = ATTENTION
     dropout: float = 0.0
     type: str = "lora"
+    factor: int = NEAREST
 
     @property
     def scale(self) -> float:
@@ -71,7 +77,8 @@ class Adapter:
         record: dict[str, Any] = {
             "type": self.type, "rank": self.rank, "alpha": self.alpha, "targets": list(self.targets)
         }  # fmt: skip
-        return {**record, "dropout": self.dropout} if self.dropout else record
+        record |= {"dropout": self.dropout} if self.dropout else {}
+        return record | ({"factor": self.factor} if self.factor != NEAREST else {})
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Adapter:
@@ -85,6 +92,7 @@ class Adapter:
             tuple(record["targets"]),
             float(record.get("dropout", 0.0)),
             record["type"],
+            int(record.get("factor", NEAREST)),
         )
 
     def matches(self, layer: str) -> bool:
@@ -137,5 +145,6 @@ def describe(record: Mapping[str, Any] | None) -> str:
         return "no adapter"
     targets = ", ".join(record["targets"])
     dropout = f", dropout {record['dropout']:g}" if record.get("dropout") else ""
-    size = f"rank {record['rank']}, alpha {record['alpha']:g}{dropout}"
+    factor = f", factor {record['factor']}" if record.get("factor") else ""
+    size = f"rank {record['rank']}, alpha {record['alpha']:g}{factor}{dropout}"
     return f"{record['type']} of {size} on {targets}"

@@ -7,7 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_pulse.adapters.adapter import ADAPTERS, ATTENTION, DEFAULT_TARGETS, RANK, Adapter
+from megatron_pulse.adapters.adapter import (
+    ADAPTERS,
+    ATTENTION,
+    DEFAULT_TARGETS,
+    NEAREST,
+    RANK,
+    Adapter,
+)
 from megatron_pulse.adapters.quantization import QUANTIZATIONS, installation_fault
 from megatron_pulse.dataclass_flags import ABOVE_ZERO, BELOW_ONE, FROM_ONE, flag
 from megatron_pulse.errors import UserError
@@ -32,6 +39,18 @@ def _quantization(given: AdapterChoice) -> str | None:
     return fault and f"{given.quantization} {fault}"
 
 
+def _dropout(given: AdapterChoice) -> str | None:
+    if given.adapter == "lokr" and given.adapter_dropout:
+        return "is not for lokr: leave it out, or take lora"
+    return _only_with_adapter("adapter_dropout")(given)
+
+
+def _factor(given: AdapterChoice) -> str | None:
+    if given.adapter_factor is not None and given.adapter not in (None, "lokr"):
+        return f"is for lokr, and the adapter is {given.adapter}: leave it out"
+    return _only_with_adapter("adapter_factor")(given)
+
+
 def _file_alone(given: AdapterChoice) -> str | None:
     """Fault of a file of weights beside settings that differ from it."""
     if given.adapter_weights is None:
@@ -48,6 +67,7 @@ def _file_alone(given: AdapterChoice) -> str | None:
         "rank": (given.adapter_rank, found["rank"]),
         "alpha": (given.adapter_alpha, found["alpha"]),
         "targets": (list(given.adapter_targets) or None, found["targets"]),
+        "factor": (given.adapter_factor, found.get("factor")),
     }
     differing = [
         f"{name} {its if name != 'targets' else 'of its own'}, not {ours}"
@@ -64,8 +84,8 @@ class AdapterChoice:
     """Flags of an adapter."""
 
     adapter: str | None = flag(
-        "train an adapter and freeze the model: lora (low-rank adaptation), or dora (with "
-        "trained magnitudes of rows too)",
+        "train an adapter and freeze the model: lora (low-rank adaptation), dora (with trained "
+        "magnitudes of rows too), or lokr (Kronecker products, of traced modules)",
         choices=ADAPTERS,
     )
     adapter_rank: int | None = flag(
@@ -92,7 +112,7 @@ class AdapterChoice:
         "probability with which training drops an entry of an adapter's input (default 0)",
         metavar="P",
         within=BELOW_ONE,
-        check=_only_with_adapter("adapter_dropout"),
+        check=_dropout,
     )
     adapter_weights: str | None = flag(
         "begin with the adapter of this file or folder (of diffusers, peft or kohya), which has "
@@ -102,9 +122,16 @@ class AdapterChoice:
     )
     quantization: str | None = flag(
         "keep the frozen weights of the blocks' linear layers quantised, of a diffusers model: nf4 "
-        "(4 bits, as bitsandbytes) or int8",
+        "(4 bits, as bitsandbytes), int8, or fp8 (the bytes of a file in float8)",
         choices=QUANTIZATIONS,
         check=_quantization,
+    )
+    adapter_factor: int | None = flag(
+        "of lokr: rows and columns of a weight's first Kronecker factor (default: near the square "
+        "roots of the weight's)",
+        metavar="N",
+        within=FROM_ONE,
+        check=_factor,
     )
 
     def of_record(
@@ -116,7 +143,7 @@ class AdapterChoice:
         targets = tuple(record["targets"])
         dropout = record.get("dropout")
         given = record["type"], record["rank"], record["alpha"], targets, dropout
-        return AdapterChoice(*given, self.adapter_weights, quantization)
+        return AdapterChoice(*given, self.adapter_weights, quantization, record.get("factor"))
 
     def describes(self, record: Mapping[str, Any] | None) -> bool:
         """True if these flags give the adapter of a record, whose targets may be a default."""
@@ -137,10 +164,10 @@ class AdapterChoice:
 
             found = read_adapter(Path(self.adapter_weights))
             dropout = found.dropout if self.adapter_dropout is None else self.adapter_dropout
-            told = found.rank, found.alpha, found.layers, dropout, found.type
+            told = found.rank, found.alpha, found.layers, dropout, found.type, found.factor
             return Adapter(*told).to_record()
         rank = self.adapter_rank or RANK
         alpha = float(rank) if self.adapter_alpha is None else self.adapter_alpha
         targets = self.adapter_targets or ATTENTION
-        told = rank, alpha, targets, self.adapter_dropout or 0.0, self.adapter
-        return Adapter(*told).to_record()
+        dropout, factor = self.adapter_dropout or 0.0, self.adapter_factor or NEAREST
+        return Adapter(rank, alpha, targets, dropout, self.adapter, factor).to_record()

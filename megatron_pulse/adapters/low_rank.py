@@ -17,6 +17,8 @@ A, B = "lora_A.weight", "lora_B.weight"
 """Names of the two factors below the name of a layer, as in peft."""
 M = "lora_magnitude_vector.weight"
 """Name of DoRA's magnitudes, likewise."""
+PRODUCT_PARTS = ("lokr_w1", "lokr_w2", "lokr_w2_a", "lokr_w2_b")
+"""Names of LoKr's factors (``kronecker.py``), likewise."""
 PART = "adapter"
 """Part of a hand-written layer's module that holds its factors under their published names."""
 _disabled = False
@@ -87,7 +89,7 @@ def seed_of(*parts: object) -> int:
 
 def is_factor(name: str) -> bool:
     """True if a parameter of this name is a factor, or the magnitudes, of an adapter."""
-    return name.endswith((f".{A}", f".{B}", f".{M}"))
+    return name.endswith(tuple(f".{part}" for part in (A, B, M, *PRODUCT_PARTS)))
 
 
 def factor_names(weight: str) -> tuple[str, str]:
@@ -225,23 +227,3 @@ def first_magnitude(weight: Tensor, start: Tensor | None, device: torch.device) 
     if start is not None and not values.is_meta:
         values.copy_(start.view(shape))
     return nn.Parameter(values)
-
-
-def merged(
-    weights: Mapping[str, Tensor], factors: Mapping[str, Tensor], scale: float
-) -> dict[str, Tensor]:
-    """Those of ``weights`` that have ``factors``, with the effect: ``W + scale B A``, in fp64.
-
-    With DoRA's magnitudes, rows have these norms.
-    """
-    found = {}
-    for name, weight in weights.items():
-        a, b = (factors.get(factor) for factor in factor_names(name))
-        if a is not None and b is not None:
-            change = b.double().flatten(1) @ a.double().flatten(1)
-            whole = weight.double() + scale * change.view(weight.shape)
-            if (magnitude := factors.get(magnitude_name(name))) is not None:
-                ratio = magnitude.double().flatten() / whole.flatten(1).norm(dim=1)
-                whole = whole * ratio.view(-1, *(1 for _ in weight.shape[1:]))
-            found[name] = whole.to(weight.dtype)
-    return found

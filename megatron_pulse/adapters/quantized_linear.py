@@ -3,6 +3,7 @@
 - ``nf4``: bitsandbytes' 4-bit NormalFloat, with one scale for 64 weights and scales in fp32
   (``Linear4bit`` with ``compress_statistics=False``).
 - ``int8``: integers from -127 to 127, with one scale for each output.
+- ``fp8``: float8 (e4m3) viewed as int8, with one scale; of a file in float8 its own bytes.
 
 A weight is held by two frozen parameters of integers. The fp32 scales are viewed as int32, because
 Megatron's wrappers round every floating-point parameter to the dtype of the run.
@@ -20,6 +21,8 @@ from torch import Tensor, nn
 from megatron_pulse.adapters.quantization import BLOCK
 
 _INT8_MAX = 127
+_FLOAT8 = torch.float8_e4m3fn
+_FLOAT8_MAX = torch.finfo(_FLOAT8).max
 PART = 1 << 20
 """Weights quantised at a time, a multiple of the block: on a CPU they are copied in fp32."""
 
@@ -41,14 +44,28 @@ def quantize(weight: Tensor, kind: str) -> tuple[nn.Parameter, nn.Parameter]:
         parts = [quantize_4bit(part, **how) for part in weight.reshape(-1).split(PART)]
         integers = torch.cat([packed for packed, _ in parts])
         scales = torch.cat([state.absmax for _, state in parts])
+    elif kind == "fp8":
+        values = weight.float()
+        scales = (values.abs().amax() / _FLOAT8_MAX).reshape(1)
+        scales = scales.masked_fill(scales == 0, 1.0)
+        integers = (values / scales).to(_FLOAT8).view(torch.int8)
     else:
         values = weight.float()
         scales = values.abs().amax(1)
         factors = (_INT8_MAX / scales).masked_fill(scales == 0, 0.0)
         integers = (values * factors[:, None]).round().to(torch.int8)
-    tensors = integers.to(place), scales.view(torch.int32).to(place)
+    return _held(integers.to(place), scales.to(place), weight.numel())
+
+
+def held_as_published(values: Tensor, scale: Tensor) -> tuple[nn.Parameter, nn.Parameter]:
+    """Integers and scales of a weight that is published in float8."""
+    return _held(values.view(torch.int8), scale, values.numel())
+
+
+def _held(integers: Tensor, scales: Tensor, num_weights: int) -> tuple[nn.Parameter, nn.Parameter]:
+    tensors = integers, scales.view(torch.int32)
     held = nn.Parameter(tensors[0], False), nn.Parameter(tensors[1], False)
-    for parameter, count in zip(held, (weight.numel(), 0), strict=True):
+    for parameter, count in zip(held, (num_weights, 0), strict=True):
         parameter.num_values = count
     return held
 
@@ -73,6 +90,8 @@ def dequantize(
 
         operands = integers, scales, BLOCK, kind, shape, dtype
         return torch.ops.bitsandbytes.dequantize_4bit(*operands)
+    if kind == "fp8":
+        return integers.view(_FLOAT8).to(dtype).mul_(scales[0])
     result = torch.empty(shape, dtype=dtype, device=integers.device)
     return torch.mul(integers, (scales / _INT8_MAX)[:, None], out=result)  # without an fp32 copy
 
@@ -125,4 +144,6 @@ def _empty(weight: Tensor, kind: str) -> tuple[Tensor, Tensor]:
         integers = weight.new_empty((math.ceil(count / 2), 1), dtype=torch.uint8)
         return integers, weight.new_empty(math.ceil(count / BLOCK), dtype=torch.float32)
     integers = torch.empty_like(weight, dtype=torch.int8)
+    if kind == "fp8":
+        return integers, weight.new_empty(1, dtype=torch.float32)
     return integers, weight.new_empty(weight.shape[0], dtype=torch.float32)

@@ -15,19 +15,26 @@ from megatron_pulse.planner.cluster.cluster import Cluster, ClusterError, cluste
 from megatron_pulse.planner.tune.tune import UntunableError, tune
 from megatron_pulse.profile.profile import Profile
 from megatron_pulse.progress import ProgressLine
-from megatron_pulse.recipe.examples import example_backbone, example_names, example_text
+from megatron_pulse.recipe.examples import (
+    example_backbone,
+    example_class,
+    example_names,
+    example_text,
+)
 
 _SECONDS = 6.0
 _MOST_DEVICES = 32
 _BYTES = 10
 """Least bytes a parameter takes: bf16 weight and gradient, fp32 weight; Adam may be offloaded."""
 _FROZEN_BYTES = 2  # or fewer if quantised
+_NF4 = "nf4"
 
 
 def device_table(clusters: Sequence[str]) -> list[str]:
     """Lines of the table: for each recipe and cluster, the fewest devices that can train it.
 
-    Batch and dtype are the recipe's. Text encoders and autoencoder come on top unless their outputs
+    A recipe that suggests it has a row with its frozen weights in NF4 too. Batch and dtype are the
+    recipe's. Text encoders and autoencoder come on top unless their outputs
     are stored before. Takes some seconds of tuning for each number of devices that is tried.
     """
     places = []
@@ -36,35 +43,40 @@ def device_table(clusters: Sequence[str]) -> list[str]:
             places.append(cluster(name.strip()))
         except ClusterError as error:
             raise UserError(f"--devices: {error}") from error
-    names = [name for name in example_names() if example_backbone(name)]
+    names: list[tuple[str, str | None]]
+    names = [(name, None) for name in example_names() if example_backbone(name)]
+    names += [(name, _NF4) for name, _ in names if example_class(name)]
     rows = []
     with ProgressLine("planning", len(names) * len(places), "cells") as line:
-        for name in names:
+        for name, quantization in sorted(names, key=lambda row: (row[0], row[1] or "")):
             cells, size = [], 0
+            told = f"{name}, {quantization}" if quantization else name
             for place in places:
-                line.note = f"{name} on {place.name}"
-                profile, cell = _fewest(name, place)
+                line.note = f"{told} on {place.name}"
+                profile, cell = _fewest(name, place, quantization)
                 size = sum(layer.parameters for layer in profile.layers)
                 cells.append(cell)
                 line.advance()
-            rows.append((name, f"{size / 1e6:.0f} M", *cells))
+            rows.append((told, f"{size / 1e6:.0f} M", *cells))
     titles = [f"{p.name} ({p.usable_bytes / 1e9:.3g} usable GB)" for p in places]
     return table([("recipe", "parameters", *titles), *rows], left=(0, *range(2, len(titles) + 2)))
 
 
-def _fewest(name: str, place: Cluster) -> tuple[Profile, str]:
+def _fewest(name: str, place: Cluster, quantization: str | None) -> tuple[Profile, str]:
     """Profile of the recipe's backbone, and the cell of the table."""
     recipe = tomllib.loads(example_text(name))
     parser = argparse.ArgumentParser()
     tune_command.add_command(parser.add_subparsers())
-    words = ["tune", "--cluster", place.name, "--backbone", str(example_backbone(name))]
+    model = ["--backbone", str(example_backbone(name))]
+    quantization = quantization or recipe.get("quantization", {}).get("type")
+    if quantization:
+        model = ["--module", str(example_class(name)), "--quantization", quantization]
+    words = ["tune", "--cluster", place.name, *model]
     words += ["--global-batch-size", str(recipe["training"]["batch_size"])]
     for option, value in recipe["model"].get("options", {}).items():
         words += ["--option", f"{option}={value}"]
     for key, value in recipe.get("adapter", {}).items():
         words += [f"--adapter{'' if key == 'type' else f'-{key}'}", str(value)]
-    if kind := recipe.get("quantization", {}).get("type"):
-        words += ["--quantization", kind]
     args = parser.parse_args(words)
     profile = given_profile(args, place)
     state = sum(

@@ -49,7 +49,7 @@ class LossChoice:
 
     loss: str = flag(
         "training loss: mse (mean squared error), huber (pseudo-Huber, robust to outliers), or dpo "
-        "(Diffusion-DPO: an adapter on pairs of pictures). Validation uses mse, or dpo (default "
+        "(Diffusion-DPO: on pairs of pictures). Validation uses mse, or dpo (default "
         "mse)",
         "mse",
         choices=LOSSES,

@@ -39,19 +39,24 @@ class PreferenceLoss:
 
     ``errors`` computes the errors of samples. The reference pass calls ``keep`` in place of a loss.
     The errors stay on their device until the step's pass over the same microbatches, in the same
-    order, takes them.
+    order, takes them. ``is_copied``: the reference is a copy of weights that are trained.
     """
 
-    def __init__(self, errors: Errors, beta: float) -> None:
-        self._errors, self._beta = errors, beta
+    def __init__(self, errors: Errors, beta: float, *, is_copied: bool = False) -> None:
+        self._errors, self._beta, self._is_copied = errors, beta, is_copied
         self._reference: deque[Tensor] = deque()
         self._accuracies: list[Tensor] = []
 
     def describe(self) -> str:
         """Line on the loss and on its reference."""
+        of = (
+            "a frozen copy of the first weights"
+            if self._is_copied
+            else "the model without its adapter"
+        )
         return (
             f"preference loss: dpo, beta {self._beta:g}; every step runs a first forward pass of "
-            "the reference, the model without its adapter"
+            f"the reference, {of}"
         )
 
     def begin(self) -> None:

@@ -187,7 +187,11 @@ class StoredTensors(Mapping[str, Tensor]):
 
 
 def read_folder(
-    folder: Path, variant: str | None = None, library: str = "diffusers"
+    folder: Path,
+    variant: str | None = None,
+    library: str = "diffusers",
+    *,
+    any_layout: bool = False,
 ) -> StoredTensors:
     """All tensors of a component of ``library``, sharded or not.
 
@@ -197,7 +201,7 @@ def read_folder(
 
     Raises PublishedError that lists every missing or damaged file, every file outside of the
     folder, and every name that contradicts the index. Also raises PublishedError for weights of
-    another layout (see ``originals``).
+    an original layout, unless ``any_layout``.
     """
     path = _find_weights(folder, variant, library)
     if path.suffix != ".json":
@@ -207,7 +211,7 @@ def read_folder(
         tensors = StoredTensors([folder / name for name in sorted(set(places.values()))])
         if unlike := tensors.unlike(places):
             raise PublishedError(f"{path}", unlike)
-    if faults := original_faults(path, tensors):
+    if not any_layout and (faults := original_faults(path, tensors)):
         raise PublishedError(f"{path}", faults)
     return tensors
 

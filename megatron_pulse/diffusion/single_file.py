@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Any
 from megatron_pulse.backbone.published_weights import Published, PublishedError
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
-    from megatron_pulse.diffusion.published import StoredTensors
+    from megatron_pulse.diffusion.float8 import Float8Tensors
 
 PREFIX = "model.diffusion_model."
 """Beginning of the backbone's names in a file of a whole model."""
@@ -146,7 +147,7 @@ class OriginalLayout:
             found[self.prefix + name] = rows[0] if len(rows) == 1 else torch.cat(rows)
         return found
 
-    def read(self, stored: StoredTensors, what: str) -> OriginalTensors:
+    def read(self, stored: Float8Tensors, what: str) -> OriginalTensors:
         """View of the tensors of the file ``what`` by diffusers' names.
 
         Raises PublishedError that lists every missing, misshapen and unknown tensor of the
@@ -176,6 +177,14 @@ class OriginalLayout:
             found.append(whole if len(sizes) == 1 else whole.split(sizes)[part.index])
         return found[0] if len(found) == 1 else torch.cat(found)
 
+    def sources_of(self, name: str) -> list[str]:
+        """Names of the original tensors that hold rows of a diffusers tensor."""
+        return list(dict.fromkeys(part.name for part in self._parts[name]))
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """Shape of a diffusers tensor."""
+        return self._shapes[name]
+
     def names(self) -> Iterator[str]:
         """Names of diffusers' tensors."""
         return iter(self._parts)
@@ -184,11 +193,27 @@ class OriginalLayout:
 class OriginalTensors(Mapping[str, "Tensor"]):
     """Tensors of an original file by diffusers' names; each is read on access."""
 
-    def __init__(self, layout: OriginalLayout, stored: StoredTensors, prefix: str) -> None:
+    def __init__(self, layout: OriginalLayout, stored: Float8Tensors, prefix: str) -> None:
         self._layout, self._stored, self._prefix = layout, stored, prefix
 
     def __getitem__(self, name: str) -> Tensor:
         return self._layout.rows_of(name, lambda theirs: self._stored[self._prefix + theirs])
+
+    def kind_of(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
+        """Shape and dtype of a tensor, from the header alone."""
+        theirs = self._prefix + self._layout.sources_of(name)[0]
+        return self._layout.shape_of(name), self._stored.kind_of(theirs)[1]
+
+    def as_float8(self, name: str) -> tuple[Tensor, Tensor] | None:
+        """Stored float8 values of a tensor and their scale; None if there is no one scale."""
+        held = {
+            theirs: self._stored.as_float8(self._prefix + theirs)
+            for theirs in self._layout.sources_of(name)
+        }
+        first, *others = held.values()
+        if first is None or others:
+            return None
+        return self._layout.rows_of(name, lambda theirs: first[0]), first[1]
 
     def __iter__(self) -> Iterator[str]:
         return self._layout.names()

@@ -140,6 +140,8 @@ def _sampling(export: Export) -> list[str]:
     if export.adapter_format == "peft":
         loads = "model = PeftModel.from_pretrained(MODEL, FOLDER)"
         return ["```python", "from peft import PeftModel", "", loads, "```"]
+    if export.adapter_format and export.saved.record["adapter"]["type"] == "lokr":
+        return ["ComfyUI and LyCORIS read it."]
     if export.adapter_format:
         return [
             "```python", "from diffusers import DiffusionPipeline", "",

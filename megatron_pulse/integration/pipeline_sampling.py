@@ -50,6 +50,7 @@ from megatron_pulse.planner.program.plan import Plan
 from megatron_pulse.profile.parameters import count_parameters
 from megatron_pulse.runtime.failure_board import FailureBoard, PulseError
 from megatron_pulse.runtime.rendezvous import Job
+from megatron_pulse.runtime.tensor_settings import compute_device
 
 TIMEOUT_S = 1800.0
 """Longest wait for another rank, which may be loading text encoders."""
@@ -179,7 +180,7 @@ def plan_for_sampling(backbone: Backbone, num_devices: int) -> Plan:
 
 
 def _device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return compute_device()
 
 
 @contextmanager

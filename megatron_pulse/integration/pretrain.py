@@ -57,6 +57,7 @@ from megatron_pulse.profile.warnings import plan_thread_caution
 from megatron_pulse.runtime.collectives import broadcast_from_rank_0
 from megatron_pulse.runtime.rendezvous import Job
 from megatron_pulse.runtime.stop_signals import STOP
+from megatron_pulse.runtime.tensor_settings import compute_device
 from megatron_pulse.runtime.watchdog.progress import PROGRESS
 from model_specs import describe_weights, published_form
 
@@ -125,7 +126,7 @@ def main() -> None:
         for caution in data.cautions if args.rank == 0 else ():
             print(f"warning: {caution}", flush=True)
         if given is not None and args.rank == 0:
-            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+            device = compute_device()
             if said := plan_thread_caution(given.provenance, num_threads(device)):
                 # Measuring in this run has given its own warning.
                 print(f"warning: {said}", flush=True)

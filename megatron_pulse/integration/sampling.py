@@ -37,6 +37,7 @@ from megatron_pulse.integration.training_data import (
     makes_pixels,
     wanted_by,
 )
+from megatron_pulse.runtime.tensor_settings import compute_device
 from model_specs import compare_models
 
 NO_FIELDS: Fields = MappingProxyType({})
@@ -286,7 +287,7 @@ def load_model(
     """
     saved = read_saved_run(load, iteration, frozen_folder).of_chain(chain)
     backbone, stage = load_whole(saved, averaged=averaged, options=options)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = compute_device()
     stage.to(device).eval()
     kinds = {
         name: torch.float32 if spec.dtype == COMPUTE else getattr(torch, spec.dtype)

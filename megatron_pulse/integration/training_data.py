@@ -36,6 +36,7 @@ from megatron_pulse.planner.layout.placement import Placement
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.planner.program.plan import Plan
 from megatron_pulse.planner.schedule.operations import BubbleTask
+from megatron_pulse.profile.trainable import copies_reference
 from megatron_pulse.runtime.collectives import gather_objects
 from model_specs import text_recipe
 
@@ -118,6 +119,7 @@ class DiffusionData:
         self._seed = seed
         self._class_dropout = options.class_dropout
         self._loss = options.training_loss
+        self._copies_reference = copies_reference(backbone.record)
         self._skip_corrupt = options.skip_corrupt
         self._bucket_batch = options.bucket_batch
         self._times = options.validation_times
@@ -290,7 +292,8 @@ class DiffusionData:
         """New preference loss, if that is what is trained."""
         if not self._loss.is_preference:
             return None
-        return PreferenceLoss(self._sample_errors, self._loss.beta)
+        of = self._sample_errors, self._loss.beta
+        return PreferenceLoss(*of, is_copied=self._copies_reference)
 
     def _sample_errors(self, prediction: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
         """Error of each sample of a microbatch, fp64 ``[b]``; weighted in training."""

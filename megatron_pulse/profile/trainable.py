@@ -99,6 +99,15 @@ def trained_part(record: Mapping[str, Any]) -> TrainedPart:
     )
 
 
+def copies_reference(record: Mapping[str, Any]) -> bool:
+    """True if a preference loss needs a frozen copy of weights that this record's run trains.
+
+    A run that trains an adapter alone has the reference in its frozen weights.
+    """
+    part = trained_part(record)
+    return part.adapter is None or bool(part.train)
+
+
 def identity(record: Mapping[str, Any]) -> dict[str, Any]:
     """Record without what is trained, equal for all trainings of one model."""
     return {key: value for key, value in record.items() if key not in TrainedPart._fields}

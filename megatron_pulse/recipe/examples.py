@@ -18,6 +18,8 @@ _BACKBONES = {
     "sdxl-lora": "sdxl",
 }
 """Backbones of recipes that name published weights."""
+_CLASSES = {"flux-lora": "diffusers:FluxTransformer2DModel"}
+"""Traced classes of recipes that may quantise their frozen weights, in the size of the weights."""
 
 
 def example_names() -> list[str]:
@@ -33,6 +35,11 @@ def example_text(name: str) -> str:
 def example_backbone(name: str) -> str | None:
     """Backbone that a recipe trains; None for modules."""
     return _BACKBONES.get(name) or tomllib.loads(example_text(name))["model"].get("backbone")
+
+
+def example_class(name: str) -> str | None:
+    """Traced class whose frozen weights a recipe may quantise, if it suggests that."""
+    return _CLASSES.get(name)
 
 
 def example_summary(name: str) -> str:

@@ -52,7 +52,7 @@ _STEP = 32
 """Multiple of the sides of diffusion-pipe's buckets, in pixels."""
 _PLANNED = "the plan decides it, by memory and measured times"
 _FOLDER = "weights are read from a diffusers folder: model.weights, encoders.folder"
-_QUANTIZED = "weights are not quantised to it; below an adapter, quantization.type has nf4 and int8"
+_QUANTIZED = "weights are not quantised to it; below an adapter, quantization.type is there"
 _WITHOUT = {
     "eval_datasets": "a tenth of the data is held back here; a set of one's own is not supported",
     "eval_every_n_epochs": _IN_STEPS.format("validation.every"),
@@ -80,7 +80,7 @@ _WITHOUT = {
     "logging_steps": "as steps_per_print",
     "resume_from_checkpoint": "the same command resumes from the newest checkpoint",
     "regenerate_cache": "edited pictures are noticed",
-    "adapter.type": "lora is there; other adapters are not",
+    "adapter.type": "lora is converted; others here are dora and lokr",
     "adapter.dtype": "an adapter's main weights are fp32",
     "monitoring.wandb_api_key": "'wandb login' keeps it",
     "monitoring.enable_wandb": "log.wandb_project turns it on",

@@ -57,7 +57,7 @@ class Model:
 class AdapterKeys:
     """Adapter that is trained in place of the weights, which stay as they are."""
 
-    type: Annotated[str, OneOf(ADAPTERS)] | None = key("lora or dora", "--pulse-adapter")
+    type: Annotated[str, OneOf(ADAPTERS)] | None = key("lora, dora or lokr", "--pulse-adapter")
     rank: Count | None = key("rank of its matrices (default: 16)", "--pulse-adapter-rank")
     alpha: Positive | None = key(
         "its effect is multiplied by alpha / rank (default: the rank)", "--pulse-adapter-alpha"
@@ -75,13 +75,16 @@ class AdapterKeys:
         "adapter to begin with: a file or folder of diffusers, peft or kohya",
         "--pulse-adapter-weights",
     )
+    factor: Count | None = key(
+        "of lokr: size of the first Kronecker factor", "--pulse-adapter-factor"
+    )
 
 
 @dataclass(frozen=True)
 class QuantizationKeys:
     """Storage of the frozen weights below an adapter."""
 
-    type: Literal["nf4", "int8"] | None = key(
+    type: Literal["nf4", "int8", "fp8"] | None = key(
         "quantise the linear layers of blocks; 'weights' is a diffusers folder of a traced class",
         "--pulse-quantization",
     )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import fx
 
+from megatron_pulse.adapters.kronecker import Product, add_product
 from megatron_pulse.adapters.low_rank import (
     add_conv2d,
     add_dora_conv2d,
@@ -38,16 +39,20 @@ DROPOUT = "dropout of the adapter"
 class UnitAdapter:
     """Adapter of a unit: the ``weights`` beside which it has factors, and their ``scale``.
 
-    If it ``drops``, the unit takes the layer's dropout. With ``magnitudes`` it is DoRA.
+    If it ``drops``, the unit takes the layer's dropout. With ``magnitudes`` it is DoRA, and with
+    ``products`` beside the weights LoKr.
     """
 
     weights: tuple[str, ...]
     scale: float
     drops: bool = False
     magnitudes: bool = False
+    products: Mapping[str, Product] = field(default_factory=dict)
 
     def names_beside(self, weight: str) -> tuple[str, ...]:
         """Names of the trained parameters beside ``weight``."""
+        if weight in self.products:
+            return self.products[weight].names
         more = (magnitude_name(weight),) if self.magnitudes else ()
         return (*factor_names(weight), *more)
 
@@ -98,14 +103,22 @@ def adapted(unit: Unit, adapter: UnitAdapter) -> Unit:
         if adapter.drops:
             with graph.inserting_after(node):
                 inputs = before = graph.call_function(drop, (given, dropout, name))
-        a, b, *magnitude = factors[name]
-        arguments: tuple[Any, ...] = node, inputs, a, b, adapter.scale
-        if adapter.magnitudes:
-            arguments = node, given, inputs, a, b, adapter.scale, *magnitude, weight, _bias(node)
-        if node.target != LINEAR:
-            arguments = *arguments, dict(_settings(node))
-        with graph.inserting_after(before):
+        settings = {} if node.target == LINEAR else dict(_settings(node))
+        arguments: tuple[Any, ...]
+        if (product := adapter.products.get(name)) is not None:
+            function: Callable[..., Any] = add_product
+            of_call = product.kernel, settings
+            arguments = node, inputs, adapter.scale, *of_call, *factors[name]
+        else:
             function = _ADDING[node.target == LINEAR, adapter.magnitudes]
+            a, b, *magnitude = factors[name]
+            arguments = node, inputs, a, b, adapter.scale
+            if adapter.magnitudes:
+                own = *magnitude, weight, _bias(node)
+                arguments = node, given, inputs, a, b, adapter.scale, *own
+            if node.target != LINEAR:
+                arguments = *arguments, settings
+        with graph.inserting_after(before):
             result = graph.call_function(function, arguments)
         node.replace_all_uses_with(result, delete_user_cb=lambda user, own=result: user is not own)
     graph.lint()

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from megatron_pulse.adapters.adapter import Adapter
+from megatron_pulse.adapters.kronecker import Product, first_products
 from megatron_pulse.adapters.low_rank import (
     AdapterDropout,
     factor_names,
@@ -21,14 +22,14 @@ from megatron_pulse.adapters.low_rank import (
     row_norms,
 )
 from megatron_pulse.adapters.quantization import quantized_names
-from megatron_pulse.adapters.quantized_linear import quantize
+from megatron_pulse.adapters.quantized_linear import held_as_published, quantize
 from megatron_pulse.backbone.chain import TensorSpec
 from megatron_pulse.tracing.adapted_graph import DROPOUT, UnitAdapter, adaptable_weights, adapted
 from megatron_pulse.tracing.chains import Chains
 from megatron_pulse.tracing.dotted_parameters import Nest, container_of, register_parameters
 from megatron_pulse.tracing.graph_analysis import operation
 from megatron_pulse.tracing.initial_weights.meta_init import has_no_memory
-from megatron_pulse.tracing.initial_weights.sources import Weights
+from megatron_pulse.tracing.initial_weights.sources import Weights, float8_of
 from megatron_pulse.tracing.quantized_graph import Quantization, quantized
 from megatron_pulse.tracing.units import Unit, UnitChain
 
@@ -139,8 +140,11 @@ class DerivedLayer(Nest):
                 first = self._first(name, values, device)
                 parameters[name] = nn.Parameter(first, name in chain.trained)
                 continue
-            value = self._first(name, values, device, as_read=True).to(quantization.dtype)
-            held = quantize(value, quantization.kind)
+            if quantization.kind == "fp8" and (stored := float8_of(values, name)) is not None:
+                held = held_as_published(*stored)
+            else:
+                value = self._first(name, values, device, as_read=True).to(quantization.dtype)
+                held = quantize(value, quantization.kind)
             parameters.update(zip(quantized_names(name, quantization.kind), held, strict=True))
         self._adapter: UnitAdapter | None = None
         self._unit = self._changed(unit)
@@ -191,23 +195,30 @@ class DerivedLayer(Nest):
         """Add trained factors beside the weights of ``layers``. See ``Adaptable``."""
         weights = tuple(f"{layer}.weight" for layer in layers)
         drops, has_magnitudes = self.adapter_dropout is not None, adapter.type == "dora"
-        self._adapter = UnitAdapter(weights, adapter.scale, drops, has_magnitudes)
         chain = self._source.chains.first
         unit = chain.units[self._index]
-        self._undivided = undivided(adapted(unit, self._adapter))
-        self._unit = self._changed(unit)
         made: dict[str, nn.Parameter] = {}
+        products: dict[str, Product] = {}
         seed = torch.initial_seed()
         for name in weights:
             weight, device = chain.state[name], next(self.parameters()).device
             if name in self._containers:
                 weight = self._parameter(name)
+            if adapter.type == "lokr":
+                size = adapter.rank, adapter.factor
+                parts = first_products(weight, *size, name, seed, device, start)
+                products[name] = Product(tuple(parts), tuple(weight.shape[2:]))
+                made.update(parts)
+                continue
             factors = first_factors(weight, adapter.rank, name, seed, device, start)
             made.update(zip(factor_names(name), factors, strict=True))
             if has_magnitudes:
                 own = magnitude_name(name)
                 made[own] = first_magnitude(weight, start.get(own), weight.device)
                 self._norms.update({} if own in start else {own: name})
+        self._adapter = UnitAdapter(weights, adapter.scale, drops, has_magnitudes, products)
+        self._undivided = undivided(adapted(unit, self._adapter))
+        self._unit = self._changed(unit)
         register_parameters(self, made)
         self._containers.update((name, container_of(self, name)) for name in made)
         self.begin_magnitudes()

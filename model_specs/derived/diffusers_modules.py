@@ -22,6 +22,8 @@ from model_specs.derived.rank0_messages import report_if_slow, say_once
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from megatron_pulse.tracing.initial_weights.sources import TensorFiles
+
 PREFIX = "diffusers:"
 _CLASS_OF_NORM = {
     "ada_norm_zero": "DiTTransformer2DModel",
@@ -205,7 +207,7 @@ def defaults_of(class_name: str) -> dict[str, Any]:
 
 def _build(class_name: str, folder: Path | None, config: FamilyConfig) -> Backbone:
     """Chain with the weights in ``folder``, or with the class's own initialisation."""
-    from megatron_pulse.diffusion.published import holds_weights, read_folder
+    from megatron_pulse.diffusion.published import holds_weights
     from megatron_pulse.tracing.from_module import module_of, with_weights
     from megatron_pulse.tracing.initial_weights.deferred_init import from_scratch
     from megatron_pulse.tracing.initial_weights.sources import from_stored, on_first_use
@@ -215,9 +217,24 @@ def _build(class_name: str, folder: Path | None, config: FamilyConfig) -> Backbo
         settings = {key: vars(config)[key] for key in defaults_of(class_name)}
         return with_weights(backbone, from_scratch(lambda: _make(class_name, settings)))
     module = module_of(backbone)
-    return with_weights(
-        backbone, on_first_use(lambda: from_stored(read_folder(folder), module, str(folder)))
-    )
+    stored = functools.partial(_stored, folder, _published(class_name, config))
+    return with_weights(backbone, on_first_use(lambda: from_stored(stored(), module, str(folder))))
+
+
+def _stored(folder: Path, published: Published) -> TensorFiles:
+    """Weights in a folder by diffusers' names; they may have the names of an original file."""
+    from megatron_pulse.diffusion.float8 import Float8Tensors
+    from megatron_pulse.diffusion.published import read_folder
+    from megatron_pulse.diffusion.single_file import OriginalLayout
+    from megatron_pulse.diffusion.single_file_refusal import READ, find_original
+
+    stored = Float8Tensors(read_folder(folder, any_layout=True))
+    original = find_original(stored)
+    if original is None:
+        return stored
+    if READ.get(original[1]) != published.class_name:
+        read_folder(folder)  # which refuses it
+    return OriginalLayout(published).read(stored, str(folder))
 
 
 def _make(class_name: str, settings: Mapping[str, Any]) -> Any:

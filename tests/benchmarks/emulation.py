@@ -143,7 +143,7 @@ class Emulation:
         trained = bytes_per_parameter(dtype, data_parallel > 1, data_parallel)
         return [
             trained * count + ELEMENT_BYTES[dtype] * (total - count)
-            for total, count in zip(costs.parameters, costs.trained_parameters, strict=True)
+            for total, count in zip(costs.stored_parameters, costs.trained_parameters, strict=True)
         ]
 
     def link(self, bytes_per_s: float) -> Link:
@@ -185,16 +185,16 @@ def real_profile(name: str, sizes: tuple[int, ...] = ()) -> Profile:
 
 
 def quantized(profile: Profile, device: Roofline) -> Profile:
-    """``profile`` with frozen weights in NF4, dequantised in each forward and each backward.
-
-    A frozen parameter counts as the share of one whose bytes it takes.
-    """
+    """``profile`` with frozen weights in NF4, dequantised in each forward and each backward."""
     size = ELEMENT_BYTES[profile.dtype]
-    layers = []
-    for layer in profile.layers:
-        frozen = round(layer.frozen_parameters * NF4_BYTES / size)
-        count = layer.parameters - layer.frozen_parameters + frozen
-        layers.append(replace(layer, parameters=count, frozen_parameters=frozen))
+    layers = [
+        replace(
+            layer,
+            quantized_parameters=layer.frozen_parameters,
+            quantized_bytes=round(NF4_BYTES * layer.frozen_parameters),
+        )
+        for layer in profile.layers
+    ]
     apart_s = [
         device.seconds([Kernel(0, round((NF4_BYTES + size) * layer.frozen_parameters))])
         for layer in profile.layers

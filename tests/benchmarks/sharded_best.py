@@ -105,7 +105,9 @@ class DataParallel:
         size = ELEMENT_BYTES[self.emulation.profile.dtype]
         frozen = [
             size * (count - trained)
-            for count, trained in zip(costs.parameters, costs.trained_parameters, strict=True)
+            for count, trained in zip(
+                costs.stored_parameters, costs.trained_parameters, strict=True
+            )
         ]
         held = self.emulation.layer_state(self.num_devices)
         state = [own - base for own, base in zip(held, frozen, strict=True)]

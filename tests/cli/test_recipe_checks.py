@@ -161,11 +161,9 @@ def test_all_faults_are_listed_at_once(tmp_path: Path, capsys: pytest.CaptureFix
         assert said.count(fault) == 1, said
 
 
-def test_preferences_need_pairs_and_an_adapter(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_preferences_need_pairs(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     said = refused(capsys, tmp_path, "loss.type=dpo", "training.micro_batch_size=1")
     for fault in (
-        "loss.type dpo without an adapter needs a second, frozen copy of the model",
-        "give adapter.type lora",
         "training.micro_batch_size 1 is odd, and loss.type dpo counts the samples of pairs",
         "digits8: its samples are no pairs",
     ):

@@ -202,6 +202,9 @@ def test_guidance_is_none_by_default_where_no_null_class_was_trained(
     guidance, line, warned = drawn(tmp_path, "c.png", "--guidance", "3")
     assert guidance == 3 and "not guided" not in line
     assert "starts from an untrained one; --guidance 1 samples without" in warned
+    (tmp_path / "recipe.toml").touch()  # the run was started by a recipe
+    warned = drawn(tmp_path, "d.png", "--guidance", "3")[2]
+    assert "trained with training.dropout 0, which trains no null" in warned
     assert drawn(trained, "d.png")[0] == 2
     with pytest.raises(SystemExit):
         drawn(tmp_path, "e.png", "--eta", "1.5")

@@ -19,10 +19,12 @@ from megatron_pulse.adapters import files
 from megatron_pulse.adapters.adapter import FORMATS, Adapter
 from megatron_pulse.adapters.choice import AdapterChoice
 from megatron_pulse.adapters.files import read_adapter, write_adapter
-from megatron_pulse.adapters.low_rank import A, B, M, factor_shapes, first_magnitude, merged
+from megatron_pulse.adapters.low_rank import A, B, M, factor_shapes, first_magnitude
+from megatron_pulse.adapters.merge import merged
 from megatron_pulse.cli.main import main
 from megatron_pulse.dataclass_flags import flag_faults
 from megatron_pulse.errors import UserError
+from model_specs import TrainedPart, load_backbone, trained_as
 from tests.cli.small_diffusion import make_diffusion
 from tests.integration.runs import BASE, Run, pipeline, run
 from tests.ranks import RanksFailed
@@ -219,6 +221,87 @@ def test_files_of_dora_predict_as_the_merged_model_does(
         pipe.load_lora_weights(str(tmp_path / "a"))
         model = pipe.unet
     torch.testing.assert_close(predict(model), predict(expected), atol=1e-5, rtol=1e-5)
+
+
+def by_lycoris(weight: Tensor, layer: str, stored: dict[str, Tensor]) -> Tensor:
+    """Weight with a LyCORIS file's effect, by the rules of ComfyUI."""
+    parts = {n.removeprefix(f"{layer}."): t for n, t in stored.items() if n.startswith(f"{layer}.")}
+    whole = parts.get("lokr_w2")
+    scale = 1.0 if whole is not None else parts["alpha"].item() / len(parts["lokr_w2_b"])
+    if whole is None:
+        whole = parts["lokr_w2_a"] @ parts["lokr_w2_b"]
+    change = torch.kron(parts["lokr_w1"], whole.flatten(1)).view(weight.shape)
+    return weight + scale * change
+
+
+def test_a_run_of_lokr_resumes_and_its_files_are_read_by_others(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from diffusers import UNet2DConditionModel
+    from peft import PeftModel
+
+    given = ["--pulse-adapter", "lokr", "--pulse-adapter-rank", "2", "--pulse-adapter-alpha", "5"]
+    for target in ("to_q", "to_out.0", "conv1"):
+        given += ["--pulse-adapter-target", target]
+    save = ["--save", str(tmp_path / "run"), "--save-interval", "1"]
+    whole = run(2, *flags(place, *given, *save, *pipeline(2)), backbone="none")
+    rest = ["--load", str(tmp_path / "run"), "--ckpt-step", "1"]
+    got = run(1, *flags(place, *given, *rest), backbone="none")
+    assert got.losses == whole.losses[1:]
+    assert all(torch.equal(got.weights[name], whole.weights[name]) for name in whole.weights)
+
+    words = ["export", "--load", str(tmp_path / "run"), "--raw"]
+    for name, more in {
+        "merged": ["--merge"],
+        "peft": [],
+        "kohya": ["--adapter-format", "kohya"],
+    }.items():
+        assert main([*words, *more, "--to", str(tmp_path / name)]) == 0
+    assert main([*words, "--adapter-format", "diffusers", "--to", str(tmp_path / "x")]) == 2
+    assert "diffusers reads no LoKr" in capsys.readouterr().err
+    merged = UNet2DConditionModel.from_pretrained(tmp_path / "merged")
+    base = UNet2DConditionModel.from_pretrained(place / "sd" / "unet")
+    assert (predict(merged) - predict(base)).abs().max() > 1e-4
+    weights = dict(base.state_dict())
+    stored = load_file(tmp_path / "kohya" / "pytorch_lora_weights.safetensors")
+    assert any(n.endswith("lokr_w2") for n in stored) and any("lokr_w2_a" in n for n in stored)
+    for name, expected in merged.state_dict().items():
+        layer = f"lora_unet_{name.removesuffix('.weight').replace('.', '_')}"
+        found = weights[name]
+        if f"{layer}.alpha" in stored:
+            found = by_lycoris(found, layer, stored)
+        torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
+    by_peft = PeftModel.from_pretrained(base, str(tmp_path / "peft"))
+    torch.testing.assert_close(predict(by_peft), predict(merged), atol=1e-6, rtol=1e-6)
+
+    layers = [name.removesuffix(".weight") for name in weights]
+    trained = {n: t for n, t in whole.weights.items() if ".lokr_" in n}
+    for name in ("peft", "kohya"):
+        read = read_adapter(tmp_path / name)
+        assert (read.type, read.rank, read.alpha, read.factor) == ("lokr", 2, 5.0, -1)
+        factors = read.named_as(layers).factors
+        assert factors.keys() == trained.keys()
+        for key, tensor in trained.items():
+            torch.testing.assert_close(factors[key], tensor, atol=0, rtol=1e-6)
+    begin = ["--pulse-adapter", "lokr", "--pulse-adapter-weights", str(tmp_path / "peft")]
+    more = run(1, *flags(place, *begin, "--train-iters", "1"), backbone="none")
+    assert more.losses[0] != whole.losses[0]
+    stored["lora_unet_conv_in.lokr_t2"] = torch.ones(2, 2, 3, 3)
+    save_file(stored, tmp_path / "odd.safetensors")
+    with pytest.raises(UserError, match="lokr_t2 is neither a factor nor an alpha"):
+        read_adapter(tmp_path / "odd.safetensors")
+
+
+def test_lokr_of_a_family_is_refused_and_so_is_dropout() -> None:
+    part = TrainedPart(adapter=Adapter(type="lokr").to_record())
+    with pytest.raises(ValueError, match="dit-tiny is a hand-written family, which takes no lokr"):
+        trained_as(load_backbone("dit-tiny"), part)
+    for choice in (
+        AdapterChoice("lokr", adapter_dropout=0.1),
+        AdapterChoice("lora", adapter_factor=2),
+    ):
+        (fault,) = flag_faults(choice)
+        assert "lokr" in fault
 
 
 def test_a_run_begins_with_an_adapter_file(place: Path, trained: Run, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megatron_pulse.cli.main import main
 from megatron_pulse.integration.loop.forward_backward import IMPLICIT_ACCURACY
+from megatron_pulse.planner.tune.plans.verify_figures import load_checked
 from tests.cli.small_diffusion import make_diffusion
 from tests.cli.test_train import train as train_recipe
 from tests.integration.runs import BASE, TINY, Run, assert_same, pipeline, run
@@ -19,7 +20,8 @@ from tests.integration.test_bad_input import refuse
 from tests.ranks import RanksFailed
 from tests.reference import unsealed_record
 
-DPO = ["--pulse-loss", "dpo", "--pulse-adapter", "lora", "--pulse-adapter-rank", "3"]
+DPO = ["--pulse-loss", "dpo"]
+LORA = ["--pulse-adapter", "lora", "--pulse-adapter-rank", "3"]
 STEPS = ["--global-batch-size", "8", "--train-iters", "3", "--pulse-ema-decay", "0.5"]
 STEPS += ["--eval-interval", "3", "--lr", "1e-2"]
 NUM_PAIRS = 25
@@ -53,7 +55,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def flags(place: Path, *more: str) -> list[str]:
-    words = [*TINY["uvit"], *BASE, *STEPS, *DPO, "--pulse-adapter-target", "*"]
+    return [*whole(place), *LORA, "--pulse-adapter-target", "*", *more]
+
+
+def whole(place: Path, *more: str) -> list[str]:
+    """Flags of a run that trains all weights."""
+    words = [*TINY["uvit"], *BASE, *STEPS, *DPO]
     return [*words, "--pulse-data", f"pairs:{place / 'pairs'}", *more]
 
 
@@ -104,6 +111,31 @@ def test_replicas_and_tensors_change_nothing(layout: list[str], place: Path, exp
     assert got.validation == pytest.approx(expected.validation, rel=1e-5)
 
 
+def test_a_resumed_reference_is_that_of_the_start(place: Path, tmp_path: Path) -> None:
+    """All weights in bf16; saved in a fold, then in a pipeline, then on one device."""
+    given = whole(place, "--bf16", "--use-distributed-optimizer")
+    expected = run(1, *given, backbone="none")
+    assert expected.losses[0] == pytest.approx(math.log(2), abs=1e-6)
+    assert abs(expected.losses[-1] - math.log(2)) > 1e-3
+    given += ["--save", str(tmp_path / "run"), "--save-interval", "1"]
+    layout = ["--pulse-placement", "fold", "--pulse-schedule", "wave-split"]
+    first = run(2, *given, *pipeline(2, *layout), "--exit-interval", "1", backbone="none")
+    layout = ["--pulse-placement", "sequential", "--recompute-granularity", "full"]
+    second = run(2, *given, *pipeline(2, *layout), "--exit-interval", "2", backbone="none")
+    rest = run(1, *given, backbone="none")
+    rest.losses = first.losses + second.losses + rest.losses
+    rest.grad_norms = first.grad_norms + second.grad_norms + rest.grad_norms
+    assert_same(rest, expected)
+
+
+def test_tensors_divide_the_reference(place: Path) -> None:
+    got = run(2, *whole(place, "--tensor-model-parallel-size", "2"), backbone="none")
+    alone = run(1, *whole(place), backbone="none")
+    assert got.losses[0] == pytest.approx(math.log(2), abs=1e-6)
+    assert got.losses == pytest.approx(alone.losses, rel=1e-4)
+    assert got.validation == pytest.approx(alone.validation, rel=1e-4)
+
+
 def test_a_plan_counts_the_pass_of_the_reference(
     place: Path,
     tmp_path: Path,
@@ -123,8 +155,13 @@ def test_a_plan_counts_the_pass_of_the_reference(
     assert unsealed_record(Path(plan))["micro_batch_size"] == 2
     assert main([*ask, "--dpo", "--micro-batch-size", "1"]) == 2
     assert "none is even and divides" in capsys.readouterr().err
-    assert main(["tune", *of[:2], *ask[7:], "--dpo"]) == 2
-    assert "--dpo: the model trains no adapter" in capsys.readouterr().err
+    with_copy = str(tmp_path / "copied.json")
+    assert main(["tune", *of[:2], *ask[7:], "--dpo", "-o", with_copy]) == 0
+    assert "of which each stage keeps a copy" in capsys.readouterr().out
+    assert main(["show", with_copy]) == 0
+    assert "a frozen copy of the trained weights" in capsys.readouterr().out
+    assert main(["check", with_copy]) == 0
+    assert [load_checked(each).state.reference for each in (plan, with_copy)] == [False, True]
     good = [*BASE[2:], "--train-iters", "2", "--pulse-plan", plan, "--pulse-data", "digits8"]
     faults = refuse(monkeypatch, 2, ["--lr", "1e-3"], good)
     assert any("counts a pass of the reference in every step" in fault for fault in faults)
@@ -150,10 +187,8 @@ def test_what_cannot_be_beside_it(
     assert any(said in fault for fault in faults), faults
 
 
-def test_full_training_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_beta_is_for_dpo(monkeypatch: pytest.MonkeyPatch) -> None:
     good = [*TINY["uvit"], *BASE, "--global-batch-size", "8", "--train-iters", "2"]
-    faults = refuse(monkeypatch, 1, ["--pulse-loss", "dpo"], good)
-    assert any("dpo without an adapter needs a second, frozen copy" in each for each in faults)
     (fault,) = refuse(monkeypatch, 1, ["--pulse-dpo-beta", "10"], good)
     assert "is for --pulse-loss dpo" in fault
 
@@ -167,7 +202,7 @@ def diffusion(place: Path) -> Path:
 def test_stored_pairs_are_those_of_the_loop(place: Path, diffusion: Path) -> None:
     """Pictures of ``winner`` and ``loser`` in the loop, and those of Pick-a-Pic's columns ahead."""
     model = ["--pulse-module", f"diffusers:{diffusion}", "--pulse-option", "height=4"]
-    model += ["--pulse-option", "width=4", *BASE, *STEPS, *DPO, "--train-iters", "2"]
+    model += ["--pulse-option", "width=4", *BASE, *STEPS, *DPO, *LORA, "--train-iters", "2"]
     loop = ["--pulse-encoders", str(diffusion), "--pulse-data", f"pairs:{place / 'pairs'}"]
     write_pairs(place / "picked", picked=True)
     write = ["data", "write-latents", "--from", f"pairs:{place / 'picked'}", "--image-size", "8"]

@@ -35,5 +35,6 @@ def test_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         assert f"{flag} in_blocks.*: the matching layers keep no activations" in fault
     (fault,) = refuse(monkeypatch, 1, [*ALL, "--recompute-granularity", "full"])
     assert "--pulse-offload and --recompute-granularity full both match embed and" in fault
-    several = refuse(monkeypatch, 1, ["--pulse-offload", "nix", "--pulse-recompute", "blok.*"])
-    assert all(f"no layer matches {name!r}" in str(several) for name in ("nix", "blok.*"))
+    given = ["--pulse-offload", "nix", "--pulse-recompute", "blok.*"]
+    several = refuse(monkeypatch, 1, [*given, "--pulse-offload-weights", "niks"])
+    assert all(f"no layer matches {name!r}" in str(several) for name in ("nix", "blok.*", "niks"))

@@ -12,7 +12,7 @@ import torch
 from diffusers import UNet2DConditionModel
 from megatron.core import dist_checkpointing
 from peft import LoraConfig, inject_adapter_in_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from megatron_pulse.adapters.choice import AdapterChoice
@@ -20,7 +20,9 @@ from megatron_pulse.adapters.files import read_adapter
 from megatron_pulse.adapters.quantized_linear import quantize
 from megatron_pulse.cli.main import main
 from megatron_pulse.dataclass_flags import flag_faults
+from megatron_pulse.diffusion.single_file import OriginalLayout
 from megatron_pulse.integration.sampling import load_model
+from model_specs import load_backbone, published_form
 from tests.integration.runs import BASE, STEPS, Run, pipeline, run
 from tests.integration.test_adapters import ADAPTER, flags, make_place
 from tests.ranks import RanksFailed
@@ -146,3 +148,44 @@ def test_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     (fault,) = flag_faults(AdapterChoice("lora", quantization="nf4"))
     assert fault.startswith("--quantization nf4 needs bitsandbytes: pip install")
     assert not list(flag_faults(AdapterChoice("lora", quantization="int8")))
+
+
+def in_float8(tensors: dict[str, Tensor], style: str) -> dict[str, Tensor]:
+    """A ComfyUI file of ``tensors``: matrices in float8, with scales of a ``style`` or without."""
+    found = dict(tensors)
+    for name, tensor in tensors.items():
+        if tensor.dim() == 2 and name.endswith(".weight"):
+            scale = tensor.abs().max() / 448 if style else torch.ones(())
+            found[name] = (tensor / scale).to(torch.float8_e4m3fn)
+            if style:
+                found[f"{name.removesuffix('.weight')}.{style}"] = scale
+    if style == "scale_weight":
+        found["scaled_fp8"] = torch.zeros(2, dtype=torch.float8_e4m3fn)
+    return found
+
+
+@pytest.mark.parametrize("style", ["", "scale_weight", "weight_scale"])
+def test_a_file_in_float8_is_the_frozen_base(style: str, tmp_path: Path) -> None:
+    """Its bytes are kept below the adapter; one in original names is read by its rows."""
+    place = make_place(tmp_path)
+    file = place / "sd" / "unet" / "diffusion_pytorch_model.safetensors"
+    stored = in_float8(load_file(file), style)
+    kind = stored
+    if style == "scale_weight":  # in original names
+        form = published_form(load_backbone(f"diffusers:{file.parent}"))
+        assert form is not None
+        kind = in_float8(OriginalLayout(form).write(load_file(file)), style)
+        assert any(name.endswith("input_blocks.0.0.weight") for name in kind)
+    save_file(kind, file, {"format": "pt"})
+    given = [*ADAPTER, "--pulse-quantization", "fp8"]
+    alone, two = (run(n, *flags(place, *given, *pipeline(n)), backbone="none") for n in (1, 2))
+    assert alone.losses == two.losses
+    held = {name.removesuffix(".fp8") for name in two.weights if name.endswith(".fp8")}
+    assert held and all(name.startswith(BLOCKS) for name in held)
+    for name in held:
+        assert torch.equal(two.weights[f"{name}.fp8"], stored[name].view(torch.int8).float()), name
+        scale = stored[f"{name.removesuffix('.weight')}.{style}"] if style else torch.ones(())
+        assert torch.equal(two.weights[f"{name}.absmax"], scale.view(torch.int32).float().view(1))
+    name = "time_embedding.linear_1.weight"
+    scale = stored[f"time_embedding.linear_1.{style}"] if style else 1.0
+    assert torch.equal(two.weights[name], stored[name].float() * scale)

@@ -29,6 +29,8 @@ from megatron_pulse.planner.schedule.search.synthesize import synthesize
         ("float16", ParameterState(), 16, 7, 4),
         ("float32", ParameterState(), 16, 10, 0),
         ("float32", ParameterState(ema=True), 20, 11, 0),
+        ("bfloat16", ParameterState(True, reference=True), 24, 12, 0),
+        ("float32", ParameterState(optimizer_cpu_offload=True, reference=True), 12, 12, 0),
         ("bfloat16", ParameterState(optimizer_cpu_offload=True), 6, 6, 0),
         ("bfloat16", ParameterState(True, True, optimizer_cpu_offload=True), 4, 4, 0),
         ("float16", ParameterState(True, optimizer_cpu_offload=True), 6, 6, 0),  # gradients in fp32

@@ -8,11 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, inject_adapter_in_model
+from hypothesis import given
+from hypothesis import strategies as st
+from peft import LoKrConfig, LoraConfig, inject_adapter_in_model
+from peft.tuners.lokr.layer import factorization
 from torch import Tensor, nn
 
 import megatron_pulse as pulse
 from megatron_pulse.adapters.adapter import ATTENTION, Adapter
+from megatron_pulse.adapters.kronecker import divide
 from megatron_pulse.adapters.low_rank import AdapterDropout, seed_of
 from megatron_pulse.adapters.low_rank import M as MAGNITUDE
 from megatron_pulse.backbone.chain import Backbone
@@ -109,7 +113,7 @@ def by_peft(backbone: Backbone, case: Case, module: nn.Module, config: Any) -> d
     Its dropout draws from torch's generator, which has the seed of our masks before each.
     """
     named = {
-        name.replace(".base_layer.", ".").replace(".default.", "."): parameter
+        name.replace(".base_layer.", ".").replace(".default", ""): parameter
         for name, parameter in inject_adapter_in_model(config, module).named_parameters()
     }
     torch.manual_seed(SEED)
@@ -244,6 +248,38 @@ def test_convolutions_and_any_linear_layer_take_it(kind: str) -> None:
     got = train(backbone, case, None, None).parameters
     # Where a skip begins, plain torch adds gradients in another order.
     assert max(differences(got, expected).values(), default=0.0) < 1e-9
+
+
+@given(st.integers(1, 5000), st.integers(1, 80) | st.just(-1))
+def test_dimensions_are_divided_as_by_peft(size: int, factor: int) -> None:
+    assert divide(size, factor) == factorization(size, factor)
+
+
+LOKR = Adapter(2, 6.0, ("to_q", "to_out.0", "mid_block.*.conv1", "conv_in", "linear_2"), 0, "lokr")
+
+
+@pytest.mark.parametrize("factor", [-1, 2])
+def test_lokr_trains_as_pefts_does(factor: int) -> None:
+    """Factors that are products and whole ones, of linear layers and of convolutions."""
+    case = replace(FOLD.alone, dtype="float64")
+    adapter = replace(LOKR, factor=factor)
+    backbone = with_adapter(pulse.from_module(unet(), of_unet()), adapter)
+    pattern = r".*\.(to_q|to_out\.0|linear_2)|mid_block\..*\.conv1|conv_in"
+    config = LoKrConfig(r=2, alpha=6, target_modules=pattern, decompose_factor=factor)
+    got = train(backbone, case, None, None).parameters
+    kinds = {(name.rpartition(".")[2], p.dim()) for name, p in got.items() if ".lokr_" in name}
+    assert {("lokr_w2_a", 2), ("lokr_w2_b", 2)} <= kinds
+    assert factor == 2 or {("lokr_w2", 4), ("lokr_w2", 2)} & kinds
+    assert max(differences(got, by_peft(backbone, case, unet(), config)).values()) < 1e-9
+
+
+def test_a_pipeline_with_lokr_trains_bit_for_bit_as_one_process() -> None:
+    adapter = replace(OF_TRANSFORMER, type="lokr")
+    run = functools.partial(run_cases, adapter=adapter)
+    (expected,) = references(run, [(FOLD.alone, None)])
+    got = merge([outcomes[0] for outcomes in run_ranks(2, run, CASES[:1])])
+    assert got.losses == expected.losses and got.gradients
+    assert not differences(got.parameters, expected.parameters)
 
 
 def test_targets_without_a_layer_are_refused() -> None:

@@ -1,7 +1,8 @@
-"""Diffusion-DPO: a reference pass without adapters and the step after it, beside peft's."""
+"""Diffusion-DPO: a pass of the reference and the step after it, beside peft and plain torch."""
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -25,6 +26,7 @@ from megatron_pulse.backbone.published_weights import to_published
 from megatron_pulse.diffusion.loss import LossChoice
 from megatron_pulse.diffusion.preference import PreferenceLoss
 from megatron_pulse.profile.trainable import TrainedPart
+from megatron_pulse.runtime.parameters.reference_weights import ReferenceWeights
 from megatron_pulse.runtime.pipeline import Pipeline
 from model_specs.common.attach_adapter import adapter_names, with_adapter
 from tests.model_specs.twins import Twin
@@ -202,3 +204,87 @@ def test_a_new_adapter_has_the_loss_ln_2(chain: str) -> None:
     ((step,),) = run_ranks(1, run_cases, chain, [(case, None)], True)
     assert step.losses == pytest.approx([math.log(2)] * 2, abs=1e-6)
     assert step.accuracies == [0.5, 0.5]  # model and reference are equal to the bit
+
+
+NUM_STEPS, LR = 3, 1e-2
+
+
+def whole_chain() -> Backbone:
+    given = {n: x if n == "timestep" else x.double() for n, x in of_transformer().items()}
+    return pulse.from_module(transformer().double(), given)
+
+
+def train_whole(case: Case) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses of all steps, where they are, and this device's weights after them."""
+    torch.set_num_threads(1)
+    config, group = join_pipeline()
+    backbone = whole_chain()
+    preference, in_reference = PreferenceLoss(errors, BETA), [False]
+
+    def loss(prediction: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+        return (preference.keep if in_reference[0] else preference)(prediction, batch)
+
+    plan = plan_of(backbone, case, 1 if group is None else group.size())
+    given = dict(seed=SEED, dtype=torch.float64, group=group, context=LayerContext(config))
+    pipeline = Pipeline(plan, loss, case.micro_batch_size, **given)
+    reference = ReferenceWeights(pipeline.named_parameters())
+    optimizer = torch.optim.SGD(pipeline.parameters(), LR, momentum=0.9)
+    losses = []
+    for step in range(NUM_STEPS):
+        batches = make_batches(backbone, case, step)
+        preference.begin()
+        with reference.in_place():
+            in_reference[0] = True
+            pipeline.evaluate(batches)
+        in_reference[0] = False
+        optimizer.zero_grad()
+        losses += [each.item() for each in pipeline.step(batches)]
+        optimizer.step()
+    dist.barrier()
+    return losses, {n: p.detach().clone() for n, p in pipeline.named_parameters()}
+
+
+def in_plain_torch(case: Case) -> tuple[list[float], dict[str, Tensor]]:
+    """The same by a module, with a deep copy of it as the frozen reference."""
+    backbone, module = whole_chain(), transformer().double()
+    frozen = copy.deepcopy(module).requires_grad_(False)
+    optimizer = torch.optim.SGD(module.parameters(), LR, momentum=0.9)
+    losses = []
+    for step in range(NUM_STEPS):
+        optimizer.zero_grad()
+        for batch in make_batches(backbone, case, step):
+            fields = {n: x.double() for n, x in batch.items()}
+            names = {"hidden_states": "noisy", "timestep": "timesteps"}
+            inputs = {n: fields[names.get(n, n)] for n in of_transformer()}
+            ours, theirs = (
+                (model(**inputs).sample - fields["target"]).square().mean((1, 2, 3))
+                for model in (module, frozen)
+            )
+            gain = (ours[0::2] - ours[1::2]) - (theirs[0::2] - theirs[1::2])
+            loss = -F.logsigmoid(-BETA / 2 * gain).mean()
+            (loss / case.num_microbatches).backward()
+            losses.append(loss.item())
+        optimizer.step()
+    return losses, {n: p.detach() for n, p in module.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("placement", "num_devices"), [("fold", 2), ("sequential", 2), ("fold", 4), ("sequential", 4)]
+)
+def test_training_all_weights_is_that_of_plain_torch_with_a_frozen_copy(
+    placement: str, num_devices: int
+) -> None:
+    losses, weights = in_plain_torch(FOLD)
+    assert losses[0] == pytest.approx(math.log(2), abs=1e-6)
+    assert abs(losses[-1] - math.log(2)) > 1e-3
+    ((alone, whole),) = run_ranks(1, train_whole, FOLD.alone)
+    assert alone == pytest.approx(losses, rel=1e-6)  # losses are fp32
+    trained = {n for n, p in transformer().double().named_parameters() if (weights[n] - p).any()}
+    assert trained <= whole.keys()
+    for name in trained:
+        scale = weights[name].abs().max().item()
+        assert (whole[name] - weights[name]).abs().max() < 1e-9 * scale, name
+    ranks = run_ranks(num_devices, train_whole, replace(FOLD, placement=placement))
+    assert max((found for found, _ in ranks), key=len) == pytest.approx(alone, rel=1e-6)
+    together = {n: p for _, own in ranks for n, p in own.items()}
+    assert all(found < 1e-13 for found in differences(together, whole).values())

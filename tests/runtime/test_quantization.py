@@ -118,7 +118,26 @@ def test_int8_has_the_integers_of_bitsandbytes() -> None:
     torch.testing.assert_close(gradient, by_autograd)
 
 
-@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_fp8_has_one_scale_and_the_rounding_of_torch() -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(24, 40, dtype=torch.bfloat16)
+    integers, scale = quantize(weight, "fp8")
+    factor = scale.view(torch.float32)
+    assert integers.nbytes == 24 * 40 and scale.numel() == 1
+    expected = (weight.float() / factor).to(torch.float8_e4m3fn)
+    assert torch.equal(integers.view(torch.float8_e4m3fn).float(), expected.float())
+    assert expected.float().abs().max() == 448
+    found = dequantize(integers, scale, "fp8", (24, 40), torch.float32)
+    assert ((found - weight.float()).abs() <= weight.float().abs() / 16 + factor / 512).all()
+    inputs = torch.randn(2, 40, requires_grad=True)
+    result = quantized_linear(inputs, integers, scale, None, "fp8", (24, 40))
+    (gradient,) = torch.autograd.grad(result.square().sum(), inputs)
+    (by_autograd,) = torch.autograd.grad((inputs @ found.t()).square().sum(), inputs)
+    torch.testing.assert_close(gradient, by_autograd)
+    assert not dequantize(*quantize(0 * weight, "fp8"), "fp8", (24, 40), weight.dtype).any()
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8", "fp8"])
 def test_backward_keeps_the_quantised_weight_alone(kind: str) -> None:
     weight = torch.randn(32, 64)
     held, saved = quantize(weight, kind), []
@@ -202,7 +221,7 @@ def test_whatever_is_outside_of_blocks_stays() -> None:
     assert linear - held <= set(names)
 
 
-@pytest.mark.parametrize("kind", ["nf4", "int8"])
+@pytest.mark.parametrize("kind", ["nf4", "int8", "fp8"])
 def test_plan_has_the_bytes_of_each_stage_and_the_time_of_dequantising(kind: str) -> None:
     backbone, device = chain(kind), custom_device(1e9, 10, 0)
     plain = with_adapter(pulse.from_module(transformer(), of_transformer()), OF_TRANSFORMER)

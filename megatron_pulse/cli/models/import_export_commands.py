@@ -154,7 +154,8 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     add(
         "--adapter-format",
-        "of an adapter's run: that of diffusers and ComfyUI (default), of peft, or of kohya",
+        "of an adapter's run: that of diffusers and ComfyUI (default), of peft (default of LoKr), "
+        "or of kohya",
         choices=FORMATS,
     )
     add("--merge", "of an adapter's run: the whole model, with the adapter's effect in its weights")
@@ -304,7 +305,7 @@ def _export_adapter(
     import torch
 
     from megatron_pulse.adapters.adapter import Adapter, describe
-    from megatron_pulse.adapters.files import write_adapter
+    from megatron_pulse.adapters.files import count_layers, write_adapter
     from megatron_pulse.integration.checkpoint.published_weights import adapter_factors
     from megatron_pulse.integration.model_card import Export, model_card
     from model_specs import published_form
@@ -316,13 +317,14 @@ def _export_adapter(
     dtype = getattr(torch, args.dtype)
     factors = {n: tensor.to(dtype) for n, tensor in adapter_factors(backbone, stage).items()}
     record = backbone.record["adapter"]
-    kind = args.adapter_format or ("diffusers" if published.library == "diffusers" else "peft")
+    by_diffusers = published.library == "diffusers" and record["type"] != "lokr"
+    kind = args.adapter_format or ("diffusers" if by_diffusers else "peft")
     exported = Export(saved, published, not args.raw, args.dtype, adapter_format=kind)
     adapter = Adapter.from_record(record)
     write_adapter(args.to, kind, adapter, factors, published.class_name, model_card(exported))
     count = sum(tensor.numel() for tensor in factors.values())
     print(
-        f"{args.to}: {describe(record)}, {len(factors) // 2} layers with {count:,} values, "
+        f"{args.to}: {describe(record)}, {count_layers(factors)} layers with {count:,} values, "
         f"{args.dtype}, {'raw' if args.raw else 'averaged'} weights, in the format of {kind}"
     )
     if kind == "diffusers":
@@ -400,12 +402,13 @@ def _with_null_class(
 
 
 def _open_file(args: argparse.Namespace) -> tuple[Backbone, Mapping[str, Tensor], Path]:
+    from megatron_pulse.diffusion.float8 import Float8Tensors
     from megatron_pulse.diffusion.published import find_component, read_state_dict
     from megatron_pulse.diffusion.single_file import OriginalLayout
     from megatron_pulse.diffusion.single_file_refusal import READ, find_original
     from model_specs import load_backbone, load_published, published_form, read_published
 
-    stored, place = read_state_dict(args.source), args.source
+    stored, place = Float8Tensors(read_state_dict(args.source)), args.source
     if args.config is not None:
         place = find_component(args.config)
         backbone: Backbone = load_published(read_published(place))

@@ -44,6 +44,7 @@ from megatron_pulse.dataclass_flags import (
     FROM_ZERO,
     FROM_ZERO_TO_ONE,
     PIXELS,
+    RECIPE,
     TO_4096,
     TO_MILLION,
     Range,
@@ -366,6 +367,9 @@ def _guidance(
     None if there is no conditioning that can be dropped. Guidance away from a null class or caption
     that training never dropped to is guidance away from noise; a negative prompt takes its place.
     """
+    from megatron_pulse.integration.flags.recipe_keys import with_keys
+    from megatron_pulse.recipe.flags import keys_by_flag
+
     given = DEFAULT_GUIDANCE if args.guidance is None else float(args.guidance)
     if not has_null:
         lacks = f"{model.backbone.name} is unconditional"
@@ -385,7 +389,10 @@ def _guidance(
     if dropout != 0 or args.negative_prompt is not None:
         return given, ""
     null = "empty caption" if model.num_classes is None else "null class"
-    trained = f"trained with --pulse-class-dropout 0, which trains no {null}"
+    by = "--pulse-class-dropout 0"
+    if (model.folder.parent.parent / RECIPE).exists():
+        by = with_keys(by, keys_by_flag())
+    trained = f"trained with {by}, which trains no {null}"
     if args.guidance is None:
         return 1.0, f"; not guided: it was {trained} (--guidance W guides)"
     warn(

@@ -21,7 +21,8 @@ def predicted(plan: PlanFile) -> list[tuple[str, str]]:
     if plan.dpo or plan.self_conditioning:
         which = f"in {100 * plan.self_conditioning:g} % of the steps, for self-conditioning"
         if plan.dpo:
-            which = "in every step, for the reference of dpo"
+            copied = ", a frozen copy of the trained weights" * plan.state.reference
+            which = f"in every step, for the reference of dpo{copied}"
         first_s = p.get("first_pass_s", p.get("self_conditioning_s", 0.0))  # older plans' name
         mean = f"{in_ms(first_s)} in the mean"
         own = [("before", f"all forwards once more {which}: {mean}")]

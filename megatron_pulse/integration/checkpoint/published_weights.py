@@ -18,7 +18,7 @@ from megatron.training.arguments import add_megatron_arguments
 from torch import Tensor
 
 from megatron_pulse.adapters.adapter import Adapter
-from megatron_pulse.adapters.low_rank import merged
+from megatron_pulse.adapters.merge import merged
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.published_weights import (
     Published,
@@ -38,7 +38,7 @@ from megatron_pulse.integration.checkpoint.saved_run import SavedRun, load_weigh
 from megatron_pulse.integration.checkpoint.saving import patch_saving
 from megatron_pulse.integration.flags.pulse_options import add_pulse_arguments
 from megatron_pulse.integration.megatron.compat import patch_megatron
-from megatron_pulse.integration.megatron.stage import MegatronStage, like_parameters
+from megatron_pulse.integration.megatron.stage import EMA, MegatronStage, like_parameters
 from megatron_pulse.planner.layout.placement import Partition, sequential
 from megatron_pulse.planner.layout.routes import trace_routes
 from megatron_pulse.profile.parameters import meta_weights
@@ -168,7 +168,7 @@ def import_weights(
         weights[name].copy_(tensor)
     model = stage.sharded_state_dict()
     parameters = {name: parameter.detach() for name, parameter in stage.named_parameters()}
-    model.update(like_parameters(model, "", parameters, "ema."))  # not copied
+    model.update(like_parameters(model, "", parameters, EMA))  # not copied
     with replacing_folder(save) as beside:
         state = {
             "args": _arguments(backbone, process, base),

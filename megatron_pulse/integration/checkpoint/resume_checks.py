@@ -37,7 +37,7 @@ from megatron_pulse.integration.flags.pulse_options import (
     PulseOptions,
     pulse_flags,
 )
-from megatron_pulse.profile.trainable import trained_part
+from megatron_pulse.profile.trainable import copies_reference, trained_part
 from model_specs import compare_models, weights_folder
 
 
@@ -179,6 +179,12 @@ def has_ema_of(start: StartingPoint, record: Mapping[str, Any]) -> bool:
     return start.saved.has_ema and trained_part(start.saved.record) == trained_part(record)
 
 
+def has_reference_of(start: StartingPoint, record: Mapping[str, Any]) -> bool:
+    """True if a run of this record that continues it finds the weights of its reference there."""
+    same = trained_part(start.saved.record) == trained_part(record)
+    return start.continued and same and start.saved.has_reference
+
+
 def _newly_trained(start: StartingPoint, wanted: NewRun) -> Iterator[str]:
     theirs, ours = trained_part(start.saved.record), trained_part(wanted.record)
     if theirs != ours:
@@ -188,6 +194,14 @@ def _newly_trained(start: StartingPoint, wanted: NewRun) -> Iterator[str]:
 def _new_ema(start: StartingPoint, wanted: NewRun) -> Iterator[str]:
     if wanted.options.ema_decay and not has_ema_of(start, wanted.record):
         yield "EMA of the weights, starting with these weights (--pulse-ema-decay 0 disables it)"
+
+
+def _new_reference(start: StartingPoint, wanted: NewRun) -> Iterator[str]:
+    is_preference = wanted.options.training_loss.is_preference
+    if not start.continued or not is_preference or not copies_reference(wanted.record):
+        return
+    if not has_reference_of(start, wanted.record):
+        yield "dpo's reference is a copy of these weights"
 
 
 _OR_NEW = "or --no-load-optim to continue with a new optimizer"
@@ -479,4 +493,5 @@ _CHANGES: tuple[_Comparison, ...] = (
     _other_encoders,
     _other_data,
     _new_ema,
+    _new_reference,
 )

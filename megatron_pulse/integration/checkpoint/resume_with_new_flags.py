@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_pulse.integration.checkpoint.lr_schedule import SCHEDULER, schedule_position
 from megatron_pulse.integration.checkpoint.optimizer_main_params import begin_ema
-from megatron_pulse.integration.checkpoint.resume_checks import has_ema_of
+from megatron_pulse.integration.checkpoint.resume_checks import has_ema_of, has_reference_of
 from megatron_pulse.integration.checkpoint.saved_run import last_line, read_common
 from megatron_pulse.integration.checkpoint.starting_point import (
     StartingPoint,
@@ -53,6 +53,10 @@ def wrap_load_checkpoint(
     def load(
         model: Any, optimizer: Any, opt_param_scheduler: Any, *rest: Any, **kwargs: Any
     ) -> Any:
+        stages = [unwrap(chunk) for chunk in model]
+        if args.pulse_loss == "dpo" and has_reference_of(start, args.pulse_record):
+            for stage in stages:
+                stage.begin_reference()
         if optimizer is None:  # --skip-train
             with (
                 _generators_that_fit(),
@@ -64,7 +68,6 @@ def wrap_load_checkpoint(
             {name: value for name, value in group.items() if name not in _STATE}
             for group in optimizer.param_groups
         ]
-        stages = [unwrap(chunk) for chunk in model]
         before = [stage.left_out for stage in stages]
         if _adds_adapter(start, args):
             for stage in stages:

@@ -33,7 +33,7 @@ from megatron_pulse.integration.checkpoint.frozen_weights import FrozenWeights
 from megatron_pulse.integration.checkpoint.integrity.saved_flags import find_flag_faults, is_ours
 from megatron_pulse.integration.checkpoint.integrity.verify import damaged, require_readable
 from megatron_pulse.integration.flags.pulse_options import add_pulse_arguments
-from megatron_pulse.integration.megatron.stage import MegatronStage
+from megatron_pulse.integration.megatron.stage import EMA, REFERENCE, MegatronStage
 from megatron_pulse.profile.trainable import TrainedPart, trained_part
 from model_specs import (
     DTYPE,
@@ -133,6 +133,12 @@ class SavedRun:
     def has_ema(self) -> bool:
         """True if the checkpoint holds an EMA of the weights."""
         return bool(self.arguments.pulse_ema_decay)
+
+    @property
+    def has_reference(self) -> bool:
+        """True if the checkpoint holds the weights of a preference loss's reference."""
+        names = dist_checkpointing.load_tensors_metadata(str(self.folder))
+        return any(name.startswith(REFERENCE) for name in names)
 
     @property
     def has_optimizer(self) -> bool:
@@ -235,7 +241,7 @@ def load_weights(stage: MegatronStage, saved: SavedRun, *, averaged: bool) -> No
         if averaged:
             known = dist_checkpointing.load_tensors_metadata(str(folder))
             for name, _ in stage.named_parameters():
-                if name in state and (key := f"ema.{state[name].key}") in known:
+                if name in state and (key := f"{EMA}{state[name].key}") in known:
                     state[name].key = key
         loaded = dist_checkpointing.load({"model": state}, str(folder))["model"]
     except (Exception, CheckpointException) as error:  # the latter is a BaseException

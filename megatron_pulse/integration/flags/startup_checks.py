@@ -206,11 +206,6 @@ def _check_quantization(options: PulseOptions) -> Iterator[str]:
 def _check_pairs(args: argparse.Namespace, options: PulseOptions) -> Iterator[str]:
     if not options.training_loss.is_preference:
         return
-    if options.adapter.adapter is None:
-        yield (
-            "--pulse-loss dpo without an adapter needs a second, frozen copy of the model, which "
-            "is not supported: give --pulse-adapter lora, whose frozen weights are the reference"
-        )
     for name in ("micro_batch_size", "eval_micro_batch_size", "pulse_bucket_batch"):
         if (size := getattr(args, name)) is not None and size % 2:
             yield (

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import Tensor, nn
 
-from megatron_pulse.adapters.low_rank import adapters_disabled
 from megatron_pulse.backbone.build_context import LayerContext
 from megatron_pulse.backbone.layer_selection import tell_layers
 from megatron_pulse.diffusion.preference import PreferenceLoss
@@ -72,7 +71,7 @@ class PulseSchedule:
     ``encoders(device)`` loads the encoders of a pipeline device if samples are encoded in the loop;
     a cascade has one such function per chain. With ``self_conditioning``, some training steps run
     an additional forward pass first, and evaluations never do. With ``preference``, which is then
-    the loss, every step runs a forward pass without adapters first. ``verifier`` lets another rank
+    the loss, every step runs a forward pass of the reference first. ``verifier`` lets another rank
     repeat the computation of one rank and compares. ``validation`` takes the losses of samples in
     evaluations. With ``tracing``, the first pipeline (data- and
     tensor-parallel rank 0) is traced.
@@ -276,10 +275,12 @@ class PulseSchedule:
     def _compared(
         self, preference: PreferenceLoss, batches: list[Batch], call: _Call
     ) -> Iterator[Batch]:
-        """``batches``, after a forward pass of the reference model: the model without adapters."""
+        """``batches``, after a forward pass of the reference model."""
         executor = self._executor(replace(call, forward_only=True))
         preference.begin()
-        with adapters_disabled():
+        with contextlib.ExitStack() as stack:
+            for chunk in call.chunks:
+                stack.enter_context(unwrap(chunk).as_reference())
             settings = replace(self._settings_or_fail(), loss=preference.keep)
             executor.run(iter(batches), settings, forward_only=True)
         return iter(batches)

@@ -6,7 +6,8 @@ The sharded state covers tensor-parallel layers below plain containers, and the 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from megatron.core.utils import get_tensor_model_parallel_group_if_none
 from torch import nn
 
-from megatron_pulse.adapters.low_rank import is_factor
+from megatron_pulse.adapters.low_rank import adapters_disabled, is_factor
 from megatron_pulse.backbone.activations import ActivationPolicies
 from megatron_pulse.backbone.build_context import LayerContext
 from megatron_pulse.backbone.chain import Backbone
@@ -28,7 +29,11 @@ from megatron_pulse.diffusion.ema import ExponentialMovingAverage
 from megatron_pulse.integration.megatron.te_wgrad import untrained_biases
 from megatron_pulse.planner.layout.routes import Routes
 from megatron_pulse.runtime.parameters.main_params import MainParams
+from megatron_pulse.runtime.parameters.reference_weights import ReferenceWeights
 from megatron_pulse.runtime.stage import Stage, Tensors
+
+EMA, REFERENCE = "ema.", "reference."
+"""What the names of averages and of the reference's weights begin with in a checkpoint."""
 
 
 class MegatronStage(Stage, MegatronModule):
@@ -36,6 +41,7 @@ class MegatronStage(Stage, MegatronModule):
 
     - ``main_params``: fp32 parameters from which the stage's parameters are rounded, if any.
     - ``ema``: average of the main parameters.
+    - ``reference``: weights of a preference loss's reference, from its first pass on.
     - ``drawn``: initial weights, until the main parameters take them.
     - ``left_out``: names of parameters that are neither saved nor loaded.
     - ``begins_adapter``: loaded weights are those beside which an adapter begins.
@@ -56,6 +62,7 @@ class MegatronStage(Stage, MegatronModule):
         self.drawn: Tensors = {}
         self.main_params: MainParams | None = None
         self.ema: ExponentialMovingAverage | None = None
+        self.reference: ReferenceWeights | None = None
         self.left_out: frozenset[str] = frozenset()
         self.begins_adapter = False
         # Megatron's training loop reads these attributes of every model chunk.
@@ -90,6 +97,21 @@ class MegatronStage(Stage, MegatronModule):
         """Names of the factors of an adapter."""
         return frozenset(name for name, _ in self.named_parameters() if is_factor(name))
 
+    def begin_reference(self) -> ReferenceWeights:
+        """Make the present weights those of the reference, unless there is one."""
+        if self.reference is None:
+            self.reference = ReferenceWeights(self.named_parameters())
+        return self.reference
+
+    @contextmanager
+    def as_reference(self) -> Iterator[None]:
+        """Within, the stage computes as the reference: with its weights, without adapters.
+
+        For forward passes without gradients.
+        """
+        with adapters_disabled(), self.begin_reference().in_place():
+            yield
+
     def set_input_tensor(self, input_tensor: Any) -> None:
         """Do nothing; Megatron's wrappers need the method, the executor passes inputs to
         forward.
@@ -98,7 +120,7 @@ class MegatronStage(Stage, MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Parameters, and the EMA of trained ones if any, keyed by global layer name.
+        """Parameters, EMA and reference of trained ones if any, keyed by global layer name.
 
         Collective over the ranks that shard main parameters, if these have an EMA.
         """
@@ -109,7 +131,9 @@ class MegatronStage(Stage, MegatronModule):
             averages = self.ema.state
             if self.main_params is not None:
                 averages = self.main_params.gather(averages, self.trained_names)
-            state.update(like_parameters(state, prefix, averages, "ema."))
+            state.update(like_parameters(state, prefix, averages, EMA))
+        if self.reference is not None:
+            state.update(like_parameters(state, prefix, self.reference.state, REFERENCE))
         return state
 
     def replace_rounded(self, state: dict[str, Any]) -> None:
@@ -132,12 +156,12 @@ class MegatronStage(Stage, MegatronModule):
             )
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Load parameters and main parameters, and the EMA if the state has one."""
-        own = {k: v for k, v in state_dict.items() if not k.startswith("ema.")}
+        """Load parameters and main parameters, with EMA and reference if the stage has them."""
+        own = {k: v for k, v in state_dict.items() if not k.startswith((EMA, REFERENCE))}
+        if self.reference is not None:
+            self.reference.load_state(_of_kind(state_dict, REFERENCE))
         if self.ema is not None:
-            averages = {
-                k.removeprefix("ema."): v for k, v in state_dict.items() if k.startswith("ema.")
-            }
+            averages = _of_kind(state_dict, EMA)
             self.ema.load_state(
                 averages if self.main_params is None else self.main_params.parts(averages)
             )
@@ -158,6 +182,10 @@ class MegatronStage(Stage, MegatronModule):
         if self.main_params is not None:
             own = dict(self.named_parameters())
             self.main_params.load({name: own[name].detach() for name in self.factor_names})
+
+
+def _of_kind(state: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    return {k.removeprefix(kind): v for k, v in state.items() if k.startswith(kind)}
 
 
 def sharded_module_state(

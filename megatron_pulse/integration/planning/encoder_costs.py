@@ -27,6 +27,7 @@ from megatron_pulse.profile.measurement.clock import RepetitionLimits
 from megatron_pulse.profile.measurement.machine import measured_device, num_threads
 from megatron_pulse.profile.profile import Source
 from megatron_pulse.profile.roofline import Roofline
+from megatron_pulse.runtime.tensor_settings import compute_device
 from model_specs import text_recipe
 
 
@@ -104,7 +105,7 @@ def _components(
 def _device(weighs: bool) -> torch.device:
     if not weighs:
         return torch.device("meta")
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return compute_device()
 
 
 def _component(

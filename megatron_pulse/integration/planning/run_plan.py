@@ -51,10 +51,16 @@ from megatron_pulse.profile.roofline import (
     custom_device,
     known_device,
 )
-from megatron_pulse.profile.trainable import TrainedError, none_trained, trained_part
+from megatron_pulse.profile.trainable import (
+    TrainedError,
+    copies_reference,
+    none_trained,
+    trained_part,
+)
 from megatron_pulse.profile.weight_offload import frozen_layers
 from megatron_pulse.runtime.collectives import broadcast_from_rank_0
 from megatron_pulse.runtime.measure.execution_modes import RUNNING
+from megatron_pulse.runtime.tensor_settings import compute_device
 from megatron_pulse.runtime.watchdog.progress import PROGRESS
 from model_specs import (
     in_dtype,
@@ -121,7 +127,7 @@ def _with_embedders(
 
 def _require_memory(args: argparse.Namespace, plan: Plan) -> None:
     """Raise PlanError if a device cannot hold its weights alone."""
-    place = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    place = compute_device()
     memory = device_memory(place)
     partition, size = plan.partition, ELEMENT_BYTES[compute_dtype(args)]
     sizes = [
@@ -188,11 +194,17 @@ def _by_file(given: PlanFile, backbone: Backbone) -> Plan:
     )
 
 
-def _activations(
+def _memory_choices(
     args: argparse.Namespace, options: PulseOptions, backbone: Backbone
-) -> ActivationPolicies:
-    """Activation policies that flags ask for; raises ValueError with all faults."""
+) -> tuple[ActivationPolicies, frozenset[int]]:
+    """Activation policies and offloaded weights that flags ask for.
+
+    Raises ValueError with all faults.
+    """
     faults: list[str] = []
+    weights: frozenset[int] = frozenset()
+    with collecting(faults):
+        weights = _offloaded_weights(options, backbone)
     found: dict[str, frozenset[int]] = {}
     for flag, patterns in (
         ("--pulse-recompute", options.recompute),
@@ -232,7 +244,7 @@ def _activations(
     if args.recompute_granularity == "selective":
         every_kept = _keeping("--recompute-granularity selective", ["*"], backbone)
         selective = every_kept - recompute - offload
-    return ActivationPolicies(recompute, offload, selective)
+    return ActivationPolicies(recompute, offload, selective), weights
 
 
 def _offloaded_weights(options: PulseOptions, backbone: Backbone) -> frozenset[int]:
@@ -273,8 +285,7 @@ def _by_flags(args: argparse.Namespace, options: PulseOptions, backbone: Backbon
     placement = options.make_placement(args.pipeline_model_parallel_size, backbone)
     # Costs are those of the whole model; ``backbone`` may hold parts of its sequences.
     whole = replace(load_recorded(backbone.record), shares=backbone.shares)
-    activations = _activations(args, options, backbone)
-    weights = _offloaded_weights(options, backbone)
+    activations, weights = _memory_choices(args, options, backbone)
     profile = _profile(args, options, whole, RUNNING if activations.selective else None)
     costs = _costs(args, profile, backbone, activations)
     on_device = [
@@ -461,7 +472,9 @@ def parameter_state(
     """State that this run keeps for each trained parameter of ``backbone``."""
     half = args.bf16 and args.grad_reduce_in_bf16
     num_bytes = optimizer_bytes(args.optimizer, backbone, momentum=args.sgd_momentum > 0)
-    return ParameterState(options.ema_decay > 0, half, args.optimizer_cpu_offload, num_bytes)
+    copied = options.training_loss.is_preference and copies_reference(backbone.record)
+    kept = options.ema_decay > 0, half, args.optimizer_cpu_offload
+    return ParameterState(*kept, num_bytes, copied)
 
 
 def _memory(

@@ -27,12 +27,14 @@ class ParameterState:
     ``ema``: an EMA in fp32. ``grad_reduce_in_bf16``: bfloat16 gradients are accumulated and reduced
     in bfloat16. ``optimizer_cpu_offload``: optimizer offload; optimizer state and EMA are in the
     node's memory. ``optimizer_bytes``: of the optimizer's state, by default Adam's moments.
+    ``reference``: a frozen copy, the reference of a preference loss.
     """
 
     ema: bool = False
     grad_reduce_in_bf16: bool = False
     optimizer_cpu_offload: bool = False
     optimizer_bytes: float = ADAM_BYTES
+    reference: bool = False
 
     def gradient_bytes(self, dtype: str) -> int:
         """Bytes per element of the gradient that is summed over microbatches and replicas.
@@ -63,13 +65,14 @@ def bytes_per_parameter(
     float32   4 parameter, 4 gradient                8 both moments
     ========  =====================================  ==========================================
 
-    Another optimizer has other ``optimizer_bytes``. An EMA takes 4 more, divided too. Optimizer
+    Another optimizer has other ``optimizer_bytes``. An EMA takes 4 more, divided too. The copy of
+    a reference takes as much as the parameter. Optimizer
     offload moves all that is divided to the host (``host_bytes_per_parameter``). Workspace memory
     of the optimizer is ``optimizer_step_bytes``. Source: Megatron-Core's guide to the distributed
     optimizer, whose figures include both. Raises KeyError for other dtypes.
     """
     replicas = data_parallel if distributed_optimizer else 1
-    kept = ELEMENT_BYTES[dtype] + state.gradient_bytes(dtype)
+    kept = ELEMENT_BYTES[dtype] * (1 + state.reference) + state.gradient_bytes(dtype)
     if state.optimizer_cpu_offload:
         return kept
     copy = 0 if dtype == "float32" else 4

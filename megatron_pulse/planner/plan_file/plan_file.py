@@ -43,6 +43,7 @@ from megatron_pulse.planner.schedule.problem import ScheduleProblem
 from megatron_pulse.planner.schedule.serialize import from_json, to_json
 from megatron_pulse.profile import files as profile_files
 from megatron_pulse.profile.profile import Profile, ProfileError
+from megatron_pulse.profile.trainable import copies_reference
 
 
 class PlanFileError(UserError):
@@ -142,7 +143,11 @@ class PlanFile:
     def state(self) -> ParameterState:
         """State kept for each trained parameter."""
         return ParameterState(
-            self.ema, self.grad_reduce_in_bf16, self.optimizer_cpu_offload, self.optimizer_bytes
+            self.ema,
+            self.grad_reduce_in_bf16,
+            self.optimizer_cpu_offload,
+            self.optimizer_bytes,
+            self.dpo and copies_reference(self.backbone),
         )
 
     @property

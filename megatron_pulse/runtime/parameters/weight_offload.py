@@ -107,7 +107,6 @@ class WeightOffload:
 
     def __init__(self) -> None:
         self._blocks: dict[str, _HostBlock] = {}
-        self._order: list[str] = []
         self._copies: dict[int, _Copied] = {}
         self._last: int | None = None
         self._stream: torch.cuda.Stream | None = None
@@ -117,7 +116,6 @@ class WeightOffload:
         block = _HostBlock(module)
         if block.parameters:
             self._blocks[name] = block
-            self._order.append(name)
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
@@ -177,7 +175,7 @@ class WeightOffload:
 
     def _bring(self, name: str, device: torch.device) -> Tensor:
         """The layer's weights on the device; the copy of the next one's begins."""
-        place, end = self._order.index(name), len(self._order)
+        place, end = list(self._blocks).index(name), len(self._blocks)
         if place != self._last:
             is_back = place < self._last if self._last is not None else place + 1 == end
             following = place - 1 if is_back else place + 1
@@ -190,7 +188,7 @@ class WeightOffload:
 
     def _copy(self, place: int, device: torch.device) -> _Copied:
         if place not in self._copies:
-            host = self._blocks[self._order[place]].bytes
+            host = list(self._blocks.values())[place].bytes
             block = torch.empty_like(host, device=device, pin_memory=False)
             arrived = None
             if device.type == "cuda":

@@ -108,6 +108,12 @@ def from_stored(stored: TensorFiles, module: nn.Module, place: str) -> Weights:
     return Weights(lambda seed: read, lambda: constant)
 
 
+def float8_of(values: Mapping[str, Tensor] | None, name: str) -> tuple[Tensor, Tensor] | None:
+    """Float8 values and scale that the file of ``values`` holds for a tensor; None for others."""
+    of_values = getattr(values, "as_float8", None)
+    return None if of_values is None else of_values(name)
+
+
 def altered(buffers: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> list[str]:
     """Faults for buffers with other values in ``found``, beyond rounding."""
     faults = []
@@ -172,6 +178,14 @@ class _Renamed(Mapping[str, Tensor]):
         if parts.is_floating_point() and not is_finite(parts):
             raise PublishedError(self._place, [f"{name} holds NaN or infinite values"])
         return tensor
+
+    def as_float8(self, name: str) -> tuple[Tensor, Tensor] | None:
+        """Stored float8 values of a tensor and their scale; None if it is no float8."""
+        of_stored = getattr(self._stored, "as_float8", None)
+        held = None if of_stored is None else of_stored(self._names[name])
+        if held is not None:
+            self[name]  # which refuses NaN
+        return held
 
     def __contains__(self, name: object) -> bool:
         return name in self._names

@@ -27,7 +27,7 @@ from megatron_pulse.cli.plan.tuning.tune_input import (
     no_cascade,
     no_half_gradients,
     no_prediction_taken,
-    no_reference,
+    one_first_pass,
     run_search,
     unused_caution,
 )
@@ -166,8 +166,8 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     add(
         "--dpo",
-        "every step has a pass of the reference, and microbatches hold pairs, as with --pulse-loss "
-        "dpo",
+        "every step has a pass of the reference, of which weights that are trained have a frozen "
+        "copy, and microbatches hold pairs, as with --pulse-loss dpo",
     )
     add(
         "--world-sizes N[,N...]",
@@ -224,7 +224,7 @@ def run(args: argparse.Namespace) -> None:
         no_cascade(profile)
         + no_half_gradients(args, profile)
         + no_prediction_taken(args, profile)
-        + no_reference(args, profile)
+        + one_first_pass(args)
     )
     warn(
         where.memory_caution,

@@ -113,27 +113,27 @@ def no_prediction_taken(args: argparse.Namespace, profile: Profile) -> list[str]
     ]
 
 
-def no_reference(args: argparse.Namespace, profile: Profile) -> list[str]:
-    if not args.dpo:
+def one_first_pass(args: argparse.Namespace) -> list[str]:
+    if not args.dpo or args.self_conditioning is None:
         return []
-    faults = []
-    if args.self_conditioning is not None:
-        faults.append("--dpo and --self-conditioning exclude each other: leave one out")
-    if "adapter" not in profile.backbone:
-        of = "a profile with" if args.profile is not None else "give"
-        faults.append(f"--dpo: the model trains no adapter, the reference of dpo ({of} --adapter)")
-    return faults
+    return ["--dpo and --self-conditioning exclude each other: leave one out"]
 
 
 def state(args: argparse.Namespace, profile: Profile) -> ParameterState:
-    from megatron_pulse.planner.partition.memory import ParameterState
+    from megatron_pulse.planner.partition.memory import ADAM_BYTES, ParameterState
     from megatron_pulse.profile.optimizer_state import optimizer_bytes
+    from megatron_pulse.profile.trainable import copies_reference
 
-    kept = not args.no_ema, args.grad_reduce_in_bf16
-    if args.optimizer == "adam":
-        return ParameterState(*kept, args.optimizer_cpu_offload)
-    num_bytes = optimizer_bytes(args.optimizer, backbone_of(profile))
-    return ParameterState(*kept, args.optimizer_cpu_offload, num_bytes)
+    num_bytes = ADAM_BYTES
+    if args.optimizer != "adam":
+        num_bytes = optimizer_bytes(args.optimizer, backbone_of(profile))
+    return ParameterState(
+        not args.no_ema,
+        args.grad_reduce_in_bf16,
+        args.optimizer_cpu_offload,
+        num_bytes,
+        args.dpo and copies_reference(profile.backbone),
+    )
 
 
 def choices_of(args: argparse.Namespace) -> Choices:

@@ -87,7 +87,8 @@ def _beyond(found: Tuning, profile: Profile) -> list[str]:
 def _conditioned(evaluator: Evaluator) -> list[str]:
     """Note on extra forwards: a step time is the mean of steps with and without."""
     if evaluator.dpo:
-        return ["dpo: every step runs all forwards twice, first for the reference"]
+        copied = ", of which each stage keeps a copy" * evaluator.state.reference
+        return [f"dpo: every step runs all forwards twice, first for the reference{copied}"]
     share = 100 * evaluator.self_conditioning
     return [f"self-conditioning: {share:g} % of the steps run all forwards twice"] * (share > 0)
 
