@@ -279,10 +279,10 @@ def drawn_schedules() -> list[tuple[str, list[list[str]]]]:
 
 
 @pytest.mark.parametrize(
-    ("title", "rows"), drawn_schedules(), ids=["map", "1f1b", "whole", "split", "two"]
+    ("title", "rows"), drawn_schedules(), ids=["map", "1f1b", "whole", "split"]
 )
 def test_drawn_schedules_are_what_they_say(title: str, rows: list[list[str]]) -> None:
-    from megatron_pulse.planner.layout.placement import fold, opposite, sequential
+    from megatron_pulse.planner.layout.placement import fold, sequential
     from megatron_pulse.planner.schedule.bound.bounds import lower_bound
     from megatron_pulse.planner.schedule.check.simulate import simulate
     from megatron_pulse.planner.schedule.check.validate import faults_for
@@ -291,8 +291,6 @@ def test_drawn_schedules_are_what_they_say(title: str, rows: list[list[str]]) ->
 
     placement = sequential(2) if "1F1B" in title else fold(2)
     count = 2 if "M = 2" in title else 3
-    if "two chains" in title:
-        placement, count = opposite(2), 2
     each = 2.0 if "1F1B" in title else 1.0  # two stages of the others as one
     split = (each,) * placement.num_stages if "W0a" in " ".join(rows[0]) else None
     problem = ScheduleProblem(

@@ -241,7 +241,7 @@ def test_faults_of_an_adapter_are_said_at_once(tmp_path: Path) -> None:
     with pytest.raises(UserError) as refused:
         read_recipe(path, ["adapter.type=loha", "adapter.dropout=1.0", "adapter.targets=[]"])
     assert str(refused.value).splitlines()[1:] == [
-        "  - adapter.type is 'loha'; allowed is one of lora, dora",
+        "  - adapter.type is 'loha'; allowed is one of lora, dora, lokr",
         "  - adapter.targets is []; allowed is a list, not empty, each text",
         "  - adapter.dropout is 1.0; allowed is a number from 0, below 1",
     ]
