@@ -88,7 +88,7 @@ class QuantizationKeys:
 
 
 @dataclass(frozen=True)
-class Source:
+class DataSource:
     """One of several sources of samples."""
 
     path: Text = key("as data.source", default=MISSING)
@@ -105,7 +105,7 @@ class Data:
         "commas, each perhaps with *REPEATS",
         "--pulse-data",
     )
-    sources: tuple[Source, ...] = key(
+    sources: tuple[DataSource, ...] = key(
         "in place of source: tables [[data.sources]] with path, repeats, caption_prefix",
         default=(),
     )
