@@ -45,19 +45,18 @@ class ShapeChoice:
     """Shapes of pictures, in pixels."""
 
     resolution: int | None = flag(
-        "side of square pictures in pixels; with buckets auto, their area is about its square",
+        "side of square pictures in pixels; of buckets auto, the root of the area",
         metavar="PX",
         within=FROM_ONE,
     )
     buckets: str | None = flag(
-        "shapes of pictures, width x height in pixels: auto (chosen from the aspect ratios of the "
-        "data, so that little is cropped), or a list. Each picture has the shape with the nearest "
-        "aspect ratio. Sets the model's option buckets, in latent sizes (default: one square)",
+        "shapes of pictures, width x height in pixels: auto (by the aspect ratios of the data), or "
+        "a list. Sets the model's option buckets, in latent sizes (default: one square)",
         metavar="auto|WxH,...",
         check=_buckets,
     )
     bucket_step: int | None = flag(
-        "sides of buckets auto are multiples of this (default 64, less below a resolution of 256)",
+        "multiple of the sides of buckets auto (default 64; less below 256)",
         metavar="PX",
         within=FROM_ONE,
         check=_step,
@@ -88,8 +87,7 @@ class AugmentationChoice:
     """Changes of training samples, functions of (seed, sample, position)."""
 
     flip: float = flag(
-        "probability of mirroring a picture (with its mask and control picture) from left to "
-        "right (default 0)",
+        "probability of mirroring a picture from left to right (default 0)",
         0.0,
         metavar="P",
         within=BELOW_ONE,
@@ -106,8 +104,7 @@ class AugmentationChoice:
         check=_keep_tags,
     )
     caption_prefix: tuple[str, ...] = flag(
-        "text before each caption, such as a trigger word and a comma (repeatable: one for each "
-        "dataset)",
+        "text before each caption (repeatable: one for each dataset)",
         (),
         metavar="TEXT",
     )
