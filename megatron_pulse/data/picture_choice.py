@@ -45,18 +45,18 @@ class ShapeChoice:
     """Shapes of pictures, in pixels."""
 
     resolution: int | None = flag(
-        "side of square pictures in pixels; of buckets auto, the root of the area",
+        "side of square pictures in pixels",
         metavar="PX",
         within=FROM_ONE,
     )
     buckets: str | None = flag(
-        "shapes of pictures, width x height in pixels: auto (by the aspect ratios of the data), or "
-        "a list. Sets the model's option buckets, in latent sizes (default: one square)",
+        "shapes of pictures, width x height in pixels: auto (by the data), or a list. Sets the "
+        "model's option buckets, in latent sizes",
         metavar="auto|WxH,...",
         check=_buckets,
     )
     bucket_step: int | None = flag(
-        "multiple of the sides of buckets auto (default 64; less below 256)",
+        "buckets auto have multiples of it as sides (64)",
         metavar="PX",
         within=FROM_ONE,
         check=_step,
@@ -87,15 +87,13 @@ class AugmentationChoice:
     """Changes of training samples, functions of (seed, sample, position)."""
 
     flip: float = flag(
-        "probability of mirroring a picture from left to right (default 0)",
+        "probability of mirroring a picture (default 0)",
         0.0,
         metavar="P",
         within=BELOW_ONE,
     )
-    crop: Literal["center", "random"] = flag(
-        "where pictures are cropped after scaling (default center)", "center"
-    )
-    shuffle_tags: bool = flag("draw the order of the comma-separated tags of captions", False)
+    crop: Literal["center", "random"] = flag("place of the crop (default center)", "center")
+    shuffle_tags: bool = flag("draw the order of captions' tags", False)
     keep_tags: int = flag(
         "first tags that keep their place (default 0)",
         0,
@@ -104,7 +102,7 @@ class AugmentationChoice:
         check=_keep_tags,
     )
     caption_prefix: tuple[str, ...] = flag(
-        "text before each caption (repeatable: one for each dataset)",
+        "text before each caption (one, or one for each dataset)",
         (),
         metavar="TEXT",
     )
