@@ -88,7 +88,7 @@ def main() -> None:
     flags.add("--memory-gb", [24.0], "of a device, with commas between", type=positives)
     flags.add("--rates", [10.0, 5.0, 2.5, 1.25], "GB/s, with commas between", type=positives)
     flags.add("--batches", [8], "samples of a step for each device", type=count, nargs="+")
-    flags.add("--decision-seconds", 5.0, "of processor time for the tuner's pick")
+    flags.add("--decision-seconds", 30.0, "of processor time for the tuner's pick")
     args = flags.parse_args()
     report = Report(args.json)
     for name in args.models:
