@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from megatron_pulse.data.augmentation import Augmentation
 from megatron_pulse.data.images.shapes import AUTO, MOST_BUCKETS, STEP, read_shapes
 from megatron_pulse.dataclass_flags import BELOW_ONE, FROM_ONE, FROM_ZERO, flag
 from megatron_pulse.errors import UserError
+
+if TYPE_CHECKING:
+    from megatron_pulse.data.augmentation import Augmentation
 
 BUCKETS = "buckets"
 """Option of backbones that lists their shapes, HEIGHTxWIDTH in the sizes of samples."""
@@ -110,6 +112,8 @@ class AugmentationChoice:
     @property
     def augmentation(self) -> Augmentation:
         """What is drawn at every visit."""
+        from megatron_pulse.data.augmentation import Augmentation
+
         random_crop = self.crop == "random"
         return Augmentation(self.flip, random_crop, self.shuffle_tags, self.keep_tags)
 

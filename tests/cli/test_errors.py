@@ -78,7 +78,7 @@ CASES = {
     ),
     "states of no captions": (
         ["data", "write-latents", "--from", "mnist", "-o", "b", "--text-states", "12"],
-        ["--text-states is for data with captions", "write length and width as 12x64"],
+        ["--text-states is for captions", "write length and width as 12x64"],
     ),
     "missing captions": (
         ["data", "info", "captions:nowhere", "--image-size", "8"],

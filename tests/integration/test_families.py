@@ -4,6 +4,7 @@ publishes them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,14 +78,22 @@ def draw(spec: TensorSpec, generator: torch.Generator) -> torch.Tensor:
     return torch.randn(spec.shape, generator=generator)
 
 
-def write_latents(folder: Path, family: Family) -> str:
-    """Random latents of each size, with every field that the backbone reads; their names."""
-    options = dict(option.split("=", 1) for option in family.every_option)
-    several = load_backbone(family.backbone, options)
+def write_latents(folder: Path, family: Family) -> None:
+    """Random square latents with every field that the backbone reads."""
+    _write_store(folder, _backbone(family.backbone, family.options))
+
+
+def write_buckets(folder: Path, family: Family) -> str:
+    """The same of each of the family's sizes, each below ``folder``; their names as data."""
+    several = _backbone(family.backbone, family.every_option)
     stores = [folder / str(shape_index) for shape_index in range(several.num_shapes)]
     for shape_index, store in enumerate(stores):
         _write_store(store, at_shape(several, shape_index))
     return ",".join(f"latents:{store}" for store in stores)
+
+
+def _backbone(name: str, options: Sequence[str]) -> Backbone:
+    return load_backbone(name, dict(option.split("=", 1) for option in options))
 
 
 def _write_store(folder: Path, chain: Backbone) -> None:
@@ -108,7 +117,7 @@ def test_trains_alike_over_pipeline_and_tensors_and_leaves_to_diffusers(
     name: str, tmp_path: Path
 ) -> None:
     family = FAMILIES[name]
-    data = write_latents(tmp_path / "latents", family)
+    data = write_buckets(tmp_path / "latents", family)
     flags = [
         *("--pulse-backbone", family.backbone, "--pulse-data", data),
         *("--global-batch-size", "8", "--train-iters", "2"),

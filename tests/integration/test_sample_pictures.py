@@ -19,7 +19,7 @@ from megatron_pulse.cli.main import main
 from tests.data.captioned import captioned_digits
 from tests.integration.runs import BASE, STEPS, TEXT, TINY, pipeline, run, train
 from tests.integration.test_bad_input import refuse
-from tests.integration.test_families import Family, write_latents
+from tests.integration.test_families import Family, write_buckets
 from tests.ranks import RanksFailed, run_ranks, said_once
 
 EVERY = [
@@ -292,7 +292,7 @@ def test_pictures_of_other_runs_are_those_of_the_checkpoint(case: str, tmp_path:
     if backbone == "unet" and TEXT[0] in flags:
         flags = [*flags, "--pulse-data", captioned_digits(tmp_path)]
     if SEVERAL.backbone in flags:
-        flags = [*flags, "--pulse-data", write_latents(tmp_path / "latents", SEVERAL)]
+        flags = [*flags, "--pulse-data", write_buckets(tmp_path / "latents", SEVERAL)]
     pictures = ["--pulse-sample-every", "2", "--pulse-sample-steps", "3"]
     flags = [*STEPS, *flags, *pictures, "--save", str(tmp_path / "run")]
     samples = drawn(num_ranks, *flags, backbone=backbone)
