@@ -456,7 +456,7 @@ def _open(
         source = all_digits(spec, side)
     elif kind in IMAGES and path:
         if image_size is None:
-            raise DataError(spec, ["a folder of images needs an image size"], "Give image_size.")
+            raise DataError(spec, ["images need a size"], "Give --image-size or --resolution.")
 
         files: ImageFiles
         if kind in ARCHIVES:
@@ -541,7 +541,7 @@ def no_data_named() -> DataError:
 
 def no_dataset(reason: str) -> DataError:
     """Error that lists the available datasets."""
-    options = "".join(f"\n  {name:14s}{text}" for name, text in OPTIONS.items())
+    options = "".join(f"\n  {name:17s}{text}" for name, text in OPTIONS.items())
     return DataError("dataset", [reason], f"Choose one of:{options}")
 
 

@@ -30,6 +30,12 @@ def _buckets(choice: ShapeChoice) -> str | None:
     return None
 
 
+def _resolution(choice: ShapeChoice) -> str | None:
+    if choice.resolution is not None and choice.buckets not in (None, AUTO):
+        return "is for one square, or for buckets auto: leave it out beside a list"
+    return None
+
+
 def _of_auto(choice: ShapeChoice) -> str | None:
     given = choice.bucket_step is not None or choice.max_buckets != MOST_BUCKETS
     return "is for buckets that are chosen: give auto" if given and choice.buckets != AUTO else None
@@ -50,6 +56,7 @@ class ShapeChoice:
         "side of square pictures in pixels",
         metavar="PX",
         within=FROM_ONE,
+        check=_resolution,
     )
     buckets: str | None = flag(
         "shapes of pictures, width x height in pixels: auto (by the data), or a list. Sets the "

@@ -45,7 +45,7 @@ def save_grid(
         grid.paste(tile.resize((width * scale, height * scale), Image.Resampling.NEAREST), (x, y))
         if labels is not None:
             label = labels[i].item() if isinstance(labels, Tensor) else labels[i]
-            _write(pen, x, y + height * scale, str(label))
+            _write(pen, x, y + height * scale, str(label), width * scale)
     with replacing(path) as beside:
         grid.save(beside, format="PNG")
     return Path(path)
@@ -88,9 +88,16 @@ def _pictures(images: Tensor) -> Iterator[Image.Image]:
         yield Image.fromarray(colours.transpose(1, 2, 0))
 
 
-def _write(pen: ImageDraw.ImageDraw, x: float, y: float, label: str) -> None:
-    """Draw a line of text from its upper left corner, each letter in a font that has it."""
+def _write(pen: ImageDraw.ImageDraw, x: float, y: float, label: str, width: int) -> None:
+    """Draw a line of text from its upper left corner, each letter in a font that has it.
+
+    Letters beyond ``width`` are left out.
+    """
+    end = x + width
     for part, path in runs(label):
         font = ImageFont.truetype(str(path), _TEXT_SIZE)
-        pen.text((x, y), part, fill="black", font=font)
+        fits = next((n for n in range(len(part), 0, -1) if x + font.getlength(part[:n]) <= end), 0)
+        pen.text((x, y), part[:fits], fill="black", font=font)
+        if fits < len(part):
+            return
         x += font.getlength(part)

@@ -26,10 +26,11 @@ from megatron_pulse.data.fields import WantedFields
 from megatron_pulse.data.images.survey import require_readable, require_white, surveys
 from megatron_pulse.data.microbatches import DiffusionLoader, Split
 from megatron_pulse.data.sampler import MicrobatchSampler, PairSampler
+from megatron_pulse.dataclass_flags import flag_name
 from megatron_pulse.diffusion.learned_sigma import variational_bound
 from megatron_pulse.diffusion.objectives import DiffusionProcess, predicted_mean
 from megatron_pulse.diffusion.preference import PreferenceLoss
-from megatron_pulse.encoders.text_recipe import VAE
+from megatron_pulse.encoders.text_recipe import VAE, is_text
 from megatron_pulse.integration.flags.pulse_options import PulseOptions
 from megatron_pulse.integration.loop_encoders import DeviceEncoders, loop_encoders
 from megatron_pulse.planner.layout.placement import Placement
@@ -122,6 +123,15 @@ class DiffusionData:
         self._copies_reference = copies_reference(backbone.record)
         self._skip_corrupt = options.skip_corrupt
         self._bucket_batch = options.bucket_batch
+        self._caption_flags = [
+            flag_name(f"pulse_{name}")
+            for name, given in (
+                ("default_caption", options.default_caption),
+                ("caption_prefix", options.augmented.caption_prefix),
+                ("shuffle_tags", options.augmented.shuffle_tags),
+            )
+            if given
+        ]
         self._times = options.validation_times
         self.waited_s = 0.0
         """Seconds for which this process has waited for training microbatches."""
@@ -207,6 +217,12 @@ class DiffusionData:
                 f"the data has {given} class{'es' * (given > 1)}, the backbone {most}{fewer}: "
                 f"{labels} never trained"
             )
+        if (
+            self._caption_flags
+            and self.in_loop is None
+            and not any(map(is_text, self.train.fields))
+        ):
+            yield f"{', '.join(self._caption_flags)} has no effect: the backbone reads no captions"
         if self._bucket_batch is not None and not self.several_shapes:
             yield "--pulse-bucket-batch has no effect: all samples have one shape"
 
@@ -220,14 +236,15 @@ class DiffusionData:
             require_readable(found)
         require_white(found)
         held = f"{len(self.train):,} training samples, {len(self.validation):,} validation samples"
-        told = [f"{each.describe()}; {held}" for each in found]
+        told = [each.describe() for each in found]
+        told = [f"{told[0]}; {held}"] if len(told) == 1 else [*told, *[f"all: {held}"] * bool(told)]
         if self.several_shapes:
             found_in = buckets_of(self.train, self.validation)
             told += [bucket.describe(of=len(self.train)) for bucket in found_in]
             in_a_row = f"{self._bucket_batch} samples" if self._bucket_batch else "a global batch"
             told.append(
-                f"buckets: {in_a_row} in a row have one shape. No sample is dropped: those left at "
-                "the end of an epoch come first in the next one"
+                f"buckets: {in_a_row} in a row have one shape. Samples left at the end of an epoch "
+                "come first in the next one"
             )
         return told + [f"warning: {caution}" for each in found for caution in each.cautions]
 
@@ -379,10 +396,12 @@ class DiffusionData:
             if 0 < len(part) < in_a_row
         ]
         if few:
+            least = min(len(part) for part in self.train.parts if len(part))
             print(
                 f"warning: {in_a_row} consecutive samples have one shape, but the data has only "
-                f"{', '.join(few)}, so samples repeat within a batch; none is dropped. Use "
-                "--pulse-bucket-batch N to mix shapes within a step",
+                f"{', '.join(few)}: these come several times together, then not for some epochs "
+                f"(the fewest for {in_a_row / least:.0f}). Use --pulse-bucket-batch N, a smaller "
+                "number, to mix shapes within a step",
                 flush=True,
             )
 

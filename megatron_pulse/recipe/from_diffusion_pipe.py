@@ -335,14 +335,16 @@ def _shapes(made: _Conversion, dataset: Mapping[str, Any]) -> Iterator[str]:
         and all(isinstance(one, int) for one in resolutions)
     ):
         side = max(resolutions)
-        made.set("data.resolution", side)
         if len(resolutions) == 1:
             yield "resolutions"
     ratios = dataset.get("ar_buckets", dataset.get("size_buckets"))
     if isinstance(ratios, list) and ratios and (side or isinstance(ratios[0], list)):
         made.set("data.buckets", [_shape(one, side) for one in ratios])
         yield from ("ar_buckets", "size_buckets", "enable_ar_bucket")
-    elif dataset.get("enable_ar_bucket") and side:
+        return
+    if side:
+        made.set("data.resolution", side)
+    if dataset.get("enable_ar_bucket") and side:
         made.set("data.buckets", "auto")
         yield "enable_ar_bucket"
         if isinstance(count := dataset.get("num_ar_buckets"), int):

@@ -6,6 +6,7 @@ recipe = read_recipe(Path("recipe.toml"), ["optimizer.lr=2e-5", "training.steps=
 from __future__ import annotations
 
 import tomllib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -68,6 +69,10 @@ def _parse(path: Path) -> dict[str, Any]:
 
 def _override(tables: dict[str, Any], overrides: Sequence[str]) -> Iterator[str]:
     """Replace each TABLE.KEY=VALUE in ``tables``; yield the faults of overrides."""
+    count_of = Counter(text.partition("=")[0].strip() for text in overrides if "=" in text)
+    for name, count in count_of.items():
+        if count > 1:
+            yield f"{name} is given {count} times: give it once, and quote a pattern with braces"
     for text in overrides:
         name, equals, value = text.partition("=")
         if not equals or not name.strip():

@@ -76,7 +76,8 @@ class SampleSizes:
         except Faults as error:
             return faults_in(error)
         return [
-            f"buckets: sides must be divisible by {divisor_text}, are {height}x{width}"
+            f"buckets: sides must be divisible by {divisor_text}; a sample of height {height} and "
+            f"width {width} is not"
             for height, width in sizes
             if height % divisor or width % divisor
         ]

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import tarfile
 from pathlib import Path
 
@@ -205,6 +206,9 @@ DAMAGES = {
     "cut": "it is not a whole tar",
     "cut-head": "its end is missing",
     "joined": "bytes follow its end",
+    "joined-small": "bytes follow its end",
+    "backwards": "claims a size that cannot be",
+    "huge-name": "it is not a whole tar",
     "text": "it is not a whole tar",
     "twice": "a.PNG comes twice in one sample",
     "class": "a.cls is no class number",
@@ -226,6 +230,20 @@ def test_damaged_tars_are_refused(damage, tmp_path):
             path.write_bytes(content[: 512 + 1024 + 40])
         case "cut-head":
             path.write_bytes(content[: 512 + 512 + 100])
+        case "joined-small":
+            path.write_bytes(content + write_tar(path, [("c.png", picture(3))]).read_bytes())
+        case "backwards":
+            write_tar(path, [("x.png", picture(1)), ("a.png", picture(2)), ("b.npy", b"")])
+            member = tarfile.TarInfo("b.npy")
+            member.size = -1536
+            write_tar(path, [("x.png", picture(1)), ("a.png", picture(2))])
+            whole, end = path.read_bytes(), 4 * 512
+            head = member.tobuf(tarfile.GNU_FORMAT)
+            path.write_bytes(whole[:end] + head + bytes(2 * tarfile.RECORDSIZE))
+        case "huge-name":
+            member = tarfile.TarInfo("././@LongLink")
+            member.type, member.size = tarfile.GNUTYPE_LONGNAME, 1 << 50
+            path.write_bytes(member.tobuf(tarfile.GNU_FORMAT) + bytes(tarfile.RECORDSIZE))
         case "joined":
             path.write_bytes(content * 4)
         case "text":
@@ -278,6 +296,7 @@ def test_odd_members_are_left_aside_or_told(tmp_path):
     assert found.caption(at["../../up.jpg"]) == ""
     assert any("1 samples without a picture" in each for each in found.cautions)
     assert any("1 pictures beside the first" in each for each in found.cautions)
+    assert any("1 links and sparse files" in each for each in found.cautions)
     faults = {
         "latin.png": "caption is not UTF-8", "list.png": "caption is JSON, but no object",
         "number.png": "caption is no text", "long.png": "caption has 1,048,577 bytes",
@@ -292,6 +311,19 @@ def test_odd_members_are_left_aside_or_told(tmp_path):
     with pytest.raises(DataError) as raised:
         WebDataset(path, 8, verify=True)
     assert len(raised.value.faults) == len(faults)
+
+
+def test_a_tar_replaced_in_use_is_told(tmp_path):
+    """The same size and time of change, other samples."""
+    path = write_tar(tmp_path / "a.tar", [(f"{i}.png", picture(10 + i)) for i in range(3)])
+    found, before = WebDataset(path, 8), path.stat()
+    other = write_tar(tmp_path / "b.tar", [(f"{i}.png", picture(20 + i)) for i in range(3)])
+    assert other.stat().st_size == before.st_size
+    os.utime(other, ns=(before.st_atime_ns, before.st_mtime_ns))
+    os.replace(other, path)
+    with pytest.raises(DataError, match="has changed; begin again"):
+        found.image(0)
+    assert values(WebDataset(path, 8)) == [20, 21, 22]
 
 
 def test_odd_tables_are_refused(tmp_path):
@@ -321,6 +353,17 @@ def test_odd_tables_are_refused(tmp_path):
     _saved({"text": ["a"] * 3}, texts, "datasets", text=datasets.Value("string"))
     with pytest.raises(DataError, match="no column holds pictures; its columns are text"):
         open_dataset(f"datasets:{texts}", 8)
+    pyarrow = pytest.importorskip("pyarrow")
+    words = pyarrow.array([b"caf\xe9", b"b", b"c"]).view(pyarrow.string())
+    kinds = pyarrow.array([picture(i) for i in range(3)])
+    table = pyarrow.table({"png": kinds, "text": words, "label": pyarrow.array([0.5] * 3)})
+    pyarrow.parquet.write_table(table, tmp_path / "latin.parquet")
+    latin, _ = open_dataset(f"parquet:{tmp_path / 'latin.parquet'}", 8, validation_fraction=0.0)
+    assert "label is of type float64" in latin.cautions[0]
+    assert len(latin.fingerprints(range(3))) == 3
+    with pytest.raises(CorruptSample, match="row 0: its caption is not UTF-8"):
+        latin.check(0)
+    assert latin.caption(1) == "b"
     holes = tmp_path / "holes"
     rows["image"] = [None, {"bytes": None, "path": "/etc/passwd"}, {"bytes": b"", "path": None}]
     kinds = {"bytes": datasets.Value("binary"), "path": datasets.Value("string")}

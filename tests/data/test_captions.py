@@ -397,7 +397,7 @@ def test_folders_without_captions(tmp_path):
     (tmp_path / "metadata.jsonl").write_text("\n")
     with pytest.raises(DataError, match="metadata.jsonl names no images"):
         CaptionedImages(tmp_path, 8)
-    with pytest.raises(DataError, match="image_size"):
+    with pytest.raises(DataError, match="--image-size"):
         open_dataset(f"captions:{tmp_path}")
 
 

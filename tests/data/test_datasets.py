@@ -121,5 +121,5 @@ def test_open_dataset(folder):
         open_dataset("imagenet")
     with pytest.raises(DataError, match="1x32x32, the backbone takes 3x32x32"):
         open_dataset("digits8", wanted=WantedFields((3, 32, 32)))
-    with pytest.raises(DataError, match="image_size"):
+    with pytest.raises(DataError, match="--image-size"):
         open_dataset(f"folder:{folder}")

@@ -307,7 +307,7 @@ def test_strange_pictures_are_read_right_or_said(tmp_path: Path) -> None:
     assert [data.image(i).shape[1:] for i in range(3)] == [(8, 16), (16, 8), (16, 8)]
     assert (data.image(2) == 50 / 127.5 - 1).all()
     for i in (3, 4):
-        with pytest.raises(CorruptSample, match="--resolution 8 --buckets 16x8,8x16"):
+        with pytest.raises(CorruptSample, match="--buckets 16x8,8x16"):
             data.image(i)
     assert Crop.of((10000, 1), (8, 16)).box == (4999, 0, 5001, 1)
 

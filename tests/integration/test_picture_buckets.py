@@ -32,7 +32,7 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def flags(photos: Path, *more: str) -> list[str]:
     return [
-        *RGB, "--pulse-data", f"folder:{photos}", "--pulse-resolution", "16",
+        *RGB, "--pulse-data", f"folder:{photos}",
         "--pulse-buckets", "24x12,12x24,16x16", "--pulse-flip", "0.5", "--pulse-crop", "random",
         "--global-batch-size", "8", "--train-iters", "3", *more,
     ]  # fmt: skip
@@ -74,7 +74,7 @@ def test_what_contradicts_shapes_is_refused(photos: Path, monkeypatch: pytest.Mo
     said = refuse(monkeypatch, 1, [*flags(photos), *STEPS, "--pulse-option", "buckets=4x8"], BASE)
     assert any("--pulse-option buckets sets the model's shapes" in one for one in said)
     said = refuse(monkeypatch, 1, [*flags(photos), *STEPS, "--pulse-buckets", "4by8"], BASE)
-    assert any("no list of WIDTHxHEIGHT in pixels" in one for one in said)
+    assert any("shapes are WIDTHxHEIGHT in pixels" in one for one in said)
 
 
 @pytest.fixture(scope="module")

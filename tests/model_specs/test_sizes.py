@@ -155,10 +155,14 @@ def test_records_from_before_positions_had_a_base_mean_their_size(name):
 @pytest.mark.parametrize(
     ("name", "option", "said"),
     [
-        ("sd-tiny", "16x8,8x12", ["8 (4 levels), are 8x12"]),
+        ("sd-tiny", "16x8,8x12", ["8 (4 levels); a sample of height 8"]),
         ("controlnet-tiny", "16,9x8", ["'16' is not HEIGHTxWIDTH, as in"]),
-        ("sd3-tiny", "7x8,20x4", ["patch_size=2, are 7x8", "10 patches per side exceed pos_embed"]),
-        ("flux-tiny", "8x3", ["divisible by 2, are 8x3"]),
+        (
+            "sd3-tiny",
+            "7x8,20x4",
+            ["patch_size=2; a sample of height 7", "10 patches per side exceed pos_embed"],
+        ),
+        ("flux-tiny", "8x3", ["divisible by 2; a sample of height 8 and width 3"]),
         ("pixart-tiny", "8x8x8,0x4, 4x4,8x8", ["'8x8x8' is", "'0x4' is", "' 4x4' is"]),
         ("dit-tiny", "8x4,4x4,8x4,4x4", ["8x4 is repeated. Give it once", "4x4 is repeated"]),
         ("hunyuan-tiny", "8x99999999", ["'8x99999999' is not"]),

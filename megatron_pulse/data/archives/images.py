@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from megatron_pulse.data.captions import WordedImages
-from megatron_pulse.data.dataset import NO_FIELDS, FieldSpec
+from megatron_pulse.data.dataset import NO_FIELDS, CorruptSample, FieldSpec
 from megatron_pulse.data.images.folder import ImageSize
 from megatron_pulse.data.split_groups import MOST_COMPARED
 from megatron_pulse.data.stored_file import ArchivedFile
@@ -36,6 +37,22 @@ class ArchivedImages(WordedImages):
         super().__init__(
             root, files, labels, num_classes, image_size, channels, verify, captions, fields=fields
         )
+
+    def caption(self, index: int) -> str:
+        try:
+            return super().caption(index)
+        except ValueError as error:
+            fault = f"{self.files[index]}: its caption {error}"
+            raise CorruptSample(f"{self.kind} {self.root}", [fault], self.remedy) from error
+
+    def excess(self, index: int) -> int:
+        with suppress(CorruptSample):  # told where it is read
+            return super().excess(index)
+        return 0
+
+    def check(self, index: int) -> None:
+        super().check(index)
+        self.caption(index)
 
     def ties(self) -> Sequence[Sequence[Hashable]]:
         # No two are one file, and contents of so many are not compared.

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, overload
 
 from megatron_pulse.data.archives.images import ArchivedImages
-from megatron_pulse.data.dataset import NO_FIELDS, DataError, FieldSpec
+from megatron_pulse.data.dataset import NO_FIELDS, CorruptSample, DataError, FieldSpec
 from megatron_pulse.data.images.folder import ImageSize
 from megatron_pulse.data.split_groups import ends_hash, name_hash
 from megatron_pulse.data.stored_file import ArchivedFile
@@ -76,7 +76,12 @@ class TableImages(ArchivedImages):
         raise NotImplementedError
 
     def fingerprints(self, indices: Sequence[int]) -> Sequence[int]:
-        return [name_hash(f"{ends_hash(self.files[i])} {self.caption(i)}") for i in indices]
+        def caption(index: int) -> str:
+            with suppress(CorruptSample):  # told where it is read
+                return self.caption(index)
+            return ""
+
+        return [name_hash(f"{ends_hash(self.files[i])} {caption(i)}") for i in indices]
 
 
 class DatasetImages(TableImages):
@@ -207,7 +212,10 @@ class TableCaptions(Sequence[str]):
     def __getitem__(self, index: int | slice) -> str | list[str]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        text = self._table[index].column(self._column)[0].as_py()
+        try:
+            text = self._table[index].column(self._column)[0].as_py()
+        except UnicodeDecodeError as error:
+            raise ValueError("is not UTF-8") from error
         return printable(text or "").strip() or self._default
 
 
@@ -246,6 +254,9 @@ class _Columns:
             cautions.append(
                 f"no caption is read; name its column as PATH#NAME: {', '.join(others)}"
             )
+        if _LABEL in features and not label:
+            kind = getattr(features[_LABEL], "dtype", "unknown")
+            cautions.append(f"the column {_LABEL} is of type {kind}, not of integers: ignored")
         if aside := [name for name in images if name != pictures[0]]:
             cautions.append(f"further columns of pictures are ignored: {', '.join(aside)}")
         return cls(pictures[0], caption, label, cautions)

@@ -15,7 +15,7 @@ from typing import Any, overload
 
 from megatron_pulse.data.archives.images import ArchivedImages
 from megatron_pulse.data.archives.tar_index import TarIndex, TarMember
-from megatron_pulse.data.dataset import NO_FIELDS, CorruptSample, DataError, FieldSpec
+from megatron_pulse.data.dataset import NO_FIELDS, DataError, FieldSpec
 from megatron_pulse.data.images.folder import ImageSize
 from megatron_pulse.data.images.sizes import NUM_READERS
 from megatron_pulse.data.split_groups import name_hash
@@ -76,17 +76,6 @@ class WebDataset(ArchivedImages):
         rows = (self._members.row(index) for index in indices)
         return [name_hash(f"{row['picture_hash']} {row['text_hash']}") for row in rows]
 
-    def caption(self, index: int) -> str:
-        try:
-            return super().caption(index)
-        except ValueError as error:
-            fault = f"{self.files[index]}: its caption {error}"
-            raise CorruptSample(f"webdataset {self.root}", [fault], self.remedy) from error
-
-    def check(self, index: int) -> None:
-        super().check(index)
-        self.caption(index)
-
 
 @dataclass(frozen=True)
 class TarMembers(Sequence[TarMember]):
@@ -119,7 +108,8 @@ class TarMembers(Sequence[TarMember]):
             return [self[i] for i in range(*index.indices(len(self)))]
         number, place = self._place(index)
         row, name = self.row(index), self.indexes[number].name(place)
-        return TarMember(self.tars[number], name, int(row["offset"]), int(row["size"]))
+        place_in_tar = int(row["offset"]), int(row["size"])
+        return TarMember(self.tars[number], name, *place_in_tar, self.indexes[number].stamp)
 
     def row(self, index: int) -> Any:
         """Entry of a sample in the index of its tar."""
@@ -131,7 +121,9 @@ class TarMembers(Sequence[TarMember]):
         number, _ = self._place(index)
         row = self.row(index)
         offset, size = int(row["text_offset"]), int(row["text_size"])
-        return TarMember(self.tars[number], "caption", offset, size) if size >= 0 else None
+        if size < 0:
+            return None
+        return TarMember(self.tars[number], "caption", offset, size, self.indexes[number].stamp)
 
     @property
     def num_captions(self) -> int:
@@ -316,6 +308,8 @@ def _cautions(members: TarMembers, captions: TarCaptions) -> Iterator[str]:
         yield f"{count:,} samples without a picture: ignored"
     if count := sum(index.num_further for index in members.indexes):
         yield f"{count:,} pictures beside the first of a sample: ignored"
+    if count := sum(index.num_links for index in members.indexes):
+        yield f"{count:,} links and sparse files with names of pictures: ignored"
     without = len(members) - members.num_captions
     if members.num_captions and without and not captions.default:
         yield f"{without:,} samples without a caption train unconditionally"

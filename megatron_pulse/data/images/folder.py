@@ -194,7 +194,7 @@ class ImageFiles(DiffusionDataset):
         channels, (height, width) = self.image_shape[0], self.shapes[0]
         spec, size = shlex.quote(f"{self.kind}:{self.root}"), f"--image-size {height}"
         if len(self.shapes) > 1 or height != width:
-            size = f"--resolution {height} --buckets {','.join(map(shown, self.shapes))}"
+            size = f"--buckets {','.join(map(shown, self.shapes))}"
         return (
             "Replace or remove this file, or train with --pulse-skip-corrupt to skip such files. "
             f"'pulse data info {spec} {size} --channels {channels} --verify' lists "

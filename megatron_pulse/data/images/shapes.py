@@ -166,8 +166,14 @@ def read_shapes(text: str) -> list[Size]:
     Raises UserError for another form and for repetitions.
     """
     every = [part.strip().split("x") for part in text.split(",")]
-    if not all(len(one) == 2 and all(s.isdecimal() and int(s) for s in one) for one in every):
-        raise UserError(f"{text!r} is no list of WIDTHxHEIGHT in pixels, such as 512x768,768x512")
+    wrong = [
+        "x".join(one)
+        for one in every
+        if len(one) != 2 or not all(side.isdecimal() and int(side) for side in one)
+    ]
+    if wrong:
+        named = ", ".join(map(repr, wrong))
+        raise UserError(f"{named}: shapes are WIDTHxHEIGHT in pixels, such as 512x768,768x512")
     shapes = [(int(height), int(width)) for width, height in every]
     if twice := [shape for shape, count in Counter(shapes).items() if count > 1]:
         raise UserError(f"{text!r} names {shown(twice[0])} twice")

@@ -289,8 +289,8 @@ def _other_buckets(start: StartingPoint, wanted: NewRun) -> Iterator[str]:
     if start.continued and wanted.several_shapes and shapes[0] != shapes[1]:
         was, now = (each or "one" for each in shapes)
         yield (
-            f"its samples are of the shapes {was}, those of this run {now}: they come in another "
-            f"order. Give --pulse-option {BUCKETS}={was}, or {_new_run(start)}"
+            f"its samples are of the shapes {was} (height x width), those of this run {now}: they "
+            f"come in another order. Give {_shapes_again(before, was)}, or {_new_run(start)}"
         )
     buckets = "," in str(shapes[0]) or several_parts(before.pulse_data)
     if not start.continued or not buckets or not wanted.several_shapes:
@@ -301,6 +301,15 @@ def _other_buckets(start: StartingPoint, wanted: NewRun) -> Iterator[str]:
             f"its sample order has {was} consecutive samples of one shape, this run {now}, so "
             f"some samples would come twice in an epoch. Give --pulse-bucket-batch {was}"
         )
+
+
+def _shapes_again(before: argparse.Namespace, shapes: str) -> str:
+    """Flags by which a run has the shapes of an earlier one."""
+    names = [f"pulse_{name}" for name in ("resolution", "buckets", "bucket_step", "max_buckets")]
+    given = {name: value for name in names if (value := getattr(before, name, None)) is not None}
+    if not given.keys() & {"pulse_resolution", "pulse_buckets"}:
+        return f"--pulse-option {BUCKETS}={shapes}"
+    return " ".join(f"{flag_name(name)} {value}" for name, value in given.items())
 
 
 def _other_augmentation(start: StartingPoint, wanted: NewRun) -> Iterator[str]:
