@@ -65,7 +65,7 @@ def test_other_shapes_and_augmentation_are_refused_at_a_resume(
     ]
     said = refuse(monkeypatch, 1, [*other, "--micro-batch-size", "2"], again)
     assert len(said) == 3
-    assert "of the shapes 12x24,24x12, those of this run 24x12,12x24" in said[0]
+    assert "of the shapes 12x24,24x12 (height x width), those of this run 24x12,12x24" in said[0]
     assert "made with --pulse-flip 0.5, those of this run with 0.25" in said[1]
     assert "--pulse-caption-prefix" in said[2]
 

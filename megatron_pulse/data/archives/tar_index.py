@@ -141,11 +141,11 @@ class TarIndex:
     @classmethod
     def _load(cls, kept: Path, stamp: Stamp) -> TarIndex:
         with np.load(kept) as arrays:
-            counts = arrays["counts"].tolist()
+            pictures, further, links = arrays["counts"].tolist()
             rows, names = arrays["rows"], arrays["names"].tobytes()
         if rows.dtype != ROW or (len(rows) and rows["name_end"][-1] != len(names)):
             raise ValueError("it has other columns")
-        return cls(rows, names, *counts, stamp)
+        return cls(rows, names, pictures, further, links, stamp)
 
     def _save(self, kept: Path) -> None:
         counts = np.array([self.num_without_picture, self.num_further, self.num_links])

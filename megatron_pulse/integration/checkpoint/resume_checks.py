@@ -305,7 +305,7 @@ def _other_buckets(start: StartingPoint, wanted: NewRun) -> Iterator[str]:
 
 def _shapes_again(before: argparse.Namespace, shapes: str) -> str:
     """Flags by which a run has the shapes of an earlier one."""
-    names = [f"pulse_{name}" for name in ("resolution", "buckets", "bucket_step", "max_buckets")]
+    names = [f"pulse_{name}" for name in ("resolution", "buckets", "bucket_step")]
     given = {name: value for name in names if (value := getattr(before, name, None)) is not None}
     if not given.keys() & {"pulse_resolution", "pulse_buckets"}:
         return f"--pulse-option {BUCKETS}={shapes}"
