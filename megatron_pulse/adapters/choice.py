@@ -84,8 +84,8 @@ class AdapterChoice:
     """Flags of an adapter."""
 
     adapter: str | None = flag(
-        "train an adapter and freeze the model: lora (low-rank adaptation), dora (with trained "
-        "magnitudes of rows too), or lokr (Kronecker products, of traced modules)",
+        "train an adapter and freeze the model: lora, dora, or lokr (Kronecker products, of traced "
+        "modules)",
         choices=ADAPTERS,
     )
     adapter_rank: int | None = flag(
@@ -122,13 +122,12 @@ class AdapterChoice:
     )
     quantization: str | None = flag(
         "keep the frozen weights of the blocks' linear layers quantised, of a diffusers model: nf4 "
-        "(4 bits, as bitsandbytes), int8, or fp8 (the bytes of a file in float8)",
+        "(as bitsandbytes), int8, or fp8 (as published)",
         choices=QUANTIZATIONS,
         check=_quantization,
     )
     adapter_factor: int | None = flag(
-        "of lokr: rows and columns of a weight's first Kronecker factor (default: near the square "
-        "roots of the weight's)",
+        "of lokr: rows and columns of the first factor (default: near the roots of the weight's)",
         metavar="N",
         within=FROM_ONE,
         check=_factor,

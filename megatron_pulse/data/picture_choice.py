@@ -111,7 +111,7 @@ class AugmentationChoice:
         check=_keep_tags,
     )
     caption_prefix: tuple[str, ...] = flag(
-        "text before each caption (one, or one for each dataset)",
+        "text before each caption (or one a dataset)",
         (),
         metavar="TEXT",
     )

@@ -329,9 +329,9 @@ class PulseOptions:
         within=FROM_ONE,
     )
     data: str | None = flag(
-        "training data: mnist, digits8, folder:PATH (images), captions:PATH (images with "
-        "captions), pairs:PATH (of images, for --pulse-loss dpo), or latents:PATH (see 'pulse "
-        "data'); for a cascade base=SPEC,upper=SPEC",
+        "training data: mnist, digits8, or KIND:PATH, of the kinds folder, captions, pairs, "
+        "webdataset, parquet, datasets (all images) and latents (see 'pulse data'); for a cascade "
+        "base=SPEC,upper=SPEC",
         metavar="SPEC",
         marks=[FlagMark.STEPS],
     )
@@ -419,7 +419,7 @@ class PulseOptions:
         check=_skip_corrupt,
     )
     default_caption: str = flag(
-        "caption of pictures that have none (default: no caption)",
+        "caption of pictures that have none",
         "",
         metavar="TEXT",
         marks=[FlagMark.STEPS],
