@@ -38,7 +38,7 @@ CASES = {
         ["data", "info", "folder:nowhere", "--image-size", "8"],
         ["it is not a folder"],
     ),
-    "no image size": (["data", "info", "folder:."], ["needs an image size"]),
+    "no image size": (["data", "info", "folder:."], ["images need a size"]),
     "image size": (["data", "info", "mnist", "--image-size", "0"], ["--image-size is 0"]),
     "huge images": (
         ["data", "write-latents", "--from", "mnist", "-o", "b", "--image-size", "1000000"],
