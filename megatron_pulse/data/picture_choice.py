@@ -118,7 +118,7 @@ class AugmentationChoice:
 
     @property
     def augmentation(self) -> Augmentation:
-        """What is drawn at every visit."""
+        """Changes drawn at every visit."""
         from megatron_pulse.data.augmentation import Augmentation
 
         random_crop = self.crop == "random"

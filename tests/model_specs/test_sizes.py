@@ -179,7 +179,7 @@ def test_faulty_buckets_are_refused(name, option, said):
 
 @pytest.mark.parametrize("name", ["sdxl-tiny", "controlnet-tiny", "hunyuan-tiny", "flux-tiny"])
 def test_buckets_are_a_choice_of_the_run(name):
-    """Of the same model, in the same published form; each shape is the chain of that size alone."""
+    """Each shape is the chain of that size alone; the model and its published form stay."""
     sizes = ("16x16", "8x16", "24x8")
     square, several = load_backbone(name), load_backbone(name, {"buckets": ",".join(sizes)})
     compared = compare_models(square.record, several.record)

@@ -12,6 +12,9 @@ from megatron_pulse.data.images.folder import ImageSize
 from megatron_pulse.data.split_groups import MOST_COMPARED
 from megatron_pulse.data.stored_file import ArchivedFile
 
+CAPTIONS = ("text", "caption")
+"""Names of what holds the caption, unless another one is given; of several the first counts."""
+
 
 class ArchivedImages(WordedImages):
     """Pictures of archives below ``root``, with captions and classes where there are any.

@@ -6,26 +6,27 @@ cache folder, since a row in the middle of it cannot be read alone. No code of a
 
 from __future__ import annotations
 
-import os
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, overload
+from typing import Any, BinaryIO
 
-from megatron_pulse.data.archives.images import ArchivedImages
+from megatron_pulse.data.archives.images import CAPTIONS, ArchivedImages
 from megatron_pulse.data.dataset import NO_FIELDS, CorruptSample, DataError, FieldSpec
 from megatron_pulse.data.images.folder import ImageSize
+from megatron_pulse.data.lazy_sequence import LazySequence
 from megatron_pulse.data.split_groups import ends_hash, name_hash
 from megatron_pulse.data.stored_file import ArchivedFile
 from megatron_pulse.errors import UserError
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import FileError, cache_folder, read_json
 from megatron_pulse.fonts import printable
+from megatron_pulse.paths import is_file_name
 
 _PICTURES = ("image", "jpg", "jpeg", "png", "webp", "picture", "img")
 """Names of columns of bytes that are taken for pictures; of several the first here counts."""
-_CAPTIONS = ("text", "caption")
 _LABEL = "label"
 _STATE = "state.json"
 _INSTALL = "Install what reads it: pip install megatron-pulse[data]."
@@ -71,9 +72,9 @@ class TableImages(ArchivedImages):
         self.cautions = [f"{what}: {each}" for each in columns.cautions]
 
     @staticmethod
+    @abstractmethod
     def _table(path: Path) -> Any:
-        """The rows at ``path``, a ``datasets.Dataset``."""
-        raise NotImplementedError
+        """Rows at ``path``, a ``datasets.Dataset``."""
 
     def fingerprints(self, indices: Sequence[int]) -> Sequence[int]:
         def caption(index: int) -> str:
@@ -104,7 +105,9 @@ class DatasetImages(TableImages):
             state = read_json(path / _STATE, FileKind.DATASETS)
         files = state.get("_data_files")
         names = [each.get("filename") for each in files] if isinstance(files, list) else [None]
-        if strange := [str(name) for name in names if not _is_within(name)]:
+        if strange := [
+            str(name) for name in names if not (isinstance(name, str) and is_file_name(name))
+        ]:
             fault = f"{_STATE} names no files of the folder: {', '.join(strange[:3])}"
             raise DataError(what, [fault], "Save the dataset again.")
         return _read(what, lambda library: library.load_from_disk(str(path)))
@@ -160,7 +163,7 @@ class TableRow(ArchivedFile):
         return f"{self.rows.place}: row {self.index}"
 
 
-class TableRows(Sequence[TableRow]):
+class TableRows(LazySequence[TableRow]):
     """Pictures of all rows of ``table``, a ``datasets.Dataset`` of one column, at ``place``."""
 
     def __init__(self, place: Path, table: Any) -> None:
@@ -173,15 +176,7 @@ class TableRows(Sequence[TableRow]):
     def __len__(self) -> int:
         return len(self._table)
 
-    @overload
-    def __getitem__(self, index: int) -> TableRow: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[TableRow]: ...
-    def __getitem__(self, index: int | slice) -> TableRow | list[TableRow]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        if not 0 <= index < len(self):
-            raise IndexError(index)
+    def make(self, index: int) -> TableRow:
         return TableRow(self, index)
 
     def content(self, index: int) -> Any:
@@ -196,7 +191,7 @@ class TableRows(Sequence[TableRow]):
         return value.as_buffer()
 
 
-class TableCaptions(Sequence[str]):
+class TableCaptions(LazySequence[str]):
     """Captions in ``column`` of ``table``, read when asked for; ``default`` without one."""
 
     def __init__(self, table: Any, column: str, default: str) -> None:
@@ -205,13 +200,7 @@ class TableCaptions(Sequence[str]):
     def __len__(self) -> int:
         return len(self._table)
 
-    @overload
-    def __getitem__(self, index: int) -> str: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[str]: ...
-    def __getitem__(self, index: int | slice) -> str | list[str]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
+    def make(self, index: int) -> str:
         try:
             text = self._table[index].column(self._column)[0].as_py()
         except UnicodeDecodeError as error:
@@ -246,7 +235,7 @@ class _Columns:
         if faults:
             remedy = "Columns are image (bytes of files), text or PATH#NAME, and label."
             raise DataError(what, faults, remedy)
-        caption = wanted or next((name for name in _CAPTIONS if name in texts), "")
+        caption = wanted or next((name for name in CAPTIONS if name in texts), "")
         label = _LABEL if _is_label(features.get(_LABEL)) else ""
         others = [name for name in texts if name != caption]
         cautions = []
@@ -283,10 +272,6 @@ def _label_faults(labels: Sequence[int | None], num_names: int) -> Iterator[str]
         yield f"{unfit:,} of {len(labels):,} rows have no class from 0 on in the column label"
     elif num_names and (most := max(classes, default=0)) >= num_names:
         yield f"the column label has {most}, but {num_names} names of classes"
-
-
-def _is_within(name: Any) -> bool:
-    return isinstance(name, str) and os.path.basename(name) == name
 
 
 def _read(what: str, load: Callable[[Any], Any]) -> Any:

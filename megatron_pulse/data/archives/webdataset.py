@@ -9,15 +9,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
-from megatron_pulse.data.archives.images import ArchivedImages
+from megatron_pulse.data.archives.images import CAPTIONS, ArchivedImages
 from megatron_pulse.data.archives.tar_index import TarIndex, TarMember
 from megatron_pulse.data.dataset import NO_FIELDS, DataError, FieldSpec
 from megatron_pulse.data.images.folder import ImageSize
 from megatron_pulse.data.images.sizes import NUM_READERS
+from megatron_pulse.data.lazy_sequence import LazySequence
 from megatron_pulse.data.split_groups import name_hash
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import parse_json, read_yaml
@@ -27,8 +29,6 @@ from megatron_pulse.progress import track
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 _MOST_SHARDS = 1_000_000
 _SPLITS = Path(".nv-meta", "split.yaml")
-_COLUMNS = ("text", "caption")
-"""Keys of a sample's JSON that hold the caption, unless another one is named."""
 _NAMED = 3
 
 
@@ -58,7 +58,7 @@ class WebDataset(ArchivedImages):
         labels = [int(label) for index in members.indexes for label in index.rows["label"]]
         if faults := list(_faults(members, labels)):
             raise DataError(f"webdataset {place}", faults, "Write these tars again.")
-        captions = TarCaptions(members, (column,) if column else _COLUMNS, default)
+        captions = TarCaptions(members, (column,) if column else CAPTIONS, default)
         super().__init__(
             _root(str(place)),
             members,
@@ -78,36 +78,28 @@ class WebDataset(ArchivedImages):
 
 
 @dataclass(frozen=True)
-class TarMembers(Sequence[TarMember]):
+class TarMembers(LazySequence[TarMember]):
     """Pictures of all samples of ``tars``, made from their ``indexes`` when asked for."""
 
     tars: Sequence[Path]
     indexes: Sequence[TarIndex]
 
-    def __post_init__(self) -> None:
-        ends = list(accumulate(len(index.rows) for index in self.indexes))
-        object.__setattr__(self, "_ends", ends)
+    @cached_property
+    def _ends(self) -> list[int]:
+        """Number of samples up to the end of each tar."""
+        return list(accumulate(len(index.rows) for index in self.indexes))
 
     def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0  # type: ignore[attr-defined]
+        return self._ends[-1] if self._ends else 0
 
     def _place(self, index: int) -> tuple[int, int]:
         """Number of a sample's tar, and the sample's place in it."""
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        ends: list[int] = self._ends  # type: ignore[attr-defined]
-        number = bisect_right(ends, index)
-        return number, index - (ends[number - 1] if number else 0)
+        number = bisect_right(self._ends, index)
+        return number, index - (self._ends[number - 1] if number else 0)
 
-    @overload
-    def __getitem__(self, index: int) -> TarMember: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[TarMember]: ...
-    def __getitem__(self, index: int | slice) -> TarMember | list[TarMember]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
+    def make(self, index: int) -> TarMember:
         number, place = self._place(index)
-        row, name = self.row(index), self.indexes[number].name(place)
+        row, name = self.indexes[number].rows[place], self.indexes[number].name(place)
         place_in_tar = int(row["offset"]), int(row["size"])
         return TarMember(self.tars[number], name, *place_in_tar, self.indexes[number].stamp)
 
@@ -118,8 +110,8 @@ class TarMembers(Sequence[TarMember]):
 
     def text(self, index: int) -> TarMember | None:
         """Member that holds a sample's caption."""
-        number, _ = self._place(index)
-        row = self.row(index)
+        number, place = self._place(index)
+        row = self.indexes[number].rows[place]
         offset, size = int(row["text_offset"]), int(row["text_size"])
         if size < 0:
             return None
@@ -132,7 +124,7 @@ class TarMembers(Sequence[TarMember]):
 
 
 @dataclass(frozen=True)
-class TarCaptions(Sequence[str]):
+class TarCaptions(LazySequence[str]):
     """Captions of ``members``, read when asked for; ``default`` without one.
 
     Unprintable characters are replaced. Raises ValueError for a text that is no caption.
@@ -145,13 +137,7 @@ class TarCaptions(Sequence[str]):
     def __len__(self) -> int:
         return len(self.members)
 
-    @overload
-    def __getitem__(self, index: int) -> str: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[str]: ...
-    def __getitem__(self, index: int | slice) -> str | list[str]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
+    def make(self, index: int) -> str:
         text = self._text(index)
         if self.members.row(index)["is_json"]:
             record = self._record(text)

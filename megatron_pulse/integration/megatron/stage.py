@@ -33,7 +33,7 @@ from megatron_pulse.runtime.parameters.reference_weights import ReferenceWeights
 from megatron_pulse.runtime.stage import Stage, Tensors
 
 EMA, REFERENCE = "ema.", "reference."
-"""What the names of averages and of the reference's weights begin with in a checkpoint."""
+"""Prefixes of the names of averages and of the reference's weights in a checkpoint."""
 
 
 class MegatronStage(Stage, MegatronModule):
