@@ -47,6 +47,7 @@ from megatron_pulse.integration.loop.train_step_wrapper import wrap_train_step
 from megatron_pulse.integration.loop.validation import ValidationLosses
 from megatron_pulse.integration.loop_encoders import DeviceEncoders
 from megatron_pulse.integration.megatron.compat import patch_megatron
+from megatron_pulse.integration.megatron.fsdp import FullPrecisionModule, wrap_fully_sharded
 from megatron_pulse.integration.megatron.model import StageFloat16Module, make_model_provider
 from megatron_pulse.integration.planning.run_plan import compute_dtype, num_microbatches
 from megatron_pulse.integration.training_data import DiffusionData
@@ -192,10 +193,13 @@ def train(
         train_step = pictures.before_first_step(train_step)
         if only_pictures:
             stopping["train"] = pictures.in_place_of_training
+    wrappers: dict[str, Any] = {"Float16Module": StageFloat16Module}
+    if plan.fsdp is not None:
+        wrappers["Float16Module"] = FullPrecisionModule
+        wrappers["wrap_model_chunks_with_ddp"] = wrap_fully_sharded(plan.fsdp)
     training.set_startup_timestamps(program_start=begin, main_entry=time.time())
     with _hooks(
         get_forward_backward_func=lambda *a, **k: stoppable_evaluation(schedule),
-        Float16Module=StageFloat16Module,
         num_floating_point_operations=lambda *a, **k: 0,
         report_theoretical_memory=lambda *a, **k: None,  # knows language models only
         get_canonical_lr_for_logging=rate.read,
@@ -207,6 +211,7 @@ def train(
         maybe_finalize_async_save=saving.finish,
         load_checkpoint=wrap_load_checkpoint(training.load_checkpoint, args, start, keeps_schedule),
         **stopping,
+        **wrappers,
     ):
         try:
             training.pretrain(

@@ -93,6 +93,7 @@ class Stage(Nest):
         activations = activations or ActivationPolicies()
         self.policies = tuple(activations.of(i) for i in layers)
         self.replicas: Replicas | None = None
+        self.is_sharded = False  # by FullyShardedStage
         self._embedders = [backbone.layers[i] for i in embedders_of(backbone, routes, stage)]
         self._replicated = routes.replicated
         shared = shared_inputs(backbone)
@@ -145,6 +146,13 @@ class Stage(Nest):
         if faults := unsound(list(self.named_layers()), frozen):
             raise BackboneError(backbone.name, faults)
         self.shared_buffers = shared_buffers(self.named_layers())
+
+    def register_parameters_again(self) -> None:
+        """Register the parameters of traced layers by name, after others have replaced them."""
+        for spec, module in zip(self._specs, self._chain, strict=True):
+            if spec.qualified:
+                own = dict(module.named_parameters())
+                self._holders[spec.name] = register_parameters(self, own)
 
     def train(self, mode: bool = True) -> Self:
         """Set the mode of the layers, and of the copies of replicated embedders."""
@@ -216,7 +224,7 @@ class Stage(Nest):
                 given = inputs, popped, used
                 keys = shape_index, dropout_key
                 call = functools.partial(self._run, spec, module, None, *keys, inputs, popped, used)
-                state = functools.partial(_state, module, *given)
+                state = functools.partial(_state, module, self.is_sharded, *given)
                 layer = RecomputedLayer(spec.name, call, state)
                 with self._watching(spec, module, shape_index, faults):
                     results = layer.forward()
@@ -227,6 +235,8 @@ class Stage(Nest):
                 if offload is not None and policy is ActivationPolicy.OFFLOAD:
                     saving = offload.saving(spec.name)
                 elif policy is ActivationPolicy.SELECTIVE:
+                    if self.is_sharded and hasattr(module, "unshard"):
+                        module.unshard()  # to know the parameters that the layer will read
                     saving = SelectiveRecompute(
                         spec.name, module.parameters(), module.buffers()
                     ).saving()
@@ -471,11 +481,19 @@ def summed(tensor: Tensor) -> Tensor:
 
 
 def _state(
-    module: nn.Module, inputs: tuple[Tensor, ...], popped: Tensors, used: Tensors
+    module: nn.Module,
+    is_sharded: bool,
+    inputs: tuple[Tensor, ...],
+    popped: Tensors,
+    used: Tensors,
 ) -> Tensors:
-    """Tensors, by description, that a recomputed layer must leave unchanged."""
+    """Tensors, by description, that a recomputed layer must leave unchanged.
+
+    Sharded parameters are other tensors whenever they are gathered.
+    """
+    own = () if is_sharded else module.named_parameters()
     return {
-        **{f"its parameter {name}": parameter for name, parameter in module.named_parameters()},
+        **{f"its parameter {name}": parameter for name, parameter in own},
         **{f"its buffer {name}": buffer for name, buffer in module.named_buffers()},
         **{f"its input {i}": tensor for i, tensor in enumerate(inputs)},
         **{f"the skip {name}": tensor for name, tensor in popped.items()},

@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_pulse.planner.tune.fsdp.step import Gathering, Sharding, prefetched_before_freed
+from megatron_pulse.planner.layout.fsdp_layout import Gathering
+from megatron_pulse.planner.tune.fsdp.step import Sharding, prefetched_before_freed
 from tests.benchmarks.cell import compute_s, join_urgently, require_network
 from tests.benchmarks.contestant import Contestant, Engine
 from tests.benchmarks.data_parallel import SleepingLayer

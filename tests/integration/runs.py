@@ -137,7 +137,10 @@ def train(argv: list[str], kill: Kill | None = None) -> dict[str, Any]:
         shares = stage.main_params.shares
         averages = stage.ema.state if stage.ema is not None else {}
         for name, p in stage.named_parameters():
-            parts["weights"].append((name, p.shape, 0, p.detach().float()))
+            if stage.fully_sharded is None:
+                parts["weights"].append((name, p.shape, 0, p.detach().float()))
+            elif name in shares:
+                parts["weights"].append((name, p.shape, shares[name].first, shares[name].values))
             if name in shares:
                 first = shares[name].first or 0
                 parts["main_params"].append((name, p.shape, first, shares[name].values))

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from megatron_pulse.diffusion.ema import ExponentialMovingAverage
 from megatron_pulse.integration.checkpoint.lr_schedule import SCHEDULER
 from megatron_pulse.integration.megatron.compat import inner_optimizers
+from megatron_pulse.integration.megatron.fsdp import fully_sharded_optimizer
 from megatron_pulse.integration.megatron.model import unwrap
 from megatron_pulse.integration.megatron.stage import MegatronStage
 from megatron_pulse.runtime.parameters.main_params import MainParams, MainParamShard
@@ -28,6 +29,12 @@ def with_main_params(get_optimizer: Callable[..., Any], ema_decay: float) -> Cal
     """
 
     def make(config: Any, model: list[nn.Module], *args: Any, **kwargs: Any) -> Any:
+        if any(unwrap(chunk).fully_sharded for chunk in model):
+            optimizer = fully_sharded_optimizer(get_optimizer, config, model, *args, **kwargs)
+            for chunk in model:
+                if ema_decay:
+                    begin_ema(unwrap(chunk), ema_decay)
+            return optimizer
         optimizer = get_optimizer(config, model, *args, **kwargs)
         found = dict(_shares(optimizer))
         group = _group(optimizer)

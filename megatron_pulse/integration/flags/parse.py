@@ -16,6 +16,7 @@ from megatron.training.arguments import add_megatron_arguments
 
 from megatron_pulse.dataclass_flags import NearestChoiceParser, with_new_names
 from megatron_pulse.diffusion.hub import with_local_folders
+from megatron_pulse.integration.flags.fsdp_flags import take_megatron_flags
 from megatron_pulse.integration.flags.megatron_flags import Support, load_table
 from megatron_pulse.integration.flags.optimizers import unsupported_optimizer
 from megatron_pulse.integration.flags.pulse_options import add_pulse_arguments
@@ -131,6 +132,7 @@ def parse(argv: Sequence[str] | None = None, num_ranks: int | None = None) -> Co
     faults += valued
     faults += [f"{word!r} belongs to no flag" for word in rest]
     faults += parser.faults.values()
+    take_megatron_flags(args)
     # Megatron's own parse_args adds these attributes.
     args._is_global_batch_size_explicitly_specified = args.global_batch_size is not None
     args.rank = int(os.environ.get("RANK", "0"))

@@ -30,6 +30,7 @@ from megatron_pulse.dataclass_flags import (
 from megatron_pulse.diffusion.loss import LossChoice
 from megatron_pulse.diffusion.objectives import VALIDATION_TIMES
 from megatron_pulse.diffusion.process_flags import ProcessChoice
+from megatron_pulse.integration.flags.fsdp_flags import FsdpChoice
 from megatron_pulse.integration.flags.sample_flags import SampleChoice
 from megatron_pulse.planner.layout.embedder_choice import Policy
 from megatron_pulse.planner.layout.placement import PLACEMENTS, Placement, make_placement
@@ -221,6 +222,7 @@ class PulseOptions:
         "and microbatch size are searched unless given",
         False,
     )
+    fully_sharded: FsdpChoice = flags_of(FsdpChoice)
     placement: str | None = flag(
         "; ".join(f"{kind}: {kind.help}" for kind in PLACEMENTS.values())
         + " (default: fold if the backbone has skips to keep on one device, else sequential)",

@@ -15,6 +15,7 @@ from megatron_pulse.dataclass_flags import ABOVE_ZERO, flag_faults, flag_name
 from megatron_pulse.errors import faults_in, format_faults
 from megatron_pulse.files import unwritable
 from megatron_pulse.integration.flags.flag_constraints import check_constraints
+from megatron_pulse.integration.flags.fsdp_flags import fsdp_faults
 from megatron_pulse.integration.flags.parse import CommandLine
 from megatron_pulse.integration.flags.pulse_options import (
     PREFIX,
@@ -62,6 +63,7 @@ def check_flags(line: CommandLine, options: PulseOptions) -> list[str]:
         *_check_keeping(args, options),
         *_check_quantization(options),
         *_check_pairs(args, options),
+        *fsdp_faults(args, options.fully_sharded),
     ]
     return [*line.faults, *_without_unread(line, found)]
 

@@ -62,7 +62,7 @@ def make_model_provider(plan: Plan, args: argparse.Namespace) -> Callable[..., M
         config.params_dtype = dtype
         if args.pulse_frozen_weights is not None:
             stage.left_out = stage.frozen_names
-        if dtype != torch.float32 and not args.skip_train:
+        if dtype != torch.float32 and not args.skip_train and plan.fsdp is None:
             stage.drawn = {
                 name: value
                 for name, value in stage.state_dict().items()

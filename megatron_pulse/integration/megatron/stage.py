@@ -18,7 +18,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from megatron.core.utils import get_tensor_model_parallel_group_if_none
-from torch import nn
+from torch import Tensor, nn
 
 from megatron_pulse.adapters.low_rank import adapters_disabled, is_factor
 from megatron_pulse.backbone.activations import ActivationPolicies
@@ -28,6 +28,7 @@ from megatron_pulse.backbone.check import BackboneError
 from megatron_pulse.diffusion.ema import ExponentialMovingAverage
 from megatron_pulse.integration.megatron.te_wgrad import untrained_biases
 from megatron_pulse.planner.layout.routes import Routes
+from megatron_pulse.runtime.parameters.fsdp import FullyShardedStage
 from megatron_pulse.runtime.parameters.main_params import MainParams
 from megatron_pulse.runtime.parameters.reference_weights import ReferenceWeights
 from megatron_pulse.runtime.stage import Stage, Tensors
@@ -43,6 +44,7 @@ class MegatronStage(Stage, MegatronModule):
     - ``ema``: average of the main parameters.
     - ``reference``: weights of a preference loss's reference, from its first pass on.
     - ``drawn``: initial weights, until the main parameters take them.
+    - ``fully_sharded``: this rank's rows of the parameters, if these are sharded by FSDP.
     - ``left_out``: names of parameters that are neither saved nor loaded.
     - ``begins_adapter``: loaded weights are those beside which an adapter begins.
     """
@@ -63,6 +65,7 @@ class MegatronStage(Stage, MegatronModule):
         self.main_params: MainParams | None = None
         self.ema: ExponentialMovingAverage | None = None
         self.reference: ReferenceWeights | None = None
+        self.fully_sharded: FullyShardedStage | None = None
         self.left_out: frozenset[str] = frozenset()
         self.begins_adapter = False
         # Megatron's training loop reads these attributes of every model chunk.
@@ -127,6 +130,8 @@ class MegatronStage(Stage, MegatronModule):
         state = sharded_module_state(self, prefix, metadata)
         for name in self.left_out:
             del state[prefix + name]
+        if self.fully_sharded is not None:
+            return self._rows(state, prefix, self.fully_sharded)
         if self.ema is not None:
             averages = self.ema.state
             if self.main_params is not None:
@@ -136,12 +141,33 @@ class MegatronStage(Stage, MegatronModule):
             state.update(like_parameters(state, prefix, self.reference.state, REFERENCE))
         return state
 
+    def _rows(
+        self, state: dict[str, Any], prefix: str, sharded: FullyShardedStage
+    ) -> dict[str, Any]:
+        """``state`` with this rank's rows of parameters and of their EMA."""
+        averages = {} if self.ema is None else self.ema.state
+        found = {}
+        for name, entry in state.items():
+            own = sharded.own.get(name.removeprefix(prefix))
+            if own is None:
+                found[name] = entry
+            elif own.numel():
+                short = name.removeprefix(prefix)
+                place = sharded.first[short], sharded.replica
+                found[name] = rows = entry_of_rows(entry, own.detach(), *place)
+                if short in averages:
+                    average = averages[short].view(own.shape)
+                    found[f"{prefix}{EMA}{short}"] = dataclasses.replace(
+                        rows, key=f"{EMA}{entry.key}", data=average
+                    )
+        return found
+
     def replace_rounded(self, state: dict[str, Any]) -> None:
         """Replace bf16 and fp16 weights in a sharded state of this stage by fp32 main parameters.
 
         Collective over the ranks that shard main parameters.
         """
-        if self.main_params is not None:
+        if self.main_params is not None and self.fully_sharded is None:
             rounded = [
                 name
                 for name, value in self.state_dict().items()
@@ -158,6 +184,8 @@ class MegatronStage(Stage, MegatronModule):
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Load parameters and main parameters, with EMA and reference if the stage has them."""
         own = {k: v for k, v in state_dict.items() if not k.startswith((EMA, REFERENCE))}
+        if self.fully_sharded is not None:
+            return self._load_rows(own, _of_kind(state_dict, EMA), self.fully_sharded)
         if self.reference is not None:
             self.reference.load_state(_of_kind(state_dict, REFERENCE))
         if self.ema is not None:
@@ -172,6 +200,17 @@ class MegatronStage(Stage, MegatronModule):
         if self.begins_adapter:
             self._begin_magnitudes()
         return result
+
+    @torch.no_grad()
+    def _load_rows(
+        self, own: Mapping[str, Tensor], averages: Mapping[str, Tensor], sharded: FullyShardedStage
+    ) -> None:
+        sharded.load({name: rows for name, rows in own.items() if name in sharded.own})
+        if self.ema is not None:
+            self.ema.load_state({name: rows.reshape(-1) for name, rows in averages.items()})
+        for name, buffer in self.named_buffers():
+            if name in own:
+                buffer.copy_(own[name])
 
     def _begin_magnitudes(self) -> None:
         """Set an adapter's new magnitudes to the norms of the loaded weights."""
@@ -218,6 +257,26 @@ def sharded_module_state(
             )
         )
     return state
+
+
+def entry_of_rows(
+    entry: ShardedTensor, rows: torch.Tensor, first: int, replica: int
+) -> ShardedTensor:
+    """Entry of ``rows`` from row ``first`` on of the parameter of ``entry``.
+
+    The parameter is whole or a tensor-parallel part. ``replica`` numbers the copies of the rows.
+    """
+    offset = list(entry.global_offset)
+    offset[entry.prepend_axis_num] += first
+    return dataclasses.replace(
+        entry,
+        data=rows,
+        dtype=rows.dtype,
+        local_shape=tuple(rows.shape),
+        global_offset=tuple(offset),
+        axis_fragmentations=None,
+        replica_id=(*entry.replica_id[:-1], replica),
+    )
 
 
 def like_parameters(

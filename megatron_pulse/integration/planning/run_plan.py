@@ -138,7 +138,7 @@ def _require_memory(args: argparse.Namespace, plan: Plan) -> None:
     ]
     held = [
         sum(sizes[i] for s in stages for i in partition.layers_of_stage(s))
-        // args.tensor_model_parallel_size
+        // (args.tensor_model_parallel_size * (1 if plan.fsdp is None else plan.fsdp.group))
         for stages in map(plan.placement.stages_of_device, range(plan.placement.num_devices))
     ]  # fmt: skip
     if max(held) > memory:
@@ -308,7 +308,8 @@ def _by_flags(args: argparse.Namespace, options: PulseOptions, backbone: Backbon
         ),
         activations,
     )
-    return replace(plan, offloaded_weights=weights)
+    fsdp = options.fully_sharded.layout(len(backbone.layers), _replicas(args))
+    return replace(plan, offloaded_weights=weights, fsdp=fsdp)
 
 
 def num_microbatches(args: argparse.Namespace) -> int:

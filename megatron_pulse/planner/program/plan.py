@@ -19,6 +19,7 @@ from megatron_pulse.backbone.layer_selection import tell_layers
 from megatron_pulse.errors import format_faults, wrong_count
 from megatron_pulse.format import in_mb, with_plural
 from megatron_pulse.planner.layout.embedder_choice import EmbedderChoice
+from megatron_pulse.planner.layout.fsdp_layout import FsdpLayout
 from megatron_pulse.planner.layout.layouts import layout_name
 from megatron_pulse.planner.layout.placement import Partition, Placement
 from megatron_pulse.planner.layout.routes import Routes, trace_routes
@@ -62,6 +63,7 @@ class Plan:
     ``selective`` and ``offload`` are layers under full recomputation, selective recomputation and
     activation offload. Offload and reload happen where the schedule has O and L, or wherever they
     can if it has none. Frozen weights of the layers ``offloaded_weights`` are in host memory.
+    ``fsdp`` shards the parameters of a plan of one stage.
     """
 
     backbone: Backbone
@@ -72,6 +74,7 @@ class Plan:
     schedules: tuple[Schedule, ...] = ()
     activations: ActivationPolicies = ActivationPolicies()
     offloaded_weights: frozenset[int] = frozenset()
+    fsdp: FsdpLayout | None = None
 
     def __post_init__(self) -> None:
         cuts, num_stages = self.partition.cuts, self.placement.num_stages
@@ -91,6 +94,8 @@ class Plan:
                 f"layers {tell_layers(both, num_layers)} offload their weights, and offload or "
                 "selectively recompute activations. Exclude them from one (--pulse-offload-weights)"
             )
+        if self.fsdp is not None and (num_stages > 1 or self.offloaded_weights):
+            faults.append("FSDP shards the weights of one stage, none of them on the host")
         if faults:
             raise PlanError(format_faults("the plan is invalid", faults))
         starts = tuple(cuts[stage] for stage in self.placement.starts)
@@ -157,7 +162,9 @@ class Plan:
 
     def summary(self) -> dict[str, Any]:
         """Definition of the plan as JSON-able values; equal on all ranks of a job."""
+        fsdp = {} if self.fsdp is None else {"fsdp": asdict(self.fsdp)}
         return {
+            **fsdp,
             "backbone": dict(self.backbone.record),
             "placement": self.placement.kind.name,
             "device_of_stage": list(self.placement.device_of_stage),
@@ -202,6 +209,8 @@ class Plan:
                     f"  device {device}, stage {stage}: {shown} "
                     f"({with_plural(len(names), 'layer')})"
                 )
+        if self.fsdp is not None:
+            lines.append(f"  {self.fsdp}")
         if without := required_gradients(backbone).layers.count(False):
             lines.append(
                 f"  {without} layers have no backward pass: no parameter up to them is trained"

@@ -11,6 +11,7 @@ import pytest
 
 from megatron_pulse.backbone.activations import ActivationPolicies
 from megatron_pulse.planner.cluster.cluster import Cluster
+from megatron_pulse.planner.layout.fsdp_layout import Gathering
 from megatron_pulse.planner.tune.fsdp.baseline import collective_seconds, fsdp_baseline, groups
 from megatron_pulse.planner.tune.fsdp.configs import UNITS, FsdpConfigs
 from megatron_pulse.planner.tune.fsdp.layer_dp import (
@@ -20,7 +21,6 @@ from megatron_pulse.planner.tune.fsdp.layer_dp import (
 )
 from megatron_pulse.planner.tune.fsdp.recompute import RecomputeCosts
 from megatron_pulse.planner.tune.fsdp.step import (
-    Gathering,
     ShardedUnit,
     Sharding,
     step_s,

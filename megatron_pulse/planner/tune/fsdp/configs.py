@@ -13,6 +13,7 @@ from itertools import product
 from typing import NamedTuple
 
 from megatron_pulse.backbone.activations import ActivationPolicies
+from megatron_pulse.planner.layout.fsdp_layout import Gathering
 from megatron_pulse.planner.tune.fsdp.layer_dp import ActivationRoom
 from megatron_pulse.planner.tune.fsdp.recompute import RecomputeCosts
 from megatron_pulse.planner.tune.fsdp.step import (
@@ -20,7 +21,6 @@ from megatron_pulse.planner.tune.fsdp.step import (
     STATE_BYTES,
     STEADY,
     SUMMED_BYTES,
-    Gathering,
     ShardedUnit,
     Sharding,
     grouped,

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from functools import lru_cache
 from itertools import repeat
 
 from megatron_pulse.planner.cluster.cluster import Link
+from megatron_pulse.planner.layout.fsdp_layout import Gathering, prefetched_before_freed
 
 STATE_BYTES = 12
 """Bytes per parameter, divided over a group: fp32 main parameter and both moments of Adam."""
@@ -33,19 +33,6 @@ STEADY = 3
 
 REDUCING = 2
 """Units whose gradients may be in reduction at once. The default of FSDP2 is 1."""
-
-
-class Gathering(StrEnum):
-    """Frequency of gathering a unit's parameters.
-
-    PASS: in each forward and backward (``reshard_after_forward``). MICROBATCH: once for both. STEP:
-    once a step, without ``reshard_after_backward``. A unit that would be gathered again before it
-    is freed stays, such as the last unit for its backward.
-    """
-
-    PASS = "each pass"
-    MICROBATCH = "each microbatch"
-    STEP = "once a step"
 
 
 @dataclass(frozen=True)
@@ -143,12 +130,6 @@ def _passes(
             )
             found.append(UnitPass(u, False, gathers, frees, last or not reduce_once, last))
     return tuple(found)
-
-
-def prefetched_before_freed(units: int, prefetch: int) -> bool:
-    """True if a unit at ``units`` from the turn of the pass is requested before it would be
-    freed."""
-    return 2 * units < prefetch
 
 
 def gathered(way: Sharding, unit: int) -> int:

@@ -1,0 +1,180 @@
+"""A stage's parameters sharded over data-parallel ranks by torch's ``fully_shard`` (FSDP2, HSDP).
+
+Layers are gathered unit by unit before they run, and gradients are reduce-scattered. This rank's
+rows of every parameter are plain tensors for the optimizer, the EMA and checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from megatron_pulse.planner.layout.fsdp_layout import (
+    FsdpLayout,
+    Gathering,
+    prefetched_before_freed,
+)
+from megatron_pulse.runtime.parameters.main_params import MainParams, MainParamShard
+from megatron_pulse.runtime.stage import Stage
+
+
+class _Root(nn.Module):
+    """Parent of all layers, also of those that the stage does not register as submodules."""
+
+    def __init__(self, stage: nn.Module, layers: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self._stage = (stage,)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._stage[0](*args, **kwargs)
+
+
+class FullyShardedStage:
+    """A stage after ``fully_shard``, and this rank's rows of its parameters.
+
+    ``mesh`` has the dimension "shard", after "replica" for HSDP. Parameters are gathered in
+    ``dtype`` and reduced in fp32.
+
+    - ``root``: the module to call in place of the stage.
+    - ``wholes``: parameters by name as DTensors.
+    - ``own``: this rank's rows of them, which share their memory; first rows are ``first``.
+    - ``group``, ``replica``: ranks that share the parameters, and the number of this group.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        layout: FsdpLayout,
+        mesh: DeviceMesh,
+        dtype: torch.dtype,
+    ) -> None:
+        self._layout = layout
+        attributes = {name: dict(vars(p)) for name, p in stage.named_parameters()}
+        modules = [module for _, module in stage.named_layers()]
+        self._units = _shard_units(modules, layout, mesh, dtype)
+        stage.register_parameters_again()
+        stage.is_sharded = True
+        self.root = _Root(stage, modules)
+        fully_shard(self.root, mesh=mesh, reshard_after_forward=False)
+        self.group = mesh.get_group("shard")
+        names = mesh.mesh_dim_names or ()
+        self._replicated = "replica" in names
+        self.replica = mesh.get_local_rank("replica") if self._replicated else 0
+        self.wholes: dict[str, DTensor] = {}
+        self.own: dict[str, nn.Parameter] = {}
+        self.first: dict[str, int] = {}
+        rank, size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        for name, whole in stage.named_parameters():
+            assert isinstance(whole, DTensor), name
+            for key, value in attributes[name].items():
+                setattr(whole, key, value)
+            rows = -(-whole.shape[0] // size)
+            self.wholes[name] = whole
+            self.first[name] = min(rows * rank, whole.shape[0])
+            self.own[name] = own = nn.Parameter(whole.to_local().detach(), whole.requires_grad)
+            for key, value in attributes[name].items():
+                setattr(own, key, value)
+
+    @property
+    def has_replicas(self) -> bool:
+        """True for HSDP: other groups have copies of the parameters."""
+        return self._replicated
+
+    def main_params(self) -> MainParams:
+        """This rank's rows as main parameters: they are fp32, and gathered copies are rounded."""
+        shares = {
+            name: MainParamShard(own.detach().view(-1), self.first[name] * own[0].numel())
+            for name, own in self.own.items()
+            if own.numel()
+        }
+        return MainParams({n: w.shape for n, w in self.wholes.items()}, shares, self.group)
+
+    def take_gradients(self) -> None:
+        """Let each parameter of ``own`` have this rank's rows of the reduced gradient."""
+        for name, own in self.own.items():
+            gradient = self.wholes[name].grad
+            own.grad = None if gradient is None else gradient.to_local()  # type: ignore[attr-defined]
+
+    def zero_grad(self) -> None:
+        """Drop all gradients."""
+        for name, own in self.own.items():
+            own.grad = self.wholes[name].grad = None
+
+    @torch.no_grad()
+    def load(self, rows: Mapping[str, Tensor]) -> None:
+        """Set parameters to this rank's ``rows`` of them by name; others stay unchanged."""
+        for name, values in rows.items():
+            self.own[name].copy_(values)
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Within, microbatches are not the last of a step."""
+        self._set_last(False)
+        try:
+            yield
+        finally:
+            self._set_last(True)
+
+    def _set_last(self, last: bool) -> None:
+        root = self.root
+        assert isinstance(root, FSDPModule)
+        root.set_requires_gradient_sync(last or not self._layout.reduce_once)
+        root.set_requires_all_reduce(last)
+        root.set_is_last_backward(last)
+        keeps = self._layout.gathering is Gathering.STEP
+        for at, unit in enumerate(self._units):
+            near = prefetched_before_freed(at, self._layout.prefetch)
+            unit.set_reshard_after_backward(last or not (keeps or near), recurse=False)
+
+
+def _shard_units(
+    modules: Sequence[nn.Module], layout: FsdpLayout, mesh: DeviceMesh, dtype: torch.dtype
+) -> list[FSDPModule]:
+    """Shard the layers unit by unit; returns the first layer of each unit with parameters."""
+    policy = MixedPrecisionPolicy(
+        param_dtype=None if dtype == torch.float32 else dtype,
+        reduce_dtype=torch.float32,
+        cast_forward_inputs=False,
+    )
+    found = [[modules[i] for i in own] for own in layout.units(len(modules))]
+    own = [unit for unit in found if any(True for module in unit for _ in module.parameters())]
+    for module in modules:
+        module.register_forward_hook(_without_views)
+    units: list[FSDPModule] = []
+    for at, unit in enumerate(own):
+        kept = prefetched_before_freed(len(own) - 1 - at, layout.prefetch)
+        fully_shard(
+            unit if len(unit) > 1 else unit[0],
+            mesh=mesh,
+            mp_policy=policy,
+            reshard_after_forward=layout.gathering is Gathering.PASS and not kept,
+        )
+        assert isinstance(unit[0], FSDPModule)
+        units.append(unit[0])
+    for at, unit in enumerate(units):
+        ahead = layout.prefetch
+        unit.set_modules_to_forward_prefetch(units[at + 1 : at + 1 + ahead])
+        # Given nothing, the first unit would gather the last of the microbatch before.
+        unit.set_modules_to_backward_prefetch(units[max(0, at - ahead) : at][::-1] or [unit])
+    return units
+
+
+def _without_views(module: nn.Module, inputs: Any, outputs: Any) -> Any:
+    """Copy outputs that are views: of a parameter, whose memory is freed, or of any tensor, whose
+    hooks an in-place operation would drop.
+    """
+
+    def copied(tensor: Tensor) -> Tensor:
+        view = tensor._base is not None or isinstance(tensor, nn.Parameter)
+        return tensor.clone() if view and tensor.requires_grad else tensor
+
+    return tuple(map(copied, outputs))
