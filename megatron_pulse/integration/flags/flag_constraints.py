@@ -163,7 +163,7 @@ def _check_optimizer(args: argparse.Namespace) -> Iterator[str]:
         yield f"--optimizer {args.optimizer}: {missing}"
     if args.optimizer in EMERGING and args.fp16:
         yield f"--optimizer {args.optimizer} cannot be used with --fp16 in Megatron: use --bf16"
-    if args.optimizer != "adam" and args.use_distributed_optimizer:
+    if args.optimizer != "adam" and args.use_distributed_optimizer and not args.pulse_fsdp:
         yield (
             f"--optimizer {args.optimizer} cannot be used with --use-distributed-optimizer, which "
             "shards Adam's state: leave one out"
