@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,7 +11,7 @@ from megatron_pulse.dataclass_flags import FROM_ONE, FROM_ZERO, flag
 from megatron_pulse.planner.layout.fsdp_layout import FsdpLayout, Gathering
 
 
-def _needs_fsdp(name: str, default: object = None) -> object:
+def _needs_fsdp(name: str, default: object = None) -> Callable[[FsdpChoice], str | None]:
     def check(choice: FsdpChoice) -> str | None:
         given = getattr(choice, name) != default
         return "is for --use-torch-fsdp2" if given and not choice.fsdp else None

@@ -22,6 +22,7 @@ from megatron_pulse.integration.loop.diagnosis.sdc_check import SdcCheck
 from megatron_pulse.integration.loop.encoded_batches import EncodedBatches, EncodedChains, taken
 from megatron_pulse.integration.loop.validation import ValidationLosses
 from megatron_pulse.integration.loop_encoders import DeviceEncoders
+from megatron_pulse.integration.megatron.fsdp import FullyShardedDataParallel
 from megatron_pulse.integration.megatron.model import unwrap
 from megatron_pulse.planner.program.plan import Plan, StepPlan
 from megatron_pulse.runtime.encoding.encoding import Encoding
@@ -231,12 +232,16 @@ class PulseSchedule:
         settings = self._settings_or_fail()
         if loss_scale is not None:
             settings = replace(settings, grad_scale=lambda loss: loss * loss_scale)
-        executor.run(
-            self._ready(batches, encoded, call),
-            settings,
-            recorder=check,
-            reduces=False,
-        )
+        with contextlib.ExitStack() as stack:
+            for chunk in call.chunks:
+                if isinstance(chunk, FullyShardedDataParallel):
+                    stack.enter_context(chunk.checking_each())
+            executor.run(
+                self._ready(batches, encoded, call),
+                settings,
+                recorder=check,
+                reduces=False,
+            )
         return check.found(call.groups.dp_cp.rank())
 
     def close(self) -> None:

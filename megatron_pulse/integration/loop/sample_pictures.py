@@ -430,6 +430,12 @@ def _take_ema(chunk: nn.Module, kept: list[tuple[Tensor, Tensor]]) -> None:
     stage = unwrap(chunk)
     if stage.ema is None or stage.main_params is None:
         return
+    if stage.fully_sharded is not None:
+        for name, average in stage.ema.state.items():
+            rows = stage.fully_sharded.own[name].detach()
+            kept.append((rows, rows.to("cpu", copy=True)))
+            rows.copy_(average.view(rows.shape))
+        return
     parameters = dict(stage.named_parameters())
     for name in stage.trained_names:
         average = stage.main_params.gather(stage.ema.state, [name])[name]

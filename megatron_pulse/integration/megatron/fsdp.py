@@ -7,6 +7,7 @@ those of every other layout.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -69,7 +70,9 @@ class FullyShardedDataParallel(_BaseDataParallel):
     def __init__(self, config: Any, ddp_config: Any, module: nn.Module, layout: FsdpLayout) -> None:
         super().__init__(config=config, module=module)
         self.ddp_config = ddp_config
+        self.checks_each = False
         stage = unwrap(module)
+        assert stage.pg_collection is not None
         mesh = _mesh(stage.pg_collection.dp_cp, layout.group)
         sharded = FullyShardedStage(stage, layout, mesh, config.params_dtype)
         stage.fully_sharded = sharded
@@ -79,13 +82,27 @@ class FullyShardedDataParallel(_BaseDataParallel):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         sharded = unwrap(self).fully_sharded
         assert sharded is not None
-        return sharded.root(*inputs, **kwargs)
+        results = sharded.root(*inputs, **kwargs)
+        if not torch.is_grad_enabled():  # no backward will free them
+            sharded.free_gathered()
+        return results
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Context of all microbatches of a step but the last."""
+        """Context of all microbatches of a step but the last; none if ``checks_each``."""
+        if self.checks_each:
+            return contextlib.nullcontext()
         sharded = unwrap(self).fully_sharded
         assert sharded is not None
         return sharded.accumulating()
+
+    @contextlib.contextmanager
+    def checking_each(self) -> Iterator[None]:
+        """Within, the gradients of each microbatch are reduced at its end."""
+        self.checks_each = True
+        try:
+            yield
+        finally:
+            self.checks_each = False
 
     def finish_grad_sync(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing; gradients are reduced in backward."""

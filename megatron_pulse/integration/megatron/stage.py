@@ -103,7 +103,9 @@ class MegatronStage(Stage, MegatronModule):
     def begin_reference(self) -> ReferenceWeights:
         """Make the present weights those of the reference, unless there is one."""
         if self.reference is None:
-            self.reference = ReferenceWeights(self.named_parameters())
+            sharded = self.fully_sharded
+            held = self.named_parameters() if sharded is None else sharded.own.items()
+            self.reference = ReferenceWeights(held, in_memory=sharded is not None)
         return self.reference
 
     @contextmanager
@@ -144,8 +146,11 @@ class MegatronStage(Stage, MegatronModule):
     def _rows(
         self, state: dict[str, Any], prefix: str, sharded: FullyShardedStage
     ) -> dict[str, Any]:
-        """``state`` with this rank's rows of parameters and of their EMA."""
-        averages = {} if self.ema is None else self.ema.state
+        """``state`` with this rank's rows of parameters, of their EMA and of the reference."""
+        kinds = {
+            kind: {} if of is None else of.state
+            for kind, of in ((EMA, self.ema), (REFERENCE, self.reference))
+        }
         found = {}
         for name, entry in state.items():
             own = sharded.own.get(name.removeprefix(prefix))
@@ -155,11 +160,11 @@ class MegatronStage(Stage, MegatronModule):
                 short = name.removeprefix(prefix)
                 place = sharded.first[short], sharded.replica
                 found[name] = rows = entry_of_rows(entry, own.detach(), *place)
-                if short in averages:
-                    average = averages[short].view(own.shape)
-                    found[f"{prefix}{EMA}{short}"] = dataclasses.replace(
-                        rows, key=f"{EMA}{entry.key}", data=average
-                    )
+                for kind, values in kinds.items():
+                    if short in values:
+                        found[f"{prefix}{kind}{short}"] = dataclasses.replace(
+                            rows, key=f"{kind}{entry.key}", data=values[short].view(own.shape)
+                        )
         return found
 
     def replace_rounded(self, state: dict[str, Any]) -> None:
@@ -185,7 +190,7 @@ class MegatronStage(Stage, MegatronModule):
         """Load parameters and main parameters, with EMA and reference if the stage has them."""
         own = {k: v for k, v in state_dict.items() if not k.startswith((EMA, REFERENCE))}
         if self.fully_sharded is not None:
-            return self._load_rows(own, _of_kind(state_dict, EMA), self.fully_sharded)
+            return self._load_rows(state_dict, self.fully_sharded)
         if self.reference is not None:
             self.reference.load_state(_of_kind(state_dict, REFERENCE))
         if self.ema is not None:
@@ -202,15 +207,16 @@ class MegatronStage(Stage, MegatronModule):
         return result
 
     @torch.no_grad()
-    def _load_rows(
-        self, own: Mapping[str, Tensor], averages: Mapping[str, Tensor], sharded: FullyShardedStage
-    ) -> None:
-        sharded.load({name: rows for name, rows in own.items() if name in sharded.own})
+    def _load_rows(self, state: Mapping[str, Tensor], sharded: FullyShardedStage) -> None:
+        sharded.load({name: rows for name, rows in state.items() if name in sharded.own})
+        if self.reference is not None:
+            self.reference.load_state(_of_kind(state, REFERENCE))
         if self.ema is not None:
+            averages = _of_kind(state, EMA)
             self.ema.load_state({name: rows.reshape(-1) for name, rows in averages.items()})
         for name, buffer in self.named_buffers():
-            if name in own:
-                buffer.copy_(own[name])
+            if name in state:
+                buffer.copy_(state[name])
 
     def _begin_magnitudes(self) -> None:
         """Set an adapter's new magnitudes to the norms of the loaded weights."""

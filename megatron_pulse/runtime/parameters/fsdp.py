@@ -102,7 +102,7 @@ class FullyShardedStage:
         """Let each parameter of ``own`` have this rank's rows of the reduced gradient."""
         for name, own in self.own.items():
             gradient = self.wholes[name].grad
-            own.grad = None if gradient is None else gradient.to_local()  # type: ignore[attr-defined]
+            own.grad = None if gradient is None else gradient.to_local()
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
@@ -114,6 +114,12 @@ class FullyShardedStage:
         """Set parameters to this rank's ``rows`` of them by name; others stay unchanged."""
         for name, values in rows.items():
             self.own[name].copy_(values)
+
+    def free_gathered(self) -> None:
+        """Free all gathered copies, which would outlive a change of the rows."""
+        for module in self.root.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:

@@ -15,10 +15,14 @@ class ReferenceWeights:
     """Copies of trained parameters as they are now, in their dtype; ``state`` has them by name.
 
     Frozen parameters need none. Factors of an adapter need none either: the reference model runs
-    without adapters.
+    without adapters. With ``in_memory`` others know the memory of the parameters, so that values
+    are exchanged in it.
     """
 
-    def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+    def __init__(
+        self, named_parameters: Iterable[tuple[str, nn.Parameter]], in_memory: bool = False
+    ) -> None:
+        self._in_memory = in_memory
         self._parameters = {
             name: parameter
             for name, parameter in named_parameters
@@ -34,6 +38,13 @@ class ReferenceWeights:
 
         For forward passes without gradients: a backward pass outside may recompute layers.
         """
+        if self._in_memory:
+            self._exchange()
+            try:
+                yield
+            finally:
+                self._exchange()
+            return
         trained = {name: parameter.data for name, parameter in self._parameters.items()}
         try:
             for name, parameter in self._parameters.items():
@@ -42,6 +53,13 @@ class ReferenceWeights:
         finally:
             for name, parameter in self._parameters.items():
                 parameter.data = trained[name]
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        for name, parameter in self._parameters.items():
+            held = parameter.detach().clone()
+            parameter.copy_(self.state[name])
+            self.state[name].copy_(held)
 
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Tensor]) -> None:
