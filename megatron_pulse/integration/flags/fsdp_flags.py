@@ -24,12 +24,11 @@ class FsdpChoice:
     """Flags of a layout without a pipeline, whose parameters are sharded over all replicas."""
 
     fsdp: bool = flag(
-        "shard weights, gradients and optimizer state over data-parallel ranks by torch's "
-        "fully_shard, without a pipeline; the same as --use-torch-fsdp2",
+        "the same as --use-torch-fsdp2",
         False,
     )
     fsdp_group: int | None = flag(
-        "ranks that share one copy of the weights (default all; fewer: HSDP)",
+        "ranks that share the weights (default all)",
         metavar="N",
         within=FROM_ONE,
         check=_needs_fsdp("fsdp_group"),
@@ -42,12 +41,12 @@ class FsdpChoice:
         check=_needs_fsdp("fsdp_layers", 1),
     )
     fsdp_gather: Literal["pass", "microbatch", "step"] = flag(
-        "gather weights in each pass (default), each microbatch, or once a step",
+        "how often (default: in each pass)",
         "pass",
         check=_needs_fsdp("fsdp_gather", "pass"),
     )
     fsdp_reduce: Literal["microbatch", "step"] = flag(
-        "reduce gradients in each microbatch (default), or once a step",
+        "how often (default: each microbatch)",
         "microbatch",
         check=_needs_fsdp("fsdp_reduce", "microbatch"),
     )
@@ -80,8 +79,6 @@ def take_megatron_flags(args: argparse.Namespace) -> None:
     """
     if args.use_torch_fsdp2:
         args.pulse_fsdp, args.use_torch_fsdp2 = True, False
-    if not args.torch_fsdp2_reshard_after_forward and args.pulse_fsdp_gather == "pass":
-        args.pulse_fsdp_gather, args.torch_fsdp2_reshard_after_forward = "microbatch", True
     if args.pulse_fsdp:
         args.use_distributed_optimizer = True
 

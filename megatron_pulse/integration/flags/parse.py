@@ -57,6 +57,8 @@ class Parser(NearestChoiceParser):
         )
         with _without_their_texts():
             add_megatron_arguments(self)
+        for group in self._action_groups:  # a title says as much; one without flags is left out
+            group.description = None
         add_pulse_arguments(self)
         table = load_table()
         hidden = 0

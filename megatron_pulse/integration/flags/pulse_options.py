@@ -187,25 +187,22 @@ class PulseOptions:
     )
     recompute_selective: tuple[str, ...] = flag(
         "selective activation recomputation in the layers whose names match, e.g. blocks.* "
-        "(repeatable): recompute cheap operations (norms, activation functions, elementwise sums "
-        "and products). Saves about half of the activation memory for some percent of the time "
-        "(for all layers: --recompute-granularity selective)",
+        "(repeatable): recompute norms, activation functions, sums and products, for half of the "
+        "memory (for all layers: --recompute-granularity selective)",
         (),
         metavar="PATTERN",
         marks=[FlagMark.PLAN],
     )
     offload: tuple[str, ...] = flag(
         "activation offload in the layers whose names match, e.g. blocks.* (repeatable): keep "
-        "activations in pinned host memory between forward and backward. Copies overlap with "
-        "computation. A plan file has its own choice",
+        "activations in pinned host memory between forward and backward",
         (),
         metavar="PATTERN",
         marks=[FlagMark.PLAN],
     )
     offload_weights: tuple[str, ...] = flag(
         "weight offload in the layers whose names match, e.g. blocks.* (repeatable): keep frozen "
-        "weights in pinned host memory and copy them to the device before each use. Copies overlap "
-        "with the layer before. A plan file has its own choice",
+        "weights in pinned host memory and copy them to the device before each use",
         (),
         metavar="PATTERN",
         marks=[FlagMark.PLAN, FlagMark.AUTO],

@@ -217,6 +217,12 @@ class MegatronStage(Stage, MegatronModule):
         for name, buffer in self.named_buffers():
             if name in state:
                 buffer.copy_(state[name])
+        if self.begins_adapter and any(hasattr(m, "begin_magnitudes") for m in self.modules()):
+            fault = (
+                "DoRA's magnitudes begin with the norms of whole loaded weights, and FSDP shards "
+                "them. Make the first step in another layout, or train lora"
+            )
+            raise BackboneError(self._backbone_name, [fault])
 
     def _begin_magnitudes(self) -> None:
         """Set an adapter's new magnitudes to the norms of the loaded weights."""
