@@ -1,20 +1,108 @@
-"""Whole Megatron runs with FSDP2 and HSDP: the same numbers as one process."""
+"""Whole Megatron runs with FSDP2 and HSDP: numbers, checkpoints, pictures of other layouts."""
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
 
-from tests.integration.runs import STEPS, alone, assert_equal_to_rounding, run
+import pytest
+import torch
+
+from tests.integration.runs import (
+    BASE,
+    STEPS,
+    TINY,
+    Run,
+    alone,
+    assert_equal_to_rounding,
+    pipeline,
+    run,
+)
+from tests.integration.test_dpo import place, whole  # noqa: F401
+from tests.integration.test_sample_pictures import EVERY, relative, samples_of, train_recording
+from tests.integration.test_stragglers import FLAGS, spoil_gradients
+from tests.ranks import RanksFailed, run_ranks
 
 FSDP = "--use-torch-fsdp2"
+ONCE = ["--pulse-fsdp-gather", "step", "--pulse-fsdp-reduce", "step", "--pulse-fsdp-prefetch", "3"]
 
 
 @pytest.mark.parametrize(
-    ("backbone", "num_ranks", "flags"),
+    ("backbone", "num_ranks", "flags", "common"),
     [
-        ("uvit", 2, []),
+        ("uvit", 2, [*ONCE, "--pulse-fsdp-layers", "3"], []),
+        ("uvit", 4, ["--tensor-model-parallel-size", "2"], ["--bf16"]),
+        ("unet", 4, ["--pulse-fsdp-group", "2", "--recompute-granularity", "selective"], []),
+        (
+            "unet",
+            2,
+            [
+                *("--recompute-granularity", "full", "--pulse-fsdp-layers", "3"),
+                *("--pulse-fsdp-gather", "microbatch"),
+            ],
+            ["--pulse-freeze", "down_blocks.0.*", "--optimizer", "sgd"],
+        ),
     ],
+    ids=["once", "tensor", "hsdp", "frozen"],
 )
-def test_fsdp_equals_one_process(backbone: str, num_ranks: int, flags: list[str]) -> None:
-    got = run(num_ranks, *STEPS, FSDP, *flags, backbone=backbone)
-    assert_equal_to_rounding(got, alone(*STEPS, backbone=backbone))
+def test_a_run_equals_one_process(
+    backbone: str, num_ranks: int, flags: list[str], common: list[str]
+) -> None:
+    got = run(num_ranks, *STEPS, FSDP, *flags, *common, backbone=backbone)
+    expected = alone(*STEPS, *common, backbone=backbone)
+    if "--tensor-model-parallel-size" in flags:
+        assert got.losses == pytest.approx(expected.losses, rel=1e-2)
+        assert got.grad_norms == pytest.approx(expected.grad_norms, rel=2e-2)
+        return
+    expected.weights = expected.main_params
+    assert_equal_to_rounding(got, expected)
+
+
+def test_checkpoints_cross_layouts(tmp_path: Path) -> None:
+    """The optimizer's state and the EMA too: a fold, shards, replicated shards, one process."""
+    layouts = [
+        (2, [*pipeline(2), "--use-distributed-optimizer"]),
+        (2, [FSDP, "--pulse-fsdp-layers", "2"]),
+        (4, [FSDP, "--pulse-fsdp-group", "2"]),
+        (1, ["--use-distributed-optimizer"]),
+    ]
+    batch = ["--global-batch-size", "8"]
+    expected = alone(*batch, "--train-iters", str(len(layouts)))
+    got: list[Run] = []
+    for number, (num_ranks, flags) in enumerate(layouts):
+        steps = ["--train-iters", str(number + 1), "--save", str(tmp_path), "--save-interval", "1"]
+        got.append(run(num_ranks, *batch, *steps, *flags))
+    assert [one.losses[0] for one in got] == pytest.approx(expected.losses, rel=1e-6)
+    assert [one.grad_norms[0] for one in got] == pytest.approx(expected.grad_norms, rel=1e-5)
+    for kind in ("main_params", "averages"):
+        for name, value in getattr(expected, kind).items():
+            torch.testing.assert_close(getattr(got[-1], kind)[name], value, rtol=1e-4, atol=5e-5)
+
+
+def test_pictures_are_those_of_the_checkpoint_and_leave_training_alone(tmp_path: Path) -> None:
+    steps = ["--global-batch-size", "8", "--train-iters", "4", "--pulse-ema-decay", "0.5"]
+    flags = [*TINY["uvit"], *BASE, *steps, FSDP, *ONCE, "--eval-interval", "2"]
+    without = run(2, *flags, backbone="none")
+    save = ["--save", str(tmp_path / "run"), "--save-interval", "2"]
+    ranks = run_ranks(2, train_recording, [*flags, *save, *EVERY])
+    assert ranks[-1]["losses"] == without.losses and ranks[-1]["norms"] == without.grad_norms
+    samples = ranks[-1]["samples"]
+    for step in (2, 4):
+        to = tmp_path / f"{step}.safetensors"
+        theirs = samples_of(tmp_path / "run", step, to, "--classes", "3,5,9")
+        assert relative(samples[step], theirs) <= 2e-6
+
+
+def test_preference_training_exchanges_the_rows_with_those_of_the_reference(
+    place: Path,  # noqa: F811
+) -> None:
+    expected = run(1, *whole(place), backbone="none")
+    got = run(2, *whole(place, FSDP, *ONCE), backbone="none")
+    assert got.losses == pytest.approx(expected.losses, rel=1e-6)
+    assert got.grad_norms == pytest.approx(expected.grad_norms, rel=1e-6)
+
+
+def test_gradients_that_are_no_numbers_are_named() -> None:
+    with pytest.raises(RanksFailed) as failed:
+        run_ranks(2, spoil_gradients, [*FLAGS, FSDP, *ONCE, "--train-iters", "3"], 4)
+    text = "those of microbatch 1 in some replica are not finite from layer mid_block.mlp down"
+    assert text in str(failed.value), str(failed.value)

@@ -195,8 +195,8 @@ def test_gradients_that_are_no_numbers_are_named(
             "finite at loss scale 1 either, although"
         )
     text = (
-        f"{found} its losses are finite: those of microbatch 1 in replica {replica} are not "
-        "finite from layer mid_block.mlp down (rank 1). Lower --lr"
+        f"{found} its losses are finite: those of microbatch 1 in replica {replica} (rank 1) "
+        "are not finite from layer mid_block.mlp down. Lower --lr"
     )
     assert text in str(failed.value), str(failed.value)
     assert "Traceback" not in str(failed.value)

@@ -242,7 +242,8 @@ class PulseSchedule:
                 recorder=check,
                 reduces=False,
             )
-        return check.found(call.groups.dp_cp.rank())
+        sharded = self._plan.fsdp is not None
+        return check.found(None if sharded else call.groups.dp_cp.rank())
 
     def close(self) -> None:
         """Write the trace of a run that ended before the last step to trace."""

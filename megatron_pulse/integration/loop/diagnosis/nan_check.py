@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from megatron_pulse.encoders.finite import CHECK
 from megatron_pulse.integration.megatron.model import unwrap
@@ -85,20 +86,23 @@ class GradientCheck:
             last = op.stage, broken[-1]
             self._broken[op.microbatch] = max(self._broken.get(op.microbatch, last), last)
 
-    def found(self, replica: int) -> str:
+    def found(self, replica: int | None) -> str:
         """Microbatches with non-finite gradients, and the layer where they begin (collective).
 
+        ``replica`` is None if gradients are those of all replicas.
         Empty if the gradients of each microbatch alone are finite.
         """
         told = gather_objects((replica, dist.get_rank(), self._broken))
         first: dict[tuple[int, int], tuple[int, str, int]] = {}
+        whole = replica is None
         for of_replica, rank, broken in told:
             for microbatch, (stage, layer) in broken.items():
-                key, origin = (microbatch, of_replica), (stage, layer, rank)
+                key, origin = (microbatch, of_replica or 0), (stage, layer, rank)
                 first[key] = max(first.get(key, origin), origin, key=lambda one: one[0])
         return _listed(
-            f"those of microbatch {microbatch} in replica {of_replica} are not finite from layer "
-            f"{layer} down (rank {rank})"
+            f"those of microbatch {microbatch} in "
+            + ("some replica" if whole else f"replica {of_replica} (rank {rank})")
+            + f" are not finite from layer {layer} down"
             for (microbatch, of_replica), (_, layer, rank) in sorted(first.items())
         )
 
@@ -171,8 +175,11 @@ def _least_of_ranks(scales: Sequence[Tensor]) -> float:
 
 
 def _gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    """Buffers in which Megatron accumulates gradients."""
-    return [p.main_grad for p in parameters if p.requires_grad]
+    """Buffers in which Megatron accumulates gradients, or rows of sharded gradients."""
+    trained = [p for p in parameters if p.requires_grad]
+    if not any(isinstance(p, DTensor) for p in trained):
+        return [p.main_grad for p in trained]
+    return [p.grad.to_local() for p in trained if isinstance(p.grad, DTensor)]
 
 
 def _all_finite(parameters: Iterable[nn.Parameter]) -> bool:
