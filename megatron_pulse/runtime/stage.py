@@ -67,7 +67,8 @@ class Stage(Nest):
     (``SelectiveRecompute``).
 
     Frozen weights of the layers ``offloaded_weights`` are in host memory (``WeightOffload``). All
-    frozen weights are cast to ``frozen_dtype`` layer by layer.
+    frozen weights are cast to ``frozen_dtype`` layer by layer. With ``built_on_host`` each layer is
+    moved to host memory once it is built.
 
     A replicated embedder belongs to one stage as any layer, but runs only through ``replicas``.
     ``replicas`` must be set if ``routes`` replicates embedders. ``base`` is passed to the next base
@@ -84,6 +85,7 @@ class Stage(Nest):
         activations: ActivationPolicies | None = None,
         offloaded_weights: Collection[int] = (),
         frozen_dtype: torch.dtype | None = None,
+        built_on_host: bool = False,
         **base: Any,
     ) -> None:
         super().__init__(**base)
@@ -140,6 +142,8 @@ class Stage(Nest):
             self._chain += (module,)
             if frozen_dtype is not None:
                 _cast_frozen(module, frozen_dtype)
+            if built_on_host:
+                module.cpu()
             if index in offloaded_weights and spec.name not in self._replicated:
                 self.weight_offload.add(spec.name, module)
         frozen = {spec.name for spec in self._specs if not spec.trained}

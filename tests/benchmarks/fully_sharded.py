@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_pulse.planner.layout.fsdp_layout import Gathering
-from megatron_pulse.planner.tune.fsdp.step import Sharding, prefetched_before_freed
+from megatron_pulse.planner.layout.fsdp_layout import FsdpLayout
+from megatron_pulse.planner.tune.fsdp.step import Sharding
+from megatron_pulse.runtime.parameters.fsdp import ShardedUnits
 from tests.benchmarks.cell import compute_s, join_urgently, require_network
 from tests.benchmarks.contestant import Contestant, Engine
 from tests.benchmarks.data_parallel import SleepingLayer
@@ -43,7 +44,6 @@ class Called:
 def fully_sharded(way: Sharding, called: Called | None = None) -> Callable[[], None]:
     """A step of ``way`` by torch, noting what is ``called``. Collective."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
         DefaultAllGather,
         DefaultReduceScatter,
@@ -52,13 +52,12 @@ def fully_sharded(way: Sharding, called: Called | None = None) -> Callable[[], N
     shape = (way.num_devices,) if way.replicas == 1 else (way.replicas, way.group)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replica", "shard")[-len(shape) :])
     layers = [SleepingLayer(u.forward_s, u.backward_s, elements(u)) for u in way.units]
-    each_pass, whole_step = (way.gathering is g for g in (Gathering.PASS, Gathering.STEP))
-    near_begin = [prefetched_before_freed(at, way.prefetch) for at in range(len(layers))]
-    units: list[Any] = [
-        fully_shard(layer, mesh=mesh, reshard_after_forward=each_pass and not near_end)
-        for layer, near_end in zip(layers, near_begin[::-1], strict=True)
-    ]
-    model: Any = fully_shard(nn.Sequential(*layers), mesh=mesh, reshard_after_forward=False)
+    layout = FsdpLayout.of_size(
+        len(layers), 1, group=way.group,
+        gathering=way.gathering, reduce_once=way.reduce_once, prefetch=way.prefetch,
+    )  # fmt: skip
+    model = nn.Sequential(*layers)
+    units = ShardedUnits(model, layers, layout, mesh)
     if called is not None:
         log = called
 
@@ -72,26 +71,16 @@ def fully_sharded(way: Sharding, called: Called | None = None) -> Callable[[], N
                 log.reduced.append(input_tensor.numel())
                 return super().__call__(output_tensor, input_tensor, *a, **more)
 
-        for unit in units:
+        for unit in units.units:
             unit.set_custom_all_gather(Gather())
             unit.set_custom_reduce_scatter(Reduce())
             if way.replicas > 1:
                 unit.set_all_reduce_hook(lambda shard: log.summed.append(shard.numel()))
-    for at, unit in enumerate(units):
-        unit.set_modules_to_forward_prefetch(units[at + 1 : at + 1 + way.prefetch])
-        # The first unit would gather the last of the microbatch before, if it were given nothing.
-        before = units[max(0, at - way.prefetch) : at][::-1] or [unit]
-        unit.set_modules_to_backward_prefetch(before)
     x = torch.zeros(1, requires_grad=True)
 
     def step() -> None:
         for microbatch in range(way.count):
-            last = microbatch + 1 == way.count
-            model.set_requires_gradient_sync(last or not way.reduce_once)
-            model.set_requires_all_reduce(last)
-            model.set_is_last_backward(last)
-            for unit, near in zip(units, near_begin, strict=True):
-                unit.set_reshard_after_backward(last or not (whole_step or near))
+            units.set_last(microbatch + 1 == way.count)
             model(x).sum().backward()
         for parameter in model.parameters():
             parameter.grad = None

@@ -10,11 +10,10 @@ import pytest
 import torch.distributed as dist
 
 from megatron_pulse.planner.cluster.cluster import Link
-from megatron_pulse.planner.layout.fsdp_layout import Gathering
+from megatron_pulse.planner.layout.fsdp_layout import REDUCING, Gathering
 from megatron_pulse.planner.tune.fsdp.layer_dp import ActivationRoom
 from megatron_pulse.planner.tune.fsdp.recompute import RecomputeCosts
 from megatron_pulse.planner.tune.fsdp.step import (
-    REDUCING,
     ShardedUnit,
     Sharding,
     grouped,

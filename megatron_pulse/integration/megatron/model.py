@@ -58,6 +58,7 @@ def make_model_provider(plan: Plan, args: argparse.Namespace) -> Callable[..., M
             activations=plan.activations,
             offloaded_weights=plan.offloaded_weights,
             frozen_dtype=dtype,
+            built_on_host=plan.fsdp is not None,
         )
         config.params_dtype = dtype
         if args.pulse_frozen_weights is not None:

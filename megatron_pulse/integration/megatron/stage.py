@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
@@ -45,6 +45,7 @@ class MegatronStage(Stage, MegatronModule):
     - ``reference``: weights of a preference loss's reference, from its first pass on.
     - ``drawn``: initial weights, until the main parameters take them.
     - ``fully_sharded``: this rank's rows of the parameters, if these are sharded by FSDP.
+    - ``stays_on_host``: ``cuda`` moves nothing.
     - ``left_out``: names of parameters that are neither saved nor loaded.
     - ``begins_adapter``: loaded weights are those beside which an adapter begins.
     """
@@ -60,6 +61,7 @@ class MegatronStage(Stage, MegatronModule):
         activations: ActivationPolicies | None = None,
         offloaded_weights: Collection[int] = (),
         frozen_dtype: torch.dtype | None = None,
+        built_on_host: bool = False,
     ) -> None:
         self.drawn: Tensors = {}
         self.main_params: MainParams | None = None
@@ -74,7 +76,8 @@ class MegatronStage(Stage, MegatronModule):
         self.post_process = routes.partition.placement.after[stage] is None
         self.share_embeddings_and_output_weights = False
         context = LayerContext(config, pg_collection)
-        frozen = offloaded_weights, frozen_dtype
+        frozen = offloaded_weights, frozen_dtype, built_on_host
+        self.stays_on_host = built_on_host
         of = backbone, routes, stage, seed, context, activations, *frozen
         super().__init__(*of, config=config)
         layers = self.named_layers()
@@ -84,6 +87,10 @@ class MegatronStage(Stage, MegatronModule):
         if chain in tuple(backbone.parts)[1:]:
             for parameter in self.parameters():
                 setattr(parameter, GRAD_NORM_GROUP_ATTR, chain)
+
+    def cuda(self, device: Any = None) -> Self:
+        """Move the stage to a GPU, unless ``fully_shard`` will move it unit by unit."""
+        return self if self.stays_on_host else super().cuda(device)
 
     @property
     def trained_names(self) -> list[str]:

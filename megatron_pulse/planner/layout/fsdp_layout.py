@@ -9,6 +9,9 @@ from itertools import pairwise
 
 from megatron_pulse.format import with_plural
 
+REDUCING = 2
+"""Units whose gradients may be in reduction at once. The default of FSDP2 is 1."""
+
 
 class Gathering(StrEnum):
     """Frequency of gathering a unit's parameters.

@@ -18,12 +18,77 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from megatron_pulse.planner.layout.fsdp_layout import (
+    REDUCING,
     FsdpLayout,
     Gathering,
     prefetched_before_freed,
 )
 from megatron_pulse.runtime.parameters.main_params import MainParams, MainParamShard
 from megatron_pulse.runtime.stage import Stage
+
+
+class ShardedUnits:
+    """Layers under ``fully_shard``, unit by unit, and their parent ``root``.
+
+    ``mesh`` has the dimension "shard", after "replica" for HSDP. Parameters are gathered in
+    ``dtype`` and reduced in fp32. Units without parameters are left out.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        layers: Sequence[nn.Module],
+        layout: FsdpLayout,
+        mesh: DeviceMesh,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self._layout = layout
+        policy = MixedPrecisionPolicy(
+            param_dtype=None if dtype == torch.float32 else dtype,
+            reduce_dtype=torch.float32,
+            cast_forward_inputs=False,
+        )
+        units = [[layers[i] for i in own] for own in layout.units(len(layers))]
+        units = [u for u in units if any(True for layer in u for _ in layer.parameters())]
+        for layer in layers:
+            layer.register_forward_hook(_without_views)
+        self.units: list[FSDPModule] = []
+        for at, unit in enumerate(units):
+            kept = prefetched_before_freed(len(units) - 1 - at, layout.prefetch)
+            fully_shard(
+                unit if len(unit) > 1 else unit[0],
+                mesh=mesh,
+                mp_policy=policy,
+                reshard_after_forward=layout.gathering is Gathering.PASS and not kept,
+            )
+            assert isinstance(unit[0], FSDPModule)
+            self.units.append(unit[0])
+        for at, first in enumerate(self.units):
+            ahead = layout.prefetch
+            first.set_modules_to_forward_prefetch(self.units[at + 1 : at + 1 + ahead])
+            # Given nothing, the first unit would gather the last of the microbatch before.
+            before = self.units[max(0, at - ahead) : at][::-1] or [first]
+            first.set_modules_to_backward_prefetch(before)
+        fully_shard(root, mesh=mesh, reshard_after_forward=False)
+        assert isinstance(root, FSDPModule)
+        self.root = root
+        root.set_reduce_scatter_max_input_buffers(REDUCING)
+
+    def set_last(self, last: bool) -> None:
+        """Say whether the next backward is the last of the step."""
+        self.root.set_requires_gradient_sync(last or not self._layout.reduce_once)
+        self.root.set_requires_all_reduce(last)
+        self.root.set_is_last_backward(last)
+        keeps = self._layout.gathering is Gathering.STEP
+        for at, unit in enumerate(self.units):
+            near = prefetched_before_freed(at, self._layout.prefetch)
+            unit.set_reshard_after_backward(last or not (keeps or near), recurse=False)
+
+    def free_gathered(self) -> None:
+        """Free all gathered copies, which would outlive a change of the parameters."""
+        for module in self.root.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
 
 class _Root(nn.Module):
@@ -41,9 +106,6 @@ class _Root(nn.Module):
 class FullyShardedStage:
     """A stage after ``fully_shard``, and this rank's rows of its parameters.
 
-    ``mesh`` has the dimension "shard", after "replica" for HSDP. Parameters are gathered in
-    ``dtype`` and reduced in fp32.
-
     - ``root``: the module to call in place of the stage.
     - ``wholes``: parameters by name as DTensors.
     - ``own``: this rank's rows of them, which share their memory; first rows are ``first``.
@@ -57,14 +119,12 @@ class FullyShardedStage:
         mesh: DeviceMesh,
         dtype: torch.dtype,
     ) -> None:
-        self._layout = layout
         attributes = {name: dict(vars(p)) for name, p in stage.named_parameters()}
         modules = [module for _, module in stage.named_layers()]
-        self._units = _shard_units(modules, layout, mesh, dtype)
+        self.root = _Root(stage, modules)
+        self._units = ShardedUnits(self.root, modules, layout, mesh, dtype)
         stage.register_parameters_again()
         stage.is_sharded = True
-        self.root = _Root(stage, modules)
-        fully_shard(self.root, mesh=mesh, reshard_after_forward=False)
         self.group = mesh.get_group("shard")
         names = mesh.mesh_dim_names or ()
         self._replicated = "replica" in names
@@ -117,61 +177,16 @@ class FullyShardedStage:
 
     def free_gathered(self) -> None:
         """Free all gathered copies, which would outlive a change of the rows."""
-        for module in self.root.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        self._units.free_gathered()
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
         """Within, microbatches are not the last of a step."""
-        self._set_last(False)
+        self._units.set_last(False)
         try:
             yield
         finally:
-            self._set_last(True)
-
-    def _set_last(self, last: bool) -> None:
-        root = self.root
-        assert isinstance(root, FSDPModule)
-        root.set_requires_gradient_sync(last or not self._layout.reduce_once)
-        root.set_requires_all_reduce(last)
-        root.set_is_last_backward(last)
-        keeps = self._layout.gathering is Gathering.STEP
-        for at, unit in enumerate(self._units):
-            near = prefetched_before_freed(at, self._layout.prefetch)
-            unit.set_reshard_after_backward(last or not (keeps or near), recurse=False)
-
-
-def _shard_units(
-    modules: Sequence[nn.Module], layout: FsdpLayout, mesh: DeviceMesh, dtype: torch.dtype
-) -> list[FSDPModule]:
-    """Shard the layers unit by unit; returns the first layer of each unit with parameters."""
-    policy = MixedPrecisionPolicy(
-        param_dtype=None if dtype == torch.float32 else dtype,
-        reduce_dtype=torch.float32,
-        cast_forward_inputs=False,
-    )
-    found = [[modules[i] for i in own] for own in layout.units(len(modules))]
-    own = [unit for unit in found if any(True for module in unit for _ in module.parameters())]
-    for module in modules:
-        module.register_forward_hook(_without_views)
-    units: list[FSDPModule] = []
-    for at, unit in enumerate(own):
-        kept = prefetched_before_freed(len(own) - 1 - at, layout.prefetch)
-        fully_shard(
-            unit if len(unit) > 1 else unit[0],
-            mesh=mesh,
-            mp_policy=policy,
-            reshard_after_forward=layout.gathering is Gathering.PASS and not kept,
-        )
-        assert isinstance(unit[0], FSDPModule)
-        units.append(unit[0])
-    for at, unit in enumerate(units):
-        ahead = layout.prefetch
-        unit.set_modules_to_forward_prefetch(units[at + 1 : at + 1 + ahead])
-        # Given nothing, the first unit would gather the last of the microbatch before.
-        unit.set_modules_to_backward_prefetch(units[max(0, at - ahead) : at][::-1] or [unit])
-    return units
+            self._units.set_last(True)
 
 
 def _without_views(module: nn.Module, inputs: Any, outputs: Any) -> Any:
@@ -183,4 +198,4 @@ def _without_views(module: nn.Module, inputs: Any, outputs: Any) -> Any:
         view = tensor._base is not None or isinstance(tensor, nn.Parameter)
         return tensor.clone() if view and tensor.requires_grad else tensor
 
-    return tuple(map(copied, outputs))
+    return copied(outputs) if isinstance(outputs, Tensor) else tuple(map(copied, outputs))

@@ -12,11 +12,10 @@ from typing import Any
 
 from megatron_pulse.format import format_number, with_plural
 from megatron_pulse.planner.cluster.cluster import Cluster
-from megatron_pulse.planner.layout.fsdp_layout import Gathering
+from megatron_pulse.planner.layout.fsdp_layout import REDUCING, Gathering
 from megatron_pulse.planner.tune.config import divisors
 from megatron_pulse.planner.tune.fsdp.configs import FittedFsdpConfig, FsdpConfig, FsdpConfigs
 from megatron_pulse.planner.tune.fsdp.step import (
-    REDUCING,
     Sharding,
     Transfers,
     gradient_bytes,

@@ -16,7 +16,11 @@ from functools import lru_cache
 from itertools import repeat
 
 from megatron_pulse.planner.cluster.cluster import Link
-from megatron_pulse.planner.layout.fsdp_layout import Gathering, prefetched_before_freed
+from megatron_pulse.planner.layout.fsdp_layout import (
+    REDUCING,
+    Gathering,
+    prefetched_before_freed,
+)
 
 STATE_BYTES = 12
 """Bytes per parameter, divided over a group: fp32 main parameter and both moments of Adam."""
@@ -30,9 +34,6 @@ AVERAGE_BYTES = 4
 
 STEADY = 3
 """Microbatches after which each further one adds the same time, except the very last."""
-
-REDUCING = 2
-"""Units whose gradients may be in reduction at once. The default of FSDP2 is 1."""
 
 
 @dataclass(frozen=True)
