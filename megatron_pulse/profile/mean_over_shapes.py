@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.shape_buckets import at_shape, shares_of
-from megatron_pulse.profile.layer_records import LayerTimes
+from megatron_pulse.profile.layer_records import LayerTimes, ProfiledShape
 from megatron_pulse.profile.profile import Profile
 
 
@@ -16,10 +16,11 @@ def over_shapes(backbone: Backbone, profile_of: Callable[[Backbone], Profile]) -
     """Merge the profiles of ``profile_of`` at each of the chain's shapes.
 
     Times are means weighted by the chain's ``shares``. Bytes are those of the largest shape, since
-    every shape must fit in memory and messages.
+    every shape must fit in memory and messages. ``shapes`` keep the costs of each.
     """
     shares = shares_of(backbone)
-    found = [profile_of(at_shape(backbone, which)) for which in range(len(shares))]
+    chains = [at_shape(backbone, which) for which in range(len(shares))]
+    found = [profile_of(chain) for chain in chains]
     if len(found) == 1:
         return found[0]
     first = found[0]
@@ -49,6 +50,17 @@ def over_shapes(backbone: Backbone, profile_of: Callable[[Backbone], Profile]) -
         conditioning=tuple(
             replace(same[0], num_bytes=max(edge.num_bytes for edge in same))
             for same in zip(*(profile.conditioning for profile in found), strict=True)
+        ),
+        shapes=tuple(
+            ProfiledShape(
+                "x".join(map(str, chain.sample_spec.shape)),
+                share,
+                profile.layers,
+                profile.times,
+                profile.skips,
+                profile.conditioning,
+            )
+            for chain, share, profile in zip(chains, shares, found, strict=True)
         ),
     )
 

@@ -23,6 +23,7 @@ def plan_of(outcome: Outcome, evaluator: Evaluator, found: Tuning | None = None)
         raise ValueError("the outcome's schedule has fewer microbatches than a step")
     profile, cluster = evaluator.profile, evaluator.cluster
     config, stages = outcome.config, outcome.stages
+    known = repr(profile) + (repr(profile.shapes) if profile.shapes else "")
     partition, certificate = stages.partition, outcome.synthesis.certificate
     names, costs = stages.costs.names, profile.only(config.micro_batch_size)
     return PlanFile(
@@ -51,7 +52,7 @@ def plan_of(outcome: Outcome, evaluator: Evaluator, found: Tuning | None = None)
         edges=stages.edges,
         predicted=outcome.figures(),
         provenance={
-            "profile_sha256": hashlib.sha256(repr(profile).encode()).hexdigest(),
+            "profile_sha256": hashlib.sha256(known.encode()).hexdigest(),
             "threads": profile.threads,
             "unsteady": spread_caution(profile),
             "profile": f"{profile.source.value}, {profile.device}: {profile.method}",
