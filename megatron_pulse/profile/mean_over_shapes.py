@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_pulse.backbone.chain import Backbone
-from megatron_pulse.backbone.shape_buckets import at_shape, shares_of
+from megatron_pulse.backbone.shape_buckets import at_shape, shape_names, shares_of
 from megatron_pulse.profile.layer_records import LayerTimes, ProfiledShape
 from megatron_pulse.profile.profile import Profile
 
@@ -18,9 +18,8 @@ def over_shapes(backbone: Backbone, profile_of: Callable[[Backbone], Profile]) -
     Times are means weighted by the chain's ``shares``. Bytes are those of the largest shape, since
     every shape must fit in memory and messages. ``shapes`` keep the costs of each.
     """
-    shares = shares_of(backbone)
-    chains = [at_shape(backbone, which) for which in range(len(shares))]
-    found = [profile_of(chain) for chain in chains]
+    shares, names = shares_of(backbone), shape_names(backbone)
+    found = [profile_of(at_shape(backbone, which)) for which in range(len(shares))]
     if len(found) == 1:
         return found[0]
     first = found[0]
@@ -53,14 +52,14 @@ def over_shapes(backbone: Backbone, profile_of: Callable[[Backbone], Profile]) -
         ),
         shapes=tuple(
             ProfiledShape(
-                "x".join(map(str, chain.sample_spec.shape)),
+                name,
                 share,
                 profile.layers,
                 profile.times,
                 profile.skips,
                 profile.conditioning,
             )
-            for chain, share, profile in zip(chains, shares, found, strict=True)
+            for name, share, profile in zip(names, shares, found, strict=True)
         ),
     )
 
