@@ -75,9 +75,13 @@ def bucket_evaluator(shares: Sequence[float], ranks: int) -> Evaluator:
 def bucket_plan(
     sizes: Sequence[int], pipeline: int = 2, data: int = 1, shares: Sequence[float] = (2, 1, 1)
 ) -> PlanFile:
-    """Plan of microbatches of ``sizes``, one for each bucket, on ``pipeline`` x ``data`` ranks."""
+    """Plan of microbatches of ``sizes``, one for each bucket, on ``pipeline`` x ``data`` ranks.
+
+    Replicas have the distributed optimizer.
+    """
     evaluator = bucket_evaluator(shares, pipeline * data)
-    config = Config(pipeline, data, 1, 2, WHOLE if pipeline == 1 else FOLD_EXACT)
+    layout = WHOLE if pipeline == 1 else FOLD_EXACT
+    config = Config(pipeline, data, 1, 2, layout, distributed_optimizer=data > 1)
     whole = whole_step(evaluator, config)
     shapes = []
     for k, (size, shape) in enumerate(zip(sizes, evaluator.profile.shapes, strict=True)):
