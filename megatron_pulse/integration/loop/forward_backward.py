@@ -150,7 +150,8 @@ class PulseSchedule:
         plan, bucket = self._plan, ""
         if plan.shapes and not forward_only:
             first = next(batches)
-            shape_index = shape_of(plan.backbone, first)
+            whole = first if self._self_conditioning is None else joined(first)
+            shape_index = shape_of(plan.backbone, whole)
             shape, plan = plan.shapes[shape_index], plan.at_shape(shape_index)
             num_microbatches, micro_batch_size = shape.num_microbatches, shape.micro_batch_size
             bucket = shape.name
