@@ -157,6 +157,15 @@ def shares_of(backbone: Backbone) -> tuple[float, ...]:
     return tuple(share / sum(shares) for share in shares)
 
 
+def shape_names(backbone: Backbone) -> list[str]:
+    """Names of the chain's shapes, those of the sample, as in 4x64x96; all are different."""
+    names = [
+        "x".join(map(str, backbone.sample_spec.at(shape_index).shape))
+        for shape_index in range(backbone.num_shapes)
+    ]
+    return [f"{name}, {i}" if names.count(name) > 1 else name for i, name in enumerate(names)]
+
+
 def shape_faults(backbone: Backbone) -> Iterator[str]:
     """Tensors without one shape per sample shape, and shapes that no batch can tell apart.
 

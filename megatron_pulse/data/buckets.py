@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
@@ -87,7 +87,11 @@ class BucketSampler(MicrobatchSampler):
     function of (seed, position, group size); microbatch size and data-parallel degree only cut
     groups.
 
-    Raises ValueError if the microbatch size does not divide the group size or the consumed samples.
+    ``micro_batch_sizes`` are those of the parts, if each has its own; a replica's share of a group
+    is then cut into microbatches of its part's size.
+
+    Raises ValueError if a microbatch size does not divide the group size or the consumed samples,
+    and if replicas with microbatches of several sizes do not begin and end groups together.
     """
 
     def __init__(
@@ -103,6 +107,7 @@ class BucketSampler(MicrobatchSampler):
         repeats: int = 1,
         *,
         group_size: int,
+        micro_batch_sizes: Sequence[int] = (),
     ) -> None:
         super().__init__(
             sum(sizes), consumed_samples, micro_batch_size, data_parallel_rank,
@@ -117,13 +122,37 @@ class BucketSampler(MicrobatchSampler):
             for what, count in whole.items()
             if count % micro_batch_size
         ]
+        if micro_batch_sizes and consumed_samples % group_size:
+            faults.append(
+                f"{consumed_samples} consumed samples end within {group_size} of one shape"
+            )
+        faults += [
+            f"{group_size} consecutive samples of one shape are not a multiple of mbs * dp = "
+            f"{size} * {data_parallel_size}"
+            for size in sorted({*micro_batch_sizes})
+            if group_size % (size * data_parallel_size)
+        ]
         if faults:
             raise ValueError(format_faults("microbatches of several shapes", faults))
         self.group_size = group_size
+        self.micro_batch_sizes = tuple(micro_batch_sizes)
+        self.data_parallel_size = data_parallel_size
         self.sizes = tuple(sizes)
         self._firsts = (0, *accumulate(sizes))
         self._epoch: tuple[int, np.ndarray] | None = None
         self._orders: dict[int, tuple[int, np.ndarray]] = {}
+
+    def __iter__(self) -> Iterator[list[Item]]:
+        if not self.micro_batch_sizes:
+            yield from super().__iter__()
+            return
+        start = self.consumed_samples
+        while True:
+            part, _ = self._group(start // self.group_size)
+            size = self.micro_batch_sizes[part]
+            first = start + self.data_parallel_rank * size
+            yield [self.item(position) for position in range(first, first + size)]
+            start += size * self.data_parallel_size
 
     def item(self, position: int) -> Item:
         group, place = divmod(position, self.group_size)

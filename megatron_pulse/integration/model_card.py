@@ -195,6 +195,8 @@ def _plan_lines(saved: SavedRun) -> Iterator[str]:
         f"batch {found.global_batch_size} = {found.data} replica(s) x {found.num_microbatches} "
         f"microbatch(es) of {found.micro_batch_size}, {found.dtype}"
     )
+    if found.shapes:
+        yield f"buckets, of one per step: {found.microbatches}"
     known = "optimal for this partition" if made["proved"] else f"gap {100 * made['gap']:.2f} %"
     yield f"schedule: {known}; bubble {100 * found.predicted['bubble']:.1f} %"
     certificate = certificate_path(Path(path))  # type: ignore[arg-type]

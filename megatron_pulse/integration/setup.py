@@ -442,6 +442,8 @@ def with_schedules(plan: Plan, args: argparse.Namespace, options: PulseOptions) 
     with refusing(ValueError):
         plan = share_schedules(plan, args, options)
         plan.step(num_microbatches(args))
+        for shape_index, shape in enumerate(plan.shapes):
+            plan.at_shape(shape_index).step(shape.num_microbatches)
     return plan
 
 

@@ -185,7 +185,7 @@ def train(
             args,
             options,
             checks,
-            lambda scale: schedule.not_finite(data.iterators(args, plan.placement)[0], scale),
+            lambda scale: schedule.not_finite(data.iterators(args, plan)[0], scale),
         ),
         args,
     )
@@ -267,7 +267,7 @@ def _make_dataset_provider(
     args: argparse.Namespace, plan: Plan, data: DiffusionData | CascadeData
 ) -> Callable[..., tuple[Any, Any, Any]]:
     def provide(num_samples: Any, vp_stage: int | None = None) -> tuple[Any, Any, Any]:
-        return (*data.iterators(args, plan.placement), None)
+        return (*data.iterators(args, plan), None)
 
     provide.is_distributed = True  # type: ignore[attr-defined]
     return provide

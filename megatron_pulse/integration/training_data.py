@@ -33,7 +33,6 @@ from megatron_pulse.diffusion.preference import PreferenceLoss
 from megatron_pulse.encoders.text_recipe import VAE, is_text
 from megatron_pulse.integration.flags.pulse_options import PulseOptions
 from megatron_pulse.integration.loop_encoders import DeviceEncoders, loop_encoders
-from megatron_pulse.planner.layout.placement import Placement
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.planner.program.plan import Plan
 from megatron_pulse.planner.schedule.operations import BubbleTask
@@ -176,6 +175,7 @@ class DiffusionData:
         if len(self.shares) < 2:
             self.shares = ()
         self._processes = [process.for_tokens(num_tokens[shape_index]) for shape_index in shapes]
+        self._shapes = shapes
         self.held_out, _ = max(
             zip(self.validation.parts, shapes, strict=True),
             key=lambda each: (len(each[0]) > 0, each[1] == 0),
@@ -340,13 +340,15 @@ class DiffusionData:
         return clean.clamp(-self._bound, self._bound)
 
     def iterators(
-        self, args: argparse.Namespace, placement: Placement, chain: int = 0
+        self, args: argparse.Namespace, plan: Plan, chain: int = 0
     ) -> tuple[Iterator[dict[str, Tensor]], Iterator[dict[str, Tensor]]]:
         """Endless (training, validation) microbatches of this rank, for one chain of a cascade.
 
         Every evaluation reads the same validation samples in the same order, shuffled by the seed,
-        with the same noise and times. Losses of evaluations are thus comparable.
+        with the same noise and times. Losses of evaluations are thus comparable. In training, a
+        shape's microbatches have the size of ``plan.shapes``.
         """
+        placement = plan.placement
         stages = placement.stages_of_device(parallel_state.get_pipeline_model_parallel_rank())
         num_samples = args.eval_iters * args.eval_global_batch_size
         device = parallel_state.get_pipeline_model_parallel_rank()
@@ -366,6 +368,7 @@ class DiffusionData:
                 batch,
                 consumed_samples=args.consumed_train_samples if training else 0,
                 micro_batch_size=args.micro_batch_size if training else args.eval_micro_batch_size,
+                sizes_of_shapes=_sizes_of(plan) if training else (),
                 data_parallel_rank=parallel_state.get_data_parallel_rank(),
                 data_parallel_size=parallel_state.get_data_parallel_world_size(),
                 period=None if training else num_samples or None,
@@ -406,7 +409,7 @@ class DiffusionData:
             )
 
     def first_microbatches(
-        self, micro_batch_size: int, global_batch_size: int
+        self, plan: Plan, micro_batch_size: int, global_batch_size: int
     ) -> Iterator[dict[str, Tensor]]:
         """Microbatches of all replicas from the beginning of training, in one process."""
         sampler = self._sampler(
@@ -414,26 +417,40 @@ class DiffusionData:
             global_batch_size,
             consumed_samples=0,
             micro_batch_size=micro_batch_size,
+            sizes_of_shapes=_sizes_of(plan),
             data_parallel_rank=0,
             data_parallel_size=1,
         )
         return iter(self._loader(Split.TRAIN, sampler))
 
     def _sampler(
-        self, split: Split, global_batch_size: int, **places: Any
+        self,
+        split: Split,
+        global_batch_size: int,
+        sizes_of_shapes: Sequence[int] = (),
+        **places: Any,
     ) -> MicrobatchSampler | PairSampler:
-        """Sampler of a split; ``places`` assign samples to ranks."""
+        """Sampler of a split; ``places`` assign samples to ranks.
+
+        ``sizes_of_shapes`` are microbatch sizes of the backbone's shapes, if these have their own.
+        """
         parts = (self.train if split is Split.TRAIN else self.validation).parts
         sizes = [len(part) for part in parts]
         in_a_row = self._bucket_batch or global_batch_size
+        micro = [sizes_of_shapes[shape] for shape in self._shapes] if sizes_of_shapes else []
         if self._loss.is_preference:  # all numbers of samples become those of pairs
             sizes, in_a_row = [size // 2 for size in sizes], in_a_row // 2
+            micro = [size // 2 for size in micro]
             for name in ("consumed_samples", "micro_batch_size", "period"):
                 if places.get(name) is not None:
                     places[name] //= 2
         order = {**places, "seed": self._seed}
         if len(sizes) > 1:
-            sampler: MicrobatchSampler = BucketSampler(sizes, **order, group_size=in_a_row)
+            sampler: MicrobatchSampler = BucketSampler(
+                sizes, **order, group_size=in_a_row, micro_batch_sizes=micro
+            )
+        elif micro:
+            sampler = MicrobatchSampler(sizes[0], **{**order, "micro_batch_size": micro[0]})
         else:
             sampler = MicrobatchSampler(sizes[0], **order)
         return PairSampler(sampler) if self._loss.is_preference else sampler
@@ -489,6 +506,10 @@ class DiffusionData:
                     more = "; further ones are not listed" if len(named) == _MOST_NAMED else ""
                     print(f"corrupt, skipped: {file}{more}", flush=True)
             yield batch
+
+
+def _sizes_of(plan: Plan) -> list[int]:
+    return [shape.micro_batch_size for shape in plan.shapes]
 
 
 def _require_sigma(backbone: Backbone) -> None:

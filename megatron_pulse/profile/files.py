@@ -25,7 +25,7 @@ _FORMAT = "megatron_pulse profile 1"
 _MOST_SUMS = 1000
 """Maximum sums over tensor-parallel ranks per layer, in older profiles."""
 _OLDER: Mapping[type, Mapping[str, Any]] = {
-    Profile: {"threads": 0, "transformer_impl": LOCAL},
+    Profile: {"threads": 0, "transformer_impl": LOCAL, "shapes": []},
     ProfiledLayer: {
         **{"optimizer_s": 0.0, "sharded_time": 1.0, "frozen_parameters": 0},
         **{"needs_grad": True, "begins": False},
@@ -65,8 +65,11 @@ def load_profile(path: str | Path) -> Profile:
 
 
 def to_record(profile: Profile) -> dict[str, Any]:
-    """JSON object of a profile's file."""
-    return {"format": _FORMAT, **dataclasses.asdict(profile)}
+    """JSON object of a profile's file; a profile of one shape has no ``shapes``."""
+    record = {"format": _FORMAT, **dataclasses.asdict(profile)}
+    if not profile.shapes:
+        del record["shapes"]
+    return record
 
 
 def from_record(record: Mapping[str, Any], where: str | Path) -> Profile:
@@ -100,14 +103,19 @@ def _with_current_form(record: Mapping[str, Any]) -> dict[str, Any]:
     """
     found = {**_OLDER[Profile], **record}
     del found["format"]
-    lists: list[tuple[type, dict[str, Any], str]] = [
-        (ProfiledLayer, found, "layers"),
-        (ProfiledSkip, found, "skips"),
-        (ProfiledConditioning, found, "conditioning"),
-    ]
-    if isinstance(times := found.get("times"), dict):
-        found["times"] = dict(times)
-        lists += [(LayerTimes, found["times"], size) for size in times]
+    if isinstance(shapes := found["shapes"], list):
+        found["shapes"] = [dict(row) if isinstance(row, dict) else row for row in shapes]
+    owners = [found, *(row for row in found["shapes"] if isinstance(row, dict))]
+    lists: list[tuple[type, dict[str, Any], str]] = []
+    for owner in owners:
+        lists += [
+            (ProfiledLayer, owner, "layers"),
+            (ProfiledSkip, owner, "skips"),
+            (ProfiledConditioning, owner, "conditioning"),
+        ]
+        if isinstance(times := owner.get("times"), dict):
+            owner["times"] = dict(times)
+            lists += [(LayerTimes, owner["times"], size) for size in times]
     for kind, owner, key in lists:
         if isinstance(rows := owner.get(key), list):
             rows = [with_current_keys(row, _FORMER_NAMES[kind]) for row in rows]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -179,6 +180,22 @@ class LayerTimes:
         """Largest interquartile range, relative to the whole time."""
         ranges = (self.forward_spread_s, self.input_grad_spread_s, self.weight_grad_spread_s)
         return max(ranges) / self.whole_s if self.whole_s else 0.0
+
+
+@dataclass(frozen=True)
+class ProfiledShape:
+    """Costs at one of several sample shapes, a bucket, beside the merged ones of a profile.
+
+    ``name`` is the shape of the first layer's input, as in 4x64x96; ``share`` the fraction of all
+    samples. The other fields are those of ``Profile``.
+    """
+
+    name: str
+    share: float
+    layers: tuple[ProfiledLayer, ...]
+    times: Mapping[int, tuple[LayerTimes, ...]]
+    skips: tuple[ProfiledSkip, ...]
+    conditioning: tuple[ProfiledConditioning, ...]
 
 
 _SIZES = {name for name in LayerTimes.__dataclass_fields__ if name.endswith("_bytes")}

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_pulse.backbone.chain import Backbone
-from megatron_pulse.backbone.shape_buckets import at_shape, shares_of
-from megatron_pulse.profile.layer_records import LayerTimes
+from megatron_pulse.backbone.shape_buckets import at_shape, shape_names, shares_of
+from megatron_pulse.profile.layer_records import LayerTimes, ProfiledShape
 from megatron_pulse.profile.profile import Profile
 
 
@@ -16,9 +16,9 @@ def over_shapes(backbone: Backbone, profile_of: Callable[[Backbone], Profile]) -
     """Merge the profiles of ``profile_of`` at each of the chain's shapes.
 
     Times are means weighted by the chain's ``shares``. Bytes are those of the largest shape, since
-    every shape must fit in memory and messages.
+    every shape must fit in memory and messages. ``shapes`` keep the costs of each.
     """
-    shares = shares_of(backbone)
+    shares, names = shares_of(backbone), shape_names(backbone)
     found = [profile_of(at_shape(backbone, which)) for which in range(len(shares))]
     if len(found) == 1:
         return found[0]
@@ -49,6 +49,17 @@ def over_shapes(backbone: Backbone, profile_of: Callable[[Backbone], Profile]) -
         conditioning=tuple(
             replace(same[0], num_bytes=max(edge.num_bytes for edge in same))
             for same in zip(*(profile.conditioning for profile in found), strict=True)
+        ),
+        shapes=tuple(
+            ProfiledShape(
+                name,
+                share,
+                profile.layers,
+                profile.times,
+                profile.skips,
+                profile.conditioning,
+            )
+            for name, share, profile in zip(names, shares, found, strict=True)
         ),
     )
 

@@ -31,6 +31,7 @@ from megatron_pulse.profile.layer_records import (
     LayerTimes,
     ProfiledConditioning,
     ProfiledLayer,
+    ProfiledShape,
     ProfiledSkip,
     between,
 )
@@ -62,6 +63,8 @@ class Profile:
     - ``transformer_impl``: implementation of linear layers and attention, as Megatron's flag.
     - ``times``: layers' times in chain order, per microbatch size. Times and bytes are without
       recomputation; ``recompute`` is only the default of ``at``.
+    - ``shapes``: costs at each sample shape, if there are several. All other fields are then their
+      mean (see ``over_shapes``).
 
     Raises ProfileError with every fault.
     """
@@ -80,6 +83,7 @@ class Profile:
     versions: Mapping[str, str] = field(default_factory=dict)
     threads: int = 0
     transformer_impl: str = LOCAL
+    shapes: tuple[ProfiledShape, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
         if faults := list(self._faults()):
@@ -170,8 +174,34 @@ class Profile:
         return tuple(between(a, b, share, least=micro_batch_size / low) for a, b in pairs)
 
     def only(self, micro_batch_size: int) -> Profile:
-        """Profile at one microbatch size alone, interpolated if necessary."""
-        return replace(self, times={micro_batch_size: self.times_at(micro_batch_size)})
+        """Profile at one microbatch size alone, interpolated if necessary, without ``shapes``."""
+        return replace(self, times={micro_batch_size: self.times_at(micro_batch_size)}, shapes=())
+
+    def at_shape(self, shape_index: int) -> Profile:
+        """Profile at one of ``shapes`` alone."""
+        shape = self.shapes[shape_index]
+        return replace(
+            self,
+            layers=shape.layers,
+            times=shape.times,
+            skips=shape.skips,
+            conditioning=shape.conditioning,
+            shapes=(),
+        )
+
+    def with_shapes(self, profiles: Sequence[Profile]) -> Profile:
+        """Profile whose ``shapes`` have the costs of ``profiles``, in order."""
+        shapes = tuple(
+            replace(
+                shape,
+                layers=own.layers,
+                times=own.times,
+                skips=own.skips,
+                conditioning=own.conditioning,
+            )
+            for shape, own in zip(self.shapes, profiles, strict=True)
+        )
+        return replace(self, shapes=shapes)
 
     def all_layers(self, policy: ActivationPolicy) -> ActivationPolicies:
         """``policy`` for every layer of the chain."""
@@ -350,6 +380,22 @@ class Profile:
         for i, edge in enumerate(self.conditioning):
             yield from self._bad_edge(f"conditioning[{i}]", edge.source, edge.consumers)
             yield from _beyond(f"conditioning[{i}]", edge, ("num_bytes",))
+        yield from self._shape_faults()
+
+    def _shape_faults(self) -> Iterator[str]:
+        names, sizes = [layer.name for layer in self.layers], self.micro_batch_sizes
+        for i, shape in enumerate(self.shapes):
+            if not 0 < shape.share <= 1:
+                yield f"shapes[{i}].share is {shape.share}; it must be above 0 and at most 1"
+            if [layer.name for layer in shape.layers] != names:
+                yield f"shapes[{i}].layers are others than those of the profile"
+            elif tuple(sorted(shape.times)) != sizes:
+                yield f"shapes[{i}].times are at other microbatch sizes than those of the profile"
+            else:
+                try:
+                    self.at_shape(i)
+                except ProfileError as error:
+                    yield f"shapes[{i}]: {error}"
 
     def _bad_edge(self, where: str, source: int, ends: Sequence[int]) -> Iterator[str]:
         if source < 0:

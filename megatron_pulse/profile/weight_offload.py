@@ -20,8 +20,13 @@ def offload_weights(profile: Profile, patterns: Sequence[str]) -> Profile:
     names = [layer.name for layer in profile.layers]
     frozen = [layer.frozen_parameters > 0 for layer in profile.layers]
     found = frozen_layers(names, patterns, frozen) - profile.embedders
-    layers = enumerate(profile.layers)
-    return replace(profile, layers=tuple(replace(la, offloaded=i in found) for i, la in layers))
+
+    def offloaded(one: Profile) -> Profile:
+        layers = enumerate(one.layers)
+        return replace(one, layers=tuple(replace(la, offloaded=i in found) for i, la in layers))
+
+    shapes = [offloaded(profile.at_shape(k)) for k in range(len(profile.shapes))]
+    return offloaded(profile).with_shapes(shapes)
 
 
 def frozen_layers(

@@ -134,7 +134,8 @@ def test_pictures_are_in_the_nearest_shape_as_pil_makes_them(photos: Path) -> No
 @settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_each_sample_comes_once_in_any_layout(photos: Path, data: st.DataObject) -> None:
-    """DP 4, then 3, then 1, with other microbatch sizes, are one uninterrupted run."""
+    """DP 4, then 3, then 1, with other microbatch sizes, also of each bucket's own, are one
+    uninterrupted run."""
     train = _remembered(photos)
     sizes = [len(part) for part in train.parts]
     batch, seed = 12, data.draw(st.integers(0, 9))
@@ -143,14 +144,19 @@ def test_each_sample_comes_once_in_any_layout(photos: Path, data: st.DataObject)
     seen, done = list[tuple[int, int]](), 0
     for replicas, end in zip((4, 3, 1), (*ends, per_pass // batch + 4), strict=True):
         own = batch // replicas
-        micro = data.draw(st.sampled_from([m for m in range(1, own + 1) if own % m == 0]))
+        any_size = st.sampled_from([m for m in range(1, own + 1) if own % m == 0])
+        micro, several = data.draw(any_size), data.draw(st.booleans())
+        micros = [data.draw(any_size) for _ in sizes] if several else []
+        places = [(sizes, done * batch, micro, r, replicas, seed) for r in range(replicas)]
         ranks = [
-            iter(BucketSampler(sizes, done * batch, micro, r, replicas, seed, group_size=batch))
-            for r in range(replicas)
+            iter(BucketSampler(*place, group_size=batch, micro_batch_sizes=micros))
+            for place in places
         ]
-        for _ in range((end - done) * batch // (micro * replicas)):
+        until = len(seen) + (end - done) * batch
+        while len(seen) < until:
             for items in map(next, ranks):
-                assert len({train.part_of(index)[0] for index, _ in items}) == 1
+                (part,) = {train.part_of(index)[0] for index, _ in items}
+                assert len(items) == (micros[part] if several else micro)
                 seen += items
         done = max(done, end)
     alone = iter(BucketSampler(sizes, 0, 1, 0, 1, seed, group_size=batch))
@@ -345,3 +351,8 @@ def test_unreadable_shapes_are_refused(photos: Path) -> None:
         opened(photos, f"folder:{photos}*0")
     assert sum(picture_sizes(f"folder:{photos}*3").values()) == 900
     assert issubclass(ImageFolder, ImageFiles)
+
+
+def test_sizes_of_buckets_that_do_not_divide_a_step_are_refused() -> None:
+    with pytest.raises(ValueError, match="(?s)4 consumed samples end within 12.*12.*= 4 \\* 2"):
+        BucketSampler([20, 8], 4, 2, 0, 2, 0, group_size=12, micro_batch_sizes=[2, 4])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_pulse.backbone.activations import ActivationPolicy
@@ -48,7 +48,7 @@ STEPS = ["--global-batch-size", "8", "--train-iters", "2"]
 @dataclass
 class Executed:
     """Execution on rank 0: kinds of operations, placement of stages, texts on embedders and
-    recomputation, and bytes of offloaded activations.
+    recomputation, bytes of offloaded activations, and numbers of microbatches in training steps.
     """
 
     operations: set[str]
@@ -57,6 +57,7 @@ class Executed:
     recomputed: bool
     offload_bytes: int = 0
     selective: int = 0
+    microbatches: set[int] = field(default_factory=set)
 
 
 @dataclass
@@ -200,6 +201,8 @@ def _watch() -> Executed:
         if any(type(stage) is Stage for stage in self._stages.values()):
             return original(self, operation)  # the probe's own step, which is not Megatron's
         executed.operations.add(operation.kind.value)
+        if self._training:
+            executed.microbatches.add(self._schedule.num_microbatches)
         executed.placement = self._routes.partition.placement.kind.name
         executed.replicated = frozenset(self._routes.replicated)
         executed.recomputed = all(

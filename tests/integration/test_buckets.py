@@ -15,7 +15,6 @@ from tests.integration.runs import (
     BASE,
     STEPS,
     Run,
-    assert_equal_to_rounding,
     assert_same,
     pipeline,
     run,
@@ -74,13 +73,6 @@ def test_stores_of_several_shapes_train_alike_where_a_run_goes_on_in_another_lay
     all_ = buckets.run
     end = replace(all_, losses=all_.losses[1:], grad_norms=all_.grad_norms[1:])
     assert_same(rest, end)
-
-
-def test_replicas_have_the_same_steps_at_another_microbatch_size(buckets: Buckets) -> None:
-    """Gradients and optimizer states are of the weights that all share."""
-    flags = [*buckets.flags, "--micro-batch-size", "4", "--use-distributed-optimizer"]
-    both = run(2, *flags, backbone="none")
-    assert_equal_to_rounding(both, buckets.run)
 
 
 def test_another_order_of_shapes_in_mid_epoch_is_refused(

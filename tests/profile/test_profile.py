@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from megatron_pulse.backbone.activations import ActivationPolicies
+from megatron_pulse.backbone.chain import Backbone, Layer, TensorSpec
 from megatron_pulse.backbone.costs import SkipCost
 from megatron_pulse.planner.layout.placement import Partition, sequential
 from megatron_pulse.planner.schedule.problem import stage_problem
@@ -20,10 +21,13 @@ from megatron_pulse.profile.layer_records import (
     LayerTimes,
     ProfiledConditioning,
     ProfiledLayer,
+    ProfiledShape,
     ProfiledSkip,
     ShardSums,
 )
+from megatron_pulse.profile.mean_over_shapes import over_shapes
 from megatron_pulse.profile.profile import Profile, ProfileError, Source
+from megatron_pulse.profile.weight_offload import offload_weights
 from tests.reference import unsealed_record
 
 
@@ -282,3 +286,68 @@ def test_reading_a_profile_imports_no_torch() -> None:
         "sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def several() -> Profile:
+    """Two shapes, of which the second takes three times as long, beside their mean."""
+
+    def scaled(factor: int) -> dict[int, tuple[LayerTimes, ...]]:
+        return {n: tuple(times(factor * (i + 1) * (n + 1)) for i in range(3)) for n in (2, 4)}
+
+    profile = make(times=scaled(2))
+    shapes = tuple(
+        ProfiledShape(name, 0.5, profile.layers, scaled(n), profile.skips, profile.conditioning)
+        for name, n in (("4x8x8", 1), ("4x8x24", 3))
+    )
+    return dataclasses.replace(profile, shapes=shapes)
+
+
+def test_profile_keeps_every_shape_in_its_file(tmp_path: Path) -> None:
+    profile = several()
+    save_profile(profile, tmp_path / "profile.json")
+    known = load_profile(tmp_path / "profile.json")
+    assert known == profile
+    assert [known.at_shape(k).at(4).forward_s[0] for k in (0, 1)] == [5.0, 15.0]
+    assert known.at_shape(1).shapes == known.only(4).shapes == ()
+    save_profile(make(), tmp_path / "one.json")
+    assert '"shapes"' not in (tmp_path / "one.json").read_text()
+
+
+def test_profile_refuses_shapes_of_other_layers_sizes_and_costs() -> None:
+    profile = several()
+    first, second = profile.shapes
+    for shape, said in (
+        (dataclasses.replace(second, layers=second.layers[:2]), "layers are others than those"),
+        (dataclasses.replace(second, times={2: second.times[2]}), "times are at other microbatch"),
+        (dataclasses.replace(second, share=0.0), "share is 0.0; it must be above 0"),
+        (dataclasses.replace(second, skips=(ProfiledSkip("s", 2, 1, 9),)), "edges go forward"),
+    ):
+        with pytest.raises(ProfileError, match=rf"shapes\[1\].*{said}"):
+            dataclasses.replace(profile, shapes=(first, shape))
+
+
+def test_profiles_of_shapes_are_merged_and_kept() -> None:
+    """Times are weighted by shares; bytes are those of the largest shape."""
+    spec = TensorSpec((4, 8), others=((4, 24),))
+    layers = [Layer(f"layer.{i}", lambda context: None, (spec,), (spec,)) for i in range(3)]
+    chain = Backbone("toy", tuple(layers), shares=(3.0, 1.0))
+    boundaries = {(4, 8): 8, (4, 24): 24}
+
+    def profile_of(one: Backbone) -> Profile:
+        size = boundaries[one.input_spec.shape]
+        layers = tuple(ProfiledLayer(f"layer.{i}", 10, size) for i in range(3))
+        return make(layers=layers, times={2: (times(size),) * 3})
+
+    merged = over_shapes(chain, profile_of)
+    assert [(s.name, s.share) for s in merged.shapes] == [("4x8", 0.75), ("4x24", 0.25)]
+    assert merged.times[2][0].forward_s == 0.75 * 8 + 0.25 * 24
+    assert merged.layers[0].boundary_bytes == 24
+    assert [merged.at_shape(k).times[2][0].forward_s for k in (0, 1)] == [8, 24]
+    offloaded = offload_weights(_frozen(merged), ["layer.1"])
+    assert [la.offloaded for la in offloaded.layers] == [False, True, False]
+    assert [la.offloaded for la in offloaded.at_shape(1).layers] == [False, True, False]
+
+
+def _frozen(profile: Profile) -> Profile:
+    layers = tuple(dataclasses.replace(layer, frozen_parameters=10) for layer in profile.layers)
+    return dataclasses.replace(profile, layers=layers)

@@ -84,6 +84,10 @@ def _compared(args: argparse.Namespace) -> PlanComparison:
 
     path = args.trace / "trace.json" if args.trace.is_dir() else args.trace
     plan, trace = load_checked(args.plan), load_trace(path)
+    if plan.shapes:
+        if args.write_profile is not None:
+            require(["--write-profile: not for a plan with a schedule for each bucket"])
+        plan = plan.of_bucket(trace.run.get("bucket", ""))
     require([f"{path}: {fault}" for fault in mismatches(plan, trace)])
     warn(*cost_cautions(plan, trace))
     replayed = plan.simulate_step()

@@ -18,7 +18,8 @@ from megatron_pulse.files import HASH, read_text
 from megatron_pulse.format import in_ms
 
 if TYPE_CHECKING:
-    from megatron_pulse.planner.plan_file.plan_file import PlanFile
+    from megatron_pulse.backbone.chain import Backbone
+    from megatron_pulse.planner.plan_file.plan_file import PlanFile, ShapePlan
 
 _DESCRIPTION = """\
 Checks what a run with --pulse-plan needs, and lists all faults at once:
@@ -31,6 +32,7 @@ Checks what a run with --pulse-plan needs, and lists all faults at once:
   messages   compiled for every device; no order of NCCL calls can block
   figures    times, messages, memory and predictions follow from the layer costs of this backbone
              and the simulated schedule; no lower bound is above it
+  buckets    the schedule, figures and memory of the steps of each bucket, if they have their own
   memory     activations and all state fit each device
   ranks      the cluster has as many
 
@@ -126,6 +128,31 @@ def _figures(plan: PlanFile) -> str:
     )
 
 
+def _bucket(shape: ShapePlan) -> str:
+    plan, known = shape.plan, shape.plan.provenance["schedule"]
+    return (
+        f"{shape.name}: {plan.num_microbatches} microbatch(es) of {plan.micro_batch_size}, "
+        f"makespan {in_ms(known['makespan'])}, lower bound {in_ms(known['lower_bound'])}"
+    )
+
+
+def _bucket_faults(plan: PlanFile, backbone: Backbone) -> list[str]:
+    """Faults of the plans of all buckets against the backbone at their shapes."""
+    from megatron_pulse.backbone.shape_buckets import at_shape, shape_names
+    from megatron_pulse.planner.plan_file.compatibility import check_backbone
+
+    names = shape_names(backbone)
+    given = [shape.name for shape in plan.shapes]
+    if not given or given != names:
+        told = f"shapes are {', '.join(given)}; those of {backbone.name} are {', '.join(names)}"
+        return [told] if given else []
+    return [
+        f"shapes, {shape.name}: {fault}"
+        for number, shape in enumerate(plan.shapes)
+        for fault in check_backbone(shape.plan, at_shape(backbone, number))[0]
+    ]
+
+
 def _against_the_world(
     record: Mapping[str, Any], plan: PlanFile | None, count: bool
 ) -> tuple[list[str], dict[str, str]]:
@@ -157,10 +184,13 @@ def _against_the_world(
     else:
         if plan is not None:
             faults, fine = check_backbone(plan, backbone, parameters)
+            faults += _bucket_faults(plan, backbone)
     faults += machine_faults(record)
     if plan is not None:
         if not (more := figure_faults(record, plan)):
             fine["figures"] = _figures(plan)
+            if plan.shapes:
+                fine["buckets"] = "; ".join(map(_bucket, plan.shapes))
         faults += more
         if not faults:
             fine |= machine_summary(plan)

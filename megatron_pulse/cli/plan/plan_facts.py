@@ -190,6 +190,8 @@ def _searched(plan: PlanFile) -> list[tuple[str, str]]:
     found = f"{search['configs']:,} configs, {search['simulated']:,} simulated"
     if not search["left"]:
         return [("search", f"{found}, none untried; not all of their cuts")]
+    if not bound_s:
+        return [("search", f"{found}, {search['left']:,} untried; their lower bound is unknown")]
     least = f"{search['left']:,} untried, none below {in_ms(bound_s)}"
     return [("search", f"{found}, {least} ({max(0, 1 - bound_s / step_s):.1%} less)")]
 

@@ -41,6 +41,7 @@ def _page(plan: PlanFile, replayed: SimulatedStep, path: Path, timeline: str) ->
         html_page.lines([plan_text.batch(plan)]),
         "<h2>Predicted</h2>"
         + html_page.listed([*plan_facts.predicted(plan), *plan_facts.offload_lines(plan)]),
+        *_buckets(plan),
         "<h2>Partition</h2>" + html_page.picture(_partition(plan)),
         "<h2>One step of a pipeline</h2>" + html_page.picture(timeline),
         "<h2>Devices</h2>"
@@ -56,6 +57,15 @@ def _page(plan: PlanFile, replayed: SimulatedStep, path: Path, timeline: str) ->
         html_page.lines([f"equivalent flags: {equivalent_flags(plan)}"]),
     ]
     return html_page.page(plan.heading, *parts)
+
+
+def _buckets(plan: PlanFile) -> list[str]:
+    """Table of the steps of each bucket, if they have schedules of their own."""
+    if not plan.shapes:
+        return []
+    rows = html_page.table(plan_text.BUCKET_COLUMNS, plan_text.buckets(plan), left=(0,))
+    note = "all below is of microbatches of any bucket; 'pulse show --bucket' draws one"
+    return ["<h2>Steps of each bucket</h2>", rows, html_page.lines([note])]
 
 
 def _partition(plan: PlanFile) -> str:

@@ -113,6 +113,34 @@ def ranks_of(plan: PlanFile, device: int) -> list[int]:
     return [first + t for first in firsts for t in range(wide)]
 
 
+BUCKET_COLUMNS = (
+    *("bucket", "share", "microbatches", "step", "samples/s", "bubble", "memory"),
+    *("makespan", "lower bound", "gap"),
+)
+
+
+def buckets(plan: PlanFile) -> list[tuple[str, ...]]:
+    """Rows of ``BUCKET_COLUMNS`` for each bucket. Makespan and bound are without contention."""
+    rows: list[tuple[str, ...]] = []
+    for shape in plan.shapes:
+        p, made = shape.plan.predicted, shape.plan.provenance["schedule"]
+        rows.append(
+            (
+                shape.name,
+                f"{shape.share:.1%}",
+                f"{shape.plan.num_microbatches} x {shape.plan.micro_batch_size}",
+                in_ms(p["step_s"]),
+                f"{p['samples_per_s']:.4g}",
+                f"{p['bubble']:.1%}",
+                f"{max(p['memory_bytes']) / 1e9:.3g} GB",
+                in_ms(made["makespan"]),
+                in_ms(made["lower_bound"]),
+                "optimal" if made["proved"] else f"{made['gap']:.2%}",
+            )
+        )
+    return rows
+
+
 DEVICE_COLUMNS = (
     *("device", "ranks", "busy", "idle", "sends", "activations", "memory", "peak in"),
     "stages",
@@ -155,6 +183,13 @@ def describe(
         lines.append(f"rank order {plan.rank_order}: neighbouring ranks are {beside}")
     lines += ["", "predicted"]
     lines += name_value_lines(predicted(plan))
+    if plan.shapes:
+        lines += [
+            "",
+            "steps of one bucket each; the prediction is their mean, and all below is of "
+            "microbatches of any bucket, as in evaluations (--bucket shows one)",
+            *table([BUCKET_COLUMNS, *buckets(plan)], left=(0,)),
+        ]
     lines += ["", *table([DEVICE_COLUMNS, *devices(plan, replayed)], left=(-1,))]
     if by_layer:
         lines += ["", *table([LAYER_COLUMNS, *layers(plan)], left=(1, -1))]

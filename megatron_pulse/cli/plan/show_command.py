@@ -58,6 +58,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         reads=True,
     )
     add("--layers", "list all layers with their activations")
+    add("--bucket NAME", "show the steps of this bucket, of those listed without it", type=str)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -67,8 +68,10 @@ def run(args: argparse.Namespace) -> None:
     from megatron_pulse.planner.tune.plans.verify_figures import load_checked
 
     plan = load_checked(args.plan)
-    replayed = plan.simulate_step()
     certificate = _certificate(args, plan)
+    if args.bucket is not None:
+        plan = plan.of_bucket(args.bucket)
+    replayed = plan.simulate_step()
     print("\n".join([*describe(plan, replayed, args.plan, args.grid, args.layers), *certificate]))
     if args.output is not None:
         from megatron_pulse.cli.plan.plan_html import write_page

@@ -70,6 +70,13 @@ def contradictions(
             f"{by} counts a pass of the reference in every step. Give --pulse-loss dpo, or make it "
             "anew without --dpo"
         )
+    in_a_row = options.bucket_batch
+    if plan.shapes and in_a_row not in (None, plan.global_batch_size):
+        yield (
+            f"--pulse-bucket-batch {in_a_row} mixes buckets within a step, but {by} has a schedule "
+            "for steps of each bucket. Leave the flag out, or make the plan anew with "
+            "'pulse tune --mix-buckets'"
+        )
     if options.ema_decay and not plan.ema:
         yield (
             f"{by} reserves no memory for an EMA of the weights. Give --pulse-ema-decay 0, or "

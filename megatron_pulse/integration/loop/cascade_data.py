@@ -16,7 +16,6 @@ from megatron_pulse.errors import Faults, collecting
 from megatron_pulse.integration.flags.pulse_options import PulseOptions
 from megatron_pulse.integration.loop_encoders import DeviceEncoders
 from megatron_pulse.integration.training_data import DiffusionData
-from megatron_pulse.planner.layout.placement import Placement
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.planner.program.plan import Plan
 from megatron_pulse.planner.schedule.operations import BubbleTask
@@ -118,10 +117,10 @@ class CascadeData:
         """Loader of a pipeline device's encoders, for every chain encoded in the loop."""
         return {c: part.encoders for c, part in self.parts.items() if part.in_loop is not None}
 
-    def iterators(self, args: argparse.Namespace, placement: Placement) -> tuple[Batches, Batches]:
+    def iterators(self, args: argparse.Namespace, plan: Plan) -> tuple[Batches, Batches]:
         """Endless (training, validation) microbatches of this rank, as for each chain alone."""
         found = {
-            chain: part.iterators(args, placement, number)
+            chain: part.iterators(args, plan, number)
             for number, (chain, part) in enumerate(self.parts.items())
         }
         training, validation = (

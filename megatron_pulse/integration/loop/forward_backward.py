@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from megatron_pulse.backbone.build_context import LayerContext
 from megatron_pulse.backbone.layer_selection import tell_layers
+from megatron_pulse.backbone.shape_buckets import shape_of
 from megatron_pulse.diffusion.preference import PreferenceLoss
 from megatron_pulse.integration.loop.diagnosis.nan_check import GradientCheck, losses_not_finite
 from megatron_pulse.integration.loop.diagnosis.sdc_check import SdcCheck
@@ -28,7 +29,7 @@ from megatron_pulse.planner.program.plan import Plan, StepPlan
 from megatron_pulse.runtime.encoding.encoding import Encoding
 from megatron_pulse.runtime.executor import Executor
 from megatron_pulse.runtime.failure_board import FailureBoard, PulseError
-from megatron_pulse.runtime.measure.recorder import StepTime, UtilizationMeter
+from megatron_pulse.runtime.measure.recorder import StepRecorder, StepTime, UtilizationMeter
 from megatron_pulse.runtime.measure.tracer import TracedRun, Tracer
 from megatron_pulse.runtime.p2p.transfers import Links
 from megatron_pulse.runtime.parameters.replicated_embedders import Replicas
@@ -53,13 +54,18 @@ class TraceOptions:
 
 @dataclass(frozen=True)
 class _Call:
-    """Arguments of one call by Megatron's loop."""
+    """Arguments of one call by Megatron's loop, and the plan of its step.
+
+    The plan is that of the step's shape, the ``bucket``, if shapes have plans of their own.
+    """
 
     chunks: list[nn.Module]
     config: Any
     groups: Any
+    plan: Plan
     num_microbatches: int
     forward_only: bool
+    bucket: str = ""
 
 
 class PulseSchedule:
@@ -76,6 +82,10 @@ class PulseSchedule:
     repeat the computation of one rank and compares. ``validation`` takes the losses of samples in
     evaluations. With ``tracing``, the first pipeline (data- and
     tensor-parallel rank 0) is traced.
+
+    If the plan's shapes have schedules of their own, a training step runs by that of its first
+    microbatch. All microbatches of the step have its shape, on all replicas. Their number and size
+    are then the schedule's, not Megatron's; Megatron counts the same samples.
     """
 
     def __init__(
@@ -102,13 +112,14 @@ class PulseSchedule:
         self._encoded: EncodedBatches | EncodedChains | None = None
         self._tracing = tracing
         self._tracer: Tracer | None = None
+        self._traced: dict[Plan, TracedRun] = {}
         self._self_conditioning = self_conditioning
         self._verifier = verifier
         self._validation = validation
         self._preference = preference
         self._predictions: PredictionCarrier | None = None
         self._returned = ReturnedPredictions(plan.backbone)
-        self._executors: dict[tuple[int, bool, bool], Executor] = {}
+        self._executors: dict[tuple[Plan, int, bool, bool], Executor] = {}
         self._samplers: dict[int, Executor] = {}
         self._links: Links | None = None
         self._replicas: Replicas | None = None
@@ -136,6 +147,16 @@ class PulseSchedule:
         config = get_model_config(chunks[0])
         groups = get_attr_wrapped_model(chunks[0], "pg_collection")
         validation = self._validation if forward_only else None
+        batches = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
+        plan, bucket = self._plan, ""
+        if plan.shapes and not forward_only:
+            first = next(batches)
+            whole = first if self._self_conditioning is None else joined(first)
+            shape_index = shape_of(plan.backbone, whole)
+            shape, plan = plan.shapes[shape_index], plan.at_shape(shape_index)
+            num_microbatches, micro_batch_size = shape.num_microbatches, shape.micro_batch_size
+            bucket = shape.name
+            batches = _behind(first, batches)
         settings = self._settings = RunSettings(
             micro_batch_size=micro_batch_size,
             dtype=config.params_dtype,
@@ -143,25 +164,12 @@ class PulseSchedule:
             loss=self._loss if validation is None else validation.keeping(),
             grad_scale=config.grad_scale_func,
         )
-        call = _Call(chunks, config, groups, num_microbatches, forward_only)
+        call = _Call(chunks, config, groups, plan, num_microbatches, forward_only, bucket)
         executor = self._executor(call)
-        batches = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
         batches = self._ready(batches, self._encoded, call)
         recorder = meter = None
         if self._tracing is not None and not forward_only:
-            if self._tracer is None:
-                run = {
-                    "micro_batch_size": str(micro_batch_size),
-                    "dtype": str(settings.dtype).removeprefix("torch."),
-                    "recompute": tell_layers(
-                        self._plan.activations.recompute, len(self._plan.backbone.layers)
-                    ),
-                    "selective": tell_layers(
-                        self._plan.activations.selective, len(self._plan.backbone.layers)
-                    ),
-                }
-                self._tracer = self._make_tracer(groups, num_microbatches, settings.device, run)
-            recorder = self._tracer.begin(self._links) if self._tracer is not None else None
+            recorder = self._begin_trace(call, settings)
         if recorder is None and not forward_only:
             meter = self._meter = self._meter or UtilizationMeter(settings.device)
             meter.start()
@@ -208,7 +216,8 @@ class PulseSchedule:
             {"noisy": part, **{name: parts[i] for name, parts in rows.items()}}
             for i, part in enumerate(noisy.split(micro_batch_size))
         ]
-        executor = self._sampler(_Call(chunks, config, groups, len(batches), True))
+        call = _Call(chunks, config, groups, self._plan, len(batches), True)
+        executor = self._sampler(call)
         executor.run(self._returned.of(batches), settings, forward_only=True)
         if found := self._returned.taken():
             return torch.cat(found).to(noisy.device)
@@ -266,7 +275,7 @@ class PulseSchedule:
         """Microbatches of a step, encoded, after its first forward pass, if there is one."""
         count, training = call.num_microbatches, not call.forward_only
         if encoded is not None:
-            step = self._plan.step(count, forward_only=call.forward_only)
+            step = call.plan.step(count, forward_only=call.forward_only)
             batches = encoded.begin(batches, step.schedule, training=training)
         if self._preference is not None:
             return self._compared(self._preference, taken(batches, count), call)
@@ -301,31 +310,49 @@ class PulseSchedule:
         )
         return self._predictions.joined()
 
-    def _make_tracer(
-        self, groups: Any, num_microbatches: int, device: torch.device, run: dict[str, str]
-    ) -> Tracer | None:
+    def _begin_trace(self, call: _Call, settings: RunSettings) -> StepRecorder | None:
+        """Recorder of the step if it is traced (collective over the first pipeline)."""
+        groups = call.groups
         if groups.dp_cp.rank() or groups.tp.rank():
             self._tracing = None
             return None
         assert self._tracing is not None
+        if (traced := self._traced.get(call.plan)) is None:
+            traced = self._traced[call.plan] = self._describe_traced(call, settings)
+        if self._tracer is None:
+            pipeline = groups.pp if groups.pp.size() > 1 else None
+            steps, folder = self._tracing.steps, self._tracing.folder
+            of = steps, traced, pipeline, settings.device, self._timeout_s, folder
+            self._tracer = Tracer(*of)
+        return self._tracer.begin(self._links, traced)
+
+    def _describe_traced(self, call: _Call, settings: RunSettings) -> TracedRun:
+        plan, groups = call.plan, call.groups
+        layers, num_layers = plan.activations, len(plan.backbone.layers)
         sizes = {"tensor": groups.tp.size(), "data": groups.dp_cp.size()}
-        traced = TracedRun(
-            self._plan.digest(num_microbatches),
-            self._plan.backbone.record,
-            self._plan.step(num_microbatches).schedule,
+        run = {
+            "micro_batch_size": str(settings.micro_batch_size),
+            "dtype": str(settings.dtype).removeprefix("torch."),
+            "recompute": tell_layers(layers.recompute, num_layers),
+            "selective": tell_layers(layers.selective, num_layers),
+        }
+        if call.bucket:
+            run["bucket"] = call.bucket
+        return TracedRun(
+            plan.digest(call.num_microbatches),
+            plan.backbone.record,
+            plan.step(call.num_microbatches).schedule,
             {"size": dist.get_world_size(), "pipeline": groups.pp.size(), **sizes},
-            tuple(map(tuple, self._plan.summary()["stages"])),
+            tuple(map(tuple, plan.summary()["stages"])),
             run,
         )
-        pipeline = groups.pp if groups.pp.size() > 1 else None
-        steps, folder = self._tracing.steps, self._tracing.folder
-        return Tracer(steps, traced, pipeline, device, self._timeout_s, folder)
 
     def _executor(self, call: _Call, predicts: bool = False) -> Executor:
-        key = (call.num_microbatches, call.forward_only, predicts)
+        plan, count = call.plan, call.num_microbatches
+        key = (plan, count, call.forward_only, predicts)
         if key not in self._executors:
-            plan, device = self._plan, call.groups.pp.rank()
-            step = plan.step(key[0], forward_only=call.forward_only, predicts=predicts)
+            device = call.groups.pp.rank()
+            step = plan.step(count, forward_only=call.forward_only, predicts=predicts)
             self._connect(call)
             if self._encoded is None and self._encoders is not None:
                 with PROGRESS.during("loading encoders", patient=True):
@@ -467,6 +494,16 @@ class PulseSchedule:
             raise PulseError(losses_not_finite(names, by_chain, groups.dp_cp.rank(), amiss))
         columns = values.float().unbind(1)
         return [dict(zip(names, column.unbind(), strict=True)) for column in columns]
+
+
+def _behind(first: Batch, others: Iterator[Batch]) -> Iterator[Batch]:
+    """``first``, then ``others``; Megatron's iterators have only __next__."""
+    yield first
+    while True:
+        try:
+            yield next(others)
+        except StopIteration:
+            return
 
 
 def _no_sync(

@@ -136,6 +136,8 @@ def _tune(
     if said := spread_caution(profile):
         print(f"warning: {said}", flush=True)
     profile = offload_weights(profile, options.offload_weights)
+    if options.bucket_batch not in (None, args.global_batch_size):
+        profile = replace(profile, shapes=())  # steps mix buckets
     divided = backbone.divides_sequences
     of = profile, cluster, args.global_batch_size
     own, state = options.self_conditioning or 0.0, parameter_state(args, options, backbone)
@@ -148,6 +150,8 @@ def _tune(
     save_plan(plan, path)
     rate = plan.predicted["samples_per_s"]
     print(f"plan: {best.config}; {rate:.4g} samples/s expected; written to {path}", flush=True)
+    if plan.shapes:
+        print(f"plan: microbatches by bucket: {plan.microbatches}", flush=True)
     if found.fsdp_baseline is not None:
         print(
             f"{found.fsdp_baseline.beside(best.throughput)} ({found.fsdp_baseline.facts})",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from megatron_pulse.backbone.chain import Backbone
@@ -28,7 +29,10 @@ def measured_format(
     if OPTION in given or OPTION not in options:
         return backbone, None
     plain, last = (
-        load_recorded({**backbone.record, "options": {**options, OPTION: value}})
+        replace(
+            load_recorded({**backbone.record, "options": {**options, OPTION: value}}),
+            shares=backbone.shares,
+        )
         for value in (False, True)
     )
     times = compare_formats(

@@ -31,7 +31,7 @@ from megatron_pulse.planner.partition.memory import ParameterState, bytes_per_pa
 from megatron_pulse.planner.plan_file.compatibility import parameter_faults
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.planner.program.make_plan import find_schedules, make_plan
-from megatron_pulse.planner.program.plan import Plan, PlanError, is_file
+from megatron_pulse.planner.program.plan import Plan, PlanError, ShapeSchedule, is_file
 from megatron_pulse.planner.schedule.serialize import from_json, to_json
 from megatron_pulse.profile.analytic import analyse
 from megatron_pulse.profile.channels_last import format_caution, in_format_of
@@ -190,6 +190,16 @@ def _by_file(given: PlanFile, backbone: Backbone) -> Plan:
         activations=given.activations,
         offloaded_weights=frozenset(
             i for i, layer in enumerate(given.profile.layers) if layer.offloaded
+        ),
+        shapes=tuple(
+            ShapeSchedule(
+                shape.name,
+                shape.share,
+                shape.plan.micro_batch_size,
+                shape.plan.problem,
+                shape.plan.schedule,
+            )
+            for shape in given.shapes
         ),
     )
 

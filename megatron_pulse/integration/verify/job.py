@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -132,28 +132,47 @@ def planned(job: VerifyJob, given: PlanFile, backbone: Backbone) -> Plan:
 
 def write_batches(job: VerifyJob, given: PlanFile, backbone: Backbone, data: str | None) -> None:
     """Write the microbatches of every step of the job: the first of ``data``, or random numbers."""
-    count = given.num_microbatches * given.data
     steps = 1 + max(made.step for made in job.passes)
     if data is None:
-        made: Iterator[dict[str, Tensor]] = (
-            _random(backbone, given.micro_batch_size, job, number)
-            for number in range(steps * count)
-        )
+        made = _random_batches(job, given, backbone)
     else:
         options = PulseOptions(backbone=job.backbone, data=data)
         process = chosen_process(ProcessChoice())
         opened = DiffusionData(options, backbone, process, job.seed)
-        made = opened.first_microbatches(given.micro_batch_size, count * given.micro_batch_size)
+        plan = planned(job, given, backbone)
+        made = opened.first_microbatches(plan, given.micro_batch_size, given.global_batch_size)
     for step in range(steps):
-        batches = list(islice(made, count))
+        batches = list[dict[str, Tensor]]()
+        while sum(len(batch["positions"]) for batch in batches) < given.global_batch_size:
+            batches.append(next(made))
         numbered = [{**batch, NUMBER: torch.tensor(m)} for m, batch in enumerate(batches)]
         torch.save(numbered, Path(job.folder) / f"batches_{step}.pt")
 
 
-def _random(backbone: Backbone, size: int, job: VerifyJob, number: int) -> dict[str, Tensor]:
-    """Microbatch of random numbers; several shapes alternate."""
+def _random_batches(
+    job: VerifyJob, given: PlanFile, backbone: Backbone
+) -> Iterator[dict[str, Tensor]]:
+    """Endless microbatches of random numbers.
+
+    Several shapes alternate: from step to step if they have plans of their own, else from
+    microbatch to microbatch.
+    """
+    number = 0
+    for step in itertools.count():
+        shape_index, own = step % backbone.num_shapes, given
+        if given.shapes:
+            own = given.shapes[shape_index].plan
+        for _ in range(own.num_microbatches * own.data):
+            at = shape_index if given.shapes else number % backbone.num_shapes
+            yield _random(backbone, at, own.micro_batch_size, job, number)
+            number += 1
+
+
+def _random(
+    backbone: Backbone, shape_index: int, size: int, job: VerifyJob, number: int
+) -> dict[str, Tensor]:
+    """Microbatch of random numbers."""
     generator = torch.Generator().manual_seed(layer_seed(job.seed, f"microbatch {number}"))
-    shape_index = number % backbone.num_shapes
 
     def made(name: str, spec: TensorSpec) -> Tensor:
         shape = spec.at(shape_index).full_shape(size)

@@ -98,6 +98,8 @@ def verify(
             settings.conditioning,
         )
         given, backbone = read_plan_of(job)
+        if (num_steps := max(settings.steps, len(given.shapes))) > settings.steps:
+            job = replace(job, passes=tuple(Pass(step) for step in range(num_steps)))
         laid = planned(job, given, backbone)
         allowed = allowances(given, laid, job.torch_dtype)
         job = replace(job, resync=bool(allowed))
@@ -112,8 +114,8 @@ def verify(
             dtype=settings.dtype,
             device=device_name(place),
             seed=settings.seed,
-            steps=settings.steps,
-            microbatches=given.num_microbatches * given.data,
+            steps=num_steps,
+            microbatches=len(job.batches(0)),
             data=settings.data or "random numbers",
             by_stages=settings.by_stages,
             versions=versions(),
@@ -201,9 +203,9 @@ class _Verifier:
         self._progress("one process", self._done, self._count)
 
     def _run_reference(self, passes: Sequence[Pass], prefix: str) -> None:
-        batches = self._given.num_microbatches * self._given.data
         stages = len(self._reference.stages)
-        self._count = stages * sum(batches if p.only is None else 1 for p in passes)
+        counts = [len(self._job.batches(p.step)) if p.only is None else 1 for p in passes]
+        self._count = stages * sum(counts)
         self._done = 0
         with computing_with(1), deterministic():
             for number, made in enumerate(passes):
@@ -368,7 +370,7 @@ class _Verifier:
         """
         step, name = first.step - 1, first.parameter
         assert name is not None and first.layer is not None
-        count = self._given.num_microbatches * self._given.data
+        count = len(self._job.batches(step))
         alone = tuple(Pass(step, number, updates=False) for number in range(count))
         before = tuple(Pass(earlier) for earlier in range(step))
         layer_of = self._reference.layer_of

@@ -157,6 +157,8 @@ def digest_of(plan: PlanFile) -> str:
     """SHA-256 that is equal for plans that run alike: backbone, degrees, batch, stages,
     schedule."""
     runs = {key: value for key, value in to_record(plan).items() if key not in _NOT_RUN}
+    if plan.shapes:
+        runs["shapes"] = [digest_of(shape.plan) for shape in plan.shapes]
     text = json.dumps(runs, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()
 

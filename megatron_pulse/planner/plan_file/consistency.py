@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron_pulse.backbone.activations import ActivationPolicy
@@ -65,6 +65,16 @@ def sum_faults(record: Mapping[str, Any]) -> Iterator[str]:
     if any(given) and not all(given):
         names_of = ", ".join(f"times.{name}" for name in OFFLOAD_KEYS)
         yield (f"activations (offload), {names_of}: all of them or none, some are missing")
+
+
+def shares_faults(shapes: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield shapes of one name, and shares whose sum is not 1."""
+    for name, count in Counter(shape["name"] for shape in shapes).items():
+        if count > 1:
+            yield f"shapes: {name} occurs {count} times"
+    whole = sum(shape["share"] for shape in shapes)
+    if shapes and not math.isclose(whole, 1, rel_tol=_ROUNDING):
+        yield f"shapes: the sum of all shares is {whole:g}; it must be 1"
 
 
 def edge_faults(placement: Placement, edges: tuple[StageMessage, ...]) -> Iterator[str]:

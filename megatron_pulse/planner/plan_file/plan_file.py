@@ -27,6 +27,7 @@ from megatron_pulse.planner.partition.memory import ADAM_BYTES, ParameterState
 from megatron_pulse.planner.plan_file.consistency import (
     edge_faults,
     shape_faults,
+    shares_faults,
     sum_faults,
 )
 from megatron_pulse.planner.plan_file.schema import (
@@ -70,6 +71,11 @@ class PlanFile:
     recomputation and activation offload. ``ema`` (EMA), ``grad_reduce_in_bf16`` (bf16 gradient
     reduction), ``optimizer_cpu_offload`` (optimizer offload) and ``optimizer_bytes`` are the fields
     of ``ParameterState``.
+
+    ``shapes`` are the plans of training steps whose samples all have one of the backbone's shapes,
+    in their order. Microbatch size, schedule and costs of the plan itself are for microbatches of
+    any shape, as evaluations have. Its predictions are the mean of the shapes' (see
+    ``Outcome.with_shapes``).
     """
 
     backbone: Mapping[str, Any]
@@ -100,6 +106,7 @@ class PlanFile:
     optimizer_cpu_offload: bool = False
     optimizer_bytes: float = ADAM_BYTES
     dpo: bool = False
+    shapes: tuple[ShapePlan, ...] = ()
 
     @property
     def heading(self) -> str:
@@ -123,6 +130,13 @@ class PlanFile:
     def num_microbatches(self) -> int:
         """Number of microbatches per step and pipeline."""
         return self.global_batch_size // (self.data * self.micro_batch_size)
+
+    @property
+    def microbatches(self) -> str:
+        """Number and size of a training step's microbatches as text, of each shape's."""
+        if self.shapes:
+            return ", ".join(f"{s.name} {s.plan.microbatches}" for s in self.shapes)
+        return f"{self.num_microbatches} x {self.micro_batch_size} samples"
 
     @property
     def num_samples(self) -> int:
@@ -155,9 +169,34 @@ class PlanFile:
         """Names of all layers, in chain order."""
         return [name for stage in self.stages for name in stage]
 
+    def of_bucket(self, name: str) -> PlanFile:
+        """Plan of the steps of the shape of that name; raises PlanFileError if there is none."""
+        for shape in self.shapes:
+            if shape.name == name:
+                return shape.plan
+        there = ", ".join(shape.name for shape in self.shapes)
+        raise PlanFileError(
+            f"the plan has no bucket {name!r}: "
+            + (f"they are {there}" if there else "it has one schedule for all")
+        )
+
     def simulate_step(self) -> SimulatedStep:
         """Predicted step of one pipeline."""
         return simulate_step(self.problem, self.schedule, self.edges)
+
+
+@dataclass(frozen=True)
+class ShapePlan:
+    """Plan of the steps whose samples have one shape, a bucket.
+
+    ``name`` and ``share`` are those of ``ProfiledShape``. Degrees, cuts and activation policies of
+    ``plan`` are those of the whole plan. It has its own microbatch size, schedule, costs and
+    predictions.
+    """
+
+    name: str
+    share: float
+    plan: PlanFile
 
 
 def save_plan(plan: PlanFile, path: str | Path) -> None:
@@ -247,9 +286,56 @@ def to_record(plan: PlanFile) -> dict[str, Any]:
                 record["stages"] = plan.stages
             case "profile":
                 record["profile"] = profile_files.to_record(plan.profile)
+            case "shapes":
+                if plan.shapes:
+                    record["shapes"] = list(map(_shape_record, plan.shapes))
             case name:
                 record[name] = getattr(plan, name)
     return record
+
+
+_OF_SHAPE = ("micro_batch_size", "schedule", "times", "predicted", "profile")
+"""Keys that a shape has of its own, beside the certificate of its schedule."""
+_OF_WHOLE = ("shapes", "encoders", "before_step", "policies")
+"""Keys that a shape does not have."""
+
+
+def _shape_record(shape: ShapePlan) -> dict[str, Any]:
+    record = to_record(shape.plan)
+    return {
+        "name": shape.name,
+        "share": shape.share,
+        "certificate": record["provenance"]["schedule"],
+        **{name: record[name] for name in _OF_SHAPE},
+    }
+
+
+def shape_records(record: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """JSON objects of the shapes' plans, by name, from that of the whole plan."""
+    shared = {name: value for name, value in record.items() if name not in _OF_WHOLE}
+    provenance = {n: value for n, value in record["provenance"].items() if n != "search"}
+    return {
+        own["name"]: {
+            **shared,
+            **{name: own[name] for name in _OF_SHAPE},
+            "provenance": {**provenance, "schedule": own["certificate"]},
+        }
+        for own in record.get("shapes", ())
+    }
+
+
+def _shapes_from(record: Mapping[str, Any]) -> tuple[tuple[ShapePlan, ...], list[str]]:
+    """Plans of the shapes in a well-formed record, and all faults."""
+    given = record.get("shapes", ())
+    if given and record["schedule"]["bubble_tasks"]:
+        return (), ["shapes: with encoders in bubbles, all shapes have one schedule"]
+    faults, found = list(shares_faults(given)), list[ShapePlan]()
+    for own, whole in zip(given, shape_records(record).values(), strict=False):
+        plan, wrong = _from_record(whole)
+        faults += [f"shapes, {own['name']}: {fault}" for fault in wrong]
+        if plan is not None:
+            found.append(ShapePlan(own["name"], own["share"], plan))
+    return tuple(found), faults
 
 
 def _from_record(record: dict[str, Any]) -> tuple[PlanFile | None, list[str]]:
@@ -304,5 +390,7 @@ def _from_record(record: dict[str, Any]) -> tuple[PlanFile | None, list[str]]:
     for name in ("encoders", "before_step", "policies"):
         if name in given:
             given[name] = tuple(given[name])
+    given["shapes"], wrong = _shapes_from(record)
     plan = PlanFile(**given, problem=problem, edges=edges)
-    return plan, faults + [f"schedule: {fault}" for fault in faults_for(problem, schedule)]
+    faults += [f"schedule: {fault}" for fault in faults_for(problem, schedule)]
+    return plan, faults + wrong

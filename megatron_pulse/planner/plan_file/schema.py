@@ -157,6 +157,19 @@ class _Provenance(TypedDict):
     search: NotRequired[_Search]
 
 
+class _Shape(TypedDict):
+    """Plan of the steps whose samples have one shape, where it differs from the whole plan."""
+
+    name: Text
+    share: Annotated[float, Gt(0), Le(1)]
+    micro_batch_size: Count
+    schedule: _Schedule
+    times: _Times
+    predicted: _Predicted
+    certificate: _Certificate
+    profile: Annotated[Mapping[str, Any], "costs of each layer, as 'pulse profile' writes them"]
+
+
 class _Plan(TypedDict):
     format: Annotated[str, OneOf((FORMAT,))]
     backbone: _Backbone
@@ -190,6 +203,7 @@ class _Plan(TypedDict):
     optimizer_bytes: NotRequired[Annotated[float, Ge(0), Le(8)]]
     self_conditioning: NotRequired[Annotated[float, Gt(0), Le(1)]]
     dpo: NotRequired[bool]
+    shapes: NotRequired[Some[_Shape]]
 
 
 def plan_faults(content: Any) -> list[str]:

@@ -53,6 +53,22 @@ class StepPlan:
     programs: tuple[tuple[Event, ...], ...]
 
 
+@dataclass(frozen=True)
+class ShapeSchedule:
+    """Training steps whose samples have one shape, a bucket, with the ``share`` of such steps."""
+
+    name: str
+    share: float
+    micro_batch_size: int
+    problem: ScheduleProblem
+    schedule: Schedule
+
+    @property
+    def num_microbatches(self) -> int:
+        """Number of microbatches per step and pipeline."""
+        return self.schedule.num_microbatches
+
+
 @dataclass(frozen=True, eq=False)
 class Plan:
     """A partitioned backbone and the schedule that runs it, for any number of microbatches.
@@ -63,7 +79,8 @@ class Plan:
     ``selective`` and ``offload`` are layers under full recomputation, selective recomputation and
     activation offload. Offload and reload happen where the schedule has O and L, or wherever they
     can if it has none. Frozen weights of the layers ``offloaded_weights`` are in host memory.
-    ``fsdp`` shards the parameters of a plan of one stage.
+    ``fsdp`` shards the parameters of a plan of one stage. With ``shapes``, one for each shape of
+    the backbone, a training step has samples of one shape, and runs by ``at_shape``.
     """
 
     backbone: Backbone
@@ -75,6 +92,7 @@ class Plan:
     activations: ActivationPolicies = ActivationPolicies()
     offloaded_weights: frozenset[int] = frozenset()
     fsdp: FsdpLayout | None = None
+    shapes: tuple[ShapeSchedule, ...] = ()
 
     def __post_init__(self) -> None:
         cuts, num_stages = self.partition.cuts, self.placement.num_stages
@@ -88,6 +106,12 @@ class Plan:
         if len(cuts) != num_stages + 1:
             raise PlanError(f"cuts {cuts} make {len(cuts) - 1} stages, the placement {num_stages}")
         faults = list(self.activations.faults(num_layers))
+        if self.shapes and len(self.shapes) != self.backbone.num_shapes:
+            names = ", ".join(shape.name for shape in self.shapes)
+            faults.append(
+                f"there are schedules for {names}, but {self.backbone.name} has "
+                f"{self.backbone.num_shapes} shape(s)"
+            )
         both = self.offloaded_weights & (self.activations.offload | self.activations.selective)
         if both:
             faults.append(
@@ -115,6 +139,17 @@ class Plan:
     def placement(self) -> Placement:
         """Placement of the stages on devices."""
         return self.partition.placement
+
+    def at_shape(self, shape_index: int) -> Plan:
+        """Plan of the training steps whose samples have this shape."""
+        return self._at_shapes[shape_index]
+
+    @cached_property
+    def _at_shapes(self) -> list[Plan]:
+        return [
+            replace(self, problem=shape.problem, schedules=(shape.schedule,), shapes=())
+            for shape in self.shapes
+        ]
 
     def step(
         self, num_microbatches: int, *, forward_only: bool = False, predicts: bool = False
@@ -156,7 +191,13 @@ class Plan:
 
     def idle_share(self, num_microbatches: int) -> float:
         """Share of all devices' time that is idle in the step's schedule, by the durations of
-        ``problem``."""
+        ``problem``; with ``shapes``, in the mean of their steps."""
+        if self.shapes:
+            lines = [
+                (shape.share, simulate(shape.problem, shape.schedule)) for shape in self.shapes
+            ]
+            whole_s = sum(share * line.makespan for share, line in lines)
+            return sum(share * line.makespan * line.idle_share for share, line in lines) / whole_s
         schedule = self.step(num_microbatches).schedule
         return simulate(self.problem_of(num_microbatches), schedule).idle_share
 
@@ -182,11 +223,18 @@ class Plan:
         """SHA-256 that is equal for plans that run alike: same stages, embedders, and operation
         orders.
 
-        Without ``num_microbatches`` the order is left out.
+        Without ``num_microbatches`` only the orders of ``shapes`` are included.
         """
-        orders: list[list[str]] = []
+        orders: list[list[str]] = [
+            [
+                f"{shape.micro_batch_size} {shape.name}",
+                *(str(op) for ops in shape.schedule.order for op in ops),
+            ]
+            for shape in self.shapes
+        ]
         if num_microbatches is not None:
-            orders = [list(map(str, ops)) for ops in self.step(num_microbatches).schedule.order]
+            order = self.step(num_microbatches).schedule.order
+            orders += [list(map(str, ops)) for ops in order]
         text = json.dumps([self.summary(), orders], sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -211,6 +259,11 @@ class Plan:
                 )
         if self.fsdp is not None:
             lines.append(f"  {self.fsdp}")
+        lines += [
+            f"  bucket {shape.name}: {shape.num_microbatches} microbatch(es) of "
+            f"{shape.micro_batch_size}"
+            for shape in self.shapes
+        ]
         if without := required_gradients(backbone).layers.count(False):
             lines.append(
                 f"  {without} layers have no backward pass: no parameter up to them is trained"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from megatron_pulse.errors import format_faults
@@ -80,12 +81,16 @@ def rescale(profile: Profile, plan: PlanFile, measured: ScheduleProblem) -> Prof
             first = _ratio(backward, inputs + sum(part[2] for part in doubled))
             later = _ratio(measured.weight_grad[stage], waiting)
         scales += [(forward, first, first if again else later) for again in twice]
-    times = {
-        size: tuple(_scaled(layer, *scale) for layer, scale in zip(column, scales, strict=True))
-        for size, column in profile.times.items()
-    }
     method = f"{profile.method}; each stage's layers scaled to what a run measured of it"
-    return replace(profile, times=times, method=method)
+
+    def scaled(times: Mapping[int, Sequence[LayerTimes]]) -> dict[int, tuple[LayerTimes, ...]]:
+        return {
+            size: tuple(_scaled(layer, *scale) for layer, scale in zip(column, scales, strict=True))
+            for size, column in times.items()
+        }
+
+    shapes = tuple(replace(shape, times=scaled(shape.times)) for shape in profile.shapes)
+    return replace(profile, times=scaled(profile.times), method=method, shapes=shapes)
 
 
 def _ratio(measured: float, profiled: float) -> float:

@@ -51,7 +51,8 @@ class Outcome:
     ``step_s`` sums the makespan of the pipeline, the exposed gradient reduction, the optimizer and
     ``first_pass_s``. The last is the mean cost of the forwards that a share of the steps runs once
     before. ``timeline`` belongs to ``problem``, which
-    has fewer microbatches than the step if ``extrapolated``.
+    has fewer microbatches than the step if ``extrapolated``. With ``shapes`` times and traffic are
+    the mean of their steps (see ``with_shapes``).
     """
 
     config: Config
@@ -70,6 +71,33 @@ class Outcome:
     data_bytes: float
     extrapolated: bool
     first_pass_s: float = 0.0
+    shapes: tuple[ShapeOutcome, ...] = ()
+
+    def with_shapes(self, shapes: tuple[ShapeOutcome, ...]) -> Outcome:
+        """Outcome of steps that each have samples of one of ``shapes``.
+
+        Times and traffic are means weighted by shares, the bubble is that of the mean times. Memory
+        is the largest of all shapes and of this outcome, whose microbatches may be of any shape.
+        """
+
+        def mean(of: Callable[[Outcome], float]) -> float:
+            return sum(shape.share * of(shape.outcome) for shape in shapes)
+
+        pipeline_s = mean(lambda o: o.pipeline_s)
+        every = (self.memory_bytes, *(shape.outcome.memory_bytes for shape in shapes))
+        return replace(
+            self,
+            step_s=mean(lambda o: o.step_s),
+            pipeline_s=pipeline_s,
+            reduce_s=mean(lambda o: o.reduce_s),
+            optimizer_s=mean(lambda o: o.optimizer_s),
+            bubble=mean(lambda o: o.bubble * o.pipeline_s) / pipeline_s,
+            memory_bytes=tuple(map(max, zip(*every, strict=True))),
+            pipeline_bytes=mean(lambda o: o.pipeline_bytes),
+            data_bytes=mean(lambda o: o.data_bytes),
+            first_pass_s=mean(lambda o: o.first_pass_s),
+            shapes=shapes,
+        )
 
     @property
     def throughput(self) -> float:
@@ -91,6 +119,19 @@ class Outcome:
             "pipeline_bytes_per_sample": self.pipeline_bytes,
             "data_bytes_per_sample": self.data_bytes,
         }
+
+
+@dataclass(frozen=True)
+class ShapeOutcome:
+    """Predicted step of samples of one shape, a bucket, by the ``evaluator`` of its costs.
+
+    ``name`` and ``share`` are those of ``ProfiledShape``.
+    """
+
+    name: str
+    share: float
+    outcome: Outcome
+    evaluator: Evaluator
 
 
 class Evaluator:

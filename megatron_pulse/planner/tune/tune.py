@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from megatron_pulse.errors import UserError
+from megatron_pulse.errors import UserError, format_faults
 from megatron_pulse.planner.cluster.cluster import Cluster
 from megatron_pulse.planner.tune.config import Choices, why_none
 from megatron_pulse.planner.tune.evaluate import Evaluator
@@ -14,9 +14,13 @@ from megatron_pulse.planner.tune.search.budget import Budget, Clock, ProcessorCl
 from megatron_pulse.planner.tune.search.low_memory import search_low_memory
 from megatron_pulse.planner.tune.search.refine import finish
 from megatron_pulse.planner.tune.search.result import Tuning
+from megatron_pulse.planner.tune.search.shape_steps import plan_shapes
 
 DECISION_S, FINISH_SHARE = 28.0, 0.35
 """Seconds of a decision, and the share of them for whole schedules of the best configs."""
+
+SHAPES_SHARE = 0.5
+"""Share of the time of whole schedules that goes to those of every sample shape."""
 
 
 class UntunableError(UserError):
@@ -69,12 +73,21 @@ def tune(
     finish_s = max(0.0, finish_s - max(0.0, found.seconds - search_s))
     if not found.outcomes:
         rest = Budget(max(0.0, search_s - found.seconds) + finish_s, clock)
-        raise UntunableError(oom_advice(evaluator, choices, candidates, rest, found))
+        advice = oom_advice(evaluator, choices, candidates, rest, found)
+        raise UntunableError(advice + _largest_shape(evaluator))
     progress("FSDP2 baseline", found)
     searched = clock()
     found.fsdp_baseline = evaluator.fsdp_baseline()
     progress("whole schedules", found)
-    finish(evaluator, found, max(0.0, finish_s - (clock() - searched)), solver, clock=clock)
+    finish_s = max(0.0, finish_s - (clock() - searched))
+    shapes_s = SHAPES_SHARE * finish_s if evaluator.profile.shapes else 0.0
+    finish(evaluator, found, finish_s - shapes_s, solver, clock=clock)
+    faults: list[str] = []
+    if found.outcomes and evaluator.profile.shapes:
+        progress("schedules of each bucket", found)
+        faults = plan_shapes(evaluator, found, choices, shapes_s, solver, clock)
+    if faults and not found.outcomes:
+        raise UntunableError(format_faults("a bucket does not fit under any of the best", faults))
     if not found.outcomes:
         raise UntunableError(
             "nothing fits: whole schedules of the best configs need more memory than their "
@@ -82,3 +95,13 @@ def tune(
         )
     found.stopped = stopped()
     return found
+
+
+def _largest_shape(evaluator: Evaluator) -> str:
+    """Line that names the bucket of most activations, if there are several."""
+    profile = evaluator.profile
+    if not profile.shapes:
+        return ""
+    size = profile.micro_batch_sizes[0]
+    largest = max(profile.shapes, key=lambda one: sum(x.saved_bytes for x in one.times[size]))
+    return f"\n  bytes are those of the largest bucket, {largest.name}"

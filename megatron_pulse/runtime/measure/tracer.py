@@ -65,11 +65,20 @@ class Tracer:
         self._done: list[tuple[int, DeviceStep]] = []
         self._is_written = folder is None
 
-    def begin(self, links: Links | None) -> StepRecorder | None:
-        """Begin a training step; returns its recorder, or None if the step is not traced."""
+    def begin(self, links: Links | None, traced: TracedRun | None = None) -> StepRecorder | None:
+        """Begin a training step; returns its recorder, or None if the step is not traced.
+
+        ``traced`` describes a step with a schedule of its own. Only steps with the schedule of the
+        first traced one are traced, since a trace has one.
+        """
         self._step += 1
         if self._step not in self._steps:
             return None
+        if traced is not None:
+            if not self._done:
+                self._traced = traced
+            elif traced.schedule != self._traced.schedule:
+                return None
         pipeline_device = self._group.rank() if self._group is not None else 0
         return StepRecorder(pipeline_device, self._device, links, self._clock.offset_s)
 

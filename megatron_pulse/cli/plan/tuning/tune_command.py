@@ -170,6 +170,11 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "copy, and microbatches hold pairs, as with --pulse-loss dpo",
     )
     add(
+        "--mix-buckets",
+        "steps have samples of several buckets, as with --pulse-bucket-batch: one microbatch size "
+        "and schedule for all (default: those of each bucket, if the profile has several)",
+    )
+    add(
         "--world-sizes N[,N...]",
         "elastic plans for these numbers of devices, into the folder of -o; --pulse-plan DIR "
         "takes the one for the ranks that are there",
@@ -220,6 +225,8 @@ def run(args: argparse.Namespace) -> None:
         raise no_way_to_host(where)
     with as_user_error(ValueError):
         profile = offload_weights(given_profile(args, where), args.offload_weights)
+    if args.mix_buckets:
+        profile = replace(profile, shapes=())
     require(
         no_cascade(profile)
         + no_half_gradients(args, profile)

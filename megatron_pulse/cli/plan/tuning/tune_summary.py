@@ -90,7 +90,7 @@ def _plan(plan: PlanFile) -> str:
     parts = [
         f"P={plan.pipeline} D={plan.data} T={plan.tensor}",
         "data parallelism" if is_data_parallel else plan.layout,
-        f"microbatches {plan.num_microbatches} x {plan.micro_batch_size} samples",
+        f"microbatches {'by bucket: ' * bool(plan.shapes)}{plan.microbatches}",
     ]
     if plan.pipeline > 1:
         backward = "split" if plan.problem.weight_grad is not None else "whole"

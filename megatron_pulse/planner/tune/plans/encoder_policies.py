@@ -1,7 +1,9 @@
 """Encoder policies: run each frozen component in the bubbles or before the step, whichever is
 faster.
 
-Every set of components is tried in the bubbles, with the others before the step. A component that
+Every set of components is tried in the bubbles, with the others before the step. With any in the
+bubbles, all sample shapes share one schedule, since bubble tasks encode the next step's samples,
+whose shape may be another. A component that
 depends on another can only be in the bubbles if the other is. Savings from stored results are
 reported but never chosen, since the price of storage is not known.
 """
@@ -197,16 +199,25 @@ def _try(
     filled = tuple(one for one in encoders if one["name"] in names)
     others = tuple(one for one in encoders if one["name"] not in names)
     wanted = replace(plan, encoders=filled or None, before_step=others or None)
+    if filled:
+        wanted = replace(wanted, shapes=())
     front = _front_s(components_of(others, plan.placement), plan)
     if not filled:
         if (short := min(free_bytes(wanted))) < 0:
             raise FillError(
                 f"encoders before the step exceed a device's memory by {-short:.3g} bytes"
             )
-        return _Tried(wanted, plan.simulate_step().timeline.makespan + front, None, None)
+        return _Tried(wanted, _pipeline_s(plan) + front, None, None)
     problem = fill_problem(wanted)
     found = fill(problem, seconds)
     return _Tried(wanted, found.certificate.makespan + front, problem, found)
+
+
+def _pipeline_s(plan: PlanFile) -> float:
+    """Step of a pipeline, in the mean of the plan's shapes."""
+    if plan.shapes:
+        return sum(shape.share * _pipeline_s(shape.plan) for shape in plan.shapes)
+    return plan.simulate_step().timeline.makespan
 
 
 def _choice(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
 
 from megatron_pulse.planner.cluster.cluster import to_record
-from megatron_pulse.planner.plan_file.plan_file import PlanFile
-from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
+from megatron_pulse.planner.plan_file.plan_file import PlanFile, ShapePlan
+from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome, ShapeOutcome
 from megatron_pulse.planner.tune.search.result import Tuning
 from megatron_pulse.profile.warnings import spread_caution
 
@@ -23,9 +23,10 @@ def plan_of(outcome: Outcome, evaluator: Evaluator, found: Tuning | None = None)
         raise ValueError("the outcome's schedule has fewer microbatches than a step")
     profile, cluster = evaluator.profile, evaluator.cluster
     config, stages = outcome.config, outcome.stages
+    known = repr(profile) + (repr(profile.shapes) if profile.shapes else "")
     partition, certificate = stages.partition, outcome.synthesis.certificate
     names, costs = stages.costs.names, profile.only(config.micro_batch_size)
-    return PlanFile(
+    plan = PlanFile(
         backbone=dict(profile.backbone),
         dtype=profile.dtype,
         pipeline=config.pipeline,
@@ -51,7 +52,7 @@ def plan_of(outcome: Outcome, evaluator: Evaluator, found: Tuning | None = None)
         edges=stages.edges,
         predicted=outcome.figures(),
         provenance={
-            "profile_sha256": hashlib.sha256(repr(profile).encode()).hexdigest(),
+            "profile_sha256": hashlib.sha256(known.encode()).hexdigest(),
             "threads": profile.threads,
             "unsteady": spread_caution(profile),
             "profile": f"{profile.source.value}, {profile.device}: {profile.method}",
@@ -64,6 +65,15 @@ def plan_of(outcome: Outcome, evaluator: Evaluator, found: Tuning | None = None)
         self_conditioning=evaluator.self_conditioning,
         dpo=evaluator.dpo,
     )
+    return replace(plan, shapes=tuple(_shape_plan(plan, shape) for shape in outcome.shapes))
+
+
+def _shape_plan(whole: PlanFile, shape: ShapeOutcome) -> ShapePlan:
+    """Plan of the steps of one shape, whose origin is that of the ``whole`` plan."""
+    own = plan_of(shape.outcome, shape.evaluator)
+    provenance = {**whole.provenance, "schedule": own.provenance["schedule"]}
+    provenance.pop("search", None)
+    return ShapePlan(shape.name, shape.share, replace(own, provenance=provenance))
 
 
 def _searched(found: Tuning) -> dict[str, float]:

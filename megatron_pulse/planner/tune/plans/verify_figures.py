@@ -19,11 +19,17 @@ from megatron_pulse.planner.cluster.cluster import ClusterError, from_record
 from megatron_pulse.planner.layout.layouts import layout_of
 from megatron_pulse.planner.partition.memory import activation_bytes_of_layers
 from megatron_pulse.planner.plan_file.compatibility import machine_faults, rank_faults
-from megatron_pulse.planner.plan_file.plan_file import PlanFile, PlanFileError, read_plan, to_record
+from megatron_pulse.planner.plan_file.plan_file import (
+    PlanFile,
+    PlanFileError,
+    read_plan,
+    shape_records,
+    to_record,
+)
 from megatron_pulse.planner.schedule.check.simulate import simulate
 from megatron_pulse.planner.schedule.problem import Certificate, Synthesis
 from megatron_pulse.planner.tune.config import Config, Recompute
-from megatron_pulse.planner.tune.evaluate import Evaluator
+from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome, ShapeOutcome
 from megatron_pulse.planner.tune.plans.bubble_fill import filling_faults
 from megatron_pulse.planner.tune.plans.to_plan import plan_of
 from megatron_pulse.planner.tune.stages import Stages
@@ -53,7 +59,8 @@ def figure_faults(record: Mapping[str, Any], plan: PlanFile, bounds: bool = True
     Empty if the cluster does not match the plan's ranks: ``machine_faults`` reports that. With
     ``bounds`` the schedule is also simulated without link contention, as its bounds assume.
     """
-    if faults := list(_other_costs(plan)):
+    records = shape_records(record)
+    if faults := [*_other_costs(plan), *_shapes_apart(plan)]:
         return faults
     try:
         if rank_faults(record, from_record(record["provenance"]["cluster"])):
@@ -64,18 +71,44 @@ def figure_faults(record: Mapping[str, Any], plan: PlanFile, bounds: bool = True
         again = recomputed(plan, bounds)
     except ValueError as error:
         return [f"the plan's figures cannot be recomputed: {error}"]
-    return [
-        *_differences(record, to_record(again), ""),
-        *_certificate_faults(plan, again),
-        *filling_faults(plan),
-    ]
+    faults = _figure_faults(record, plan, again)
+    for shape, own in zip(plan.shapes, again.shapes, strict=True):
+        wrong = _figure_faults(records[shape.name], shape.plan, own.plan)
+        faults += [f"shapes, {shape.name}: {fault}" for fault in wrong]
+    return faults + filling_faults(plan)
+
+
+def _figure_faults(record: Mapping[str, Any], plan: PlanFile, again: PlanFile) -> list[str]:
+    """Differences between a plan's record and ``again``, apart from those of its shapes."""
+    made = to_record(replace(again, shapes=()))
+    return [*_differences(record, made, ""), *_certificate_faults(plan, again)]
 
 
 def recomputed(plan: PlanFile, bounds: bool = True) -> PlanFile:
-    """Plan that the tuner would write for the decisions of ``plan``.
+    """Plan that the tuner would write for the decisions of ``plan``, and of its shapes.
 
     Raises ValueError (UnfitError, ClusterError) for a plan that cannot run on its cluster.
     """
+    outcome, evaluator = _outcome(plan, bounds)
+    shapes = [
+        ShapeOutcome(shape.name, shape.share, *_outcome(shape.plan, bounds))
+        for shape in plan.shapes
+    ]
+    made = plan_of(outcome.with_shapes(tuple(shapes)) if shapes else outcome, evaluator)
+    provenance = dict(made.provenance)
+    if "search" in plan.provenance:
+        provenance["search"] = plan.provenance["search"]
+    return replace(
+        made,
+        provenance=provenance,
+        encoders=plan.encoders,
+        before_step=plan.before_step,
+        policies=plan.policies,
+    )
+
+
+def _outcome(plan: PlanFile, bounds: bool) -> tuple[Outcome, Evaluator]:
+    """Outcome of a plan's decisions, apart from its shapes, and what evaluated it."""
     evaluator, config, stages = _stages_of(plan)
     count = plan.num_microbatches
     if not _close(plan.problem.cap or (), evaluator.problem(config, count, stages).cap or ()):
@@ -88,18 +121,8 @@ def recomputed(plan: PlanFile, bounds: bool = True) -> PlanFile:
         known["solver"],
         known.get("seconds", 0.0),
     )
-    outcome = evaluator.evaluate(config, Synthesis(plan.schedule, certificate), stages=stages)
-    made = plan_of(outcome, evaluator)
-    provenance = dict(made.provenance)
-    if "search" in plan.provenance:
-        provenance["search"] = plan.provenance["search"]
-    return replace(
-        made,
-        provenance=provenance,
-        encoders=plan.encoders,
-        before_step=plan.before_step,
-        policies=plan.policies,
-    )
+    synthesis = Synthesis(plan.schedule, certificate)
+    return evaluator.evaluate(config, synthesis, stages=stages), evaluator
 
 
 def layer_costs(plan: PlanFile) -> ChainCosts:
@@ -143,6 +166,12 @@ def _other_costs(plan: PlanFile) -> Iterator[str]:
         if name != known:
             yield f"stages: layer {i} is {name!r}; in profile it is {known!r}"
             return
+
+
+def _shapes_apart(plan: PlanFile) -> Iterator[str]:
+    """Reasons why costs do not match a shape's layers or microbatch size."""
+    for shape in plan.shapes:
+        yield from (f"shapes, {shape.name}: {fault}" for fault in _other_costs(shape.plan))
 
 
 def _config(plan: PlanFile) -> Config:

@@ -1,0 +1,205 @@
+"""Steps of five buckets, as a plan predicts them and as they are.
+
+Profiles a UNet at each bucket's shape on two cores at once, probes what two ranks have, tunes a
+plan of two pipeline devices, trains by it, and compares the steps of each bucket. Then the same
+with one microbatch size for all buckets, by the same cuts: the gain of sizes of their own.
+
+    .venv/bin/python -m tests.benchmarks.buckets --steps 7 --json buckets.json
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_pulse.planner.layout.layouts import FOLD_EXACT
+from megatron_pulse.planner.partition.memory import ParameterState
+from megatron_pulse.planner.plan_file.plan_file import PlanFile, save_plan
+from megatron_pulse.planner.tune.config import Choices
+from megatron_pulse.planner.tune.evaluate import Evaluator
+from megatron_pulse.planner.tune.plans.to_plan import plan_of
+from megatron_pulse.planner.tune.search.result import Tuning
+from megatron_pulse.planner.tune.search.shape_steps import plan_shapes
+from megatron_pulse.planner.tune.tune import tune
+from megatron_pulse.profile.profile import Profile
+from tests.benchmarks.report import Flags, Report
+from tests.benchmarks.steps import probed
+from tests.ranks import run_ranks
+
+BUCKETS = "32x32,24x40,40x24,16x32,48x32"
+"""Height and width of the samples."""
+OPTIONS: dict[str, Any] = {
+    "sample_size": 32, "block_out_channels": [16, 32], "norm_num_groups": 4, "layers_per_block": 1,
+    "buckets": BUCKETS,
+}  # fmt: skip
+SIZES, BATCH, STORED, WARM_UP = (1, 2, 4, 8), 16, 72, 2
+"""Measured microbatch sizes, samples of a step, of a store, and untimed steps of a bucket."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Steps of one bucket, in seconds; ``measured_s`` is a median."""
+
+    sizes: str
+    bucket: str
+    microbatches: int
+    micro_batch_size: int
+    steps: int
+    predicted_s: float
+    measured_s: float
+    fastest_s: float
+
+    @property
+    def error(self) -> float:
+        """Error of the prediction, as a share of what was measured."""
+        return self.predicted_s / self.measured_s - 1
+
+    def cells(self) -> dict[str, Any]:
+        """Columns, in milliseconds."""
+        return {
+            "sizes": self.sizes,
+            "bucket": self.bucket,
+            "M x b": f"{self.microbatches} x {self.micro_batch_size}",
+            "steps": self.steps,
+            "predicted": f"{1e3 * self.predicted_s:.0f}",
+            "measured": f"{1e3 * self.measured_s:.0f}",
+            "fastest": f"{1e3 * self.fastest_s:.0f}",
+            "error, %": 100 * self.error,
+        }
+
+
+def measured_profile() -> Profile:
+    """Profile of the UNet at all of its shapes, in a process of its own."""
+    from megatron_pulse.cli.import_megatron import prepare_profiling
+
+    prepare_profiling()
+    from megatron_pulse.integration.megatron.linear_wgrad import defer_wgrad
+    from megatron_pulse.profile.measurement.clock import RepetitionLimits
+    from megatron_pulse.profile.measurement.measure import measure
+    from megatron_pulse.runtime.measure.execution_modes import RUNNING
+    from model_specs import load_backbone
+
+    defer_wgrad()
+    limits = RepetitionLimits(enough_s=0.1, limit_s=1.0)
+    backbone = load_backbone("unet-tiny", OPTIONS)
+    return measure(backbone, SIZES, patience=limits, once_per_kind=True, threads=1, running=RUNNING)
+
+
+def write_stores(folder: Path) -> str:
+    """Latents of every shape, as --pulse-data names them."""
+    import torch
+
+    from megatron_pulse.data.latents.layout import LatentLayout, LatentType
+    from megatron_pulse.data.latents.writer import LatentWriter
+
+    names = []
+    for text in BUCKETS.split(","):
+        shape = (1, *map(int, text.split("x")))
+        with LatentWriter(folder / text, LatentLayout(shape, 1, LatentType.FLOAT32, {})) as writer:
+            for _ in range(STORED):
+                writer.add(torch.randn(shape), 0, {})
+            writer.close()
+        names.append(f"latents:{folder / text}")
+    return ",".join(names)
+
+
+def steps_of_buckets(argv: list[str]) -> list[tuple[str, float]]:
+    """A training run: the bucket of each step, and its seconds on this rank."""
+    import megatron.training.training as training
+    import torch
+
+    from megatron_pulse.integration.loop.forward_backward import PulseSchedule
+    from tests.integration.runs import train
+
+    original, run = training.train_step, PulseSchedule.__call__
+    found: list[tuple[str, float]] = []
+    buckets: list[str] = []
+
+    def call(self: PulseSchedule, **given: Any) -> Any:
+        result = run(self, **given)
+        assert self._last is not None
+        buckets.append(self._last.bucket)
+        return result
+
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        began = time.perf_counter()
+        result = original(*args, **kwargs)
+        found.append((buckets[-1], time.perf_counter() - began))
+        return result
+
+    training.train_step, PulseSchedule.__call__ = timed, call  # type: ignore[method-assign]
+    torch.utils.deterministic.fill_uninitialized_memory = False  # as users' runs have it
+    train(argv)
+    return found
+
+
+def plans(evaluator: Evaluator, seconds: float) -> dict[str, PlanFile]:
+    """The tuner's plan, and that of the same cuts with one microbatch size."""
+    choices = Choices((FOLD_EXACT,), (2,), (1,), SIZES)
+    found = tune(evaluator, choices, seconds)
+    best = found.outcomes[0]
+    one = Tuning([best])
+    same = replace(choices, micro_batch_size=(best.config.micro_batch_size,))
+    plan_shapes(evaluator, one, same, seconds / 4)
+    return {"own": plan_of(best, evaluator), "one": plan_of(one.outcomes[0], evaluator)}
+
+
+def compare(name: str, plan: PlanFile, data: str, folder: Path, num_steps: int) -> list[Cell]:
+    """Cells of all buckets in a run by ``plan``."""
+    save_plan(plan, folder / "plan.json")
+    count = len(plan.shapes) * (num_steps + WARM_UP + 1)
+    argv = [
+        "--pulse-plan", str(folder / "plan.json"), "--pulse-data", data,
+        "--train-iters", str(count), "--eval-iters", "0", "--lr", "1e-4", "--clip-grad", "1.0",
+        "--log-interval", "1000", "--pulse-no-progress", "--pulse-timeout-s", "60",
+        "--pulse-class-dropout", "0.1",
+    ]  # fmt: skip
+    rows = run_ranks(2, steps_of_buckets, argv, timeout_s=900)
+    took: dict[str, list[float]] = defaultdict(list)
+    for each in zip(*rows, strict=True):
+        took[each[0][0]].append(max(seconds for _, seconds in each))
+    return [
+        Cell(
+            name,
+            shape.name,
+            shape.plan.num_microbatches,
+            shape.plan.micro_batch_size,
+            len(seconds),
+            shape.plan.predicted["step_s"],
+            statistics.median(seconds),
+            min(seconds),
+        )
+        for shape in plan.shapes
+        if (seconds := took[shape.name][WARM_UP:])
+    ]
+
+
+def main() -> None:
+    """Measure and print."""
+    flags = Flags(__doc__)
+    flags.add("--steps", 7, "of each bucket, in the mean, after two others")
+    flags.add("--seconds", 12.0, "of the tuner")
+    args = flags.parse_args()
+    cluster = run_ranks(2, probed, timeout_s=300)[0]
+    profile = run_ranks(2, measured_profile, timeout_s=1800)[0]
+    evaluator = Evaluator(profile, cluster, BATCH, state=ParameterState(ema=True))
+    report = Report(args.json)
+    with tempfile.TemporaryDirectory() as folder:
+        data = write_stores(Path(folder))
+        for name, plan in plans(evaluator, args.seconds).items():
+            cells = compare(name, plan, data, Path(folder), args.steps)
+            for cell in cells:
+                report.add(cell, cell.cells())
+            worst = max(abs(cell.error) for cell in cells)
+            mean = sum(s.share * c.measured_s for s, c in zip(plan.shapes, cells, strict=True))
+            print(f"{name}: largest error {worst:.1%}; mean step {1e3 * mean:.0f} ms, predicted "
+                  f"{1e3 * plan.predicted['step_s']:.0f} ms")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
