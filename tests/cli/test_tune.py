@@ -43,8 +43,6 @@ def test_tune_answers_first_and_writes_json_and_plan(
     record = json.loads((here / "t.json").read_text())
     outcomes = record["outcomes"]
     answer, listed = text.split("\n\n", 1)[0].splitlines(), text.split("\n\n")[1]
-    if record["fsdp_baseline"]["samples_per_s"] > 1.005 * outcomes[0]["samples_per_s"]:
-        assert answer.pop(0).startswith("use FSDP2 (torch's fully_shard): 1.")
     names = [line.split()[0] for line in answer]
     assert names == ["plan", "predicted", "compared", "certainty", "train"]
     assert f"P={outcomes[0]['pipeline']} D={outcomes[0]['data']}" in answer[0]
@@ -73,7 +71,7 @@ def test_tune_answers_first_and_writes_json_and_plan(
     assert sure["among_all"]["proved"] or sure["among_all"]["bound_s"] < best["step_s"]
     other = record["fsdp_baseline"]
     assert other["num_microbatches"] * other["micro_batch_size"] * 4 == 16
-    assert f"FSDP2 (torch's fully_shard) is predicted at {other['samples_per_s']:.4g}" in text
+    assert f"FSDP2 is predicted at {other['samples_per_s']:.4g}" in text
     said = "faster" if other["samples_per_s"] > best["samples_per_s"] else "slower"
     assert f" % {said} than this plan" in text and "ideal collectives" in text
     assert "why P=" in text and "on the mean device: compute " in text

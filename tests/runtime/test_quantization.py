@@ -237,7 +237,8 @@ def test_plan_has_the_bytes_of_each_stage_and_the_time_of_dequantising(kind: str
     for stage, count in enumerate(stored):
         held = sum(p.nbytes for p in Stage(backbone, plan.routes, stage, SEED).parameters())
         assert 0 <= 4 * count - held < 4 * len(backbone.layers)
-    units = FsdpConfigs(profile, 2, 4, 1e9, [2]).bare(12)
+    configs = FsdpConfigs(profile, 2, 4, 1e9, [2])
+    units = configs.bare(configs.starts(12))
     assert sum(unit.moved_bytes for unit in units) == 4 * sum(costs.stored_parameters)
 
     forward_s, backward_s = (

@@ -58,6 +58,11 @@ class FsdpChoice:
         check=_needs_fsdp("fsdp_prefetch", 1),
     )
 
+    @classmethod
+    def of(cls, layout: FsdpLayout | None) -> FsdpChoice:
+        """Flags of a planned layout, apart from its units and their collectives."""
+        return cls() if layout is None else cls(fsdp=True, fsdp_group=layout.group)
+
     def layout(self, num_layers: int, replicas: int) -> FsdpLayout | None:
         """Layout of a chain of ``num_layers`` on ``replicas`` data-parallel ranks."""
         if not self.fsdp:

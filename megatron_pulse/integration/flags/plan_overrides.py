@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from megatron_pulse.dataclass_flags import flag_name, marked
+from megatron_pulse.integration.flags.fsdp_flags import FsdpChoice
 from megatron_pulse.integration.flags.parse import CommandLine
 from megatron_pulse.integration.flags.pulse_options import TRAINED_FLAGS, FlagMark, PulseOptions
 from megatron_pulse.planner.partition.memory import ADAM_BYTES
@@ -37,6 +38,7 @@ def apply_plan(plan: PlanFile, args: argparse.Namespace, options: PulseOptions) 
         train=part.train,
         freeze=part.freeze,
         adapter=options.adapter.of_record(part.adapter, part.quantization),
+        fully_sharded=FsdpChoice.of(plan.fsdp),
         placement=str(plan.placement.kind),
         num_chunks=plan.placement.num_chunks,
     )

@@ -152,7 +152,7 @@ def _tune(
     print(f"plan: {best.config}; {rate:.4g} samples/s expected; written to {path}", flush=True)
     if plan.shapes:
         print(f"plan: microbatches by bucket: {plan.microbatches}", flush=True)
-    if found.fsdp_baseline is not None:
+    if found.fsdp_baseline is not None and best.config.fsdp is None:
         print(
             f"{found.fsdp_baseline.beside(best.throughput)} ({found.fsdp_baseline.facts})",
             flush=True,

@@ -188,6 +188,7 @@ def _by_file(given: PlanFile, backbone: Backbone) -> Plan:
         problem=given.problem,
         schedules=(given.schedule,),
         activations=given.activations,
+        fsdp=given.fsdp,
         offloaded_weights=frozenset(
             i for i, layer in enumerate(given.profile.layers) if layer.offloaded
         ),

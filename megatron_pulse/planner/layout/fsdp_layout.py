@@ -48,10 +48,15 @@ class FsdpLayout:
         """Layout with units of ``size`` layers."""
         return cls(tuple(range(0, num_layers, size)), **values)  # type: ignore[arg-type]
 
+    @property
+    def name(self) -> str:
+        """FSDP2, or HSDP if the group is smaller than that of all replicas."""
+        return f"FSDP2 over {self.group} ranks"
+
     def __str__(self) -> str:
         often = "once a step" if self.reduce_once else "each microbatch"
         return (
-            f"FSDP2: {with_plural(len(self.starts), 'unit')} over {self.group} ranks, gathered "
+            f"{self.name}: {with_plural(len(self.starts), 'unit')}, gathered "
             f"{self.gathering}, reduced {often}"
         )
 

@@ -67,6 +67,18 @@ def sum_faults(record: Mapping[str, Any]) -> Iterator[str]:
         yield (f"activations (offload), {names_of}: all of them or none, some are missing")
 
 
+def fsdp_faults(record: Mapping[str, Any]) -> Iterator[str]:
+    """Yield units that do not divide the layers, and groups that do not divide the ranks."""
+    fsdp, degrees = record["fsdp"], [record[name] for name in ("pipeline", "data", "tensor")]
+    starts, num_layers = fsdp["starts"], sum(map(len, record["stages"]))
+    if starts[0] != 0 or starts[-1] >= num_layers or sorted(set(starts)) != starts:
+        yield f"fsdp, starts: they rise from 0 to below {num_layers}, the number of layers"
+    if degrees[0] != 1 or len(record["stages"]) != 1:
+        yield "fsdp: the plan has a pipeline, and FSDP none"
+    if degrees[1] % fsdp["group"]:
+        yield f"fsdp, group: {fsdp['group']} does not divide the {degrees[1]} replicas"
+
+
 def shares_faults(shapes: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Yield shapes of one name, and shares whose sum is not 1."""
     for name, count in Counter(shape["name"] for shape in shapes).items():

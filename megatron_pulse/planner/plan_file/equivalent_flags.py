@@ -34,6 +34,7 @@ def decided_flags(plan: PlanFile) -> dict[str, Any]:
         "grad_reduce_in_bf16": plan.grad_reduce_in_bf16,
         "overlap_grad_reduce": plan.overlap_grad_reduce,
         "use_tp_pp_dp_mapping": plan.rank_order == "tp-pp-dp",
+        "pulse_fsdp": plan.fsdp is not None,
     }
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass, fields
+from dataclasses import asdict, astuple, dataclass, fields, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,13 @@ from megatron_pulse.dataclass_flags import flag_value
 from megatron_pulse.errors import UserError
 from megatron_pulse.file_kinds import FileKind, detect_kind
 from megatron_pulse.files import FileError, read_json, write_with_checksum
+from megatron_pulse.planner.layout.fsdp_layout import FsdpLayout, Gathering
 from megatron_pulse.planner.layout.layouts import layout_name
 from megatron_pulse.planner.layout.placement import Partition, Placement, make_placement
 from megatron_pulse.planner.partition.memory import ADAM_BYTES, ParameterState
 from megatron_pulse.planner.plan_file.consistency import (
     edge_faults,
+    fsdp_faults,
     shape_faults,
     shares_faults,
     sum_faults,
@@ -75,7 +77,8 @@ class PlanFile:
     ``shapes`` are the plans of training steps whose samples all have one of the backbone's shapes,
     in their order. Microbatch size, schedule and costs of the plan itself are for microbatches of
     any shape, as evaluations have. Its predictions are the mean of the shapes' (see
-    ``Outcome.with_shapes``).
+    ``Outcome.with_shapes``). ``fsdp`` shards the parameters of the only stage: the schedule is then
+    that of the computation alone, and predictions include collectives.
     """
 
     backbone: Mapping[str, Any]
@@ -107,6 +110,7 @@ class PlanFile:
     optimizer_bytes: float = ADAM_BYTES
     dpo: bool = False
     shapes: tuple[ShapePlan, ...] = ()
+    fsdp: FsdpLayout | None = None
 
     @property
     def heading(self) -> str:
@@ -119,6 +123,8 @@ class PlanFile:
     @property
     def layout(self) -> str:
         """Name of the layout, as ``pulse tune --layouts`` takes it."""
+        if self.fsdp is not None:
+            return self.fsdp.name
         return layout_name(self.partition, self.profile.skips)
 
     @property
@@ -286,6 +292,9 @@ def to_record(plan: PlanFile) -> dict[str, Any]:
                 record["stages"] = plan.stages
             case "profile":
                 record["profile"] = profile_files.to_record(plan.profile)
+            case "fsdp":
+                if plan.fsdp is not None:
+                    record["fsdp"] = asdict(plan.fsdp)
             case "shapes":
                 if plan.shapes:
                     record["shapes"] = list(map(_shape_record, plan.shapes))
@@ -391,6 +400,10 @@ def _from_record(record: dict[str, Any]) -> tuple[PlanFile | None, list[str]]:
         if name in given:
             given[name] = tuple(given[name])
     given["shapes"], wrong = _shapes_from(record)
+    if fsdp := record.get("fsdp"):
+        layout = FsdpLayout(**{**fsdp, "starts": tuple(fsdp["starts"])})
+        given["fsdp"] = replace(layout, gathering=Gathering(layout.gathering))
+        wrong += fsdp_faults(record)
     plan = PlanFile(**given, problem=problem, edges=edges)
     faults += [f"schedule: {fault}" for fault in faults_for(problem, schedule)]
     return plan, faults + wrong

@@ -21,6 +21,7 @@ from megatron_pulse.json_validation import (
     open_ended,
 )
 from megatron_pulse.planner.bubble_fill.encoder_table import ComponentRecord
+from megatron_pulse.planner.layout.fsdp_layout import Gathering
 from megatron_pulse.planner.layout.placement import PLACEMENTS
 from megatron_pulse.profile.roofline import ELEMENT_BYTES
 
@@ -170,6 +171,16 @@ class _Shape(TypedDict):
     profile: Annotated[Mapping[str, Any], "costs of each layer, as 'pulse profile' writes them"]
 
 
+class _Fsdp(TypedDict):
+    """Units of layers by their first ones, and their collectives, under fully_shard."""
+
+    starts: Some[Natural]
+    group: Annotated[int, Ge(2)]
+    gathering: Annotated[str, OneOf(tuple(map(str, Gathering)))]
+    reduce_once: bool
+    prefetch: Natural
+
+
 class _Plan(TypedDict):
     format: Annotated[str, OneOf((FORMAT,))]
     backbone: _Backbone
@@ -204,6 +215,7 @@ class _Plan(TypedDict):
     self_conditioning: NotRequired[Annotated[float, Gt(0), Le(1)]]
     dpo: NotRequired[bool]
     shapes: NotRequired[Some[_Shape]]
+    fsdp: NotRequired[_Fsdp]
 
 
 def plan_faults(content: Any) -> list[str]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from itertools import product
 
+from megatron_pulse.planner.layout.fsdp_layout import FsdpLayout
 from megatron_pulse.planner.layout.layouts import FOLD_SOFT, LAYOUTS, WHOLE, Layout
 from megatron_pulse.planner.layout.placement import Placement
 
@@ -47,7 +48,7 @@ class Config:
     ``split`` defers weight gradients (split backward). ``max_in_flight`` lets a schedule hold as
     many in-flight microbatches as fit, not only as many as 1F1B. With ``pp_before_dp`` neighbours
     in the pipeline are neighbours in a node (Megatron's tp-pp-dp order). Otherwise replicas are
-    (tp-dp-pp, its default).
+    (tp-dp-pp, its default). ``fsdp`` shards the parameters of one pipeline device.
     """
 
     pipeline: int
@@ -60,6 +61,7 @@ class Config:
     recompute: Recompute = Recompute.NEVER
     distributed_optimizer: bool = False
     pp_before_dp: bool = False
+    fsdp: FsdpLayout | None = None
 
     @property
     def placement(self) -> Placement:
@@ -72,7 +74,7 @@ class Config:
 
     def __str__(self) -> str:
         parts = [f"P={self.pipeline} D={self.data} T={self.tensor} b={self.micro_batch_size}"]
-        parts.append(self.layout.name)
+        parts.append(self.layout.name if self.fsdp is None else str(self.fsdp))
         for name in ("split", "max_in_flight"):
             parts += [name] * getattr(self, name)
         if (recompute := RECOMPUTED.get(self.recompute)) is not None:

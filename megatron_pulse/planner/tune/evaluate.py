@@ -6,8 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
+from megatron_pulse.backbone.activations import ActivationPolicies
 from megatron_pulse.backbone.costs import ChainCosts
 from megatron_pulse.planner.cluster.cluster import Cluster
+from megatron_pulse.planner.layout.fsdp_layout import FsdpLayout
 from megatron_pulse.planner.layout.placement import Partition
 from megatron_pulse.planner.partition.memory import DEFAULT_STATE, ParameterState
 from megatron_pulse.planner.partition.volume import volume
@@ -18,7 +20,13 @@ from megatron_pulse.planner.schedule.problem import ScheduleProblem, Synthesis
 from megatron_pulse.planner.tune.collectives import buckets
 from megatron_pulse.planner.tune.config import Choices, Config, Recompute, configs
 from megatron_pulse.planner.tune.estimate import PARAMETER_BYTES, Estimator
-from megatron_pulse.planner.tune.fsdp.baseline import FsdpBaseline, fsdp_baseline
+from megatron_pulse.planner.tune.fsdp.baseline import (
+    FsdpBaseline,
+    collective_seconds,
+    fsdp_baseline,
+    predict,
+)
+from megatron_pulse.planner.tune.fsdp.configs import FsdpConfig, FsdpConfigs
 from megatron_pulse.planner.tune.layer_costs import LayerCosts, Unfit, UnfitError
 from megatron_pulse.planner.tune.link_contention import schedules
 from megatron_pulse.planner.tune.memory.cap_retry import Caps, Make, fit_in, schedule_with_room
@@ -230,7 +238,25 @@ class Evaluator:
         if self.not_sharded:
             return None
         of = self.profile, self.cluster, self.global_batch_size
-        return fsdp_baseline(*of, self.estimator.adam_s, self.state.ema, self.stopped)
+        own = self.estimator.adam_s, self.state.ema, not self.state.grad_reduce_in_bf16
+        return fsdp_baseline(*of, *own, self.stopped)
+
+    def fsdp_step(
+        self, layout: FsdpLayout, micro_batch_size: int, activations: ActivationPolicies
+    ) -> FsdpBaseline:
+        """Predicted step of one FSDP layout with these activation policies, whether or not it
+        fits."""
+        of = self.profile, self.cluster.num_devices, self.global_batch_size
+        configs = FsdpConfigs(
+            *of,
+            self.cluster.usable_bytes,
+            [micro_batch_size],
+            ema=self.state.ema,
+            reduces_fp32=not self.state.grad_reduce_in_bf16,
+        )
+        fitted = configs.costed(FsdpConfig(micro_batch_size, layout), activations)
+        transfers = collective_seconds(self.cluster, fitted.sharding)
+        return predict(configs, fitted, transfers, self.estimator.adam_s)
 
     @property
     def offloads_activations(self) -> bool:

@@ -11,6 +11,7 @@ from megatron_pulse.planner.tune.config import Choices, why_none
 from megatron_pulse.planner.tune.evaluate import Evaluator
 from megatron_pulse.planner.tune.report.oom_advice import oom_advice
 from megatron_pulse.planner.tune.search.budget import Budget, Clock, ProcessorClock
+from megatron_pulse.planner.tune.search.fsdp_outcome import add_fsdp
 from megatron_pulse.planner.tune.search.low_memory import search_low_memory
 from megatron_pulse.planner.tune.search.refine import finish
 from megatron_pulse.planner.tune.search.result import Tuning
@@ -72,6 +73,10 @@ def tune(
     )
     finish_s = max(0.0, finish_s - max(0.0, found.seconds - search_s))
     if not found.outcomes:
+        found.fsdp_baseline = evaluator.fsdp_baseline()
+        add_fsdp(found, evaluator, choices)
+        if found.outcomes:
+            return found
         rest = Budget(max(0.0, search_s - found.seconds) + finish_s, clock)
         advice = oom_advice(evaluator, choices, candidates, rest, found)
         raise UntunableError(advice + _largest_shape(evaluator))
@@ -93,6 +98,7 @@ def tune(
             "nothing fits: whole schedules of the best configs need more memory than their "
             "simulated part. Raise --seconds to try more configs, or relax the choices"
         )
+    add_fsdp(found, evaluator, choices)
     found.stopped = stopped()
     return found
 

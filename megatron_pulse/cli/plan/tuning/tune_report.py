@@ -15,6 +15,7 @@ from megatron_pulse.cli.plan.plan_facts import (
 from megatron_pulse.format import format_number
 from megatron_pulse.planner.layout.layouts import layout_name
 from megatron_pulse.planner.tune.evaluate import CORE, Evaluator, Outcome
+from megatron_pulse.planner.tune.fsdp.baseline import FsdpBaseline
 from megatron_pulse.planner.tune.plans.encoder_policies import EncodedPlan
 from megatron_pulse.planner.tune.report.explain import certainty, explain
 from megatron_pulse.planner.tune.report.fewer_devices_advice import ScaleDown
@@ -98,8 +99,13 @@ def _beside(found: Tuning, evaluator: Evaluator, bound: Collection[str]) -> list
     if (other := found.fsdp_baseline) is None:
         ended = "was not predicted: the search was interrupted" if found.stopped else ""
         why = evaluator.not_sharded or ended or "does not fit"
-        return [f"FSDP2 (torch's fully_shard) {why}"] * (evaluator.cluster.num_devices > 1)
-    best = found.outcomes[0]
+        return [f"FSDP2 {why}"] * (evaluator.cluster.num_devices > 1)
+    best, *rest = found.outcomes
+    if best.config.fsdp is not None:
+        lines = [f"{best.config} ({other.facts})"]
+        for one in rest[:1]:
+            lines.append(f"  the best pipeline: {one.config}, {one.throughput:.4g} samples/s")
+        return lines + _of_fsdp(other)
     lines = [f"{other.beside(best.throughput)} ({other.facts})"]
     if bound:
         lines.append(f"  not restricted by {', '.join(bound)}, which is for plans")
@@ -107,13 +113,16 @@ def _beside(found: Tuning, evaluator: Evaluator, bound: Collection[str]) -> list
         lines.append(
             f"  but {found.num_left:,} untried configs might be faster: give more --seconds first"
         )
-    lines += [
+    return lines + _of_fsdp(other)
+
+
+def _of_fsdp(baseline: FsdpBaseline) -> list[str]:
+    """Lines on the prediction, units and activation policies of FSDP2."""
+    return [
         "  fastest of its configs that fit; ideal collectives at the links' bandwidth overlap with "
         "computation; buffers are counted only for what is gathered and reduced",
-        f"  in torch: {other.in_torch}",
-        *(f"  {what}: {', '.join(names)}" for what, names in other.layers.items() if names),
+        *(f"  {what}: {', '.join(names)}" for what, names in baseline.layers.items() if names),
     ]
-    return lines
 
 
 def encoding(encoded: EncodedPlan) -> list[str]:

@@ -65,7 +65,10 @@ def _faster(
     faster: list[tuple[float, str]] = []
     if other is not None and other.throughput > (1 + ALIKE) * rate:
         times = format_number(other.throughput / rate)
-        said = f"use {other.name}: {times} times as fast as the best plan ({other.facts})"
+        said = (
+            f"{other.name} is excluded by the flags given, and {times} times as fast as the best "
+            f"plan ({other.facts})"
+        )
         faster.append((other.throughput, said))
     if on_host is not None and on_host.throughput > (1 + ALIKE) * rate:
         times = format_number(on_host.throughput / rate)
@@ -89,7 +92,7 @@ def _plan(plan: PlanFile) -> str:
     is_data_parallel = plan.data > 1 == plan.pipeline == plan.tensor
     parts = [
         f"P={plan.pipeline} D={plan.data} T={plan.tensor}",
-        "data parallelism" if is_data_parallel else plan.layout,
+        "data parallelism" if is_data_parallel and plan.fsdp is None else plan.layout,
         f"microbatches {'by bucket: ' * bool(plan.shapes)}{plan.microbatches}",
     ]
     if plan.pipeline > 1:
@@ -115,13 +118,15 @@ def _compared(found: Tuning, evaluator: Evaluator, on_host: Outcome | None) -> s
     def beside(name: str, rate: float) -> str:
         return f"{format_number(best.throughput / rate)} x {name} ({rate:.4g} samples/s)"
 
-    if other is not None:
+    if best.config.fsdp is not None:
+        told = [beside("the best pipeline", one.throughput) for one in found.outcomes[1:2]]
+    elif other is not None:
         told = [beside(other.name.split(" (")[0], other.throughput)]
     elif why := evaluator.not_sharded or "was not predicted: interrupted" * found.stopped:
         told = [f"FSDP2 {why}"]
     else:
         told = ["FSDP2 does not fit"]
-    if (best.config.pipeline, best.config.tensor) == (1, 1):
+    if (best.config.pipeline, best.config.tensor, best.config.fsdp) == (1, 1, None):
         told.append("this plan is data parallelism")
     elif evaluator.global_batch_size % num_devices:
         told.append(f"data parallelism needs a batch that {num_devices} devices divide")

@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_pulse.format import format_number, with_plural
 from megatron_pulse.planner.cluster.cluster import Cluster
-from megatron_pulse.planner.layout.fsdp_layout import REDUCING, Gathering
+from megatron_pulse.planner.layout.fsdp_layout import FsdpLayout
 from megatron_pulse.planner.tune.config import divisors
 from megatron_pulse.planner.tune.fsdp.configs import FittedFsdpConfig, FsdpConfig, FsdpConfigs
 from megatron_pulse.planner.tune.fsdp.step import (
@@ -24,16 +24,6 @@ from megatron_pulse.planner.tune.fsdp.step import (
 )
 from megatron_pulse.profile.profile import Profile
 
-IN_TORCH = {
-    Gathering.PASS: "reshard_after_forward=True",
-    Gathering.MICROBATCH: "reshard_after_forward=False",
-    Gathering.STEP: (
-        "reshard_after_forward=False, set_reshard_after_backward(False) before all backwards but "
-        "the last"
-    ),
-}
-"""Arguments of ``fully_shard`` for each ``Gathering``."""
-
 ALIKE = 0.005
 """Relative difference below which two predictions count as equal."""
 
@@ -42,12 +32,13 @@ ALIKE = 0.005
 class FsdpBaseline:
     """Fastest configuration that fits, for ``samples`` per step and layers with these ``names``.
 
-    ``step_s`` includes the optimizer.
+    ``step_s`` includes ``optimizer_s``, the optimizer.
     """
 
     fitted: FittedFsdpConfig
     samples: int
     step_s: float
+    optimizer_s: float
     names: tuple[str, ...]
 
     @property
@@ -60,8 +51,8 @@ class FsdpBaseline:
         """Display name."""
         sharding = self.fitted.sharding
         if sharding.replicas == 1:
-            return "FSDP2 (torch's fully_shard)"
-        return f"HSDP (torch's fully_shard, {sharding.replicas} groups of {sharding.group})"
+            return "FSDP2"
+        return f"HSDP ({sharding.replicas} groups of {sharding.group})"
 
     @property
     def facts(self) -> str:
@@ -73,8 +64,8 @@ class FsdpBaseline:
         if activations.selective:
             layers = with_plural(len(activations.selective), "layer")
             settings.append(f"{layers} selectively recomputed")
-        if config.prefetch > 1:
-            settings.append(f"{config.prefetch} units prefetched")
+        if config.layout.prefetch > 1:
+            settings.append(f"{config.layout.prefetch} units prefetched")
         memory = f"{self.fitted.needs_bytes / 1e9:.3g} GB"
         return ", ".join([*settings, str(self.fitted.sharding), memory])
 
@@ -84,7 +75,7 @@ class FsdpBaseline:
         if abs(gain) < ALIKE:
             said = "as fast as this plan"
         elif gain > 0:
-            said = f"{_percent(gain)} faster than this plan: use FSDP2 here"
+            said = f"{_percent(gain)} faster than this plan, but excluded by the flags given"
         else:
             said = f"{_percent(-gain)} slower than this plan"
         return f"{self.name} is predicted at {self.throughput:.4g} samples/s, {said}"
@@ -100,29 +91,6 @@ class FsdpBaseline:
             "activations": activations.by_name(names),
         }
 
-    @property
-    def in_torch(self) -> str:
-        """Calls that set the configuration up in torch."""
-        config, sharding = self.fitted.config, self.fitted.sharding
-        calls = [
-            "fully_shard([its layers' modules]) for each unit in order, then for the whole model",
-            IN_TORCH[config.gathering],
-            f"set_reduce_scatter_max_input_buffers({REDUCING})",
-        ]
-        if sharding.reduce_once and sharding.count > 1:
-            calls.append("set_requires_gradient_sync(False) before all backwards but the last")
-        if sharding.replicas > 1 and sharding.count > 1:
-            calls.append("set_requires_all_reduce(False) before all backwards but the last")
-        if config.prefetch > 1:
-            calls.append(
-                f"set_modules_to_forward_prefetch (and backward) with {config.prefetch} units"
-            )
-        if self.fitted.activations.recompute:
-            calls.append("checkpoint for each recomputed layer")
-        if self.fitted.activations.selective:
-            calls.append("checkpoint that saves matrix products for each selective layer")
-        return "; ".join(calls)
-
     def record(self) -> dict[str, Any]:
         """JSON-able record."""
         config, sharding = self.fitted.config, self.fitted.sharding
@@ -131,10 +99,10 @@ class FsdpBaseline:
             "step_s": self.step_s,
             "micro_batch_size": config.micro_batch_size,
             "num_microbatches": sharding.count,
-            "group": config.group,
-            "gathered": str(config.gathering),
+            "group": config.layout.group,
+            "gathered": str(config.layout.gathering),
             "reduce_once": sharding.reduce_once or sharding.count == 1,
-            "prefetch": config.prefetch,
+            "prefetch": config.layout.prefetch,
             "memory_bytes": self.fitted.needs_bytes,
             **self.layers,
         }
@@ -146,35 +114,35 @@ def fsdp_baseline(
     samples: int,
     adam_s: float = 0.0,
     ema: bool = False,
+    reduces_fp32: bool = False,
     stopped: Callable[[], bool] = lambda: False,
 ) -> FsdpBaseline | None:
     """Fastest FSDP2 or HSDP configuration, by branch and bound over all of them.
 
-    ``adam_s`` are the optimizer's seconds per parameter. ``ema`` adds an EMA of the
-    parameters. Returns None for one device, a batch that the devices do not divide, or if nothing
-    fits. Also returns None once ``stopped``. No configuration that was skipped is faster
-    (``least_s``).
+    ``adam_s`` are the optimizer's seconds per parameter. ``ema`` adds an EMA of the parameters;
+    ``reduces_fp32`` reduces gradients in fp32. Returns None for one device, a batch that the
+    devices do not divide, or if nothing fits. Also returns None once ``stopped``. No configuration
+    that was skipped is faster (``least_s``).
     """
     each, left = divmod(samples, cluster.num_devices)
     if cluster.num_devices == 1 or left:
         return None
     sizes = [2**k for k in range(each.bit_length()) if each % 2**k == 0]
     of = profile, cluster.num_devices, samples, cluster.usable_bytes, sizes
-    configs = FsdpConfigs(*of, ema=ema)
+    configs = FsdpConfigs(*of, ema=ema, reduces_fp32=reduces_fp32)
     trained = sum(layer.trained_parameters for layer in profile.layers)
-    names = tuple(layer.name for layer in profile.layers)
 
     @cache
-    def carried(group: int, about: int) -> Transfers:
-        config = FsdpConfig(group, sizes[0], about, *next(configs.configs(group))[3:])
+    def carried(group: int, starts: tuple[int, ...]) -> Transfers:
+        config = FsdpConfig(sizes[0], FsdpLayout(starts, group))
         return collective_seconds(cluster, configs.bare_sharding(config))
 
     def least(config: FsdpConfig) -> float:
-        transfers = carried(config.group, config.about)
+        transfers = carried(config.layout.group, config.layout.starts)
         computed_s = configs.computed_s(config)
         return (
             least_s(configs.bare_sharding(config), transfers, computed_s)
-            + adam_s * trained / config.group
+            + adam_s * trained / config.layout.group
         )
 
     entered: list[tuple[float, FsdpConfig]] = []
@@ -184,7 +152,7 @@ def fsdp_baseline(
         if not configs.cannot_fit(config):
             entered.append((least(config), config))
     best: FsdpBaseline | None = None
-    for bound, config in sorted(entered):
+    for bound, config in sorted(entered, key=lambda each: (each[0], each[1].rank)):
         if best is not None and bound >= best.step_s:
             break
         if stopped():
@@ -192,11 +160,23 @@ def fsdp_baseline(
         fitted = configs.fit(config)
         if fitted.needs_bytes > cluster.usable_bytes:
             continue
-        seconds = step_s(fitted.sharding, carried(config.group, config.about))
-        seconds += adam_s * trained / config.group
-        if best is None or seconds < best.step_s:
-            best = FsdpBaseline(fitted, samples, seconds, names)
+        transfers = carried(config.layout.group, config.layout.starts)
+        one = predict(configs, fitted, transfers, adam_s)
+        if best is None or one.step_s < best.step_s:
+            best = one
     return best
+
+
+def predict(
+    configs: FsdpConfigs, fitted: FittedFsdpConfig, transfers: Transfers, adam_s: float
+) -> FsdpBaseline:
+    """Step of a configuration, with the seconds of its collectives and of Adam per parameter."""
+    layers = configs.profile.layers
+    trained = sum(layer.trained_parameters for layer in layers)
+    optimizer_s = adam_s * trained / fitted.sharding.group
+    names = tuple(layer.name for layer in layers)
+    seconds = step_s(fitted.sharding, transfers) + optimizer_s
+    return FsdpBaseline(fitted, configs.samples, seconds, optimizer_s, names)
 
 
 def groups(cluster: Cluster) -> Iterator[int]:
@@ -215,8 +195,8 @@ def collective_seconds(cluster: Cluster, sharding: Sharding) -> Transfers:
     own, sums = max(1, inside // sharding.group), min(sharding.group, inside)
     apart = sharding.group <= inside < num  # sums cross the network, all else stays in a node
     gather, reduce, total = [], [], []
-    for unit in sharding.units:
-        gradients = gradient_bytes(unit)
+    for number, unit in enumerate(sharding.units):
+        gradients = gradient_bytes(sharding, number)
         gather.append(cluster.all_gather_s(unit.moved_bytes, group, own) if unit.moved_bytes else 0)
         reduce.append(cluster.reduce_scatter_s(gradients, group, own) if gradients else 0.0)
         shard = gradients / sharding.group * (sharding.replicas > 1)

@@ -13,7 +13,7 @@ from itertools import product
 from typing import NamedTuple
 
 from megatron_pulse.backbone.activations import ActivationPolicies
-from megatron_pulse.planner.layout.fsdp_layout import Gathering
+from megatron_pulse.planner.layout.fsdp_layout import FsdpLayout, Gathering
 from megatron_pulse.planner.tune.fsdp.layer_dp import ActivationRoom
 from megatron_pulse.planner.tune.fsdp.recompute import RecomputeCosts
 from megatron_pulse.planner.tune.fsdp.step import (
@@ -39,15 +39,17 @@ PREFETCH = (1, 3, 6)
 
 
 class FsdpConfig(NamedTuple):
-    """FSDP configuration without its costs: about ``about`` units, other fields as in
-    ``Sharding``."""
+    """FSDP configuration without its costs."""
 
-    group: int
     micro_batch_size: int
-    about: int
-    gathering: Gathering
-    reduce_once: bool
-    prefetch: int
+    layout: FsdpLayout
+
+    @property
+    def rank(self) -> tuple[object, ...]:
+        """Order among configurations of equal bounds."""
+        own = self.layout
+        how = str(own.gathering), own.reduce_once, own.prefetch
+        return own.group, self.micro_batch_size, len(own.starts), *how
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,8 @@ class FsdpConfigs:
 
     A step has ``samples`` in microbatches of one of ``sizes``. ``moved`` maps a number of
     parameters to bytes in transit (default: their dtype). ``time_scale`` multiplies every second of
-    an emulation. ``ema`` adds an EMA of the trained parameters.
+    an emulation. ``ema`` adds an EMA of the trained parameters. Gradients are reduced in their
+    dtype, or in fp32 with ``reduces_fp32``.
     """
 
     def __init__(
@@ -83,7 +86,9 @@ class FsdpConfigs:
         moved: Callable[[int], int] | None = None,
         time_scale: float = 1.0,
         ema: bool = False,
+        reduces_fp32: bool = False,
     ) -> None:
+        self.widened = 4 / ELEMENT_BYTES[profile.dtype] if reduces_fp32 else 1.0
         self.profile, self.num_devices, self.samples = profile, num_devices, samples
         self.usable, self.sizes, self.time_scale = usable, sizes, time_scale
         self.element_bytes = ELEMENT_BYTES[profile.dtype]
@@ -92,7 +97,7 @@ class FsdpConfigs:
         self.recomputing = cache(partial(RecomputeCosts, profile))
         self.bare = cache(self._bare)
         self._room = cache(self._room_of)
-        self._grouped = cache(lambda about: grouped(profile.stored_parameters, about))
+        self.starts = cache(self._starts)
 
     def configs(self, group: int) -> Iterator[FsdpConfig]:
         """Configurations with groups of ``group`` devices, without duplicates."""
@@ -101,7 +106,8 @@ class FsdpConfigs:
         ):
             if self.count(size) == 1 and (once or gathering is Gathering.STEP):
                 continue  # the same as others
-            yield FsdpConfig(group, size, about, gathering, once, prefetch)
+            layout = FsdpLayout(self.starts(about), group, gathering, once, prefetch)
+            yield FsdpConfig(size, layout)
 
     def count(self, size: int) -> int:
         """Microbatches of a device per step."""
@@ -115,7 +121,7 @@ class FsdpConfigs:
 
     def costed(self, config: FsdpConfig, activations: ActivationPolicies) -> FittedFsdpConfig:
         """The configuration with its costs if these layers are recomputed."""
-        recomputing, layers = self.recomputing(config.micro_batch_size), self._grouped(config.about)
+        recomputing, layers = self.recomputing(config.micro_batch_size), self._layers(config.layout)
         chain = recomputing.chain(activations)
         units = tuple(
             replace(
@@ -125,16 +131,23 @@ class FsdpConfigs:
                 saved_bytes=float(sum(chain.saved_bytes[i] for i in own)),
                 recompute_bytes=recomputing.made_bytes(own, activations),
             )
-            for bare, own in zip(self.bare(config.about), layers, strict=True)
+            for bare, own in zip(self.bare(config.layout.starts), layers, strict=True)
         )
         sharding = self._sharding(config, units, self.count(config.micro_batch_size))
         needs_bytes = state_bytes(sharding) + peak_bytes(sharding)
-        return FittedFsdpConfig(config, activations, tuple(layers), sharding, needs_bytes)
+        return FittedFsdpConfig(config, activations, layers, sharding, needs_bytes)
 
-    def _bare(self, about: int) -> tuple[ShardedUnit, ...]:
+    def _starts(self, about: int) -> tuple[int, ...]:
+        """First layers of about so many units."""
+        return tuple(own.start for own in grouped(self.profile.stored_parameters, about))
+
+    def _layers(self, layout: FsdpLayout) -> tuple[range, ...]:
+        return tuple(layout.units(len(self.profile.layers)))
+
+    def _bare(self, starts: tuple[int, ...]) -> tuple[ShardedUnit, ...]:
         """Units with parameters but without times and activations."""
         found = []
-        for own in self._grouped(about):
+        for own in FsdpLayout(starts, 1).units(len(self.profile.layers)):
             layers = [self.profile.layers[i] for i in own]
             count = sum(layer.stored_parameters(self.element_bytes) for layer in layers)
             trained = sum(layer.trained_parameters for layer in layers)
@@ -152,7 +165,8 @@ class FsdpConfigs:
 
     def bare_sharding(self, config: FsdpConfig) -> Sharding:
         """Sharding with layers that take no time and save no activations."""
-        return self._sharding(config, self.bare(config.about), self.count(config.micro_batch_size))
+        units = self.bare(config.layout.starts)
+        return self._sharding(config, units, self.count(config.micro_batch_size))
 
     def computed_s(self, config: FsdpConfig) -> float:
         """Lower bound on a device's compute time in a step; infinite if nothing fits."""
@@ -166,8 +180,9 @@ class FsdpConfigs:
         return not self.recomputing(config.micro_batch_size).may_fit(self._rooms(config))
 
     def _sharding(self, config: FsdpConfig, units: tuple[ShardedUnit, ...], count: int) -> Sharding:
-        of = config.group, config.gathering, config.reduce_once, config.prefetch
-        return Sharding(units, self.num_devices, count, *of)
+        how = config.layout
+        of = how.group, how.gathering, how.reduce_once, how.prefetch
+        return Sharding(units, self.num_devices, count, *of, self.widened)
 
     def _rooms(self, config: FsdpConfig) -> tuple[ActivationRoom, ...]:
         """Bytes available to each layer for activations, beside parameters and gradients."""
@@ -177,8 +192,8 @@ class FsdpConfigs:
 
     def _room_of(self, config: FsdpConfig, count: int) -> tuple[ActivationRoom, ...]:
         bare, layers = (
-            self._sharding(config, self.bare(config.about), count),
-            self._grouped(config.about),
+            self._sharding(config, self.bare(config.layout.starts), count),
+            self._layers(config.layout),
         )
         left = self.usable - state_bytes(bare) - 1  # byte, for rounding
         return tuple(

@@ -62,7 +62,8 @@ class Sharding:
     """FSDP configuration: ``units`` on ``num_devices`` with ``count`` microbatches each.
 
     ``group`` devices share the parameters. Gradients are reduced after every microbatch, or
-    accumulated locally and reduced after the last one (``reduce_once``).
+    accumulated locally and reduced after the last one (``reduce_once``). A gradient in reduction
+    has ``widened`` times the bytes of its parameter once gathered: 2 for fp32 beside bf16.
     """
 
     units: tuple[ShardedUnit, ...]
@@ -72,6 +73,7 @@ class Sharding:
     gathering: Gathering
     reduce_once: bool
     prefetch: int
+    widened: float = 1.0
 
     @property
     def replicas(self) -> int:
@@ -140,18 +142,18 @@ def gathered(way: Sharding, unit: int) -> int:
 
 def reduced(way: Sharding, unit: int) -> int:
     """Bytes that a device sends to reduce-scatter a unit's gradients."""
-    return gradient_bytes(way.units[unit]) * (way.group - 1) // way.group
+    return gradient_bytes(way, unit) * (way.group - 1) // way.group
 
 
 def summed(way: Sharding, unit: int) -> int:
     """Bytes that a device sends to all-reduce a unit's gradient shards over groups."""
-    shard = gradient_bytes(way.units[unit]) // way.group
+    shard = gradient_bytes(way, unit) // way.group
     return 2 * shard * (way.replicas - 1) // way.replicas
 
 
-def gradient_bytes(unit: ShardedUnit) -> int:
+def gradient_bytes(way: Sharding, unit: int) -> int:
     """Bytes of a unit's gradients in transit."""
-    return round(unit.moved_bytes * unit.trained)
+    return round(way.widened * way.units[unit].moved_bytes * way.units[unit].trained)
 
 
 def step_bytes(way: Sharding) -> int:
@@ -284,18 +286,21 @@ def _held(way: Sharding) -> Iterator[tuple[UnitPass, float]]:
             held += units[next_one.unit].parameter_bytes if next_one.gathers else 0.0
         asked = at + 1 + way.prefetch
         unit = units[op.unit]
+        gradient = unit.parameter_bytes * unit.trained
+        own = gradient * way.widened if way.reduce_once and way.count > 1 else gradient
         if op.forward:
             held += unit.saved_bytes
             yield op, held
         else:
-            held += 0.0 if op.unit in summing else unit.parameter_bytes * unit.trained
+            held += 0.0 if op.unit in summing else own
             summing.add(op.unit)
             yield op, held + unit.recompute_bytes
             held -= unit.saved_bytes
         held -= unit.parameter_bytes if op.frees else 0.0
         if op.reduces:
             summing.discard(op.unit)
-            reducing.append(unit.parameter_bytes * unit.trained)
+            reducing.append(gradient * way.widened)
+            held += reducing[-1] - own
             held -= reducing.pop(0) if len(reducing) > REDUCING else 0.0
             held += 0.0 if op.unit in summed else unit.summed_bytes / way.group
             summed.add(op.unit)

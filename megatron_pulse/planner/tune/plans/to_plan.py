@@ -42,7 +42,7 @@ def plan_of(outcome: Outcome, evaluator: Evaluator, found: Tuning | None = None)
         grad_reduce_in_bf16=evaluator.state.grad_reduce_in_bf16,
         optimizer_cpu_offload=evaluator.state.optimizer_cpu_offload,
         optimizer_bytes=evaluator.state.optimizer_bytes,
-        overlap_grad_reduce=config.data > 1,
+        overlap_grad_reduce=config.data > 1 and config.fsdp is None,
         stages=tuple(
             tuple(names[i] for i in partition.layers_of_stage(s))
             for s in range(partition.placement.num_stages)
@@ -64,6 +64,7 @@ def plan_of(outcome: Outcome, evaluator: Evaluator, found: Tuning | None = None)
         profile=costs,
         self_conditioning=evaluator.self_conditioning,
         dpo=evaluator.dpo,
+        fsdp=config.fsdp,
     )
     return replace(plan, shapes=tuple(_shape_plan(plan, shape) for shape in outcome.shapes))
 

@@ -32,6 +32,7 @@ from megatron_pulse.planner.tune.config import Config, Recompute
 from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome, ShapeOutcome
 from megatron_pulse.planner.tune.plans.bubble_fill import filling_faults
 from megatron_pulse.planner.tune.plans.to_plan import plan_of
+from megatron_pulse.planner.tune.search.fsdp_outcome import fsdp_outcome
 from megatron_pulse.planner.tune.stages import Stages
 
 ROUNDING = 1e-6
@@ -110,6 +111,9 @@ def recomputed(plan: PlanFile, bounds: bool = True) -> PlanFile:
 def _outcome(plan: PlanFile, bounds: bool) -> tuple[Outcome, Evaluator]:
     """Outcome of a plan's decisions, apart from its shapes, and what evaluated it."""
     evaluator, config, stages = _stages_of(plan)
+    if plan.fsdp is not None:
+        of = plan.fsdp, plan.micro_batch_size, plan.activations
+        return fsdp_outcome(evaluator, *of), evaluator
     count = plan.num_microbatches
     if not _close(plan.problem.cap or (), evaluator.problem(config, count, stages).cap or ()):
         config = replace(config, max_in_flight=True)
@@ -150,7 +154,8 @@ def _stages_of(plan: PlanFile) -> tuple[Evaluator, Config, Stages]:
     share = plan.self_conditioning
     evaluator = Evaluator(*of, self_conditioning=share, state=plan.state, dpo=plan.dpo)
     config = _config(plan)
-    evaluator.refuse(config)
+    if plan.fsdp is None:
+        evaluator.refuse(config)
     return evaluator, config, evaluator.stages.build(config, plan.partition, plan.activations)
 
 

@@ -125,10 +125,10 @@ def _sharded(evaluator: Evaluator, others: bool) -> Iterator[str]:
     if evaluator.cluster.num_devices == 1 or evaluator.not_sharded:
         return
     if (found := evaluator.fsdp_baseline()) is None:
-        yield "torch's fully_shard (FSDP2, HSDP) does not fit either"
+        yield "FSDP2 does not fit either"
     else:
         rate = f"{found.throughput:.4g} samples/s predicted"
-        advice = " unchanged" if others else "", "" if others else "; use FSDP2 here"
+        advice = " unchanged" if others else "", "; the flags given exclude it"
         yield f"{found.name} fits{advice[0]}: {rate} ({found.facts}){advice[1]}"
 
 
