@@ -48,7 +48,8 @@ def test_tune_answers_first_and_writes_json_and_plan(
     assert f"P={outcomes[0]['pipeline']} D={outcomes[0]['data']}" in answer[0]
     assert f"{outcomes[0]['samples_per_s']:.4g} samples/s, " in answer[1]
     assert " of 16 usable GB on the fullest device" in answer[1]
-    assert " x FSDP2 (" in answer[2] and "data parallelism" in answer[2]
+    against = "the best pipeline" if outcomes[0]["layout"] == "FSDP2" else "FSDP2"
+    assert f" x {against} (" in answer[2] and "data parallelism" in answer[2]
     assert answer[3].endswith(PREDICTION_ERROR)
     assert "pulse run --nproc-per-node 4 " in answer[4] and "--pulse-plan plan.json" in answer[4]
     assert listed.split()[:3] == ["P", "D", "T"]
@@ -71,16 +72,15 @@ def test_tune_answers_first_and_writes_json_and_plan(
     assert sure["among_all"]["proved"] or sure["among_all"]["bound_s"] < best["step_s"]
     other = record["fsdp_baseline"]
     assert other["num_microbatches"] * other["micro_batch_size"] * 4 == 16
-    assert f"FSDP2 is predicted at {other['samples_per_s']:.4g}" in text
-    said = "faster" if other["samples_per_s"] > best["samples_per_s"] else "slower"
-    assert f" % {said} than this plan" in text and "ideal collectives" in text
+    assert other["samples_per_s"] <= 1.005 * best["samples_per_s"] and "ideal collectives" in text
     assert "why P=" in text and "on the mean device: compute " in text
     plan = load_checked(here / "plan.json")
     assert (plan.pipeline, plan.data, plan.tensor) == (
         best["pipeline"], best["data"], best["tensor"]
     )  # fmt: skip
     assert plan.num_microbatches == best["num_microbatches"] == plan.schedule.num_microbatches
-    assert plan.simulate_step().timeline.makespan == pytest.approx(best["pipeline_s"])
+    makespan = plan.simulate_step().timeline.makespan
+    assert makespan == pytest.approx(best["pipeline_s"], rel=0.2 if plan.fsdp else 1e-6)
     assert plan.predicted["samples_per_s"] == pytest.approx(best["samples_per_s"])
     search = plan.provenance["search"]
     assert search["configs"] == record["num_configs"]
@@ -189,7 +189,7 @@ def test_unused_choices_are_warned_of(here: Path, capsys: pytest.CaptureFixture[
     ("where", "said"),
     [
         (cluster(2, 2, inter_gbs=0.02), r"use 2 devices: \d.* times as fast as all 4 together \("),
-        (cluster(memory_gb=2.0), r"\ncompared .*; data parallelism does not fit\n"),
+        (cluster(memory_gb=2.0), r"^plan .*FSDP2 over 4 ranks.*\n.*\ncompared   1\.\d+ x the best"),
     ],
 )
 def test_answer_names_what_is_faster_and_what_does_not_fit(
@@ -198,7 +198,7 @@ def test_answer_names_what_is_faster_and_what_does_not_fit(
     save_cluster(where, "c.yaml")
     assert main(f"{ASKED} --seconds 1 --solver none --top 1".split()) == 0
     text = capsys.readouterr().out
-    assert re.search(said, text) and text.startswith("use ")
+    assert re.search(said, text), text
 
 
 def test_prediction_error_is_that_of_the_benchmarks() -> None:
@@ -306,7 +306,7 @@ def test_tune_advises_where_nothing_fits(here: Path, capsys: pytest.CaptureFixtu
     error = capsys.readouterr().err
     assert "nothing fits: each device has 0.8 GB; the smallest config found needs about" in error
     assert "recomputation do not fit either; more nodes were not tried" in error.splitlines()[-2]
-    assert "(FSDP2, HSDP) does not fit either" in error.splitlines()[-1]
+    assert "FSDP2 does not fit either" in error.splitlines()[-1]
     assert not (here / "plan.json").exists()
 
 

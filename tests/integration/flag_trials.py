@@ -62,6 +62,7 @@ _SHARED = "--use-distributed-optimizer"
 _HOST = f"{_SHARED} --optimizer-cpu-offload"
 
 TRIALS: tuple[Trial, ...] = (
+    Trial("--use-torch-fsdp2", ranks=2, says="FSDP2 over 2 ranks"),
     Trial("--tensor-model-parallel-size 2", 2),
     Trial("--tensor-model-parallel-size 2 --sequence-parallel", 2),
     Trial("--pipeline-model-parallel-size 2", 2),

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 
+from megatron_pulse.cli.main import main
+from megatron_pulse.planner.cluster.cluster import save_cluster
+from megatron_pulse.planner.tune.plans.verify_figures import load_checked
 from tests.integration.runs import (
     BASE,
     STEPS,
@@ -20,7 +24,9 @@ from tests.integration.runs import (
 from tests.integration.test_dpo import place, whole  # noqa: F401
 from tests.integration.test_sample_pictures import EVERY, relative, samples_of, train_recording
 from tests.integration.test_stragglers import FLAGS, spoil_gradients
+from tests.planner.tune.problems import cluster
 from tests.ranks import RanksFailed, run_ranks
+from tests.reference import unsealed_record
 
 FSDP = "--use-torch-fsdp2"
 ONCE = ["--pulse-fsdp-gather", "step", "--pulse-fsdp-reduce", "step", "--pulse-fsdp-prefetch", "3"]
@@ -106,3 +112,27 @@ def test_gradients_that_are_no_numbers_are_named() -> None:
         run_ranks(2, spoil_gradients, [*FLAGS, FSDP, *ONCE, "--train-iters", "3"], 4)
     text = "those of microbatch 1 in some replica are not finite from layer mid_block.mlp down"
     assert text in str(failed.value), str(failed.value)
+
+
+def test_a_tuned_plan_is_checked_and_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Units of unlike sizes and their collectives are those of the plan."""
+    save_cluster(cluster(1, 2, intra_gbs=500.0, memory_gb=0.004), tmp_path / "c.yaml")
+    plan = str(tmp_path / "plan.json")
+    tune = ["tune", "--backbone", "uvit-tiny", "--option", "in_channels=1", "--dtype", "float32"]
+    tune += ["--cluster", str(tmp_path / "c.yaml"), "--global-batch-size", "8"]
+    tune += ["--pipeline", "1", "--tensor", "1", "--micro-batch-size", "2"]
+    assert main([*tune, "--seconds", "1", "--solver", "none", "-o", plan]) == 0
+    assert main(["check", plan]) == 0 and main(["show", plan]) == 0
+    assert "FSDP2 over 2 ranks: " in capsys.readouterr().out
+    layout = load_checked(plan).fsdp
+    assert layout is not None
+    got = run(2, "--pulse-plan", plan, "--train-iters", "2", backbone="none")
+    assert got.losses
+    record = unsealed_record(plan)
+    record["fsdp"] |= {"starts": [1, *layout.starts[1:]], "group": 3}
+    Path(plan).write_text(json.dumps(record))
+    assert main(["check", plan]) == 1
+    said = capsys.readouterr().out
+    assert "starts: they rise from 0" in said and "3 does not divide the 2 replicas" in said

@@ -26,6 +26,19 @@ def predicted(plan: PlanFile) -> list[tuple[str, str]]:
         first_s = p.get("first_pass_s", p.get("self_conditioning_s", 0.0))  # older plans' name
         mean = f"{in_ms(first_s)} in the mean"
         own = [("before", f"all forwards once more {which}: {mean}")]
+    if plan.fsdp is not None:
+        return [
+            ("step", f"{in_ms(p['step_s'])}, {p['samples_per_s']:.4g} samples/s"),
+            ("of that", f"optimizer {in_ms(p['optimizer_s'], 3)}"),
+            ("sharded", str(plan.fsdp)),
+            (
+                "exposed",
+                f"{100 * p['bubble']:.1f} % of the step waits for ideal collectives",
+            ),
+            ("memory", f"at most {max(p['memory_bytes']) / 1e9:.3g} GB on a device"),
+            *([("weights", plan.profile.quantized)] if plan.profile.quantized else []),
+            ("sent", f"{in_mb(p['data_bytes_per_sample'])} a sample, gathering and reducing"),
+        ]
     return [
         ("step", f"{in_ms(p['step_s'])}, {p['samples_per_s']:.4g} samples/s"),
         (

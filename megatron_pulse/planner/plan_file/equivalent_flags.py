@@ -10,6 +10,7 @@ from typing import Any
 from megatron_pulse.backbone.layer_selection import name_of
 from megatron_pulse.dataclass_flags import flag_name
 from megatron_pulse.encoders.text_recipe import VAE
+from megatron_pulse.planner.layout.fsdp_layout import FsdpLayout
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
 
 NO_AVERAGES = "--pulse-ema-decay 0"
@@ -46,7 +47,7 @@ def _granularity(plan: PlanFile) -> str | None:
 
 
 def equivalent_flags(plan: PlanFile) -> str:
-    """Flags equivalent to the plan, except its cuts and schedule."""
+    """Flags equivalent to the plan, except its cuts (or units) and schedule."""
     return " ".join(_equivalent(plan))
 
 
@@ -54,6 +55,8 @@ def _equivalent(plan: PlanFile) -> Iterator[str]:
     for name, value in decided_flags(plan).items():
         if value is not None and value is not False:
             yield flag_name(name) if value is True else f"{flag_name(name)} {value}"
+    if plan.fsdp is not None:
+        yield from _fsdp_flags(plan.fsdp)
     if _granularity(plan) is None:
         policies = plan.activations.by_name(plan.layer_names).items()
         for wanted, flag in (
@@ -69,6 +72,14 @@ def _equivalent(plan: PlanFile) -> Iterator[str]:
         yield PREFERENCE
     if not plan.ema:
         yield NO_AVERAGES
+
+
+def _fsdp_flags(layout: FsdpLayout) -> Iterator[str]:
+    """Flags of a sharded layout, apart from its units."""
+    yield f"--pulse-fsdp-group {layout.group}"
+    yield f"--pulse-fsdp-gather {layout.gathering.name.lower()}"
+    yield f"--pulse-fsdp-reduce {'step' if layout.reduce_once else 'microbatch'}"
+    yield f"--pulse-fsdp-prefetch {layout.prefetch}"
 
 
 def run_command(plan: PlanFile, path: Path) -> str:

@@ -74,7 +74,7 @@ def tune(
     finish_s = max(0.0, finish_s - max(0.0, found.seconds - search_s))
     if not found.outcomes:
         found.fsdp_baseline = evaluator.fsdp_baseline()
-        add_fsdp(found, evaluator, choices)
+        add_fsdp(found, evaluator, choices, keep)
         if found.outcomes:
             return found
         rest = Budget(max(0.0, search_s - found.seconds) + finish_s, clock)
@@ -98,7 +98,7 @@ def tune(
             "nothing fits: whole schedules of the best configs need more memory than their "
             "simulated part. Raise --seconds to try more configs, or relax the choices"
         )
-    add_fsdp(found, evaluator, choices)
+    add_fsdp(found, evaluator, choices, keep)
     found.stopped = stopped()
     return found
 

@@ -218,6 +218,8 @@ def _record(outcome: Outcome, profile: Profile) -> dict[str, Any]:
 
 def _layout(outcome: Outcome) -> str:
     """Name of the layout that the cuts make; a search for a soft fold may find an exact one."""
+    if outcome.config.fsdp is not None:
+        return "FSDP2"
     return layout_name(outcome.stages.partition, outcome.stages.costs.skips)
 
 

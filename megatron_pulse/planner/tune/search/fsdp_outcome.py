@@ -59,8 +59,11 @@ def fsdp_outcome(
     )
 
 
-def add_fsdp(found: Tuning, evaluator: Evaluator, choices: Choices) -> None:
-    """Make FSDP the best outcome of ``found`` if it is faster than the others and may be chosen."""
+def add_fsdp(found: Tuning, evaluator: Evaluator, choices: Choices, keep: int) -> None:
+    """Make FSDP the best outcome of ``found`` if it is faster than the others and may be chosen.
+
+    ``keep`` outcomes remain, and the best pipeline.
+    """
     baseline = found.fsdp_baseline
     if baseline is None:
         return
@@ -72,6 +75,7 @@ def add_fsdp(found: Tuning, evaluator: Evaluator, choices: Choices) -> None:
         return
     size = config.micro_batch_size
     found.outcomes.insert(0, fsdp_outcome(evaluator, config.layout, size, activations))
+    del found.outcomes[max(keep, 2) :]
 
 
 def _may_choose(
