@@ -35,7 +35,7 @@ BUCKETS = "32x32,24x40,40x24,16x32,48x32"
 """Height and width of the samples."""
 OPTIONS: dict[str, Any] = {
     "sample_size": 32, "block_out_channels": [16, 32], "norm_num_groups": 4, "layers_per_block": 1,
-    "buckets": BUCKETS,
+    "transformer_depth": [0, 0], "mid_transformer_depth": 0, "buckets": BUCKETS,
 }  # fmt: skip
 SIZES, BATCH, STORED, WARM_UP = (1, 2, 4, 8), 16, 72, 2
 """Measured microbatch sizes, samples of a step, of a store, and untimed steps of a bucket."""
@@ -143,7 +143,7 @@ def plans(evaluator: Evaluator, seconds: float) -> dict[str, PlanFile]:
     choices = Choices((FOLD_EXACT,), (2,), (1,), SIZES)
     found = tune(evaluator, choices, seconds)
     best = found.outcomes[0]
-    one = Tuning([best])
+    one = Tuning([evaluator.evaluate(best.config, best.synthesis, stages=best.stages)])
     same = replace(choices, micro_batch_size=(best.config.micro_batch_size,))
     plan_shapes(evaluator, one, same, seconds / 4)
     return {"own": plan_of(best, evaluator), "one": plan_of(one.outcomes[0], evaluator)}

@@ -87,6 +87,7 @@ class Outcome:
         Times and traffic are means weighted by shares, the bubble is that of the mean times. Memory
         is the largest of all shapes and of this outcome, whose microbatches may be of any shape.
         """
+        assert not self.shapes, "the memory of this outcome alone is unknown"
 
         def mean(of: Callable[[Outcome], float]) -> float:
             return sum(shape.share * of(shape.outcome) for shape in shapes)

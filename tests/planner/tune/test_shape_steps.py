@@ -20,8 +20,9 @@ from megatron_pulse.planner.tune.plans.to_plan import plan_of
 from megatron_pulse.planner.tune.plans.verify_figures import load_checked, recomputed
 from megatron_pulse.planner.tune.search.result import Tuning
 from megatron_pulse.planner.tune.search.shape_steps import plan_shapes, sizes_of_shape
+from megatron_pulse.profile.files import save_profile
 from megatron_pulse.profile.profile import Source
-from tests.bucket_plans import BATCH, bucket_evaluator, bucket_plan, whole_step
+from tests.bucket_plans import BATCH, bucket_evaluator, bucket_plan, bucket_profile, whole_step
 from tests.plans import Edit, assert_refused, shown
 
 SHARES = (2.0, 1.0, 1.0)
@@ -33,7 +34,7 @@ def planned() -> tuple[Evaluator, Outcome]:
     """Evaluator, and its outcome of ``CONFIG`` with a step of every shape."""
     evaluator = bucket_evaluator(SHARES, 2)
     found = Tuning([whole_step(evaluator, CONFIG)])
-    assert plan_shapes(evaluator, found, Choices(), 0.0) == []
+    assert plan_shapes(evaluator, found, Choices(), 1.0) == []
     return evaluator, found.outcomes[0]
 
 
@@ -140,3 +141,21 @@ def test_check_replays_buckets_and_compares_them_with_the_backbone(
     save_plan(replace(plan, shapes=plan.shapes[::-1]), tmp_path / "plan.json")
     assert main(["check", str(tmp_path / "plan.json")]) == 2
     assert "shapes are 1x8x8, 1x8x4, 1x4x8; those of unet-tiny are" in capsys.readouterr().err
+
+
+def test_tune_plans_buckets_unless_steps_mix_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_profile(bucket_profile(SHARES), tmp_path / "profile.json")
+    path = tmp_path / "plan.json"
+    argv = ["tune", "--profile", str(tmp_path / "profile.json"), "--cluster", "cpu"]
+    argv += ["--global-batch-size", "8", "--pipeline", "2", "--tensor", "1", "--seconds", "1"]
+    assert main([*argv, "-o", str(path), "--json"]) == 0
+    best = json.loads(capsys.readouterr().out)["outcomes"][0]
+    plan = load_checked(path)
+    found = [(b["name"], b["num_microbatches"] * b["micro_batch_size"]) for b in best["buckets"]]
+    assert found == [(shape.name, BATCH) for shape in plan.shapes]
+    mean = sum(b["share"] * b["step_s"] for b in best["buckets"])
+    assert best["step_s"] == plan.predicted["step_s"] == pytest.approx(mean)
+    assert main([*argv, "-o", str(path), "--mix-buckets"]) == 0
+    assert not load_checked(path).shapes

@@ -14,7 +14,7 @@ from megatron_pulse.cli.plan.plan_facts import (
 )
 from megatron_pulse.format import format_number
 from megatron_pulse.planner.layout.layouts import layout_name
-from megatron_pulse.planner.tune.evaluate import CORE, Evaluator, Outcome
+from megatron_pulse.planner.tune.evaluate import CORE, Evaluator, Outcome, ShapeOutcome
 from megatron_pulse.planner.tune.fsdp.baseline import FsdpBaseline
 from megatron_pulse.planner.tune.plans.encoder_policies import EncodedPlan
 from megatron_pulse.planner.tune.report.explain import certainty, explain
@@ -210,9 +210,23 @@ def _record(outcome: Outcome, profile: Profile) -> dict[str, Any]:
         "pp_before_dp": config.pp_before_dp,
         "cuts": list(outcome.stages.partition.cuts),
         **outcome.figures(),
+        **({"buckets": list(map(_bucket, outcome.shapes))} if outcome.shapes else {}),
         "gap": outcome.synthesis.certificate.gap,
         "extrapolated": outcome.extrapolated,
         "costs_extrapolated": profile.extrapolates(config.micro_batch_size),
+    }
+
+
+def _bucket(shape: ShapeOutcome) -> dict[str, Any]:
+    """Record of the steps of one bucket."""
+    own = shape.outcome
+    return {
+        "name": shape.name,
+        "share": shape.share,
+        "micro_batch_size": own.config.micro_batch_size,
+        "num_microbatches": own.config.num_microbatches(own.global_batch_size),
+        **own.figures(),
+        "gap": own.synthesis.certificate.gap,
     }
 
 

@@ -56,7 +56,9 @@ def plan_shapes(
             faults.append(str(error))
     if made:
         made.sort(key=_rank)
-        made[0] = shapes.improved(made[0], budget, solver)
+        alone = {tried(outcome): outcome for outcome in found.outcomes}
+        better = shapes.improved(made[0], budget, solver)
+        made[0] = alone[tried(made[0])].with_shapes(better)
         made.sort(key=_rank)
     known = {tried(outcome): outcome for outcome in made}
     found.outcomes, found.near, found.bound_s = made, [], 0.0
@@ -112,8 +114,8 @@ class _Shapes:
             raise UnfitError(refusal.reason, f"bucket {name}: {refusal.detail}")
         return best
 
-    def improved(self, outcome: Outcome, budget: Budget, solver: str) -> Outcome:
-        """``outcome`` with searched and solved schedules of its shapes, as far as time allows."""
+    def improved(self, outcome: Outcome, budget: Budget, solver: str) -> tuple[ShapeOutcome, ...]:
+        """Shapes of ``outcome`` with searched and solved schedules, as far as time allows."""
         shapes = list(outcome.shapes)
         for number, shape in enumerate(outcome.shapes):
             own, old = shape.evaluator, shape.outcome
@@ -127,7 +129,7 @@ class _Shapes:
                 solved = own.evaluate(new.config, whole, stages=new.stages)
                 new = solved if own.has_room(solved) and solved.step_s < new.step_s else new
             shapes[number] = replace(shape, outcome=new)
-        return outcome.with_shapes(tuple(shapes))
+        return tuple(shapes)
 
 
 def sizes_of_shape(
