@@ -16,6 +16,10 @@ from typing import Any, Protocol
 
 from megatron_pulse.backbone.chain import Backbone, Layer, TensorSpec
 
+PATCH_CORNER = "patch_corner"
+"""Batch field of patch-wise training: the patch's top and left in the whole sample, int64 ``[2]``.
+Shape 0 of such a chain is the whole sample."""
+
 
 class HasShape(Protocol):
     """Object with a shape, such as a tensor, also on the meta device."""

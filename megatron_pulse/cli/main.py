@@ -71,6 +71,7 @@ _COMMANDS = {
     "flags": "flags_command",
     "import": "models.import_export_commands",
     "export": "models.import_export_commands",
+    "unpack": "models.unpack_command",
 }
 """Module of each command, in the order of the help."""
 

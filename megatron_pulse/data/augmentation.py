@@ -19,28 +19,33 @@ class Augmentation:
     - ``random_crop``: crop pictures anywhere, in place of the centre.
 
     - ``shuffle_tags``: reorder the comma-separated tags of captions after the first ``keep_tags``.
+
+    - ``patchwise``: draw the place of a patch (see ``patchwise.py``).
     """
 
     flip: float = 0.0
     random_crop: bool = False
     shuffle_tags: bool = False
     keep_tags: int = 0
+    patchwise: bool = False
 
     @property
     def changes_samples(self) -> bool:
         """True if anything is drawn."""
-        return bool(self.flip or self.random_crop or self.shuffle_tags)
+        return bool(self.flip or self.random_crop or self.patchwise or self.shuffle_tags)
 
     def draw(self, seed: int, index: int, position: int) -> Variation | None:
         """Variation of a sample at a position of the run; None without augmentation."""
         if not self.changes_samples:
             return None
-        flip, down, across, order = philox(seed, Stream.VARIATION, index, position).random_raw(4)
+        words = philox(seed, Stream.VARIATION, index, position).random_raw(6)
+        flip, down, across, order, *patch = words
         return Variation(
             flip=float(flip) * _UNIT < self.flip,
             crop=(float(down) * _UNIT, float(across) * _UNIT) if self.random_crop else None,
             tag_order=int(order) if self.shuffle_tags else None,
             keep_tags=self.keep_tags,
+            patch=(float(patch[0]) * _UNIT, float(patch[1]) * _UNIT) if self.patchwise else None,
         )
 
 

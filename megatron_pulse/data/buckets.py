@@ -76,7 +76,69 @@ def _mean_cropped(data: DiffusionDataset, indices: Sequence[int]) -> float | Non
     return sum(found) / len(found) if found else None
 
 
-class BucketSampler(MicrobatchSampler):
+class GroupSampler(MicrobatchSampler):
+    """Sampler whose positions ``g * group_size ... (g + 1) * group_size`` are all of one part.
+
+    ``micro_batch_sizes`` are those of the parts, if each has its own; a replica's share of a group
+    is then cut into microbatches of its part's size.
+
+    Raises ValueError if replicas with microbatches of several sizes do not begin and end groups
+    together.
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        consumed_samples: int,
+        micro_batch_size: int,
+        data_parallel_rank: int,
+        data_parallel_size: int,
+        seed: int,
+        shuffle: bool = True,
+        period: int | None = None,
+        repeats: int = 1,
+        *,
+        group_size: int,
+        micro_batch_sizes: Sequence[int] = (),
+    ) -> None:
+        super().__init__(
+            num_samples, consumed_samples, micro_batch_size, data_parallel_rank,
+            data_parallel_size, seed, shuffle, period, repeats,
+        )  # fmt: skip
+        faults = []
+        if micro_batch_sizes and consumed_samples % group_size:
+            faults.append(
+                f"{consumed_samples} consumed samples end within {group_size} of one shape"
+            )
+        faults += [
+            f"{group_size} consecutive samples of one shape are not a multiple of mbs * dp = "
+            f"{size} * {data_parallel_size}"
+            for size in sorted({*micro_batch_sizes})
+            if group_size % (size * data_parallel_size)
+        ]
+        if faults:
+            raise ValueError(format_faults("microbatches of several shapes", faults))
+        self.group_size = group_size
+        self.micro_batch_sizes = tuple(micro_batch_sizes)
+        self.data_parallel_size = data_parallel_size
+
+    def part_of(self, group: int) -> int:
+        """Number of the part of a group."""
+        raise NotImplementedError
+
+    def __iter__(self) -> Iterator[list[Item]]:
+        if not self.micro_batch_sizes:
+            yield from super().__iter__()
+            return
+        start = self.consumed_samples
+        while True:
+            size = self.micro_batch_sizes[self.part_of(start // self.group_size)]
+            first = start + self.data_parallel_rank * size
+            yield [self.item(position) for position in range(first, first + size)]
+            start += size * self.data_parallel_size
+
+
+class BucketSampler(GroupSampler):
     """Sampler of microbatches whose samples are all of one part of ``Buckets``.
 
     ``sizes`` are the sample counts of the parts. Group g of the run has the positions ``g * u ...
@@ -87,11 +149,7 @@ class BucketSampler(MicrobatchSampler):
     function of (seed, position, group size); microbatch size and data-parallel degree only cut
     groups.
 
-    ``micro_batch_sizes`` are those of the parts, if each has its own; a replica's share of a group
-    is then cut into microbatches of its part's size.
-
-    Raises ValueError if a microbatch size does not divide the group size or the consumed samples,
-    and if replicas with microbatches of several sizes do not begin and end groups together.
+    Raises ValueError if the microbatch size does not divide the group size or the consumed samples.
     """
 
     def __init__(
@@ -112,6 +170,7 @@ class BucketSampler(MicrobatchSampler):
         super().__init__(
             sum(sizes), consumed_samples, micro_batch_size, data_parallel_rank,
             data_parallel_size, seed, shuffle, period, repeats,
+            group_size=group_size, micro_batch_sizes=micro_batch_sizes,
         )  # fmt: skip
         whole = {
             "consecutive samples of one shape": group_size,
@@ -122,37 +181,16 @@ class BucketSampler(MicrobatchSampler):
             for what, count in whole.items()
             if count % micro_batch_size
         ]
-        if micro_batch_sizes and consumed_samples % group_size:
-            faults.append(
-                f"{consumed_samples} consumed samples end within {group_size} of one shape"
-            )
-        faults += [
-            f"{group_size} consecutive samples of one shape are not a multiple of mbs * dp = "
-            f"{size} * {data_parallel_size}"
-            for size in sorted({*micro_batch_sizes})
-            if group_size % (size * data_parallel_size)
-        ]
         if faults:
             raise ValueError(format_faults("microbatches of several shapes", faults))
-        self.group_size = group_size
-        self.micro_batch_sizes = tuple(micro_batch_sizes)
-        self.data_parallel_size = data_parallel_size
         self.sizes = tuple(sizes)
         self._firsts = (0, *accumulate(sizes))
         self._epoch: tuple[int, np.ndarray] | None = None
         self._orders: dict[int, tuple[int, np.ndarray]] = {}
 
-    def __iter__(self) -> Iterator[list[Item]]:
-        if not self.micro_batch_sizes:
-            yield from super().__iter__()
-            return
-        start = self.consumed_samples
-        while True:
-            part, _ = self._group(start // self.group_size)
-            size = self.micro_batch_sizes[part]
-            first = start + self.data_parallel_rank * size
-            yield [self.item(position) for position in range(first, first + size)]
-            start += size * self.data_parallel_size
+    def part_of(self, group: int) -> int:
+        """Number of the part of a group."""
+        return self._group(group)[0]
 
     def item(self, position: int) -> Item:
         group, place = divmod(position, self.group_size)

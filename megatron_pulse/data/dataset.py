@@ -94,12 +94,15 @@ class Variation:
 
     - ``tag_order``: seed of the order of the caption's tags, after the first ``keep_tags``; None
       leaves the caption as it is.
+
+    - ``patch``: (down, across), place of a patch in [0, 1) of its free way.
     """
 
     flip: bool = False
     crop: tuple[float, float] | None = None
     tag_order: int | None = None
     keep_tags: int = 0
+    patch: tuple[float, float] | None = None
 
 
 class DiffusionDataset(ABC):

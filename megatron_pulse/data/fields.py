@@ -10,6 +10,7 @@ Some other fields have a default if the data lacks them:
 ``image_meta_size`` Hunyuan-DiT's (height, width, height, width, crop top, crop left)
 ``resolution``      PixArt's (height, width)
 ``aspect_ratio``    PixArt's (height / width,)
+``patch_corner``    (0, 0): a whole sample, in patch-wise training
 ==================  =========================================================================
 
 In ``time_ids`` and ``image_meta_size``, the first height and width are those of the image file. The
@@ -30,6 +31,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from megatron_pulse.backbone.shape_buckets import PATCH_CORNER
 from megatron_pulse.data.captions import Encoded, Tokenizes
 from megatron_pulse.data.dataset import (
     LATENT,
@@ -48,7 +50,7 @@ FRAMING = "framing"
 FRAMING_SPEC = FieldSpec((6,), "int64")
 SIZES = frozenset({"time_ids", "image_meta_size", "resolution", "aspect_ratio"})
 """Fields that describe a picture's size."""
-KEPT = frozenset({"guidance", CONDITIONING, FRAMING, *SIZES})
+KEPT = frozenset({"guidance", CONDITIONING, FRAMING, PATCH_CORNER, *SIZES})
 """Fields that a dropped sample keeps."""
 
 
@@ -141,6 +143,7 @@ def default_value(name: str, spec: FieldSpec, framing: Framing) -> Tensor | None
         "image_meta_size": [*framing.original, *framing.target, *framing.crop],
         "resolution": [height, width],
         "aspect_ratio": [height / width],
+        PATCH_CORNER: [0, 0],
     }
     if name.endswith("_mask"):
         return torch.ones(spec.shape, dtype=spec.torch_dtype)

@@ -31,6 +31,7 @@ class Stream(IntEnum):
     SELF_CONDITIONING = 7
     NOISE_OFFSET = 8
     VARIATION = 9
+    PATCH_SIZE = 10
 
 
 class Draw(NamedTuple):

@@ -293,12 +293,16 @@ def _load_state_dict(path: Path) -> dict[str, Tensor]:
         mapped = is_plain_archive(path)  # false for files written before torch 1.6
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
-        fault = "it is not a state dict of torch.save, or holds more than tensors"
-        raise ValueError(f"{fault}{_and(original_faults(path, names_in(path)))}") from error
+        raise ValueError(
+            "it is not a state dict of torch.save, or holds more than tensors, which is never "
+            "unpickled: take its .safetensors"
+        ) from error
     except EOFError as error:
         raise ValueError("it is empty or truncated") from error
     except Exception as error:  # torch raises many kinds for a damaged file
         raise ValueError(str(error).splitlines()[0]) from error
+    if isinstance(state, dict) and isinstance(state.get("state_dict"), dict):
+        state = state["state_dict"]  # of Lightning, which SD was trained with
     if not isinstance(state, dict) or not all(isinstance(t, Tensor) for t in state.values()):
         fault = "it holds no state dict (tensors by name)"
         raise ValueError(f"{fault}{_and(original_faults(path, names_in(path)))}")

@@ -1,8 +1,8 @@
-"""Original single-file layouts of UNets, SD3 and Flux, read and written.
+"""Original single-file layouts of UNets, SD3, Flux and Wan, read and written.
 
-CompVis, Stability, Black Forest Labs and ComfyUI name tensors otherwise than diffusers, and fuse
-some. diffusers converts in one direction. Its conversion runs here on markers in place of tensors,
-which record what becomes of their rows; the record serves both directions::
+Their makers and ComfyUI name tensors otherwise than diffusers, and fuse some. diffusers converts in
+one direction. Its conversion runs here on markers in place of tensors, which record what becomes of
+their rows; the record serves both directions::
 
     markers by original names --> diffusers' conversion --> to_q = rows 1/3 of qkv, ...
                                                             read: slice    write: concatenate
@@ -29,7 +29,8 @@ PREFIX = "model.diffusion_model."
 """Beginning of the backbone's names in a file of a whole model."""
 _PREFIXES = (PREFIX, "diffusion_model.", "")
 UNET, SD3, FLUX = "UNet2DConditionModel", "SD3Transformer2DModel", "FluxTransformer2DModel"
-SUPPORTED = (UNET, SD3, FLUX)
+WAN = "WanTransformer3DModel"
+SUPPORTED = (UNET, SD3, FLUX, WAN)
 """Classes with an original layout."""
 
 
@@ -118,8 +119,8 @@ class OriginalLayout:
 
     @property
     def prefix(self) -> str:
-        """Prefix of the names that are written: as Stability's and Flux's own files have it."""
-        return "" if self._class == FLUX else PREFIX
+        """Prefix of the names that are written: as the makers' own files have it."""
+        return "" if self._class in (FLUX, WAN) else PREFIX
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes by original names, without prefix."""
@@ -318,8 +319,46 @@ def _ldm_name(name: str, num_layers: int, names: list[str]) -> str:
     return f"{side}.{step + layer + first}.{int(kind == 'attentions')}.{rest}"
 
 
+_WAN = (
+    ("condition_embedder.time_embedder.linear_1", "time_embedding.0"),
+    ("condition_embedder.time_embedder.linear_2", "time_embedding.2"),
+    ("condition_embedder.text_embedder.linear_1", "text_embedding.0"),
+    ("condition_embedder.text_embedder.linear_2", "text_embedding.2"),
+    ("condition_embedder.time_proj", "time_projection.1"),
+    ("condition_embedder.image_embedder.norm1", "img_emb.proj.0"),
+    ("condition_embedder.image_embedder.ff.net.0.proj", "img_emb.proj.1"),
+    ("condition_embedder.image_embedder.ff.net.2", "img_emb.proj.3"),
+    ("condition_embedder.image_embedder.norm2", "img_emb.proj.4"),
+    (r"^scale_shift_table", "head.modulation"),
+    (r"^proj_out", "head.head"),
+    (r"\.scale_shift_table", ".modulation"),
+    (r"\.attn1\.", ".self_attn."),
+    (r"\.attn2\.", ".cross_attn."),
+    (r"\.to_out\.0\.", ".o."),
+    (r"\.to_([qkv])\.", r".\1."),
+    (r"\.add_([kv])_proj\.", r".\1_img."),
+    (r"\.norm_added_k\.", ".norm_k_img."),
+    (r"\.ffn\.net\.0\.proj\.", ".ffn.0."),
+    (r"\.ffn\.net\.2\.", ".ffn.2."),
+    (r"\.norm2\.", ".norm3."),
+)
+"""Patterns of diffusers' names of a Wan transformer, and the original parts of the names."""
+
+
+def _convert_wan(names: Iterable[str], config: Mapping[str, Any]) -> dict[str, Marker]:
+    from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
+
+    proposed = []
+    for name in names:
+        for pattern, original in _WAN:
+            name = re.sub(pattern, original, name)
+        proposed.append(name)
+    return dict(convert_wan_transformer_to_diffusers({n: Marker([RowShare(n)]) for n in proposed}))
+
+
 _CONVERSIONS: Mapping[str, Callable[[Iterable[str], Mapping[str, Any]], dict[str, Marker]]] = {
     UNET: _convert_unet,
     SD3: _convert_sd3,
     FLUX: _convert_flux,
+    WAN: _convert_wan,
 }

@@ -1,9 +1,9 @@
 """Recognition of original single-file checkpoints by their tensor names.
 
-CompVis, Stability, Black Forest Labs and ComfyUI store a model in one file under other names than
-diffusers. The file holds the whole model or its backbone alone. ``pulse import`` reads the
-backbones of ``READ`` (see ``single_file``). Elsewhere, and for other models, diffusers converts
-such files (``from_single_file``).
+The makers of models and ComfyUI store a model in one file under other names than diffusers. The
+file holds the whole model or its backbone alone. ``pulse import`` reads the backbones of ``READ``
+(see ``single_file``), ``pulse unpack`` other components too. Elsewhere, and for other models,
+diffusers converts such files (``from_single_file``).
 """
 
 from __future__ import annotations
@@ -31,10 +31,12 @@ match wins."""
 
 
 _UNET, _SD3, _FLUX = "UNet2DConditionModel", "SD3Transformer2DModel", "FluxTransformer2DModel"
+_WAN = "WanTransformer3DModel"
 READ: Mapping[str, str] = {
     **dict.fromkeys(("StableDiffusionPipeline", "StableDiffusionXLPipeline", _UNET), _UNET),
     **dict.fromkeys(("StableDiffusion3Pipeline", _SD3), _SD3),
     _FLUX: _FLUX,
+    _WAN: _WAN,
 }
 """Class of the backbone that ``pulse import`` reads of a file, by the class found for the file."""
 
@@ -53,7 +55,7 @@ def original_faults(path: Path, names: Iterable[str]) -> list[str]:
     if (original := find_original(names)) is None:
         return []
     found, kind = original
-    read = "; 'pulse import --from FILE' reads its backbone (--backbone or --config)"
+    read = "; 'pulse unpack' writes it as a folder, 'pulse import --from FILE' reads its backbone"
     return [
         f"{path.name} is an original single-file checkpoint ({found}), not a diffusers folder. "
         f"Convert it once with diffusers.{kind}.from_single_file('{path}')"

@@ -111,12 +111,13 @@ def write_pipeline(
         write_component(beside / base.backbone, published, tensors)
         write_scheduler(beside, scheduler)
         for name in base.others:
-            _take_over(base.folder / name, beside / name)
+            take_over(base.folder / name, beside / name)
         write_json(beside / PIPELINE_INDEX, index)
         (beside / CARD).write_text(card, encoding="utf-8")
 
 
-def _take_over(source: Path, target: Path) -> None:
+def take_over(source: Path, target: Path) -> None:
+    """Copy the files of a component; large ones become hard links."""
     for path in sorted(source.rglob("*")):
         place = target / path.relative_to(source)
         if path.is_file():  # links of huggingface_hub's cache lead to files

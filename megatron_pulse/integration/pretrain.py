@@ -22,6 +22,7 @@ from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.data.data_record import to_saved
 from megatron_pulse.data.dataset import DataError
 from megatron_pulse.dataclass_flags import RECIPE, STARTING_RECIPE
+from megatron_pulse.encoders.text_recipe import text_fields
 from megatron_pulse.integration.checkpoint.folders import CheckpointError, newest_named
 from megatron_pulse.integration.checkpoint.lock import FolderInUse, FolderLock
 from megatron_pulse.integration.checkpoint.resume_checks import NewRun, describe
@@ -140,7 +141,7 @@ def main() -> None:
         with short_log(args):
             train(args, options, plan, data, board, start, begin, only_pictures=bool(said))
         if args.rank == 0 and newest_named(args.save) is not None:
-            print(_next_commands(Path(args.save), plan.backbone), flush=True)
+            print(_next_commands(Path(args.save), plan.backbone, args.pulse_encoders), flush=True)
     except BaseException as error:
         if not isinstance(error, SystemExit) or error.code:
             if lock is not None and STOP.is_leaving:  # saved and agreed; another rank left first
@@ -152,12 +153,15 @@ def main() -> None:
     finish(job)  # trained, helped, or stopped as all ranks agreed
 
 
-def _next_commands(saved: Path, backbone: Backbone) -> str:
+def _next_commands(saved: Path, backbone: Backbone, encoders: str | None) -> str:
     """Lines on a run's weights and recipe, and the commands that use them."""
     recipe = saved.parent / RECIPE
     lines = [f"weights: {saved}"]
     lines += [f"recipe:  {recipe}"] if recipe.is_file() else []
-    lines.append(f"sample:  pulse sample --load {saved} -o samples.png")
+    command = f"pulse sample --load {saved}"
+    if text_fields(backbone.batch_fields):
+        command += f' --prompt "a red bird" --encoders {encoders or "FOLDER"}'
+    lines.append(f"sample:  {command} -o samples.png")
     if not backbone.parts and (form := published_form(backbone)) is not None:
         suffix = "" if form.library == "diffusers" else ".safetensors"
         lines.append(f"export:  pulse export --load {saved} --to exported{suffix}")

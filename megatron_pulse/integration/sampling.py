@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_pulse.backbone.chain import COMPUTE, Backbone
+from megatron_pulse.backbone.shape_buckets import PATCH_CORNER
 from megatron_pulse.data.captions import WordEncoder
 from megatron_pulse.data.data_record import recorded_data, recorded_provenance
 from megatron_pulse.data.dataset import LATENT, Framing
@@ -249,6 +250,8 @@ def _request(model: TrainedModel, count: int, given: Fields, null: Fields) -> Re
         whole = Framing.whole((height, width))
         defaults = constants(wanted.fields, text, whole)
         given = {name: v.expand(count, *v.shape) for name, v in defaults.items()} | dict(given)
+    if PATCH_CORNER in wanted.fields:
+        given = {PATCH_CORNER: torch.zeros(count, 2, dtype=torch.int64), **given}
     read = set(model.backbone.batch_fields) - {"timesteps"}
     if lacking := read - set(given):
         with_ = ["--prompt"] if lacking - {CONDITIONING} else []

@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.layer_selection import class_option
-from megatron_pulse.backbone.shape_buckets import at_shape
+from megatron_pulse.backbone.shape_buckets import PATCH_CORNER, at_shape
 from megatron_pulse.data.buckets import BucketSampler, buckets_of
 from megatron_pulse.data.build import no_data_named, open_buckets, unvaried
 from megatron_pulse.data.captions import cut_short
@@ -25,6 +26,7 @@ from megatron_pulse.data.dataset import DataError, DiffusionDataset, FieldSpec
 from megatron_pulse.data.fields import WantedFields
 from megatron_pulse.data.images.survey import require_readable, require_white, surveys
 from megatron_pulse.data.microbatches import DiffusionLoader, Split
+from megatron_pulse.data.patchwise import PatchwiseSampler, patches_of
 from megatron_pulse.data.sampler import MicrobatchSampler, PairSampler
 from megatron_pulse.dataclass_flags import flag_name
 from megatron_pulse.diffusion.learned_sigma import variational_bound
@@ -113,6 +115,10 @@ class DiffusionData:
         self, options: PulseOptions, backbone: Backbone, process: DiffusionProcess, seed: int
     ) -> None:
         chains = [at_shape(backbone, shape_index) for shape_index in range(backbone.num_shapes)]
+        patchwise = PATCH_CORNER in backbone.batch_fields
+        sizes = [chain.sample_spec.shape[-2:] for chain in chains]
+        if patchwise:  # one shape of data; patches have the noise of their wholes
+            chains = chains[:1]
         num_tokens = [chain.image_tokens for chain in chains]
         self.process = process.for_tokens(num_tokens[0])
         self.description = " or ".join(dict.fromkeys(map(process.describe, num_tokens)))
@@ -168,19 +174,43 @@ class DiffusionData:
         if faults := list(unvaried(self.train, self._augmentation)):
             remedy = "Leave these flags out, or give other data."
             raise DataError(f"--pulse-data {options.data}", faults, remedy)
-        counts = dict(zip(shapes, map(len, self.train.parts), strict=True))
-        every = [counts.get(shape, 0) for shape in range(backbone.num_shapes)]
-        self.shares = tuple(max(count, _RARE) / len(self.train) for count in every)
-        """Fraction of the training samples of each of the backbone's shapes."""
-        if len(self.shares) < 2:
-            self.shares = ()
+        self._patches: Mapping[Split, DiffusionDataset] = {}
+        """In patch-wise training, training samples with their patches, and whole ones."""
+        self.shares: tuple[float, ...] = ()
+        """Fraction of the training microbatches of each of the backbone's shapes."""
         self._processes = [process.for_tokens(num_tokens[shape_index]) for shape_index in shapes]
         self._shapes = shapes
+        if patchwise:
+            self._begin_patches(backbone, sizes)
+        elif backbone.num_shapes > 1:
+            counts = dict(zip(shapes, map(len, self.train.parts), strict=True))
+            every = [counts.get(shape, 0) for shape in range(backbone.num_shapes)]
+            self.shares = tuple(max(count, _RARE) / len(self.train) for count in every)
         self.held_out, _ = max(
             zip(self.validation.parts, shapes, strict=True),
             key=lambda each: (len(each[0]) > 0, each[1] == 0),
         )
         """Validation samples of the first shape, if any, else of the first part."""
+
+    def _begin_patches(self, backbone: Backbone, sizes: Sequence[tuple[int, ...]]) -> None:
+        """Train on patches of ``sizes`` too. Raises DataError where that cannot be."""
+        faults = []
+        if self.train.latent_shape is not None:
+            faults.append("the autoencoder runs in the loop, which encodes whole pictures")
+        if self._loss.is_preference:
+            faults.append("--pulse-loss dpo compares whole pictures")
+        if faults:
+            remedy = "Write latents ('pulse data write-latents'), or leave patchwise out."
+            raise DataError("--pulse-option patchwise", faults, remedy)
+        whole_and_patches = [(height, width) for height, width in sizes]
+        step = backbone.patch_size
+        self._patches = {
+            Split.TRAIN: patches_of(self.train, whole_and_patches, step),
+            Split.VALIDATION: patches_of(self.validation, whole_and_patches[:1], step),
+        }
+        self.shares = backbone.shares
+        self._processes *= len(sizes)
+        self._augmentation = replace(self._augmentation, patchwise=True)
 
     @property
     def cautions(self) -> list[str]:
@@ -245,6 +275,15 @@ class DiffusionData:
             told.append(
                 f"buckets: {in_a_row} in a row have one shape. Samples left at the end of an epoch "
                 "come first in the next one"
+            )
+        if self._patches:
+            shapes = [part.image_shape for part in self._patches[Split.TRAIN].parts]
+            told.append(
+                "patch-wise training: "
+                + ", ".join(
+                    f"{share:.0%} of steps see {'x'.join(map(str, shape))}"
+                    for share, shape in zip(self.shares, shapes, strict=True)
+                )
             )
         return told + [f"warning: {caution}" for each in found for caution in each.cautions]
 
@@ -359,7 +398,7 @@ class DiffusionData:
 
         def loader(split: Split) -> Iterator[dict[str, Tensor]]:
             training = split is Split.TRAIN
-            dataset = self.train if training else self.validation
+            dataset = self._read_in(split)
             if training and self.several_shapes and args.rank == 0:
                 self._tell_small(self._bucket_batch or args.global_batch_size)
             batch = args.global_batch_size if training else args.eval_global_batch_size
@@ -434,6 +473,15 @@ class DiffusionData:
 
         ``sizes_of_shapes`` are microbatch sizes of the backbone's shapes, if these have their own.
         """
+        if split is Split.TRAIN and self._patches:
+            return PatchwiseSampler(
+                len(self.train),
+                shares=self.shares,
+                group_size=global_batch_size,
+                seed=self._seed,
+                micro_batch_sizes=sizes_of_shapes,
+                **places,
+            )
         parts = (self.train if split is Split.TRAIN else self.validation).parts
         sizes = [len(part) for part in parts]
         in_a_row = self._bucket_batch or global_batch_size
@@ -459,7 +507,7 @@ class DiffusionData:
         self, split: Split, sampler: MicrobatchSampler | PairSampler, **how: Any
     ) -> DiffusionLoader:
         return DiffusionLoader(
-            self.train if split is Split.TRAIN else self.validation,
+            self._read_in(split),
             sampler,
             self._processes[0],
             self._seed,
@@ -472,6 +520,11 @@ class DiffusionData:
             augmentation=self._augmentation,
             **how,
         )
+
+    def _read_in(self, split: Split) -> DiffusionDataset:
+        """Dataset whose samples microbatches of ``split`` number."""
+        whole = self.train if split is Split.TRAIN else self.validation
+        return self._patches.get(split, whole)
 
     def _timed(self, batches: Iterator[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
         """Add the time that each of ``batches`` takes to ``waited_s``."""

@@ -6,6 +6,7 @@ diffusion-pipe as of November 2026.
 
 from __future__ import annotations
 
+import functools
 import math
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -52,9 +53,10 @@ _STEP = 32
 """Multiple of the sides of diffusion-pipe's buckets, in pixels."""
 _PLANNED = "the plan decides it, by memory and measured times"
 _FOLDER = "weights are read from a diffusers folder: model.weights, encoders.folder"
+_FILE = f"{_FOLDER}. 'pulse unpack FILE --config DIR --to FOLDER' makes one of a single file"
+_FP8 = ("float8", "float8_e4m3fn")
 _QUANTIZED = "weights are not quantised to it; below an adapter, quantization.type is there"
 _WITHOUT = {
-    "eval_datasets": "a tenth of the data is held back here; a set of one's own is not supported",
     "eval_every_n_epochs": _IN_STEPS.format("validation.every"),
     "eval_every_n_examples": _IN_STEPS.format("validation.every"),
     "eval_before_first_step": "the first evaluation is at step validation.every",
@@ -149,8 +151,8 @@ def converted(path: Path) -> str:
     config, made = _read(path), _Conversion()
     made.set("output", "runs/from-diffusion-pipe")
     made.set("parallel.auto", True)
-    special: Mapping[str, Callable[[_Conversion, Mapping[str, Any]], None]] = {
-        "model": _model,
+    special: Mapping[str, Callable[[_Conversion, dict[str, Any]], None]] = {
+        "model": functools.partial(_model, is_adapted=_is_lora(config.get("adapter"))),
         "optimizer": _optimizer,
         "monitoring": _monitoring,
         "adapter": _adapter,
@@ -161,6 +163,8 @@ def converted(path: Path) -> str:
             special[key](made, value)
         elif key == "dataset":
             _dataset(made, path, str(value))
+        elif key == "eval_datasets" and value:
+            _validation(made, path, value)
         elif key == "pipeline_stages" and value > 1:
             made.set("parallel.pipeline", value)
         elif key in ("pipeline_stages", "activation_checkpointing"):
@@ -215,7 +219,11 @@ def _batch(made: _Conversion, config: Mapping[str, Any]) -> None:
         )
 
 
-def _model(made: _Conversion, model: Mapping[str, Any]) -> None:
+def _is_lora(adapter: object) -> bool:
+    return isinstance(adapter, dict) and adapter.get("type") == "lora"
+
+
+def _model(made: _Conversion, model: Mapping[str, Any], is_adapted: bool) -> None:
     kind = model.get("type", "")
     for key, value in model.items():
         if key == "dtype":
@@ -230,10 +238,17 @@ def _model(made: _Conversion, model: Mapping[str, Any]) -> None:
             made.set("loss.snr_gamma", value)
         elif key == "debiased_estimation_loss":
             made.set("loss.weighting", "debiased" if value else "none")
+        elif key in ("transformer_dtype", "diffusion_model_dtype") and is_adapted and value in _FP8:
+            made.set("quantization.type", "fp8")
         elif key in _FILES or key.endswith("_path"):
-            made.leave_out(f"model.{key}", value, _FOLDER)
+            made.leave_out(f"model.{key}", value, _FOLDER if Path(str(value)).is_dir() else _FILE)
         elif key != "type":
             _plain(made, f"model.{key}", value)
+    if model.get("debiased_estimation_loss") and model.get("min_snr_gamma") is not None:
+        del made.tables["loss"]["snr_gamma"]
+        made.set("loss.weighting", "debiased")
+        reason = "one weighting, debiased_estimation_loss; there both are multiplied"
+        made.leave_out("model.min_snr_gamma", model["min_snr_gamma"], reason)
     if "diffusers_path" not in model:
         made.set("model.weights", f"diffusers folder of {kind}")
         made.left_out.append(f"model.weights: name the diffusers folder of {kind} yourself")
@@ -282,10 +297,31 @@ def _monitoring(made: _Conversion, monitoring: Mapping[str, Any]) -> None:
             _plain(made, f"monitoring.{key}", value)
 
 
+def _dataset_file(config: Path, name: str) -> Path | None:
+    """The dataset file, as named or beside the configuration; None if there is none."""
+    places = [Path(name), config.parent / name, config.parent / Path(name).name]
+    return next((each for each in places if each.is_file()), None)
+
+
+def _validation(made: _Conversion, config: Path, given: Sequence[object]) -> None:
+    """Directories of all dataset files for validation."""
+    names = [str(one["config"] if isinstance(one, dict) else one) for one in given]
+    files = {name: _dataset_file(config, name) for name in names}
+    for name in (name for name, place in files.items() if place is None):
+        made.left_out.append(f"eval_datasets {name!r}: there is no such file")
+    folders = [
+        f"captions:{each['path']}"
+        for place in files.values()
+        if place is not None
+        for each in _read(place).get("directory", [])
+    ]
+    if folders:
+        made.set("validation.source", ",".join(dict.fromkeys(folders)))
+
+
 def _dataset(made: _Conversion, config: Path, name: str) -> None:
     """Directories of the dataset file, or its name where there is no such file."""
-    places = [Path(name), config.parent / name, config.parent / Path(name).name]
-    place = next((each for each in places if each.is_file()), None)
+    place = _dataset_file(config, name)
     if place is None:
         made.set("data.source", "captions:FOLDER")
         made.left_out.append(f"dataset = {name!r}: there is no such file; name the folder yourself")
@@ -347,6 +383,7 @@ def _shapes(made: _Conversion, dataset: Mapping[str, Any]) -> Iterator[str]:
     if dataset.get("enable_ar_bucket") and side:
         made.set("data.buckets", "auto")
         yield "enable_ar_bucket"
+        yield from (k for k, ratio in (("min_ar", 0.5), ("max_ar", 2)) if dataset.get(k) == ratio)
         if isinstance(count := dataset.get("num_ar_buckets"), int):
             made.set("data.max_buckets", count)
             yield "num_ar_buckets"

@@ -26,7 +26,7 @@ from megatron_pulse.tracing.input_roles import Make, read_inputs, read_others
 from megatron_pulse.tracing.quantized_graph import Quantization, weights_of_blocks
 from megatron_pulse.tracing.self_check import compare_with_module
 from megatron_pulse.tracing.torch_export import DerivationError
-from megatron_pulse.tracing.units import UnitChain
+from megatron_pulse.tracing.units import UnitChain, work_of
 
 _NO_FIELDS: Mapping[str, str] = MappingProxyType({})
 
@@ -186,7 +186,7 @@ def _rebuilt(backbone: Backbone, source: ChainSource) -> Backbone:
     return replace(
         backbone,
         layers=tuple(
-            replace(layer, build=functools.partial(_build, source, i))
+            replace(layer, build=functools.partial(_build, source, _UnitNumber(source, i)))
             for i, layer in enumerate(backbone.layers)
         ),
     )
@@ -256,7 +256,7 @@ def _layer(
     specs, unit = source.specs, chain.units[index]
     return Layer(
         unit.name,
-        functools.partial(_build, source, index),
+        functools.partial(_build, source, _UnitNumber(source, index)),
         tuple(specs[n] for n in before),
         tuple(specs[n] for n in after),
         pushes={n: after.index(n) for n in unit.pushes},
@@ -269,6 +269,28 @@ def _layer(
         qualified=True,
         trained=any(n in chain.trained for n in unit.weights),
     )
+
+
+class _UnitNumber(int):
+    """Index of a unit of ``source``; its text is equal for units that do the same work.
+
+    Costs of layers whose build functions have equal texts are counted once (see ``layer_kind``).
+    """
+
+    source: ChainSource
+
+    def __new__(cls, source: ChainSource, index: int) -> _UnitNumber:
+        made = super().__new__(cls, index)
+        made.source = source
+        return made
+
+    def __repr__(self) -> str:
+        if len(self.source.samples) > 1:  # graphs of other shapes are not looked at
+            return f"unit {int(self)}"
+        chain, quantization = self.source.chains.first, self.source.quantization
+        unit = chain.units[self]
+        held = frozenset[str]() if quantization is None else quantization.of_unit(unit)
+        return work_of(unit, chain, held)
 
 
 def _build(source: ChainSource, index: int, context: LayerContext | None) -> DerivedLayer:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -40,6 +42,51 @@ class Unit:
     def signature(self) -> dict[str, Any]:
         """All fields except the graph, which depends on batch size and shapes."""
         return {name: value for name, value in vars(self).items() if name != "graph"}
+
+
+def work_of(unit: Unit, chain: UnitChain, marked: Collection[str] = ()) -> str:
+    """Digest that is equal for units with the same operations on tensors of the same kinds.
+
+    Names of values and of weights do not count, but whether weights are ``marked``.
+    """
+    numbers = {node: f"%{i}" for i, node in enumerate(unit.graph.nodes)}
+    lines: list[object] = [
+        (
+            node.op,
+            "" if node.op in ("placeholder", "output") else str(node.target),
+            str(fx.node.map_arg((node.args, node.kwargs), lambda one: numbers[one])),
+        )
+        for node in unit.graph.nodes
+    ]
+    lines += [_kind_of(chain.values[name]) for name in (*unit.takes, *unit.gives)]
+    for name in unit.state:
+        held = chain.state.get(name)
+        kind = _constant_kinds(chain)[name] if held is None else _kind_of(held)
+        lines.append((kind, name in unit.weights, name in marked))
+    return hashlib.sha256(repr(lines).encode()).hexdigest()
+
+
+@functools.lru_cache(maxsize=2)
+def _constant_kinds(chain: UnitChain) -> Mapping[str, str]:
+    """Digest of the operations and tensors that each constant of a chain is made of."""
+    given = iter(chain.constant_state)
+    kinds: dict[fx.Node, str] = {}
+    for node in chain.constants.nodes:
+        if node.op == "placeholder":
+            said: object = _kind_of(chain.state[next(given)])
+        else:
+            said = (
+                node.op,
+                str(node.target),
+                str(fx.node.map_arg((node.args, node.kwargs), lambda one: kinds[one])),
+            )
+        kinds[node] = hashlib.sha256(repr(said).encode()).hexdigest()
+    (outputs,) = chain.constants.output_node().args
+    return {n: kinds[one] for n, one in zip(chain.constant_names, outputs, strict=True)}
+
+
+def _kind_of(tensor: Any) -> tuple[object, ...]:
+    return tuple(tensor.shape), tensor.dtype, tensor.requires_grad
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from megatron_pulse.backbone.build_context import LayerContext
+from megatron_pulse.backbone.shape_buckets import PATCH_CORNER
 from model_specs.common.layers import LayerModule, Named, Table, Tensors
 
 
@@ -45,12 +46,27 @@ def of_grid(of_rows: torch.Tensor, of_columns: torch.Tensor) -> torch.Tensor:
     return torch.cat(pairs, dim=2).flatten(0, 1)
 
 
+def at_corners(whole: torch.Tensor, corners: torch.Tensor, grid: Sequence[int]) -> torch.Tensor:
+    """Features [rows * columns, b, d] of parts of a ``whole`` grid [R, C, d].
+
+    ``corners [b, 2]`` are the first row and column of each part, ``grid`` is (rows, columns).
+    """
+    rows, columns = (
+        # Measurements have integers of 1, which may be beyond the last corner.
+        (corner[:, None] + torch.arange(count, device=corner.device)).clamp(max=most - 1)
+        for corner, count, most in zip(corners.unbind(1), grid, whole.shape, strict=False)
+    )
+    return whole[rows[:, :, None], columns[:, None]].flatten(1, 2).transpose(0, 1)
+
+
 class PatchEmbed(LayerModule):
     """First layer of a chain: one linear map of each p x p patch, plus fixed positions.
 
     The map is the convolution ``proj``, initialised as in ViT: Xavier over the flattened patch,
     bias 0. ``positions`` gives those [count, dim / 2] of a number of rows, or of columns; they are
-    added in fp32. Under sequence parallelism every rank computes all tokens and keeps its part.
+    added in fp32. In patch-wise training, samples are parts of a ``whole`` grid of tokens, and have
+    its positions there. Under sequence parallelism every rank computes all tokens and keeps its
+    part.
     """
 
     def __init__(
@@ -60,28 +76,40 @@ class PatchEmbed(LayerModule):
         dim: int,
         patch_size: int,
         positions: Callable[[int], Table] | None = None,
+        whole: tuple[int, int] = (0, 0),
     ) -> None:
         super().__init__(context.config, context.pg_collection)
-        self.positions = positions
+        self.positions, self.whole, self.patch_size = positions, whole, patch_size
         self.proj = torch.nn.Conv2d(in_channels, dim, patch_size, stride=patch_size)
         if context.config.perform_initialization:
             torch.nn.init.xavier_uniform_(self.proj.weight.data.flatten(1))
             torch.nn.init.zeros_(self.proj.bias)
         self.to(dtype=context.config.params_dtype)
 
-    def tokens(self, image: torch.Tensor) -> torch.Tensor:
-        """Image [b, c, h, w] to all tokens [h/p * w/p, b, dim], row by row."""
+    def tokens(self, image: torch.Tensor, corners: torch.Tensor | None) -> torch.Tensor:
+        """Image [b, c, h, w] to all tokens [h/p * w/p, b, dim], row by row.
+
+        ``corners [b, 2]`` are the places of the images in their wholes, in elements; None if they
+        are wholes.
+        """
         patches = self.proj(image)
         tokens = patches.flatten(2).permute(2, 0, 1)
         if self.positions is not None:
-            sides = (self.positions(count).on(tokens.device) for count in patches.shape[-2:])
-            positions = of_grid(*sides)
-            tokens = (tokens + positions[:, None]).to(tokens.dtype)
+            grid = patches.shape[-2:] if corners is None else self.whole
+            positions = of_grid(*(self.positions(count).on(tokens.device) for count in grid))
+            positions = positions[:, None]
+            if corners is not None:
+                whole = positions.view(*grid, -1)
+                positions = at_corners(whole, corners // self.patch_size, patches.shape[-2:])
+            tokens = (tokens + positions).to(tokens.dtype)
         return tokens.contiguous()
 
     def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
-        """Image [b, c, h, w] to this rank's tokens [s, b, dim]."""
-        return (self.enter_sequence(self.tokens(inputs[0])),)
+        """Image [b, c, h, w] to this rank's tokens [s, b, dim].
+
+        ``conditioning``: patch_corner [b, 2] in patch-wise training.
+        """
+        return (self.enter_sequence(self.tokens(inputs[0], conditioning.get(PATCH_CORNER))),)
 
 
 def unpatchify(tokens: torch.Tensor, grid: tuple[int, int], patch_size: int) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 from megatron_pulse.backbone.published_weights import PerHead, Rule
 from megatron_pulse.errors import format_faults
 from model_specs.common.options import FamilyConfig
-from model_specs.common.sample_sizes import BUCKETS
+from model_specs.common.sample_sizes import BUCKETS, PATCHWISE
 
 
 def require_settings(
@@ -32,8 +32,9 @@ def require_settings(
 
 
 def same_settings(config: FamilyConfig, *without: str) -> dict[str, Any]:
-    """Fields with the same name in the library: all but ``buckets`` and those of ``without``."""
-    return {key: value for key, value in vars(config).items() if key not in (BUCKETS, *without)}
+    """Fields with the same name in the library: all but sizes of samples and ``without``."""
+    own = {BUCKETS, PATCHWISE, *without}
+    return {key: value for key, value in vars(config).items() if key not in own}
 
 
 def attention_rules(ours: str, theirs: str, num_heads: int) -> tuple[Rule, ...]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from itertools import takewhile
 from typing import Any
 
 from megatron_pulse.backbone.build_context import LayerContext
 from megatron_pulse.backbone.chain import Backbone, Layer, TensorSpec
-from megatron_pulse.backbone.shape_buckets import join_shapes
 from model_specs.common.deferred_build import builder
 from model_specs.controlnet.config import ControlNetConfig
 from model_specs.unet.chain import chain_at as unet_at
@@ -24,7 +24,7 @@ Build = Callable[[LayerContext], Any]
 
 def build_backbone(name: str, config: ControlNetConfig) -> Backbone:
     """Chain of the UNet, with each encoder layer followed by the branch's copy."""
-    return join_shapes([_chain(name, config, *size) for size in config.sizes])
+    return config.chain_of_sizes(functools.partial(_chain, name, config))
 
 
 def _chain(name: str, config: ControlNetConfig, height: int, width: int) -> Backbone:

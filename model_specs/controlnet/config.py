@@ -28,6 +28,8 @@ class ControlNetConfig(UNetConfig):
     def faults(self) -> list[str]:
         """Inconsistencies between the fields, one text each."""
         found = [*super().faults(), *below(self, 1, "conditioning_channels")]
+        if self.patchwise:
+            found.append("patchwise: a control branch copies a UNet without it. Leave it out")
         if not self.conditioning_widths or min(self.conditioning_widths) < 1:
             found.append(
                 "conditioning_widths: every value must be at least 1, is "

@@ -7,11 +7,13 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.published_weights import Published
 from model_specs.common.options import FamilyConfig, run_choice
+from model_specs.common.sample_sizes import PATCHWISE
 
 DTYPE = "dtype"
 """Option for the dtype of module export; a choice of the run, not part of the model."""
@@ -49,6 +51,10 @@ class DerivedFamily:
 
 class ModuleOptions:
     """Base class of the options made for one name."""
+
+    UNSUPPORTED = MappingProxyType(
+        {PATCHWISE: "traced modules take no places of patches. Train a UNet, DiT, PixArt or SD3"}
+    )
 
     def faults(self) -> list[str]:
         """Inconsistencies between the fields, one text each."""

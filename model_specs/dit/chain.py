@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+
 from megatron_pulse.backbone.chain import Backbone, Layer, TensorSpec
-from megatron_pulse.backbone.shape_buckets import join_shapes
 from model_specs.common.deferred_build import builder, embedder
 from model_specs.dit.config import DiTConfig
 
 
 def build_backbone(name: str, config: DiTConfig) -> Backbone:
     """The chain ``embedding``, ``pos_embed``, ``transformer_blocks.*.{attn1,ff}``, ``head``."""
-    return join_shapes([_chain(name, config, *size) for size in config.sizes])
+    return config.chain_of_sizes(functools.partial(_chain, name, config))
 
 
 def _chain(name: str, config: DiTConfig, height: int, width: int) -> Backbone:
@@ -19,19 +20,20 @@ def _chain(name: str, config: DiTConfig, height: int, width: int) -> Backbone:
     num_tokens = (height // config.patch_size) * (width // config.patch_size)
     tokens = TensorSpec((num_tokens, config.dim), batch_dim=1, sequence=True)
     modulation = TensorSpec((3 * config.dim,))
-    fields = {"timesteps": TensorSpec((), dtype="float32"), "labels": TensorSpec((), dtype="int64")}
+    times = {"timesteps": TensorSpec((), dtype="float32"), "labels": TensorSpec((), dtype="int64")}
+    fields = {**times, **config.patch_fields}
     build = builder("model_specs.dit.modules", config)
 
     layers = [
         embedder(
-            "embedding", build("Embedding"), image, {"temb0": TensorSpec((config.dim,))}, (*fields,)
+            "embedding", build("Embedding"), image, {"temb0": TensorSpec((config.dim,))}, (*times,)
         ),
-        Layer("pos_embed", build("PatchLayer"), (image,), (tokens,)),
+        Layer("pos_embed", build("PatchLayer"), (image,), (tokens,), uses=(*config.patch_fields,)),
     ]
     for i in range(config.num_layers):
         block, first = f"transformer_blocks.{i}", i == 0
         attention = build("Attention", own_embedder=not first)
-        uses = ("temb0",) if first else (*fields,)
+        uses = ("temb0",) if first else (*times,)
         layers += [
             Layer(f"{block}.attn1", attention, (tokens,), (tokens, modulation), uses=uses),
             Layer(f"{block}.ff", build("FeedForward"), (tokens, modulation), (tokens,)),

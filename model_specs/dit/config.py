@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from model_specs.common.config_faults import below, unfit_for_patches
 from model_specs.common.options import RESPACED, run_choice, settled_by
-from model_specs.common.sample_sizes import SAMPLES_ARE, SampleSizes
+from model_specs.common.sample_sizes import PATCHES_ARE, SAMPLES_ARE, SampleSizes
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,7 @@ class DiTConfig(SampleSizes):
     attention_head_dim: int = 72
     sample_size: int = run_choice(32, RESPACED)
     buckets: str = run_choice("", SAMPLES_ARE)
+    patchwise: str = run_choice("", PATCHES_ARE)
     patch_size: int = 2
     in_channels: int = 4
     out_channels: int = 8

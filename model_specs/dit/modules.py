@@ -34,7 +34,8 @@ class PatchLayer(PatchEmbed):
     def __init__(self, sizes: DiTConfig, context: LayerContext) -> None:
         base = sizes.base_size // sizes.patch_size
         positions = functools.partial(sincos_table, sizes.dim, base_size=base)
-        super().__init__(context, sizes.in_channels, sizes.dim, sizes.patch_size, positions)
+        channels, patch = sizes.in_channels, sizes.patch_size
+        super().__init__(context, channels, sizes.dim, patch, positions, sizes.grids[0])
 
 
 class TimeClassEmbedder(torch.nn.Module):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+
 from megatron_pulse.backbone.chain import Backbone, Layer, TensorSpec
-from megatron_pulse.backbone.shape_buckets import join_shapes
 from model_specs.common.deferred_build import builder, embedder
 from model_specs.flux.config import FluxConfig
 
@@ -11,7 +12,7 @@ from model_specs.flux.config import FluxConfig
 def build_backbone(name: str, config: FluxConfig) -> Backbone:
     """Chain: ``time_text_embed``, ``x_embedder``, ``context_embedder``, both kinds of
     blocks, head."""
-    return join_shapes([_chain(name, config, *size) for size in config.sizes])
+    return config.chain_of_sizes(functools.partial(_chain, name, config))
 
 
 def _chain(name: str, config: FluxConfig, height: int, width: int) -> Backbone:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from model_specs.common.config_faults import below, unfit_sizes
 from model_specs.common.options import run_choice
-from model_specs.common.sample_sizes import SAMPLES_ARE, SampleSizes
+from model_specs.common.sample_sizes import PATCHWISE, ROTARY, SAMPLES_ARE, SampleSizes
 
 PACKED = 2
 """Side in latent pixels of the square that forms one token."""
@@ -35,6 +36,7 @@ class FluxConfig(SampleSizes):
     guidance_embeds: bool = True
     axes_dims_rope: tuple[int, ...] = (16, 56, 56)
     patch_size = PACKED
+    UNSUPPORTED = MappingProxyType({PATCHWISE: ROTARY})
 
     @property
     def dim(self) -> int:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+
 from megatron_pulse.backbone.chain import Backbone, Layer, TensorSpec
-from megatron_pulse.backbone.shape_buckets import join_shapes
 from model_specs.common.deferred_build import builder, embedder
 from model_specs.hunyuan_dit.config import HunyuanDiTConfig
 
 
 def build_backbone(name: str, config: HunyuanDiTConfig) -> Backbone:
     """The chain: two embedders, ``pos_embed``, each block's ``attn1 attn2 ff``, ``head``."""
-    return join_shapes([_chain(name, config, *size) for size in config.sizes])
+    return config.chain_of_sizes(functools.partial(_chain, name, config))
 
 
 def _chain(name: str, config: HunyuanDiTConfig, height: int, width: int) -> Backbone:

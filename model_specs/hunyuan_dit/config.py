@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from model_specs.common.config_faults import below, indivisible, unfit_sizes
 from model_specs.common.options import fixed, run_choice
-from model_specs.common.sample_sizes import SAMPLES_ARE, SampleSizes
+from model_specs.common.sample_sizes import PATCHWISE, ROTARY, SAMPLES_ARE, SampleSizes
 
 _LEARNED = "the replacement of padding is learned for each token"
 
@@ -37,6 +38,7 @@ class HunyuanDiTConfig(SampleSizes):
     text_len: int = fixed(77, _LEARNED)
     text_len_t5: int = fixed(256, _LEARNED)
     style_and_size: bool = False
+    UNSUPPORTED = MappingProxyType({PATCHWISE: ROTARY})
 
     def faults(self) -> list[str]:
         """Inconsistencies between the fields, one text each."""

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+
 from megatron_pulse.backbone.chain import Backbone, Layer, TensorSpec
-from megatron_pulse.backbone.shape_buckets import join_shapes
 from model_specs.common.deferred_build import builder, embedder
 from model_specs.pixart.config import PixArtConfig
 
 
 def build_backbone(name: str, config: PixArtConfig) -> Backbone:
     """``adaln_single``, ``caption_projection``, ``pos_embed``, blocks of three layers, ``head``."""
-    return join_shapes([_chain(name, config, *size) for size in config.sizes])
+    return config.chain_of_sizes(functools.partial(_chain, name, config))
 
 
 def _chain(name: str, config: PixArtConfig, height: int, width: int) -> Backbone:
@@ -26,6 +27,7 @@ def _chain(name: str, config: PixArtConfig, height: int, width: int) -> Backbone
         **times,
         "context": TensorSpec((config.caption_length, config.caption_channels)),
         "context_mask": TensorSpec((config.caption_length,), dtype="int64"),
+        **config.patch_fields,
     }
     modulation = {
         "t6": TensorSpec((6 * config.dim,)),
@@ -37,7 +39,7 @@ def _chain(name: str, config: PixArtConfig, height: int, width: int) -> Backbone
     layers = [
         embedder("adaln_single", build("AdalnSingle"), image, modulation, (*times,)),
         embedder("caption_projection", build("CaptionProjection"), image, caption, ("context",)),
-        Layer("pos_embed", build("PatchLayer"), (image,), (tokens,)),
+        Layer("pos_embed", build("PatchLayer"), (image,), (tokens,), uses=(*config.patch_fields,)),
     ]
     for i in range(config.num_layers):
         for part, kind, uses in (

@@ -40,7 +40,8 @@ class PatchLayer(PatchEmbed):
             base_size=sizes.base_size // sizes.patch_size,
             interpolation_scale=sizes.position_scale,
         )
-        super().__init__(context, sizes.in_channels, sizes.dim, sizes.patch_size, positions)
+        channels, patch = sizes.in_channels, sizes.patch_size
+        super().__init__(context, channels, sizes.dim, patch, positions, sizes.grids[0])
 
 
 class AdalnSingle(LayerModule):

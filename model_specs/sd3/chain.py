@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+
 from megatron_pulse.backbone.chain import Backbone, Layer, TensorSpec
-from megatron_pulse.backbone.shape_buckets import join_shapes
 from model_specs.common.deferred_build import builder, embedder
 from model_specs.sd3.config import SD3Config
 
 
 def build_backbone(name: str, config: SD3Config) -> Backbone:
     """Chain: ``time_text_embed``, ``pos_embed``, ``context_embedder``, blocks, head."""
-    return join_shapes([_chain(name, config, *size) for size in config.sizes])
+    return config.chain_of_sizes(functools.partial(_chain, name, config))
 
 
 def _chain(name: str, config: SD3Config, height: int, width: int) -> Backbone:
@@ -23,6 +24,7 @@ def _chain(name: str, config: SD3Config, height: int, width: int) -> Backbone:
         "timesteps": TensorSpec((), dtype="float32"),
         "context": TensorSpec((config.context_length, config.joint_attention_dim)),
         "pooled": TensorSpec((config.pooled_projection_dim,)),
+        **config.patch_fields,
     }
     build = builder("model_specs.sd3.modules", config)
     time = build("TimeTextEmbed")
@@ -32,7 +34,13 @@ def _chain(name: str, config: SD3Config, height: int, width: int) -> Backbone:
     last = config.num_layers - 1
     layers = (
         embedder("time_text_embed", time, sample, temb, ("timesteps", "pooled")),
-        Layer("pos_embed", build("PositionedPatches"), (sample,), (image,)),
+        Layer(
+            "pos_embed",
+            build("PositionedPatches"),
+            (sample,),
+            (image,),
+            uses=(*config.patch_fields,),
+        ),
         Layer("context_embedder", build("ContextEmbedder"), (image,), both, uses=("context",)),
         *(
             Layer(

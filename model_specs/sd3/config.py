@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from model_specs.common.config_faults import below, unfit_for_patches
 from model_specs.common.options import run_choice
-from model_specs.common.sample_sizes import SAMPLES_ARE, SampleSizes
+from model_specs.common.sample_sizes import PATCHES_ARE, SAMPLES_ARE, SampleSizes
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class SD3Config(SampleSizes):
         "positions are the central ones of the table of {0.pos_embed_max_size} rows and columns",
     )
     buckets: str = run_choice("", SAMPLES_ARE)
+    patchwise: str = run_choice("", PATCHES_ARE)
     patch_size: int = 2
     in_channels: int = 16
     out_channels: int = 16

@@ -10,7 +10,13 @@ import torch
 
 from megatron_pulse.backbone.build_context import LayerContext
 from model_specs.common.mmdit import ContextEmbedder, Head, JointBlock, TimeTextEmbed
-from model_specs.common.patches import PatchEmbed, of_grid, sincos_positions, unpatchify
+from model_specs.common.patches import (
+    PatchEmbed,
+    at_corners,
+    of_grid,
+    sincos_positions,
+    unpatchify,
+)
 from model_specs.sd3.config import SD3Config
 
 __all__ = ["ContextEmbedder", "PositionedPatches", "TimeTextEmbed", "block", "head"]
@@ -41,16 +47,21 @@ class PositionedPatches(PatchEmbed):
             self.pos_embed = table.to(self.pos_embed.device)
         return self
 
-    def tokens(self, image: torch.Tensor) -> torch.Tensor:
-        """Latents [b, c, h, w] to all tokens [s, b, D]."""
-        tokens = super().tokens(image)
-        places = self.sizes.pos_embed_max_size
+    def tokens(self, image: torch.Tensor, corners: torch.Tensor | None) -> torch.Tensor:
+        """Latents [b, c, h, w] to all tokens [s, b, D]; patches use their part of the centre."""
+        tokens = super().tokens(image, corners)
+        places, patch = self.sizes.pos_embed_max_size, self.sizes.patch_size
+        own = [side // patch for side in image.shape[-2:]]
         rows, columns = (
             slice((places - count) // 2, (places + count) // 2)
-            for count in (side // self.sizes.patch_size for side in image.shape[-2:])
+            for count in (own if corners is None else self.sizes.grids[0])
         )
-        centre = self.pos_embed.view(places, places, 1, -1)[rows, columns].flatten(0, 1)
-        return (tokens + centre).to(tokens.dtype)
+        centre = self.pos_embed.view(places, places, -1)[rows, columns]
+        if corners is None:
+            positions = centre.flatten(0, 1)[:, None]
+        else:
+            positions = at_corners(centre, corners // patch, own)
+        return (tokens + positions).to(tokens.dtype)
 
 
 def block(sizes: SD3Config, context: LayerContext, index: int) -> JointBlock:

@@ -5,24 +5,24 @@ Imports no torch until a layer builds.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron_pulse.backbone.build_context import LayerContext
 from megatron_pulse.backbone.chain import Backbone, Layer, TensorSpec
-from megatron_pulse.backbone.shape_buckets import join_shapes
 from model_specs.common.deferred_build import builder, embedder
 from model_specs.unet.config import UNetConfig
 
 
 def build_backbone(name: str, config: UNetConfig) -> Backbone:
     """Chain of SD's units; skips are named after the layer that pushes them."""
-    return join_shapes([chain_at(name, config, *size) for size in config.sizes])
+    return config.chain_of_sizes(functools.partial(chain_at, name, config))
 
 
 def chain_at(name: str, config: UNetConfig, height: int, width: int) -> Backbone:
     """Chain for samples of one size."""
-    fields = {"timesteps": TensorSpec((), dtype="float32")}
+    fields: dict[str, TensorSpec] = {"timesteps": TensorSpec((), dtype="float32")}
     if config.num_classes:
         fields["labels"] = TensorSpec((), dtype="int64")
     if config.pooled_dim:
@@ -32,6 +32,7 @@ def chain_at(name: str, config: UNetConfig, height: int, width: int) -> Backbone
     if config.reads_context:
         assert config.cross_attention_dim is not None
         fields["context"] = TensorSpec((config.context_length, config.cross_attention_dim))
+    fields |= config.patch_fields
     return Backbone(
         name,
         _Chain(config, height, width).layers(embedded),
@@ -61,7 +62,8 @@ class _Chain:
         time = self.on_images("TimeEmbedding")
         temb = {"temb": TensorSpec((config.temb_dim,))}
         self.done.append(embedder("time_embedding", time, self.image, temb, embedded))
-        self._convolve("conv_in", "Conv", channels[0], push=True)
+        first = "PositionedConv" if config.patchwise else "Conv"
+        self._convolve("conv_in", first, channels[0], push=True, uses=(*config.patch_fields,))
         for level, depth in enumerate(config.transformer_depth):
             block = f"down_blocks.{level}"
             for j in range(config.layers_per_block):
@@ -91,12 +93,13 @@ class _Chain:
         channels: int,
         factor: float = 1,
         push: bool = False,
+        uses: tuple[str, ...] = (),
         **more: int,
     ) -> None:
         inputs, height, width = self.image.shape
         self.image = TensorSpec((channels, int(height * factor), int(width * factor)))
         sizes = {"in_channels": inputs, "out_channels": channels, **more}
-        self._add(name, self.on_images(kind, **sizes), (self.image,), push)
+        self._add(name, self.on_images(kind, **sizes), (self.image,), push, uses=uses)
 
     def _resnet(self, name: str, level: int, push: bool = False, pop: bool = False) -> None:
         pops = dict([self.stack.pop()]) if pop else {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from model_specs.common.config_faults import below
-from model_specs.common.options import run_choice
+from model_specs.common.options import fixed, run_choice
 from model_specs.common.sample_sizes import SAMPLES_ARE, SampleSizes
 
 
@@ -19,11 +19,13 @@ class UNetConfig(SampleSizes):
     timestep embedding. ``null_class`` adds class ``num_classes`` for classifier-free guidance;
     published models have none. ``pooled_dim`` > 0 adds SDXL's embedding of a pooled text vector and
     ``num_time_ids`` numbers. ``channels_last`` is the memory format of convolutions; it changes
-    values only by rounding.
+    values only by rounding. With ``patchwise``
+    two channels of coordinates follow the sample's in ``conv_in``.
     """
 
     sample_size: int = run_choice(64, "convolutions and attention take any size")
     buckets: str = run_choice("", SAMPLES_ARE)
+    patchwise: str = fixed("", "places of patches are two more channels of conv_in")
     in_channels: int = 4
     out_channels: int = 4
     block_out_channels: tuple[int, ...] = (320, 640, 1280, 1280)

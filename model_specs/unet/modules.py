@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron_pulse.backbone.build_context import LayerContext
+from megatron_pulse.backbone.shape_buckets import PATCH_CORNER
 from model_specs.common.layers import LayerModule, Named, Tensors, VectorMlp, timestep_embedding
 from model_specs.unet.config import UNetConfig
 from model_specs.unet.convolution import Convolution, contiguous
@@ -81,6 +82,36 @@ class Conv(LayerModule):
     def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
         """Convolves the one tensor of ``inputs``."""
         return (self.conv(inputs[0]),)
+
+
+class PositionedConv(Conv):
+    """First convolution of patch-wise training: of the sample and its coordinates.
+
+    Row and column are two channels, from -1 to 1 over the whole sample (Patch Diffusion,
+    2304.12526, section 3.1).
+    """
+
+    def __init__(
+        self, sizes: UNetConfig, context: LayerContext, in_channels: int, out_channels: int
+    ) -> None:
+        super().__init__(sizes, context, in_channels + 2, out_channels)
+        self.whole = sizes.sizes[0]
+
+    def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
+        """``conditioning``: patch_corner [b, 2]."""
+        (image,) = inputs
+        sides = image.shape[-2:]
+        rows, columns = (
+            2 * (corner[:, None] + torch.arange(count, device=corner.device)) / (most - 1) - 1
+            for corner, count, most in zip(
+                conditioning[PATCH_CORNER].unbind(1), sides, self.whole, strict=True
+            )
+        )
+        places = torch.stack(
+            [rows[:, :, None].expand(-1, *sides), columns[:, None].expand(-1, *sides)], dim=1
+        )
+        positioned = torch.cat([image, places.to(image)], dim=1)
+        return super().forward((positioned,), skips, conditioning)
 
 
 class ConvOut(LayerModule):

@@ -91,10 +91,10 @@ _DEFAULTS: dict[str, Any] = {
 def published(config: UNetConfig) -> Published | None:
     """Format in diffusers, or None for UNets that diffusers cannot express.
 
-    Those have no context, or unequal depths of the last level and the mid block.
+    Those have no context, unequal depths of the last level and the mid block, or coordinates.
     """
     depth, mid = config.transformer_depth, config.mid_transformer_depth
-    if not config.reads_context or not mid or depth[-1] not in (0, mid):
+    if not config.reads_context or not mid or depth[-1] not in (0, mid) or config.patchwise:
         return None
     heads = config.num_heads
     settings: dict[str, Any] = {

@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from model_specs.common.config_faults import below, indivisible
 from model_specs.common.options import fixed
-from model_specs.common.sample_sizes import BUCKETS
+from model_specs.common.sample_sizes import BUCKETS, PATCHWISE
 
 _LEARNED = "positions are learned, one per token"
 
@@ -33,7 +33,11 @@ class UViTConfig:
     context_dim: int = 0
     final_conv: bool = True
     UNSUPPORTED = MappingProxyType(
-        {BUCKETS: f"{_LEARNED}, for squares of image_size. Give image_size, or use another family"}
+        {
+            BUCKETS: f"{_LEARNED}, for squares of image_size. Give image_size, or use another "
+            "family",
+            PATCHWISE: f"{_LEARNED}, for whole samples. Train a UNet, DiT, PixArt or SD3",
+        }
     )
 
     def faults(self) -> list[str]:

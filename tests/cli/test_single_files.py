@@ -1,4 +1,4 @@
-"""Original single files of UNets, SD3 and Flux: read and written as diffusers reads them."""
+"""Original single files of UNets, SD3, Flux and Wan: read and written as diffusers reads them."""
 
 from __future__ import annotations
 
@@ -29,6 +29,19 @@ MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
         SD3 | {"num_layers": 3, "dual_attention_layers": (0, 1), "qk_norm": "rms_norm"},
     ),
     "flux": (diffusers.FluxTransformer2DModel, FAMILIES["flux"].settings),
+    "wan": (
+        diffusers.WanTransformer3DModel,
+        {
+            "num_attention_heads": 2,
+            "attention_head_dim": 12,
+            "in_channels": 4,
+            "out_channels": 4,
+            "text_dim": 16,
+            "freq_dim": 32,
+            "ffn_dim": 32,
+            "num_layers": 2,
+        },
+    ),
 }
 
 
@@ -69,7 +82,9 @@ def test_single_file_and_folder_are_the_same_weights(
     if name != "flux":  # whose reader knows Flux's own width alone
         read = type(model).from_single_file(single, config=str(config), local_files_only=True)
         assert_equal(read.state_dict(), model)
-    whole = {f"{PREFIX if name == 'flux' else ''}{k}": v for k, v in load_file(single).items()}
+    whole = {
+        f"{PREFIX if name in ('flux', 'wan') else ''}{k}": v for k, v in load_file(single).items()
+    }
     whole["first_stage_model.decoder.conv_in.weight"] = torch.zeros(2)
     save_file(whole, tmp_path / "whole.safetensors")
     given = importing(tmp_path / "whole.safetensors", tmp_path, "--config", str(tmp_path))
@@ -132,7 +147,7 @@ def test_faults_of_a_single_file_are_listed(tmp_path: Path, refused: Refused) ->
     save_file(wan, tmp_path / "wan.safetensors")
     refused(
         importing(tmp_path / "wan.safetensors", tmp_path, "--backbone", "sd-tiny"),
-        "diffusers.WanTransformer3DModel.from_single_file(",
+        "holds a WanTransformer3DModel (model.diffusion_model.head.modulation)",
     )
 
 

@@ -287,12 +287,22 @@ def test_a_measured_backward_adds_up_gradients_over_microbatches(monkeypatch) ->
     assert ((WIDTH, WIDTH), torch.float32) in sums
 
 
-@pytest.mark.parametrize("family", ["uvit", "unet-text", "hunyuan", "flux"])
+DERIVED = {
+    "num_attention_heads": 2, "attention_head_dim": 12, "axes_dims_rope": [4, 4, 4],
+    "num_layers": 3, "num_single_layers": 3, "height": 4, "width": 4, "text_length": 6,
+    "joint_attention_dim": 16, "pooled_projection_dim": 12, "dtype": "bfloat16",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ["uvit", "unet-text", "hunyuan", "flux", "derived"])
 def test_layers_of_a_kind_are_counted_once_and_alike(family, monkeypatch):
     from megatron_pulse.profile import analytic, flops
 
     roofline = Roofline(PRESETS["H100"], "bfloat16")
-    backbone = tiny.backbone(family)
+    if family == "derived":
+        backbone = load_backbone("diffusers:FluxTransformer2DModel", DERIVED)
+    else:
+        backbone = tiny.backbone(family)
     built = []
     count = analytic.count_work
     monkeypatch.setattr(analytic, "count_work", lambda *args: built.append(args[1]) or count(*args))

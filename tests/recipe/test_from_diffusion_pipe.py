@@ -74,6 +74,7 @@ def test_settings_are_taken_over_or_listed(tmp_path: Path):
         "output": "/runs/flux",
         "model": {"weights": "/models/flux"},
         "adapter": {"type": "lora", "rank": 8, "targets": ["*blocks.*"]},
+        "quantization": {"type": "fp8"},
         "data": {
             "sources": [
                 {"path": "captions:/pictures/a", "repeats": 3, "caption_prefix": "ohwx, "},
@@ -101,7 +102,6 @@ def test_settings_are_taken_over_or_listed(tmp_path: Path):
         "epochs = 7: max_steps ends the run",
         "activation_checkpointing = True: the plan decides it",
         "mystery = 1: unknown",
-        "model.transformer_dtype = 'float8': weights are not quantised",
         "dataset.min_ar = 0.4: buckets auto have aspect ratios",
         "dataset /pictures/b: mask_path",
     ):
@@ -152,3 +152,21 @@ def test_unreadable_configuration_is_refused(tmp_path: Path):
         converted(tmp_path / "none.toml")
     with pytest.raises(UserError, match="is no TOML"):
         convert(tmp_path, "a = [")
+
+
+def test_validation_data_and_one_of_two_weightings_are_taken_over(tmp_path: Path) -> None:
+    (tmp_path / "val.toml").write_text('[[directory]]\npath = "/pictures/held"\n')
+    (tmp_path / "pictures.toml").write_text(
+        'resolutions = [512]\nenable_ar_bucket = true\nmin_ar = 0.5\nmax_ar = 2.0\n'
+        '[[directory]]\npath = "/pictures/a"\n'
+    )  # fmt: skip
+    added = 'eval_datasets = [{name = "v", config = "val.toml"}, "lost.toml"]\n\n[model]\n'
+    added += "min_snr_gamma = 5\ndebiased_estimation_loss = true\n"
+    path = tmp_path / "main.toml"
+    path.write_text(CONFIG.replace("[model]\n", added))
+    text = converted(path)
+    tables = tomllib.loads(text)
+    assert tables["validation"]["source"] == "captions:/pictures/held"
+    assert tables["loss"] == {"weighting": "debiased"}
+    assert "min_snr_gamma = 5: one weighting" in text and "'lost.toml': there is no such" in text
+    assert "min_ar" not in text and "max_ar" not in text

@@ -7,6 +7,7 @@ import json
 import logging
 import sys
 import threading
+import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -183,3 +184,19 @@ def test_folder_that_cannot_be_written_is_left_alone(tmp_path: Path, folder: Pat
     folder.parent.write_text("no folder")
     assert not chain_of(*own(tmp_path))[1]
     assert not chain_of(*own(tmp_path))[1]
+
+
+def test_program_itself_does_not_count_under_its_other_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planning and training are programs of their own, and share the cache."""
+    import sys
+
+    (tmp_path / "program.py").write_text("")
+    program = types.ModuleType("__main__")
+    program.__file__ = str(tmp_path / "program.py")
+    before = chain_cache._own_files()
+    for name in ("__main__", "__mp_main__"):
+        monkeypatch.setitem(sys.modules, name, program)
+    assert "__mp_main__" not in chain_cache._own_files()
+    assert chain_cache._own_files().keys() <= before.keys()

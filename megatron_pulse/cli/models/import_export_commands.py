@@ -45,11 +45,12 @@ if TYPE_CHECKING:
 _IMPORT = """\
 Reads a diffusers folder (a pipeline, or its unet or transformer) and writes a checkpoint for
 --pretrained-checkpoint DIR, for any layout, with a new optimizer. The EMA starts at the same
-weights. A single file (.pth, .safetensors) is the state dict of U-ViT (--backbone) or of a module
-of your own (--module), or an original checkpoint of SD, SDXL, SD3 or Flux, of which the backbone is
-read (--backbone, or --config with the folder of a config.json). A UNet with classes gets no null
-class unless --null-class is given. Every tensor must be there with its shape; faults are listed,
-and nothing is written.
+weights. A single file (.pth, .ckpt, .safetensors) is the state dict of U-ViT (--backbone) or of a
+module of your own (--module), or an original checkpoint of SD, SDXL, SD3, Flux or Wan, of which the
+backbone is read (--backbone, --module diffusers:CLASS, or --config with the folder of a
+config.json; 'pulse unpack' reads all components). A UNet with classes gets no null class unless
+--null-class is given. Every tensor must be there with its shape; faults are listed, and nothing is
+written.
 With --controlnet the UNet is frozen. Training trains and exporting writes a ControlNet: that of a
 diffusers folder, or a new one, which begins as the UNet's encoder.
 hf:ID[@revision] in place of a folder is downloaded to huggingface_hub's cache.
@@ -73,10 +74,10 @@ examples:
 _EXPORT = """\
 Writes the EMA of a checkpoint's weights (with --raw: the weights) in the published format of the
 model: a folder for diffusers' from_pretrained, or for U-ViT and a module of your own a file (.pth
-or .safetensors) with its names. For UNets, SD3 and Flux, --to FILE.safetensors writes the backbone
-with the original names, as ComfyUI and from_single_file read them. Imported weights are exported
-bit for bit. The diffusion process is written as a diffusers scheduler's configuration, into the
-folder scheduler, or beside a file as NAME.scheduler_config.json.
+or .safetensors) with its names. For UNets, SD3, Flux and Wan, --to FILE.safetensors writes the
+backbone with the original names, as ComfyUI and from_single_file read them. Imported weights are
+exported bit for bit. The diffusion process is written as a diffusers scheduler's configuration,
+into the folder scheduler, or beside a file as NAME.scheduler_config.json.
 
 Of an adapter's run it writes the adapter alone: a folder for load_lora_weights, or one file
 (.safetensors). With --merge it writes the whole model, with the adapter's effect in its weights.
@@ -492,7 +493,7 @@ def _original(args: argparse.Namespace) -> list[str]:
         return []
     names = names_in(args.source)
     original = find_original(names)
-    if original is None or original[1] not in READ or args.source.suffix != ".safetensors":
+    if original is None or original[1] not in READ:
         return [f"--from {fault}" for fault in original_faults(args.source, names)]
     if args.backbone is None and args.config is None:
         return [

@@ -123,10 +123,11 @@ def _versions() -> list[str]:
 
 def _own_files() -> dict[str, str]:
     """Digests of loaded files that belong to no library, except the program itself."""
+    program = sys.modules.get("__main__")  # also named __mp_main__, where processes are spawned
     files = {
         name: file
         for name, module in list(sys.modules.items())
-        if name != "__main__" and (file := getattr(module, "__file__", None))
+        if module is not program and (file := getattr(module, "__file__", None))
     }
     return {name: _digest_of_file(file) for name, file in files.items() if not is_library(file)}
 
