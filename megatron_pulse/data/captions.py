@@ -33,7 +33,7 @@ from megatron_pulse.data.dataset import (
 from megatron_pulse.data.images.folder import ImageFiles, ImageSize
 from megatron_pulse.data.images.metadata import TEXT, Captions, read_captions
 from megatron_pulse.data.images.pairs import read_pairs
-from megatron_pulse.encoders.text_recipe import is_text
+from megatron_pulse.encoders.text_recipe import TextParts, is_text
 
 _END = ""
 """Stands behind the last word, as the end token of CLIP and T5 does: no text is without token."""
@@ -203,6 +203,10 @@ class Encodes(Protocol):
     def excess(self, text: str) -> int:
         """Number of tokens that are truncated from a text."""
 
+    @property
+    def parts(self) -> TextParts:
+        """Parts of the fields by encoder."""
+
 
 class Tokenizes(Encodes, Protocol):
     """Tokenizer of one text to int64 ids and masks of the given shapes."""
@@ -242,6 +246,7 @@ class Encoded(Derived):
     ) -> None:
         super().__init__(source)
         self.fields = {**source.fields, **fields}
+        self.text_parts = encode.parts
         self._encode = encode
 
     def conditioning(self, index: int, variation: Variation | None = None) -> dict[str, Tensor]:

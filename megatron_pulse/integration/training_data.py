@@ -6,7 +6,7 @@ import argparse
 import hashlib
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -119,6 +119,9 @@ class DiffusionData:
         self.description = " or ".join(dict.fromkeys(map(process.describe, num_tokens)))
         self._seed = seed
         self._class_dropout = options.class_dropout
+        self._encoder_dropout = {
+            name: float(rate) for name, rate in options.encoder_dropout.items() if float(rate)
+        }
         self._loss = options.training_loss
         self._copies_reference = copies_reference(backbone.record)
         self._skip_corrupt = options.skip_corrupt
@@ -169,6 +172,8 @@ class DiffusionData:
         if faults := list(unvaried(self.train, self._augmentation)):
             remedy = "Leave these flags out, or give other data."
             raise DataError(f"--pulse-data {options.data}", faults, remedy)
+        if self._encoder_dropout:
+            _require_encoders(f"--pulse-data {options.data}", self.train, self._encoder_dropout)
         counts = dict(zip(shapes, map(len, self.train.parts), strict=True))
         every = [counts.get(shape, 0) for shape in range(backbone.num_shapes)]
         self.shares = tuple(max(count, _RARE) / len(self.train) for count in every)
@@ -453,6 +458,7 @@ class DiffusionData:
             other_processes=tuple(self._processes[1:]),
             loss=self._loss,
             augmentation=self._augmentation,
+            encoder_dropout=self._encoder_dropout,
             **how,
         )
 
@@ -489,6 +495,25 @@ class DiffusionData:
                     more = "; further ones are not listed" if len(named) == _MOST_NAMED else ""
                     print(f"corrupt, skipped: {file}{more}", flush=True)
             yield batch
+
+
+def _require_encoders(what: str, data: DiffusionDataset, encoders: Collection[str]) -> None:
+    """Raise DataError unless the parts of all text fields that ``encoders`` make are known."""
+    known = set.intersection(*({*part.text_parts} for part in data.parts))
+    if not known and any(map(is_text, data.fields)):
+        raise DataError(
+            what,
+            ["--pulse-encoder-dropout: it does not record which text encoder made which states"],
+            "Give its 'pulse data write-latents' command again, which adds the record.",
+        )
+    faults = [
+        f"--pulse-encoder-dropout: the backbone reads no texts of {name}"
+        + (f", but of {', '.join(sorted(known))}" if known else "")
+        for name in encoders
+        if name not in known
+    ]
+    if faults:
+        raise DataError(what, faults, "Leave these encoders out.")
 
 
 def _require_sigma(backbone: Backbone) -> None:

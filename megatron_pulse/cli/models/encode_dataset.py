@@ -190,7 +190,8 @@ def _write_store(
     if args.flip and CONDITIONING in fields:
         require(["--flip: control pictures are stored once; mirror their files instead"])
     with as_user_error(OSError):
-        writer = LatentWriter(output, layout, dataset.null_conditioning(), len(dataset))
+        nulls, count = dataset.null_conditioning(), len(dataset)
+        writer = LatentWriter(output, layout, nulls, count, dataset.text_parts)
         _encode_edited_anew(writer, dataset, place)
         there = writer.count()
         if writer.complete:

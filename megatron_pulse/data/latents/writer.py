@@ -23,6 +23,7 @@ from megatron_pulse.data.latents.layout import (
     sha256_of,
 )
 from megatron_pulse.data.latents.row_hashes import hashes_of
+from megatron_pulse.encoders.text_recipe import TextParts
 from megatron_pulse.files import replacing
 
 _NONE: Mapping[str, Tensor] = {}
@@ -32,7 +33,8 @@ class LatentWriter:
     """Appends samples to a folder, shard by shard; the disk always holds whole shards.
 
     ``nulls`` are the values of dropped samples (the encoding of the empty prompt), for some of the
-    fields or all. Other fields use the nulls of ``megatron_pulse.data.fields``. Opened again after
+    fields or all. Other fields use the nulls of ``megatron_pulse.data.fields``. ``text_parts`` are
+    recorded, also in a complete folder of an earlier version. Opened again after
     an interruption, the writer continues after the last whole shard; ``num_written`` is the number
     of samples to skip. ``close`` writes the last, short shard and marks the folder complete.
     Leaving a ``with`` block by an exception does neither.
@@ -48,6 +50,7 @@ class LatentWriter:
         layout: LatentLayout,
         nulls: Mapping[str, Tensor] = _NONE,
         num_samples: int | None = None,
+        text_parts: TextParts | None = None,
     ) -> None:
         self.root, self.layout, self.num_samples = Path(root), layout, num_samples
         unfit = [*_misfits(layout, nulls), *_overflows(layout, nulls)]
@@ -55,7 +58,13 @@ class LatentWriter:
             raise DataError(f"latents {root}", faults, "Nothing was written.")
         self.root.mkdir(parents=True, exist_ok=True)
         self._nulls = {name: _encoded(value, layout.stored(name)) for name, value in nulls.items()}
-        self._meta = Meta(layout)
+        self._text_parts = {
+            encoder: {
+                name: [[(a, b) for a, b in part] for part in parts] for name, parts in own.items()
+            }
+            for encoder, own in (text_parts or {}).items()
+        }
+        self._meta = Meta(layout, text_parts=self._text_parts)
         self._begun = False
         self._continue()
         self._number = len(self._meta.shards)
@@ -192,6 +201,10 @@ class LatentWriter:
             remedy = "Resume with the same settings, or use a new folder."
             raise DataError(f"latents {self.root}", faults, remedy)
         self._meta, self._begun = there, True
+        if self._text_parts and there.text_parts != self._text_parts:
+            there.text_parts = self._text_parts
+            if there.complete:
+                there.save(self.root)
 
     def _begin(self) -> None:
         """Write everything but shards, unless another writer already has."""
