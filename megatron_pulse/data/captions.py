@@ -15,7 +15,7 @@ import unicodedata
 from collections.abc import Hashable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
@@ -107,8 +107,18 @@ class WordedImages(ImageFiles):
         self, *args: Any, fields: Mapping[str, FieldSpec] = NO_FIELDS, **given: Any
     ) -> None:
         super().__init__(*args, **given)
+        self._take(fields)
+
+    def _take(self, fields: Mapping[str, FieldSpec]) -> None:
         self._encoder = WordEncoder(fields if self.has_captions else NO_FIELDS)
         self.fields = self._encoder.fields
+
+    def resized(
+        self, image_size: ImageSize, channels: int, fields: Mapping[str, FieldSpec] = NO_FIELDS
+    ) -> Self:
+        found = super().resized(image_size, channels)
+        found._take(fields)
+        return found
 
     def excess(self, index: int) -> int:
         return self._encoder.excess(self.caption(index))

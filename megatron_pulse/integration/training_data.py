@@ -25,6 +25,7 @@ from megatron_pulse.data.dataset import DataError, DiffusionDataset, FieldSpec
 from megatron_pulse.data.fields import WantedFields
 from megatron_pulse.data.images.survey import require_readable, require_white, surveys
 from megatron_pulse.data.microbatches import DiffusionLoader, Split
+from megatron_pulse.data.opened_images import OpenedImages
 from megatron_pulse.data.sampler import MicrobatchSampler, PairSampler
 from megatron_pulse.dataclass_flags import flag_name
 from megatron_pulse.diffusion.learned_sigma import variational_bound
@@ -107,11 +108,16 @@ class DiffusionData:
     """``--pulse-data``, opened for ``backbone`` and ``process`` at the backbone's resolutions.
 
     Raises DataError with all faults, if the data lack a field that the backbone reads or do not fit
-    otherwise.
+    otherwise. ``images`` are those that this start has opened.
     """
 
     def __init__(
-        self, options: PulseOptions, backbone: Backbone, process: DiffusionProcess, seed: int
+        self,
+        options: PulseOptions,
+        backbone: Backbone,
+        process: DiffusionProcess,
+        seed: int,
+        images: OpenedImages | None = None,
     ) -> None:
         chains = [at_shape(backbone, shape_index) for shape_index in range(backbone.num_shapes)]
         num_tokens = [chain.image_tokens for chain in chains]
@@ -167,6 +173,7 @@ class DiffusionData:
                 options.masks,
                 pairs=self._loss.is_preference,
                 prefixes=options.augmented.caption_prefix,
+                images=images,
             )
         self._augmentation = options.augmented.augmentation
         if faults := list(unvaried(self.train, self._augmentation)):

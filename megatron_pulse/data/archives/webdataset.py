@@ -101,7 +101,8 @@ class TarMembers(LazySequence[TarMember]):
         number, place = self._place(index)
         row, name = self.indexes[number].rows[place], self.indexes[number].name(place)
         place_in_tar = int(row["offset"]), int(row["size"])
-        return TarMember(self.tars[number], name, *place_in_tar, self.indexes[number].stamp)
+        known = self.indexes[number].stamp, int(row["picture_hash"])
+        return TarMember(self.tars[number], name, *place_in_tar, *known)
 
     def row(self, index: int) -> Any:
         """Entry of a sample in the index of its tar."""

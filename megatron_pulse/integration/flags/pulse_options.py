@@ -14,7 +14,8 @@ import torch
 
 from megatron_pulse.adapters.choice import AdapterChoice
 from megatron_pulse.backbone.chain import Backbone
-from megatron_pulse.data.build import ARCHIVES, IMAGES, several_parts
+from megatron_pulse.data.build import several_parts
+from megatron_pulse.data.opened_images import ARCHIVES, IMAGES
 from megatron_pulse.data.picture_choice import AugmentationChoice, ShapeChoice
 from megatron_pulse.dataclass_flags import (
     ABOVE_ZERO,

@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.data.build import data_of_chains, encoders_of_chains
 from megatron_pulse.data.data_record import DataRecord
+from megatron_pulse.data.opened_images import OpenedImages
 from megatron_pulse.diffusion.objectives import DiffusionProcess
 from megatron_pulse.encoders.text_recipe import is_text
 from megatron_pulse.errors import Faults, collecting
@@ -35,7 +36,12 @@ class CascadeData:
     """
 
     def __init__(
-        self, options: PulseOptions, backbone: Backbone, process: DiffusionProcess, seed: int
+        self,
+        options: PulseOptions,
+        backbone: Backbone,
+        process: DiffusionProcess,
+        seed: int,
+        images: OpenedImages | None = None,
     ) -> None:
         faults: list[str] = []
         self.parts: dict[str, DiffusionData] = {}
@@ -49,7 +55,7 @@ class CascadeData:
             else:
                 own = replace(own, encoder_dropout={})
             with collecting(faults, (ValueError, OSError)):
-                self.parts[chain] = DiffusionData(own, part, process, seed)
+                self.parts[chain] = DiffusionData(own, part, process, seed, images)
         if options.encoder_dropout and not reads_texts:
             faults.append("--pulse-encoder-dropout: no chain reads texts; leave it out")
         if faults:
