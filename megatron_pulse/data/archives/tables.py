@@ -7,7 +7,7 @@ cache folder, since a row in the middle of it cannot be read alone. No code of a
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,6 +52,8 @@ class TableImages(ArchivedImages):
         what, path = f"{self.kind} {place}", Path(place)
         table = self._table(path)
         columns = _Columns.of(what, table.features, column)
+        with _told(what):
+            _require_sound(table.data, filter(None, (columns.picture, columns.caption)))
         rows = TableRows(path, table.select_columns([columns.picture]).with_format("arrow"))
         labels, names = [0] * len(rows), ()
         if columns.label:
@@ -249,6 +251,19 @@ class _Columns:
         if aside := [name for name in images if name != pictures[0]]:
             cautions.append(f"further columns of pictures are ignored: {', '.join(aside)}")
         return cls(pictures[0], caption, label, cautions)
+
+
+def _require_sound(table: Any, columns: Iterable[str]) -> None:
+    """Raise an error of pyarrow for offsets beyond a column's bytes.
+
+    Reading there would kill the process. Contents are not read.
+    """
+    import pyarrow
+
+    binary = {pyarrow.string(): pyarrow.binary(), pyarrow.large_string(): pyarrow.large_binary()}
+    for name in columns:
+        column = table.column(name)
+        column.cast(binary.get(column.type, column.type)).validate(full=True)
 
 
 def _is_bytes(feature: Any) -> bool:

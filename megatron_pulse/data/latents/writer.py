@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -27,6 +28,8 @@ from megatron_pulse.encoders.text_recipe import TextParts
 from megatron_pulse.files import replacing
 
 _NONE: Mapping[str, Tensor] = {}
+_LEFTOVER = re.compile(r"\.\w+-\d{5}\.\d+\.part\.(npy|bin)")
+"""Name of a shard's file while it is written (see ``files.replacing``)."""
 
 
 class LatentWriter:
@@ -178,12 +181,18 @@ class LatentWriter:
         # Look twice: another completing writer removes its records only after writing meta.json.
         for _ in range(2):
             self._continue()
-            if self.complete:
-                return
-            if self.num_samples in (None, self.num_written):
+            if not self.complete and self.num_samples in (None, self.num_written):
                 self._meta.complete = True
                 self._meta.save(self.root)
+            if self.complete:
+                self._remove_leftovers()
                 return
+
+    def _remove_leftovers(self) -> None:
+        """Remove half-written shards of killed writers, once no shard is missing."""
+        for path in self.root.glob(".*.part.*"):
+            if _LEFTOVER.fullmatch(path.name):
+                path.unlink(missing_ok=True)
 
     def __enter__(self) -> LatentWriter:
         return self
