@@ -18,6 +18,7 @@ from megatron_pulse.data.dataset import NO_FIELDS, CorruptSample, DataError, Fie
 from megatron_pulse.data.images.folder import ImageSize
 from megatron_pulse.data.lazy_sequence import LazySequence
 from megatron_pulse.data.split_groups import ends_hash, name_hash
+from megatron_pulse.data.standard_splits import require_one_split
 from megatron_pulse.data.stored_file import ArchivedFile
 from megatron_pulse.errors import UserError
 from megatron_pulse.file_kinds import FileKind
@@ -127,6 +128,7 @@ class ParquetImages(TableImages):
         if not files:
             fault = "there are no parquet files in it" if path.is_dir() else "it is not there"
             raise DataError(what, [fault], "Give a parquet file, or a folder with some.")
+        require_one_split(what, path, files, prefixes=True)
 
         def load(library: Any) -> Any:
             return library.load_dataset(
