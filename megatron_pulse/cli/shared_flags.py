@@ -23,6 +23,7 @@ from megatron_pulse.planner.schedule.ilp.solvers import Solver, read_solver
 
 if TYPE_CHECKING:
     from megatron_pulse.data.images.folder import ImageSize
+    from megatron_pulse.data.opened_images import OpenedImages
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -90,15 +91,19 @@ def add_shape_flags(parser: argparse.ArgumentParser) -> None:
     add_flags(ShapeChoice, parser)
 
 
-def image_size_of(args: argparse.Namespace) -> ImageSize | None:
-    """Sizes of pictures that the flags ask for; raises UserError."""
+def image_size_of(args: argparse.Namespace, images: OpenedImages) -> ImageSize | None:
+    """Sizes of pictures that the flags ask for; raises UserError.
+
+    ``images`` are those that the command has opened.
+    """
     from megatron_pulse.data.picture_shapes import picture_shapes
 
     choice = read_flags(ShapeChoice, args)
     if choice.resolution is None and choice.buckets is None:
         size: int | None = args.image_size
         return size
-    return picture_shapes(args.spec, choice)
+    caption = getattr(args, "default_caption", "")  # `pulse data info` has no such flag
+    return picture_shapes(args.spec, choice, default_caption=caption, images=images)
 
 
 def shape_faults(args: argparse.Namespace) -> list[str]:

@@ -12,11 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_pulse.data.archives.tables import DatasetImages, ParquetImages, TableImages
-from megatron_pulse.data.archives.webdataset import WebDataset
 from megatron_pulse.data.augmentation import Augmentation
 from megatron_pulse.data.buckets import Buckets
-from megatron_pulse.data.captions import CaptionedImages, PairedImages
 from megatron_pulse.data.data_record import read_provenance
 from megatron_pulse.data.dataset import (
     NO_FIELDS,
@@ -35,12 +32,13 @@ from megatron_pulse.data.fields import (
 )
 from megatron_pulse.data.images.conditioning import CONDITIONING, Conditioned
 from megatron_pulse.data.images.digits import DIGIT_SOURCES, all_digits
-from megatron_pulse.data.images.folder import ImageFiles, ImageFolder, ImageSize
+from megatron_pulse.data.images.folder import ImageSize
 from megatron_pulse.data.images.masks import Masked
 from megatron_pulse.data.images.metadata import TEXT
 from megatron_pulse.data.joined import Joined
 from megatron_pulse.data.latents.folder import LatentFolder
 from megatron_pulse.data.latents.stores import LatentStores, has_index
+from megatron_pulse.data.opened_images import ARCHIVES, IMAGES, OpenedImages
 from megatron_pulse.data.shared_class_labels import labelled_by_name, unnamed_beside_named
 from megatron_pulse.data.split_groups import same_files, uncompared, units_of
 from megatron_pulse.data.stored_file import StoredFile
@@ -66,14 +64,6 @@ _UNNAMED = (
     "write-latents'), or none"
 )
 _SHOWN = 3
-FOLDERS = ("folder", "captions", "pairs")
-"""Kinds of datasets that are folders of image files."""
-ARCHIVES: Mapping[str, type[WebDataset | TableImages]] = {
-    each.kind: each for each in (WebDataset, ParquetImages, DatasetImages)
-}
-"""Classes of archives of images by their kinds."""
-IMAGES = (*FOLDERS, *ARCHIVES)
-"""Kinds of datasets that are image files."""
 _NEXT = re.compile(rf",(?=(?:{'|'.join(IMAGES)}|latents):|(?:mnist|digits8)(?:,|$))")
 """Comma between two datasets, as opposed to a comma within a path."""
 
@@ -135,10 +125,12 @@ def open_parts(
     channels: int = 3,
     verify: Callable[[str], bool] = lambda name: False,
     default_caption: str = "",
+    images: OpenedImages | None = None,
 ) -> list[tuple[str, DiffusionDataset, DiffusionDataset]]:
     """(name, training, validation) of each dataset that ``spec`` names, split as in a run.
 
-    ``verify`` selects the datasets whose files are all read. Raises DataError as ``open_dataset``
+    ``verify`` selects the datasets whose files are all read. ``images`` are those that the command
+    has opened. Raises DataError as ``open_dataset``
     does, for all datasets together.
     """
     names = names_of(spec)
@@ -146,7 +138,8 @@ def open_parts(
     for name in names:
         several = len(names) > 1
         with collecting(faults, (ValueError, OSError)) if several else nullcontext():
-            source = _open(name, image_size, channels, (), verify(name), default_caption)
+            how = image_size, channels, (), verify(name), default_caption
+            source = _open(name, *how, opened=images)
             opened.append((name, source))
     if faults:
         raise Faults(faults)
@@ -169,6 +162,7 @@ def open_buckets(
     masks: str | None = None,
     pairs: bool = False,
     prefixes: Sequence[str] = (),
+    images: OpenedImages | None = None,
 ) -> tuple[DiffusionDataset, DiffusionDataset, tuple[int, ...]]:
     """(training, validation) of all comma-separated datasets in ``spec``, and the shape of each
     part.
@@ -185,6 +179,8 @@ def open_buckets(
 
     The datasets of ``validation``, if given, are validated on, and all of ``spec`` trained on. Each
     side then has an empty part of the other's datasets.
+
+    ``images`` are those that this start has opened.
     """
     names = names_of(spec)
     num_trained = len(names)
@@ -216,6 +212,7 @@ def open_buckets(
                     default_caption=default_caption,
                     masks=of_samples,
                     prefix=prefix_of.get(name, prefixes[0] if len(prefixes) == 1 else ""),
+                    opened=images,
                 )
                 _require_pairs(name, source, pairs)
             opened.append((name, source))
@@ -290,13 +287,19 @@ def _by_shape(
 
 
 def open_by_shape(
-    spec: str, wanted: Sequence[WantedFields], verify: bool = False, default_caption: str = ""
+    spec: str,
+    wanted: Sequence[WantedFields],
+    verify: bool = False,
+    default_caption: str = "",
+    images: OpenedImages | None = None,
 ) -> tuple[np.ndarray, dict[int, DiffusionDataset]]:
     """(shape of each sample, all samples of each shape) of one dataset of pictures.
 
     Shapes are indices in ``wanted``. Raises DataError as ``open_dataset`` does.
     """
-    source = _open(spec, wanted=wanted, verify=verify, default_caption=default_caption)
+    source = _open(
+        spec, wanted=wanted, verify=verify, default_caption=default_caption, opened=images
+    )
     none = Subset(source, np.arange(0))
     order = np.array([source.shape_index(i) for i in range(len(source))])
     parts = {
@@ -435,6 +438,7 @@ def _open(
     default_caption: str = "",
     masks: str | None = None,
     prefix: str = "",
+    opened: OpenedImages | None = None,
 ) -> DiffusionDataset:
     """All samples of one dataset, before any split; at least two. Pictures of the ``wanted`` shapes
     are not yet divided."""
@@ -457,19 +461,12 @@ def _open(
     elif kind in IMAGES and path:
         if image_size is None:
             raise DataError(spec, ["images need a size"], "Give --image-size or --resolution.")
-
-        files: ImageFiles
         if kind in ARCHIVES:
-            given = None if column == TEXT else column
-            files = ARCHIVES[kind](
-                path, image_size, channels, fields, verify, given, default_caption
-            )
             _require_no_companions(spec, fields, masks)
-        elif kind == "folder":
-            files = ImageFolder(path, image_size, channels, verify, column, default_caption)
-        else:
-            of_texts = PairedImages if kind == "pairs" else CaptionedImages
-            files = of_texts(path, image_size, channels, fields, verify, column, default_caption)
+        listed = (opened or OpenedImages()).listed(kind, path, column, default_caption)
+        files = listed.resized(image_size, channels, fields)
+        if verify:
+            files.verify()
         files.begin_captions(prefix)
         source = files
         if CONDITIONING in fields:
@@ -506,23 +503,25 @@ def _column_of(path: str) -> tuple[str, str]:
     return (folder, column) if mark and column and not Path(path).is_dir() else (path, TEXT)
 
 
-def picture_sizes(spec: str) -> dict[tuple[int, int], int]:
+def picture_sizes(
+    spec: str, default_caption: str = "", images: OpenedImages | None = None
+) -> dict[tuple[int, int], int]:
     """Number of samples of each picture size (height, width) in the datasets of ``spec``.
 
     Reads the heads of all pictures. Pairs count by their winners. Raises DataError.
     """
     found = Counter[tuple[int, int]]()
-    for name in names_of(spec):
-        if DataName.of(name).kind in IMAGES:
-            source = _open(name, image_size=8)
-            assert isinstance(source, ImageFiles)
+    images = images or OpenedImages()
+    for named in map(DataName.of, names_of(spec)):
+        if named.kind in IMAGES:
+            source = images.listed(named.kind, named.path, named.column, default_caption)
             sizes = [size for size in source.deciding_sizes if size is not None]
             for size, count in Counter(sizes).items():
-                found[size] += count * DataName.of(name).repeats
+                found[size] += count * named.repeats
     return found
 
 
-def check_dataset(spec: str | None) -> list[str]:
+def check_dataset(spec: str | None, images: OpenedImages) -> list[str]:
     """Faults that prevent opening ``--pulse-data``, independent of the backbone."""
     faults: list[str] = []
     with collecting(faults, (ValueError, OSError)):
@@ -530,7 +529,7 @@ def check_dataset(spec: str | None) -> list[str]:
             raise no_data_named()
         for name in names_of(spec):
             with naming("--pulse-data"):
-                _open(name, image_size=8)
+                _open(name, image_size=8, opened=images)
     return faults
 
 

@@ -15,7 +15,7 @@ import unicodedata
 from collections.abc import Hashable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
@@ -33,7 +33,7 @@ from megatron_pulse.data.dataset import (
 from megatron_pulse.data.images.folder import ImageFiles, ImageSize
 from megatron_pulse.data.images.metadata import TEXT, Captions, read_captions
 from megatron_pulse.data.images.pairs import read_pairs
-from megatron_pulse.encoders.text_recipe import is_text
+from megatron_pulse.encoders.text_recipe import TextParts, is_text
 
 _END = ""
 """Stands behind the last word, as the end token of CLIP and T5 does: no text is without token."""
@@ -107,8 +107,18 @@ class WordedImages(ImageFiles):
         self, *args: Any, fields: Mapping[str, FieldSpec] = NO_FIELDS, **given: Any
     ) -> None:
         super().__init__(*args, **given)
+        self._take(fields)
+
+    def _take(self, fields: Mapping[str, FieldSpec]) -> None:
         self._encoder = WordEncoder(fields if self.has_captions else NO_FIELDS)
         self.fields = self._encoder.fields
+
+    def resized(
+        self, image_size: ImageSize, channels: int, fields: Mapping[str, FieldSpec] = NO_FIELDS
+    ) -> Self:
+        found = super().resized(image_size, channels)
+        found._take(fields)
+        return found
 
     def excess(self, index: int) -> int:
         return self._encoder.excess(self.caption(index))
@@ -203,6 +213,10 @@ class Encodes(Protocol):
     def excess(self, text: str) -> int:
         """Number of tokens that are truncated from a text."""
 
+    @property
+    def parts(self) -> TextParts:
+        """Parts of the fields by encoder."""
+
 
 class Tokenizes(Encodes, Protocol):
     """Tokenizer of one text to int64 ids and masks of the given shapes."""
@@ -242,6 +256,7 @@ class Encoded(Derived):
     ) -> None:
         super().__init__(source)
         self.fields = {**source.fields, **fields}
+        self.text_parts = encode.parts
         self._encode = encode
 
     def conditioning(self, index: int, variation: Variation | None = None) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_pulse.data.stored_file import StoredFile
 from megatron_pulse.diffusion.noise import Stream, philox
+from megatron_pulse.encoders.text_recipe import TextParts
 from megatron_pulse.errors import PicklableError, UserError, format_faults
 from megatron_pulse.json_validation import Text
 
@@ -129,6 +130,8 @@ class DiffusionDataset(ABC):
     """Number of shapes for which the dataset was opened (see ``shape_index``)."""
     has_pairs: bool = False
     """True if samples 2k and 2k + 1 are the winner and the loser of pair k."""
+    text_parts: TextParts = {}
+    """Parts of ``fields`` made by each text encoder, where known."""
     made_by: Mapping[str, str] = {}
     """Provenance of precomputed fields (and of the images, as LATENT), where known."""
     cautions: Sequence[str] = ()
@@ -319,6 +322,7 @@ class Derived(DiffusionDataset):
         self.has_groups = source.has_groups
         self.has_pairs = source.has_pairs
         self.num_shapes = source.num_shapes
+        self.text_parts = source.text_parts
         self.made_by = source.made_by
         self.cautions = source.cautions
         self.latent_shape = source.latent_shape

@@ -194,6 +194,13 @@ class Fitted(Derived):
         framed = SIZES & self._constants.keys() if self.frames else ()
         self._framed = {name: wanted[name] for name in framed}
         self._taken = [name for name in wanted if name in source.fields]
+        if taken.tokenize is not None:
+            self.text_parts = taken.tokenize.parts
+        self.text_parts = {
+            encoder: kept
+            for encoder, parts in self.text_parts.items()
+            if (kept := {name: part for name, part in parts.items() if name in wanted})
+        }
         self.faults = []
         for name, spec in wanted.items():
             reads = "the text encoders read" if name in tokens else "the backbone reads"

@@ -29,6 +29,8 @@ class Joined(DiffusionDataset):
         self.frames = any(each.frames for each in self._joined)
         self.has_captions = any(each.has_captions for each in self._joined)
         self.has_pairs = self._joined[0].has_pairs
+        parts = [each.text_parts for each in self._joined]
+        self.text_parts = parts[0] if all(one == parts[0] for one in parts) else {}
         self.cautions = [caution for each in self._joined for caution in each.cautions]
 
     @property

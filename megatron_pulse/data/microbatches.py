@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -19,13 +19,18 @@ from megatron_pulse.data.buckets import Buckets
 from megatron_pulse.data.dataset import DataError, DiffusionDataset, Variation
 from megatron_pulse.data.sampler import Item, MicrobatchSampler, PairSampler, readable
 from megatron_pulse.diffusion.loss import PLAIN, LossChoice
-from megatron_pulse.diffusion.noise import Stream, draw, offset_noise
+from megatron_pulse.diffusion.noise import Stream, draw, encoder_drops, offset_noise
 from megatron_pulse.diffusion.objectives import VALIDATION_TIMES, DiffusionProcess
 from megatron_pulse.encoders.autoencoder import posterior_noise, sampled
+from megatron_pulse.encoders.text_recipe import dropped_name, place_of
 from megatron_pulse.processes import end_with_parent
 
 _GRACE_S = 2.0
 """Seconds to wait for a worker's exit status after its pipe breaks."""
+
+
+NO_DROPOUT: Mapping[str, float] = {}
+"""No text encoder with a dropout of its own."""
 
 
 class Split(StrEnum):
@@ -50,6 +55,7 @@ def make_microbatch(
     needs_pixels: bool = True,
     loss: LossChoice = PLAIN,
     augmentation: Augmentation = NO_AUGMENTATION,
+    encoder_dropout: Mapping[str, float] = NO_DROPOUT,
 ) -> dict[str, Tensor]:
     """Make one microbatch of b = ``len(items)``, on the CPU. Each row depends on its item alone.
 
@@ -64,6 +70,10 @@ def make_microbatch(
     A ``dropped`` sample loses its label and its other conditioning together. Its values become
     ``null_label`` (None keeps labels) and those of the dataset's ``null_of``. A sample with an
     empty caption is ``dropped`` too, but keeps its label.
+
+    ``encoder_dropout`` has probabilities by text encoder, each drawn by itself: the encoder's parts
+    of the fields (see ``text_parts``) become those of the empty caption. ``NAME_dropped`` bool
+    ``[b]`` of each marks these samples, and the ``dropped``.
 
     Without ``needs_image`` (a device in the middle of the pipeline) ``noisy`` and ``target`` are
     omitted. No image is read and no noise drawn; the other fields are bit-identical. If the dataset
@@ -141,11 +151,17 @@ def make_microbatch(
     if skip_corrupt:
         corrupt = [index for index, other in zip(indices, taken, strict=True) if index != other]
         batch["corrupt"] = torch.tensor(corrupt, dtype=torch.int64) + first
+    unseen = [_unseen(seed, *drawn, encoder_dropout) if training else () for drawn in draws]
+    for name in encoder_dropout if training else ():
+        each = zip(dropped, unseen, strict=True)
+        batch[dropped_name(name)] = torch.tensor([drop or name in own for drop, own in each])
     if part.fields:
         given = [
             {**part.conditioning(index, variation), **(part.null_of(index) if drop else {})}
             for drop, index, variation in zip(dropped, taken, varied, strict=True)
         ]
+        for row, index, names in zip(given, taken, unseen, strict=True):
+            row |= _without_texts(row, part, index, names)
         batch.update({name: torch.stack([row[name] for row in given]) for name in part.fields})
     found = {"timesteps": timesteps} | ({"pixels": torch.stack(images)} if reads else {})
     visited = list(zip(taken, varied, strict=True)) if needs_image else []
@@ -170,6 +186,30 @@ def make_microbatch(
     if "noisy" not in batch and isinstance(dataset, Buckets):
         batch["noisy"] = torch.empty((len(items), *noised), device="meta")
     return batch
+
+
+def _unseen(
+    seed: int, index: int, position: int, probabilities: Mapping[str, float]
+) -> tuple[str, ...]:
+    """Text encoders that do not see the text of a sample at one visit."""
+    count = max(map(place_of, probabilities), default=0)
+    drops = encoder_drops(seed, index, position, count)
+    return tuple(name for name, p in probabilities.items() if drops[place_of(name) - 1] < p)
+
+
+def _without_texts(
+    row: Mapping[str, Tensor], part: DiffusionDataset, index: int, encoders: Sequence[str]
+) -> dict[str, Tensor]:
+    """Fields of a sample with the empty caption's values where one of ``encoders`` makes them."""
+    changed: dict[str, Tensor] = {}
+    null = part.null_of(index) if encoders else {}
+    for encoder in encoders:
+        for name, boxes in part.text_parts[encoder].items():
+            changed.setdefault(name, row[name].clone())
+            for box in boxes:
+                here = tuple(slice(*ends) for ends in box)
+                changed[name][here] = null[name][here]
+    return changed
 
 
 def _stacked(rows: Sequence[Tensor | None]) -> Tensor | None:
@@ -223,6 +263,7 @@ class DiffusionLoader:
     needs_pixels: bool = True
     loss: LossChoice = PLAIN
     augmentation: Augmentation = NO_AUGMENTATION
+    encoder_dropout: Mapping[str, float] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         pins = torch.cuda.is_available()
@@ -257,6 +298,7 @@ class DiffusionLoader:
             self.needs_pixels,
             self.loss,
             self.augmentation,
+            self.encoder_dropout,
         )
 
 

@@ -11,20 +11,29 @@ from megatron_pulse.data.images.shapes import (
     shown,
     used_shapes,
 )
+from megatron_pulse.data.opened_images import OpenedImages
 from megatron_pulse.data.picture_choice import ShapeChoice
 from megatron_pulse.errors import UserError
 
 
-def picture_shapes(data: str, choice: ShapeChoice, factor: int = 1) -> list[Size]:
+def picture_shapes(
+    data: str,
+    choice: ShapeChoice,
+    factor: int = 1,
+    default_caption: str = "",
+    images: OpenedImages | None = None,
+) -> list[Size]:
     """(height, width) in pixels of the shapes that ``choice`` gives the pictures of ``data``.
 
-    Sides are multiples of ``factor``. Shapes without a picture are left out. Raises UserError.
+    Sides are multiples of ``factor``. Shapes without a picture are left out. ``images`` are those
+    that this start has opened, with the ``default_caption``. Raises UserError.
     """
     side, text = choice.resolution, choice.buckets
     if text == AUTO:
         assert side is not None
         step = -(-choice.step // factor) * factor
-        return chosen_shapes(picture_sizes(data), side, step, choice.max_buckets)
+        sizes = picture_sizes(data, default_caption, images)
+        return chosen_shapes(sizes, side, step, choice.max_buckets)
     shapes = [(side, side)] if text is None and side is not None else read_shapes(text or "")
     if odd := [shown(shape) for shape in shapes if any(side % factor for side in shape)]:
         raise UserError(
@@ -32,5 +41,5 @@ def picture_shapes(data: str, choice: ShapeChoice, factor: int = 1) -> list[Size
         )
     if text is None:
         return shapes
-    used = used_shapes(shapes, picture_sizes(data))
+    used = used_shapes(shapes, picture_sizes(data, default_caption, images))
     return [shape for shape in shapes if shape in used] or shapes[:1]

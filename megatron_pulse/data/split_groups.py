@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import xxhash
 
-from megatron_pulse.data.stored_file import StoredFile, open_stored, stored_size
+from megatron_pulse.data.stored_file import ArchivedFile, StoredFile, open_stored, stored_size
 
 MOST_COMPARED = 100_000
 """Files; of more, only names are compared: every rank looks at each when a run starts."""
@@ -49,6 +49,8 @@ def content_hash(*paths: StoredFile) -> int:
 
 def ends_hash(path: StoredFile) -> int:
     """Hash of a file's size, beginning and end (XXH3, 63 bits); 0 if unreadable."""
+    if isinstance(path, ArchivedFile) and (known := path.ends()):
+        return known
     try:
         size, ends = stored_size(path), _ends(path)
     except OSError:  # told where it is read
@@ -71,7 +73,7 @@ def same_files(files: Sequence[StoredFile]) -> list[Hashable]:
     keys: dict[StoredFile, Hashable] = {path: path for path in unique}
     if len(unique) <= MOST_COMPARED:
         for sized in _alike(unique, stored_size):
-            for ended in _alike(sized, _ends):
+            for ended in _alike(sized, ends_hash):
                 for same in _alike(ended, content_hash):
                     keys |= dict.fromkeys(same, same[0])
     return [keys[path] for path in files]

@@ -26,6 +26,10 @@ class ArchivedFile(ABC):
     def num_bytes(self) -> int:
         """Number of bytes; raises OSError."""
 
+    def ends(self) -> int:
+        """Hash of size, beginning and end as by ``ends_hash``, if it is known; else 0."""
+        return 0
+
     @abstractmethod
     def version(self) -> str:
         """Text that is another one for another file, or if the archive has changed; raises

@@ -32,6 +32,7 @@ class Stream(IntEnum):
     NOISE_OFFSET = 8
     VARIATION = 9
     PATCH_SIZE = 10
+    ENCODER_DROPOUT = 11
 
 
 class Draw(NamedTuple):
@@ -80,6 +81,15 @@ def offset_noise(seed: int, sample_index: int, draw: int, num_channels: int) -> 
     """Standard normal number of each channel: float32 ``[num_channels, 1, 1]``."""
     generator = np.random.Generator(philox(seed, Stream.NOISE_OFFSET, sample_index, draw))
     return torch.from_numpy(generator.standard_normal((num_channels, 1, 1), dtype=np.float32))
+
+
+def encoder_drops(seed: int, sample_index: int, draw: int, count: int) -> list[float]:
+    """Uniform numbers in [0, 1), one for the text encoder at each place; each is independent of
+    ``count``.
+    """
+    generator = np.random.Generator(philox(seed, Stream.ENCODER_DROPOUT, sample_index, draw))
+    drops: list[float] = generator.random(count).tolist()
+    return drops
 
 
 def start_noise(seed: int, indices: range, shape: tuple[int, ...], step: int = 0) -> Tensor:

@@ -19,7 +19,14 @@ from megatron_pulse.encoders.loading import (
     stored,
 )
 from megatron_pulse.encoders.text_pieces import text_pieces
-from megatron_pulse.encoders.text_recipe import ComponentKind, Part, State, TextRecipe, folder_name
+from megatron_pulse.encoders.text_recipe import (
+    ComponentKind,
+    Part,
+    State,
+    TextParts,
+    TextRecipe,
+    folder_name,
+)
 from megatron_pulse.encoders.tokens import (
     Tokenizers,
     digest_of,
@@ -153,6 +160,10 @@ class TextEncoders:
 
     def encode(self, tokens: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Every field of one tokenized prompt, ``[length]`` each, as made by ``Tokenizers``."""
+        return self.joined(self._states(tokens))
+
+    def _states(self, tokens: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:
+        """States of one tokenized prompt by place."""
         found = {}
         for place, encoder in self.encoders.items():
             given = {"ids": tokens[ids_name(place)][None], "mask": tokens[mask_name(place)][None]}
@@ -160,7 +171,7 @@ class TextEncoders:
             if not all_finite(found[place]):
                 name = folder_name("text_encoder", place)
                 require(self.folder, [not_finite(name, encoder.dtype)], CHECK)
-        return self.joined(found)
+        return found
 
     def joined(self, found: Mapping[int, Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """Join states by place and name into fields; a batch dimension is kept.
@@ -173,26 +184,42 @@ class TextEncoders:
             if all(part.place in found for row in rows for part in row)
         }
 
-    def dropped(self, fields: Mapping[str, Tensor], which: Tensor) -> dict[str, Tensor]:
-        """Zero the ``fields [b, ...]`` of dropped texts; ``which``, bool [b], marks them.
+    def dropped(self, states: Mapping[str, Tensor], which: Tensor) -> dict[str, Tensor]:
+        """Zero the ``states [b, ...]`` of dropped texts; ``which``, bool [b], marks them.
 
-        Without ``zeros_if_empty`` the fields stay: dropped texts were encoded as the empty text.
+        Without ``zeros_if_empty`` the states stay: dropped texts were encoded as the empty text.
         """
         if not self.zeros_if_empty:
-            return dict(fields)
+            return dict(states)
         return {
             name: value
             if value.dtype == torch.int64
             else value.masked_fill(
                 which.view(-1, *[1] * (value.ndim - 1)).to(value.device, non_blocking=True), 0
             )
-            for name, value in fields.items()
+            for name, value in states.items()
         }
 
     def null(self) -> dict[str, Tensor]:
         """Fields of the empty prompt."""
         fields = {name: value[None] for name, value in self("").items()}
         return {name: v[0] for name, v in self.dropped(fields, torch.tensor([True])).items()}
+
+    @property
+    def parts(self) -> TextParts:
+        """Parts of the fields by encoder: (start, stop) in each dimension."""
+        found: dict[str, dict[str, list[list[list[int]]]]] = {}
+        for name, rows in self.recipe.fields.items():
+            begin = 0
+            for row in rows:
+                sizes, at = [self._shape(part) for part in row], 0
+                for part, size in zip(row, sizes, strict=True):
+                    rest = [[begin, begin + size[0]]] if len(size) == 2 else []
+                    of = found.setdefault(folder_name("text_encoder", part.place), {})
+                    of.setdefault(name, []).append([*rest, [at, at + size[-1]]])
+                    at += size[-1]
+                begin += sizes[0][0]
+        return found
 
     def excess(self, text: str) -> int:
         """Largest number of tokens truncated from a text; 0 if the text fits."""

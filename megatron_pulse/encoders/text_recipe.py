@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -43,6 +43,11 @@ class Part:
     def __str__(self) -> str:
         return f"{folder_name('text_encoder', self.place)} {self.state}"
 
+
+type TextParts = Mapping[str, Mapping[str, Sequence[Sequence[Sequence[int]]]]]
+"""Parts of fields by text encoder: of its folder's name and a field's name, parts as (start, stop)
+in every dimension.
+"""
 
 Row = tuple[Part, ...]
 """States concatenated along their width."""
@@ -122,6 +127,16 @@ VAE = "vae"
 def folder_name(what: str, place: int) -> str:
     """Pipeline folder name of ``text_encoder`` or ``tokenizer`` at a place."""
     return what if place == 1 else f"{what}_{place}"
+
+
+def place_of(text_encoder: str) -> int:
+    """Place of an encoder by its folder name (see ``folder_name``)."""
+    return int(text_encoder.removeprefix("text_encoder").removeprefix("_") or 1)
+
+
+def dropped_name(text_encoder: str) -> str:
+    """Name in a microbatch of the flags of samples whose text one encoder does not see."""
+    return f"{text_encoder}_dropped"
 
 
 def is_text(field: str) -> bool:

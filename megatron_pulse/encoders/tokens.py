@@ -18,7 +18,14 @@ from torch import Tensor
 
 from megatron_pulse.diffusion.published import original_files
 from megatron_pulse.encoders.loading import files_amiss
-from megatron_pulse.encoders.text_recipe import LONGEST, VAE, TextRecipe, folder_name, length_said
+from megatron_pulse.encoders.text_recipe import (
+    LONGEST,
+    VAE,
+    TextParts,
+    TextRecipe,
+    folder_name,
+    length_said,
+)
 from megatron_pulse.errors import UserError, describe_exception, format_faults
 
 _CONTENT = ("*.safetensors", "*.bin", "*.json", "*.txt", "*.model")
@@ -99,6 +106,16 @@ class Tokenizers:
             name: (length,)
             for place, length in self.lengths.items()
             for name in (ids_name(place), mask_name(place))
+        }
+
+    @property
+    def parts(self) -> TextParts:
+        """Parts of the fields by encoder: all of its ids and mask."""
+        return {
+            folder_name("text_encoder", place): {
+                name: [((0, length),)] for name in (ids_name(place), mask_name(place))
+            }
+            for place, length in self.lengths.items()
         }
 
     def __call__(self, text: str) -> dict[str, Tensor]:

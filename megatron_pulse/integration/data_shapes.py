@@ -11,6 +11,7 @@ from megatron_pulse.data.build import DataName, names_of
 from megatron_pulse.data.images.shapes import AUTO, Size, read_shapes
 from megatron_pulse.data.latents.layout import META, Meta
 from megatron_pulse.data.latents.stores import has_index, store_folders
+from megatron_pulse.data.opened_images import OpenedImages
 from megatron_pulse.data.picture_choice import BUCKETS
 from megatron_pulse.data.picture_shapes import picture_shapes
 from megatron_pulse.encoders.autoencoder import Autoencoder
@@ -22,12 +23,16 @@ from model_specs import is_cascade, with_texts_of
 
 
 def with_data_shapes(
-    args: argparse.Namespace, options: PulseOptions, start: StartingPoint | None
+    args: argparse.Namespace,
+    options: PulseOptions,
+    start: StartingPoint | None,
+    images: OpenedImages,
 ) -> PulseOptions:
     """``options`` with the backbone's option ``buckets``, where the data decide it; ``args`` too.
 
     Shapes that flags ask for are found from the heads of all pictures, on every rank alike; a
-    continued run keeps its own. Latents of several shapes have theirs. Raises ValueError.
+    continued run keeps its own. Latents of several shapes have theirs. ``images`` are those that
+    this start has opened. Raises ValueError.
     """
     choice, data = options.shapes, options.data
     asked = choice.resolution is not None or choice.buckets is not None
@@ -53,7 +58,9 @@ def with_data_shapes(
                 "with which they were written"
             )
         factor, shapes = _factor(options), _kept(options, start)
-        shapes = shapes or _in_latents(picture_shapes(data, choice, factor), factor)
+        if not shapes:
+            pixels = picture_shapes(data, choice, factor, options.default_caption, images)
+            shapes = _in_latents(pixels, factor)
     elif kinds == {"latents"}:
         shapes = _stored(data)
     else:

@@ -32,7 +32,7 @@ from megatron_pulse.encoders.encoder_piece import States
 from megatron_pulse.encoders.finite import any_broken, not_finite
 from megatron_pulse.encoders.image_pieces import MOMENTS, PIXELS
 from megatron_pulse.encoders.text_encoders import TextEncoders
-from megatron_pulse.encoders.text_recipe import VAE, TextRecipe, folder_name
+from megatron_pulse.encoders.text_recipe import VAE, TextRecipe, dropped_name, folder_name
 from megatron_pulse.encoders.tokens import digest_of, ids_name, mask_name
 from megatron_pulse.errors import Faults, collecting, unknown_name
 from megatron_pulse.integration.flags.pulse_options import PulseOptions
@@ -363,11 +363,13 @@ class DeviceEncoders:
             self._broken[name] = broken | self._broken.get(name, broken)
         if self._texts is not None:
             found = {
-                place: encoded[name]
+                place: self._texts.dropped(
+                    encoded[name], batch.get(dropped_name(name), batch["dropped"])
+                )
                 for place in self._texts.encoders
                 if (name := folder_name("text_encoder", place)) in encoded
             }
-            made |= self._texts.dropped(self._texts.joined(found), batch["dropped"])
+            made |= self._texts.joined(found)
         if self._vae is not None and VAE in encoded and "noise" in batch:
             mean, deviation = self._vae.normalized(encoded[VAE][MOMENTS])
             made |= noised_here(batch, mean, deviation, self._process)

@@ -82,7 +82,8 @@ def faults_before_ranks(argv: Sequence[str], num_ranks: int, *, has_backbone: bo
             line, options, given = read_command_line(argv, num_ranks, has_backbone=has_backbone)
             if not has_backbone:
                 layout = [] if options.auto else check_layout(line, options)
-                faults = [*check_flags(line, options), *layout, *check_dataset(options.data)]
+                faults = [*check_flags(line, options), *layout]
+                faults += check_dataset(options.data, line.images)
                 if not faults:
                     with collecting(faults):
                         faults += adapter_faults(find_start(line.args), options)
@@ -136,7 +137,7 @@ def read_command_line(
             faults, given = [*faults, *contrary], None
     if has_backbone and not any(flag_faults(options, PREFIX)):
         with collecting(faults, (ValueError, OSError)):
-            options = with_data_shapes(args, options, find_start(args))
+            options = with_data_shapes(args, options, find_start(args), line.images)
     if options.epochs is not None or options.warmup_epochs is not None:
         faults += _set_steps_of_epochs(line, options)
     line = replace(line, faults=tuple(faults))
@@ -201,7 +202,8 @@ def open_data(
     wanted = {"backbone": backbone.record, "process": process}
     if any(line.opened.get(name) != value for name, value in wanted.items()):
         opens = CascadeData if backbone.parts else DiffusionData
-        line.opened.update(wanted, data=opens(options, backbone, process, line.args.seed))
+        data = opens(options, backbone, process, line.args.seed, line.images)
+        line.opened.update(wanted, data=data)
     return line.opened["data"]  # type: ignore[no-any-return]
 
 
@@ -282,7 +284,7 @@ def _check_auto(line: CommandLine, options: PulseOptions) -> Iterator[str]:
     if args.pulse_data is None:
         yield "--pulse-auto needs --pulse-data"
     elif backbone is None or backbone.parts or process is None:
-        yield from check_dataset(args.pulse_data)
+        yield from check_dataset(args.pulse_data, line.images)
     else:
         faults: list[str] = []
         with collecting(faults, (ValueError, OSError)):
@@ -356,7 +358,7 @@ def prepare(
         faults += faults_in(error)
         can_plan = False
     if backbone is None:
-        faults += check_dataset(options.data)
+        faults += check_dataset(options.data, line.images)
     else:
         faults += _undivided(backbone, args.tensor_model_parallel_size)
         args.pulse_record = backbone.saved_record

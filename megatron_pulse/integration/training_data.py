@@ -6,7 +6,7 @@ import argparse
 import hashlib
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +26,7 @@ from megatron_pulse.data.dataset import DataError, DiffusionDataset, FieldSpec
 from megatron_pulse.data.fields import WantedFields
 from megatron_pulse.data.images.survey import require_readable, require_white, surveys
 from megatron_pulse.data.microbatches import DiffusionLoader, Split
+from megatron_pulse.data.opened_images import OpenedImages
 from megatron_pulse.data.patchwise import PatchwiseSampler, patches_of
 from megatron_pulse.data.sampler import MicrobatchSampler, PairSampler
 from megatron_pulse.dataclass_flags import flag_name
@@ -108,11 +109,16 @@ class DiffusionData:
     """``--pulse-data``, opened for ``backbone`` and ``process`` at the backbone's resolutions.
 
     Raises DataError with all faults, if the data lack a field that the backbone reads or do not fit
-    otherwise.
+    otherwise. ``images`` are those that this start has opened.
     """
 
     def __init__(
-        self, options: PulseOptions, backbone: Backbone, process: DiffusionProcess, seed: int
+        self,
+        options: PulseOptions,
+        backbone: Backbone,
+        process: DiffusionProcess,
+        seed: int,
+        images: OpenedImages | None = None,
     ) -> None:
         chains = [at_shape(backbone, shape_index) for shape_index in range(backbone.num_shapes)]
         patchwise = PATCH_CORNER in backbone.batch_fields
@@ -124,6 +130,9 @@ class DiffusionData:
         self.description = " or ".join(dict.fromkeys(map(process.describe, num_tokens)))
         self._seed = seed
         self._class_dropout = options.class_dropout
+        self._encoder_dropout = {
+            name: float(rate) for name, rate in options.encoder_dropout.items() if float(rate)
+        }
         self._loss = options.training_loss
         self._copies_reference = copies_reference(backbone.record)
         self._skip_corrupt = options.skip_corrupt
@@ -169,11 +178,14 @@ class DiffusionData:
                 options.masks,
                 pairs=self._loss.is_preference,
                 prefixes=options.augmented.caption_prefix,
+                images=images,
             )
         self._augmentation = options.augmented.augmentation
         if faults := list(unvaried(self.train, self._augmentation)):
             remedy = "Leave these flags out, or give other data."
             raise DataError(f"--pulse-data {options.data}", faults, remedy)
+        if self._encoder_dropout:
+            _require_encoders(f"--pulse-data {options.data}", self.train, self._encoder_dropout)
         self._patches: Mapping[Split, DiffusionDataset] = {}
         """In patch-wise training, training samples with their patches, and whole ones."""
         self.shares: tuple[float, ...] = ()
@@ -518,6 +530,7 @@ class DiffusionData:
             other_processes=tuple(self._processes[1:]),
             loss=self._loss,
             augmentation=self._augmentation,
+            encoder_dropout=self._encoder_dropout,
             **how,
         )
 
@@ -563,6 +576,25 @@ class DiffusionData:
 
 def _sizes_of(plan: Plan) -> list[int]:
     return [shape.micro_batch_size for shape in plan.shapes]
+
+
+def _require_encoders(what: str, data: DiffusionDataset, encoders: Collection[str]) -> None:
+    """Raise DataError unless the parts of all text fields that ``encoders`` make are known."""
+    known = set.intersection(*({*part.text_parts} for part in data.parts))
+    if not known and any(map(is_text, data.fields)):
+        raise DataError(
+            what,
+            ["--pulse-encoder-dropout: it does not record which text encoder made which states"],
+            "Give its 'pulse data write-latents' command again, which adds the record.",
+        )
+    faults = [
+        f"--pulse-encoder-dropout: the backbone reads no texts of {name}"
+        + (f", but of {', '.join(sorted(known))}" if known else "")
+        for name in encoders
+        if name not in known
+    ]
+    if faults:
+        raise DataError(what, faults, "Leave these encoders out.")
 
 
 def _require_sigma(backbone: Backbone) -> None:

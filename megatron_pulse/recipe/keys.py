@@ -243,6 +243,11 @@ class Training:
     dropout: Annotated[float, Ge(0)] | None = key(
         "probability of dropping label and captions, for guidance", "--pulse-class-dropout"
     )
+    encoder_dropout: Mapping[str, Annotated[float, Ge(0)]] = key(
+        "of dropping a sample's text for one encoder: {text_encoder_2 = 0.1}",
+        "--pulse-encoder-dropout",
+        {},
+    )
     ema_decay: Annotated[float, Ge(0)] | None = key("0: no EMA", "--pulse-ema-decay")
     deterministic: bool = key("deterministic kernels only", "--deterministic-mode", False)
 

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import struct
 import tarfile
 from pathlib import Path
 
@@ -349,6 +350,17 @@ def test_odd_tables_are_refused(tmp_path):
     _saved({"left": rows["image"], "right": rows["image"]}, two, "datasets", **both)
     with pytest.raises(DataError, match=r"several columns hold pictures \(left, right\)"):
         open_dataset(f"datasets:{two}", 8)
+    one, broken = len(picture(3)), tmp_path / "broken"
+    _saved(rows, broken, "datasets", **of)
+    file = next(broken.glob("*.arrow"))
+    content = file.read_bytes()
+    offsets = struct.pack("<4i", 0, one, 2 * one, 3 * one)
+    beyond = struct.pack("<4i", 0, one, 2 * one, 1 << 30)
+    assert content.count(offsets) == 1
+    for damaged in (content.replace(offsets, beyond), content[: len(content) // 2]):
+        file.write_bytes(damaged)  # pyarrow would kill the process when a row is read
+        with pytest.raises(DataError, match=r"cannot be read: (.*Offset|Expected to )"):
+            open_dataset(f"datasets:{broken}", 8)
     texts = tmp_path / "texts"
     _saved({"text": ["a"] * 3}, texts, "datasets", text=datasets.Value("string"))
     with pytest.raises(DataError, match="no column holds pictures; its columns are text"):

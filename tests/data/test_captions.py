@@ -235,6 +235,8 @@ def test_an_uncaptioned_sample_is_one_whose_conditioning_is_dropped(tmp_path):
         def null(self):
             return {"context": torch.zeros(2)}
 
+        parts = {}
+
     data = Encoded(ImageFolder(tmp_path, 8), Encode(), {"context": FieldSpec((2,))})
     batch = make_microbatch(data, [(0, 0), (1, 1)], DiffusionProcess(Objective.V), 0)
     assert batch["context"].tolist() == [[1, 1], [0, 0]]

@@ -27,8 +27,10 @@ from megatron_pulse.data.images.shapes import (
     cropped_fraction,
     read_shapes,
 )
-from megatron_pulse.data.images.sizes import upright_sizes
+from megatron_pulse.data.images.sizes import heads_of
+from megatron_pulse.data.images.survey import surveys
 from megatron_pulse.data.microbatches import make_microbatch
+from megatron_pulse.data.opened_images import OpenedImages
 from megatron_pulse.diffusion.objectives import DiffusionProcess, Objective
 from megatron_pulse.errors import UserError
 
@@ -330,16 +332,16 @@ def test_sizes_are_remembered_until_a_file_changes(
     files = [folder / f"{i}.png" for i in range(4)]
     for i, path in enumerate(files):
         Image.new("L", (i + 1, 9)).save(path)
-    expected = [(9, i + 1) for i in range(4)]
+    expected = [(9, i + 1, False) for i in range(4)]
     for _ in range(2):
-        assert upright_sizes(folder, files) == expected
+        assert heads_of(folder, files) == expected
     (kept,) = (tmp_path / "cache" / "picture-sizes").glob("*.npy")
     before = kept.read_bytes()
     Image.new("L", (70, 60)).save(files[2])
-    assert upright_sizes(folder, files)[2] == (60, 70)
+    assert heads_of(folder, files)[2] == (60, 70, False)
     assert kept.read_bytes() != before
     kept.write_bytes(b"damaged")
-    assert upright_sizes(folder, files[:2]) == expected[:2]
+    assert heads_of(folder, files[:2]) == expected[:2]
 
 
 def test_unreadable_shapes_are_refused(photos: Path) -> None:
@@ -356,3 +358,26 @@ def test_unreadable_shapes_are_refused(photos: Path) -> None:
 def test_sizes_of_buckets_that_do_not_divide_a_step_are_refused() -> None:
     with pytest.raises(ValueError, match="(?s)4 consumed samples end within 12.*12.*= 4 \\* 2"):
         BucketSampler([20, 8], 4, 2, 0, 2, 0, group_size=12, micro_batch_sizes=[2, 4])
+
+
+def test_pictures_are_listed_once_in_a_start(tmp_path: Path) -> None:
+    """What the shapes were chosen by is what is trained on; changes are found at reading."""
+    for i in range(12):
+        size = (16, 8) if i % 2 else (8, 16)
+        Image.new("RGB", size, (20 * i, 0, 0)).save(tmp_path / f"{i:02}.png")
+        (tmp_path / f"{i:02}.txt").write_text(f"a picture {i}")
+    spec, images = f"captions:{tmp_path}", OpenedImages()
+    wanted = [WantedFields((3, 8, 16), FIELDS), WantedFields((3, 16, 8), FIELDS)]
+    fresh = open_buckets(spec, wanted)[0]
+    assert picture_sizes(spec, images=images) == {(8, 16): 6, (16, 8): 6}
+    for path in tmp_path.iterdir():
+        path.write_bytes(f"another {path.name}".encode())
+    train = open_buckets(spec, wanted, images=images)[0]
+    assert [len(part) for part in train.parts] == [len(part) for part in fresh.parts]
+    assert all(train.caption(i) == fresh.caption(i) for i in range(len(train)))
+    assert torch.equal(train.conditioning(0)["time_ids"], fresh.conditioning(0)["time_ids"])
+    assert len(surveys([train])[0].unreadable) == 12
+    with pytest.raises(CorruptSample, match="not an image"):
+        train.image(0)
+    with pytest.raises(DataError):
+        open_buckets(spec, wanted)[0].image(0)

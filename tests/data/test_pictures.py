@@ -240,7 +240,7 @@ def test_what_is_left_aside_is_told(tmp_path, capsys):
         assert "5 texts (old.txt, p.txt, q.txt, ...) without a picture of that name" in told.err
         assert "1 picture (old.avif) in unsupported formats" in told.err
         assert "2 hidden files (._0.png, deep/.thumbs/1.png) with picture names" in told.err
-        assert "1 link (deep/link) to folders below class folders: not followed" in told.err
+        assert "1 link (deep/link) to folders below class folders, or" in told.err
         assert "1 file (video.mp4) without a picture's suffix" in told.err
         assert "1 table (captions.csv): ignored; captions are read from" in told.err
         assert "README" not in told.err

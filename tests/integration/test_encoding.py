@@ -44,6 +44,7 @@ READS = [
     "--pulse-option", "sample_size=4", "--pulse-option", f"context_length={LENGTH}",
 ]  # fmt: skip
 
+DROPS = ["--pulse-class-dropout", "0.4", "--pulse-encoder-dropout", "text_encoder=0.3"]
 OPTIONS = dict(flag.split("=") for flag in (*TINY["unet"], *READS) if "=" in flag)
 
 
@@ -62,10 +63,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def flags(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     data = captioned_digits(tmp_path_factory.mktemp("digits"))
-    return [
-        *STEPS, *READS, "--pulse-data", data, "--pulse-class-dropout", "0.4",
-        "--pulse-encoders", str(folder),
-    ]  # fmt: skip
+    return [*STEPS, *READS, "--pulse-data", data, *DROPS, "--pulse-encoders", str(folder)]
 
 
 @pytest.fixture(scope="module")
@@ -117,15 +115,15 @@ def test_chains_of_a_cascade_encode_as_they_do_alone(
     def options(chain: str, *given: str) -> list[str]:
         return [word for g in given if "=" in g for word in ("--pulse-option", f"{chain}.{g}")]
 
-    source, drops = flags[flags.index("--pulse-data") + 1], ["--pulse-class-dropout", "0.4"]
+    source = flags[flags.index("--pulse-data") + 1]
     cascade = [
-        "--pulse-backbone", "cascade:base=sd-tiny,upper=unet-tiny", *STEPS, *drops,
+        "--pulse-backbone", "cascade:base=sd-tiny,upper=unet-tiny", *STEPS, *DROPS,
         *options("base", *TINY["unet"], *READS), *options("upper", *TINY["unet"]),
         "--pulse-data", f"base={source},upper=digits8", "--pulse-encoders", f"base={folder}",
     ]  # fmt: skip
     kept = ["--save", str(tmp_path / "kept")]
     got = run(2, *cascade, *kept, *pipeline(2), backbone="none")
-    require_each(got, {"base": expected, "upper": alone(*STEPS, *drops, backbone="unet")})
+    require_each(got, {"base": expected, "upper": alone(*STEPS, *DROPS[:2], backbone="unet")})
     argv = ["sample", "--load", str(tmp_path / "kept"), "--chain", "base", "--steps", "2"]
     argv += ["--prompt", "a red bird", "--per-class", "1", "-o"]
     assert main([*argv, str(tmp_path / "a.png")]) == 0
@@ -366,7 +364,7 @@ def test_what_is_stored_is_what_is_encoded(
         return f"latents:{tmp_path / name}"
 
     kept, latents = tmp_path / "kept", write(folder, "latents")
-    given = [*STEPS, *READS, "--pulse-class-dropout", "0.4"]
+    given = [*STEPS, *READS, *DROPS]
     save = ["--save", str(kept), "--save-interval", "2"]
     data = ["--pulse-data", latents]
     assert_same(run(2, *given, *data, *save, *pipeline(2), backbone="unet"), expected)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_pulse.dataclass_flags import RENAMED
+from megatron_pulse.dataclass_flags import RENAMED, flag_value
 from megatron_pulse.errors import UserError
 from megatron_pulse.integration.flags.parse import Parser, parse
 from megatron_pulse.recipe.examples import example_names, example_text
@@ -44,6 +44,7 @@ VALUES = {
     "loss.weighting": "p2",
     "optimizer.schedule": "cosine",
     "training.dropout": 0.2,
+    "training.encoder_dropout": {"text_encoder_2": 0.5},
     "training.ema_decay": 0.9,
     "parallel.placement": "fold",
     "parallel.schedule": "1f1b",
@@ -108,7 +109,7 @@ def test_key_becomes_its_flag(tmp_path: Path, key: str):
         action = Parser()._option_string_actions[flag]
         read = getattr(line.args, action.dest)
         if isinstance(one, dict):
-            assert read == ["depth=4", "skips=true"]
+            assert read == [f"{name}={flag_value(given)}" for name, given in one.items()]
         elif isinstance(read, tuple):
             assert read == (2, 3)
         elif isinstance(read, list):

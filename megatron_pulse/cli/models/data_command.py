@@ -125,14 +125,17 @@ def run_check(args: argparse.Namespace) -> None:
     from megatron_pulse.data.buckets import buckets_of
     from megatron_pulse.data.build import open_parts
     from megatron_pulse.data.images.survey import require_readable, surveys
+    from megatron_pulse.data.opened_images import OpenedImages
 
+    images = OpenedImages()
     with as_user_error(OSError, Faults):
         parts = open_parts(
             args.spec,
-            image_size_of(args),
+            image_size_of(args, images),
             args.channels,
             lambda name: name.startswith("latents:"),
             args.default_caption,
+            images,
         )
         halves = [half for _, *both in parts for half in both]
         pairings = _pairings(halves)
@@ -200,11 +203,13 @@ def run_info(args: argparse.Namespace) -> None:
     """Open the datasets as training does and print what they hold."""
     require(command_faults(args) + shape_faults(args))
     from megatron_pulse.data.build import open_parts
+    from megatron_pulse.data.opened_images import OpenedImages
 
+    images = OpenedImages()
     lines, reports = list[str](), list[dict[str, Any]]()
     with as_user_error(OSError, Faults):
-        sizes = image_size_of(args)
-        parts = open_parts(args.spec, sizes, args.channels, lambda name: args.verify)
+        sizes = image_size_of(args, images)
+        parts = open_parts(args.spec, sizes, args.channels, lambda name: args.verify, images=images)
         for name, train, validation in parts:
             pairs, report = _described(name, train, validation, args.verify)
             lines += (
@@ -267,10 +272,11 @@ def _described(
 def _others(spec: str, train: DiffusionDataset, verify: bool) -> Path | None:
     """The folder that has another picture of each, as a ControlNet needs it; what is wrong with
     one that is there is told."""
-    from megatron_pulse.data.build import IMAGES, open_dataset
+    from megatron_pulse.data.build import open_dataset
     from megatron_pulse.data.dataset import DataError, FieldSpec
     from megatron_pulse.data.fields import WantedFields
     from megatron_pulse.data.images.conditioning import CONDITIONING, others_of
+    from megatron_pulse.data.opened_images import IMAGES
 
     kind, _, path = spec.partition(":")
     others = others_of(Path(path.partition("#")[0])) if path else Path()

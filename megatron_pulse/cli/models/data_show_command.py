@@ -61,10 +61,14 @@ def run(args: argparse.Namespace) -> None:
     import torch
 
     from megatron_pulse.data.build import open_parts
+    from megatron_pulse.data.opened_images import OpenedImages
 
+    images = OpenedImages()
     with as_user_error(OSError, Faults):
-        sizes = image_size_of(args)
-        parts = open_parts(args.spec, sizes, args.channels, default_caption=args.default_caption)
+        sizes = image_size_of(args, images)
+        parts = open_parts(
+            args.spec, sizes, args.channels, default_caption=args.default_caption, images=images
+        )
         of_shape: dict[tuple[int, int], list[tuple[torch.Tensor, str]]] = {}
         for _, train, _ in parts:
             shapes = [train.shape_index(i) for i in range(len(train))]

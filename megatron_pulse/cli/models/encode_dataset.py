@@ -33,6 +33,7 @@ from megatron_pulse.data.images.shapes import AUTO, shown
 from megatron_pulse.data.latents.layout import FILES, MIRRORED, LatentLayout, LatentType
 from megatron_pulse.data.latents.stores import Store, has_index, stores_below, write_index
 from megatron_pulse.data.latents.writer import LatentWriter
+from megatron_pulse.data.opened_images import OpenedImages
 from megatron_pulse.data.picture_choice import BUCKETS, ShapeChoice
 from megatron_pulse.data.picture_shapes import picture_shapes
 from megatron_pulse.data.split_groups import name_hash
@@ -102,8 +103,11 @@ def _write_stores(
 ) -> None:
     """Encode pictures of several shapes, each shape into a store below the folder."""
     factor = 1 if autoencoder is None else autoencoder.factor
+    images, caption = OpenedImages(), args.default_caption
     with as_user_error(OSError):
-        sizes = _shapes_there(args.output, choice) or picture_shapes(args.source, choice, factor)
+        sizes = _shapes_there(args.output, choice) or picture_shapes(
+            args.source, choice, factor, caption, images
+        )
         latents = ",".join(f"{height // factor}x{width // factor}" for height, width in sizes)
         backbone = _backbone(args, {BUCKETS: latents})
         chains = [None if backbone is None else at_shape(backbone, k) for k in range(len(sizes))]
@@ -111,7 +115,7 @@ def _write_stores(
             _wanted(args, text_states, chain, size) or WantedFields((args.channels, *size))
             for chain, size in zip(chains, sizes, strict=True)
         ]
-        order, parts = open_by_shape(args.source, wanted, args.verify, args.default_caption)
+        order, parts = open_by_shape(args.source, wanted, args.verify, caption, images)
         number_of = {shape: number for number, shape in enumerate(sorted(parts))}
         stores = [Store(folder=shown(sizes[k]), pixels=sizes[k]) for k in number_of]
         write_index(args.output, stores, np.array([number_of[k] for k in order.tolist()]))
@@ -190,7 +194,8 @@ def _write_store(
     if args.flip and CONDITIONING in fields:
         require(["--flip: control pictures are stored once; mirror their files instead"])
     with as_user_error(OSError):
-        writer = LatentWriter(output, layout, dataset.null_conditioning(), len(dataset))
+        nulls, count = dataset.null_conditioning(), len(dataset)
+        writer = LatentWriter(output, layout, nulls, count, dataset.text_parts)
         _encode_edited_anew(writer, dataset, place)
         there = writer.count()
         if writer.complete:

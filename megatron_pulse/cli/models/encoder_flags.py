@@ -50,7 +50,8 @@ def caption_faults(args: argparse.Namespace, source: str) -> list[str]:
     """Fault of a ``--default-caption`` that ``source`` makes no use of."""
     if not args.default_caption:
         return []
-    from megatron_pulse.data.build import IMAGES, names_of
+    from megatron_pulse.data.build import names_of
+    from megatron_pulse.data.opened_images import IMAGES
 
     if not any(name.partition(":")[0] in IMAGES for name in names_of(source)):
         return [f"--default-caption is for image files: {':PATH, '.join(IMAGES)}:PATH"]

@@ -367,6 +367,7 @@ def _guidance(
     None if there is no conditioning that can be dropped. Guidance away from a null class or caption
     that training never dropped to is guidance away from noise; a negative prompt takes its place.
     """
+    from megatron_pulse.integration.flags.pulse_options import drops_captions
     from megatron_pulse.integration.flags.recipe_keys import with_keys
     from megatron_pulse.recipe.flags import keys_by_flag
 
@@ -385,8 +386,7 @@ def _guidance(
         return None, ""
     if given == 1:
         return given, ""
-    dropout = getattr(model.arguments, "pulse_class_dropout", None)
-    if dropout != 0 or args.negative_prompt is not None:
+    if drops_captions(model.arguments, model.backbone) or args.negative_prompt is not None:
         return given, ""
     null = "empty caption" if model.num_classes is None else "null class"
     by = "--pulse-class-dropout 0"

@@ -148,7 +148,7 @@ def _check(args: argparse.Namespace) -> list[str]:
     elif args.backbone is None:
         faults.append("--encoders: name the --backbone or --module that will read the states")
     else:
-        from megatron_pulse.data.build import IMAGES
+        from megatron_pulse.data.opened_images import IMAGES
 
         faults += backbone_faults(args)
         if args.source.partition(":")[0] not in IMAGES:
@@ -161,7 +161,7 @@ def _check(args: argparse.Namespace) -> list[str]:
     if any(name.rpartition("*")[2].isdecimal() for name in [args.source] if "*" in name):
         faults.append(f"--from {args.source}: repeats are for training, --pulse-data latents:DIR*N")
     if args.text_states is not None:
-        from megatron_pulse.data.build import IMAGES
+        from megatron_pulse.data.opened_images import IMAGES
 
         if args.source.partition(":")[0] not in IMAGES:
             faults.append(f"--text-states is for captions, which {args.source} cannot have")

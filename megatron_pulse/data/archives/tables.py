@@ -7,7 +7,7 @@ cache folder, since a row in the middle of it cannot be read alone. No code of a
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from megatron_pulse.data.dataset import NO_FIELDS, CorruptSample, DataError, Fie
 from megatron_pulse.data.images.folder import ImageSize
 from megatron_pulse.data.lazy_sequence import LazySequence
 from megatron_pulse.data.split_groups import ends_hash, name_hash
+from megatron_pulse.data.standard_splits import require_one_split
 from megatron_pulse.data.stored_file import ArchivedFile
 from megatron_pulse.errors import UserError
 from megatron_pulse.file_kinds import FileKind
@@ -52,6 +53,8 @@ class TableImages(ArchivedImages):
         what, path = f"{self.kind} {place}", Path(place)
         table = self._table(path)
         columns = _Columns.of(what, table.features, column)
+        with _told(what):
+            _require_sound(table.data, filter(None, (columns.picture, columns.caption)))
         rows = TableRows(path, table.select_columns([columns.picture]).with_format("arrow"))
         labels, names = [0] * len(rows), ()
         if columns.label:
@@ -125,6 +128,7 @@ class ParquetImages(TableImages):
         if not files:
             fault = "there are no parquet files in it" if path.is_dir() else "it is not there"
             raise DataError(what, [fault], "Give a parquet file, or a folder with some.")
+        require_one_split(what, path, files, prefixes=True)
 
         def load(library: Any) -> Any:
             return library.load_dataset(
@@ -249,6 +253,19 @@ class _Columns:
         if aside := [name for name in images if name != pictures[0]]:
             cautions.append(f"further columns of pictures are ignored: {', '.join(aside)}")
         return cls(pictures[0], caption, label, cautions)
+
+
+def _require_sound(table: Any, columns: Iterable[str]) -> None:
+    """Raise an error of pyarrow for offsets beyond a column's bytes.
+
+    Reading there would kill the process. Contents are not read.
+    """
+    import pyarrow
+
+    binary = {pyarrow.string(): pyarrow.binary(), pyarrow.large_string(): pyarrow.large_binary()}
+    for name in columns:
+        column = table.column(name)
+        column.cast(binary.get(column.type, column.type)).validate(full=True)
 
 
 def _is_bytes(feature: Any) -> bool:

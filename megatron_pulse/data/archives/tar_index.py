@@ -69,6 +69,7 @@ class TarMember(ArchivedFile):
     """The file ``name`` in ``archive``: ``size`` bytes from ``offset`` on.
 
     ``stamp`` is that of the archive (see ``stamp_of``). Another archive in its place is an OSError.
+    ``hash`` is that of its ends, 0 if it is not known.
     """
 
     archive: Path
@@ -76,6 +77,7 @@ class TarMember(ArchivedFile):
     offset: int
     size: int
     stamp: Stamp
+    hash: int = 0
 
     @contextmanager
     def open(self) -> Iterator[BinaryIO]:
@@ -87,6 +89,9 @@ class TarMember(ArchivedFile):
 
     def num_bytes(self) -> int:
         return self.size
+
+    def ends(self) -> int:
+        return self.hash
 
     def version(self) -> str:
         return f"{self.archive} {self.stamp} {self.offset} {self.size}"

@@ -21,6 +21,7 @@ from megatron_pulse.data.images.folder import ImageSize
 from megatron_pulse.data.images.sizes import NUM_READERS
 from megatron_pulse.data.lazy_sequence import LazySequence
 from megatron_pulse.data.split_groups import name_hash
+from megatron_pulse.data.standard_splits import require_one_split
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import parse_json, read_yaml
 from megatron_pulse.fonts import printable
@@ -101,7 +102,8 @@ class TarMembers(LazySequence[TarMember]):
         number, place = self._place(index)
         row, name = self.indexes[number].rows[place], self.indexes[number].name(place)
         place_in_tar = int(row["offset"]), int(row["size"])
-        return TarMember(self.tars[number], name, *place_in_tar, self.indexes[number].stamp)
+        known = self.indexes[number].stamp, int(row["picture_hash"])
+        return TarMember(self.tars[number], name, *place_in_tar, *known)
 
     def row(self, index: int) -> Any:
         """Entry of a sample in the index of its tar."""
@@ -197,6 +199,7 @@ def shards_of(place: str) -> list[Path]:
         found = sorted(one for one in path.rglob("*.tar") if not one.name.startswith("."))
         packed = [*path.rglob("*.tar.gz"), *path.rglob("*.tgz")]
         if found and not packed:
+            require_one_split(f"webdataset {place}", path, found, prefixes=True)
             return found
         fault, remedy = "there are no tars in it", f"Give tars, or images with folder:{place}."
         if packed:

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from copy import copy
 from pathlib import Path
+from typing import Self
 
 from PIL import Image
 from PIL.ImageFile import ImageFile
 from torch import Tensor
 
 from megatron_pulse.data.dataset import (
+    NO_FIELDS,
     CorruptSample,
     DataError,
     DiffusionDataset,
+    FieldSpec,
     Framing,
     Variation,
 )
@@ -29,7 +33,7 @@ from megatron_pulse.data.images.pictures import (
     upright_size,
 )
 from megatron_pulse.data.images.shapes import NearestShape, shown
-from megatron_pulse.data.images.sizes import NUM_READERS, upright_sizes
+from megatron_pulse.data.images.sizes import NUM_READERS, Head, heads_of
 from megatron_pulse.data.split_groups import content_hash, ends_hash, name_hash, same_files
 from megatron_pulse.data.stored_file import StoredFile
 from megatron_pulse.progress import track
@@ -75,14 +79,33 @@ class ImageFiles(DiffusionDataset):
         self._groups = groups
         self.has_groups = any(groups)
         self.num_classes = num_classes
+        self._heads: Sequence[Head | None] | None = None
+        self._resize(image_size, channels, assigned)
+        if verify:
+            self.verify()
+
+    def _resize(self, image_size: ImageSize, channels: int, assigned: Sequence[int] = ()) -> None:
         self.shapes = [(image_size, image_size)] if isinstance(image_size, int) else [*image_size]
         """(height, width) of each shape."""
         self.num_shapes = len(self.shapes)
         self.image_shape = (channels, *self.shapes[0])
-        self._sizes: Sequence[tuple[int, int] | None] | None = None
         self._assigned = assigned
-        self._sound = bytearray(len(files))  # 1: was decoded
-        if verify and (faults := list(self._verified())):
+        self._sound = bytearray(len(self.files))  # 1: was decoded
+
+    def resized(
+        self, image_size: ImageSize, channels: int, fields: Mapping[str, FieldSpec] = NO_FIELDS
+    ) -> Self:
+        """The same files as pictures of other sizes, and texts as other ``fields``.
+
+        Files and picture headers are not read again.
+        """
+        found = copy(self)
+        found._resize(image_size, channels)
+        return found
+
+    def verify(self) -> None:
+        """Decode every file; raises DataError with all that are unreadable."""
+        if faults := list(self._verified()):
             raise DataError(f"image folder {self.root}", faults, "Replace or remove these files.")
 
     def __len__(self) -> int:
@@ -99,22 +122,27 @@ class ImageFiles(DiffusionDataset):
         return fitted(self._decoded(index), self.shapes[self.shape_index(index)], variation)
 
     def framing(self, index: int, variation: Variation | None = None) -> Framing:
-        known = None if self._sizes is None else self._sizes[index]
+        known = None if self._heads is None else self._heads[index]
         if known is None:
             with self.opened(index) as file:
                 width, height = upright_size(file)
         else:
-            height, width = known
+            height, width, _ = known
         target = self.shapes[self.shape_index(index)]
         place = None if variation is None else variation.crop
         return Framing((height, width), Crop.of((width, height), target, place).corner, target)
 
     @property
+    def heads(self) -> Sequence[Head | None]:
+        """What the header of each file tells; None for unreadable ones."""
+        if self._heads is None:
+            self._heads = heads_of(self.root, self.files)
+        return self._heads
+
+    @property
     def sizes(self) -> Sequence[tuple[int, int] | None]:
         """(height, width) of each image as it is; None for unreadable ones."""
-        if self._sizes is None:
-            self._sizes = upright_sizes(self.root, self.files)
-        return self._sizes
+        return [None if head is None else head[:2] for head in self.heads]
 
     @property
     def assigned(self) -> Sequence[int]:

@@ -40,8 +40,9 @@ class Listing:
     def of(cls, root: Path) -> Listing:
         """List a folder.
 
-        Links to folders are followed in ``root`` only, since classes may be links. Hidden folders
-        are not entered. Raises OSError for other folders that cannot be read.
+        Links to folders are followed in ``root`` only, since classes may be links, unless they lead
+        back to ``root``. Hidden folders are not entered. Raises OSError for other folders that
+        cannot be read.
         """
         found, hidden, links = list[Path](), list[Path](), list[Path]()
 
@@ -61,6 +62,8 @@ class Listing:
         for top in sorted(root.iterdir()) if root.is_dir() else ():
             if not top.is_dir():
                 add(top)
+            elif top.is_symlink() and root.resolve().is_relative_to(top.resolve()):
+                links.append(top)  # a loop, whose pictures would come twice
             elif top.name.startswith("."):
                 look_into(top)
             else:
@@ -108,7 +111,10 @@ class Listing:
         if self.hidden:
             yield f"{self._has(self.hidden, 'hidden file')} with picture names: ignored"
         if self.links:
-            yield (f"{self._has(self.links, 'link')} to folders below class folders: not followed")
+            yield (
+                f"{self._has(self.links, 'link')} to folders below class folders, or to the folder "
+                "itself: not followed"
+            )
         known = {*pictures, *self.texts, *self.lists, *others}
         tables = [p for p in self.files if p not in known and p.suffix.lower() in _TABLES]
         if tables := [path for path in tables if path.name not in _ABOUT]:

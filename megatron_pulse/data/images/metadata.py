@@ -20,6 +20,7 @@ from pathlib import Path
 from megatron_pulse.data.dataset import DataError
 from megatron_pulse.data.images.listing import TEXT_SUFFIX, Listing, by_stem, is_picture, some
 from megatron_pulse.data.images.lists import FILE_NAME, GROUP, Columns, Files, lists_of, rows
+from megatron_pulse.data.standard_splits import require_one_split
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import FileError, read_text
 from megatron_pulse.fonts import UNPRINTABLE
@@ -58,6 +59,7 @@ def read_captions(root: Path, column: str = TEXT, default: str = "") -> Captions
     """
     faults: list[str] = []
     listing = Listing.of(root)
+    require_one_split(f"image folder {root}", root, listing.pictures, prefixes=False)
     texts, pictures = set(listing.texts), listing.pictures
     listed, said = list[tuple[Path, str]](), defaultdict[Path, dict[str, str]](dict)
     lists, groups, unread = lists_of(listing, faults), dict[Path, str](), Counter[str]()

@@ -15,6 +15,7 @@ from megatron_pulse.data.dataset import DataError
 from megatron_pulse.data.images.listing import Listing, is_picture, some
 from megatron_pulse.data.images.lists import GROUP, Columns, Files, lists_of, rows
 from megatron_pulse.data.images.metadata import Captions, misspelt, uncaptioned, unprintable
+from megatron_pulse.data.standard_splits import require_one_split
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import FileError, read_lines
 
@@ -34,6 +35,7 @@ def read_pairs(root: Path, column: str, default: str = "") -> Captions:
     """
     faults: list[str] = []
     listing = Listing.of(root)
+    require_one_split(f"pairs {root}", root, listing.pictures, prefixes=False)
     files, unread, groups = Files(listing), Counter[str](), dict[Path, str]()
     found, bare, named = list[tuple[Path, str]](), dict[Path, None](), set[Path]()
     num_ties = 0

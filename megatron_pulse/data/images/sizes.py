@@ -1,4 +1,4 @@
-"""Sizes of pictures, read from the heads of their files once and remembered on disk.
+"""Heads of pictures, read from their files once and remembered on disk.
 
 Every rank needs all sizes, and finds them before the ranks have met. Processes of one machine
 share the work: the first reads, and the others wait a while for the file that it writes. Sizes of
@@ -18,7 +18,7 @@ import numpy as np
 import xxhash
 
 from megatron_pulse.data.images.opening import UNREADABLE, opened
-from megatron_pulse.data.images.pictures import upright_size
+from megatron_pulse.data.images.pictures import has_alpha, upright_size
 from megatron_pulse.data.stored_file import StoredFile, version_of
 from megatron_pulse.files import cache_folder, replacing
 from megatron_pulse.progress import track
@@ -29,23 +29,23 @@ _FEWEST_KEPT = 1000
 """Files; the heads of fewer are read faster than processes agree who reads."""
 _LONGEST_WAIT_S = 300.0
 _POLL_S = 0.2
-_ROW = np.dtype([("file", "<u8"), ("height", "<i4"), ("width", "<i4")])
+_ROW = np.dtype([("file", "<u8"), ("height", "<i4"), ("width", "<i4"), ("alpha", "?")])
 
-Size = tuple[int, int]
-"""(height, width)."""
+Head = tuple[int, int, bool]
+"""(height, width) of a picture that is set upright, and True if it has transparency."""
 
 
-def upright_sizes(root: Path, files: Sequence[StoredFile]) -> list[Size | None]:
-    """(height, width) of each of ``files`` below ``root``, set upright; None for an unreadable one.
+def heads_of(root: Path, files: Sequence[StoredFile]) -> list[Head | None]:
+    """Head of each of ``files`` below ``root``; None for an unreadable one.
 
-    Few sizes are not remembered.
+    Few are not remembered.
     """
     unique = list(dict.fromkeys(files))
-    known = dict(zip(unique, _sizes(root, unique), strict=True))
+    known = dict(zip(unique, _heads(root, unique), strict=True))
     return [known[path] for path in files]
 
 
-def _sizes(root: Path, files: Sequence[StoredFile]) -> list[Size | None]:
+def _heads(root: Path, files: Sequence[StoredFile]) -> list[Head | None]:
     if len(files) < _FEWEST_KEPT:
         return _read(files)
     name = xxhash.xxh3_128_hexdigest(str(root.resolve()).encode())
@@ -59,23 +59,23 @@ def _sizes(root: Path, files: Sequence[StoredFile]) -> list[Size | None]:
         old = _rows(place)
         missing = [i for i, key in enumerate(keys) if key not in old]
         read = dict(zip(missing, _read([files[i] for i in missing]), strict=True))
-        sizes = [read[i] if i in read else old[key] for i, key in enumerate(keys)]
+        heads = [read[i] if i in read else old[key] for i, key in enumerate(keys)]
         with suppress(OSError):
-            _keep(place, keys, sizes)
-    return sizes
+            _keep(place, keys, heads)
+    return heads
 
 
-def _read(files: Sequence[StoredFile]) -> list[Size | None]:
-    def look(path: StoredFile) -> Size | None:
+def _read(files: Sequence[StoredFile]) -> list[Head | None]:
+    def look(path: StoredFile) -> Head | None:
         try:
             with opened(path) as file:
-                width, height = upright_size(file)
+                (width, height), alpha = upright_size(file), has_alpha(file)
         except UNREADABLE:  # told where it is read
             return None
-        return height, width
+        return height, width, alpha
 
     with ThreadPoolExecutor(NUM_READERS) as readers:
-        looks: Iterator[Size | None] = readers.map(look, files)
+        looks: Iterator[Head | None] = readers.map(look, files)
         return list(track(looks, "reading picture headers", "files", len(files)))
 
 
@@ -91,25 +91,25 @@ def _keys(files: Sequence[StoredFile]) -> list[int]:
     return list(map(key, files))
 
 
-def _rows(place: Path) -> dict[int, Size]:
+def _rows(place: Path) -> dict[int, Head]:
     try:
         table = np.load(place, allow_pickle=False)
     except (OSError, ValueError, EOFError):
         return {}
     if table.dtype != _ROW or table.ndim != 1:
         return {}
-    return {int(file): (int(height), int(width)) for file, height, width in table.tolist()}
+    return {file: (height, width, alpha) for file, height, width, alpha in table.tolist()}
 
 
-def _known(place: Path, keys: Sequence[int]) -> list[Size | None] | None:
-    """Remembered sizes; None if one is missing."""
+def _known(place: Path, keys: Sequence[int]) -> list[Head | None] | None:
+    """Remembered heads; None if one is missing."""
     rows = _rows(place)
     return [rows[key] for key in keys] if all(key in rows for key in keys) else None
 
 
-def _keep(place: Path, keys: Sequence[int], sizes: Sequence[Size | None]) -> None:
-    """Remember sizes; unreadable files are looked at again."""
-    rows = [(key, *size) for key, size in zip(keys, sizes, strict=True) if key and size is not None]
+def _keep(place: Path, keys: Sequence[int], heads: Sequence[Head | None]) -> None:
+    """Remember heads; unreadable files are looked at again."""
+    rows = [(key, *head) for key, head in zip(keys, heads, strict=True) if key and head is not None]
     with replacing(place) as beside, open(beside, "wb") as file:
         np.save(file, np.array(rows, _ROW))
 

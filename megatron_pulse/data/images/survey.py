@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -13,7 +12,7 @@ from megatron_pulse.data.images.folder import ImageFiles
 from megatron_pulse.data.images.masks import Masks
 from megatron_pulse.data.images.pictures import has_alpha, upright_size
 from megatron_pulse.data.images.shapes import cropped_fraction
-from megatron_pulse.data.images.sizes import NUM_READERS
+from megatron_pulse.data.images.sizes import Head
 from megatron_pulse.data.stored_file import StoredFile, stored_size
 from megatron_pulse.progress import track
 
@@ -132,33 +131,38 @@ def _survey(
     found = Survey(files, len(first), whole)
     masks = files if isinstance(files, Masks) else None
 
-    def look(index: int) -> tuple[int, int, bool, bool] | DataError:
-        """(width, height) of a picture, and whether it has transparency and is a black mask."""
+    heads = files.heads
+
+    def look(index: int) -> tuple[Head, bool] | DataError:
+        """Head of a picture, and whether it is a black mask."""
+        head = heads[index]
         try:
-            with files.opened(index) as file:
-                seen = *upright_size(file), has_alpha(file)
+            if head is None:
+                with files.opened(index) as file:
+                    width, height = upright_size(file)
+                    head = height, width, has_alpha(file)
             is_black = whole and masks is not None and masks.is_black(index)
             if whole:
                 files.check(index)
         except DataError as error:
             return error
-        return *seen, is_black
+        return head, is_black
 
-    what = "decoding pictures" if whole else "reading picture headers"
-    with ThreadPoolExecutor(1 if whole else NUM_READERS) as readers:
-        looks = track(readers.map(look, first.values()), what, "files", len(first))
-        for path, seen in zip(first, looks, strict=True):
-            if isinstance(seen, DataError):
-                found.unreadable += seen.faults
-                continue
-            width, height, alpha, is_black = seen
-            if sizes is not None:
-                sizes[path] = width, height
-            shape = files.shapes[files.shape_index(first[path])]
-            found.num_cropped += cropped_fraction((height, width), shape) > 0
-            found.num_enlarged += height < shape[0] or width < shape[1]
-            found.num_with_alpha += alpha
-            found.num_black += is_black
+    looks: Iterator[tuple[Head, bool] | DataError] = map(look, first.values())
+    if whole:
+        looks = track(looks, "decoding pictures", "files", len(first))
+    for path, seen in zip(first, looks, strict=True):
+        if isinstance(seen, DataError):
+            found.unreadable += seen.faults
+            continue
+        (height, width, alpha), is_black = seen
+        if sizes is not None:
+            sizes[path] = width, height
+        shape = files.shapes[files.shape_index(first[path])]
+        found.num_cropped += cropped_fraction((height, width), shape) > 0
+        found.num_enlarged += height < shape[0] or width < shape[1]
+        found.num_with_alpha += alpha
+        found.num_black += is_black
     if masks is not None and not whole and not found.unreadable:
         with suppress(CorruptSample):  # decoded until one is not black: mostly one alone
             found.num_black = len(first) * all(map(masks.is_black, first.values()))

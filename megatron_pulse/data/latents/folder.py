@@ -56,6 +56,7 @@ class LatentFolder(DiffusionDataset):
         self.class_names = meta.layout.classes
         self.made_by = meta.layout.made_by
         self.has_pairs = meta.layout.pairs
+        self.text_parts = meta.text_parts
         self.frames = FRAMING in self.fields and self.fields[FRAMING].fits(FRAMING_SPEC)
         self._null = {
             name: self._decoded(name, mapped(self.root / file.name))

@@ -54,6 +54,9 @@ RESERVED = (
 """Names that no conditioning field can have."""
 
 
+_Part = list[tuple[Natural, Natural]]
+"""(start, stop) in every dimension of a field."""
+
 MIRRORED = "mirrored_"
 """Prefix of the columns of mirrored pictures."""
 
@@ -159,13 +162,15 @@ class Meta:
     """Content of ``meta.json``; ``LatentWriter.close`` sets ``complete``.
 
     ``nulls`` are the files of fields with a null value. ``shards`` are the shards before the first
-    missing one, ``later`` the others on disk, by number.
+    missing one, ``later`` the others on disk, by number. ``text_parts`` are the parts of fields by
+    text encoder; folders of earlier versions have none.
     """
 
     layout: LatentLayout
     nulls: dict[str, ShardFile] = field(default_factory=dict)
     shards: list[Shard] = field(default_factory=list)
     complete: bool = False
+    text_parts: dict[str, dict[str, list[_Part]]] = field(default_factory=dict)
     later: dict[int, Shard] = field(default_factory=dict)
 
     @property
@@ -182,7 +187,7 @@ class Meta:
         """Remove the shards of these ``numbers`` from the records, so that they are
         written again."""
         kept = {n: shard for n, shard in self.numbered.items() if n not in numbers}
-        left = Meta(self.layout, self.nulls)
+        left = Meta(self.layout, self.nulls, text_parts=self.text_parts)
         for number in numbers:
             (root / _RECORDS.replace("*", f"{number:05d}")).unlink(missing_ok=True)
         for number, shard in kept.items():
@@ -236,7 +241,7 @@ class Meta:
                 told = f"its format is {str(form)[:40]}, but this version of megatron_pulse reads"
                 raise DataError(f"{META} of latents {root}", [f"{told} {FORMAT} only"], _REMEDY)
             found = validated(_File, _with_current_form(record), complete=True)
-            meta = cls(found["layout"], found["nulls"], found["shards"], found["complete"])
+            meta = cls(**found)
             if faults := list(_misfits(meta)):
                 raise Faults(faults)
             for number, said in _recorded(root, meta._key()) if not meta.complete else ():
@@ -254,11 +259,13 @@ class _File(TypedDict):
     nulls: dict[str, ShardFile]
     shards: list[Shard]
     complete: bool
+    text_parts: dict[str, dict[str, list[_Part]]]
 
 
 def _with_current_form(record: dict[str, Any]) -> dict[str, Any]:
     """Content of ``meta.json``, with what earlier versions lacked."""
-    found = {name: value for name, value in record.items() if name != "format"}
+    found = {"text_parts": {}, **record}
+    del found["format"]
     absent = dict.fromkeys(("deviates", "pictures", "groups", "pairs", "mirrored"), False)
     older = {"made_by": {}, "classes": [], **absent}
     if isinstance(layout := found.get("layout"), dict):
@@ -281,6 +288,12 @@ def _misfits(meta: Meta) -> Iterator[str]:
             yield f"shards.{i}.files.{name} {has}"
     for name in meta.nulls.keys() - meta.layout.fields.keys():
         yield f"nulls.{name} is of no field"
+    for encoder, parts in meta.text_parts.items():
+        for name, part in ((name, part) for name, those in parts.items() for part in those):
+            shape = meta.layout.fields[name].shape if name in meta.layout.fields else ()
+            fits = len(part) == len(shape) > 0
+            if not fits or any(a >= b or b > n for (a, b), n in zip(part, shape, strict=True)):
+                yield f"text_parts.{encoder}.{name} {part} is no part of a field"
     for where, files in places:
         for field_name, file in files.items():
             if not is_file_name(file.name):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -23,16 +24,20 @@ from megatron_pulse.data.latents.layout import (
     sha256_of,
 )
 from megatron_pulse.data.latents.row_hashes import hashes_of
+from megatron_pulse.encoders.text_recipe import TextParts
 from megatron_pulse.files import replacing
 
 _NONE: Mapping[str, Tensor] = {}
+_LEFTOVER = re.compile(r"\.\w+-\d{5}\.\d+\.part\.(npy|bin)")
+"""Name of a shard's file while it is written (see ``files.replacing``)."""
 
 
 class LatentWriter:
     """Appends samples to a folder, shard by shard; the disk always holds whole shards.
 
     ``nulls`` are the values of dropped samples (the encoding of the empty prompt), for some of the
-    fields or all. Other fields use the nulls of ``megatron_pulse.data.fields``. Opened again after
+    fields or all. Other fields use the nulls of ``megatron_pulse.data.fields``. ``text_parts`` are
+    recorded, also in a complete folder of an earlier version. Opened again after
     an interruption, the writer continues after the last whole shard; ``num_written`` is the number
     of samples to skip. ``close`` writes the last, short shard and marks the folder complete.
     Leaving a ``with`` block by an exception does neither.
@@ -48,6 +53,7 @@ class LatentWriter:
         layout: LatentLayout,
         nulls: Mapping[str, Tensor] = _NONE,
         num_samples: int | None = None,
+        text_parts: TextParts | None = None,
     ) -> None:
         self.root, self.layout, self.num_samples = Path(root), layout, num_samples
         unfit = [*_misfits(layout, nulls), *_overflows(layout, nulls)]
@@ -55,7 +61,13 @@ class LatentWriter:
             raise DataError(f"latents {root}", faults, "Nothing was written.")
         self.root.mkdir(parents=True, exist_ok=True)
         self._nulls = {name: _encoded(value, layout.stored(name)) for name, value in nulls.items()}
-        self._meta = Meta(layout)
+        self._text_parts = {
+            encoder: {
+                name: [[(a, b) for a, b in part] for part in parts] for name, parts in own.items()
+            }
+            for encoder, own in (text_parts or {}).items()
+        }
+        self._meta = Meta(layout, text_parts=self._text_parts)
         self._begun = False
         self._continue()
         self._number = len(self._meta.shards)
@@ -169,12 +181,18 @@ class LatentWriter:
         # Look twice: another completing writer removes its records only after writing meta.json.
         for _ in range(2):
             self._continue()
-            if self.complete:
-                return
-            if self.num_samples in (None, self.num_written):
+            if not self.complete and self.num_samples in (None, self.num_written):
                 self._meta.complete = True
                 self._meta.save(self.root)
+            if self.complete:
+                self._remove_leftovers()
                 return
+
+    def _remove_leftovers(self) -> None:
+        """Remove half-written shards of killed writers, once no shard is missing."""
+        for path in self.root.glob(".*.part.*"):
+            if _LEFTOVER.fullmatch(path.name):
+                path.unlink(missing_ok=True)
 
     def __enter__(self) -> LatentWriter:
         return self
@@ -192,6 +210,10 @@ class LatentWriter:
             remedy = "Resume with the same settings, or use a new folder."
             raise DataError(f"latents {self.root}", faults, remedy)
         self._meta, self._begun = there, True
+        if self._text_parts and there.text_parts != self._text_parts:
+            there.text_parts = self._text_parts
+            if there.complete:
+                there.save(self.root)
 
     def _begin(self) -> None:
         """Write everything but shards, unless another writer already has."""

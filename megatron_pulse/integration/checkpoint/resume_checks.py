@@ -417,7 +417,7 @@ def _other_flags(start: StartingPoint, wanted: NewRun) -> Iterator[str]:
     for name in (*LENGTHS, *SHAPE, *_STEPS, *pulse_flags(FlagMark.STEPS)):
         old = old_schedule[name] if name in old_schedule else getattr(before, name, None)
         new = new_schedule[name] if name in new_schedule else getattr(now, name, None)
-        if old != new:
+        if old != new and (old or new):  # earlier versions have no empty list
             kept = name in SHAPE and now.use_checkpoint_opt_param_scheduler
             yield f"{flag_name(name)} {_text(new)} ({'still' if kept else 'was'} {_text(old)})"
     if now.override_ckpt_iteration is not None:

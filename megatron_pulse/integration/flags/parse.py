@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from megatron.training.argument_utils import ArgumentGroupFactory
 from megatron.training.arguments import add_megatron_arguments
 
+from megatron_pulse.data.opened_images import OpenedImages
 from megatron_pulse.dataclass_flags import NearestChoiceParser, with_new_names
 from megatron_pulse.diffusion.hub import with_local_folders
 from megatron_pulse.integration.flags.fsdp_flags import take_megatron_flags
@@ -37,6 +38,8 @@ class CommandLine:
     unread: tuple[str, ...] = ()
     opened: dict[str, Any] = field(default_factory=dict)
     """The run's data, once they are opened, with what they were opened for (see ``open_data``)."""
+    images: OpenedImages = field(default_factory=OpenedImages)
+    """Datasets of pictures that this start has opened."""
 
     def says(self, flag: str) -> bool:
         """True if ``flag`` was given with a readable value."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Literal
@@ -12,24 +14,28 @@ import torch
 
 from megatron_pulse.adapters.choice import AdapterChoice
 from megatron_pulse.backbone.chain import Backbone
-from megatron_pulse.data.build import ARCHIVES, IMAGES, several_parts
+from megatron_pulse.data.build import several_parts
+from megatron_pulse.data.opened_images import ARCHIVES, IMAGES
 from megatron_pulse.data.picture_choice import AugmentationChoice, ShapeChoice
 from megatron_pulse.dataclass_flags import (
     ABOVE_ZERO,
     BELOW_ONE,
     FROM_ONE,
     FROM_ZERO,
+    FROM_ZERO_TO_ONE,
     NONE_OR_FROM_ONE,
     SHARE,
     add_flags,
     flag,
     flags_of,
+    key_values,
     marked,
     read_flags,
 )
 from megatron_pulse.diffusion.loss import LossChoice
 from megatron_pulse.diffusion.objectives import VALIDATION_TIMES
 from megatron_pulse.diffusion.process_flags import ProcessChoice
+from megatron_pulse.encoders.text_recipe import folder_name
 from megatron_pulse.integration.flags.fsdp_flags import FsdpChoice
 from megatron_pulse.integration.flags.sample_flags import SampleChoice
 from megatron_pulse.planner.layout.embedder_choice import Policy
@@ -40,9 +46,11 @@ from megatron_pulse.planner.schedule.registry import SCHEDULES
 from megatron_pulse.profile.roofline import PRESETS
 from megatron_pulse.profile.trainable import TrainedPart
 from megatron_pulse.runtime.watchdog.call_with_timeout import backstop_timeout_s
+from model_specs import text_recipe
 
 PREFIX = "pulse-"
 TRAINED_FLAGS = "--pulse-train, --pulse-freeze, --pulse-adapter and --pulse-quantization"
+_TEXT_ENCODER = re.compile("text_encoder(_[23])?")
 ENCODER_SCHEDULES = ("auto", "store", "fill", "before-step")
 """When an encoder runs (see the flag)."""
 
@@ -122,6 +130,17 @@ def _default_caption(options: PulseOptions) -> str | None:
     files = any(f"{kind}:" in (options.data or "") for kind in IMAGES)
     if options.default_caption and not files:
         return f"is for image files: --pulse-data {':PATH, '.join(IMAGES)}:PATH"
+    return None
+
+
+def _encoder_dropout(options: PulseOptions) -> str | None:
+    for name, text in options.encoder_dropout.items():
+        if not _TEXT_ENCODER.fullmatch(name):
+            return f"{name}={text}: write text_encoder, text_encoder_2 or text_encoder_3"
+        try:
+            FROM_ZERO_TO_ONE.read(text)
+        except argparse.ArgumentTypeError as error:
+            return f"{name}={text}: {error}"
     return None
 
 
@@ -425,17 +444,22 @@ class PulseOptions:
         check=_default_caption,
     )
     class_dropout: float = flag(
-        "probability of dropping a sample's label and conditioning, for classifier-free guidance "
-        "(default 0.1)",
+        "probability of dropping a sample's label and conditioning, for guidance (default 0.1)",
         0.1,
         metavar="P",
         within=BELOW_ONE,
         marks=[FlagMark.STEPS],
     )
+    encoder_dropout: Mapping[str, str] = flag(
+        "probability of dropping the text of one encoder alone: text_encoder_2=0.1 (repeatable)",
+        {},
+        marks=[FlagMark.STEPS],
+        check=_encoder_dropout,
+    )
     self_conditioning: float | None = flag(
-        "self-conditioning: probability of a step with a first forward pass whose prediction is "
-        "concatenated to the noisy sample (else zeros). For backbones with twice as many input as "
-        "output channels (default: the plan's, else none)",
+        "self-conditioning: probability of a first forward pass whose prediction is concatenated "
+        "to the noisy sample (else zeros). For backbones with twice as many input as output "
+        "channels (default: the plan's, else none)",
         metavar="P",
         within=SHARE,
         marks=[FlagMark.STEPS],
@@ -559,6 +583,22 @@ def _defaults() -> dict[str, Any]:
     if not torch.cuda.is_available():
         defaults["distributed_backend"] = "gloo"
     return defaults
+
+
+def drops_captions(args: argparse.Namespace, backbone: Backbone) -> bool:
+    """True if runs of these flags drop captions or classes as a whole, so that guidance works.
+
+    Each text encoder may drop its own text. Unknown flags count as such.
+    """
+    if getattr(args, "pulse_class_dropout", None) != 0:
+        return True
+    rates = key_values(getattr(args, "pulse_encoder_dropout", None) or (), "")
+    recipe = None
+    with suppress(ValueError):  # the family's text recipe is unknown
+        recipe = text_recipe(backbone.name, backbone)
+    return recipe is not None and all(
+        float(rates.get(folder_name("text_encoder", place), 0)) > 0 for place in recipe.kinds
+    )
 
 
 def pulse_options(args: argparse.Namespace) -> PulseOptions:

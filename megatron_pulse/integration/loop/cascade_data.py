@@ -11,7 +11,9 @@ from torch import Tensor
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.data.build import data_of_chains, encoders_of_chains
 from megatron_pulse.data.data_record import DataRecord
+from megatron_pulse.data.opened_images import OpenedImages
 from megatron_pulse.diffusion.objectives import DiffusionProcess
+from megatron_pulse.encoders.text_recipe import is_text
 from megatron_pulse.errors import Faults, collecting
 from megatron_pulse.integration.flags.pulse_options import PulseOptions
 from megatron_pulse.integration.loop_encoders import DeviceEncoders
@@ -28,20 +30,33 @@ class CascadeData:
     """Data of every chain, opened as for a run of that chain alone (see ``DiffusionData``).
 
     ``--pulse-data base=DATA,upper=DATA`` names them, and ``--pulse-encoders`` the encoders of all
-    or of some. Raises Faults with all faults.
+    or of some. ``--pulse-encoder-dropout`` is for chains that read texts. Raises Faults with all
+    faults.
     """
 
     def __init__(
-        self, options: PulseOptions, backbone: Backbone, process: DiffusionProcess, seed: int
+        self,
+        options: PulseOptions,
+        backbone: Backbone,
+        process: DiffusionProcess,
+        seed: int,
+        images: OpenedImages | None = None,
     ) -> None:
         faults: list[str] = []
         self.parts: dict[str, DiffusionData] = {}
+        reads_texts = False
         folders = encoders_of_chains(options.encoders, tuple(backbone.parts))
         for chain, data in data_of_chains(options.data, tuple(backbone.parts)).items():
-            name, folder = backbone.parts[chain].name, folders[chain]
-            own = replace(options, backbone=name, data=data, encoders=folder)
+            part, folder = backbone.parts[chain], folders[chain]
+            own = replace(options, backbone=part.name, data=data, encoders=folder)
+            if any(map(is_text, part.batch_fields)):
+                reads_texts = True
+            else:
+                own = replace(own, encoder_dropout={})
             with collecting(faults, (ValueError, OSError)):
-                self.parts[chain] = DiffusionData(own, backbone.parts[chain], process, seed)
+                self.parts[chain] = DiffusionData(own, part, process, seed, images)
+        if options.encoder_dropout and not reads_texts:
+            faults.append("--pulse-encoder-dropout: no chain reads texts; leave it out")
         if faults:
             raise Faults(faults)
         said = {f"{chain}: {part.description}" for chain, part in self.parts.items()}

@@ -40,7 +40,7 @@ from megatron_pulse.encoders.text_encoders import TextEncoders
 from megatron_pulse.encoders.text_recipe import VAE
 from megatron_pulse.errors import UserError, collecting
 from megatron_pulse.files import unwritable
-from megatron_pulse.integration.flags.pulse_options import PulseOptions
+from megatron_pulse.integration.flags.pulse_options import PulseOptions, drops_captions
 from megatron_pulse.integration.flags.sample_flags import (
     DEFAULT_GUIDANCE,
     DEFAULT_ROWS,
@@ -391,8 +391,9 @@ class SamplePictures:
             return 1.0
         if given is not None:
             return given
-        dropped = self._args.pulse_class_dropout or self._choice.sample_negative_prompt is not None
-        return DEFAULT_GUIDANCE if dropped else 1.0
+        dropped = drops_captions(self._args, self._plan.backbone)
+        guides = dropped or self._choice.sample_negative_prompt is not None
+        return DEFAULT_GUIDANCE if guides else 1.0
 
 
 @contextmanager
