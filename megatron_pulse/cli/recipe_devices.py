@@ -90,7 +90,8 @@ def _fewest(name: str, place: Cluster, quantization: str | None) -> tuple[Profil
             continue
         evaluator = evaluator_of(args, profile, part)
         try:
-            best = tune(evaluator, choices_of(args), _SECONDS, solver="none", keep=1).outcomes[0]
+            choices = replace(choices_of(args), fsdp=False)
+            best = tune(evaluator, choices, _SECONDS, solver="none", keep=1).outcomes[0]
         except UntunableError:
             continue
         memory = max(best.memory_bytes) / 1e9

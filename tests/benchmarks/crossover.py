@@ -17,6 +17,7 @@ from functools import cache
 
 from megatron_pulse.planner.tune.config import Choices
 from megatron_pulse.planner.tune.evaluate import Evaluator
+from megatron_pulse.planner.tune.fsdp.baseline import fsdp_baseline
 from megatron_pulse.profile.profile import Profile
 from megatron_pulse.profile.profile_from_table import read_table
 from tests.benchmarks.emulation import BACKBONES, more_sizes, real_profile, setup_of
@@ -67,8 +68,10 @@ class Place:
         return found.outcomes[0].throughput, str(found.outcomes[0].config)
 
     def sharded(self, rate: float) -> float:
-        """FSDP2's or HSDP's samples/s."""
-        found = self.evaluator(rate).fsdp_baseline()
+        """FSDP2's or HSDP's samples/s, with gradients reduced in half precision."""
+        own = self.evaluator(rate)
+        of = own.profile, own.cluster, self.samples
+        found = fsdp_baseline(*of, own.estimator.adam_s, own.state.ema)
         return 0.0 if found is None else found.throughput
 
     def meets(self, throughput: float) -> float | None:

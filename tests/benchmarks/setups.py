@@ -6,6 +6,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -56,13 +57,14 @@ def decide(
     clock: Callable[[], float] = time.process_time,
     progress: Callable[[str, Tuning], None] = lambda what, found: None,
 ) -> Tuning | None:
-    """Decision of ``pulse tune`` in so many seconds by ``clock``, without a solver or memory of
-    earlier searches; None where nothing fits.
+    """Decision of ``pulse tune --no-fsdp`` in so many seconds by ``clock``, without a solver or
+    memory of earlier searches; None where nothing fits.
 
     The process's own time does not depend on what else runs.
     """
     with tempfile.TemporaryDirectory() as empty, patch.dict(os.environ, PULSE_CACHE_DIR=empty):
         try:
+            choices = replace(choices, fsdp=False)
             return tune(evaluator, choices, seconds, None, "none", 10, progress, clock)
         except UntunableError:
             return None

@@ -91,7 +91,8 @@ class Choices:
     """Values that the search may choose from, per field of a config.
 
     One replica has no optimizer state to divide, so it takes the first of
-    ``distributed_optimizer``. With ``pairs``, microbatches have even sizes.
+    ``distributed_optimizer``. With ``pairs``, microbatches have even sizes. ``fsdp`` allows FSDP
+    beside pipelines.
     """
 
     layouts: tuple[Layout, ...] = tuple(LAYOUTS.values())
@@ -103,6 +104,7 @@ class Choices:
     recompute: tuple[Recompute, ...] = (Recompute.NEVER, Recompute.NEEDED)
     distributed_optimizer: tuple[bool, ...] = (False, True)
     pairs: bool = False
+    fsdp: bool = True
 
 
 def configs(

@@ -132,6 +132,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         default=[],
     )
     add("--no-split-backward", "no split backward")
+    add("--no-fsdp", "no FSDP2 or HSDP; they are predicted for comparison only")
     add("--no-ema", "keep no EMA, 4 bytes a parameter: for --pulse-ema-decay 0")
     add(
         "--grad-reduce-in-bf16",

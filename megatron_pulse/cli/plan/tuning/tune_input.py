@@ -157,6 +157,7 @@ def choices_of(args: argparse.Namespace) -> Choices:
         recompute,
         choices.distributed_optimizer if args.optimizer == "adam" else (False,),
         pairs=args.dpo,
+        fsdp=not args.no_fsdp,
     )
 
 

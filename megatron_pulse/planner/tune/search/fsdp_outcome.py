@@ -84,7 +84,8 @@ def _may_choose(
     """True if the choices and a run allow FSDP with this microbatch size."""
     profile = evaluator.profile
     return (
-        (choices.pipeline is None or 1 in choices.pipeline)
+        choices.fsdp
+        and (choices.pipeline is None or 1 in choices.pipeline)
         and 1 in choices.tensor
         and WHOLE in choices.layouts
         and True in choices.distributed_optimizer
