@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_pulse.backbone.chain import Backbone
+from megatron_pulse.errors import UserError
 from megatron_pulse.integration.verify.job import (
     Pass,
     TensorShard,
@@ -98,6 +99,11 @@ def verify(
             settings.conditioning,
         )
         given, backbone = read_plan_of(job)
+        if given.fsdp is not None:
+            raise UserError(
+                f"{plan}: 'pulse verify' compares whole gradients, and FSDP shards them. Verify a "
+                "pipeline of this model ('pulse tune --no-fsdp')"
+            )
         if (num_steps := max(settings.steps, len(given.shapes))) > settings.steps:
             job = replace(job, passes=tuple(Pass(step) for step in range(num_steps)))
         laid = planned(job, given, backbone)
