@@ -118,7 +118,7 @@ def test_a_tuned_plan_is_checked_and_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Units of unlike sizes and their collectives are those of the plan."""
-    save_cluster(cluster(1, 2, intra_gbs=500.0, memory_gb=0.004), tmp_path / "c.yaml")
+    save_cluster(cluster(1, 2, intra_gbs=500.0, memory_gb=0.0045), tmp_path / "c.yaml")
     plan = str(tmp_path / "plan.json")
     tune = ["tune", "--backbone", "uvit-tiny", "--option", "in_channels=1", "--dtype", "float32"]
     tune += ["--cluster", str(tmp_path / "c.yaml"), "--global-batch-size", "8"]

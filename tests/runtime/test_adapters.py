@@ -173,9 +173,8 @@ def test_dropout_has_the_bits_of_pefts_in_every_layout() -> None:
     (expected,) = references(run, [(FOLD.alone, None)])
     config = LoraConfig(r=3, lora_alpha=6, lora_dropout=0.3, target_modules=list(DROPPING.targets))
     theirs = by_peft(chain(DROPPING), FOLD, transformer(), config)
-    # Gradients of conditioning are summed in fp64 here.
-    found = differences(expected.parameters, theirs)
-    assert all(".text_embedder." in name and error < 1e-6 for name, error in found.items()), found
+    # Gradients of conditioning are summed in fp64 here, and the next step reads what they change.
+    assert max(differences(expected.parameters, theirs).values(), default=0.0) < 1e-6
     ranks = run_ranks(2, run, cases)
     for i, (case, _) in enumerate(cases):
         found = differences(
