@@ -34,8 +34,9 @@ from tests.ranks import run_ranks
 BUCKETS = "32x32,24x40,40x24,16x32,48x32"
 """Height and width of the samples."""
 OPTIONS: dict[str, Any] = {
-    "sample_size": 32, "block_out_channels": [64, 128], "norm_num_groups": 16, "layers_per_block": 1,
-    "transformer_depth": [0, 0], "mid_transformer_depth": 0, "buckets": BUCKETS,
+    "sample_size": 32, "block_out_channels": [64, 128], "norm_num_groups": 16,
+    "layers_per_block": 1, "transformer_depth": [0, 0], "mid_transformer_depth": 0,
+    "buckets": BUCKETS,
 }  # fmt: skip
 SIZES, BATCH, STORED, WARM_UP = (1, 2, 4, 8), 16, 72, 2
 """Measured microbatch sizes, samples of a step, of a store, and untimed steps of a bucket."""

@@ -20,7 +20,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megatron_pulse.backbone.activations import ActivationPolicies
 from megatron_pulse.planner.cluster.cluster import Cluster
+from megatron_pulse.planner.layout.fsdp_layout import FsdpLayout, Gathering
 from megatron_pulse.planner.layout.layouts import FOLD_EXACT, LOOP, ROW, WHOLE
 from megatron_pulse.planner.partition.memory import ParameterState
 from megatron_pulse.planner.plan_file.plan_file import save_plan
@@ -28,6 +30,7 @@ from megatron_pulse.planner.schedule.search.synthesize import synthesize
 from megatron_pulse.planner.tune.config import Config, Recompute
 from megatron_pulse.planner.tune.evaluate import Evaluator
 from megatron_pulse.planner.tune.plans.to_plan import plan_of
+from megatron_pulse.planner.tune.search.fsdp_outcome import fsdp_outcome
 from megatron_pulse.profile.profile import Profile
 from model_specs import load_backbone
 from tests.benchmarks.busy import BACKBONES, profile
@@ -57,6 +60,13 @@ CASES: tuple[tuple[Config, int], ...] = (
     (Config(1, 1, 2, 2, WHOLE, recompute=Recompute.ALWAYS), 4),
 )
 """Config and microbatches of a step on one pipeline."""
+SHARDED: tuple[tuple[int, int, int, dict[str, Any]], ...] = (
+    (2, 4, 1, {}),
+    (2, 4, 4, {"gathering": Gathering.MICROBATCH}),
+    (4, 2, 2, {"prefetch": 2}),
+    (1, 4, 2, {"gathering": Gathering.STEP, "reduce_once": True}),
+)
+"""FSDP over two ranks: microbatch size, number, layers of a unit, and the rest of its layout."""
 
 
 @dataclass(frozen=True)
@@ -151,6 +161,11 @@ def steps(argv: list[str]) -> list[Step]:
 def predict(evaluator: Evaluator, config: Config, path: Path) -> Step:
     """The plan of ``config``, in ``path``, and its step by the tuner."""
     count = config.num_microbatches(evaluator.global_batch_size)
+    if config.fsdp is not None:
+        of = config.fsdp, config.micro_batch_size, ActivationPolicies()
+        outcome = fsdp_outcome(evaluator, *of)
+        save_plan(plan_of(outcome, evaluator), path)
+        return Step(outcome.step_s, outcome.pipeline_s, max(outcome.timeline.busy))
     found = synthesize(evaluator.problem(config, count), effort=20)
     outcome = evaluator.evaluate(config, found)
     save_plan(plan_of(outcome, evaluator), path)
@@ -167,7 +182,12 @@ def compare(kind: str, cluster: Cluster, num_steps: int, only: str) -> Iterator[
         words = {k: v if isinstance(v, tuple) else (v,) for k, v in options.items()}
         given = tuple(f"{k}={','.join(map(str, v))}" for k, v in words.items())
         write_latents(Path(folder, "latents"), Family(name, options=given))
-        for config, count in CASES:
+        num_layers = len(measured[1].layers)
+        sharded = [
+            (Config(1, 2, 1, b, WHOLE, fsdp=FsdpLayout.of_size(num_layers, n, group=2, **rest)), m)
+            for b, m, n, rest in SHARDED
+        ]
+        for config, count in (*CASES, *sharded):
             if only not in str(config):
                 continue
             samples = count * config.micro_batch_size * config.data
