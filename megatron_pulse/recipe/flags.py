@@ -53,8 +53,10 @@ def is_auto(recipe: Recipe) -> bool:
     parallel = recipe.parallel
     if parallel.auto is not None:
         return parallel.auto
-    by_hand = (parallel.plan, parallel.pipeline, parallel.tensor, parallel.placement)
-    return not any(by_hand) and not (recipe.model.backbone or "").startswith("cascade:")
+    degrees = parallel.pipeline, parallel.tensor, parallel.placement, parallel.fsdp
+    return not (parallel.plan or any(degrees)) and not (recipe.model.backbone or "").startswith(
+        "cascade:"
+    )
 
 
 def _table_words(table: Any) -> Iterator[str]:

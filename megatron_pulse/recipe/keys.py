@@ -267,6 +267,22 @@ class Parallel:
     plan: Text | None = key("plan of 'pulse tune', file or folder", "--pulse-plan")
     pipeline: Count | None = key("devices of a pipeline", "--pipeline-model-parallel-size")
     tensor: Count | None = key("tensor parallelism", "--tensor-model-parallel-size")
+    fsdp: bool = key(
+        "shard the weights over all devices by FSDP2, without a pipeline (auto chooses it too)",
+        "--pulse-fsdp",
+        default=False,
+    )
+    fsdp_group: Count | None = key(
+        "devices that share the weights, for HSDP (default: all)", "--pulse-fsdp-group"
+    )
+    fsdp_layers: Count | None = key("layers gathered together", "--pulse-fsdp-layers")
+    fsdp_gather: Literal["pass", "microbatch", "step"] | None = key(
+        "how often weights are gathered", "--pulse-fsdp-gather"
+    )
+    fsdp_reduce: Literal["microbatch", "step"] | None = key(
+        "how often gradients are reduced", "--pulse-fsdp-reduce"
+    )
+    fsdp_prefetch: Natural | None = key("units gathered ahead", "--pulse-fsdp-prefetch")
     placement: Text | None = key("fold, sequential, interleaved, ...", "--pulse-placement")
     chunks: Count | None = key("stages a device", "--pulse-num-chunks")
     schedule: Text | None = key("pipeline schedule or CSV file", "--pulse-schedule")

@@ -47,6 +47,8 @@ VALUES = {
     "training.encoder_dropout": {"text_encoder_2": 0.5},
     "training.ema_decay": 0.9,
     "parallel.placement": "fold",
+    "parallel.fsdp_gather": "step",
+    "parallel.fsdp_reduce": "step",
     "parallel.schedule": "1f1b",
     "parallel.conditioning": "send",
     "parallel.partition": "soft",
