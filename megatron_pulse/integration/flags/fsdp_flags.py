@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
-from megatron_pulse.dataclass_flags import FROM_ONE, FROM_ZERO, flag
+from megatron_pulse.dataclass_flags import FROM_ONE, FROM_ZERO, flag, flag_name
 from megatron_pulse.planner.layout.fsdp_layout import FsdpLayout, Gathering
 
 
@@ -88,6 +88,12 @@ def take_megatron_flags(args: argparse.Namespace) -> None:
         args.use_distributed_optimizer = True
 
 
+FSDP_FLAGS = (
+    "--use-torch-fsdp2",
+    *(flag_name(f"pulse_{each.name}") for each in fields(FsdpChoice)),
+)
+"""Flags of which a plan decides all."""
+
 _EXCLUDED = {
     "fp16": "has no loss scale there: use --bf16",
     "optimizer_cpu_offload": "moves the optimizer state of other layouts",
@@ -108,8 +114,7 @@ def fsdp_faults(args: argparse.Namespace, choice: FsdpChoice) -> Iterator[str]:
         return
     for name, why in _EXCLUDED.items():
         if getattr(args, name, None):
-            flag = "--" + name.replace("_", "-")
-            yield f"{flag} cannot be used with --use-torch-fsdp2: it {why}"
+            yield f"{flag_name(name)} cannot be used with --use-torch-fsdp2: it {why}"
     if args.optimizer not in ("adam", "sgd"):
         yield (
             f"--optimizer {args.optimizer} cannot be used with --use-torch-fsdp2, which gives "

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from megatron_pulse.dataclass_flags import flag_name, marked
-from megatron_pulse.integration.flags.fsdp_flags import FsdpChoice
+from megatron_pulse.integration.flags.fsdp_flags import FSDP_FLAGS, FsdpChoice
 from megatron_pulse.integration.flags.parse import CommandLine
 from megatron_pulse.integration.flags.pulse_options import TRAINED_FLAGS, FlagMark, PulseOptions
 from megatron_pulse.planner.partition.memory import ADAM_BYTES
@@ -27,6 +27,7 @@ def apply_plan(plan: PlanFile, args: argparse.Namespace, options: PulseOptions) 
     """
     for name, value in decided_flags(plan).items():
         setattr(args, name, value)
+    args.pulse_fsdp = plan.fsdp is not None
     own = options.self_conditioning or plan.self_conditioning or None
     args.pulse_self_conditioning = own
     part = trained_part(plan.backbone)
@@ -128,3 +129,6 @@ def decided_by(by: str, line: CommandLine) -> Iterator[str]:
         if line.says(flag):
             given = getattr(line.args, f"pulse_{name}")
             yield f"{flag} {given} and {by} exclude each other (the plan decides it): leave one out"
+    for flag in FSDP_FLAGS:
+        if line.says(flag):
+            yield f"{flag} and {by} exclude each other (the plan decides it): leave one out"

@@ -35,7 +35,6 @@ def decided_flags(plan: PlanFile) -> dict[str, Any]:
         "grad_reduce_in_bf16": plan.grad_reduce_in_bf16,
         "overlap_grad_reduce": plan.overlap_grad_reduce,
         "use_tp_pp_dp_mapping": plan.rank_order == "tp-pp-dp",
-        "pulse_fsdp": plan.fsdp is not None,
     }
 
 
@@ -56,6 +55,7 @@ def _equivalent(plan: PlanFile) -> Iterator[str]:
         if value is not None and value is not False:
             yield flag_name(name) if value is True else f"{flag_name(name)} {value}"
     if plan.fsdp is not None:
+        yield "--use-torch-fsdp2"
         yield from _fsdp_flags(plan.fsdp)
     if _granularity(plan) is None:
         policies = plan.activations.by_name(plan.layer_names).items()
