@@ -74,26 +74,22 @@ class FullyShardedDataParallel(_BaseDataParallel):
         stage = unwrap(module)
         assert stage.pg_collection is not None
         mesh = _mesh(stage.pg_collection.dp_cp, layout.group)
-        sharded = FullyShardedStage(stage, layout, mesh, config.params_dtype)
-        stage.fully_sharded = sharded
-        stage.main_params = sharded.main_params()
+        self.sharded = FullyShardedStage(stage, layout, mesh, config.params_dtype)
+        stage.fully_sharded = self.sharded
+        stage.main_params = self.sharded.main_params()
         config.no_sync_func = self.no_sync
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        sharded = unwrap(self).fully_sharded
-        assert sharded is not None
-        results = sharded.root(*inputs, **kwargs)
+        results = self.sharded.root(*inputs, **kwargs)
         if not torch.is_grad_enabled():  # no backward will free them
-            sharded.free_gathered()
+            self.sharded.free_gathered()
         return results
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Context of all microbatches of a step but the last; none if ``checks_each``."""
         if self.checks_each:
             return contextlib.nullcontext()
-        sharded = unwrap(self).fully_sharded
-        assert sharded is not None
-        return sharded.accumulating()
+        return self.sharded.accumulating()
 
     @contextlib.contextmanager
     def checking_each(self) -> Iterator[None]:
@@ -135,11 +131,11 @@ def _mesh(data_parallel: Any, group: int) -> DeviceMesh:
 class _Rows(nn.Module):
     """Parameters for Megatron's optimizer: this rank's rows, without empty ones."""
 
-    def __init__(self, chunk: FullyShardedDataParallel, sharded: FullyShardedStage) -> None:
+    def __init__(self, chunk: FullyShardedDataParallel) -> None:
         super().__init__()
         self.ddp_config, self.config = chunk.ddp_config, chunk.config
         self.pg_collection = unwrap(chunk).pg_collection
-        self._own = {name: own for name, own in sharded.own.items() if own.numel()}
+        self._own = {name: own for name, own in chunk.sharded.own.items() if own.numel()}
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Rows by the names of their parameters."""
@@ -220,10 +216,9 @@ def fully_sharded_optimizer(
     """Megatron's optimizer over the rows of the only chunk of ``model``, in fp32."""
     (chunk,) = model
     assert isinstance(chunk, FullyShardedDataParallel)
-    sharded = unwrap(chunk).fully_sharded
-    assert sharded is not None
+    sharded = chunk.sharded
     plain = dataclasses.replace(config, bf16=False, fp16=False, use_distributed_optimizer=False)
-    optimizer = get_optimizer(plain, [_Rows(chunk, sharded)], *args, **kwargs)
+    optimizer = get_optimizer(plain, [_Rows(chunk)], *args, **kwargs)
     (inner,) = inner_optimizers(optimizer)
     assert type(inner) is FP32Optimizer, type(inner)
     inner.__class__ = FullyShardedOptimizer
