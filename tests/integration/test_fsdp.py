@@ -133,6 +133,6 @@ def test_a_tuned_plan_is_checked_and_runs(
     record = unsealed_record(plan)
     record["fsdp"] |= {"starts": [1, *layout.starts[1:]], "group": 3}
     Path(plan).write_text(json.dumps(record))
-    assert main(["check", plan]) == 1
-    said = capsys.readouterr().out
+    assert main(["check", plan]) == 2
+    said = capsys.readouterr().err
     assert "starts: they rise from 0" in said and "3 does not divide the 2 replicas" in said

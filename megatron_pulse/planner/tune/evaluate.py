@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
@@ -231,8 +231,9 @@ class Evaluator:
             return f"not predicted: {devices} devices do not divide a global batch of {batch}"
         return ""
 
-    def fsdp_baseline(self) -> FsdpBaseline | None:
-        """Best FSDP2 or HSDP configuration for the same batch and devices.
+    def fsdp_baseline(self, sizes: Collection[int] | None = None) -> FsdpBaseline | None:
+        """Best FSDP2 or HSDP configuration for the same batch and devices, with microbatches of
+        these ``sizes``.
 
         Returns None if none fits, if ``not_sharded`` names a reason, or once ``stopped``.
         """
@@ -240,7 +241,7 @@ class Evaluator:
             return None
         of = self.profile, self.cluster, self.global_batch_size
         own = self.estimator.adam_s, self.state.ema, not self.state.grad_reduce_in_bf16
-        return fsdp_baseline(*of, *own, self.stopped)
+        return fsdp_baseline(*of, *own, self.stopped, sizes)
 
     def fsdp_step(
         self, layout: FsdpLayout, micro_batch_size: int, activations: ActivationPolicies

@@ -73,7 +73,7 @@ def tune(
     )
     finish_s = max(0.0, finish_s - max(0.0, found.seconds - search_s))
     if not found.outcomes:
-        found.fsdp_baseline = evaluator.fsdp_baseline()
+        found.fsdp_baseline = evaluator.fsdp_baseline(choices.micro_batch_size)
         add_fsdp(found, evaluator, choices, keep)
         if found.outcomes:
             return found
@@ -82,7 +82,7 @@ def tune(
         raise UntunableError(advice + _largest_shape(evaluator))
     progress("FSDP2 baseline", found)
     searched = clock()
-    found.fsdp_baseline = evaluator.fsdp_baseline()
+    found.fsdp_baseline = evaluator.fsdp_baseline(choices.micro_batch_size)
     progress("whole schedules", found)
     finish_s = max(0.0, finish_s - (clock() - searched))
     shapes_s = SHAPES_SHARE * finish_s if evaluator.profile.shapes else 0.0

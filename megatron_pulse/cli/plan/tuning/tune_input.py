@@ -166,7 +166,6 @@ def flags_not_applied_to_fsdp(args: argparse.Namespace) -> list[str]:
     given = {
         "--no-recompute": args.no_recompute,
         "--recompute": args.recompute,
-        "--micro-batch-size": args.micro_batch_size is not None,
     }
     return [flag for flag, is_given in given.items() if is_given]
 

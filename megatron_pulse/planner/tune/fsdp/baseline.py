@@ -5,7 +5,7 @@ Seconds are those of ideal collectives at the cluster's bandwidths, and of the o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -116,11 +116,13 @@ def fsdp_baseline(
     ema: bool = False,
     reduces_fp32: bool = False,
     stopped: Callable[[], bool] = lambda: False,
+    allowed: Collection[int] | None = None,
 ) -> FsdpBaseline | None:
     """Fastest FSDP2 or HSDP configuration, by branch and bound over all of them.
 
     ``adam_s`` are the optimizer's seconds per parameter. ``ema`` adds an EMA of the parameters;
-    ``reduces_fp32`` reduces gradients in fp32. Returns None for one device, a batch that the
+    ``reduces_fp32`` reduces gradients in fp32; ``allowed`` are the microbatch sizes.
+    Returns None for one device, a batch that the
     devices do not divide, or if nothing fits. Also returns None once ``stopped``. No configuration
     that was skipped is faster (``least_s``).
     """
@@ -128,6 +130,10 @@ def fsdp_baseline(
     if cluster.num_devices == 1 or left:
         return None
     sizes = [2**k for k in range(each.bit_length()) if each % 2**k == 0]
+    if allowed is not None:
+        sizes = [size for size in sorted(allowed) if each % size == 0]
+    if not sizes:
+        return None
     of = profile, cluster.num_devices, samples, cluster.usable_bytes, sizes
     configs = FsdpConfigs(*of, ema=ema, reduces_fp32=reduces_fp32)
     trained = sum(layer.trained_parameters for layer in profile.layers)
