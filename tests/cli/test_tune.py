@@ -48,7 +48,7 @@ def test_tune_answers_first_and_writes_json_and_plan(
     assert f"P={outcomes[0]['pipeline']} D={outcomes[0]['data']}" in answer[0]
     assert f"{outcomes[0]['samples_per_s']:.4g} samples/s, " in answer[1]
     assert " of 16 usable GB on the fullest device" in answer[1]
-    against = "the best pipeline" if outcomes[0]["layout"] == "FSDP2" else "FSDP2"
+    against = "the best without it" if outcomes[0]["layout"] == "FSDP2" else "FSDP2"
     assert f" x {against} (" in answer[2] and "data parallelism" in answer[2]
     assert answer[3].endswith(PREDICTION_ERROR)
     assert "pulse run --nproc-per-node 4 " in answer[4] and "--pulse-plan plan.json" in answer[4]

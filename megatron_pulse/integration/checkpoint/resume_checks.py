@@ -245,7 +245,7 @@ def _other_sharding(start: StartingPoint, wanted: NewRun) -> Iterator[str]:
     if before.use_distributed_optimizer != args.use_distributed_optimizer:
         name = flag_name("use_distributed_optimizer")
         yield (
-            f"it was trained with {name}. Give it, {_OR_NEW}"
+            f"it was trained with {name} (or FSDP2, which shards alike). Give it, {_OR_NEW}"
             if before.use_distributed_optimizer
             else f"it was trained without {name}. Leave it out, {_OR_NEW}"
         )

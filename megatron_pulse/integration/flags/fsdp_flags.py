@@ -101,6 +101,9 @@ _EXCLUDED = {
     "overlap_param_gather": "has no effect: --pulse-fsdp-prefetch overlaps gathers",
     "grad_reduce_in_bf16": "has no effect: gradients are reduced in fp32",
     "pulse_sdc_check_interval": "compares layers of whole weights",
+    "pulse_placement": "places pipeline stages",
+    "pulse_num_chunks": "is for pipeline stages",
+    "pulse_activation_cap": "is for pipeline stages",
     "pulse_offload": "offloads activations of pipeline stages: recompute instead",
     "pulse_offload_weights": "keeps whole frozen weights on the host",
     "check_weight_hash_across_dp_replicas_interval": "compares whole weights",
@@ -115,6 +118,8 @@ def fsdp_faults(args: argparse.Namespace, choice: FsdpChoice) -> Iterator[str]:
     for name, why in _EXCLUDED.items():
         if getattr(args, name, None):
             yield f"{flag_name(name)} cannot be used with --use-torch-fsdp2: it {why}"
+    if args.pulse_schedule not in (None, "auto"):
+        yield "--pulse-schedule cannot be used with --use-torch-fsdp2: it orders pipeline stages"
     if args.optimizer not in ("adam", "sgd"):
         yield (
             f"--optimizer {args.optimizer} cannot be used with --use-torch-fsdp2, which gives "

@@ -104,7 +104,7 @@ def _beside(found: Tuning, evaluator: Evaluator, bound: Collection[str]) -> list
     if best.config.fsdp is not None:
         lines = [f"{best.config} ({other.facts})"]
         for one in rest[:1]:
-            lines.append(f"  the best pipeline: {one.config}, {one.throughput:.4g} samples/s")
+            lines.append(f"  the best without it: {one.config}, {one.throughput:.4g} samples/s")
         return lines + _of_fsdp(other)
     lines = [f"{other.beside(best.throughput)} ({other.facts})"]
     if bound:

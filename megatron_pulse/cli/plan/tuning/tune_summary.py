@@ -119,7 +119,7 @@ def _compared(found: Tuning, evaluator: Evaluator, on_host: Outcome | None) -> s
         return f"{format_number(best.throughput / rate)} x {name} ({rate:.4g} samples/s)"
 
     if best.config.fsdp is not None:
-        told = [beside("the best pipeline", one.throughput) for one in found.outcomes[1:2]]
+        told = [beside("the best without it", one.throughput) for one in found.outcomes[1:2]]
     elif other is not None:
         told = [beside(other.name.split(" (")[0], other.throughput)]
     elif why := evaluator.not_sharded or "was not predicted: interrupted" * found.stopped:
