@@ -118,7 +118,7 @@ class Stage(Nest):
         }
         self._skips_out = tuple(r.name for r in routes.skips_out_of(stage))
         self._provides = tuple(c.name for c in routes.conditioning_out_of(stage))
-        self._backbone_name = backbone.name
+        self.backbone_name = backbone.name
         self._declared: dict[tuple[int, torch.dtype, int], list[tuple[TensorMeta, ...]]] = {}
         self._known: set[tuple[object, ...]] = set()
         self._reserving: set[str] = set()
@@ -250,7 +250,7 @@ class Stage(Nest):
                     keys = shape_index, dropout_key
                     results = self._run(spec, module, wgrad_store, *keys, inputs, popped, used)
             if fault := untouched.fault() or unhooked.fault():
-                raise BackboneError(self._backbone_name, [f"{spec.name} {fault}"])
+                raise BackboneError(self.backbone_name, [f"{spec.name} {fault}"])
             results = self._returned(spec, module, inputs, results, kinds)
             inputs = results[: len(spec.outputs)]
             for name, tensor in zip(spec.provides, results[len(spec.outputs) :], strict=True):
@@ -259,7 +259,7 @@ class Stage(Nest):
             skips.update(pushed)
         self.weight_offload.release()
         if faults:
-            raise BackboneError(self._backbone_name, faults)
+            raise BackboneError(self.backbone_name, faults)
         return (
             inputs,
             {name: skips[name] for name in self._skips_out},
@@ -404,7 +404,7 @@ class Stage(Nest):
         if fault is None and _ends_backward(module, inputs, results):
             fault = "has no output with a gradient: is its output detached?"
         if fault is not None:
-            raise BackboneError(self._backbone_name, [f"{spec.name} {fault}"])
+            raise BackboneError(self.backbone_name, [f"{spec.name} {fault}"])
         count = len(spec.outputs)
         provided = (_alias(tensor) for tensor in results[count:])
         return tuple(map(in_order, (*results[:count], *provided)))
@@ -430,7 +430,7 @@ class Stage(Nest):
                     f"{name} has adapter dropout, whose masks depend on the positions of samples: "
                     "give each microbatch the field 'positions'"
                 )
-                raise BackboneError(self._backbone_name, [fault])
+                raise BackboneError(self.backbone_name, [fault])
 
     def _embed(
         self, conditioning: Tensors, shape_index: int, dropout_key: tuple[int, int] | None
@@ -455,7 +455,7 @@ class Stage(Nest):
                     "unchanged"
                 )
             if faults:
-                raise BackboneError(self._backbone_name, faults)
+                raise BackboneError(self.backbone_name, faults)
             provided.update(
                 (name, summed(tensor)) for name, tensor in zip(spec.provides, results, strict=True)
             )

@@ -63,7 +63,8 @@ def test_a_run_equals_one_process(
     assert_equal_to_rounding(got, expected)
 
 
-def test_checkpoints_cross_layouts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("backbone", ["uvit", "unet"])
+def test_checkpoints_cross_layouts(backbone: str, tmp_path: Path) -> None:
     """The optimizer's state and the EMA too: a fold, shards, replicated shards, one process."""
     layouts = [
         (2, [*pipeline(2), "--use-distributed-optimizer"]),
@@ -72,11 +73,11 @@ def test_checkpoints_cross_layouts(tmp_path: Path) -> None:
         (1, ["--use-distributed-optimizer"]),
     ]
     batch = ["--global-batch-size", "8"]
-    expected = alone(*batch, "--train-iters", str(len(layouts)))
+    expected = alone(*batch, "--train-iters", str(len(layouts)), backbone=backbone)
     got: list[Run] = []
     for number, (num_ranks, flags) in enumerate(layouts):
         steps = ["--train-iters", str(number + 1), "--save", str(tmp_path), "--save-interval", "1"]
-        got.append(run(num_ranks, *batch, *steps, *flags))
+        got.append(run(num_ranks, *batch, *steps, *flags, backbone=backbone))
     assert [one.losses[0] for one in got] == pytest.approx(expected.losses, rel=1e-6)
     assert [one.grad_norms[0] for one in got] == pytest.approx(expected.grad_norms, rel=1e-5)
     for kind in ("main_params", "averages"):

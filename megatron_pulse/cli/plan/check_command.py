@@ -66,7 +66,6 @@ def run(args: argparse.Namespace) -> None:
     """Check, then print."""
     from megatron_pulse.planner.plan_file.equivalent_flags import NO_AVERAGES
     from megatron_pulse.planner.plan_file.plan_file import PlanFileError, read_plan
-    from megatron_pulse.planner.schedule.check.validate import faults_for
     from megatron_pulse.profile.warnings import plan_cautions
 
     try:
@@ -82,7 +81,7 @@ def run(args: argparse.Namespace) -> None:
         legal = plan
         if plan is not None and not faults:
             fine = {"form": _form(args.plan), "schedule": _schedule(plan)}
-        elif plan is not None and faults_for(plan.problem, plan.schedule):
+        elif plan is not None and not _is_legal(record, plan):
             legal = None
         more, found = _against_the_world(record, legal, args.count)
         faults, fine = faults + more, {**fine, **found}
@@ -99,6 +98,17 @@ def run(args: argparse.Namespace) -> None:
         print_result(args, lines, lambda: _verdict(args.plan, faults, fine))
     if faults:
         raise UserError(format_faults(str(args.plan), faults, _REMEDY))
+
+
+def _is_legal(record: dict[str, Any], plan: PlanFile) -> bool:
+    """True if figures can be recomputed: schedules are legal, and so are sharded units."""
+    from megatron_pulse.planner.plan_file.consistency import fsdp_faults
+    from megatron_pulse.planner.schedule.check.validate import faults_for
+
+    plans = [plan, *(shape.plan for shape in plan.shapes)]
+    if any(faults_for(each.problem, each.schedule) for each in plans):
+        return False
+    return plan.fsdp is None or not any(fsdp_faults(record))
 
 
 def _verdict(path: Path, faults: list[str], fine: dict[str, str]) -> dict[str, Any]:

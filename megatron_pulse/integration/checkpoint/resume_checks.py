@@ -242,13 +242,18 @@ def _other_sharding(start: StartingPoint, wanted: NewRun) -> Iterator[str]:
     args, before = wanted.arguments, start.saved.arguments
     if not start.continued or args.no_load_optim or not start.saved.has_optimizer:
         return
-    if before.use_distributed_optimizer != args.use_distributed_optimizer:
-        name = flag_name("use_distributed_optimizer")
-        yield (
-            f"it was trained with {name} (or FSDP2, which shards alike). Give it, {_OR_NEW}"
-            if before.use_distributed_optimizer
-            else f"it was trained without {name}. Leave it out, {_OR_NEW}"
-        )
+    if before.use_distributed_optimizer == args.use_distributed_optimizer:
+        return
+    name, fsdp = flag_name("use_distributed_optimizer"), "--use-torch-fsdp2"
+    if getattr(before, "pulse_fsdp", False):
+        other = "" if before.optimizer != "adam" else f", or {name}, which shards alike"
+        yield f"it was trained with {fsdp}. Give it{other}, {_OR_NEW}"
+    elif args.pulse_fsdp:
+        yield f"it was trained without {name}, and {fsdp} shards alike. Leave {fsdp} out, {_OR_NEW}"
+    elif before.use_distributed_optimizer:
+        yield f"it was trained with {name}. Give it, {_OR_NEW}"
+    else:
+        yield f"it was trained without {name}. Leave it out, {_OR_NEW}"
 
 
 def _other_count(start: StartingPoint, wanted: NewRun) -> Iterator[str]:

@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.optimizer.optimizer import FP32Optimizer
 from megatron.core.transformer.module import MegatronModule
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megatron_pulse.integration.megatron.compat import inner_optimizers
@@ -166,14 +166,12 @@ class FullyShardedOptimizer(FP32Optimizer):
         """State in the format "fully_reshardable" of Megatron's distributed optimizer."""
         self.init_state_fn(self.optimizer, self.config)
         entries = model_sharded_state_dict["model"]
-        state: dict[int, dict[str, ShardedTensor]] = {}
+        state: dict[int, dict[str, Any]] = {}
         for number, (name, own) in enumerate(self._trained()):
             entry = entries[name]
             key, kinds = entry.key, {"param": own.detach(), **self.optimizer.state[own]}
             state[number] = {
-                kind: dataclasses.replace(
-                    entry, key=f"optimizer.state.{kind}.{key}", data=values, dtype=values.dtype
-                )
+                kind: _with_data(entry, f"optimizer.state.{kind}.{key}", values)
                 for kind, values in kinds.items()
             }
         groups = [
@@ -204,6 +202,14 @@ class FullyShardedOptimizer(FP32Optimizer):
         for name, own in self.fully_sharded.own.items():
             if own.requires_grad and own.numel():
                 yield name, own
+
+
+def _with_data(entry: Any, key: str, values: Tensor) -> Any:
+    """Entry of rows with other values under another key."""
+    changes: dict[str, Any] = {"key": key, "data": values}
+    if isinstance(entry, ShardedTensor):
+        changes["dtype"] = values.dtype
+    return dataclasses.replace(entry, **changes)
 
 
 def fully_sharded_optimizer(

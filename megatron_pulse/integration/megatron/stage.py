@@ -6,7 +6,7 @@ The sharded state covers tensor-parallel layers below plain containers, and the 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
@@ -165,7 +165,8 @@ class MegatronStage(Stage, MegatronModule):
                 found[name] = entry
             elif own.numel():
                 short = name.removeprefix(prefix)
-                place = sharded.first[short], sharded.replica
+                shape = sharded.wholes[short].shape
+                place = sharded.first[short], sharded.replica, shape
                 found[name] = rows = entry_of_rows(entry, own.detach(), *place)
                 for kind, values in kinds.items():
                     if short in values:
@@ -229,7 +230,7 @@ class MegatronStage(Stage, MegatronModule):
                 "DoRA's magnitudes begin with the norms of whole loaded weights, and FSDP shards "
                 "them. Make the first step in another layout, or train lora"
             )
-            raise BackboneError(self._backbone_name, [fault])
+            raise BackboneError(self.backbone_name, [fault])
 
     def _begin_magnitudes(self) -> None:
         """Set an adapter's new magnitudes to the norms of the loaded weights."""
@@ -279,12 +280,19 @@ def sharded_module_state(
 
 
 def entry_of_rows(
-    entry: ShardedTensor, rows: torch.Tensor, first: int, replica: int
-) -> ShardedTensor:
-    """Entry of ``rows`` from row ``first`` on of the parameter of ``entry``.
+    entry: ShardedTensor | ShardedTensorFactory,
+    rows: torch.Tensor,
+    first: int,
+    replica: int,
+    shape: torch.Size,
+) -> ShardedTensor | ShardedTensorFactory:
+    """Entry of ``rows`` from row ``first`` on of the parameter of ``entry``, of that ``shape``.
 
     The parameter is whole or a tensor-parallel part. ``replica`` numbers the copies of the rows.
     """
+    copies = (*entry.replica_id[:-1], replica)
+    if isinstance(entry, ShardedTensorFactory):
+        return _factory_of_rows(entry, rows, first, copies, shape)
     offset = list(entry.global_offset)
     offset[entry.prepend_axis_num] += first
     return dataclasses.replace(
@@ -294,8 +302,52 @@ def entry_of_rows(
         local_shape=tuple(rows.shape),
         global_offset=tuple(offset),
         axis_fragmentations=None,
-        replica_id=(*entry.replica_id[:-1], replica),
+        replica_id=copies,
     )
+
+
+def _factory_of_rows(
+    entry: ShardedTensorFactory, rows: Tensor, first: int, copies: Any, shape: torch.Size
+) -> ShardedTensorFactory:
+    """Entry of rows of a parameter whose segments along a dimension are entries of their own."""
+
+    def pieces_of(key: str, dtype: torch.dtype, replica_id: Any) -> Any:
+        whole = torch.empty(shape, dtype=dtype, device="meta")
+        return entry.build_fn(key, whole, replica_id, None)
+
+    some = pieces_of(entry.key, rows.dtype, copies)[0].local_shape
+    dim = next((d for d, size in enumerate(some) if size != shape[d]), 0)
+
+    @torch.no_grad()
+    def build(key: str, tensor: Tensor, replica_id: Any, flattened_range: Any) -> Any:
+        found, start = [], 0
+        for piece in pieces_of(key, tensor.dtype, replica_id):
+            size = piece.local_shape[dim]
+            low, high = start, start + size
+            if dim == 0:
+                low, high = max(low, first), min(high, first + len(tensor))
+                part, offset = tensor[low - first : high - first], low - start
+            else:
+                part, offset = tensor.narrow(dim, start, size), first
+            if low < high:
+                place = piece.global_offset[0] + offset, *piece.global_offset[1:]
+                found.append(
+                    dataclasses.replace(
+                        piece,
+                        data=part.contiguous(),
+                        local_shape=tuple(part.shape),
+                        global_offset=place,
+                        axis_fragmentations=None,
+                    )
+                )
+            start += size
+        return found
+
+    @torch.no_grad()
+    def merge(pieces: Sequence[Tensor]) -> Tensor:
+        return torch.cat(list(pieces), dim)
+
+    return ShardedTensorFactory(entry.key, rows, build, merge, replica_id=copies)
 
 
 def like_parameters(

@@ -143,7 +143,7 @@ class _Certificate(TypedDict):
 @open_ended
 class _Search(TypedDict):
     configs: Count
-    simulated: Count
+    simulated: Natural
     left: Natural
     lower_bound_s: _Figure
 

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from megatron_pulse.backbone.check import BackboneError
 from megatron_pulse.planner.layout.fsdp_layout import (
     REDUCING,
     FsdpLayout,
@@ -119,6 +120,15 @@ class FullyShardedStage:
         mesh: DeviceMesh,
         dtype: torch.dtype,
     ) -> None:
+        odd = [name for name, p in stage.named_parameters() if not p.ndim or not p.numel()]
+        if odd:
+            raise BackboneError(
+                stage.backbone_name,
+                [
+                    f"{name} has no rows, by which FSDP shards it. Give it a dimension"
+                    for name in odd
+                ],
+            )
         attributes = {name: dict(vars(p)) for name, p in stage.named_parameters()}
         modules = [module for _, module in stage.named_layers()]
         self.root = _Root(stage, modules)
