@@ -72,11 +72,12 @@ def tune(
         evaluator, choices, candidates, keep, search_s, looked, finish_s, clock
     )
     finish_s = max(0.0, finish_s - max(0.0, found.seconds - search_s))
-    if not found.outcomes:
+    if not found.outcomes and found.num_left < found.num_configs:  # not for want of time alone
         found.fsdp_baseline = evaluator.fsdp_baseline(choices.micro_batch_size)
         add_fsdp(found, evaluator, choices, keep)
         if found.outcomes:
             return found
+    if not found.outcomes:
         rest = Budget(max(0.0, search_s - found.seconds) + finish_s, clock)
         advice = oom_advice(evaluator, choices, candidates, rest, found)
         raise UntunableError(advice + _largest_shape(evaluator))
