@@ -36,8 +36,8 @@ ITEMS = [(index, 30 + index) for index in range(COUNT)]
 
 
 def drawn(index: int, position: int) -> np.ndarray:
-    """The numbers of one visit, by numpy alone: stream 10 of the seed."""
-    key = np.array([SEED, 10], dtype=np.uint64)
+    """The numbers of one visit, by numpy alone: stream 11 of the seed."""
+    key = np.array([SEED, 11], dtype=np.uint64)
     counter = np.array([0, 0, index, position], dtype=np.uint64)
     return np.random.Generator(np.random.Philox(key=key, counter=counter)).random(3)
 
