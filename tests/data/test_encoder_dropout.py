@@ -30,7 +30,7 @@ from tests.encoders.pipelines import make_pipeline
 from tests.encoders.test_recipes import CASES, components
 
 FLOW = DiffusionProcess(Objective.FLOW)
-SEED, COUNT = 5, 10
+SEED, COUNT = 6, 10
 RATES = {"text_encoder": 0.4, "text_encoder_2": 0.5, "text_encoder_3": 0.6}
 ITEMS = [(index, 30 + index) for index in range(COUNT)]
 
