@@ -49,7 +49,7 @@ def memory_bytes_per_s(profile: Profile, cluster: Cluster) -> float:
     known = cluster.peaks or known_device(profile.device)
     if known is not None:
         return known.bytes_per_s
-    if _is_cpu(profile):
+    if is_cpu(profile):
         return CPU_BYTES_PER_S
     raise ClusterError(
         f"cluster {cluster.name!r}: the memory bandwidth of its devices ({profile.device}) is "
@@ -65,7 +65,7 @@ def host_adam_s(profile: Profile, cluster: Cluster, state: ParameterState) -> fl
     after another. Raises ClusterError for a cluster of GPUs without a link to the host.
     """
     link = cluster.to_host
-    if link is None and not _is_cpu(profile):
+    if link is None and not is_cpu(profile):
         raise no_way_to_host(cluster)
     copied = CPU_BYTES_PER_S if link is None else link.bytes_per_s
     reached = HOST_BYTES_PER_S
@@ -85,7 +85,7 @@ def no_way_to_host(cluster: Cluster) -> ClusterError:
     )
 
 
-def _is_cpu(profile: Profile) -> bool:
+def is_cpu(profile: Profile) -> bool:
     return bool(profile.threads) or profile.device.startswith("CPU")
 
 

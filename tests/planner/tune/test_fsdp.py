@@ -206,7 +206,7 @@ def test_says_who_is_ahead_and_nothing_where_nothing_can_be_said() -> None:
     assert found is not None
     rate = found.throughput
     assert found.beside(rate / 1.1).endswith(
-        "10 % faster than this plan, but excluded by the flags given"
+        "10 % faster than this plan, but flags (or CPUs) exclude it"
     )
     assert found.beside(rate / 0.9).endswith("10 % slower than this plan")
     assert found.beside(rate * 1.001).endswith("as fast as this plan")

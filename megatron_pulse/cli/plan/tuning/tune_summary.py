@@ -66,7 +66,7 @@ def _faster(
     if other is not None and other.throughput > (1 + ALIKE) * rate:
         times = format_number(other.throughput / rate)
         said = (
-            f"{other.name} is excluded by the flags given, and {times} times as fast as the best "
+            f"{other.name} is excluded by flags (or CPUs), and {times} times as fast as the best "
             f"plan ({other.facts})"
         )
         faster.append((other.throughput, said))

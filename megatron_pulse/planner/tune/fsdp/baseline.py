@@ -75,7 +75,7 @@ class FsdpBaseline:
         if abs(gain) < ALIKE:
             said = "as fast as this plan"
         elif gain > 0:
-            said = f"{_percent(gain)} faster than this plan, but excluded by the flags given"
+            said = f"{_percent(gain)} faster than this plan, but flags (or CPUs) exclude it"
         else:
             said = f"{_percent(-gain)} slower than this plan"
         return f"{self.name} is predicted at {self.throughput:.4g} samples/s, {said}"

@@ -10,6 +10,7 @@ from megatron_pulse.planner.schedule.check.simulate import simulate
 from megatron_pulse.planner.schedule.problem import Certificate, Synthesis
 from megatron_pulse.planner.schedule.registry import make_schedule
 from megatron_pulse.planner.tune.config import Choices, Config, Recompute
+from megatron_pulse.planner.tune.estimate import is_cpu
 from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
 from megatron_pulse.planner.tune.fsdp.baseline import ALIKE
 from megatron_pulse.planner.tune.fsdp.step import step_bytes
@@ -85,6 +86,7 @@ def _may_choose(
     profile = evaluator.profile
     return (
         choices.fsdp
+        and not is_cpu(profile)  # collectives overlap with nothing there
         and (choices.pipeline is None or 1 in choices.pipeline)
         and 1 in choices.tensor
         and WHOLE in choices.layouts
