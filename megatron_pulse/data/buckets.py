@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 
@@ -76,55 +78,53 @@ def _mean_cropped(data: DiffusionDataset, indices: Sequence[int]) -> float | Non
     return sum(found) / len(found) if found else None
 
 
-class GroupSampler(MicrobatchSampler):
+class GroupSampler(MicrobatchSampler, ABC):
     """Sampler whose positions ``g * group_size ... (g + 1) * group_size`` are all of one part.
 
     ``micro_batch_sizes`` are those of the parts, if each has its own; a replica's share of a group
     is then cut into microbatches of its part's size.
 
-    Raises ValueError if replicas with microbatches of several sizes do not begin and end groups
-    together.
+    ``order`` and ``named`` are those of ``MicrobatchSampler``. Raises ValueError if the microbatch
+    size does not divide the group size or the consumed samples, and if replicas with microbatches
+    of several sizes do not begin and end groups together.
     """
 
     def __init__(
         self,
         num_samples: int,
-        consumed_samples: int,
-        micro_batch_size: int,
-        data_parallel_rank: int,
-        data_parallel_size: int,
-        seed: int,
-        shuffle: bool = True,
-        period: int | None = None,
-        repeats: int = 1,
-        *,
+        *order: Any,
         group_size: int,
         micro_batch_sizes: Sequence[int] = (),
+        **named: Any,
     ) -> None:
-        super().__init__(
-            num_samples, consumed_samples, micro_batch_size, data_parallel_rank,
-            data_parallel_size, seed, shuffle, period, repeats,
-        )  # fmt: skip
-        faults = []
-        if micro_batch_sizes and consumed_samples % group_size:
+        super().__init__(num_samples, *order, **named)
+        whole = {
+            "consecutive samples of one shape": group_size,
+            "consumed samples": self.consumed_samples,
+        }
+        faults = [
+            f"{count} {what} are not a multiple of the microbatch size {self.micro_batch_size}"
+            for what, count in whole.items()
+            if count % self.micro_batch_size
+        ]
+        if micro_batch_sizes and self.consumed_samples % group_size:
             faults.append(
-                f"{consumed_samples} consumed samples end within {group_size} of one shape"
+                f"{self.consumed_samples} consumed samples end within {group_size} of one shape"
             )
         faults += [
             f"{group_size} consecutive samples of one shape are not a multiple of mbs * dp = "
-            f"{size} * {data_parallel_size}"
+            f"{size} * {self.data_parallel_size}"
             for size in sorted({*micro_batch_sizes})
-            if group_size % (size * data_parallel_size)
+            if group_size % (size * self.data_parallel_size)
         ]
         if faults:
             raise ValueError(format_faults("microbatches of several shapes", faults))
         self.group_size = group_size
         self.micro_batch_sizes = tuple(micro_batch_sizes)
-        self.data_parallel_size = data_parallel_size
 
+    @abstractmethod
     def part_of(self, group: int) -> int:
         """Number of the part of a group."""
-        raise NotImplementedError
 
     def __iter__(self) -> Iterator[list[Item]]:
         if not self.micro_batch_sizes:
@@ -148,41 +148,10 @@ class BucketSampler(GroupSampler):
     proportional to its samples. The groups of an epoch are shuffled. The sample at a position is a
     function of (seed, position, group size); microbatch size and data-parallel degree only cut
     groups.
-
-    Raises ValueError if the microbatch size does not divide the group size or the consumed samples.
     """
 
-    def __init__(
-        self,
-        sizes: Sequence[int],
-        consumed_samples: int,
-        micro_batch_size: int,
-        data_parallel_rank: int,
-        data_parallel_size: int,
-        seed: int,
-        shuffle: bool = True,
-        period: int | None = None,
-        repeats: int = 1,
-        *,
-        group_size: int,
-        micro_batch_sizes: Sequence[int] = (),
-    ) -> None:
-        super().__init__(
-            sum(sizes), consumed_samples, micro_batch_size, data_parallel_rank,
-            data_parallel_size, seed, shuffle, period, repeats,
-            group_size=group_size, micro_batch_sizes=micro_batch_sizes,
-        )  # fmt: skip
-        whole = {
-            "consecutive samples of one shape": group_size,
-            "consumed samples": consumed_samples,
-        }
-        faults = [
-            f"{count} {what} are not a multiple of the microbatch size {micro_batch_size}"
-            for what, count in whole.items()
-            if count % micro_batch_size
-        ]
-        if faults:
-            raise ValueError(format_faults("microbatches of several shapes", faults))
+    def __init__(self, sizes: Sequence[int], *order: Any, **named: Any) -> None:
+        super().__init__(sum(sizes), *order, **named)
         self.sizes = tuple(sizes)
         self._firsts = (0, *accumulate(sizes))
         self._epoch: tuple[int, np.ndarray] | None = None

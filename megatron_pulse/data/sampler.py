@@ -64,6 +64,7 @@ class MicrobatchSampler:
         self.consumed_samples = consumed_samples
         self.micro_batch_size = micro_batch_size
         self.data_parallel_rank = data_parallel_rank
+        self.data_parallel_size = data_parallel_size
         self.seed = seed
         self.shuffle = shuffle
         self.period = period

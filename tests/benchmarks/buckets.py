@@ -1,8 +1,8 @@
 """Steps of five buckets, as a plan predicts them and as they are.
 
-Profiles a UNet at each bucket's shape on two cores at once, probes what two ranks have, tunes a
-plan of two pipeline devices, trains by it, and compares the steps of each bucket. Then the same
-with one microbatch size for all buckets, by the same cuts: the gain of sizes of their own.
+Profiles a UNet at each bucket's shape on two cores at once, and probes what two ranks have. A plan
+of two pipeline devices is tuned and trained by, and the steps of each bucket are compared. Then the
+same with one microbatch size for all buckets, by the same cuts: the gain of sizes of their own.
 
     .venv/bin/python -m tests.benchmarks.buckets --steps 7 --json buckets.json
 """

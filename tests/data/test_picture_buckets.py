@@ -361,7 +361,7 @@ def test_sizes_of_buckets_that_do_not_divide_a_step_are_refused() -> None:
 
 
 def test_pictures_are_listed_once_in_a_start(tmp_path: Path) -> None:
-    """What the shapes were chosen by is what is trained on; changes are found at reading."""
+    """Training has the listing by which shapes were chosen; changes are found at reading."""
     for i in range(12):
         size = (16, 8) if i % 2 else (8, 16)
         Image.new("RGB", size, (20 * i, 0, 0)).save(tmp_path / f"{i:02}.png")

@@ -59,7 +59,7 @@ def test_mixed_steps_and_other_shapes_are_refused(
 
 
 def test_step_is_told_by_bucket() -> None:
-    """Of a run's log: numbers and sizes of microbatches, and the idle share of their mean."""
+    """Numbers and sizes of microbatches in a run's log, and the idle share of their mean."""
     given = bucket_plan(SIZES, 2)
     plan = plan_of_file(given, bucket_chain())
     assert "  bucket 1x8x4: 4 microbatch(es) of 2" in plan.describe()

@@ -134,7 +134,7 @@ class ImageFiles(DiffusionDataset):
 
     @property
     def heads(self) -> Sequence[Head | None]:
-        """What the header of each file tells; None for unreadable ones."""
+        """Headers of the files; None for unreadable ones."""
         if self._heads is None:
             self._heads = heads_of(self.root, self.files)
         return self._heads
