@@ -23,10 +23,7 @@ def _needs_fsdp(name: str, default: object = None) -> Callable[[FsdpChoice], str
 class FsdpChoice:
     """Flags of a layout without a pipeline, whose parameters are sharded over all replicas."""
 
-    fsdp: bool = flag(
-        "the same as --use-torch-fsdp2",
-        False,
-    )
+    fsdp: bool = flag("the same as --use-torch-fsdp2", False)
     fsdp_group: int | None = flag(
         "ranks that share the weights (default all)",
         metavar="N",
@@ -111,13 +108,17 @@ _EXCLUDED = {
 """Flags that exclude FSDP, and why."""
 
 
+def excluding(args: argparse.Namespace) -> list[str]:
+    """Attributes of the flags given that exclude FSDP."""
+    return [name for name in _EXCLUDED if getattr(args, name, None)]
+
+
 def fsdp_faults(args: argparse.Namespace, choice: FsdpChoice) -> Iterator[str]:
     """Faults of flags and layouts beside fully sharded data parallelism."""
     if not choice.fsdp:
         return
-    for name, why in _EXCLUDED.items():
-        if getattr(args, name, None):
-            yield f"{flag_name(name)} cannot be used with --use-torch-fsdp2: it {why}"
+    for name in excluding(args):
+        yield f"{flag_name(name)} cannot be used with --use-torch-fsdp2: it {_EXCLUDED[name]}"
     if args.pulse_schedule not in (None, "auto"):
         yield "--pulse-schedule cannot be used with --use-torch-fsdp2: it orders pipeline stages"
     if args.optimizer not in ("adam", "sgd"):

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.dataclass_flags import flag_name
+from megatron_pulse.integration.flags.fsdp_flags import excluding
 from megatron_pulse.integration.flags.parse import CommandLine
 from megatron_pulse.integration.flags.pulse_options import PulseOptions
 from megatron_pulse.integration.loop_encoders import LoopEncoders, loop_encoders
@@ -213,6 +214,7 @@ def _choices(line: CommandLine, pairs: bool) -> Choices:
         if args.optimizer == "adam"
         else (False,),
         pairs=pairs,
+        fsdp=not excluding(args),
     )
 
 

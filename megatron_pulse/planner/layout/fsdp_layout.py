@@ -50,7 +50,7 @@ class FsdpLayout:
 
     @property
     def name(self) -> str:
-        """FSDP2, or HSDP if the group is smaller than that of all replicas."""
+        """Name, with the number of ranks that share the parameters."""
         return f"FSDP2 over {self.group} ranks"
 
     def __str__(self) -> str:

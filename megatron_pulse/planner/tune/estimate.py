@@ -86,6 +86,7 @@ def no_way_to_host(cluster: Cluster) -> ClusterError:
 
 
 def is_cpu(profile: Profile) -> bool:
+    """True if the profile is of a CPU."""
     return bool(profile.threads) or profile.device.startswith("CPU")
 
 

@@ -95,6 +95,7 @@ def _may_choose(
         and (Recompute.NEEDED in choices.recompute or not recomputes)
         and not choices.pairs
         and not evaluator.state.optimizer_cpu_offload
+        and not evaluator.state.grad_reduce_in_bf16  # a run reduces in fp32
         and not profile.offloads_weights
         and profile.dtype != "float16"
         and not any(layer.begins for layer in profile.layers)  # no cascade
