@@ -51,6 +51,37 @@ def test_a_fold_has_the_bits_of_one_process(photos: Path, alone: tuple[Run, Path
     assert_same(both, alone[0])
 
 
+CAPTIONED: dict[str, list[str]] = {
+    "UNet2DConditionModel": [
+        "sample_size=16", "block_out_channels=[8,16]", "layers_per_block=1",
+        'down_block_types=["CrossAttnDownBlock2D","DownBlock2D"]',
+        'up_block_types=["UpBlock2D","CrossAttnUpBlock2D"]',
+        "norm_num_groups=4", "cross_attention_dim=16", "attention_head_dim=4",
+    ],
+    "PixArtTransformer2DModel": [
+        "sample_size=16", "num_attention_heads=2", "attention_head_dim=8", "num_layers=4",
+        "patch_size=4", "norm_num_groups=1", "cross_attention_dim=16", "caption_channels=16",
+    ],
+}  # fmt: skip
+"""Derived modules that read texts, with their options."""
+
+
+@pytest.mark.parametrize("kind", CAPTIONED)
+def test_captioned_folds_have_the_bits_of_one_process(
+    photos: Path, tmp_path: Path, kind: str
+) -> None:
+    """Conditioning is sent: replicas of its embedder would sum gradients in another order."""
+    for each in photos.glob("*.png"):
+        (tmp_path / each.name).symlink_to(each)
+        (tmp_path / each.name).with_suffix(".txt").write_text(f"a red bird, number {each.stem}")
+    options = ["in_channels=3", "out_channels=3", *CAPTIONED[kind]]
+    given = ["--pulse-module", f"diffusers:{kind}"]
+    given += [word for option in options for word in ("--pulse-option", option)]
+    own = [*given, *flags(photos)[len(RGB) :], "--pulse-data", f"captions:{tmp_path}"]
+    own += ["--pulse-conditioning", "send"]
+    assert_same(run(2, *own, *pipeline(2), backbone="none"), run(1, *own, backbone="none"))
+
+
 def test_other_shapes_and_augmentation_are_refused_at_a_resume(
     photos: Path, alone: tuple[Run, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
