@@ -19,7 +19,7 @@ from megatron_pulse.planner.schedule.operations import Operation, OpType, Schedu
 from megatron_pulse.planner.schedule.problem import ScheduleProblem, Synthesis
 from megatron_pulse.planner.tune.collectives import buckets
 from megatron_pulse.planner.tune.config import Choices, Config, Recompute, configs
-from megatron_pulse.planner.tune.estimate import PARAMETER_BYTES, Estimator
+from megatron_pulse.planner.tune.estimate import PARAMETER_BYTES, Estimator, is_cpu
 from megatron_pulse.planner.tune.fsdp.baseline import (
     FsdpBaseline,
     collective_seconds,
@@ -257,7 +257,7 @@ class Evaluator:
             reduces_fp32=not self.state.grad_reduce_in_bf16,
         )
         fitted = configs.costed(FsdpConfig(micro_batch_size, layout), activations)
-        transfers = collective_seconds(self.cluster, fitted.sharding)
+        transfers = collective_seconds(self.cluster, fitted.sharding, not is_cpu(self.profile))
         return predict(configs, fitted, transfers, self.estimator.adam_s)
 
     @property

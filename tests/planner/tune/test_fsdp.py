@@ -23,6 +23,7 @@ from megatron_pulse.planner.tune.fsdp.recompute import RecomputeCosts
 from megatron_pulse.planner.tune.fsdp.step import (
     ShardedUnit,
     Sharding,
+    least_s,
     step_s,
 )
 from megatron_pulse.profile.profile import Profile
@@ -41,7 +42,7 @@ def soonest_of_all(chain_: Profile, where: Cluster, samples: int) -> float | Non
     trained = sum(layer.trained_parameters for layer in chain_.layers)
     return min(
         (
-            step_s(one.sharding, collective_seconds(where, one.sharding))
+            step_s(one.sharding, collective_seconds(where, one.sharding, not chain_.threads))
             + ADAM_S * trained / one.sharding.group
             for one in fitted
             if one.needs_bytes <= where.usable_bytes
@@ -152,6 +153,8 @@ def test_none_of_all_ways_is_faster(seed: int) -> None:
     memory, rate = rng.choice([1.2, 2.5, 16.0]), rng.choice([0.5, 5.0, 50.0])
     where = cluster(nodes, inside, memory, intra_gbs=4 * rate, inter_gbs=rate)
     layers = profile(rng, rng.randint(6, 12), 2, saved_mb=rng.choice([5.0, 60.0]))
+    if seed % 2:  # on CPUs collectives overlap with nothing
+        layers = replace(layers, device="CPU of a test", threads=1)
     samples = where.num_devices * rng.choice([2, 4, 8])
     found = fsdp_baseline(layers, where, samples, ADAM_S)
     least = soonest_of_all(layers, where, samples)
@@ -171,6 +174,10 @@ def test_a_step_by_hand() -> None:
     # Sent for longer than computed: 3 units forth, 2 back (the last is there), 3 reduced.
     busy = replace(way, units=(replace(unit, forward_s=1e-6, backward_s=1e-6),) * 3)
     assert step_s(busy, collective_seconds(where, busy)) == pytest.approx(8 * moved_s, rel=1e-3)
+    # On CPUs all of these are waited for.
+    one_by_one = collective_seconds(where, way, overlaps=False)
+    assert step_s(way, one_by_one) == pytest.approx(0.9 + 8 * moved_s)
+    assert least_s(way, one_by_one, 0.9) == pytest.approx(0.9 + 8 * moved_s)
 
 
 def test_shards_within_a_node_are_summed_over_the_network() -> None:

@@ -14,6 +14,7 @@ from megatron_pulse.format import format_number, with_plural
 from megatron_pulse.planner.cluster.cluster import Cluster
 from megatron_pulse.planner.layout.fsdp_layout import FsdpLayout
 from megatron_pulse.planner.tune.config import divisors
+from megatron_pulse.planner.tune.estimate import is_cpu
 from megatron_pulse.planner.tune.fsdp.configs import FittedFsdpConfig, FsdpConfig, FsdpConfigs
 from megatron_pulse.planner.tune.fsdp.step import (
     Sharding,
@@ -141,7 +142,7 @@ def fsdp_baseline(
     @cache
     def carried(group: int, starts: tuple[int, ...]) -> Transfers:
         config = FsdpConfig(sizes[0], FsdpLayout(starts, group))
-        return collective_seconds(cluster, configs.bare_sharding(config))
+        return collective_seconds(cluster, configs.bare_sharding(config), not is_cpu(profile))
 
     def least(config: FsdpConfig) -> float:
         transfers = carried(config.layout.group, config.layout.starts)
@@ -193,7 +194,7 @@ def groups(cluster: Cluster) -> Iterator[int]:
             yield size
 
 
-def collective_seconds(cluster: Cluster, sharding: Sharding) -> Transfers:
+def collective_seconds(cluster: Cluster, sharding: Sharding, overlaps: bool = True) -> Transfers:
     """Seconds of the collectives, with all groups active at once. Neighbours in a group are
     neighbours in a node."""
     inside, num = cluster.devices_per_node, cluster.num_devices
@@ -207,7 +208,7 @@ def collective_seconds(cluster: Cluster, sharding: Sharding) -> Transfers:
         reduce.append(cluster.reduce_scatter_s(gradients, group, own) if gradients else 0.0)
         shard = gradients / sharding.group * (sharding.replicas > 1)
         total.append(cluster.allreduce_s(shard, across, sums) if shard else 0.0)
-    return Transfers(tuple(gather), tuple(reduce), tuple(total), apart)
+    return Transfers(tuple(gather), tuple(reduce), tuple(total), apart, overlaps)
 
 
 def _percent(share: float) -> str:

@@ -170,13 +170,15 @@ def step_bytes(way: Sharding) -> int:
 class Transfers:
     """Seconds of each unit's collectives: gather, reduce, and the sum over groups.
 
-    The sum has links of its own if ``apart``; else it queues behind the other collectives.
+    The sum has links of its own if ``apart``; else it queues behind the other collectives. Unless
+    ``overlaps``, collectives run between computations, as torch's ``fully_shard`` does on CPUs.
     """
 
     gather: tuple[float, ...]
     reduce: tuple[float, ...]
     sum: tuple[float, ...]
     apart: bool = False
+    overlaps: bool = True
 
 
 def over(link: Link, way: Sharding) -> Transfers:
@@ -201,6 +203,8 @@ def step_s(way: Sharding, transfers: Transfers) -> float:
 
 def _play(way: Sharding, transfers: Transfers) -> float:
     program = passes(way)
+    if not transfers.overlaps:
+        return sum(op.seconds(way) + _collectives_s(op, transfers) for op in program)
     there = [0.0] * len(program)  # time at which an operation's parameters have arrived
     under_way: list[float] = []
     clock = free = sums = 0.0
@@ -224,11 +228,20 @@ def _play(way: Sharding, transfers: Transfers) -> float:
     return max(clock, free, sums)
 
 
+def _collectives_s(op: UnitPass, transfers: Transfers) -> float:
+    """Seconds of the collectives of one unit's forward or backward."""
+    return (
+        transfers.gather[op.unit] * op.gathers
+        + transfers.reduce[op.unit] * op.reduces
+        + transfers.sum[op.unit] * op.last
+    )
+
+
 def least_s(way: Sharding, transfers: Transfers, computed_s: float) -> float:
     """Lower bound on the step time, where ``computed_s`` is a lower bound on computation.
 
     It is the larger of two: the busiest link's total, and computation with the first gather and the
-    last gradients, which nothing can hide.
+    last gradients, which nothing can hide. Without overlap it is the sum of all.
     """
     early, late = (
         sum(seconds for u, seconds in enumerate(ends) if prefetched_before_freed(u, way.prefetch))
@@ -242,6 +255,8 @@ def least_s(way: Sharding, transfers: Transfers, computed_s: float) -> float:
     }[way.gathering]
     carried += sum(transfers.reduce) * (1 if way.reduce_once else way.count)
     summing = sum(transfers.sum)
+    if not transfers.overlaps:
+        return computed_s + carried + summing
     busiest = max(carried, summing) if transfers.apart else carried + summing
     shown = transfers.gather[0] + transfers.reduce[0] + transfers.sum[0]
     return max(busiest, computed_s + shown)
