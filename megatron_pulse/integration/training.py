@@ -196,7 +196,7 @@ def train(
     wrappers: dict[str, Any] = {"Float16Module": StageFloat16Module}
     if plan.fsdp is not None:
         wrappers["Float16Module"] = FullPrecisionModule
-        wrappers["wrap_model_chunks_with_ddp"] = wrap_fully_sharded(plan.fsdp)
+        wrappers["wrap_model_chunks_with_ddp"] = wrap_fully_sharded
     training.set_startup_timestamps(program_start=begin, main_entry=time.time())
     with _hooks(
         get_forward_backward_func=lambda *a, **k: stoppable_evaluation(schedule),

@@ -136,7 +136,12 @@ def _shared(modules: Sequence[tuple[str, nn.Module]]) -> Iterator[str]:
             if before == layer or (before, layer) in told:
                 continue
             told.add((before, layer))
-            yield (
-                f"{layer}: its parameter {name} is also {before}'s {as_name}. Layers cannot share "
-                "parameters, since they may run in different processes. Make a new one in each"
-            )
+            yield shared_parameter_fault(layer, name, before, as_name)
+
+
+def shared_parameter_fault(layer: str, name: str, before: str, as_name: str) -> str:
+    """Fault of a parameter that an earlier layer has too."""
+    return (
+        f"{layer}: its parameter {name} is also {before}'s {as_name}. Layers cannot share "
+        "parameters, since they may run in different processes. Make a new one in each"
+    )

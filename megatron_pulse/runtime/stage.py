@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +52,15 @@ def layer_seed(seed: int, layer_name: str) -> int:
     return int.from_bytes(digest[:8], "little") >> 1
 
 
+class UnitSharding(Protocol):
+    """Shards the layers of a stage in units (``parameters.fsdp.ShardedUnits``)."""
+
+    faults: list[str]
+
+    def add(self, name: str, layer: nn.Module) -> bool:
+        """Add the next layer; True if the parameters of its unit have been replaced."""
+
+
 class Stage(Nest):
     """Layers ``routes.partition.layers_of_stage(stage)`` of ``backbone``.
 
@@ -67,8 +76,8 @@ class Stage(Nest):
     (``SelectiveRecompute``).
 
     Frozen weights of the layers ``offloaded_weights`` are in host memory (``WeightOffload``). All
-    frozen weights are cast to ``frozen_dtype`` layer by layer. With ``built_on_host`` each layer is
-    moved to host memory once it is built.
+    frozen weights are cast to ``frozen_dtype`` layer by layer. ``units`` shard the layers as they
+    are built.
 
     A replicated embedder belongs to one stage as any layer, but runs only through ``replicas``.
     ``replicas`` must be set if ``routes`` replicates embedders. ``base`` is passed to the next base
@@ -85,7 +94,7 @@ class Stage(Nest):
         activations: ActivationPolicies | None = None,
         offloaded_weights: Collection[int] = (),
         frozen_dtype: torch.dtype | None = None,
-        built_on_host: bool = False,
+        units: UnitSharding | None = None,
         **base: Any,
     ) -> None:
         super().__init__(**base)
@@ -95,7 +104,7 @@ class Stage(Nest):
         activations = activations or ActivationPolicies()
         self.policies = tuple(activations.of(i) for i in layers)
         self.replicas: Replicas | None = None
-        self.is_sharded = False  # by FullyShardedStage
+        self.is_sharded = units is not None
         self._embedders = [backbone.layers[i] for i in embedders_of(backbone, routes, stage)]
         self._replicated = routes.replicated
         shared = shared_inputs(backbone)
@@ -129,34 +138,39 @@ class Stage(Nest):
         self._chain: tuple[nn.Module, ...] = ()  # no list: a ModuleList would rename parameters
         self._holders: dict[str, tuple[Holder, ...]] = {}
         self.weight_offload = WeightOffload()
+        unit: list[tuple[Layer, nn.Module]] = []
         for index, spec in zip(layers, self._specs, strict=True):
             own = spec.own(spec.name)
             with generators_kept(seed if spec.qualified else layer_seed(seed, own)):
                 module = spec.build(context)
-            if spec.qualified:
-                parameters = dict(module.named_parameters())
-                self._holders[spec.name] = register_parameters(self, parameters)
-            else:
-                container, leaf = container_of(self, spec.name)
-                container._modules[leaf] = module
+            self._register(spec, module)
             self._chain += (module,)
             if frozen_dtype is not None:
                 _cast_frozen(module, frozen_dtype)
-            if built_on_host:
-                module.cpu()
+            if units is not None:
+                unit.append((spec, module))
+                if units.add(spec.name, module):
+                    for each in unit:
+                        self._register(*each)
+                    unit.clear()
             if index in offloaded_weights and spec.name not in self._replicated:
                 self.weight_offload.add(spec.name, module)
         frozen = {spec.name for spec in self._specs if not spec.trained}
-        if faults := unsound(list(self.named_layers()), frozen):
+        faults = unsound(list(self.named_layers()), frozen)
+        if units is not None:
+            faults = list(dict.fromkeys([*faults, *units.faults]))
+        if faults:
             raise BackboneError(backbone.name, faults)
         self.shared_buffers = shared_buffers(self.named_layers())
 
-    def register_parameters_again(self) -> None:
-        """Register the parameters of traced layers by name, after others have replaced them."""
-        for spec, module in zip(self._specs, self._chain, strict=True):
-            if spec.qualified:
-                own = dict(module.named_parameters())
-                self._holders[spec.name] = register_parameters(self, own)
+    def _register(self, spec: Layer, module: nn.Module) -> None:
+        """Register a layer, or its parameters by name, in place of those before."""
+        if spec.qualified:
+            own = dict(module.named_parameters())
+            self._holders[spec.name] = register_parameters(self, own)
+        else:
+            container, leaf = container_of(self, spec.name)
+            container._modules[leaf] = module
 
     def train(self, mode: bool = True) -> Self:
         """Set the mode of the layers, and of the copies of replicated embedders."""

@@ -57,7 +57,10 @@ def fully_sharded(way: Sharding, called: Called | None = None) -> Callable[[], N
         gathering=way.gathering, reduce_once=way.reduce_once, prefetch=way.prefetch,
     )  # fmt: skip
     model = nn.Sequential(*layers)
-    units = ShardedUnits(model, layers, layout, mesh)
+    units = ShardedUnits(layout, len(layers), mesh)
+    for number, layer in enumerate(layers):
+        units.add(str(number), layer)
+    units.finish(model)
     if called is not None:
         log = called
 

@@ -313,7 +313,9 @@ def _allocated() -> dict[int, Any]:
         if not issubclass(type(one), torch.Tensor) or one.device.type != "cpu":
             continue
         for tensor in (one, one.grad if one.is_leaf else None):
-            if tensor is not None and (storage := tensor.untyped_storage()).resizable():
+            if tensor is None or not (storage := tensor.untyped_storage()).resizable():
+                continue
+            if storage.device.type == "cpu":  # a traced graph's example tensors have none
                 found[storage._cdata] = storage
     return found
 

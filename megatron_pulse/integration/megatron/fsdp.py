@@ -19,13 +19,10 @@ from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.optimizer.optimizer import FP32Optimizer
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megatron_pulse.integration.megatron.compat import inner_optimizers
 from megatron_pulse.integration.megatron.model import unwrap
-from megatron_pulse.planner.layout.fsdp_layout import FsdpLayout
 from megatron_pulse.runtime.parameters.fsdp import FullyShardedStage
-from megatron_pulse.runtime.tensor_settings import compute_device
 
 
 class FullPrecisionModule(MegatronModule):
@@ -67,14 +64,13 @@ class FullyShardedDataParallel(_BaseDataParallel):
     Calling it runs the stage below the root of ``fully_shard``.
     """
 
-    def __init__(self, config: Any, ddp_config: Any, module: nn.Module, layout: FsdpLayout) -> None:
+    def __init__(self, config: Any, ddp_config: Any, module: nn.Module) -> None:
         super().__init__(config=config, module=module)
         self.ddp_config = ddp_config
         self.checks_each = False
         stage = unwrap(module)
-        assert stage.pg_collection is not None
-        mesh = _mesh(stage.pg_collection.dp_cp, layout.group)
-        self.sharded = FullyShardedStage(stage, layout, mesh, config.params_dtype)
+        assert stage.units is not None
+        self.sharded = FullyShardedStage(stage, stage.units)
         stage.fully_sharded = self.sharded
         stage.main_params = self.sharded.main_params()
         config.no_sync_func = self.no_sync
@@ -108,24 +104,11 @@ class FullyShardedDataParallel(_BaseDataParallel):
         return self.module.sharded_state_dict(*args, **kwargs)
 
 
-def wrap_fully_sharded(layout: FsdpLayout) -> Callable[..., list[nn.Module]]:
+def wrap_fully_sharded(
+    chunks: list[nn.Module], config: Any, ddp_config: Any, **unused: Any
+) -> list[nn.Module]:
     """Replacement of ``wrap_model_chunks_with_ddp`` for the single stage of a pipeline device."""
-
-    def wrap(chunks: list[nn.Module], config: Any, ddp_config: Any, **unused: Any) -> Any:
-        return [FullyShardedDataParallel(config, ddp_config, chunk, layout) for chunk in chunks]
-
-    return wrap
-
-
-def _mesh(data_parallel: Any, group: int) -> DeviceMesh:
-    """Mesh of the data-parallel ranks: "shard", after "replica" if there are several groups.
-
-    Several groups need all ranks of the job in the mesh, without tensor parallelism.
-    """
-    device, size = compute_device().type, data_parallel.size()
-    if group == size:
-        return DeviceMesh.from_group(data_parallel, device, mesh_dim_names=("shard",))
-    return init_device_mesh(device, (size // group, group), mesh_dim_names=("replica", "shard"))
+    return [FullyShardedDataParallel(config, ddp_config, chunk) for chunk in chunks]
 
 
 class _Rows(nn.Module):

@@ -11,9 +11,12 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.argument_utils import core_transformer_config_from_args
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megatron_pulse.integration.megatron.stage import MegatronStage
 from megatron_pulse.planner.program.plan import Plan
+from megatron_pulse.runtime.parameters.fsdp import ShardedUnits
+from megatron_pulse.runtime.tensor_settings import compute_device
 
 
 class StageFloat16Module(Float16Module):
@@ -48,6 +51,10 @@ def make_model_provider(plan: Plan, args: argparse.Namespace) -> Callable[..., M
         dtype, config.params_dtype = config.params_dtype, torch.float32
         # Otherwise loading overwrites everything.
         config.perform_initialization &= args.load is None or args.pulse_frozen_weights is not None
+        units = None
+        if plan.fsdp is not None:
+            mesh = fsdp_mesh(pg_collection.dp_cp, plan.fsdp.group)
+            units = ShardedUnits(plan.fsdp, len(plan.backbone.layers), mesh, dtype)
         stage = MegatronStage(
             config,
             plan.backbone,
@@ -58,7 +65,7 @@ def make_model_provider(plan: Plan, args: argparse.Namespace) -> Callable[..., M
             activations=plan.activations,
             offloaded_weights=plan.offloaded_weights,
             frozen_dtype=dtype,
-            built_on_host=plan.fsdp is not None,
+            units=units,
         )
         config.params_dtype = dtype
         if args.pulse_frozen_weights is not None:
@@ -74,6 +81,17 @@ def make_model_provider(plan: Plan, args: argparse.Namespace) -> Callable[..., M
         return stage
 
     return provide
+
+
+def fsdp_mesh(data_parallel: Any, group: int) -> DeviceMesh:
+    """Mesh of the data-parallel ranks: "shard", after "replica" if there are several groups.
+
+    Several groups need all ranks of the job in the mesh, without tensor parallelism.
+    """
+    device, size = compute_device().type, data_parallel.size()
+    if group == size:
+        return DeviceMesh.from_group(data_parallel, device, mesh_dim_names=("shard",))
+    return init_device_mesh(device, (size // group, group), mesh_dim_names=("replica", "shard"))
 
 
 def unwrap(chunk: torch.nn.Module) -> MegatronStage:

@@ -28,7 +28,7 @@ from megatron_pulse.backbone.check import BackboneError
 from megatron_pulse.diffusion.ema import ExponentialMovingAverage
 from megatron_pulse.integration.megatron.te_wgrad import untrained_biases
 from megatron_pulse.planner.layout.routes import Routes
-from megatron_pulse.runtime.parameters.fsdp import FullyShardedStage
+from megatron_pulse.runtime.parameters.fsdp import FullyShardedStage, ShardedUnits
 from megatron_pulse.runtime.parameters.main_params import MainParams
 from megatron_pulse.runtime.parameters.reference_weights import ReferenceWeights
 from megatron_pulse.runtime.stage import Stage, Tensors
@@ -44,8 +44,8 @@ class MegatronStage(Stage, MegatronModule):
     - ``ema``: average of the main parameters.
     - ``reference``: weights of a preference loss's reference, from its first pass on.
     - ``drawn``: initial weights, until the main parameters take them.
-    - ``fully_sharded``: this rank's rows of the parameters, if these are sharded by FSDP.
-    - ``stays_on_host``: ``cuda`` moves nothing.
+    - ``fully_sharded``: this rank's rows of the parameters of ``units``, once it is wrapped.
+    - ``units``: layers under ``fully_shard``, if the parameters are sharded by FSDP.
     - ``left_out``: names of parameters that are neither saved nor loaded.
     - ``begins_adapter``: loaded weights are those beside which an adapter begins.
     """
@@ -61,7 +61,7 @@ class MegatronStage(Stage, MegatronModule):
         activations: ActivationPolicies | None = None,
         offloaded_weights: Collection[int] = (),
         frozen_dtype: torch.dtype | None = None,
-        built_on_host: bool = False,
+        units: ShardedUnits | None = None,
     ) -> None:
         self.drawn: Tensors = {}
         self.main_params: MainParams | None = None
@@ -76,9 +76,9 @@ class MegatronStage(Stage, MegatronModule):
         self.post_process = routes.partition.placement.after[stage] is None
         self.share_embeddings_and_output_weights = False
         context = LayerContext(config, pg_collection)
-        frozen = offloaded_weights, frozen_dtype, built_on_host
-        self.stays_on_host = built_on_host
-        of = backbone, routes, stage, seed, context, activations, *frozen
+        self.units = units
+        frozen = offloaded_weights, frozen_dtype
+        of = backbone, routes, stage, seed, context, activations, *frozen, units
         super().__init__(*of, config=config)
         layers = self.named_layers()
         if faults := [fault for layer in layers for fault in untrained_biases(*layer)]:
@@ -89,8 +89,8 @@ class MegatronStage(Stage, MegatronModule):
                 setattr(parameter, GRAD_NORM_GROUP_ATTR, chain)
 
     def cuda(self, device: Any = None) -> Self:
-        """Move the stage to a GPU, unless ``fully_shard`` will move it unit by unit."""
-        return self if self.stays_on_host else super().cuda(device)
+        """Move the stage to a GPU, unless ``fully_shard`` has moved it unit by unit."""
+        return self if self.is_sharded else super().cuda(device)
 
     @property
     def trained_names(self) -> list[str]:

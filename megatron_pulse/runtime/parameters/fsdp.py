@@ -6,7 +6,8 @@ rows of every parameter are plain tensors for the optimizer, the EMA and checkpo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,60 +18,98 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from megatron_pulse.backbone.check import BackboneError
 from megatron_pulse.planner.layout.fsdp_layout import (
     REDUCING,
     FsdpLayout,
     Gathering,
     prefetched_before_freed,
 )
+from megatron_pulse.runtime.module_checks import shared_parameter_fault
 from megatron_pulse.runtime.parameters.main_params import MainParams, MainParamShard
 from megatron_pulse.runtime.stage import Stage
 
 
 class ShardedUnits:
-    """Layers under ``fully_shard``, unit by unit, and their parent ``root``.
+    """Layers under ``fully_shard``, unit by unit.
 
-    ``mesh`` has the dimension "shard", after "replica" for HSDP. Parameters are gathered in
-    ``dtype`` and reduced in fp32. Units without parameters are left out.
+    ``add`` takes the ``num_layers`` layers one after another and shards each unit once it is whole,
+    so that no more than one unit is unsharded. ``finish`` then adds their parent. ``mesh`` has the
+    dimension "shard", after "replica" for HSDP. Parameters are gathered in ``dtype`` and reduced in
+    fp32. Units without parameters are left out. ``faults`` are those of the layers so far; a layer
+    with a fault is not sharded.
     """
 
     def __init__(
         self,
-        root: nn.Module,
-        layers: Sequence[nn.Module],
         layout: FsdpLayout,
+        num_layers: int,
         mesh: DeviceMesh,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        self._layout = layout
-        policy = MixedPrecisionPolicy(
+        self._layout, self.mesh = layout, mesh
+        self._policy = MixedPrecisionPolicy(
             param_dtype=None if dtype == torch.float32 else dtype,
             reduce_dtype=torch.float32,
             cast_forward_inputs=False,
         )
-        units = [[layers[i] for i in own] for own in layout.units(len(layers))]
-        units = [u for u in units if any(True for layer in u for _ in layer.parameters())]
-        for layer in layers:
-            layer.register_forward_hook(_without_views)
+        self._ends = {own[-1] for own in layout.units(num_layers)}
+        self._added = 0
+        self._unit: list[nn.Module] = []
+        self._owners: dict[int, tuple[Callable[[], Tensor | None], str, str]] = {}
         self.units: list[FSDPModule] = []
-        for at, unit in enumerate(units):
-            kept = prefetched_before_freed(len(units) - 1 - at, layout.prefetch)
-            fully_shard(
-                unit if len(unit) > 1 else unit[0],
-                mesh=mesh,
-                mp_policy=policy,
-                reshard_after_forward=layout.gathering is Gathering.PASS and not kept,
-            )
-            assert isinstance(unit[0], FSDPModule)
-            self.units.append(unit[0])
+        self.faults: list[str] = []
+
+    def add(self, name: str, layer: nn.Module) -> bool:
+        """Add the next layer; True if its unit is whole, and its parameters are now DTensors."""
+        layer.register_forward_hook(_without_views)
+        self.faults += self._faults(name, layer)
+        self._unit.append(layer)
+        whole = self._added in self._ends
+        self._added += 1
+        if whole:
+            unit, self._unit = self._unit, []
+            if not self.faults and any(True for each in unit for _ in each.parameters()):
+                self._shard(unit)
+        return whole
+
+    def _faults(self, layer: str, module: nn.Module) -> Iterator[str]:
+        for name, parameter in module.named_parameters():
+            held, before, as_name = self._owners.get(id(parameter), (lambda: None, "", ""))
+            if held() is parameter:
+                yield shared_parameter_fault(layer, name, before, as_name)
+            elif isinstance(parameter, DTensor):
+                yield f"{layer}: its parameter {name} is another layer's. Make a new one in each"
+            elif not parameter.ndim or not parameter.numel():
+                yield f"{layer}: {name} has no rows, by which FSDP shards it. Give it a dimension"
+            self._owners[id(parameter)] = weakref.ref(parameter), layer, name
+
+    def _shard(self, unit: list[nn.Module]) -> None:
+        """Shard a unit; its parameters keep their attributes."""
+        attributes = [{n: dict(vars(p)) for n, p in each.named_parameters()} for each in unit]
+        fully_shard(
+            unit if len(unit) > 1 else unit[0],
+            mesh=self.mesh,
+            mp_policy=self._policy,
+            reshard_after_forward=False,
+        )
+        for each, of_layer in zip(unit, attributes, strict=True):
+            for name, parameter in each.named_parameters():
+                for key, value in of_layer[name].items():
+                    setattr(parameter, key, value)
+        assert isinstance(unit[0], FSDPModule)
+        self.units.append(unit[0])
+
+    def finish(self, root: nn.Module) -> None:
+        """Set the order of gathering, with ``root`` as the parent of all layers."""
+        ahead, passes = self._layout.prefetch, self._layout.gathering is Gathering.PASS
         for at, first in enumerate(self.units):
-            ahead = layout.prefetch
+            kept = prefetched_before_freed(len(self.units) - 1 - at, ahead)
+            first.set_reshard_after_forward(passes and not kept, recurse=False)
             first.set_modules_to_forward_prefetch(self.units[at + 1 : at + 1 + ahead])
             # Given nothing, the first unit would gather the last of the microbatch before.
             before = self.units[max(0, at - ahead) : at][::-1] or [first]
             first.set_modules_to_backward_prefetch(before)
-        fully_shard(root, mesh=mesh, reshard_after_forward=False)
+        fully_shard(root, mesh=self.mesh, reshard_after_forward=False)
         assert isinstance(root, FSDPModule)
         self.root = root
         root.set_reduce_scatter_max_input_buffers(REDUCING)
@@ -105,7 +144,7 @@ class _Root(nn.Module):
 
 
 class FullyShardedStage:
-    """A stage after ``fully_shard``, and this rank's rows of its parameters.
+    """A stage of sharded ``units``, and this rank's rows of its parameters.
 
     - ``root``: the module to call in place of the stage.
     - ``wholes``: parameters by name as DTensors.
@@ -113,28 +152,10 @@ class FullyShardedStage:
     - ``group``, ``replica``: ranks that share the parameters, and the number of this group.
     """
 
-    def __init__(
-        self,
-        stage: Stage,
-        layout: FsdpLayout,
-        mesh: DeviceMesh,
-        dtype: torch.dtype,
-    ) -> None:
-        odd = [name for name, p in stage.named_parameters() if not p.ndim or not p.numel()]
-        if odd:
-            raise BackboneError(
-                stage.backbone_name,
-                [
-                    f"{name} has no rows, by which FSDP shards it. Give it a dimension"
-                    for name in odd
-                ],
-            )
-        attributes = {name: dict(vars(p)) for name, p in stage.named_parameters()}
-        modules = [module for _, module in stage.named_layers()]
-        self.root = _Root(stage, modules)
-        self._units = ShardedUnits(self.root, modules, layout, mesh, dtype)
-        stage.register_parameters_again()
-        stage.is_sharded = True
+    def __init__(self, stage: Stage, units: ShardedUnits) -> None:
+        self.root = _Root(stage, [module for _, module in stage.named_layers()])
+        self._units, mesh = units, units.mesh
+        units.finish(self.root)
         self.group = mesh.get_group("shard")
         names = mesh.mesh_dim_names or ()
         self._replicated = "replica" in names
@@ -145,13 +166,11 @@ class FullyShardedStage:
         rank, size = dist.get_rank(self.group), dist.get_world_size(self.group)
         for name, whole in stage.named_parameters():
             assert isinstance(whole, DTensor), name
-            for key, value in attributes[name].items():
-                setattr(whole, key, value)
             rows = -(-whole.shape[0] // size)
             self.wholes[name] = whole
             self.first[name] = min(rows * rank, whole.shape[0])
             self.own[name] = own = nn.Parameter(whole.to_local().detach(), whole.requires_grad)
-            for key, value in attributes[name].items():
+            for key, value in vars(whole).items():
                 setattr(own, key, value)
 
     @property
