@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import diffusers
 import pytest
 import torch
 
@@ -21,6 +22,8 @@ from tests.integration.runs import (
     pipeline,
     run,
 )
+from tests.integration.test_adapters import flags as adapter_flags
+from tests.integration.test_adapters import make_place
 from tests.integration.test_dpo import place, whole  # noqa: F401
 from tests.integration.test_sample_pictures import EVERY, relative, samples_of, train_recording
 from tests.integration.test_stragglers import FLAGS, spoil_gradients
@@ -106,6 +109,22 @@ def test_preference_training_exchanges_the_rows_with_those_of_the_reference(
     got = run(2, *whole(place, FSDP, *ONCE), backbone="none")
     assert got.losses == pytest.approx(expected.losses, rel=1e-6)
     assert got.grad_norms == pytest.approx(expected.grad_norms, rel=1e-6)
+
+
+@pytest.mark.parametrize("adapter", [True, False], ids=["lora", "whole"])
+def test_a_folder_in_half_precision_trains_in_fp32(tmp_path: Path, adapter: bool) -> None:
+    """Its class makes bf16 parameters, of which one process has fp32 main parameters."""
+    unet = str(make_place(tmp_path) / "sd" / "unet")
+    diffusers.UNet2DConditionModel.from_pretrained(unet).bfloat16().save_pretrained(unet)
+    argv = [*adapter_flags(tmp_path, "--bf16"), "--pulse-adapter", "lora"]
+    argv = argv if adapter else argv[:-2]
+    expected = run(1, *argv, backbone="none")
+    got = run(2, *argv, FSDP, backbone="none")
+    assert got.losses == pytest.approx(expected.losses, rel=1e-5)
+    assert {values.dtype for values in got.main_params.values()} == {torch.float32}
+    assert got.main_params.keys() == expected.main_params.keys()
+    for name, values in got.main_params.items():
+        torch.testing.assert_close(values, expected.main_params[name], rtol=1e-4, atol=5e-5)
 
 
 def test_gradients_that_are_no_numbers_are_named() -> None:

@@ -33,7 +33,7 @@ class ShardedUnits:
     """Layers under ``fully_shard``, unit by unit.
 
     ``add`` takes the ``num_layers`` layers one after another and shards each unit once it is whole,
-    so that no more than one unit is unsharded. ``finish`` then adds their parent. ``mesh`` has the
+    so that no more than one unit is unsharded. Trained parameters become fp32. ``finish`` then adds their parent. ``mesh`` has the
     dimension "shard", after "replica" for HSDP. Parameters are gathered in ``dtype`` and reduced in
     fp32. Units without parameters are left out. ``faults`` are those of the layers so far; a layer
     with a fault is not sharded.
@@ -62,6 +62,9 @@ class ShardedUnits:
     def add(self, name: str, layer: nn.Module) -> bool:
         """Add the next layer; True if its unit is whole, and its parameters are now DTensors."""
         layer.register_forward_hook(_without_views)
+        for parameter in layer.parameters():
+            if parameter.requires_grad and parameter.element_size() < 4:
+                parameter.data = parameter.data.float()  # rows are main parameters
         self.faults += self._faults(name, layer)
         self._unit.append(layer)
         whole = self._added in self._ends
