@@ -40,7 +40,6 @@ from megatron_pulse.planner.tune.tune import DECISION_S, UntunableError, check_c
 from megatron_pulse.profile.channels_last import in_format_of, in_given_format
 from megatron_pulse.profile.measurement.measure import measure
 from megatron_pulse.profile.profile import Profile, ProfileError
-from megatron_pulse.profile.roofline import USABLE
 from megatron_pulse.profile.warnings import spread_caution
 from megatron_pulse.profile.weight_offload import offload_weights
 from megatron_pulse.runtime.collectives import broadcast_from_rank_0
@@ -113,9 +112,9 @@ def _cluster(args: argparse.Namespace) -> Cluster | None:
         probed = probe(settings)
         return None if probed is None else probed.cluster
     alone = ClusterLink("loopback", 1.0, 0.0, BandwidthScope.DEVICE)  # one device sends nothing
-    memory_gb, figures = probe_device(settings)
-    usable = USABLE if device.type == "cuda" else 1.0
-    return Cluster(settings.name, 1, 1, memory_gb, figures, alone, usable_memory=usable)
+    one = probe_device(settings)
+    usable = one.usable_memory
+    return Cluster(settings.name, 1, 1, one.memory_gb, one.device, alone, usable_memory=usable)
 
 
 def _tune(
