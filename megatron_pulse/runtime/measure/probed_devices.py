@@ -90,7 +90,7 @@ def _kind_name(device: ProbedDevice, memory_gb: float, taken: set[str]) -> str:
     words = "cpu" if device.is_cpu else device.name.removeprefix("NVIDIA ").lower()
     name = re.sub(r"[^a-z0-9]+", "-", words).strip("-")
     if name in taken:
-        name = f"{name}-{memory_gb:.3g}gb"
+        name = f"{name}-{memory_gb:.3g}gb".replace(".", "-")
     return next(n for n in chain([name], (f"{name}-{i}" for i in count(2))) if n not in taken)
 
 
