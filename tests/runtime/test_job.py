@@ -12,6 +12,7 @@ from megatron_pulse.runtime.collectives import broadcast_from_rank_0, gather_obj
 from megatron_pulse.runtime.failure_board import PulseError
 from megatron_pulse.runtime.rendezvous import Job
 from megatron_pulse.runtime.watchdog.watchdog import Watchdog
+from tests.benchmarks.network import Node, namespaces, unavailable
 from tests.ranks import RanksFailed, free_port, run_ranks
 
 
@@ -82,3 +83,34 @@ def test_reordered_ranks_meet_in_the_store_of_the_launcher(late: bool) -> None:
     with pytest.raises(RanksFailed) as failed:
         run_ranks(3, _reorder, (1, 2, 0), late)
     assert failed.value.exit_codes == [0, 0, 7], failed.value
+
+
+def _reorder_over_nodes(nodes: list[Node], of_torchrun: bool) -> str:
+    """What rank 0 says on the second node, of ranks in reversed order."""
+    number = int(os.environ["RANK"])
+    nodes[number].enter()
+    os.environ["MASTER_ADDR"] = nodes[0].address
+    agent = None
+    if of_torchrun:
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+        if number == 0:
+            port = int(os.environ["MASTER_PORT"])
+            agent = dist.TCPStore(nodes[0].address, port, None, True, wait_for_workers=False)
+    job = Job()
+    job.reorder((1, 0))
+    store = job.assemble(20.0)
+    dist.init_process_group("gloo", store=store, rank=job.rank, world_size=2)
+    said = broadcast_from_rank_0(lambda: f"rank {job.rank} of launcher's rank {number}")
+    dist.destroy_process_group()
+    job.part(5.0)
+    del agent
+    return said
+
+
+@pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "available")
+@pytest.mark.parametrize("of_torchrun", [False, True])
+def test_master_addr_leads_to_the_store_in_any_order(of_torchrun: bool) -> None:
+    """Nodes of their own addresses: only the first can listen at MASTER_ADDR."""
+    with namespaces(2, rate_mbit=1000) as nodes:
+        said = run_ranks(2, _reorder_over_nodes, nodes, of_torchrun)
+    assert said == ["rank 0 of launcher's rank 1"] * 2

@@ -20,6 +20,9 @@ _REMEDY = (
     "anew for the cluster as it is ('pulse probe', 'pulse tune')"
 )
 
+_LEAST_SHARE = 0.9
+"""Share of a kind's memory below which a device is of another kind; makers round sizes."""
+
 
 @dataclass(frozen=True)
 class RankDevice:
@@ -31,16 +34,21 @@ class RankDevice:
     memory_bytes: int
 
 
+def plans_unlike_devices(given: PlanFile) -> bool:
+    """True if the plan was made for devices of several kinds."""
+    return "kinds" in given.provenance["cluster"]
+
+
 def check_devices(given: PlanFile, job: Job) -> None:
     """Compare the job's devices with the plan's cluster, if that is mixed (collective).
 
     Raises FlagError on all ranks for each rank whose device cannot hold what the plan places there.
     Rank 0 warns of other devices than planned, and prints where ranks run if the plan orders them.
     """
+    if given.device_order is None and not plans_unlike_devices(given):
+        return
     with refusing(ClusterError, where="the plan: "):
         cluster = given.cluster
-    if not cluster.mixed and given.device_order is None:
-        return
     place = compute_device()
     mine = RankDevice(
         job.launcher_rank, socket.gethostname(), device_name(place), device_memory(place)
@@ -71,22 +79,23 @@ def _faults(given: PlanFile, cluster: Cluster, found: Sequence[RankDevice]) -> I
         needed = held[_pipeline_device(given, rank)]
         if needed > one.memory_bytes * kind.usable_memory:
             yield (
-                f"{_named(rank, one)} has {one.memory_bytes / 1e9:.3g} GB, of which plans fill "
-                f"{kind.usable_memory:.0%}, but the plan places {needed / 1e9:.3g} GB there, on a "
-                f"{kind.name} with {kind.memory_gb:g} GB. {_REMEDY}"
+                f"{_named(rank, one)}: the plan places {needed / 1e9:.3g} GB there, on the kind "
+                f"{kind.name} with {kind.memory_gb:g} GB, {kind.usable_memory:.0%} usable. {_REMEDY}"
             )
 
 
 def _cautions(cluster: Cluster, found: Sequence[RankDevice]) -> Iterator[str]:
     """Warnings of devices and nodes that differ from the plan's."""
+    others: dict[str, list[str]] = {}
     for rank, one in enumerate(found):
-        planned = cluster.kind_of(rank).device
+        kind = cluster.kind_of(rank)
         known = known_device(one.name)
-        if isinstance(planned, str) and planned in PRESETS and known != PRESETS[planned]:
-            yield (
-                f"{_named(rank, one)} is no {planned}, for which the plan was made: times will "
-                f"differ. {_REMEDY}"
-            )
+        is_other = kind.device in PRESETS and (known is None or known.name != kind.device)
+        if is_other or one.memory_bytes < _LEAST_SHARE * 1e9 * kind.memory_gb:
+            others.setdefault(kind.name, []).append(_named(rank, one))
+    for name, named in others.items():
+        more = f" and {len(named) - 1} more" * (len(named) > 1)
+        yield f"{named[0]}{more} is not the planned {name}: times will differ. {_REMEDY}"
     hosts = [one.host for one in found]
     for rank in range(1, len(found)):
         together = cluster.node_of(rank - 1) == cluster.node_of(rank)
@@ -100,4 +109,5 @@ def _cautions(cluster: Cluster, found: Sequence[RankDevice]) -> Iterator[str]:
 
 
 def _named(rank: int, device: RankDevice) -> str:
-    return f"rank {rank} ({device.name}, launcher's rank {device.launcher_rank} on {device.host})"
+    has = f"{device.name}, {device.memory_bytes / 1e9:.3g} GB"
+    return f"rank {rank} ({has}, launcher's rank {device.launcher_rank} on {device.host})"
