@@ -16,12 +16,11 @@ from math import inf
 
 from megatron_pulse.planner.layout.placement import Partition, Placement
 from megatron_pulse.planner.partition.evaluate import MemoryRule
-from megatron_pulse.planner.partition.find import PartitionError
+from megatron_pulse.planner.partition.find import PartitionError, one_stage_per_device
 from megatron_pulse.planner.partition.neighbourhood import descent
 from megatron_pulse.planner.tune.config import Config, Recompute
 from megatron_pulse.planner.tune.estimate import Estimator
 from megatron_pulse.planner.tune.partitions.feasible import FeasiblePartitioner
-from megatron_pulse.planner.tune.partitions.least_load import one_stage_per_device
 from megatron_pulse.planner.tune.stages import Stages
 
 LIGHTER = 0.9

@@ -11,9 +11,14 @@ from megatron_pulse.backbone.activations import ActivationPolicies
 from megatron_pulse.backbone.costs import ChainCosts
 from megatron_pulse.planner.cluster.cluster import Link
 from megatron_pulse.planner.layout.crossing import crossings
-from megatron_pulse.planner.layout.placement import Partition, Placement, fold, sequential
+from megatron_pulse.planner.layout.placement import Partition, Placement
 from megatron_pulse.planner.partition.evaluate import MemoryRule
-from megatron_pulse.planner.partition.find import Goal, PartitionError, find_partition
+from megatron_pulse.planner.partition.find import (
+    Goal,
+    PartitionError,
+    find_partition,
+    one_stage_per_device,
+)
 from megatron_pulse.planner.partition.neighbourhood import neighbours
 from megatron_pulse.planner.tune.config import Config, Recompute
 from megatron_pulse.planner.tune.layer_costs import Unfit, UnfitError
@@ -170,12 +175,6 @@ def _may_ignore_messages(stages: Stages) -> bool:
     sent_s = busiest_link_s(stages.partition.placement, stages.edges)
     even_s = sum(work_s) / len(work_s)
     return max(work_s) > (1 + NEAR) * even_s and NEAR * max(work_s) < sent_s < max(work_s)
-
-
-def one_stage_per_device(placement: Placement) -> Placement:
-    """Placement in which every stage, or pair of stages, has a device of its own."""
-    num = placement.num_stages
-    return fold(num // 2) if placement.kind.mirrored and num > 1 else sequential(num)
 
 
 def _is_legal(costs: ChainCosts, partition: Partition, collocate: bool) -> bool:
