@@ -26,8 +26,8 @@ from megatron_pulse.planner.cluster.cluster import (
     BandwidthScope,
     Cluster,
     ClusterLink,
-    DeviceFigures,
 )
+from megatron_pulse.planner.cluster.device_kinds import DeviceFigures
 from megatron_pulse.profile.roofline import USABLE, known_device
 from megatron_pulse.runtime.collectives import gather_objects
 from megatron_pulse.runtime.failure_board import PulseError

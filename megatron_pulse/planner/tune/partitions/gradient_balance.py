@@ -102,7 +102,8 @@ class GradientBalancer:
         if config.data == 1 or estimate(config, free, even) > (1 - WORTH) * about_s:
             return []
         own_s = least_s = self.estimator.timed_estimate(config, free)
-        costs, goal = self.costs.chain(config), self.partitioner.goal(config)
+        costs = self.partitioner.chains_over(config, self.costs.activations(config), spread)
+        goal = self.partitioner.goal(config)
         found, gainless = dict[Partition, float](), 0
         while held > EVEN * even and gainless < PATIENCE:
             most = LIGHTER * held if LIGHTER * held > even else (held + even) / 2
