@@ -14,6 +14,7 @@ by parameters   stages of about equal parameters in a row, 1F1B
 mixed           the tuner's best for these devices
 step_ms         shortest measured step of all ranks, of the time that V100s would take
 predicted_ms    by the simulator, at the speeds of the devices
+devices         kinds in the order of the pipeline
 memory_gb       most that each device holds; ``fits`` if within what plans may use of it
 ==============  ===================================================================================
 """
@@ -25,8 +26,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
-
-from megatron_pulse.profile.unlike_devices import combine
 
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.planner.cluster.cluster import BandwidthScope, Cluster, ClusterLink
@@ -44,6 +43,7 @@ from megatron_pulse.planner.tune.evaluate import Evaluator
 from megatron_pulse.planner.tune.plans.to_plan import plan_of
 from megatron_pulse.profile.layer_records import LayerTimes
 from megatron_pulse.profile.profile import Profile
+from megatron_pulse.profile.unlike_devices import combine
 from tests.benchmarks.emulation import BACKBONES, Emulation, emulate
 from tests.benchmarks.report import Flags, Report
 from tests.benchmarks.setups import USABLE, decide
@@ -75,6 +75,7 @@ class Row:
 
     plan: str
     layout: str
+    devices: str
     layers: str
     step_ms: float
     predicted_ms: float
@@ -236,6 +237,7 @@ def rows(name: str, memory_gb: float, seconds: float, steps: int) -> Iterator[Ro
         yield Row(
             each.name,
             str(each.partition.placement.kind),
+            " ".join(each.kinds),
             " ".join(str(b - a) for a, b in zip(cuts, cuts[1:], strict=False)),
             1e3 * measured_s(emulation.backbone, each, scale, steps) / scale,
             1e3 * simulate_step(each.problem, each.schedule, ()).timeline.makespan,

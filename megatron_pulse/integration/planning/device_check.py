@@ -79,8 +79,8 @@ def _faults(given: PlanFile, cluster: Cluster, found: Sequence[RankDevice]) -> I
         needed = held[_pipeline_device(given, rank)]
         if needed > one.memory_bytes * kind.usable_memory:
             yield (
-                f"{_named(rank, one)}: the plan places {needed / 1e9:.3g} GB there, on the kind "
-                f"{kind.name} with {kind.memory_gb:g} GB, {kind.usable_memory:.0%} usable. {_REMEDY}"
+                f"{_named(rank, one)}: the plan places {needed / 1e9:.3g} GB there, for the kind "
+                f"{kind.name} ({kind.memory_gb:g} GB, {kind.usable_memory:.0%} usable). {_REMEDY}"
             )
 
 
