@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 from megatron_pulse.integration.flags.startup_checks import FlagError, refusing
 from megatron_pulse.planner.cluster.cluster import Cluster, ClusterError
+from megatron_pulse.planner.cluster.device_kinds import DeviceKind
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
-from megatron_pulse.profile.measurement.machine import device_memory, device_name
-from megatron_pulse.profile.roofline import PRESETS, known_device
+from megatron_pulse.profile.measurement.machine import device_memory, measured_device, num_threads
+from megatron_pulse.profile.roofline import FIGURES, PRESETS, known_device
 from megatron_pulse.runtime.collectives import gather_objects
 from megatron_pulse.runtime.rendezvous import Job
 from megatron_pulse.runtime.tensor_settings import compute_device
@@ -51,7 +52,10 @@ def check_devices(given: PlanFile, job: Job) -> None:
         cluster = given.cluster
     place = compute_device()
     mine = RankDevice(
-        job.launcher_rank, socket.gethostname(), device_name(place), device_memory(place)
+        job.launcher_rank,
+        socket.gethostname(),
+        measured_device(place, num_threads(place)),
+        device_memory(place),
     )
     found = gather_objects(mine)
     if faults := list(_faults(given, cluster, found)):
@@ -61,7 +65,7 @@ def check_devices(given: PlanFile, job: Job) -> None:
     if given.device_order is not None:
         placed = (f"{rank} {one.host}:{one.launcher_rank}" for rank, one in enumerate(found))
         print(f"device order (rank host:launcher's rank): {', '.join(placed)}", flush=True)
-    for caution in _cautions(cluster, found):
+    for caution in _cautions(given, cluster, found):
         print(f"warning: {caution}", flush=True)
 
 
@@ -84,13 +88,26 @@ def _faults(given: PlanFile, cluster: Cluster, found: Sequence[RankDevice]) -> I
             )
 
 
-def _cautions(cluster: Cluster, found: Sequence[RankDevice]) -> Iterator[str]:
+def _costed_device(given: PlanFile, kind: DeviceKind) -> str:
+    """Name of the device whose costs the plan has for this kind."""
+    if (times := given.profile.kinds.get(kind.name)) is not None:
+        return times.device
+    return given.profile.device
+
+
+def _preset_or(name: str) -> str:
+    known = None if name in PRESETS else known_device(name)
+    return name if known is None else known.name
+
+
+def _cautions(given: PlanFile, cluster: Cluster, found: Sequence[RankDevice]) -> Iterator[str]:
     """Warnings of devices and nodes that differ from the plan's."""
     others: dict[str, list[str]] = {}
     for rank, one in enumerate(found):
         kind = cluster.kind_of(rank)
-        known = known_device(one.name)
-        is_other = kind.device in PRESETS and (known is None or known.name != kind.device)
+        planned = _costed_device(given, kind)
+        # Figures have no name.
+        is_other = FIGURES not in planned and _preset_or(planned) != _preset_or(one.name)
         if is_other or one.memory_bytes < _LEAST_SHARE * 1e9 * kind.memory_gb:
             others.setdefault(kind.name, []).append(_named(rank, one))
     for name, named in others.items():
