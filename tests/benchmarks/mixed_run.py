@@ -58,7 +58,7 @@ LINK = ClusterLink("other", 10.0, 10.0, BandwidthScope.DEVICE)
 
 
 @dataclass(frozen=True)
-class Contestant:
+class Candidate:
     """A step: cuts, order and real seconds of each stage; ``kinds`` are those of its devices."""
 
     name: str
@@ -71,7 +71,7 @@ class Contestant:
 
 @dataclass(frozen=True)
 class Row:
-    """One contestant (see above)."""
+    """One candidate (see above)."""
 
     plan: str
     layout: str
@@ -147,12 +147,12 @@ def at_real_speed(problem: ScheduleProblem, kinds: Sequence[str]) -> SchedulePro
     )
 
 
-def contestants(emulation: Emulation, memory_gb: float, seconds: float) -> Iterator[Contestant]:
+def candidates(emulation: Emulation, memory_gb: float, seconds: float) -> Iterator[Candidate]:
     """The three plans."""
     profile, size = emulation.profile, emulation.micro_batch_size
     mixed, alike = clusters(memory_gb)
     plan = tuned(profile, alike, size, seconds)
-    yield Contestant(
+    yield Candidate(
         "uniform",
         plan.partition,
         plan.schedule,
@@ -165,7 +165,7 @@ def contestants(emulation: Emulation, memory_gb: float, seconds: float) -> Itera
         combine({FAST: profile, SLOW: slowed(profile), SMALL: profile}), mixed, size, seconds
     )
     order = plan.device_order or range(len(DEVICES))
-    yield Contestant(
+    yield Candidate(
         "mixed",
         plan.partition,
         plan.schedule,
@@ -175,7 +175,7 @@ def contestants(emulation: Emulation, memory_gb: float, seconds: float) -> Itera
     )
 
 
-def by_parameters(emulation: Emulation) -> Contestant:
+def by_parameters(emulation: Emulation) -> Candidate:
     """Stages in a row, each ended as its share of all parameters is reached, under 1F1B."""
     costs, count = emulation.costs, len(DEVICES)
     sums = list(accumulate(costs.parameters))
@@ -188,12 +188,12 @@ def by_parameters(emulation: Emulation) -> Contestant:
     kept = peak_activations(schedule, partition.per_stage(costs.saved_bytes))
     held = tuple(a + b for a, b in zip(state, kept, strict=True))
     real = at_real_speed(problem, DEVICES)
-    return Contestant("by parameters", partition, schedule, real, DEVICES, held)
+    return Candidate("by parameters", partition, schedule, real, DEVICES, held)
 
 
-def measured_s(backbone: Backbone, contestant: Contestant, scale: float, steps: int) -> float:
+def measured_s(backbone: Backbone, candidate: Candidate, scale: float, steps: int) -> float:
     """Shortest step of the four ranks in seconds, at ``scale`` times the real ones."""
-    case = backbone, contestant.partition, contestant.schedule, _scaled(contestant.problem, scale)
+    case = backbone, candidate.partition, candidate.schedule, _scaled(candidate.problem, scale)
     return float(run_ranks(len(DEVICES), _run, *case, steps)[0])
 
 
@@ -228,10 +228,10 @@ def _run(
 
 
 def rows(name: str, memory_gb: float, seconds: float, steps: int) -> Iterator[Row]:
-    """A row for each contestant."""
+    """A row for each candidate."""
     emulation = emulate(name)
     scale, kinds = emulation.time_scale, kinds_of(memory_gb)
-    for each in contestants(emulation, memory_gb, seconds):
+    for each in candidates(emulation, memory_gb, seconds):
         usable = [kinds[kind].usable_bytes for kind in each.kinds]
         cuts = each.partition.cuts
         yield Row(
