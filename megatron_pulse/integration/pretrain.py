@@ -217,8 +217,8 @@ def _reconnect(
     found = newest_named(args.save)
     if lock is not None:
         lock.release()
-    dist.destroy_process_group()
     _take_device_order(given, job, args)
+    dist.destroy_process_group()
     return _connect(args, options, job, found)
 
 

@@ -22,6 +22,8 @@ _GENERATION, _HERE, _LEFT, _PORT, _REORDERED, _ROSTER, _SAID = (
     f"megatron_pulse/{key}"
     for key in ("generation", "here", "left", "port", "reordered", "roster", "said")
 )
+_REORDER_S = 60.0
+"""Longest wait for ranks to end the collectives of their first process group."""
 STORE_ERRORS = (RuntimeError, ValueError, OSError, KeyError)
 """Errors that an unreachable store raises."""
 
@@ -59,9 +61,10 @@ class Job:
     def reorder(self, device_order: Sequence[int]) -> None:
         """Renumber ranks: rank k runs on the device of the launcher's rank ``device_order[k]``.
 
-        LOCAL_RANK stays, as the device does. Call it on all ranks while no process group exists;
-        groups that ``assemble`` gave a store for must have been destroyed. Raises ValueError if the
-        order is no permutation of the job's ranks.
+        LOCAL_RANK stays, as the device does. Call it on all ranks before they form process groups.
+        If they have, it returns once all ranks have called it, so that groups can be destroyed, and
+        formed again by the store of ``assemble``. Raises ValueError if the order is no permutation
+        of the job's ranks.
         """
         if sorted(device_order) != list(range(self.world_size)):
             raise ValueError(
@@ -73,6 +76,9 @@ class Job:
         os.environ["RANK"] = str(self.rank)
         if self._store is not None:
             self._store = dist.PrefixStore(_REORDERED, self._store)
+            self._store.set(f"{_HERE}/{self.rank}", "")
+            everybody = [f"{_HERE}/{rank}" for rank in range(self.world_size)]
+            self._store.wait(everybody, timedelta(seconds=_REORDER_S))
         if self.watch is not None:
             self.watch.renumber(new_ranks)
 

@@ -57,8 +57,9 @@ def _reorder(order: tuple[int, ...], late: bool) -> None:
     job.watch = Watchdog(job.rank, 60.0)
     if late:
         dist.init_process_group("gloo", store=job.assemble(30.0), rank=job.rank, world_size=3)
-        dist.destroy_process_group()
     job.reorder(order)
+    if late:
+        dist.destroy_process_group()
     assert job.rank == int(os.environ["RANK"])
     store = job.assemble(30.0)
     dist.init_process_group("gloo", store=store, rank=job.rank, world_size=3)
