@@ -278,16 +278,32 @@ class Cluster:
             [replace(k, memory_gb=max(k.memory_gb, memory_gb)) for k in self.device_kinds]
         )
 
+    def only(self, kind: str) -> Cluster:
+        """The devices of one kind, in the nodes that have the most of them."""
+        each = self.devices_per_node
+        names = [one.name for one in self.device_kinds]
+        counts = [names[i : i + each].count(kind) for i in range(0, len(names), each)]
+        chosen = next(one for one in self.device_kinds if one.name == kind)
+        plain = replace(self, device_kinds=(), order=())
+        fewer = replace(plain, nodes=counts.count(max(counts)), devices_per_node=max(counts))
+        return fewer.of_kinds([chosen] * fewer.num_devices)
+
+    @property
+    def alike_nodes(self) -> bool:
+        """True if all nodes have the same devices, in the same order."""
+        node = self.device_kinds[: self.devices_per_node]
+        return self.device_kinds == node * self.nodes
+
     def with_nodes(self, nodes: int) -> Cluster:
         """Cluster of ``nodes`` nodes; raises ClusterError if nodes have unlike devices."""
         if not self.mixed:
             return replace(self, nodes=nodes)
-        node = self.device_kinds[: self.devices_per_node]
-        if self.device_kinds != node * self.nodes:
+        if not self.alike_nodes:
             raise ClusterError(
                 f"{self.name}: its nodes have unlike devices, so {nodes} of them can be several "
                 "things. Write the nodes that there are into the file"
             )
+        node = self.device_kinds[: self.devices_per_node]
         return replace(self, nodes=nodes, device_kinds=node * nodes)
 
     @property

@@ -23,6 +23,8 @@ from megatron_pulse.file_kinds import FileKind, detect_kind
 from megatron_pulse.files import FileError, read_json, write_with_checksum
 from megatron_pulse.planner.cluster.cluster import Cluster
 from megatron_pulse.planner.cluster.cluster import from_record as cluster_from_record
+from megatron_pulse.planner.cluster.places import Place, places_of
+from megatron_pulse.planner.cluster.rank_order import RankOrder
 from megatron_pulse.planner.layout.fsdp_layout import FsdpLayout, Gathering
 from megatron_pulse.planner.layout.layouts import layout_name
 from megatron_pulse.planner.layout.placement import Partition, Placement, make_placement
@@ -122,6 +124,17 @@ class PlanFile:
     def cluster(self) -> Cluster:
         """Cluster that the plan was made for, with the plan's ranks; raises ClusterError."""
         return ordered_cluster(self.provenance["cluster"], self.device_order)
+
+    @property
+    def ranks(self) -> RankOrder:
+        """Ranks of the plan in its ``cluster``."""
+        of = self.cluster, self.pipeline, self.data, self.tensor
+        return RankOrder(*of, self.rank_order == "tp-pp-dp")
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """Kinds and usable memory of each pipeline device."""
+        return places_of(self.ranks)
 
     @property
     def heading(self) -> str:

@@ -13,6 +13,8 @@ from megatron_pulse.backbone.activations import ActivationPolicies, ActivationPo
 from megatron_pulse.backbone.costs import ChainCosts
 from megatron_pulse.errors import PicklableError
 from megatron_pulse.planner.cluster.cluster import Cluster
+from megatron_pulse.planner.cluster.places import Place, places_of, splits_a_kind
+from megatron_pulse.planner.cluster.rank_order import RankOrder
 from megatron_pulse.planner.layout.placement import Partition
 from megatron_pulse.planner.partition.memory import (
     DEFAULT_STATE,
@@ -27,18 +29,10 @@ from megatron_pulse.planner.tune.collectives import (
     forward_sums,
     recomputed_sums,
 )
+from megatron_pulse.planner.tune.composed_costs import composed, of_any
 from megatron_pulse.planner.tune.config import Config, Recompute
+from megatron_pulse.planner.tune.device_orders import MOST_ORDERS, device_orders
 from megatron_pulse.planner.tune.memory.workspace import Workspace
-from megatron_pulse.planner.tune.places import (
-    MOST_ORDERS,
-    Place,
-    composed,
-    device_orders,
-    of_any,
-    places_of,
-    splits_a_kind,
-)
-from megatron_pulse.planner.tune.rank_order import RankOrder
 from megatron_pulse.profile.layer_records import LayerTimes, ProfiledLayer
 from megatron_pulse.profile.profile import Profile
 from megatron_pulse.profile.roofline import ELEMENT_BYTES

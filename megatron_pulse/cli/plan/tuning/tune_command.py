@@ -236,7 +236,7 @@ def run(args: argparse.Namespace) -> None:
     )
     warn(
         where.memory_caution,
-        device_caution(profile, where.device),
+        "" if where.mixed else device_caution(profile, where.device),
         spread_caution(profile),
         thread_caution(profile.threads, rank_threads()),
     )
