@@ -86,14 +86,14 @@ def test_auto_finds_profiles_and_plans_for_kinds_of_one_node(tmp_path: Path) -> 
 
 
 def test_device_without_memory_for_its_part_is_refused(tmp_path: Path) -> None:
-    """Rank 0 runs on the second device, which the plan takes for a larger one."""
-    large = {"in_channels": 1, "depth": 17, "embed_dim": 1024}
+    """Rank 1 runs on the first device, which the plan takes for a larger one."""
+    large = {"in_channels": 1, "depth": 4, "embed_dim": 2048}
     plan = mixed_plan(tmp_path / "plan.json", (1, 0), large)
     flags = [*BASE, "--pulse-plan", str(plan), *STEPS[2:]]
     with pytest.raises(RanksFailed) as failed:
-        run_ranks(2, limited, {1: 2.0}, flags)
+        run_ranks(2, limited, {0: 2.0}, flags)
     assert failed.value.exit_codes == [2, 2]
     said = "".join(failed.value.outputs)
-    assert said_once(failed.value, "GB there, for the kind slow (6 GB, 100% usable)")
-    assert "rank 0 (CPU (" in said and ", 2 GB, launcher's rank 1 on " in said
+    assert said_once(failed.value, "GB there, for the kind fast (8 GB, 100% usable)")
+    assert "rank 1 (CPU (" in said and ", 2 GB, launcher's rank 0 on " in said
     assert "make the plan anew for the cluster as it is ('pulse probe', 'pulse tune')" in said
