@@ -103,7 +103,7 @@ def machine_faults(record: Mapping[str, Any]) -> list[str]:
         return faults
     pipeline, data, tensor = (int(record[name]) for name in ("pipeline", "data", "tensor"))
     ranks = RankOrder(cluster, pipeline, data, tensor, record["rank_order"] == "tp-pp-dp")
-    held = zip(record["predicted"]["memory_bytes"], places_of(ranks), strict=True)
+    held = zip(record["predicted"]["memory_bytes"], places_of(ranks), strict=False)
     if splits_a_kind(ranks):
         faults.append("tensor: a group of ranks is on unlike devices; order the devices by kind")
     return faults + [
