@@ -41,6 +41,7 @@ def combine(profiles: Mapping[str, Profile]) -> Profile:
         source=known.pop() if len(known) == 1 else Source.ANALYTIC,
         device=" and ".join(dict.fromkeys(profile.device for profile in every)),
         memory_bytes=min(profile.memory_bytes for profile in every),
+        threads=first.threads if len({profile.threads for profile in every}) == 1 else 0,
         method="; ".join(dict.fromkeys(profile.method for profile in every)),
         layers=tuple(
             replace(layer, optimizer_s=max(own))
