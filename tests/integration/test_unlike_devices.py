@@ -96,4 +96,4 @@ def test_device_without_memory_for_its_part_is_refused(tmp_path: Path) -> None:
     said = "".join(failed.value.outputs)
     assert said_once(failed.value, "GB there, for the kind fast (8 GB, 100% usable)")
     assert "rank 1 (CPU (" in said and ", 2 GB, launcher's rank 0 on " in said
-    assert "make the plan anew for the cluster as it is ('pulse probe', 'pulse tune')" in said
+    assert "make the plan anew for the cluster as it is ('pulse probe', 'pulse tune'; " in said

@@ -17,9 +17,9 @@ from megatron_pulse.runtime.rendezvous import Job
 from megatron_pulse.runtime.tensor_settings import compute_device
 
 _REMEDY = (
-    "Start nodes in the order of the cluster's file (torchrun --node-rank), and a node's GPUs in its "
-    "order (CUDA_VISIBLE_DEVICES); or make the plan anew for the cluster as it is ('pulse probe', "
-    "'pulse tune')"
+    "Start nodes in the order of the cluster's file (torchrun --node-rank), and list a node's GPUs "
+    "in its order (CUDA_VISIBLE_DEVICES); or make the plan anew for the cluster as it is ('pulse "
+    "probe', 'pulse tune'; under --pulse-auto remove plan.json in --save)"
 )
 _LEAST_SHARE = 0.9
 """Share of a kind's memory below which a device is of another kind; makers round sizes."""
