@@ -117,6 +117,7 @@ class LayerCosts:
         self._kinds = {name: profile.of_kind(name) for name in profile.kinds if cluster.mixed}
         self._ranks_of = lru_cache(maxsize=None)(self._make_ranks)
         self._places_of = lru_cache(maxsize=None)(self._make_places)
+        self._orders_of = lru_cache(maxsize=None)(self._make_orders)
         self._sums_of = lru_cache(maxsize=None)(self._make_sums)
         self._totals_of = lru_cache(maxsize=512)(self._make_totals)
         self._indivisible = lru_cache(maxsize=None)(self._find_indivisible)
@@ -141,16 +142,18 @@ class LayerCosts:
         if not self.cluster.mixed:
             yield config
             return
-        seen = set[tuple[Place, ...]]()
+        for order in self._orders_of(*_degrees(config)[:-1]):
+            yield replace(config, device_order=order)
+
+    def _make_orders(
+        self, pipeline: int, data: int, tensor: int, pp_before_dp: bool
+    ) -> list[tuple[int, ...]]:
+        found: dict[tuple[Place, ...], tuple[int, ...]] = {}
         for order in self._device_orders:
-            each = replace(config, device_order=order)
-            ranks = self.ranks(each)
-            if splits_a_kind(ranks) or (places := self.places(each)) in seen:
-                continue
-            seen.add(places)
-            yield each
-            if len(seen) == MOST_ORDERS:
-                return
+            of = pipeline, data, tensor, pp_before_dp, order
+            if len(found) < MOST_ORDERS and not splits_a_kind(self._ranks_of(*of)):
+                found.setdefault(self._places_of(*of), order)
+        return list(found.values())
 
     @cached_property
     def _device_orders(self) -> list[tuple[int, ...]]:
