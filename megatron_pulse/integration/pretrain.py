@@ -45,7 +45,7 @@ from megatron_pulse.integration.loop.shutdown import (
     print_parser_output_once,
     start_watchdog,
 )
-from megatron_pulse.integration.planning.device_check import check_devices, plans_unlike_devices
+from megatron_pulse.integration.planning.device_check import check_devices
 from megatron_pulse.integration.setup import (
     plan_of_auto,
     prepare,
@@ -135,7 +135,7 @@ def main() -> None:
         for caution in data.cautions if args.rank == 0 else ():
             print(f"warning: {caution}", flush=True)
         if given is not None and args.rank == 0:
-            threads = 0 if plans_unlike_devices(given) else num_threads(compute_device())
+            threads = 0 if given.mixed else num_threads(compute_device())
             if said := plan_thread_caution(given.provenance, threads):
                 # Measuring in this run has given its own warning.
                 print(f"warning: {said}", flush=True)

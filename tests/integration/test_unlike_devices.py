@@ -72,6 +72,14 @@ def test_run_obeys_a_plan_of_two_profiles(tmp_path: Path, order: tuple[int, ...]
     assert_same(obeyed, alone(*STEPS))
 
 
+def test_bits_of_unlike_devices_are_not_compared(tmp_path: Path) -> None:
+    plan = mixed_plan(tmp_path / "plan.json", ())
+    flags = ["--pulse-plan", str(plan), *STEPS[2:], "--pulse-sdc-check-interval", "1"]
+    with pytest.raises(RanksFailed) as failed:
+        run(2, *flags, backbone="none")
+    assert said_once(failed.value, "--pulse-sdc-check-interval: --pulse-plan is for devices of ")
+
+
 def test_auto_finds_profiles_and_plans_for_kinds_of_one_node(tmp_path: Path) -> None:
     flags = [*BASE, *TINY["uvit"], *STEPS, "--pulse-auto", "--save", str(tmp_path)]
     flags += ["--pipeline-model-parallel-size", "2", "--pulse-memory-gb", "4"]

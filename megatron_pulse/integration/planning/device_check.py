@@ -35,18 +35,13 @@ class RankDevice:
     memory_bytes: int
 
 
-def plans_unlike_devices(given: PlanFile) -> bool:
-    """True if the plan was made for devices of several kinds."""
-    return "kinds" in given.provenance["cluster"]
-
-
 def check_devices(given: PlanFile, job: Job) -> None:
     """Compare the job's devices with the plan's cluster, if that is mixed (collective).
 
     Raises FlagError on all ranks for each rank whose device cannot hold what the plan places there.
     Rank 0 warns of other devices than planned, and prints where ranks run if the plan orders them.
     """
-    if given.device_order is None and not plans_unlike_devices(given):
+    if given.device_order is None and not given.mixed:
         return
     with refusing(ClusterError, where="the plan: "):
         cluster = given.cluster

@@ -18,7 +18,6 @@ from megatron_pulse.backbone.dataflow import required_gradients
 from megatron_pulse.backbone.layer_selection import matching_layers
 from megatron_pulse.errors import Faults, collecting, naming, summarize
 from megatron_pulse.integration.flags.pulse_options import PulseOptions
-from megatron_pulse.integration.planning.device_check import plans_unlike_devices
 from megatron_pulse.integration.planning.transformer_impl import (
     require_deferrable_wgrad,
     require_same_transformer_impl,
@@ -93,7 +92,7 @@ def plan_run(
     counts = count_parameters(backbone)
     if given is not None and (faults := parameter_faults(given, backbone, counts)):
         raise PlanError(summarize(faults))
-    if given is None or not plans_unlike_devices(given):  # else check_devices asks every rank
+    if given is None or not given.mixed:  # else check_devices asks every rank
         _require_memory(args, plan)
     samples = num_microbatches(args) * args.micro_batch_size
     plan = _with_embedders(plan, counts, samples, compute_dtype(args), options.conditioning)

@@ -121,6 +121,11 @@ class PlanFile:
     device_order: tuple[int, ...] | None = None
 
     @property
+    def mixed(self) -> bool:
+        """True if the plan was made for devices of several kinds."""
+        return "kinds" in self.provenance["cluster"]
+
+    @property
     def cluster(self) -> Cluster:
         """Cluster that the plan was made for, with the plan's ranks; raises ClusterError."""
         return ordered_cluster(self.provenance["cluster"], self.device_order)

@@ -50,7 +50,7 @@ def rescale(profile: Profile, plan: PlanFile, measured: ScheduleProblem) -> Prof
             f"the run divided layers over {plan.tensor} ranks, but a profile has whole layers: "
             "trace a run with tensor 1"
         )
-    if "kinds" in plan.provenance["cluster"]:
+    if plan.mixed:
         faults.append(
             "the run was on devices of several kinds, each of which ran only some stages. Run "
             "'pulse profile' on each kind instead"
