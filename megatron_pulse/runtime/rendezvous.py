@@ -9,11 +9,13 @@ import sys
 import time
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron_pulse.processes import port_is_taken
+from megatron_pulse.processes import RANKS_FOLDER, port_is_taken
 from megatron_pulse.runtime.failure_board import ANSWER_S, FailureBoard, PulseError
 from megatron_pulse.runtime.watchdog.call_with_timeout import backstop_timeout_s, call_with_timeout
 from megatron_pulse.runtime.watchdog.watchdog import Watchdog
@@ -74,6 +76,7 @@ class Job:
         new_ranks = [device_order.index(rank) for rank in range(self.world_size)]
         self.rank, self.store_rank = new_ranks[self.launcher_rank], new_ranks[0]
         os.environ["RANK"] = str(self.rank)
+        _tell_rank_to_launcher(self.launcher_rank, self.rank)
         if self._store is not None:
             self._store = dist.PrefixStore(_REORDERED, self._store)
             self._store.set(f"{_HERE}/{self.rank}", "")
@@ -227,6 +230,14 @@ def _reach(launcher_rank: int, limit_s: float) -> dist.Store:
     hosts = launcher_rank == 0 and not _is_the_agents()
     limit = timedelta(seconds=limit_s)
     return dist.TCPStore(host, port, None, hosts, timeout=limit, wait_for_workers=False)
+
+
+def _tell_rank_to_launcher(launcher_rank: int, rank: int) -> None:
+    """Write ``rank`` for ``pulse run``, which reports ranks that are killed without a word."""
+    if (folder := os.environ.get(RANKS_FOLDER)) is None:
+        return
+    with suppress(OSError):  # the launcher then names its own rank
+        (Path(folder) / str(launcher_rank)).write_text(str(rank))
 
 
 def report_to_torchrun(text: str, is_first: bool) -> None:
