@@ -333,7 +333,7 @@ class Cluster:
         full = [kind for kind in self.kinds if kind.usable_memory == 1]
         if not full:
             return ""
-        gb = " and ".join(f"{kind.memory_gb:g}" for kind in full)
+        gb = " and ".join(dict.fromkeys(f"{kind.memory_gb:g}" for kind in full))
         return (
             f"{self.name} lets plans use all {gb} GB of a device. CUDA, NCCL and "
             "fragmentation need memory too: write 'usable_memory: 0.9' into its file, or the share "

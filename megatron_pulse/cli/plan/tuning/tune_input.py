@@ -154,6 +154,15 @@ def no_cascade(profile: Profile) -> list[str]:
     ]
 
 
+def no_encoders_of_one_device(args: argparse.Namespace, profile: Profile) -> list[str]:
+    if args.encoders is None or not profile.kinds:
+        return []
+    return [
+        "--encoders: their times are of one device, and the cluster's devices differ in speed: "
+        "leave it out, and encode before the step"
+    ]
+
+
 def no_half_gradients(args: argparse.Namespace, profile: Profile) -> list[str]:
     if not args.grad_reduce_in_bf16 or profile.dtype == "bfloat16":
         return []
