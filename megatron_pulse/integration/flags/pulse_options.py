@@ -299,7 +299,8 @@ class PulseOptions:
     )
     memory_gb: float | None = flag(
         "memory limit per device for weights, gradients, optimizer state and activations "
-        "(default: 0.9 of the GPU's memory; unlimited on a CPU)",
+        "(default: 0.9 of the GPU's memory; unlimited on a CPU; under --pulse-auto smaller devices "
+        "keep their own)",
         metavar="GB",
         within=ABOVE_ZERO,
         marks=[FlagMark.PLAN, FlagMark.AUTO],

@@ -260,8 +260,8 @@ def check_world(args: argparse.Namespace, plan_digest: str) -> None:
     if not faults:
         faults = [
             f"rank {rank} makes another plan than rank 0 with the same flags (another GPU or "
-            "torch version, or another file of the same name?). Use one plan file: --pulse-plan "
-            "FILE"
+            "torch version, or another file of the same name?). Use one plan: --pulse-plan FILE "
+            "or --pulse-auto"
             for rank, (_, digest) in enumerate(gathered)
             if digest != gathered[0][1]
         ]

@@ -92,7 +92,8 @@ def plan_run(
     counts = count_parameters(backbone)
     if given is not None and (faults := parameter_faults(given, backbone, counts)):
         raise PlanError(summarize(faults))
-    _require_memory(args, plan)
+    if given is None or not given.mixed:  # else check_devices asks every rank
+        _require_memory(args, plan)
     samples = num_microbatches(args) * args.micro_batch_size
     plan = _with_embedders(plan, counts, samples, compute_dtype(args), options.conditioning)
     if not plan.is_synthesized:
