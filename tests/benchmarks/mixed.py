@@ -37,7 +37,11 @@ from tests.benchmarks.emulation import NF4, quantized, real_backbone
 from tests.benchmarks.report import Flags, Report, count, some_of
 from tests.benchmarks.setups import USABLE, decide
 
-MODELS = {"Flux": "flux-lora", "Wan 14B, 17 frames": "wan-17-lora"}
+MODELS = {
+    "Flux": "flux-lora",
+    "Wan 14B, 1 frame": "wan-1-lora",
+    "Wan 14B, 17 frames": "wan-17-lora",
+}
 
 LARGE = DeviceKind("large", 24, USABLE, "4090-24GB")
 SMALL = DeviceKind("small", 16, USABLE, DeviceFigures(97.5, 717))
@@ -137,8 +141,8 @@ def main() -> None:
     """Predict and print."""
     flags = Flags(__doc__)
     flags.add("--models", list(MODELS), "with commas between", type=some_of(MODELS))
-    flags.add("--batches", [8, 32], "samples of a step", type=count, nargs="+")
-    flags.add("--decision-seconds", 15.0, "of processor time for each plan")
+    flags.add("--batches", [16], "samples of a step", type=count, nargs="+")
+    flags.add("--decision-seconds", 28.0, "of processor time for each plan")
     args = flags.parse_args()
     report = Report(args.json)
     for name in args.models:

@@ -7,18 +7,26 @@ from itertools import islice
 
 from megatron_pulse.planner.cluster.cluster import Cluster
 
-MOST_ORDERS = 24
-"""Orders of devices that are tried for each set of degrees."""
+_MOST = ((4, 24), (8, 6))
+"""Numbers of devices up to which so many orders are tried for each set of degrees."""
 
-LOOKS, MOST_NODES = 2000, 64
-"""Orders that are enumerated in search of different ones, and nodes up to which all orders are."""
+_OF_MANY = 2
+"""Orders that are tried for more devices: each multiplies the configs to search."""
+
+_LOOKS = 2000
+"""Orders that are enumerated in search of different ones."""
+
+
+def most_orders(cluster: Cluster) -> int:
+    """Maximum number of orders of the cluster's devices that are tried."""
+    return next((most for devices, most in _MOST if cluster.num_devices <= devices), _OF_MANY)
 
 
 def device_orders(cluster: Cluster, speed: Callable[[str], float]) -> Iterator[tuple[int, ...]]:
     """Yield orders of a mixed cluster's devices, each a different sequence of kinds.
 
     Nodes stay together, so that all orders have the same links. The order of the file comes first
-    (as an empty tuple). Orders by ``speed`` of the kinds follow, then all others.
+    (as an empty tuple). Orders by ``speed`` of the kinds follow, then all others of few devices.
     """
     each, kinds = cluster.devices_per_node, cluster.device_kinds
     nodes = [tuple(range(first, first + each)) for first in range(0, len(kinds), each)]
@@ -39,11 +47,11 @@ def device_orders(cluster: Cluster, speed: Callable[[str], float]) -> Iterator[t
             yield tuple(sorted(own, key=total, reverse=True))
             yield tuple(sorted(own, key=total))
             yield tuple(own)
-        if len(nodes) <= MOST_NODES:
+        if most_orders(cluster) > _OF_MANY:
             yield from _node_orders(nodes, lambda device: kinds[device].name)
 
     seen = set()
-    for number, order in enumerate(islice(some(), LOOKS)):
+    for number, order in enumerate(islice(some(), _LOOKS)):
         flat = tuple(device for devices in order for device in devices)
         names = tuple(kinds[device].name for device in flat)
         if names not in seen:

@@ -31,7 +31,7 @@ from megatron_pulse.planner.tune.collectives import (
 )
 from megatron_pulse.planner.tune.composed_costs import composed, of_any
 from megatron_pulse.planner.tune.config import Config, Recompute
-from megatron_pulse.planner.tune.device_orders import MOST_ORDERS, device_orders
+from megatron_pulse.planner.tune.device_orders import device_orders, most_orders
 from megatron_pulse.planner.tune.memory.workspace import Workspace
 from megatron_pulse.profile.layer_records import LayerTimes, ProfiledLayer
 from megatron_pulse.profile.profile import Profile
@@ -135,7 +135,7 @@ class LayerCosts:
         return self._places_of(*_degrees(config))
 
     def orders(self, config: Config) -> Iterator[Config]:
-        """Yield the config in orders of the devices that differ for it, at most ``MOST_ORDERS``.
+        """Yield the config in orders of the devices that differ for it (``most_orders``).
 
         There are none if every order puts a tensor-parallel group on unlike devices.
         """
@@ -151,8 +151,10 @@ class LayerCosts:
         found: dict[tuple[Place, ...], tuple[int, ...]] = {}
         for order in self._device_orders:
             of = pipeline, data, tensor, pp_before_dp, order
-            if len(found) < MOST_ORDERS and not splits_a_kind(self._ranks_of(*of)):
+            if not splits_a_kind(self._ranks_of(*of)):
                 found.setdefault(self._places_of(*of), order)
+            if len(found) == most_orders(self.cluster):
+                break
         return list(found.values())
 
     @cached_property

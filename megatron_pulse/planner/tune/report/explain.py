@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from megatron_pulse.format import in_ms
 from megatron_pulse.planner.cluster.cluster import Cluster
 from megatron_pulse.planner.tune.config import Config
-from megatron_pulse.planner.tune.device_orders import MOST_ORDERS
+from megatron_pulse.planner.tune.device_orders import most_orders
 from megatron_pulse.planner.tune.evaluate import Outcome
 from megatron_pulse.planner.tune.layer_costs import Unfit
 from megatron_pulse.planner.tune.search.grouping import rival_names
@@ -130,7 +130,7 @@ def unordered(cluster: Cluster) -> str:
     """Limit of the search on unlike devices; empty on others."""
     if not cluster.mixed:
         return ""
-    return f"; at most {MOST_ORDERS} orders of the devices are tried, with nodes kept together"
+    return f"; at most {most_orders(cluster)} orders of the devices are tried, with whole nodes"
 
 
 def _share(seconds: float, outcome: Outcome) -> str:
