@@ -97,19 +97,23 @@ def _with_lines(error: NotDivisible, chains: Chains, shape_index: int, size: int
 
 @dataclass(frozen=True)
 class LayerTraffic:
-    """Elements that ranks exchange in a layer's forward pass of one sample.
+    """Bytes that ranks exchange in a layer's forward pass of one sample.
 
-    ``all_to_all`` counts those of the ``num_attentions`` attentions' queries, keys, values and
-    results, ``gathered`` those of gathered values, over all ranks.
+    - ``tokens``: number of tokens of each divided tensor that it hands on.
+    - ``all_to_all``: bytes of the ``num_attentions`` attentions' queries, keys, values and results,
+      and ``gathered`` those of gathered values, over all ranks.
+    - ``gathers``: operations for which values are gathered, with the reasons.
     """
 
     layer: str
+    tokens: tuple[int, ...]
     num_attentions: int
     all_to_all: int
     gathered: int
+    gathers: tuple[str, ...]
 
     def sent_per_rank(self, size: int) -> float:
-        """Elements that one of ``size`` ranks sends, in the mean over ranks.
+        """Bytes that one of ``size`` ranks sends, in the mean over ranks.
 
         A rank has 1 / size of a value, and keeps as much of it in an all-to-all.
         """
@@ -121,11 +125,20 @@ def traffic_of(backbone: Backbone, size: int, shape_index: int = 0) -> list[Laye
     divided = divisions_of(backbone, 0, size)[shape_index]
     source = source_of(backbone)
     assert source is not None
-    samples = source.chains.size
+    chain = source.chains.of_shapes[shape_index]
+    samples, divisions = source.chains.size, divided.divisions
     found = []
-    for layer, graph in zip(backbone.layers, divided.graphs, strict=True):
+    for layer, unit, graph in zip(backbone.layers, chain.units, divided.graphs, strict=True):
         exchanged = [each for each in graph.collectives if each.kind == "all-to-all"]
         gathered = [each for each in graph.collectives if each.kind == "gather"]
-        sums = (sum(each.numel for each in kind) // samples for kind in (exchanged, gathered))
-        found.append(LayerTraffic(layer.name, len(exchanged), *sums))
+        found.append(
+            LayerTraffic(
+                layer.name,
+                tuple(divisions[name].length for name in unit.boundary if name in divisions),
+                len(exchanged),
+                sum(each.num_bytes for each in exchanged) // samples,
+                sum(each.num_bytes for each in gathered) // samples,
+                tuple(f"{each.operation}: {each.reason}" for each in gathered),
+            )
+        )
     return found

@@ -125,14 +125,14 @@ class GraphDivider(GraphBuilder):
 
     def _gather_inputs(self, node: fx.Node, reason: str) -> None:
         divided = self.divided_inputs(node)
-        numel = sum(self.numel(each) for each in divided if each not in self._gathered)
+        num_bytes = sum(self.bytes_of(each) for each in divided if each not in self._gathered)
         refused = any(
             each in written(node)
             or self.is_written(each, after=node)
             or not isinstance(self.divisions[each], Division)
             for each in divided
         )
-        self.note("gather", numel, node, reason, refused)
+        self.note("gather", num_bytes, node, reason, refused)
         if operation(node).startswith("scaled_dot_product"):
             self.note("attention", 0, node)
         if refused:  # the graph is not run
@@ -157,5 +157,5 @@ class GraphDivider(GraphBuilder):
                 parts.append(self.call(gather, part, dim, counts, self.group))
             self._gathered[node] = self.call(aten.cat.default, parts, dim) if several else parts[0]
             if reader is not None:
-                self.note("gather", self.numel(node), node, "it is the chain's result")
+                self.note("gather", self.bytes_of(node), node, "it is the chain's result")
         return self._gathered[node]

@@ -27,14 +27,13 @@ class Collective:
     """Communication of a divided graph, or an attention that needs none.
 
     - ``kind``: "all-to-all", "gather", or "attention" for one without communication.
-    - ``numel``: elements of the tensors that it exchanges, over all ranks.
+    - ``num_bytes``: bytes of the tensors that it exchanges, over all ranks.
     - ``operation``, ``place``: for what, with its source line; ``reason``: why it is gathered.
     - ``refused``: nothing can be gathered there (the operation writes in place).
     """
 
     kind: str
-    numel: int
-    element_bytes: int
+    num_bytes: int
     operation: str
     place: str
     reason: str = ""
@@ -133,20 +132,23 @@ class GraphBuilder:
         return division.own_shape(self.values[node].shape, self.rank, self.size)
 
     def note(
-        self, kind: str, numel: int, node: fx.Node, reason: str = "", refused: bool = False
+        self,
+        kind: str,
+        num_bytes: int,
+        node: fx.Node,
+        reason: str = "",
+        refused: bool = False,
     ) -> None:
         """Note a collective for a node; see ``Collective``."""
-        value = self.values[node]
-        size = value.element_size() if isinstance(value, Tensor) else 0
         of = operation(node), place_of(node), reason, refused
-        self.collectives.append(Collective(kind, numel, size, *of))
+        self.collectives.append(Collective(kind, num_bytes, *of))
 
-    def numel(self, node: fx.Node) -> int:
-        """Number of elements of a whole tensor."""
+    def bytes_of(self, node: fx.Node) -> int:
+        """Bytes of a whole tensor."""
         value = self.values[node]
-        return value.numel() if isinstance(value, Tensor) else 0
+        return value.numel() * value.element_size() if isinstance(value, Tensor) else 0
 
     def exchanged(self, node: fx.Node) -> None:
         """Note the all-to-alls of an attention: of queries, keys, values and its result."""
         given = [*node.args[:3], node]
-        self.note("all-to-all", sum(self.numel(each) for each in given), node)
+        self.note("all-to-all", sum(self.bytes_of(each) for each in given), node)

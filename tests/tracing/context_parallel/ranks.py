@@ -24,7 +24,7 @@ CASE = Case("sequential", 1)
 class Compared:
     """Largest differences of one chain on several ranks, relative to the largest value.
 
-    ``sent`` is the mean number of elements that a rank sent in a forward pass, ``predicted`` that
+    ``sent`` is the mean number of bytes that a rank sent in a forward pass, ``predicted`` that
     of the formula.
     """
 
@@ -52,7 +52,7 @@ def _compare(subject: Subject) -> Compared:
 
     def count(out: Tensor, given: Tensor, get: list[int], give: list[int], group: Any) -> None:
         nonlocal sent
-        sent += (sum(give) - give[rank]) * given[0].numel()
+        sent += (sum(give) - give[rank]) * given[0].nbytes
         exchange(out, given, get, give, group=group)
 
     exchange, dist.all_to_all_single = dist.all_to_all_single, count  # type: ignore[assignment]

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import megatron_pulse as pulse
+from megatron_pulse.cli.models.context_report import context_report
 from megatron_pulse.errors import Faults
 from megatron_pulse.tracing.context_parallel.divided_backbone import divide_context, traffic_of
 from megatron_pulse.tracing.context_parallel.division import Division, share_of, token_order
@@ -103,6 +104,15 @@ def test_what_cannot_be_divided_is_refused_with_its_line() -> None:
 def test_traffic_of_an_attention_is_four_times_its_queries() -> None:
     traffic = traffic_of(Subject("wan", "float32").chain, 2)
     attention = [each for each in traffic if each.num_attentions]
-    assert [each.all_to_all for each in attention] == [4 * 48 * 24] * 3
-    assert attention[0].sent_per_rank(2) == 4 * 48 * 24 / 4
+    assert [each.all_to_all for each in attention] == [4 * 48 * 24 * 4] * 3
+    assert attention[0].sent_per_rank(2) == 4 * 48 * 24
     assert [each.layer for each in traffic if each.gathered] == ["proj_out"]
+    assert [each.tokens for each in traffic if each.layer.startswith("blocks")] == [(48,)] * 9
+
+
+def test_the_report_says_what_is_divided_and_sent_or_refused() -> None:
+    lines, record = context_report(Subject("ltx", "float32").chain, 2)
+    assert "divided from hidden_states on, 12 tokens" in lines[0]
+    assert [row["sent"] for row in record["links"] if row["num_attentions"]] == [4 * 12 * 32] * 3
+    lines, record = context_report(Subject("small_unet", "float32").chain, 2)
+    assert lines[0].endswith("is refused:") and len(record["refused"]) == len(lines) - 1
