@@ -54,7 +54,11 @@ class _Gather(torch.autograd.Function):
 
 def _exchange(x: Tensor, give: Sequence[int], get: Sequence[int], group: Group) -> Tensor:
     out = x.new_empty((sum(get), *x.shape[1:]))
-    dist.all_to_all_single(out, x.contiguous(), list(get), list(give), group=group)
+    try:
+        dist.all_to_all_single(out, x.contiguous(), list(get), list(give), group=group)
+    except RuntimeError as error:
+        ranks = dist.get_process_group_ranks(group)
+        raise RuntimeError(f"all-to-all of the context-parallel ranks {ranks}: {error}") from error
     return out
 
 
@@ -83,7 +87,7 @@ def attention(
     size, heads = len(of_query), query.shape[1]
     if mask is not None:
         for dim, own in zip((-2, -1), segments, strict=True):
-            if mask.dim() >= -dim and mask.shape[dim] > 1:
+            if len(own) > 1 and mask.dim() >= -dim and mask.shape[dim] > 1:
                 mask = mask.index_select(dim, token_order(own, size, mask.device))
         if mask.dim() > 2 and mask.shape[-3] == heads > 1:
             mask = mask.chunk(size, -3)[group.rank()]
