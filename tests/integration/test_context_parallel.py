@@ -8,13 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.integration.runs import Run, assert_same, pipeline, run
+from tests.integration.runs import BASE, TINY, Run, assert_same, pipeline, run
+from tests.integration.test_bad_input import refuse
 
 TWO = ["--global-batch-size", "8", "--train-iters", "2"]
 
 
-def _context(size: int, *flags: str) -> list[str]:
-    return ["--context-parallel-size", str(size), *flags]
+def _run(num_ranks: int, context: int, *flags: str) -> Run:
+    divided = ["--context-parallel-size", str(context)] if context > 1 else []
+    return run(num_ranks, *TWO, *divided, *flags, backbone="tokens")
 
 
 def _assert_close(got: Run, expected: Run) -> None:
@@ -27,14 +29,57 @@ def _assert_close(got: Run, expected: Run) -> None:
             torch.testing.assert_close(got.weights[name], weight, rtol=1e-3, atol=5e-5)
 
 
-def test_ranks_with_a_share_of_the_tokens_train_as_one(tmp_path: Path) -> None:
-    one = run(1, *TWO, backbone="tokens")
-    saved = ["--save", str(tmp_path / "run"), "--save-interval", "1"]
-    two = run(2, *TWO, *_context(2), *saved, backbone="tokens")
-    _assert_close(two, one)
-    four = run(4, *TWO, *_context(2, *pipeline(2)), backbone="tokens")
-    assert_same(four, two)
-    again = ["--load", saved[1], "--ckpt-step", "1", *TWO]
+def test_ranks_that_share_tokens_train_as_one_and_in_a_pipeline_bit_for_bit() -> None:
+    two = _run(2, 2)
+    _assert_close(two, _run(1, 1))
+    assert_same(_run(4, 2, *pipeline(2)), two)
+
+
+def test_a_run_goes_on_with_other_ranks_that_share_tokens(tmp_path: Path) -> None:
+    two = _run(2, 2, "--save", str(tmp_path / "run"), "--save-interval", "1")
     end = replace(two, losses=two.losses[1:], grad_norms=two.grad_norms[1:])
-    _assert_close(run(4, *again, *_context(4), backbone="tokens"), end)
-    assert_same(run(2, *again, *_context(2), backbone="tokens"), end)
+    begin = ["--load", str(tmp_path / "run"), "--ckpt-step", "1"]
+    assert_same(_run(2, 2, *begin), end)
+    for num_ranks, context in ((4, 4), (2, 1)):
+        _assert_close(_run(num_ranks, context, *begin), end)
+
+
+def test_every_way_to_run_a_pipeline_gives_the_bits_of_none() -> None:
+    two = _run(2, 2)
+    split = ["--pulse-schedule", "zb-h1", "--pulse-placement", "sequential"]
+    for num_ranks, flags in (
+        (8, pipeline(4)),
+        (4, pipeline(2, *split, "--recompute-granularity", "full")),
+        (4, pipeline(2, "--recompute-granularity", "selective")),
+        (4, pipeline(2, "--pulse-offload", "*")),
+        (4, pipeline(2, "--use-tp-pp-dp-mapping")),
+    ):
+        assert_same(_run(num_ranks, 2, *flags), two)
+    replicas = _run(4, 2)  # other ranks have other samples, in pairs
+    _assert_close(replicas, two)
+    sharded = _run(4, 2, "--use-distributed-optimizer")
+    _assert_close(sharded, replicas)
+    lora = ["--pulse-adapter", "lora", "--pulse-adapter-target", "into"]
+    _assert_close(_run(2, 2, *lora), _run(1, 1, *lora))
+
+
+REFUSED: dict[str, tuple[int, list[str], str]] = {
+    "ranks": (3, [], "x --context-parallel-size 2"),
+    "heads": (8, ["--context-parallel-size", "8"], "its 4 heads do not divide over 8 ranks"),
+    "tensor parallelism": (4, ["--tensor-model-parallel-size", "2"], "also divides heads"),
+    "FSDP": (4, ["--use-torch-fsdp2"], "--use-torch-fsdp2 cannot be used with"),
+    "tuning": (2, ["--pulse-auto"], "does not choose context parallelism"),
+    "a layer recomputed on one rank": (2, ["--pulse-sdc-check-interval", "2"], "without those"),
+    "dropout": (
+        2,
+        ["--pulse-adapter", "lora", "--pulse-adapter-dropout", "0.1"],
+        "draws a mask for whole sequences",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_refused_with_the_reason(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_ranks, flags, said = REFUSED[what]
+    good = [*TINY["tokens"], *BASE, *TWO, "--context-parallel-size", "2"]
+    assert said in "\n".join(refuse(monkeypatch, num_ranks, flags, good))

@@ -17,8 +17,6 @@ from megatron_pulse.tracing.context_parallel.divided_backbone import divide_cont
 from tests.runtime.equality import Case
 from tests.tracing.subject import Subject
 
-CASE = Case("sequential", 1)
-
 
 @dataclass
 class Compared:
@@ -41,27 +39,32 @@ def compare(chains: Sequence[tuple[str, str]]) -> dict[tuple[str, str], Compared
 
 
 def _compare(subject: Subject) -> Compared:
+    """Compare a chain on a batch of each of its shapes, whose gradients are summed."""
     group = dist.group.WORLD
     assert group is not None
     rank, size = group.rank(), group.size()
-    batch, whole = subject.batches(CASE, 1)[0], subject.chain
-    wanted, of_whole = _run(whole, None, batch)
-    traffic = traffic_of(whole, size)
-    divided = divide_context(whole, rank, size)
-    sent = 0
+    whole, divided = subject.chain, divide_context(subject.chain, rank, size)
+    of_whole, of_divided = _built(whole, None), _built(divided, group)
+    exchange, sent, output, predicted = dist.all_to_all_single, 0, 0.0, 0.0
 
     def count(out: Tensor, given: Tensor, get: list[int], give: list[int], group: Any) -> None:
         nonlocal sent
         sent += (sum(give) - give[rank]) * given[0].nbytes
         exchange(out, given, get, give, group=group)
 
-    exchange, dist.all_to_all_single = dist.all_to_all_single, count  # type: ignore[assignment]
-    found, of_divided = _run(divided, group, batch)
+    case = Case("sequential", whole.num_shapes)
+    for shape_index, batch in enumerate(subject.batches(case, 0)):
+        dist.all_to_all_single = count  # type: ignore[assignment]
+        found = _run(divided, of_divided, batch, shape_index)
+        dist.all_to_all_single = exchange
+        wanted, target = _run(whole, of_whole, batch, shape_index), batch["target"]
+        ((found - target).square().mean() / size).backward()
+        (wanted - target).square().mean().backward()
+        output = max(output, float((found - wanted).abs().max() / wanted.abs().max()))
+        traffic = traffic_of(whole, size, shape_index)
+        predicted += len(target) * sum(each.sent_per_rank(size) for each in traffic)
     forward = torch.tensor(float(sent))
     dist.all_reduce(forward)
-    ((found - batch["target"]).square().mean() / size).backward()
-    dist.all_to_all_single = exchange
-    (wanted - batch["target"]).square().mean().backward()
     gradients, parameters = {}, dict(of_whole.named_parameters())
     top = max(p.grad.abs().max() for p in parameters.values() if p.grad is not None)
     for name, parameter in of_divided.named_parameters():
@@ -73,26 +76,31 @@ def _compare(subject: Subject) -> Compared:
         dist.all_reduce(got)
         least = expected.abs().max().clamp(min=1e-3 * top)  # a key's bias has none but rounding
         gradients[name] = float((got - expected).abs().max() / least)
-    batch_size = len(batch["target"])
-    predicted = batch_size * sum(each.sent_per_rank(size) for each in traffic)
-    output = float((found - wanted).abs().max() / wanted.abs().max())
     return Compared(output, gradients, float(forward) / size, predicted)
 
 
-def _run(backbone: Backbone, group: Any, batch: dict[str, Tensor]) -> tuple[Tensor, nn.ModuleList]:
-    """Prediction of all layers in turn, whose boundaries have the backbone's shapes."""
+def _built(backbone: Backbone, group: Any) -> nn.ModuleList:
+    """All layers of a rank."""
     config: Any = SimpleNamespace(perform_initialization=True)
     context = LayerContext(config, SimpleNamespace(cp=group, tp=None))  # type: ignore[arg-type]
-    modules = nn.ModuleList(layer.build(context) for layer in backbone.layers)
+    return nn.ModuleList(layer.build(context) for layer in backbone.layers)
+
+
+def _run(
+    backbone: Backbone, modules: nn.ModuleList, batch: dict[str, Tensor], shape_index: int
+) -> Tensor:
+    """Prediction of all layers in turn, whose boundaries have the backbone's shapes."""
     values, skips, conditioning = (batch["noisy"],), dict[str, Tensor](), dict(batch)
     samples = len(batch["target"])
     for layer, module in zip(backbone.layers, modules, strict=True):
+        module.chain_shape = shape_index
         used = {name: conditioning[name] for name in layer.uses}
         results = module(values, {name: skips.pop(name) for name in layer.pops}, used)
         specs = (*layer.outputs, *layer.provides.values())
         for spec, result in zip(specs, results, strict=True):
-            assert tuple(result.shape) == spec.full_shape(samples), layer.name
+            expected = spec.at(shape_index).full_shape(samples)
+            assert tuple(result.shape) == expected, layer.name
         values = results[: len(layer.outputs)]
         skips.update((name, values[index]) for name, index in layer.pushes.items())
         conditioning.update(zip(layer.provides, results[len(layer.outputs) :], strict=True))
-    return values[0], modules
+    return values[0]

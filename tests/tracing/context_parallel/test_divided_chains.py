@@ -17,12 +17,12 @@ from tests.tracing.subject import Subject
 
 FP32, FP64 = "float32", "float64"
 QUICK = {
-    2: (("mixed", FP64), ("flux", FP64), ("wan", FP32)),
+    2: (("mixed", FP64), ("flux", FP64)),
     4: (("mixed", FP64), ("cogvideox_2b_of_4_heads", FP64)),
 }
 OTHERS = {
     2: (
-        *(("flux", FP32), ("wan_i2v", FP32), ("hunyuan", FP32), ("ltx", FP32), ("ltx", FP64)),
+        *(("wan/shapes", FP32), ("flux", FP32), ("wan_i2v", FP32), ("hunyuan", FP32), ("ltx", FP32), ("ltx", FP64)),
         *(("hunyuan_video", FP64), ("cogvideox_5b", FP64), ("sd3", FP64), ("t5", FP64)),
         ("pixart_alpha", FP64),
     ),
