@@ -22,7 +22,8 @@ QUICK = {
 }
 OTHERS = {
     2: (
-        *(("wan/shapes", FP32), ("flux", FP32), ("wan_i2v", FP32), ("hunyuan", FP32), ("ltx", FP32), ("ltx", FP64)),
+        *(("wan/shapes", FP32), ("flux", FP32), ("wan_i2v", FP32), ("hunyuan", FP32)),
+        *(("ltx", FP32), ("ltx", FP64)),
         *(("hunyuan_video", FP64), ("cogvideox_5b", FP64), ("sd3", FP64), ("t5", FP64)),
         ("pixart_alpha", FP64),
     ),
