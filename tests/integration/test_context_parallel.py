@@ -52,13 +52,14 @@ def test_every_way_to_run_a_pipeline_gives_the_bits_of_none() -> None:
         (4, pipeline(2, *split, "--recompute-granularity", "full")),
         (4, pipeline(2, "--recompute-granularity", "selective")),
         (4, pipeline(2, "--pulse-offload", "*")),
-        (4, pipeline(2, "--use-tp-pp-dp-mapping")),
     ):
         assert_same(_run(num_ranks, 2, *flags), two)
-    replicas = _run(4, 2)  # other ranks have other samples, in pairs
-    _assert_close(replicas, two)
-    sharded = _run(4, 2, "--use-distributed-optimizer")
-    _assert_close(sharded, replicas)
+
+
+def test_replicas_that_share_tokens_train_as_one() -> None:
+    one = _run(1, 1)
+    for flags in ([], ["--use-distributed-optimizer"]):
+        _assert_close(_run(4, 2, *flags), one)
     lora = ["--pulse-adapter", "lora", "--pulse-adapter-target", "into"]
     _assert_close(_run(2, 2, *lora), _run(1, 1, *lora))
 
@@ -68,6 +69,7 @@ REFUSED: dict[str, tuple[int, list[str], str]] = {
     "heads": (8, ["--context-parallel-size", "8"], "its 4 heads do not divide over 8 ranks"),
     "tensor parallelism": (4, ["--tensor-model-parallel-size", "2"], "also divides heads"),
     "FSDP": (4, ["--use-torch-fsdp2"], "--use-torch-fsdp2 cannot be used with"),
+    "rank order": (2, ["--use-tp-pp-dp-mapping"], "in Megatron"),
     "tuning": (2, ["--pulse-auto"], "does not choose context parallelism"),
     "a layer recomputed on one rank": (2, ["--pulse-sdc-check-interval", "2"], "without those"),
     "dropout": (

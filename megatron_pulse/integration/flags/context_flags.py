@@ -28,6 +28,10 @@ def context_faults(args: argparse.Namespace, options: PulseOptions) -> Iterator[
             options.fully_sharded.fsdp,
             "shards weights over all ranks, of which some have other tokens of the same sample",
         ),
+        "--use-tp-pp-dp-mapping": (
+            args.use_tp_pp_dp_mapping,
+            "makes groups of experts in Megatron, without context parallelism",
+        ),
         "--pulse-plan": (
             options.plan is not None,
             "is a plan of whole tokens: give the layout by flags",
