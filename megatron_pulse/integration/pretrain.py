@@ -50,6 +50,7 @@ from megatron_pulse.integration.setup import (
     plan_of_auto,
     prepare,
     read_command_line,
+    with_own_share,
     with_schedules,
 )
 from megatron_pulse.integration.training import train
@@ -141,7 +142,7 @@ def main() -> None:
                 print(f"warning: {said}", flush=True)
             if said := format_caution(given.backbone, plan.backbone.record, "the plan"):
                 print(f"warning: {said}", flush=True)
-        plan = with_schedules(plan, args, options)
+        plan = with_own_share(with_schedules(plan, args, options), args)
         board = job.board()
         assert board is not None  # the ranks have met
         if args.rank == 0 and starting.is_file():

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from megatron_pulse.backbone.activations import ActivationPolicy
@@ -14,6 +15,12 @@ from tests.remembered import remembered
 
 TINY: dict[str, list[str]] = {
     "none": [],
+    "tokens": [
+        "--pulse-module", f"{Path(__file__).with_name('tiny_tokens.py')}:build",
+        "--pulse-objective", "v",
+        "--pulse-noise-schedule", "scaled_linear",
+        "--pulse-class-dropout", "0",
+    ],
     "uvit": [
         "--pulse-backbone", "uvit-tiny",
         "--pulse-option", "in_channels=1",

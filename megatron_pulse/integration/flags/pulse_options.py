@@ -616,7 +616,7 @@ def set_model_arguments(args: argparse.Namespace, placement: Placement) -> None:
     args.num_layers = placement.num_stages
     args.num_attention_heads = 8 * args.tensor_model_parallel_size
     args.hidden_size = 64 * args.num_attention_heads
-    args.seq_length = 64
-    args.max_position_embeddings = 64
+    args.seq_length = 64 * args.context_parallel_size
+    args.max_position_embeddings = args.seq_length
     if placement.num_chunks > 1:
         args.num_virtual_stages_per_pipeline_rank = placement.num_chunks
