@@ -33,10 +33,10 @@ class ShardedUnits:
     """Layers under ``fully_shard``, unit by unit.
 
     ``add`` takes the ``num_layers`` layers one after another and shards each unit once it is whole,
-    so that no more than one unit is unsharded. Trained parameters become fp32. ``finish`` then adds their parent. ``mesh`` has the
-    dimension "shard", after "replica" for HSDP. Parameters are gathered in ``dtype`` and reduced in
-    fp32. Units without parameters are left out. ``faults`` are those of the layers so far; a layer
-    with a fault is not sharded.
+    so that no more than one unit is unsharded. Trained parameters become fp32. ``finish`` then adds
+    their parent. ``mesh`` has the dimension "shard", after "replica" for HSDP. Parameters are
+    gathered in ``dtype`` and reduced in fp32. Units without parameters are left out. ``faults`` are
+    those of the layers so far; a layer with a fault is not sharded.
     """
 
     def __init__(
