@@ -17,6 +17,9 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+RANKS_FOLDER = "PULSE_RANKS_FOLDER"
+"""Variable of a launcher's folder: a file for each rank with the number that a plan gave to it."""
+
 NO_FOLDER = "the working folder was deleted. Change to another folder"
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h

@@ -40,9 +40,15 @@ def device_table(clusters: Sequence[str]) -> list[str]:
     places = []
     for name in clusters:
         try:
-            places.append(cluster(name.strip()))
+            place = cluster(name.strip())
         except ClusterError as error:
             raise UserError(f"--devices: {error}") from error
+        if place.mixed:
+            raise UserError(
+                f"--devices: {place.name} has unlike devices: give a cluster of one kind, or tune "
+                "a recipe's backbone with 'pulse tune --cluster'"
+            )
+        places.append(place)
     names: list[tuple[str, str | None]]
     names = [(name, None) for name in example_names() if example_backbone(name)]
     names += [(name, _NF4) for name, _ in names if example_class(name)]

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 import threading
 from pathlib import Path
 from types import FrameType
@@ -14,7 +15,12 @@ from types import FrameType
 from megatron_pulse.cli.flag_checks import add_parser, require
 from megatron_pulse.dataclass_flags import TO_4096
 from megatron_pulse.errors import UserError
-from megatron_pulse.processes import end_on_interrupt, port_is_taken, raise_on_interrupt
+from megatron_pulse.processes import (
+    RANKS_FOLDER,
+    end_on_interrupt,
+    port_is_taken,
+    raise_on_interrupt,
+)
 
 _DESCRIPTION = """\
 Starts ranks as torchrun does, with torchrun's flags. Errors of ranks come last, without
@@ -69,11 +75,14 @@ def run(args: argparse.Namespace) -> None:
     is_file = not (line.no_python or line.module or line.run_path)
     if is_file and not Path(line.training_script).is_file():
         raise UserError(f"{line.training_script}: there is no such script")
+    folder = tempfile.TemporaryDirectory()
+    os.environ[RANKS_FOLDER] = folder.name
     try:
         torchrun.run(line)
     except ChildFailedError as error:
-        for rank, failure in error.failures.items():
+        for number, failure in error.failures.items():
             if failure.exitcode < 0:  # the rank could not print anything
+                rank = _rank_of(number, Path(folder.name))
                 print(f"pulse run: rank {rank} exited on {failure.signal_name()}", file=sys.stderr)
         sys.exit(1)
     except processes.SignalException as told:
@@ -87,7 +96,17 @@ def run(args: argparse.Namespace) -> None:
             )
         raise UserError(f"ranks cannot be started: {reason}") from error
     finally:
+        folder.cleanup()
         raise_on_interrupt()
+
+
+def _rank_of(number: int, folder: Path) -> str:
+    """Rank of the launcher's rank ``number``, which a plan may have renumbered."""
+    try:
+        rank = (folder / str(number)).read_text()
+    except OSError:
+        return str(number)
+    return rank if rank == str(number) else f"{rank} (launcher's rank {number})"
 
 
 def hold_interrupts_of_ranks() -> None:

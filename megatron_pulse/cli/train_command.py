@@ -349,7 +349,7 @@ def _num_ranks(recipe: Recipe) -> int:
         _, plan, _ = read_plan(parallel.plan)
         if plan is not None:
             return int(plan.world_size)
-    return (parallel.pipeline or 1) * (parallel.tensor or 1)
+    return (parallel.pipeline or 1) * (parallel.tensor or 1) * (parallel.context or 1)
 
 
 def _start_ranks(recipe: Recipe, flags: Sequence[str], num_ranks: int) -> None:

@@ -45,13 +45,16 @@ from megatron_pulse.integration.loop.shutdown import (
     print_parser_output_once,
     start_watchdog,
 )
+from megatron_pulse.integration.planning.device_check import check_devices
 from megatron_pulse.integration.setup import (
     plan_of_auto,
     prepare,
     read_command_line,
+    with_own_share,
     with_schedules,
 )
 from megatron_pulse.integration.training import train
+from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.profile.channels_last import format_caution
 from megatron_pulse.profile.measurement.machine import compute_as_a_rank, num_threads
 from megatron_pulse.profile.warnings import plan_thread_caution
@@ -84,11 +87,15 @@ def main() -> None:
         if args.deterministic_mode:  # read when NCCL and cuBLAS start
             with refusing(AssertionError, where="--deterministic-mode: "):
                 apply_determinism_env(os.environ)
+        if given is not None:
+            _take_device_order(given, job, args)
         job.watch = start_watchdog(job, args, options)
         found = newest_named(args.save)
         if options.auto:
             lock = _connect(args, options, job, found)
             given, options = plan_of_auto(line, options)
+            if given.device_order is not None:
+                lock = _reconnect(given, args, options, job, lock)
         plan, data, start = prepare(line, options, given)
         starting = Path(args.save or ".").parent / STARTING_RECIPE
         if said := finished(start, args):
@@ -99,6 +106,8 @@ def main() -> None:
                 raise SystemExit(0)
         if not options.auto:
             lock = _connect(args, options, job, found)
+        if given is not None:
+            check_devices(given, job)
         if start is not None and said:
             step = start.saved.iteration
             if not broadcast_from_rank_0(lambda: lacks_pictures(args, options.samples, step)):
@@ -127,13 +136,13 @@ def main() -> None:
         for caution in data.cautions if args.rank == 0 else ():
             print(f"warning: {caution}", flush=True)
         if given is not None and args.rank == 0:
-            device = compute_device()
-            if said := plan_thread_caution(given.provenance, num_threads(device)):
+            threads = 0 if given.mixed else num_threads(compute_device())
+            if said := plan_thread_caution(given.provenance, threads):
                 # Measuring in this run has given its own warning.
                 print(f"warning: {said}", flush=True)
             if said := format_caution(given.backbone, plan.backbone.record, "the plan"):
                 print(f"warning: {said}", flush=True)
-        plan = with_schedules(plan, args, options)
+        plan = with_own_share(with_schedules(plan, args, options), args)
         board = job.board()
         assert board is not None  # the ranks have met
         if args.rank == 0 and starting.is_file():
@@ -187,6 +196,31 @@ def set_cuda_connections(tensor_parallel: int | None) -> None:
     """
     if tensor_parallel is not None:
         os.environ.setdefault(CONNECTIONS, "1" if tensor_parallel > 1 else "32")
+
+
+def _take_device_order(given: PlanFile, job: Job, args: argparse.Namespace) -> None:
+    """Give the ranks of ``job`` the numbers that place the plan's ranks on its devices."""
+    if given.device_order is None:
+        return
+    with refusing(ValueError, where="the plan: "):
+        job.reorder(given.device_order)
+    args.rank = job.rank
+
+
+def _reconnect(
+    given: PlanFile,
+    args: argparse.Namespace,
+    options: PulseOptions,
+    job: Job,
+    lock: FolderLock | None,
+) -> FolderLock | None:
+    """Form the process group again in the plan's order of devices; rank 0 locks ``--save``."""
+    found = newest_named(args.save)
+    if lock is not None:
+        lock.release()
+    _take_device_order(given, job, args)
+    dist.destroy_process_group()
+    return _connect(args, options, job, found)
 
 
 def _connect(

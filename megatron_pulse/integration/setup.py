@@ -33,6 +33,7 @@ from megatron_pulse.integration.checkpoint.starting_point import (
     set_load_flags,
 )
 from megatron_pulse.integration.data_shapes import with_data_shapes
+from megatron_pulse.integration.flags.context_flags import context_rank
 from megatron_pulse.integration.flags.flag_constraints import check_megatron
 from megatron_pulse.integration.flags.parse import CommandLine, parse
 from megatron_pulse.integration.flags.plan_overrides import apply_plan, contradictions, decided_by
@@ -66,6 +67,7 @@ from megatron_pulse.planner.plan_file.elastic import plan_for_world
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.planner.program.plan import Plan
 from megatron_pulse.planner.tune.plans.verify_figures import load_checked
+from megatron_pulse.tracing.context_parallel.divided_backbone import divide_context
 from megatron_pulse.tracing.from_module import check_weights, source_of
 from model_specs import allow, continue_model, is_cascade, is_module, misnamed
 from model_specs.common.options import OptionError
@@ -354,6 +356,8 @@ def prepare(
             backbone = _continued(start, args, options)
         if backbone is not None and args.sequence_parallel:
             backbone = _divide(backbone, args.tensor_model_parallel_size)
+        if backbone is not None and can_plan and args.context_parallel_size > 1:
+            backbone = _context_share(args, backbone, rank=0)  # the largest, equal on all ranks
     except ValueError as error:
         faults += faults_in(error)
         can_plan = False
@@ -447,6 +451,20 @@ def with_schedules(plan: Plan, args: argparse.Namespace, options: PulseOptions) 
         for shape_index, shape in enumerate(plan.shapes):
             plan.at_shape(shape_index).step(shape.num_microbatches)
     return plan
+
+
+def with_own_share(plan: Plan, args: argparse.Namespace) -> Plan:
+    """``plan`` with the sizes of this context-parallel rank's tokens."""
+    if args.context_parallel_size == 1:
+        return plan
+    return replace(plan, backbone=_context_share(args, plan.backbone, context_rank(args)))
+
+
+def _context_share(args: argparse.Namespace, backbone: Backbone, rank: int) -> Backbone:
+    """``backbone`` of context-parallel ``rank``; raises ValueError if it cannot be divided."""
+    size = args.context_parallel_size
+    with naming(f"--context-parallel-size {size}"):
+        return divide_context(backbone, rank, size)
 
 
 def _undivided(backbone: Backbone, tensor_parallel: int) -> Iterator[str]:

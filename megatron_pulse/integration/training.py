@@ -276,8 +276,10 @@ def _make_dataset_provider(
 def _divided(args: argparse.Namespace, plan: Plan) -> str:
     """Line on parallel degrees and on the optimizer's place."""
     pipeline, tensor = plan.placement.num_devices, args.tensor_model_parallel_size
-    data = args.world_size // (pipeline * tensor)
+    context = args.context_parallel_size
+    data = args.world_size // (pipeline * tensor * context)
     said = f"{args.world_size} rank(s): pipeline {pipeline} x data {data} x tensor {tensor}"
+    said += f" x context {context}" if context > 1 else ""
     if not args.optimizer_cpu_offload:
         return said
     how = ["optimizer offload"]

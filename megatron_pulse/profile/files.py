@@ -25,7 +25,7 @@ _FORMAT = "megatron_pulse profile 1"
 _MOST_SUMS = 1000
 """Maximum sums over tensor-parallel ranks per layer, in older profiles."""
 _OLDER: Mapping[type, Mapping[str, Any]] = {
-    Profile: {"threads": 0, "transformer_impl": LOCAL, "shapes": []},
+    Profile: {"threads": 0, "transformer_impl": LOCAL, "shapes": [], "kinds": {}},
     ProfiledLayer: {
         **{"optimizer_s": 0.0, "sharded_time": 1.0, "frozen_parameters": 0},
         **{"needs_grad": True, "begins": False},
@@ -65,10 +65,11 @@ def load_profile(path: str | Path) -> Profile:
 
 
 def to_record(profile: Profile) -> dict[str, Any]:
-    """JSON object of a profile's file; a profile of one shape has no ``shapes``."""
+    """JSON object of a profile's file, without ``shapes`` and ``kinds`` if there are none."""
     record = {"format": _FORMAT, **dataclasses.asdict(profile)}
-    if not profile.shapes:
-        del record["shapes"]
+    for name in ("shapes", "kinds"):
+        if not record[name]:
+            del record[name]
     return record
 
 

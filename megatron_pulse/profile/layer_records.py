@@ -198,6 +198,19 @@ class ProfiledShape:
     conditioning: tuple[ProfiledConditioning, ...]
 
 
+@dataclass(frozen=True)
+class KindTimes:
+    """Costs on one kind of device, beside the slowest ones of a profile of unlike devices.
+
+    ``device`` and ``times`` are those of ``Profile``; ``optimizer_s`` are the layers' seconds of
+    Adam.
+    """
+
+    device: str
+    times: Mapping[int, tuple[LayerTimes, ...]]
+    optimizer_s: tuple[float, ...]
+
+
 _SIZES = {name for name in LayerTimes.__dataclass_fields__ if name.endswith("_bytes")}
 
 NO_SPREAD = 0.0, 0.0, 0.0

@@ -28,6 +28,7 @@ from megatron_pulse.backbone.costs import ChainCosts, SkipCost
 from megatron_pulse.errors import UserError, format_faults
 from megatron_pulse.profile.layer_records import (
     SPREAD,
+    KindTimes,
     LayerTimes,
     ProfiledConditioning,
     ProfiledLayer,
@@ -65,6 +66,8 @@ class Profile:
       recomputation; ``recompute`` is only the default of ``at``.
     - ``shapes``: costs at each sample shape, if there are several. All other fields are then their
       mean (see ``over_shapes``).
+    - ``kinds``: costs on each kind of device by name, if a cluster's devices differ. All other
+      times are then the largest of any kind (see ``unlike_devices.combine``).
 
     Raises ProfileError with every fault.
     """
@@ -84,6 +87,7 @@ class Profile:
     threads: int = 0
     transformer_impl: str = LOCAL
     shapes: tuple[ProfiledShape, ...] = field(default=(), repr=False)
+    kinds: Mapping[str, KindTimes] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         if faults := list(self._faults()):
@@ -175,7 +179,26 @@ class Profile:
 
     def only(self, micro_batch_size: int) -> Profile:
         """Profile at one microbatch size alone, interpolated if necessary, without ``shapes``."""
-        return replace(self, times={micro_batch_size: self.times_at(micro_batch_size)}, shapes=())
+        kinds = {
+            name: replace(
+                kind, times={micro_batch_size: self.of_kind(name).times_at(micro_batch_size)}
+            )
+            for name, kind in self.kinds.items()
+        }
+        times = {micro_batch_size: self.times_at(micro_batch_size)}
+        return replace(self, times=times, shapes=(), kinds=kinds)
+
+    def of_kind(self, name: str) -> Profile:
+        """Profile on one of ``kinds`` alone."""
+        kind = self.kinds[name]
+        layers = zip(self.layers, kind.optimizer_s, strict=True)
+        return replace(
+            self,
+            device=kind.device,
+            times=kind.times,
+            layers=tuple(replace(layer, optimizer_s=seconds) for layer, seconds in layers),
+            kinds={},
+        )
 
     def at_shape(self, shape_index: int) -> Profile:
         """Profile at one of ``shapes`` alone."""
@@ -381,6 +404,21 @@ class Profile:
             yield from self._bad_edge(f"conditioning[{i}]", edge.source, edge.consumers)
             yield from _beyond(f"conditioning[{i}]", edge, ("num_bytes",))
         yield from self._shape_faults()
+        yield from self._kind_faults()
+
+    def _kind_faults(self) -> Iterator[str]:
+        if self.kinds and self.shapes:
+            yield "kinds: a profile of several shapes has none"
+        for name, kind in self.kinds.items():
+            if len(kind.optimizer_s) != len(self.layers):
+                yield f"kinds.{name}.optimizer_s is of {len(kind.optimizer_s)} layers"
+            elif tuple(sorted(kind.times)) != self.micro_batch_sizes:
+                yield f"kinds.{name}.times are at other microbatch sizes than those of the profile"
+            else:
+                try:
+                    self.of_kind(name)
+                except ProfileError as error:
+                    yield f"kinds.{name}: {error}"
 
     def _shape_faults(self) -> Iterator[str]:
         names, sizes = [layer.name for layer in self.layers], self.micro_batch_sizes

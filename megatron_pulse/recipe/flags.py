@@ -53,7 +53,10 @@ def is_auto(recipe: Recipe) -> bool:
     parallel = recipe.parallel
     if parallel.auto is not None:
         return parallel.auto
-    degrees = parallel.pipeline, parallel.tensor, parallel.placement, parallel.fsdp
+    degrees = (
+        *(parallel.pipeline, parallel.tensor, parallel.context),
+        *(parallel.placement, parallel.fsdp),
+    )
     return not (parallel.plan or any(degrees)) and not (recipe.model.backbone or "").startswith(
         "cascade:"
     )

@@ -257,7 +257,8 @@ class Parallel:
     """Devices, and the plan by which they train."""
 
     devices: Count | None = key(
-        "ranks that 'pulse train' starts (default: all GPUs; without any, pipeline x tensor)"
+        "ranks that 'pulse train' starts (default: all GPUs; without any, pipeline x tensor x "
+        "context)"
     )
     auto: bool | None = key(
         "profile, tune and keep the plan beside the run (default: unless a plan or a layout is "
@@ -267,6 +268,9 @@ class Parallel:
     plan: Text | None = key("plan of 'pulse tune', file or folder", "--pulse-plan")
     pipeline: Count | None = key("devices of a pipeline", "--pipeline-model-parallel-size")
     tensor: Count | None = key("tensor parallelism", "--tensor-model-parallel-size")
+    context: Count | None = key(
+        "ranks that divide the tokens of a module", "--context-parallel-size"
+    )
     fsdp: bool = key(
         "shard the weights over all devices by FSDP2, without a pipeline (auto chooses it too)",
         "--pulse-fsdp",

@@ -8,18 +8,24 @@ import os
 import sys
 import time
 import uuid
+from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron_pulse.processes import port_is_taken
+from megatron_pulse.processes import RANKS_FOLDER, port_is_taken
 from megatron_pulse.runtime.failure_board import ANSWER_S, FailureBoard, PulseError
 from megatron_pulse.runtime.watchdog.call_with_timeout import backstop_timeout_s, call_with_timeout
 from megatron_pulse.runtime.watchdog.watchdog import Watchdog
 
-_GENERATION, _HERE, _LEFT, _PORT, _ROSTER, _SAID = (
-    f"megatron_pulse/{key}" for key in ("generation", "here", "left", "port", "roster", "said")
+_GENERATION, _HERE, _LEFT, _PORT, _REORDERED, _ROSTER, _SAID = (
+    f"megatron_pulse/{key}"
+    for key in ("generation", "here", "left", "port", "reordered", "roster", "said")
 )
+_REORDER_S = 60.0
+"""Longest wait for ranks to end the collectives of their first process group."""
 STORE_ERRORS = (RuntimeError, ValueError, OSError, KeyError)
 """Errors that an unreachable store raises."""
 
@@ -28,12 +34,15 @@ class Job:
     """The job described by the environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
 
     Ranks meet in a store: torchrun's agent store, or else rank 0's. Process groups use a store of
-    rank 0's own, because torchrun's may end before the ranks do.
+    rank 0's own, because torchrun's may end before the ranks do. MASTER_ADDR is the host of the
+    launcher's rank 0, which therefore hosts both stores whatever rank a plan gives to it.
     """
 
     def __init__(self) -> None:
-        self.rank = int(os.environ.get("RANK", "0"))
+        self.rank = self.launcher_rank = int(os.environ.get("RANK", "0"))
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        self.store_rank = 0
+        """Rank of the process that hosts the store."""
         self._reached: dist.Store | None = None
         self._meeting: dist.Store | None = None
         self._store: dist.Store | None = None
@@ -51,6 +60,31 @@ class Job:
         """True if this rank reports for its node while other ranks cannot be asked."""
         return os.environ.get("LOCAL_RANK", "0") == "0"
 
+    def reorder(self, device_order: Sequence[int]) -> None:
+        """Renumber ranks: rank k runs on the device of the launcher's rank ``device_order[k]``.
+
+        LOCAL_RANK stays, as the device does. Call it on all ranks before they form process groups.
+        If they have, it returns once all ranks have called it, so that groups can be destroyed, and
+        formed again by the store of ``assemble``. Raises ValueError if the order is no permutation
+        of the job's ranks.
+        """
+        if sorted(device_order) != list(range(self.world_size)):
+            raise ValueError(
+                f"device_order {list(device_order)} is no permutation of the job's ranks 0 to "
+                f"{self.world_size - 1}. Make the plan anew for this cluster ('pulse tune')"
+            )
+        new_ranks = [device_order.index(rank) for rank in range(self.world_size)]
+        self.rank, self.store_rank = new_ranks[self.launcher_rank], new_ranks[0]
+        os.environ["RANK"] = str(self.rank)
+        _tell_rank_to_launcher(self.launcher_rank, self.rank)
+        if self._store is not None:
+            self._store = dist.PrefixStore(_REORDERED, self._store)
+            self._store.set(f"{_HERE}/{self.rank}", "")
+            everybody = [f"{_HERE}/{rank}" for rank in range(self.world_size)]
+            self._store.wait(everybody, timedelta(seconds=_REORDER_S))
+        if self.watch is not None:
+            self.watch.renumber(new_ranks)
+
     def board(self, limit_s: float = 5.0) -> FailureBoard | None:
         """Failure board of the job; None if unreachable within ``limit_s`` seconds."""
         if self._meeting is None:
@@ -58,7 +92,7 @@ class Job:
                 self._meeting = dist.HashStore()
             else:
                 try:
-                    self._reached = _reach(self.rank, limit_s)
+                    self._reached = _reach(self.launcher_rank, limit_s)
                 except STORE_ERRORS as error:
                     if port_is_taken(error):
                         self._unmet = ": another program uses this port; set MASTER_PORT to another"
@@ -67,7 +101,7 @@ class Job:
         return FailureBoard(self._meeting, self.rank)
 
     def assemble(self, limit_s: float) -> dist.Store:
-        """Wait for all ranks; returns the store for their process groups.
+        """Wait for all ranks; returns the store for their process groups, each time it is called.
 
         torchrun's store outlives a start. Restarted ranks of an elastic job find their earlier
         entries, and nodes may differ in their restart counts. Ranks therefore meet under a new name
@@ -78,8 +112,11 @@ class Job:
 
         Raises PulseError if a rank fails before, or on timeout.
         """
+        if self._store is not None:
+            return self._store
         host, port = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0"))
-        where = f"{host}:{port}, where {'torchrun' if _is_the_agents() else 'rank 0'} should listen"
+        listener = "torchrun" if _is_the_agents() else f"rank {self.store_rank}"
+        where = f"{host}:{port}, where {listener} should listen"
         if self.watch is not None and self.world_size > 1:
             self.watch.expect(where)
         waits_s = limit_s if self.watch is None else backstop_timeout_s(limit_s)
@@ -143,7 +180,7 @@ class Job:
         if self.world_size == 1 or not _is_the_agents():
             return meeting
         host, limit = os.environ["MASTER_ADDR"], timedelta(seconds=limit_s)
-        if self.rank == 0:
+        if self.launcher_rank == 0:
             own = dist.TCPStore(host, 0, None, True, timeout=limit, wait_for_workers=False)
             meeting.set(_PORT, str(own.port))
             return own
@@ -168,7 +205,9 @@ class Job:
         deadline = time.monotonic() + limit_s
         # If the host stopped waiting, it does not answer.
         num_left = call_with_timeout(ANSWER_S, lambda: store.add(_LEFT, 1), self.world_size)
-        while self.rank == 0 and num_left < self.world_size and time.monotonic() < deadline:
+        while (
+            self.launcher_rank == 0 and num_left < self.world_size and time.monotonic() < deadline
+        ):
             time.sleep(0.02)
             num_left = call_with_timeout(ANSWER_S, lambda: store.add(_LEFT, 0), self.world_size)
 
@@ -182,15 +221,23 @@ def _start() -> str:
     return f"restart_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
-def _reach(rank: int, limit_s: float) -> dist.Store:
-    """Connect to the common store: torchrun's, or else one hosted by rank 0.
+def _reach(launcher_rank: int, limit_s: float) -> dist.Store:
+    """Connect to the common store: torchrun's, or else one hosted by the launcher's rank 0.
 
     Waits only for the host, so that missing ranks can be reported.
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    hosts = rank == 0 and not _is_the_agents()
+    hosts = launcher_rank == 0 and not _is_the_agents()
     limit = timedelta(seconds=limit_s)
     return dist.TCPStore(host, port, None, hosts, timeout=limit, wait_for_workers=False)
+
+
+def _tell_rank_to_launcher(launcher_rank: int, rank: int) -> None:
+    """Write ``rank`` for ``pulse run``, which reports ranks that are killed without a word."""
+    if (folder := os.environ.get(RANKS_FOLDER)) is None:
+        return
+    with suppress(OSError):  # the launcher then names its own rank
+        (Path(folder) / str(launcher_rank)).write_text(str(rank))
 
 
 def report_to_torchrun(text: str, is_first: bool) -> None:

@@ -100,6 +100,18 @@ class Chains:
             self._modes.is_read |= is_read
             return chain
 
+    @property
+    def of_shapes(self) -> list[UnitChain]:
+        """Chain of each shape, at its example's microbatch size."""
+        return [self[index, inputs.size] for index, inputs in enumerate(self._inputs)]
+
+    def with_lines(self, shape_index: int) -> UnitChain:
+        """Chain of a shape whose operations have source lines."""
+        inputs = self._inputs[shape_index]
+        with self._modes.of_chain(training=True):
+            given = inputs.make(inputs.size)
+            return self.alone(lambda: self._derived(inputs, given, with_lines=True))
+
     def example(self) -> Mapping[str, Any]:
         """Example inputs of the first chain."""
         return self._inputs[0].make(self.size)

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from megatron_pulse.adapters.adapter import Adapter
 from megatron_pulse.adapters.kronecker import Product, first_products
@@ -26,29 +25,19 @@ from megatron_pulse.adapters.quantized_linear import held_as_published, quantize
 from megatron_pulse.backbone.chain import TensorSpec
 from megatron_pulse.tracing.adapted_graph import DROPOUT, UnitAdapter, adaptable_weights, adapted
 from megatron_pulse.tracing.chains import Chains
+from megatron_pulse.tracing.context_parallel.collectives import Group
+from megatron_pulse.tracing.context_parallel.divided_chain import (
+    GROUP,
+    DividedChain,
+    divide_chain,
+)
 from megatron_pulse.tracing.dotted_parameters import Nest, container_of, register_parameters
-from megatron_pulse.tracing.graph_analysis import operation
+from megatron_pulse.tracing.executable import PRODUCTS, executable
 from megatron_pulse.tracing.initial_weights.meta_init import has_no_memory
 from megatron_pulse.tracing.initial_weights.sources import Weights, float8_of
 from megatron_pulse.tracing.quantized_graph import Quantization, quantized
+from megatron_pulse.tracing.torch_export import DerivationError
 from megatron_pulse.tracing.units import Unit, UnitChain
-
-_PRODUCTS = {
-    torch.ops.aten.linear.default: F.linear,
-    torch.ops.aten.conv1d.default: F.conv1d,
-    torch.ops.aten.conv2d.default: F.conv2d,
-    torch.ops.aten.conv3d.default: F.conv3d,
-    torch.ops.aten.conv1d.padding: F.conv1d,
-    torch.ops.aten.conv2d.padding: F.conv2d,
-    torch.ops.aten.conv3d.padding: F.conv3d,
-}
-"""Functions of input, weight and optional bias, with deferrable weight gradients."""
-
-_RETARGETED = {
-    **_PRODUCTS,
-    torch.ops.aten.scaled_dot_product_attention.default: F.scaled_dot_product_attention,
-}
-"""Functions replaced by public names, for deferred weight gradients and the analysis of memory."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +81,17 @@ class ChainSource:
     weights: Weights
     quantization: Quantization | None = None
     known: dict[tuple[UnitChain, torch.device], dict[str, Any]] = field(default_factory=dict)
+    known_divisions: dict[tuple[UnitChain, int, int], DividedChain] = field(default_factory=dict)
+
+    def divided(self, chain: UnitChain, rank: int, size: int) -> DividedChain:
+        """Division of a chain over ``size`` context-parallel ranks, as ``rank`` computes it.
+
+        Raises NotDivisible.
+        """
+        at = chain, rank, size
+        if at not in self.known_divisions:
+            self.known_divisions[at] = divide_chain(chain, rank, size)
+        return self.known_divisions[at]
 
     def constants(self, chain: UnitChain, device: torch.device) -> dict[str, Any]:
         """Values that depend on neither inputs nor parameters, computed once per device."""
@@ -116,12 +116,19 @@ class DerivedLayer(Nest):
     Parameters have qualified names and begin with the source's weights for the seed of torch's
     generator. Without ``initialise`` they are uninitialised. Buffers are constants of the chain.
     Every shape (``chain_shape``) and mode has its own graph on the same parameters. Weights are
-    read, quantised if the source says so, and released one by one.
+    read, quantised if the source says so, and released one by one. With a context-parallel
+    ``group``, divided values are this rank's shares.
     """
 
-    def __init__(self, source: ChainSource, index: int, initialise: bool = True) -> None:
+    def __init__(
+        self,
+        source: ChainSource,
+        index: int,
+        initialise: bool = True,
+        group: Group | None = None,
+    ) -> None:
         super().__init__()
-        self._source, self._index = source, index
+        self._source, self._index, self._group = source, index, group
         self.chain_shape = 0
         chain = source.chains.first
         unit = chain.units[index]
@@ -147,7 +154,7 @@ class DerivedLayer(Nest):
                 held = quantize(value, quantization.kind)
             parameters.update(zip(quantized_names(name, quantization.kind), held, strict=True))
         self._adapter: UnitAdapter | None = None
-        self._unit = self._changed(unit)
+        self._unit = self._changed(chain)
         self.adapter_dropout: AdapterDropout | None = None
         self._norms: dict[str, str] = {}
         self._compiled: dict[tuple[UnitChain, torch.device], Any] = {}
@@ -218,7 +225,7 @@ class DerivedLayer(Nest):
                 self._norms.update({} if own in start else {own: name})
         self._adapter = UnitAdapter(weights, adapter.scale, drops, has_magnitudes, products)
         self._undivided = undivided(adapted(unit, self._adapter))
-        self._unit = self._changed(unit)
+        self._unit = self._changed(chain)
         register_parameters(self, made)
         self._containers.update((name, container_of(self, name)) for name in made)
         self.begin_magnitudes()
@@ -297,6 +304,8 @@ class DerivedLayer(Nest):
     def _state(self, name: str, chain: UnitChain, device: torch.device) -> Any:
         if name in self._containers:
             return self._parameter(name)
+        if name == GROUP:
+            return self._group
         if name == DROPOUT:
             return self.adapter_dropout if self.training else None
         constants = self._source.constants(chain, device)
@@ -309,12 +318,25 @@ class DerivedLayer(Nest):
 
     def _executable(self, chain: UnitChain, device: torch.device) -> Any:
         if (chain, device) not in self._compiled:
-            unit = self._changed(chain.units[self._index])
-            self._compiled[chain, device] = executable(unit.graph, chain, device)
+            graph = self._changed(chain).graph
+            self._compiled[chain, device] = executable(graph, chain, device)
         return self._compiled[chain, device]
 
-    def _changed(self, unit: Unit) -> Unit:
-        """The unit, of any shape, with the adapter and with quantised weights."""
+    def _divided(self, chain: UnitChain, group: Group) -> DividedChain:
+        """Division of a chain, equal to that of its shape's example."""
+        source, rank, size = self._source, group.rank(), group.size()
+        divided = source.divided(chain, rank, size)
+        example = source.divided(source.chains.of_shapes[self.chain_shape], rank, size)
+        if divided.divisions != example.divisions:
+            fault = "its tokens are divided otherwise in microbatches of another size"
+            raise DerivationError(type(source.chains.module).__name__, [fault])
+        return divided
+
+    def _changed(self, chain: UnitChain) -> Unit:
+        """The unit, of any shape: divided, with the adapter and with quantised weights."""
+        unit = chain.units[self._index]
+        if self._group is not None:
+            unit = self._divided(chain, self._group).unit(unit, self._index)
         if self._adapter is not None:
             unit = adapted(unit, self._adapter)
         if self._quantized and (quantization := self._source.quantization) is not None:
@@ -337,7 +359,7 @@ def undivided(unit: Unit) -> frozenset[str]:
     found: set[str] = set()
     for node in unit.graph.nodes:
         given = [own[a] for a in node.all_input_nodes if a in own]
-        if node.target in _PRODUCTS and node.args[1] in own and node.args[0] not in own:
+        if node.target in PRODUCTS and node.args[1] in own and node.args[0] not in own:
             products.append(given)
         else:
             found.update(given)
@@ -349,43 +371,3 @@ def undivided(unit: Unit) -> frozenset[str]:
         size = len(found)
         found.update(*(given for given in products if found.intersection(given)))
     return frozenset(found)
-
-
-def executable(graph: fx.Graph, chain: UnitChain, device: torch.device) -> Any:
-    """Compile a graph of ``chain`` into a function on ``device``, whatever the exporting device."""
-    copy = fx.Graph()
-    copy.output(copy.graph_copy(graph, {}))
-    regions = {n.target: chain.state[n.target] for n in copy.nodes if n.op == "get_attr"}
-    here = ("cpu", chain.device)  # other devices are named by the model
-    for node in copy.nodes:
-        if node.op != "call_function":
-            continue
-
-        def moved(value: Any) -> Any:
-            return device if isinstance(value, torch.device) else value
-
-        node.args = fx.node.map_aggregate(node.args, moved)
-        node.kwargs = fx.node.map_aggregate(node.kwargs, moved)
-        if "autocast" in operation(node) and node.args[0] in here:
-            node.args = (device.type, *node.args[1:])
-        if node.target in _RETARGETED:
-            node.target = _RETARGETED[node.target]
-    return fx.GraphModule(regions, copy)
-
-
-def run(chain: UnitChain, given: Mapping[str, Tensor]) -> Tensor:
-    """Run all units in sequence on the module's own parameters.
-
-    ``given`` holds the module's inputs by the caller's names.
-    """
-    device = next(iter(given.values())).device
-    constants_given = [chain.state[name] for name in chain.constant_state]
-    with torch.no_grad():
-        constants = executable(chain.constants, chain, device)(*constants_given)
-    state = {**chain.state, **dict(zip(chain.constant_names, constants, strict=True))}
-    values = {n: given[name] for n, name in chain.inputs.items()}
-    for unit in chain.units:
-        arguments = (*map(values.__getitem__, unit.takes), *map(state.__getitem__, unit.state))
-        results = executable(unit.graph, chain, device)(*arguments)
-        values.update(zip(unit.gives, results, strict=True))
-    return values[chain.output]

@@ -103,10 +103,10 @@ def from_module(
         {n: _sample_there(name, n, samples[n], chain, size) for n in used} for chain, size in others
     ]
     told = {n: first.inputs.get(n, n) for n in used}
-    specs = {n: _spec(name, told[n], first.values[n], samples[n], dtype) for n in used}
+    specs = {n: spec_of(name, told[n], first.values[n], samples[n], dtype) for n in used}
     for (chain, _), there in zip(others, of_others, strict=True):
         for n, spec in specs.items():
-            other = _spec(name, told[n], chain.values[n], there[n], dtype)
+            other = spec_of(name, told[n], chain.values[n], there[n], dtype)
             specs[n] = replace(spec, others=(*spec.others, other.shape))
     taken = {n for u in first.units for n in u.takes} - {n for u in first.units for n in u.gives}
     called = {n: first.inputs[n] for n in sorted(taken - {first.sample})}
@@ -294,7 +294,10 @@ class _UnitNumber(int):
 
 
 def _build(source: ChainSource, index: int, context: LayerContext | None) -> DerivedLayer:
-    return DerivedLayer(source, index, context is None or context.config.perform_initialization)
+    initialise = context is None or context.config.perform_initialization
+    groups = None if context is None else context.pg_collection
+    group = getattr(groups, "cp", None)
+    return DerivedLayer(source, index, initialise, group if group and group.size() > 1 else None)
 
 
 def _sample_of(module: str, name: str, chain: UnitChain, probe: UnitChain, size: int) -> Sample:
@@ -331,7 +334,7 @@ def _sample_there(module: str, name: str, sample: Sample, chain: UnitChain, size
     return Sample(sample.dim, shape[sample.dim] // size)
 
 
-def _spec(module: str, name: str, value: Any, sample: Sample, dtype: torch.dtype) -> TensorSpec:
+def spec_of(module: str, name: str, value: Any, sample: Sample, dtype: torch.dtype) -> TensorSpec:
     shape, kind = tuple(value.shape), str(value.dtype).removeprefix("torch.")
     if kind not in DTYPE_BYTES:
         raise DerivationError(

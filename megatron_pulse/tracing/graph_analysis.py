@@ -138,6 +138,15 @@ def _arguments(node: fx.Node) -> list[tuple[Any, fx.Node]]:
     ]
 
 
+def argument(node: fx.Node, name: str) -> Any:
+    """Argument ``name`` of an operation, or its default; None if it has none of this name."""
+    for i, each in enumerate(node.target._schema.arguments):
+        if each.name == name:
+            default = node.kwargs.get(name, each.default_value)
+            return node.args[i] if i < len(node.args) else default
+    return None
+
+
 def _viewed(node: fx.Node) -> fx.Node | None:
     """Argument whose memory a node's result aliases."""
     if node.target is operator.getitem:

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from megatron_pulse.errors import describe_exception
 from megatron_pulse.tracing.chains import Chains
 from megatron_pulse.tracing.checks.module_state import is_small
-from megatron_pulse.tracing.derived_layer import run
+from megatron_pulse.tracing.executable import run
 from megatron_pulse.tracing.initial_weights.meta_init import has_no_memory
 from megatron_pulse.tracing.input_leaves import leaves_of
 from megatron_pulse.tracing.torch_export import dataclasses_as_dictionaries

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron_pulse.cli.main import main
 from megatron_pulse.cli.measure.probe_command import job_of
@@ -35,6 +37,23 @@ def test_probe_on_two_ranks_writes_one_file(here: Path) -> None:
     text = (here / "c.yaml").read_text()
     assert "\n# Measured by 'pulse probe'" in text and "1 node(s), 2 rank(s)" in text
     assert sorted(path.name for path in here.iterdir()) == ["c.json", "c.yaml"]
+
+
+def probe_of_unlike_ranks(argv: list[str]) -> int:
+    """``pulse probe`` on ranks of one and of two threads."""
+    torch.set_num_threads(1 + int(os.environ["RANK"]))
+    return main(argv)
+
+
+def test_probe_writes_the_kinds_of_unlike_ranks(here: Path) -> None:
+    argv = ["probe", "-o", str(here / "c.yaml"), "--max-mb", "1", "--backend", "gloo"]
+    assert run_ranks(2, probe_of_unlike_ranks, argv) == [0, 0]
+    found = cluster("c.yaml")
+    assert found.mixed and len(found.kinds) == 2
+    text = (here / "c.yaml").read_text()
+    assert all(f"\n# {kind.name}: rank(s) {i}.\n" in text for i, kind in enumerate(found.kinds))
+    assert "Run 'pulse profile -o KIND.json' on a device of each kind" in text
+    assert "\nkinds:\n" in text and "\nmemory_gb:" not in text
 
 
 def test_probe_outside_a_job_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from megatron_pulse.backbone.activations import ActivationPolicy
@@ -14,6 +15,12 @@ from tests.remembered import remembered
 
 TINY: dict[str, list[str]] = {
     "none": [],
+    "tokens": [
+        "--pulse-module", f"{Path(__file__).with_name('tiny_tokens.py')}:build",
+        "--pulse-objective", "v",
+        "--pulse-noise-schedule", "scaled_linear",
+        "--pulse-class-dropout", "0",
+    ],
     "uvit": [
         "--pulse-backbone", "uvit-tiny",
         "--pulse-option", "in_channels=1",
@@ -147,7 +154,7 @@ def train(argv: list[str], kill: Kill | None = None) -> dict[str, Any]:
                 parts["main_params"].append((name, p.shape, first, shares[name].values))
                 if name in averages:
                     parts["averages"].append((name, p.shape, first, averages[name]))
-    return {**seen, **parts}
+    return {**seen, **parts, "rank": int(os.environ["RANK"])}
 
 
 def _loss(found: dict[str, Any]) -> Any:
@@ -244,6 +251,7 @@ def run(
     """A run on ``num_ranks``; Megatron's last rank is asked for the losses."""
     flags = [*TINY[backbone], *BASE, *argv]
     results = run_ranks(num_ranks, train, flags, kill, timeout_s=timeout_s)
+    results.sort(key=lambda result: result["rank"])  # a plan may have renumbered them
     last, executed = results[-1], results[0]["executed"]
     executed.operations = set().union(*(each["executed"].operations for each in results))
     executed.offload_bytes = sum(each["executed"].offload_bytes for each in results)

@@ -73,7 +73,11 @@ BAD: dict[str, tuple[int, list[str], str]] = {
         [*TENSOR_PARALLEL, "--sequence-parallel", "--pulse-option", "num_classes=0"],
         "17 tokens",
     ),
-    "context parallel": (2, ["--context-parallel-size", "2"], "--context-parallel-size"),
+    "context parallel": (
+        2,
+        ["--context-parallel-size", "2"],
+        "--context-parallel-size 2: uvit-tiny is a hand-written family",
+    ),
     "own layout": (2, pipeline(2, "--pipeline-model-parallel-layout", "t|t"), "the partition"),
     "checkpoint format": (1, ["--ckpt-format", "torch"], "torch_dist"),
     "no learning rate": (1, ["--lr", "0"], "--lr"),

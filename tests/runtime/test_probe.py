@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 from datetime import timedelta
 
 import numpy as np
@@ -18,8 +19,10 @@ from megatron_pulse.planner.cluster.cluster import (
     from_record,
     to_record,
 )
+from megatron_pulse.planner.cluster.device_kinds import DeviceFigures, DeviceKind
 from megatron_pulse.runtime.measure.host_copies import host_adam_s, host_copies
 from megatron_pulse.runtime.measure.link_times import StreamTimes, fit_link
+from megatron_pulse.runtime.measure.probed_devices import ProbedDevice, kinds_of_devices
 from tests.benchmarks.network import Node, namespaces, unavailable
 from tests.ranks import RanksFailed, run_ranks
 
@@ -39,7 +42,7 @@ def probe_here(nodes: list[Node], max_bytes: int, planned_device: str | None = "
     asked = ProbeSettings("here", torch.device("cpu"), max_bytes, 30.0, planned_device)
     try:
         if os.environ["WORLD_SIZE"] == "1":
-            print("alone:", *probe_device(asked))
+            print("alone:", probe_device(asked))
         return probe(asked)
     finally:
         dist.destroy_process_group()
@@ -107,7 +110,8 @@ def test_one_rank_is_told_to_start_more() -> None:
         run_ranks(1, probe_here, [], 2**20, None)
     said = failed.value.outputs[0]
     assert "links need two ends: start 2 ranks or more" in said
-    measured = re.search(r"alone: (\S+) DeviceFigures\(tflops=(\S+), bandwidth_gbs=(\S+)\)", said)
+    figures = r"memory_gb=(\S+), .*DeviceFigures\(tflops=(\S+), bandwidth_gbs=(\S+)\)\)"
+    measured = re.search(f"alone: .*{figures}", said)
     assert measured and all(float(figure) > 0 for figure in measured.groups())
 
 
@@ -135,3 +139,70 @@ def test_namespaces_leave_nothing_behind() -> None:
         raise KeyError
     shown = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, timeout=30)
     assert not any(name in shown.stdout for name in names)
+
+
+def probe_unlike(gb_of_rank: dict[int, float], threads_of_rank: dict[int, int]):
+    """This rank's ``probe`` within limits of its process, as of ``ulimit -d``, and with threads."""
+    rank = int(os.environ["RANK"])
+    if (gb := gb_of_rank.get(rank)) is not None:
+        limit = int(gb * 1e9)
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    torch.set_num_threads(threads_of_rank.get(rank, 1))
+    return probe_here([], 2**16, None)
+
+
+def test_kinds_of_one_node_are_found() -> None:
+    """By memory and by threads; the record is that of a mixed cluster."""
+    cluster = run_ranks(3, probe_unlike, {1: 3.0}, {2: 2})[0].cluster
+    assert cluster.mixed and (cluster.nodes, cluster.devices_per_node) == (1, 3)
+    first, second, third = (cluster.kind_of(rank) for rank in range(3))
+    assert (first.name, second.name) == ("cpu", "cpu-3gb") and third.name.startswith("cpu-")
+    assert second.memory_gb == 3.0 and first.memory_gb == third.memory_gb > 3.0
+    assert cluster.memory_gb == 3.0
+    record = to_record(cluster)
+    assert record["nodes"] == [{"devices": [first.name, second.name, third.name]}]
+    assert from_record(record) == cluster
+
+
+def gpu(name: str, gb: float, tflops: float = 30.0, preset: bool = False) -> ProbedDevice:
+    figures = None if preset else DeviceFigures(tflops, 500.0)
+    return ProbedDevice(name, round(gb * 1e9), figures, preset)
+
+
+def test_devices_within_tolerance_are_one_kind() -> None:
+    alike = [gpu("NVIDIA T4", 15.8, 30.0), gpu("NVIDIA T4", 15.6, 26.0)]
+    assert {*kinds_of_devices(alike, 0.9)} == {
+        DeviceKind("t4", 15.6, 0.9, DeviceFigures(26.0, 500.0))
+    }
+    cpus = [
+        ProbedDevice("CPU (x, 1 thread)", 4 * 10**9, DeviceFigures(t, 9.0), False) for t in (1, 3)
+    ]
+    assert len({*kinds_of_devices(cpus, 1.0)}) == 1
+
+
+def test_kinds_differ_by_name_memory_and_speed() -> None:
+    devices = [
+        gpu("A100-80GB", 80.0, preset=True), gpu("NVIDIA GeForce RTX 3090", 25.4),
+        gpu("A100-80GB", 80.0, preset=True), gpu("NVIDIA GeForce RTX 3090", 25.4, 15.0),
+        gpu("NVIDIA GeForce RTX 3090", 12.6), gpu("NVIDIA GeForce RTX 3090", 25.4, 14.0),
+    ]  # fmt: skip
+    kinds = kinds_of_devices(devices, 0.9)
+    names = [
+        *("a100-80gb", "geforce-rtx-3090", "a100-80gb"),
+        *("geforce-rtx-3090-25.4gb", "geforce-rtx-3090-12.6gb", "geforce-rtx-3090-25.4gb"),
+    ]
+    assert [kind.name for kind in kinds] == [name.replace(".", "-") for name in names]
+    assert kinds[0].device == "A100-80GB"
+    assert kinds[3].device == kinds[5].device == DeviceFigures(14.0, 500.0)
+    assert {kind.device for kind in kinds_of_devices(devices, 0.9, "mine.json")} == {"mine.json"}
+
+
+def planned_for_unlike():
+    torch.set_num_threads(1 + int(os.environ["RANK"]))
+    return probe_here([], 2**16, "H100")
+
+
+def test_one_device_for_ranks_of_two_names_is_refused() -> None:
+    with pytest.raises(RanksFailed) as failed:
+        run_ranks(2, planned_for_unlike)
+    assert "--device H100 names one device, but ranks have CPU (" in failed.value.outputs[0]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from megatron_pulse.tracing.derived_layer import run
+from megatron_pulse.tracing.executable import run
 from megatron_pulse.tracing.input_leaves import leaves_of
 from megatron_pulse.tracing.input_roles import Make, read_inputs
 from megatron_pulse.tracing.torch_export import export

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.tracing.context_parallel import modules as context_modules
+
 WIDTH = 8
 
 
@@ -136,5 +138,9 @@ def masked() -> tuple[nn.Module, dict[str, Tensor], str]:
     return Masked(), {"x": torch.randn(2, Masked.TOKENS, WIDTH), "kept": kept}, "x"
 
 
-OWN = {"dense": dense, "masked": masked}
+def mixed() -> tuple[nn.Module, dict[str, Tensor], str]:
+    return context_modules.Blocks(), context_modules.given(2), "sample"
+
+
+OWN = {"dense": dense, "masked": masked, "mixed": mixed}
 """Modules, what they are called with, and which of that is the sample."""

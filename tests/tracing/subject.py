@@ -35,6 +35,7 @@ class Subject:
         if name in OWN:
             module, example, sample = OWN[name]()
             self.module = module.to(kind)
+            example = {k: v.to(kind) if v.is_floating_point() else v for k, v in example.items()}
             given = lambda size: {k: v[:1].expand(size, *v.shape[1:]) for k, v in example.items()}  # noqa: E731
         else:
             self.module, given = make(name, kind)

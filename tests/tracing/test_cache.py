@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from megatron_pulse.tracing.cache import chain_cache
 from megatron_pulse.tracing.cache.chain_cache import cached_chain
 from megatron_pulse.tracing.cache.serialize import to_record
-from megatron_pulse.tracing.derived_layer import run
+from megatron_pulse.tracing.executable import run
 from megatron_pulse.tracing.input_leaves import leaves_of
 from megatron_pulse.tracing.input_roles import read_inputs
 from megatron_pulse.tracing.torch_export import export

@@ -35,8 +35,10 @@ if TYPE_CHECKING:
 _DESCRIPTION = """\
 Measures what planning needs, between the ranks on which it is started: latency and bandwidth inside
 a node and between nodes, contention of the devices of a node, efficiency of all-reduce, bandwidth
-between GPU and host memory, memory and speed of the devices. It takes some ten seconds. Start it as
-training is started, on idle machines. Host names tell nodes apart and are not written.
+between GPU and host memory, memory and speed of the devices. Devices are of one kind if they have
+the same name, memory within 2 % and measured speeds within 25 %; a file of several kinds has their
+names. It takes some ten seconds. Start it as training is started, on idle machines. Host names tell
+nodes apart and are not written.
 
 examples:
   torchrun --nproc-per-node 2 -m megatron_pulse.cli probe -o cluster.yaml
@@ -182,6 +184,14 @@ def _comment(probed: ProbeResult, device: torch.device) -> str:
         f"{cluster.devices_per_node} rank(s) on each, {probed.backend}, torch {torch.__version__}, "
         f"{torch.cuda.get_device_name(device) if device.type == 'cuda' else 'CPU'}."
     ]
+    if cluster.mixed:
+        for kind in cluster.kinds:
+            ranks = [str(r) for r in range(cluster.num_devices) if cluster.kind_of(r) == kind]
+            lines.append(f"{kind.name}: rank(s) {', '.join(ranks)}.")
+        lines.append(
+            "Run 'pulse profile -o KIND.json' on a device of each kind, and name the file as "
+            "'device' of the kind."
+        )
     for pair in probed.pairs:
         a, b = pair.ranks
         spread = 100 * pair.spread_s[-1] / pair.median_s[-1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_pulse.cli.backbone_flags import (
     add_option_flag,
@@ -14,7 +14,9 @@ from megatron_pulse.cli.backbone_flags import (
 )
 from megatron_pulse.cli.flag_checks import add_flag, add_parser, as_user_error, require, warn
 from megatron_pulse.cli.import_megatron import prepare_megatron
+from megatron_pulse.cli.models.context_report import context_report
 from megatron_pulse.cli.output import add_json, print_result, table
+from megatron_pulse.dataclass_flags import TO_4096
 
 if TYPE_CHECKING:
     from megatron_pulse.backbone.chain import Backbone, TensorSpec
@@ -46,6 +48,7 @@ examples:
   pulse module diffusers:UNet2DModel --option buckets=32x32,24x40,40x24
   pulse module diffusers:downloads/kandinsky3/unet
   pulse module mine.py:build --option depth=8 --json
+  pulse module diffusers:WanTransformer3DModel --context-parallel-size 4
 """
 
 
@@ -81,6 +84,13 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser = add_parser(commands, "module", "show a torch module as a chain", _DESCRIPTION, run)
     add_flag(parser, "backbone NAME", "as --module takes it", type=backbone_name_type)
     add_option_flag(parser, "override one of its options")
+    add_flag(
+        parser,
+        "--context-parallel-size K",
+        "show what K ranks that share the tokens divide and send",
+        within=TO_4096,
+        type=int,
+    )
     add_json(parser, to_file=False)
 
 
@@ -145,12 +155,17 @@ def run(args: argparse.Namespace) -> None:
             left=(0, 3, 4),
         ),
     ]
+    of_context: dict[str, Any] = {}
+    if args.context_parallel_size is not None and args.context_parallel_size > 1:
+        more, of_context["context_parallel"] = context_report(backbone, args.context_parallel_size)
+        lines += ["", *more]
     record = {
         **backbone.record,
         "inputs": [asdict(row) for row in inputs],
         "constants": same,
         "links": [asdict(link) for link in links],
         "largest_fold": fold,
+        **of_context,
     }
     print_result(args, lines, lambda: record)
 

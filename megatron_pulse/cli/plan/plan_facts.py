@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from megatron_pulse.cli.output import table
@@ -182,9 +183,13 @@ def provenance(plan: PlanFile) -> list[tuple[str, str]]:
     made, cluster = p["schedule"], p["cluster"]
     known = "optimal" if made["proved"] else f"gap {100 * made['gap']:.2f} %"
     size = [str(cluster[key]) for key in ("nodes", "devices_per_node") if key in cluster]
+    if plan.cluster.mixed:
+        size = [str(plan.cluster.nodes), str(plan.cluster.devices_per_node)]
+    counts = Counter(kind.name for kind in plan.cluster.device_kinds)
+    kinds = "".join(f", {count} {name}" for name, count in counts.items())
     return [
         ("profile", f"{p['profile']} (sha256 {p['profile_sha256'][:12]})"),
-        ("cluster", f"{cluster.get('name', 'unknown')} ({' x '.join(size)} devices)"),
+        ("cluster", f"{cluster.get('name', 'unknown')} ({' x '.join(size)} devices{kinds})"),
         (
             "schedule",
             f"{made['solver']}: {in_ms(made['makespan'])} without link contention, lower bound "

@@ -12,6 +12,7 @@ from megatron_pulse.cli.output import draw_timeline
 from megatron_pulse.cli.plan import plan_facts, plan_text
 from megatron_pulse.format import in_ms
 from megatron_pulse.planner.cluster.cluster import Link
+from megatron_pulse.planner.cluster.places import Place
 from megatron_pulse.planner.draw.lanes import sent
 from megatron_pulse.planner.draw.partition import draw_partition
 from megatron_pulse.planner.draw.schedule import Panel
@@ -20,7 +21,7 @@ from megatron_pulse.planner.plan_file.equivalent_flags import equivalent_flags, 
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.planner.program.simulate import SimulatedStep
 from megatron_pulse.planner.schedule.check.validate import peak_memory
-from megatron_pulse.planner.tune.plans.verify_figures import fullest_stepping
+from megatron_pulse.planner.tune.plans.verify_figures import fullest_stepping, layer_costs
 
 
 def write_page(plan: PlanFile, replayed: SimulatedStep, path: Path, at: Path) -> str:
@@ -28,12 +29,16 @@ def write_page(plan: PlanFile, replayed: SimulatedStep, path: Path, at: Path) ->
     return draw_timeline(
         at,
         plan.problem,
-        [Panel("predicted", replayed.timeline, sent(replayed.transfers))],
+        [Panel("predicted", replayed.timeline, sent(replayed.transfers), _kinds(plan))],
         f"{plan.heading}, M = {plan.num_microbatches}",
         partial(_page, plan, replayed, path),
         lower_bound=plan.provenance["schedule"]["lower_bound"],
         in_bytes=True,
     )
+
+
+def _kinds(plan: PlanFile) -> tuple[str, ...]:
+    return tuple(place.name for place in plan.places)
 
 
 def _page(plan: PlanFile, replayed: SimulatedStep, path: Path, timeline: str) -> str:
@@ -70,6 +75,8 @@ def _buckets(plan: PlanFile) -> list[str]:
 
 def _partition(plan: PlanFile) -> str:
     costs = plan.profile.at(plan.micro_batch_size, plan.activations)
+    if plan.profile.kinds:
+        costs = layer_costs(plan)
     slowest = max((edge.seconds for edge in plan.edges), default=0.0)
     found = evaluate(costs, plan.partition, Link(slowest))
     what = f"microbatch of {plan.micro_batch_size}; loads with {in_ms(slowest, 3)} a message"
@@ -83,8 +90,8 @@ def _memory(plan: PlanFile) -> str:
     If the optimizer's step takes more memory, the bar shows its contents instead.
     """
     held = plan.predicted["memory_bytes"]
-    cluster = plan.provenance["cluster"]
-    limit = 1e9 * cluster.get("memory_gb", 0) * cluster.get("usable_memory", 1.0)
+    places = plan.places
+    limit = max(place.usable_bytes for place in places)
     whole = max(limit, *held) if max(held) > limit / 5 else max(held)
     rows = []
     peaks, stepping = peak_memory(plan.problem, plan.schedule), fullest_stepping(plan)
@@ -96,11 +103,16 @@ def _memory(plan: PlanFile) -> str:
             for look, part in (("solid", rest), ("hatched", shown))
         )
         rows.append(
-            f'<tr><td>device {device}</td><td><span class="track">{bars}</span></td>'
+            f"<tr><td>device {device}{_of_kind(places[device])}</td>"
+            f'<td><span class="track">{bars}</span></td>'
             f"<td>{size / 1e9:.3g} GB</td><td>{rest / 1e9:.3g} GB</td><td>{shown / 1e9:.3g} GB</td>"
             f"<td>{'the optimizer works' if device in stepping else 'it computes'}</td></tr>"
         )
-    note = f"a full bar is {whole / 1e9:.3g} GB; {limit / 1e9:.4g} GB are usable"
+    usable = ", ".join(
+        f"{place.usable_bytes / 1e9:.4g} GB{' of ' * bool(place.kinds)}{html.escape(place.name)}"
+        for place in dict.fromkeys(places)
+    )
+    note = f"a full bar is {whole / 1e9:.3g} GB; {usable} are usable"
     key = '<span class="bar {}" style="width: 24px"></span> {}'
     looks = "; ".join(
         key.format(look, text)
@@ -112,6 +124,10 @@ def _memory(plan: PlanFile) -> str:
     names = ("", "", "in all", "held", "activations", "peak in")
     head = f"<tr>{''.join(f'<th>{name}</th>' for name in names)}</tr>"
     return f'<div class="wide"><table>{head}{"".join(rows)}</table></div><p>{looks}; {note}</p>'
+
+
+def _of_kind(place: Place) -> str:
+    return f" {html.escape(place.name)}" if place.kinds else ""
 
 
 def _messages(plan: PlanFile, replayed: SimulatedStep) -> str:

@@ -103,16 +103,6 @@ def _becomes(plan: PlanFile, layer: int, is_less: bool) -> str:
     return DONE[policy]
 
 
-def ranks_of(plan: PlanFile, device: int) -> list[int]:
-    """Ranks of this pipeline device in all replicas."""
-    wide, inside = plan.tensor, plan.rank_order == "tp-pp-dp"
-    firsts = [
-        wide * (device + plan.pipeline * r if inside else r + plan.data * device)
-        for r in range(plan.data)
-    ]
-    return [first + t for first in firsts for t in range(wide)]
-
-
 BUCKET_COLUMNS = (
     *("bucket", "share", "microbatches", "step", "samples/s", "bubble", "memory"),
     *("makespan", "lower bound", "gap"),
@@ -153,14 +143,15 @@ def devices(plan: PlanFile, replayed: SimulatedStep) -> list[tuple[str, ...]]:
     names = [name for stage in plan.stages for name in stage]
     peaks, stepping = peak_memory(plan.problem, plan.schedule), fullest_stepping(plan)
     rows: list[tuple[str, ...]] = []
+    places = plan.places
     for device in range(plan.pipeline):
         held = []
         for stage in partition.placement.stages_of_device(device):
             held.append(f"{stage}: {first_and_last_layer(partition.layers_of_stage(stage), names)}")
         rows.append(
             (
-                str(device),
-                number_ranges(ranks_of(plan, device)),
+                f"{device} {places[device].name}".rstrip(),
+                number_ranges(sorted(plan.ranks.of_place(device))),
                 in_ms(line.busy[device]),
                 f"{100 * line.bubble[device] / line.makespan:.1f} %",
                 in_ms(replayed.sending_s[device], 3),
@@ -181,6 +172,8 @@ def describe(
     if plan.data > 1 and plan.pipeline > 1:
         beside = "devices of one stage" if plan.rank_order == "tp-dp-pp" else "neighbouring stages"
         lines.append(f"rank order {plan.rank_order}: neighbouring ranks are {beside}")
+    if plan.device_order is not None:
+        lines.append(f"device order {' '.join(map(str, plan.device_order))}: of the cluster's file")
     lines += ["", "predicted"]
     lines += name_value_lines(predicted(plan))
     if plan.shapes:

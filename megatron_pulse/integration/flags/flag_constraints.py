@@ -59,14 +59,14 @@ def validate(args: argparse.Namespace) -> None:
     --optimizer-cpu-offload implies --use-precision-aware-optimizer, as Megatron demands. With fp16,
     the latter demands gradients accumulated in fp32.
 
-    With tensor parallelism Megatron checks ``CUDA_DEVICE_MAX_CONNECTIONS``, even before CUDA starts
-    and if the user has chosen a value. The variable is set for the check only;
+    With tensor or context parallelism Megatron checks ``CUDA_DEVICE_MAX_CONNECTIONS``, even before
+    CUDA starts and if the user has chosen a value. The variable is set for the check only;
     ``pretrain.set_cuda_connections`` restores the choice.
     """
     args.use_precision_aware_optimizer |= args.optimizer_cpu_offload
     args.accumulate_allreduce_grads_in_fp32 |= args.optimizer_cpu_offload and args.fp16
     chosen = os.environ.get(CONNECTIONS)
-    if args.tensor_model_parallel_size > 1:
+    if args.tensor_model_parallel_size * args.context_parallel_size > 1:
         os.environ[CONNECTIONS] = "1"
     try:
         validate_args(args, {})

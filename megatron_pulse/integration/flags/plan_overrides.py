@@ -73,6 +73,11 @@ def contradictions(
             f"{by} counts a pass of the reference in every step. Give --pulse-loss dpo, or make it "
             "anew without --dpo"
         )
+    if options.sdc_check_interval and plan.mixed:
+        yield (
+            f"--pulse-sdc-check-interval: {by} is for devices of several kinds, which do not "
+            "reproduce each other's bits. Leave the flag out"
+        )
     in_a_row = options.bucket_batch
     if plan.shapes and in_a_row not in (None, plan.global_batch_size):
         yield (

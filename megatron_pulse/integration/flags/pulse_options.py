@@ -299,7 +299,8 @@ class PulseOptions:
     )
     memory_gb: float | None = flag(
         "memory limit per device for weights, gradients, optimizer state and activations "
-        "(default: 0.9 of the GPU's memory; unlimited on a CPU)",
+        "(default: 0.9 of the GPU's memory; unlimited on a CPU; under --pulse-auto smaller devices "
+        "keep their own)",
         metavar="GB",
         within=ABOVE_ZERO,
         marks=[FlagMark.PLAN, FlagMark.AUTO],
@@ -615,7 +616,7 @@ def set_model_arguments(args: argparse.Namespace, placement: Placement) -> None:
     args.num_layers = placement.num_stages
     args.num_attention_heads = 8 * args.tensor_model_parallel_size
     args.hidden_size = 64 * args.num_attention_heads
-    args.seq_length = 64
-    args.max_position_embeddings = 64
+    args.seq_length = 64 * args.context_parallel_size
+    args.max_position_embeddings = args.seq_length
     if placement.num_chunks > 1:
         args.num_virtual_stages_per_pipeline_rank = placement.num_chunks

@@ -14,6 +14,7 @@ import torch
 from megatron_pulse.dataclass_flags import ABOVE_ZERO, flag_faults, flag_name
 from megatron_pulse.errors import faults_in, format_faults
 from megatron_pulse.files import unwritable
+from megatron_pulse.integration.flags.context_flags import context_faults
 from megatron_pulse.integration.flags.flag_constraints import check_constraints
 from megatron_pulse.integration.flags.fsdp_flags import fsdp_faults
 from megatron_pulse.integration.flags.parse import CommandLine
@@ -64,6 +65,7 @@ def check_flags(line: CommandLine, options: PulseOptions) -> list[str]:
         *_check_quantization(options),
         *_check_pairs(args, options),
         *fsdp_faults(args, options.fully_sharded),
+        *context_faults(args, options),
     ]
     return [*line.faults, *_without_unread(line, found)]
 
@@ -84,14 +86,19 @@ def _check_sizes(args: argparse.Namespace) -> Iterator[str]:
     if pipeline < 1 or tensor < 1:
         yield "--pipeline-model-parallel-size and --tensor-model-parallel-size must be positive"
         return
-    if args.world_size % (pipeline * tensor):
+    context = args.context_parallel_size
+    if context < 1:
+        yield "--context-parallel-size must be positive"
+        return
+    if args.world_size % (pipeline * tensor * context):
+        of_context = f" x --context-parallel-size {context}" if context > 1 else ""
         yield (
             f"{args.world_size} ranks cannot be divided into --pipeline-model-parallel-size "
-            f"{pipeline} x --tensor-model-parallel-size {tensor}. Start a multiple of "
-            f"{pipeline * tensor} ranks (--nproc-per-node)"
+            f"{pipeline} x --tensor-model-parallel-size {tensor}{of_context}. Start a multiple of "
+            f"{pipeline * tensor * context} ranks (--nproc-per-node)"
         )
         return
-    replicas = args.world_size // (pipeline * tensor)
+    replicas = args.world_size // (pipeline * tensor * context)
     micro = args.micro_batch_size
     if micro is None or micro < 1:
         yield "--micro-batch-size must be given and positive"
@@ -260,8 +267,8 @@ def check_world(args: argparse.Namespace, plan_digest: str) -> None:
     if not faults:
         faults = [
             f"rank {rank} makes another plan than rank 0 with the same flags (another GPU or "
-            "torch version, or another file of the same name?). Use one plan file: --pulse-plan "
-            "FILE"
+            "torch version, or another file of the same name?). Use one plan: --pulse-plan FILE "
+            "or --pulse-auto"
             for rank, (_, digest) in enumerate(gathered)
             if digest != gathered[0][1]
         ]

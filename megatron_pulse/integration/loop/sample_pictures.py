@@ -290,6 +290,7 @@ class SamplePictures:
         has_samples = (
             parallel_state.get_pipeline_model_parallel_rank() == first_device
             and parallel_state.get_tensor_model_parallel_rank() == 0
+            and parallel_state.get_context_parallel_rank() == 0
         )
         fault, drawn = "", None
         try:

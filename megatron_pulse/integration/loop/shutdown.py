@@ -158,7 +158,7 @@ def _fail(error: BaseException, job: Job, args: argparse.Namespace | None) -> No
     report_to_torchrun(first, is_first)
     if missing:
         time.sleep(_SEEN_S)
-    if 0 not in missing:  # else the store is lost with rank 0
+    if job.store_rank not in missing:  # else the store is lost with its host
         job.part(1.0)
     end_process(1)
 

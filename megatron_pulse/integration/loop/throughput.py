@@ -190,6 +190,8 @@ def describe_work(
 ) -> ThroughputConstants:
     """Constants of the throughput log; only the last rank, which logs, counts operations.
 
+    Collective: the peak is the mean of all devices.
+
     ``backbone`` is the whole one. A layer that cannot be counted leaves the operations unknown.
     """
     flops = None
@@ -199,7 +201,9 @@ def describe_work(
         except Exception as error:  # a user's own layer may fail in any way on the meta device
             print(f"the log will have no TFLOP/s: FLOPs cannot be counted ({error})", flush=True)
     device = known_device(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
-    peak = None if device is None else device.peak_flops.get(dtype)
+    peaks = gather_objects(None if device is None else device.peak_flops.get(dtype))
+    known = [peak for peak in peaks if peak is not None]
+    peak = sum(known) / len(known) if len(known) == len(peaks) else None
     return ThroughputConstants(flops, peak, planned_idle, args.world_size)
 
 

@@ -40,10 +40,10 @@ from megatron_pulse.planner.tune.tune import DECISION_S, UntunableError, check_c
 from megatron_pulse.profile.channels_last import in_format_of, in_given_format
 from megatron_pulse.profile.measurement.measure import measure
 from megatron_pulse.profile.profile import Profile, ProfileError
-from megatron_pulse.profile.roofline import USABLE
+from megatron_pulse.profile.unlike_devices import combine
 from megatron_pulse.profile.warnings import spread_caution
 from megatron_pulse.profile.weight_offload import offload_weights
-from megatron_pulse.runtime.collectives import broadcast_from_rank_0
+from megatron_pulse.runtime.collectives import broadcast_from_rank_0, gather_objects
 from megatron_pulse.runtime.measure.execution_modes import RUNNING
 from megatron_pulse.runtime.measure.probe import ProbeSettings, probe, probe_device
 from megatron_pulse.runtime.tensor_settings import compute_device
@@ -66,8 +66,10 @@ def auto_plan(line: CommandLine, options: PulseOptions) -> PlanFile:
     path = Path(args.save or ".") / "plan.json"
     if (plan := broadcast_from_rank_0(partial(_kept, path, args, options))) is not None:
         return plan
-    cluster = _cluster(args)
-    return broadcast_from_rank_0(partial(_tune, line, options, cluster, path))
+    probed = _cluster(args)
+    cluster = broadcast_from_rank_0(lambda: _limited(probed, options))
+    profile = _profile_of_kinds(line, options, cluster) if cluster.mixed else None
+    return broadcast_from_rank_0(partial(_tune, line, options, cluster, profile, path))
 
 
 def _kept(path: Path, args: argparse.Namespace, options: PulseOptions) -> PlanFile | None:
@@ -113,27 +115,80 @@ def _cluster(args: argparse.Namespace) -> Cluster | None:
         probed = probe(settings)
         return None if probed is None else probed.cluster
     alone = ClusterLink("loopback", 1.0, 0.0, BandwidthScope.DEVICE)  # one device sends nothing
-    memory_gb, figures = probe_device(settings)
-    usable = USABLE if device.type == "cuda" else 1.0
-    return Cluster(settings.name, 1, 1, memory_gb, figures, alone, usable_memory=usable)
+    one = probe_device(settings)
+    usable = one.usable_memory
+    return Cluster(settings.name, 1, 1, one.memory_gb, one.device, alone, usable_memory=usable)
+
+
+def _limited(cluster: Cluster | None, options: PulseOptions) -> Cluster:
+    """``cluster`` within ``--pulse-memory-gb``; smaller kinds of unlike devices keep their own."""
+    assert cluster is not None
+    limit = options.memory_gb
+    if limit is None:
+        return cluster
+    if not cluster.mixed:
+        return replace(cluster, memory_gb=limit, usable_memory=1.0)
+    return cluster.of_kinds(
+        [
+            replace(kind, memory_gb=min(limit, kind.usable_bytes / 1e9), usable_memory=1.0)
+            for kind in map(cluster.kind_of, range(cluster.num_devices))
+        ]
+    )
+
+
+def _profile_of_kinds(
+    line: CommandLine, options: PulseOptions, cluster: Cluster
+) -> Profile | ValueError:
+    """Profile on all kinds of devices, measured on the first rank of each (collective).
+
+    What a rank raises is returned, to be raised on all.
+    """
+    first = {cluster.kind_of(rank).name: rank for rank in reversed(range(cluster.num_devices))}
+    mine: Profile | ValueError | None = None
+    if dist.get_rank() in first.values():
+        try:
+            mine = _measure(line.args, options, _backbone(line, options))
+        except ValueError as error:
+            mine = error
+    found = gather_objects(mine)
+    profiles: dict[str, Profile] = {}
+    for name in dict.fromkeys(kind.name for kind in cluster.kinds):
+        of_kind = found[first[name]]
+        if not isinstance(of_kind, Profile):
+            return ValueError(f"--pulse-auto: rank {first[name]} ({name}): {of_kind}")
+        profiles[name] = of_kind
+    try:
+        return combine(profiles)
+    except ValueError as error:
+        return error
+
+
+def _backbone(line: CommandLine, options: PulseOptions) -> Backbone:
+    """Backbone of the flags, with the shapes of the data."""
+    backbone = backbone_of_flags(line.args, options)
+    if isinstance(data := line.opened.get("data"), DiffusionData):
+        return replace(backbone, shares=data.shares)
+    return backbone
 
 
 def _tune(
-    line: CommandLine, options: PulseOptions, cluster: Cluster | None, path: Path
+    line: CommandLine,
+    options: PulseOptions,
+    cluster: Cluster,
+    profile: Profile | ValueError | None,
+    path: Path,
 ) -> PlanFile:
-    """Profile on this rank's device, search, and write the plan."""
+    """Search and write the plan, by ``profile`` or by what this rank's device measures."""
     args = line.args
-    assert cluster is not None
-    if options.memory_gb is not None:
-        cluster = replace(cluster, memory_gb=options.memory_gb, usable_memory=1.0)
+    if isinstance(profile, ValueError):
+        raise profile
     dpo = options.training_loss.is_preference
-    backbone, choices = backbone_of_flags(args, options), _choices(line, pairs=dpo)
-    if isinstance(data := line.opened.get("data"), DiffusionData):
-        backbone = replace(backbone, shares=data.shares)
+    backbone, choices = _backbone(line, options), _choices(line, pairs=dpo)
     with _refusing(backbone):
         check_choices(cluster, args.global_batch_size, choices)
     print(f"measuring {backbone.name} and tuning for {cluster.num_devices} ranks", flush=True)
-    profile = _measure(args, options, backbone)
+    if profile is None:
+        profile = _measure(args, options, backbone)
     if said := spread_caution(profile):
         print(f"warning: {said}", flush=True)
     profile = offload_weights(profile, options.offload_weights)

@@ -92,7 +92,8 @@ def plan_run(
     counts = count_parameters(backbone)
     if given is not None and (faults := parameter_faults(given, backbone, counts)):
         raise PlanError(summarize(faults))
-    _require_memory(args, plan)
+    if given is None or not given.mixed:  # else check_devices asks every rank
+        _require_memory(args, plan)
     samples = num_microbatches(args) * args.micro_batch_size
     plan = _with_embedders(plan, counts, samples, compute_dtype(args), options.conditioning)
     if not plan.is_synthesized:
@@ -340,9 +341,8 @@ def _num_eval_microbatches(args: argparse.Namespace) -> int:
 
 
 def _replicas(args: argparse.Namespace) -> int:
-    return int(
-        args.world_size // (args.pipeline_model_parallel_size * args.tensor_model_parallel_size)
-    )
+    model = args.pipeline_model_parallel_size * args.tensor_model_parallel_size
+    return int(args.world_size // (model * args.context_parallel_size))
 
 
 def backbone_options(args: argparse.Namespace, options: PulseOptions) -> Mapping[str, Any]:
@@ -446,13 +446,15 @@ def _costs(
     backbone: Backbone,
     activations: ActivationPolicies,
 ) -> ChainCosts:
-    """Costs at the run's microbatch size, divided over tensor-parallel ranks.
+    """Costs at the run's microbatch size, divided over tensor- and context-parallel ranks.
 
-    Sequence parallelism also divides saved activations, boundaries and skips; ``backbone`` has the
-    divided sizes.
+    Context and sequence parallelism also divide saved activations, boundaries and skips;
+    ``backbone`` has the divided sizes.
     """
     costs = profile.at(args.micro_batch_size, activations)
-    parts = args.tensor_model_parallel_size
+    context = args.context_parallel_size
+    parts = args.tensor_model_parallel_size * context
+    saved = parts if args.sequence_parallel else context
     sizes = [ModuleSizes(count) for count in costs.parameters]
     chain, skips, _ = describe_chain(backbone, sizes, profile.dtype)
     size = args.micro_batch_size
@@ -463,7 +465,7 @@ def _costs(
         weight_grad_s=tuple(t / parts for t in costs.weight_grad_s),
         split_forward_s=tuple(t / parts for t in costs.split_forward_s),
         split_backward_s=tuple(t / parts for t in costs.split_backward_s),
-        saved_bytes=tuple(b // parts if args.sequence_parallel else b for b in costs.saved_bytes),
+        saved_bytes=tuple(b // saved for b in costs.saved_bytes),
         boundary_bytes=tuple(0 if layer.begins else size * layer.boundary_bytes for layer in chain),
         skips=tuple(
             SkipCost(s.source, s.destination, size * s.num_bytes, s.needs_grad) for s in skips

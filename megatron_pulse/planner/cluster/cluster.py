@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from importlib import resources
@@ -23,13 +23,27 @@ from pathlib import Path
 from typing import Annotated, Any, NotRequired, TypedDict
 
 import yaml
-from annotated_types import Ge, Gt, Le
+from annotated_types import Ge, Le
 
 from megatron_pulse.errors import UserError, format_faults, unknown_name
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import FileError, read_yaml, write_with_checksum
-from megatron_pulse.json_validation import Count, Matching, OneOf, Text, faults_of
-from megatron_pulse.profile.roofline import PRESETS, Device, custom_device
+from megatron_pulse.json_validation import Count, OneOf, Some, Text, faults_of
+from megatron_pulse.planner.cluster.device_kinds import (
+    DeviceFigures,
+    DeviceKind,
+    DeviceOfFile,
+    KindsOfFile,
+    Memory,
+    NodesOfFile,
+    Positive,
+    UsableShare,
+    kind_faults,
+    kinds_of_record,
+    num_nodes,
+    record_of_kinds,
+)
+from megatron_pulse.profile.roofline import PRESETS, Device
 from megatron_pulse.yaml_subset import PlainDumper
 
 SMALL_BYTES = 2**20
@@ -51,7 +65,6 @@ KINDS = (
 MOST_DEVICES = 100_000
 """The largest cluster that plans can be made for."""
 
-_Positive = Annotated[float, Ge(1e-6), Le(1e6)]
 _Microseconds = Annotated[float, Ge(0), Le(1e9)]
 
 
@@ -72,7 +85,7 @@ class ClusterLink:
 
     kind: Annotated[str, OneOf(KINDS)]
     bandwidth_gbs: Annotated[
-        _Positive, "GB/s from one device to one other, or to the host, one direction"
+        Positive, "GB/s from one device to one other, or to the host, one direction"
     ]
     latency_us: Annotated[_Microseconds, "microseconds of an empty message"]
     shared: Annotated[
@@ -86,14 +99,6 @@ class ClusterLink:
         return Link(self.latency_us / 1e6, self.bandwidth_gbs * 1e9 / share)
 
 
-@dataclass(frozen=True)
-class DeviceFigures:
-    """Peak figures of a device: TFLOP/s, and GB/s of its memory."""
-
-    tflops: _Positive
-    bandwidth_gbs: _Positive
-
-
 class _Links(TypedDict):
     """``inter_node`` is for several nodes, ``host`` for activation and optimizer offload."""
 
@@ -102,39 +107,45 @@ class _Links(TypedDict):
     host: NotRequired[ClusterLink]
 
 
-class _File(TypedDict):
-    """Content of a cluster's file."""
+class _Common(TypedDict):
+    """Content of a cluster's file, apart from its devices."""
 
     name: Text
-    nodes: Count
     devices_per_node: Count
-    memory_gb: Annotated[_Positive, "10^9 bytes of one device"]
-    usable_memory: NotRequired[Annotated[float, Gt(0), Le(1), "the share that planning may fill"]]
-    device: Annotated[
-        Annotated[str, OneOf(tuple(PRESETS))]
-        | Annotated[str, Matching(r"\.json$")]
-        | DeviceFigures,
-        f"one of {', '.join(PRESETS)}; or the .json file that 'pulse profile' wrote; or {{tflops: "
-        "from 1e-6 to 1e6, bandwidth_gbs: the same}, the peaks of a device and its memory",
-    ]
+    usable_memory: NotRequired[UsableShare]
     links: _Links
     all_reduce_efficiency: NotRequired[
-        Annotated[_Positive, "share of the bandwidth that collectives reach"]
+        Annotated[Positive, "share of the bandwidth that collectives reach"]
     ]
-    reduce_scatter_efficiency: NotRequired[Annotated[_Positive, "share that reduce-scatters reach"]]
-    all_gather_efficiency: NotRequired[Annotated[_Positive, "share that all-gathers reach"]]
+    reduce_scatter_efficiency: NotRequired[Annotated[Positive, "share that reduce-scatters reach"]]
+    all_gather_efficiency: NotRequired[Annotated[Positive, "share that all-gathers reach"]]
     collective_latency: NotRequired[
-        Annotated[_Positive, "share of the latency that applies to a collective's ring"]
+        Annotated[Positive, "share of the latency that applies to a collective's ring"]
     ]
     small_collectives: NotRequired[
-        Annotated[_Positive, "speed of small collectives relative to large ones"]
+        Annotated[Positive, "speed of small collectives relative to large ones"]
     ]
     host_memory_gbs: NotRequired[
-        Annotated[_Positive, "GB/s that Adam reads and writes in a node's memory"]
+        Annotated[Positive, "GB/s that Adam reads and writes in a node's memory"]
     ]
     operation_us: NotRequired[
         Annotated[_Microseconds, "microseconds that the runtime adds to an operation"]
     ]
+
+
+class _File(_Common):
+    """Content of the file of a cluster of equal devices."""
+
+    nodes: Count
+    memory_gb: Memory
+    device: DeviceOfFile
+
+
+class _MixedFile(_Common):
+    """Content of the file of a cluster with ``kinds`` of devices."""
+
+    kinds: KindsOfFile
+    nodes: Some[NodesOfFile]
 
 
 @dataclass(frozen=True)
@@ -153,6 +164,10 @@ class Cluster:
 
     ``host`` is the link from a device to pinned memory of its node, if usable. ``host_memory_gbs``
     is the memory bandwidth of Adam on the CPU, for all devices of a node at once.
+
+    ``device_kinds`` are the kinds of the devices, node by node, if they differ. ``memory_gb``,
+    ``usable_memory`` and ``device`` are then those of the kind with the least usable memory (see
+    ``of_kinds``). ``order`` is the device of each rank (default: rank k is device k).
 
     Raises ClusterError for values that a file could not have either.
     """
@@ -173,9 +188,123 @@ class Cluster:
     operation_us: float = 0.0
     host: ClusterLink | None = None
     host_memory_gbs: float | None = None
+    device_kinds: tuple[DeviceKind, ...] = ()
+    order: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        _refuse(_file_faults(to_record(self)), f"cluster {self.name!r}")
+        faults = [] if self._plain else list(self._kind_faults())
+        _refuse(faults or _file_faults(to_record(self)), f"cluster {self.name!r}")
+
+    @property
+    def _plain(self) -> bool:
+        return not self.device_kinds and not self.order
+
+    def _kind_faults(self) -> Iterator[str]:
+        num = self.num_devices
+        if self.order and sorted(self.order) != list(range(num)):
+            yield f"order lists each of the devices 0 to {num - 1} once; is {self.order!r:.60}"
+        if self.device_kinds and len(self.device_kinds) != num:
+            yield f"device_kinds are of {len(self.device_kinds)} devices; there are {num}"
+        elif self.device_kinds and self._smallest.figures != (
+            *(self.memory_gb, self.usable_memory),
+            self.device,
+        ):
+            yield "memory_gb, usable_memory and device are those of the smallest of device_kinds"
+        for name, count in Counter(kind.name for kind in set(self.device_kinds)).items():
+            if count > 1:
+                yield f"device_kinds: {count} unlike kinds are called {name!r}"
+
+    def of_kinds(self, kinds: Sequence[DeviceKind]) -> Cluster:
+        """Cluster with devices of these kinds, node by node; alike kinds make an ordinary one."""
+        smallest = min(kinds, key=lambda kind: kind.usable_bytes)
+        mixed = len({kind.figures for kind in kinds}) > 1
+        return replace(
+            self,
+            memory_gb=smallest.memory_gb,
+            usable_memory=smallest.usable_memory,
+            device=smallest.device,
+            device_kinds=tuple(kinds) if mixed else (),
+        )
+
+    @property
+    def mixed(self) -> bool:
+        """True if the devices are of different kinds."""
+        return bool(self.device_kinds)
+
+    @property
+    def kinds(self) -> tuple[DeviceKind, ...]:
+        """Kinds of the devices, each once, in the order of the devices."""
+        return tuple(dict.fromkeys(self.device_kinds)) or (self._smallest,)
+
+    @property
+    def _smallest(self) -> DeviceKind:
+        if self.device_kinds:
+            return min(self.device_kinds, key=lambda kind: kind.usable_bytes)
+        return DeviceKind(self.name, self.memory_gb, self.usable_memory, self.device)
+
+    def device_of(self, rank: int) -> int:
+        """Device of ``rank`` in the order of the file.
+
+        Raises ClusterError for a rank that the cluster does not have.
+        """
+        if not 0 <= rank < self.num_devices:
+            raise ClusterError(f"{self.name} has ranks 0 to {self.num_devices - 1}; got {rank}")
+        return self.order[rank] if self.order else rank
+
+    def kind_of(self, rank: int) -> DeviceKind:
+        """Kind of the device of ``rank``."""
+        device = self.device_of(rank)
+        return self.device_kinds[device] if self.device_kinds else self._smallest
+
+    def usable_bytes_of(self, rank: int) -> float:
+        """Bytes that planning may put on the device of ``rank``."""
+        return self.kind_of(rank).usable_bytes
+
+    def with_order(self, order: Sequence[int]) -> Cluster:
+        """Cluster whose rank k is this one's rank ``order[k]``, with the nodes and links of its
+        device."""
+        return replace(self, order=tuple(map(self.device_of, order)))
+
+    @property
+    def in_file_order(self) -> Cluster:
+        """Cluster whose rank k is device k."""
+        return replace(self, order=()) if self.order else self
+
+    def with_memory_gb(self, memory_gb: float) -> Cluster:
+        """Cluster whose devices have ``memory_gb``; if mixed, those that have less."""
+        if not self.mixed:
+            return replace(self, memory_gb=memory_gb)
+        return self.of_kinds(
+            [replace(k, memory_gb=max(k.memory_gb, memory_gb)) for k in self.device_kinds]
+        )
+
+    def only(self, kind: str) -> Cluster:
+        """The devices of one kind, in the nodes that have the most of them."""
+        each = self.devices_per_node
+        names = [one.name for one in self.device_kinds]
+        counts = [names[i : i + each].count(kind) for i in range(0, len(names), each)]
+        chosen = next(one for one in self.device_kinds if one.name == kind)
+        plain = replace(self, device_kinds=(), order=())
+        fewer = replace(plain, nodes=counts.count(max(counts)), devices_per_node=max(counts))
+        return fewer.of_kinds([chosen] * fewer.num_devices)
+
+    @property
+    def alike_nodes(self) -> bool:
+        """True if all nodes have the same devices, in the same order."""
+        node = self.device_kinds[: self.devices_per_node]
+        return self.device_kinds == node * self.nodes
+
+    def with_nodes(self, nodes: int) -> Cluster:
+        """Cluster of ``nodes`` nodes; raises ClusterError if nodes have unlike devices."""
+        if not self.mixed:
+            return replace(self, nodes=nodes)
+        if not self.alike_nodes:
+            raise ClusterError(
+                f"{self.name}: its nodes have unlike devices, so {nodes} of them can be several "
+                "things. Write the nodes that there are into the file"
+            )
+        node = self.device_kinds[: self.devices_per_node]
+        return replace(self, nodes=nodes, device_kinds=node * nodes)
 
     @property
     def num_devices(self) -> int:
@@ -183,26 +312,30 @@ class Cluster:
         return self.nodes * self.devices_per_node
 
     def part(self, num_devices: int) -> Cluster | None:
-        """Subset of ``num_devices`` devices: whole nodes, or a part of one; None if impossible."""
+        """The first ``num_devices`` devices: whole nodes, or a part of one; None if impossible."""
         if not 0 < num_devices <= self.num_devices:
             return None
-        if num_devices <= self.devices_per_node:
-            return replace(self, nodes=1, devices_per_node=num_devices)
         nodes, left = divmod(num_devices, self.devices_per_node)
-        return None if left else replace(self, nodes=nodes)
+        if nodes and left:
+            return None
+        each = left or self.devices_per_node
+        alike = replace(self, nodes=nodes or 1, devices_per_node=each, device_kinds=(), order=())
+        return alike.of_kinds(self.device_kinds[:num_devices]) if self.mixed else alike
 
     @property
     def usable_bytes(self) -> float:
-        """Bytes that planning may put on one device."""
+        """Bytes that planning may put on any device: those of the smallest kind."""
         return self.memory_gb * 1e9 * self.usable_memory
 
     @property
     def memory_caution(self) -> str:
         """Warning that plans may fill a device to the last byte; empty if some memory is left."""
-        if self.usable_memory < 1:
+        full = [kind for kind in self.kinds if kind.usable_memory == 1]
+        if not full:
             return ""
+        gb = " and ".join(dict.fromkeys(f"{kind.memory_gb:g}" for kind in full))
         return (
-            f"{self.name} lets plans use all {self.memory_gb:g} GB of a device. CUDA, NCCL and "
+            f"{self.name} lets plans use all {gb} GB of a device. CUDA, NCCL and "
             "fragmentation need memory too: write 'usable_memory: 0.9' into its file, or the share "
             "that your runs can use"
         )
@@ -214,17 +347,12 @@ class Cluster:
 
     @property
     def peaks(self) -> Device | None:
-        """Device for a roofline; None if ``device`` is a measured profile."""
-        if isinstance(self.device, DeviceFigures):
-            figures = self.device
-            return custom_device(figures.tflops, figures.bandwidth_gbs, self.memory_gb)
-        return PRESETS.get(self.device)
+        """Device for a roofline, of the smallest kind; None if ``device`` is a measured profile."""
+        return self._smallest.peaks
 
     def node_of(self, rank: int) -> int:
         """Node of ``rank``; raises ClusterError for a rank that the cluster does not have."""
-        if not 0 <= rank < self.num_devices:
-            raise ClusterError(f"{self.name} has ranks 0 to {self.num_devices - 1}; got {rank}")
-        return rank // self.devices_per_node
+        return self.device_of(rank) // self.devices_per_node
 
     def link(self, rank_a: int, rank_b: int, concurrent: int = 1) -> Link:
         """Link from one rank to another, while ``concurrent`` devices of the node use it."""
@@ -318,6 +446,9 @@ class Cluster:
             )
 
 
+_OF_KIND = ("memory_gb", "device")
+"""Values that each kind has of its own."""
+
 _MEASURED = (
     "all_reduce_efficiency",
     "reduce_scatter_efficiency",
@@ -330,7 +461,10 @@ _MEASURED = (
 
 
 def to_record(cluster: Cluster) -> dict[str, Any]:
-    """Content of the cluster's file; optional values only if they are not the default."""
+    """Content of the cluster's file; optional values only if they are not the default.
+
+    The file lists devices in their own order, whatever the ``order`` of the ranks.
+    """
     links = {
         "intra_node": cluster.intra_node,
         "inter_node": cluster.inter_node,
@@ -351,6 +485,11 @@ def to_record(cluster: Cluster) -> dict[str, Any]:
     for name in ("usable_memory", *_MEASURED):
         if record[name] == Cluster.__dataclass_fields__[name].default:
             del record[name]
+    if cluster.mixed:
+        of_kinds = record_of_kinds(cluster.device_kinds, cluster.devices_per_node)
+        same = ("name", "devices_per_node", "nodes", "memory_gb", "usable_memory", "device")
+        rest = {name: value for name, value in record.items() if name not in same}
+        record = {"name": cluster.name, **of_kinds, **rest}
     return record
 
 
@@ -362,22 +501,41 @@ def from_record(record: Any, where: str = "the cluster") -> Cluster:
         for name, link in record["links"].items()
     }
     rest = {name: value for name, value in record.items() if name != "links"}
-    if isinstance(rest["device"], dict):
-        rest["device"] = DeviceFigures(**rest["device"])
     rest |= {name: links.get(name) for name in ("inter_node", "host")}
-    return Cluster(**rest, intra_node=links["intra_node"])
+    rest["intra_node"] = links["intra_node"]
+    if "kinds" not in record:
+        if isinstance(rest["device"], dict):
+            rest["device"] = DeviceFigures(**rest["device"])
+        return Cluster(**rest)
+    kinds = kinds_of_record(record)
+    rest |= {"nodes": num_nodes(record), "memory_gb": kinds[0].memory_gb}
+    rest |= {"device": kinds[0].device, "usable_memory": kinds[0].usable_memory}
+    del rest["kinds"]
+    return Cluster(**rest).of_kinds(kinds)
 
 
 def _file_faults(content: Any) -> list[str]:
     """Return every fault of a cluster file's content: its position, and the allowed values."""
-    faults = faults_of(_File, content)
+    if not isinstance(content, dict) or "kinds" not in content:
+        faults, nodes = faults_of(_File, content), None
+        if isinstance(content, dict) and type(content.get("nodes")) is int:
+            nodes = content["nodes"]
+    else:
+        once = {name: value for name, value in content.items() if name not in _OF_KIND}
+        faults, nodes = faults_of(_MixedFile, once), None
+        if not faults:
+            nodes, faults = num_nodes(once), list(kind_faults(once))
+        faults += [
+            f"{name}: each of kinds has its own; leave it out here"
+            for name in _OF_KIND
+            if name in content
+        ]
     if isinstance(content, dict) and isinstance(content.get("links"), dict):
-        nodes = content.get("nodes")
-        if type(nodes) is int and nodes > 1 and "inter_node" not in content["links"]:
+        if nodes is not None and nodes > 1 and "inter_node" not in content["links"]:
             faults.append(f"links.inter_node is missing; {nodes} nodes require it")
-    if not faults and content["nodes"] * content["devices_per_node"] > MOST_DEVICES:
+    if not faults and nodes is not None and nodes * content["devices_per_node"] > MOST_DEVICES:
         faults.append(
-            f"{content['nodes']} nodes of {content['devices_per_node']} are more than the "
+            f"{nodes} nodes of {content['devices_per_node']} are more than the "
             f"maximum of {MOST_DEVICES:,} devices"
         )
     return faults
@@ -392,9 +550,22 @@ def to_yaml(cluster: Cluster, comment: str = "") -> str:
 def save_cluster(cluster: Cluster, path: str | Path, comment: str = "") -> None:
     """Write a cluster file; the path of a measured profile is written relative to it."""
     path = Path(path)
-    if isinstance(cluster.device, str) and cluster.device not in PRESETS:
-        cluster = replace(cluster, device=os.path.relpath(cluster.device, path.parent))
-    write_with_checksum(path, to_yaml(cluster, comment))
+    write_with_checksum(
+        path, to_yaml(_with_profiles(cluster, lambda of: os.path.relpath(of, path.parent)), comment)
+    )
+
+
+def _with_profiles(cluster: Cluster, changed: Callable[[str], str]) -> Cluster:
+    """Cluster with the paths of its measured profiles changed."""
+
+    def of_kind(kind: DeviceKind) -> DeviceKind:
+        if isinstance(kind.device, str) and kind.device not in PRESETS:
+            return replace(kind, device=changed(kind.device))
+        return kind
+
+    if cluster.mixed:
+        return cluster.of_kinds(tuple(map(of_kind, cluster.device_kinds)))
+    return replace(cluster, device=of_kind(cluster.kinds[0]).device)
 
 
 def load_cluster(path: str | Path) -> Cluster:
@@ -405,12 +576,16 @@ def load_cluster(path: str | Path) -> Cluster:
     except FileError as error:
         raise ClusterError(str(error)) from error
     found = from_record(record, str(path))
-    if isinstance(found.device, str) and found.device not in PRESETS:
-        profile = path.parent / found.device
-        if not profile.is_file():
-            raise ClusterError(f"{path}: device: there is no profile {profile}")
-        found = replace(found, device=str(profile))
-    return found
+    missing = []
+    for kind in found.kinds:
+        if isinstance(kind.device, str) and kind.device not in PRESETS:
+            profile = path.parent / kind.device
+            where = f"kinds.{kind.name}.device" if found.mixed else "device"
+            missing += [] if profile.is_file() else [f"{where}: there is no profile {profile}"]
+    if len(missing) == 1:
+        raise ClusterError(f"{path}: {missing[0]}")
+    _refuse(missing, str(path))
+    return _with_profiles(found, lambda of: str(path.parent / of))
 
 
 def cluster_presets() -> dict[str, Path]:
@@ -439,7 +614,7 @@ def cluster(name_or_path: str | Path, nodes: int | None = None) -> Cluster:
             f"{unknown_name('cluster', text, presets)}; or give a .yaml file "
             "('pulse clusters NAME' prints one to start from, 'pulse probe' measures one)"
         )
-    return found if nodes is None else replace(found, nodes=nodes)
+    return found if nodes is None else found.with_nodes(nodes)
 
 
 def _refuse(faults: list[str], where: str) -> None:

@@ -40,11 +40,15 @@ _LEGIBLE, _SEEN, _POINTED = 12.0, 5.0, 16.0
 
 @dataclass(frozen=True)
 class Panel:
-    """A named timeline among others on one time axis; ``lanes`` are drawn below its bars."""
+    """A named timeline among others on one time axis; ``lanes`` are drawn below its bars.
+
+    ``kinds`` are the names of each device's kind, if devices differ.
+    """
 
     name: str
     timeline: Timeline
     lanes: tuple[Mark, ...] = ()
+    kinds: tuple[str, ...] = ()
 
 
 def draw_schedule(
@@ -222,6 +226,8 @@ class _Drawing:
             stages = self.problem.placement.stages_of_device(device)
             middle = y + self.bar / 2 + 4
             self.canvas.text(12, middle, f"device {device}", size=12, weight="bold")
+            if panel.kinds and panel.kinds[device]:
+                self.canvas.text(12, middle + 10, f"{panel.kinds[device]:.24}", size=9)
             shown = (
                 ", ".join(map(str, stages)) if len(stages) < 5 else f"{stages[0]} … {stages[-1]}"
             )

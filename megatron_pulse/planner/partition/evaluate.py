@@ -9,7 +9,7 @@ out (see ``embedders``).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from megatron_pulse.planner.partition.memory import effective_parameters
 
 @dataclass(frozen=True)
 class MemoryRule:
-    """Memory limit of a device: ``limit_bytes`` (inf: none).
+    """Memory limit of a device: ``limit_bytes`` (inf: none), or ``limits`` of each if they differ.
 
     ``bytes_per_parameter`` counts parameter, gradient and optimizer state. A frozen parameter takes
     ``frozen_share`` of that (0 to 1). ``in_flight[s]`` is the number of in-flight microbatches of
@@ -34,6 +34,13 @@ class MemoryRule:
     bytes_per_parameter: float
     in_flight: tuple[float, ...]
     frozen_share: float = 1.0
+    limits: tuple[float, ...] = ()
+
+    def of_device(self, device: int) -> MemoryRule:
+        """Rule of one device."""
+        if not self.limits:
+            return self
+        return replace(self, limit_bytes=self.limits[device], limits=())
 
     def weighed(self, costs: ChainCosts) -> tuple[float, ...]:
         """Parameters of each layer; a frozen parameter counts as its share of a trained one."""

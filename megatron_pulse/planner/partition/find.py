@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from megatron_pulse.backbone.costs import ChainCosts
 from megatron_pulse.errors import UserError
 from megatron_pulse.planner.cluster.cluster import Link
@@ -17,6 +19,8 @@ from megatron_pulse.planner.layout.placement import (
     Partition,
     Placement,
     PlacementKind,
+    fold,
+    sequential,
 )
 from megatron_pulse.planner.partition.cascade_dp import CascadePartitioner
 from megatron_pulse.planner.partition.evaluate import Evaluation, MemoryRule, evaluate
@@ -70,13 +74,16 @@ class Goal:
 
 
 def find_partition(
-    costs: ChainCosts,
+    costs: ChainCosts | Sequence[ChainCosts],
     placement: Placement,
     goal: Goal | None = None,
     explain: bool = True,
     work: int = WORK,
 ) -> Partition:
     """Find the best cuts of ``costs`` over ``placement``; the default ``goal`` is the load.
+
+    If devices differ, ``costs`` are those of the whole chain on each device. They have equal bytes
+    and parameters.
 
     The result is optimal with one stage per device and on a fold of one wave. With more stages per
     device the search visits about ``work`` partial and moved cuts (see ``several``). It is
@@ -89,6 +96,9 @@ def find_partition(
     partition's own and is left out without ``explain``.
     """
     goal = goal or Goal()
+    places, costs = _by_device(costs, placement, goal)
+    if places and len(costs.starts) > 1:
+        raise PartitionError("a cascade takes devices of one kind: use a part of the cluster")
     if len(costs.starts) != len(placement.starts):
         raise PartitionError(
             f"{len(costs.starts)} chain(s) over {placement.kind}, which has "
@@ -111,12 +121,58 @@ def find_partition(
             f"{len(costs.names)} layers are too few for {placement.num_stages} stages; "
             f"{_most_devices(costs, placement, goal.collocate)}"
         )
-    found = _search(costs, placement, goal, work)
+    if places:
+        found = _search_unlike(places, placement, goal)
+    else:
+        found = _search(costs, placement, goal, work)
     if found.cuts is None:
         none = "no cut is" if found.proved else "none of the cuts examined is"
+        explain = explain and not places
         why = _why_not(costs, placement, goal, work, found.proved) if explain else ""
         raise PartitionError(why or f"{none} legal and fits")
     return Partition(placement, found.cuts)
+
+
+def _by_device(
+    costs: ChainCosts | Sequence[ChainCosts], placement: Placement, goal: Goal
+) -> tuple[tuple[ChainCosts, ...], ChainCosts]:
+    """Costs on each device, empty if the devices do not differ, and those on one of them."""
+    if isinstance(costs, ChainCosts):
+        return (), costs
+    limits = goal.memory is not None and goal.memory(placement).limits
+    alike = all(each is costs[0] for each in costs) and not limits
+    return () if alike else tuple(costs), costs[0]
+
+
+def one_stage_per_device(placement: Placement) -> Placement:
+    """Placement in which every stage, or pair of stages, has a device of its own."""
+    num = placement.num_stages
+    return fold(num // 2) if placement.kind.mirrored and num > 1 else sequential(num)
+
+
+def _search_unlike(costs: Sequence[ChainCosts], placement: Placement, goal: Goal) -> SearchResult:
+    """Best cuts over unlike devices, one stage or pair of stages at a time."""
+    spread = one_stage_per_device(placement)
+    parts = spread.num_devices // placement.num_devices
+    rule = goal.memory(placement) if goal.memory is not None else None
+    known: dict[tuple[int, float], PairCosts] = {}
+    devices = []
+    for each in range(spread.num_devices):
+        device = placement.device_of_stage[spread.stages_of_device(each)[0]]
+        limit = np.inf
+        own = None
+        if rule is not None:
+            limit = rule.of_device(device).limit_bytes / parts
+            own = replace(rule, limit_bytes=limit, limits=())
+        pairs = PairCosts(costs[device], goal.link, goal.lam, own, spread.num_devices)
+        devices.append(known.setdefault((id(costs[device]), limit), pairs))
+    if spread.kind.mirrored and spread.num_stages > 1:
+        legal = goal.collocate and costs[0].skips
+        closed = legal_cut_pairs(len(costs[0].names), costs[0].skips) if legal else None
+        cuts = optimal_fold(devices, closed, goal.order, goal.slack)
+    else:
+        cuts = optimal_row(devices, goal.order, goal.slack)
+    return SearchResult(cuts, proved=parts == 1)
 
 
 def _search(costs: ChainCosts, placement: Placement, goal: Goal, work: int) -> SearchResult:
@@ -134,7 +190,7 @@ def _search(costs: ChainCosts, placement: Placement, goal: Goal, work: int) -> S
     cuts = (
         optimal_fold(pairs, closed if goal.collocate else None, goal.order, goal.slack)
         if folded
-        else optimal_row(pairs, placement.num_stages, goal.order, goal.slack)
+        else optimal_row([pairs] * placement.num_stages, goal.order, goal.slack)
     )
     return SearchResult(cuts, proved=True)
 

@@ -9,17 +9,20 @@ load, memory, and routed skips.
 
 An upper bound on the measure keeps the states few; the bound is widened until something fits. Outer
 devices cannot hold more than the bound. They also cannot hold so little that an inner device would
-exceed the bound.
+exceed the bound. If devices differ, the rest counts in the shortest times of any of them, and a
+device does at most its bound over its smallest ratio to these times.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
-from megatron_pulse.backbone.costs import Floats
+from megatron_pulse.backbone.costs import Floats, running_sum
 from megatron_pulse.planner.partition.pair_costs import SLACK, Bools, Ints, PairCosts, ragged
 
 _MOST_AT_ONCE = 4_000_000
@@ -33,25 +36,99 @@ infeasible bounds can take long as well, so there are fewer steps.
 """
 
 
+@dataclass
+class _Devices:
+    """Costs of the pairs on each device, from the outside in."""
+
+    pairs: Sequence[PairCosts]
+
+    @property
+    def num_pairs(self) -> int:
+        return len(self.pairs)
+
+    @property
+    def limits_memory(self) -> bool:
+        return any(pairs.memory is not None for pairs in self.pairs)
+
+    @cached_property
+    def rest(self) -> list[_Rest]:
+        """Work of the devices from each one inwards."""
+        return [_Rest.of(self.pairs[first:], first) for first in range(self.num_pairs)]
+
+    def __getitem__(self, pair: int) -> PairCosts:
+        return self.pairs[pair]
+
+
+@dataclass
+class _Rest:
+    """Sums of the shortest times, and how much of them some devices do in a second.
+
+    ``speeds`` are one over a device's smallest ratio to the shortest times, summed.
+    ``beside_s`` are the seconds that the devices are busy with other chains, as such time.
+    """
+
+    compute: Floats
+    forward: Floats
+    speeds: float
+    forward_speeds: float
+    beside_s: float
+
+    @staticmethod
+    def of(devices: Sequence[PairCosts], first: int) -> _Rest:
+        own = devices[0]
+        if all(pairs is own for pairs in devices):
+            num, beside = float(len(devices)), float(own.beside_s[first:].sum())
+            return _Rest(own.compute, own.forward, num, num, beside)
+        costs = [pairs.costs for pairs in devices]
+        compute, ratios = _shortest([np.add(of.forward_s, of.backward_s) for of in costs])
+        forward, of_forward = _shortest([np.array(of.forward_s) for of in costs])
+        beside_s = sum(
+            float(pairs.beside_s[first + k]) / ratio
+            for k, (pairs, ratio) in enumerate(zip(devices, ratios, strict=True))
+        )
+        return _Rest(
+            running_sum(compute.tolist()),
+            running_sum(forward.tolist()),
+            sum(1 / ratio for ratio in ratios),
+            sum(1 / ratio for ratio in of_forward),
+            beside_s,
+        )
+
+
+def _shortest(times: Sequence[Floats]) -> tuple[Floats, list[float]]:
+    """Shortest time of each layer, and the least ratio of each device's times to these."""
+    least = np.min(times, axis=0)
+    some = least > 0
+    ratios = [float((own[some] / least[some]).min(initial=np.inf)) for own in times]
+    return least, [ratio if np.isfinite(ratio) else 1.0 for ratio in ratios]
+
+
 def optimal_fold(
-    pairs: PairCosts, closed: Bools | None, order: tuple[str, ...], slack: float = 0.0
+    pairs: PairCosts | Sequence[PairCosts],
+    closed: Bools | None,
+    order: tuple[str, ...],
+    slack: float = 0.0,
 ) -> tuple[int, ...] | None:
     """Cuts of the fold that is smallest by the measures of ``order``, the most important first.
 
-    A measure may exceed its smallest value by the share ``slack`` if a later measure gains.
+    ``pairs`` are the costs of a pair of stages, or those on each device if devices differ. A
+    measure may exceed its smallest value by the share ``slack`` if a later measure gains.
 
     With ``closed``, every cut (a, b) must have ``closed[a, b]``: no skip has exactly one end among
     the layers a <= i < b. Returns None if no fold is legal and fits.
     """
+    if isinstance(pairs, PairCosts):
+        pairs = [pairs] * pairs.num_pairs
+    devices = _Devices(pairs)
     caps: dict[str, float] = {}
     cuts: tuple[int, ...] | None = None
     for measure in order:
         if cuts is not None and "bytes" in caps:
-            value, cuts = _smallest_within_bytes(pairs, closed, measure, caps, cuts)
+            value, cuts = _smallest_within_bytes(devices, closed, measure, caps, cuts)
         else:
             found = None
-            for cap in _widening(pairs, measure):
-                found = _search(pairs, closed, measure, {**caps, measure: cap})
+            for cap in _widening(devices, measure):
+                found = _search(devices, closed, measure, {**caps, measure: cap})
                 if found is not None:
                     break
             if found is None:
@@ -62,7 +139,7 @@ def optimal_fold(
 
 
 def _smallest_within_bytes(
-    pairs: PairCosts,
+    devices: _Devices,
     closed: Bools | None,
     measure: str,
     caps: dict[str, float],
@@ -73,38 +150,41 @@ def _smallest_within_bytes(
     ``cuts`` are a feasible start. The fewest bytes fall as the bound on the measure of each pair
     rises. Bisection finds the lowest bound at which the bytes are within their cap.
     """
-    low, high = 0.0, _largest(pairs, measure, cuts)
+    low, high = 0.0, _largest(devices, measure, cuts)
     while high - low > 1e-9 * high:
         middle = (low + high) / 2
-        found = _search(pairs, closed, "bytes", {**caps, measure: middle})
+        found = _search(devices, closed, "bytes", {**caps, measure: middle})
         if found is not None and found[0] <= caps["bytes"]:
             cuts = found[1]
-            high = _largest(pairs, measure, cuts)
+            high = _largest(devices, measure, cuts)
         else:
             low = middle
     return high, cuts
 
 
-def _largest(pairs: PairCosts, measure: str, cuts: tuple[int, ...]) -> float:
+def _largest(devices: _Devices, measure: str, cuts: tuple[int, ...]) -> float:
     """Value of ``measure`` for the largest pair."""
-    half = pairs.num_pairs + 1
+    half = devices.num_pairs + 1
     ahead, behind = np.array(cuts[:half]), np.array(cuts[: -half - 1 : -1])
-    which = np.arange(pairs.num_pairs)
-    values = getattr(pairs, measure)(which, ahead[:-1], ahead[1:], behind[1:], behind[:-1])
-    return float(values.max())
+    ends = np.stack([ahead[:-1], ahead[1:], behind[1:], behind[:-1]])[:, :, None]
+    values = (
+        getattr(pairs, measure)(number, *ends[:, number])
+        for number, pairs in enumerate(devices.pairs)
+    )
+    return max(float(value.max()) for value in values)
 
 
-def _widening(pairs: PairCosts, measure: str) -> list[float]:
+def _widening(devices: _Devices, measure: str) -> list[float]:
     """Bounds to try, from that of an even spread to infinity."""
+    rest = devices.rest[0]
+    busiest = max(float(pairs.beside_s[number]) for number, pairs in enumerate(devices.pairs))
     even = {
-        "load": max(
-            (pairs.compute[-1] + pairs.beside_s.sum()) / pairs.num_pairs, pairs.beside_s.max()
-        ),
-        "stage": pairs.forward[-1] / (2 * pairs.num_pairs),
+        "load": max((rest.compute[-1] + rest.beside_s) / rest.speeds, busiest),
+        "stage": rest.forward[-1] / (2 * rest.forward_speeds),
     }
     if measure not in even or even[measure] == 0:
         return [np.inf]
-    steps = _STEPS if pairs.memory is None else _FEW_STEPS
+    steps = _FEW_STEPS if devices.limits_memory else _STEPS
     return [even[measure] * step for step in steps] + [np.inf]
 
 
@@ -119,15 +199,15 @@ class _Level:
 
 
 def _search(
-    pairs: PairCosts, closed: Bools | None, measure: str, caps: dict[str, float]
+    devices: _Devices, closed: Bools | None, measure: str, caps: dict[str, float]
 ) -> tuple[float, tuple[int, ...]] | None:
     """Smallest value of ``measure`` and its cuts, with no pair above ``caps``; None if
     infeasible."""
-    num = len(pairs.costs.names)
+    num = len(devices[0].costs.names)
     start = np.array([0]), np.array([num]), np.array([0.0]), np.array([0])
     levels = [_Level(*start)]
-    for pair in range(pairs.num_pairs):
-        level = _next_level(pairs, closed, measure, caps, levels[-1], pair)
+    for pair in range(devices.num_pairs):
+        level = _next_level(devices, closed, measure, caps, levels[-1], pair)
         if level is None:
             return None
         levels.append(level)
@@ -142,16 +222,17 @@ def _search(
 
 
 def _next_level(
-    pairs: PairCosts,
+    devices: _Devices,
     closed: Bools | None,
     measure: str,
     caps: dict[str, float],
     level: _Level,
     pair: int,
 ) -> _Level | None:
+    pairs = devices[pair]
     found: list[tuple[Ints, Ints, Floats, Ints]] = []
-    for state, a2, b2 in _portions(pairs, caps, level, pair):
-        if closed is not None and pair + 1 < pairs.num_pairs:
+    for state, a2, b2 in _portions(devices, caps, level, pair):
+        if closed is not None and pair + 1 < devices.num_pairs:
             state, a2, b2 = _where(closed[a2, b2], state, a2, b2)
         a, b = level.a[state], level.b[state]
         state, a2, b2 = _where(pairs.fits(pair, a, a2, b2, b), state, a2, b2)
@@ -191,10 +272,10 @@ def _best(a: Ints, b: Ints, value: Floats, parent: Ints) -> tuple[Ints, Ints, Fl
 
 
 def _portions(
-    pairs: PairCosts, caps: dict[str, float], level: _Level, pair: int
+    devices: _Devices, caps: dict[str, float], level: _Level, pair: int
 ) -> list[tuple[Ints, Ints, Ints]]:
     """(state, a2, b2) of every next pair that computing time alone does not exclude."""
-    left = pairs.num_pairs - 1 - pair  # devices after this one
+    pairs, left = devices[pair], devices.num_pairs - 1 - pair  # devices after this one
     load_cap, stage_cap = caps.get("load", np.inf), caps.get("stage", np.inf)
     compute, forward = pairs.compute, pairs.forward
     a, b = level.a, level.b
@@ -213,10 +294,12 @@ def _portions(
         np.searchsorted(forward, forward[b] - stage_cap * SLACK, "left"),
     )
     low = np.maximum(low, a2 + 2 * left)
-    within = left * load_cap * SLACK - pairs.beside_s[pair + 1 :].sum()
+    rest = devices.rest[pair + 1]
+    within = rest.speeds * load_cap * SLACK - rest.beside_s
+    most = 2 * rest.forward_speeds * stage_cap * SLACK
     high = np.minimum(
-        np.searchsorted(compute, compute[a2] + within, "right"),
-        np.searchsorted(forward, forward[a2] + 2 * left * stage_cap * SLACK, "right"),
+        np.searchsorted(rest.compute, rest.compute[a2] + within, "right"),
+        np.searchsorted(rest.forward, rest.forward[a2] + most, "right"),
     )
     high = np.minimum(high, b)
     counts = np.maximum(high - low, 0)

@@ -1,34 +1,48 @@
 """Optimal cuts with one stage per device: a dynamic program along the chain.
 
 The cost of a stage depends on its layers [begin, end) alone. Skips with one end in the stage travel
-directly between its device and that of the other end.
+directly between its device and that of the other end. Devices may differ: each stage then has
+costs and a memory limit of its own.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 
 from megatron_pulse.backbone.costs import Floats
 from megatron_pulse.planner.partition.pair_costs import SLACK, Bools, Ints, PairCosts
 
+type _Tables = list[Floats]
+"""Table of [begin, end) for each stage; the same object for stages on devices of one kind."""
+
 
 def optimal_row(
-    pairs: PairCosts, num_stages: int, order: tuple[str, ...], slack: float = 0.0
+    devices: Sequence[PairCosts], order: tuple[str, ...], slack: float = 0.0
 ) -> tuple[int, ...] | None:
-    """Cuts into ``num_stages`` that are smallest by the measures of ``order``, most important
-    first.
+    """Cuts into one stage for each of ``devices``, smallest by the measures of ``order``.
 
-    A measure may exceed its smallest value by the share ``slack`` if a later measure gains. Returns
-    None if no cuts fit the devices' memory.
+    The most important measure comes first. A measure may exceed its smallest value by the share
+    ``slack`` if a later measure gains. Returns None if no cuts fit the devices' memory.
     """
-    num = len(pairs.costs.names)
+    num = len(devices[0].costs.names)
     begin, end = np.triu_indices(num + 1, 1)
-    tables = {name: _table(num, begin, end, pairs.row(name, begin, end)) for name in order}
-    held = [_table(num, begin, end, pairs.row_bytes_held(s, begin, end)) for s in range(num_stages)]
-    limit = pairs.memory.limit_bytes * SLACK if pairs.memory is not None else np.inf
-    allowed = [table <= limit for table in held]
+
+    def tables_of(measure: str) -> _Tables:
+        known = {
+            id(pairs): _table(num, begin, end, pairs.row(measure, begin, end)) for pairs in devices
+        }
+        return [known[id(pairs)] for pairs in devices]
+
+    tables = {name: tables_of(name) for name in order}
+    allowed = []
+    for stage, pairs in enumerate(devices):
+        limit = pairs.memory.limit_bytes * SLACK if pairs.memory is not None else np.inf
+        held = _table(num, begin, end, pairs.row_bytes_held(stage, begin, end))
+        allowed.append(held <= limit)
     cuts = None
-    moved: tuple[Floats, float] | None = None
+    moved: tuple[_Tables, float] | None = None
     for measure in order:
         if measure == "bytes":
             found = _fewest(tables[measure], allowed)
@@ -41,7 +55,10 @@ def optimal_row(
         if measure == "bytes":
             moved = tables[measure], most
         else:
-            allowed = [stage & (tables[measure] <= most) for stage in allowed]
+            allowed = [
+                stage & (table <= most)
+                for stage, table in zip(allowed, tables[measure], strict=True)
+            ]
     return cuts
 
 
@@ -52,7 +69,7 @@ def _table(num: int, begin: Ints, end: Ints, values: Floats) -> Floats:
 
 
 def _smallest(
-    table: Floats, allowed: list[Bools], moved: tuple[Floats, float] | None
+    tables: _Tables, allowed: list[Bools], moved: tuple[_Tables, float] | None
 ) -> tuple[float, tuple[int, ...]] | None:
     """Cuts with the smallest largest stage, within the byte limit of ``moved``.
 
@@ -60,13 +77,17 @@ def _smallest(
     which the bytes are within their limit.
     """
     if moved is None:
-        return _search(table, allowed, add=False)
+        return _search(tables, allowed, add=False)
     amounts, most = moved
-    bounds = np.unique(table[np.isfinite(table)])
+    every = {id(table): table for table in tables}.values()
+    bounds = np.unique(np.concatenate([table[np.isfinite(table)] for table in every]))
     best, low, high = None, 0, len(bounds) - 1
     while low <= high:
         middle = (low + high) // 2
-        found = _fewest(amounts, [stage & (table <= bounds[middle]) for stage in allowed])
+        within = [
+            stage & (table <= bounds[middle]) for stage, table in zip(allowed, tables, strict=True)
+        ]
+        found = _fewest(amounts, within)
         if found is not None and found[0] <= most:
             best, high = (float(bounds[middle]), found[1]), middle - 1
         else:
@@ -74,18 +95,20 @@ def _smallest(
     return best
 
 
-def _fewest(table: Floats, allowed: list[Bools]) -> tuple[float, tuple[int, ...]] | None:
+def _fewest(tables: _Tables, allowed: list[Bools]) -> tuple[float, tuple[int, ...]] | None:
     """Cuts with the smallest sum over stages."""
-    return _search(table, allowed, add=True)
+    return _search(tables, allowed, add=True)
 
 
-def _search(table: Floats, allowed: list[Bools], add: bool) -> tuple[float, tuple[int, ...]] | None:
+def _search(
+    tables: _Tables, allowed: list[Bools], add: bool
+) -> tuple[float, tuple[int, ...]] | None:
     """Smallest maximum (with ``add``: smallest sum) over allowed stages, and its cuts."""
-    num = len(table) - 1
+    num = len(tables[0]) - 1
     value = np.full(num + 1, np.inf)
     value[0] = 0.0
     choices = []
-    for stage in allowed:
+    for table, stage in zip(tables, allowed, strict=True):
         cost = np.where(stage, table, np.inf)
         total = value[:, None] + cost if add else np.maximum(value[:, None], cost)
         choices.append(total.argmin(axis=0))

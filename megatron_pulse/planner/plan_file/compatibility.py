@@ -9,10 +9,12 @@ from typing import Any
 
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.dataflow import required_gradients
-from megatron_pulse.planner.cluster.cluster import Cluster, ClusterError, from_record
+from megatron_pulse.planner.cluster.cluster import Cluster, ClusterError
+from megatron_pulse.planner.cluster.places import Place, places_of, splits_a_kind
+from megatron_pulse.planner.cluster.rank_order import RankOrder
 from megatron_pulse.planner.layout.crossing import SkipCarrier
 from megatron_pulse.planner.layout.embedder_choice import EmbedderChoice
-from megatron_pulse.planner.plan_file.plan_file import PlanFile
+from megatron_pulse.planner.plan_file.plan_file import PlanFile, ordered_cluster
 from megatron_pulse.planner.program.plan import Plan, PlanError
 from megatron_pulse.planner.schedule.check.validate import peak_memory
 from megatron_pulse.profile.channels_last import format_of
@@ -93,15 +95,27 @@ def parameter_faults(given: PlanFile, backbone: Backbone, counts: Sequence[int])
 def machine_faults(record: Mapping[str, Any]) -> list[str]:
     """Reasons why a plan file cannot run on the cluster that it was made for."""
     try:
-        cluster = from_record(record["provenance"]["cluster"], "provenance.cluster")
+        cluster = ordered_cluster(record["provenance"]["cluster"], record.get("device_order"))
     except ClusterError as error:
         return [str(error)]
-    limit = cluster.usable_bytes
-    return rank_faults(record, cluster) + [
-        f"memory: device {device} needs {size / 1e9:.3g} GB of {limit / 1e9:.3g} GB"
-        for device, size in enumerate(record["predicted"]["memory_bytes"])
-        if size > limit * (1 + 1e-9)
+    faults = rank_faults(record, cluster)
+    if faults and cluster.mixed:
+        return faults
+    pipeline, data, tensor = (int(record[name]) for name in ("pipeline", "data", "tensor"))
+    ranks = RankOrder(cluster, pipeline, data, tensor, record["rank_order"] == "tp-pp-dp")
+    held = zip(record["predicted"]["memory_bytes"], places_of(ranks), strict=False)
+    if splits_a_kind(ranks):
+        faults.append("tensor: a group of ranks is on unlike devices; order the devices by kind")
+    return faults + [
+        f"memory: device {device}{_of_kinds(place)} needs {size / 1e9:.3g} GB of "
+        f"{place.usable_bytes / 1e9:.3g} GB"
+        for device, (size, place) in enumerate(held)
+        if size > place.usable_bytes * (1 + 1e-9)
     ]
+
+
+def _of_kinds(place: Place) -> str:
+    return f" ({place.name})" if place.kinds else ""
 
 
 def rank_faults(record: Mapping[str, Any], cluster: Cluster) -> list[str]:
@@ -119,8 +133,7 @@ def rank_faults(record: Mapping[str, Any], cluster: Cluster) -> list[str]:
 
 def machine_summary(given: PlanFile) -> dict[str, str]:
     """Summary of the plan's ranks and memory on the cluster that it was made for."""
-    cluster = from_record(given.provenance["cluster"], "provenance.cluster")
-    limit, held = cluster.usable_bytes, given.predicted["memory_bytes"]
+    cluster, held = given.cluster, given.predicted["memory_bytes"]
     peaks = peak_memory(given.problem, given.schedule)
     filled = zip(peaks, given.problem.cap or (), strict=True)
     peak, cap = max(filled, key=lambda pair: pair[0] / pair[1] if pair[1] else 0.0)
@@ -129,8 +142,19 @@ def machine_summary(given: PlanFile) -> dict[str, str]:
         "ranks": f"{given.world_size} ({degrees}); {cluster.name} has {cluster.num_devices}",
         "memory": f"activations of the schedule at their peak {peak / 1e9:.3g} GB of "
         f"{cap / 1e9:.3g} GB, on the device with least room; all in all at most "
-        f"{max(held) / 1e9:.3g} of {limit / 1e9:.3g} GB",
+        + _fullest(held, given.places),
     }
+
+
+def _fullest(held: Sequence[float], places: Sequence[Place]) -> str:
+    """Largest bytes of a device beside its usable bytes, for each kind."""
+    most: dict[Place, float] = {}
+    for num_bytes, place in zip(held, places, strict=True):
+        most[place] = max(most.get(place, 0.0), num_bytes)
+    return ", ".join(
+        f"{num_bytes / 1e9:.3g} of {place.usable_bytes / 1e9:.3g} GB{_of_kinds(place)}"
+        for place, num_bytes in most.items()
+    )
 
 
 def _size_faults(given: PlanFile, backbone: Backbone) -> Iterator[str]:

@@ -55,6 +55,10 @@ def sum_faults(record: Mapping[str, Any]) -> Iterator[str]:
         yield f"grad_reduce_in_bf16: requires dtype bfloat16, dtype is {record['dtype']}"
     if record.get("optimizer_cpu_offload") and not record["distributed_optimizer"]:
         yield "optimizer_cpu_offload: requires distributed_optimizer, which is false"
+    if (order := record.get("device_order")) is not None:
+        world = math.prod(record[name] for name in ("pipeline", "data", "tensor"))
+        if sorted(order) != list(range(world)):
+            yield f"device_order: lists each of the devices 0 to {world - 1} once"
     names = Counter(name for stage in record["stages"] for name in stage)
     for name, count in names.items():
         if count > 1:

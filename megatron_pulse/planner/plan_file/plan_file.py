@@ -9,7 +9,7 @@ of each layer at its microbatch size, so that all predictions can be recomputed.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, fields, replace
 from itertools import accumulate
 from pathlib import Path
@@ -21,6 +21,10 @@ from megatron_pulse.dataclass_flags import flag_value
 from megatron_pulse.errors import UserError
 from megatron_pulse.file_kinds import FileKind, detect_kind
 from megatron_pulse.files import FileError, read_json, write_with_checksum
+from megatron_pulse.planner.cluster.cluster import Cluster
+from megatron_pulse.planner.cluster.cluster import from_record as cluster_from_record
+from megatron_pulse.planner.cluster.places import Place, places_of
+from megatron_pulse.planner.cluster.rank_order import RankOrder
 from megatron_pulse.planner.layout.fsdp_layout import FsdpLayout, Gathering
 from megatron_pulse.planner.layout.layouts import layout_name
 from megatron_pulse.planner.layout.placement import Partition, Placement, make_placement
@@ -79,6 +83,9 @@ class PlanFile:
     any shape, as evaluations have. Its predictions are the mean of the shapes' (see
     ``Outcome.with_shapes``). ``fsdp`` shards the parameters of the only stage: the schedule is then
     that of the computation alone, and predictions include collectives.
+
+    Rank k of the plan runs on device ``device_order[k]`` of the cluster (default: device k), if the
+    cluster's devices differ.
     """
 
     backbone: Mapping[str, Any]
@@ -111,6 +118,28 @@ class PlanFile:
     dpo: bool = False
     shapes: tuple[ShapePlan, ...] = ()
     fsdp: FsdpLayout | None = None
+    device_order: tuple[int, ...] | None = None
+
+    @property
+    def mixed(self) -> bool:
+        """True if the plan was made for devices of several kinds."""
+        return "kinds" in self.provenance["cluster"]
+
+    @property
+    def cluster(self) -> Cluster:
+        """Cluster that the plan was made for, with the plan's ranks; raises ClusterError."""
+        return ordered_cluster(self.provenance["cluster"], self.device_order)
+
+    @property
+    def ranks(self) -> RankOrder:
+        """Ranks of the plan in its ``cluster``."""
+        of = self.cluster, self.pipeline, self.data, self.tensor
+        return RankOrder(*of, self.rank_order == "tp-pp-dp")
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """Kinds and usable memory of each pipeline device."""
+        return places_of(self.ranks)
 
     @property
     def heading(self) -> str:
@@ -205,6 +234,12 @@ class ShapePlan:
     plan: PlanFile
 
 
+def ordered_cluster(record: Mapping[str, Any], device_order: Sequence[int] | None) -> Cluster:
+    """Cluster of a plan's record, with ranks in ``device_order``; raises ClusterError."""
+    cluster = cluster_from_record(record, "provenance.cluster")
+    return cluster if device_order is None else cluster.with_order(device_order)
+
+
 def save_plan(plan: PlanFile, path: str | Path) -> None:
     """Write ``plan`` to ``path`` atomically: only a complete file replaces an existing one."""
     write_with_checksum(path, json.dumps(to_record(plan), indent=1) + "\n")
@@ -280,7 +315,7 @@ def to_record(plan: PlanFile) -> dict[str, Any]:
                     record[name] = list(given)
             case "activations":
                 record["activations"] = plan.activations.by_name(plan.layer_names)
-            case "self_conditioning" | "optimizer_cpu_offload" | "dpo" as name:
+            case "self_conditioning" | "optimizer_cpu_offload" | "dpo" | "device_order" as name:
                 if given := getattr(plan, name):
                     record[name] = given
             case "optimizer_bytes":
@@ -399,6 +434,8 @@ def _from_record(record: dict[str, Any]) -> tuple[PlanFile | None, list[str]]:
     for name in ("encoders", "before_step", "policies"):
         if name in given:
             given[name] = tuple(given[name])
+    if "device_order" in given:
+        given["device_order"] = tuple(given["device_order"])
     given["shapes"], wrong = _shapes_from(record)
     if fsdp := record.get("fsdp"):
         layout = FsdpLayout(**{**fsdp, "starts": tuple(fsdp["starts"])})

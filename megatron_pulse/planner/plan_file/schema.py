@@ -216,6 +216,9 @@ class _Plan(TypedDict):
     dpo: NotRequired[bool]
     shapes: NotRequired[Some[_Shape]]
     fsdp: NotRequired[_Fsdp]
+    device_order: NotRequired[
+        Annotated[Some[Natural], "the device of the cluster for each rank, each once"]
+    ]
 
 
 def plan_faults(content: Any) -> list[str]:

@@ -11,7 +11,7 @@ from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.planner.schedule.check.simulate import Timeline
 from megatron_pulse.planner.schedule.operations import BACKWARDS, Operation, OpType
 from megatron_pulse.planner.schedule.problem import LEAST_S, ScheduleProblem
-from megatron_pulse.planner.trace.trace import StepTrace, Trace, TraceError
+from megatron_pulse.planner.trace.trace import BETWEEN_DEVICES, StepTrace, Trace, TraceError
 from megatron_pulse.profile.warnings import plan_cautions
 
 
@@ -142,7 +142,8 @@ def cost_cautions(plan: PlanFile, trace: Trace) -> list[str]:
     threads = trace.run.get("threads", "")
     found = plan_cautions(plan.provenance, int(threads) if threads.isdecimal() else 0)
     source, device = str(plan.provenance["profile"]), trace.machine.get("device", "")
-    if source.startswith("measured, ") and trace.run and device not in source:
+    is_planned = all(name in source for name in device.split(BETWEEN_DEVICES))
+    if source.startswith("measured, ") and trace.run and not is_planned:
         found.append(f"the run was on {device}, but costs are {source.partition(':')[0]}")
     elif not source.startswith("measured, "):
         found.append(f"costs were not measured ({source.partition(':')[0]}): ratios may be right")

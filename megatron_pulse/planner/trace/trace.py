@@ -27,6 +27,9 @@ from megatron_pulse.planner.schedule.operations import Operation, OpType
 SCHEMA = 1
 """Version of the file's form."""
 
+BETWEEN_DEVICES = " and "
+"""Text between the names of unlike devices in ``Trace.machine``."""
+
 _Seconds = Annotated[float, Ge(-1e9), Le(1e9), "seconds"]
 
 

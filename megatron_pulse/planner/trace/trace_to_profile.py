@@ -38,8 +38,8 @@ def rescale(profile: Profile, plan: PlanFile, measured: ScheduleProblem) -> Prof
     separately, at all profiled sizes. The scale is the measured time over the profile's at the
     plan's microbatch size. Input and weight gradient share one scale if the backward is not split,
     or if the layer is recomputed. A recomputed forward counts as its share of the measured forward.
-    Raises ProfileError for a profile of another chain, under tensor parallelism, and if
-    recomputation leaves no time for a backward.
+    Raises ProfileError for a profile of another chain, under tensor parallelism, for unlike
+    devices, and if recomputation leaves no time for a backward.
     """
     faults = []
     names = [name for stage in plan.stages for name in stage]
@@ -49,6 +49,11 @@ def rescale(profile: Profile, plan: PlanFile, measured: ScheduleProblem) -> Prof
         faults.append(
             f"the run divided layers over {plan.tensor} ranks, but a profile has whole layers: "
             "trace a run with tensor 1"
+        )
+    if plan.mixed:
+        faults.append(
+            "the run was on devices of several kinds, each of which ran only some stages. Run "
+            "'pulse profile' on each kind instead"
         )
     if faults:
         raise ProfileError(format_faults("the profile cannot be rescaled", faults))

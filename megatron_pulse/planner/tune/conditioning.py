@@ -103,14 +103,17 @@ def with_copies(
     copied: Sequence[ReplicatedEmbedder],
     times: Sequence[LayerTimes],
     recompute: frozenset[int],
+    of_device: Sequence[ChainCosts],
 ) -> ChainCosts:
     """Costs with those of replicated embedders moved to the first layer of each stage that uses
     them.
 
-    ``times`` are those of the layers without recomputation.
+    ``times`` are those of the layers without recomputation. ``of_device`` are the whole chain's
+    costs on each pipeline device, as a stage computes an embedder on its own device.
     """
     if not copied:
         return costs
+    home = partition.placement.device_of_stage
     forward, backward = list(costs.forward_s), list(costs.backward_s)
     split_forward = list(costs.split_forward_s or costs.forward_s)
     split_backward = list(costs.split_backward_s or costs.backward_s)
@@ -127,12 +130,13 @@ def with_copies(
             shared[i + 1] = 0
     for embedder in copied:
         i = embedder.layer
-        again = costs.forward_s[i] if i in recompute and costs.backward_s[i] else 0.0
-        for first in (partition.cuts[stage] for stage in embedder.stages):
+        for stage in embedder.stages:
+            first, own = partition.cuts[stage], of_device[home[stage]]
+            again = own.forward_s[i] if i in recompute and own.backward_s[i] else 0.0
             for column in (forward, split_forward):
-                column[first] += costs.forward_s[i]
+                column[first] += own.forward_s[i]
             for column in (backward, split_backward):
-                column[first] += costs.backward_s[i] - again
+                column[first] += own.backward_s[i] - again
             held = times[i].saved_bytes if i in recompute else costs.saved_bytes[i]
             saved[first] += held
             wgrad_bytes[first] += held

@@ -48,7 +48,8 @@ class Config:
     ``split`` defers weight gradients (split backward). ``max_in_flight`` lets a schedule hold as
     many in-flight microbatches as fit, not only as many as 1F1B. With ``pp_before_dp`` neighbours
     in the pipeline are neighbours in a node (Megatron's tp-pp-dp order). Otherwise replicas are
-    (tp-dp-pp, its default). ``fsdp`` shards the parameters of one pipeline device.
+    (tp-dp-pp, its default). ``fsdp`` shards the parameters of one pipeline device. Rank k runs on
+    device ``device_order[k]`` of a cluster of unlike devices (empty: device k).
     """
 
     pipeline: int
@@ -62,6 +63,7 @@ class Config:
     distributed_optimizer: bool = False
     pp_before_dp: bool = False
     fsdp: FsdpLayout | None = None
+    device_order: tuple[int, ...] = ()
 
     @property
     def placement(self) -> Placement:
@@ -83,6 +85,9 @@ class Config:
             parts.append("distributed optimizer")
         if self.pipeline > 1 and self.data > 1:
             parts.append("pipeline inside" if self.pp_before_dp else "replicas inside")
+        if self.device_order:
+            shown = " ".join(map(str, self.device_order))
+            parts.append(f"devices {shown:.40}{'...' * (len(shown) > 40)}")
         return ", ".join(parts)
 
 

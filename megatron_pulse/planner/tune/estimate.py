@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 
 import numpy as np
 
 from megatron_pulse.backbone.costs import running_sum
 from megatron_pulse.planner.cluster.cluster import HOST_ADAM_BYTES, Cluster, ClusterError
+from megatron_pulse.planner.cluster.device_kinds import DeviceKind
 from megatron_pulse.planner.layout.placement import Partition
 from megatron_pulse.planner.partition.memory import ParameterState
 from megatron_pulse.planner.program.simulate import StageMessage, edges_of, link_bound
@@ -40,13 +42,13 @@ CPU_BYTES_PER_S = 10e9
 """Approximate memory bandwidth of a CPU, if the cluster does not say."""
 
 
-def memory_bytes_per_s(profile: Profile, cluster: Cluster) -> float:
-    """Peak memory bandwidth of the cluster's devices, in bytes per second.
+def memory_bytes_per_s(profile: Profile, cluster: Cluster, kind: DeviceKind) -> float:
+    """Peak memory bandwidth of the cluster's devices of a kind, in bytes per second.
 
     If the cluster names a measured profile as its device, the bandwidth is that of the GPU or CPU
     in ``profile``. Raises ClusterError for a GPU of unknown peak.
     """
-    known = cluster.peaks or known_device(profile.device)
+    known = kind.peaks or known_device(profile.device)
     if known is not None:
         return known.bytes_per_s
     if is_cpu(profile):
@@ -103,13 +105,18 @@ class Estimator:
         profile, cluster, state = self.costs.profile, self.costs.cluster, self.costs.state
         self._spreads: dict[tuple[object, ...], tuple[float, float, float]] = {}
         self._reductions: dict[tuple[object, ...], float] = {}
-        measured_s = sum(layer.optimizer_s for layer in profile.layers)
-        self.adam_s = measured_s / max(
-            1, sum(layer.trained_parameters for layer in profile.layers)
-        ) or OPTIMIZER_BYTES / memory_bytes_per_s(profile, cluster)
-        self._own_adam_s = self.adam_s
+        adam_s: dict[str, float] = {}
+        for kind in cluster.kinds:
+            own = profile.of_kind(kind.name) if kind.name in profile.kinds else profile
+            measured_s = sum(layer.optimizer_s for layer in own.layers)
+            adam_s[kind.name] = measured_s / max(
+                1, sum(layer.trained_parameters for layer in own.layers)
+            ) or OPTIMIZER_BYTES / memory_bytes_per_s(own, cluster, kind)
+        self.adam_s = max(adam_s.values())
+        """Seconds of Adam per parameter on the slowest kind of device."""
         if state.optimizer_cpu_offload:
-            self._own_adam_s = host_adam_s(profile, cluster, state)
+            adam_s = dict.fromkeys(adam_s, host_adam_s(profile, cluster, state))
+        self._adam_s_of, self._own_adam_s = adam_s, max(adam_s.values())
 
     def quick_bound(self, config: Config) -> float:
         """Lower bound on the step time of a config for any partition.
@@ -129,7 +136,8 @@ class Estimator:
         later = totals.weight_grad_s if config.split else 0.0
         count = self.costs.num_microbatches(config)
         again = totals.forward_s if config.recompute is Recompute.ALWAYS else 0.0
-        least = max(count * max(work / num, totals.largest_s), work - later - again)
+        speeds = self.costs.speeds(config)  # the number of devices if they are alike
+        least = max(count * max(work / speeds, totals.largest_s), work - later - again)
         reduced = self._least_reduction(config) / num
         if config.layout.num_chunks == 1:
             last = later if config.split else totals.backward_s
@@ -138,7 +146,7 @@ class Estimator:
             if (share := totals.forward_share if parts else 1.0) > 0:
                 fit = (1 - (1 - share / count) ** num) / share
                 least = max(least, work / fit)
-        least = max(least, reduced) + self.optimizer_s(config, totals.trained / num)
+        least = max(least, reduced) + self._least_optimizer_s(config, totals.trained)
         return least + self._forwards_s(config)
 
     def _forwards_s(self, config: Config) -> float:
@@ -245,13 +253,34 @@ class Estimator:
 
     def _afterwards_s(self, config: Config, stages: Stages) -> float:
         """Seconds of the optimizer, and of the forwards before a step."""
-        most = max(stages.per_device(stages.trained))
-        return self.optimizer_s(config, most) + self._forwards_s(config)
+        held = stages.per_device(stages.trained)
+        return self.optimizer_of_devices(config, held) + self._forwards_s(config)
 
-    def optimizer_s(self, config: Config, parameters: float) -> float:
-        """Seconds of Adam over the ``parameters`` of a rank."""
+    def optimizer_of_devices(self, config: Config, held: Sequence[float]) -> float:
+        """Seconds of Adam over the parameters that each pipeline device has, on the last to end."""
+        each = zip(held, self._adam_s(config), strict=True)
+        return max(self.optimizer_s(config, *of) for of in each)
+
+    def _least_optimizer_s(self, config: Config, trained: float) -> float:
+        """Lower bound on the seconds of Adam over all ``trained`` parameters of a pipeline."""
+        if not self.costs.cluster.mixed:
+            return self.optimizer_s(config, trained / config.pipeline)
+        speeds = sum(1 / adam_s for adam_s in self._adam_s(config))
+        return self.optimizer_s(config, trained, 1 / speeds)
+
+    def _adam_s(self, config: Config) -> list[float]:
+        """Seconds of Adam per parameter on each pipeline device."""
+        known, slowest = self._adam_s_of, self._own_adam_s
+        return [
+            max((known[name] for name in place.kinds), default=slowest)
+            for place in self.costs.places(config)
+        ]
+
+    def optimizer_s(self, config: Config, parameters: float, adam_s: float | None = None) -> float:
+        """Seconds of Adam over the ``parameters`` of a rank, with ``adam_s`` for each (default: on
+        the slowest device)."""
         parts = config.data if config.distributed_optimizer else 1
-        return parameters * self._own_adam_s / parts
+        return parameters * (self._own_adam_s if adam_s is None else adam_s) / parts
 
     def _about(self, config: Config, work: float, delay: float, held: float) -> float:
         ranks, size = self.costs.ranks(config), self.costs.gradient_bytes
@@ -274,7 +303,7 @@ class Estimator:
     def _spread(self, config: Config) -> tuple[float, float, float]:
         """Per microbatch: a device's work, the delay of links, and the seconds that a device sends.
 
-        Cuts are at equal shares of the work. In a fold all skips count as collocated.
+        Cuts are at equal shares of the time. In a fold all skips count as collocated.
         """
         key = (
             config.pipeline,
@@ -285,28 +314,40 @@ class Estimator:
             Recompute.NEVER if config.recompute.as_needed else config.recompute,
             config.pp_before_dp,
             config.split,
+            config.device_order,
         )
         if key not in self._spreads:
-            costs, placement = self.costs.chain(config).of_schedule(config.split), config.placement
+            chains, placement = self.costs.chains(config), config.placement
+            costs, speeds = chains[0].of_schedule(config.split), [1.0] * config.pipeline
+            if any(chain is not chains[0] for chain in chains):
+                works = [sum(chain.of_schedule(config.split).work_s) for chain in chains]
+                speeds = [works[0] / max(work, 1e-12) for work in works]
             work = [f + b for f, b in zip(costs.forward_s, costs.backward_s, strict=True)]
             edges: tuple[StageMessage, ...] = ()
             if placement.num_stages > 1:
-                cuts = even_cuts(work, placement.num_stages)
+                cuts = even_cuts(
+                    work,
+                    placement.num_stages,
+                    [speeds[device] for device in placement.device_of_stage],
+                )
                 link = self.costs.ranks(config).link
                 edges = edges_of(costs, Partition(placement, cuts), link)
             if placement.kind.mirrored:
                 edges = tuple(e for e in edges if e.destination == e.source + 1)
-            each = max(sum(work) / config.pipeline, max(work))
+            each = max(sum(work) / sum(speeds), max(work) / max(speeds))
             self._spreads[key] = (each, _delay(edges), busiest_link_s(placement, edges))
         return self._spreads[key]
 
 
-def even_cuts(work: Sequence[float], num_stages: int) -> tuple[int, ...]:
-    """Cuts at equal shares of ``work``, with at least one layer per stage."""
-    total = running_sum(work)
+def even_cuts(
+    work: Sequence[float], num_stages: int, speeds: Sequence[float] = ()
+) -> tuple[int, ...]:
+    """Cuts of ``work`` at shares in proportion to the stages' ``speeds`` (default: equal ones),
+    with at least one layer per stage."""
+    total, reached = running_sum(work), list(accumulate(speeds or [1.0] * num_stages))
     cuts = [0]
     for k in range(1, num_stages):
-        near = int(np.searchsorted(total, total[-1] * k / num_stages))
+        near = int(np.searchsorted(total, total[-1] * reached[k - 1] / reached[-1]))
         cuts.append(max(cuts[-1] + 1, min(near, len(work) - num_stages + k)))
     return (*cuts, len(work))
 

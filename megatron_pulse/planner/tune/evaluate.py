@@ -268,6 +268,7 @@ class Evaluator:
     def candidates(self, choices: Choices) -> list[Config]:
         """Configs of ``choices`` that use every device and divide the batch.
 
+        On unlike devices, each comes in several orders of the devices (``LayerCosts.orders``).
         Optimizer offload always implies the distributed optimizer.
         """
         cluster, has_skips = self.cluster, bool(self.profile.skips)
@@ -277,7 +278,8 @@ class Evaluator:
         if not self.costs.profile.selects:
             known = tuple(r for r in choices.recompute if r is not Recompute.SELECTIVE)
             choices = replace(choices, recompute=known)
-        return list(configs(devices, inside, self.global_batch_size, has_skips, choices))
+        every = configs(devices, inside, self.global_batch_size, has_skips, choices)
+        return [each for config in every for each in self.costs.orders(config)]
 
     def refuse(self, config: Config) -> None:
         """Raise UnfitError for a config that no partition can make fit, or whose step is too long
@@ -353,7 +355,7 @@ class Evaluator:
             more_s = (count - core) * max(forwards.busy) / core
             own_s = self.first_pass * (forwards.makespan + more_s)
         held = stages.per_device(stages.trained)
-        optimizer_s = self.estimator.optimizer_s(config, max(held))
+        optimizer_s = self.estimator.optimizer_of_devices(config, held)
         busy = sum(timeline.busy) / core * count / config.pipeline
         moved = volume(stages.costs, stages.partition).total * config.tensor
         gradient = self.costs.gradient_bytes
@@ -384,7 +386,7 @@ class Evaluator:
         The caps are not enough: they count working memory apart from what an operation works on,
         and omit skips between stages of one device.
         """
-        return fit_in(outcome.memory_bytes, self.stages.usable_bytes)
+        return fit_in(outcome.memory_bytes, outcome.stages.usable_bytes)
 
     def with_room(
         self,
@@ -395,9 +397,9 @@ class Evaluator:
         has_time: Callable[[], bool] = lambda: True,
     ) -> tuple[Synthesis, Timeline, tuple[float, ...], Caps]:
         """First schedule of ``make`` that fits every device (``schedule_with_room``)."""
-        peaks, limit = partial(self.peak_bytes, config, stages), self.stages.usable_bytes
+        peaks, limits = partial(self.peak_bytes, config, stages), stages.usable_bytes
         least = stages.per_device(stages.kept_bytes(config.split))
-        return schedule_with_room(problem, make, peaks, limit, least, has_time)
+        return schedule_with_room(problem, make, peaks, limits, least, has_time)
 
     def peak_bytes(self, config: Config, stages: Stages, schedule: Schedule) -> tuple[float, ...]:
         """Peak bytes of each device in the schedule."""

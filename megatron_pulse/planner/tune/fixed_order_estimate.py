@@ -47,6 +47,6 @@ class FixedOrder:
         last = {stage: (float(start[i]), float(end[i])) for stage, i in self._completing}
         pipeline_s = makespan + stages.embedder_copy_s + self._more * busy
         reduce_s = evaluator.exposed_reduction(config, stages, last, makespan)
-        held = max(stages.per_device(stages.trained))
-        own_s = outcome.first_pass_s
-        return pipeline_s + reduce_s + evaluator.estimator.optimizer_s(config, held) + own_s
+        held = stages.per_device(stages.trained)
+        optimizer_s = evaluator.estimator.optimizer_of_devices(config, held)
+        return pipeline_s + reduce_s + optimizer_s + outcome.first_pass_s

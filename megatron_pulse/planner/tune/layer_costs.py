@@ -3,16 +3,19 @@ mend."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from functools import cache, lru_cache, partial
+from functools import cache, cached_property, lru_cache
 from operator import add
 
 from megatron_pulse.backbone.activations import ActivationPolicies, ActivationPolicy
 from megatron_pulse.backbone.costs import ChainCosts
 from megatron_pulse.errors import PicklableError
 from megatron_pulse.planner.cluster.cluster import Cluster
+from megatron_pulse.planner.cluster.places import Place, places_of, splits_a_kind
+from megatron_pulse.planner.cluster.rank_order import RankOrder
+from megatron_pulse.planner.layout.placement import Partition
 from megatron_pulse.planner.partition.memory import (
     DEFAULT_STATE,
     ParameterState,
@@ -26,9 +29,10 @@ from megatron_pulse.planner.tune.collectives import (
     forward_sums,
     recomputed_sums,
 )
+from megatron_pulse.planner.tune.composed_costs import composed, of_any
 from megatron_pulse.planner.tune.config import Config, Recompute
+from megatron_pulse.planner.tune.device_orders import device_orders, most_orders
 from megatron_pulse.planner.tune.memory.workspace import Workspace
-from megatron_pulse.planner.tune.rank_order import RankOrder
 from megatron_pulse.profile.layer_records import LayerTimes, ProfiledLayer
 from megatron_pulse.profile.profile import Profile
 from megatron_pulse.profile.roofline import ELEMENT_BYTES
@@ -66,6 +70,9 @@ class Totals:
     to work of a layer. ``trained`` and ``frozen`` are parameter counts; a quantised one counts by
     its bytes. Embedders may be replicated: their recomputation and their activations are left out.
     With recomputation as needed, times are those without, and bytes the smaller of both.
+
+    On unlike devices, seconds are the least of any device (``weight_grad_s`` the most), so that
+    bounds hold. ``speeds`` say by kinds how much of such seconds a device does in one, at most.
     """
 
     forward_s: float
@@ -76,12 +83,14 @@ class Totals:
     saved_bytes: float
     largest_s: float
     forward_share: float
+    speeds: Mapping[tuple[str, ...], float]
 
 
 class LayerCosts:
     """One backbone's layers on one cluster, for any degrees and microbatch size.
 
-    ``profile`` is of whole layers on one of the cluster's devices. ``sequence_parallel`` says
+    ``profile`` is of whole layers on one of the cluster's devices. If they differ, it has the costs
+    on each kind (``Profile.kinds``), or times are taken to be the same. ``sequence_parallel`` says
     whether boundaries can be divided with the tensors (not a UNet's). ``num_heads`` are the numbers
     of attention heads that tensor-parallel ranks share. ``state`` is the state kept per parameter.
     ``transform`` changes all chain costs, such as ``volume.relayed`` for relayed skips.
@@ -105,7 +114,10 @@ class LayerCosts:
         self.times_at = lru_cache(maxsize=None)(profile.times_at)
         self._chain_of = lru_cache(maxsize=512)(self._make_chain)
         self._workspaces: dict[tuple[int, int, ActivationPolicies], Workspace] = {}
-        self._ranks_of = lru_cache(maxsize=None)(partial(RankOrder, cluster))
+        self._kinds = {name: profile.of_kind(name) for name in profile.kinds if cluster.mixed}
+        self._ranks_of = lru_cache(maxsize=None)(self._make_ranks)
+        self._places_of = lru_cache(maxsize=None)(self._make_places)
+        self._orders_of = lru_cache(maxsize=None)(self._make_orders)
         self._sums_of = lru_cache(maxsize=None)(self._make_sums)
         self._totals_of = lru_cache(maxsize=512)(self._make_totals)
         self._indivisible = lru_cache(maxsize=None)(self._find_indivisible)
@@ -116,7 +128,64 @@ class LayerCosts:
 
     def ranks(self, config: Config) -> RankOrder:
         """Rank order and links of the config."""
-        return self._ranks_of(config.pipeline, config.data, config.tensor, config.pp_before_dp)
+        return self._ranks_of(*_degrees(config))
+
+    def places(self, config: Config) -> tuple[Place, ...]:
+        """Kinds and memory of the config's pipeline devices."""
+        return self._places_of(*_degrees(config))
+
+    def orders(self, config: Config) -> Iterator[Config]:
+        """Yield the config in orders of the devices that differ for it (``most_orders``).
+
+        There are none if every order puts a tensor-parallel group on unlike devices.
+        """
+        if not self.cluster.mixed:
+            yield config
+            return
+        for order in self._orders_of(*_degrees(config)[:-1]):
+            yield replace(config, device_order=order)
+
+    def _make_orders(
+        self, pipeline: int, data: int, tensor: int, pp_before_dp: bool
+    ) -> list[tuple[int, ...]]:
+        found: dict[tuple[Place, ...], tuple[int, ...]] = {}
+        for order in self._device_orders:
+            of = pipeline, data, tensor, pp_before_dp, order
+            if not splits_a_kind(self._ranks_of(*of)):
+                found.setdefault(self._places_of(*of), order)
+            if len(found) == most_orders(self.cluster):
+                break
+        return list(found.values())
+
+    @cached_property
+    def _device_orders(self) -> list[tuple[int, ...]]:
+        size = self.profile.micro_batch_sizes[-1]
+
+        def speed(kind: str) -> float:
+            own = self._kinds.get(kind, self.profile)
+            return 1 / max(1e-12, sum(layer.whole_s for layer in own.times_at(size)))
+
+        return list(device_orders(self.cluster, speed))
+
+    def _make_ranks(
+        self, pipeline: int, data: int, tensor: int, pp_before_dp: bool, order: tuple[int, ...]
+    ) -> RankOrder:
+        cluster = self.cluster.with_order(order) if order else self.cluster
+        return RankOrder(cluster, pipeline, data, tensor, pp_before_dp)
+
+    def _make_places(
+        self, pipeline: int, data: int, tensor: int, pp_before_dp: bool, order: tuple[int, ...]
+    ) -> tuple[Place, ...]:
+        return places_of(self._ranks_of(pipeline, data, tensor, pp_before_dp, order))
+
+    def speeds(self, config: Config) -> float:
+        """Seconds of the least work (``Totals``) that all pipeline devices do in one, at most."""
+        speeds = self.totals(config).speeds
+        return sum(speeds[kinds] for kinds in self._kinds_of_places(config))
+
+    def _kinds_of_places(self, config: Config) -> tuple[tuple[str, ...], ...]:
+        """Kinds of each place; empty where their costs are not known apart."""
+        return tuple(place.kinds if self._kinds else () for place in self.places(config))
 
     def activations(self, config: Config) -> ActivationPolicies:
         """Activation policies that hold regardless of memory."""
@@ -133,20 +202,56 @@ class LayerCosts:
     def chain(self, config: Config, activations: ActivationPolicies | None = None) -> ChainCosts:
         """Chain costs on one tensor-parallel rank, under policies (default: ``activations``).
 
+        On unlike devices, these are the slowest of the config's devices for each layer.
+
         Layers with sharded parameters divide the shared part of their time. Under sequence
         parallelism they divide activations and boundaries too. Sums over ranks delay both passes.
         Every rank computes the rest in full.
         """
         if activations is None:
             activations = self.activations(config)
-        return self.chain_at(config.micro_batch_size, activations, config.tensor)
+        kinds = self.kinds_at(config)
+        return self.chain_at(config.micro_batch_size, activations, config.tensor, kinds)
+
+    def kinds_at(self, config: Config, device: int | None = None) -> tuple[str, ...]:
+        """Kinds of a pipeline device, or of all; empty where their costs are not known apart."""
+        if not self._kinds:
+            return ()
+        if device is not None:
+            return self.places(config)[device].kinds
+        return tuple(sorted({name for place in self.places(config) for name in place.kinds}))
 
     def chain_at(
-        self, micro_batch_size: int, activations: ActivationPolicies, tensor: int
+        self,
+        micro_batch_size: int,
+        activations: ActivationPolicies,
+        tensor: int,
+        kinds: tuple[str, ...] = (),
     ) -> ChainCosts:
-        """Chain costs as in ``chain``, of any config with this microbatch size and tensor
-        degree."""
-        return self._chain_of(micro_batch_size, activations.on_device, tensor)
+        """Chain costs as in ``chain``, of any config with this microbatch size and tensor degree,
+        on these ``kinds`` of devices."""
+        kinds = kinds if self._kinds else ()
+        return self._chain_of(micro_batch_size, activations.on_device, tensor, kinds)
+
+    def chains(
+        self, config: Config, activations: ActivationPolicies | None = None
+    ) -> tuple[ChainCosts, ...]:
+        """Chain costs on each pipeline device, as in ``chain``."""
+        if activations is None:
+            activations = self.activations(config)
+        of = config.micro_batch_size, activations, config.tensor
+        return tuple(self.chain_at(*of, kinds) for kinds in self._kinds_of_places(config))
+
+    def cut_chain(
+        self, config: Config, activations: ActivationPolicies, partition: Partition
+    ) -> ChainCosts:
+        """Chain costs with the seconds of each layer on its device."""
+        if not self._kinds:
+            return self.chain(config, activations)
+        chains = self.chains(config, activations)
+        return composed(
+            [chains[partition.device_of_layer(i)] for i in range(len(self.profile.layers))]
+        )
 
     def workspace(self, config: Config, activations: ActivationPolicies) -> Workspace:
         """Working memory of each layer's operations."""
@@ -166,7 +271,8 @@ class LayerCosts:
     def totals(self, config: Config) -> Totals:
         """Sums over the ``chain``."""
         return self._totals_of(
-            config.micro_batch_size, config.recompute, config.tensor, config.split
+            *(config.micro_batch_size, config.recompute, config.tensor, config.split),
+            tuple(sorted(set(self._kinds_of_places(config)))),
         )
 
     def per_parameter(self, config: Config) -> float:
@@ -201,7 +307,7 @@ class LayerCosts:
         totals = self.totals(config)
         state = self.state_bytes(config, totals.trained, totals.frozen) / config.pipeline
         stepping = state + self.optimizer_step_bytes(config, totals.trained) / config.pipeline
-        limit = self.cluster.usable_bytes
+        limit = self.mean_usable_bytes(config)
         if stepping > limit:
             said = f"the mean device needs {stepping / 1e9:.3g} GB of {limit / 1e9:.3g} GB"
             raise UnfitError(Unfit.STATE, f"{config}: {said}")
@@ -213,6 +319,12 @@ class LayerCosts:
                 f"{(state + kept) / 1e9:.3g} GB of {limit / 1e9:.3g} GB",
             )
 
+    def mean_usable_bytes(self, config: Config) -> float:
+        """Usable bytes of the config's mean pipeline device."""
+        if not self.cluster.mixed:
+            return self.cluster.usable_bytes
+        return sum(place.usable_bytes for place in self.places(config)) / config.pipeline
+
     def _find_indivisible(self, tensor: int) -> str:
         """Reason why tensor parallelism of that degree is impossible; "" if it is possible."""
         sharded = [layer.sharded_parameters for layer in self.profile.layers]
@@ -222,11 +334,20 @@ class LayerCosts:
         return f"T = {tensor} does not divide {odd[0]} heads" if odd else ""
 
     def _make_chain(
-        self, micro_batch_size: int, activations: ActivationPolicies, tensor: int
+        self,
+        micro_batch_size: int,
+        activations: ActivationPolicies,
+        tensor: int,
+        kinds: tuple[str, ...],
     ) -> ChainCosts:
-        costs = self.profile.at(micro_batch_size, activations)
+        if len(kinds) > 1:
+            of = micro_batch_size, activations, tensor
+            return of_any([self._chain_of(*of, (kind,)) for kind in kinds], max)
+        profile = self._kinds[kinds[0]] if kinds else self.profile
+        costs = profile.at(micro_batch_size, activations)
         if tensor > 1:
-            costs = self._of_rank(costs, micro_batch_size, activations, tensor)
+            times = profile.times_at(micro_batch_size)
+            costs = self._of_rank(costs, micro_batch_size, activations, tensor, times)
         return costs if self.transform is None else self.transform(costs)
 
     def _of_rank(
@@ -235,6 +356,7 @@ class LayerCosts:
         micro_batch_size: int,
         activations: ActivationPolicies,
         tensor: int,
+        times: Sequence[LayerTimes],
     ) -> ChainCosts:
         """Share of the chain's costs of one of several tensor-parallel ranks."""
         layers, parts = self.profile.layers, self.parts(tensor)
@@ -245,7 +367,6 @@ class LayerCosts:
         )
         backward_s = tuple(map(add, backward_s, repeated_s))
 
-        times = self.times_at(micro_batch_size)
         own = [self._own_part(*of, tensor) for of in zip(layers, times, strict=True)]
         counts = [layer.of_rank(tensor) for layer in layers]
 
@@ -309,15 +430,46 @@ class LayerCosts:
         return forward, backward, repeated
 
     def _make_totals(
-        self, micro_batch_size: int, recompute: Recompute, tensor: int, split: bool
+        self,
+        micro_batch_size: int,
+        recompute: Recompute,
+        tensor: int,
+        split: bool,
+        places: tuple[tuple[str, ...], ...],
     ) -> Totals:
-        def of(recompute: Recompute) -> ChainCosts:
-            return self._chain_of(micro_batch_size, self._activations_of(recompute), tensor)
+        def of(recompute: Recompute, kinds: tuple[str, ...]) -> ChainCosts:
+            activations = self._activations_of(recompute)
+            return self._chain_of(micro_batch_size, activations, tensor, kinds)
 
-        costs = of(recompute).of_schedule(split)
+        costs = of(recompute, places[0]).of_schedule(split)
         saved = costs.saved_bytes
         if recompute.as_needed:
-            saved = tuple(map(min, saved, of(Recompute.ALWAYS).saved_bytes))
+            saved = tuple(map(min, saved, of(Recompute.ALWAYS, places[0]).saved_bytes))
+        columns = {kinds: self._passes(of(recompute, kinds), recompute, split) for kinds in places}
+        forward_s, backward_s = (
+            [min(own) for own in zip(*(c[k] for c in columns.values()), strict=True)]
+            for k in range(2)
+        )
+        weight_s = zip(*(of(recompute, k).weight_grad_s for k in places), strict=True)
+        layers = list(zip(forward_s, backward_s, strict=True))
+        every = [pair for c in columns.values() for pair in zip(*c, strict=True)]
+        return Totals(
+            sum(forward_s),
+            sum(backward_s),
+            sum(map(max, weight_s)),
+            sum(costs.trained_parameters),
+            sum(costs.stored_parameters) - sum(costs.trained_parameters),
+            sum(n for i, n in enumerate(saved) if i not in self.profile.embedders),
+            max(f + b for f, b in layers),
+            min((f / (f + b) for f, b in every if f + b > 0), default=0.0),
+            {kinds: _speed(layers, zip(*c, strict=True)) for kinds, c in columns.items()},
+        )
+
+    def _passes(
+        self, costs: ChainCosts, recompute: Recompute, split: bool
+    ) -> tuple[list[float], list[float]]:
+        """Seconds of each layer's passes, without the recomputation of copied embedders."""
+        costs = costs.of_schedule(split)
         backward_s = []
         for i, (forward, backward) in enumerate(
             zip(costs.forward_s, costs.backward_s, strict=True)
@@ -325,14 +477,15 @@ class LayerCosts:
             copied = backward and i in self.profile.embedders
             twice = recompute is Recompute.ALWAYS and copied
             backward_s.append(backward - (forward if twice else 0.0))
-        layers = list(zip(costs.forward_s, backward_s, strict=True))
-        return Totals(
-            sum(costs.forward_s),
-            sum(backward_s),
-            sum(costs.weight_grad_s),
-            sum(costs.trained_parameters),
-            sum(costs.stored_parameters) - sum(costs.trained_parameters),
-            sum(n for i, n in enumerate(saved) if i not in self.profile.embedders),
-            max(f + b for f, b in layers),
-            min((f / (f + b) for f, b in layers if f + b > 0), default=0.0),
-        )
+        return list(costs.forward_s), backward_s
+
+
+def _speed(least: Iterable[tuple[float, float]], own: Iterable[tuple[float, float]]) -> float:
+    """One over the smallest ratio of a device's layers to the least seconds of any device."""
+    pairs = [(f + b, f1 + b1) for (f, b), (f1, b1) in zip(least, own, strict=True)]
+    return 1 / min((mine / most for most, mine in pairs if most > 0), default=1.0)
+
+
+def _degrees(config: Config) -> tuple[int, int, int, bool, tuple[int, ...]]:
+    of = config.pipeline, config.data, config.tensor, config.pp_before_dp
+    return *of, config.device_order

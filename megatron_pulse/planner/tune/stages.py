@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import le
 
 from megatron_pulse.backbone.activations import ActivationPolicies, ActivationPolicy
 from megatron_pulse.backbone.costs import ChainCosts
@@ -37,7 +38,8 @@ class Stages:
 
     Per device: ``state_bytes`` of parameters, gradients and optimizer; ``optimizer_step_bytes`` in
     addition during the optimizer step; ``workspace_bytes`` of a running operation, with whole and
-    with split backwards; ``in_transit_bytes`` of messages in transit or waiting.
+    with split backwards; ``in_transit_bytes`` of messages in transit or waiting; ``usable_bytes``
+    that planning may fill.
 
     ``activations`` are the layers' policies. Per stage: ``offload_bytes`` may be on the host,
     and the copy takes ``offload_s`` in each direction; ``wgrad_bytes`` are held for deferred
@@ -54,6 +56,7 @@ class Stages:
     optimizer_step_bytes: tuple[float, ...]
     workspace_bytes: tuple[tuple[float, ...], tuple[float, ...]]
     in_transit_bytes: tuple[float, ...]
+    usable_bytes: tuple[float, ...]
     embedder_copy_s: float = 0.0
     activations: ActivationPolicies = ActivationPolicies()
     recompute_bytes: tuple[float, ...] | None = None
@@ -139,12 +142,11 @@ class StageBuilder:
 
     def __init__(self, costs: LayerCosts) -> None:
         self.costs = costs
-        self.usable_bytes = costs.cluster.usable_bytes
 
     def fits(self, stages: Stages, split: bool = False) -> bool:
         """True if every device has room for one microbatch, and for the optimizer step."""
         least = stages.per_device(stages.kept_bytes(split))
-        return max(stages.stepping) <= self.usable_bytes and all(
+        return all(map(le, stages.stepping, stages.usable_bytes)) and all(
             self.left(stages, device, split) >= need for device, need in enumerate(least)
         )
 
@@ -180,8 +182,10 @@ class StageBuilder:
         recomputed bytes of one stage. It never exceeds the need of all microbatches, so that
         equivalent problems are equal.
         """
-        room, most, limit = [], num_microbatches, self.usable_bytes
-        if (stepping := max(stages.stepping)) > limit and not anyhow:
+        room, most = [], num_microbatches
+        each = zip(stages.stepping, stages.usable_bytes, strict=True)
+        stepping, limit = max(each, key=lambda pair: pair[0] - pair[1])
+        if stepping > limit and not anyhow:
             raise UnfitError(
                 Unfit.STATE,
                 f"{config}: the optimizer step needs {stepping / 1e9:.3g} GB of "
@@ -204,7 +208,7 @@ class StageBuilder:
     def left(self, stages: Stages, device: int, split: bool) -> float:
         """Bytes of a device left for activations; negative if the state alone exceeds it."""
         beside = stages.workspace_bytes[split][device] + stages.in_transit_bytes[device]
-        return self.usable_bytes - stages.state_bytes[device] - beside
+        return stages.usable_bytes[device] - stages.state_bytes[device] - beside
 
     def build(
         self,
@@ -214,11 +218,13 @@ class StageBuilder:
     ) -> Stages:
         """Stages of the config with these cuts and this activation policy, whether or not they
         fit."""
-        costs, placement = self.costs.chain(config, activations), partition.placement
+        costs, placement = self.costs.cut_chain(config, activations, partition), partition.placement
         times = self.costs.times_at(config.micro_batch_size)
         samples = self.costs.global_batch_size // config.data
         sent, copied = conditioning(self.costs.profile, partition, costs, samples)
-        costs = with_copies(costs, partition, copied, times, activations.recompute)
+        if copied:
+            chains = self.costs.chains(config, activations)
+            costs = with_copies(costs, partition, copied, times, activations.recompute, chains)
         works = self.costs.workspace(config, activations)
         working = [0.0] * config.pipeline, [0.0] * config.pipeline
         for stage, device in enumerate(placement.device_of_stage):
@@ -242,6 +248,7 @@ class StageBuilder:
             (),
             (tuple(working[0]), tuple(working[1])),
             carried,
+            tuple(place.usable_bytes for place in self.costs.places(config)),
             sum(self._copying_s(config, embedder) for embedder in copied),
             activations,
             partition.per_stage(costs.recompute_bytes) if costs.recompute_bytes else None,

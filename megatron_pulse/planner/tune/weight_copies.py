@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from megatron_pulse.planner.cluster.cluster import Cluster, ClusterError
@@ -43,14 +43,16 @@ def with_weight_copies(profile: Profile, cluster: Cluster) -> Profile:
         peaks = {n: getattr(row, n) + held for n in _PEAKS if getattr(row, n)}
         return replace(row, **times, **peaks)
 
-    return replace(
-        profile,
-        layers=tuple(map(_on_device, profile.layers)),
-        times={
-            number: tuple(map(copied, rows, moved, beside))
-            for number, rows in profile.times.items()
-        },
-    )
+    def all_copied(
+        times: Mapping[int, Sequence[LayerTimes]],
+    ) -> dict[int, tuple[LayerTimes, ...]]:
+        return {number: tuple(map(copied, rows, moved, beside)) for number, rows in times.items()}
+
+    kinds = {
+        name: replace(kind, times=all_copied(kind.times)) for name, kind in profile.kinds.items()
+    }
+    layers = tuple(map(_on_device, profile.layers))
+    return replace(profile, layers=layers, times=all_copied(profile.times), kinds=kinds)
 
 
 def _neighbours(moved: Sequence[int]) -> list[int]:

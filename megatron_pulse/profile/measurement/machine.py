@@ -6,8 +6,9 @@ import ctypes
 import functools
 import os
 import platform
+import resource
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -41,11 +42,19 @@ def driver() -> str:
         return "unknown"
 
 
-def device_memory(device: torch.device) -> int:
-    """Memory in bytes of the GPU, or of the machine."""
+def device_memory(device: torch.device, ranks_on_node: int = 1) -> int:
+    """Memory in bytes of the GPU; of a CPU this rank's share of the machine's.
+
+    Limits of the control group and of the process (``ulimit -d``, ``ulimit -v``) apply to CPUs.
+    """
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with suppress(OSError, ValueError):  # no such file, or "max"
+        total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    limits = (resource.getrlimit(which)[0] for which in (resource.RLIMIT_DATA, resource.RLIMIT_AS))
+    set_limits = [limit for limit in limits if limit != resource.RLIM_INFINITY]
+    return min([total // ranks_on_node, *set_limits])
 
 
 def num_threads(device: torch.device) -> int:

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +25,12 @@ from megatron_pulse.planner.cluster.cluster import (
     BandwidthScope,
     Cluster,
     ClusterLink,
-    DeviceFigures,
+)
+from megatron_pulse.planner.cluster.device_kinds import DeviceFigures, DeviceKind
+from megatron_pulse.profile.measurement.machine import (
+    device_memory,
+    measured_device,
+    num_threads,
 )
 from megatron_pulse.profile.roofline import USABLE, known_device
 from megatron_pulse.runtime.collectives import gather_objects
@@ -34,6 +38,11 @@ from megatron_pulse.runtime.failure_board import PulseError
 from megatron_pulse.runtime.measure.host_copies import host_adam_s, host_copies
 from megatron_pulse.runtime.measure.link_times import LinkMeter, PairTimes, StreamTimes
 from megatron_pulse.runtime.measure.op_overhead import operation_s
+from megatron_pulse.runtime.measure.probed_devices import (
+    ProbedDevice,
+    kinds_of_devices,
+    rounded,
+)
 
 _ALL_REDUCE_S = 0.3
 _WARM_UP, _ROUNDS = 2, 5
@@ -104,12 +113,9 @@ def probe(
     return _measured(settings, lambda prober: prober.run(progress))
 
 
-def probe_device(settings: ProbeSettings) -> tuple[float, str | DeviceFigures]:
-    """Memory of the smallest device in GB, and a preset or the slowest device's figures.
-
-    Returned on all ranks. Raises PulseError as ``probe`` does.
-    """
-    return _measured(settings, lambda prober: prober.device(prober.layout()[1]))
+def probe_device(settings: ProbeSettings) -> DeviceKind:
+    """Kind of the device of a job of one rank."""
+    return _measured(settings, lambda prober: prober.devices(ranks_on_node=1)[0])
 
 
 def _measured[T](settings: ProbeSettings, measure: Callable[[_Prober], T]) -> T:
@@ -135,7 +141,7 @@ class _Prober:
             raise PulseError("links need two ends: start 2 ranks or more")
         nodes, each = self.layout()
         progress("devices")
-        memory_gb, device = self.device(each)
+        devices = self.devices(each)
         progress("pairs inside a node")
         pairs = [self.meter.pair(0, b) for b in sorted({1, each - 1}) if 0 < b < each]
         progress("pairs between nodes")
@@ -154,10 +160,11 @@ class _Prober:
             links["intra_node"] or links["inter_node"]
         )  # nodes of one device have no link inside
         assert inside is not None
-        usable = USABLE if self.cuda else 1.0
+        first = devices[0]
         cluster = Cluster(
-            self.settings.name, nodes, each, memory_gb, device, inside, links["inter_node"], usable
-        )
+            self.settings.name, nodes, each, first.memory_gb, first.device,
+            inside, links["inter_node"], first.usable_memory,
+        ).of_kinds(devices)  # fmt: skip
         progress("collectives")
         cluster = replace(cluster, collective_latency=self._collective_latency(cluster))
         sizes = sorted({2**i for i in range(1, self.world.bit_length())} | {each, self.world})
@@ -166,7 +173,7 @@ class _Prober:
             for kind in _COLLECTIVES
         }
         reached = {
-            kind: _rounded(statistics.median(group.efficiency for group in found))
+            kind: rounded(statistics.median(group.efficiency for group in found))
             for kind, found in groups.items()
         }
         cluster = replace(
@@ -179,7 +186,7 @@ class _Prober:
         progress("operations")
         cluster = replace(
             cluster,
-            operation_us=_rounded(1e6 * self._operation_s()),
+            operation_us=rounded(1e6 * self._operation_s()),
             host=(host := self._to_host()),
             host_memory_gbs=None if host is None else self._host_memory_gbs(each),
         )
@@ -209,8 +216,8 @@ class _Prober:
         """Median pair's link; sharing follows ``streams``, by default per device."""
         if not pairs:
             return None
-        bandwidth = _rounded(statistics.median(pair.bandwidth_gbs for pair in pairs))
-        latency = _rounded(statistics.median(pair.latency_us for pair in pairs))
+        bandwidth = rounded(statistics.median(pair.bandwidth_gbs for pair in pairs))
+        latency = rounded(statistics.median(pair.latency_us for pair in pairs))
         shared = streams[name].shared if name in streams else BandwidthScope.DEVICE
         return ClusterLink(self._kind(name, bandwidth), bandwidth, latency, shared)
 
@@ -265,7 +272,7 @@ class _Prober:
         """
         by_link = cluster.allreduce_s(_SMALL_BYTES, (0, 1))
         after_another_s = self._seconds_of("all_reduce", (0, 1), _SMALL_BYTES)
-        return _rounded(max(after_another_s, self._added_reduce_s(_SMALL_BYTES)) / by_link)
+        return rounded(max(after_another_s, self._added_reduce_s(_SMALL_BYTES)) / by_link)
 
     def _small_collectives(self, cluster: Cluster) -> float:
         """Speed of all-reduces of ``SMALL_BYTES`` between computations, relative to large ones.
@@ -278,7 +285,7 @@ class _Prober:
         sizes = SMALL_BYTES, _SMALL_BYTES
         one_s, small_s = (cluster.allreduce_s(size, (0, 1)) for size in sizes)
         times = (one_s - small_s) / added_s if added_s > 0 else _MOST_TIMES
-        return _rounded(min(_MOST_TIMES, max(1 / _MOST_TIMES, times)))
+        return rounded(min(_MOST_TIMES, max(1 / _MOST_TIMES, times)))
 
     def _added_reduce_s(self, num_bytes: int) -> float:
         """Seconds that an all-reduce adds to a turn of computation; median over blocks."""
@@ -327,32 +334,32 @@ class _Prober:
         if len(found) < len(measured):
             return None
         gbs, latency_us = min(b for b, _ in found), max(latency for _, latency in found)
-        return ClusterLink("pcie", _rounded(gbs), _rounded(latency_us), BandwidthScope.DEVICE)
+        return ClusterLink("pcie", rounded(gbs), rounded(latency_us), BandwidthScope.DEVICE)
 
     def _host_memory_gbs(self, each: int) -> float:
         """Memory bandwidth of Adam in GB/s per node while all ``each`` ranks run it."""
         self.meter.meet()
         slowest_s = max(gather_objects(host_adam_s()))
-        return _rounded(each * HOST_ADAM_BYTES / slowest_s / 1e9)
+        return rounded(each * HOST_ADAM_BYTES / slowest_s / 1e9)
 
-    def device(self, each: int) -> tuple[float, str | DeviceFigures]:
-        """Memory of the smallest device, and a preset or the slowest device's figures."""
-        device = self.settings.device
-        if self.cuda:
-            memory = torch.cuda.get_device_properties(device).total_memory
-            known = known_device(torch.cuda.get_device_name(device))
-        else:
-            memory = _host_memory() // each
-            known = None
-        planned = self.settings.planned_device or (known and known.name)
-        figures = (0.0, 0.0) if planned else self._figures()
-        rows: list[Any] = gather_objects((memory, planned, *figures))
-        memory_gb = _rounded(min(row[0] for row in rows) / 1e9, 4)
-        if all(row[1] is not None and row[1] == rows[0][1] for row in rows):
-            return memory_gb, str(rows[0][1])
-        if not all(row[2] for row in rows):
-            raise PulseError(f"devices differ ({', '.join({str(r[1]) for r in rows})})")
-        return memory_gb, DeviceFigures(*(_rounded(min(r[i] for r in rows)) for i in (2, 3)))
+    def devices(self, ranks_on_node: int) -> list[DeviceKind]:
+        """Kind of each rank's device; raises PulseError if ``--device`` names one for several."""
+        device, usable = self.settings.device, USABLE if self.cuda else 1.0
+        name = measured_device(device, num_threads(device))
+        known = known_device(name) if self.cuda else None
+        figures = None
+        if known is None and self.settings.planned_device is None:
+            figures = DeviceFigures(*self._figures())
+        memory = device_memory(device, ranks_on_node)
+        mine = ProbedDevice(known.name if known else name, memory, figures, known is not None)
+        found = gather_objects(mine)
+        planned, names = self.settings.planned_device, sorted({one.name for one in found})
+        if planned is not None and len(names) > 1:
+            raise PulseError(
+                f"--device {planned} names one device, but ranks have {' and '.join(names)}. Leave "
+                "it out, and name the device of each kind in the file"
+            )
+        return kinds_of_devices(found, usable, planned)
 
     def _figures(self) -> tuple[float, float]:
         """TFLOP/s of a matrix product and GB/s of a copy, all ranks at once."""
@@ -374,19 +381,6 @@ def _network_namespace() -> int:
         return os.stat("/proc/thread-self/ns/net").st_ino
     except OSError:
         return 0
-
-
-def _host_memory() -> int:
-    """Memory in bytes of this machine, or of its control group if smaller."""
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:
-        return min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    except (OSError, ValueError):
-        return total
-
-
-def _rounded(value: float, digits: int = 3) -> float:
-    return float(f"{value:.{digits}g}")
 
 
 def _has_infiniband() -> bool:

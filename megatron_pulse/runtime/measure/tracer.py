@@ -13,7 +13,13 @@ import torch
 import torch.distributed as dist
 
 from megatron_pulse.planner.schedule.operations import Schedule
-from megatron_pulse.planner.trace.trace import DeviceStep, Trace, merge_step, save_trace
+from megatron_pulse.planner.trace.trace import (
+    BETWEEN_DEVICES,
+    DeviceStep,
+    Trace,
+    merge_step,
+    save_trace,
+)
 from megatron_pulse.profile.measurement.machine import device_name, num_threads
 from megatron_pulse.runtime.collectives import gather_objects
 from megatron_pulse.runtime.measure.recorder import StepRecorder
@@ -110,11 +116,12 @@ class Tracer:
 
     def collect(self) -> Trace:
         """Merge the traces of all devices. Collective."""
-        alone = self._group is None
-        gathered = [self._done] if alone else gather_objects(self._done, self._group)
+        own = self._done, device_name(self._device)
+        found = [own] if self._group is None else gather_objects(own, self._group)
+        gathered, names = [done for done, _ in found], dict.fromkeys(name for _, name in found)
         schedule = self._traced.schedule
         return Trace(
-            machine=describe_machine(self._device),
+            machine={"device": BETWEEN_DEVICES.join(names), **describe_host()},
             world=self._traced.world,
             plan_digest=self._traced.plan_digest,
             backbone=self._traced.backbone,
@@ -133,10 +140,9 @@ class Tracer:
         )
 
 
-def describe_machine(device: torch.device) -> dict[str, str]:
-    """Description of the machine that affects times: device, processors, versions."""
+def describe_host() -> dict[str, str]:
+    """Description of this host that affects times: processors, versions."""
     return {
-        "device": device_name(device),
         "processors": str(os.cpu_count()),
         "torch": torch.__version__,
         "python": platform.python_version(),

@@ -20,7 +20,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
@@ -81,8 +81,6 @@ class Watchdog:
         self._stacks = stacks
         self._on_failure = on_failure
         self._tick_s = min(1.0, limit_s / 20)
-        # If no rank makes progress, the lowest rank queries first.
-        self._asks_after_s = limit_s + min(0.25 * rank, 2.0)
         self._unmoved_s = self._computed_s = 0.0
         self._moved = 0
         self._listener: Listener | None = None
@@ -124,6 +122,14 @@ class Watchdog:
             self._others[rank] = host or master[0], int(port)
             self._processes[rank] = process
 
+    def renumber(self, new_ranks: Sequence[int]) -> None:
+        """Give rank r, here and in reports on others, the number ``new_ranks[r]``."""
+        self._rank = new_ranks[self._rank]
+        self._others = {new_ranks[rank]: address for rank, address in self._others.items()}
+        self._processes = {new_ranks[rank]: name for rank, name in self._processes.items()}
+        if self._stacks is not None:
+            self._stacks = self._stacks.with_name(f"stacks{self._rank}.txt")
+
     def stop(self) -> None:
         """Stop watching."""
         self._stopped.set()
@@ -153,6 +159,11 @@ class Watchdog:
                 self._unmoved_s += passed_s
             if self._stalled_s >= asks_at_s:
                 asks_at_s = self._stalled_s + self._query_ranks()
+
+    @property
+    def _asks_after_s(self) -> float:
+        """Seconds without progress until the first query; the lowest rank queries first."""
+        return self._limit_s + min(0.25 * self._rank, 2.0)
 
     @property
     def _stalled_s(self) -> float:

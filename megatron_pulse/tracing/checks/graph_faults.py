@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import fx
 
 from megatron_pulse.tracing.graph_analysis import (
     GraphAnalysis,
+    argument,
     given_to,
     inner_graphs,
     operation,
@@ -98,15 +98,6 @@ def _untraced(nodes: list[fx.Node]) -> Iterator[str]:
             )
 
 
-def _given(node: fx.Node, name: str) -> Any:
-    """Argument ``name`` of an operation, or its default."""
-    for i, argument in enumerate(node.target._schema.arguments):
-        if argument.name == name:
-            default = node.kwargs.get(name, argument.default_value)
-            return node.args[i] if i < len(node.args) else default
-    return None
-
-
 def _random(nodes: list[fx.Node]) -> Iterator[str]:
     for node in nodes:
         for inner in inner_graphs(node):
@@ -119,7 +110,7 @@ def _random(nodes: list[fx.Node]) -> Iterator[str]:
         elif name.startswith("dropout."):
             is_random = True
         elif name.startswith(_RECURRENT):
-            is_random = bool(_given(node, "dropout") and _given(node, "train"))
+            is_random = bool(argument(node, "dropout") and argument(node, "train"))
         else:
             is_random = torch.Tag.nondeterministic_seeded in tags
         if is_random:

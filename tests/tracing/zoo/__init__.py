@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -29,7 +30,11 @@ STUDY: dict[str, Callable[[], Made]] = {
 SMALL: dict[str, Callable[[], Made]] = {
     made.__name__: made for made in (unets.small_unet, unets.small_svd, unets.small_motion)
 }
-ZOO = {**STUDY, **SMALL}
+FOUR_HEADS: dict[str, Callable[[], Made]] = {
+    f"{made.__name__}_of_4_heads": functools.partial(made, 4)
+    for made in (images.flux, videos.hunyuan_video, videos.wan, videos.cogvideox_2b, videos.ltx)
+}
+ZOO = {**STUDY, **SMALL, **FOUR_HEADS}
 SKIPS = {"sd": 12, "sdxl": 9, "svd": 12, "motion": 12, "hunyuan": 2, "small_unet": 4,
          "small_svd": 4}  # fmt: skip
 """Published: of a UNet one a level, block and resampling, of Hunyuan-DiT n / 2 - 1 of n blocks."""

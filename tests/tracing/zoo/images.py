@@ -30,14 +30,14 @@ def hunyuan() -> Made:
     }
 
 
-def flux() -> Made:
+def flux(heads: int = 2) -> Made:
     side = SIZE // 4
     places = torch.zeros(side, side, 3)
     places[..., 1] += torch.arange(side)[:, None]
     places[..., 2] += torch.arange(side)[None]
     module = diffusers.FluxTransformer2DModel(
         in_channels=16, num_layers=2, num_single_layers=3, attention_head_dim=16,
-        num_attention_heads=2, joint_attention_dim=16, pooled_projection_dim=8,
+        num_attention_heads=heads, joint_attention_dim=16, pooled_projection_dim=8,
         guidance_embeds=True, axes_dims_rope=(4, 6, 6),
     )  # fmt: skip
     return module, lambda b: {

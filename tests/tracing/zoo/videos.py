@@ -10,11 +10,11 @@ from diffusers.models.embeddings import get_3d_rotary_pos_embed
 from tests.tracing.zoo.draw import Made, mask, rand, whole
 
 
-def hunyuan_video() -> Made:
+def hunyuan_video(heads: int = 2) -> Made:
     module = diffusers.HunyuanVideoTransformer3DModel(
-        in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=16, num_layers=2,
-        num_single_layers=2, num_refiner_layers=1, patch_size=2, patch_size_t=1, text_embed_dim=16,
-        pooled_projection_dim=8, rope_axes_dim=(4, 6, 6),
+        in_channels=4, out_channels=4, num_attention_heads=heads, attention_head_dim=16,
+        num_layers=2, num_single_layers=2, num_refiner_layers=1, patch_size=2, patch_size_t=1,
+        text_embed_dim=16, pooled_projection_dim=8, rope_axes_dim=(4, 6, 6),
     )  # fmt: skip
     return module, lambda b: {
         "hidden_states": rand(b, 4, 3, 8, 8),
@@ -32,8 +32,9 @@ WAN: dict[str, Any] = {
 }  # fmt: skip
 
 
-def wan() -> Made:
-    return diffusers.WanTransformer3DModel(**WAN, in_channels=4), lambda b: {
+def wan(heads: int = 2) -> Made:
+    module = diffusers.WanTransformer3DModel(**{**WAN, "num_attention_heads": heads}, in_channels=4)
+    return module, lambda b: {
         "hidden_states": rand(b, 4, 3, 8, 8),
         "timestep": whole(b),
         "encoder_hidden_states": rand(b, 7, 16),
@@ -61,8 +62,9 @@ COGVIDEOX: dict[str, Any] = {
 }  # fmt: skip
 
 
-def cogvideox_2b() -> Made:
-    return diffusers.CogVideoXTransformer3DModel(**COGVIDEOX), lambda b: {
+def cogvideox_2b(heads: int = 2) -> Made:
+    module = diffusers.CogVideoXTransformer3DModel(**{**COGVIDEOX, "num_attention_heads": heads})
+    return module, lambda b: {
         "hidden_states": rand(b, 3, 4, 8, 8),
         "encoder_hidden_states": rand(b, 6, 16),
         "timestep": whole(b),
@@ -82,10 +84,10 @@ def cogvideox_5b() -> Made:
     }
 
 
-def ltx() -> Made:
+def ltx(heads: int = 2) -> Made:
     module = diffusers.LTXVideoTransformer3DModel(
-        in_channels=8, out_channels=8, num_attention_heads=2, attention_head_dim=16,
-        cross_attention_dim=32, num_layers=3, caption_channels=16,
+        in_channels=8, out_channels=8, num_attention_heads=heads, attention_head_dim=16,
+        cross_attention_dim=16 * heads, num_layers=3, caption_channels=16,
     )  # fmt: skip
     sizes = {"num_frames": 3, "height": 2, "width": 2, "rope_interpolation_scale": (1.0, 1.0, 1.0)}
     return module, lambda b: {

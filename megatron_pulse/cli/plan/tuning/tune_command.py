@@ -25,6 +25,7 @@ from megatron_pulse.cli.plan.tuning.tune_input import (
     flags_not_applied_to_fsdp,
     given_profile,
     no_cascade,
+    no_encoders_of_one_device,
     no_half_gradients,
     no_prediction_taken,
     one_first_pass,
@@ -230,13 +231,14 @@ def run(args: argparse.Namespace) -> None:
         profile = replace(profile, shapes=())
     require(
         no_cascade(profile)
+        + no_encoders_of_one_device(args, profile)
         + no_half_gradients(args, profile)
         + no_prediction_taken(args, profile)
         + one_first_pass(args)
     )
     warn(
         where.memory_caution,
-        device_caution(profile, where.device),
+        "" if where.mixed else device_caution(profile, where.device),
         spread_caution(profile),
         thread_caution(profile.threads, rank_threads()),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -29,8 +29,23 @@ def elastic_clusters(args: argparse.Namespace, where: Cluster) -> dict[int, Clus
             for world, part in parts.items()
             if part is None
         ]
+        + _unlike(where, worlds)
     )
     return {world: part for world, part in parts.items() if part is not None}
+
+
+def _unlike(where: Cluster, worlds: Sequence[int]) -> list[str]:
+    """Faults of parts of a mixed cluster that may be of other devices than the plan's."""
+    if where.alike_nodes:
+        worlds = [n for n in worlds if where.mixed and n % where.devices_per_node]
+    elif not worlds:
+        return []
+    return [
+        f"--world-sizes {world}: {where.name} has unlike devices, and nobody knows which are "
+        "left. Give whole nodes of a cluster of equal nodes, or tune a file of what is left"
+        for world in worlds
+        if world != where.num_devices
+    ]
 
 
 def tune_worlds(args: argparse.Namespace, profile: Profile, parts: Mapping[int, Cluster]) -> None:

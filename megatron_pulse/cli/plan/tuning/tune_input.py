@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,7 @@ from megatron_pulse.cli.flag_checks import require, warn
 from megatron_pulse.cli.import_megatron import prepare_profiling
 from megatron_pulse.cli.shared_flags import numbers
 from megatron_pulse.planner.layout.layouts import layouts_called
-from megatron_pulse.profile.roofline import Roofline
+from megatron_pulse.profile.roofline import Device, Roofline
 from megatron_pulse.progress import ProgressLine
 
 if TYPE_CHECKING:
@@ -28,7 +29,12 @@ _PROFILED = (1, 8)
 
 
 def given_profile(args: argparse.Namespace, where: Cluster) -> Profile:
-    """Profile of ``--profile``, or an analytic one for the cluster's device."""
+    """Profile of ``--profile``, or an analytic one for the cluster's device.
+
+    If devices differ, the profile has costs on each kind (``profile_of_kinds``).
+    """
+    if where.mixed:
+        return profile_of_kinds(args, where)
     if args.profile is not None:
         from megatron_pulse.profile.files import load_profile
 
@@ -47,12 +53,67 @@ def given_profile(args: argparse.Namespace, where: Cluster) -> Profile:
     device = where.peaks
     assert device is not None
     require(device.dtype_faults("--dtype", args.dtype))
+    return _analytic(args, device, args.dtype or device.half_dtype)
 
+
+def profile_of_kinds(args: argparse.Namespace, where: Cluster) -> Profile:
+    """Profile for a cluster of unlike devices: a kind's own file, or an analytic one, for each.
+
+    If the kinds differ in memory alone, one profile serves them all, which may be ``--profile``.
+    """
+    from megatron_pulse.profile.files import load_profile
+    from megatron_pulse.profile.unlike_devices import combine
+
+    kinds, faults = where.kinds, list[str]()
+    alike = len({kind.device for kind in kinds}) == 1
+    if args.profile is not None:
+        if not alike:
+            faults.append(
+                f"--profile is of one device, and {where.name} has {len(kinds)} kinds: name a "
+                "profile of each in its file ('device: NAME.json'), and give --backbone"
+            )
+        require(faults)
+        return load_profile(args.profile)
+    devices = {kind.name: kind.peaks for kind in kinds}
+    found = {k.name: load_profile(str(k.device)) for k in kinds if devices[k.name] is None}
+    dtype = args.dtype or next((one.dtype for one in found.values()), None)
+    if dtype is None:
+        halves = {device.half_dtype for device in devices.values() if device is not None}
+        dtype = "bfloat16" if halves == {"bfloat16"} else "float16"
+    for name, profile in found.items():
+        if profile.dtype != dtype:
+            faults.append(f"kinds.{name}: its profile is of {profile.dtype}, not of {dtype}")
+    for device in devices.values():
+        faults += [] if device is None else device.dtype_faults("--dtype", dtype)
+    require(faults)
+    if found:
+        record = dict(trained_backbone(args, dtype).record)
+        require(
+            [
+                f"kinds.{name}: its profile is of {profile.backbone.get('name')} with other "
+                "options or trained parameters than those given: measure this one with 'pulse "
+                "profile'"
+                for name, profile in found.items()
+                if dict(profile.backbone) != record
+            ]
+        )
+    for kind in kinds[:1] if alike else kinds:
+        if (device := devices[kind.name]) is not None:
+            found[kind.name] = _analytic(args, device, dtype)
+    if args.mix_buckets:
+        found = {name: replace(profile, shapes=()) for name, profile in found.items()}
+    elif any(profile.shapes for profile in found.values()):
+        require([f"{where.name} has unlike devices: give --mix-buckets for several buckets"])
+    return next(iter(found.values())) if alike else combine(found)
+
+
+def _analytic(args: argparse.Namespace, device: Device, dtype: str) -> Profile:
+    """Profile of the backbone flags, estimated from the peaks of a device."""
     prepare_profiling()
     from megatron_pulse.profile.analytic import analyse
     from megatron_pulse.runtime.measure.execution_modes import RUNNING
 
-    roofline = Roofline(device, args.dtype or device.half_dtype)
+    roofline = Roofline(device, dtype)
     backbone = trained_backbone(args, roofline.dtype)
     return analyse(backbone, _PROFILED, roofline, progress=True, running=RUNNING)
 
@@ -90,6 +151,15 @@ def no_cascade(profile: Profile) -> list[str]:
     return [
         f"{profile.backbone['name']}: cascades are not tuned; use 'pulse partition' and 'pulse "
         "schedule', and train with --pipeline-model-parallel-size P"
+    ]
+
+
+def no_encoders_of_one_device(args: argparse.Namespace, profile: Profile) -> list[str]:
+    if args.encoders is None or not profile.kinds:
+        return []
+    return [
+        "--encoders: their times are of one device, and the cluster's devices differ in speed: "
+        "leave it out, and encode before the step"
     ]
 
 

@@ -17,7 +17,7 @@ from megatron_pulse.planner.layout.layouts import layout_name
 from megatron_pulse.planner.tune.evaluate import CORE, Evaluator, Outcome, ShapeOutcome
 from megatron_pulse.planner.tune.fsdp.baseline import FsdpBaseline
 from megatron_pulse.planner.tune.plans.encoder_policies import EncodedPlan
-from megatron_pulse.planner.tune.report.explain import certainty, explain
+from megatron_pulse.planner.tune.report.explain import certainty, explain, unordered
 from megatron_pulse.planner.tune.report.fewer_devices_advice import ScaleDown
 from megatron_pulse.planner.tune.search.result import Tuning
 from megatron_pulse.profile.profile import Profile
@@ -35,12 +35,20 @@ _STARRED = f"* extrapolated from {CORE} P microbatches"
 def listing(found: Tuning, evaluator: Evaluator) -> list[str]:
     """Table of the best configs, with its notes."""
     rows = [_COLUMNS, *(_row(i, o) for i, o in enumerate(found.outcomes, start=1))]
+    if evaluator.cluster.mixed:
+        kinds = [_kinds(outcome, evaluator) for outcome in found.outcomes]
+        rows = [(*row, own) for row, own in zip(rows, ("devices", *kinds), strict=True)]
     return [
         *table(rows, left=[_COLUMNS.index(name) for name in ("layout", "schedule", "inside")]),
         *[_STARRED] * any(outcome.extrapolated for outcome in found.outcomes),
         *_beyond(found, evaluator.profile),
         *_conditioned(evaluator),
     ]
+
+
+def _kinds(outcome: Outcome, evaluator: Evaluator) -> str:
+    """Kinds of the outcome's pipeline devices, in their order."""
+    return ", ".join(place.name for place in evaluator.costs.places(outcome.config))
 
 
 def explanation(found: Tuning, evaluator: Evaluator, bound: Collection[str] = ()) -> list[str]:
@@ -56,6 +64,7 @@ def explanation(found: Tuning, evaluator: Evaluator, bound: Collection[str] = ()
         f"{found.num_configs:,} configs, {found.num_simulated:,} simulated, in "
         f"{found.seconds:.1f} s{_ready(found)}; certainty of the best:",
         *(f"  {line}" for line in certainty(found)),
+        *[f"  {unordered(cluster).removeprefix('; ')}"] * cluster.mixed,
         *_beside(found, evaluator, bound),
         f"outcome of the {found.num_configs:,} configs:",
     ]
@@ -151,11 +160,12 @@ def as_json(
         "global_batch_size": evaluator.global_batch_size,
         "self_conditioning": evaluator.self_conditioning,
         "dpo": evaluator.dpo,
-        "outcomes": [_record(outcome, evaluator.profile) for outcome in found.outcomes],
+        "outcomes": [_record(outcome, evaluator) for outcome in found.outcomes],
         "fsdp_baseline": found.fsdp_baseline and found.fsdp_baseline.record(),
         "scale_down": fewer
         and {
             "num_devices": fewer.num_devices,
+            **({"kind": fewer.kind} if fewer.kind else {}),
             "config": str(fewer.outcome.config),
             "samples_per_s": fewer.outcome.throughput,
         },
@@ -194,8 +204,9 @@ def _certainty(found: Tuning) -> dict[str, Any]:
     }
 
 
-def _record(outcome: Outcome, profile: Profile) -> dict[str, Any]:
-    config = outcome.config
+def _record(outcome: Outcome, evaluator: Evaluator) -> dict[str, Any]:
+    config, profile = outcome.config, evaluator.profile
+    devices = [list(place.kinds) for place in evaluator.costs.places(config)]
     return {
         "pipeline": config.pipeline,
         "data": config.data,
@@ -209,6 +220,7 @@ def _record(outcome: Outcome, profile: Profile) -> dict[str, Any]:
         "distributed_optimizer": config.distributed_optimizer,
         "pp_before_dp": config.pp_before_dp,
         "cuts": list(outcome.stages.partition.cuts),
+        **({"devices": devices} if evaluator.cluster.mixed else {}),
         **outcome.figures(),
         **({"buckets": list(map(_bucket, outcome.shapes))} if outcome.shapes else {}),
         "gap": outcome.synthesis.certificate.gap,

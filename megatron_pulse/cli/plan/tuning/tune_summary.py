@@ -12,6 +12,7 @@ from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
 from megatron_pulse.planner.tune.fsdp.baseline import ALIKE
 from megatron_pulse.planner.tune.report.data_parallel import data_parallel
+from megatron_pulse.planner.tune.report.explain import unordered
 from megatron_pulse.planner.tune.report.fewer_devices_advice import ScaleDown
 from megatron_pulse.planner.tune.search.result import Tuning
 
@@ -34,9 +35,10 @@ def summary(
     ``samples_per_s`` includes encoders. Something faster than the plan comes first.
     """
     rate = f"{samples_per_s:.4g} samples/s, {in_ms(plan.global_batch_size / samples_per_s)} a step"
-    full = max(plan.predicted["memory_bytes"]) / 1e9
-    usable = evaluator.cluster.usable_bytes / 1e9
-    memory = f"{full:.3g} of {usable:.3g} usable GB on the fullest device"
+    held = zip(plan.predicted["memory_bytes"], plan.places, strict=True)
+    full, place = max(held, key=lambda pair: pair[0] / pair[1].usable_bytes)
+    usable, of = place.usable_bytes / 1e9, f" ({place.name})" * bool(place.kinds)
+    memory = f"{full / 1e9:.3g} of {usable:.3g} usable GB on the fullest device{of}"
     on_host = None
     if not found.stopped and (offloading := evaluator.offloading_weights) is not None:
         on_host = data_parallel(offloading)
@@ -47,7 +49,7 @@ def summary(
                 ("plan", _plan(plan)),
                 ("predicted", f"{rate} ({evaluator.profile.source.value} profile); {memory}"),
                 ("compared", _compared(found, evaluator, on_host)),
-                ("certainty", _certainty(found)),
+                ("certainty", _certainty(found) + unordered(evaluator.cluster)),
                 ("train", _train(plan, path)),
             ],
             width=11,
@@ -75,7 +77,7 @@ def _faster(
         said = f"use {_WEIGHT_OFFLOAD}: {times} times as fast as the best plan ({on_host.config})"
         faster.append((on_host.throughput, said))
     if fewer is not None:
-        part = "one device" if fewer.num_devices == 1 else f"{fewer.num_devices} devices"
+        part = fewer.part + " alone" * bool(fewer.kind)
         times, every = format_number(fewer.outcome.throughput / rate), evaluator.cluster.num_devices
         said = f"use {part}: {times} times as fast as all {every} together ({fewer.outcome.config})"
         faster.append((fewer.outcome.throughput, said))
@@ -98,6 +100,8 @@ def _plan(plan: PlanFile) -> str:
     if plan.pipeline > 1:
         backward = "split" if plan.problem.weight_grad is not None else "whole"
         parts.append(f"schedule {plan.schedule.name} with {backward} backward")
+    if plan.cluster.mixed and plan.pipeline > 1:
+        parts.append(f"devices {', '.join(place.name for place in plan.places)}")
     parts += [
         f"{policy} {tell_layers(layers, len(plan.profile.layers))}"
         for policy, layers in plan.activations.sets()

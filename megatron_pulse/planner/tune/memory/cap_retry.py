@@ -38,13 +38,13 @@ def schedule_with_room(
     problem: ScheduleProblem,
     make: Make,
     peaks: Callable[[Schedule], tuple[float, ...]],
-    limit: float,
+    limits: Sequence[float],
     least: Sequence[float],
     has_time: Callable[[], bool] = lambda: True,
 ) -> tuple[Synthesis, Timeline, tuple[float, ...], Caps]:
     """First schedule that ``make`` returns for the problem and that fits every device.
 
-    ``peaks`` are the bytes of each device in a schedule, ``limit`` is what a device has, ``least``
+    ``peaks`` are the bytes of each device in a schedule, ``limits`` what each has, ``least``
     what one microbatch needs of each device's caps. If no schedule fits, the caps are lowered by
     the excess, up to ``LOWERED`` times while ``has_time``. If none ever fits, the very first
     schedule is returned. Returns the schedule, the timeline, the peak bytes of each device and the
@@ -55,9 +55,9 @@ def schedule_with_room(
         for found, timeline in make(lowered):
             memory = peaks(found.schedule)
             first = first or (found, timeline, memory, lowered.cap)
-            if fit_in(memory, limit):
+            if fit_in(memory, limits):
                 return _of_problem(found, problem, lowered.cap), timeline, memory, lowered.cap
-        caps = _lower(lowered.cap, memory, limit, least)
+        caps = _lower(lowered.cap, memory, limits, least)
         if caps is None or not has_time():
             break
         lowered = replace(lowered, cap=caps)
@@ -65,16 +65,19 @@ def schedule_with_room(
     return first
 
 
-def fit_in(memory: Sequence[float], limit: float) -> bool:
-    """True if the ``memory`` of every device is within the limit, up to rounding."""
-    return max(memory) <= limit * _TIGHT
+def fit_in(memory: Sequence[float], limits: Sequence[float]) -> bool:
+    """True if the ``memory`` of every device is within its limit, up to rounding."""
+    return all(held <= limit * _TIGHT for held, limit in zip(memory, limits, strict=True))
 
 
-def _lower(caps: Caps, memory: Sequence[float], limit: float, least: Sequence[float]) -> Caps:
+def _lower(
+    caps: Caps, memory: Sequence[float], limits: Sequence[float], least: Sequence[float]
+) -> Caps:
     """Caps lowered by each device's excess; None if one microbatch would no longer fit."""
     if caps is None:
         return None
-    lower = tuple(c - max(0.0, used - limit) for c, used in zip(caps, memory, strict=True))
+    each = zip(caps, memory, limits, strict=True)
+    lower = tuple(cap - max(0.0, used - limit) for cap, used, limit in each)
     return lower if all(map(ge, lower, least)) else None
 
 

@@ -90,7 +90,9 @@ class ActivationPlanner:
             every = tuple(
                 each
                 for s in own
-                for each in self._savings_of_layers(config, partition.layers_of_stage(s), flying[s])
+                for each in self._savings_of_layers(
+                    config, partition.layers_of_stage(s), flying[s], device
+                )
             )
             found = _least_work(every, need, works[device], link_s)
             if found is None:
@@ -172,7 +174,7 @@ class ActivationPlanner:
         every = tuple(
             each
             for s in own
-            for each in self._savings_of_layers(config, partition.layers_of_stage(s), 1.0)
+            for each in self._savings_of_layers(config, partition.layers_of_stage(s), 1.0, device)
         )
         return _least_work(every, need, stages.workspace_bytes[config.split][device], link_s)
 
@@ -219,19 +221,25 @@ class ActivationPlanner:
         """Memory rule of a partition: ``beside`` bytes are taken, ``share`` of the full rate is in
         flight."""
         per_parameter = self.costs.per_parameter(config)
+        return self._rule(config, beside, per_parameter, self._flying(config, share))
+
+    def _rule(
+        self, config: Config, beside: float, per_parameter: float, flying: tuple[float, ...]
+    ) -> MemoryRule:
+        limits = [place.usable_bytes - beside for place in self.costs.places(config)]
         return MemoryRule(
-            self.stages.usable_bytes - beside,
+            min(limits),
             per_parameter,
-            self._flying(config, share),
+            flying,
             ELEMENT_BYTES[self.costs.profile.dtype] / per_parameter,
+            tuple(limits) if self.costs.cluster.mixed else (),
         )
 
     def optimizer_rule(self, config: Config) -> MemoryRule:
         """Memory rule for the optimizer step, for partitions where activations hardly bind."""
         held, stages = self.costs.per_parameter(config), config.placement.num_stages
         each = held + self.costs.optimizer_step_bytes(config, 1.0)
-        frozen = ELEMENT_BYTES[self.costs.profile.dtype] / each
-        return MemoryRule(self.stages.usable_bytes, each, (0.0,) * stages, frozen)
+        return self._rule(config, 0.0, each, (0.0,) * stages)
 
     def levels(self, config: Config) -> list[ActivationPolicies]:
         """Growing sets of recomputed layers, from none to all that free bytes, most bytes per
@@ -263,18 +271,19 @@ class ActivationPlanner:
         return tuple(max(1.0, share * n) for n in in_flight(config.placement, count))
 
     def _savings_of_layers(
-        self, config: Config, layers: range, times: float
+        self, config: Config, layers: range, times: float, device: int | None = None
     ) -> Iterator[LayerSavings]:
         """Costs and savings of those of ``layers`` that free bytes, at ``times`` microbatches in
-        flight."""
-        of = config.micro_batch_size, config.tensor, times
+        flight, on one pipeline device, or on the slowest."""
+        kinds = self.costs.kinds_at(config, device)
+        of = config.micro_batch_size, config.tensor, kinds, times
         found = (self._savings_of(*of, layer) for layer in layers)
         return (each for each in found if each is not None)
 
     def _make_savings(
-        self, size: int, tensor: int, times: float, layer: int
+        self, size: int, tensor: int, kinds: tuple[str, ...], times: float, layer: int
     ) -> LayerSavings | None:
-        none, recomputed, selective = self._of_each(size, tensor)
+        none, recomputed, selective = self._of_each(size, tensor, kinds)
         kept = none.saved_bytes[layer]
         fewer, less = (kept - costs.saved_bytes[layer] for costs in (recomputed, selective))
         if max(fewer, less) <= 0 or layer in self.costs.profile.embedders:
@@ -293,11 +302,13 @@ class ActivationPlanner:
             (held.most_bytes(True) - held.kept_bytes(True)) / parts,
         )
 
-    def _of_each(self, size: int, tensor: int) -> tuple[ChainCosts, ChainCosts, ChainCosts]:
+    def _of_each(
+        self, size: int, tensor: int, kinds: tuple[str, ...]
+    ) -> tuple[ChainCosts, ChainCosts, ChainCosts]:
         """Costs with all activations kept, with full recomputation, and with selective
         recomputation."""
         kept, recomputed, selective = (
-            self.costs.chain_at(size, self.costs.profile.all_layers(policy), tensor)
+            self.costs.chain_at(size, self.costs.profile.all_layers(policy), tensor, kinds)
             for policy in (
                 ActivationPolicy.KEEP,
                 ActivationPolicy.RECOMPUTE,

@@ -101,7 +101,7 @@ class FeasiblePartitioner:
                 rule = self.planner.optimizer_rule(config)
                 least = self.planner.cut(
                     config,
-                    self.partitioner.find_within(rule, self.costs.chain(config), placement, goal),
+                    self.partitioner.find_within(rule, self.costs.chains(config), placement, goal),
                 )
                 fitting += [least] * self.stages.fits(least, config.split)
         if config.recompute.as_needed:
@@ -135,15 +135,15 @@ class FeasiblePartitioner:
         found = self._with_room(config, goal, free, 0.0, of=min)
         if isinstance(found, Partition):
             starts.insert(0, found)
-        limit = self.stages.usable_bytes
+        limits = free.usable_bytes
 
         def fullness(cuts: Partition) -> float:
             held = self.planner.cut(config, cuts).least_held(config.split)
-            return sum((num_bytes / limit) ** STEEP for num_bytes in held)
+            return sum((n / limit) ** STEEP for n, limit in zip(held, limits, strict=True))
 
         for start in starts:
             stages = self.planner.cut(config, start)
-            if sum(stages.state_bytes) + sum(stages.saved_bytes) > limit * config.pipeline:
+            if sum(stages.state_bytes) + sum(stages.saved_bytes) > sum(limits):
                 continue
             moved = best_first(
                 start, partial(self.partitioner.neighbour_partitions, config), fullness
@@ -213,7 +213,7 @@ class FeasiblePartitioner:
         found: Partition | PartitionError = PartitionError("no partition has room for activations")
         while low <= high:
             middle = (low + high) // 2
-            costs = self.costs.chain(config, levels[middle])
+            costs = self.costs.chains(config, levels[middle])
             beside = self.stages.build(config, free.partition, levels[middle])
             rule = self.planner.memory_rule(config, share, of(beside.transient_bytes(config.split)))
             try:

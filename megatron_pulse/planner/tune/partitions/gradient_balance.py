@@ -16,12 +16,11 @@ from math import inf
 
 from megatron_pulse.planner.layout.placement import Partition, Placement
 from megatron_pulse.planner.partition.evaluate import MemoryRule
-from megatron_pulse.planner.partition.find import PartitionError
+from megatron_pulse.planner.partition.find import PartitionError, one_stage_per_device
 from megatron_pulse.planner.partition.neighbourhood import descent
 from megatron_pulse.planner.tune.config import Config, Recompute
 from megatron_pulse.planner.tune.estimate import Estimator
 from megatron_pulse.planner.tune.partitions.feasible import FeasiblePartitioner
-from megatron_pulse.planner.tune.partitions.least_load import one_stage_per_device
 from megatron_pulse.planner.tune.stages import Stages
 
 LIGHTER = 0.9
@@ -103,7 +102,8 @@ class GradientBalancer:
         if config.data == 1 or estimate(config, free, even) > (1 - WORTH) * about_s:
             return []
         own_s = least_s = self.estimator.timed_estimate(config, free)
-        costs, goal = self.costs.chain(config), self.partitioner.goal(config)
+        costs = self.partitioner.chains_over(config, self.costs.activations(config), spread)
+        goal = self.partitioner.goal(config)
         found, gainless = dict[Partition, float](), 0
         while held > EVEN * even and gainless < PATIENCE:
             most = LIGHTER * held if LIGHTER * held > even else (held + even) / 2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
@@ -11,18 +11,23 @@ from megatron_pulse.backbone.activations import ActivationPolicies
 from megatron_pulse.backbone.costs import ChainCosts
 from megatron_pulse.planner.cluster.cluster import Link
 from megatron_pulse.planner.layout.crossing import crossings
-from megatron_pulse.planner.layout.placement import Partition, Placement, fold, sequential
+from megatron_pulse.planner.layout.placement import Partition, Placement
 from megatron_pulse.planner.partition.evaluate import MemoryRule
-from megatron_pulse.planner.partition.find import Goal, PartitionError, find_partition
+from megatron_pulse.planner.partition.find import (
+    Goal,
+    PartitionError,
+    find_partition,
+    one_stage_per_device,
+)
 from megatron_pulse.planner.partition.neighbourhood import neighbours
 from megatron_pulse.planner.tune.config import Config, Recompute
 from megatron_pulse.planner.tune.layer_costs import Unfit, UnfitError
 from megatron_pulse.planner.tune.memory.config_policy import ActivationPlanner
 from megatron_pulse.planner.tune.stages import Stages, busiest_link_s
 
-type CostsKey = tuple[int, ActivationPolicies, int]
-"""Key of a chain's costs: microbatch size, layers under full recomputation, tensor degree, layers
-under selective recomputation."""
+type CostsKey = tuple[int, ActivationPolicies, int, tuple[tuple[str, ...], ...]]
+"""Key of a chain's costs: microbatch size, activation policies, tensor degree, and the kinds of
+each device."""
 
 NEAR = 0.02
 """Relative distance within which a load counts as near the minimum or near an even share."""
@@ -85,13 +90,27 @@ class Partitioner:
     def find(self, config: Config, placement: Placement, goal: Goal) -> Partition | PartitionError:
         """Best partition for the goal, ignoring memory, or the reason why there is none. Many
         configs share the result."""
-        return self._partition_of(self._costs_key(config), placement, goal)
+        return self._partition_of(self._costs_key(config, placement), placement, goal)
+
+    def chains_over(
+        self, config: Config, activations: ActivationPolicies, placement: Placement
+    ) -> tuple[ChainCosts, ...]:
+        """Chain costs on each device of ``placement``, whose stages are those of the config."""
+        of = config.micro_batch_size, activations, config.tensor
+        return tuple(self.costs.chain_at(*of, kinds) for kinds in self._kinds(config, placement))
+
+    def _kinds(self, config: Config, placement: Placement) -> tuple[tuple[str, ...], ...]:
+        home = config.placement.device_of_stage
+        return tuple(
+            self.costs.kinds_at(config, home[placement.stages_of_device(device)[0]])
+            for device in range(placement.num_devices)
+        )
 
     def find_within(
-        self, rule: MemoryRule, costs: ChainCosts, placement: Placement, goal: Goal
+        self, rule: MemoryRule, costs: Sequence[ChainCosts], placement: Placement, goal: Goal
     ) -> Partition:
-        """Best partition for the goal that keeps the rule. Raises PartitionError if there is
-        none."""
+        """Best partition for the goal that keeps the rule, with the ``costs`` on each device.
+        Raises PartitionError if there is none."""
         return find_partition(costs, placement, replace(goal, memory=lambda _: rule), explain=False)
 
     def _best_cuts(self, config: Config, placement: Placement, goal: Goal) -> Partition:
@@ -100,9 +119,9 @@ class Partitioner:
             raise UnfitError(Unfit.PARTITION, f"{config}: {found}")
         return found
 
-    def _costs_key(self, config: Config) -> CostsKey:
-        activations = self.costs.activations(config)
-        return config.micro_batch_size, activations, config.tensor
+    def _costs_key(self, config: Config, placement: Placement) -> CostsKey:
+        activations, kinds = self.costs.activations(config), self._kinds(config, placement)
+        return config.micro_batch_size, activations, config.tensor, kinds
 
     def goal(self, config: Config) -> Goal:
         """Goal of the partition search.
@@ -126,7 +145,7 @@ class Partitioner:
         """
         if config.recompute.as_needed:
             config = replace(config, recompute=Recompute.NEVER)
-        key = self._costs_key(config), config.placement, goal
+        key = self._costs_key(config, config.placement), config.placement, goal
         if key not in self._goals:
             self._goals[key] = goal
             without = replace(goal, link=Link())
@@ -157,7 +176,9 @@ class Partitioner:
         self, costs_key: CostsKey, placement: Placement, goal: Goal
     ) -> Partition | PartitionError:
         try:
-            costs = self.costs.chain_at(*costs_key)
+            size, activations, tensor, every = costs_key
+            of = size, activations, tensor
+            costs = tuple(self.costs.chain_at(*of, kinds) for kinds in every)
             return find_partition(costs, placement, goal, explain=False)
         except PartitionError as error:
             return error
@@ -170,12 +191,6 @@ def _may_ignore_messages(stages: Stages) -> bool:
     sent_s = busiest_link_s(stages.partition.placement, stages.edges)
     even_s = sum(work_s) / len(work_s)
     return max(work_s) > (1 + NEAR) * even_s and NEAR * max(work_s) < sent_s < max(work_s)
-
-
-def one_stage_per_device(placement: Placement) -> Placement:
-    """Placement in which every stage, or pair of stages, has a device of its own."""
-    num = placement.num_stages
-    return fold(num // 2) if placement.kind.mirrored and num > 1 else sequential(num)
 
 
 def _is_legal(costs: ChainCosts, partition: Partition, collocate: bool) -> bool:

@@ -19,11 +19,10 @@ from megatron_pulse.planner.bubble_fill.filled_schedule import (
 )
 from megatron_pulse.planner.bubble_fill.problem import FillProblem
 from megatron_pulse.planner.bubble_fill.search import Filling, fill
-from megatron_pulse.planner.cluster.cluster import Link, from_record
+from megatron_pulse.planner.cluster.cluster import Link
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.planner.schedule.check.simulate import simulate
 from megatron_pulse.planner.schedule.problem import Certificate
-from megatron_pulse.planner.tune.rank_order import RankOrder
 
 
 @dataclass(frozen=True)
@@ -58,10 +57,11 @@ def free_bytes(plan: PlanFile) -> list[float]:
     The weights and results of those encoders are on all devices. Negative if they do not fit.
     Raises Faults.
     """
-    cluster = from_record(plan.provenance["cluster"], "provenance.cluster")
     before_step = components_of(plan.before_step or (), plan.placement)
     taken = sum(c.parameter_bytes + plan.num_samples * c.result_bytes for c in before_step)
-    return [cluster.usable_bytes - size - taken for size in plan.predicted["memory_bytes"]]
+    limits = [place.usable_bytes for place in plan.places]
+    pairs = zip(limits, plan.predicted["memory_bytes"], strict=True)
+    return [limit - size - taken for limit, size in pairs]
 
 
 def fill_plan(plan: PlanFile, encoders: Sequence[Mapping[str, Any]], seconds: float) -> FilledPlan:
@@ -142,8 +142,7 @@ def slowest_link(plan: PlanFile) -> Link:
     """Slowest link between neighbours of the pipeline."""
     if plan.pipeline == 1:
         return Link()
-    cluster = from_record(plan.provenance["cluster"], "provenance.cluster")
-    ranks = RankOrder(cluster, plan.pipeline, plan.data, plan.tensor, plan.rank_order == "tp-pp-dp")
+    ranks = plan.ranks
     links = [ranks.link(d, (d + 1) % plan.pipeline) for d in range(plan.pipeline)]
     return Link(max(link.latency_s for link in links), min(link.bytes_per_s for link in links))
 

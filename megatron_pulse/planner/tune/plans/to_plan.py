@@ -23,7 +23,7 @@ def plan_of(outcome: Outcome, evaluator: Evaluator, found: Tuning | None = None)
         raise ValueError("the outcome's schedule has fewer microbatches than a step")
     profile, cluster = evaluator.profile, evaluator.cluster
     config, stages = outcome.config, outcome.stages
-    known = repr(profile) + (repr(profile.shapes) if profile.shapes else "")
+    known = repr(profile) + "".join(repr(own) for own in (profile.shapes, profile.kinds) if own)
     partition, certificate = stages.partition, outcome.synthesis.certificate
     names, costs = stages.costs.names, profile.only(config.micro_batch_size)
     plan = PlanFile(
@@ -65,6 +65,7 @@ def plan_of(outcome: Outcome, evaluator: Evaluator, found: Tuning | None = None)
         self_conditioning=evaluator.self_conditioning,
         dpo=evaluator.dpo,
         fsdp=config.fsdp,
+        device_order=config.device_order or None,
     )
     return replace(plan, shapes=tuple(_shape_plan(plan, shape) for shape in outcome.shapes))
 

@@ -192,6 +192,7 @@ def _config(plan: PlanFile) -> Config:
         recompute=Recompute.HOST if plan.activations.offload else Recompute.NEEDED,
         distributed_optimizer=plan.distributed_optimizer,
         pp_before_dp=plan.rank_order == "tp-pp-dp",
+        device_order=plan.device_order or (),
     )
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_pulse.format import in_ms
+from megatron_pulse.planner.cluster.cluster import Cluster
 from megatron_pulse.planner.tune.config import Config
+from megatron_pulse.planner.tune.device_orders import most_orders
 from megatron_pulse.planner.tune.evaluate import Outcome
 from megatron_pulse.planner.tune.layer_costs import Unfit
 from megatron_pulse.planner.tune.search.grouping import rival_names
@@ -122,6 +124,13 @@ def certainty(found: Tuning) -> list[str]:
         f"of {found.num_simulated:,} simulated configs: the fastest{whole}",
         f"of all {found.num_configs:,} configs: {rest}",
     ]
+
+
+def unordered(cluster: Cluster) -> str:
+    """Limit of the search on unlike devices; empty on others."""
+    if not cluster.mixed:
+        return ""
+    return f"; at most {most_orders(cluster)} orders of the devices are tried, with whole nodes"
 
 
 def _share(seconds: float, outcome: Outcome) -> str:

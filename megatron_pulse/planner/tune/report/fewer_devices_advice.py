@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_pulse.planner.tune.config import Choices
@@ -15,14 +16,22 @@ SECONDS = 2.0
 
 @dataclass(frozen=True)
 class ScaleDown:
-    """Predicted outcome on some of a cluster's devices."""
+    """Predicted outcome on some of a cluster's devices, of one ``kind`` if they differ."""
 
     num_devices: int
     outcome: Outcome
+    kind: str = ""
+
+    @property
+    def part(self) -> str:
+        """Text that names the devices."""
+        if self.kind:
+            return f"the {self.num_devices} {self.kind}"
+        return "one device" if self.num_devices == 1 else f"{self.num_devices} devices"
 
     def beside(self, throughput: float) -> str:
         """Sentence that compares the outcome with ``throughput`` samples/s of the whole cluster."""
-        alone = "one device is" if self.num_devices == 1 else f"{self.num_devices} devices are"
+        alone = f"{self.part} {'is' if self.num_devices == 1 else 'are'}"
         more = self.outcome.throughput / throughput - 1
         return (
             f"{alone} predicted at {self.outcome.throughput:.4g} samples/s, {more:.0%} more than "
@@ -33,20 +42,34 @@ class ScaleDown:
 def scale_down(evaluator: Evaluator, best: Outcome, choices: Choices) -> ScaleDown | None:
     """Best outcome on one device or one node, if it beats ``best`` of the whole cluster.
 
+    On unlike devices, the parts are the devices of each kind.
+
     A part is skipped if even devices that never wait would not beat ``best``.
     """
-    cluster, found = evaluator.cluster, []
-    for count in sorted({1, cluster.devices_per_node} - {cluster.num_devices}):
-        part = cluster.part(count)
-        if part is None or count * ideal_rate(evaluator) <= best.throughput:
+    found: list[ScaleDown] = []
+    for kind, alone in _parts(evaluator):
+        count = alone.cluster.num_devices
+        if count * ideal_rate(alone) <= best.throughput:
             continue
-        alone = evaluator.on(part)
         tuned = search(alone, alone.candidates(choices), 1, Budget(SECONDS))
-        found += [ScaleDown(count, outcome) for outcome in tuned.outcomes]
+        found += [ScaleDown(count, outcome, kind) for outcome in tuned.outcomes]
     fastest = max(found, key=lambda each: each.outcome.throughput, default=None)
     if fastest is None or fastest.outcome.throughput <= best.throughput:
         return None
     return fastest
+
+
+def _parts(evaluator: Evaluator) -> Iterator[tuple[str, Evaluator]]:
+    """Yield evaluators on parts of the cluster, with the name of their kind if devices differ."""
+    cluster, profile = evaluator.cluster, evaluator.profile
+    if not cluster.mixed:
+        for count in sorted({1, cluster.devices_per_node} - {cluster.num_devices}):
+            if (part := cluster.part(count)) is not None:
+                yield "", evaluator.on(part)
+        return
+    for kind in cluster.kinds:
+        own = profile.of_kind(kind.name) if profile.kinds else profile
+        yield kind.name, evaluator.on(cluster.only(kind.name), profile=own)
 
 
 def ideal_rate(evaluator: Evaluator) -> float:

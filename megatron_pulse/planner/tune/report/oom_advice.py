@@ -44,7 +44,7 @@ def oom_advice(
     budget = budget or Budget(float("inf"))
     cluster, candidates = evaluator.cluster, list(candidates)
     said = [*_unseen(found)] or ["nothing fits"]
-    said[0] += f": each device has {_of_device(cluster, cluster.usable_bytes)}"
+    said[0] += f": {_has(cluster)}"
     looking = budget.part(0.5)  # the rest is for remedies
     need = _least_memory(evaluator, candidates, looking)
     if not _by_need(evaluator, candidates):
@@ -70,10 +70,10 @@ def oom_advice(
             break  # one change is enough
         remedies += _remedy(words, evaluator, evaluator.candidates(relaxed), budget)
     nodes = cluster.nodes
-    most = MOST_NODES * cluster.nodes
+    most = MOST_NODES * cluster.nodes * cluster.alike_nodes
     while not remedies and cluster.inter_node and nodes < most and budget.left:
         nodes *= 2
-        larger = replace(cluster, nodes=nodes)
+        larger = cluster.with_nodes(nodes)
         words, grown = f"{larger.num_devices} devices ({nodes} nodes)", evaluator.on(larger)
         remedies += _remedy(words, grown, grown.candidates(choices), budget)
     sharded = list(_sharded(evaluator, bool(remedies)))
@@ -106,10 +106,17 @@ def _remedy(
     yield f"with {words}: {fits} fits{rate}"
 
 
+def _has(cluster: Cluster) -> str:
+    """Usable memory of the devices as text."""
+    if not cluster.mixed:
+        return f"each device has {_of_device(cluster, cluster.usable_bytes)}"
+    return ", ".join(f"{k.name} has {_up(k.usable_bytes / 1e9)} GB" for k in cluster.kinds)
+
+
 def _of_device(cluster: Cluster, num_bytes: float) -> str:
     """Usable bytes of a device as text, with the ``memory_gb`` that a cluster file would need."""
     gb = num_bytes / 1e9
-    if cluster.usable_memory == 1:
+    if cluster.usable_memory == 1 or cluster.mixed:
         return f"{_up(gb)} GB"
     return f"{gb:.3g} GB (memory_gb: {_up(gb / cluster.usable_memory)})"
 
@@ -137,6 +144,8 @@ _NO_TIME = "no time was left to try changes: raise --seconds"
 
 def _no_remedy(cluster: Cluster) -> str:
     tried = "other degrees, microbatch sizes and recomputation do not fit either"
+    if cluster.inter_node and not cluster.alike_nodes:
+        return f"{tried}; more nodes were not tried: nodes have unlike devices"
     if cluster.inter_node:
         return f"{tried}, nor do they on {MOST_NODES} times the nodes"
     return f"{tried}; more nodes were not tried: the cluster file has no links.inter_node"
@@ -215,7 +224,7 @@ def _least_memory(
     One microbatch at a time and the optimizer step must fit. The need of the closest few is refined
     by bisection, with a new partition for each limit, to within ``NEAR``.
     """
-    max_in_flight = evaluator.on(replace(evaluator.cluster, memory_gb=1e6))
+    max_in_flight = evaluator.on(evaluator.cluster.with_memory_gb(1e6))
     found: list[tuple[float, Config]] = []
     closest: dict[object, Config] = {}
     for config in _by_need(max_in_flight, candidates):
@@ -232,7 +241,7 @@ def _least_memory(
         while budget.left and high > (1 + NEAR) * low:
             middle = (low + high) / 2
             memory_gb = middle / 1e9 / evaluator.cluster.usable_memory
-            smaller = evaluator.on(replace(evaluator.cluster, memory_gb=memory_gb))
+            smaller = evaluator.on(evaluator.cluster.with_memory_gb(memory_gb))
             try:
                 high = min(middle, _fullest(smaller.feasible.best(config), config.split))
             except UnfitError:

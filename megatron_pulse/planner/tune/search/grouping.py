@@ -8,7 +8,7 @@ from dataclasses import replace
 from megatron_pulse.planner.layout.layouts import LAYOUTS, Layout
 from megatron_pulse.planner.tune.config import Config, Recompute
 
-type LayoutKey = tuple[int, Layout]
+type LayoutKey = tuple[int, Layout, tuple[int, ...]]
 
 type RankKey = tuple[LayoutKey, int, bool]
 
@@ -16,8 +16,8 @@ type SizeKey = tuple[RankKey, int, bool]
 
 
 def layout_key(config: Config) -> LayoutKey:
-    """Group of configs with the same stages: degree and layout."""
-    return config.pipeline, config.layout
+    """Group of configs with the same stages: degree, layout, and order of unlike devices."""
+    return config.pipeline, config.layout, config.device_order
 
 
 def rank_key(config: Config) -> RankKey:

@@ -15,6 +15,7 @@ from megatron_pulse.planner.tune.config import Config, Recompute
 from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
 from megatron_pulse.planner.tune.fixed_order_estimate import FixedOrder
 from megatron_pulse.planner.tune.layer_costs import UnfitError
+from megatron_pulse.planner.tune.memory.cap_retry import fit_in
 from megatron_pulse.planner.tune.search.candidates import KnownCuts
 from megatron_pulse.planner.tune.search.grouping import LayoutKey, layout_key, neighbours
 from megatron_pulse.planner.tune.search.result import Tried, keep_soonest
@@ -78,7 +79,7 @@ class Neighbourhood:
 
     def add(self, outcome: Outcome) -> None:
         """Record an outcome, which may be the best of its group."""
-        if max(outcome.memory_bytes) <= OVERFULL * self.evaluator.cluster.usable_bytes:
+        if fit_in(outcome.memory_bytes, [OVERFULL * n for n in outcome.stages.usable_bytes]):
             keep_soonest(self._best_of, self._alike(outcome), outcome)
 
     def widen(self, margin: float) -> None:
@@ -175,12 +176,13 @@ class Neighbourhood:
     def _best_first(self, config: Config, cuts: Partition) -> Iterator[Partition]:
         """Repeated moves from the best estimate so far, or from the partition that is nearest to
         fitting."""
-        evaluator, usable = self.evaluator, self.evaluator.cluster.usable_bytes
+        evaluator = self.evaluator
 
         @cache
         def seconds(cuts: Partition) -> float:
             stages = evaluator.cut(config, cuts)
-            over = max(1.0, max(stages.least_held(config.split)) / usable)
+            each = zip(stages.least_held(config.split), stages.usable_bytes, strict=True)
+            over = max(1.0, *(held / usable for held, usable in each))
             return over**STEEP * evaluator.estimator.cut_estimate(config, stages)
 
         least_s, moved = float("inf"), partial(evaluator.partitioner.neighbour_partitions, config)

@@ -28,6 +28,11 @@ class RankOrder:
             return shard + self.tensor * (device + self.pipeline * replica)
         return shard + self.tensor * (replica + self.data * device)
 
+    def of_place(self, device: int) -> list[int]:
+        """Ranks of a pipeline device: all shards of all replicas."""
+        shards = range(self.tensor)
+        return [self.rank(device, replica, k) for replica in range(self.data) for k in shards]
+
     @lru_cache(maxsize=4096)  # noqa: B019 (values live as long as a tuning)
     def link(self, device: int, other: int) -> Link:
         """Slowest link between two pipeline devices over all replicas.

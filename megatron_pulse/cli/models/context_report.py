@@ -1,0 +1,57 @@
+"""What context parallelism divides of a chain, and what its ranks send, as lines."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+from megatron_pulse.cli.output import table
+from megatron_pulse.errors import Faults
+from megatron_pulse.format import in_mb, with_plural
+
+if TYPE_CHECKING:
+    from megatron_pulse.backbone.chain import Backbone
+    from megatron_pulse.tracing.context_parallel.divided_backbone import LayerTraffic
+
+
+def context_report(backbone: Backbone, size: int) -> tuple[list[str], dict[str, Any]]:
+    """Division of ``backbone`` over ``size`` ranks, or why it is refused: lines, and a record."""
+    from megatron_pulse.tracing.context_parallel.divided_backbone import divisions_of, traffic_of
+
+    title = f"context parallelism over {size} ranks"
+    try:
+        traffic = traffic_of(backbone, size)
+    except Faults as error:
+        lines = [f"{title} is refused:", *(f"  - {fault}" for fault in error.faults)]
+        return lines, {"size": size, "refused": error.faults}
+    name, division = divisions_of(backbone, 0, size)[0].divided
+    sent = {each.layer: each.sent_per_rank(size) for each in traffic}
+    kinds: dict[LayerTraffic, list[str]] = {}
+    for each in traffic:
+        if each.tokens or each.num_attentions or each.gathers:
+            kinds.setdefault(replace(each, layer=""), []).append(each.layer)
+    rows = [
+        (
+            first + (f" and {len(more)} more" if more else ""),
+            " + ".join(map(str, does.tokens)),
+            str(does.num_attentions or ""),
+            in_mb(sent[first]) if sent[first] else "",
+            "; ".join(does.gathers),
+        )
+        for does, (first, *more) in kinds.items()
+    ]
+    titles = ("link", "hands on tokens", "all-to-alls", "a rank sends", "gathered for")
+    lines = [
+        f"{title}: divided from {name} on, {with_plural(division.length, 'token')}; a rank sends "
+        f"{in_mb(sum(sent.values()))} a sample and forward pass",
+        *table([titles, *rows], left=(0, 1, 4)),
+        "a rank sends (K - 1) / K^2 of an attention's queries, keys, values and results, and "
+        "(K - 1) / K of what is gathered",
+    ]
+    record = {
+        "size": size,
+        "divided": name,
+        "tokens": division.length,
+        "links": [{**asdict(each), "sent": sent[each.layer]} for each in traffic],
+    }
+    return lines, record

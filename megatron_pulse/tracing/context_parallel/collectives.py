@@ -1,0 +1,121 @@
+"""Collectives of context parallelism, with gradients.
+
+A rank's gradient of a value that is whole on every rank is its term of a sum over ranks. A gradient
+of a rank's own tokens is complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_pulse.tracing.context_parallel.division import token_order
+
+type Group = dist.ProcessGroup
+
+
+class _AllToAll(torch.autograd.Function):
+    """Rows of ``x`` to all ranks, ``give[r]`` to rank r; ``get[r]`` rows come from it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, give: Sequence[int], get: Sequence[int], group: Group
+    ) -> Tensor:
+        ctx.of = give, get, group
+        return _exchange(x, give, get, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        give, get, group = ctx.of
+        return _exchange(gradients[0], get, give, group), None, None, None
+
+
+class _Gather(torch.autograd.Function):
+    """Rows of all ranks, ``counts[r]`` of rank r; backward sums every rank's gradient of ours."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, counts: Sequence[int], group: Group) -> Tensor:
+        ctx.of = counts, group
+        size = len(counts)
+        return _exchange(x.repeat(size, *[1] * (x.dim() - 1)), [len(x)] * size, counts, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        counts, group = ctx.of
+        own, size = counts[group.rank()], len(counts)
+        terms = _exchange(gradients[0], counts, [own] * size, group)
+        return terms.unflatten(0, (size, own)).sum(0), None, None
+
+
+def _exchange(x: Tensor, give: Sequence[int], get: Sequence[int], group: Group) -> Tensor:
+    out = x.new_empty((sum(get), *x.shape[1:]))
+    try:
+        dist.all_to_all_single(out, x.contiguous(), list(get), list(give), group=group)
+    except RuntimeError as error:
+        ranks = dist.get_process_group_ranks(group)
+        raise RuntimeError(f"all-to-all of the context-parallel ranks {ranks}: {error}") from error
+    return out
+
+
+def gather(x: Tensor, dim: int, counts: Sequence[int], group: Group) -> Tensor:
+    """Whole of a value of one segment, of whose dimension ``dim`` rank r has ``counts[r]``."""
+    return _Gather.apply(x.movedim(dim, 0), counts, group).movedim(0, dim)
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    segments: tuple[tuple[int, ...], tuple[int, ...]],
+    counts: tuple[tuple[int, ...], tuple[int, ...]],
+    settings: Mapping[str, Any],
+    group: Group,
+) -> Tensor:
+    """Scaled dot product attention of divided tokens, by all-to-alls over heads.
+
+    ``query [b, heads, own tokens, d]``, ``key`` and ``value`` are a rank's shares, ``mask`` is
+    whole. Each rank attends with its share of the heads to all tokens. ``segments`` and ``counts``
+    are those of queries and of keys. Source: DeepSpeed Ulysses (arXiv 2309.14509).
+    """
+    of_query, of_key = counts
+    size, heads = len(of_query), query.shape[1]
+    if mask is not None:
+        for dim, own in zip((-2, -1), segments, strict=True):
+            if len(own) > 1 and mask.dim() >= -dim and mask.shape[dim] > 1:
+                mask = mask.index_select(dim, token_order(own, size, mask.device))
+        if mask.dim() > 2 and mask.shape[-3] == heads > 1:
+            mask = mask.chunk(size, -3)[group.rank()]
+    if segments[0] == segments[1]:
+        query, key, value = _to_heads((query, key, value), of_query, group)
+    else:
+        (query,) = _to_heads((query,), of_query, group)
+        key, value = _to_heads((key, value), of_key, group)
+    result = F.scaled_dot_product_attention(query, key, value, mask, **settings)
+    return _to_tokens(result, of_query, group)
+
+
+def _to_heads(parts: Sequence[Tensor], counts: Sequence[int], group: Group) -> list[Tensor]:
+    """``parts [b, heads, own tokens, d]`` as ``[b, heads / size, tokens, d]`` of all tokens."""
+    size, own = len(counts), counts[group.rank()]
+    if len({part.shape[-1] for part in parts}) > 1:
+        return [_to_heads((part,), counts, group)[0] for part in parts]
+    given = torch.cat([part.unflatten(1, (size, -1)) for part in parts], 2)
+    rows = given.permute(1, 3, 0, 2, 4).flatten(0, 1)  # [size * own tokens, b, heads, d]
+    got: Tensor = _AllToAll.apply(rows, [own] * size, counts, group)
+    return [
+        part.permute(1, 2, 0, 3) for part in got.split([part.shape[1] // size for part in parts], 2)
+    ]
+
+
+def _to_tokens(result: Tensor, counts: Sequence[int], group: Group) -> Tensor:
+    """Inverse of ``_to_heads``, of the result of attention."""
+    size, own = len(counts), counts[group.rank()]
+    rows = result.permute(2, 0, 1, 3)  # [tokens, b, heads / size, d]
+    got: Tensor = _AllToAll.apply(rows, counts, [own] * size, group)
+    return got.unflatten(0, (size, own)).permute(2, 0, 3, 1, 4).flatten(1, 2)

@@ -1,0 +1,144 @@
+"""Backbone of a context-parallel rank, and what its division costs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from megatron_pulse.backbone.chain import Backbone, TensorSpec
+from megatron_pulse.errors import Faults
+from megatron_pulse.tracing.chains import Chains
+from megatron_pulse.tracing.context_parallel.divided_chain import (
+    DividedChain,
+    NotDivisible,
+    divide_chain,
+)
+from megatron_pulse.tracing.from_module import source_of, spec_of
+
+
+def divide_context(backbone: Backbone, rank: int, size: int) -> Backbone:
+    """Backbone whose boundaries, skips and conditioning are the shares of ``rank``.
+
+    ``size`` ranks share the tokens. Its layers are to be built with a process group of that size.
+    Raises Faults if the backbone is no derived chain, or if its tokens cannot be divided.
+    """
+    if size == 1:
+        return backbone
+    divided = divisions_of(backbone, rank, size)
+    source = source_of(backbone)
+    assert source is not None
+    chains = source.chains.of_shapes
+
+    @functools.cache
+    def spec(name: str) -> TensorSpec:
+        shapes = []
+        for index, (chain, each) in enumerate(zip(chains, divided, strict=True)):
+            value, division = chain.values[name], each.divisions.get(name)
+            if division is not None:
+                shape = division.own_shape(value.shape, rank, size)
+                value = torch.empty(shape, dtype=value.dtype, device="meta")
+            sample = source.samples[index][name]
+            shapes.append(spec_of(backbone.name, name, value, sample, source.dtype))
+        first, *others = shapes
+        return replace(first, others=tuple(other.shape for other in others))
+
+    def named(specs: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
+        return {name: spec(name) for name in specs}
+
+    layers = []
+    before: tuple[str, ...] = (chains[0].sample,)
+    for layer, unit in zip(backbone.layers, chains[0].units, strict=True):
+        after = before if unit.embedder else unit.boundary
+        layers.append(
+            replace(
+                layer,
+                inputs=tuple(map(spec, before)),
+                outputs=tuple(map(spec, after)),
+                pops=named(layer.pops),
+                provides=named(layer.provides),
+            )
+        )
+        before = after
+    return replace(backbone, layers=tuple(layers))
+
+
+def divisions_of(backbone: Backbone, rank: int, size: int) -> list[DividedChain]:
+    """Division of the chain of each shape; raises Faults where tokens cannot be divided."""
+    source = source_of(backbone)
+    if source is None:
+        raise Faults(
+            [
+                f"{backbone.name} is a hand-written family, whose tokens are not divided. Take its "
+                "diffusers class (diffusers:FOLDER)"
+            ]
+        )
+    found = []
+    for index, chain in enumerate(source.chains.of_shapes):
+        try:
+            found.append(source.divided(chain, rank, size))
+        except NotDivisible as error:
+            raise Faults(_with_lines(error, source.chains, index, size)) from error
+    return found
+
+
+def _with_lines(error: NotDivisible, chains: Chains, shape_index: int, size: int) -> list[str]:
+    """Faults of a chain, with the source lines of its operations."""
+    if error.has_lines:
+        return error.faults
+    try:
+        divide_chain(chains.with_lines(shape_index), 0, size)
+    except NotDivisible as again:
+        return again.faults
+    return error.faults
+
+
+@dataclass(frozen=True)
+class LayerTraffic:
+    """Bytes that ranks exchange in a layer's forward pass of one sample.
+
+    - ``tokens``: number of tokens of each divided tensor that it hands on.
+    - ``all_to_all``: bytes of the ``num_attentions`` attentions' queries, keys, values and results,
+      and ``gathered`` those of gathered values, over all ranks.
+    - ``gathers``: operations for which values are gathered, with the reasons.
+    """
+
+    layer: str
+    tokens: tuple[int, ...]
+    num_attentions: int
+    all_to_all: int
+    gathered: int
+    gathers: tuple[str, ...]
+
+    def sent_per_rank(self, size: int) -> float:
+        """Bytes that one of ``size`` ranks sends, in the mean over ranks.
+
+        A rank has 1 / size of a value, and keeps as much of it in an all-to-all.
+        """
+        return (size - 1) / size * (self.all_to_all / size + self.gathered)
+
+
+def traffic_of(backbone: Backbone, size: int, shape_index: int = 0) -> list[LayerTraffic]:
+    """Traffic of each layer; raises Faults as ``divide_context``."""
+    divided = divisions_of(backbone, 0, size)[shape_index]
+    source = source_of(backbone)
+    assert source is not None
+    chain = source.chains.of_shapes[shape_index]
+    samples, divisions = source.chains.size, divided.divisions
+    found = []
+    for layer, unit, graph in zip(backbone.layers, chain.units, divided.graphs, strict=True):
+        exchanged = [each for each in graph.collectives if each.kind == "all-to-all"]
+        gathered = [each for each in graph.collectives if each.kind == "gather"]
+        found.append(
+            LayerTraffic(
+                layer.name,
+                tuple(divisions[name].length for name in unit.boundary if name in divisions),
+                len(exchanged),
+                sum(each.num_bytes for each in exchanged) // samples,
+                sum(each.num_bytes for each in gathered) // samples,
+                tuple(f"{each.operation}: {each.reason}" for each in gathered),
+            )
+        )
+    return found

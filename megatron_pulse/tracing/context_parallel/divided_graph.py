@@ -1,0 +1,161 @@
+"""Division of a unit's graph: what one rank of a context-parallel group computes."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from megatron_pulse.tracing.context_parallel.collectives import gather
+from megatron_pulse.tracing.context_parallel.division import Division
+from megatron_pulse.tracing.context_parallel.fake_values import OF_DATA
+from megatron_pulse.tracing.context_parallel.graph_builder import (
+    Collective,
+    GraphBuilder,
+    NoRule,
+)
+from megatron_pulse.tracing.context_parallel.rules import rule_of
+from megatron_pulse.tracing.graph_analysis import operation, written
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class DividedGraph:
+    """Graph of one rank, with the divisions of its results.
+
+    The process group is its last input if it ``has_group``. ``collectives`` are in order.
+    ``dependent`` says of each result if it depends on divided tokens.
+    """
+
+    graph: fx.Graph
+    divisions: tuple[Division | None, ...]
+    dependent: tuple[bool, ...]
+    collectives: tuple[Collective, ...]
+    has_group: bool
+
+
+class GraphDivider(GraphBuilder):
+    """Divides one graph for rank ``rank`` of ``size``.
+
+    - ``values``: fake tensor of every node, whole.
+    - ``taken``: divisions of placeholders; ``dependent``: placeholders that depend on tokens.
+    - ``seed``: number of the node whose value is divided from there on, with its division.
+    - ``wholes``: numbers of results that are gathered.
+    """
+
+    def __init__(
+        self,
+        graph: fx.Graph,
+        values: Mapping[fx.Node, Any],
+        taken: Mapping[fx.Node, Division],
+        dependent: Collection[fx.Node],
+        rank: int,
+        size: int,
+        seed: tuple[int, Division] | None = None,
+        wholes: Collection[int] = (),
+    ) -> None:
+        super().__init__(graph, values, rank, size)
+        self._old, self._seed, self._result_wholes = graph, seed, wholes
+        self.divisions.update(taken)
+        self._dependent = {*dependent, *taken}
+        self._gathered: dict[fx.Node, fx.Node] = {}
+
+    def run(self) -> DividedGraph:
+        """Divide every operation, or gather its inputs."""
+        nodes = list(self._old.nodes)
+        inputs = [index for index, node in enumerate(nodes) if node.op == "placeholder"]
+        for index, node in enumerate(nodes[:-1]):
+            self._divide(node, is_seed=self._seed is not None and self._seed[0] == index)
+            if index == max(inputs, default=0):
+                self.group = self.new.placeholder("context_group")
+        (results,) = nodes[-1].args
+        assert isinstance(results, tuple)
+        given, divisions = [], list[Division | None]()
+        for index, node in enumerate(results):
+            whole = index in self._result_wholes
+            given.append(self._whole(node, nodes[-1]) if whole else self.env[node])
+            division = None if whole else self.divisions.get(node)
+            assert not isinstance(division, tuple)
+            divisions.append(division)
+        self.new.output(tuple(given))
+        has_group = bool(self.group.users)
+        if not has_group:
+            self.new.erase_node(self.group)
+        self.new.lint()
+        dependent = tuple(node in self._dependent for node in results)
+        return DividedGraph(
+            self.new, tuple(divisions), dependent, tuple(self.collectives), has_group
+        )
+
+    def _divide(self, node: fx.Node, is_seed: bool) -> None:
+        if self._dependent.intersection(node.all_input_nodes):
+            self._dependent.add(node)
+        if not self.divided_inputs(node):
+            self.env[node] = self.new.node_copy(node, self.env.__getitem__)
+            self.env[node].meta.pop("val", None)
+            if node in self._dependent and operation(node).startswith("scaled_dot_product"):
+                self.note("attention", 0, node)
+        else:
+            before = len(list(self.new.nodes))
+            try:
+                if any(self.values[each] is OF_DATA for each in (node, *node.all_input_nodes)):
+                    raise NoRule("a size that depends on data")
+                self.env[node], division = rule_of(node)(self, node)
+            except NoRule as reason:
+                self._drop_after(before)
+                self._gather_inputs(node, str(reason))
+            else:
+                if division is not None:
+                    self.divisions[node] = division
+        if written(node):
+            self._gathered.clear()
+        if is_seed and self._seed is not None:
+            self.divisions[node] = self._seed[1]
+            self._dependent.add(node)
+            self.env[node] = self.narrow(self.env[node], self._seed[1])
+
+    def _drop_after(self, count: int) -> None:
+        for node in reversed(list(self.new.nodes)[count:]):
+            self.new.erase_node(node)
+
+    def _gather_inputs(self, node: fx.Node, reason: str) -> None:
+        divided = self.divided_inputs(node)
+        num_bytes = sum(self.bytes_of(each) for each in divided if each not in self._gathered)
+        refused = any(
+            each in written(node)
+            or self.is_written(each, after=node)
+            or not isinstance(self.divisions[each], Division)
+            for each in divided
+        )
+        self.note("gather", num_bytes, node, reason, refused)
+        if operation(node).startswith("scaled_dot_product"):
+            self.note("attention", 0, node)
+        if refused:  # the graph is not run
+            self.env[node] = self.new.node_copy(node, self.env.__getitem__)
+            return
+        wholes = {each: self._whole(each) for each in divided}
+        self.env[node] = self.copy(node, wholes)
+
+    def _whole(self, node: fx.Node, reader: fx.Node | None = None) -> fx.Node:
+        """Whole value of ``node``, gathered once; for the result ``reader`` it is noted."""
+        division = self.divisions.get(node)
+        if not isinstance(division, Division):
+            return self.env[node]
+        if node not in self._gathered:
+            own, dim = self.own_segments(division), division.dim
+            several = len(own) > 1
+            split = self.call(aten.split_with_sizes.default, self.env[node], list(own), dim)
+            parts = []
+            for index, length in enumerate(division.segments):
+                part = self.new.call_function(operator.getitem, (split, index))
+                counts = Division(dim, (length,)).counts(self.size)
+                parts.append(self.call(gather, part, dim, counts, self.group))
+            self._gathered[node] = self.call(aten.cat.default, parts, dim) if several else parts[0]
+            if reader is not None:
+                self.note("gather", self.bytes_of(node), node, "it is the chain's result")
+        return self._gathered[node]

@@ -1,0 +1,70 @@
+"""Functions that run the graphs of a chain's units."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from megatron_pulse.tracing.graph_analysis import operation
+from megatron_pulse.tracing.units import UnitChain
+
+PRODUCTS = {
+    torch.ops.aten.linear.default: F.linear,
+    torch.ops.aten.conv1d.default: F.conv1d,
+    torch.ops.aten.conv2d.default: F.conv2d,
+    torch.ops.aten.conv3d.default: F.conv3d,
+    torch.ops.aten.conv1d.padding: F.conv1d,
+    torch.ops.aten.conv2d.padding: F.conv2d,
+    torch.ops.aten.conv3d.padding: F.conv3d,
+}
+"""Functions of input, weight and optional bias, with deferrable weight gradients."""
+
+_RETARGETED = {
+    **PRODUCTS,
+    torch.ops.aten.scaled_dot_product_attention.default: F.scaled_dot_product_attention,
+}
+"""Functions replaced by public names, for deferred weight gradients and the analysis of memory."""
+
+
+def executable(graph: fx.Graph, chain: UnitChain, device: torch.device) -> Any:
+    """Compile a graph of ``chain`` into a function on ``device``, whatever the exporting device."""
+    copy = fx.Graph()
+    copy.output(copy.graph_copy(graph, {}))
+    regions = {n.target: chain.state[n.target] for n in copy.nodes if n.op == "get_attr"}
+    here = ("cpu", chain.device)  # other devices are named by the model
+    for node in copy.nodes:
+        if node.op != "call_function":
+            continue
+
+        def moved(value: Any) -> Any:
+            return device if isinstance(value, torch.device) else value
+
+        node.args = fx.node.map_aggregate(node.args, moved)
+        node.kwargs = fx.node.map_aggregate(node.kwargs, moved)
+        if "autocast" in operation(node) and node.args[0] in here:
+            node.args = (device.type, *node.args[1:])
+        if node.target in _RETARGETED:
+            node.target = _RETARGETED[node.target]
+    return fx.GraphModule(regions, copy)
+
+
+def run(chain: UnitChain, given: Mapping[str, Tensor]) -> Tensor:
+    """Run all units in sequence on the module's own parameters.
+
+    ``given`` holds the module's inputs by the caller's names.
+    """
+    device = next(iter(given.values())).device
+    constants_given = [chain.state[name] for name in chain.constant_state]
+    with torch.no_grad():
+        constants = executable(chain.constants, chain, device)(*constants_given)
+    state = {**chain.state, **dict(zip(chain.constant_names, constants, strict=True))}
+    values = {n: given[name] for n, name in chain.inputs.items()}
+    for unit in chain.units:
+        arguments = (*map(values.__getitem__, unit.takes), *map(state.__getitem__, unit.state))
+        results = executable(unit.graph, chain, device)(*arguments)
+        values.update(zip(unit.gives, results, strict=True))
+    return values[chain.output]

@@ -1,0 +1,87 @@
+"""Context parallelism of modules in whole runs: alike in every layout, resumed, refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.integration.runs import BASE, TINY, Run, assert_same, pipeline, run
+from tests.integration.test_bad_input import refuse
+
+TWO = ["--global-batch-size", "8", "--train-iters", "2"]
+
+
+def _run(num_ranks: int, context: int, *flags: str) -> Run:
+    divided = ["--context-parallel-size", str(context)] if context > 1 else []
+    return run(num_ranks, *TWO, *divided, *flags, backbone="tokens")
+
+
+def _assert_close(got: Run, expected: Run) -> None:
+    """Equal up to rounding, and to Adam's first steps of gradients that are rounding alone."""
+    assert got.losses == pytest.approx(expected.losses, rel=1e-6)
+    assert got.grad_norms == pytest.approx(expected.grad_norms, rel=1e-5)
+    assert got.validation == pytest.approx(expected.validation, rel=1e-4)
+    for name, weight in expected.weights.items():
+        if not name.endswith("into.bias"):  # no attention depends on that of keys
+            torch.testing.assert_close(got.weights[name], weight, rtol=1e-3, atol=5e-5)
+
+
+def test_ranks_that_share_tokens_train_as_one_and_in_a_pipeline_bit_for_bit() -> None:
+    two = _run(2, 2)
+    _assert_close(two, _run(1, 1))
+    assert_same(_run(4, 2, *pipeline(2)), two)
+
+
+def test_a_run_goes_on_with_other_ranks_that_share_tokens(tmp_path: Path) -> None:
+    two = _run(2, 2, "--save", str(tmp_path / "run"), "--save-interval", "1")
+    end = replace(two, losses=two.losses[1:], grad_norms=two.grad_norms[1:])
+    begin = ["--load", str(tmp_path / "run"), "--ckpt-step", "1"]
+    assert_same(_run(2, 2, *begin), end)
+    for num_ranks, context in ((4, 4), (2, 1)):
+        _assert_close(_run(num_ranks, context, *begin), end)
+
+
+def test_every_way_to_run_a_pipeline_gives_the_bits_of_none() -> None:
+    two = _run(2, 2)
+    split = ["--pulse-schedule", "zb-h1", "--pulse-placement", "sequential"]
+    for num_ranks, flags in (
+        (8, pipeline(4)),
+        (4, pipeline(2, *split, "--recompute-granularity", "full")),
+        (4, pipeline(2, "--recompute-granularity", "selective")),
+        (4, pipeline(2, "--pulse-offload", "*")),
+    ):
+        assert_same(_run(num_ranks, 2, *flags), two)
+
+
+def test_replicas_that_share_tokens_train_as_one() -> None:
+    one = _run(1, 1)
+    for flags in ([], ["--use-distributed-optimizer"]):
+        _assert_close(_run(4, 2, *flags), one)
+    lora = ["--pulse-adapter", "lora", "--pulse-adapter-target", "into"]
+    _assert_close(_run(2, 2, *lora), _run(1, 1, *lora))
+
+
+REFUSED: dict[str, tuple[int, list[str], str]] = {
+    "ranks": (3, [], "x --context-parallel-size 2"),
+    "heads": (8, ["--context-parallel-size", "8"], "its 4 heads do not divide over 8 ranks"),
+    "tensor parallelism": (4, ["--tensor-model-parallel-size", "2"], "also divides heads"),
+    "FSDP": (4, ["--use-torch-fsdp2"], "--use-torch-fsdp2 cannot be used with"),
+    "rank order": (2, ["--use-tp-pp-dp-mapping"], "in Megatron"),
+    "tuning": (2, ["--pulse-auto"], "does not choose context parallelism"),
+    "a layer recomputed on one rank": (2, ["--pulse-sdc-check-interval", "2"], "without those"),
+    "dropout": (
+        2,
+        ["--pulse-adapter", "lora", "--pulse-adapter-dropout", "0.1"],
+        "draws a mask for whole sequences",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_refused_with_the_reason(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_ranks, flags, said = REFUSED[what]
+    good = [*TINY["tokens"], *BASE, *TWO, "--context-parallel-size", "2"]
+    assert said in "\n".join(refuse(monkeypatch, num_ranks, flags, good))
