@@ -265,11 +265,6 @@ class Cluster:
         device."""
         return replace(self, order=tuple(map(self.device_of, order)))
 
-    @property
-    def in_file_order(self) -> Cluster:
-        """Cluster whose rank k is device k."""
-        return replace(self, order=()) if self.order else self
-
     def with_memory_gb(self, memory_gb: float) -> Cluster:
         """Cluster whose devices have ``memory_gb``; if mixed, those that have less."""
         if not self.mixed:
