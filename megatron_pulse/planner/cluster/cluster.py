@@ -3,7 +3,7 @@
 A cluster is a small YAML file. It is a preset beside this module, the output of ``pulse probe``
 inside a job, or a file of the user. Ranks fill one node after another. A link's bandwidth is that
 from one device to one other, in one direction. If ``shared`` is ``node``, devices that send at once
-divide it.
+divide it. Devices may be of several kinds (``device_kinds``).
 
 Collectives are rings (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
 workstations", 2009). A reduce-scatter of n bytes over r ranks takes r - 1 steps of n / r bytes. An
@@ -264,11 +264,6 @@ class Cluster:
         """Cluster whose rank k is this one's rank ``order[k]``, with the nodes and links of its
         device."""
         return replace(self, order=tuple(map(self.device_of, order)))
-
-    @property
-    def in_file_order(self) -> Cluster:
-        """Cluster whose rank k is device k."""
-        return replace(self, order=()) if self.order else self
 
     def with_memory_gb(self, memory_gb: float) -> Cluster:
         """Cluster whose devices have ``memory_gb``; if mixed, those that have less."""

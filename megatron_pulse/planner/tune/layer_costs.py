@@ -12,7 +12,7 @@ from operator import add
 from megatron_pulse.backbone.activations import ActivationPolicies, ActivationPolicy
 from megatron_pulse.backbone.costs import ChainCosts
 from megatron_pulse.errors import PicklableError
-from megatron_pulse.planner.cluster.cluster import Cluster
+from megatron_pulse.planner.cluster.cluster import Cluster, ClusterError
 from megatron_pulse.planner.cluster.places import Place, places_of, splits_a_kind
 from megatron_pulse.planner.cluster.rank_order import RankOrder
 from megatron_pulse.planner.layout.placement import Partition
@@ -115,6 +115,12 @@ class LayerCosts:
         self._chain_of = lru_cache(maxsize=512)(self._make_chain)
         self._workspaces: dict[tuple[int, int, ActivationPolicies], Workspace] = {}
         self._kinds = {name: profile.of_kind(name) for name in profile.kinds if cluster.mixed}
+        missing = {kind.name for kind in cluster.kinds} - self._kinds.keys()
+        if self._kinds and missing:
+            raise ClusterError(
+                f"cluster {cluster.name!r} has devices of kind {', '.join(sorted(missing))}, and "
+                f"costs are known of {', '.join(self._kinds)}: give a profile of each kind"
+            )
         self._ranks_of = lru_cache(maxsize=None)(self._make_ranks)
         self._places_of = lru_cache(maxsize=None)(self._make_places)
         self._orders_of = lru_cache(maxsize=None)(self._make_orders)

@@ -167,6 +167,10 @@ def test_a_plan_in_another_order_of_devices_is_refused(small_box, tmp_path: Path
     record["predicted"] = {**record["predicted"], "memory_bytes": full}
     (fault,) = machine_faults(record)
     assert fault.startswith("memory: device ") and "(b) needs 4.2 GB of 3 GB" in fault
+    renamed = replace(plan.profile, kinds={"a": plan.profile.kinds["a"]})
+    save_plan(replace(plan, profile=renamed), tmp_path / "p.json")
+    with pytest.raises(PlanFileError, match="has devices of kind b, and costs are known of a"):
+        load_checked(tmp_path / "p.json")
     save_plan(replace(plan, device_order=(0, 0)), tmp_path / "p.json")
     faults = read_plan(tmp_path / "p.json")[2]
     assert "device_order: lists each of the devices 0 to 1 once" in faults
