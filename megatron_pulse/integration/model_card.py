@@ -187,7 +187,9 @@ def _plan_lines(saved: SavedRun) -> Iterator[str]:
         if not saved.released:
             pipeline = getattr(args, "pipeline_model_parallel_size", 1)
             tensor = getattr(args, "tensor_model_parallel_size", 1)
-            yield f"{ranks}: pipeline {pipeline} x tensor {tensor}"
+            context = getattr(args, "context_parallel_size", 1)
+            of_context = f" x context {context}" if context > 1 else ""
+            yield f"{ranks}: pipeline {pipeline} x tensor {tensor}{of_context}"
         return
     made = found.provenance["schedule"]
     yield found.heading

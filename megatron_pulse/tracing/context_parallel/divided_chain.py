@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
 from megatron_pulse.tracing.context_parallel.divided_graph import DividedGraph, GraphDivider
 from megatron_pulse.tracing.context_parallel.division import Division
 from megatron_pulse.tracing.context_parallel.fake_values import FakeValues
-from megatron_pulse.tracing.context_parallel.graph_builder import Collective
+from megatron_pulse.tracing.context_parallel.graph_builder import (
+    OF_DATA_REASON,
+    Collective,
+    is_attention,
+)
 from megatron_pulse.tracing.graph_analysis import UNKNOWN, GraphAnalysis, operation
 from megatron_pulse.tracing.units import Unit, UnitChain, work_of
 
@@ -73,6 +76,16 @@ _NOTHING = (
 )
 
 
+@dataclass
+class _State:
+    """Divisions of the values that units have given so far, and names of those that depend on
+    divided tokens.
+    """
+
+    divisions: dict[str, Division] = field(default_factory=dict)
+    dependent: set[str] = field(default_factory=set)
+
+
 class _ChainDivider:
     def __init__(self, chain: UnitChain, rank: int, size: int) -> None:
         self._chain, self._rank, self._size = chain, rank, size
@@ -80,6 +93,7 @@ class _ChainDivider:
         self._known: dict[Any, DividedGraph] = {}
         self._fake = FakeValues(chain)
         self._values: dict[str, list[Any]] = {}
+        self._readings: dict[int, GraphAnalysis] = {}
         self._refused: list[str] = []
 
     def run(self) -> DividedChain:
@@ -100,40 +114,68 @@ class _ChainDivider:
 
     def _divided(self, seed: _Seed) -> Iterator[tuple[DividedGraph, dict[str, Division]]]:
         """Divided graph of each unit in turn, with all divisions so far."""
-        divisions: dict[str, Division] = {}
-        dependent = set[str]()
-        for index, unit in enumerate(self._chain.units):
-            wholes = [i for i, name in enumerate(unit.gives) if name == self._chain.output]
-            of_unit = seed[1] if index == seed[0] else None
-            graph = self._divide(index, divisions, dependent, of_unit, wholes)
-            of_results = zip(unit.gives, graph.divisions, graph.dependent, strict=True)
-            for name, division, depends in of_results:
-                if division is not None:
-                    divisions[name] = division
-                if depends:
-                    dependent.add(name)
-            yield graph, divisions
+        state = _State()
+        for index in range(len(self._chain.units)):
+            graph = self._divide(index, state, seed)
+            self._add(index, state, graph)
+            yield graph, state.divisions
 
-    def _divide(
-        self,
-        index: int,
-        divisions: Mapping[str, Division],
-        dependent: Collection[str],
-        seed: tuple[int, Division] | None,
-        wholes: Sequence[int],
-    ) -> DividedGraph:
-        unit = self._chain.units[index]
-        taken = tuple(divisions.get(name) for name in unit.takes)
-        depends = tuple(name in dependent for name in unit.takes)
-        at = self._works[index], taken, depends, seed, tuple(wholes)
+    def _add(self, index: int, state: _State, graph: DividedGraph) -> None:
+        of_results = zip(
+            self._chain.units[index].gives, graph.divisions, graph.dependent, strict=True
+        )
+        for name, division, depends in of_results:
+            if division is not None:
+                state.divisions[name] = division
+            if depends:
+                state.dependent.add(name)
+
+    def _divide(self, index: int, state: _State, seed: _Seed) -> DividedGraph:
+        at = self._key(index, state, seed)
         if at not in self._known:
-            nodes = list(unit.graph.nodes)
-            divided = {n: d for n, d in zip(nodes, taken, strict=False) if d is not None}
-            of_tokens = [n for n, known in zip(nodes, depends, strict=False) if known]
-            values = dict(zip(nodes, self._values_of(index), strict=True))
-            of = divided, of_tokens, self._rank, self._size, seed, wholes
-            self._known[at] = GraphDivider(unit.graph, values, *of).run()
+            self._known[at] = self._divider(index, state, seed).run()
         return self._known[at]
+
+    def _first_collective(self, index: int, state: _State, seed: _Seed) -> Collective | None:
+        at = self._key(index, state, seed)
+        if at in self._known:
+            return next(iter(self._known[at].collectives), None)
+        return self._divider(index, state, seed).first_collective()
+
+    def _key(self, index: int, state: _State, seed: _Seed) -> Any:
+        """Key that is equal for units that are divided alike."""
+        unit = self._chain.units[index]
+        taken = tuple((state.divisions.get(n), n in state.dependent) for n in unit.takes)
+        of_unit = seed[1] if index == seed[0] else None
+        return self._works[index], taken, of_unit, self._wholes(unit)
+
+    def _wholes(self, unit: Unit) -> tuple[int, ...]:
+        return tuple(i for i, name in enumerate(unit.gives) if name == self._chain.output)
+
+    def _divider(self, index: int, state: _State, seed: _Seed) -> GraphDivider:
+        unit, nodes = self._chain.units[index], self._nodes(index)
+        named = list(zip(nodes, unit.takes, strict=False))
+        divided = {n: state.divisions[name] for n, name in named if name in state.divisions}
+        return GraphDivider(
+            unit.graph,
+            self._reading(index),
+            dict(zip(nodes, self._values_of(index), strict=True)),
+            divided,
+            [n for n, name in named if name in state.dependent],
+            self._rank,
+            self._size,
+            seed[1] if index == seed[0] else None,
+            self._wholes(unit),
+        )
+
+    def _nodes(self, index: int) -> list[fx.Node]:
+        return list(self._chain.units[index].graph.nodes)
+
+    def _reading(self, index: int) -> GraphAnalysis:
+        """Reads and writes of a unit."""
+        if index not in self._readings:
+            self._readings[index] = GraphAnalysis(self._nodes(index))
+        return self._readings[index]
 
     def _values_of(self, index: int) -> list[Any]:
         """Fake tensor of every node of a unit."""
@@ -152,12 +194,12 @@ class _ChainDivider:
         """Dimensions of values that depend on the noisy sample, up to the first attention."""
         chain, dependent = self._chain, {self._chain.sample}
         for index, unit in enumerate(chain.units):
-            nodes, values = list(unit.graph.nodes), self._values_of(index)
-            reading = GraphAnalysis(nodes)
+            nodes, values = self._nodes(index), self._values_of(index)
+            reading = self._reading(index)
             begin = {n for n, name in zip(nodes, unit.takes, strict=False) if name in dependent}
             found = {node for node in reading.order if node in begin} | reading.after(begin)
             for number, node in enumerate(nodes[:-1]):
-                if node in found and is_attention(node):
+                if node in found and is_attention(operation(node)):
                     return
                 value = values[number]
                 written = reading.memory[node] in reading.writers
@@ -177,12 +219,14 @@ class _ChainDivider:
 
         Keeps the reason why an attention is none.
         """
-        for unit, (graph, _) in zip(self._chain.units, self._divided(seed), strict=True):
-            if graph.collectives:
-                first = graph.collectives[0]
-                if first.operation.startswith("scaled_dot_product"):
+        state = _State()
+        for index, unit in enumerate(self._chain.units):
+            first = self._first_collective(index, state, seed)
+            if first is not None:
+                if is_attention(first.operation) or first.reason == OF_DATA_REASON:
                     self._refused = self._refused or [_fault(unit.name, first)]
                 return first.kind == "all-to-all"
+            self._add(index, state, self._divide(index, state, seed))
         return False
 
 
@@ -209,8 +253,3 @@ _IMAGE_OPERATIONS = ("conv2d", "conv3d", "group_norm")
 
 def _fault(unit: str, gathered: Collective) -> str:
     return f"{gathered.operation} of {unit}, at {gathered.place}: {gathered.reason}"
-
-
-def is_attention(node: fx.Node) -> bool:
-    """True for scaled dot product attention."""
-    return node.target is torch.ops.aten.scaled_dot_product_attention.default

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,12 +14,14 @@ from megatron_pulse.tracing.context_parallel.collectives import gather
 from megatron_pulse.tracing.context_parallel.division import Division
 from megatron_pulse.tracing.context_parallel.fake_values import OF_DATA
 from megatron_pulse.tracing.context_parallel.graph_builder import (
+    OF_DATA_REASON,
     Collective,
     GraphBuilder,
     NoRule,
+    is_attention,
 )
 from megatron_pulse.tracing.context_parallel.rules import rule_of
-from megatron_pulse.tracing.graph_analysis import operation, written
+from megatron_pulse.tracing.graph_analysis import GraphAnalysis, operation, written
 
 aten = torch.ops.aten
 
@@ -42,7 +44,7 @@ class DividedGraph:
 class GraphDivider(GraphBuilder):
     """Divides one graph for rank ``rank`` of ``size``.
 
-    - ``values``: fake tensor of every node, whole.
+    - ``reading``, ``values``: see ``GraphBuilder``.
     - ``taken``: divisions of placeholders; ``dependent``: placeholders that depend on tokens.
     - ``seed``: number of the node whose value is divided from there on, with its division.
     - ``wholes``: numbers of results that are gathered.
@@ -51,6 +53,7 @@ class GraphDivider(GraphBuilder):
     def __init__(
         self,
         graph: fx.Graph,
+        reading: GraphAnalysis,
         values: Mapping[fx.Node, Any],
         taken: Mapping[fx.Node, Division],
         dependent: Collection[fx.Node],
@@ -59,7 +62,7 @@ class GraphDivider(GraphBuilder):
         seed: tuple[int, Division] | None = None,
         wholes: Collection[int] = (),
     ) -> None:
-        super().__init__(graph, values, rank, size)
+        super().__init__(reading, values, rank, size)
         self._old, self._seed, self._result_wholes = graph, seed, wholes
         self.divisions.update(taken)
         self._dependent = {*dependent, *taken}
@@ -67,18 +70,15 @@ class GraphDivider(GraphBuilder):
 
     def run(self) -> DividedGraph:
         """Divide every operation, or gather its inputs."""
-        nodes = list(self._old.nodes)
-        inputs = [index for index, node in enumerate(nodes) if node.op == "placeholder"]
-        for index, node in enumerate(nodes[:-1]):
-            self._divide(node, is_seed=self._seed is not None and self._seed[0] == index)
-            if index == max(inputs, default=0):
-                self.group = self.new.placeholder("context_group")
-        (results,) = nodes[-1].args
+        *_, last = self._old.nodes
+        for _ in self._each_divided():
+            pass
+        (results,) = last.args
         assert isinstance(results, tuple)
         given, divisions = [], list[Division | None]()
         for index, node in enumerate(results):
             whole = index in self._result_wholes
-            given.append(self._whole(node, nodes[-1]) if whole else self.env[node])
+            given.append(self._whole(node, last) if whole else self.env[node])
             division = None if whole else self.divisions.get(node)
             assert not isinstance(division, tuple)
             divisions.append(division)
@@ -92,19 +92,36 @@ class GraphDivider(GraphBuilder):
             self.new, tuple(divisions), dependent, tuple(self.collectives), has_group
         )
 
+    def first_collective(self) -> Collective | None:
+        """The first communication before the results; None if there is none."""
+        for _ in self._each_divided():
+            if self.collectives:
+                return self.collectives[0]
+        return None
+
+    def _each_divided(self) -> Iterator[None]:
+        """Divide the operations, one at a time."""
+        nodes = list(self._old.nodes)
+        inputs = [index for index, node in enumerate(nodes) if node.op == "placeholder"]
+        for index, node in enumerate(nodes[:-1]):
+            self._divide(node, is_seed=self._seed is not None and self._seed[0] == index)
+            if index == max(inputs, default=0):
+                self.group = self.new.placeholder("context_group")
+            yield
+
     def _divide(self, node: fx.Node, is_seed: bool) -> None:
         if self._dependent.intersection(node.all_input_nodes):
             self._dependent.add(node)
         if not self.divided_inputs(node):
             self.env[node] = self.new.node_copy(node, self.env.__getitem__)
             self.env[node].meta.pop("val", None)
-            if node in self._dependent and operation(node).startswith("scaled_dot_product"):
+            if node in self._dependent and is_attention(operation(node)):
                 self.note("attention", 0, node)
         else:
-            before = len(list(self.new.nodes))
+            before = len(self.new.nodes)
             try:
                 if any(self.values[each] is OF_DATA for each in (node, *node.all_input_nodes)):
-                    raise NoRule("a size that depends on data")
+                    raise NoRule(OF_DATA_REASON)
                 self.env[node], division = rule_of(node)(self, node)
             except NoRule as reason:
                 self._drop_after(before)
@@ -133,7 +150,7 @@ class GraphDivider(GraphBuilder):
             for each in divided
         )
         self.note("gather", num_bytes, node, reason, refused)
-        if operation(node).startswith("scaled_dot_product"):
+        if is_attention(operation(node)):
             self.note("attention", 0, node)
         if refused:  # the graph is not run
             self.env[node] = self.new.node_copy(node, self.env.__getitem__)

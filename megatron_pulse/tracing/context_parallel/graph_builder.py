@@ -18,6 +18,14 @@ type Divided = Division | tuple[Division, ...] | None
 """Division of a tensor, of each tensor of a list, or None for what is whole."""
 
 
+OF_DATA_REASON = "the size of an operand or result depends on data"
+
+
+def is_attention(operation_name: str) -> bool:
+    """True for scaled dot product attention."""
+    return operation_name.startswith("scaled_dot_product_attention")
+
+
 class NoRule(Exception):
     """Operation through which tokens do not stay divided; the text says why."""
 
@@ -43,6 +51,7 @@ class Collective:
 class GraphBuilder:
     """Adds operations to the graph of rank ``rank`` of ``size``.
 
+    - ``reading``: reads and writes of the whole graph.
     - ``values``: value of every node of the whole graph (see ``FakeValues``).
     - ``env``: node of the new graph for each node so far; ``divisions``: those that are divided.
     - ``group``: node of the process group.
@@ -50,7 +59,7 @@ class GraphBuilder:
     """
 
     def __init__(
-        self, graph: fx.Graph, values: Mapping[fx.Node, Any], rank: int, size: int
+        self, reading: GraphAnalysis, values: Mapping[fx.Node, Any], rank: int, size: int
     ) -> None:
         self.values, self.rank, self.size = values, rank, size
         self.new = fx.Graph()
@@ -58,7 +67,7 @@ class GraphBuilder:
         self.divisions: dict[fx.Node, Divided] = {}
         self.collectives: list[Collective] = []
         self.group = fx.Node(self.new, "group", "placeholder", "group", (), {})
-        self._reading = GraphAnalysis(list(graph.nodes))
+        self._reading = reading
 
     def divided_inputs(self, node: fx.Node) -> list[fx.Node]:
         """Inputs of a node that are divided."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 
 from megatron_pulse.backbone.build_context import LayerContext
 from megatron_pulse.backbone.chain import Backbone
+from megatron_pulse.tracing.context_parallel.collectives import gather
 from megatron_pulse.tracing.context_parallel.divided_backbone import divide_context, traffic_of
 from tests.runtime.equality import Case
 from tests.tracing.subject import Subject
@@ -36,6 +39,21 @@ def compare(chains: Sequence[tuple[str, str]]) -> dict[tuple[str, str], Compared
     """Compare each chain, by name and dtype, on all ranks with one process (on every rank)."""
     dist.init_process_group("gloo")
     return {at: _compare(Subject(*at)) for at in chains}
+
+
+def wait_alone() -> str:
+    """Error of an exchange that only the first rank makes; empty on the other."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=2))
+    group = dist.group.WORLD
+    assert group is not None
+    if group.rank():
+        time.sleep(6)
+        return ""
+    try:
+        gather(torch.ones(3), 0, (3, 3), group)
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
 
 
 def _compare(subject: Subject) -> Compared:

@@ -12,7 +12,7 @@ from megatron_pulse.tracing.context_parallel.divided_backbone import divide_cont
 from megatron_pulse.tracing.context_parallel.division import Division, share_of, token_order
 from tests.ranks import run_ranks
 from tests.tracing.context_parallel.modules import Blocks, Pooled, ThreeHeads, given
-from tests.tracing.context_parallel.ranks import Compared, compare
+from tests.tracing.context_parallel.ranks import Compared, compare, wait_alone
 from tests.tracing.subject import Subject
 
 FP32, FP64 = "float32", "float64"
@@ -117,3 +117,12 @@ def test_the_report_says_what_is_divided_and_sent_or_refused() -> None:
     assert [row["sent"] for row in record["links"] if row["num_attentions"]] == [4 * 12 * 32] * 3
     lines, record = context_report(Subject("small_unet", "float32").chain, 2)
     assert lines[0].endswith("is refused:") and len(record["refused"]) == len(lines) - 1
+
+
+def test_sizes_that_depend_on_data_are_refused() -> None:
+    with pytest.raises(Faults, match=r"cat.default of transformer_blocks.0.*depends on data"):
+        divide_context(Subject("mochi", "float32").chain, 0, 2)
+
+
+def test_a_wait_that_takes_too_long_names_the_ranks() -> None:
+    assert run_ranks(2, wait_alone)[0].startswith("all-to-all of the context-parallel ranks [0, 1]")
