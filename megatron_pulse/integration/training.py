@@ -19,6 +19,7 @@ from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.global_vars import get_wandb_writer, set_global_variables
 from torch import nn
 
+from megatron_pulse.format import in_mb
 from megatron_pulse.integration.checkpoint.lr_schedule import keep_saved_schedule
 from megatron_pulse.integration.checkpoint.optimizer_main_params import (
     with_fp32_weights,
@@ -55,6 +56,7 @@ from megatron_pulse.planner.program.plan import Plan
 from megatron_pulse.runtime.collectives import gather_objects
 from megatron_pulse.runtime.failure_board import FailureBoard, PulseError
 from megatron_pulse.runtime.self_conditioning import SelfConditioning
+from megatron_pulse.tracing.context_parallel.divided_backbone import traffic_of
 from model_specs import load_recorded
 
 
@@ -168,6 +170,8 @@ def train(
             default = options.default_placement(plan.backbone)
             print(f"  {default.kind} by default (--pulse-placement): {default.why}")
         print(f"  {_divided(args, plan)}")
+        if args.context_parallel_size > 1:
+            print(f"  {_exchanged(plan, args.context_parallel_size)}")
         bubble_tasks = plan.step(num_microbatches(args)).schedule.bubble_tasks
         for said in data.describe_encoders(bubble_tasks, plan.placement.num_devices):
             print(said)
@@ -271,6 +275,12 @@ def _make_dataset_provider(
 
     provide.is_distributed = True  # type: ignore[attr-defined]
     return provide
+
+
+def _exchanged(plan: Plan, size: int) -> str:
+    """Line on what context-parallel ranks send to each other."""
+    sent = sum(each.sent_per_rank(size) for each in traffic_of(plan.backbone, size))
+    return f"context-parallel ranks send {in_mb(sent)} each for a sample and forward pass"
 
 
 def _divided(args: argparse.Namespace, plan: Plan) -> str:

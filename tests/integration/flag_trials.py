@@ -64,7 +64,9 @@ _HOST = f"{_SHARED} --optimizer-cpu-offload"
 TRIALS: tuple[Trial, ...] = (
     Trial("--use-torch-fsdp2", ranks=2, says="FSDP2 over 2 ranks"),
     Trial("--tensor-model-parallel-size 2", 2),
-    Trial("--context-parallel-size 2", 2, ANY, says="x context 2", backbone="tokens"),
+    Trial(
+        "--context-parallel-size 2", 2, ANY, says="context-parallel ranks send", backbone="tokens"
+    ),
     Trial("--tensor-model-parallel-size 2 --sequence-parallel", 2),
     Trial("--pipeline-model-parallel-size 2", 2),
     Trial("--pipeline-model-parallel-size 2 --use-tp-pp-dp-mapping", 4),

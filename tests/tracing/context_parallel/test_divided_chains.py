@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
 import megatron_pulse as pulse
 from megatron_pulse.cli.models.context_report import context_report
 from megatron_pulse.errors import Faults
+from megatron_pulse.tracing.cache.serialize import from_record, to_record
 from megatron_pulse.tracing.context_parallel.divided_backbone import divide_context, traffic_of
+from megatron_pulse.tracing.context_parallel.divided_chain import divide_chain
 from megatron_pulse.tracing.context_parallel.division import Division, share_of, token_order
+from megatron_pulse.tracing.from_module import source_of
 from tests.ranks import run_ranks
 from tests.tracing.context_parallel.modules import Blocks, Pooled, ThreeHeads, given
 from tests.tracing.context_parallel.ranks import Compared, compare, wait_alone
@@ -117,6 +122,18 @@ def test_the_report_says_what_is_divided_and_sent_or_refused() -> None:
     assert [row["sent"] for row in record["links"] if row["num_attentions"]] == [4 * 12 * 32] * 3
     lines, record = context_report(Subject("small_unet", "float32").chain, 2)
     assert lines[0].endswith("is refused:") and len(record["refused"]) == len(lines) - 1
+
+
+def test_a_stored_chain_is_divided_alike() -> None:
+    source = source_of(Subject("ltx", "float32").chain)
+    assert source is not None
+    chain, module = source.chains.first, source.chains.module
+    own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    stored = from_record(json.loads(json.dumps(to_record(chain, own))), own)
+    made, again = (divide_chain(each, 1, 2) for each in (chain, stored))
+    assert made.divisions == again.divisions and made.divided == again.divided
+    for one, other in zip(made.graphs, again.graphs, strict=True):
+        assert str(one.graph) == str(other.graph)
 
 
 def test_sizes_that_depend_on_data_are_refused() -> None:
