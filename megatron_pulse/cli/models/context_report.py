@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from megatron_pulse.cli.output import table
-from megatron_pulse.errors import Faults
+from megatron_pulse.errors import Faults, format_faults
 from megatron_pulse.format import in_mb, with_plural
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def context_report(backbone: Backbone, size: int) -> tuple[list[str], dict[str, 
     try:
         traffic = traffic_of(backbone, size)
     except Faults as error:
-        lines = [f"{title} is refused:", *(f"  - {fault}" for fault in error.faults)]
+        lines = format_faults(f"{title} is refused", error.faults).splitlines()
         return lines, {"size": size, "refused": error.faults}
     name, division = divisions_of(backbone, 0, size)[0].divided
     sent = {each.layer: each.sent_per_rank(size) for each in traffic}

@@ -48,12 +48,12 @@ class NotDivisible(ValueError):
 
     def __init__(self, faults: Sequence[str]) -> None:
         self.faults = list(faults)
-        super().__init__("; ".join(faults))
+        super().__init__(*faults)
 
     @property
     def has_lines(self) -> bool:
         """True if every fault names its source line."""
-        return UNKNOWN not in str(self)
+        return all(UNKNOWN not in fault for fault in self.faults)
 
 
 def divide_chain(chain: UnitChain, rank: int, size: int) -> DividedChain:
