@@ -121,7 +121,7 @@ def test_the_report_says_what_is_divided_and_sent_or_refused() -> None:
     assert "divided from hidden_states on, 12 tokens" in lines[0]
     assert [row["sent"] for row in record["links"] if row["num_attentions"]] == [4 * 12 * 32] * 3
     lines, record = context_report(Subject("small_unet", "float32").chain, 2)
-    assert lines[0].endswith("is refused:") and len(record["refused"]) == len(lines) - 1
+    assert lines[0].endswith("is refused (2 faults):") and len(record["refused"]) == len(lines) - 1
 
 
 def test_a_stored_chain_is_divided_alike() -> None:
