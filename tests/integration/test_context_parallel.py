@@ -64,6 +64,18 @@ def test_replicas_that_share_tokens_train_as_one() -> None:
     _assert_close(_run(2, 2, *lora), _run(1, 1, *lora))
 
 
+def test_uneven_shares_train_as_one() -> None:
+    """6, 5 and 5 of 16 tokens, between stages too.
+
+    Sums over three ranks depend on a gradient's place in its buffer, which a pipeline changes.
+    """
+    heads = ["--pulse-option", "heads=3", "--pulse-option", "width=12"]
+    one, three, six = (_run(1, 1, *heads), _run(3, 3, *heads), _run(6, 3, *heads, *pipeline(2)))
+    _assert_close(three, one)
+    _assert_close(six, three)
+    assert (six.losses, six.grad_norms[0]) == (three.losses, three.grad_norms[0])
+
+
 REFUSED: dict[str, tuple[int, list[str], str]] = {
     "ranks": (3, [], "x --context-parallel-size 2"),
     "heads": (8, ["--context-parallel-size", "8"], "its 4 heads do not divide over 8 ranks"),
