@@ -91,10 +91,12 @@ PRESETS: Mapping[str, Device] = {device.name: device for device in _PRESETS}
 def known_device(cuda_name: str) -> Device | None:
     """Preset of a GPU from its CUDA name; None without a preset of the same peaks.
 
-    The preset's name must be a word of the CUDA name: an RTX A1000 is no A100. PCIe and laptop
-    cards, an RTX 4090 D, and parts of a GPU (MIG) are slower. A different memory size is a
-    different device.
+    A name made of figures (``custom_device``) is that device. Else the preset's name must be a word
+    of the CUDA name: an RTX A1000 is no A100. PCIe and laptop cards, an RTX 4090 D, and parts of a
+    GPU (MIG) are slower. A different memory size is a different device.
     """
+    if figures := re.fullmatch(rf"([\d.e+-]+){FIGURES}([\d.e+-]+) GB/s, ([\d.e+-]+) GB", cuda_name):
+        return custom_device(*map(float, figures.groups()))
     words = re.split(r"[^A-Za-z0-9]+", cuda_name)
     if {"PCIe", "PCIE", "NVL", "MIG", "Laptop", "D"} & {*words}:
         return None

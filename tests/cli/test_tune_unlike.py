@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megatron_pulse.cli.main import main
 from megatron_pulse.planner.tune.plans.verify_figures import load_checked
-from megatron_pulse.profile.files import save_profile
+from megatron_pulse.profile.files import load_profile, save_profile
+from megatron_pulse.profile.profile import Source
 from tests.planner.tune.problems import profile
 
 FAST = "--global-batch-size 8 --seconds 2 --solver none --no-fsdp --micro-batch-size 1,2"
@@ -87,6 +89,32 @@ def test_costs_of_each_kind_are_its_files_or_of_its_peaks(
     capsys.readouterr()
     assert main(asked.replace("uvit-tiny", "unet-tiny").split()) == 2
     assert "kinds.large: its profile is of uvit-tiny with other" in capsys.readouterr().err
+
+
+def test_a_file_may_stand_beside_peaks(here: Path) -> None:
+    """Peaks are costed at the file's sizes; bytes are the largest of both."""
+    of = "--backbone uvit-tiny --dtype float32"
+    figures = "--peak-tflops 80 --bandwidth-gbs 500 --memory-gb 16"
+    assert main(f"profile {of} --micro-batch-size 1,2 {figures} -o small.json".split()) == 0
+    kinds = {
+        "large": {"device": {"tflops": 160, "bandwidth_gbs": 1000}, "memory_gb": 24},
+        "small": {"device": "small.json", "memory_gb": 16},
+    }
+    Path("box.yaml").write_text(json.dumps({**BOX, "kinds": kinds}))
+    asked = f"tune {of} --cluster box.yaml {FAST} --pipeline 2 -o plan.json".split()
+    assert main(asked) == 0
+    own = load_profile("small.json")
+    more = {
+        size: tuple(replace(row, saved_bytes=row.saved_bytes + 24) for row in rows)
+        for size, rows in own.times.items()
+    }
+    save_profile(replace(own, source=Source.MEASURED, times=more), "small.json")
+    assert main(asked) == 0
+    plan = load_checked("plan.json")
+    large, small = (plan.profile.kinds[name].times[plan.micro_batch_size] for name in kinds)
+    rows = more[plan.micro_batch_size]
+    assert [r.saved_bytes for r in large] == [r.saved_bytes for r in rows]
+    assert [r.whole_s for r in small] == [r.whole_s for r in rows] > [r.whole_s for r in large]
 
 
 @pytest.mark.parametrize(

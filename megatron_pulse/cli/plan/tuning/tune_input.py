@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -53,7 +54,7 @@ def given_profile(args: argparse.Namespace, where: Cluster) -> Profile:
     device = where.peaks
     assert device is not None
     require(device.dtype_faults("--dtype", args.dtype))
-    return _analytic(args, device, args.dtype or device.half_dtype)
+    return _analytic(args, device, args.dtype or device.half_dtype, _PROFILED)
 
 
 def profile_of_kinds(args: argparse.Namespace, where: Cluster) -> Profile:
@@ -97,9 +98,10 @@ def profile_of_kinds(args: argparse.Namespace, where: Cluster) -> Profile:
                 if dict(profile.backbone) != record
             ]
         )
+    sizes = next((profile.micro_batch_sizes for profile in found.values()), _PROFILED)
     for kind in kinds[:1] if alike else kinds:
         if (device := devices[kind.name]) is not None:
-            found[kind.name] = _analytic(args, device, dtype)
+            found[kind.name] = _analytic(args, device, dtype, sizes)
     if args.mix_buckets:
         found = {name: replace(profile, shapes=()) for name, profile in found.items()}
     elif any(profile.shapes for profile in found.values()):
@@ -107,15 +109,17 @@ def profile_of_kinds(args: argparse.Namespace, where: Cluster) -> Profile:
     return next(iter(found.values())) if alike else combine(found)
 
 
-def _analytic(args: argparse.Namespace, device: Device, dtype: str) -> Profile:
-    """Profile of the backbone flags, estimated from the peaks of a device."""
+def _analytic(
+    args: argparse.Namespace, device: Device, dtype: str, sizes: Sequence[int]
+) -> Profile:
+    """Profile of the backbone flags at microbatch ``sizes``, estimated from a device's peaks."""
     prepare_profiling()
     from megatron_pulse.profile.analytic import analyse
     from megatron_pulse.runtime.measure.execution_modes import RUNNING
 
     roofline = Roofline(device, dtype)
     backbone = trained_backbone(args, roofline.dtype)
-    return analyse(backbone, _PROFILED, roofline, progress=True, running=RUNNING)
+    return analyse(backbone, sizes, roofline, progress=True, running=RUNNING)
 
 
 def backbone_of(profile: Profile) -> Backbone | None:
@@ -248,9 +252,11 @@ def unused_caution(args: argparse.Namespace, evaluator: Evaluator, choices: Choi
     if not missing:
         return ""
     said = (f"--{name.replace('_', '-')} {', '.join(map(str, missing[name]))}" for name in missing)
+    unlike = evaluator.cluster.mixed and "tensor" in missing
     return (
         f"{'; '.join(said)}: left out, no config of {evaluator.cluster.num_devices} devices and a "
         f"batch of {args.global_batch_size} has it with the other choices"
+        f"{'. Tensor-parallel ranks are neighbours of one kind' if unlike else ''}"
     )
 
 

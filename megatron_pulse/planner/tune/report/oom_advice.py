@@ -161,7 +161,7 @@ def _reasons(evaluator: Evaluator, candidates: Iterable[Config]) -> str:
             counts[error.reason] += 1
             examples.setdefault(error.reason, error.detail)
     told = (f"{n} x {why} (for example {examples[why]})" for why, n in counts.most_common())
-    return ", ".join(told)
+    return ", ".join(told) or "no config of these choices divides the devices and the batch"
 
 
 def _smaller_states(evaluator: Evaluator) -> Iterator[tuple[str, ParameterState]]:
