@@ -12,7 +12,14 @@ from megatron_pulse.cli.backbone_flags import (
     backbone_name_type,
     options_of,
 )
-from megatron_pulse.cli.flag_checks import add_flag, add_parser, as_user_error, require, warn
+from megatron_pulse.cli.flag_checks import (
+    add_flag,
+    add_parser,
+    as_user_error,
+    command_faults,
+    require,
+    warn,
+)
 from megatron_pulse.cli.import_megatron import prepare_megatron
 from megatron_pulse.cli.models.context_report import context_report
 from megatron_pulse.cli.output import add_json, print_result, table
@@ -95,8 +102,8 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def run(args: argparse.Namespace) -> None:
-    """Export and print."""
-    require(backbone_faults(args))
+    """Export and print; the exit status is 1 if tokens cannot be divided as asked."""
+    require([*command_faults(args), *backbone_faults(args)])
     prepare_megatron()
     from megatron_pulse.planner.partition.legal_cuts import largest_fold
     from megatron_pulse.profile.parameters import count_parameters
@@ -168,6 +175,8 @@ def run(args: argparse.Namespace) -> None:
         **of_context,
     }
     print_result(args, lines, lambda: record)
+    if "refused" in of_context.get("context_parallel", {}):
+        raise SystemExit(1)
 
 
 def _inputs(backbone: Backbone) -> tuple[list[InputRow], list[str]]:

@@ -40,7 +40,7 @@ def _unknown(builder: GraphBuilder, node: fx.Node) -> tuple[fx.Node, Divided]:
 
 
 _REASONS = {
-    "conv": "a convolution needs its neighbours' tokens (halos)",
+    "conv": "convolutions are not divided: wide ones need their neighbours' tokens (halos)",
     "group_norm": "its statistics are over all tokens",
     "batch_norm": "its statistics are over all tokens",
     "matmul": "a product of two divided values",
