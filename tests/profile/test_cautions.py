@@ -16,6 +16,7 @@ from megatron_pulse.planner.plan_file.plan_file import save_plan
 from megatron_pulse.planner.trace.compare import cost_cautions, mismatches
 from megatron_pulse.planner.trace.trace import Trace, load_trace, save_trace
 from megatron_pulse.planner.tune.plans.verify_figures import load_checked, recomputed
+from megatron_pulse.processes import RANKS_FOLDER
 from megatron_pulse.profile.files import load_profile, save_profile
 from megatron_pulse.profile.profile import Profile, Source
 from megatron_pulse.profile.roofline import custom_device
@@ -121,6 +122,7 @@ def test_ranks_have_as_many_threads_at_any_number(
     monkeypatch.setattr(torchrun, "run", lambda line: handed.append(os.environ["OMP_NUM_THREADS"]))
     # What the command changes for good in its own process.
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "1")
+    monkeypatch.setenv(RANKS_FOLDER, str(tmp_path))
     monkeypatch.setattr(processes, "_terminate_process_handler", None)
     monkeypatch.setattr(logging.root.manager, "disable", logging.NOTSET)
     monkeypatch.setenv("OMP_NUM_THREADS", setting or "")
