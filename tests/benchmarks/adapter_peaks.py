@@ -12,6 +12,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from megatron_pulse.cli.main import main as pulse
 from megatron_pulse.planner.plan_file.plan_file import read_plan
@@ -88,7 +89,7 @@ def main() -> None:
     for base in (base for base in BASES if args.only in base):
         for device, planned, peak in run(base):
             off = peak.peak_bytes / planned - 1
-            row = {"base": base, "device": device, "planned_bytes": planned}
+            row: dict[str, Any] = {"base": base, "device": device, "planned_bytes": planned}
             row |= {"state_bytes": peak.state_bytes, "peak_bytes": peak.peak_bytes}
             shown = {name: f"{1e-6 * row[name]:.0f}" for name in row if name.endswith("_bytes")}
             names = {name: name.replace("_bytes", ", MB") for name in shown}
