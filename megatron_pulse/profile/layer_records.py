@@ -211,7 +211,8 @@ class KindTimes:
     optimizer_s: tuple[float, ...]
 
 
-_SIZES = {name for name in LayerTimes.__dataclass_fields__ if name.endswith("_bytes")}
+BYTE_FIELDS = {name for name in LayerTimes.__dataclass_fields__ if name.endswith("_bytes")}
+"""Fields of ``LayerTimes`` that are bytes."""
 
 NO_SPREAD = 0.0, 0.0, 0.0
 """Interquartile ranges of times that were not measured."""
@@ -234,6 +235,6 @@ def between(
         step = start if proportional else end - start
         floor = least * start if share < 0 else end if share > 1 else 0.0
         mixed[name] = max(floor, float(start + share * step))
-    for name in mixed.keys() & _SIZES:
+    for name in mixed.keys() & BYTE_FIELDS:
         mixed[name] = round(mixed[name])
     return LayerTimes(**mixed)

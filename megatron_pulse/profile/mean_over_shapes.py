@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.shape_buckets import at_shape, shape_names, shares_of
-from megatron_pulse.profile.layer_records import LayerTimes, ProfiledShape
+from megatron_pulse.profile.layer_records import BYTE_FIELDS, LayerTimes, ProfiledShape
 from megatron_pulse.profile.profile import Profile
 
 
@@ -68,10 +68,9 @@ def _over(shares: Sequence[float], same: Sequence[LayerTimes]) -> LayerTimes:
     """Merge one layer's times over all shapes."""
     names = LayerTimes.__dataclass_fields__
     seconds = [name for name in names if name.endswith("_s")]
-    sizes = [name for name in names if name.endswith("_bytes")]
     values: dict[str, Any] = {
         **{name: _mean(shares, [getattr(times, name) for times in same]) for name in seconds},
-        **{name: max(getattr(times, name) for times in same) for name in sizes},
+        **{name: max(getattr(times, name) for times in same) for name in BYTE_FIELDS},
     }
     return replace(same[0], **values)
 

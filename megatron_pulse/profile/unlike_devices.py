@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from megatron_pulse.errors import format_faults
-from megatron_pulse.profile.layer_records import KindTimes, LayerTimes, ProfiledLayer
+from megatron_pulse.profile.layer_records import BYTE_FIELDS, KindTimes, LayerTimes, ProfiledLayer
 from megatron_pulse.profile.profile import Profile, ProfileError, Source
 
 _WORKING = ("peak_bytes", "forward_bytes", "selective_peak_bytes")
@@ -66,7 +66,7 @@ def _with_bytes(
     """Seconds of ``profile`` with the bytes of ``times``."""
     return {
         size: tuple(
-            replace(own, **{n: v for n, v in vars(largest).items() if n.endswith("_bytes")})
+            replace(own, **{name: getattr(largest, name) for name in BYTE_FIELDS})
             for own, largest in zip(rows, times[size], strict=True)
         )
         for size, rows in profile.times.items()
@@ -122,7 +122,7 @@ def _kept(row: LayerTimes) -> dict[str, Any]:
     return {
         name: value
         for name, value in vars(row).items()
-        if name.endswith("_bytes") and name not in _WORKING
+        if name in BYTE_FIELDS and name not in _WORKING
     }
 
 

@@ -4,14 +4,13 @@
     .venv/bin/python -m tests.benchmarks.peaks --only uvit-split      # those whose name has this
 
 Each config is planned as the tuner does, written as a plan file, and trained by it in Megatron's
-own loop on CPU ranks. Of the second step is measured what training holds when its first forward
-begins (all memory that torch has allocated since the process was ready: weights, gradients,
-optimizer, averages), and on top of it the most that is alive at once until its last backward ends,
-of all tensors that operators make (``LiveBytes``). Batches are the host's, and copied for the
-device as it asks for them; so are activations that wait there, and optimizers that are there. What
-a kernel needs while it runs, gloo, and the optimizer's step (which is torch's on a CPU, and has
-copies that a GPU's has not) are not seen. The exit status is 1 if a device is further from its plan
-than 5 %.
+own loop on CPU ranks. The second step is measured. Its state is all memory that torch has allocated
+since the process was ready, when the first forward begins: weights, gradients, optimizer, averages.
+Its peak adds the most that is alive at once until the last backward ends, of all tensors that
+operators make (``LiveBytes``). Batches are the host's, and copied for the device as it asks for
+them; so are activations that wait there, and optimizers that are there. Not seen are a kernel's
+workspace, gloo, and the optimizer's step, which has other copies on a GPU. The exit status is 1 if
+a device is further from its plan than 5 %.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def test_each_device_has_its_kind() -> None:
     one = home()
     assert one.mixed and names(one) == ["large", *["small"] * 5]
     assert (one.nodes, one.num_devices) == (3, 6)
-    assert one.usable_bytes_of(0) == 24e9 * 0.95 and one.usable_bytes_of(1) == 16e9 * 0.9
+    assert one.kind_of(0).usable_bytes == 24e9 * 0.95 and one.kind_of(1).usable_bytes == 16e9 * 0.9
     assert one.usable_bytes == 16e9 * 0.9, "what ignores kinds counts with the smallest"
 
 
@@ -110,8 +110,8 @@ def test_parts_are_the_first_devices() -> None:
 
 
 def test_more_memory_is_given_to_those_with_less() -> None:
-    assert home().with_memory_gb(20).usable_bytes_of(1) == 18e9
-    assert home().with_memory_gb(20).usable_bytes_of(0) == 24e9 * 0.95
+    assert home().with_memory_gb(20).kind_of(1).usable_bytes == 18e9
+    assert home().with_memory_gb(20).kind_of(0).usable_bytes == 24e9 * 0.95
 
 
 @pytest.mark.parametrize(

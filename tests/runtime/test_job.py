@@ -87,7 +87,7 @@ def test_reordered_ranks_meet_in_the_store_of_the_launcher(late: bool) -> None:
 
 
 def _reorder_over_nodes(nodes: list[Node], of_torchrun: bool) -> str:
-    """What rank 0 says on the second node, of ranks in reversed order."""
+    """Words of rank 0 on the second node, of ranks in reversed order."""
     number = int(os.environ["RANK"])
     nodes[number].enter()
     os.environ["MASTER_ADDR"] = nodes[0].address

@@ -1,4 +1,4 @@
-"""What context parallelism divides of a chain, and what its ranks send, as lines."""
+"""Report of what context parallelism divides of a chain and what its ranks send."""
 
 from __future__ import annotations
 

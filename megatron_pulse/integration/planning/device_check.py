@@ -64,18 +64,12 @@ def check_devices(given: PlanFile, job: Job) -> None:
         print(f"warning: {caution}", flush=True)
 
 
-def _pipeline_device(given: PlanFile, rank: int) -> int:
-    if given.rank_order == "tp-pp-dp":
-        return rank // given.tensor % given.pipeline
-    return rank // (given.tensor * given.data)
-
-
 def _faults(given: PlanFile, cluster: Cluster, found: Sequence[RankDevice]) -> Iterator[str]:
     """Fault for each rank whose device has less usable memory than the plan fills there."""
-    held = given.predicted["memory_bytes"]
+    held, ranks = given.predicted["memory_bytes"], given.ranks
+    needs = {rank: held[d] for d in range(given.pipeline) for rank in ranks.of_place(d)}
     for rank, one in enumerate(found):
-        kind = cluster.kind_of(rank)
-        needed = held[_pipeline_device(given, rank)]
+        kind, needed = cluster.kind_of(rank), needs[rank]
         if needed > one.memory_bytes * kind.usable_memory:
             yield (
                 f"{_named(rank, one)}: the plan places {needed / 1e9:.3g} GB there, for the kind "

@@ -256,10 +256,6 @@ class Cluster:
         device = self.device_of(rank)
         return self.device_kinds[device] if self.device_kinds else self._smallest
 
-    def usable_bytes_of(self, rank: int) -> float:
-        """Bytes that planning may put on the device of ``rank``."""
-        return self.kind_of(rank).usable_bytes
-
     def with_order(self, order: Sequence[int]) -> Cluster:
         """Cluster whose rank k is this one's rank ``order[k]``, with the nodes and links of its
         device."""

@@ -56,7 +56,7 @@ def test_a_cut_chain_has_the_seconds_of_each_layers_device() -> None:
             own = evaluator.profile.of_kind(kind.name).times_at(1)[i]
             assert stages.costs.forward_s[i] == own.forward_s
             assert stages.costs.backward_s[i] == own.input_grad_s + own.weight_grad_s
-        limits = [machine.usable_bytes_of(rank) for rank in range(config.pipeline)]
+        limits = [machine.kind_of(rank).usable_bytes for rank in range(config.pipeline)]
         assert list(stages.usable_bytes) == limits
 
 
