@@ -6,7 +6,8 @@ Predicted, on analytic RTX 4090s; nothing is run. Contestants and their predicti
 ``headline``, which runs cells of the same names (``--backbones flux-lora``). LoRA of rank 16 at the
 projections of attention; the base is frozen, in half precision or in NF4. Every contestant is at
 its best that fits. A row has samples/s of the tuner's pick and of the fastest of each kind of the
-others.
+others, and who is fastest. ``pulse tune`` also picks FSDP2, HSDP and the streamed base (weight
+offload), by the same predictions.
 """
 
 from __future__ import annotations
@@ -52,6 +53,11 @@ def rates(
     return found
 
 
+def winner(rates: dict[str, float | None]) -> str:
+    """Name of the largest rate."""
+    return max(rates, key=lambda name: rates[name] or 0.0) if any(rates.values()) else "none fits"
+
+
 def rows(
     emulation: Emulation, speeds: Sequence[float], samples: int, args: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
@@ -76,6 +82,7 @@ def rows(
             "ours": ours or None,
             **others,
             "x fastest other": ours / fastest if ours and fastest else None,
+            "fastest": winner({"ours": ours or None, **others}),
             "the pick": config,
         }
 

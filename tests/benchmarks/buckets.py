@@ -3,6 +3,9 @@
 Profiles a UNet at each bucket's shape on two cores at once, and probes what two ranks have. A plan
 of two pipeline devices is tuned and trained by, and the steps of each bucket are compared. Then the
 same with one microbatch size for all buckets, by the same cuts: the gain of sizes of their own.
+A machine's speed may drift between a profile and a run. The layers are therefore profiled again
+after each run; the plan's steps by that profile are ``predicted after``, and the error is that of
+the mean of both predictions. The drift says how far they are apart.
 
     .venv/bin/python -m tests.benchmarks.buckets --steps 7 --json buckets.json
 """
@@ -19,9 +22,9 @@ from typing import Any
 
 from megatron_pulse.planner.layout.layouts import FOLD_EXACT
 from megatron_pulse.planner.partition.memory import ParameterState
-from megatron_pulse.planner.plan_file.plan_file import PlanFile, save_plan
+from megatron_pulse.planner.plan_file.plan_file import save_plan
 from megatron_pulse.planner.tune.config import Choices
-from megatron_pulse.planner.tune.evaluate import Evaluator
+from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome, ShapeOutcome
 from megatron_pulse.planner.tune.plans.to_plan import plan_of
 from megatron_pulse.planner.tune.search.result import Tuning
 from megatron_pulse.planner.tune.search.shape_steps import plan_shapes
@@ -44,7 +47,10 @@ SIZES, BATCH, STORED, WARM_UP = (1, 2, 4, 8), 16, 72, 2
 
 @dataclass(frozen=True)
 class Cell:
-    """Steps of one bucket, in seconds; ``measured_s`` is a median."""
+    """Steps of one bucket, in seconds; ``measured_s`` is a median.
+
+    ``predicted_s`` is by the profile before the run, ``after_s`` by the one after it.
+    """
 
     sizes: str
     bucket: str
@@ -52,13 +58,19 @@ class Cell:
     micro_batch_size: int
     steps: int
     predicted_s: float
+    after_s: float
     measured_s: float
     fastest_s: float
 
     @property
     def error(self) -> float:
-        """Error of the prediction, as a share of what was measured."""
-        return self.predicted_s / self.measured_s - 1
+        """Error of the mean prediction, as a share of what was measured."""
+        return (self.predicted_s + self.after_s) / 2 / self.measured_s - 1
+
+    @property
+    def drift(self) -> float:
+        """Change of the prediction from before to after the run, as a share."""
+        return self.after_s / self.predicted_s - 1
 
     def cells(self) -> dict[str, Any]:
         """Columns, in milliseconds."""
@@ -68,8 +80,10 @@ class Cell:
             "M x b": f"{self.microbatches} x {self.micro_batch_size}",
             "steps": self.steps,
             "predicted": f"{1e3 * self.predicted_s:.0f}",
+            "predicted after": f"{1e3 * self.after_s:.0f}",
             "measured": f"{1e3 * self.measured_s:.0f}",
             "fastest": f"{1e3 * self.fastest_s:.0f}",
+            "drift, %": 100 * self.drift,
             "error, %": 100 * self.error,
         }
 
@@ -139,19 +153,29 @@ def steps_of_buckets(argv: list[str]) -> list[tuple[str, float]]:
     return found
 
 
-def plans(evaluator: Evaluator, seconds: float) -> dict[str, PlanFile]:
-    """The tuner's plan, and that of the same cuts with one microbatch size."""
+def outcomes(evaluator: Evaluator, seconds: float) -> dict[str, Outcome]:
+    """The tuner's pick, and the same cuts with one microbatch size."""
     choices = Choices((FOLD_EXACT,), (2,), (1,), SIZES)
     found = tune(evaluator, choices, seconds)
     best = found.outcomes[0]
     one = Tuning([evaluator.evaluate(best.config, best.synthesis, stages=best.stages)])
     same = replace(choices, micro_batch_size=(best.config.micro_batch_size,))
     plan_shapes(evaluator, one, same, seconds / 4)
-    return {"own": plan_of(best, evaluator), "one": plan_of(one.outcomes[0], evaluator)}
+    return {"own": best, "one": one.outcomes[0]}
 
 
-def compare(name: str, plan: PlanFile, data: str, folder: Path, num_steps: int) -> list[Cell]:
-    """Cells of all buckets in a run by ``plan``."""
+def step_s(shape: ShapeOutcome, evaluator: Evaluator) -> float:
+    """Seconds of a shape's step by the layer times of ``evaluator``, which is of that shape."""
+    config, old = shape.outcome.config, shape.outcome.stages
+    stages = evaluator.stages.build(config, old.partition, old.activations)
+    return evaluator.evaluate(config, shape.outcome.synthesis, stages=stages).step_s
+
+
+def compare(
+    name: str, outcome: Outcome, evaluator: Evaluator, data: str, folder: Path, num_steps: int
+) -> list[Cell]:
+    """Cells of all buckets in a run by the plan of ``outcome``."""
+    plan = plan_of(outcome, evaluator)
     save_plan(plan, folder / "plan.json")
     count = len(plan.shapes) * (num_steps + WARM_UP + 1)
     argv = [
@@ -164,20 +188,25 @@ def compare(name: str, plan: PlanFile, data: str, folder: Path, num_steps: int) 
     took: dict[str, list[float]] = defaultdict(list)
     for each in zip(*rows, strict=True):
         took[each[0][0]].append(max(seconds for _, seconds in each))
-    return [
-        Cell(
-            name,
-            shape.name,
-            shape.plan.num_microbatches,
-            shape.plan.micro_batch_size,
-            len(seconds),
-            shape.plan.predicted["step_s"],
-            statistics.median(seconds),
-            min(seconds),
+    profile = run_ranks(2, measured_profile, timeout_s=1800)[0]
+    cells = []
+    for number, (shape, found) in enumerate(zip(plan.shapes, outcome.shapes, strict=True)):
+        seconds = took[shape.name][WARM_UP:]
+        after = evaluator.on(evaluator.cluster, profile=profile.at_shape(number))
+        cells.append(
+            Cell(
+                name,
+                shape.name,
+                shape.plan.num_microbatches,
+                shape.plan.micro_batch_size,
+                len(seconds),
+                shape.plan.predicted["step_s"],
+                step_s(found, after),
+                statistics.median(seconds),
+                min(seconds),
+            )
         )
-        for shape in plan.shapes
-        if (seconds := took[shape.name][WARM_UP:])
-    ]
+    return cells
 
 
 def main() -> None:
@@ -192,14 +221,14 @@ def main() -> None:
     report = Report(args.json)
     with tempfile.TemporaryDirectory() as folder:
         data = write_stores(Path(folder))
-        for name, plan in plans(evaluator, args.seconds).items():
-            cells = compare(name, plan, data, Path(folder), args.steps)
+        for name, outcome in outcomes(evaluator, args.seconds).items():
+            cells = compare(name, outcome, evaluator, data, Path(folder), args.steps)
             for cell in cells:
                 report.add(cell, cell.cells())
             worst = max(abs(cell.error) for cell in cells)
-            mean = sum(s.share * c.measured_s for s, c in zip(plan.shapes, cells, strict=True))
+            mean = sum(s.share * c.measured_s for s, c in zip(outcome.shapes, cells, strict=True))
             print(f"{name}: largest error {worst:.1%}; mean step {1e3 * mean:.0f} ms, predicted "
-                  f"{1e3 * plan.predicted['step_s']:.0f} ms")  # fmt: skip
+                  f"{1e3 * outcome.step_s:.0f} ms")  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -50,6 +50,7 @@ class Config:
     in the pipeline are neighbours in a node (Megatron's tp-pp-dp order). Otherwise replicas are
     (tp-dp-pp, its default). ``fsdp`` shards the parameters of one pipeline device. Rank k runs on
     device ``device_order[k]`` of a cluster of unlike devices (empty: device k).
+    ``offloads_weights`` keeps all frozen weights in host memory, unlike the profile.
     """
 
     pipeline: int
@@ -64,6 +65,7 @@ class Config:
     pp_before_dp: bool = False
     fsdp: FsdpLayout | None = None
     device_order: tuple[int, ...] = ()
+    offloads_weights: bool = False
 
     @property
     def placement(self) -> Placement:
@@ -83,6 +85,7 @@ class Config:
             parts.append(recompute)
         if self.distributed_optimizer:
             parts.append("distributed optimizer")
+        parts += ["weight offload"] * self.offloads_weights
         if self.pipeline > 1 and self.data > 1:
             parts.append("pipeline inside" if self.pp_before_dp else "replicas inside")
         if self.device_order:

@@ -11,6 +11,7 @@ from megatron_pulse.planner.tune.config import Choices, why_none
 from megatron_pulse.planner.tune.evaluate import Evaluator
 from megatron_pulse.planner.tune.report.oom_advice import oom_advice
 from megatron_pulse.planner.tune.search.budget import Budget, Clock, ProcessorClock
+from megatron_pulse.planner.tune.search.data_parallel import add_weight_offload
 from megatron_pulse.planner.tune.search.fsdp_outcome import add_fsdp
 from megatron_pulse.planner.tune.search.low_memory import search_low_memory
 from megatron_pulse.planner.tune.search.refine import finish
@@ -75,6 +76,7 @@ def tune(
     if not found.outcomes and found.num_left < found.num_configs:  # not for want of time alone
         found.fsdp_baseline = evaluator.fsdp_baseline(choices.micro_batch_size)
         add_fsdp(found, evaluator, choices, keep)
+        add_weight_offload(found, evaluator, choices, keep)
         if found.outcomes:
             return found
     if not found.outcomes:
@@ -101,6 +103,9 @@ def tune(
         )
     add_fsdp(found, evaluator, choices, keep)
     found.stopped = stopped()
+    if not found.stopped:
+        progress("weight offload", found)
+        add_weight_offload(found, evaluator, choices, keep)
     return found
 
 

@@ -17,6 +17,7 @@ from megatron_pulse.planner.tune.plans.to_plan import plan_of
 from megatron_pulse.planner.tune.plans.verify_figures import recomputed
 from megatron_pulse.planner.tune.report.oom_advice import oom_advice
 from megatron_pulse.planner.tune.search.budget import Budget
+from megatron_pulse.planner.tune.tune import tune
 from megatron_pulse.planner.tune.weight_copies import with_weight_copies
 from megatron_pulse.profile.profile import Profile
 from megatron_pulse.profile.weight_offload import offload_weights
@@ -116,6 +117,32 @@ def test_it_is_advised_where_it_is_faster_and_where_nothing_else_fits() -> None:
     assert of.offloading_weights is not None and of.offloading_weights.offloading_weights is None
     assert Evaluator(frozen_profile(), machine(host=None), 8).offloading_weights is None
     assert Evaluator(profile(random.Random(2), 12, 5), machine(), 8).offloading_weights is None
+
+
+def heavy_evaluator(memory_gb: float) -> Evaluator:
+    """Frozen weights of 0.4 GB a layer, copied in 0.04 s, on devices with slow links."""
+    link = replace(machine().intra_node, bandwidth_gbs=0.01)
+    return Evaluator(frozen_profile(20 * FROZEN), machine(intra_node=link, memory_gb=memory_gb), 32)
+
+
+@pytest.mark.parametrize("memory_gb", [3.0, 1.0])
+def test_it_is_chosen_where_it_is_faster_and_where_nothing_else_fits(memory_gb: float) -> None:
+    of = heavy_evaluator(memory_gb)
+    found = tune(of, Choices(fsdp=False), 4.0, solver="none")
+    best = found.outcomes[0]
+    assert best.config.offloads_weights and "weight offload" in str(best.config)
+    assert (len(found.outcomes) > 1) == (memory_gb == 3.0)
+    assert all(best.throughput > one.throughput for one in found.outcomes[1:])
+    plan = plan_of(best, of, found)
+    assert plan.profile.offloads_weights and recomputed(plan).predicted == plan.predicted
+
+
+def test_it_is_not_chosen_where_choices_exclude_it() -> None:
+    of = heavy_evaluator(3.0)
+    found = tune(of, Choices(pipeline=(4,), fsdp=False), 4.0, solver="none")
+    assert not any(one.config.offloads_weights for one in found.outcomes)
+    assert found.weight_offload is not None
+    assert found.weight_offload.throughput > found.outcomes[0].throughput
 
 
 @pytest.fixture(scope="module")

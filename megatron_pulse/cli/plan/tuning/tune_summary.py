@@ -9,11 +9,11 @@ from megatron_pulse.cli.output import name_value_lines
 from megatron_pulse.format import format_number, in_ms
 from megatron_pulse.planner.plan_file.equivalent_flags import run_command
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
-from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
+from megatron_pulse.planner.tune.evaluate import Evaluator
 from megatron_pulse.planner.tune.fsdp.baseline import ALIKE
-from megatron_pulse.planner.tune.report.data_parallel import data_parallel
 from megatron_pulse.planner.tune.report.explain import unordered
 from megatron_pulse.planner.tune.report.fewer_devices_advice import ScaleDown
+from megatron_pulse.planner.tune.search.data_parallel import data_parallel
 from megatron_pulse.planner.tune.search.result import Tuning
 
 _WEIGHT_OFFLOAD = "data parallelism with --offload-weights '*'"
@@ -39,16 +39,13 @@ def summary(
     full, place = max(held, key=lambda pair: pair[0] / pair[1].usable_bytes)
     usable, of = place.usable_bytes / 1e9, f" ({place.name})" * bool(place.kinds)
     memory = f"{full / 1e9:.3g} of {usable:.3g} usable GB on the fullest device{of}"
-    on_host = None
-    if not found.stopped and (offloading := evaluator.offloading_weights) is not None:
-        on_host = data_parallel(offloading)
     return [
-        *_faster(found, evaluator, fewer, on_host),
+        *_faster(found, evaluator, fewer),
         *name_value_lines(
             [
                 ("plan", _plan(plan)),
                 ("predicted", f"{rate} ({evaluator.profile.source.value} profile); {memory}"),
-                ("compared", _compared(found, evaluator, on_host)),
+                ("compared", _compared(found, evaluator)),
                 ("certainty", _certainty(found) + unordered(evaluator.cluster)),
                 ("train", _train(plan, path)),
             ],
@@ -58,9 +55,7 @@ def summary(
     ]
 
 
-def _faster(
-    found: Tuning, evaluator: Evaluator, fewer: ScaleDown | None, on_host: Outcome | None
-) -> list[str]:
+def _faster(found: Tuning, evaluator: Evaluator, fewer: ScaleDown | None) -> list[str]:
     """Line on what trains faster than the best plan: FSDP2, a part of the devices, or data
     parallelism with weight offload."""
     rate, other = found.outcomes[0].throughput, found.fsdp_baseline
@@ -72,9 +67,13 @@ def _faster(
             f"plan ({other.facts})"
         )
         faster.append((other.throughput, said))
+    on_host = found.weight_offload
     if on_host is not None and on_host.throughput > (1 + ALIKE) * rate:
         times = format_number(on_host.throughput / rate)
-        said = f"use {_WEIGHT_OFFLOAD}: {times} times as fast as the best plan ({on_host.config})"
+        said = (
+            f"{_WEIGHT_OFFLOAD} is excluded by flags (or buckets), and {times} times as fast as "
+            f"the best plan ({on_host.config})"
+        )
         faster.append((on_host.throughput, said))
     if fewer is not None:
         part = fewer.part + " alone" * bool(fewer.kind)
@@ -112,18 +111,19 @@ def _plan(plan: PlanFile) -> str:
     return ", ".join([*parts, *["optimizer offload"] * plan.optimizer_cpu_offload])
 
 
-def _compared(found: Tuning, evaluator: Evaluator, on_host: Outcome | None) -> str:
+def _compared(found: Tuning, evaluator: Evaluator) -> str:
     """Speed of the best plan, without encoders, beside FSDP2 and data parallelism."""
     num_devices = evaluator.cluster.num_devices
     if num_devices == 1:
         return "with nothing: there is one device"
-    best, other = found.outcomes[0], found.fsdp_baseline
+    best, other, on_host = found.outcomes[0], found.fsdp_baseline, found.weight_offload
+    rest = found.outcomes[1:2]
 
     def beside(name: str, rate: float) -> str:
         return f"{format_number(best.throughput / rate)} x {name} ({rate:.4g} samples/s)"
 
     if best.config.fsdp is not None:
-        told = [beside("the best without it", one.throughput) for one in found.outcomes[1:2]]
+        told = [beside("the best without it", one.throughput) for one in rest]
     elif other is not None:
         told = [beside(other.name.split(" (")[0], other.throughput)]
     elif why := evaluator.not_sharded or "was not predicted: interrupted" * found.stopped:
@@ -140,7 +140,9 @@ def _compared(found: Tuning, evaluator: Evaluator, on_host: Outcome | None) -> s
         told.append("data parallelism does not fit")
     else:
         told.append(beside("data parallelism", alone.throughput))
-    if on_host is not None:
+    if best.config.offloads_weights:
+        told += [beside("the best without weight offload", one.throughput) for one in rest]
+    elif on_host is not None:
         told.append(beside(_WEIGHT_OFFLOAD, on_host.throughput))
     return "; ".join(told)
 

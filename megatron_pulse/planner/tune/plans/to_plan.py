@@ -17,10 +17,12 @@ def plan_of(outcome: Outcome, evaluator: Evaluator, found: Tuning | None = None)
     """Plan file of an outcome of ``evaluator``, whose schedule must have all microbatches.
 
     The plan holds the profile's costs at its own microbatch size, and the certainty of the search
-    ``found``.
+    ``found``. An outcome that offloads weights has them offloaded in that profile.
     """
     if outcome.extrapolated:
         raise ValueError("the outcome's schedule has fewer microbatches than a step")
+    if outcome.config.offloads_weights:
+        evaluator = evaluator.offloading_weights or evaluator
     profile, cluster = evaluator.profile, evaluator.cluster
     config, stages = outcome.config, outcome.stages
     known = repr(profile) + "".join(repr(own) for own in (profile.shapes, profile.kinds) if own)
