@@ -72,7 +72,7 @@ def _front_matter(export: Export) -> dict[str, Any]:
         if isinstance(base, str) and HUB_NAME.fullmatch(base):
             front["base_model"] = base
         front |= {key: said[key] for key in _LICENCE if isinstance(said.get(key), str)}
-    elif (frozen := export.saved.frozen_weights) is not None:
+    elif (frozen := export.saved.frozen_weights) is not None and not frozen.imported:
         base = hub_name(Path(frozen.folder))
         front |= {"base_model": base, "base_model_relation": "adapter"} if base else {}
     front["pipeline_tag"] = _task(export.saved)

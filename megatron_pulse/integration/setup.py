@@ -348,8 +348,9 @@ def prepare(
         process = process_of(start, options)
     args.pulse_base = getattr(start.saved.arguments, "pulse_base", None) if start else None
     args.pulse_frozen_weights = None
+    saved = start.saved if start else None
     with collecting(faults):
-        if (frozen := FrozenWeights.of_run(options)) is not None:
+        if (frozen := FrozenWeights.of_run(options, saved, args.pretrained_checkpoint)) is not None:
             args.pulse_frozen_weights = frozen.to_record()
     try:
         if options.backbone:

@@ -1,7 +1,7 @@
-"""Frozen weights that a checkpoint leaves out, because they are in a diffusers folder.
+"""Frozen weights that a checkpoint leaves out, because a diffusers folder or an import holds them.
 
-A run of an adapter on ``diffusers:FOLDER`` saves the adapter alone. It records the folder, with a
-digest of its weights.
+A run of an adapter on ``diffusers:FOLDER``, or on what ``pulse import`` made, saves the adapter
+alone. It records where the weights are, with a digest of them.
 """
 
 from __future__ import annotations
@@ -9,15 +9,25 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import xxhash
 
 from megatron_pulse.diffusion.published import read_folder
 from megatron_pulse.errors import UserError
+from megatron_pulse.integration.checkpoint.folders import (
+    METADATA,
+    RELEASE,
+    CheckpointError,
+    checkpoint_folder,
+)
 from megatron_pulse.integration.flags.pulse_options import PulseOptions
+from megatron_pulse.profile.trainable import trained_part
 from model_specs import weights_folder
+
+if TYPE_CHECKING:
+    from megatron_pulse.integration.checkpoint.saved_run import SavedRun
 
 _ENDS = 4096
 """Bytes at either end of a tensor that its digest covers."""
@@ -25,18 +35,43 @@ _ENDS = 4096
 
 @dataclass(frozen=True)
 class FrozenWeights:
-    """Diffusers component with the frozen weights of a run."""
+    """Diffusers component, or ``imported`` weights, with the frozen weights of a run."""
 
     folder: str
     digest: str
+    imported: bool = False
 
     @classmethod
-    def of_run(cls, options: PulseOptions) -> FrozenWeights | None:
-        """Frozen weights of a run with these options; None if checkpoints must hold them."""
+    def of_run(
+        cls, options: PulseOptions, start: SavedRun | None = None, pretrained: str | None = None
+    ) -> FrozenWeights | None:
+        """Frozen weights of a run with these options; None if checkpoints must hold them.
+
+        ``start`` is the checkpoint that it begins with, ``pretrained`` a folder that may hold the
+        imported weights if they have moved. Raises UserError if they are gone.
+        """
         if options.adapter.record is None or options.train:
             return None
         folder = weights_folder(options.backbone or "")
-        return None if folder is None else cls(str(folder.absolute()), digest_of(folder))
+        if folder is not None:
+            return cls(str(folder.absolute()), digest_of(folder))
+        if start is None:
+            return None
+        if (kept := start.frozen_weights) is not None:
+            return kept._moved(pretrained) if kept.imported else None
+        if not start.released or trained_part(start.record).adapter is not None:
+            return None
+        return cls(str(start.folder.absolute()), _digest_of_imported(start.folder), imported=True)
+
+    def _moved(self, pretrained: str | None) -> FrozenWeights:
+        """These imported weights where they are now: in their place, or in ``pretrained``."""
+        try:
+            place = self.located()
+        except UserError:
+            if pretrained is None:
+                raise
+            place = self.located(Path(pretrained))
+        return FrozenWeights(str(place.absolute()), self.digest, imported=True)
 
     @classmethod
     def of_checkpoint(cls, args: argparse.Namespace) -> FrozenWeights | None:
@@ -44,7 +79,7 @@ class FrozenWeights:
         kept: dict[str, Any] | None = getattr(args, "pulse_frozen_weights", None)
         return None if kept is None else cls(**kept)
 
-    def to_record(self) -> dict[str, str]:
+    def to_record(self) -> dict[str, Any]:
         """Values for the flags in a checkpoint; ``of_checkpoint`` takes them back."""
         return asdict(self)
 
@@ -54,6 +89,8 @@ class FrozenWeights:
         Raises UserError if it is gone, or holds other weights.
         """
         place = Path(self.folder) if folder is None else folder
+        if self.imported:
+            return self._located_import(place)
         remedy = "give --frozen-weights DIR, the folder of a pipeline or component with them"
         found = weights_folder(f"diffusers:{place}")
         if found is None:
@@ -67,6 +104,31 @@ class FrozenWeights:
                 f"others: {remedy}"
             )
         return found
+
+    def _located_import(self, place: Path) -> Path:
+        remedy = (
+            "give their folder: --pretrained-checkpoint DIR (with --save, without --load) in "
+            "training, --frozen-weights DIR in commands"
+        )
+        try:
+            found = place if place.name == RELEASE else checkpoint_folder(place)
+            digest = _digest_of_imported(found)
+        except (CheckpointError, OSError):
+            raise UserError(
+                f"the adapter was trained on the weights that 'pulse import' wrote to "
+                f"{self.folder}; {place} holds none: {remedy}"
+            ) from None
+        if digest != self.digest:
+            raise UserError(
+                f"the adapter was trained on the weights that {self.folder} held; {found} holds "
+                f"others: {remedy}"
+            )
+        return found
+
+
+def _digest_of_imported(folder: Path) -> str:
+    """Digest of the hashes of a checkpoint's files, which ``require_intact`` compares with them."""
+    return str(xxhash.xxh3_128((folder / METADATA).read_bytes()).hexdigest())
 
 
 def digest_of(folder: Path) -> str:

@@ -100,6 +100,8 @@ def load_whole(
         raise CheckpointError(f"{saved.folder} holds no EMA weights: use --raw")
     backbone = saved.load_backbone(options, quantized=quantized)
     require_intact(saved.folder)
+    if (frozen := saved.frozen_weights) is not None and frozen.imported:
+        require_intact(frozen.located(saved.frozen_folder))
     stage = whole_stage(backbone, initialise=saved.frozen_weights is not None)
     load_weights(stage, saved, averaged=averaged)
     return backbone, stage

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import megatron.core.optimizer.distrib_optimizer as distributed
@@ -20,10 +21,11 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_pulse.integration.checkpoint.frozen_weights import FrozenWeights
 from megatron_pulse.integration.checkpoint.lr_schedule import SCHEDULER, schedule_position
 from megatron_pulse.integration.checkpoint.optimizer_main_params import begin_ema
 from megatron_pulse.integration.checkpoint.resume_checks import has_ema_of, has_reference_of
-from megatron_pulse.integration.checkpoint.saved_run import last_line, read_common
+from megatron_pulse.integration.checkpoint.saved_run import last_line, load_frozen, read_common
 from megatron_pulse.integration.checkpoint.starting_point import (
     StartingPoint,
     folders_read,
@@ -54,6 +56,12 @@ def wrap_load_checkpoint(
         model: Any, optimizer: Any, opt_param_scheduler: Any, *rest: Any, **kwargs: Any
     ) -> Any:
         stages = [unwrap(chunk) for chunk in model]
+        adds_adapter = _adds_adapter(start, args)
+        frozen = FrozenWeights.of_checkpoint(args)
+        if frozen is not None and frozen.imported and not adds_adapter:
+            with _unreadable(start), PROGRESS.during("loading frozen weights", patient=True):
+                for stage in stages:
+                    load_frozen(stage, Path(frozen.folder))
         if args.pulse_loss == "dpo" and has_reference_of(start, args.pulse_record):
             for stage in stages:
                 stage.begin_reference()
@@ -69,9 +77,9 @@ def wrap_load_checkpoint(
             for group in optimizer.param_groups
         ]
         before = [stage.left_out for stage in stages]
-        if _adds_adapter(start, args):
+        if adds_adapter:
             for stage in stages:
-                stage.left_out |= stage.factor_names
+                stage.left_out = stage.factor_names
                 stage.begins_adapter = True
         averages_begin = args.pulse_ema_decay and not has_ema_of(start, args.pulse_record)
         if averages_begin:

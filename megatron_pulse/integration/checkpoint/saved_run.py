@@ -162,7 +162,7 @@ class SavedRun:
         """
         theirs = self.record
         name = theirs["name"]
-        if (frozen := self.frozen_weights) is not None:
+        if (frozen := self.frozen_weights) is not None and not frozen.imported:
             name = f"diffusers:{frozen.located(self.frozen_folder)}"
         kept = {key: value for key, value in theirs["options"].items() if key != DTYPE}
         wanted = in_dtype(name, with_options(kept, options), "float32", "it")
@@ -224,12 +224,15 @@ def load_weights(stage: MegatronStage, saved: SavedRun, *, averaged: bool) -> No
     """Fill ``stage`` from a checkpoint, with EMA weights if ``averaged``.
 
     Frozen parameters have no EMA and keep their plain values. Those that the checkpoint leaves out
-    keep the stage's. ``stage`` may be of one chain of a cascade. Raises CheckpointError if the
-    files are damaged or hold other weights.
+    keep the stage's, or are read from the imported weights. ``stage`` may be of one chain of a
+    cascade. Raises CheckpointError if the files are damaged or hold other weights, and UserError if
+    imported weights are gone.
     """
     folder, chain = saved.folder, saved.chain
-    if saved.frozen_weights is not None:
+    if (frozen := saved.frozen_weights) is not None:
         stage.left_out = stage.frozen_names
+        if frozen.imported:
+            load_frozen(stage, frozen.located(saved.frozen_folder))
     # Extra states belong to Transformer Engine's fp8 recipes; weights do not depend on them.
     names = {name for name in stage.state_dict() if not name.endswith("_extra_state")}
     names -= stage.left_out
@@ -251,6 +254,24 @@ def load_weights(stage: MegatronStage, saved: SavedRun, *, averaged: bool) -> No
     stage.load_state_dict(loaded, strict=False)
     if missing := names - set(loaded):
         raise CheckpointError(f"{folder} lacks {', '.join(sorted(missing))}")
+
+
+def load_frozen(stage: MegatronStage, folder: Path) -> None:
+    """Fill the frozen parameters of ``stage`` from the checkpoint in ``folder``.
+
+    Collective over the ranks of a job. Raises CheckpointError if it cannot be read.
+    """
+    left_out, stage.left_out = stage.left_out, frozenset()
+    frozen = stage.frozen_names
+    state = {name: entry for name, entry in stage.sharded_state_dict().items() if name in frozen}
+    stage.left_out = left_out
+    try:
+        loaded = dist_checkpointing.load({"model": state}, str(folder))["model"]
+    except (Exception, CheckpointException) as error:  # the latter is a BaseException
+        raise CheckpointError(
+            f"the frozen weights in {folder} cannot be read: {last_line(error)}"
+        ) from error
+    stage.load_frozen(loaded)
 
 
 def last_line(error: BaseException) -> str:

@@ -25,6 +25,7 @@ from megatron_pulse.integration.checkpoint.folders import (
     newest,
     newest_named,
 )
+from megatron_pulse.integration.checkpoint.frozen_weights import FrozenWeights
 from megatron_pulse.integration.checkpoint.integrity.verify import require_intact
 from megatron_pulse.integration.checkpoint.lock import FolderInUse, FolderLock
 from megatron_pulse.integration.checkpoint.saved_run import SavedRun, read_saved_run
@@ -163,6 +164,8 @@ def verified_start(start: StartingPoint, args: argparse.Namespace, holds: bool) 
     else:
         for one in (folder, *others):
             require_intact(one)
+    if (frozen := FrozenWeights.of_checkpoint(args)) is not None and frozen.imported:
+        require_intact(Path(frozen.folder))
     if start.passed and args.rank == 0:
         print("\n".join(describe_passed(start.passed, start.saved)), flush=True)
         if holds:

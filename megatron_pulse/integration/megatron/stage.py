@@ -20,7 +20,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from megatron.core.utils import get_tensor_model_parallel_group_if_none
 from torch import Tensor, nn
 
-from megatron_pulse.adapters.low_rank import adapters_disabled, is_factor
+from megatron_pulse.adapters.low_rank import M, adapters_disabled, is_factor
 from megatron_pulse.backbone.activations import ActivationPolicies
 from megatron_pulse.backbone.build_context import LayerContext
 from megatron_pulse.backbone.chain import Backbone
@@ -215,6 +215,16 @@ class MegatronStage(Stage, MegatronModule):
         return result
 
     @torch.no_grad()
+    def load_frozen(self, state: Mapping[str, Tensor]) -> None:
+        """Load the frozen parameters, or this rank's rows of them."""
+        if self.fully_sharded is not None:
+            self.fully_sharded.load(state)
+            return
+        own = dict(self.named_parameters())
+        for name, tensor in state.items():
+            own[name].copy_(tensor)
+
+    @torch.no_grad()
     def _load_rows(self, state: Mapping[str, Tensor], sharded: FullyShardedStage) -> None:
         sharded.load({name: rows for name, rows in state.items() if name in sharded.own})
         if self.reference is not None:
@@ -225,7 +235,7 @@ class MegatronStage(Stage, MegatronModule):
         for name, buffer in self.named_buffers():
             if name in state:
                 buffer.copy_(state[name])
-        if self.begins_adapter and any(hasattr(m, "begin_magnitudes") for m in self.modules()):
+        if self.begins_adapter and any(name.endswith(f".{M}") for name in self.factor_names):
             fault = (
                 "DoRA's magnitudes begin with the norms of whole loaded weights, and FSDP shards "
                 "them. Make the first step in another layout, or train lora"
