@@ -8,7 +8,9 @@ from pathlib import Path
 import diffusers
 import pytest
 import torch
+from megatron.core import dist_checkpointing
 
+from megatron_pulse.adapters.low_rank import is_factor
 from megatron_pulse.cli.main import main
 from megatron_pulse.planner.cluster.cluster import save_cluster
 from megatron_pulse.planner.tune.plans.verify_figures import load_checked
@@ -25,6 +27,8 @@ from tests.integration.runs import (
 from tests.integration.test_adapters import flags as adapter_flags
 from tests.integration.test_adapters import make_place
 from tests.integration.test_dpo import place, whole  # noqa: F401
+from tests.integration.test_families import FAMILIES, write_latents
+from tests.integration.test_process import write_pipeline
 from tests.integration.test_sample_pictures import EVERY, relative, samples_of, train_recording
 from tests.integration.test_stragglers import FLAGS, spoil_gradients
 from tests.planner.tune.problems import cluster
@@ -156,3 +160,22 @@ def test_a_tuned_plan_is_checked_and_runs(
     assert main(["check", plan]) == 2
     said = capsys.readouterr().err
     assert "starts: they rise from 0" in said and "3 does not divide the 2 replicas" in said
+
+
+def test_an_adapter_of_a_family_crosses_layouts_without_its_base(tmp_path: Path) -> None:
+    given = write_pipeline(tmp_path / "published", "sd3")
+    assert main(["import", *given, "--to", str(tmp_path / "start")]) == 0
+    write_latents(tmp_path / "latents", FAMILIES["sd3"])
+    words = ["--pulse-backbone", "sd3-tiny", "--pulse-data", f"latents:{tmp_path / 'latents'}"]
+    words += ["--global-batch-size", "4", "--lr", "1e-2", "--pulse-ema-decay", "0.5"]
+    words += ["--pulse-adapter", "lora", "--pulse-adapter-rank", "3", "--train-iters", "3"]
+    words += ["--pretrained-checkpoint", str(tmp_path / "start"), "--use-distributed-optimizer"]
+    save = ["--save", str(tmp_path / "run"), "--save-interval", "1"]
+    alone = run(1, *words, backbone="none")
+    losses: list[float] = []
+    for step, layout in enumerate(([FSDP], pipeline(2), [FSDP]), start=1):
+        until = ["--exit-interval", str(step)]
+        losses += run(2, *words, *layout, *save, *until, backbone="none").losses
+    assert losses == pytest.approx(alone.losses, rel=1e-5)
+    held = dist_checkpointing.load_tensors_metadata(str(tmp_path / "run" / "iter_0000003"))
+    assert {name for name in held if not is_factor(name)} == {"pos_embed.pos_embed"}  # a buffer
