@@ -87,13 +87,13 @@ class Subject:
         for step in range(case.steps):
             optimizer.zero_grad()
             for batch in self.batches(case, step):
-                loss = mean_squared_error(self._predict(batch), batch)
+                loss = mean_squared_error(self.predict(batch), batch)
                 (loss / case.num_microbatches).backward()
                 losses.append(loss.item())
             optimizer.step()
         return losses
 
-    def _predict(self, batch: Mapping[str, Tensor]) -> Tensor:
+    def predict(self, batch: Mapping[str, Tensor]) -> Tensor:
         example = self._examples[shape_of(self.chain, batch)]
         leaves, form = pytree.tree_flatten(example)
         given = [
