@@ -17,11 +17,11 @@ import xxhash
 from megatron_pulse.diffusion.published import read_folder
 from megatron_pulse.errors import UserError
 from megatron_pulse.integration.checkpoint.folders import (
-    METADATA,
     RELEASE,
     CheckpointError,
     checkpoint_folder,
 )
+from megatron_pulse.integration.checkpoint.integrity.hashes import METADATA
 from megatron_pulse.integration.flags.pulse_options import PulseOptions
 from megatron_pulse.profile.trainable import trained_part
 from model_specs import weights_folder
