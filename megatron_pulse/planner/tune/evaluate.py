@@ -23,6 +23,7 @@ from megatron_pulse.planner.tune.estimate import PARAMETER_BYTES, Estimator, is_
 from megatron_pulse.planner.tune.fsdp.baseline import (
     FsdpBaseline,
     collective_seconds,
+    copying_s,
     fsdp_baseline,
     predict,
 )
@@ -257,7 +258,8 @@ class Evaluator:
             reduces_fp32=not self.state.grad_reduce_in_bf16,
         )
         fitted = configs.costed(FsdpConfig(micro_batch_size, layout), activations)
-        transfers = collective_seconds(self.cluster, fitted.sharding, not is_cpu(self.profile))
+        byte_s = copying_s(self.estimator.adam_s) if is_cpu(self.profile) else None
+        transfers = collective_seconds(self.cluster, fitted.sharding, byte_s)
         return predict(configs, fitted, transfers, self.estimator.adam_s)
 
     @property

@@ -12,7 +12,12 @@ import pytest
 from megatron_pulse.backbone.activations import ActivationPolicies
 from megatron_pulse.planner.cluster.cluster import Cluster
 from megatron_pulse.planner.layout.fsdp_layout import Gathering
-from megatron_pulse.planner.tune.fsdp.baseline import collective_seconds, fsdp_baseline, groups
+from megatron_pulse.planner.tune.fsdp.baseline import (
+    collective_seconds,
+    copying_s,
+    fsdp_baseline,
+    groups,
+)
 from megatron_pulse.planner.tune.fsdp.configs import UNITS, FsdpConfigs
 from megatron_pulse.planner.tune.fsdp.layer_dp import (
     ActivationRoom,
@@ -38,11 +43,12 @@ def soonest_of_all(chain_: Profile, where: Cluster, samples: int) -> float | Non
     each = samples // where.num_devices
     sizes = [size for size in SIZES if each % size == 0]
     configs = FsdpConfigs(chain_, where.num_devices, samples, where.usable_bytes, sizes)
+    byte_s = copying_s(ADAM_S) if chain_.threads else None
     fitted = map(configs.fit, chain.from_iterable(map(configs.configs, groups(where))))
     trained = sum(layer.trained_parameters for layer in chain_.layers)
     return min(
         (
-            step_s(one.sharding, collective_seconds(where, one.sharding, not chain_.threads))
+            step_s(one.sharding, collective_seconds(where, one.sharding, byte_s))
             + ADAM_S * trained / one.sharding.group
             for one in fitted
             if one.needs_bytes <= where.usable_bytes
@@ -174,10 +180,11 @@ def test_a_step_by_hand() -> None:
     # Sent for longer than computed: 3 units forth, 2 back (the last is there), 3 reduced.
     busy = replace(way, units=(replace(unit, forward_s=1e-6, backward_s=1e-6),) * 3)
     assert step_s(busy, collective_seconds(where, busy)) == pytest.approx(8 * moved_s, rel=1e-3)
-    # On CPUs all of these are waited for.
-    one_by_one = collective_seconds(where, way, overlaps=False)
-    assert step_s(way, one_by_one) == pytest.approx(0.9 + 8 * moved_s)
-    assert least_s(way, one_by_one, 0.9) == pytest.approx(0.9 + 8 * moved_s)
+    # On CPUs all of these are waited for, and 20 MB are read or written four and six times.
+    one_by_one = collective_seconds(where, way, byte_s=1e-10)
+    expected_s = 0.9 + 8 * moved_s + 0.002 * (5 * 4 + 3 * 6)
+    assert step_s(way, one_by_one) == pytest.approx(expected_s)
+    assert least_s(way, one_by_one, 0.9) == pytest.approx(expected_s)
 
 
 def test_shards_within_a_node_are_summed_over_the_network() -> None:

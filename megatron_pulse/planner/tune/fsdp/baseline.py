@@ -14,7 +14,7 @@ from megatron_pulse.format import format_number, with_plural
 from megatron_pulse.planner.cluster.cluster import Cluster
 from megatron_pulse.planner.layout.fsdp_layout import FsdpLayout
 from megatron_pulse.planner.tune.config import divisors
-from megatron_pulse.planner.tune.estimate import is_cpu
+from megatron_pulse.planner.tune.estimate import OPTIMIZER_BYTES, is_cpu
 from megatron_pulse.planner.tune.fsdp.configs import FittedFsdpConfig, FsdpConfig, FsdpConfigs
 from megatron_pulse.planner.tune.fsdp.step import (
     Sharding,
@@ -24,6 +24,10 @@ from megatron_pulse.planner.tune.fsdp.step import (
     step_s,
 )
 from megatron_pulse.profile.profile import Profile
+
+GATHER_TOUCHES, REDUCE_TOUCHES = 4, 6
+"""How often torch's ``fully_shard`` reads or writes a gathered byte, or one that is reduced, beside
+the collective: new buffers are cleared and filled, then copied, and gradients divided."""
 
 ALIKE = 0.005
 """Relative difference below which two predictions count as equal."""
@@ -142,7 +146,8 @@ def fsdp_baseline(
     @cache
     def carried(group: int, starts: tuple[int, ...]) -> Transfers:
         config = FsdpConfig(sizes[0], FsdpLayout(starts, group))
-        return collective_seconds(cluster, configs.bare_sharding(config), not is_cpu(profile))
+        sharding = configs.bare_sharding(config)
+        return collective_seconds(cluster, sharding, copying_s(adam_s) if is_cpu(profile) else None)
 
     def least(config: FsdpConfig) -> float:
         transfers = carried(config.layout.group, config.layout.starts)
@@ -194,9 +199,21 @@ def groups(cluster: Cluster) -> Iterator[int]:
             yield size
 
 
-def collective_seconds(cluster: Cluster, sharding: Sharding, overlaps: bool = True) -> Transfers:
+def copying_s(adam_s: float) -> float:
+    """Seconds in which a device reads or writes a byte, where Adam takes ``adam_s`` a parameter."""
+    return adam_s / OPTIMIZER_BYTES
+
+
+def collective_seconds(
+    cluster: Cluster, sharding: Sharding, byte_s: float | None = None
+) -> Transfers:
     """Seconds of the collectives, with all groups active at once. Neighbours in a group are
-    neighbours in a node."""
+    neighbours in a node.
+
+    With ``byte_s``, the seconds in which a CPU reads or writes a byte of memory, nothing overlaps,
+    and parameters and gradients are copied into and out of buffers.
+    """
+    copied_s = byte_s or 0.0
     inside, num = cluster.devices_per_node, cluster.num_devices
     group, across = range(sharding.group), range(0, num, sharding.group)
     own, sums = max(1, inside // sharding.group), min(sharding.group, inside)
@@ -204,11 +221,20 @@ def collective_seconds(cluster: Cluster, sharding: Sharding, overlaps: bool = Tr
     gather, reduce, total = [], [], []
     for number, unit in enumerate(sharding.units):
         gradients = gradient_bytes(sharding, number)
-        gather.append(cluster.all_gather_s(unit.moved_bytes, group, own) if unit.moved_bytes else 0)
-        reduce.append(cluster.reduce_scatter_s(gradients, group, own) if gradients else 0.0)
+        moved = unit.moved_bytes
+        gather.append(
+            cluster.all_gather_s(moved, group, own) + GATHER_TOUCHES * copied_s * moved
+            if moved
+            else 0.0
+        )
+        reduce.append(
+            cluster.reduce_scatter_s(gradients, group, own) + REDUCE_TOUCHES * copied_s * gradients
+            if gradients
+            else 0.0
+        )
         shard = gradients / sharding.group * (sharding.replicas > 1)
         total.append(cluster.allreduce_s(shard, across, sums) if shard else 0.0)
-    return Transfers(tuple(gather), tuple(reduce), tuple(total), apart, overlaps)
+    return Transfers(tuple(gather), tuple(reduce), tuple(total), apart, byte_s is None)
 
 
 def _percent(share: float) -> str:
