@@ -16,7 +16,7 @@ from megatron_pulse.backbone.check import check_backbone
 from megatron_pulse.backbone.token_shares import with_token_shares
 from megatron_pulse.errors import Faults
 from megatron_pulse.tracing.context_parallel.divided_backbone import divide_context, traffic_of
-from tests.model_specs.chains import build_chain
+from tests.model_specs.chains import build_chain, relative_error
 from tests.model_specs.test_tensor_parallel import perturb_alike, whole
 from tests.ranks import run_ranks
 
@@ -113,7 +113,9 @@ def step(way: Way, name: str, options: dict[str, Any]) -> Found:
             weights = torch.randn(predictions[-1].shape, generator=generator)
             (predictions[-1] * weights).sum().backward()
             traffic = traffic_of(backbone, way.context, shape, way.dtype.itemsize)
-            predicted += SAMPLES * sum(each.sent_per_rank(way.context, way.tensor) for each in traffic)
+            predicted += SAMPLES * sum(
+                each.sent_per_rank(way.context, way.tensor) for each in traffic
+            )
     gradients = {}
     for key, parameter in parameters.items():
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -144,24 +146,29 @@ def counted() -> Iterator[list[int]]:
         torch.distributed.all_to_all_single = exchange
 
 
-def differences(found: Found, expected: Found, tolerance: float) -> list[str]:
-    """Predictions and gradients beyond ``tolerance`` of the largest value."""
+def differences(found: Found, expected: Found, dtype: torch.dtype) -> Iterator[str]:
+    """Predictions and gradients that differ by more than rounding.
+
+    In fp64 a gradient counts by its own size, in fp32 by that of the largest.
+    """
+    tolerance, least = (1e-12, 1e-3) if dtype == torch.float64 else (1e-6, 1.0)
+    for i, (got, wanted) in enumerate(zip(found.predictions, expected.predictions, strict=True)):
+        if not (error := relative_error(got, wanted)) < tolerance:
+            yield f"prediction {i}: {error:.1e}"
     largest = max(gradient.abs().max().item() for gradient in expected.gradients.values())
-    pairs = {f"prediction {i}": pair for i, pair in enumerate(
-        zip(found.predictions, expected.predictions, strict=True)
-    )}  # fmt: skip
-    pairs |= {key: (found.gradients[key], each) for key, each in expected.gradients.items()}
-    faults = []
-    for name, (got, wanted) in pairs.items():
-        # Softmax does not see what keys have in common: gradients of their norms are rounded.
-        negligible = 1e-2 if "k_layernorm" in name else 1e-3
-        scale = max(wanted.abs().max().item(), negligible * largest)
-        if not (error := (got - wanted).abs().max().item() / scale) < tolerance:
-            faults.append(f"{name}: {error:.1e}")
-    return faults
+    for name, wanted in expected.gradients.items():
+        scale = max(wanted.abs().max().item(), least * largest)
+        allowed = 1e-6 if IN_FP32.match(name) else tolerance
+        error = (found.gradients[name] - wanted).abs().max().item() / scale
+        if not error < allowed:
+            yield f"{name}: {error:.1e}"
 
 
-def compare(ways: list[Way], cases: Cases, tolerances: dict[str, float]) -> None:
+IN_FP32 = re.compile(r"(time_extra_emb|text)\.")
+"""Hunyuan-DiT's embedders, whose gradients go through SiLU in fp32 before ranks sum them."""
+
+
+def compare(ways: list[Way], cases: Cases) -> None:
     """Require that every rank computes what one process does, and sends what the formula says."""
     alone = {each: Way(dtype=each.dtype) for each in ways}
     (expected,) = run_ranks(1, steps, list(dict.fromkeys(alone.values())), cases)
@@ -171,7 +178,7 @@ def compare(ways: list[Way], cases: Cases, tolerances: dict[str, float]) -> None
         for each in ways:
             found = [of_rank[case, each] for of_rank in every]
             for of_rank in found:
-                told = differences(of_rank, expected[case, alone[each]], tolerances[case])
+                told = differences(of_rank, expected[case, alone[each]], each.dtype)
                 faults += [f"{case} {each}: {fault}" for fault in told]
             forward, both = (sum(f.sent[i] for f in found) / len(found) for i in (0, 1))
             wanted = found[0].predicted
@@ -180,22 +187,14 @@ def compare(ways: list[Way], cases: Cases, tolerances: dict[str, float]) -> None
     assert not faults, "\n".join(faults)
 
 
-FP32 = dict.fromkeys(CASES, 1e-6)
-FP64 = {case: 1e-12 for case in CASES}
-
-
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_that_share_tokens_compute_what_one_process_does(size: int) -> None:
-    compare([Way(size)], CASES, FP32)
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_in_double_precision(size: int) -> None:
-    compare([Way(size, dtype=torch.float64)], CASES, FP64)
+    compare([Way(size), Way(size, dtype=torch.float64)], CASES)
 
 
 def test_beside_tensor_and_sequence_parallelism() -> None:
-    compare([Way(2, 2), Way(2, 2, sequence_parallel=True)], EVEN, FP32)
+    ways = [Way(2, 2, sequence_parallel, torch.float64) for sequence_parallel in (False, True)]
+    compare(ways, EVEN)
 
 
 LONG: Cases = {
@@ -254,13 +253,14 @@ def held(
 
 
 def test_activations_boundaries_and_skips_are_a_rank_s_share() -> None:
+    """Attention also holds its result by tokens and by heads, which adds a tenth."""
     (whole,), shares = run_ranks(1, held_bytes, 1), run_ranks(2, held_bytes, 2)
     between = [at for at in whole if re.search(r"block|\.attn|\.mlp", at[1])]
     assert {case for case, _ in between} == set(LONG)
     for share in shares:
         for at in between:
             for own, all_of in zip(share[at], whole[at], strict=True):
-                assert 0.4 * all_of < own < 0.55 * all_of, at
+                assert 0.4 * all_of < own < 0.6 * all_of, at
 
 
 def test_shares_of_every_rank_are_those_of_the_whole() -> None:
