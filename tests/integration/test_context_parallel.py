@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint import FileSystemReader
 
 from tests.integration.runs import BASE, TINY, Run, assert_same, pipeline, run
 from tests.integration.test_bad_input import refuse
@@ -126,12 +127,19 @@ def test_a_family_goes_on_with_other_ranks_that_share_tokens(tmp_path: Path) -> 
     losses, norms = list[float](), list[float]()
     for step, (num_ranks, context) in enumerate(((1, 1), (2, 2), (4, 4), (1, 1))):
         begin = ["--load", str(tmp_path)] if step else []
-        flags = [*every, *save, *begin, "--exit-interval", str(step + 1)]
-        last = _run(num_ranks, context, *flags, backbone="uvit")
+        ends = ["--exit-interval", str(step + 1)] if step < 3 else []
+        last = _run(num_ranks, context, *every, *save, *begin, *ends, backbone="uvit")
         losses, norms = [*losses, *last.losses], [*norms, *last.grad_norms]
     _assert_close(replace(last, losses=losses, grad_norms=norms), whole)
     for name, average in whole.averages.items():
         torch.testing.assert_close(last.averages[name], average, rtol=1e-3, atol=5e-5)
+    alone, two, four, _ = (
+        FileSystemReader(folder).read_metadata().state_dict_metadata
+        for folder in sorted(tmp_path.glob("iter_*"))
+    )
+    assert alone.keys() == two.keys() == four.keys()
+    sizes = [{k: v.size for k, v in each.items() if hasattr(v, "size")} for each in (alone, four)]
+    assert sizes[0] == sizes[1]
 
 
 def test_replicas_of_a_family_that_share_tokens_train_as_one() -> None:
