@@ -26,7 +26,8 @@ class TensorSpec:
       streams in Megatron's order ``[s, b, h]``. None for a tensor common to all samples (T5's
       position bias), counted as one sample.
     - ``dtype``: ``"compute"`` or the name of a torch dtype (``"float32"``, ``"int64"``).
-    - ``sequence``: under sequence parallelism, tensor-parallel ranks divide the first dimension.
+    - ``sequence``: the first dimension holds tokens. Context-parallel ranks divide them; under
+      sequence parallelism tensor-parallel ranks do too.
     - ``others``: shapes in microbatches of the chain's other shapes (see ``shapes``). Sizes in
       elements and bytes refer to the largest.
     """
@@ -87,6 +88,8 @@ class Layer:
       computed for this layer's sake (see ``gradients``).
     - ``beside``: maps indices of outputs to the inputs that they equal. The layer returns such an
       input unchanged, and adds nothing to its gradient.
+    - ``attends``: for each self-attention, the indices of the inputs whose tokens attend to each
+      other. Context-parallel ranks exchange their queries, keys, values and results.
     - ``chain``: name of the layer's chain in a cascade. Names of the layer and of its
       skips, fields and conditioning begin with this name; its module does not know the prefix.
 
@@ -114,6 +117,7 @@ class Layer:
     qualified: bool = False
     trained: bool = True
     beside: Mapping[int, int] = field(default_factory=dict)
+    attends: tuple[tuple[int, ...], ...] = ()
     chain: str = ""
 
     def own(self, name: str) -> str:
@@ -161,11 +165,12 @@ class Backbone:
     - ``null_label``: label of samples whose label is dropped for classifier-free guidance (None:
       there is none).
     - ``num_heads``: numbers of attention heads, each divisible by the number of tensor-parallel
-      ranks.
+      ranks times that of context-parallel ranks.
     - ``patch_size``: side of the sample's square patches. A resolution-dependent shift of the
       diffusion process needs this size.
     - ``shares``: fraction of microbatches of each shape, for planning (empty: equal).
     - ``parts``: backbones of a cascade by chain name. The fields above are then those of each part.
+    - ``whole``: backbone of all tokens, if the sequences here are a context-parallel rank's shares.
     """
 
     name: str
@@ -180,6 +185,7 @@ class Backbone:
     patch_size: int = 1
     shares: tuple[float, ...] = ()
     parts: Mapping[str, Backbone] = field(default_factory=dict)
+    whole: Backbone | None = None
 
     @property
     def starts(self) -> tuple[int, ...]:
@@ -242,11 +248,11 @@ class Backbone:
     @property
     def divides_sequences(self) -> bool:
         """True if there are sequences between layers, all of even length."""
-        lengths = [length for _, _, length in self._sequences]
+        lengths = [length for _, _, length in self.sequences]
         return bool(lengths) and not any(length % 2 for length in lengths)
 
     @property
-    def _sequences(self) -> list[tuple[str, int, int]]:
+    def sequences(self) -> list[tuple[str, int, int]]:
         """Layer name, shape index and length of every sequence in layer inputs and outputs."""
         return [
             (layer.name, shape_index, shape[0])
@@ -261,21 +267,25 @@ class Backbone:
 
         Raises ValueError listing the sequences that do not divide.
         """
-        lengths = {each for each in self._sequences if each[-1] % parts}
+        lengths = {each for each in self.sequences if each[-1] % parts}
         if lengths:
             first = {n: (name, shape) for name, shape, n in sorted(lengths, reverse=True)}
             raise ValueError(
                 f"sequence parallelism over {parts} ranks: "
                 + "; ".join(
-                    f"{n} tokens of {self._where(*first[n])} do not divide" for n in sorted(first)
+                    f"{n} tokens of {self.place_of(*first[n])} do not divide" for n in sorted(first)
                 )
             )
+        return self.with_sequences(lambda length: length // parts)
+
+    def with_sequences(self, own_length: Callable[[int], int]) -> Backbone:
+        """Backbone of a rank that holds ``own_length(n)`` of the n tokens of every sequence."""
 
         def divide(spec: TensorSpec) -> TensorSpec:
             if not spec.sequence:
                 return spec
             first, *others = (
-                (shape[0] // parts, *shape[1:]) for shape in (spec.shape, *spec.others)
+                (own_length(shape[0]), *shape[1:]) for shape in (spec.shape, *spec.others)
             )
             return replace(spec, shape=first, others=tuple(others))
 
@@ -291,7 +301,7 @@ class Backbone:
         )
         return replace(self, layers=layers)
 
-    def _where(self, layer_name: str, shape_index: int) -> str:
+    def place_of(self, layer_name: str, shape_index: int) -> str:
         """A layer in messages, with the sample's shape if there are several."""
         if self.num_shapes == 1:
             return layer_name

@@ -44,6 +44,7 @@ def check_backbone(backbone: Backbone) -> list[str]:
         *([] if tensors else shape_faults(backbone)),
         *_boundaries(backbone),
         *_beside(backbone.layers),
+        *_attends(backbone.layers),
         *_skips(backbone.layers),
         *_conditioning(backbone),
         *_embedders(backbone),
@@ -219,6 +220,13 @@ def _beside(layers: tuple[Layer, ...]) -> Iterator[str]:
                     f"{where}: input {into} passes by as {_describe(layer.inputs[into])}, output "
                     f"{out} is {_describe(layer.outputs[out])}"
                 )
+
+
+def _attends(layers: tuple[Layer, ...]) -> Iterator[str]:
+    for i, layer in enumerate(layers):
+        sequences = {j for j, spec in enumerate(layer.inputs) if spec.sequence}
+        for index in sorted({j for group in layer.attends for j in group} - sequences):
+            yield f"layer {i} ({layer.name}): attends to input {index}, which is no sequence"
 
 
 def _skips(layers: tuple[Layer, ...]) -> Iterator[str]:

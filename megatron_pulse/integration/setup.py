@@ -355,17 +355,15 @@ def prepare(
     try:
         if options.backbone:
             backbone = _continued(start, args, options)
-        if backbone is not None and args.sequence_parallel:
-            backbone = _divide(backbone, args.tensor_model_parallel_size)
-        if backbone is not None and can_plan and args.context_parallel_size > 1:
-            backbone = _context_share(args, backbone, rank=0)  # the largest, equal on all ranks
+        if backbone is not None:  # rank 0 has the largest share, which is equal on all ranks
+            backbone = _own_share(args, backbone, 0, args.context_parallel_size if can_plan else 1)
     except ValueError as error:
         faults += faults_in(error)
         can_plan = False
     if backbone is None:
         faults += check_dataset(options.data, line.images)
     else:
-        faults += _undivided(backbone, args.tensor_model_parallel_size)
+        faults += _undivided(backbone, args.tensor_model_parallel_size, args.context_parallel_size)
         args.pulse_record = backbone.saved_record
         args.pulse_process = process.to_dict()
         faults += _model_faults(backbone, options)
@@ -456,19 +454,27 @@ def with_schedules(plan: Plan, args: argparse.Namespace, options: PulseOptions) 
 
 def with_own_share(plan: Plan, args: argparse.Namespace) -> Plan:
     """``plan`` with the sizes of this context-parallel rank's tokens."""
-    if args.context_parallel_size == 1:
-        return plan
-    return replace(plan, backbone=_context_share(args, plan.backbone, context_rank(args)))
-
-
-def _context_share(args: argparse.Namespace, backbone: Backbone, rank: int) -> Backbone:
-    """``backbone`` of context-parallel ``rank``; raises ValueError if it cannot be divided."""
     size = args.context_parallel_size
-    with naming(f"--context-parallel-size {size}"):
-        return divide_context(backbone, rank, size)
+    if size == 1:
+        return plan
+    return replace(plan, backbone=_own_share(args, plan.backbone, context_rank(args), size))
 
 
-def _undivided(backbone: Backbone, tensor_parallel: int) -> Iterator[str]:
+def _own_share(args: argparse.Namespace, backbone: Backbone, rank: int, size: int) -> Backbone:
+    """``backbone`` of context-parallel ``rank``, its tokens divided by sequence parallelism too.
+
+    Raises ValueError if the tokens cannot be divided.
+    """
+    tensor_parallel = args.tensor_model_parallel_size
+    if size > 1:
+        with naming(f"--context-parallel-size {size}"):
+            if args.sequence_parallel:
+                (backbone.whole or backbone).divide_sequences(tensor_parallel * size)  # or raise
+            backbone = divide_context(backbone, rank, size)
+    return _divide(backbone, tensor_parallel) if args.sequence_parallel else backbone
+
+
+def _undivided(backbone: Backbone, tensor_parallel: int, context_parallel: int) -> Iterator[str]:
     """Faults of tensor parallelism of an exported module, or beyond the attention's heads."""
     if tensor_parallel > 1 and source_of(backbone) is not None:
         yield (
@@ -476,10 +482,14 @@ def _undivided(backbone: Backbone, tensor_parallel: int) -> Iterator[str]:
             "tensor parallelism; the families of 'pulse backbones' have tensor and sequence "
             "parallelism. Leave it out, or train one of those"
         )
-    if odd := sorted({heads for heads in backbone.num_heads if heads % max(tensor_parallel, 1)}):
+    given, parts = f"--tensor-model-parallel-size {tensor_parallel}", max(tensor_parallel, 1)
+    if tensor_parallel > 1 and context_parallel > 1:
+        given += f" x --context-parallel-size {context_parallel}"
+        parts *= context_parallel
+    if odd := sorted({heads for heads in backbone.num_heads if heads % parts}):
         yield (
-            f"--tensor-model-parallel-size {tensor_parallel} does not divide the "
-            f"{' and '.join(map(str, odd))} attention heads of {backbone.name}. Give a divisor"
+            f"{given} does not divide the {' and '.join(map(str, odd))} attention heads of "
+            f"{backbone.name}. Give a divisor"
         )
 
 

@@ -53,6 +53,7 @@ from megatron_pulse.integration.megatron.model import StageFloat16Module, make_m
 from megatron_pulse.integration.planning.run_plan import compute_dtype, num_microbatches
 from megatron_pulse.integration.training_data import DiffusionData
 from megatron_pulse.planner.program.plan import Plan
+from megatron_pulse.profile.roofline import ELEMENT_BYTES
 from megatron_pulse.runtime.collectives import gather_objects
 from megatron_pulse.runtime.failure_board import FailureBoard, PulseError
 from megatron_pulse.runtime.self_conditioning import SelfConditioning
@@ -171,7 +172,7 @@ def train(
             print(f"  {default.kind} by default (--pulse-placement): {default.why}")
         print(f"  {_divided(args, plan)}")
         if args.context_parallel_size > 1:
-            print(f"  {_exchanged(plan, args.context_parallel_size)}")
+            print(f"  {_exchanged(args, plan)}")
         bubble_tasks = plan.step(num_microbatches(args)).schedule.bubble_tasks
         for said in data.describe_encoders(bubble_tasks, plan.placement.num_devices):
             print(said)
@@ -277,9 +278,11 @@ def _make_dataset_provider(
     return provide
 
 
-def _exchanged(plan: Plan, size: int) -> str:
+def _exchanged(args: argparse.Namespace, plan: Plan) -> str:
     """Line on what context-parallel ranks send to each other."""
-    sent = sum(each.sent_per_rank(size) for each in traffic_of(plan.backbone, size))
+    size, compute_bytes = args.context_parallel_size, ELEMENT_BYTES[compute_dtype(args)]
+    traffic = traffic_of(plan.backbone, size, compute_bytes=compute_bytes)
+    sent = sum(each.sent_per_rank(size, args.tensor_model_parallel_size) for each in traffic)
     return f"context-parallel ranks send {in_mb(sent)} each for a sample and forward pass"
 
 

@@ -269,7 +269,7 @@ class Parallel:
     pipeline: Count | None = key("devices of a pipeline", "--pipeline-model-parallel-size")
     tensor: Count | None = key("tensor parallelism", "--tensor-model-parallel-size")
     context: Count | None = key(
-        "ranks that divide the tokens of a module", "--context-parallel-size"
+        "ranks that divide the tokens of each sample", "--context-parallel-size"
     )
     fsdp: bool = key(
         "shard the weights over all devices by FSDP2, without a pipeline (auto chooses it too)",

@@ -31,10 +31,12 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import get_pg_size
 from torch import Tensor
 
-from model_specs.common.layers import tp_group
+from model_specs.common.layers import cp_group, tp_group
 from model_specs.common.megatron_config import InitMethod
+from model_specs.common.token_shares import TokenShares
 
 Builder = Callable[..., Any]
 Rotary = Callable[[torch.Tensor], torch.Tensor]
@@ -234,6 +236,7 @@ def with_bias(linear: Builder, bias: bool) -> Builder:
 def self_attention(
     config: TransformerConfig,
     groups: ProcessGroupCollection | None,
+    shares: TokenShares | None = None,
     *,
     qkv_bias: bool = False,
     head_norm: Builder | None = None,
@@ -241,9 +244,14 @@ def self_attention(
 ) -> Any:
     """Self-attention without mask; the output projection has a bias.
 
-    ``head_norm`` and ``rotary`` as in ``PreparedCoreAttention``.
+    ``head_norm`` and ``rotary`` as in ``PreparedCoreAttention``. Raises ValueError for tokens that
+    context-parallel ranks divide without ``shares``.
     """
     part = parts(config)
+    if shares is not None:
+        part = part._replace(core_attention=shares.exchanged(part.core_attention))
+    elif get_pg_size(cp_group(groups)) > 1:
+        raise ValueError("self-attention without TokenShares is not context-parallel")
     spec = ModuleSpec(
         SelfAttention,
         params={"layer_number": 1, "attn_mask_type": AttnMaskType.no_mask},

@@ -24,6 +24,7 @@ from model_specs.common.attention import (
     row_linear,
 )
 from model_specs.common.layers import LayerModule, Tensors
+from model_specs.common.token_shares import TokenShares
 
 
 def head_rms_norm(config: TransformerConfig) -> Builder:
@@ -85,10 +86,15 @@ def attend(core_attention: torch.nn.Module, *streams: Tensors) -> Tensors:
 
 
 def core_attention(
-    config: TransformerConfig, groups: ProcessGroupCollection | None, rotary: Rotary | None
+    config: TransformerConfig,
+    groups: ProcessGroupCollection | None,
+    shares: TokenShares,
+    rotary: Rotary | None,
 ) -> Any:
     """Unmasked attention of this rank's heads, with rotary positions of queries and keys if any."""
-    core = prepared(parts(config), None, rotary, rotary_keys=True)
+    part = parts(config)
+    part = part._replace(core_attention=shares.exchanged(part.core_attention))
+    core = prepared(part, None, rotary, rotary_keys=True)
     return core(
         config=config,
         layer_number=1,
@@ -105,6 +111,7 @@ class JointAttention(LayerModule):
         self,
         config: TransformerConfig,
         groups: ProcessGroupCollection | None,
+        shares: TokenShares,
         *,
         head_norm: bool,
         text_ends: bool = False,
@@ -115,7 +122,7 @@ class JointAttention(LayerModule):
         self.text_first = text_first
         self.image = StreamProjections(config, groups, head_norm=head_norm, leads_back=True)
         self.text = StreamProjections(config, groups, head_norm=head_norm, leads_back=not text_ends)
-        self.core_attention = core_attention(config, groups, rotary)
+        self.core_attention = core_attention(config, groups, shares, rotary)
 
     def forward(
         self, image: torch.Tensor, text: torch.Tensor

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
@@ -15,7 +16,11 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import get_pg_rank, get_pg_size
 
+from megatron_pulse.backbone.token_shares import share_of
+from megatron_pulse.tracing.context_parallel.collectives import gather
+from megatron_pulse.tracing.context_parallel.division import Division
 from model_specs.common.megatron_config import InitMethod
 
 Tensors = tuple[torch.Tensor, ...]
@@ -39,26 +44,44 @@ class LayerModule(MegatronModule):
             self.tp_group = pg_collection.tp
 
     def enter_sequence(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Scatter tokens [s, b, d] to this rank's part [s / tp, b, d] under sequence parallelism.
+        """Narrow tokens [s, b, d] to the context-parallel rank's share, and scatter those to this
+        rank's part under sequence parallelism.
 
         The producer of ``tokens`` gets full gradients, so ``works_on_shards`` must not mark it.
         """
+        group = cp_group(self.groups)
+        if (size := get_pg_size(group)) > 1:
+            first, count = share_of(len(tokens), get_pg_rank(group), size)
+            tokens = tokens.narrow(0, first, count).clone()  # a view would keep the whole
         if not self.config.sequence_parallel:
             return tokens
         return scatter_to_sequence_parallel_region(tokens, group=tp_group(self.groups))
 
-    def leave_sequence(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Inverse of ``enter_sequence``; later layers compute the same on every rank."""
-        if not self.config.sequence_parallel:
+    def leave_sequence(self, tokens: torch.Tensor, length: int) -> torch.Tensor:
+        """Inverse of ``enter_sequence`` for ``length`` tokens of all ranks.
+
+        Later operations compute the same on every rank.
+        """
+        if self.config.sequence_parallel:
+            tokens = gather_from_sequence_parallel_region(
+                tokens, tensor_parallel_output_grad=False, group=tp_group(self.groups)
+            )
+        group = cp_group(self.groups)
+        if (size := get_pg_size(group)) == 1:
             return tokens
-        return gather_from_sequence_parallel_region(
-            tokens, tensor_parallel_output_grad=False, group=tp_group(self.groups)
-        )
+        return gather(tokens, 0, Division(0, (length,)).counts(size), group)
 
 
 def tp_group(groups: ProcessGroupCollection | None) -> Any:
     """The tensor-parallel group; None means Megatron's global one."""
     return groups.tp if groups is not None else None
+
+
+def cp_group(groups: ProcessGroupCollection | None) -> Any:
+    """The context-parallel group; None if Megatron has no groups."""
+    if groups is not None:
+        return groups.cp
+    return parallel_state.get_context_parallel_group(check_initialized=False)
 
 
 class LayerNorm(torch.nn.LayerNorm):
@@ -111,6 +134,10 @@ class Table:
     def __init__(self, make: Callable[[], torch.Tensor]) -> None:
         self._make = make
         self._made: dict[torch.device, torch.Tensor] = {}
+
+    def mapped(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Table:
+        """Table of a function of the tensor, computed on the CPU."""
+        return Table(lambda: change(self._make()))
 
     def on(self, device: torch.device) -> torch.Tensor:
         """The tensor on ``device``."""

@@ -55,16 +55,20 @@ def transformer_config(
 ) -> TransformerConfig:
     """Copy of ``base`` with one family's sizes and plain, exact transformer arithmetic.
 
-    Parallel sizes, dtypes, recomputation and the implementation stay ``base``'s. Values that
+    Parallel sizes, dtypes, recomputation and the implementation stay ``base``'s, but for context
+    parallelism: layers exchange tokens themselves (see ``TokenShares``). Values that
     ``TransformerConfig`` derives from the model's size are derived again. ``base.num_layers`` and
     the pipeline size thus have no influence; Megatron scales the initialisation of output layers
     with the number of layers. Weights are drawn whole on the CPU from the default generator, then
     sliced, so the layout does not change them. ``sequence_parallel`` overrides the run's flag for
     families whose tensors between layers are not sequences.
 
-    Raises ValueError if heads or widths are not divisible by the tensor-parallel size.
+    Raises ValueError if heads or widths are not divisible by the parallel sizes.
     """
-    tensor_parallel = base.tensor_model_parallel_size
+    tensor_parallel, context_parallel = (
+        base.tensor_model_parallel_size,
+        base.context_parallel_size,
+    )
     faults = [
         f"{what} {size} is not divisible by the tensor-parallel size {tensor_parallel}"
         for what, size in (
@@ -73,8 +77,11 @@ def transformer_config(
         )
         if size % tensor_parallel
     ]
-    if base.context_parallel_size != 1:
-        faults.append(f"context parallel size is {base.context_parallel_size}; only 1 is supported")
+    if not faults and num_attention_heads % (tensor_parallel * context_parallel):
+        faults.append(
+            f"number of attention heads {num_attention_heads} is not divisible by the "
+            f"tensor-parallel size {tensor_parallel} x the context-parallel size {context_parallel}"
+        )
     if faults:
         raise Faults(faults)
     config = copy.copy(base)
@@ -112,6 +119,7 @@ def transformer_config(
         "fused_single_qkv_rope": False,
         "num_moe_experts": None,
         "use_mup": False,
+        "context_parallel_size": 1,
     }
     if sequence_parallel is not None:
         overrides["sequence_parallel"] = sequence_parallel

@@ -7,6 +7,7 @@ modulations and the last linear are 0.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -28,10 +29,11 @@ from model_specs.common.layers import (
 )
 from model_specs.common.megatron_config import DiTSizes, dit_config, normal_init, xavier_init
 from model_specs.common.patches import gated, normed
+from model_specs.common.token_shares import TokenLayer, TokenShares
 
 
 class MMDiTSizes(DiTSizes, Protocol):
-    """Fields of an SD3 or Flux configuration that the embeddings need."""
+    """Fields of an SD3 or Flux configuration that blocks and embeddings need."""
 
     @property
     def joint_attention_dim(self) -> int:
@@ -42,6 +44,23 @@ class MMDiTSizes(DiTSizes, Protocol):
     def pooled_projection_dim(self) -> int:
         """Width of the pooled text."""
         ...
+
+    @property
+    def context_length(self) -> int:
+        """Number of text tokens."""
+        ...
+
+    @property
+    def token_counts(self) -> tuple[int, ...]:
+        """Number of image tokens of each shape of samples."""
+        ...
+
+
+def joint_shares(sizes: MMDiTSizes, context: LayerContext, text_first: bool) -> TokenShares:
+    """Shares of the tokens of a joint attention, in its order."""
+    order = -1 if text_first else 1
+    joined = [(count, sizes.context_length)[::order] for count in sizes.token_counts]
+    return TokenShares(context.pg_collection, joined)
 
 
 class Modulation(torch.nn.Module):
@@ -62,7 +81,7 @@ class Modulation(torch.nn.Module):
         return vectors
 
 
-class JointBlock(LayerModule):
+class JointBlock(TokenLayer):
     """MMDiT block (figure 2b): modulated attention and MLP of both streams, with gated residuals.
 
     With ``dual_attention`` (SD3.5), ``attn2`` is attention within the image stream beside the joint
@@ -71,31 +90,35 @@ class JointBlock(LayerModule):
 
     def __init__(
         self,
-        sizes: DiTSizes,
+        sizes: MMDiTSizes,
         context: LayerContext,
         *,
         head_norm: bool,
         text_ends: bool = False,
         dual_attention: bool = False,
         text_first: bool = False,
-        rotary: Rotary | None = None,
+        make_rotary: Callable[[TokenShares], Rotary] | None = None,
     ) -> None:
         config, groups = dit_config(sizes, context.config), context.pg_collection
         super().__init__(config, groups)
+        joint = joint_shares(sizes, context, text_first)
+        image = TokenShares(groups, [(count,) for count in sizes.token_counts])
+        self.shares = joint, image
         self.norm1 = Modulation(config, 9 if dual_attention else 6)
         self.norm1_context = Modulation(config, 2 if text_ends else 6)
         self.attn = JointAttention(
             config,
             groups,
+            joint,
             head_norm=head_norm,
             text_ends=text_ends,
             text_first=text_first,
-            rotary=rotary,
+            rotary=None if make_rotary is None else make_rotary(joint),
         )
         self.attn2 = None
         if dual_attention:
             norm = head_rms_norm(config) if head_norm else None
-            self.attn2 = self_attention(config, groups, qkv_bias=True, head_norm=norm)
+            self.attn2 = self_attention(config, groups, image, qkv_bias=True, head_norm=norm)
         self.ff = mlp(config, groups)
         self.ff_context = None if text_ends else mlp(config, groups)
 
@@ -188,4 +211,5 @@ class Head(LayerModule):
         """``conditioning``: temb [b, D]."""
         scale, shift = self.norm_out(conditioning["temb"])
         features = self.proj_out(normed(inputs[0], shift, scale))
-        return (self.to_image(self.leave_sequence(features), self.grids[self.chain_shape]),)
+        grid = self.grids[self.chain_shape]
+        return (self.to_image(self.leave_sequence(features, math.prod(grid)), grid),)

@@ -1,4 +1,4 @@
-"""Rotary positions of a grid of patches that depends on the microbatch's shape."""
+"""Rotary positions of the tokens of a microbatch, whose number depends on its shape."""
 
 from __future__ import annotations
 
@@ -6,33 +6,25 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from model_specs.common.layers import LayerModule, Table
+from model_specs.common.layers import Table
+from model_specs.common.token_shares import TokenShares
 
 
 class RotaryOfShape:
-    """Rotary embedding of attention: ``turn`` rotates heads by the table of the present shape."""
+    """Rotary embedding of attention: ``turn`` rotates heads by the table of the present shape.
+
+    ``tables`` hold the positions of all tokens of each shape, along dimension 1.
+    """
 
     def __init__(
-        self, turn: Callable[[Table, torch.Tensor], torch.Tensor], tables: Sequence[Table]
+        self,
+        turn: Callable[[Table, torch.Tensor], torch.Tensor],
+        tables: Sequence[Table],
+        shares: TokenShares,
     ) -> None:
-        self.turn, self.tables = turn, tables
-        self.shape_index = 0
+        self.turn, self.shares = turn, shares
+        self.tables = [shares.own_table(table, i) for i, table in enumerate(tables)]
 
     def __call__(self, heads: torch.Tensor) -> torch.Tensor:
-        """Rotate queries or keys [s, b, heads, d]."""
-        return self.turn(self.tables[self.shape_index], heads)
-
-
-class RotatedLayer(LayerModule):
-    """Layer whose attention has the rotary embedding ``rotary``."""
-
-    rotary: RotaryOfShape
-
-    @property
-    def chain_shape(self) -> int:
-        """Index of the microbatch's shape; the runtime sets it before each call."""
-        return self.rotary.shape_index
-
-    @chain_shape.setter
-    def chain_shape(self, shape_index: int) -> None:
-        self.rotary.shape_index = shape_index
+        """Rotate this rank's queries or keys [s, b, heads, d]."""
+        return self.turn(self.tables[self.shares.shape_index], heads)

@@ -140,6 +140,11 @@ class SampleSizes:
         patch = self.patch_size
         return tuple((height // patch, width // patch) for height, width in self.sizes)
 
+    @property
+    def token_counts(self) -> tuple[int, ...]:
+        """Number of patches of each shape of samples."""
+        return tuple(rows * columns for rows, columns in self.grids)
+
     def bucket_faults(self, divisor: int, divisor_text: str) -> list[str]:
         """Faults of ``buckets``; each side must be divisible by ``divisor``, which has a text."""
         try:

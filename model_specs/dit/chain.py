@@ -35,7 +35,14 @@ def _chain(name: str, config: DiTConfig, height: int, width: int) -> Backbone:
         attention = build("Attention", own_embedder=not first)
         uses = ("temb0",) if first else (*times,)
         layers += [
-            Layer(f"{block}.attn1", attention, (tokens,), (tokens, modulation), uses=uses),
+            Layer(
+                f"{block}.attn1",
+                attention,
+                (tokens,),
+                (tokens, modulation),
+                uses=uses,
+                attends=((0,),),
+            ),
             Layer(f"{block}.ff", build("FeedForward"), (tokens, modulation), (tokens,)),
         ]
     layers.append(Layer("head", build("Head"), (tokens,), (prediction,), uses=("temb0",)))

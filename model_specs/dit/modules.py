@@ -6,6 +6,7 @@ Initialised as in DiT: Xavier in blocks, N(0, 0.02) in embeddings, zeros in modu
 from __future__ import annotations
 
 import functools
+import math
 from collections import OrderedDict
 
 import torch
@@ -23,6 +24,7 @@ from model_specs.common.layers import (
 )
 from model_specs.common.megatron_config import dit_config
 from model_specs.common.patches import PatchEmbed, gated, normed, sincos_table, unpatchify
+from model_specs.common.token_shares import TokenLayer, TokenShares
 from model_specs.dit.config import DiTConfig
 
 _FEED_FORWARD_NORM_EPS = 1e-5
@@ -72,7 +74,7 @@ class Embedding(LayerModule):
         return (*inputs, self.emb(conditioning))
 
 
-class Attention(LayerModule):
+class Attention(TokenLayer):
     """Self-attention with adaLN-zero: tokens + gate * attention(modulated norm of tokens).
 
     With ``own_embedder`` the layer embeds timestep and class; otherwise it takes temb0 from
@@ -90,7 +92,9 @@ class Attention(LayerModule):
         self.modulation = linear(sizes.dim, 6 * sizes.dim, config, torch.nn.init.zeros_)
         self.to(dtype=config.params_dtype)
         works_on_shards(self, config)
-        self.attention = self_attention(config, context.pg_collection, qkv_bias=True)
+        shares = TokenShares(context.pg_collection, [(count,) for count in sizes.token_counts])
+        self.shares = (shares,)
+        self.attention = self_attention(config, context.pg_collection, shares, qkv_bias=True)
 
     def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
         """``conditioning``: timesteps and labels, or in block 0 temb0."""
@@ -132,6 +136,7 @@ class Head(LayerModule):
     def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
         """``conditioning``: temb0."""
         shift, scale = self.proj_out_1(F.silu(conditioning["temb0"])).chunk(2, dim=1)
-        patches = self.leave_sequence(self.proj_out_2(normed(inputs[0], shift, scale)))
+        features = self.proj_out_2(normed(inputs[0], shift, scale))
         grid = self.sizes.grids[self.chain_shape]
+        patches = self.leave_sequence(features, math.prod(grid))
         return (unpatchify(patches, grid, self.sizes.patch_size),)

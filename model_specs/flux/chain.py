@@ -37,7 +37,14 @@ def _chain(name: str, config: FluxConfig, height: int, width: int) -> Backbone:
         Layer("x_embedder", build("PackedEmbed"), (latent,), (image,)),
         Layer("context_embedder", build("ContextEmbedder"), (image,), both, uses=("context",)),
         *(
-            Layer(f"transformer_blocks.{i}", build("DoubleBlock"), both, both, uses=("temb",))
+            Layer(
+                f"transformer_blocks.{i}",
+                build("DoubleBlock"),
+                both,
+                both,
+                uses=("temb",),
+                attends=((0, 1),),
+            )
             for i in range(config.num_layers)
         ),
         *(
@@ -47,6 +54,7 @@ def _chain(name: str, config: FluxConfig, height: int, width: int) -> Backbone:
                 both,
                 both if i < last else (image,),
                 uses=("temb",),
+                attends=((0, 1),),
             )
             for i in range(config.num_single_layers)
         ),

@@ -18,9 +18,17 @@ from model_specs.common.layers import (
     works_on_shards,
 )
 from model_specs.common.megatron_config import dit_config, xavier_init
-from model_specs.common.mmdit import ContextEmbedder, Head, JointBlock, Modulation, TimeTextEmbed
+from model_specs.common.mmdit import (
+    ContextEmbedder,
+    Head,
+    JointBlock,
+    Modulation,
+    TimeTextEmbed,
+    joint_shares,
+)
 from model_specs.common.patches import normed
-from model_specs.common.rotary import RotaryOfShape, RotatedLayer
+from model_specs.common.rotary import RotaryOfShape
+from model_specs.common.token_shares import TokenLayer, TokenShares
 from model_specs.flux.config import PACKED, FluxConfig
 
 __all__ = [
@@ -87,9 +95,9 @@ def _angles(grid: tuple[int, int], context_length: int, axes: tuple[int, ...]) -
     return torch.cat([turned(*axis) for axis in enumerate(axes)], dim=1)
 
 
-def _rotary(sizes: FluxConfig) -> RotaryOfShape:
+def _rotary(sizes: FluxConfig, shares: TokenShares) -> RotaryOfShape:
     length, axes = sizes.context_length, sizes.axes_dims_rope
-    return RotaryOfShape(_turn, [_rotary_table(grid, length, axes) for grid in sizes.grids])
+    return RotaryOfShape(_turn, [_rotary_table(grid, length, axes) for grid in sizes.grids], shares)
 
 
 class PackedEmbed(LayerModule):
@@ -132,13 +140,12 @@ def within_half(tokens: torch.Tensor) -> torch.Tensor:
     return tokens.clip(-limit, limit) if tokens.dtype == torch.float16 else tokens
 
 
-class DoubleBlock(RotatedLayer, JointBlock):
+class DoubleBlock(JointBlock):
     """MMDiT block with text first in its attention, and text outputs clipped to fp16's range."""
 
     def __init__(self, sizes: FluxConfig, context: LayerContext) -> None:
-        rotary = _rotary(sizes)
-        super().__init__(sizes, context, head_norm=True, text_first=True, rotary=rotary)
-        self.rotary = rotary
+        make_rotary = functools.partial(_rotary, sizes)
+        super().__init__(sizes, context, head_norm=True, text_first=True, make_rotary=make_rotary)
 
     def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
         """Map (image, text) tokens to the same; ``conditioning``: temb [b, D]."""
@@ -146,7 +153,7 @@ class DoubleBlock(RotatedLayer, JointBlock):
         return image, within_half(text)
 
 
-class SingleBlock(RotatedLayer):
+class SingleBlock(TokenLayer):
     """Attention and MLP in parallel on one modulated norm; both streams share all weights.
 
     The streams stay separate while sharded and are joined only for attention. The last projection,
@@ -161,8 +168,9 @@ class SingleBlock(RotatedLayer):
         width, hidden = config.hidden_size, config.ffn_hidden_size
         self.norm = Modulation(config, 3)
         self.attn = StreamProjections(config, groups, head_norm=True, leads_back=False)
-        self.rotary = _rotary(sizes)
-        self.core_attention = core_attention(config, groups, self.rotary)
+        joint = joint_shares(sizes, context, text_first=True)
+        self.shares = (joint,)
+        self.core_attention = core_attention(config, groups, joint, _rotary(sizes, joint))
         self.proj_mlp = column_linear(config, groups, width, hidden, "fc1")
         bound = (6 / (width + hidden + width)) ** 0.5  # Xavier's bound of the two parts together
         draw = functools.partial(torch.nn.init.uniform_, a=-bound, b=bound)

@@ -41,6 +41,7 @@ def _chain(name: str, config: HunyuanDiTConfig, height: int, width: int) -> Back
             (tokens,),
             pops={pop: tokens} if pop else {},
             uses=("temb",),
+            attends=((0,),),
         )
         attn2 = Layer(
             f"blocks.{i}.attn2", build("CrossAttentionLayer"), (tokens,), (tokens,), uses=("text",)

@@ -7,6 +7,7 @@ authors' code: Xavier in linears, zeros in the modulations and the last linear.
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -24,7 +25,8 @@ from model_specs.common.layers import (
 )
 from model_specs.common.megatron_config import dit_config, xavier_init
 from model_specs.common.patches import PatchEmbed, normed, of_grid, unpatchify
-from model_specs.common.rotary import RotaryOfShape, RotatedLayer
+from model_specs.common.rotary import RotaryOfShape
+from model_specs.common.token_shares import TokenLayer, TokenShares
 from model_specs.hunyuan_dit.config import HunyuanDiTConfig
 from model_specs.hunyuan_dit.embedders import TextEmbedding, TimeEmbedding, drawn_zeros, silu_fp32
 
@@ -72,9 +74,13 @@ def _turn(table: Table, heads: torch.Tensor) -> torch.Tensor:
     return (heads.float() * cos + turned.float() * sin).to(heads.dtype)
 
 
-def _rotary(sizes: HunyuanDiTConfig) -> RotaryOfShape:
+def _rotary(sizes: HunyuanDiTConfig, shares: TokenShares) -> RotaryOfShape:
     base, width = _BASE_SIDE // sizes.patch_size, sizes.attention_head_dim
-    return RotaryOfShape(_turn, [_rotary_table(grid, base, width) for grid in sizes.grids])
+    return RotaryOfShape(_turn, [_rotary_table(grid, base, width) for grid in sizes.grids], shares)
+
+
+def _shares(sizes: HunyuanDiTConfig, context: LayerContext) -> TokenShares:
+    return TokenShares(context.pg_collection, [(count,) for count in sizes.token_counts])
 
 
 class Patches(PatchEmbed):
@@ -98,7 +104,7 @@ class ShiftedNorm(torch.nn.Module):
         return shifted
 
 
-class SelfAttentionLayer(RotatedLayer):
+class SelfAttentionLayer(TokenLayer):
     """x + attention(norm(x) + shift); with ``pop``, x is Linear(2D -> D) of norm([x, skip]).
 
     ``skip_linear`` is replicated over tensor-parallel ranks. Under sequence parallelism each rank
@@ -118,13 +124,15 @@ class SelfAttentionLayer(RotatedLayer):
         self.norm1 = ShiftedNorm(dim, config)
         self.to(dtype=config.params_dtype)
         works_on_shards(self, config)
-        self.rotary = _rotary(sizes)
+        shares = _shares(sizes, context)
+        self.shares = (shares,)
         self.attention = self_attention(
             config,
             context.pg_collection,
+            shares,
             qkv_bias=True,
             head_norm=_head_norm(config),
-            rotary=self.rotary,
+            rotary=_rotary(sizes, shares),
         )
 
     def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
@@ -137,21 +145,22 @@ class SelfAttentionLayer(RotatedLayer):
         return (tokens + (out + bias),)
 
 
-class CrossAttentionLayer(RotatedLayer):
+class CrossAttentionLayer(TokenLayer):
     """x + cross-attention(norm(x), text), with rotary positions on the queries."""
 
     def __init__(self, sizes: HunyuanDiTConfig, context: LayerContext) -> None:
         config = dit_config(sizes, context.config, sizes.ffn_dim)
         super().__init__(config, context.pg_collection)
         self.norm2 = LayerNorm(config, sizes.dim)
-        self.rotary = _rotary(sizes)
+        shares = _shares(sizes, context)
+        self.shares = (shares,)
         self.attention = cross_attention(
             config,
             context.pg_collection,
             sizes.cross_attention_dim,
             qkv_bias=True,
             head_norm=_head_norm(config),
-            rotary=self.rotary,
+            rotary=_rotary(sizes, shares),
         )
 
     def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
@@ -214,6 +223,6 @@ class Head(LayerModule):
     def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
         """``conditioning``: temb."""
         features = self.proj_out(self.norm_out(inputs[0], conditioning["temb"]))
-        patches = self.leave_sequence(features)
         grid = self.sizes.grids[self.chain_shape]
+        patches = self.leave_sequence(features, math.prod(grid))
         return (unpatchify(patches, grid, self.sizes.patch_size),)

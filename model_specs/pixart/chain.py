@@ -48,7 +48,10 @@ def _chain(name: str, config: PixArtConfig, height: int, width: int) -> Backbone
             ("ff", "FeedForward", ("t6",)),
         ):
             block = f"transformer_blocks.{i}.{part}"
-            layers.append(Layer(block, build(kind), (tokens,), (tokens,), uses=uses))
+            attends = ((0,),) if part == "attn1" else ()
+            layers.append(
+                Layer(block, build(kind), (tokens,), (tokens,), uses=uses, attends=attends)
+            )
     head = Layer("head", build("Head"), (tokens,), (prediction,), uses=("embedded_timestep",))
     heads = (config.num_attention_heads,)
     return Backbone(name, (*layers, head), fields, num_heads=heads, patch_size=config.patch_size)

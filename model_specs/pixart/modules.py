@@ -7,6 +7,7 @@ at the end of cross-attention and in the head.
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,7 @@ from model_specs.common.layers import (
 )
 from model_specs.common.megatron_config import dit_config, normal_init, tanh_gelu
 from model_specs.common.patches import PatchEmbed, gated, normed, sincos_table, unpatchify
+from model_specs.common.token_shares import TokenLayer, TokenShares
 from model_specs.pixart.config import PixArtConfig
 
 
@@ -114,12 +116,14 @@ class _Modulated(LayerModule):
         return vectors
 
 
-class SelfAttention(_Modulated):
+class SelfAttention(_Modulated, TokenLayer):
     """Tokens + gate * self-attention(modulated norm of tokens)."""
 
     def __init__(self, sizes: PixArtConfig, context: LayerContext) -> None:
         super().__init__(sizes, context, half=0)
-        self.attention = self_attention(self.config, context.pg_collection, qkv_bias=True)
+        shares = TokenShares(context.pg_collection, [(count,) for count in sizes.token_counts])
+        self.shares = (shares,)
+        self.attention = self_attention(self.config, context.pg_collection, shares, qkv_bias=True)
 
     def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
         """``conditioning``: t6."""
@@ -181,6 +185,7 @@ class Head(LayerModule):
         """``conditioning``: embedded_timestep."""
         embedded = conditioning["embedded_timestep"]
         shift, scale = (self.scale_shift_table + embedded[:, None]).unbind(1)
-        patches = self.leave_sequence(self.proj_out(normed(inputs[0], shift, scale)))
+        features = self.proj_out(normed(inputs[0], shift, scale))
         grid = self.sizes.grids[self.chain_shape]
+        patches = self.leave_sequence(features, math.prod(grid))
         return (unpatchify(patches, grid, self.sizes.patch_size),)

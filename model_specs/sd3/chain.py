@@ -49,6 +49,7 @@ def _chain(name: str, config: SD3Config, height: int, width: int) -> Backbone:
                 both,
                 both if i < last else (image,),
                 uses=("temb",),
+                attends=((0, 1), (0,)) if i in config.dual_attention_layers else ((0, 1),),
             )
             for i in range(config.num_layers)
         ),

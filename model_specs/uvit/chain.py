@@ -26,7 +26,9 @@ def build_backbone(name: str, config: UViTConfig) -> Backbone:
         pops, pushes = {pop: tokens} if pop else {}, {push: 0} if push else {}
         attention = build("Attention", pop=pop)
         return [
-            Layer(f"{block_name}.attn", attention, (tokens,), (tokens,), pops=pops),
+            Layer(
+                f"{block_name}.attn", attention, (tokens,), (tokens,), pops=pops, attends=((0,),)
+            ),
             Layer(f"{block_name}.mlp", build("Mlp"), (tokens,), (tokens,), pushes),
         ]
 

@@ -18,6 +18,7 @@ from model_specs.common.layers import (
 )
 from model_specs.common.megatron_config import transformer_config, truncated_normal_init
 from model_specs.common.patches import unpatchify
+from model_specs.common.token_shares import TokenLayer, TokenShares
 from model_specs.uvit.config import UViTConfig
 
 
@@ -65,7 +66,7 @@ class Embed(LayerModule):
         return (self.enter_sequence(sequence),)
 
 
-class Attention(LayerModule):
+class Attention(TokenLayer):
     """x + attention(norm(x)); with ``pop``, x is Linear(2D -> D) of [x, skip].
 
     ``skip_linear`` is replicated over tensor-parallel ranks, so its sums equal those of one
@@ -82,7 +83,9 @@ class Attention(LayerModule):
             self.skip_linear = linear(2 * dim, dim, config, truncated_normal_init)
             works_on_shards(self.skip_linear, config)
         self.norm1 = LayerNorm(config, dim)
-        self.attention = self_attention(config, context.pg_collection)
+        shares = TokenShares(context.pg_collection, [(sizes.sequence_length,)])
+        self.shares = (shares,)
+        self.attention = self_attention(config, context.pg_collection, shares)
 
     def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
         """Tokens [s, b, D] to tokens [s, b, D]."""
@@ -131,7 +134,8 @@ class Head(LayerModule):
 
     def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
         """Drop the extra tokens; each patch's features are ordered (row, column, channel)."""
-        tokens = self.leave_sequence(self.decoder_pred(self.norm(inputs[0])))
+        features = self.decoder_pred(self.norm(inputs[0]))
+        tokens = self.leave_sequence(features, self.sizes.sequence_length)
         side = self.sizes.image_size // self.sizes.patch_size
         patches = tokens[self.sizes.num_extra_tokens :]
         image = unpatchify(patches, (side, side), self.sizes.patch_size)

@@ -1,4 +1,5 @@
-"""Context parallelism of modules in whole runs: alike in every layout, resumed, refused."""
+"""Context parallelism in whole runs, of modules and of families: alike in every layout, resumed,
+refused."""
 
 from __future__ import annotations
 
@@ -7,16 +8,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint import FileSystemReader
 
 from tests.integration.runs import BASE, TINY, Run, assert_same, pipeline, run
 from tests.integration.test_bad_input import refuse
+from tests.integration.test_families import FAMILIES, flags_of
 
 TWO = ["--global-batch-size", "8", "--train-iters", "2"]
 
 
-def _run(num_ranks: int, context: int, *flags: str) -> Run:
+def _run(num_ranks: int, context: int, *flags: str, backbone: str = "tokens") -> Run:
     divided = ["--context-parallel-size", str(context)] if context > 1 else []
-    return run(num_ranks, *TWO, *divided, *flags, backbone="tokens")
+    return run(num_ranks, *TWO, *divided, *flags, backbone=backbone)
 
 
 def _assert_close(got: Run, expected: Run) -> None:
@@ -25,7 +28,7 @@ def _assert_close(got: Run, expected: Run) -> None:
     assert got.grad_norms == pytest.approx(expected.grad_norms, rel=1e-5)
     assert got.validation == pytest.approx(expected.validation, rel=1e-4)
     for name, weight in expected.weights.items():
-        if not name.endswith("into.bias"):  # no attention depends on that of keys
+        if not name.endswith(("into.bias", "linear_qkv.bias")):  # attention ignores those of keys
             torch.testing.assert_close(got.weights[name], weight, rtol=1e-3, atol=5e-5)
 
 
@@ -76,10 +79,96 @@ def test_uneven_shares_train_as_one() -> None:
     assert (six.losses, six.grad_norms[0]) == (three.losses, three.grad_norms[0])
 
 
+WITH_TENSORS = [
+    *("--pulse-backbone", "dit-tiny", "--pulse-option", "in_channels=1"),
+    *("--pulse-option", "out_channels=1", "--tensor-model-parallel-size", "2"),
+]
+"""A family whose 16 tokens sequence-parallel ranks can divide."""
+
+
+def test_a_family_that_shares_tokens_trains_as_one_and_in_a_fold_bit_for_bit() -> None:
+    two = _run(2, 2, backbone="uvit")
+    _assert_close(two, _run(1, 1, backbone="uvit"))
+    folded = _run(4, 2, *pipeline(2), backbone="uvit")
+    assert folded.executed.placement == "fold"
+    assert_same(folded, two)
+
+
+def test_every_way_to_run_a_pipeline_of_a_family_gives_the_bits_of_none() -> None:
+    two = _run(2, 2, backbone="uvit")
+    sequential = ["--pulse-placement", "sequential"]
+    for num_ranks, flags in (
+        (8, pipeline(4)),
+        (8, pipeline(4, *sequential)),
+        (4, pipeline(2, *sequential)),
+        (4, pipeline(2, *sequential, "--pulse-schedule", "zb-h1")),
+        (4, pipeline(2, "--recompute-granularity", "full")),
+        (4, pipeline(2, "--recompute-granularity", "selective")),
+        (4, pipeline(2, "--pulse-offload", "*")),
+    ):
+        assert_same(_run(num_ranks, 2, *flags, backbone="uvit"), two)
+
+
+def test_a_family_shares_tokens_beside_tensor_and_sequence_parallelism() -> None:
+    one = run(1, *TWO, *WITH_TENSORS[:-2], backbone="none")
+    both = [*TWO, *WITH_TENSORS, "--context-parallel-size", "2"]
+    for more in ([], ["--sequence-parallel"]):
+        found = run(4, *both, *more, backbone="none")
+        assert found.losses == pytest.approx(one.losses, rel=1e-6)
+        assert found.grad_norms == pytest.approx(one.grad_norms, rel=1e-5)
+        assert found.validation == pytest.approx(one.validation, rel=1e-4)
+
+
+def test_a_family_goes_on_with_other_ranks_that_share_tokens(tmp_path: Path) -> None:
+    """One, two, four and one again, a step each, of one run of one rank."""
+    every = ["--train-iters", "4", "--pulse-ema-decay", "0.9"]
+    save = ["--save", str(tmp_path), "--save-interval", "1"]
+    whole = _run(1, 1, *every, backbone="uvit")
+    losses, norms = list[float](), list[float]()
+    for step, (num_ranks, context) in enumerate(((1, 1), (2, 2), (4, 4), (1, 1))):
+        begin = ["--load", str(tmp_path)] if step else []
+        ends = ["--exit-interval", str(step + 1)] if step < 3 else []
+        last = _run(num_ranks, context, *every, *save, *begin, *ends, backbone="uvit")
+        losses, norms = [*losses, *last.losses], [*norms, *last.grad_norms]
+    _assert_close(replace(last, losses=losses, grad_norms=norms), whole)
+    for name, average in whole.averages.items():
+        torch.testing.assert_close(last.averages[name], average, rtol=1e-3, atol=5e-5)
+    alone, two, four, _ = (
+        FileSystemReader(folder).read_metadata().state_dict_metadata
+        for folder in sorted(tmp_path.glob("iter_*"))
+    )
+    assert alone.keys() == two.keys() == four.keys()
+    sizes = [{k: v.size for k, v in each.items() if hasattr(v, "size")} for each in (alone, four)]
+    assert sizes[0] == sizes[1]
+
+
+def test_replicas_of_a_family_that_share_tokens_train_as_one() -> None:
+    one = _run(1, 1, backbone="uvit")
+    _assert_close(_run(4, 2, "--use-distributed-optimizer", backbone="uvit"), one)
+    lora = ["--pulse-adapter", "lora", "--pulse-adapter-target", "*"]
+    alone = _run(1, 1, *lora, backbone="uvit")
+    _assert_close(_run(4, 2, *pipeline(2), *lora, backbone="uvit"), alone)
+
+
+TRANSFORMERS = [name for name in FAMILIES if not name.startswith("sd") or name == "sd3"]
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_every_transformer_trains_as_one_and_in_a_pipeline_bit_for_bit(
+    name: str, tmp_path: Path
+) -> None:
+    """On buckets of several sizes; texts are divided too, or whole and attended to."""
+    flags = [*flags_of(FAMILIES[name], tmp_path), "--pulse-conditioning", "send"]
+    shared = ["--context-parallel-size", "2"]
+    two = run(2, *flags, *shared, backbone="none")
+    _assert_close(two, run(1, *flags, backbone="none"))
+    assert_same(run(4, *flags, *shared, *pipeline(2), backbone="none"), two)
+
+
 REFUSED: dict[str, tuple[int, list[str], str]] = {
     "ranks": (3, [], "x --context-parallel-size 2"),
     "heads": (8, ["--context-parallel-size", "8"], "its 4 heads do not divide over 8 ranks"),
-    "tensor parallelism": (4, ["--tensor-model-parallel-size", "2"], "also divides heads"),
+    "tensor parallelism": (4, ["--tensor-model-parallel-size", "2"], "has no tensor parallelism"),
     "FSDP": (4, ["--use-torch-fsdp2"], "--use-torch-fsdp2 cannot be used with"),
     "rank order": (2, ["--use-tp-pp-dp-mapping"], "in Megatron"),
     "tuning": (2, ["--pulse-auto"], "does not choose context parallelism"),
@@ -96,4 +185,28 @@ REFUSED: dict[str, tuple[int, list[str], str]] = {
 def test_refused_with_the_reason(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     num_ranks, flags, said = REFUSED[what]
     good = [*TINY["tokens"], *BASE, *TWO, "--context-parallel-size", "2"]
+    assert said in "\n".join(refuse(monkeypatch, num_ranks, flags, good))
+
+
+REFUSED_OF_FAMILIES: dict[str, tuple[int, str, list[str], str]] = {
+    "a UNet": (2, "unet", [], "unet-tiny has no token sequence between its layers"),
+    "heads": (
+        8,
+        "uvit",
+        ["--context-parallel-size", "4", "--tensor-model-parallel-size", "2"],
+        "--tensor-model-parallel-size 2 x --context-parallel-size 4 does not divide the 4",
+    ),
+    "tokens": (
+        4,
+        "uvit",
+        ["--tensor-model-parallel-size", "2", "--sequence-parallel"],
+        "--context-parallel-size 2: sequence parallelism over 4 ranks: 18 tokens of embed do not",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED_OF_FAMILIES)
+def test_families_refused_with_the_reason(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_ranks, backbone, flags, said = REFUSED_OF_FAMILIES[what]
+    good = [*TINY[backbone], *BASE, *TWO, "--context-parallel-size", "2"]
     assert said in "\n".join(refuse(monkeypatch, num_ranks, flags, good))

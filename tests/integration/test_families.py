@@ -112,12 +112,9 @@ def _write_store(folder: Path, chain: Backbone) -> None:
         writer.close()
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_trains_alike_over_pipeline_and_tensors_and_leaves_to_diffusers(
-    name: str, tmp_path: Path
-) -> None:
-    family = FAMILIES[name]
-    data = write_buckets(tmp_path / "latents", family)
+def flags_of(family: Family, folder: Path) -> list[str]:
+    """Flags of a run of two steps on latents of the family's sizes, which are written."""
+    data = write_buckets(folder / "latents", family)
     flags = [
         *("--pulse-backbone", family.backbone, "--pulse-data", data),
         *("--global-batch-size", "8", "--train-iters", "2"),
@@ -126,6 +123,15 @@ def test_trains_alike_over_pipeline_and_tensors_and_leaves_to_diffusers(
         flags += ["--pulse-bucket-batch", "4"]
     for option in family.every_option:
         flags += ["--pulse-option", option]
+    return flags
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_trains_alike_over_pipeline_and_tensors_and_leaves_to_diffusers(
+    name: str, tmp_path: Path
+) -> None:
+    family = FAMILIES[name]
+    flags = flags_of(family, tmp_path)
     save = ["--save", str(tmp_path / "run"), "--save-interval", "2"]
     alone = run(1, *flags, backbone="none")
     assert len(alone.losses) == 2 and alone.losses[-1] != alone.losses[0]

@@ -38,8 +38,11 @@ def test_a_familys_config_is_its_own(one_rank):
 
 def test_every_reason_against_a_layout_is_given(one_rank):
     base = make_context().config
-    base.tensor_model_parallel_size, base.context_parallel_size = 5, 2
-    with pytest.raises(ValueError, match="(?s)heads 3 .*width 96 .*context parallel size is 2"):
+    base.tensor_model_parallel_size = 5
+    with pytest.raises(ValueError, match="(?s)heads 3 .*width 96 "):
+        transformer_config(base, **SIZES, init_method=uniform_init)
+    base.tensor_model_parallel_size, base.context_parallel_size = 3, 2
+    with pytest.raises(ValueError, match="size 3 x the context-parallel size 2"):
         transformer_config(base, **SIZES, init_method=uniform_init)
 
 

@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 def context_report(backbone: Backbone, size: int) -> tuple[list[str], dict[str, Any]]:
     """Division of ``backbone`` over ``size`` ranks, or why it is refused: lines, and a record."""
-    from megatron_pulse.tracing.context_parallel.divided_backbone import divisions_of, traffic_of
+    from megatron_pulse.tracing.context_parallel.divided_backbone import (
+        first_division,
+        traffic_of,
+    )
 
     title = f"context parallelism over {size} ranks"
     try:
@@ -24,7 +27,7 @@ def context_report(backbone: Backbone, size: int) -> tuple[list[str], dict[str, 
     except Faults as error:
         lines = format_faults(f"{title} is refused", error.faults).splitlines()
         return lines, {"size": size, "refused": error.faults}
-    name, division = divisions_of(backbone, 0, size)[0].divided
+    name, length = first_division(backbone, size)
     sent = {each.layer: each.sent_per_rank(size) for each in traffic}
     kinds: dict[LayerTraffic, list[str]] = {}
     for each in traffic:
@@ -42,7 +45,7 @@ def context_report(backbone: Backbone, size: int) -> tuple[list[str], dict[str, 
     ]
     titles = ("link", "hands on tokens", "all-to-alls", "a rank sends", "gathered for")
     lines = [
-        f"{title}: divided from {name} on, {with_plural(division.length, 'token')}; a rank sends "
+        f"{title}: divided from {name} on, {with_plural(length, 'token')}; a rank sends "
         f"{in_mb(sum(sent.values()))} a sample and forward pass",
         *table([titles, *rows], left=(0, 1, 4)),
         "a rank sends (K - 1) / K^2 of an attention's queries, keys, values and results, and "
@@ -51,7 +54,7 @@ def context_report(backbone: Backbone, size: int) -> tuple[list[str], dict[str, 
     record = {
         "size": size,
         "divided": name,
-        "tokens": division.length,
+        "tokens": length,
         "links": [{**asdict(each), "sent": sent[each.layer]} for each in traffic],
     }
     return lines, record

@@ -20,10 +20,6 @@ def context_faults(args: argparse.Namespace, options: PulseOptions) -> Iterator[
     if size < 2:
         return
     excluded = {
-        "--tensor-model-parallel-size": (
-            args.tensor_model_parallel_size > 1,
-            "also divides heads, and modules have no tensor parallelism",
-        ),
         "--use-torch-fsdp2": (
             options.fully_sharded.fsdp,
             "shards weights over all ranks, of which some have other tokens of the same sample",

@@ -91,31 +91,34 @@ def attention(
                 mask = mask.index_select(dim, token_order(own, size, mask.device))
         if mask.dim() > 2 and mask.shape[-3] == heads > 1:
             mask = mask.chunk(size, -3)[group.rank()]
+    query, key, value = (part.permute(2, 0, 1, 3) for part in (query, key, value))
     if segments[0] == segments[1]:
-        query, key, value = _to_heads((query, key, value), of_query, group)
+        query, key, value = to_heads((query, key, value), of_query, group)
     else:
-        (query,) = _to_heads((query,), of_query, group)
-        key, value = _to_heads((key, value), of_key, group)
+        (query,) = to_heads((query,), of_query, group)
+        key, value = to_heads((key, value), of_key, group)
+    query, key, value = (part.permute(1, 2, 0, 3) for part in (query, key, value))
     result = F.scaled_dot_product_attention(query, key, value, mask, **settings)
-    return _to_tokens(result, of_query, group)
+    return to_tokens(result.permute(2, 0, 1, 3), of_query, group).permute(1, 2, 0, 3)
 
 
-def _to_heads(parts: Sequence[Tensor], counts: Sequence[int], group: Group) -> list[Tensor]:
-    """``parts [b, heads, own tokens, d]`` as ``[b, heads / size, tokens, d]`` of all tokens."""
+def to_heads(parts: Sequence[Tensor], counts: Sequence[int], group: Group) -> list[Tensor]:
+    """Exchange own tokens of all heads for all tokens of this rank's share of the heads.
+
+    ``parts [own tokens, b, heads, d]`` become ``[tokens, b, heads / size, d]``, the ranks' tokens
+    one after another; ``counts`` are those of ranks.
+    """
     size, own = len(counts), counts[group.rank()]
     if len({part.shape[-1] for part in parts}) > 1:
-        return [_to_heads((part,), counts, group)[0] for part in parts]
-    given = torch.cat([part.unflatten(1, (size, -1)) for part in parts], 2)
-    rows = given.permute(1, 3, 0, 2, 4).flatten(0, 1)  # [size * own tokens, b, heads, d]
+        return [to_heads((part,), counts, group)[0] for part in parts]
+    given = [part.unflatten(2, (size, -1)).permute(2, 0, 1, 3, 4) for part in parts]
+    rows = torch.cat(given, 3).flatten(0, 1)  # [size * own tokens, b, heads, d]
     got: Tensor = _AllToAll.apply(rows, [own] * size, counts, group)
-    return [
-        part.permute(1, 2, 0, 3) for part in got.split([part.shape[1] // size for part in parts], 2)
-    ]
+    return list(got.split([part.shape[2] // size for part in parts], 2))
 
 
-def _to_tokens(result: Tensor, counts: Sequence[int], group: Group) -> Tensor:
-    """Inverse of ``_to_heads``, of the result of attention."""
+def to_tokens(result: Tensor, counts: Sequence[int], group: Group) -> Tensor:
+    """Inverse of ``to_heads``, of the result of attention."""
     size, own = len(counts), counts[group.rank()]
-    rows = result.permute(2, 0, 1, 3)  # [tokens, b, heads / size, d]
-    got: Tensor = _AllToAll.apply(rows, counts, [own] * size, group)
-    return got.unflatten(0, (size, own)).permute(2, 0, 3, 1, 4).flatten(1, 2)
+    got: Tensor = _AllToAll.apply(result, counts, [own] * size, group)
+    return got.unflatten(0, (size, own)).permute(1, 2, 0, 3, 4).flatten(2, 3)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 
 from megatron_pulse.backbone.chain import Backbone, TensorSpec
+from megatron_pulse.backbone.shape_buckets import at_shape
+from megatron_pulse.backbone.token_shares import with_token_shares
 from megatron_pulse.errors import Faults
 from megatron_pulse.tracing.chains import Chains
 from megatron_pulse.tracing.context_parallel.divided_chain import (
@@ -23,8 +25,10 @@ def divide_context(backbone: Backbone, rank: int, size: int) -> Backbone:
     """Backbone whose boundaries, skips and conditioning are the shares of ``rank``.
 
     ``size`` ranks share the tokens. Its layers are to be built with a process group of that size.
-    Raises Faults if the backbone is no derived chain, or if its tokens cannot be divided.
+    Raises Faults if its tokens cannot be divided.
     """
+    if source_of(backbone) is None:
+        return with_token_shares(backbone, rank, size)
     if size == 1:
         return backbone
     divided = divisions_of(backbone, rank, size)
@@ -65,16 +69,20 @@ def divide_context(backbone: Backbone, rank: int, size: int) -> Backbone:
     return replace(backbone, layers=tuple(layers))
 
 
+def first_division(backbone: Backbone, size: int) -> tuple[str, int]:
+    """Name of the value from which on tokens are divided, and its number of tokens."""
+    if source_of(backbone) is not None:
+        name, division = divisions_of(backbone, 0, size)[0].divided
+        return name, division.length
+    whole = backbone.whole or backbone
+    name, _, length = whole.sequences[0]
+    return name, length
+
+
 def divisions_of(backbone: Backbone, rank: int, size: int) -> list[DividedChain]:
-    """Division of the chain of each shape; raises Faults where tokens cannot be divided."""
+    """Division of a derived chain at each shape; raises Faults where tokens cannot be divided."""
     source = source_of(backbone)
-    if source is None:
-        raise Faults(
-            [
-                f"{backbone.name} is a hand-written family, whose tokens are not divided. Take its "
-                "diffusers class (diffusers:FOLDER)"
-            ]
-        )
+    assert source is not None
     found = []
     for index, chain in enumerate(source.chains.of_shapes):
         try:
@@ -112,19 +120,27 @@ class LayerTraffic:
     gathered: int
     gathers: tuple[str, ...]
 
-    def sent_per_rank(self, size: int) -> float:
+    def sent_per_rank(self, size: int, tensor_parallel: int = 1) -> float:
         """Bytes that one of ``size`` ranks sends, in the mean over ranks.
 
-        A rank has 1 / size of a value, and keeps as much of it in an all-to-all.
+        A rank has 1 / size of a value, and keeps as much of it in an all-to-all. Tensor-parallel
+        ranks divide the heads of attention.
         """
-        return (size - 1) / size * (self.all_to_all / size + self.gathered)
+        return (size - 1) / size * (self.all_to_all / size / tensor_parallel + self.gathered)
 
 
-def traffic_of(backbone: Backbone, size: int, shape_index: int = 0) -> list[LayerTraffic]:
-    """Traffic of each layer; raises Faults as ``divide_context``."""
-    divided = divisions_of(backbone, 0, size)[shape_index]
+def traffic_of(
+    backbone: Backbone, size: int, shape_index: int = 0, compute_bytes: int = 4
+) -> list[LayerTraffic]:
+    """Traffic of each layer; raises Faults as ``divide_context``.
+
+    ``compute_bytes`` are those of an element of hand-written families; modules have a dtype.
+    """
     source = source_of(backbone)
-    assert source is not None
+    if source is None:
+        whole = with_token_shares(backbone, 0, size).whole or backbone
+        return list(_traffic_of_family(at_shape(whole, shape_index), compute_bytes))
+    divided = divisions_of(backbone, 0, size)[shape_index]
     chain = source.chains.of_shapes[shape_index]
     samples, divisions = source.chains.size, divided.divisions
     found = []
@@ -142,3 +158,26 @@ def traffic_of(backbone: Backbone, size: int, shape_index: int = 0) -> list[Laye
             )
         )
     return found
+
+
+def _traffic_of_family(backbone: Backbone, compute_bytes: int) -> Iterator[LayerTraffic]:
+    """Traffic of a hand-written family's layers; the last one gathers the features of patches."""
+    last = backbone.layers[-1]
+    for layer in backbone.layers:
+        all_to_all = sum(
+            4 * layer.inputs[index].bytes_per_sample(compute_bytes)
+            for group in layer.attends
+            for index in group
+        )
+        gathered = 0
+        if layer is last:
+            features = backbone.output_spec.bytes_per_sample(compute_bytes) // backbone.image_tokens
+            gathered = layer.inputs[0].shape[0] * features
+        yield LayerTraffic(
+            layer.name,
+            tuple(spec.shape[0] for spec in layer.outputs if spec.sequence),
+            len(layer.attends),
+            all_to_all,
+            gathered,
+            ("unpatchify: it is the chain's result",) * bool(gathered),
+        )

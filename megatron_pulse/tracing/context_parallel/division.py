@@ -8,13 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-
-def share_of(length: int, rank: int, size: int) -> tuple[int, int]:
-    """First token and number of tokens of ``rank`` among ``length``; the first ranks may have one
-    token more.
-    """
-    base, rest = divmod(length, size)
-    return rank * base + min(rank, rest), base + (rank < rest)
+from megatron_pulse.backbone.token_shares import share_of
 
 
 @dataclass(frozen=True)
@@ -43,6 +37,12 @@ class Division:
     def own_shape(self, shape: Sequence[int], rank: int, size: int) -> tuple[int, ...]:
         """Shape of a rank's share of a value of ``shape``."""
         return (*shape[: self.dim], sum(self.own_segments(rank, size)), *shape[self.dim + 1 :])
+
+    def own_tokens(self, rank: int, size: int) -> torch.Tensor:
+        """Token numbers of ``rank``, on the CPU: [tokens]."""
+        first = sum(self.counts(size)[:rank])
+        order = token_order(self.segments, size, torch.device("cpu"))
+        return order[first : first + self.counts(size)[rank]]
 
     def at(self, dim: int) -> Division:
         """The same tokens in another dimension."""

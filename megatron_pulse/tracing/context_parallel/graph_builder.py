@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from megatron_pulse.tracing.context_parallel.division import Division, share_of
+from megatron_pulse.backbone.token_shares import share_of
+from megatron_pulse.tracing.context_parallel.division import Division
 from megatron_pulse.tracing.graph_analysis import GraphAnalysis, operation, place_of
 
 aten = torch.ops.aten

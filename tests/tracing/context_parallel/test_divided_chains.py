@@ -8,12 +8,13 @@ import pytest
 import torch
 
 import megatron_pulse as pulse
+from megatron_pulse.backbone.token_shares import share_of
 from megatron_pulse.cli.models.context_report import context_report
 from megatron_pulse.errors import Faults
 from megatron_pulse.tracing.cache.serialize import from_record, to_record
 from megatron_pulse.tracing.context_parallel.divided_backbone import divide_context, traffic_of
 from megatron_pulse.tracing.context_parallel.divided_chain import divide_chain
-from megatron_pulse.tracing.context_parallel.division import Division, share_of, token_order
+from megatron_pulse.tracing.context_parallel.division import Division, token_order
 from megatron_pulse.tracing.from_module import source_of
 from tests.ranks import run_ranks
 from tests.tracing.context_parallel.modules import Blocks, Pooled, ThreeHeads, given

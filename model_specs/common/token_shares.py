@@ -1,0 +1,101 @@
+"""A layer's tokens over context-parallel ranks, which exchange heads for tokens in attention.
+
+A rank has a share of each sequence (text, image) between the layers. Self-attention exchanges its
+own tokens of all heads for all tokens of a share of the heads, and back: DeepSpeed Ulysses
+(arXiv 2309.14509). The loss is computed whole on every rank, so a rank's gradients count
+context-parallel-size times; Megatron's average over data- and context-parallel ranks undoes that.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import get_pg_rank, get_pg_size
+
+from megatron_pulse.tracing.context_parallel.collectives import to_heads, to_tokens
+from megatron_pulse.tracing.context_parallel.division import Division
+from model_specs.common.layers import LayerModule, Table, cp_group
+
+
+class TokenShares:
+    """Shares of a layer's tokens. ``segments`` holds, for each shape of samples, the numbers of
+    tokens of the sequences that the layer joins, in order.
+
+    ``shape_index`` is that of the present microbatch.
+    """
+
+    def __init__(
+        self, groups: ProcessGroupCollection | None, segments: Sequence[tuple[int, ...]]
+    ) -> None:
+        self.group = cp_group(groups)
+        self.rank, self.size = get_pg_rank(self.group), get_pg_size(self.group)
+        self.shape_index = 0
+        self._divisions = [Division(0, each) for each in segments]
+
+    def own_table(self, table: Table, shape_index: int) -> Table:
+        """Rows, along dimension 1, of this rank's tokens of samples of a shape."""
+        if self.size == 1:
+            return table
+        return _own_table(table, self._divisions[shape_index], self.rank, self.size)
+
+    def exchanged(self, core: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Module]:
+        """Builder of ``core`` attention of this rank's share of the heads, to all tokens.
+
+        The module is called with queries, keys and values [own tokens, b, heads, d] and returns
+        [own tokens, b, heads * d], as without context parallelism. It takes no mask.
+        """
+        if self.size == 1:
+            return core
+
+        def build(config: TransformerConfig, *args: Any, **kwargs: Any) -> torch.nn.Module:
+            of_share = copy.copy(config)
+            of_share.num_attention_heads //= self.size
+            of_share.num_query_groups //= self.size
+            made = core(of_share, *args, **kwargs)
+            # Hooks, because a module around it would change its names in checkpoints.
+            made.register_forward_pre_hook(self._gather_tokens)
+            made.register_forward_hook(self._return_tokens)
+            return made
+
+        return build
+
+    @property
+    def _counts(self) -> tuple[int, ...]:
+        return self._divisions[self.shape_index].counts(self.size)
+
+    def _gather_tokens(self, core: torch.nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (*to_heads(given[:3], self._counts, self.group), *given[3:])
+
+    def _return_tokens(
+        self, core: torch.nn.Module, given: tuple[Any, ...], attended: torch.Tensor
+    ) -> torch.Tensor:
+        heads = attended.unflatten(2, (given[0].shape[2], -1))
+        return to_tokens(heads, self._counts, self.group).flatten(2)
+
+
+@functools.cache
+def _own_table(table: Table, division: Division, rank: int, size: int) -> Table:
+    """Table of a rank's tokens; all layers share one."""
+    return table.mapped(lambda whole: whole.index_select(1, division.own_tokens(rank, size)))
+
+
+class TokenLayer(LayerModule):
+    """Layer that joins or counts tokens; ``shares`` are those of its attentions."""
+
+    shares: Sequence[TokenShares]
+
+    @property
+    def chain_shape(self) -> int:
+        """Index of the microbatch's shape; the runtime sets it before each call."""
+        return self.shares[0].shape_index
+
+    @chain_shape.setter
+    def chain_shape(self, shape_index: int) -> None:
+        for each in self.shares:
+            each.shape_index = shape_index

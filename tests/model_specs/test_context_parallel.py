@@ -1,0 +1,316 @@
+"""Context parallelism of the families: predictions, gradients, memory and traffic."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+import model_specs
+from megatron_pulse.backbone.check import check_backbone
+from megatron_pulse.backbone.token_shares import with_token_shares
+from megatron_pulse.errors import Faults
+from megatron_pulse.tracing.context_parallel.divided_backbone import divide_context, traffic_of
+from tests.model_specs.chains import build_chain, relative_error
+from tests.model_specs.test_tensor_parallel import perturb_alike, whole
+from tests.ranks import run_ranks
+
+type Cases = dict[str, tuple[str, dict[str, Any]]]
+
+CASES: Cases = {
+    "uvit": ("uvit-tiny", {"depth": 2}),
+    "uvit-text": (
+        "uvit-tiny",
+        {"depth": 2, "num_classes": 0, "context_length": 77, "context_dim": 12},
+    ),
+    "hunyuan-dit": ("hunyuan-tiny", {"num_layers": 4, "buckets": "8x12,4x4"}),
+    "dit": ("dit-tiny", {"buckets": "12x8,4x4"}),
+    "pixart": ("pixart-tiny", {"buckets": "4x12"}),
+    "sd3.5": (
+        "sd3-tiny",
+        {"num_layers": 2, "context_length": 77, "qk_norm": True, "dual_attention_layers": [0]},
+    ),
+    "flux": ("flux-tiny", {"num_layers": 1, "context_length": 226, "buckets": "4x12,8x8"}),
+}
+"""Shares are uneven over 4 ranks, but for some buckets: 18 and 94 tokens, texts of 77 and 226."""
+SAMPLES = 2
+"""Of a microbatch."""
+EVEN: Cases = {
+    "uvit": ("uvit-tiny", {"depth": 2, "num_classes": 0, "context_length": 3, "context_dim": 12}),
+    **{case: CASES[case] for case in ("hunyuan-dit", "dit", "pixart")},
+    "sd3.5": ("sd3-tiny", {**CASES["sd3.5"][1], "context_length": 8}),
+    "flux": ("flux-tiny", {**CASES["flux"][1], "context_length": 8}),
+}
+"""The same, whose tokens sequence-parallel ranks can divide further."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """Parallel degrees and dtype of a run."""
+
+    context: int = 1
+    tensor: int = 1
+    sequence_parallel: bool = False
+    dtype: torch.dtype = torch.float32
+
+
+@dataclass
+class Found:
+    """Predictions of each shape, gradients of all together, and bytes sent by this rank.
+
+    ``sent`` is of the forward passes alone, and with backward; ``predicted`` of the former.
+    """
+
+    predictions: list[torch.Tensor]
+    gradients: dict[str, torch.Tensor]
+    sent: tuple[int, int]
+    predicted: float
+
+
+def steps(ways: list[Way], cases: Cases) -> dict[tuple[str, Way], Found]:
+    """Results of every case in each way; all have the same groups."""
+    from megatron.core import parallel_state
+    from megatron.core import tensor_parallel as tp
+
+    first = ways[0]
+    torch.distributed.init_process_group("gloo")
+    parallel_state.initialize_model_parallel(first.tensor, context_parallel_size=first.context)
+    tp.model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+    found = {(case, way): step(way, *cases[case]) for case in cases for way in ways}
+    torch.distributed.barrier()
+    return found
+
+
+def step(way: Way, name: str, options: dict[str, Any]) -> Found:
+    """Step of microbatches of every shape; gradients are Megatron's averages, shards joined."""
+    from megatron.core import parallel_state
+
+    backbone = model_specs.load_backbone(name, options)
+    group = parallel_state.get_context_parallel_group()
+    own = divide_context(backbone, group.rank(), way.context)
+    chain = build_chain(
+        own.divide_sequences(way.tensor) if way.sequence_parallel else own,
+        way.dtype,
+        context_parallel_size=way.context,
+        tensor_model_parallel_size=way.tensor,
+        sequence_parallel=way.sequence_parallel,
+    )
+    parameters = chain.parameters()
+    perturb_alike(parameters, way.tensor)
+    predictions, forward, predicted = [], 0, 0.0
+    with counted() as sent:
+        for shape in range(backbone.num_shapes):
+            image, fields = chain.batch(SAMPLES, shape=shape)
+            before = sum(sent)
+            predictions.append(chain(image, fields))
+            forward += sum(sent) - before
+            generator = torch.Generator().manual_seed(2)
+            weights = torch.randn(predictions[-1].shape, generator=generator)
+            (predictions[-1] * weights).sum().backward()
+            traffic = traffic_of(backbone, way.context, shape, way.dtype.itemsize)
+            predicted += SAMPLES * sum(
+                each.sent_per_rank(way.context, way.tensor) for each in traffic
+            )
+    gradients = {}
+    for key, parameter in parameters.items():
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        torch.distributed.all_reduce(gradient, group=group)
+        gradient /= way.context
+        of_shards = way.sequence_parallel and getattr(parameter, "sequence_parallel", False)
+        of_heads = way.tensor > 1 and ("q_layernorm" in key or "k_layernorm" in key)
+        if of_shards or of_heads:
+            tensor = parallel_state.get_tensor_model_parallel_group()
+            torch.distributed.all_reduce(gradient, group=tensor)
+        gradients[key] = whole(parameter, gradient) if way.tensor > 1 else gradient
+    return Found([p.detach() for p in predictions], gradients, (forward, sum(sent)), predicted)
+
+
+@contextmanager
+def counted() -> Iterator[list[int]]:
+    """Bytes that this rank sends to others in each all-to-all."""
+    exchange, sent = torch.distributed.all_to_all_single, list[int]()
+
+    def count(out: Any, given: Any, get: list[int], give: list[int], group: Any) -> None:
+        sent.append((sum(give) - give[group.rank()]) * given[0].nbytes)
+        exchange(out, given, get, give, group=group)
+
+    torch.distributed.all_to_all_single = count  # type: ignore[assignment]
+    try:
+        yield sent
+    finally:
+        torch.distributed.all_to_all_single = exchange
+
+
+def differences(found: Found, expected: Found, dtype: torch.dtype) -> Iterator[str]:
+    """Predictions and gradients that differ by more than rounding.
+
+    In fp64 a gradient counts by its own size, in fp32 by that of the largest.
+    """
+    tolerance, least = (1e-12, 1e-3) if dtype == torch.float64 else (1e-6, 1.0)
+    for i, (got, wanted) in enumerate(zip(found.predictions, expected.predictions, strict=True)):
+        if not (error := relative_error(got, wanted)) < tolerance:
+            yield f"prediction {i}: {error:.1e}"
+    largest = max(gradient.abs().max().item() for gradient in expected.gradients.values())
+    for name, wanted in expected.gradients.items():
+        scale = max(wanted.abs().max().item(), least * largest)
+        allowed = 1e-6 if IN_FP32.match(name) else tolerance
+        error = (found.gradients[name] - wanted).abs().max().item() / scale
+        if not error < allowed:
+            yield f"{name}: {error:.1e}"
+
+
+IN_FP32 = re.compile(r"(time_extra_emb|text)\.")
+"""Hunyuan-DiT's embedders, whose gradients go through SiLU in fp32 before ranks sum them."""
+
+
+def compare(ways: list[Way], cases: Cases) -> None:
+    """Require that every rank computes what one process does, and sends what the formula says."""
+    alone = {each: Way(dtype=each.dtype) for each in ways}
+    (expected,) = run_ranks(1, steps, list(dict.fromkeys(alone.values())), cases)
+    every = run_ranks(ways[0].context * ways[0].tensor, steps, ways, cases)
+    faults = []
+    for case in cases:
+        for each in ways:
+            found = [of_rank[case, each] for of_rank in every]
+            for of_rank in found:
+                told = differences(of_rank, expected[case, alone[each]], each.dtype)
+                faults += [f"{case} {each}: {fault}" for fault in told]
+            forward, both = (sum(f.sent[i] for f in found) / len(found) for i in (0, 1))
+            wanted = found[0].predicted
+            if not forward == both / 2 == wanted > 0:
+                faults.append(f"{case} {each}: sent {forward} and {both}, predicted {wanted}")
+    assert not faults, "\n".join(faults)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_that_share_tokens_compute_what_one_process_does(size: int) -> None:
+    compare([Way(size), Way(size, dtype=torch.float64)], CASES)
+
+
+def test_beside_tensor_and_sequence_parallelism() -> None:
+    ways = [Way(2, 2, sequence_parallel, torch.float64) for sequence_parallel in (False, True)]
+    compare(ways, EVEN)
+
+
+LONG: Cases = {
+    "uvit": ("uvit-tiny", {"depth": 2, "image_size": 32}),
+    "hunyuan-dit": ("hunyuan-tiny", {"num_layers": 4, "sample_size": 32}),
+    "flux": ("flux-tiny", {"num_layers": 1, "sample_size": 32, "context_length": 64}),
+}
+"""Cases with so many tokens that little memory is of conditioning."""
+
+
+def held_bytes(size: int) -> dict[tuple[str, str], tuple[int, int]]:
+    """Bytes that a layer holds for its backward, and those of its results' storages."""
+    from megatron.core import parallel_state
+    from megatron.core import tensor_parallel as tp
+
+    torch.distributed.init_process_group("gloo")
+    parallel_state.initialize_model_parallel(context_parallel_size=size)
+    tp.model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+    rank, found = parallel_state.get_context_parallel_rank(), {}
+    for case, of in LONG.items():
+        backbone = divide_context(model_specs.load_backbone(*of), rank, size)
+        chain = build_chain(backbone, context_parallel_size=size)
+        chain.modules = [
+            held(layer.name, module, case, found)
+            for layer, module in zip(backbone.layers, chain.modules, strict=True)
+        ]
+        chain(*chain.batch(2))
+    torch.distributed.barrier()
+    return found
+
+
+def held(
+    name: str, module: torch.nn.Module, case: str, found: dict[tuple[str, str], tuple[int, int]]
+) -> Any:
+    """Call of ``module`` that notes what it holds."""
+
+    def call(*given: Any) -> Any:
+        storages = {p.untyped_storage().data_ptr() for p in module.parameters()}
+        kept = 0
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal kept
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in storages:
+                storages.add(storage.data_ptr())
+                kept += storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            results = module(*given)
+        handed = sum(result.untyped_storage().nbytes() for result in results)
+        found[case, name] = kept, handed
+        return results
+
+    return call
+
+
+def test_activations_boundaries_and_skips_are_a_rank_s_share() -> None:
+    """Attention holds its result, and values if keys have norms, by tokens and by heads."""
+    (whole,), shares = run_ranks(1, held_bytes, 1), run_ranks(2, held_bytes, 2)
+    between = [at for at in whole if re.search(r"block|\.attn|\.mlp", at[1])]
+    assert {case for case, _ in between} == set(LONG)
+    for share in shares:
+        for at in between:
+            (own, handed), (every, every_handed) = share[at], whole[at]
+            assert 2 * handed == every_handed, at
+            assert own < (0.62 if "attn" in at[1] else 0.53) * every, at
+
+
+def test_shares_of_every_rank_are_those_of_the_whole() -> None:
+    whole = model_specs.load_backbone("flux-tiny", {"context_length": 77, "buckets": "4x12,8x8"})
+    shares = [with_token_shares(whole, rank, 4) for rank in range(4)]
+    blocks = [[layer for layer in share.layers if layer.attends][0] for share in shares]
+    assert [[spec.shape[0] for spec in block.inputs] for block in blocks] == [
+        [3, 20],
+        [3, 19],
+        [3, 19],
+        [3, 19],
+    ]
+    assert blocks[0].inputs[0].others == ((4, 32),)
+    for share in shares:
+        assert share.input_spec == whole.input_spec and share.output_spec == whole.output_spec
+        assert share.whole is whole and share.conditioning == whole.conditioning
+        assert with_token_shares(share, 3, 4).layers == shares[3].layers
+        assert with_token_shares(share, 0, 1) == whole
+        assert check_backbone(share) == []
+    skips = model_specs.load_backbone("uvit-tiny").skips
+    own = with_token_shares(model_specs.load_backbone("uvit-tiny"), 1, 4).skips
+    assert [(a.spec.shape[0], b.spec.shape[0]) for a, b in zip(skips, own, strict=True)] == [
+        (18, 5)
+    ] * 2
+
+
+REFUSED = {
+    "convolutions": ("sd-tiny", {}, 2, "sd-tiny has no token sequence between its layers"),
+    "ControlNet": ("controlnet-tiny", {}, 2, "no token sequence between its layers"),
+    "heads": ("uvit-tiny", {}, 3, "4 attention heads of uvit-tiny do not divide over 3 ranks"),
+    "tokens": ("flux-tiny", {"num_attention_heads": 8}, 8, "6 tokens of context_embedder are"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_refused_with_the_reason(what: str) -> None:
+    name, options, size, said = REFUSED[what]
+    with pytest.raises(Faults, match=said):
+        divide_context(model_specs.load_backbone(name, options), 0, size)
+
+
+def test_layers_say_what_attends() -> None:
+    backbone = model_specs.load_backbone("dit-tiny")
+    silent = replace(
+        backbone, layers=tuple(replace(layer, attends=()) for layer in backbone.layers)
+    )
+    with pytest.raises(Faults, match=r"names its self-attentions \(Layer.attends\)"):
+        divide_context(silent, 0, 2)
+    wrong = replace(backbone.layers[0], attends=((0,),))
+    assert check_backbone(replace(backbone, layers=(wrong, *backbone.layers[1:]))) == [
+        "layer 0 (embedding): attends to input 0, which is no sequence"
+    ]
