@@ -120,6 +120,7 @@ def adapted(unit: Unit, adapter: UnitAdapter) -> Unit:
                 arguments = *arguments, settings
         with graph.inserting_after(before):
             result = graph.call_function(function, arguments)
+        result.meta.update(node.meta)
         node.replace_all_uses_with(result, delete_user_cb=lambda user, own=result: user is not own)
     graph.lint()
     return replace(of_graph, state=(*unit.state, *state), weights=(*unit.weights, *added))

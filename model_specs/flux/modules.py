@@ -21,6 +21,7 @@ from model_specs.common.megatron_config import dit_config, xavier_init
 from model_specs.common.mmdit import ContextEmbedder, Head, JointBlock, Modulation, TimeTextEmbed
 from model_specs.common.patches import normed
 from model_specs.common.rotary import RotaryOfShape, RotatedLayer
+from model_specs.common.token_slices import TokenSliced
 from model_specs.flux.config import PACKED, FluxConfig
 
 __all__ = [
@@ -146,7 +147,7 @@ class DoubleBlock(RotatedLayer, JointBlock):
         return image, within_half(text)
 
 
-class SingleBlock(RotatedLayer):
+class SingleBlock(RotatedLayer, TokenSliced):
     """Attention and MLP in parallel on one modulated norm; both streams share all weights.
 
     The streams stay separate while sharded and are joined only for attention. The last projection,
@@ -177,15 +178,23 @@ class SingleBlock(RotatedLayer):
         text_attended, attended = attend(
             self.core_attention, self.attn.heads(text_hidden), self.attn.heads(hidden)
         )
-        image = within_half(image + gate * self._out(attended, hidden))
+        modules = self.proj_mlp, self.proj_out_attn, self.proj_out_mlp
+        image = self.in_slices(self._out, modules, [image, attended, hidden], gate)
         if self.text_ends:
             return (image,)
-        return image, within_half(text + gate * self._out(text_attended, text_hidden))
+        of_text = text, text_attended, text_hidden
+        return image, self.in_slices(self._out, modules, of_text, gate)
 
-    def _out(self, attended: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    def _out(
+        self,
+        tokens: torch.Tensor,
+        attended: torch.Tensor,
+        hidden: torch.Tensor,
+        gate: torch.Tensor,
+    ) -> torch.Tensor:
         activated = self.config.activation_func(self.proj_mlp(hidden)[0])
         out, bias = self.proj_out_attn(attended)
-        return out + self.proj_out_mlp(activated)[0] + bias
+        return within_half(tokens + gate * (out + self.proj_out_mlp(activated)[0] + bias))
 
 
 def head(sizes: FluxConfig, context: LayerContext) -> Head:
