@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -103,24 +103,45 @@ class _Regions:
                 readers[reading.memory[each]].append(node)
 
     def regions(self) -> Iterator[list[fx.Node]]:
-        """Operations of each region, in order; no path leaves a region and comes back."""
+        """Operations of each region, in order; no path leaves a region and comes back.
+
+        All writes to a tensor are in the region that makes the tensor, or it is in none.
+        """
+        shared: set[fx.Node] = set()
+        while True:
+            found = self._token_wise(shared)
+            region_of = {node: number for number, nodes in enumerate(found) for node in nodes}
+            apart = {
+                memory
+                for memory, writers in self._reading.writers.items()
+                if {region_of.get(each) for each in writers} != {region_of.get(memory, -1)}
+            }
+            if apart <= shared:
+                break
+            shared |= apart
+        for nodes in found:
+            if any(is_heavy(node) or node.target in LINEAR_MAPS for node in nodes):
+                yield self._without_last_views(nodes)
+
+    def _token_wise(self, shared: Collection[fx.Node]) -> list[list[fx.Node]]:
+        """Token-wise operations by region, which touch no ``shared`` memory."""
         depth: dict[fx.Node, int] = {}
         token_wise: set[fx.Node] = set()
         found: dict[tuple[int, tuple[int, ...]], list[fx.Node]] = defaultdict(list)
         for node in self.nodes:
             segments = _segments(node)
-            if segments is not None and self._is_token_wise(node, segments):
+            if segments is not None and self._is_token_wise(node, segments, shared):
                 depth[node] = max(depth[each] for each in self.before[node])
                 token_wise.add(node)
                 found[depth[node], segments].append(node)
             else:
                 steps = [depth[each] + (each in token_wise) for each in self.before[node]]
                 depth[node] = max(steps, default=0)
-        for nodes in found.values():
-            if any(is_heavy(node) or node.target in LINEAR_MAPS for node in nodes):
-                yield self._without_last_views(nodes)
+        return list(found.values())
 
-    def _is_token_wise(self, node: fx.Node, segments: tuple[int, ...]) -> bool:
+    def _is_token_wise(
+        self, node: fx.Node, segments: tuple[int, ...], shared: Collection[fx.Node]
+    ) -> bool:
         reading, given = self._reading, node.all_input_nodes
         of_inputs = [of for each in given if (of := _segments(each)) is not None]
         return (
@@ -128,14 +149,15 @@ class _Regions:
             and bool(of_inputs)
             and all(of == segments for of in of_inputs)
             and not is_attention(operation(node))
-            and not any(reading.memory[each] in reading.writers for each in (node, *given))
+            and not any(reading.memory[each] in shared for each in (node, *given))
         )
 
     def _without_last_views(self, nodes: Sequence[fx.Node]) -> list[fx.Node]:
         """Without views that nothing else in the region reads: they cost nothing outside."""
         inside = set(nodes)
         for node in reversed(nodes):
-            if self._reading.memory[node] is not node and not inside.intersection(node.users):
+            is_view = self._reading.memory[node] is not node and not written(node)
+            if is_view and not inside.intersection(node.users):
                 inside.remove(node)
         for node in nodes:  # a list of tensors cannot leave a region
             if node.target is operator.getitem and node.args[0] in inside:
