@@ -178,12 +178,10 @@ class SingleBlock(RotatedLayer, TokenSliced):
         text_attended, attended = attend(
             self.core_attention, self.attn.heads(text_hidden), self.attn.heads(hidden)
         )
-        modules = self.proj_mlp, self.proj_out_attn, self.proj_out_mlp
-        image = self.in_slices(self._out, modules, [image, attended, hidden], gate)
+        image = self._out(image, attended, hidden, gate)
         if self.text_ends:
             return (image,)
-        of_text = text, text_attended, text_hidden
-        return image, self.in_slices(self._out, modules, of_text, gate)
+        return image, self._out(text, text_attended, text_hidden, gate)
 
     def _out(
         self,
@@ -192,8 +190,20 @@ class SingleBlock(RotatedLayer, TokenSliced):
         hidden: torch.Tensor,
         gate: torch.Tensor,
     ) -> torch.Tensor:
-        activated = self.config.activation_func(self.proj_mlp(hidden)[0])
+        # Under sequence parallelism attention's results are of all tokens, others of this rank's.
         out, bias = self.proj_out_attn(attended)
+        modules, streams = (self.proj_mlp, self.proj_out_mlp), (tokens, out, hidden)
+        return self.in_slices(self._with_mlp, modules, streams, gate, bias)
+
+    def _with_mlp(
+        self,
+        tokens: torch.Tensor,
+        out: torch.Tensor,
+        hidden: torch.Tensor,
+        gate: torch.Tensor,
+        bias: torch.Tensor,
+    ) -> torch.Tensor:
+        activated = self.config.activation_func(self.proj_mlp(hidden)[0])
         return within_half(tokens + gate * (out + self.proj_out_mlp(activated)[0] + bias))
 
 
