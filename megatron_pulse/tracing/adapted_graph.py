@@ -103,6 +103,7 @@ def adapted(unit: Unit, adapter: UnitAdapter) -> Unit:
         if adapter.drops:
             with graph.inserting_after(node):
                 inputs = before = graph.call_function(drop, (given, dropout, name))
+            inputs.meta.update(given.meta)
         settings = {} if node.target == LINEAR else dict(_settings(node))
         arguments: tuple[Any, ...]
         if (product := adapter.products.get(name)) is not None:

@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
+from megatron_pulse.adapters.low_rank import drop
 from megatron_pulse.backbone.token_slices import TokenSlices, TokenWise, slice_counts
 from megatron_pulse.tracing.context_parallel.divided_graph import DividedGraph, GraphDivider
 from megatron_pulse.tracing.context_parallel.division import Division
@@ -149,6 +150,7 @@ class _Regions:
             and bool(of_inputs)
             and all(of == segments for of in of_inputs)
             and not is_attention(operation(node))
+            and node.target is not drop  # its masks are of whole sequences
             and not any(reading.memory[each] in shared for each in (node, *given))
         )
 
