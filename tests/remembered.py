@@ -56,7 +56,7 @@ def _remember(module: Any, name: str) -> None:
     @functools.wraps(original)
     def known(backbone: Any, *args: Any, **options: Any) -> Any:
         said = sorted(option for option, given in options.items() if given is not None)
-        key = name, backbone.record, args, said
+        key = name, backbone.record, args, said, options.get("token_slices")
         return remembered(key, lambda: original(backbone, *args, **options))
 
     setattr(module, name, known)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from megatron_pulse.backbone.chain import Backbone
+from megatron_pulse.backbone.token_slices import set_token_slices
 from megatron_pulse.profile.flops import FlashAttention
 from megatron_pulse.profile.layer_records import NO_SPREAD, LayerTimes
 from megatron_pulse.profile.mean_over_shapes import over_shapes
@@ -73,13 +74,14 @@ def analyse(
     recompute: bool = False,
     progress: bool = False,
     running: ExecutionModes | None = None,
+    token_slices: Sequence[int] = (),
 ) -> Profile:
     """Profile of ``backbone`` on a device described by ``roofline``.
 
     Kernels run one after another, each at its roofline time (see ``devices`` and ``kernels``). With
     ``running``, the runtime's ``RUNNING``, bytes of deferred weight gradients and the effects of
     selective recomputation are included. A chain of several shapes is analysed at each (see
-    ``over_shapes``).
+    ``over_shapes``). ``token_slices`` are further numbers of slices, each with its own costs.
 
     Raises ProfileError, and BackboneError naming every layer that does not fit its specs.
     """
@@ -88,8 +90,9 @@ def analyse(
             backbone,
             lambda one: analyse(one, micro_batch_sizes, roofline, recompute, progress, running),
         )
+    counts = (1, *token_slices)
     context, halved = meta_context(roofline.dtype), meta_context(roofline.dtype, tensor=2)
-    counted: dict[str, tuple[ModuleSizes, list[LayerWork], float]] = {}
+    counted: dict[str, tuple[ModuleSizes, dict[int, list[LayerWork]], float]] = {}
     kinds = [layer_kind(backbone, i) for i in range(len(backbone.layers))]
     layers = track(kinds, "counting", "layers", silent=not progress)
     named = naming_module_faults(backbone, roofline.dtype)
@@ -101,20 +104,29 @@ def analyse(
             samples = micro_batch_sizes[0]
             call = make_call(backbone, i, module, samples, roofline.dtype, "meta")
             held = module_sizes(module, call.forward, samples)
-            work_of = [
-                count_work(backbone, i, module, size, roofline.dtype, running)
-                for size in micro_batch_sizes
-            ]
+            works: dict[int, list[LayerWork]] = {}
+            for count in counts:
+                if set_token_slices(module.modules(), count) or count == 1:
+                    works[count] = [
+                        count_work(backbone, i, module, size, roofline.dtype, running)
+                        for size in micro_batch_sizes
+                    ]
             share = 1.0
             if can_halve(backbone, held):
                 half = backbone.layers[i].build(halved)
                 most = max(range(len(micro_batch_sizes)), key=micro_batch_sizes.__getitem__)
                 again = count_work(backbone, i, half, micro_batch_sizes[most], roofline.dtype)
-                share = sharded_time(*(_whole_s(x, roofline) for x in (work_of[most], again)))
-            counted[kind] = held, work_of, share
+                share = sharded_time(*(_whole_s(x, roofline) for x in (works[1][most], again)))
+            counted[kind] = held, works, share
     sizes = [counted[kind][0] for kind in kinds]
-    work = {
-        size: [counted[kind][1][at] for kind in kinds] for at, size in enumerate(micro_batch_sizes)
+    times = {
+        count: {
+            size: _times(
+                backbone, [_in_slices(counted[kind][1], count)[at] for kind in kinds], roofline
+            )
+            for at, size in enumerate(micro_batch_sizes)
+        }
+        for count in counts
     }
     chain, skips, conditioning = describe_chain(backbone, sizes, roofline.dtype)
     chain = tuple(
@@ -130,7 +142,8 @@ def analyse(
         recompute=recompute,
         method=roofline.method,
         layers=chain,
-        times={size: _times(backbone, work[size], roofline) for size in micro_batch_sizes},
+        times=times.pop(1),
+        sliced=times,
         skips=skips,
         conditioning=conditioning,
         versions={"torch": torch.__version__},
@@ -189,6 +202,11 @@ def _selective(
         with kernels.record() as backward:
             call.backward(results, seeds)
     return kept, live.peak, (*forward, *backward)
+
+
+def _in_slices(works: Mapping[int, list[LayerWork]], count: int) -> list[LayerWork]:
+    """Work in ``count`` slices; that of the whole layer if it has no token-wise part."""
+    return works.get(count, works[1])
 
 
 def _whole_s(work: LayerWork, roofline: Roofline) -> float:

@@ -25,7 +25,10 @@ _FORMAT = "megatron_pulse profile 1"
 _MOST_SUMS = 1000
 """Maximum sums over tensor-parallel ranks per layer, in older profiles."""
 _OLDER: Mapping[type, Mapping[str, Any]] = {
-    Profile: {"threads": 0, "transformer_impl": LOCAL, "shapes": [], "kinds": {}},
+    Profile: {
+        **{"threads": 0, "transformer_impl": LOCAL, "token_slices": 1, "sliced": {}},
+        **{"shapes": [], "kinds": {}},
+    },
     ProfiledLayer: {
         **{"optimizer_s": 0.0, "sharded_time": 1.0, "frozen_parameters": 0},
         **{"needs_grad": True, "begins": False},
@@ -65,11 +68,13 @@ def load_profile(path: str | Path) -> Profile:
 
 
 def to_record(profile: Profile) -> dict[str, Any]:
-    """JSON object of a profile's file, without ``shapes`` and ``kinds`` if there are none."""
+    """JSON object of a profile's file, without shapes, kinds and slices if there are none."""
     record = {"format": _FORMAT, **dataclasses.asdict(profile)}
-    for name in ("shapes", "kinds"):
+    for name in ("shapes", "kinds", "sliced"):
         if not record[name]:
             del record[name]
+    if profile.token_slices == 1:
+        del record["token_slices"]
     return record
 
 

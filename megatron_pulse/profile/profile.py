@@ -66,6 +66,8 @@ class Profile:
       recomputation; ``recompute`` is only the default of ``at``.
     - ``shapes``: costs at each sample shape, if there are several. All other fields are then their
       mean (see ``over_shapes``).
+    - ``token_slices``: number of slices in which token-wise parts of layers run (1: whole).
+    - ``sliced``: ``times`` with other numbers of slices (see ``in_slices``).
     - ``kinds``: costs on each kind of device by name, if a cluster's devices differ. All other
       times are then the largest of any kind (see ``unlike_devices.combine``).
 
@@ -86,6 +88,10 @@ class Profile:
     versions: Mapping[str, str] = field(default_factory=dict)
     threads: int = 0
     transformer_impl: str = LOCAL
+    token_slices: int = 1
+    sliced: Mapping[int, Mapping[int, tuple[LayerTimes, ...]]] = field(
+        default_factory=dict, repr=False
+    )
     shapes: tuple[ProfiledShape, ...] = field(default=(), repr=False)
     kinds: Mapping[str, KindTimes] = field(default_factory=dict, repr=False)
 
@@ -177,8 +183,24 @@ class Profile:
         pairs = zip(self.times[low], self.times[high], strict=True)
         return tuple(between(a, b, share, least=micro_batch_size / low) for a, b in pairs)
 
+    def in_slices(self, token_slices: int) -> Profile:
+        """Profile with token-wise parts in slices; raises ProfileError if costs are unknown."""
+        if token_slices == self.token_slices:
+            return self
+        if token_slices not in self.sliced:
+            raise ProfileError(
+                f"the profile has no costs in {token_slices} token slices: make it with 'pulse "
+                f"profile --token-slices {token_slices}'"
+            )
+        others = {**self.sliced, self.token_slices: self.times}
+        times = others.pop(token_slices)
+        return replace(self, times=times, token_slices=token_slices, sliced=others)
+
     def only(self, micro_batch_size: int) -> Profile:
-        """Profile at one microbatch size alone, interpolated if necessary, without ``shapes``."""
+        """Profile at one microbatch size alone, interpolated if necessary.
+
+        It is without ``shapes``. Of ``sliced`` it has those of whole layers.
+        """
         kinds = {
             name: replace(
                 kind, times={micro_batch_size: self.of_kind(name).times_at(micro_batch_size)}
@@ -186,7 +208,10 @@ class Profile:
             for name, kind in self.kinds.items()
         }
         times = {micro_batch_size: self.times_at(micro_batch_size)}
-        return replace(self, times=times, shapes=(), kinds=kinds)
+        whole = {}
+        if 1 in self.sliced:
+            whole[1] = {micro_batch_size: self.in_slices(1).times_at(micro_batch_size)}
+        return replace(self, times=times, sliced=whole, shapes=(), kinds=kinds)
 
     def of_kind(self, name: str) -> Profile:
         """Profile on one of ``kinds`` alone."""
@@ -404,7 +429,24 @@ class Profile:
             yield from self._bad_edge(f"conditioning[{i}]", edge.source, edge.consumers)
             yield from _beyond(f"conditioning[{i}]", edge, ("num_bytes",))
         yield from self._shape_faults()
+        yield from self._sliced_faults()
         yield from self._kind_faults()
+
+    def _sliced_faults(self) -> Iterator[str]:
+        if self.token_slices < 1:
+            yield f"token_slices is {self.token_slices}; it must be 1 or more"
+        if self.sliced and (self.kinds or self.shapes):
+            yield "sliced: a profile of several shapes or kinds has none"
+        for count, times in self.sliced.items():
+            if count < 1 or count == self.token_slices:
+                yield f"sliced: {count} slices; allowed are numbers from 1 but token_slices"
+            elif tuple(sorted(times)) != self.micro_batch_sizes:
+                yield f"sliced.{count} is at other microbatch sizes than those of the profile"
+            else:
+                try:
+                    replace(self, times=times, token_slices=count, sliced={})
+                except ProfileError as error:
+                    yield f"sliced.{count}: {error}"
 
     def _kind_faults(self) -> Iterator[str]:
         if self.kinds and self.shapes:

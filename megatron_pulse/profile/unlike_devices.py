@@ -53,6 +53,7 @@ def combine(profiles: Mapping[str, Profile]) -> Profile:
             for layer, own in zip(first.layers, seconds, strict=True)
         ),
         times=times,
+        sliced={},
         kinds={
             kind: KindTimes(profile.device, _with_bytes(profile, times), _optimizer_s(profile))
             for kind, profile in profiles.items()

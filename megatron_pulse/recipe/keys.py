@@ -315,6 +315,9 @@ class Parallel:
         "--pulse-offload-weights",
         (),
     )
+    token_slices: Count | None = key(
+        "slices of the tokens of MLPs, norms and projections", "--pulse-token-slices"
+    )
     solver: Text | None = key("auto, highs, glpk or none", "--pulse-solver")
     solver_seconds: Positive | None = key("of the schedule search", "--pulse-solver-seconds")
     timeout_s: Positive | None = key("longest wait without progress", "--pulse-timeout-s")

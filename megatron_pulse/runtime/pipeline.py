@@ -113,6 +113,7 @@ class Pipeline:
                     Stage(
                         *(plan.backbone, plan.routes, s, seed, context, plan.activations),
                         plan.offloaded_weights,
+                        plan.token_slices,
                     ),
                     dtype,
                     device,

@@ -21,6 +21,7 @@ from megatron_pulse.backbone.dropout_key import set_dropout_key
 from megatron_pulse.backbone.result_check import TensorMeta, declared, result_mismatch
 from megatron_pulse.backbone.rng_state import generators_kept
 from megatron_pulse.backbone.shape_buckets import set_shape_index
+from megatron_pulse.backbone.token_slices import set_token_slices
 from megatron_pulse.planner.layout.crossing import SkipCarrier
 from megatron_pulse.planner.layout.routes import Routes, embedders_of
 from megatron_pulse.runtime.activations.gradient_hooks import SummedInputCheck
@@ -75,6 +76,8 @@ class Stage(Nest):
     - ``selective``: saved tensors that cheap operators can rebuild are dropped
     (``SelectiveRecompute``).
 
+    Token-wise parts of layers run in ``token_slices`` slices.
+
     Frozen weights of the layers ``offloaded_weights`` are in host memory (``WeightOffload``). All
     frozen weights are cast to ``frozen_dtype`` layer by layer. ``units`` shard the layers as they
     are built.
@@ -93,6 +96,7 @@ class Stage(Nest):
         context: LayerContext | None = None,
         activations: ActivationPolicies | None = None,
         offloaded_weights: Collection[int] = (),
+        token_slices: int = 1,
         frozen_dtype: torch.dtype | None = None,
         units: UnitSharding | None = None,
         **base: Any,
@@ -143,6 +147,7 @@ class Stage(Nest):
             own = spec.own(spec.name)
             with generators_kept(seed if spec.qualified else layer_seed(seed, own)):
                 module = spec.build(context)
+            set_token_slices(module.modules(), token_slices)
             self._register(spec, module)
             self._chain += (module,)
             if frozen_dtype is not None:

@@ -103,6 +103,7 @@ def adapted(unit: Unit, adapter: UnitAdapter) -> Unit:
         if adapter.drops:
             with graph.inserting_after(node):
                 inputs = before = graph.call_function(drop, (given, dropout, name))
+            inputs.meta.update(given.meta)
         settings = {} if node.target == LINEAR else dict(_settings(node))
         arguments: tuple[Any, ...]
         if (product := adapter.products.get(name)) is not None:
@@ -120,6 +121,7 @@ def adapted(unit: Unit, adapter: UnitAdapter) -> Unit:
                 arguments = *arguments, settings
         with graph.inserting_after(before):
             result = graph.call_function(function, arguments)
+        result.meta.update(node.meta)
         node.replace_all_uses_with(result, delete_user_cb=lambda user, own=result: user is not own)
     graph.lint()
     return replace(of_graph, state=(*unit.state, *state), weights=(*unit.weights, *added))

@@ -36,6 +36,7 @@ from megatron_pulse.tracing.executable import PRODUCTS, executable
 from megatron_pulse.tracing.initial_weights.meta_init import has_no_memory
 from megatron_pulse.tracing.initial_weights.sources import Weights, float8_of
 from megatron_pulse.tracing.quantized_graph import Quantization, quantized
+from megatron_pulse.tracing.sliced_graph import Region, sliced, with_tokens
 from megatron_pulse.tracing.torch_export import DerivationError
 from megatron_pulse.tracing.units import Unit, UnitChain
 
@@ -118,6 +119,8 @@ class DerivedLayer(Nest):
     Every shape (``chain_shape``) and mode has its own graph on the same parameters. Weights are
     read, quantised if the source says so, and released one by one. With a context-parallel
     ``group``, divided values are this rank's shares.
+
+    With ``token_slices`` above 1, token-wise regions run in as many slices of tokens.
     """
 
     def __init__(
@@ -129,7 +132,7 @@ class DerivedLayer(Nest):
     ) -> None:
         super().__init__()
         self._source, self._index, self._group = source, index, group
-        self.chain_shape = 0
+        self.chain_shape, self._token_slices = 0, 1
         chain = source.chains.first
         unit = chain.units[index]
         links = [u for u in chain.units if not u.embedder]
@@ -159,7 +162,7 @@ class DerivedLayer(Nest):
         self._norms: dict[str, str] = {}
         self._compiled: dict[tuple[UnitChain, torch.device], Any] = {}
         self._containers: dict[str, tuple[nn.Module, str]] = {}
-        self._undivided = undivided(unit)
+        self._undivided = undivided(self._sliced(chain)[0])
         register_parameters(self, parameters)
         self._containers.update((name, container_of(self, name)) for name in parameters)
 
@@ -203,7 +206,6 @@ class DerivedLayer(Nest):
         weights = tuple(f"{layer}.weight" for layer in layers)
         drops, has_magnitudes = self.adapter_dropout is not None, adapter.type == "dora"
         chain = self._source.chains.first
-        unit = chain.units[self._index]
         made: dict[str, nn.Parameter] = {}
         products: dict[str, Product] = {}
         seed = torch.initial_seed()
@@ -224,8 +226,8 @@ class DerivedLayer(Nest):
                 made[own] = first_magnitude(weight, start.get(own), weight.device)
                 self._norms.update({} if own in start else {own: name})
         self._adapter = UnitAdapter(weights, adapter.scale, drops, has_magnitudes, products)
-        self._undivided = undivided(adapted(unit, self._adapter))
         self._unit = self._changed(chain)
+        self._undivided = undivided(self._sliced(chain)[0])
         register_parameters(self, made)
         self._containers.update((name, container_of(self, name)) for name in made)
         self.begin_magnitudes()
@@ -238,6 +240,20 @@ class DerivedLayer(Nest):
             a, b = map(self._parameter, factor_names(name))
             weight, magnitude = self._parameter(name), self._parameter(own)
             magnitude.copy_(row_norms(weight, a, b, self._adapter.scale))
+
+    @property
+    def token_slices(self) -> int:
+        """Number of slices of token-wise regions; 1 for whole layers."""
+        return self._token_slices
+
+    @token_slices.setter
+    def token_slices(self, count: int) -> None:
+        if count > 1 and self._group is not None:
+            raise ValueError("slices of tokens are not combined with context parallelism")
+        if count != self._token_slices:
+            self._token_slices = count
+            self._undivided = undivided(self._sliced(self._source.chains.first)[0])
+            self._compiled.clear()
 
     @property
     def undivided(self) -> list[nn.Parameter]:
@@ -318,9 +334,18 @@ class DerivedLayer(Nest):
 
     def _executable(self, chain: UnitChain, device: torch.device) -> Any:
         if (chain, device) not in self._compiled:
-            graph = self._changed(chain).graph
-            self._compiled[chain, device] = executable(graph, chain, device)
+            unit, regions = self._sliced(chain)
+            modules = {
+                name: region.module(lambda graph: executable(graph, chain, device))
+                for name, region in regions.items()
+            }
+            self._compiled[chain, device] = executable(unit.graph, chain, device, modules)
         return self._compiled[chain, device]
+
+    def _sliced(self, chain: UnitChain) -> tuple[Unit, Mapping[str, Region]]:
+        """The unit as it runs, with the regions that run in slices."""
+        unit = self._changed(chain)
+        return (unit, {}) if self._token_slices == 1 else sliced(unit, self._token_slices)
 
     def _divided(self, chain: UnitChain, group: Group) -> DividedChain:
         """Division of a chain, equal to that of its shape's example."""
@@ -337,6 +362,8 @@ class DerivedLayer(Nest):
         unit = chain.units[self._index]
         if self._group is not None:
             unit = self._divided(chain, self._group).unit(unit, self._index)
+        if self._token_slices > 1:
+            unit = with_tokens(unit, self._source.divided(chain, 0, 1).graphs[self._index])
         if self._adapter is not None:
             unit = adapted(unit, self._adapter)
         if self._quantized and (quantization := self._source.quantization) is not None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from megatron_pulse.tracing.graph_analysis import operation
 from megatron_pulse.tracing.units import UnitChain
@@ -30,8 +30,16 @@ _RETARGETED = {
 """Functions replaced by public names, for deferred weight gradients and the analysis of memory."""
 
 
-def executable(graph: fx.Graph, chain: UnitChain, device: torch.device) -> Any:
-    """Compile a graph of ``chain`` into a function on ``device``, whatever the exporting device."""
+def executable(
+    graph: fx.Graph,
+    chain: UnitChain,
+    device: torch.device,
+    modules: Mapping[str, nn.Module] | None = None,
+) -> Any:
+    """Compile a graph of ``chain`` into a function on ``device``, whatever the exporting device.
+
+    The graph may call ``modules`` by name.
+    """
     copy = fx.Graph()
     copy.output(copy.graph_copy(graph, {}))
     regions = {n.target: chain.state[n.target] for n in copy.nodes if n.op == "get_attr"}
@@ -49,7 +57,7 @@ def executable(graph: fx.Graph, chain: UnitChain, device: torch.device) -> Any:
             node.args = (device.type, *node.args[1:])
         if node.target in _RETARGETED:
             node.target = _RETARGETED[node.target]
-    return fx.GraphModule(regions, copy)
+    return fx.GraphModule({**regions, **(modules or {})}, copy)
 
 
 def run(chain: UnitChain, given: Mapping[str, Tensor]) -> Tensor:

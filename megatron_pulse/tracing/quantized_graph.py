@@ -62,7 +62,9 @@ def quantized(unit: Unit, kind: str, shapes: Mapping[str, tuple[int, ...]]) -> U
             inputs, _, *bias = user.args
             operands = inputs, integers, scales, *(bias or [None]), kind, shapes[name]
             with graph.inserting_before(user):
-                user.replace_all_uses_with(graph.call_function(quantized_linear, operands))
+                call = graph.call_function(quantized_linear, operands)
+            call.meta.update(user.meta)
+            user.replace_all_uses_with(call)
             graph.erase_node(user)
         graph.erase_node(node)
         at = state.index(name)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -349,6 +349,13 @@ def _by_segment(
     return ShardedTensorFactory(entry.key, entry.data, build, merge, replica_id=entry.replica_id)
 
 
+def factors_beside(linear: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Modules that hold the factors of adapters beside a linear map, and the names there."""
+    for hook in linear._forward_hooks.values():
+        if isinstance(hook, _Change):
+            yield from hook.factors()
+
+
 class _Change:
     """Forward hook that adds the change of ``names`` to the output of map ``index`` of a group."""
 
@@ -386,6 +393,15 @@ class _Change:
         if isinstance(output, tuple):  # Megatron's linears return their bias apart
             return (output[0] + change, *output[1:])
         return output + change
+
+    def factors(self) -> Iterator[tuple[nn.Module, str]]:
+        """Modules that hold the factors and magnitudes, with the parameters' names there."""
+        for name in self._names:
+            own = [*factor_names(name)]
+            own += [magnitude_name(name)] * (self._adapter.type == "dora")
+            for holder, leaf in (container_of(self._factors, each) for each in own):
+                holder()  # see Holder
+                yield holder, leaf
 
     def _ratio(self, channels: int) -> Tensor:
         """Magnitudes divided by norms, of our rows; 1 beside weights without an adapter."""

@@ -30,6 +30,7 @@ from model_specs.common.layers import (
 from model_specs.common.megatron_config import DiTSizes, dit_config, normal_init, xavier_init
 from model_specs.common.patches import gated, normed
 from model_specs.common.token_shares import TokenLayer, TokenShares
+from model_specs.common.token_slices import TokenSliced
 
 
 class MMDiTSizes(DiTSizes, Protocol):
@@ -81,7 +82,7 @@ class Modulation(torch.nn.Module):
         return vectors
 
 
-class JointBlock(TokenLayer):
+class JointBlock(TokenLayer, TokenSliced):
     """MMDiT block (figure 2b): modulated attention and MLP of both streams, with gated residuals.
 
     With ``dual_attention`` (SD3.5), ``attn2`` is attention within the image stream beside the joint
@@ -135,15 +136,31 @@ class JointBlock(TokenLayer):
         attended, text_attended = self.attn(
             normed(image, shift, scale), normed(text, text_shift, text_scale)
         )
-        image = image + gate * attended
         if self.attn2 is not None:
+            image = image + gate * attended
             *mlp, shift, scale, gate = mlp
             image = image + gated(self.attn2, for_attn2, shift, scale, gate, attention_mask=None)
-        image = image + gated(self.ff, image, *mlp)
+            image = self._feed_forward(self.ff, [image], *mlp)
+        else:
+            image = self._feed_forward(self.ff, [image, attended], gate, *mlp)
         if self.ff_context is None:
             return (image,)
-        text = text + text_gate * text_attended
-        return image, text + gated(self.ff_context, text, *text_mlp)
+        streams = text, text_attended
+        return image, self._feed_forward(self.ff_context, streams, text_gate, *text_mlp)
+
+    def _feed_forward(
+        self, ff: torch.nn.Module, streams: Sequence[torch.Tensor], *vectors: torch.Tensor
+    ) -> torch.Tensor:
+        """Gated residual of ``ff``, after that of an attention if ``streams`` has its result."""
+
+        def changed(tokens: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:
+            if len(streams) > 1:
+                attended, gate, *given = given  # type: ignore[assignment]
+                tokens = tokens + gate * attended
+            shift, scale, gate = given
+            return tokens + gated(ff, tokens, shift, scale, gate)
+
+        return self.in_slices(changed, [ff], streams, *vectors)
 
 
 class TimeTextEmbed(LayerModule):

@@ -25,6 +25,7 @@ from model_specs.common.layers import (
 from model_specs.common.megatron_config import dit_config
 from model_specs.common.patches import PatchEmbed, gated, normed, sincos_table, unpatchify
 from model_specs.common.token_shares import TokenLayer, TokenShares
+from model_specs.common.token_slices import TokenSliced
 from model_specs.dit.config import DiTConfig
 
 _FEED_FORWARD_NORM_EPS = 1e-5
@@ -105,7 +106,7 @@ class Attention(TokenLayer):
         return tokens + change, feed_forward.contiguous()
 
 
-class FeedForward(LayerModule):
+class FeedForward(LayerModule, TokenSliced):
     """Tokens + gate * MLP(modulated norm of tokens), with the modulation from ``Attention``."""
 
     def __init__(self, sizes: DiTConfig, context: LayerContext) -> None:
@@ -116,8 +117,12 @@ class FeedForward(LayerModule):
     def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
         """Tokens [s, b, D] and modulation [b, 3 * D] to tokens."""
         tokens, modulation = inputs
-        eps = _FEED_FORWARD_NORM_EPS
-        return (tokens + gated(self.mlp, tokens, *modulation.chunk(3, dim=1), eps=eps),)
+        vectors = modulation.chunk(3, dim=1)
+        return (self.in_slices(self._changed, [self.mlp], [tokens], *vectors),)
+
+    def _changed(self, tokens: torch.Tensor, *vectors: torch.Tensor) -> torch.Tensor:
+        shift, scale, gate = vectors
+        return tokens + gated(self.mlp, tokens, shift, scale, gate, eps=_FEED_FORWARD_NORM_EPS)
 
 
 class Head(LayerModule):

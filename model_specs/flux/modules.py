@@ -29,6 +29,7 @@ from model_specs.common.mmdit import (
 from model_specs.common.patches import normed
 from model_specs.common.rotary import RotaryOfShape
 from model_specs.common.token_shares import TokenLayer, TokenShares
+from model_specs.common.token_slices import TokenSliced
 from model_specs.flux.config import PACKED, FluxConfig
 
 __all__ = [
@@ -153,7 +154,7 @@ class DoubleBlock(JointBlock):
         return image, within_half(text)
 
 
-class SingleBlock(TokenLayer):
+class SingleBlock(TokenLayer, TokenSliced):
     """Attention and MLP in parallel on one modulated norm; both streams share all weights.
 
     The streams stay separate while sharded and are joined only for attention. The last projection,
@@ -185,15 +186,33 @@ class SingleBlock(TokenLayer):
         text_attended, attended = attend(
             self.core_attention, self.attn.heads(text_hidden), self.attn.heads(hidden)
         )
-        image = within_half(image + gate * self._out(attended, hidden))
+        image = self._out(image, attended, hidden, gate)
         if self.text_ends:
             return (image,)
-        return image, within_half(text + gate * self._out(text_attended, text_hidden))
+        return image, self._out(text, text_attended, text_hidden, gate)
 
-    def _out(self, attended: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        activated = self.config.activation_func(self.proj_mlp(hidden)[0])
+    def _out(
+        self,
+        tokens: torch.Tensor,
+        attended: torch.Tensor,
+        hidden: torch.Tensor,
+        gate: torch.Tensor,
+    ) -> torch.Tensor:
+        # Under sequence parallelism attention's results are of all tokens, others of this rank's.
         out, bias = self.proj_out_attn(attended)
-        return out + self.proj_out_mlp(activated)[0] + bias
+        modules, streams = (self.proj_mlp, self.proj_out_mlp), (tokens, out, hidden)
+        return self.in_slices(self._with_mlp, modules, streams, gate, bias)
+
+    def _with_mlp(
+        self,
+        tokens: torch.Tensor,
+        out: torch.Tensor,
+        hidden: torch.Tensor,
+        gate: torch.Tensor,
+        bias: torch.Tensor,
+    ) -> torch.Tensor:
+        activated = self.config.activation_func(self.proj_mlp(hidden)[0])
+        return within_half(tokens + gate * (out + self.proj_out_mlp(activated)[0] + bias))
 
 
 def head(sizes: FluxConfig, context: LayerContext) -> Head:

@@ -27,6 +27,7 @@ from model_specs.common.megatron_config import dit_config, xavier_init
 from model_specs.common.patches import PatchEmbed, normed, of_grid, unpatchify
 from model_specs.common.rotary import RotaryOfShape
 from model_specs.common.token_shares import TokenLayer, TokenShares
+from model_specs.common.token_slices import TokenSliced
 from model_specs.hunyuan_dit.config import HunyuanDiTConfig
 from model_specs.hunyuan_dit.embedders import TextEmbedding, TimeEmbedding, drawn_zeros, silu_fp32
 
@@ -178,7 +179,7 @@ def _head_norm(config: TransformerConfig) -> functools.partial[torch.nn.LayerNor
     )
 
 
-class FeedForwardLayer(LayerModule):
+class FeedForwardLayer(LayerModule, TokenSliced):
     """x + MLP(norm(x)), GELU approximated with tanh."""
 
     def __init__(self, sizes: HunyuanDiTConfig, context: LayerContext) -> None:
@@ -189,9 +190,12 @@ class FeedForwardLayer(LayerModule):
 
     def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
         """Tokens [s, b, D] to tokens."""
-        (tokens,) = inputs
+        return (self.in_slices(self._changed, [self.norm3, self.mlp], inputs),)
+
+    def _changed(self, tokens: torch.Tensor) -> torch.Tensor:
         out, bias = self.mlp(self.norm3(tokens))
-        return (tokens + (out + bias),)
+        changed: torch.Tensor = tokens + (out + bias)
+        return changed
 
 
 class ModulatedNorm(torch.nn.Module):

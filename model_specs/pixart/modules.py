@@ -25,6 +25,7 @@ from model_specs.common.layers import (
 from model_specs.common.megatron_config import dit_config, normal_init, tanh_gelu
 from model_specs.common.patches import PatchEmbed, gated, normed, sincos_table, unpatchify
 from model_specs.common.token_shares import TokenLayer, TokenShares
+from model_specs.common.token_slices import TokenSliced
 from model_specs.pixart.config import PixArtConfig
 
 
@@ -155,7 +156,7 @@ class CrossAttention(LayerModule):
         return (tokens + (out + bias),)
 
 
-class FeedForward(_Modulated):
+class FeedForward(_Modulated, TokenSliced):
     """Tokens + gate * MLP(modulated norm of tokens)."""
 
     def __init__(self, sizes: PixArtConfig, context: LayerContext) -> None:
@@ -164,8 +165,12 @@ class FeedForward(_Modulated):
 
     def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
         """``conditioning``: t6."""
-        (tokens,) = inputs
-        return (tokens + gated(self.mlp, tokens, *self.modulation(conditioning)),)
+        vectors = self.modulation(conditioning)
+        return (self.in_slices(self._changed, [self.mlp], inputs, *vectors),)
+
+    def _changed(self, tokens: torch.Tensor, *vectors: torch.Tensor) -> torch.Tensor:
+        shift, scale, gate = vectors
+        return tokens + gated(self.mlp, tokens, shift, scale, gate)
 
 
 class Head(LayerModule):

@@ -19,6 +19,7 @@ from model_specs.common.layers import (
 from model_specs.common.megatron_config import transformer_config, truncated_normal_init
 from model_specs.common.patches import unpatchify
 from model_specs.common.token_shares import TokenLayer, TokenShares
+from model_specs.common.token_slices import TokenSliced
 from model_specs.uvit.config import UViTConfig
 
 
@@ -96,7 +97,7 @@ class Attention(TokenLayer):
         return (tokens + (out + bias),)
 
 
-class Mlp(LayerModule):
+class Mlp(LayerModule, TokenSliced):
     """x + MLP(norm(x))."""
 
     def __init__(self, sizes: UViTConfig, context: LayerContext) -> None:
@@ -107,9 +108,12 @@ class Mlp(LayerModule):
 
     def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
         """Tokens [s, b, D] to tokens [s, b, D]."""
-        (tokens,) = inputs
+        return (self.in_slices(self._changed, [self.norm2, self.mlp], inputs),)
+
+    def _changed(self, tokens: torch.Tensor) -> torch.Tensor:
         out, bias = self.mlp(self.norm2(tokens))
-        return (tokens + (out + bias),)
+        changed: torch.Tensor = tokens + (out + bias)
+        return changed
 
 
 class Head(LayerModule):

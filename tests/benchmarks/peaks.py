@@ -73,6 +73,12 @@ BACKBONES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         {**IMAGE, "num_layers": 2, "num_single_layers": 2, "axes_dims_rope": "8,8,16"},
     ),
 }
+WAN = {
+    "num_layers": 2, "num_attention_heads": 2, "attention_head_dim": 32, "ffn_dim": 256,
+    "text_dim": 32, "in_channels": 4, "out_channels": 4,
+    "frames": 5, "height": 16, "width": 16, "text_length": 8,
+}  # fmt: skip
+BACKBONES = {**BACKBONES, "wan": ("diffusers:WanTransformer3DModel", WAN)}
 LINK = ClusterLink("loopback", 1.0, 50.0, BandwidthScope.DEVICE)
 TO_HOST = ClusterLink("pcie", 50.0, 10.0, BandwidthScope.DEVICE)
 
@@ -88,6 +94,7 @@ class Case:
     dtype: str = "float32"
     room: float = 0.0
     state: ParameterState = field(default_factory=lambda: ParameterState(ema=True))
+    token_slices: int = 1
 
     @property
     def name(self) -> str:
@@ -98,6 +105,7 @@ class Case:
         again = ways.get(config.recompute, "")
         of_state = "-half" * state.grad_reduce_in_bf16 + "-plain" * (not state.ema)
         of_state += "-adam-away" * state.optimizer_cpu_offload
+        of_state += f"-{self.token_slices}-slices" * (self.token_slices > 1)
         return (
             f"{self.backbone}-{layout}-{config.pipeline}{f'x{config.data}' * (config.data > 1)}"
             f"{'-split' * config.split}{again}{dtype}{of_state}"
@@ -146,6 +154,12 @@ CASES = (
         "sd", Config(2, 2, 1, 4, ROW, distributed_optimizer=True), 4, "float16",
         state=ParameterState(ema=True, optimizer_cpu_offload=True),
     ),
+    Case("wan", Config(1, 1, 1, 4, WHOLE), 2),
+    Case("wan", Config(1, 1, 1, 4, WHOLE), 2, token_slices=4),
+    Case("wan", Config(1, 1, 1, 4, WHOLE, recompute=ALL), 2, token_slices=4),
+    Case("wan", Config(2, 1, 1, 4, ROW, split=True), 4, token_slices=4),
+    Case("flux", Config(1, 1, 1, 4, WHOLE), 2, token_slices=4),
+    Case("flux", Config(2, 1, 1, 4, ROW, recompute=ALL), 4, token_slices=4),
 )  # fmt: skip
 
 
@@ -188,7 +202,9 @@ def plan(case: Case) -> tuple[PlanFile, list[Peak]]:
     assert peaks is not None
     roofline = Roofline(peaks, case.dtype)
     backbone, size = load_backbone(name, dict(options)), config.micro_batch_size
-    profile = analyse(backbone, [size], roofline, running=RUNNING)
+    slices = [] if case.token_slices == 1 else [case.token_slices]
+    profile = analyse(backbone, [size], roofline, running=RUNNING, token_slices=slices)
+    profile = profile.in_slices(case.token_slices)
     samples = case.microbatches * config.micro_batch_size * config.data
     evaluator = Evaluator(profile, cluster, samples, state=case.state)
 

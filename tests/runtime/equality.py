@@ -42,7 +42,8 @@ class Case:
     ``dtype`` and ``device`` are torch's names, ``train`` and ``freeze`` patterns of parameter
     names. Every ``recompute``-th layer is recomputed (0: none). Of the others, every ``offload``-th
     is offloaded, and of the rest every ``selective``-th is recomputed selectively, for tensors of
-    any size. Frozen weights of every ``offload_weights``-th layer are in host memory. ``schedule``
+    any size. Frozen weights of every ``offload_weights``-th layer are in host memory. Token-wise
+    parts of layers run in ``token_slices``. ``schedule``
     by name, ``cuts`` and ``replicated`` are for several devices.
     """
 
@@ -62,6 +63,7 @@ class Case:
     offload: int = 0
     selective: int = 0
     offload_weights: int = 0
+    token_slices: int = 1
 
     @property
     def alone(self) -> Case:
@@ -167,6 +169,7 @@ def plan_of(backbone: Backbone, case: Case, num_devices: int) -> Plan:
         schedules=given or plan.schedules,
         activations=policies,
         offloaded_weights=weights,
+        token_slices=case.token_slices,
     )
 
 

@@ -32,11 +32,12 @@ from megatron_pulse.cli.models.encoder_flags import encoder_folder_faults
 from megatron_pulse.cli.output import table
 from megatron_pulse.cli.shared_flags import number_list_faults, numbers
 from megatron_pulse.dataclass_flags import ABOVE_ZERO, FROM_ONE, TO_4096, TO_MILLION, flag_name
-from megatron_pulse.errors import unknown_name
+from megatron_pulse.errors import naming, unknown_name
 from megatron_pulse.profile.roofline import ELEMENT_BYTES, PRESETS, Roofline, custom_device
 from megatron_pulse.progress import ProgressLine
 
 if TYPE_CHECKING:
+    from megatron_pulse.backbone.chain import Backbone
     from megatron_pulse.backbone.costs import ChainCosts
     from megatron_pulse.profile.profile import Profile
 
@@ -119,6 +120,11 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         choices=TRANSFORMER_IMPLS,
         default=LOCAL,
     )
+    add(
+        "--token-slices N[,N...]",
+        "also the costs with MLPs, norms and projections in N slices of the tokens, which 'pulse "
+        "tune' chooses where memory is short (--pulse-token-slices)",
+    )
     add("--recompute", "for plans that recompute activations: a backward includes a forward")
     add("--once-per-kind", "measure layers of equal operators and shapes once")
     add(
@@ -139,12 +145,16 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def run(args: argparse.Namespace) -> None:
     """Find the costs, write them, list the largest."""
-    faults = number_list_faults(args, "micro_batch_size")
+    faults = number_list_faults(args, "micro_batch_size", "token_slices")
     sizes = () if faults else numbers(args.micro_batch_size) or ()
     faults += TO_MILLION.faults("--micro-batch-size", max(sizes, default=None))
     faults += [*command_faults(args), *layers_faults(args, is_file=args.from_table is not None)]
     if args.shares is not None and (args.from_table or args.encoders):
         faults.append("--shares is for the shapes of a backbone's layers")
+    if args.token_slices is not None and (args.from_table or args.encoders):
+        faults.append("--token-slices is for a backbone's layers")
+    elif not faults and 1 in (numbers(args.token_slices) or ()):
+        faults.append("--token-slices 1 is a whole layer, which is always profiled: give 2 or more")
     faults += _device_faults(args)
     if args.encoders is not None:
         faults += _encoder_faults(args)
@@ -323,7 +333,8 @@ def _from_backbone(args: argparse.Namespace, sizes: Sequence[int]) -> Profile:
         from megatron_pulse.runtime.measure.execution_modes import RUNNING
 
         backbone = trained_backbone(args, roofline.dtype)
-        return analyse(backbone, sizes, roofline, args.recompute, True, RUNNING)
+        slices = _token_slices(args, backbone)
+        return analyse(backbone, sizes, roofline, args.recompute, True, RUNNING, slices)
     import torch
 
     from megatron_pulse.integration.planning.memory_format import measured_format
@@ -358,8 +369,23 @@ def _from_backbone(args: argparse.Namespace, sizes: Sequence[int]) -> Profile:
         threads=threads,
         running=RUNNING,
         transformer_impl=implementation,
+        token_slices=_token_slices(args, backbone),
     )
     return profile if times is None else replace(profile, method=f"{profile.method}; {times}")
+
+
+def _token_slices(args: argparse.Namespace, backbone: Backbone) -> Sequence[int]:
+    """Numbers of ``--token-slices``; raises Faults if the backbone cannot be sliced."""
+    counts = numbers(args.token_slices) or ()
+    if not counts:
+        return ()
+    from megatron_pulse.profile.token_slices import require_token_slices
+
+    if backbone.num_shapes > 1:
+        require(["--token-slices: profile one shape, without buckets"])
+    with naming("--token-slices"):
+        require_token_slices(backbone)
+    return counts
 
 
 def _dtype_of(device: str) -> str:

@@ -51,6 +51,7 @@ def predicted(plan: PlanFile) -> list[tuple[str, str]]:
         ("bubble", f"{100 * p['bubble']:.1f} % of the devices' time in the pipeline"),
         ("memory", f"at most {max(p['memory_bytes']) / 1e9:.3g} GB on a device"),
         *([("weights", plan.profile.quantized)] if plan.profile.quantized else []),
+        *_token_slices(plan),
         *_offloaded_weights(plan),
         *_for_optimizer(plan),
         (
@@ -59,6 +60,22 @@ def predicted(plan: PlanFile) -> list[tuple[str, str]]:
             f"{in_mb(p['data_bytes_per_sample'])} for gradient reduction",
         ),
     ]
+
+
+def _token_slices(plan: PlanFile) -> list[tuple[str, str]]:
+    """Peak of a layer and time of all layers with slices of tokens, beside whole layers."""
+    if plan.token_slices == 1:
+        return []
+    size, said = plan.micro_batch_size, f"MLPs, norms and projections in {plan.token_slices} slices"
+    if 1 in plan.profile.sliced:
+        parts, whole = (p.times_at(size) for p in (plan.profile, plan.profile.in_slices(1)))
+        peaks = [max(layer.peak_bytes for layer in layers) for layers in (parts, whole)]
+        longer = sum(la.whole_s for la in parts) / sum(la.whole_s for la in whole) - 1
+        said += (
+            f": a layer takes at most {in_mb(peaks[0])} instead of {in_mb(peaks[1])}, and all "
+            f"layers {longer:.1%} longer"
+        )
+    return [("tokens", said)]
 
 
 def _offloaded_weights(plan: PlanFile) -> list[tuple[str, str]]:

@@ -40,6 +40,10 @@ def context_faults(args: argparse.Namespace, options: PulseOptions) -> Iterator[
             bool(options.sdc_check_interval),
             "recomputes a layer on one rank, without those that share its tokens",
         ),
+        "--pulse-token-slices": (
+            options.token_slices > 1,
+            "slices the tokens of one rank: give one of them",
+        ),
         "--pulse-adapter-dropout": (
             bool(options.adapter.adapter_dropout),
             "draws a mask for whole sequences: give 0",

@@ -226,6 +226,15 @@ class PulseOptions:
         metavar="PATTERN",
         marks=[FlagMark.PLAN, FlagMark.AUTO],
     )
+    token_slices: int = flag(
+        "compute MLPs, norms, modulation and projections in N slices of the tokens, each of which "
+        "backward recomputes by itself: layers of long sequences need less memory (default 1: "
+        "whole)",
+        1,
+        metavar="N",
+        within=FROM_ONE,
+        marks=[FlagMark.PLAN],
+    )
     plan: str | None = flag(
         "run a plan that 'pulse tune' wrote. The plan sets backbone, parallel degrees, batch "
         "sizes, partition and schedule; contradicting flags are refused. From a folder ('pulse "

@@ -25,7 +25,7 @@ from megatron_pulse.integration.flags.pulse_options import (
     pulse_flags,
 )
 from megatron_pulse.profile.roofline import PRESETS
-from model_specs import weights_folder
+from model_specs import is_module, weights_folder
 
 
 class FlagError(SystemExit):
@@ -66,6 +66,7 @@ def check_flags(line: CommandLine, options: PulseOptions) -> list[str]:
         *_check_pairs(args, options),
         *fsdp_faults(args, options.fully_sharded),
         *context_faults(args, options),
+        *_check_token_slices(args, options),
     ]
     return [*line.faults, *_without_unread(line, found)]
 
@@ -221,6 +222,30 @@ def _check_pairs(args: argparse.Namespace, options: PulseOptions) -> Iterator[st
                 f"{flag_name(name)} {size} is odd, and --pulse-loss dpo counts the samples of "
                 "pairs: give an even number"
             )
+
+
+def _check_token_slices(args: argparse.Namespace, options: PulseOptions) -> Iterator[str]:
+    if options.token_slices < 2:
+        return
+    hand_written = not is_module(options.backbone or "")
+    excluded = {
+        "--use-torch-fsdp2": (
+            options.fully_sharded.fsdp,
+            "gathers weights for one backward of a layer, and slices run within it",
+        ),
+        "--transformer-impl transformer_engine": (
+            hand_written and args.transformer_impl == "transformer_engine",
+            "keeps state in linear layers, which slices would update several times",
+        ),
+        "--pulse-adapter-dropout": (
+            hand_written and bool(options.adapter.adapter_dropout),
+            "draws a mask for whole sequences in hand-written layers: give 0",
+        ),
+    }
+    for flag, (is_given, why) in excluded.items():
+        if is_given:
+            slices = f"--pulse-token-slices {options.token_slices}"
+            yield f"{flag} cannot be used with {slices}: it {why}"
 
 
 def _check_plan_files(options: PulseOptions) -> Iterator[str]:

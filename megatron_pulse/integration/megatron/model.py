@@ -64,6 +64,7 @@ def make_model_provider(plan: Plan, args: argparse.Namespace) -> Callable[..., M
             pg_collection,
             activations=plan.activations,
             offloaded_weights=plan.offloaded_weights,
+            token_slices=plan.token_slices,
             frozen_dtype=dtype,
             units=units,
         )

@@ -60,6 +60,7 @@ class MegatronStage(Stage, MegatronModule):
         pg_collection: ProcessGroupCollection | None = None,
         activations: ActivationPolicies | None = None,
         offloaded_weights: Collection[int] = (),
+        token_slices: int = 1,
         frozen_dtype: torch.dtype | None = None,
         units: ShardedUnits | None = None,
     ) -> None:
@@ -77,7 +78,7 @@ class MegatronStage(Stage, MegatronModule):
         self.share_embeddings_and_output_weights = False
         context = LayerContext(config, pg_collection)
         self.units = units
-        frozen = offloaded_weights, frozen_dtype
+        frozen = offloaded_weights, token_slices, frozen_dtype
         of = backbone, routes, stage, seed, context, activations, *frozen, units
         super().__init__(*of, config=config)
         layers = self.named_layers()

@@ -51,6 +51,7 @@ from megatron_pulse.profile.roofline import (
     custom_device,
     known_device,
 )
+from megatron_pulse.profile.token_slices import require_token_slices
 from megatron_pulse.profile.trainable import (
     TrainedError,
     copies_reference,
@@ -193,6 +194,7 @@ def _by_file(given: PlanFile, backbone: Backbone) -> Plan:
         offloaded_weights=frozenset(
             i for i, layer in enumerate(given.profile.layers) if layer.offloaded
         ),
+        token_slices=given.token_slices,
         shapes=tuple(
             ShapeSchedule(
                 shape.name,
@@ -298,6 +300,9 @@ def _by_flags(args: argparse.Namespace, options: PulseOptions, backbone: Backbon
     # Costs are those of the whole model; ``backbone`` may hold parts of its sequences.
     whole = replace(load_recorded(backbone.record), shares=backbone.shares)
     activations, weights = _memory_choices(args, options, backbone)
+    if options.token_slices > 1:
+        with naming(f"--pulse-token-slices {options.token_slices}"):
+            require_token_slices(whole)
     profile = _profile(args, options, whole, RUNNING if activations.selective else None)
     costs = _costs(args, profile, backbone, activations)
     on_device = [
@@ -321,7 +326,8 @@ def _by_flags(args: argparse.Namespace, options: PulseOptions, backbone: Backbon
         activations,
     )
     fsdp = options.fully_sharded.layout(len(backbone.layers), _replicas(args))
-    return replace(plan, offloaded_weights=weights, fsdp=fsdp)
+    slices = options.token_slices
+    return replace(plan, offloaded_weights=weights, token_slices=slices, fsdp=fsdp)
 
 
 def num_microbatches(args: argparse.Namespace) -> int:
@@ -392,10 +398,17 @@ def _profile(
     running: ExecutionModes | None,
 ) -> Profile:
     """Profile of ``--pulse-profile``: read from a file, or estimated for a named device."""
-    dtype = compute_dtype(args)
+    dtype, slices = compute_dtype(args), options.token_slices
+
+    def of_device(device: Device) -> Profile:
+        """Estimate; of several shapes without slices, whose shares of time are much the same."""
+        counts = [slices] if slices > 1 and backbone.num_shapes == 1 else []
+        peaks, sizes = Roofline(device, dtype), [args.micro_batch_size]
+        profile = analyse(backbone, sizes, peaks, running=running, token_slices=counts)
+        return profile.in_slices(slices) if counts else profile
+
     if options.profile is not None and options.profile in PRESETS:
-        peaks = Roofline(PRESETS[options.profile], dtype)
-        return analyse(backbone, [args.micro_batch_size], peaks, running=running)
+        return of_device(PRESETS[options.profile])
     if options.profile is not None:
         profile = load_profile(options.profile)
         require_same_transformer_impl(args, profile, f"--pulse-profile {options.profile}")
@@ -415,11 +428,12 @@ def _profile(
         by = f"--pulse-profile {options.profile}"
         if args.rank == 0 and (said := format_caution(profile.backbone, backbone.record, by)):
             print(f"warning: {said}", flush=True)
-        return profile
+        with naming(by):
+            return profile.in_slices(slices)
     device, said = _this_device()
     if args.rank == 0 and said:
         print(f"warning: {said}", flush=True)
-    return analyse(backbone, [args.micro_batch_size], Roofline(device, dtype), running=running)
+    return of_device(device)
 
 
 _LIKE_ANY = "A100-80GB"

@@ -174,6 +174,7 @@ class LayoutRank:
                 self._groups,
                 activations=plan.activations,
                 offloaded_weights=plan.offloaded_weights,
+                token_slices=plan.token_slices,
             )
         finally:
             self._config.params_dtype = dtype

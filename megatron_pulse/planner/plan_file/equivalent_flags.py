@@ -68,6 +68,8 @@ def _equivalent(plan: PlanFile) -> Iterator[str]:
     for layer in plan.profile.layers:
         if layer.offloaded:
             yield f"--pulse-offload-weights {shlex.quote(layer.name)}"
+    if plan.token_slices > 1:
+        yield f"--pulse-token-slices {plan.token_slices}"
     if plan.dpo:
         yield PREFERENCE
     if not plan.ema:

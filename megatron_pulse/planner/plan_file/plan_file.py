@@ -162,6 +162,11 @@ class PlanFile:
         return self.pipeline * self.data * self.tensor
 
     @property
+    def token_slices(self) -> int:
+        """Number of slices in which token-wise parts of layers run; 1 for whole layers."""
+        return self.profile.token_slices
+
+    @property
     def num_microbatches(self) -> int:
         """Number of microbatches per step and pipeline."""
         return self.global_batch_size // (self.data * self.micro_batch_size)

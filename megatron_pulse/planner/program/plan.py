@@ -79,7 +79,8 @@ class Plan:
     ``selective`` and ``offload`` are layers under full recomputation, selective recomputation and
     activation offload. Offload and reload happen where the schedule has O and L, or wherever they
     can if it has none. Frozen weights of the layers ``offloaded_weights`` are in host memory.
-    ``fsdp`` shards the parameters of a plan of one stage. With ``shapes``, one for each shape of
+    Token-wise parts of layers run in ``token_slices`` slices (1: whole). ``fsdp`` shards the
+    parameters of a plan of one stage. With ``shapes``, one for each shape of
     the backbone, a training step has samples of one shape, and runs by ``at_shape``.
     """
 
@@ -91,6 +92,7 @@ class Plan:
     schedules: tuple[Schedule, ...] = ()
     activations: ActivationPolicies = ActivationPolicies()
     offloaded_weights: frozenset[int] = frozenset()
+    token_slices: int = 1
     fsdp: FsdpLayout | None = None
     shapes: tuple[ShapeSchedule, ...] = ()
 

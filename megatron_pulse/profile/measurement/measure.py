@@ -13,6 +13,7 @@ import torch
 from megatron_pulse.backbone.build_context import LOCAL, LayerContext
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.check import require_valid
+from megatron_pulse.backbone.token_slices import set_token_slices
 from megatron_pulse.errors import format_faults
 from megatron_pulse.profile.layer_records import LayerTimes
 from megatron_pulse.profile.mean_over_shapes import over_shapes
@@ -61,6 +62,7 @@ def measure(
     threads: int | None = None,
     running: ExecutionModes | None = None,
     transformer_impl: str = LOCAL,
+    token_slices: Sequence[int] = (),
 ) -> Profile:
     """Profile of ``backbone`` on this machine's ``device``, "cpu" or "cuda".
 
@@ -74,6 +76,7 @@ def measure(
       are measured as well.
     - ``transformer_impl``: implementation of the layers; Megatron's local ones by default.
     - ``threads``: number of threads on a CPU (default: those of this process).
+    - ``token_slices``: further numbers of slices of tokens, each with its own costs.
 
     A chain of several shapes is measured at each (see ``over_shapes``). Raises ProfileError if a
     layer does not fit into the device's memory, or if Transformer Engine cannot run.
@@ -103,6 +106,9 @@ def measure(
     sizes: list[ModuleSizes] = []
     measured: dict[int, list[LayerMeasure]] = {size: [] for size in micro_batch_sizes}
     known: dict[str, LayerMeasure] = {}
+    sliced: dict[int, dict[int, list[LayerMeasure]]] = {
+        count: {size: [] for size in micro_batch_sizes} for count in token_slices
+    }
     adams: dict[str, float] = {}
     optimizer_s: list[float] = []
     halved_s: dict[int, list[float]] = {size: [] for size in micro_batch_sizes}
@@ -125,7 +131,7 @@ def measure(
                         len(layer.outputs),
                         place,
                         patience,
-                        running if of == "whole" else None,
+                        None if of == "half" else running,
                     )
             except torch.OutOfMemoryError as error:
                 raise ProfileError(
@@ -143,6 +149,10 @@ def measure(
             module = built(i, context)
             for size in micro_batch_sizes:
                 measured[size].append(timed(i, module, size))
+            for count, of_slices in sliced.items():
+                of = f"{count} slices" if set_token_slices(module.modules(), count) else "whole"
+                for size in micro_batch_sizes:
+                    of_slices[size].append(timed(i, module, size, of))
             half = built(i, halved) if can_halve(backbone, sizes[i]) else None
             for size in micro_batch_sizes:
                 seconds = 0.0 if half is None else timed(i, half, size, "half").whole_s
@@ -176,6 +186,13 @@ def measure(
         layers=chain,
         times={
             size: _times(backbone, measured[size], halved_s[size]) for size in micro_batch_sizes
+        },
+        sliced={
+            count: {
+                size: _times(backbone, of_slices[size], halved_s[size])
+                for size in micro_batch_sizes
+            }
+            for count, of_slices in sliced.items()
         },
         skips=skips,
         conditioning=conditioning,

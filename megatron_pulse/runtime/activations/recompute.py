@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from megatron_pulse.backbone.token_slices import autocasts
 from megatron_pulse.runtime.activations.gradient_hooks import hooks_kept
 from megatron_pulse.runtime.activations.inplace_check import (
     InplaceWatch,
@@ -52,7 +52,7 @@ class RecomputedLayer:
 
     def forward(self) -> Any:
         """Run the layer and return its result."""
-        self._within = tuple(_autocasts())
+        self._within = tuple(autocasts())
         self._before = {what: (one, version_of(one)) for what, one in self._state().items()}
         self._running = True
         try:
@@ -153,17 +153,3 @@ class _Enough(BaseException):
 
     A BaseException, so that no ``except Exception`` in a layer catches it.
     """
-
-
-def _autocasts() -> list[Callable[[], AbstractContextManager[Any]]]:
-    """Contexts that reproduce the autocast regions open in the caller."""
-    return [
-        partial(
-            torch.autocast,
-            device,
-            dtype=torch.get_autocast_dtype(device),
-            cache_enabled=torch.is_autocast_cache_enabled(),
-        )
-        for device in ("cpu", "cuda")
-        if torch.is_autocast_enabled(device)
-    ]

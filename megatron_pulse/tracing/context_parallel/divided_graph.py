@@ -16,6 +16,7 @@ from megatron_pulse.tracing.context_parallel.fake_values import OF_DATA
 from megatron_pulse.tracing.context_parallel.graph_builder import (
     OF_DATA_REASON,
     Collective,
+    Divided,
     GraphBuilder,
     NoRule,
     is_attention,
@@ -31,7 +32,8 @@ class DividedGraph:
     """Graph of one rank, with the divisions of its results.
 
     The process group is its last input if it ``has_group``. ``collectives`` are in order.
-    ``dependent`` says of each result if it depends on divided tokens.
+    ``dependent`` says of each result if it depends on divided tokens. ``nodes`` has the value of
+    every node of the whole graph, in order, with its division.
     """
 
     graph: fx.Graph
@@ -39,6 +41,7 @@ class DividedGraph:
     dependent: tuple[bool, ...]
     collectives: tuple[Collective, ...]
     has_group: bool
+    nodes: tuple[tuple[Any, Divided], ...]
 
 
 class GraphDivider(GraphBuilder):
@@ -88,9 +91,9 @@ class GraphDivider(GraphBuilder):
             self.new.erase_node(self.group)
         self.new.lint()
         dependent = tuple(node in self._dependent for node in results)
-        return DividedGraph(
-            self.new, tuple(divisions), dependent, tuple(self.collectives), has_group
-        )
+        collectives = tuple(self.collectives)
+        nodes = tuple((self.values.get(n), self.divisions.get(n)) for n in self._old.nodes)
+        return DividedGraph(self.new, tuple(divisions), dependent, collectives, has_group, nodes)
 
     def first_collective(self) -> Collective | None:
         """The first communication before the results; None if there is none."""

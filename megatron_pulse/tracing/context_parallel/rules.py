@@ -13,12 +13,18 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, fx
 
+from megatron_pulse.adapters.kronecker import add_product
+from megatron_pulse.adapters.low_rank import add_dora_linear, add_linear
+from megatron_pulse.adapters.quantized_linear import quantized_linear
 from megatron_pulse.tracing.context_parallel.collectives import attention
 from megatron_pulse.tracing.context_parallel.division import Division
 from megatron_pulse.tracing.context_parallel.graph_builder import Divided, GraphBuilder, NoRule
 from megatron_pulse.tracing.graph_analysis import argument, operation, written
 
 aten = torch.ops.aten
+
+LINEAR_MAPS = frozenset({quantized_linear, add_linear, add_dora_linear, add_product})
+"""Functions of the package in graphs with adapters and quantised weights: each as linear maps."""
 
 type Rule = Callable[[GraphBuilder, fx.Node], tuple[fx.Node, Divided]]
 
@@ -28,6 +34,8 @@ def rule_of(node: fx.Node) -> Rule:
     name = operation(node).partition(".")[0]
     if node.target is operator.getitem:
         return _getitem
+    if node.target in LINEAR_MAPS:
+        return _features
     if name in _RULES:
         return _RULES[name]
     if torch.Tag.pointwise in getattr(node.target, "tags", ()):
@@ -85,6 +93,14 @@ def _last(builder: GraphBuilder, node: fx.Node) -> tuple[fx.Node, Divided]:
     if division.dim >= value.dim() - (1 if shape is None else len(shape)):
         raise NoRule("it is along the tokens")
     return builder.copy(node), division
+
+
+def _features(builder: GraphBuilder, node: fx.Node) -> tuple[fx.Node, Divided]:
+    """A function of the package, along the last dimension of all divided operands."""
+    divisions = {builder.divisions[each] for each in builder.divided_inputs(node)}
+    if len(divisions) != 1:
+        raise NoRule("its operands are divided in two ways")
+    return builder.copy(node), divisions.pop()
 
 
 def _embedding(builder: GraphBuilder, node: fx.Node) -> tuple[fx.Node, Divided]:

@@ -62,7 +62,7 @@ def _compare(subject: Subject) -> Compared:
     assert group is not None
     rank, size = group.rank(), group.size()
     whole, divided = subject.chain, divide_context(subject.chain, rank, size)
-    of_whole, of_divided = built(whole, None), built(divided, group)
+    of_whole, of_divided = build_layers(whole, None), build_layers(divided, group)
     exchange, sent, output, predicted = dist.all_to_all_single, 0, 0.0, 0.0
 
     def count(out: Tensor, given: Tensor, get: list[int], give: list[int], group: Any) -> None:
@@ -73,9 +73,9 @@ def _compare(subject: Subject) -> Compared:
     case = Case("sequential", whole.num_shapes)
     for shape_index, batch in enumerate(subject.batches(case, 0)):
         dist.all_to_all_single = count  # type: ignore[assignment]
-        found = predict(divided, of_divided, batch, shape_index)
+        found = run_layers(divided, of_divided, batch, shape_index)
         dist.all_to_all_single = exchange
-        wanted, target = predict(whole, of_whole, batch, shape_index), batch["target"]
+        wanted, target = run_layers(whole, of_whole, batch, shape_index), batch["target"]
         ((found - target).square().mean() / size).backward()
         (wanted - target).square().mean().backward()
         output = max(output, float((found - wanted).abs().max() / wanted.abs().max()))
@@ -97,14 +97,14 @@ def _compare(subject: Subject) -> Compared:
     return Compared(output, gradients, float(forward) / size, predicted)
 
 
-def built(backbone: Backbone, group: Any) -> nn.ModuleList:
+def build_layers(backbone: Backbone, group: Any) -> nn.ModuleList:
     """All layers of a rank."""
     config: Any = SimpleNamespace(perform_initialization=True)
     context = LayerContext(config, SimpleNamespace(cp=group, tp=None))  # type: ignore[arg-type]
     return nn.ModuleList(layer.build(context) for layer in backbone.layers)
 
 
-def predict(
+def run_layers(
     backbone: Backbone, modules: nn.ModuleList, batch: dict[str, Tensor], shape_index: int
 ) -> Tensor:
     """Prediction of all layers in turn, whose boundaries have the backbone's shapes."""

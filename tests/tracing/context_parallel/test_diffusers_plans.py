@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_pulse.tracing.context_parallel.divided_backbone import divide_context, traffic_of
 from tests.ranks import run_ranks
 from tests.runtime.equality import Case
-from tests.tracing.context_parallel.ranks import built, predict
+from tests.tracing.context_parallel.ranks import build_layers, run_layers
 from tests.tracing.subject import Subject
 
 
@@ -46,7 +46,7 @@ def _compared(subject: Subject) -> tuple[float, float, float, int]:
     subject.module = lambda **given: module(**given, return_dict=False)
     whole = subject.predict(batch)
     divided = divide_context(subject.chain, rank, size)
-    ours = predict(divided, built(divided, group), batch, 0)
+    ours = run_layers(divided, build_layers(divided, group), batch, 0)
     sent, exchange, gather = 0, functional.all_to_all_single, functional.all_gather_tensor
 
     def count_exchange(given: Tensor, *rest: Any) -> Any:

@@ -29,9 +29,9 @@ from megatron_pulse.cli.plan.tuning.tune_input import (
     no_half_gradients,
     no_prediction_taken,
     one_first_pass,
-    run_search,
     unused_caution,
 )
+from megatron_pulse.cli.plan.tuning.tune_slices import search_with_slices
 from megatron_pulse.cli.shared_flags import add_encoder_costs, add_solver, number_list_faults
 from megatron_pulse.dataclass_flags import ABOVE_ZERO, SHARE, TO_MILLION
 from megatron_pulse.errors import UserError, unknown_name
@@ -248,9 +248,9 @@ def run(args: argparse.Namespace) -> None:
     encoders = EncoderTable([]) if args.encoders is None else read_table(args.encoders)
     if encoders.origin is not None:
         warn(*encoders.origin.cautions(profile))
-    choices, evaluator = choices_of(args), evaluator_of(args, profile, where)
-    warn(unused_caution(args, evaluator, choices))
-    found = run_search(args, evaluator, choices)
+    choices = choices_of(args)
+    warn(unused_caution(args, evaluator_of(args, profile, where), choices))
+    found, evaluator = search_with_slices(args, profile, where, choices)
     if any(outcome.stages.activations.recomputes for outcome in found.outcomes):
         warn(whole_caution(profile))
     best = found.outcomes[0]

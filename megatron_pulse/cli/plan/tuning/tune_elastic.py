@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_pulse.cli.flag_checks import as_user_error, require
 from megatron_pulse.cli.output import print_result
-from megatron_pulse.cli.plan.tuning.tune_input import choices_of, evaluator_of, run_search
+from megatron_pulse.cli.plan.tuning.tune_input import choices_of
+from megatron_pulse.cli.plan.tuning.tune_slices import search_with_slices
 from megatron_pulse.cli.shared_flags import numbers
 
 if TYPE_CHECKING:
@@ -70,9 +71,8 @@ def tune_worlds(args: argparse.Namespace, profile: Profile, parts: Mapping[int, 
     best_of: dict[int, Outcome] = {}
     faults: list[str] = []
     for world, part in parts.items():
-        evaluator = evaluator_of(args, profile, part)
         try:
-            found = run_search(args, evaluator, choices)
+            found, evaluator = search_with_slices(args, profile, part, choices)
         except UntunableError as error:
             beside = (
                 f" (with the distributed optimizer as for {next(iter(records))} devices)"

@@ -107,6 +107,7 @@ def _plan(plan: PlanFile) -> str:
         if layers
     ]
     parts += ["distributed optimizer"] * plan.distributed_optimizer
+    parts += [f"{plan.token_slices} slices of tokens"] * (plan.token_slices > 1)
     parts += ["weight offload"] * plan.profile.offloads_weights
     return ", ".join([*parts, *["optimizer offload"] * plan.optimizer_cpu_offload])
 

@@ -1,0 +1,57 @@
+"""Slices of tokens in whole runs: whole layers' numbers, alike in every layout, and refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.integration.runs import BASE, STEPS, TINY, Run, alone, assert_same, pipeline, run
+from tests.integration.test_bad_input import refuse
+
+SLICED = ["--pulse-token-slices", "3"]
+
+
+def _assert_close(got: Run, expected: Run) -> None:
+    assert got.losses == pytest.approx(expected.losses, rel=1e-5)
+    assert got.grad_norms == pytest.approx(expected.grad_norms, rel=1e-4)
+    assert got.validation == pytest.approx(expected.validation, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("backbone", "flags"),
+    [
+        ("tokens", ["--pulse-schedule", "zb-h1", "--pulse-placement", "sequential"]),
+        ("uvit", ["--pulse-schedule", "zb-v", "--pulse-recompute", "in_blocks.*"]),
+    ],
+)
+def test_a_pipeline_with_slices_trains_as_whole_layers(backbone: str, flags: list[str]) -> None:
+    sliced = run(1, *STEPS, *SLICED, backbone=backbone)
+    _assert_close(sliced, alone(*STEPS, backbone=backbone))
+    assert_same(run(2, *STEPS, *SLICED, *pipeline(2, *flags), backbone=backbone), sliced)
+
+
+def test_tensor_and_sequence_parallel_ranks_slice_their_own_tokens() -> None:
+    ranks = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
+    whole, sliced = (run(2, *STEPS, *ranks, *more) for more in ([], SLICED))
+    _assert_close(sliced, whole)
+
+
+def test_bf16_trains_alike_with_reductions_in_fp32() -> None:
+    whole, sliced = (run(2, *STEPS, "--bf16", *more) for more in ([], SLICED))
+    assert sliced.losses == pytest.approx(whole.losses, rel=2e-3)
+
+
+LORA = ["--pulse-adapter", "lora", "--pulse-adapter-dropout", "0.1"]
+REFUSED: dict[str, tuple[str, int, list[str], str]] = {
+    "UNets": ("unet", 1, [], "--pulse-token-slices 3: unet-tiny has no layer that can be sliced"),
+    "context parallelism": ("tokens", 2, ["--context-parallel-size", "2"], "give one of them"),
+    "FSDP": ("uvit", 2, ["--use-torch-fsdp2"], "slices run within it"),
+    "dropout": ("uvit", 1, LORA, "draws a mask for whole sequences in hand-written layers"),
+    "tuning": ("uvit", 2, ["--pulse-auto"], "exclude each other"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_refused_with_the_reason(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    backbone, num_ranks, flags, said = REFUSED[what]
+    (fault,) = refuse(monkeypatch, num_ranks, [*SLICED, *flags], [*TINY[backbone], *BASE, *STEPS])
+    assert said in fault
