@@ -117,6 +117,8 @@ def test_a_family_shares_tokens_beside_tensor_and_sequence_parallelism() -> None
         assert found.losses == pytest.approx(one.losses, rel=1e-6)
         assert found.grad_norms == pytest.approx(one.grad_norms, rel=1e-5)
         assert found.validation == pytest.approx(one.validation, rel=1e-4)
+        piped = run(8, *both, *more, *pipeline(2), backbone="none")
+        assert (piped.losses, piped.validation) == (found.losses, found.validation)
 
 
 def test_a_family_goes_on_with_other_ranks_that_share_tokens(tmp_path: Path) -> None:

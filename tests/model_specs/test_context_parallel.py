@@ -14,6 +14,7 @@ import torch
 import model_specs
 from megatron_pulse.backbone.check import check_backbone
 from megatron_pulse.backbone.token_shares import with_token_shares
+from megatron_pulse.cli.models.context_report import context_report
 from megatron_pulse.errors import Faults
 from megatron_pulse.tracing.context_parallel.divided_backbone import divide_context, traffic_of
 from tests.model_specs.chains import build_chain, relative_error
@@ -301,6 +302,29 @@ def test_refused_with_the_reason(what: str) -> None:
     name, options, size, said = REFUSED[what]
     with pytest.raises(Faults, match=said):
         divide_context(model_specs.load_backbone(name, options), 0, size)
+
+
+def test_traffic_of_each_attention_is_four_times_its_tokens() -> None:
+    """Of queries, keys, values and results; SD3.5 attends twice, Flux's two streams once."""
+    for case, width, tokens in (
+        ("uvit-text", 64, [94]),
+        ("sd3.5", 32, [16 + 77, 16]),
+        ("flux", 32, [12 + 226]),
+    ):
+        name, options = CASES[case]
+        backbone = model_specs.load_backbone(name, options)
+        traffic = traffic_of(backbone, 4, compute_bytes=2)
+        first = next(each for each in traffic if each.num_attentions)
+        assert first.num_attentions == len(tokens)
+        assert first.sent_per_rank(4) == 4 * sum(tokens) / 4 * width * 2 * 3 / 4
+        assert [each.layer for each in traffic if each.gathered] == ["head"]
+
+
+def test_report_of_a_family_says_what_is_divided_and_sent() -> None:
+    lines, record = context_report(model_specs.load_backbone("uvit-tiny"), 4)
+    assert "divided from embed on, 18 tokens" in lines[0]
+    assert sum(row["num_attentions"] for row in record["links"]) == 5
+    assert "head" in lines[-2] and "unpatchify" in lines[-2]
 
 
 def test_layers_say_what_attends() -> None:
