@@ -10,16 +10,14 @@ import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 
-from tests.integration.runs import BASE, TINY, Run, assert_same, pipeline, run
+from tests.integration.runs import BASE, STEPS, TINY, Run, alone, assert_same, pipeline, run
 from tests.integration.test_bad_input import refuse
 from tests.integration.test_families import FAMILIES, flags_of
-
-TWO = ["--global-batch-size", "8", "--train-iters", "2"]
 
 
 def _run(num_ranks: int, context: int, *flags: str, backbone: str = "tokens") -> Run:
     divided = ["--context-parallel-size", str(context)] if context > 1 else []
-    return run(num_ranks, *TWO, *divided, *flags, backbone=backbone)
+    return run(num_ranks, *STEPS, *divided, *flags, backbone=backbone)
 
 
 def _assert_close(got: Run, expected: Run) -> None:
@@ -88,7 +86,7 @@ WITH_TENSORS = [
 
 def test_a_family_that_shares_tokens_trains_as_one_and_in_a_fold_bit_for_bit() -> None:
     two = _run(2, 2, backbone="uvit")
-    _assert_close(two, _run(1, 1, backbone="uvit"))
+    _assert_close(two, alone(*STEPS, backbone="uvit"))
     folded = _run(4, 2, *pipeline(2), backbone="uvit")
     assert folded.executed.placement == "fold"
     assert_same(folded, two)
@@ -110,13 +108,15 @@ def test_every_way_to_run_a_pipeline_of_a_family_gives_the_bits_of_none() -> Non
 
 
 def test_a_family_shares_tokens_beside_tensor_and_sequence_parallelism() -> None:
-    one = run(1, *TWO, *WITH_TENSORS[:-2], backbone="none")
-    both = [*TWO, *WITH_TENSORS, "--context-parallel-size", "2"]
+    one = run(1, *STEPS, *WITH_TENSORS[:-2], backbone="none")
+    both = [*STEPS, *WITH_TENSORS, "--context-parallel-size", "2"]
     for more in ([], ["--sequence-parallel"]):
         found = run(4, *both, *more, backbone="none")
         assert found.losses == pytest.approx(one.losses, rel=1e-6)
         assert found.grad_norms == pytest.approx(one.grad_norms, rel=1e-5)
         assert found.validation == pytest.approx(one.validation, rel=1e-4)
+        piped = run(8, *both, *more, *pipeline(2), backbone="none")
+        assert (piped.losses, piped.validation) == (found.losses, found.validation)
 
 
 def test_a_family_goes_on_with_other_ranks_that_share_tokens(tmp_path: Path) -> None:
@@ -133,21 +133,21 @@ def test_a_family_goes_on_with_other_ranks_that_share_tokens(tmp_path: Path) -> 
     _assert_close(replace(last, losses=losses, grad_norms=norms), whole)
     for name, average in whole.averages.items():
         torch.testing.assert_close(last.averages[name], average, rtol=1e-3, atol=5e-5)
-    alone, two, four, _ = (
+    first, second, third, _ = (
         FileSystemReader(folder).read_metadata().state_dict_metadata
         for folder in sorted(tmp_path.glob("iter_*"))
     )
-    assert alone.keys() == two.keys() == four.keys()
-    sizes = [{k: v.size for k, v in each.items() if hasattr(v, "size")} for each in (alone, four)]
+    assert first.keys() == second.keys() == third.keys()
+    sizes = [{k: v.size for k, v in each.items() if hasattr(v, "size")} for each in (first, third)]
     assert sizes[0] == sizes[1]
 
 
 def test_replicas_of_a_family_that_share_tokens_train_as_one() -> None:
-    one = _run(1, 1, backbone="uvit")
+    one = alone(*STEPS, backbone="uvit")
     _assert_close(_run(4, 2, "--use-distributed-optimizer", backbone="uvit"), one)
     lora = ["--pulse-adapter", "lora", "--pulse-adapter-target", "*"]
-    alone = _run(1, 1, *lora, backbone="uvit")
-    _assert_close(_run(4, 2, *pipeline(2), *lora, backbone="uvit"), alone)
+    adapted = _run(1, 1, *lora, backbone="uvit")
+    _assert_close(_run(4, 2, *pipeline(2), *lora, backbone="uvit"), adapted)
 
 
 TRANSFORMERS = [name for name in FAMILIES if not name.startswith("sd") or name == "sd3"]
@@ -184,7 +184,7 @@ REFUSED: dict[str, tuple[int, list[str], str]] = {
 @pytest.mark.parametrize("what", REFUSED)
 def test_refused_with_the_reason(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     num_ranks, flags, said = REFUSED[what]
-    good = [*TINY["tokens"], *BASE, *TWO, "--context-parallel-size", "2"]
+    good = [*TINY["tokens"], *BASE, *STEPS, "--context-parallel-size", "2"]
     assert said in "\n".join(refuse(monkeypatch, num_ranks, flags, good))
 
 
@@ -208,5 +208,5 @@ REFUSED_OF_FAMILIES: dict[str, tuple[int, str, list[str], str]] = {
 @pytest.mark.parametrize("what", REFUSED_OF_FAMILIES)
 def test_families_refused_with_the_reason(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     num_ranks, backbone, flags, said = REFUSED_OF_FAMILIES[what]
-    good = [*TINY[backbone], *BASE, *TWO, "--context-parallel-size", "2"]
+    good = [*TINY[backbone], *BASE, *STEPS, "--context-parallel-size", "2"]
     assert said in "\n".join(refuse(monkeypatch, num_ranks, flags, good))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ import torch
 import model_specs
 from megatron_pulse.backbone.check import check_backbone
 from megatron_pulse.backbone.token_shares import with_token_shares
+from megatron_pulse.cli.models.context_report import context_report
 from megatron_pulse.errors import Faults
 from megatron_pulse.tracing.context_parallel.divided_backbone import divide_context, traffic_of
 from tests.model_specs.chains import build_chain, relative_error
@@ -41,12 +43,16 @@ CASES: Cases = {
 SAMPLES = 2
 """Of a microbatch."""
 EVEN: Cases = {
-    "uvit": ("uvit-tiny", {"depth": 2, "num_classes": 0, "context_length": 3, "context_dim": 12}),
+    "even uvit": (
+        "uvit-tiny",
+        {"depth": 2, "num_classes": 0, "context_length": 3, "context_dim": 12},
+    ),
     **{case: CASES[case] for case in ("hunyuan-dit", "dit", "pixart")},
-    "sd3.5": ("sd3-tiny", {**CASES["sd3.5"][1], "context_length": 8}),
-    "flux": ("flux-tiny", {**CASES["flux"][1], "context_length": 8}),
+    "even sd3.5": ("sd3-tiny", {**CASES["sd3.5"][1], "context_length": 8}),
+    "even flux": ("flux-tiny", {**CASES["flux"][1], "context_length": 8}),
 }
-"""The same, whose tokens sequence-parallel ranks can divide further."""
+"""Cases whose tokens sequence-parallel ranks can divide further."""
+DTYPES = torch.float32, torch.float64
 
 
 @dataclass(frozen=True)
@@ -168,33 +174,38 @@ IN_FP32 = re.compile(r"(time_extra_emb|text)\.")
 """Hunyuan-DiT's embedders, whose gradients go through SiLU in fp32 before ranks sum them."""
 
 
-def compare(ways: list[Way], cases: Cases) -> None:
+type Alone = dict[tuple[str, torch.dtype], Found]
+
+
+@pytest.fixture(scope="module")
+def alone() -> Alone:
+    """Results of one process, for every case in both dtypes."""
+    (found,) = run_ranks(1, steps, [Way(dtype=dtype) for dtype in DTYPES], CASES | EVEN)
+    return {(case, way.dtype): each for (case, way), each in found.items()}
+
+
+def compare(ways: list[Way], cases: Cases, alone: Alone) -> None:
     """Require that every rank computes what one process does, and sends what the formula says."""
-    alone = {each: Way(dtype=each.dtype) for each in ways}
-    (expected,) = run_ranks(1, steps, list(dict.fromkeys(alone.values())), cases)
     every = run_ranks(ways[0].context * ways[0].tensor, steps, ways, cases)
     faults = []
-    for case in cases:
-        for each in ways:
-            found = [of_rank[case, each] for of_rank in every]
-            for of_rank in found:
-                told = differences(of_rank, expected[case, alone[each]], each.dtype)
-                faults += [f"{case} {each}: {fault}" for fault in told]
-            forward, both = (sum(f.sent[i] for f in found) / len(found) for i in (0, 1))
-            wanted = found[0].predicted
-            if not forward == both / 2 == wanted > 0:
-                faults.append(f"{case} {each}: sent {forward} and {both}, predicted {wanted}")
+    for case, way in itertools.product(cases, ways):
+        found = [of_rank[case, way] for of_rank in every]
+        for of_rank in found:
+            told = differences(of_rank, alone[case, way.dtype], way.dtype)
+            faults += [f"{case} {way}: {fault}" for fault in told]
+        forward, both = (sum(each.sent[i] for each in found) / len(found) for i in (0, 1))
+        if not forward == both / 2 == (wanted := found[0].predicted) > 0:
+            faults.append(f"{case} {way}: sent {forward} and {both}, predicted {wanted}")
     assert not faults, "\n".join(faults)
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_ranks_that_share_tokens_compute_what_one_process_does(size: int) -> None:
-    compare([Way(size), Way(size, dtype=torch.float64)], CASES)
+def test_ranks_that_share_tokens_compute_what_one_process_does(size: int, alone: Alone) -> None:
+    compare([Way(size, dtype=dtype) for dtype in DTYPES], CASES, alone)
 
 
-def test_beside_tensor_and_sequence_parallelism() -> None:
-    ways = [Way(2, 2, sequence_parallel, torch.float64) for sequence_parallel in (False, True)]
-    compare(ways, EVEN)
+def test_beside_tensor_and_sequence_parallelism(alone: Alone) -> None:
+    compare([Way(2, 2, sp, torch.float64) for sp in (False, True)], EVEN, alone)
 
 
 LONG: Cases = {
@@ -301,6 +312,29 @@ def test_refused_with_the_reason(what: str) -> None:
     name, options, size, said = REFUSED[what]
     with pytest.raises(Faults, match=said):
         divide_context(model_specs.load_backbone(name, options), 0, size)
+
+
+def test_traffic_of_each_attention_is_four_times_its_tokens() -> None:
+    """Of queries, keys, values and results; SD3.5 attends twice, Flux's two streams once."""
+    for case, width, tokens in (
+        ("uvit-text", 64, [94]),
+        ("sd3.5", 32, [16 + 77, 16]),
+        ("flux", 32, [12 + 226]),
+    ):
+        name, options = CASES[case]
+        backbone = model_specs.load_backbone(name, options)
+        traffic = traffic_of(backbone, 4, compute_bytes=2)
+        first = next(each for each in traffic if each.num_attentions)
+        assert first.num_attentions == len(tokens)
+        assert first.sent_per_rank(4) == 4 * sum(tokens) / 4 * width * 2 * 3 / 4
+        assert [each.layer for each in traffic if each.gathered] == ["head"]
+
+
+def test_report_of_a_family_says_what_is_divided_and_sent() -> None:
+    lines, record = context_report(model_specs.load_backbone("uvit-tiny"), 4)
+    assert "divided from embed on, 18 tokens" in lines[0]
+    assert sum(row["num_attentions"] for row in record["links"]) == 5
+    assert "head" in lines[-2] and "unpatchify" in lines[-2]
 
 
 def test_layers_say_what_attends() -> None:

@@ -70,7 +70,10 @@ def divide_context(backbone: Backbone, rank: int, size: int) -> Backbone:
 
 
 def first_division(backbone: Backbone, size: int) -> tuple[str, int]:
-    """Name of the value from which on tokens are divided, and its number of tokens."""
+    """Name of the value from which on tokens are divided, and its number of tokens.
+
+    Of a hand-written family, it is the name of the layer that returns this value.
+    """
     if source_of(backbone) is not None:
         name, division = divisions_of(backbone, 0, size)[0].divided
         return name, division.length
