@@ -40,11 +40,19 @@ def test_bf16_trains_alike_with_reductions_in_fp32() -> None:
     assert sliced.losses == pytest.approx(whole.losses, rel=2e-3)
 
 
+@pytest.mark.parametrize("backbone", ["tokens", "uvit"])
+@pytest.mark.parametrize("recompute", [[], ["--recompute-granularity", "full"]])
+def test_sharded_weights_are_gathered_for_slices(backbone: str, recompute: list[str]) -> None:
+    sharded = ["--use-torch-fsdp2", "--bf16", *recompute]
+    whole, sliced = (run(2, *STEPS, *sharded, *m, backbone=backbone) for m in ([], SLICED))
+    assert sliced.losses == pytest.approx(whole.losses, rel=2e-3)
+    assert sliced.grad_norms == pytest.approx(whole.grad_norms, rel=2e-2)
+
+
 LORA = ["--pulse-adapter", "lora", "--pulse-adapter-dropout", "0.1"]
 REFUSED: dict[str, tuple[str, int, list[str], str]] = {
     "UNets": ("unet", 1, [], "--pulse-token-slices 3: unet-tiny has no layer that can be sliced"),
     "context parallelism": ("tokens", 2, ["--context-parallel-size", "2"], "give one of them"),
-    "FSDP": ("uvit", 2, ["--use-torch-fsdp2"], "slices run within it"),
     "dropout": ("uvit", 1, LORA, "draws a mask for whole sequences in hand-written layers"),
     "tuning": ("uvit", 2, ["--pulse-auto"], "exclude each other"),
 }
