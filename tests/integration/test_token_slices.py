@@ -41,6 +41,13 @@ def test_bf16_trains_alike_with_reductions_in_fp32() -> None:
 
 
 @pytest.mark.parametrize("backbone", ["tokens", "uvit"])
+def test_a_repeated_layer_has_the_same_slices(backbone: str) -> None:
+    check = ["--pulse-sdc-check-interval", "1"]
+    found = run(2, *STEPS, *SLICED, *pipeline(2, *check), backbone=backbone)
+    assert found.losses == run(1, *STEPS, *SLICED, backbone=backbone).losses
+
+
+@pytest.mark.parametrize("backbone", ["tokens", "uvit"])
 @pytest.mark.parametrize("recompute", [[], ["--recompute-granularity", "full"]])
 def test_sharded_weights_are_gathered_for_slices(backbone: str, recompute: list[str]) -> None:
     sharded = ["--use-torch-fsdp2", "--bf16", *recompute]
