@@ -64,7 +64,7 @@ def _held(places: Sequence[_Place], tensors: Sequence[torch.Tensor]) -> Iterator
     before = [module._parameters[name] for module, name in places]
     try:
         for (module, name), tensor in zip(places, tensors, strict=True):
-            module._parameters[name] = tensor  # type: ignore[assignment]
+            module._parameters[name] = tensor
         yield
     finally:
         for (module, name), parameter in zip(places, before, strict=True):
