@@ -44,6 +44,10 @@ def test_slices_keep_less_and_backward_takes_longer(found: Profile) -> None:
     one, other = (found.in_slices(count).at(2, recomputed) for count in (1, 4))
     assert sum(one.recompute_bytes) > 1.5 * sum(other.recompute_bytes)
     assert one.saved_bytes == other.saved_bytes
+    for i, layer in enumerate(found.layers):
+        is_sliced = layer.name.endswith(".ff")
+        assert (other.recompute_s[i] < 0.2 * other.forward_s[i]) == is_sliced
+        assert one.recompute_s[i] == one.forward_s[i]
 
 
 def test_a_plan_s_costs_keep_those_of_whole_layers_beside(found: Profile) -> None:
