@@ -101,6 +101,8 @@ class Layer:
       several shapes (0 is the first).
     - ``adapter_dropout``: its ``key`` is set before each call to the run's seed and the
       microbatch's first position, or to None outside of training.
+    - ``token_slices``, also of modules within: set to the number of slices in which its token-wise
+      part runs (see ``token_slices.TokenSlices``).
     - ``begin_magnitudes()``, also of modules within: sets DoRA's magnitudes to the norms of the
       present weights, but for those of a file.
     """

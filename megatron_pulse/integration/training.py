@@ -143,7 +143,8 @@ def train(
     )
     verifier = None
     if options.sdc_check_interval:
-        verifier = SdcCheck(options.sdc_check_interval, lambda: args.curr_iteration, plan.backbone)
+        of = plan.backbone, plan.token_slices
+        verifier = SdcCheck(options.sdc_check_interval, lambda: args.curr_iteration, *of)
     schedule = PulseSchedule(
         plan, data.loss if preference is None else preference, board,
         options.backstop_timeout_s, encoders, tracing, own, verifier, validation, preference,

@@ -57,13 +57,15 @@ class LayerWork:
     """Work of one layer.
 
     Kernels of its forward, whole backward, and input gradient alone. ``selective`` lists the
-    kernels of both passes under selective recomputation (empty: unknown). ``memory`` has the bytes.
+    kernels of both passes under selective recomputation (empty: unknown). ``unrepeated`` are the
+    kernels of the forward after its last saved tensor. ``memory`` has the bytes.
     """
 
     forward: tuple[Kernel, ...]
     backward: tuple[Kernel, ...]
     input_grad: tuple[Kernel, ...]
     selective: tuple[Kernel, ...]
+    unrepeated: tuple[Kernel, ...]
     memory: LayerMemory
 
 
@@ -122,7 +124,10 @@ def analyse(
     times = {
         count: {
             size: _times(
-                backbone, [_in_slices(counted[kind][1], count)[at] for kind in kinds], roofline
+                backbone,
+                [_in_slices(counted[kind][1], count)[at] for kind in kinds],
+                roofline,
+                [count > 1 and count in counted[kind][1] for kind in kinds],
             )
             for at, size in enumerate(micro_batch_sizes)
         }
@@ -165,8 +170,14 @@ def count_work(
         # Computes the layer's constants, which later calls reuse.
         if misfit := call.result_mismatch(call.forward()):
             raise ProfileError(f"{backbone.layers[index].name}: {misfit}")
+    saved_at = 0
+
+    def note() -> None:
+        nonlocal saved_at
+        saved_at = kernels.count
+
     with FlashAttention(), live_bytes(call) as live, kernels:
-        with kernels.record() as forward, SavedStorageRecorder(call) as storages:
+        with kernels.record() as forward, SavedStorageRecorder(call, note) as storages:
             results = call.forward()
         kept = storages.count(results[: len(backbone.layers[index].outputs)])
         seeds = call.seeds(results)
@@ -186,7 +197,8 @@ def count_work(
     if running is not None:
         part, peak, again = _selective(call, len(backbone.layers[index].outputs), running)
         memory = LayerMemory(kept, live.peak, alone, waiting, part, peak)
-    return LayerWork(tuple(forward), tuple(backward), tuple(input_grad), again, memory)
+    rest = tuple(forward[saved_at:])
+    return LayerWork(tuple(forward), tuple(backward), tuple(input_grad), again, rest, memory)
 
 
 def _selective(
@@ -214,16 +226,20 @@ def _whole_s(work: LayerWork, roofline: Roofline) -> float:
 
 
 def _times(
-    backbone: Backbone, work: Sequence[LayerWork], roofline: Roofline
+    backbone: Backbone, work: Sequence[LayerWork], roofline: Roofline, sliced: Sequence[bool]
 ) -> tuple[LayerTimes, ...]:
+    """Times of layers; what recomputation does not repeat counts in ``sliced`` ones, where it is
+    much.
+    """
     memory = memory_columns(backbone, [layer.memory for layer in work])
     times = []
-    for layer, columns in zip(work, memory, strict=True):
+    for layer, columns, in_slices in zip(work, memory, sliced, strict=True):
         forward, backward = roofline.seconds(layer.forward), roofline.seconds(layer.backward)
         input_grad = min(roofline.seconds(layer.input_grad), backward)
         weight_grad = backward - input_grad
         more_s = roofline.seconds(layer.selective) - forward - backward
         more_s = more_s if more_s > _ROUNDING * (forward + backward) else 0.0
         found = forward, input_grad, weight_grad, *NO_SPREAD
-        times.append(LayerTimes(*found, **columns, selective_s=more_s))
+        rest_s = in_slices * roofline.seconds(layer.unrepeated)
+        times.append(LayerTimes(*found, **columns, selective_s=more_s, unrepeated_s=rest_s))
     return tuple(times)

@@ -128,6 +128,9 @@ class LayerTimes:
     - ``halved_s``: forward and backward on one of two tensor-parallel ranks, without their sums (0:
       see ``ProfiledLayer.sharded_time``).
 
+    - ``unrepeated_s``: end of a forward in slices of tokens that recomputation does not repeat (0:
+      unknown).
+
     Either all layers of a profile have a ``split_*_s``, or none (0: not measured, as without
     deferral). The same holds for each bytes field after ``peak_bytes`` (0: as much as is saved,
     beyond what is kept).
@@ -152,6 +155,7 @@ class LayerTimes:
     selective_peak_bytes: int = 0
     selective_s: float = 0.0
     halved_s: float = 0.0
+    unrepeated_s: float = 0.0
 
     def parts_s(self, split: bool) -> tuple[float, float, float]:
         """Forward, input gradient and weight gradient; with ``split`` for deferred weight
@@ -161,6 +165,10 @@ class LayerTimes:
         if split and any(found):
             return found
         return self.forward_s, self.input_grad_s, self.weight_grad_s
+
+    def repeated_s(self, split: bool) -> float:
+        """Time of the forward that recomputation repeats."""
+        return max(0.0, self.parts_s(split)[0] - self.unrepeated_s)
 
     def kept_bytes(self, selective: bool) -> int:
         """Bytes saved, with or without selective recomputation."""

@@ -277,12 +277,12 @@ class Profile:
         again = [i in chosen and runs for i, runs in enumerate(self.has_backward)]
         part = [i in selective for i in range(len(times))]
         more_s = [
-            layer.forward_s if runs else is_part * layer.selective_s
+            layer.repeated_s(False) if runs else is_part * layer.selective_s
             for layer, runs, is_part in zip(times, again, part, strict=True)
         ]
         more_split_s = [
-            forward if runs else more
-            for (forward, _, _), runs, more in zip(split_s, again, more_s, strict=True)
+            layer.repeated_s(True) if runs else more
+            for layer, runs, more in zip(times, again, more_s, strict=True)
         ]
         read = [micro_batch_size * num_bytes for num_bytes in self._read_bytes]
         shared = tuple(
@@ -330,7 +330,7 @@ class Profile:
             stored=self.stored_parameters if self.quantized else (),
             needs_grad=tuple(layer.needs_grad for layer in self.layers),
             recompute_s=tuple(
-                runs * layer.forward_s for layer, runs in zip(times, again, strict=True)
+                runs * layer.repeated_s(False) for layer, runs in zip(times, again, strict=True)
             ),
             recompute_bytes=tuple(runs * n for runs, n in zip(again, made, strict=True)),
             shared_bytes=shared,

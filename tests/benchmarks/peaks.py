@@ -1,6 +1,6 @@
 """Memory of real training steps beside the plan's: what each device holds at its peak.
 
-    .venv/bin/python -m tests.benchmarks.peaks --json peaks.json      # 31 configs, some minutes
+    .venv/bin/python -m tests.benchmarks.peaks --json peaks.json      # 37 configs, some minutes
     .venv/bin/python -m tests.benchmarks.peaks --only uvit-split      # those whose name has this
 
 Each config is planned as the tuner does, written as a plan file, and trained by it in Megatron's
@@ -59,6 +59,11 @@ UNET = {
 }  # fmt: skip
 TEXT = {**UNET, "cross_attention_dim": 32, "context_length": 16}
 IMAGE = {"num_layers": 4, "sample_size": 16, "attention_head_dim": 32}
+WAN = {
+    "num_layers": 2, "num_attention_heads": 2, "attention_head_dim": 32, "ffn_dim": 256,
+    "text_dim": 32, "in_channels": 4, "out_channels": 4,
+    "frames": 5, "height": 16, "width": 16, "text_length": 8,
+}  # fmt: skip
 BACKBONES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "uvit": ("uvit-tiny", UVIT),
     "unet": ("unet-tiny", {**UNET, "in_channels": 4, "out_channels": 4}),
@@ -72,13 +77,8 @@ BACKBONES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "flux-tiny",
         {**IMAGE, "num_layers": 2, "num_single_layers": 2, "axes_dims_rope": "8,8,16"},
     ),
+    "wan": ("diffusers:WanTransformer3DModel", WAN),
 }
-WAN = {
-    "num_layers": 2, "num_attention_heads": 2, "attention_head_dim": 32, "ffn_dim": 256,
-    "text_dim": 32, "in_channels": 4, "out_channels": 4,
-    "frames": 5, "height": 16, "width": 16, "text_length": 8,
-}  # fmt: skip
-BACKBONES = {**BACKBONES, "wan": ("diffusers:WanTransformer3DModel", WAN)}
 LINK = ClusterLink("loopback", 1.0, 50.0, BandwidthScope.DEVICE)
 TO_HOST = ClusterLink("pcie", 50.0, 10.0, BandwidthScope.DEVICE)
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from megatron_pulse.planner.tune.plans.verify_figures import load_checked
 from tests.integration.runs import BASE, STEPS, TINY, Run, alone, assert_same, pipeline, run
 from tests.integration.test_bad_input import refuse
 
@@ -40,13 +43,34 @@ def test_bf16_trains_alike_with_reductions_in_fp32() -> None:
     assert sliced.losses == pytest.approx(whole.losses, rel=2e-3)
 
 
+@pytest.mark.parametrize("backbone", ["tokens", "uvit"])
+def test_a_repeated_layer_has_the_same_slices(backbone: str) -> None:
+    check = ["--pulse-sdc-check-interval", "1"]
+    found = run(2, *STEPS, *SLICED, *pipeline(2, *check), backbone=backbone)
+    assert found.losses == run(1, *STEPS, *SLICED, backbone=backbone).losses
+
+
+@pytest.mark.parametrize("backbone", ["tokens", "uvit"])
+@pytest.mark.parametrize("recompute", [[], ["--recompute-granularity", "full"]])
+def test_sharded_weights_are_gathered_for_slices(backbone: str, recompute: list[str]) -> None:
+    sharded = ["--use-torch-fsdp2", "--bf16", *recompute]
+    whole, sliced = (run(2, *STEPS, *sharded, *m, backbone=backbone) for m in ([], SLICED))
+    assert sliced.losses == pytest.approx(whole.losses, rel=2e-3)
+    assert sliced.grad_norms == pytest.approx(whole.grad_norms, rel=2e-2)
+
+
+def test_a_tuned_run_has_the_slices_asked_for(tmp_path: Path) -> None:
+    save = ["--save", str(tmp_path), "--save-interval", "2"]
+    auto = ["--pulse-auto", "--pulse-memory-gb", "1", *SLICED, *save]
+    _assert_close(run(1, *STEPS, *auto), alone(*STEPS))
+    assert load_checked(tmp_path / "plan.json").token_slices == 3
+
+
 LORA = ["--pulse-adapter", "lora", "--pulse-adapter-dropout", "0.1"]
 REFUSED: dict[str, tuple[str, int, list[str], str]] = {
     "UNets": ("unet", 1, [], "--pulse-token-slices 3: unet-tiny has no layer that can be sliced"),
     "context parallelism": ("tokens", 2, ["--context-parallel-size", "2"], "give one of them"),
-    "FSDP": ("uvit", 2, ["--use-torch-fsdp2"], "slices run within it"),
     "dropout": ("uvit", 1, LORA, "draws a mask for whole sequences in hand-written layers"),
-    "tuning": ("uvit", 2, ["--pulse-auto"], "exclude each other"),
 }
 
 

@@ -38,6 +38,7 @@ def predicted(plan: PlanFile) -> list[tuple[str, str]]:
             ),
             ("memory", f"at most {max(p['memory_bytes']) / 1e9:.3g} GB on a device"),
             *([("weights", plan.profile.quantized)] if plan.profile.quantized else []),
+            *_token_slices(plan),
             ("sent", f"{in_mb(p['data_bytes_per_sample'])} a sample, gathering and reducing"),
         ]
     return [

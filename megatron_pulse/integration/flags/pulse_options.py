@@ -233,7 +233,7 @@ class PulseOptions:
         1,
         metavar="N",
         within=FROM_ONE,
-        marks=[FlagMark.PLAN],
+        marks=[FlagMark.PLAN, FlagMark.AUTO],
     )
     plan: str | None = flag(
         "run a plan that 'pulse tune' wrote. The plan sets backbone, parallel degrees, batch "

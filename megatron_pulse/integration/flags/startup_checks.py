@@ -229,10 +229,6 @@ def _check_token_slices(args: argparse.Namespace, options: PulseOptions) -> Iter
         return
     hand_written = not is_module(options.backbone or "")
     excluded = {
-        "--use-torch-fsdp2": (
-            options.fully_sharded.fsdp,
-            "gathers weights for one backward of a layer, and slices run within it",
-        ),
         "--transformer-impl transformer_engine": (
             hand_written and args.transformer_impl == "transformer_engine",
             "keeps state in linear layers, which slices would update several times",

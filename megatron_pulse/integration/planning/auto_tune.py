@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.dataclass_flags import flag_name
+from megatron_pulse.errors import naming
 from megatron_pulse.integration.flags.fsdp_flags import excluding
 from megatron_pulse.integration.flags.parse import CommandLine
 from megatron_pulse.integration.flags.pulse_options import PulseOptions
@@ -40,6 +41,7 @@ from megatron_pulse.planner.tune.tune import DECISION_S, UntunableError, check_c
 from megatron_pulse.profile.channels_last import in_format_of, in_given_format
 from megatron_pulse.profile.measurement.measure import measure
 from megatron_pulse.profile.profile import Profile, ProfileError
+from megatron_pulse.profile.token_slices import require_token_slices
 from megatron_pulse.profile.unlike_devices import combine
 from megatron_pulse.profile.warnings import spread_caution
 from megatron_pulse.profile.weight_offload import offload_weights
@@ -85,7 +87,10 @@ def _kept(path: Path, args: argparse.Namespace, options: PulseOptions) -> PlanFi
             f"--pulse-auto: {path} was made for another job ({plan.backbone['name']} on "
             f"{plan.world_size} ranks). Move the file, or use another --save"
         )
-    if fault := _other_encoders(plan, options, backbone):
+    fault = _other_encoders(plan, options, backbone)
+    if plan.token_slices != options.token_slices:
+        fault = f"has {plan.token_slices} slices of tokens, but this run {options.token_slices}"
+    if fault:
         raise ValueError(f"--pulse-auto: {path} {fault}. Move the file, or use another --save")
     print(f"plan: {path}, reused from an earlier start", flush=True)
     return plan
@@ -277,6 +282,12 @@ def _measure(args: argparse.Namespace, options: PulseOptions, backbone: Backbone
     dtype = compute_dtype(args)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     sizes = SIZES if args.micro_batch_size is None else (args.micro_batch_size,)
+    slices = [options.token_slices] if options.token_slices > 1 else []
+    if slices:
+        with naming(f"--pulse-token-slices {options.token_slices}"):
+            require_token_slices(backbone)
+            if backbone.num_shapes > 1:
+                raise ValueError("--pulse-auto measures slices of one shape: give no buckets")
 
     def measured(sizes: tuple[int, ...]) -> Profile:
         chosen, times = measured_format(
@@ -290,6 +301,7 @@ def _measure(args: argparse.Namespace, options: PulseOptions, backbone: Backbone
             once_per_kind=True,
             running=RUNNING,
             transformer_impl=args.transformer_impl,
+            token_slices=slices,
         )
         return profile if times is None else replace(profile, method=f"{profile.method}; {times}")
 
@@ -305,8 +317,8 @@ def _measure(args: argparse.Namespace, options: PulseOptions, backbone: Backbone
         return measured(sizes[:1])
 
     given = sorted(options.options.items())
-    settings = dtype, sizes, args.transformer_impl, given, backbone.shares
+    settings = dtype, sizes, args.transformer_impl, given, backbone.shares, slices
     profile, kept = cached_profile(backbone, torch.device(device), settings, of_fitting_sizes)
     if kept is not None:
         print(f"profile: {kept}, of an earlier start; remove it to measure again", flush=True)
-    return profile
+    return profile.in_slices(options.token_slices)

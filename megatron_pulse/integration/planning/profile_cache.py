@@ -63,5 +63,5 @@ def _key(backbone: Backbone, device: torch.device, settings: Sequence[object]) -
 def _code() -> str:
     """Digest of the code that is measured and that measures."""
     package = Path(__file__).parents[2]
-    parts = (package / name for name in ("adapters", "profile", "runtime", "tracing"))
+    parts = (package / name for name in ("adapters", "backbone", "profile", "runtime", "tracing"))
     return digest_of_sources(*parts, package.parent / "model_specs")

@@ -145,7 +145,8 @@ class Reference:
         with some_process_group():
             context = meta_context("float32", 1, self._given.profile.transformer_impl)
             context.config.perform_initialization = True
-            module = Stage(self._backbone, self._routes, stage, self._job.seed, context)
+            of = self._backbone, self._routes, stage, self._job.seed, context
+            module = Stage(*of, token_slices=self._given.token_slices)
             named = {n: p for n, p in module.named_parameters() if p.requires_grad}
             self._note_layers(module, named)
             path = weights_file(self._folder, stage, step)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -57,10 +57,13 @@ class LayerMemory:
 
 
 class SavedStorageRecorder:
-    """Context that collects the storages autograd keeps of a layer's forward."""
+    """Context that collects the storages autograd keeps of a layer's forward.
 
-    def __init__(self, call: LayerCall) -> None:
-        self._call = call
+    It calls ``noting`` for each tensor.
+    """
+
+    def __init__(self, call: LayerCall, noting: Callable[[], None] = lambda: None) -> None:
+        self._call, self._noting = call, noting
         self._kept: dict[int, int] = {}
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
 
@@ -69,6 +72,7 @@ class SavedStorageRecorder:
         self._kept[_storage(tensor)] = tensor.untyped_storage().nbytes()
 
     def _pack(self, tensor: Tensor) -> Tensor:
+        self._noting()
         self.add(tensor)
         return tensor.detach()
 

@@ -26,6 +26,11 @@ class Kernels(TorchDispatchMode):
         super().__init__()
         self._all: list[Kernel] = []
 
+    @property
+    def count(self) -> int:
+        """Number of kernels so far."""
+        return len(self._all)
+
     @contextmanager
     def record(self) -> Iterator[list[Kernel]]:
         """Collect the kernels of the context in a list."""

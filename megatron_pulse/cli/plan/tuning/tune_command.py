@@ -58,7 +58,9 @@ and the command that trains. FSDP2 is predicted at its best, with ideal collecti
 than the plan stands in the first line. The best configs follow; --explain shows all else.
 
 The search takes --seconds. Profiling (up to a minute) and compiling (once per machine) come before.
-On a busy machine give it more seconds.
+On a busy machine give it more seconds. A profile with costs in slices of tokens ('pulse profile
+--token-slices') is searched again with each number of slices, where whole layers are short of
+memory.
 
   P, D, T      pipeline, data and tensor degree
   b, M         samples of a microbatch, microbatches of a step

@@ -26,6 +26,7 @@ from megatron_pulse.backbone.build_context import LayerContext
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.dropout_key import set_dropout_key
 from megatron_pulse.backbone.shape_buckets import set_shape_index
+from megatron_pulse.backbone.token_slices import set_token_slices
 from megatron_pulse.integration.megatron.model import unwrap
 from megatron_pulse.planner.program.device_program import Run
 from megatron_pulse.planner.schedule.operations import OpType
@@ -85,10 +86,15 @@ class CheckedLayerCall:
 
 
 class SdcCheck:
-    """SDC check of every ``every``-th step; ``steps()`` counts the steps made so far."""
+    """SDC check of every ``every``-th step; ``steps()`` counts the steps made so far.
 
-    def __init__(self, every: int, steps: Callable[[], int], backbone: Backbone) -> None:
-        self._every, self._steps = every, steps
+    Layers run in ``token_slices``, as in the step.
+    """
+
+    def __init__(
+        self, every: int, steps: Callable[[], int], backbone: Backbone, token_slices: int = 1
+    ) -> None:
+        self._every, self._steps, self._token_slices = every, steps, token_slices
         self._layers = {layer.name: layer for layer in backbone.layers}
 
     @contextmanager
@@ -194,6 +200,7 @@ class SdcCheck:
             },
             assign=True,
         )
+        set_token_slices(module.modules(), self._token_slices)
         set_shape_index(module, task.shape)
         set_dropout_key(module, task.dropout_key)
         given = [
