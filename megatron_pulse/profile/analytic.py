@@ -9,9 +9,11 @@ from typing import Any
 import torch
 
 from megatron_pulse.backbone.chain import Backbone
+from megatron_pulse.profile.context_costs import divided_share
 from megatron_pulse.profile.flops import FlashAttention
 from megatron_pulse.profile.layer_records import NO_SPREAD, LayerTimes
 from megatron_pulse.profile.mean_over_shapes import over_shapes
+from megatron_pulse.profile.measurement.context_rank import with_context_costs
 from megatron_pulse.profile.measurement.layer_call import (
     ExecutionModes,
     LayerCall,
@@ -38,7 +40,6 @@ from megatron_pulse.profile.measurement.module_sizes import (
     ModuleSizes,
     can_halve,
     module_sizes,
-    sharded_time,
 )
 from megatron_pulse.profile.measurement.record_kernels import Kernels
 from megatron_pulse.profile.profile import Profile, ProfileError, Source
@@ -73,31 +74,36 @@ def analyse(
     recompute: bool = False,
     progress: bool = False,
     running: ExecutionModes | None = None,
+    context: int = 1,
 ) -> Profile:
     """Profile of ``backbone`` on a device described by ``roofline``.
 
     Kernels run one after another, each at its roofline time (see ``devices`` and ``kernels``). With
     ``running``, the runtime's ``RUNNING``, bytes of deferred weight gradients and the effects of
     selective recomputation are included. A chain of several shapes is analysed at each (see
-    ``over_shapes``).
+    ``over_shapes``). With ``context``, the layers are the share of one of so many context-parallel
+    ranks, whose collectives take no time.
 
     Raises ProfileError, and BackboneError naming every layer that does not fit its specs.
     """
     if backbone.num_shapes > 1:
         return over_shapes(
             backbone,
-            lambda one: analyse(one, micro_batch_sizes, roofline, recompute, progress, running),
+            lambda one: analyse(
+                one, micro_batch_sizes, roofline, recompute, progress, running, context
+            ),
         )
-    context, halved = meta_context(roofline.dtype), meta_context(roofline.dtype, tensor=2)
+    whole = meta_context(roofline.dtype, context=context)
+    halved = meta_context(roofline.dtype, tensor=2)
     counted: dict[str, tuple[ModuleSizes, list[LayerWork], float]] = {}
     kinds = [layer_kind(backbone, i) for i in range(len(backbone.layers))]
     layers = track(kinds, "counting", "layers", silent=not progress)
-    named = naming_module_faults(backbone, roofline.dtype)
+    named = naming_module_faults(backbone, roofline.dtype, context)
     with named, some_process_group(), torch.device("meta"):
         for i, kind in enumerate(layers):
             if kind in counted:
                 continue
-            module = backbone.layers[i].build(context)
+            module = backbone.layers[i].build(whole)
             samples = micro_batch_sizes[0]
             call = make_call(backbone, i, module, samples, roofline.dtype, "meta")
             held = module_sizes(module, call.forward, samples)
@@ -106,11 +112,11 @@ def analyse(
                 for size in micro_batch_sizes
             ]
             share = 1.0
-            if can_halve(backbone, held):
+            if context == 1 and can_halve(backbone, held):
                 half = backbone.layers[i].build(halved)
                 most = max(range(len(micro_batch_sizes)), key=micro_batch_sizes.__getitem__)
                 again = count_work(backbone, i, half, micro_batch_sizes[most], roofline.dtype)
-                share = sharded_time(*(_whole_s(x, roofline) for x in (work_of[most], again)))
+                share = divided_share(_whole_s(work_of[most], roofline), _whole_s(again, roofline))
             counted[kind] = held, work_of, share
     sizes = [counted[kind][0] for kind in kinds]
     work = {
@@ -134,6 +140,24 @@ def analyse(
         skips=skips,
         conditioning=conditioning,
         versions={"torch": torch.__version__},
+    )
+
+
+def analyse_context(
+    profile: Profile,
+    backbone: Backbone,
+    roofline: Roofline,
+    running: ExecutionModes | None = None,
+) -> Profile:
+    """``profile`` of ``analyse`` with its costs of context parallelism.
+
+    Raises Faults if the tokens cannot be divided.
+    """
+    sizes = [max(profile.micro_batch_sizes)]
+    return with_context_costs(
+        profile,
+        backbone,
+        lambda part, size: analyse(part, sizes, roofline, running=running, context=size),
     )
 
 

@@ -25,7 +25,10 @@ _FORMAT = "megatron_pulse profile 1"
 _MOST_SUMS = 1000
 """Maximum sums over tensor-parallel ranks per layer, in older profiles."""
 _OLDER: Mapping[type, Mapping[str, Any]] = {
-    Profile: {"threads": 0, "transformer_impl": LOCAL, "shapes": [], "kinds": {}},
+    Profile: {
+        **{"threads": 0, "transformer_impl": LOCAL, "shapes": [], "kinds": {}},
+        "context": None,
+    },
     ProfiledLayer: {
         **{"optimizer_s": 0.0, "sharded_time": 1.0, "frozen_parameters": 0},
         **{"needs_grad": True, "begins": False},
@@ -65,8 +68,13 @@ def load_profile(path: str | Path) -> Profile:
 
 
 def to_record(profile: Profile) -> dict[str, Any]:
-    """JSON object of a profile's file, without ``shapes`` and ``kinds`` if there are none."""
+    """JSON object of a profile's file, without ``shapes``, ``kinds`` and ``context`` if there are
+    none.
+    """
     record = {"format": _FORMAT, **dataclasses.asdict(profile)}
+    for owner in (record, *record["shapes"]):
+        if owner["context"] is None:
+            del owner["context"]
     for name in ("shapes", "kinds"):
         if not record[name]:
             del record[name]
@@ -105,7 +113,9 @@ def _with_current_form(record: Mapping[str, Any]) -> dict[str, Any]:
     found = {**_OLDER[Profile], **record}
     del found["format"]
     if isinstance(shapes := found["shapes"], list):
-        found["shapes"] = [dict(row) if isinstance(row, dict) else row for row in shapes]
+        found["shapes"] = [
+            {"context": None, **row} if isinstance(row, dict) else row for row in shapes
+        ]
     owners = [found, *(row for row in found["shapes"] if isinstance(row, dict))]
     lists: list[tuple[type, dict[str, Any], str]] = []
     for owner in owners:

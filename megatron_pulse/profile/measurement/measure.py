@@ -14,6 +14,7 @@ from megatron_pulse.backbone.build_context import LOCAL, LayerContext
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.check import require_valid
 from megatron_pulse.errors import format_faults
+from megatron_pulse.profile.context_costs import divided_share
 from megatron_pulse.profile.layer_records import LayerTimes
 from megatron_pulse.profile.mean_over_shapes import over_shapes
 from megatron_pulse.profile.measurement.clock import RepetitionLimits, median_and_spread, repeat
@@ -40,7 +41,6 @@ from megatron_pulse.profile.measurement.module_sizes import (
     ModuleSizes,
     can_halve,
     module_sizes,
-    sharded_time,
 )
 from megatron_pulse.profile.parameters import weight_bytes
 from megatron_pulse.profile.profile import Profile, ProfileError, Source
@@ -61,6 +61,7 @@ def measure(
     threads: int | None = None,
     running: ExecutionModes | None = None,
     transformer_impl: str = LOCAL,
+    context: int = 1,
 ) -> Profile:
     """Profile of ``backbone`` on this machine's ``device``, "cpu" or "cuda".
 
@@ -74,6 +75,8 @@ def measure(
       are measured as well.
     - ``transformer_impl``: implementation of the layers; Megatron's local ones by default.
     - ``threads``: number of threads on a CPU (default: those of this process).
+    - ``context``: the layers are the share of one of so many context-parallel ranks, whose
+      collectives take no time.
 
     A chain of several shapes is measured at each (see ``over_shapes``). Raises ProfileError if a
     layer does not fit into the device's memory, or if Transformer Engine cannot run.
@@ -93,13 +96,14 @@ def measure(
             backbone,
             lambda one: measure(
                 one, micro_batch_sizes, device, dtype, recompute, patience, once_per_kind,
-                progress, threads, running, transformer_impl,
+                progress, threads, running, transformer_impl, context,
             ),
         )  # fmt: skip
     place = torch.device(device)
     require_memory(backbone, place, dtype)
     require_implementation(transformer_impl, place)
-    context, halved = (meta_context(dtype, tensor, transformer_impl) for tensor in (1, 2))
+    whole = meta_context(dtype, 1, transformer_impl, context)
+    halved = meta_context(dtype, 2, transformer_impl)
     sizes: list[ModuleSizes] = []
     measured: dict[int, list[LayerMeasure]] = {size: [] for size in micro_batch_sizes}
     known: dict[str, LayerMeasure] = {}
@@ -108,7 +112,7 @@ def measure(
     halved_s: dict[int, list[float]] = {size: [] for size in micro_batch_sizes}
     everything, silent = range(len(backbone.layers)), not progress
     layers = track(everything, "measuring", "layers", silent=silent, calm=True)
-    checked = naming_module_faults(backbone, dtype)
+    checked = naming_module_faults(backbone, dtype, context)
     with computing_with(threads), checked, some_process_group():
         used_threads = num_threads(place)
 
@@ -134,16 +138,17 @@ def measure(
                 ) from error
             return known[key]
 
-        def built(i: int, context: LayerContext) -> Any:
-            module = backbone.layers[i].build(context).to(place)
+        def built(i: int, within: LayerContext) -> Any:
+            module = backbone.layers[i].build(within).to(place)
             fill(module)
             return module
 
         for i in layers:
-            module = built(i, context)
+            module = built(i, whole)
             for size in micro_batch_sizes:
                 measured[size].append(timed(i, module, size))
-            half = built(i, halved) if can_halve(backbone, sizes[i]) else None
+            halves = context == 1 and can_halve(backbone, sizes[i])
+            half = built(i, halved) if halves else None
             for size in micro_batch_sizes:
                 seconds = 0.0 if half is None else timed(i, half, size, "half").whole_s
                 halved_s[size].append(seconds)
@@ -159,9 +164,9 @@ def measure(
         replace(
             layer,
             optimizer_s=seconds,
-            sharded_time=sharded_time(whole.whole_s, half_s) if half_s else 1.0,
+            sharded_time=divided_share(alone.whole_s, half_s) if half_s else 1.0,
         )
-        for layer, seconds, whole, half_s in zip(
+        for layer, seconds, alone, half_s in zip(
             chain, optimizer_s, measured[most], halved_s[most], strict=True
         )
     )
