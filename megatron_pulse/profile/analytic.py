@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from megatron_pulse.backbone.chain import Backbone
-from megatron_pulse.profile.context_costs import divided_share
 from megatron_pulse.profile.flops import FlashAttention
 from megatron_pulse.profile.layer_records import NO_SPREAD, LayerTimes
 from megatron_pulse.profile.mean_over_shapes import over_shapes
@@ -40,6 +39,7 @@ from megatron_pulse.profile.measurement.module_sizes import (
     ModuleSizes,
     can_halve,
     module_sizes,
+    sharded_time,
 )
 from megatron_pulse.profile.measurement.record_kernels import Kernels
 from megatron_pulse.profile.profile import Profile, ProfileError, Source
@@ -116,7 +116,7 @@ def analyse(
                 half = backbone.layers[i].build(halved)
                 most = max(range(len(micro_batch_sizes)), key=micro_batch_sizes.__getitem__)
                 again = count_work(backbone, i, half, micro_batch_sizes[most], roofline.dtype)
-                share = divided_share(_whole_s(work_of[most], roofline), _whole_s(again, roofline))
+                share = sharded_time(*(_whole_s(x, roofline) for x in (work_of[most], again)))
             counted[kind] = held, work_of, share
     sizes = [counted[kind][0] for kind in kinds]
     work = {

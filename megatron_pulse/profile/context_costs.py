@@ -2,25 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import astuple, dataclass, fields
+
+
+@dataclass(frozen=True)
+class RankShare:
+    """What one of K ranks has of a whole: ``fixed`` + ``divided`` / K of it.
+
+    The sum may exceed 1, since ranks also hold what they exchange.
+    """
+
+    fixed: float
+    divided: float
+
+    def of(self, size: int) -> float:
+        """Share of one of ``size`` ranks."""
+        return self.fixed + self.divided / size
+
+    @classmethod
+    def fit(cls, whole: float, parts: Mapping[int, float]) -> RankShare:
+        """Share from what one rank of the one or two sizes in ``parts`` has.
+
+        With one size, the whole is that of a single rank (Amdahl's law).
+        """
+        if not whole:
+            return cls(0.0, 1.0)
+        (size, part), *more = parts.items()
+        other, beside = more[0] if more else (1, whole)
+        divided = max(0.0, (part - beside) / (1 / size - 1 / other))
+        fixed = max(0.0, part - divided / size)
+        return cls(fixed / whole, (part - fixed) * size / whole)
 
 
 @dataclass(frozen=True)
 class LayerContextCosts:
     """Effects of context parallelism on a layer.
 
-    - ``time``, ``saved``, ``peak``: fractions of its seconds, of its saved bytes and of its peak
-      bytes that the ranks divide.
+    - ``time``, ``saved``, ``peak``: shares of a rank in its seconds without exchanges, in its saved
+      bytes and in its peak bytes.
     - ``boundary_bytes``: bytes per sample of the boundary tensors it takes that the ranks divide.
     - ``all_to_all_bytes``: bytes per sample, over all ranks, of the queries, keys, values and
       results of its ``num_attentions`` attentions over divided keys.
     - ``gathered_bytes``: bytes per sample of the ``num_gathers`` values that are gathered.
     """
 
-    time: float
-    saved: float
-    peak: float
+    time: RankShare
+    saved: RankShare
+    peak: RankShare
     boundary_bytes: int
     all_to_all_bytes: int = 0
     num_attentions: int = 0
@@ -71,21 +100,13 @@ class ContextCosts:
         for i, layer in enumerate(self.layers):
             for each in fields(layer):
                 value = getattr(layer, each.name)
-                if value < 0 or (each.name in SHARES and value > 1):
-                    allowed = "from 0 to 1" if each.name in SHARES else "0 or more"
-                    yield f"context.layers[{i}].{each.name} is {value}; it must be {allowed}"
+                parts = astuple(value) if isinstance(value, RankShare) else (value,)
+                if not all(0 <= part <= _MOST for part in parts):
+                    yield (
+                        f"context.layers[{i}].{each.name} is {', '.join(map(str, parts))}; it must "
+                        f"be from 0 to {_MOST:g}"
+                    )
 
 
-SHARES = ("time", "saved", "peak")
-"""Fields of ``LayerContextCosts`` that are fractions."""
-
-
-def divided_share(whole: float, part: float, size: int = 2) -> float:
-    """Fraction of ``whole`` that ranks divide, if one of ``size`` has ``part`` (Amdahl's law)."""
-    share = size / (size - 1) * (1 - part / whole) if whole else 1.0
-    return min(1.0, max(0.0, share))
-
-
-def part_of_rank(share: float, size: int) -> float:
-    """What one of ``size`` ranks has of a whole of which they divide ``share``."""
-    return 1 - share + share / size
+_MOST = 1e15
+"""Largest bytes and counts."""

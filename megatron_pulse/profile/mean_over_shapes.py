@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.shape_buckets import at_shape, shape_names, shares_of
-from megatron_pulse.profile.context_costs import SHARES, ContextCosts, LayerContextCosts
+from megatron_pulse.profile.context_costs import ContextCosts, LayerContextCosts, RankShare
 from megatron_pulse.profile.layer_records import BYTE_FIELDS, LayerTimes, ProfiledShape
 from megatron_pulse.profile.profile import Profile
 
@@ -87,14 +87,21 @@ def context_over_shapes(
         return None
 
     def of_all(rows: Sequence[LayerContextCosts]) -> LayerContextCosts:
-        values: dict[str, Any] = {
-            each.name: [getattr(row, each.name) for row in rows] for each in fields(rows[0])
+        def largest(found: Sequence[RankShare]) -> RankShare:
+            return RankShare(max(s.fixed for s in found), max(s.divided for s in found))
+
+        times = [row.time for row in rows]
+        fixed, divided = (
+            _mean(shares, values)
+            for values in ([t.fixed for t in times], [t.divided for t in times])
+        )
+        counts = {
+            each.name: max(getattr(row, each.name) for row in rows)
+            for each in fields(LayerContextCosts)
+            if each.type == "int"
         }
-        merged: dict[str, Any] = {
-            name: _mean(shares, each) if name in SHARES else max(each)
-            for name, each in values.items()
-        }
-        return LayerContextCosts(**merged)
+        saved, peak = largest([row.saved for row in rows]), largest([row.peak for row in rows])
+        return LayerContextCosts(RankShare(fixed, divided), saved, peak, **counts)
 
     return ContextCosts(
         tuple(sorted({heads for costs in known for heads in costs.heads})),

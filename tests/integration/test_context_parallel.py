@@ -16,6 +16,7 @@ from megatron_pulse.planner.cluster.cluster import (
     DeviceFigures,
 )
 from megatron_pulse.planner.layout.layouts import ROW
+from megatron_pulse.planner.partition.memory import ParameterState
 from megatron_pulse.planner.plan_file.plan_file import PlanFile, save_plan
 from megatron_pulse.planner.tune.config import Config
 from megatron_pulse.planner.tune.evaluate import Evaluator
@@ -98,7 +99,7 @@ def test_a_plan_runs_to_the_bit_as_flags_and_exchanges_what_it_says(tmp_path: Pa
     """On two pipeline devices of two ranks each."""
     path = tmp_path / "plan.json"
     plan = _plan(path, Config(2, 1, 1, 2, ROW, context=2))
-    flags = [*TINY["tokens"][2:], "--pulse-plan", str(path)]
+    flags = [*TINY["tokens"], "--pulse-plan", str(path)]
     by_plan = run(4, *flags, "--train-iters", "2", backbone="none")
     assert_same(by_plan, _run(4, 2, *pipeline(2)))
     ranks = run_ranks(4, census, [*BASE, *flags])
@@ -125,7 +126,7 @@ def _plan(path: Path, config: Config) -> PlanFile:
     allow(TINY["tokens"][1])
     backbone = load_backbone(TINY["tokens"][1], {})
     profile = analyse_context(analyse(backbone, [2], roofline), backbone, roofline)
-    evaluator = Evaluator(profile, machine, 8)
+    evaluator = Evaluator(profile, machine, 8, state=ParameterState(ema=True))
     plan = plan_of(evaluator.evaluate(config), evaluator)
     save_plan(plan, path)
     return plan

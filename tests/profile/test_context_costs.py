@@ -17,6 +17,7 @@ from megatron_pulse.planner.cluster.cluster import (
 )
 from megatron_pulse.planner.tune.context_rank import of_context_rank
 from megatron_pulse.profile.analytic import analyse, analyse_context
+from megatron_pulse.profile.context_costs import RankShare
 from megatron_pulse.profile.files import load_profile
 from megatron_pulse.profile.measurement.clock import RepetitionLimits
 from megatron_pulse.profile.measurement.context_rank import with_context_costs
@@ -98,7 +99,15 @@ def test_measured_profile_has_the_same_bytes(tokens: tuple[Backbone, Profile]) -
             other.boundary_bytes,
             other.all_to_all_bytes,
         )
-        assert one.saved == pytest.approx(other.saved, abs=0.01)
+        assert one.saved.of(4) == pytest.approx(other.saved.of(4), rel=0.01)
+
+
+def test_shares_of_ranks_by_hand() -> None:
+    assert RankShare.fit(100.0, {2: 60.0}) == RankShare(0.2, 0.8)
+    assert RankShare.fit(100.0, {2: 70.0, 4: 40.0}) == RankShare(0.1, 1.2)  # 10 + 120 / K
+    assert RankShare.fit(100.0, {2: 40.0, 4: 15.0}) == RankShare(0.0, 0.8)  # less than halved
+    assert RankShare.fit(100.0, {2: 50.0, 4: 60.0}) == RankShare(0.5, 0.0)
+    assert RankShare.fit(0.0, {2: 0.0}).of(2) == 0.5
 
 
 def test_backbones_without_tokens_are_refused() -> None:

@@ -233,13 +233,13 @@ def _context(profile: Profile) -> list[str]:
         return []
     times = profile.times_at(profile.micro_batch_sizes[-1])
     whole = sum(row.whole_s for row in times) or 1.0
-    divided = sum(c.time * row.whole_s for c, row in zip(costs.layers, times, strict=True))
+    part = sum(c.time.of(2) * row.whole_s for c, row in zip(costs.layers, times, strict=True))
     heads = f"heads {', '.join(map(str, costs.heads))}"
     sent = sum(layer.all_to_all_bytes for layer in costs.layers)
     gathered = sum(layer.gathered_bytes for layer in costs.layers)
     return [
-        f"context parallelism over ranks that divide {heads}: they share {divided / whole:.1%} of "
-        f"the time, and exchange {sent / 1e6:,.1f} MB of a sample by all-to-alls and "
+        f"context parallelism over ranks that divide {heads}: one of two takes {part / whole:.1%} "
+        f"of the time, and they exchange {sent / 1e6:,.1f} MB of a sample by all-to-alls and "
         f"{gathered / 1e6:,.1f} MB by gathers in a forward"
     ]
 

@@ -10,7 +10,7 @@ from functools import cache, partial
 from megatron_pulse.backbone.activations import ActivationPolicies
 from megatron_pulse.planner.cluster.cluster import Cluster
 from megatron_pulse.planner.tune.collectives import collective_s, context_exchanges
-from megatron_pulse.profile.context_costs import ContextCosts, LayerContextCosts, part_of_rank
+from megatron_pulse.profile.context_costs import ContextCosts, LayerContextCosts
 from megatron_pulse.profile.layer_records import LayerTimes, ProfiledLayer
 from megatron_pulse.profile.profile import Profile, ProfileError
 
@@ -87,12 +87,11 @@ def of_context_rank(profile: Profile, cluster: Cluster, size: int) -> Profile:
         if any((row.split_forward_s, row.split_input_grad_s, row.split_weight_grad_s)):
             more |= {f"split_{name}": seconds for name, seconds in more.items()}
         values: dict[str, float] = {
-            name: getattr(row, name) * part_of_rank(layer.time, size) + more.get(name, 0.0)
+            name: getattr(row, name) * layer.time.of(size) + more.get(name, 0.0)
             for name in _SECONDS
         }
         for names, share in ((_SAVED, layer.saved), (_PEAKS, layer.peak)):
-            part = part_of_rank(share, size)
-            values |= {name: math.ceil(getattr(row, name) * part) for name in names}
+            values |= {name: math.ceil(getattr(row, name) * share.of(size)) for name in names}
         made = replace(row, **values)  # type: ignore[arg-type]
         halved_s = row.halved_s * made.whole_s / row.whole_s if row.whole_s else 0.0
         return replace(made, halved_s=halved_s)

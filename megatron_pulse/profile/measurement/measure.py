@@ -14,7 +14,6 @@ from megatron_pulse.backbone.build_context import LOCAL, LayerContext
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.check import require_valid
 from megatron_pulse.errors import format_faults
-from megatron_pulse.profile.context_costs import divided_share
 from megatron_pulse.profile.layer_records import LayerTimes
 from megatron_pulse.profile.mean_over_shapes import over_shapes
 from megatron_pulse.profile.measurement.clock import RepetitionLimits, median_and_spread, repeat
@@ -41,6 +40,7 @@ from megatron_pulse.profile.measurement.module_sizes import (
     ModuleSizes,
     can_halve,
     module_sizes,
+    sharded_time,
 )
 from megatron_pulse.profile.parameters import weight_bytes
 from megatron_pulse.profile.profile import Profile, ProfileError, Source
@@ -164,7 +164,7 @@ def measure(
         replace(
             layer,
             optimizer_s=seconds,
-            sharded_time=divided_share(alone.whole_s, half_s) if half_s else 1.0,
+            sharded_time=sharded_time(alone.whole_s, half_s) if half_s else 1.0,
         )
         for layer, seconds, alone, half_s in zip(
             chain, optimizer_s, measured[most], halved_s[most], strict=True

@@ -29,6 +29,14 @@ class ModuleSizes:
     quantized_bytes: int = 0
 
 
+def sharded_time(whole_s: float, half_s: float) -> float:
+    """Fraction of a layer's time that tensor-parallel ranks divide (Amdahl's law).
+
+    Derived from the time of the whole layer and that on one of two ranks.
+    """
+    return min(1.0, max(0.0, 2 * (1 - half_s / whole_s))) if whole_s else 1.0
+
+
 def can_halve(backbone: Backbone, sizes: ModuleSizes) -> bool:
     """True if two tensor-parallel ranks can share the layer of ``sizes``."""
     even = not any(heads % 2 for heads in backbone.num_heads)

@@ -26,14 +26,23 @@ from megatron_pulse.planner.tune.plans.to_plan import plan_of
 from megatron_pulse.planner.tune.plans.verify_figures import load_checked
 from megatron_pulse.planner.tune.search.search import search
 from megatron_pulse.planner.tune.tune import tune
-from megatron_pulse.profile.context_costs import ContextCosts, LayerContextCosts
+from megatron_pulse.profile.context_costs import ContextCosts, LayerContextCosts, RankShare
 from megatron_pulse.profile.files import load_profile, save_profile
 from megatron_pulse.profile.profile import Profile, ProfileError
 from tests.planner.tune.problems import cluster, profile
 from tests.planner.tune.search.test_search import simulate_all
 from tests.reference import unsealed_record
 
-LAYER = LayerContextCosts(0.9, 0.8, 0.5, 2_000_000, 8_000_000, 1, 600_000, 2)
+LAYER = LayerContextCosts(
+    RankShare(0.1, 0.9),
+    RankShare(0.2, 0.8),
+    RankShare(0.5, 0.5),
+    2_000_000,
+    8_000_000,
+    1,
+    600_000,
+    2,
+)
 
 
 def of_tokens(whole: Profile, layer: LayerContextCosts = LAYER, heads: int = 8) -> Profile:
@@ -187,7 +196,7 @@ def test_context_parallelism_is_chosen_where_nothing_else_fits_and_refused_where
     """Saved bytes of one layer exceed a device, and fit four; slow links make it lose."""
     large = of_tokens(
         profile(random.Random(1), 6, 0, saved_mb=9_000.0, even=True),
-        LayerContextCosts(1.0, 1.0, 1.0, 2_000_000, 8_000_000, 1),
+        LayerContextCosts(*[RankShare(0.0, 1.0)] * 3, 2_000_000, 8_000_000, 1),
     )
     found = tune(Evaluator(large, cluster(1, 8), 8), Choices(fsdp=False), 4.0)
     assert {outcome.config.context for outcome in found.outcomes} <= {4, 8}
