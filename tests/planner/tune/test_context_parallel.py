@@ -255,6 +255,9 @@ def test_plan_file(planned: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr().out
     assert "data 1 x tensor 1 x context 4" in said
     assert "by all-to-alls of 4 ranks" in said and "16 gathers a forward" in said
+    report = planned.with_suffix(".html")
+    assert main(["show", str(planned), "--layers", "-o", str(report)]) == 0
+    assert "exchanged" in report.read_text()
     whole = Evaluator(CHAIN, cluster(1, 8), 8)
     one = plan_of(whole.evaluate(Config(2, 4, 1, 2, FOLD_EXACT)), whole)
     assert "context" not in to_record(one)
