@@ -2,10 +2,11 @@
 
     .venv/bin/python -m tests.benchmarks.long_video --json long_video.json
 
-Predicted from analytic costs of diffusers' classes; nothing is run. Nodes of eight devices: 24 GB
-(RTX 4090) and 48 GB (L40S) with PCI Express of 10 GB/s and 100 Gb/s between nodes, 80 GB (A100)
-with NVLink. LoRA of rank 16 at the projections of attention, without EMA, or all weights with Adam
-in bfloat16. One sample a step for each device. A row has samples/s of
+Predicted from analytic costs of diffusers' classes on A100s, with so much memory as is told;
+nothing is run. Nodes of eight devices: NVLink (300 GB/s, and 25 GB/s a device between nodes) or PCI
+Express (10 GB/s, and 100 Gb/s a node). LoRA of rank 16 at the projections of attention, or all
+weights with Adam, in bfloat16, without EMA. A step has a sample for each device, a microbatch one.
+``--profiles`` keeps costs: they take minutes for each model. A row has samples/s of
 
 - ours: the tuner's choice of all degrees,
 - no CP: the tuner's choice with whole samples,
@@ -19,25 +20,25 @@ A dash: nothing fits.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 from megatron_pulse.adapters.adapter import Adapter
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.planner.cluster.cluster import BandwidthScope, Cluster, ClusterLink, cluster
-from megatron_pulse.planner.cluster.device_kinds import DeviceFigures
 from megatron_pulse.planner.partition.memory import ParameterState
 from megatron_pulse.planner.tune.config import Choices
 from megatron_pulse.planner.tune.context_rank import of_context_rank
 from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
 from megatron_pulse.planner.tune.fsdp.baseline import fsdp_baseline
+from megatron_pulse.profile.files import load_profile, save_profile
 from megatron_pulse.profile.profile import Profile
-from megatron_pulse.profile.roofline import Roofline
+from megatron_pulse.profile.roofline import PRESETS, Roofline
 from tests.benchmarks.emulation import ATTENTION
 from tests.benchmarks.report import Flags, Report, count, some_of
-from tests.benchmarks.setups import USABLE, decide
+from tests.benchmarks.setups import decide
 
 
 @dataclass(frozen=True)
@@ -62,21 +63,18 @@ MODELS: Mapping[str, Model] = {
 }
 _PCIE = ClusterLink("pcie", 10, 20, BandwidthScope.DEVICE)
 _NETWORK = ClusterLink("ethernet", 12.5, 30, BandwidthScope.NODE)
+LINKS = ("nvlink", "pcie")
 
 
-def machine(gigabytes: int, devices: int) -> Cluster:
-    """Nodes of eight devices with so much memory."""
-    nodes = max(1, devices // 8)
-    if gigabytes == 80:
-        return cluster("dgx-a100", nodes)
-    device = {24: "4090-24GB", 48: DeviceFigures(181, 864)}[gigabytes]
-    across = _NETWORK if nodes > 1 else None
-    return Cluster(
-        f"{gigabytes} GB", nodes, 8, gigabytes, device, _PCIE, across, usable_memory=USABLE
-    )
+def machine(gigabytes: int, link: str, devices: int) -> Cluster:
+    """Nodes of eight A100s with so much memory."""
+    where = replace(cluster("dgx-a100", max(1, devices // 8)), memory_gb=gigabytes)
+    if link == "nvlink":
+        return where
+    across = None if where.nodes == 1 else _NETWORK
+    return replace(where, name="pcie", intra_node=_PCIE, inter_node=across)
 
 
-@cache
 def backbone_of(name: str, adapted: bool) -> Backbone:
     """The model, with all weights trained or an adapter."""
     from model_specs import TrainedPart, load_backbone, trained_as
@@ -89,24 +87,28 @@ def backbone_of(name: str, adapted: bool) -> Backbone:
     return trained_as(backbone, TrainedPart(adapter=adapter.to_record()))
 
 
-@cache
-def profile_of(name: str, adapted: bool, gigabytes: int) -> Profile:
-    """Analytic costs of one and two samples, with those of context parallelism."""
+def profile_of(name: str, adapted: bool, folder: Path | None) -> Profile:
+    """Analytic costs of one sample, with those of context parallelism; kept in ``folder``."""
     from megatron_pulse.profile.analytic import analyse, analyse_context
     from megatron_pulse.runtime.measure.execution_modes import RUNNING
 
-    device = machine(gigabytes, 8).peaks
-    assert device is not None
-    backbone, roofline = backbone_of(name, adapted), Roofline(device, "bfloat16")
-    profile = analyse(backbone, (1, 2), roofline, running=RUNNING)
-    return analyse_context(profile, backbone, roofline, RUNNING)
+    file = None if folder is None else folder / f"{name}{'-lora' * adapted}.json"
+    if file is not None and file.exists():
+        return load_profile(file)
+    backbone, roofline = backbone_of(name, adapted), Roofline(PRESETS["A100-80GB"], "bfloat16")
+    profile = analyse(backbone, (1,), roofline, running=RUNNING)
+    profile = analyse_context(profile, backbone, roofline, RUNNING)
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        save_profile(profile, file)
+    return profile
 
 
 def row(name: str, whole: Profile, where: Cluster, seconds: float) -> dict[str, Any]:
     """Cells of one model on one cluster."""
     samples = where.num_devices
     evaluator = Evaluator(whole, where, samples, state=ParameterState())
-    sizes = (1, 2)
+    sizes = (1,)
 
     def best(**limits: Any) -> Outcome | None:
         found = decide(evaluator, Choices(micro_batch_size=sizes, **limits), seconds)
@@ -131,6 +133,7 @@ def row(name: str, whole: Profile, where: Cluster, seconds: float) -> dict[str, 
         "model": name,
         "devices": where.num_devices,
         "GB": where.memory_gb,
+        "link": str(where.intra_node.kind),
         "ours": ours and ours.throughput,
         **others,
         "x fastest other": ours.throughput / fastest if ours and fastest else None,
@@ -152,7 +155,7 @@ def sharded(evaluator: Evaluator, size: int) -> float | None:
         evaluator.estimator.adam_s,
         state.ema,
         not state.grad_reduce_in_bf16,
-        allowed=(1, 2),
+        allowed=(1,),
     )
     return None if found is None else found.throughput / size
 
@@ -163,18 +166,17 @@ def main() -> None:
     flags.add("--models", list(MODELS), "with commas between", type=some_of(MODELS))
     flags.add("--devices", [8], "in all", type=count, nargs="+")
     flags.add("--memory", [24, 48, 80], "GB of a device", type=count, nargs="+")
-    flags.add(
-        "--trained", ["LoRA", "all"], "LoRA, all, or both", nargs="+", choices=["LoRA", "all"]
-    )
+    flags.add("--links", list(LINKS), "within a node", nargs="+", choices=LINKS)
+    flags.add("--trained", ["LoRA", "all"], "what is trained", nargs="+", choices=["LoRA", "all"])
+    flags.add("--profiles", None, "folder that keeps costs", type=Path)
     flags.add("--decision-seconds", 10.0, "of processor time for each plan")
     args = flags.parse_args()
     report = Report(args.json)
-    for devices, name, trained, memory in product(
-        args.devices, args.models, args.trained, args.memory
-    ):
-        profile = profile_of(name, trained == "LoRA", memory)
-        cells = row(f"{name}, {trained}", profile, machine(memory, devices), args.decision_seconds)
-        report.add(cells)
+    for name, trained in product(args.models, args.trained):
+        profile = profile_of(name, trained == "LoRA", args.profiles)
+        for devices, memory, link in product(args.devices, args.memory, args.links):
+            where = machine(memory, link, devices)
+            report.add(row(f"{name}, {trained}", profile, where, args.decision_seconds))
 
 
 if __name__ == "__main__":

@@ -68,7 +68,8 @@ def _exchanged(plan: PlanFile) -> list[tuple[str, str]]:
     if plan.context == 1:
         return []
     first_pass = 1.0 if plan.dpo else plan.self_conditioning
-    by_all_to_all, by_gather = sent_bytes(plan.profile, plan.context, plan.activations, first_pass)
+    of = plan.profile, plan.context, plan.tensor, plan.activations, first_pass
+    by_all_to_all, by_gather = sent_bytes(*of)
     costs = context_costs(plan.profile)
     gathers = sum(layer.num_gathers for layer in costs.layers)
     step, seconds = plan.global_batch_size, plan.predicted["context_s"]

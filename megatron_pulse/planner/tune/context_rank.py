@@ -46,10 +46,18 @@ def exchanging_s(cluster: Cluster, size: int, layer: LayerContextCosts, samples:
 
 
 def sent_bytes(
-    profile: Profile, size: int, activations: ActivationPolicies, first_pass: float = 0.0
+    profile: Profile,
+    size: int,
+    tensor: int,
+    activations: ActivationPolicies,
+    first_pass: float = 0.0,
 ) -> tuple[float, float]:
     """Bytes that ``size`` ranks send together for a sample of a step: by all-to-alls, and for
-    gathers. ``first_pass`` is the share of steps with all forwards once more."""
+    gathers.
+
+    ``tensor`` ranks divide the heads, and each gathers all. ``first_pass`` is the share of steps
+    with all forwards once more.
+    """
     by_all_to_all = by_gather = 0.0
     for passes, layer in zip(
         passes_of(profile, activations, first_pass), context_costs(profile).layers, strict=True
@@ -57,7 +65,7 @@ def sent_bytes(
         exchanged, gathered = layer.sent_bytes(size)
         by_all_to_all += passes * exchanged
         by_gather += passes * gathered
-    return by_all_to_all, by_gather
+    return by_all_to_all, tensor * by_gather
 
 
 def passes_of(

@@ -409,7 +409,8 @@ class Evaluator:
         for i, (layer, passes) in enumerate(zip(layers, passes_of_layers, strict=True)):
             each_s = exchanging_s(self.cluster, config.context, layer, config.micro_batch_size)
             seconds[stages.partition.device_of_layer(i)] += passes * each_s
-        sent = sum(sent_bytes(self.profile, config.context, activations, self.first_pass))
+        degrees = config.context, config.tensor
+        sent = sum(sent_bytes(self.profile, *degrees, activations, self.first_pass))
         return sent, self.costs.num_microbatches(config) * max(seconds)
 
     def has_room(self, outcome: Outcome) -> bool:
