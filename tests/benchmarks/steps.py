@@ -237,6 +237,7 @@ def compare(kind: str, cluster: Cluster, num_steps: int, only: str) -> Iterator[
             if kind == TOKENS:
                 argv += ["--pulse-module", name, "--pulse-objective", "v"]
                 argv += ["--pulse-class-dropout", "0"]
+                argv += [w for each in given for w in ("--pulse-option", each)]
             rows = run_ranks(ranks, steps, argv, timeout_s=600)
             middle = [
                 Step(*map(statistics.median, zip(*map(astuple, row[WARM_UP:]), strict=True)))
